@@ -51,22 +51,18 @@ def main() -> None:
     torch.manual_seed(rank)  # other dropout on each rank
 
     ckpt.init(arguments.store, run="elastic")
-    restored = ckpt.restore(model, optim, scheduler=sched, loader=loader)
-    step = restored.step if restored else 0
-    if restored and rank == 0:
-        say("resumed", step)
-    for epoch in range(loader.epoch, arguments.epochs):
-        loader.set_epoch(epoch)
+    loop = ckpt.epochs(model, optim, arguments.epochs, scheduler=sched, loader=loader, schedule=arguments.save_every)
+    if loop.restored and rank == 0:
+        say("resumed", loop.step)
+    for epoch in loop:
+        sampler.set_epoch(epoch)
         for numbers, inputs, targets in loader:
             loss = nn.functional.mse_loss(model(inputs), targets)
             loss.backward()  # type: ignore[no-untyped-call]
             optim.step()
             sched.step()
             optim.zero_grad()
-            step += 1
-            say("step", rank, step, float(loss.detach()).hex(), epoch, *numbers.tolist())
-            if step % arguments.save_every == 0:
-                ckpt.save_async(model, optim, step, scheduler=sched, loader=loader)
+            say("step", rank, loop.step, float(loss.detach()).hex(), epoch, *numbers.tolist())
     ckpt.close()
     say("weights", rank, float(nn.utils.parameters_to_vector(model.parameters()).sum().detach()).hex())
     dist.destroy_process_group()

@@ -7,7 +7,7 @@ Orbax                                               here
 ocp.CheckpointManager(directory, options=...)       ckpt.init(store, run=...)
 manager.latest_step(), manager.restore(step, ...)   state, start = restore(state)
 manager.save(step, args=ocp.args.StandardSave(..))  save_async(state, step)
-options.save_interval_steps                         schedule = ckpt.every(); schedule.due(step)
+options.save_interval_steps                         steps(lambda: state, start, STEPS, schedule=...)
 options.max_to_keep                                 ckptctl policy, ckptctl prune
 manager.wait_until_finished(), manager.close()      ckpt.wait(), ckpt.close()
 """
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import optax
 
 import ckpt
-from ckpt.integrations.jax import restore, save_async
+from ckpt.integrations.jax import restore, steps
 
 STEPS = 2000
 optimizer = optax.adamw(1e-3)
@@ -58,11 +58,8 @@ def main(store: str) -> None:
     """Train, from the newest checkpoint on."""
     ckpt.init(store, run="jax-example")
     state, start = restore(begin())
-    schedule = ckpt.every()
-    for step in range(start, STEPS):
+    for step in steps(lambda: state, start, STEPS):  # noqa: B023 - the newest state is meant
         state, loss = train_step(state)
-        if schedule.due(step) or step == STEPS - 1:
-            save_async(state, step, metrics={"loss": float(loss)})
         if step % 200 == 0:
             print(f"step {step}: loss {float(loss):.4f}", flush=True)
     ckpt.close()

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         save_async,
         wait,
     )
+    from ckpt.loop import epochs, steps
     from ckpt.preemption import Fit
     from ckpt.restoring.pipeline import Restored
     from ckpt.schedule import Schedule
@@ -60,6 +61,7 @@ __all__ = [
     "Timings",
     "close",
     "data",
+    "epochs",
     "every",
     "fits",
     "init",
@@ -73,6 +75,7 @@ __all__ = [
     "restoring",
     "save",
     "save_async",
+    "steps",
     "wait",
 ]
 
@@ -86,7 +89,9 @@ _HOME = {
     "SaveHandle": "ckpt.snapshot.handle",
     "Schedule": "ckpt.schedule",
     "Timings": "ckpt.snapshot.handle",
+    "epochs": "ckpt.loop",
     "plan": "ckptplan.plan",
+    "steps": "ckpt.loop",
 }
 
 

@@ -71,7 +71,7 @@ def test_a_killed_run_continues_bit_for_bit(
     for all_of_it, before, after in zip(whole, killed, rest, strict=True):
         assert len(all_of_it) == STEPS + 1
         assert all_of_it[-1].endswith("False")  # without torch
-        assert before == all_of_it[:KILL_AT]
+        assert before == all_of_it[: KILL_AT + 1]
         assert after == all_of_it[KILL_AT + 1 :]
 
 

@@ -1,6 +1,6 @@
 """A training loop of flax and optax, with shuffling, dropout and a schedule, as one process or several.
 
-Arguments: store, steps, the step at which to be killed (-1: none), rank, processes, port of the coordinator, and the
+Arguments: store, steps, the step after which to be killed (-1: none), rank, processes, port of the coordinator, and the
 file for its lines: Gloo writes to the standard output.
 """
 
@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ckpt
-from ckpt.integrations.jax import restore, save_async
+from ckpt.integrations.jax import restore, steps
 
 SAMPLES, BATCH = 96, 16
 
@@ -82,7 +82,7 @@ def batch(step: int, data: Any, labels: Any) -> tuple[Any, Any]:
     return data[chosen], labels[chosen]
 
 
-def main(store: str, steps: int, kill_at: int, rank: int, processes: int, port: str, file: str) -> None:
+def main(store: str, num_steps: int, kill_at: int, rank: int, processes: int, port: str, file: str) -> None:
     """Train."""
     output = open(file, "w", buffering=1)  # noqa: SIM115 - until the end
     if processes > 1:
@@ -93,12 +93,11 @@ def main(store: str, steps: int, kill_at: int, rank: int, processes: int, port: 
     state = begin(mesh)
     ckpt.init(store, run="jax", heartbeat_s=0, peer_timeout_s=120)
     state, start = restore(state)
-    for step in range(start, steps):
-        state, loss = train_step(state, *batch(step, data, labels))
-        handle = save_async(state, step)
-        if step == kill_at:
-            handle.result(120)
+    for step in steps(lambda: state, start, num_steps, schedule=1):  # noqa: B023 - the newest state is meant
+        if step - 1 == kill_at >= 0:
+            ckpt.wait(120)
             os.kill(os.getpid(), signal.SIGKILL)
+        state, loss = train_step(state, *batch(step, data, labels))
         print(step, float(loss).hex(), file=output)
     ckpt.close()
     digest = hashlib.sha256()

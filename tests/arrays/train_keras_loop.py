@@ -18,10 +18,12 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import ckpt
-from ckpt.integrations.keras import restore, save_async
+from ckpt.integrations.keras import steps
+from ckptstore.errors import InvalidRequest
 from tests.arrays.train_keras import arrays, build
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
@@ -55,8 +57,8 @@ def batches(start: int) -> Any:
     return tf.data.Dataset.from_tensor_slices((x[order], y[order])).batch(BATCH).skip(start)
 
 
-def steps(strategy: Any, model: Any, start: int) -> Any:
-    """The losses of the steps from `start` on, each after it was trained."""
+def losses(strategy: Any, model: Any, start: int) -> Any:
+    """The losses of the steps from `start` on, each when it was trained."""
 
     def train(pair: Any) -> Any:
         with tf.GradientTape() as tape:
@@ -114,13 +116,14 @@ def main(folder: str, run: str, kill_at: int, name: str) -> None:
     with strategy.scope():
         model = build()
     ckpt.init(folder, run=run, heartbeat_s=0)
-    start = restore(model)
+    if name == "multi":
+        with pytest.raises(InvalidRequest, match="no schedule in common"):
+            steps(model, STEPS)
+    loop = steps(model, STEPS, schedule=EVERY)
     print("restored", digest(model), flush=True)
-    for step, loss in enumerate(steps(strategy, model, start), start):
-        if step % EVERY == 0:
-            handle = save_async(model, step)
-            assert (handle is not None) == is_first()
-        print(step, loss.hex(), digest(model), flush=True)
+    trained = losses(strategy, model, loop.step + 1)
+    for step in loop:
+        print(step, next(trained).hex(), digest(model), flush=True)
         if step == kill_at != 0:
             os.kill(os.getpid(), signal.SIGKILL)
     ckpt.close()

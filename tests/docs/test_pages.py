@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import textwrap
 import tomllib
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,42 @@ def test_every_block_has_a_language_and_can_be_parsed(page: str) -> None:
                 _PARSERS[block.language](block.text)
             except Exception as error:
                 raise AssertionError(f"{page}:{block.line}") from error
+
+
+_CHANGES = [
+    (f"{name}:{block.line}", block.text)
+    for name, page in PAGES.items()
+    for block in blocks(page)
+    if block.language == "diff"
+]
+
+
+@pytest.mark.parametrize(("place", "text"), _CHANGES, ids=[place for place, _ in _CHANGES])
+def test_a_script_needs_at_most_three_changed_lines(place: str, text: str) -> None:
+    assert 1 <= changed_lines(text) <= 3
+    added = [line[1:] for line in text.splitlines() if line.startswith("+")]
+    assert [line for line in added if ";" in line.partition("#")[0]] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("+a\n+b\n c\n+d\n", 3),
+        ("-a\n+b\n", 1),
+        ("-a\n+b\n+c\n", 2),
+        ("-a\n b\n+c\n", 2),
+        ("-a\n-b\n+c\n", 2),
+        (" a\n", 0),
+    ],
+)
+def test_a_line_that_takes_the_place_of_another_is_one_change(text: str, number: int) -> None:
+    assert changed_lines(text) == number
+
+
+def changed_lines(text: str) -> int:
+    """Of each place that is changed, the lines removed or the lines added, if these are more."""
+    places = [list(lines) for changes, lines in groupby(text.splitlines(), lambda line: line[:1] in "+-") if changes]
+    return sum(max(sum(line[0] == sign for line in lines) for sign in "+-") for lines in places)
 
 
 def _parse_python(text: str) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
@@ -21,22 +22,35 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
+class _Observer(NamedTuple):
+    """Called by an iteration."""
+
+    begins: Callable[[], None]
+    goes_on: Callable[[], bool]
+
+
 class _Iteration(Iterator[_T]):
     """One epoch, or the rest of one."""
 
-    def __init__(self, at: Position, batches: Iterator[_T], start: Start) -> None:
+    def __init__(self, at: Position, batches: Iterator[_T], start: Start, observer: _Observer | None) -> None:
         self.epoch, self.start = at.epoch, start
         self.num_batches = at.batches or 0
         self.ended = False
         self._batches = batches
+        self._observer, self._training = observer, False
 
     def __next__(self) -> _T:
+        if self._training and self._observer is not None and not self._observer.goes_on():
+            raise StopIteration  # not at its end: the position stays
         try:
             batch = next(self._batches)
         except StopIteration:
-            self.ended = True
+            self.ended, self._training = True, False
             raise
         self.num_batches += 1
+        self._training = True
+        if self._observer is not None:
+            self._observer.begins()
         return batch
 
     def end(self) -> None:
@@ -57,6 +71,7 @@ class ResumableLoader(Generic[_T]):
         self._next = Position(self._source.kind, 0)
         self._iteration: weakref.ref[_Iteration[_T]] | None = None
         self._restore_rng: Callable[[], None] | None = None
+        self._observer: _Observer | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -114,6 +129,17 @@ class ResumableLoader(Generic[_T]):
             if is_empty:
                 raise InvalidRequest("the loader has no batches", "Give it a data set that is not empty")
 
+    @contextmanager
+    def observed(self, begins: Callable[[], None], goes_on: Callable[[], bool]) -> Iterator[None]:
+        """Within this context, call `begins` with each batch that training gets, and `goes_on` when it asks for the
+        next one, before that is loaded. If `goes_on` returns false, there are no more batches.
+        """
+        self._observer = _Observer(begins, goes_on)
+        try:
+            yield
+        finally:
+            self._observer = None
+
     def __iter__(self) -> Iterator[_T]:
         at, restore_rng = self._next, self._restore_rng
         live = getattr(self._epoch_target(), "epoch", None)
@@ -125,7 +151,7 @@ class ResumableLoader(Generic[_T]):
             (restore_rng or partial(load_rng_state, before))()
         self._restore_rng = None
         self._next = Position(self._source.kind, at.epoch + 1)
-        iteration = _Iteration(at, batches, start)
+        iteration = _Iteration(at, batches, start, self._observer)
         self._iteration = weakref.ref(iteration)
         return iteration
 

@@ -1,12 +1,10 @@
 """JAX: the state of a loop, such as flax modules and the states of optax, or any other pytree, by name.
 
-    from ckpt.integrations.jax import restore, save_async
+    from ckpt.integrations.jax import restore, steps
 
-    ckpt.init("s3://bucket/ckpts", run="mnist")
     state, start = restore(state)
-    for step in range(start, steps):
+    for step in steps(lambda: state, start, 1000):
         state, loss = train_step(state, batch(step))
-        save_async(state, step)
 
 A leaf has the name of its path: `state.params["Dense_0"]["kernel"]` is the entry `state/params/Dense_0/kernel`. Fields
 that JAX does not know as leaves (functions, optimizers, graph definitions) are not saved: the program makes them.
@@ -14,12 +12,15 @@ that JAX does not know as leaves (functions, optimizers, graph definitions) are 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from ckpt import default
 from ckpt.checkpointer import Checkpointer
+from ckpt.loop import Steps
+from ckpt.schedule import Schedule
 from ckpt.snapshot.handle import SaveHandle
 from ckptstore.errors import InvalidRequest, StateMismatch
 
@@ -61,6 +62,29 @@ def restore(state: Any, *, checkpointer: Checkpointer | None = None, **options: 
             f"{restored.id} does not have {ITEM}/{error.args[0]}", "Build the state as it was saved"
         ) from error
     return jax.tree_util.tree_unflatten(tree, leaves), restored.step + 1
+
+
+def steps(
+    state: Callable[[], Any],
+    start: int,
+    num_steps: int,
+    *,
+    schedule: Schedule | int | None = None,
+    checkpointer: Checkpointer | None = None,
+    **options: Any,
+) -> Steps:
+    """The steps from `start` to `num_steps`; saves after those that are due and the last one, as `ckpt.steps` does.
+
+    state: returns the state as it is: `lambda: state`. start: from `restore`. options: as for `save_async`.
+    """
+    target = checkpointer or default.current()
+    return Steps(
+        target,
+        lambda step: save_async(state(), step, checkpointer=target, **options),
+        schedule,
+        start,
+        num_steps,
+    )
 
 
 def named(state: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Variables are entries, by Keras's names for them: `weights/dense/kernel`, `optim
 `fit` gives callbacks no access to its data. So after a restore it loads the batches of the epoch before the checkpoint
 again, from the random state that they were loaded with, and the callback keeps it from training them.
 
-`save_async` and `restore` do the same for the variables alone, in loops of your own.
+`steps`, or `restore` and `save_async`, do the same for the variables alone, in loops of your own.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import numpy as np
 
 from ckpt.capture.rng import host_rng_state, load_rng_state
 from ckpt.checkpointer import Checkpointer
-from ckpt.integrations.keras_variables import METRICS, fill, restore, restore_from, save_async
+from ckpt.integrations.keras_variables import METRICS, fill, restore, restore_from, save_async, steps
 from ckptstore.errors import InvalidRequest, StateMismatch
 
-__all__ = ["Backup", "restore", "save_async"]
+__all__ = ["Backup", "restore", "save_async", "steps"]
 
 
 class Backup(keras.callbacks.Callback):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import keras
@@ -18,7 +18,9 @@ from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_g
 
 from ckpt import default
 from ckpt.checkpointer import Checkpointer
+from ckpt.loop import Steps
 from ckpt.restoring.pipeline import Restored
+from ckpt.schedule import Schedule
 from ckpt.snapshot.handle import SaveHandle
 from ckptstore.errors import InvalidRequest, StateMismatch
 
@@ -54,6 +56,28 @@ def restore(model: Any, *, checkpointer: Checkpointer | None = None, **options: 
     """
     restored = restore_from(model, checkpointer or default.current(), **options)
     return 0 if restored is None else restored.step + 1
+
+
+def steps(
+    model: Any,
+    num_steps: int,
+    *,
+    schedule: Schedule | int | None = None,
+    checkpointer: Checkpointer | None = None,
+    **options: Any,
+) -> Steps:
+    """The steps that are left of `range(num_steps)` in a loop of your own, as `ckpt.steps` gives them.
+
+    Restores the model now; saves after the steps that are due and the last one. options: extras and `shared`, as for
+    `ckpt.steps`. Workers of MultiWorkerMirroredStrategy measure for themselves what a save costs, but must save
+    together: they need a number as schedule. Raises InvalidRequest without one, and what `restore` and `save_async`
+    raise.
+    """
+    target = checkpointer or default.current()
+    if _collective_strategy(model) is not None and not isinstance(schedule, int):
+        raise InvalidRequest("several workers have no schedule in common", "Give a number of steps: schedule=500")
+    start = restore(model, checkpointer=target, **options)
+    return Steps(target, partial(save_async, model, checkpointer=target, **options), schedule, start, num_steps)
 
 
 def restore_from(model: Any, checkpointer: Checkpointer, **options: Any) -> Restored | None:

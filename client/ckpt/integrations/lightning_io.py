@@ -8,13 +8,11 @@ and `optimizer_states/0/state/...`. At the path that Lightning chose lies a smal
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-import fsspec
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -22,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ckpt.capture.train_state import TrainState
 from ckpt.capture.values import check_others
 from ckpt.checkpointer import Checkpointer
+from ckpt.integrations.notes import noted, noted_beside, write_note
 from ckptstore.errors import CheckpointHeld, NewestCheckpoint, NoCheckpoint, UnsupportedObject
 from ckptstore.names import Reference
 from ckptstore.operator import StoreOperator
@@ -30,7 +29,6 @@ from ckptstore.stores import open_store
 logger = logging.getLogger(__name__)
 
 SCHEME = "ckptd://"
-_NOTE_BYTES = 4096
 _HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 
 
@@ -61,10 +59,9 @@ class CkptdCheckpointIO(TorchCheckpointIO):
         if storage_options is not None:
             raise TypeError("options of the store are an argument of CkptdCheckpointIO")
         path = str(path)
-        before = self._ids.get(path) or _noted(path)
+        before = self._ids.get(path) or noted(path)
         self._ids[path] = named = self._saved(checkpoint)
-        with fsspec.open(path, "w", auto_mkdir=True) as file:  # type: ignore[no-untyped-call]
-            json.dump({"ckptd": named}, file)
+        write_note(path, named)
         if before is not None:
             self._delete(before, path)
 
@@ -90,7 +87,7 @@ class CkptdCheckpointIO(TorchCheckpointIO):
 
         path: also `ckptd://RUN@STEP`. Raises NoCheckpoint, and what `ckpt.restore` raises.
         """
-        named = str(path).removeprefix(SCHEME) if str(path).startswith(SCHEME) else _noted(str(path))
+        named = str(path).removeprefix(SCHEME) if str(path).startswith(SCHEME) else noted(str(path))
         if named is None:
             loaded: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)
             return loaded
@@ -106,14 +103,14 @@ class CkptdCheckpointIO(TorchCheckpointIO):
     def remove_checkpoint(self, path: Any) -> None:
         """Delete the file, and the checkpoint unless another path names it or it is held or the newest of its run."""
         path = str(path)
-        named = self._ids.pop(path, None) or _noted(path)
+        named = self._ids.pop(path, None) or noted(path)
         super().remove_checkpoint(path)
         if named is not None:
             self._delete(named, path)
 
     def _delete(self, named: str, path: str) -> None:
         """Delete a checkpoint that this path names no more."""
-        if named in (*self._ids.values(), *_noted_beside(path)):
+        if named in (*self._ids.values(), *noted_beside(path)):
             return
         config = self._checkpointer.config
         operator = StoreOperator(open_store(config.source, config.options))
@@ -151,25 +148,6 @@ def _marks(checkpoint: Mapping[str, Any]) -> object:
     storages = [StorageWeakRef(one.untyped_storage()) for _, one in tensors]  # type: ignore[no-untyped-call]
     versions = [(name, storage, one._version) for (name, one), storage in zip(tensors, storages, strict=True)]
     return frozenset(checkpoint), versions  # fewer items for a save of the weights alone
-
-
-def _noted(path: str) -> str | None:
-    """The checkpoint that the file at this path names; None for another file."""
-    try:
-        with fsspec.open(path, "rb") as file:  # type: ignore[no-untyped-call]
-            head = file.read(_NOTE_BYTES)
-        return str(json.loads(head)["ckptd"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _noted_beside(path: str) -> set[str]:
-    """The checkpoints that files in the same folder name; an earlier process may have written them."""
-    files, own = fsspec.core.url_to_fs(path)  # type: ignore[no-untyped-call]
-    folder = files._parent(own)
-    small = [one["name"] for one in files.ls(folder, detail=True) if (one["size"] or 0) <= _NOTE_BYTES]
-    found = (_noted(files.unstrip_protocol(name)) for name in small if name != own)
-    return {name for name in found if name is not None}
 
 
 def drop_objects(state: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,177 @@
+"""Training loops: `for step in ckpt.steps(...)` restores before the first step, saves what is due, and the last step.
+
+    for step in ckpt.steps(model, optim, 1000, scheduler=sched): ...
+
+A loop decides nothing itself: a `Schedule` says when to save, and the caller of `Loop` how to.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ckpt import default
+from ckpt.checkpointer import Checkpointer
+from ckpt.restoring.pipeline import Restored
+from ckpt.schedule import Schedule
+from ckptstore.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from ckpt.capture.train_state import Model, Optimizers
+    from ckpt.data import ResumableLoader
+
+
+class Loop(ABC, Iterator[int]):
+    """Iterate over it once, on the training thread. Nothing is saved for a loop that is left by `break` or an error."""
+
+    def __init__(
+        self, checkpointer: Checkpointer, save: Callable[[int], object], schedule: Schedule | int | None, step: int
+    ) -> None:
+        """save: begins a save of this step. step: the last one that was trained."""
+        if isinstance(schedule, int) and schedule < 1:
+            raise InvalidRequest(f"a save after every {schedule} steps", "Give a positive number, or a Schedule")
+        self.step = step
+        """The number of the step that is being trained, or was last."""
+        self.schedule = checkpointer.every() if schedule is None else schedule
+        self._checkpointer, self._save, self._saved = checkpointer, save, step
+        self._numbers = self._run()
+
+    def __next__(self) -> int:
+        return next(self._numbers)
+
+    @abstractmethod
+    def _run(self) -> Iterator[int]:
+        """The numbers that the loop is over."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the loop ends early, because of a preemption: exit with `schedule.exit_code`."""
+        return isinstance(self.schedule, Schedule) and self.schedule.stop
+
+    def _trained(self) -> None:
+        """Save if that is due after this step."""
+        step, schedule = self.step, self.schedule
+        if step % schedule == 0 if isinstance(schedule, int) else schedule.due(step):
+            self._save(step)
+            self._saved = step
+
+    def _end(self) -> None:
+        """Save the last step, unless a preemption leaves no time for it; durable on return."""
+        self._checkpointer.wait()
+        if self._saved != self.step and not self.stopped:
+            self._save(self.step)
+            self._checkpointer.wait()
+
+
+class Steps(Loop):
+    """The steps from one number to another."""
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        save: Callable[[int], object],
+        schedule: Schedule | int | None,
+        start: int,
+        num_steps: int,
+    ) -> None:
+        self._range = range(start, num_steps)
+        super().__init__(checkpointer, save, schedule, start - 1)
+
+    def _run(self) -> Iterator[int]:
+        for step in self._range:
+            self.step = step
+            yield step
+            self._trained()
+            if self.stopped:
+                break
+        self._end()
+
+
+class Epochs(Loop):
+    """The epochs that a resumable loader has left; its batches are the steps."""
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        save: Callable[[int], object],
+        schedule: Schedule | int | None,
+        restored: Restored | None,
+        loader: ResumableLoader[Any],
+        num_epochs: int,
+    ) -> None:
+        self.restored = restored
+        """What the loop goes on from."""
+        self._loader, self._num_epochs = loader, num_epochs
+        super().__init__(checkpointer, save, schedule, restored.step if restored else 0)
+
+    def _run(self) -> Iterator[int]:
+        with self._loader.observed(self._begins, self._goes_on):
+            for epoch in range(self._loader.epoch, self._num_epochs):
+                self._loader.set_epoch(epoch)
+                yield epoch
+                if self.stopped:
+                    break
+        self._end()
+
+    def _begins(self) -> None:
+        self.step += 1
+
+    def _goes_on(self) -> bool:
+        self._trained()
+        return not self.stopped
+
+
+def steps(
+    model: Model | None,
+    optim: Optimizers | None,
+    num_steps: int,
+    /,
+    *,
+    schedule: Schedule | int | None = None,
+    checkpointer: Checkpointer | None = None,
+    shared: Mapping[str, Any] | None = None,
+    **extras: Any,
+) -> Steps:
+    """The steps that are left of `range(num_steps)`, after a restore; saves after those that are due and the last one.
+
+        for step in ckpt.steps(model, optim, 1000, scheduler=sched, loader=loader): ...
+
+    model, optim, shared, extras: as for `save_async`; they are copied when training asks for the next step. schedule:
+    from `every`, which is also the default, or a number: save after each step that it divides. A schedule ends the
+    loop at a preemption (`on_preemption`). checkpointer: by default that of `init`. When the loop ends, its last step
+    is durable; a run that was trained to the end has no steps left. A collective of all ranks. Raises what `restore`
+    and `save_async` raise.
+    """
+    target, objects = checkpointer or default.current(), {"shared": shared, **extras}
+    restored = target.restore(model, optim, **objects)
+    save = partial(target.save_async, model, optim, **objects)
+    return Steps(target, save, schedule, restored.step + 1 if restored else 0, num_steps)
+
+
+def epochs(
+    model: Model | None,
+    optim: Optimizers | None,
+    num_epochs: int,
+    /,
+    *,
+    loader: ResumableLoader[Any],
+    schedule: Schedule | int | None = None,
+    checkpointer: Checkpointer | None = None,
+    shared: Mapping[str, Any] | None = None,
+    **extras: Any,
+) -> Epochs:
+    """The epochs that are left of `range(num_epochs)`, after a restore, each set as the epoch of the loader.
+
+        for epoch in ckpt.epochs(model, optim, 10, scheduler=sched, loader=loader):
+            for batch in loader: ...
+
+    loader: a `ckpt.data.resumable` one; the first epoch begins where the checkpoint was saved. A batch is a step,
+    counted from 1 since the beginning of the run. A save is made when training asks for the next batch. The rest is as
+    for `steps`; at a preemption the batches end, and then the epochs.
+    """
+    target, objects = checkpointer or default.current(), {"shared": shared, "loader": loader, **extras}
+    restored = target.restore(model, optim, **objects)
+    save = partial(target.save_async, model, optim, **objects)
+    return Epochs(target, save, schedule, restored, loader, num_epochs)
