@@ -31,7 +31,7 @@ browser:
 # JAX, and Keras with TensorFlow, in an environment without torch.
 .venv-arrays/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-arrays
-	.venv-arrays/bin/pip install --quiet --retries 10 --timeout 60 -c constraints.txt -e '.[cli,jax,keras]' tensorflow-cpu pytest pytest-timeout safetensors
+	.venv-arrays/bin/pip install --quiet --retries 10 --timeout 60 -c constraints.txt -e '.[server,jax,keras]' tensorflow-cpu pytest pytest-timeout safetensors
 	touch $@
 
 arrays: .venv-arrays/.ready

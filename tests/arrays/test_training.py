@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
@@ -20,32 +19,35 @@ from safetensors.numpy import load_file
 import ckpt
 from ckpt.integrations.jax import restore
 from tests.arrays.train_jax import begin
+from tests.support.command_line import invoke
+from tests.support.daemons import running_daemon
+from tests.support.forking import fork
 from tests.support.ports import free_port
 
+PROGRAM = "tests.arrays.train_jax"
 STEPS, KILL_AT = 16, 8  # an epoch has 6
 
 
 def train(store: Path, kill_at: int = -1, processes: int = 1) -> list[list[str]]:
     """The lines of each process."""
     port, files = str(free_port()), [store.with_name(f"{store.name}-{kill_at}-{rank}") for rank in range(processes)]
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.arrays.train_jax", str(store), str(STEPS), str(kill_at), str(rank),
-             str(processes), port, str(file)],
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // processes}"},
-        )
-        for rank, file in enumerate(files)
-    ]  # fmt: skip
-    try:
-        for one in started:
-            _, errors = one.communicate(timeout=300)
+    environment = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // processes}"}
+    with ExitStack() as stack:
+        started = []
+        for rank, file in enumerate(files):
+            errors = stack.enter_context(file.with_suffix(".err").open("wb"))
+            numbers = map(str, (STEPS, kill_at, rank, processes, port))
+            started.append(
+                fork(
+                    (PROGRAM,), PROGRAM, [str(store), *numbers, str(file)],
+                    stdout=errors.fileno(), stderr=errors.fileno(), environment=environment,
+                )
+            )  # fmt: skip
+            stack.callback(started[-1].wait)
+            stack.callback(started[-1].kill)
+        for one, file in zip(started, files, strict=True):
             # The end of one process takes the others of a job of JAX with it.
-            assert (one.returncode == 0) == (kill_at < 0), errors
-    finally:
-        for one in started:
-            one.kill()
-            one.communicate()
+            assert (one.wait(300) == 0) == (kill_at < 0), file.with_suffix(".err").read_text()
     return [file.read_text().splitlines() for file in files]
 
 
@@ -98,9 +100,8 @@ def store(uninterrupted: Callable[[int], tuple[Path, list[list[str]]]]) -> Path:
 
 
 def ctl(*arguments: object) -> str:
-    command = [sys.executable, "-m", "ckptctl", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    done = invoke(*arguments)
+    assert done.code == 0, done.stderr
     return done.stdout
 
 
@@ -128,11 +129,16 @@ def test_what_two_processes_saved_is_restored_by_one_on_other_devices_and_export
     assert expected.keys() <= exported.keys()
 
 
-def test_the_command_line_knows_it(store: Path) -> None:
-    listed = json.loads(ctl("ls", "jax", "--store", store, "-o", "json"))
-    assert len(listed) == STEPS
-    assert "state/params/Dense_0/kernel" in ctl("show", f"jax@{STEPS - 1}", "--store", store)
-    ctl("verify", f"jax@{STEPS - 1}", "--store", store)
-    ctl("prune", "jax", "--keep", "2", "--yes", "--grace", "0s", "--store", store)
+def test_the_command_line_and_a_daemon_know_it(store: Path) -> None:
+    last = f"jax@{STEPS - 1}"
+    # A new interpreter: hosts of forks also have what this environment lacks.
+    with running_daemon(str(store), environment={**os.environ, "TZ": "UTC"}) as daemon:
+        latest = daemon.get("/checkpoints/latest", params={"run": "jax"})
+        assert (latest.status_code, latest.json()["step"]) == (200, STEPS - 1)
+        for place in (("--store", store), ("--url", daemon.url)):
+            assert len(json.loads(ctl("ls", "jax", *place, "-o", "json"))) == STEPS
+            assert "state/params/Dense_0/kernel" in ctl("show", last, *place)
+            ctl("verify", last, *place)
+        ctl("prune", "jax", "--keep", "2", "--yes", "--grace", "0s", "--url", daemon.url)
     left = json.loads(ctl("ls", "jax", "--store", store, "-o", "json"))
     assert [one["step"] for one in left] == [STEPS - 1, STEPS - 2]
