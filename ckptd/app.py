@@ -133,11 +133,11 @@ class _Core:
         self.events = Events(self.log, self.restores, self.waiting.wake)
         self.log.subscribe(EventMetrics(self.metrics).count)
         self.metrics.leader.set_function(self.leadership.leads)
+        self.metrics.waiting_requests.set_function(self.waiting.count)
 
     def follow(self) -> None:
         """Read the changes of other daemons on the same database, then wake the requests that wait for them."""
-        self.catalog.follow()
-        self.events.run_once()
+        self.events.follow(self.catalog.follow)
 
     def pruning(self, store: Store) -> Pruning:
         """A pruning service on the store, or on the leader's store."""

@@ -29,6 +29,7 @@ class Metrics:
         self.http_seconds = Histogram(
             "ckptd_http_request_seconds", "Time to the end of the response.", ["route"], registry=self.registry
         )
+        self.waiting_requests = self._gauge("waiting_requests", "Requests that wait for a change: long polls, streams.")
         self.connections_closed = self._counter(
             "connections_closed", "Connections closed because of a limit.", "reason"
         )

@@ -40,6 +40,11 @@ class Waiting:
         """The daemon shuts down: requests must not wait any more."""
         return self._closed
 
+    def count(self) -> int:
+        """How many requests listen."""
+        with self._lock:
+            return sum(map(len, self._events.values()))
+
     def wake(self, id: str) -> None:
         """Set the events of the requests that listen to `id`."""
         with self._lock:

@@ -43,7 +43,7 @@ class Events:
         self._wake = wake
         log.subscribe(self.publish)
         self._lock = threading.Lock()
-        self._seen: int | None = None
+        self._seen = self.newest_id()
         self._ended: set[str] = set()
 
     def page(self, after: int, run: str | None = None, limit: int = MAX_EVENTS) -> EventPage:
@@ -135,12 +135,14 @@ class Events:
             if event.content.kind is EventKind.RESTORE_ENDED:
                 self._wake(event.content.detail["restore"])
 
-    def run_once(self) -> None:
-        """Publish events that other daemons on the same database have recorded. For one background thread."""
-        if self._seen is None:
-            self._seen = self.newest_id()
-            return
+    def follow(self, refresh: Callable[[], object]) -> None:
+        """Publish events that other daemons on the same database have recorded. For one background thread.
+
+        refresh: brings what requests are answered from up to date. It runs after the events are read and before they
+        are published: a request that wakes would otherwise find the old state, and wait for an event that is past.
+        """
         found = self._log.after(self._seen, MAX_EVENTS)
+        refresh()
         if found:
             self._seen = found[-1].id
             self.publish(found)

@@ -47,6 +47,11 @@ class Daemon:
         """One POST of a JSON body."""
         return httpx.post(self.url + path, json=body, timeout=60, **options)
 
+    def waiting_requests(self) -> int:
+        """How many requests wait for a change."""
+        lines = self.get("/metrics").text.splitlines()
+        return round(float(next(line.split()[1] for line in lines if line.startswith("ckptd_waiting_requests "))))
+
     @contextmanager
     def client(self, token: str | None = None) -> Iterator[DaemonClient]:
         """The project's own client, closed at the end."""

@@ -276,11 +276,17 @@ def test_events_of_other_daemons_on_the_database_wake_waiters(db_url: str) -> No
     woken: list[str] = []
     ours, theirs = EventLog(database, system_clock), EventLog(database, system_clock)
     events = Events(ours, _NoRestores(), woken.append)  # type: ignore[arg-type]
-    events.run_once()
-    theirs.add(EventContent(kind=EventKind.COMMITTED, run="gpt", checkpoint=f"gpt@1.{new_ulid(0)}"))
+    committed = EventContent(kind=EventKind.COMMITTED, run="gpt", checkpoint=f"gpt@1.{new_ulid(0)}")
+    theirs.add(committed)
     assert woken == []
-    events.run_once()
-    assert {"events", "checkpoints", "checkpoints/gpt"} == set(woken)
+    events.follow(lambda: woken.append("refreshed"))
+    assert woken[0] == "refreshed", "what wakes finds the new state"
+    assert {"events", "checkpoints", "checkpoints/gpt"} == set(woken[1:])
+    woken.clear()
+    events.follow(lambda: theirs.add(committed))
+    assert woken == [], "the refresh may have missed it"
+    events.follow(lambda: None)
+    assert "checkpoints/gpt" in woken
     database.close()
 
 

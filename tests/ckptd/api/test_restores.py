@@ -80,24 +80,17 @@ def _steps(store: Store, run: str) -> list[int]:
 
 @contextmanager
 def _waiting(daemon: Daemon, id: str, count: int = 1) -> Iterator[list[Future[bodies.RestoreBody]]]:
-    """Long polls that have reached the daemon, each on a connection of its own."""
+    """Long polls that the daemon is serving, each on a connection of its own."""
 
     def wait() -> bodies.RestoreBody:
         with daemon.client() as own:
             return own.restore_session(id, wait_s=55, ranks=False)
 
-    before = _connections(daemon)
+    before = daemon.waiting_requests()
     with ThreadPoolExecutor(count) as pool:
         polls = [pool.submit(wait) for _ in range(count)]
-        wait_until(lambda: _connections(daemon) >= before + count, "the polls")
+        wait_until(lambda: daemon.waiting_requests() >= before + count, "the polls")
         yield polls
-
-
-def _connections(daemon: Daemon) -> int:
-    """Established connections of the daemon, as the kernel counts them."""
-    port = int(daemon.url.rpartition(":")[2])
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return sum(int(row[1].split(":")[1], 16) == port and row[3] == "01" for row in rows)
 
 
 def test_all_ranks_get_the_same_checkpoint_and_one_lease(store: Store, daemon: Daemon, run: str) -> None:

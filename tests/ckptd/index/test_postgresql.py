@@ -58,7 +58,7 @@ def test_a_change_seen_by_one_daemon_is_served_by_both(store: Store, database: s
             target=lambda: told.append(second.get(f"/v1/checkpoints/latest?run=gpt&wait={_WAIT_S}", **options))
         )
         waiting.start()
-        time.sleep(0.3)
+        wait_until(second.waiting_requests, "the request that waits")
         newest = write_checkpoint(store, step=2, arrays={})
         client.notify("gpt", newest.attempt)
         wait_until(lambda: told, "the answer", _SOON_S)
