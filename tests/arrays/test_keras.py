@@ -48,6 +48,13 @@ def test_tensorflow(tmp_path: Path, data: str) -> None:
     resumes_exactly("tensorflow", tmp_path, data)
 
 
+def test_epochs_that_are_shorter_than_the_data_are_refused_unless_they_are_endless(tmp_path: Path) -> None:
+    """Each would go on where the one before ended; a resume began the data again."""
+    with Program("tensorflow", "tests.arrays.train_keras", tmp_path / "log", tmp_path, "r", 0, "short") as program:
+        program.lines(1)
+    assert "InvalidRequest: an epoch of 2 steps ends before the data" in (tmp_path / "log.err").read_text()
+
+
 @pytest.mark.parametrize("data", ["arrays", "endless"])
 def test_mirrored_over_two_devices(tmp_path: Path, data: str) -> None:
     resumes_exactly("tensorflow", tmp_path, data, "mirrored")

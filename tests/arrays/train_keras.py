@@ -85,7 +85,7 @@ class Batches(keras.utils.PyDataset):  # type: ignore[misc]
 
 def data(options: Sequence[str]) -> dict[str, Any]:
     """What `fit` gets: batches (a PyDataset), loader (of torch), dataset (of TensorFlow), filtered (one of unknown
-    length), endless (one that is repeated), or arrays."""
+    length), endless (one that is repeated), short (epochs of fewer steps than the data have), or arrays."""
     x, y = arrays()
     if "batches" in options:
         return {"x": Batches()}
@@ -94,7 +94,7 @@ def data(options: Sequence[str]) -> dict[str, Any]:
 
         pairs = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
         return {"x": torch.utils.data.DataLoader(pairs, BATCH, shuffle=True), "shuffle": False}
-    if {"dataset", "filtered", "endless"} & set(options):
+    if {"dataset", "filtered", "endless", "short"} & set(options):
         import tensorflow as tf
 
         found = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(SAMPLES).batch(BATCH)
@@ -102,7 +102,7 @@ def data(options: Sequence[str]) -> dict[str, Any]:
             return {"x": found.filter(lambda *_: True), "shuffle": False}
         if "endless" in options:
             return {"x": found.repeat(), "steps_per_epoch": STEPS, "shuffle": False}
-        return {"x": found, "shuffle": False}
+        return {"x": found, "shuffle": False, **({"steps_per_epoch": 2} if "short" in options else {})}
     return {"x": x, "y": y, "batch_size": BATCH}
 
 

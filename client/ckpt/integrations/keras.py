@@ -24,6 +24,8 @@ from ckpt.checkpointer import Checkpointer
 from ckpt.integrations.keras_variables import METRICS, fill, restore, restore_from, save_async, steps
 from ckptstore.errors import InvalidRequest, StateMismatch
 
+_INFINITE = -1  # tf.data.INFINITE_CARDINALITY
+
 __all__ = ["Backup", "restore", "save_async", "steps"]
 
 
@@ -64,6 +66,7 @@ class Backup(keras.callbacks.Callback):
         """Restore the variables, and name the epoch to continue with."""
         self._place, self._built = _Place(), keras.backend.backend() != "tensorflow"
         self._iterator: Any = None
+        self._measured = self._endless
         self._restored = restore_from(self.model, self._checkpointer, data=self._place)
         self._step = self._saved_step = 0 if self._restored is None else self._restored.step
         self._saved_epoch = self._place.epoch
@@ -129,6 +132,9 @@ class Backup(keras.callbacks.Callback):
 
         With JAX it also takes and returns the state.
         """
+        if not self._measured:
+            self._measured = True
+            _check_epoch(arguments[-1], self.params.get("steps"))
         if self._restored is not None and self._leaves_out(arguments[-1]):
             return ({}, arguments[0]) if len(arguments) == 2 else {}
         return train(*arguments) if self._iterator is None else train(*arguments[:-1], self._iterator)
@@ -203,6 +209,16 @@ def _iteration(iterator: Any, epochs: int) -> Any:
     for _ in range(epochs * (1 if int(dataset.cardinality()) < 0 else 2)):
         iterator = iter(dataset)
     return iterator
+
+
+def _check_epoch(iterator: Any, steps: int | None) -> None:
+    """Raise InvalidRequest if an epoch leaves a rest of the data to the next one. Only data of TensorFlow show it."""
+    batches = int(dataset.cardinality()) if (dataset := getattr(iterator, "_dataset", None)) is not None else 0
+    if steps is not None and (batches > steps or batches == _INFINITE):
+        raise InvalidRequest(
+            f"an epoch of {steps} steps ends before the data, and the next one goes on from there",
+            "Give Backup endless=True, or the data take(steps_per_epoch) and no steps_per_epoch",
+        )
 
 
 def _sync(model: Any) -> None:

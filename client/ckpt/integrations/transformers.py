@@ -116,6 +116,9 @@ class _CkptdTrainer(Trainer):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         self._name_best()  # the trainer has dropped the name: it looks for a folder
+        if "scheduler" not in self._saved:
+            logger.warning("the checkpoint was saved with save_only_model: optimizer and schedule start again")
+            return
         self._opened().optimizers(self._raw_optimizer())
         self.lr_scheduler.load_state_dict(self._saved["scheduler"])
 

@@ -30,6 +30,15 @@ def test_saves_at_the_end_of_epochs(tmp_path: Path) -> None:
     TRANSFORMERS.resumes_exactly(tmp_path, "gpt", 13, "epoch", resumed_at=10)
 
 
+def test_a_run_that_saved_the_weights_alone_goes_on_with_a_new_optimizer(tmp_path: Path) -> None:
+    """As without this project; its first loss is that of the weights and the random state that were saved."""
+    (before,) = TRANSFORMERS.outputs(tmp_path, "gpt", 18, "weights")
+    (rest,) = TRANSFORMERS.outputs(tmp_path, "gpt", 0, "weights")
+    assert rest[0].split()[0] == "16"
+    assert rest[0] == before[16]
+    assert rest[1] != before[17]
+
+
 def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path: Path) -> None:
     TRANSFORMERS.resumes_exactly(tmp_path, "gpt", 14, "val", "limit=2", resumed_at=12)
     listed = invoke("ls", "gpt", "--store", tmp_path, "-o", "json").json

@@ -1,5 +1,5 @@
 """Training with the Trainer of transformers; see proof.py. Options: val (evaluation), greater (is
-better), sets (five of them for evaluation), limit=N, epoch (saves)."""
+better), sets (five of them for evaluation), limit=N, epoch (saves), weights (saves them alone)."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def main() -> None:
         f"{FOLDER}/out", use_cpu=True, ddp_backend="gloo" if world > 1 else None,
         per_device_train_batch_size=4, num_train_epochs=3, seed=3,
         learning_rate=0.01, warmup_steps=5, logging_steps=1, report_to=[], disable_tqdm=True,
-        save_steps=4, label_names=["x"],
+        save_steps=4, save_only_model="weights" in OPTIONS, label_names=["x"],
         save_strategy="no" if "plain" in OPTIONS else "epoch" if "epoch" in OPTIONS else "steps",
         eval_strategy="steps" if val else "no", eval_steps=4, save_total_limit=limit,
         load_best_model_at_end=val and "plain" not in OPTIONS, greater_is_better="greater" in OPTIONS,
