@@ -71,7 +71,9 @@ def metric_curves(checkpoints: Sequence[Checkpoint], query: RunPageQuery, other:
     title = ", ".join((query.metric, *query.also))
     if not any(lines.values()):
         return Curves(title, "step", None, names)
-    drawn = plot(list(lines.values()), WRITERS.get(query.metric, compact), log=query.log)
+    is_figure = query.metric in WRITERS
+    write = WRITERS.get(query.metric, compact)
+    drawn = plot(list(lines.values()), write, log=query.log, from_zero=is_figure and not query.log)
     return Curves(title, "step", drawn, names)
 
 

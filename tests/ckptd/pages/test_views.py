@@ -183,6 +183,8 @@ def test_a_view_of_a_run_filters_pages_and_shows_reasons() -> None:
     assert both.rules == "--keep 5 --keep-every 100 --keep-best loss:min:2"
     only = run_view("gpt", checkpoints, reasons, None, RunPageQuery(state=State.CORRUPT, metric=SIZE), 1000.0)
     assert [(row.checkpoint.step, row.reasons) for row in only.rows] == [(117, ("corrupt",))]
+    assert only.curves.chart is not None
+    assert only.curves.chart.y_ticks[0].label == "0 B"
     assert only.query.link(page=2) == "?metric=size&state=corrupt&page=2"
     none = run_view("gpt", checkpoints, None, None, RunPageQuery(min_step=500), 1000.0)
     assert (none.rows, none.curves.chart) == ((), None)
