@@ -262,6 +262,6 @@ def test_the_index_equals_the_store(db_url: str) -> None:
             super().__init__(database)
 
     try:
-        run_state_machine_as_test(OnThisDatabase, settings=lives(15))
+        run_state_machine_as_test(OnThisDatabase, settings=lives(8))
     finally:
         database.close()

@@ -44,7 +44,7 @@ from tests.support.seaweed import BUCKET, S3Service
 from tests.support.stores import race
 
 RUN = "gpt"
-ROUNDS = int(os.environ.get("CKPTD_TEST_ROUNDS", "8"))
+ROUNDS = int(os.environ.get("CKPTD_TEST_ROUNDS", "5"))
 PROCESSES = 3
 _PART_BYTES = 5 << 20
 
