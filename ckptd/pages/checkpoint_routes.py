@@ -101,7 +101,8 @@ async def _contents(ctx: Context, found: Checkpoint) -> tuple[ContentsView | Non
     def look() -> ContentsView:
         contents = ctx.services.contents
         entries = contents.entries(exact, 0, _MAX_ENTRIES).items
-        return contents_view(found.world_size, contents.shards(exact).items, entries)
+        shards, spared = contents.shards(exact).items, contents.spared(exact)
+        return contents_view(found.world_size, shards, entries, spared)
 
     try:
         return await ctx.threads.store(look), ""

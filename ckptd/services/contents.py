@@ -11,7 +11,7 @@ from ckptapi.bodies import EntriesBody, EntryBody, ShardBody, ShardsBody
 from ckptd.services.catalog import Catalog
 from ckptd.services.objects import Objects
 from ckptstore.errors import CorruptObject, InvalidRequest
-from ckptstore.format.documents import Content
+from ckptstore.format.documents import SPARED, Content, Manifest
 from ckptstore.format.planning import entry_bytes
 from ckptstore.names import Reference
 from ckptstore.reading.source import check_manifest_data
@@ -19,6 +19,7 @@ from ckptstore.reading.source import check_manifest_data
 MAX_MANIFEST_BYTES = 64 << 20
 _KEPT = 4
 _KEPT_BYTES = 4 << 20
+_MOST_TEXT = 1000
 
 
 class Contents:
@@ -28,7 +29,7 @@ class Contents:
         self._catalog = catalog
         self._objects = objects
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, Content] = OrderedDict()
+        self._kept: OrderedDict[str, Manifest] = OrderedDict()
 
     def shards(self, reference: Reference) -> ShardsBody:
         """The shards of a checkpoint, by rank. Raises NoCheckpoint, InvalidRequest, Damaged or Unavailable."""
@@ -67,7 +68,18 @@ class Contents:
         ]
         return EntriesBody(items, len(entries.name), stop if stop < len(entries.name) else None)
 
+    def spared(self, reference: Reference) -> str:
+        """Why the checkpoint is not smaller, if encoding would have cost training too much; else empty.
+
+        Raises as `shards` does.
+        """
+        text = self._manifest(reference).extensions.get(SPARED)
+        return text[:_MOST_TEXT] if isinstance(text, str) else ""
+
     def _content(self, reference: Reference) -> Content:
+        return self._manifest(reference).content
+
+    def _manifest(self, reference: Reference) -> Manifest:
         checkpoint = self._catalog.find(reference)
         if checkpoint.manifest_bytes > MAX_MANIFEST_BYTES:
             raise InvalidRequest(
@@ -75,14 +87,14 @@ class Contents:
                 "Download it instead: GET .../manifest",
             )
         with self._lock:
-            content = self._kept.get(checkpoint.manifest_digest)
-            if content is None:
+            manifest = self._kept.get(checkpoint.manifest_digest)
+            if manifest is None:
                 stored = self._objects.manifest(reference)
                 if stored.bytes != checkpoint.manifest_bytes:
                     raise CorruptObject(f"the manifest of {checkpoint.id} has {stored.bytes} bytes")
-                content = check_manifest_data(checkpoint, self._objects.read_all(stored)).content
+                manifest = check_manifest_data(checkpoint, self._objects.read_all(stored))
                 if checkpoint.manifest_bytes <= _KEPT_BYTES:
-                    self._kept[checkpoint.manifest_digest] = content
+                    self._kept[checkpoint.manifest_digest] = manifest
             if len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
-        return content
+        return manifest

@@ -83,7 +83,8 @@ class Config:
         of it, is on a GPU. None: no limit.
     compress: off: bytes as they are; fast: float-split and zstd; max: the smallest, at any price. All are lossless.
         auto: chosen among these by element type and measured speed: the smallest that is durable well inside the
-        interval between saves, or the soonest durable if saves come back to back.
+        interval between saves, or the soonest durable if saves come back to back; but none that costs training more
+        than it gains. `handle.timings.coding` has the choice and its reason.
     on_busy: when all slots are in use: wait for one, skip the save, or supersede (drop) the oldest snapshot whose
         upload has not begun. `save` always waits.
     incremental: do not store chunks that are unchanged since the last committed checkpoint of the run, but reference

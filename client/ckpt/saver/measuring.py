@@ -1,7 +1,8 @@
 """Chooses how each save encodes its chunks: with a fixed policy, or from the measured costs of earlier saves.
 
-Costs start from priors and are smoothed over saves. Codings that are not in use are probed: from time to time one
-chunk of a save is encoded and stored with one of them. Readers accept any mixture of codings.
+What encoding costs training counts as well (pricing.py). Costs start from priors and are smoothed over saves. Codings
+that are not in use are probed: from time to time one chunk of a save is encoded and stored with one of them. Readers
+accept any mixture of codings.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from ckpt.saver.choosing import INTERVAL_SHARE, Choice, CodingCost, CostTable, choose
-from ckptstore.format.codecs import POLICIES, Coding, CodingPolicy, codings
+from ckpt.saver.pricing import Effort, Price
+from ckptstore.format.codecs import POLICIES, RAW, Coding, CodingPolicy, codings
 from ckptstore.format.extremes import BlockExtremes
 from ckptstore.format.shards import ChunkSpan, EncodedChunk, encode_chunk
 
@@ -37,6 +39,7 @@ _LEAST_BYTES = 64 << 10  # fewer measure latency rather than throughput
 _LEAST_S = 1e-9
 _PROBE_SHARE = 0.01  # at most this fraction of the time of saves is spent on probing a coding
 _PROBE_EVERY = 4
+_PLAIN_SHARE = 0.1  # a save of which less is encoded says what plain ones cost
 
 
 def codings_for(compress: str, url: str, threads: float, hashes_raw: bool = False) -> Codings:
@@ -55,6 +58,8 @@ class SaveCodings(Protocol):
 
     reason: str
     """The choice and its reason, for the log."""
+    spares: bool
+    """A smaller coding would have cost training more than it gains."""
 
     def encode(self, raw: memoryview, span: ChunkSpan, extremes: BlockExtremes | None = None) -> EncodedChunk:
         """Encode one chunk; called in several threads. extremes: see codecs.encode."""
@@ -66,19 +71,24 @@ class SaveCodings(Protocol):
 class Codings(Protocol):
     """Chooses for each save how its chunks are encoded."""
 
-    def begin(self, spans: Sequence[ChunkSpan], created_at: float) -> SaveCodings:
-        """The codings of a save that was requested at this time."""
+    def begin(self, spans: Sequence[ChunkSpan], created_at: float, lost_before_s: float | None = None) -> SaveCodings:
+        """The codings of a save that was requested at this time.
+
+        lost_before_s: what training lost to the save before it, in seconds; None: not known.
+        """
 
 
 class FixedCodings:
     """One policy for all saves."""
+
+    spares = False
 
     def __init__(self, policy: CodingPolicy, hashes_raw: bool = False) -> None:
         self.reason = f"compress={policy.__name__!r}"
         self._policy = policy
         self._hashes_raw = hashes_raw
 
-    def begin(self, spans: Sequence[ChunkSpan], created_at: float) -> FixedCodings:
+    def begin(self, spans: Sequence[ChunkSpan], created_at: float, lost_before_s: float | None = None) -> FixedCodings:
         return self
 
     def encode(self, raw: memoryview, span: ChunkSpan, extremes: BlockExtremes | None = None) -> EncodedChunk:
@@ -89,7 +99,7 @@ class FixedCodings:
 
 
 class MeasuredCodings:
-    """Chosen for each save from the costs of earlier saves and the interval between them. For any thread."""
+    """Chosen for each save from the costs of earlier saves, for training too, and their interval. For any thread."""
 
     def __init__(self, threads: float, upload_s: float, hashes_raw: bool = False) -> None:
         """threads: the number of cores that encode. upload_s: expected upload time in seconds per byte."""
@@ -104,19 +114,27 @@ class MeasuredCodings:
         """By element type, the fraction of bytes that had changed in the last save."""
         self._last_at: float | None = None
         self._interval_s: float | None = None
+        self._price = Price()
+        self._effort: Effort | None = None
+        """The effort of the last save, once it is uploaded."""
 
-    def begin(self, spans: Sequence[ChunkSpan], created_at: float) -> MeasuredSave:
+    def begin(self, spans: Sequence[ChunkSpan], created_at: float, lost_before_s: float | None = None) -> MeasuredSave:
         """The best choice for this save. One chunk may be encoded as a probe."""
         with self._lock:
             self._saves += 1
+            if self._effort is not None:
+                self._price.learn(self._effort, lost_before_s)
+                self._effort = None
             interval_s = self._pass(created_at)
             raw_bytes: Counter[str] = Counter()
             for span in spans:
                 raw_bytes[span.dtype] += span.bytes
             changing = {dtype: count * self._changed.get(dtype, 1.0) for dtype, count in raw_bytes.items()}
             costs = self._costs(raw_bytes)
-            choice = choose(changing, costs, self._upload.cost.seconds, self._threads, interval_s)
-            return MeasuredSave(self, raw_bytes, choice, interval_s, self._probe(spans, costs, choice))
+            price = self._price.per_second
+            choice = choose(changing, costs, self._upload.cost.seconds, self._threads, interval_s, price)
+            reason = _explain(choice, interval_s, price)
+            return MeasuredSave(self, raw_bytes, choice, reason, self._probe(spans, costs, choice))
 
     def learn(
         self, raw_bytes: Mapping[str, int], samples: Iterable[EncodeSample], stored_bytes: int, upload_s: float
@@ -126,12 +144,19 @@ class MeasuredCodings:
         for sample in samples:
             key = sample.dtype, sample.coding
             totals[key] = totals[key].plus(sample) if key in totals else sample
+        encoded = sum(total.raw for total in totals.values() if total.coding.codec != RAW)
         with self._lock:
+            self._effort = Effort(
+                raw_bytes=sum(raw_bytes.values()),
+                wall_s=sum(total.seconds for total in totals.values()),
+                core_s=sum(total.core_s for total in totals.values()),
+                is_plain=encoded < _PLAIN_SHARE * sum(raw_bytes.values()),
+            )
             if stored_bytes >= _LEAST_BYTES:
                 self._upload.add(upload_s, stored_bytes, stored_bytes)
             for dtype, count in raw_bytes.items():
-                encoded = sum(total.raw for total in totals.values() if total.dtype == dtype)
-                self._changed[dtype] = encoded / count
+                changed = sum(total.raw for total in totals.values() if total.dtype == dtype)
+                self._changed[dtype] = changed / count
             for key, total in totals.items():
                 if total.raw >= _LEAST_BYTES:
                     self._measured_in[key] = self._saves
@@ -177,7 +202,7 @@ class MeasuredSave:
         codings: MeasuredCodings,
         raw_bytes: Mapping[str, int],
         choice: Choice,
-        interval_s: float | None,
+        reason: str,
         probe: Mapping[int, Coding],
     ) -> None:
         self._codings = codings
@@ -185,14 +210,15 @@ class MeasuredSave:
         self.choice = choice
         self._probe = probe
         self._samples: list[EncodeSample] = []
-        self.reason = _explain(choice, interval_s)
+        self.reason, self.spares = reason, choice.spares
 
     def encode(self, raw: memoryview, span: ChunkSpan, extremes: BlockExtremes | None = None) -> EncodedChunk:
         coding = self._probe.get(span.at, self.choice.codings[span.dtype])
         # Wall time, not CPU time: the thread has a lower priority than the trainer, which slows it down.
-        started = time.perf_counter()
+        started, core_s = time.perf_counter(), time.thread_time()
         chunk = encode_chunk(raw, coding, extremes, self._codings.hashes_raw)
-        self._samples.append(EncodeSample(span.dtype, coding, time.perf_counter() - started, chunk.raw, chunk.stored))
+        wall_s, core_s = time.perf_counter() - started, time.thread_time() - core_s
+        self._samples.append(EncodeSample(span.dtype, coding, wall_s, chunk.raw, chunk.stored, core_s))
         return chunk
 
     def learn(self, stored_bytes: int, upload_s: float) -> None:
@@ -207,12 +233,15 @@ class EncodeSample(NamedTuple):
     seconds: float
     raw: int
     stored: int
+    core_s: float
+    """Processor time within `seconds`."""
 
     def plus(self, other: EncodeSample) -> EncodeSample:
         """The sum of both."""
-        return self._replace(
-            seconds=self.seconds + other.seconds, raw=self.raw + other.raw, stored=self.stored + other.stored
-        )
+        return EncodeSample(
+            self.dtype, self.coding, self.seconds + other.seconds, self.raw + other.raw, self.stored + other.stored,
+            self.core_s + other.core_s,
+        )  # fmt: skip
 
 
 class _Smoothed:
@@ -245,9 +274,12 @@ def _prior(coding: Coding) -> CodingCost:
     return lowest._replace(seconds=_PRIOR_COST_OF_LEVELS * lowest.seconds)
 
 
-def _explain(choice: Choice, interval_s: float | None) -> str:
+def _explain(choice: Choice, interval_s: float | None, price: float) -> str:
     chosen = ", ".join(f"{dtype} {_name(coding)}" for dtype, coding in choice.codings.items())
     times = f"{choice.durable_s:.3g} s expected (encode {choice.encode_s:.3g}, upload {choice.upload_s:.3g})"
+    if choice.spares:
+        lost = f"training loses {price:.2g} s for each second of encoding"
+        return f"{chosen}: {times}; a smaller coding would cost training more than it gains: {lost}"
     if interval_s is None:
         return f"{chosen}: {times}, the soonest durable, since the interval between saves is unknown"
     inside = choice.durable_s <= INTERVAL_SHARE * interval_s

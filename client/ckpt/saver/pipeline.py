@@ -39,7 +39,7 @@ from ckptstore.commits.commit import StoredReceipt
 from ckptstore.commits.generations import NewAttempt
 from ckptstore.commits.leases import release_lease
 from ckptstore.errors import CkptError, CorruptObject, ReferenceLost, SaveSkipped
-from ckptstore.format.documents import Outcome
+from ckptstore.format.documents import JSON, SPARED, Outcome
 from ckptstore.format.parsing import seal
 from ckptstore.format.shards import EncodedChunk, Placed, Slice, plan_chunks
 from ckptstore.format.statistics import warning_of
@@ -164,7 +164,7 @@ class SavePipeline:
         self, job: SaveJob, raw: memoryview, placed: list[Placed], derived: list[Derived], received_at: float
     ) -> None:
         spans = plan_chunks(placed)
-        codings = self._codings.begin(spans, job.created_at)
+        codings = self._codings.begin(spans, job.created_at, job.lost_before_s)
         survey = self._surveyor.begin(raw, placed, spans, derived) if self._surveyor is not None else None
         encode = survey.observing(codings) if survey is not None else codings.encode
         unchanged = survey.unchanged if survey is not None else ignore
@@ -281,7 +281,8 @@ class SavePipeline:
         if uploaded is not None:
             running.codings.learn(uploaded.stored_bytes, uploaded.busy_s)
         shard = running.incremental.shard(uploaded.chunks if uploaded else None) if placed else None
-        extensions = running.survey.write(self._run, attempt, self._setup.rank) if running.survey and placed else {}
+        extensions: dict[str, JSON] = {SPARED: running.codings.reason} if running.codings.spares else {}
+        extensions |= running.survey.write(self._run, attempt, self._setup.rank) if running.survey and placed else {}
         receipt = write_receipt(self._run, self._setup, attempt, job, placed, running.derived, shard, extensions)
         self._contents.uploaded(job, attempt, shard, running.incremental.raw_digests())
         total, upload_s = time.perf_counter() - started, uploaded.upload_s if uploaded else 0.0
@@ -295,6 +296,7 @@ class SavePipeline:
             stored_bytes=uploaded.stored_bytes if uploaded else 0,
             referenced_bytes=shard.referenced_bytes if shard is not None else 0,
             coding=running.codings.reason,
+            spares=running.codings.spares,
             retries=self._store.take_retries(),
         )
         return receipt, released

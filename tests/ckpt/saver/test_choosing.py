@@ -41,6 +41,27 @@ def test_choices_of_a_gigabyte_each(
     assert choice.codings == {"float32": floats, "int32": numbers}
 
 
+@pytest.mark.parametrize(
+    ("upload_gb_s", "interval_s", "price", "codings"),
+    [
+        pytest.param(2.0, 60.0, 0.0, (SPLIT, ZSTD), id="cores that nobody else needs"),
+        pytest.param(2.0, 60.0, 0.3, (RAW, RAW), id="a fast disk: encoding gains less than it costs"),
+        pytest.param(2.0, 60.0, 0.06, (RAW, ZSTD), id="part of it gains enough"),
+        pytest.param(0.1, 60.0, 0.3, (SPLIT, ZSTD), id="a slow store: the upload gains more"),
+        pytest.param(2.0, 6000.0, 0.3, (SPLIT, ZSTD), id="saves so rare that the cost does not matter"),
+        pytest.param(2.0, None, 1.0, (RAW, RAW), id="an only save"),
+    ],
+)
+def test_what_encoding_costs_training(
+    upload_gb_s: float, interval_s: float | None, price: float, codings: tuple[Coding, Coding]
+) -> None:
+    costs = {"float32": FLOATS, "int32": {RAW: NUMBERS[RAW], ZSTD: NUMBERS[ZSTD]}}
+    given = {"float32": GB, "int32": GB}, costs, 1 / (upload_gb_s * GB), 1, interval_s
+    choice, free = choose(*given, price), choose(*given)
+    assert tuple(choice.codings.values()) == codings
+    assert choice.spares == (choice.codings != free.codings)
+
+
 def test_what_does_not_compress_stays_as_it_is() -> None:
     choice = choose({"uint8": GB, "float32": GB}, {"uint8": NOISE, "float32": FLOATS}, 1 / (0.001 * GB), 1, 3600.0)
     assert choice.codings == {"uint8": RAW, "float32": SPLIT}
@@ -60,6 +81,7 @@ TYPES = st.dictionaries(st.sampled_from(["float32", "bfloat16", "int64"]), FIGUR
 UPLOAD = st.floats(0.01, 100).map(lambda s: s / GB)
 INTERVAL = st.none() | st.floats(0.001, 1000)
 BYTES = st.integers(1, 10 * GB)
+PRICE = st.sampled_from([0.0, 0.01, 0.3, 2.0])
 
 
 @given(FIGURES, BYTES, UPLOAD, st.integers(1, 8), INTERVAL)
@@ -101,8 +123,8 @@ def test_a_slower_store_never_makes_checkpoints_larger(
     threads: int,
     interval_s: float | None,
 ) -> None:
-    sizes = {dtype: data.draw(BYTES) for dtype in types}
-    fast, slow = (choose(sizes, types, upload_s, threads, interval_s) for upload_s in sorted(uploads))
+    sizes, price = {dtype: data.draw(BYTES) for dtype in types}, data.draw(PRICE)
+    fast, slow = (choose(sizes, types, upload_s, threads, interval_s, price) for upload_s in sorted(uploads))
     assert slow.stored_bytes <= fast.stored_bytes
 
 
@@ -114,6 +136,6 @@ def test_a_longer_interval_never_makes_checkpoints_larger(
     threads: int,
     intervals: list[float],
 ) -> None:
-    sizes = {dtype: data.draw(BYTES) for dtype in types}
-    short, long = (choose(sizes, types, upload_s, threads, interval_s) for interval_s in sorted(intervals))
+    sizes, price = {dtype: data.draw(BYTES) for dtype in types}, data.draw(PRICE)
+    short, long = (choose(sizes, types, upload_s, threads, interval_s, price) for interval_s in sorted(intervals))
     assert long.stored_bytes <= short.stored_bytes

@@ -7,11 +7,14 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 
+from ckpt import Checkpointer
 from ckpt.saver.measuring import MeasuredCodings
 from ckpt.saver.messages import Done, Failed, Released, Report, SaveJob, Setup, SliceRow
 from ckpt.saver.pipeline import SavePipeline
 from ckptstore.clock import system_clock
+from ckptstore.format.documents import SPARED
 from ckptstore.format.shards import ChunkSpan
 from ckptstore.names import new_ulid
 from ckptstore.reading.source import StoreSource, read_manifest
@@ -42,9 +45,9 @@ class Saver:
         self.pipeline = SavePipeline(sink, setup, self._reports.put)
         self._steps = 0
         self._created_at = system_clock()
-        self.reason = ""
+        self.reason, self.spares = "", False
 
-    def save(self, interval_s: float = 0.0) -> float:
+    def save(self, interval_s: float = 0.0, lost_before_s: float | None = None) -> float:
         """The share of the weights that was not stored raw. interval_s: since the save before."""
         self._steps += 1
         self._created_at += interval_s
@@ -55,13 +58,17 @@ class Saver:
         job = SaveJob(
             number=self._steps, slot=0, attempt=new_attempt(self._steps),
             created_at=self._created_at, slices=rows, aliases={}, trees={}, local={}, metrics={}, lease=None,
+            lost_before_s=lost_before_s,
         )  # fmt: skip
         self.pipeline.submit(job, STATES[self._steps % 2])
         while not isinstance(report := self._reports.get(timeout=60.0), Done):
             assert not isinstance(report, Failed), report
             if isinstance(report, Released):
-                self.reason = report.coding
-        (shard,) = read_manifest(self._source, self._source.latest("r")).content.shards
+                self.reason, self.spares = report.coding, report.spares
+        manifest = read_manifest(self._source, self._source.latest("r"))
+        assert manifest.extensions.get(SPARED, self.reason) == self.reason
+        assert (SPARED in manifest.extensions) == self.spares
+        (shard,) = manifest.content.shards
         chunks = shard.chunks
         packed: int = sum(size for i, size in enumerate(chunks.raw.tolist()) if chunks.codec_of(i) != "raw")
         return packed / WEIGHTS.nbytes
@@ -100,6 +107,40 @@ def test_it_follows_the_interval_both_ways(saver: Saver) -> None:
     shares = [saver.save() for _ in range(A_FEW)]
     assert shares[-1] == pytest.approx(0.0, abs=BUT_A_PROBE), shares
     assert "the soonest durable, since none is well inside" in saver.reason
+
+
+def test_what_training_loses_decides_as_well(saver: Saver) -> None:
+    """A second of training for a few megabytes: never worth it, until nothing is lost any more."""
+    saver.save()
+    shares = [saver.save(interval_s=60.0, lost_before_s=lost_s) for lost_s in (0.0, 1.0, 1.0, 0.0)]
+    assert shares[0] == pytest.approx(1.0, abs=BUT_A_PROBE)
+    assert shares[1:] == [pytest.approx(0.0, abs=BUT_A_PROBE)] * 3
+    assert "a smaller coding would cost training more than it gains" in saver.reason
+    assert saver.spares
+
+
+def test_the_trainer_reports_what_its_steps_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[SaveJob] = []
+    submit = SavePipeline.submit
+
+    def record(self: SavePipeline, job: SaveJob, raw: memoryview) -> None:
+        jobs.append(job)
+        submit(self, job, raw)
+
+    monkeypatch.setattr(SavePipeline, "submit", record)
+    model = torch.nn.Linear(8, 8)
+    optim = torch.optim.AdamW(model.parameters())
+    with Checkpointer("memory://lost", run="r", writer="thread") as checkpointer:
+        checkpointer.prepare(model, optim)
+        for step in range(1, 31):
+            model(torch.ones(8)).sum().backward()
+            optim.step()
+            if step % 10 == 0:
+                handle = checkpointer.save_async(model, optim, step)
+                checkpointer.wait()
+                assert "expected" in handle.timings.coding
+    assert jobs[0].lost_before_s is None, "there was no save before"
+    assert all(job.lost_before_s is not None and job.lost_before_s >= 0 for job in jobs[1:])
 
 
 CHUNK = 256 << 10
