@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from ckptctl import manual
 from ckptctl.exits import INTERRUPTED, MEANINGS, OK
-from ckptctl.render import Output, Screen, report_error
+from ckptctl.output import Output
 from ckptctl.targets import GLOBAL_OPTIONS, global_options
 from ckptstore.errors import CkptError, InvalidRequest
 
@@ -72,11 +72,16 @@ class _Command(TyperCommand):
         program = ctx.find_root().command
         return [*super().get_params(ctx), *(option for option in program.params if option.name in GLOBAL_OPTIONS)]
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        # Typer prints the name of a required argument in braces.
+        return [re.sub(r"^\{(.*)\}(?=$|\.\.\.$)", r"\1", piece) for piece in super().collect_usage_pieces(ctx)]
+
     def invoke(self, ctx: Any) -> Any:
         options = global_options(ctx)
         for name in GLOBAL_OPTIONS:
             ctx.params.pop(name, None)
         given = options.values
+        from ckptctl.render import Screen
         from ckptctl.session import Session
 
         screen = Screen(Output(given["output"]), not given["no_color"], given["quiet"])
@@ -140,7 +145,7 @@ def _exit_code(program: Callable[[], Any], arguments: Sequence[str]) -> int:
     try:
         return program() or OK
     except CkptError as error:
-        report_error(error, output, color)
+        _report(error, output, color)
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
@@ -152,9 +157,18 @@ def _exit_code(program: Callable[[], Any], arguments: Sequence[str]) -> int:
         # Typer exports no base class of its usage errors; all of them format their message.
         if not hasattr(error, "format_message"):
             raise
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error.format_message(), file=sys.stderr)
+            return InvalidRequest.exit_code
         wrong = InvalidRequest(error.format_message().rstrip("."), _usage_hint(error))
-        report_error(wrong, output, color)
+        _report(wrong, output, color)
         return wrong.exit_code
+
+
+def _report(error: CkptError, output: Output, color: bool) -> None:
+    from ckptctl.render import report_error
+
+    report_error(error, output, color)
 
 
 def _output(arguments: Sequence[str]) -> Output:

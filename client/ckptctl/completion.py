@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 
 import typer
 
-from ckptctl.render import Output, Screen
+from ckptctl.output import Output
+from ckptctl.render import Screen
 from ckptctl.session import Session
 from ckptctl.targets import global_options
 from ckptstore.commits.catalog import State

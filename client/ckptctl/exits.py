@@ -16,7 +16,7 @@ MEANINGS: dict[int, str] = {
     5: "damaged: verification failed",
     6: "refused: held by a reader, or in conflict with a decision",
     7: "store or daemon unreachable",
-    8: "not allowed: token missing, invalid, or without the required scope",
+    8: "not allowed: by the store, or the token is missing, invalid or lacks a scope",
     INTERRUPTED: "interrupted",
 }
 

@@ -21,9 +21,8 @@ from ckptctl.exporting_formats import INDEX, ONLY, missing_torch
 from ckptctl.safetensors_file import StoredTensor, read_header
 from ckptstore import names
 from ckptstore.clock import Clock
-from ckptstore.commits.catalog import Checkpoint, find, from_outcome
+from ckptstore.commits.catalog import Checkpoint, find, from_outcome, joined_generation
 from ckptstore.commits.commit import StoredReceipt, commit_attempt
-from ckptstore.commits.generations import newest_generation
 from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint
 from ckptstore.format.boxes import Box
 from ckptstore.format.codecs import fast
@@ -54,7 +53,7 @@ _AHEAD = 2  # encoded chunks that wait, in addition to one per thread
 def new_attempt(store: Store, reference: str, clock: Clock) -> tuple[str, Attempt]:
     """The run and a new attempt of the step in RUN@STEP, in the newest generation that has begun.
 
-    Raises InvalidRequest if the step has a checkpoint.
+    Raises InvalidRequest if the step has a checkpoint, or if this one would be the newest although a later step exists.
     """
     wanted = Reference.parse(reference)
     if wanted.step is None or wanted.ulid is not None:
@@ -62,7 +61,7 @@ def new_attempt(store: Store, reference: str, clock: Clock) -> tuple[str, Attemp
     try:
         found = find(store, wanted)
     except NoCheckpoint:
-        generation = newest_generation(Run(store, wanted.run))
+        generation = joined_generation(Run(store, wanted.run), wanted.step)
         return wanted.run, Attempt(wanted.step, new_ulid(clock()), generation=generation)
     raise InvalidRequest(
         f"{found.id} exists", "Choose another run or step; committed checkpoints are never overwritten"

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 from threading import Timer
 from typing import Any
 
@@ -17,22 +16,13 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from ckptctl.exits import ConfirmationMissing
+from ckptctl.output import Output
 from ckptstore.errors import CkptError
 
 _GAP = 2
 _SHORTENED = 12
 _UNLIMITED = 10_000
 _PATIENCE_S = 2.0
-
-
-class Output(StrEnum):
-    """Output formats."""
-
-    TABLE = "table"
-    JSON = "json"
-    JSONL = "jsonl"
-    YAML = "yaml"
-    ID = "id"
 
 
 @dataclass(frozen=True, slots=True)

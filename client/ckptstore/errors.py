@@ -291,9 +291,10 @@ class StoreFull(Unavailable):
 
 
 class StoreReadOnly(Unavailable):
-    """The store refuses writes."""
+    """The store refuses the request: it is read-only, or the credentials lack a permission."""
 
     code = "store_read_only"
+    exit_code = 8
 
 
 class ClockSkew(Unavailable):

@@ -21,6 +21,23 @@ def test_version_and_help() -> None:
         assert f"{code:>3}  {meaning}" in shown.stdout
 
 
+@pytest.mark.parametrize("words", [[], ["policy"], ["token"]])
+def test_words_that_ask_for_nothing_print_the_help(words: list[str]) -> None:
+    done = invoke(*words)
+    assert (done.code, done.stdout, done.stderr) == (2, "", invoke(*words, "--help").stdout)
+
+
+def test_the_usage_has_brackets_around_what_is_optional() -> None:
+    for words, usage in (
+        (("ls",), "ckptctl ls [OPTIONS] [RUN]"),
+        (("rm",), "ckptctl rm [OPTIONS] RUN@STEP..."),
+        (("verify",), "ckptctl verify [OPTIONS] [RUN[@STEP]]..."),
+        (("policy", "apply"), "ckptctl policy apply [OPTIONS] FILE"),
+        (("cp",), "ckptctl cp [OPTIONS] [RUN[@STEP]]..."),
+    ):
+        assert invoke(*words, "--help").stdout.splitlines()[0] == f"Usage: {usage}"
+
+
 @pytest.mark.parametrize("command", EXAMPLES)
 def test_every_command_explains_itself_with_examples_that_are_right(command: str) -> None:
     names = command.split()

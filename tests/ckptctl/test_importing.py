@@ -15,9 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file, save_model
 
 from ckptctl.safetensors_file import TYPES
-from ckptstore.commits.catalog import list_checkpoints, list_runs
+from ckptstore.clock import system_clock
+from ckptstore.commits.catalog import latest, list_checkpoints, list_runs
+from ckptstore.commits.generations import Session, begin_generation
 from ckptstore.format.documents import Content
 from ckptstore.format.shards import Slice
+from ckptstore.names import new_ulid
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
@@ -133,6 +136,18 @@ def test_a_step_that_has_a_checkpoint_is_not_replaced(folder: Path, filled: Stor
     done = invoke("import", tmp_path / "a.safetensors", "gpt@40", "--store", folder, "-o", "json")
     assert (done.code, done.error["code"]) == (2, "invalid_request")
     assert list_checkpoints(run) == before
+
+
+def test_no_import_moves_a_run_back_to_an_earlier_step(folder: Path, filled: Store, tmp_path: Path) -> None:
+    run = Run(filled, "gpt")
+    newest = latest(run)
+    begin_generation(run, Session(new_ulid(system_clock()), newest.attempt))
+    save_file({"w": torch.zeros(4)}, tmp_path / "a.safetensors")
+    done = invoke("import", tmp_path / "a.safetensors", "gpt@5", "--store", folder)
+    assert (done.code, "before step 40" in done.stderr) == (2, True), done.stderr
+    assert latest(run) == newest
+    assert invoke("import", tmp_path / "a.safetensors", "gpt@50", "--store", folder).code == 0
+    assert latest(run).step == 50
 
 
 @pytest.mark.parametrize("to", ["gpt@latest", "gpt", "../x@1", "gpt@1.01ARZ3NDEKTSV4RRFFQ69G5FAV"])

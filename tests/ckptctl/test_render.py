@@ -3,7 +3,8 @@ import sys
 
 import pytest
 
-from ckptctl.render import Facts, Output, Row, Screen, Table, TableColumn, facts_lines, printable, table_lines
+from ckptctl.output import Output
+from ckptctl.render import Facts, Row, Screen, Table, TableColumn, facts_lines, printable, table_lines
 
 TABLE = Table(
     (

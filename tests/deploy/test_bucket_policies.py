@@ -132,6 +132,14 @@ def test_a_trainer_deletes_no_part_of_a_checkpoint(bucket: Bucket) -> None:
     assert [info.key for folder in ("commits", "attempts") for info in store.list(f"gpt/{folder}/")] == before
 
 
+def test_a_deletion_that_the_store_denies_is_not_allowed(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(bucket)
+    monkeypatch.setitem(fsspec.config.conf, "s3", bucket.options("reader"))
+    done = invoke("rm", "gpt@1", "--yes", "--store", bucket.url, "-o", "json")
+    assert (done.code, done.error["code"]) == (8, "store_read_only")
+    assert invoke("ls", "gpt", "--store", bucket.url, "-o", "json").json[-1]["step"] == 1
+
+
 def test_an_operator_and_a_daemon_do_their_work(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(bucket)
     bucket.used()

@@ -10,9 +10,7 @@ from ckptctl.completion import checkpoint_names, run_names
 
 RunArgument = Annotated[
     str | None,
-    typer.Argument(
-        metavar="[RUN]", help="One run; * and ? are wildcards.", show_default=False, autocompletion=run_names
-    ),
+    typer.Argument(metavar="RUN", help="One run; * and ? are wildcards.", show_default=False, autocompletion=run_names),
 ]
 CheckpointArgument = Annotated[
     str,
@@ -29,7 +27,7 @@ NearOption = Annotated[
 ChosenArgument = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[RUN[@STEP]]...",
+        metavar="RUN[@STEP]",
         help="Single checkpoints, or all checkpoints of a run.",
         show_default=False,
         autocompletion=checkpoint_names,

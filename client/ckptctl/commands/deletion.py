@@ -34,7 +34,7 @@ def remove(
     ctx: typer.Context,
     checkpoints: Annotated[
         list[str],
-        typer.Argument(metavar="RUN@STEP...", help="One or more checkpoints.", autocompletion=checkpoint_names),
+        typer.Argument(metavar="RUN@STEP", help="One or more checkpoints.", autocompletion=checkpoint_names),
     ],
     grace: Annotated[
         str, typer.Option(metavar="TIME", help="Time until their data is deleted; undelete works until then.")

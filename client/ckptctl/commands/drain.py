@@ -38,7 +38,7 @@ def register(app: typer.Typer) -> None:
 def drain(
     ctx: typer.Context,
     run: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="Only savers of this run.", show_default=False)
+        str | None, typer.Argument(metavar="RUN", help="Only savers of this run.", show_default=False)
     ] = None,
     timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="Wait at most this long.")] = 25.0,
 ) -> None:

@@ -8,12 +8,14 @@ from typing import Annotated
 import msgspec
 import typer
 
+from ckptapi.listing import is_glob
 from ckptctl.commands.show import find_readable
 from ckptctl.completion import checkpoint_names
 from ckptctl.render import Block, Row, Table, TableColumn
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint
+from ckptstore.errors import NoCheckpoint
 from ckptstore.format.planning import part_bytes
 from ckptstore.reading.source import read_manifest
 from ckptstore.retention.deletion import measure_waste
@@ -52,7 +54,7 @@ def show_usage(
     which: Annotated[
         str | None,
         typer.Argument(
-            metavar="[RUN[@STEP]]",
+            metavar="RUN[@STEP]",
             help="A run, with * and ? as wildcards, or one checkpoint.",
             show_default=False,
             autocompletion=checkpoint_names,
@@ -71,7 +73,7 @@ def show_usage(
     if which is not None and "@" in which:
         _show_parts(session, which, depth)
         return
-    found = [body for run, listed in session.checkpoints(which).items() for body in _usage(session, run, listed)]
+    found = _usages(session, which)
     if not found:
         session.screen.note(f"no run in {session.source.url}")
     session.screen.emit(found, dict.fromkeys(body.run for body in found), _usage_blocks(found))
@@ -84,6 +86,18 @@ def _show_parts(session: Session, which: str, depth: int) -> None:
     if not bodies:
         session.screen.note(f"{checkpoint.id} has no tensors")
     session.screen.emit(bodies, [body.part for body in bodies], _part_blocks(bodies))
+
+
+def _usages(session: Session, which: str | None) -> list[UsageBody]:
+    try:
+        listed = session.checkpoints(which)
+    except NoCheckpoint:
+        # The data of a run stays for a while after its last checkpoint was deleted.
+        left = [] if which is None or is_glob(which) else list(_usage(session, which, ()))
+        if not left:
+            raise
+        return left
+    return [body for run, checkpoints in listed.items() for body in _usage(session, run, checkpoints)]
 
 
 def _usage(session: Session, run: str, listed: Iterable[Checkpoint]) -> Iterator[UsageBody]:

@@ -35,7 +35,7 @@ def register(app: typer.Typer) -> None:
 def jobs(
     ctx: typer.Context,
     id: Annotated[
-        str | None, typer.Argument(metavar="[JOB]", help="Show this job with its log.", show_default=False)
+        str | None, typer.Argument(metavar="JOB", help="Show this job with its log.", show_default=False)
     ] = None,
     cancel: Annotated[bool, typer.Option("--cancel", help="Cancel the job.")] = False,
     wait: Annotated[bool, typer.Option("--wait", "-w", help="Wait until the job has ended.")] = False,

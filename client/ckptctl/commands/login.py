@@ -32,7 +32,7 @@ def register(app: typer.Typer) -> None:
 def login(
     ctx: typer.Context,
     url: Annotated[
-        str | None, typer.Argument(metavar="[URL]", help="The daemon; by default --url.", show_default=False)
+        str | None, typer.Argument(metavar="URL", help="The daemon; by default --url.", show_default=False)
     ] = None,
     name: Annotated[str, typer.Option("--name", metavar="NAME", help="Name of the profile.")] = "default",
 ) -> None:

@@ -23,7 +23,7 @@ def open_page(
     which: Annotated[
         str | None,
         typer.Argument(
-            metavar="[RUN[@STEP]]",
+            metavar="RUN[@STEP]",
             help="The page of a run or checkpoint; without it, the list of runs.",
             show_default=False,
             autocompletion=checkpoint_names,

@@ -55,7 +55,7 @@ def register(app: typer.Typer) -> None:
 RunOrCheckpoint = Annotated[
     str | None,
     typer.Argument(
-        metavar="[RUN[@STEP]]",
+        metavar="RUN[@STEP]",
         help="Plan for the contents of this checkpoint.",
         show_default=False,
         autocompletion=checkpoint_names,

@@ -43,7 +43,12 @@ HistoryReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", he
 def register(app: typer.Typer) -> None:
     """Add the commands of this file."""
     group = typer.Typer(
-        no_args_is_help=True, rich_markup_mode=None, help="Show and change the retention policies of runs."
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        help="Show and change the retention policies: which checkpoints of which runs stay.\n\n"
+        "The rules of the first override whose pattern matches a run apply to it, else the default rules. A checkpoint "
+        "stays if any rule keeps it. A daemon applies the policies after each commit and once an hour; without a "
+        "daemon, ckptctl prune does. Runs without rules are never pruned.",
     )
     group.command("show")(show)
     group.command("apply", epilog=_EPILOG)(apply)
@@ -56,10 +61,13 @@ def register(app: typer.Typer) -> None:
 def show(
     ctx: typer.Context,
     run: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="Show the rules for this run.", show_default=False)
+        str | None, typer.Argument(metavar="RUN", help="A run: show the rules that apply to it.", show_default=False)
     ] = None,
 ) -> None:
-    """Show the policies in force, as a file for policy apply."""
+    """Show the policies in force, as a file for policy apply.
+
+    Which checkpoints they delete is shown by ckptctl prune --dry-run.
+    """
     session: Session = ctx.obj
     body = session.operator.policies()
     if run is not None:
@@ -81,7 +89,8 @@ def apply(
 ) -> None:
     """Replace all policies by those in a file.
 
-    A daemon applies them after each commit and once an hour. Without a daemon, ckptctl prune applies them.
+    A daemon applies them after each commit and once an hour; without a daemon, ckptctl prune does. Prints what they
+    will delete, and where they are blocked.
     """
     session: Session = ctx.obj
     try:
@@ -96,8 +105,8 @@ def change_rules(
     run: Annotated[
         str | None,
         typer.Argument(
-            metavar="[RUN]",
-            help="Set the rules of these runs instead of the default; * and ? are wildcards.",
+            metavar="RUN",
+            help="A run, or a pattern with * and ?: set its rules, not the default ones.",
             show_default=False,
         ),
     ] = None,
@@ -113,10 +122,11 @@ def change_rules(
     keep_healthy: KeepHealthyOption = False,
     reason: HistoryReasonOption = "",
 ) -> None:
-    """Set the rules of some runs, or the default rules. Other policies are not changed.
+    """Set the rules of some runs, or the default rules.
 
-    The options replace all rules of these runs. If several overrides match a run, the one that was set last applies.
-    Fails if the policies are changed concurrently.
+    The options replace all earlier rules of this RUN; all others stay. The rules that were set last come first: they
+    apply to runs that several patterns match. Prints what the policies will delete, and where they are blocked, because
+    they would delete more than max_delete_fraction of a run at once. Fails if the policies are changed concurrently.
     """
     session: Session = ctx.obj
     policy = RuleOptions(
@@ -146,7 +156,10 @@ def change_rules(
 
 
 def clear(ctx: typer.Context, expect: ExpectOption = None, reason: HistoryReasonOption = "") -> None:
-    """Remove all policies: nothing is pruned automatically any more."""
+    """Remove all policies: nothing is pruned automatically any more.
+
+    policy history keeps them.
+    """
     _change(ctx.obj, PolicySet(), expect, reason)
 
 

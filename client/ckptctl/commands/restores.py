@@ -35,7 +35,7 @@ def show_restores(
     which: Annotated[
         str | None,
         typer.Argument(
-            metavar="[RUN|RESTORE]", help="The sessions of a run, or one session with its ranks.", show_default=False
+            metavar="RUN|RESTORE", help="The sessions of a run, or one session with its ranks.", show_default=False
         ),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, metavar="N", help="Show the newest N.")] = 20,

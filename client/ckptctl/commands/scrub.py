@@ -32,7 +32,7 @@ def scrub_checkpoints(
     which: Annotated[
         str | None,
         typer.Argument(
-            metavar="[RUN[@STEP]]",
+            metavar="RUN[@STEP]",
             help="All checkpoints of a run, or one checkpoint, even if it is known to be corrupt.",
             show_default=False,
             autocompletion=checkpoint_names,

@@ -17,7 +17,7 @@ from ckptstore.errors import InvalidRequest
 LabelsArgument = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[NAME=VALUE|NAME|NAME-]...", help="Set a tag, or remove it with a trailing '-'.", show_default=False
+        metavar="NAME=VALUE|NAME|NAME-", help="Set a tag, or remove it with a trailing '-'.", show_default=False
     ),
 ]
 MetricOption = Annotated[

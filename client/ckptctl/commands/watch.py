@@ -32,7 +32,7 @@ def register(app: typer.Typer) -> None:
 
 def watch(
     ctx: typer.Context,
-    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="Limit to one run.", show_default=False)] = None,
+    run: Annotated[str | None, typer.Argument(metavar="RUN", help="Limit to one run.", show_default=False)] = None,
     count: Annotated[int, typer.Option("--count", "-n", min=0, metavar="N", help="Exit after N events; 0: never.")] = 0,
 ) -> None:
     """Follow commits, deletions and damage until interrupted.

@@ -21,11 +21,12 @@ from ckptstore.commits.generations import (
     Lineage,
     ParentOf,
     list_generations,
+    newest_generation,
     read_generation,
     read_generations,
 )
 from ckptstore.commits.hidden import hidden_attempts, listed_attempts, without_hidden
-from ckptstore.errors import CorruptObject, InvalidName, NoCheckpoint
+from ckptstore.errors import CorruptObject, InvalidName, InvalidRequest, NoCheckpoint
 from ckptstore.format.documents import Outcome
 from ckptstore.format.statistics import health_of
 from ckptstore.names import Attempt, Reference, checkpoint_id
@@ -155,6 +156,22 @@ def latest(run: Run) -> Checkpoint:
 def newest_first(run: Run) -> Iterator[Checkpoint]:
     """The checkpoints of a run that a restore may use: the live lineage, newest first. Outcomes are read lazily."""
     return (c for c in candidates(run) if c.state is State.COMMITTED)
+
+
+def joined_generation(run: Run, step: int) -> int:
+    """The generation of a checkpoint that no trainer saves, such as a copy: the newest that has begun.
+
+    Raises InvalidRequest if the checkpoint would be the newest of the run although there is one of a later step.
+    """
+    generation = newest_generation(run)
+    newest = next(newest_first(run), None)
+    if newest is not None and newest.attempt.generation < generation and newest.step > step:
+        raise InvalidRequest(
+            f"step {step} would be the newest checkpoint of run {run.name!r} in {run.store.url}, before step "
+            f"{newest.step}: generation {generation} has no checkpoint yet",
+            "Repeat it after the next save of that run, or choose another run",
+        )
+    return generation
 
 
 def candidates(run: Run) -> Iterator[Checkpoint]:

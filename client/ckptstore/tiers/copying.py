@@ -17,9 +17,8 @@ from itertools import groupby
 
 import msgspec
 
-from ckptstore.commits.catalog import Checkpoint, State, find, from_outcome, newest_first
+from ckptstore.commits.catalog import Checkpoint, State, find, from_outcome, joined_generation
 from ckptstore.commits.commit import StoredReceipt, commit_attempt, read_outcome
-from ckptstore.commits.generations import newest_generation
 from ckptstore.commits.hidden import hidden_attempts
 from ckptstore.commits.labels import LabelChange, change_labels, label_versions, labelled, with_labels
 from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint, ObjectMissing
@@ -102,8 +101,7 @@ def _ulids(target: Run, original: Checkpoint) -> list[str]:
 
 
 def _new_attempt(target: Run, original: Checkpoint) -> Attempt:
-    generation = newest_generation(target)
-    _check_newest(target, original, generation)
+    generation = joined_generation(target, original.step)
     hidden = hidden_attempts(target)
     for ulid in _ulids(target, original):
         attempt = Attempt(original.step, ulid, generation=generation)
@@ -112,17 +110,6 @@ def _new_attempt(target: Run, original: Checkpoint) -> Attempt:
     raise InvalidRequest(
         f"copies of {original.id} were deleted too often in {target.store.url}", "Copy to another run with --as NAME"
     )
-
-
-def _check_newest(target: Run, original: Checkpoint, generation: int) -> None:
-    """Raises InvalidRequest if the copy would be the newest of its run although a later step is there."""
-    newest = next(newest_first(target), None)
-    if newest is not None and newest.attempt.generation < generation and newest.step > original.step:
-        raise InvalidRequest(
-            f"a copy of {original.id} would be the newest checkpoint of run {target.name!r} in {target.store.url}, "
-            f"before step {newest.step}: generation {generation} has no checkpoint yet",
-            "Copy after the next save of that run, or to another run with --as NAME",
-        )
 
 
 def copy_shard(

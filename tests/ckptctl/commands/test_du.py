@@ -26,6 +26,15 @@ def test_deleted_data_counts_until_it_is_swept(folder: Path, filled: Store) -> N
     assert invoke("du", "gpt", "--store", folder, "-o", "json").json[-1]["state"] == "deleted"
 
 
+def test_a_run_without_checkpoints_may_have_deleted_data(folder: Path, filled: Store) -> None:
+    size = latest(Run(filled, "wide")).stored_bytes
+    assert invoke("rm", "wide@5", "--yes", "--force", "--store", folder).code == 0
+    [body] = invoke("du", "wide", "--store", folder, "-o", "json").json
+    assert (body["state"], body["checkpoints"], body["stored_bytes"] >= size) == ("deleted", None, True)
+    assert invoke("du", "none", "--store", folder).code == 4
+    assert invoke("du", "none*", "--store", folder).code == 4
+
+
 def test_the_parts_of_one_checkpoint(training: Path) -> None:
     name = invoke("ls", "--store", training, "-o", "id").stdout.strip()
     parts = invoke("du", name, "--store", training, "-o", "json").json

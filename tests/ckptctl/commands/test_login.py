@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,6 +64,22 @@ def test_a_second_profile_leaves_the_first_alone(guarded: Daemon, home: Path, fo
     assert (other.code, "is for" in other.stderr) == (2, True)
     for args in (("--name", "a.b"), ("--token", "")):
         assert invoke("login", guarded.url, *args, "--token", SECRET if args[0] == "--name" else "").code == 2
+
+
+def test_a_new_authority_replaces_that_of_the_profile(guarded: Daemon, home: Path, authority: trustme.CA) -> None:
+    login = ("login", guarded.url, "--name", "lab", "--token", SECRET)
+    assert invoke(*login).code == 0
+    assert invoke("login", guarded.url, "--name", "other", "--token", SECRET).code == 0
+    for name in ("old.pem", "new.pem"):
+        authority.cert_pem.write_to_path(str(home / name))
+        assert invoke(*login, "--cacert", home / name).code == 0
+        found = tomllib.loads((home / "ckptctl.toml").read_text())["profiles"]
+        assert (found["lab"]["cacert"], found["other"].keys()) == (str(home / name), {"url", "token_file"})
+    assert invoke(*login).code == 0
+    assert tomllib.loads((home / "ckptctl.toml").read_text())["profiles"] == found
+    (home / "ckptctl.toml").write_text(f'profiles.lab = {{url = "{guarded.url}", token_file = "{home}/lab.token"}}\n')
+    done = invoke(*login, "--cacert", home / "new.pem")
+    assert (done.code, f'Set cacert = "{home}/new.pem" there' in done.stderr) == (2, True), done.stderr
 
 
 def test_a_new_token_goes_where_the_profile_reads_it(guarded: Daemon, home: Path) -> None:
