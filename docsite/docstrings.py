@@ -14,12 +14,14 @@ _NAME = re.compile(r"^(\w+): ")
 
 
 class Docstrings(griffe.Extension):
-    """Rewrites the docstring of every object that is loaded."""
+    """Rewrites the docstring of every object that is loaded, and heads the signature of `ckpt.init` with its name."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """One object."""
         if obj.docstring is not None:
             obj.docstring.value = as_markdown(obj.docstring.value)
+        if obj.path == "ckpt.config.Config":
+            obj.name = "init"  # whose parameters are the fields of this class
 
 
 def as_markdown(text: str) -> str:

@@ -52,7 +52,7 @@ def _initializing(make: Callable[_P, Checkpointer]) -> Callable[_P, Checkpointer
         _default = make(*args, **kwargs)
         return _default
 
-    init.__signature__ = inspect.signature(make).replace(return_annotation="Checkpointer")  # type: ignore[attr-defined]
+    init.__signature__ = inspect.signature(make).replace(return_annotation=Checkpointer)  # type: ignore[attr-defined]
     init.__doc__ = f"{inspect.cleandoc(init.__doc__ or '')}\n\n{inspect.getdoc(Checkpointer.__init__)}"
     init.__qualname__ = init.__name__
     return init

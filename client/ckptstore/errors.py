@@ -397,5 +397,4 @@ def _tree(cls: type[CkptError]) -> Iterator[type[CkptError]]:
 
 def error_from_code(code: str, message: str, hint: str = "") -> CkptError:
     """Rebuild an error that crossed a process or HTTP boundary; an unknown code gives CkptError."""
-    by_code = {cls.code: cls for cls in _tree(CkptError)}
-    return by_code.get(code, CkptError)(message, hint)
+    return {cls.code: cls for cls in _tree(CkptError)}.get(code, CkptError)(message, hint)

@@ -56,7 +56,7 @@ MISTAKES = [
     # Files
     Mistake("export gpt@40 --to {folder}/x.bin", 2, "x.bin", "--format"),
     Mistake("import {folder}/none.pt r@1", 2, "none.pt does not exist", "Pass a file or folder"),
-    Mistake("cp gpt@40", 2, "no store is given", "--to STORE"),
+    Mistake("cp gpt@40", 2, "no store to copy to is given", "--to STORE"),
     # Targets
     Mistake("ls", 2, "neither a daemon nor a store is set", "--store", store=False),
     Mistake("ls --store /mnt/not-there", 7, "there is no folder /mnt/not-there", "mounted", store=False),

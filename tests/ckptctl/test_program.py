@@ -139,6 +139,17 @@ def test_a_target_that_does_not_answer_is_named_while_one_waits() -> None:
             assert terminal.finish() == 130
 
 
+def test_a_store_that_does_not_answer_is_named_while_one_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(name, "any")
+        with Terminal("ls", "--store", "s3://bucket/ckpts", columns=120) as terminal:
+            terminal.wait_for("waiting for s3://bucket/ckpts ...")
+            terminal.interrupt()
+            assert terminal.finish() == 130
+
+
 def test_no_colour_where_none_is_wanted(folder: Path) -> None:
     with Terminal("ls", "--store", folder) as coloured, Terminal("ls", "--store", folder, "--no-color") as plain:
         assert (coloured.finish(), plain.finish()) == (0, 0)

@@ -48,6 +48,8 @@ def test_nothing_is_loaded_from_the_network(site: Path) -> None:
 def test_every_public_name_setting_error_and_command_has_its_place(site: Path) -> None:
     python = (site / "reference/python.html").read_text()
     assert [name for name in ckpt.__all__ if f"ckpt.{name}" not in python] == []
+    signature = re.sub("<[^>]+>", "", python[python.index('id="ckpt.config.init"') :])
+    assert re.search(r"^init\(\s+store: str", signature, re.MULTILINE)
     settings = (site / "reference/settings.html").read_text()
     assert [knob.name for knob in KNOBS if f"CKPTD_{knob.name.upper()}" not in settings] == []
     errors = (site / "reference/errors.html").read_text()

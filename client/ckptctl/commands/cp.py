@@ -54,7 +54,8 @@ def copy_checkpoints(
     """
     session: Session = ctx.obj
     if not which or not to:
-        raise InvalidRequest("nothing to copy, or no store is given", "Use ckptctl cp RUN@STEP --to STORE")
+        missing = "nothing to copy is given" if not which else "no store to copy to is given"
+        raise InvalidRequest(missing, "Use ckptctl cp RUN@STEP --to STORE")
     if name is not None:
         check_run(name)
     if not session.target.is_daemon and resolve_url(to) == resolve_url(session.target.url) and name is None:
