@@ -278,14 +278,14 @@ class Checkpointer:
         daemon = DaemonNotice(config.daemon, config.token, config.run_name) if config.daemon is not None else None
         self._preemption.watch(sources, daemon if self._is_first() else None)
 
-    def fits(self, seconds: float) -> Fit:
-        """Whether a save that begins now is durable within this time, by the rates of the newest one.
+    def fits(self, seconds: float, begins_in_s: float = 0.0) -> Fit:
+        """Whether a save that begins in `begins_in_s` is durable `seconds` later, by the rates of the newest one.
 
         True (`choice` "save") if it is, with a quarter of the estimate to spare, or if no save has been measured. The
         estimate assumes that nothing is compressed or referenced, and that saves under way are finished first. For the
         training thread.
         """
-        return fit(seconds, self._saves.measured, self._saves.pending())
+        return fit(seconds, self._saves.measured, self._saves.pending(), begins_in_s)
 
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint of the run, or None."""

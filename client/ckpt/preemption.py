@@ -24,6 +24,7 @@ from ckpt.saver.segment import close_after_fork
 from ckpt.snapshot.handle import SaveHandle
 from ckptstore.clock import Clock, system_clock
 from ckptstore.errors import CkptError, InvalidRequest
+from ckptstore.format.shards import CHUNK_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -68,21 +69,35 @@ class Fit:
         return f"{does}: a save takes {needed}, {max(0.0, self.seconds):.1f} s are left"
 
 
-def fit(seconds: float, measured: SaveHandle | None, pending: Sequence[SaveHandle]) -> Fit:
+def fit(seconds: float, measured: SaveHandle | None, pending: Sequence[SaveHandle], begins_in_s: float = 0.0) -> Fit:
     """Whether a save of all state is durable within this time.
 
     It is staged, encoded without compression, uploaded and committed like the measured one, after those that are under
-    way. measured: the newest save that is committed; None: nothing is known, and a save is tried. The progress of a
-    first save is no measure: stores buffer, and other ranks may have more to write.
+    way, which go on until it begins. seconds: counted from its begin. measured: the newest save that is committed;
+    None: nothing is known, and a save is tried. The progress of a first save is no measure: stores buffer, and other
+    ranks may have more to write.
     """
     if measured is None:
         return Fit("save", seconds, None)
     durable_s = _durable_s(measured)
-    waits_s = sum(durable_s * (1 - done / max(total, 1)) for done, total in (one.progress for one in pending))
+    waits_s = max(0.0, _left_s(durable_s, pending) - begins_in_s)
     timings = measured.timings
     staged_s = timings.blocked_s - timings.wait_s + timings.held_s
     estimate_s = max(_LEAST_S, staged_s + waits_s + durable_s + timings.commit_s)
     return Fit("save" if _MARGIN * estimate_s <= seconds else "finish", seconds, estimate_s)
+
+
+def _left_s(durable_s: float, pending: Sequence[SaveHandle]) -> float:
+    """How long the saves under way still take. The oldest one has worked on its next chunk since its last progress."""
+    left_s = 0.0
+    for number, (done, total) in enumerate(one.progress for one in pending):
+        part = 1 - done / max(total, 1)
+        if number == 0:
+            # At most one chunk: a store that has come to a halt makes no progress either.
+            chunk_s = durable_s * min(part, CHUNK_BYTES / max(total, 1))
+            left_s -= min(pending[0].since_progress_s, chunk_s)
+        left_s += durable_s * part
+    return left_s
 
 
 def _durable_s(measured: SaveHandle) -> float:
@@ -254,8 +269,10 @@ class Notice:
 class Preemption:
     """What a Checkpointer does about notice, for its schedules."""
 
-    def __init__(self, fits: Callable[[float], Fit], hurry: Callable[[], object], clock: Clock = system_clock) -> None:
-        """hurry: makes the saves from now on as fast as possible."""
+    def __init__(
+        self, fits: Callable[[float, float], Fit], hurry: Callable[[], object], clock: Clock = system_clock
+    ) -> None:
+        """fits: see `Checkpointer.fits`. hurry: makes the saves from now on as fast as possible."""
         self.fits, self.hurry, self.clock = fits, hurry, clock
         self.notice: Notice | None = None
 

@@ -229,7 +229,7 @@ class Schedule:
         """On rank 0: how to end at `stop_at`."""
         assert self._preemption is not None
         steps_s = (stop_at - step) / self._stride * (self._costs.step_s or 0.0)
-        fit = self._preemption.fits(deadline - self._preemption.clock() - steps_s)
+        fit = self._preemption.fits(deadline - self._preemption.clock() - steps_s, steps_s)
         before = self._decision
         saves = (*before.saves, stop_at)[-_REMEMBERED:] if fit else before.saves
         return SaveDecision(

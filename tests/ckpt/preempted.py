@@ -76,7 +76,14 @@ def main(store: str, steps: int, grace_s: float, log: str) -> int:
             time.sleep(pace_s)
         stopping = schedule._stopping
         checkpointer.wait()
-        print("end", step, schedule.exit_code, time.time(), stopping.estimate_s if stopping else None, file=said)
+        print(
+            "end",
+            step,
+            schedule.exit_code,
+            time.time(),
+            stopping.estimate_s if stopping is not None else None,
+            file=said,
+        )
     dist.destroy_process_group()
     return schedule.exit_code or 0
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +20,10 @@ from torch import nn
 from ckpt import Checkpointer
 from ckpt.preemption import EXIT_BEHIND, EXIT_SAVED, DaemonNotice, Fit, Notice, Preemption, Sources, fit
 from ckpt.schedule import Limits, Schedule
-from ckpt.snapshot import writers
+from ckpt.snapshot import handle, writers
 from ckpt.snapshot.handle import HandleUpdates, SaveHandle
 from ckptstore.errors import InvalidRequest
+from ckptstore.format.shards import CHUNK_BYTES
 from tests.ckpt.snapshot.gates import Gate, gated
 from tests.support.daemons import running_daemon
 from tests.support.waiting import wait_until
@@ -166,7 +167,7 @@ def test_an_answer_that_is_not_http_is_no_notice() -> None:
 
 def test_a_function_is_asked_by_due() -> None:
     left: list[float | None] = [None, None, 12.0]
-    preemption = Preemption(lambda seconds: Fit("save", seconds, 1.0), lambda: None, lambda: 1000.0)
+    preemption = Preemption(lambda seconds, _: Fit("save", seconds, 1.0), lambda: None, lambda: 1000.0)
     preemption.watch(Sources(30.0, (), ask=lambda: left.pop(0)))
     schedule = Schedule(lambda: None, Limits(3600.0, None), 1.0, preemption=preemption)
     assert [schedule.due(step) for step in range(3)] == [False, False, True]
@@ -178,7 +179,7 @@ def test_a_schedule_ends_the_loop_and_saves_only_if_there_is_time(choice: str, c
     hurried: list[bool] = []
     asked: list[float] = []
 
-    def fits(seconds: float) -> Fit:
+    def fits(seconds: float, begins_in_s: float) -> Fit:
         asked.append(seconds)
         return Fit("save" if choice == "save" else "finish", seconds, 9.0)
 
@@ -213,6 +214,44 @@ def test_the_estimate_follows_from_the_measured_rates() -> None:
     waiting.progress(600)
     assert fit(9.0, raw, [waiting.handle]).estimate_s == pytest.approx(7.0 + 0.4 * 5.0)
     assert fit(9.0, None, [waiting.handle]).estimate_s is None, "the progress of a first save is no measure"
+
+
+def test_the_estimate_counts_what_a_save_under_way_does_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk of 8 MiB takes seconds on a slow store, and is reported when it is written."""
+    now = [100.0]
+    monkeypatch.setattr(handle, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    measured = save(encode_s=1.0, upload_s=4.0, commit_s=0.5, stored_bytes=1000)
+    small = HandleUpdates(2, 1000)
+    now[0] = 200.0
+    assert fit(99.0, measured, [small.handle]).estimate_s == 10.5, "it is still copied"
+    small.staged()
+    now[0] = 202.0
+    assert fit(99.0, measured, [small.handle]).estimate_s == 10.5 - 2.0
+    assert fit(99.0, measured, [small.handle], begins_in_s=1.0).estimate_s == 10.5 - 2.0 - 1.0
+    assert fit(99.0, measured, [small.handle], begins_in_s=60.0).estimate_s == 5.5
+    large = HandleUpdates(3, 10 * CHUNK_BYTES)
+    large.progress(5 * CHUNK_BYTES)
+    now[0] = 300.0
+    assert fit(99.0, measured, [large.handle]).estimate_s == 5.5 + 4 * 0.5, "a chunk at most: the store may be away"
+    assert fit(99.0, measured, [large.handle, small.handle]).estimate_s == 5.5 + 4 * 0.5 + 5.0, "only the oldest"
+
+
+def test_steps_until_the_end_of_the_loop_count_for_saves_under_way() -> None:
+    asked: list[tuple[float, float]] = []
+
+    def fits(seconds: float, begins_in_s: float) -> Fit:
+        asked.append((seconds, begins_in_s))
+        return Fit("save", seconds, 9.0)
+
+    preemption = Preemption(fits, lambda: None, lambda: 1000.0)
+    schedule = Schedule(lambda: None, Limits(3600.0, None), 1.0, preemption=preemption)
+    preemption.watch(Sources(30.0, ()))
+    assert preemption.notice is not None
+    preemption.notice._note("a test", 20.0)
+    schedule._step, schedule._costs = 1, SimpleNamespace(step_s=0.5)  # type: ignore[assignment]
+    schedule._stop(5, 1, 1020.0)
+    assert asked == [(18.0, 2.0)]
+    preemption.close()
 
 
 @pytest.mark.parametrize("grace_s", [0.0, -1.0, float("nan")])

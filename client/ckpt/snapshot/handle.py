@@ -55,6 +55,7 @@ class SaveHandle:
         self._error: CkptError | None = None
         self._seen = False
         self._done_bytes = 0
+        self._progressed_at: float | None = None
         self._timings = Timings(raw_bytes=raw_bytes)
 
     def __repr__(self) -> str:
@@ -123,6 +124,11 @@ class SaveHandle:
         """Raw bytes uploaded by this rank, and their total."""
         return self._done_bytes, self._timings.raw_bytes
 
+    @property
+    def since_progress_s(self) -> float:
+        """Seconds since `progress` last changed, or since the saver has the whole snapshot; before that 0."""
+        return 0.0 if self._progressed_at is None else time.perf_counter() - self._progressed_at
+
 
 class HandleUpdates:
     """Updates one SaveHandle. Internal to ckpt; user code only gets the handle. For any thread."""
@@ -160,11 +166,13 @@ class HandleUpdates:
     def progress(self, done_bytes: int) -> None:
         """This many raw bytes are uploaded."""
         self.handle._done_bytes = done_bytes
+        self.handle._progressed_at = time.perf_counter()
         if self.stream_writer is not None:
             self.stream_writer.written(done_bytes)
 
     def staged(self) -> None:
         """The saver has the whole snapshot."""
+        self.handle._progressed_at = time.perf_counter()
         self.handle._staged.set()
 
     def succeed(self, checkpoint: Checkpoint) -> None:

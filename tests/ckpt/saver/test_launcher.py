@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -26,7 +28,7 @@ from tests.support.waiting import wait_until
 ROOT = Path(__file__).parents[3]
 LAUNCHER = [sys.executable, "-c", "from ckpt.saver.launcher import program; program()"]
 TRAINER = [sys.executable, "-m", "tests.ckpt.saver.staged_train"]
-KILLS = int(os.environ.get("CKPTD_KILLS", "6"))
+KILLS = int(os.environ.get("CKPTD_KILLS", "4"))
 MEGABYTES = 2
 
 
@@ -62,11 +64,36 @@ def container(
         process.stdout.close()
 
 
-def wait_for_line(process: subprocess.Popen[str], expected: str) -> None:
+@contextmanager
+def group(command: Sequence[str], tmp_path: Path, bytes_per_s: float = float("inf")) -> Iterator[subprocess.Popen[str]]:
+    """The command as a process group of its own. Ends when the savers have, which have groups of their own."""
+    variables = environment(tmp_path, bytes_per_s)
+    with (tmp_path / "stderr").open("w") as stderr:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=variables, text=True, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True
+        )
+    assert process.stdout is not None
+    saver = int(wait_for_line(process, "saver")[1])
+    pidfd = os.pidfd_open(saver)
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        ended, _, _ = select.select([pidfd], [], [], 100)
+        os.close(pidfd)
+        assert ended, "the saver has not ended"
+
+
+def wait_for_line(process: subprocess.Popen[str], *expected: str) -> list[str]:
+    """The words of the next line that begins with these."""
     assert process.stdout is not None
     for line in process.stdout:
-        if line.strip() == expected:
-            return
+        words = line.split()
+        if words[: len(expected)] == [*expected]:
+            return words
     raise AssertionError(f"the trainer ended before it said {expected!r}")
 
 
@@ -78,27 +105,62 @@ def trainer_in(process: subprocess.Popen[str], launched: bool) -> int:
     return int(pid)
 
 
+@dataclass(frozen=True)
+class Kill:
+    """How a trainer is killed whose first save is durable, right after its saver has accepted more."""
+
+    where: str
+    """launched: in a container, with ckpt-run as PID 1. bare: there, as PID 1. group: with ckpt-run, as a group."""
+    grace_s: float
+    megabytes: int
+    saves: int
+    bytes_per_s: float
+    delay_s: float
+
+    @classmethod
+    def of(cls, seed: int) -> Kill:
+        chance = random.Random(seed)
+        where, enough = (("launched", True), ("group", True), ("launched", False), ("bare", False))[seed % 4]
+        if not enough:  # a second of upload
+            return cls(where, 0.2, 4, 1, 4e6, chance.random() / 5)
+        delay_s = chance.choice([0.0, chance.random()])
+        return cls(where, 60.0, 2, chance.randint(1, 3), chance.choice([5e6, 20e6, 1e9]), delay_s)
+
+    def command(self, store: Path) -> list[str]:
+        trainer = [*TRAINER[:-1], "tests.ckpt.saver.fitting_train"]
+        trainer += [str(store), str(self.megabytes), str(self.saves), str(self.grace_s)]
+        return trainer if self.where == "bare" else [*LAUNCHER, "--grace", str(self.grace_s), "--", *trainer]
+
+
 @pytest.mark.parametrize("seed", range(KILLS))
-def test_what_a_killed_trainer_had_handed_over_is_committed(seed: int, tmp_path: Path) -> None:
-    """Also if it is killed before its saver has begun to read, and while another save is under way."""
-    chance = random.Random(seed)
-    saves, rate = chance.randint(1, 3), chance.choice([5e6, 20e6, 1e9])
-    command = [*LAUNCHER, "--grace", "60", "--", *TRAINER, str(tmp_path / "store"), str(MEGABYTES), str(saves)]
-    with container(command, tmp_path, rate) as process:
-        wait_for_line(process, f"accepted {saves}")
-        time.sleep(chance.choice([0.0, chance.random()]))
-        os.kill(trainer_in(process, launched=True), signal.SIGKILL)
-        assert process.wait(100) == 128 + signal.SIGKILL
-    said = (tmp_path / "stderr").read_text()
-    source = StoreSource(open_store(str(tmp_path / "store")))
-    assert [found.step for found in source.checkpoints("r")] == [*range(saves, 0, -1)], said
-    assert verify(source, source.latest("r")).ok
-    assert "ends with it" not in said
+def test_a_kill_loses_no_accepted_save_for_which_there_is_time(seed: int, tmp_path: Path) -> None:
+    """Also before its saver has begun to read, and while another save is under way. Without time nothing is torn."""
+    kill = Kill.of(seed)
+    run = group if kill.where == "group" else container
+    with run(kill.command(tmp_path / "store"), tmp_path, kill.bytes_per_s) as process:
+        choice = wait_for_line(process, "fits")[1]
+        wait_for_line(process, "accepted", str(kill.saves + 1))
+        time.sleep(kill.delay_s)
+        if kill.where == "group":
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            os.kill(trainer_in(process, kill.where == "launched"), signal.SIGKILL)
+        code = process.wait(100)
+    said, source = (tmp_path / "stderr").read_text(), StoreSource(open_store(str(tmp_path / "store")))
+    found = source.checkpoints("r")
+    assert all(verify(source, checkpoint).ok for checkpoint in found), "nothing is torn"
+    steps = [checkpoint.step for checkpoint in found]
+    enough = kill.grace_s > 1
+    assert choice == ("save" if enough else "finish")
+    assert steps == [*range(kill.saves + 1, 0, -1)] if enough else steps[-1] == 1, said
+    assert ("ckpt-run -- torchrun" in said) == (kill.where == "bare")
+    if kill.where != "bare":
+        assert code == (-signal.SIGKILL if kill.where == "group" else 128 + signal.SIGKILL)
 
 
 def test_without_the_launcher_it_is_lost_and_a_warning_had_said_so(tmp_path: Path) -> None:
     with container([*TRAINER, str(tmp_path / "store"), str(MEGABYTES), "1"], tmp_path, 1e6) as process:
-        wait_for_line(process, "accepted 1")
+        wait_for_line(process, "accepted", "1")
         os.kill(trainer_in(process, launched=False), signal.SIGKILL)
         process.wait(100)
     assert "ckpt-run -- torchrun" in (tmp_path / "stderr").read_text()
@@ -109,7 +171,7 @@ def test_without_the_launcher_it_is_lost_and_a_warning_had_said_so(tmp_path: Pat
 def test_too_short_a_grace_tears_nothing(tmp_path: Path) -> None:
     command = [*LAUNCHER, "--grace", "0.2", "--", *TRAINER, str(tmp_path / "store"), "8", "1"]
     with container(command, tmp_path, 1e6) as process:
-        wait_for_line(process, "accepted 1")
+        wait_for_line(process, "accepted", "1")
         os.kill(trainer_in(process, launched=True), signal.SIGKILL)
         assert process.wait(100) == 128 + signal.SIGKILL
     assert "are not done after" in (tmp_path / "stderr").read_text()
@@ -133,7 +195,7 @@ def test_ranks_that_outlive_the_command_may_go_on_saving(tmp_path: Path) -> None
         "1",
     ]
     with container(command, tmp_path) as process:
-        wait_for_line(process, "accepted 1")
+        wait_for_line(process, "accepted", "1")
         os.kill(trainer_in(process, launched=True), signal.SIGKILL)
         said = tmp_path / "stderr"
         wait_until(lambda: "the trainer has ended" in said.read_text(), "the launcher waits")
