@@ -64,9 +64,10 @@ def main() -> None:
 def run(name: str, quick: bool, path: Path | None) -> None:
     """Run one, print its result, and keep the last line."""
     module = importlib.import_module("bench." + name.replace("-", "_"))
-    report: Report = module.measure(quick)
+    with machine.watched() as load:
+        report: Report = module.measure(quick)
     show(report)
-    where = {"quick": quick, "machine": machine.describe(), "versions": machine.versions()}
+    where = {"quick": quick, "machine": machine.describe(), "load": load, "versions": machine.versions()}
     line = json.dumps(report.verdict() | where)
     if path:
         path.write_text(line + "\n")

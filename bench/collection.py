@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,31 +77,39 @@ def _kept(benches: Iterable[str], folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _lines(bench: str, full: Mapping[str, Any] | None, quick: Mapping[str, Any] | None) -> list[str]:
-    """One table row per goal."""
+    """One table row for all goals with the same reference and limit."""
     goals = {_ratio(goal): goal for verdict in (quick, full) if verdict for goal in verdict.get("goals", [])}
     if not goals:
-        return [f"| {bench} | | | {_cell(full, '')} | {_cell(quick, '')} |"]
-    return [
-        f"| {bench} | {ratio} | {goal['direction']} {goal['goal']:.3g} | {_cell(full, ratio)} | {_cell(quick, ratio)} |"
-        for ratio, goal in goals.items()
-    ]
+        return [f"| {bench} | | | {_cell(full, [])} | {_cell(quick, [])} |"]
+    alike: dict[tuple[str, str, float], list[Mapping[str, Any]]] = defaultdict(list)
+    for goal in goals.values():
+        alike[goal["vs"], goal["direction"], goal["goal"]].append(goal)
+    lines = []
+    for (vs, direction, limit), group in alike.items():
+        names, ratios = "; ".join(goal["name"] for goal in group), [_ratio(goal) for goal in group]
+        cells = f"{_cell(full, ratios)} | {_cell(quick, ratios)}"
+        lines.append(f"| {bench} | {names} / {vs} | {direction} {limit:.3g} | {cells} |")
+    return lines
 
 
 def _ratio(goal: Mapping[str, Any]) -> str:
     return f"{goal['name']} / {goal['vs']}"
 
 
-def _cell(verdict: Mapping[str, Any] | None, wanted: str) -> str:
+def _cell(verdict: Mapping[str, Any] | None, wanted: Sequence[str]) -> str:
+    """The ratios of a verdict, in the order of `wanted`; missed ones are bold."""
     if verdict is None:
         return "not run"
     if "error" in verdict:
         problem: str = verdict["error"]
         return "did not run: " + problem.replace("|", "\\|")
-    for goal in verdict["goals"]:
-        if _ratio(goal) == wanted:
-            ratio = "not measured" if goal["ratio"] is None else f"{goal['ratio']:.3g}"
-            return ratio if goal["ok"] else f"**{ratio}**, missed"
-    return ""
+    found = {_ratio(goal): goal for goal in verdict["goals"]}
+    return "; ".join(_shown(found[ratio]) if ratio in found else "-" for ratio in wanted)
+
+
+def _shown(goal: Mapping[str, Any]) -> str:
+    ratio = "not measured" if goal["ratio"] is None else f"{goal['ratio']:.3g}"
+    return ratio if goal["ok"] else f"**{ratio}**"
 
 
 def _notes(kept: Mapping[bool, Mapping[str, Mapping[str, Any]]]) -> list[str]:
@@ -108,7 +117,8 @@ def _notes(kept: Mapping[bool, Mapping[str, Mapping[str, Any]]]) -> list[str]:
     notes = []
     for quick, verdicts in kept.items():
         for name in sorted({verdict["machine"] for verdict in verdicts.values()}):
-            notes += [f"{'Quick' if quick else 'Full'}: {name}; {_sizes(verdicts.values())}.", ""]
+            there = [verdict for verdict in verdicts.values() if verdict["machine"] == name]
+            notes += [f"{'Quick' if quick else 'Full'}: {name}; {_sizes(there)}{_free(there)}.", ""]
     all_verdicts = [verdict for verdicts in kept.values() for verdict in verdicts.values()]
     versions = {name: number for verdict in all_verdicts for name, number in verdict.get("versions", {}).items()}
     line = "Versions: " + ", ".join(f"{name} {number}" for name, number in sorted(versions.items())) + "."
@@ -124,3 +134,12 @@ def _notes(kept: Mapping[bool, Mapping[str, Mapping[str, Any]]]) -> list[str]:
 def _sizes(verdicts: Iterable[Mapping[str, Any]]) -> str:
     sizes = [verdict["state_bytes"] for verdict in verdicts if verdict.get("state_bytes")]
     return f"states of {human.size(min(sizes))} to {human.size(max(sizes))}" if sizes else "no states"
+
+
+def _free(verdicts: Iterable[Mapping[str, Any]]) -> str:
+    """The cores that other work left to the benchmarks, and the load that they began with."""
+    loads = [verdict["load"] for verdict in verdicts if verdict.get("load")]
+    if not loads:
+        return ""
+    free, before = ([load[key] for load in loads] for key in ("free_cores", "load_before"))
+    return f"; {min(free):.1f} to {max(free):.1f} cores free, load before {min(before):.1f} to {max(before):.1f}"

@@ -39,11 +39,12 @@ def test_a_benchmark_ends_with_its_verdict(bench: str, tmp_path: Path) -> None:
     line = done.stdout.splitlines()[-1]
     assert (tmp_path / "verdict").read_text() == line + "\n"
     verdict = json.loads(line)
-    assert verdict.keys() == FIELDS | {"quick", "machine", "versions"}
+    assert verdict.keys() == FIELDS | {"quick", "machine", "load", "versions"}
     assert verdict["bench"] == bench
     assert verdict["quick"] is True
     assert verdict["ok"] == all(goal["ok"] for goal in verdict["goals"])
     assert verdict["versions"]["torch"]
+    assert verdict["load"].keys() == {"load_before", "free_cores"}
 
 
 def test_the_table_shows_what_was_missed_what_failed_and_who_did_not_run(tmp_path: Path) -> None:
@@ -54,8 +55,10 @@ def test_the_table_shows_what_was_missed_what_failed_and_who_did_not_run(tmp_pat
         {"name": "eager", "vs": "memcpy", "ratio": 1.234, "goal": 1.1, "direction": "at most", "ok": False},
         {"name": "overlap", "vs": "memcpy", "ratio": 0.01, "goal": 0.05, "direction": "at most", "ok": True},
         {"name": "overlap", "vs": "best peer", "ratio": 2.0, "goal": 1, "direction": "at most", "ok": False},
+        {"name": "first save", "vs": "memcpy", "ratio": 1.0, "goal": 1.1, "direction": "at most", "ok": True},
     ]
     stall = {"bench": "stall", "goals": goals, "problems": {"dcp": "broken"}, "machine": "M", "state_bytes": 1 << 20}
+    stall["load"] = {"load_before": 0.51, "free_cores": 1.9}
     (tmp_path / "quick" / "stall.json").write_text(json.dumps(stall | {"versions": {"torch": "2"}}))
     (tmp_path / "quick" / "codec.json").write_text(json.dumps({"bench": "codec", "error": "a|b", "machine": "M"}))
     write_table(["stall", "codec", "plan"], tmp_path, readme)
@@ -64,12 +67,12 @@ def test_the_table_shows_what_was_missed_what_failed_and_who_did_not_run(tmp_pat
     assert text.startswith(f"before\n{BEGIN}\n")
     assert text.endswith(f"\n{END}\nafter\n")
     for line in (
-        "| stall | eager / memcpy | at most 1.1 | not run | **1.23**, missed |",
+        "| stall | eager; first save / memcpy | at most 1.1 | not run | **1.23**; 1 |",
         "| stall | overlap / memcpy | at most 0.05 | not run | 0.01 |",
-        "| stall | overlap / best peer | at most 1 | not run | **2**, missed |",
+        "| stall | overlap / best peer | at most 1 | not run | **2** |",
         "| codec | | | not run | did not run: a\\|b |",
         "| plan | | | not run | not run |",
-        "Quick: M; states of 1.0 MiB to 1.0 MiB.",
+        "Quick: M; states of 1.0 MiB to 1.0 MiB; 1.9 to 1.9 cores free, load before 0.5 to 0.5.",
         "Versions: torch 2.",
         "- dcp did not run in stall: broken",
     ):
@@ -80,3 +83,4 @@ def test_each_benchmark_is_a_module_and_the_readme_has_a_place_for_their_verdict
     missing = [name for name in BENCHES if not (README.parent / f"{name.replace('-', '_')}.py").is_file()]
     assert missing == []
     assert README.read_text().index(BEGIN) < README.read_text().index(END)
+    assert len(README.read_text().splitlines()) <= 150
