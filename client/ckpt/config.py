@@ -124,8 +124,9 @@ class Config:
         solo: this one, for hooks that run on one rank; no call waits for others. State of which no rank of the group
         holds a part is refused. Groups that save at the same time need a run each.
     replica_reads: how ranks that restore the same bytes get them. broadcast: one rank reads and sends them to the
-        others. daemon: all ranks read through the daemon's cache. none: each rank reads for itself. auto: broadcast
-        within a process group; without one, daemon if one is given and the environment names several ranks.
+        others. daemon: all ranks read through the daemon's cache. none: each rank reads for itself. auto: none if
+        the store is on a disk of the ranks' host; else broadcast within a process group; without one, daemon if one is
+        given and the environment names several ranks.
     """
 
     store: str | None = None

@@ -89,6 +89,10 @@ class FaultyStore(Store):
         self.identity = f"{store.identity} behind {id(self)}"
         self.shared_between_processes = store.shared_between_processes
 
+    @property
+    def on_this_host(self) -> bool:
+        return self._store.on_this_host
+
     def put(self, key: str, data: Buffer) -> None:
         self._faults.around(f"put {key}", lambda: self._store.put(key, data))
 

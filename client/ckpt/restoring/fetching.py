@@ -35,15 +35,22 @@ class Fetcher:
     """Reads one checkpoint. All ranks call the same methods in the same order."""
 
     def __init__(
-        self, source: Source, config: Config, world: World, checkpoint: Checkpoint, prefetch: Prefetch | None = None
+        self,
+        source: Source,
+        config: Config,
+        world: World,
+        checkpoint: Checkpoint,
+        prefetch: Prefetch | None = None,
+        near: bool = False,
     ) -> None:
-        """prefetch: what this rank has begun to read; closed if it is of another checkpoint."""
+        """prefetch: what this rank has begun to read; closed if it is of another checkpoint. near: all ranks are on the
+        host of the store."""
         self._source = source
         self._prefetch = prefetch.of(checkpoint) if prefetch is not None else None
         self._config = config
         self._world = world
         self._checkpoint = checkpoint
-        self._share = how_to_share(config, world.size, is_grouped())
+        self._share = how_to_share(config, world.size, is_grouped(), near)
         self._past_caches = False
         self._manifest: Future[bytes] | None = None
         self.nearer: list[ChunkSource] = []
@@ -148,9 +155,18 @@ class Fetcher:
             fetch(self._shards(self._last), self._checkpoint, reads, buffers, progress)
 
 
-def how_to_share(config: Config, world_size: int, grouped: bool = True) -> Literal["broadcast", "daemon", "none"]:
+def is_near(source: Source) -> bool:
+    """Whether this host alone has the store, whose page cache gives replicas the same bytes without an exchange."""
+    return isinstance(source, StoreSource) and not isinstance(source, TieredSource) and source.store.on_this_host
+
+
+def how_to_share(
+    config: Config, world_size: int, grouped: bool = True, near: bool = False
+) -> Literal["broadcast", "daemon", "none"]:
     """The meaning of replica_reads="auto" here; a single rank shares with no other. grouped: in a group of torch, which
-    can broadcast."""
+    can broadcast. near: all ranks are on the host of the store."""
+    if near and config.replica_reads == "auto":
+        return "none"
     if grouped and world_size > 1 and config.replica_reads in ("auto", "broadcast"):
         return "broadcast"
     several = world_size > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1

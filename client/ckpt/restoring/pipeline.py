@@ -18,7 +18,7 @@ from ckpt.capture.train_state import Resumable, TrainState
 from ckpt.capture.values import check_others
 from ckpt.config import Config
 from ckpt.ranks.world import World
-from ckpt.restoring.fetching import Fetcher
+from ckpt.restoring.fetching import Fetcher, is_near
 from ckpt.restoring.jax_arrays import has_templates
 from ckpt.restoring.plan import RestorePlan, require_fit, require_refilled
 from ckpt.restoring.planning import plan_restore
@@ -146,6 +146,7 @@ class Restorer:
         self.seen = 0
         """The newest generation of the far store, if there is a near one. Equal on all ranks; set by `restore`."""
         self._rng = True
+        self._near = False  # the store is on this host, for all ranks
         self._begun: list[str] = []
         """Ids of the checkpoints whose bytes may have been placed."""
         self._overwritten: set[str] = set()
@@ -158,7 +159,7 @@ class Restorer:
         """
         started = time.perf_counter()
         self._rng = rng
-        self.trains = self._begin(state)
+        self.trains, self._near = self._begin(state)
         found = candidates(self._source, self._config, reference) if self._world.rank == 0 else iter(())
         skipped: list[tuple[str, str]] = []
         while (checkpoint := self._next(found)) is not None:
@@ -202,20 +203,22 @@ class Restorer:
             _MIXTURE,
         )
 
-    def _begin(self, state: TrainState) -> bool:
-        """Wait for orphaned savers on all hosts. Returns whether any rank restores training state.
+    def _begin(self, state: TrainState) -> tuple[bool, bool]:
+        """Wait for orphaned savers on all hosts. Returns whether any rank restores training state, and whether the
+        store is on the host of each rank: then it is the same host.
 
         Raises UnsupportedObject for an extra that a later save would refuse.
         """
 
-        def work() -> bool:
+        def work() -> tuple[bool, bool]:
             if not self._config.read_only:
                 check_others(state)
             wait_for_orphan_saver(self._config)
-            return bool(state.optimizers) or (not state.modules and any(map(has_templates, state.others.values())))
+            arrays = not state.modules and any(map(has_templates, state.others.values()))
+            return bool(state.optimizers) or arrays, is_near(self._source)
 
-        _, trains = self._together(work, report=_itself)
-        return any(trains)
+        _, answers = self._together(work, report=_itself)
+        return any(trains for trains, _ in answers), all(near for _, near in answers)
 
     def _next(self, found: Iterator[Checkpoint]) -> Checkpoint | None:
         """Rank 0's next candidate, or its error, on all ranks."""
@@ -238,7 +241,7 @@ class Restorer:
         leases: list[str] = []
         try:
             self._join(session, checkpoint)
-            fetcher = Fetcher(self._source, self._config, self._world, checkpoint, self._prefetch)
+            fetcher = Fetcher(self._source, self._config, self._world, checkpoint, self._prefetch, self._near)
             with fetcher.reading_ahead():
                 self._together(partial(fetcher.protect, leases))
             manifest, _ = self._together(fetcher.manifest)

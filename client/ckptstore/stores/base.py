@@ -163,6 +163,11 @@ class Store(ABC):
     remote_create: bool = False
     """A daemon's database decides create-only writes, because the store itself cannot."""
 
+    @property
+    def on_this_host(self) -> bool:
+        """Whether the objects are known to be on this host alone, so that all its processes share one cache of them."""
+        return False
+
     @abstractmethod
     def put(self, key: str, data: Buffer) -> None:
         """Write a whole object, replacing any existing one; durable on return."""

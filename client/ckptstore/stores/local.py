@@ -26,6 +26,9 @@ _CREATE_TRIES = 20
 _MAX_PARTS = 1024
 """Most buffers of one preadv call (IOV_MAX on Linux)."""
 
+_ONE_HOST = frozenset({"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"})
+"""File systems that only one host mounts."""
+
 
 class LocalStore(Store):
     """A store in a folder, which the first write creates.
@@ -42,6 +45,17 @@ class LocalStore(Store):
         self._skipped = len(os.path.join(self.root, ""))
         """Length of the path before the key."""
         self._existed = self.root.is_dir()
+
+    @property
+    def on_this_host(self) -> bool:
+        """Whether the folder is on a file system for one host. An unknown file system counts as one of a network."""
+        try:
+            device, mounts = os.stat(self.root).st_dev, Path("/proc/self/mountinfo").read_text().splitlines()
+        except OSError:
+            return False
+        number = f"{os.major(device)}:{os.minor(device)}"
+        kinds = {line.partition(" - ")[2].split()[0] for line in mounts if line.split(maxsplit=3)[2] == number}
+        return bool(kinds) and kinds <= _ONE_HOST
 
     def put(self, key: str, data: Buffer) -> None:
         """Write to a temporary file in the same folder, then rename."""

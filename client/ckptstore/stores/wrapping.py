@@ -24,6 +24,10 @@ class WrappedStore(Store):
         self.creates_by_itself = store.creates_by_itself
         self.remote_create = store.remote_create
 
+    @property
+    def on_this_host(self) -> bool:
+        return self._store.on_this_host
+
     def put(self, key: str, data: Buffer) -> None:
         self._store.put(key, data)
 

@@ -78,7 +78,7 @@ def restores(tmp_path_factory: pytest.TempPathFactory) -> Restores:
                     "replica_reads": replica_reads,
                 },
             )
-            for replica_reads in ("broadcast", "none", "daemon")
+            for replica_reads in ("broadcast", "none", "daemon", "auto")
         ]
         landing = Scenario("tests.ckpt.restoring.replicas:land", 2, {"store": str(folder / "store")})
         scenario, far = "tests.ckpt.restoring.replicas:exchange", {"store": str(folder / "store")}
@@ -90,7 +90,7 @@ def restores(tmp_path_factory: pytest.TempPathFactory) -> Restores:
     return Restores(digests[0], stored, by_share, read, landed.result(), exchanged.result(), stuck.result())
 
 
-@pytest.mark.parametrize("replica_reads", ["broadcast", "daemon", "none"])
+@pytest.mark.parametrize("replica_reads", ["broadcast", "daemon", "none", "auto"])
 def test_every_replica_gets_every_bit_and_its_own_data_position(restores: Restores, replica_reads: str) -> None:
     results = restores.by_share[replica_reads]
     assert [result["digest"] for result in results] == [restores.digest] * _REPLICAS
@@ -136,8 +136,10 @@ def test_the_kind_of_device_that_a_group_exchanges(backends: str, expected: str 
     assert exchanging_kind(backends) == expected
 
 
-def test_without_sharing_each_replica_reads_all(restores: Restores) -> None:
-    assert restores.read_bytes("none") > 0.95 * _REPLICAS * restores.stored_bytes
+@pytest.mark.parametrize("replica_reads", ["none", "auto"])
+def test_without_sharing_each_replica_reads_all(restores: Restores, replica_reads: str) -> None:
+    """Also of a disk of this host, by default: its page cache is nearer than the other replicas."""
+    assert restores.read_bytes(replica_reads) > 0.95 * _REPLICAS * restores.stored_bytes
 
 
 @pytest.mark.parametrize(
@@ -169,6 +171,7 @@ def test_what_auto_means(
         monkeypatch.setenv("WORLD_SIZE", str(ranks_in_environment))
     config = Config("/somewhere", run="run", daemon=daemon, replica_reads=replica_reads)
     assert how_to_share(config, world_size) == expected
+    assert how_to_share(config, world_size, near=True) == ("none" if replica_reads == "auto" else expected)
 
 
 Needs = list[list[tuple[int, int]]]

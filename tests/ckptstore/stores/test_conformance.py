@@ -53,6 +53,14 @@ def test_put_replaces_whole_objects(store: Store) -> None:
     assert store.get("run/view") == b"a view"
 
 
+def test_what_is_on_this_host(tmp_path: Path) -> None:
+    """The disk of the tests; not a kind of file system that is not known to be local, and not what is absent."""
+    assert open_store(str(tmp_path)).on_this_host
+    assert not open_store("/proc").on_this_host
+    assert not open_store(str(tmp_path / "absent")).on_this_host
+    assert not open_store("memory://r").on_this_host
+
+
 @every_store
 def test_put_if_absent_never_replaces(store: Store) -> None:
     assert store.put_if_absent("run/a", b"first")
