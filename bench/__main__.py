@@ -26,6 +26,7 @@ BENCHES = (
     "durable-s3",
     "restore-cold",
     "restore-warm",
+    "restore-extras",
     "restore-s3",
     "restart",
     "replicas",

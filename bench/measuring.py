@@ -299,5 +299,15 @@ def forget_cached(folder: Path) -> None:
                 os.close(file)
 
 
+def read_files(folder: Path) -> None:
+    """Bring the files below into the page cache, in the same way for all: some libraries write past it."""
+    forget_cached(folder)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb", buffering=0) as file:
+                while file.read(IO_BYTES):
+                    pass
+
+
 if __name__ == "__main__":
     _sample(int(sys.argv[1]))

@@ -16,7 +16,17 @@ from pathlib import Path
 from statistics import median
 
 from bench.durable_disk import CODINGS, FAST, RAW, rows
-from bench.measuring import IO_BYTES, REPETITIONS, Usage, forget_cached, in_turns, memory, problem, sync_tree, usage
+from bench.measuring import (
+    REPETITIONS,
+    Usage,
+    forget_cached,
+    in_turns,
+    memory,
+    problem,
+    read_files,
+    sync_tree,
+    usage,
+)
 from bench.ours import Ours
 from bench.peers import open_peers
 from bench.peers.peer import Peer
@@ -145,12 +155,7 @@ class _Load:
         with memory() as took:
             self.peer.load(self.folder, self.state)
         self._compare()
-        forget_cached(self.place)
-        for path in self.place.rglob("*"):
-            if path.is_file():
-                with path.open("rb", buffering=0) as file:
-                    while file.read(IO_BYTES):
-                        pass
+        read_files(self.place)
         return took.extra_bytes
 
     def _compare(self) -> None:
