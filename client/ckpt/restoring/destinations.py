@@ -186,6 +186,7 @@ class Destinations(HostDestinations):
                     target.copy_(host)
         self._copies.clear()
         self._hosts.clear()
+        self._targets.clear()
 
 
 def _current(kind: str) -> torch.device:

@@ -345,6 +345,7 @@ class Restorer:
         plan.destinations.place()
         for step in plan.finish:
             step()
+        plan.finish.clear()  # they hold the plan, which holds them
 
     def _together(self, work: Callable[[], _T], report: Callable[[_T], Any] | None = None) -> tuple[_T, list[Any]]:
         """Run `work` on all ranks, and gather `report` of every rank's result. Raises one rank's error on all ranks.

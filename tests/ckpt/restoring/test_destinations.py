@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -109,6 +112,21 @@ def test_tied_tensors_fill_each_given_one(tmp_path: Path) -> None:
     assert [found.data_ptr() for found in restored.values["own"]] == [t.data_ptr() for t in (live, live, other)]
     assert torch.equal(live, tied)
     assert torch.equal(other, tied)
+
+
+def test_restored_tensors_are_freed_with_their_last_reference(tmp_path: Path) -> None:
+    """Not with the next full garbage collection: until then a second restore would need as much memory again."""
+    with open_run(tmp_path) as checkpointer:
+        checkpointer.save(None, None, 1, own=torch.rand(LARGE), shared={"all": np.ones(LARGE)})
+        gc.disable()
+        try:
+            restored = checkpointer.restore(own=None, shared={"all": None})
+            assert restored is not None
+            found = [weakref.ref(value) for value in restored.values.values()]
+            del restored
+            assert [one() for one in found] == [None, None]
+        finally:
+            gc.enable()
 
 
 def test_a_given_tensor_that_the_next_checkpoint_does_not_refill_is_a_mixture(tmp_path: Path) -> None:
