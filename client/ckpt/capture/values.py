@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 from ckpt.capture import collector as arrays
-from ckpt.capture.collector import Collector
+from ckpt.capture.arrays import is_array, is_distributed
+from ckpt.capture.collector import INLINE_BYTES, Collector
 from ckpt.capture.leaves import Captured
 from ckpt.capture.ownership import Ownership
 from ckpt.capture.reads import scaler_state
 from ckpt.capture.rng import rng_state
 from ckpt.capture.train_state import RNG, Stateful, TrainState
-from ckpt.lazily import torch_loaded
-from ckptstore.format.trees import encode_tree, with_records
+from ckpt.lazily import is_tensor, torch_loaded
+from ckptstore.format.trees import encode_tree, value_leaves, with_records
 
 
 def capture_alone(state: TrainState, ownership: Ownership) -> Captured:
@@ -42,3 +46,20 @@ def check_others(state: TrainState) -> None:
     for item, value in (*state.others.items(), *state.shared.items()):
         if not isinstance(value, Stateful):
             encode_tree(value, item, with_records(check))
+
+
+def large_bytes(state: TrainState, rank: int) -> int:
+    """The bytes that tensors and arrays of plain values take in this rank's snapshots, about. Copies nothing.
+
+    Objects with a state_dict are not asked for it: they are known from the first save on.
+    """
+    own = (size for size in _sizes(state.others) if size > INLINE_BYTES)
+    return sum(own) + (sum(_sizes(state.shared)) if rank == 0 else 0)
+
+
+def _sizes(values: Mapping[str, Any]) -> Iterator[int]:
+    """Bytes of each tensor and whole array in those that are plain."""
+    for item, value in values.items():
+        for _, leaf in () if isinstance(value, Stateful) else value_leaves(value, item):
+            if is_tensor(leaf) or (is_array(leaf) and not is_distributed(leaf)):
+                yield leaf.nbytes

@@ -186,3 +186,13 @@ def test_resources_of_a_fork_are_closed_without_touching_the_parent() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     segment.view[0] = 1
     segment.close()
+
+
+def test_what_is_prepared_has_room_for_tensors_of_plain_values(tmp_path: Path) -> None:
+    model, own, shared = nn.Linear(300, 300), torch.rand(100_000), [torch.rand(50_000), torch.rand(5)]
+    with Checkpointer(str(tmp_path), run="r", writer="thread", slots=1) as checkpointer:
+        checkpointer.prepare(model, None, own={"x": own}, shared={"all": shared})
+        prepared = _arena(checkpointer).segments
+        assert len(prepared) == 1
+        checkpointer.save(model, None, 1, own={"x": own}, shared={"all": shared})
+        assert _arena(checkpointer).segments == prepared  # and no other was needed
