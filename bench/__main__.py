@@ -28,6 +28,7 @@ BENCHES = (
     "restore-warm",
     "restore-extras",
     "restore-s3",
+    "far-s3",
     "restart",
     "replicas",
     "size",

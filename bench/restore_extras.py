@@ -32,7 +32,9 @@ def measure(quick: bool) -> Report:
     """All ranks together hold the bytes, so that more ranks do not need more memory; shared values are on each."""
     total = wanted_bytes(quick)
     found = {world: run_ranks(world, total // world) for world in WORLDS}
-    rows, goals, facts = [], [], {}
+    rows: list[tuple[str, ...]] = []
+    goals: list[Goal] = []
+    facts: dict[str, float] = {}
     for world, results in found.items():
         load = Spread.of(results[LOAD]["wall_s"]).median
         for name in (*WAYS, LOAD):

@@ -87,17 +87,19 @@ def checked(service: Service, state: State, load: Load) -> Callable[[], Timed]:
     return lambda: check_restored(state, timed(service, load))
 
 
-def saved_by_us(service: Service, state: State, stack: ExitStack) -> tuple[dict[str, Load], dict[str, tuple[str, int]]]:
+def saved_by_us(
+    service: Service, state: State, stack: ExitStack, folder: str = FOLDER
+) -> tuple[dict[str, Load], dict[str, tuple[str, int]]]:
     """Our loads, by name; with key and size of each shard."""
     loads: dict[str, Load] = {}
     shards: dict[str, tuple[str, int]] = {}
     for name, compress in OURS.items():
         options: Any = {"run": compress, "compress": compress, "options": service.options, "slots": 1}
-        with Checkpointer(service.url(FOLDER), **options) as saver:
+        with Checkpointer(service.url(folder), **options) as saver:
             checkpoint = saver.save(state.model, state.optim, 1)
-        checkpointer = stack.enter_context(Checkpointer(service.url(FOLDER), **options))
+        checkpointer = stack.enter_context(Checkpointer(service.url(folder), **options))
         loads[name] = lambda checkpointer=checkpointer: checkpointer.restore(state.model, state.optim)  # type: ignore[misc]
-        shards[name] = f"{FOLDER}/{shard_of(checkpoint)}", checkpoint.stored_bytes
+        shards[name] = f"{folder}/{shard_of(checkpoint)}", checkpoint.stored_bytes
     return loads, shards
 
 

@@ -1,0 +1,144 @@
+"""Saves to S3 and restores from it over a network: a round trip of 20 ms, and less bandwidth than the service has.
+
+A proxy in a process of its own stands for the network, so that neither the cores of SeaweedFS nor ours are the limit.
+The limit is obstore, which sends and receives the stored bytes with the fastest number of requests in flight.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from urllib.parse import urlsplit
+
+from bench.bucket import Service, check_restored, running_bucket
+from bench.durable_s3 import FOLDER, OURS, saver, stored_bytes
+from bench.measuring import Spread, in_turns, seconds, touched
+from bench.peers.s3 import PART_BYTES, RawObstore
+from bench.report import Goal, Report
+from bench.restore_s3 import saved_by_us
+from bench.slow_store import running_proxy
+from bench.state import State, trained, wanted_bytes
+from ckptstore.stores import s3
+
+GOAL = 0.9
+ROUND_TRIP_S = 0.02
+BYTES_PER_S = 100e6
+CONCURRENCIES = (4, 8, 16)
+PROBED_BYTES = 8 * PART_BYTES
+VERBS = {"PUT": "save", "GET": "restore"}
+KEPT = "kept"
+"""Folder of what is restored."""
+OUR_UPLOADS, OUR_READS = s3.BUFFERED_BYTES // s3.PART_BYTES - 1, s3.S3Store.parallel_reads
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """One transfer of a shard."""
+
+    call: Callable[[], float]
+    """Returns its seconds."""
+    num_bytes: int
+    in_flight: int
+    """Requests at a time, at most."""
+
+
+def measure(quick: bool) -> Report:
+    """What was uploaded is deleted past the proxy, and not timed."""
+    state = trained("fp32", wanted_bytes(quick))
+    with ExitStack() as stack:
+        near = stack.enter_context(running_bucket())
+        endpoint = stack.enter_context(network(near.s3.endpoint))
+        contestants = contestants_over(near, replace(near, s3=replace(near.s3, endpoint=endpoint)), state, stack)
+        found, problems = in_turns({name: one.call for name, one in contestants.items()})
+    medians = {name: Spread.of(times).median for name, times in found.items()}
+    rows = []
+    for name, times in found.items():
+        one = contestants[name]
+        rows.append((name, str(Spread.of(times)), f"{one.num_bytes / medians[name] / 1e6:.0f}", f"{one.in_flight}"))
+    pairs = [(f"raw {bare} of {name}", f"{name}, {verb}") for name in OURS for bare, verb in VERBS.items()]
+    return Report(
+        bench="far-s3",
+        what=f"{state.num_bytes / 1e9:.2f} GB, {ROUND_TRIP_S * 1e3:.0f} ms, {BYTES_PER_S / 1e6:.0f} MB/s; MB/s of the "
+        "stored bytes; raw: obstore",
+        columns=("", "seconds", "MB/s", "requests in flight"),
+        rows=rows,
+        goals=[
+            Goal(raw, ours, medians[raw] / medians[ours] if ours in medians else float("nan"), GOAL, "at least")
+            for raw, ours in pairs
+        ],
+        problems=problems,
+        state_bytes=state.num_bytes,
+        facts=medians | {f"requests in flight, {name}": one.in_flight for name, one in contestants.items()},
+    )
+
+
+def contestants_over(near: Service, far: Service, state: State, stack: ExitStack) -> dict[str, Contestant]:
+    """By name. near, far: the same service, without and with the network before it."""
+    savers = {name: saver(far, state, compress, stack) for name, compress in OURS.items()}
+    shards = {name: stored_bytes(near, state, save) for name, save in savers.items()}
+    loads, kept = saved_by_us(far, state, stack, KEPT)
+    raw, memory = RawObstore(far.bucket), memoryview(touched(max(map(len, shards.values()))))
+    probe, key = shards["ckptd, off"][:PROBED_BYTES], kept["ckptd, off"][0]
+    puts = fastest(lambda at: raw.put("probe", probe, at))
+    gets = fastest(lambda at: raw.get(key, memory[:PROBED_BYTES], at))
+    found = {}
+    for name, shard in shards.items():
+        size = len(shard)
+
+        def put(shard: memoryview = shard) -> None:
+            raw.put(f"{FOLDER}/x", shard, puts)
+
+        def get(of: tuple[str, int] = kept[name]) -> None:
+            raw.get(of[0], memory[: of[1]], gets)
+
+        def load(call: Callable[[], object] = loads[name]) -> float:
+            return check_restored(state, lambda: seconds(call))
+
+        found[f"raw PUT of {name}"] = Contestant(cleared(near, put), size, puts)
+        found[f"{name}, save"] = Contestant(cleared(near, savers[name]), size, OUR_UPLOADS)
+        found[f"raw GET of {name}"] = Contestant(lambda get=get: seconds(get), size, gets)  # type: ignore[misc]
+        found[f"{name}, restore"] = Contestant(load, size, OUR_READS)
+    return found
+
+
+def fastest(transfer: Callable[[int], object]) -> int:
+    """The fastest number of requests in flight; each is measured twice, in turns."""
+    spent = [(seconds(lambda at=at: transfer(at)), at) for _ in range(2) for at in CONCURRENCIES]  # type: ignore[misc]
+    return min(spent)[1]
+
+
+def cleared(near: Service, save: Callable[[], object]) -> Callable[[], float]:
+    """A call that times a save, and then deletes it."""
+
+    def call() -> float:
+        try:
+            return seconds(save)
+        finally:
+            near.clear(FOLDER)
+
+    return call
+
+
+@contextmanager
+def network(endpoint: str) -> Iterator[str]:
+    """An endpoint before this one, behind the proxy. Its process ends on exit."""
+    ours, theirs = multiprocessing.Pipe()
+    where = urlsplit(endpoint)
+    process = multiprocessing.get_context("spawn").Process(
+        target=_serve, args=(theirs, where.hostname, where.port), daemon=True
+    )
+    process.start()
+    try:
+        yield f"http://127.0.0.1:{ours.recv()}"
+    finally:
+        ours.send(None)
+        process.join()
+
+
+def _serve(control: Connection, host: str, port: int) -> None:
+    with running_proxy(host, port, ROUND_TRIP_S, BYTES_PER_S) as proxy:
+        control.send(proxy.port)
+        control.recv()
