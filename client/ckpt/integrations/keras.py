@@ -72,9 +72,10 @@ class Backup(keras.callbacks.Callback):
         self._saved_epoch = self._place.epoch
         if self._restored is not None:
             self.model._initial_epoch = self._place.epoch
-        train = self.model.train_function
-        # It is still in its place if an earlier `fit` raised an error.
-        self.model.train_function = partial(self._train, train.args[0] if isinstance(train, partial) else train)
+        self._fitted = self.model  # within a step, `self.model` would give JAX's variables their values
+        self._history = self.model.history
+        self._step_aside()  # an earlier `fit` may have ended by an error
+        self.model.train_function = partial(self._train, self.model.train_function)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Note the random state from which this epoch is shuffled; after a restore, put it back."""
@@ -115,7 +116,7 @@ class Backup(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Save the end of training, and wait until it is durable."""
-        self.model.train_function = self.model.train_function.args[0]
+        self._step_aside()
         self.model._initial_epoch = None
         if (self._step, self._place.epoch) != (self._saved_step, self._saved_epoch):
             self._save(logs)
@@ -132,12 +133,23 @@ class Backup(keras.callbacks.Callback):
 
         With JAX it also takes and returns the state.
         """
+        if self._fitted.history is not self._history:  # each `fit` has one of its own: ours ended by an error
+            self._step_aside()
+            return train(*arguments)
         if not self._measured:
             self._measured = True
             _check_epoch(arguments[-1], self.params.get("steps"))
         if self._restored is not None and self._leaves_out(arguments[-1]):
             return ({}, arguments[0]) if len(arguments) == 2 else {}
-        return train(*arguments) if self._iterator is None else train(*arguments[:-1], self._iterator)
+        if self._iterator is not None:
+            return train(*arguments[:-1], self._iterator)
+        self._step_aside()
+        return train(*arguments)
+
+    def _step_aside(self) -> None:
+        """Let the model train by itself."""
+        if isinstance(train := self._fitted.train_function, partial):
+            self._fitted.train_function = train.args[0]
 
     def _leaves_out(self, iterator: Any) -> bool:
         place = self._place

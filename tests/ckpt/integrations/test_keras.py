@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,24 @@ def test_a_fit_that_failed_leaves_the_next_one_its_epochs(tmp_path: Path) -> Non
     with pytest.raises(ZeroDivisionError):
         found.fit(X, Y, epochs=3, verbose=0, callbacks=[Backup(str(tmp_path), run="r", writer="thread"), stop])
     assert len(found.fit(X, Y, epochs=2, verbose=0).history["loss"]) == 2
+
+
+def failing(batch: int) -> Any:
+    """A callback that raises ZeroDivisionError after this batch."""
+    return keras.callbacks.LambdaCallback(on_train_batch_end=lambda number, logs: 1 / (number - batch))
+
+
+def test_a_fit_that_failed_in_the_epoch_it_resumed_leaves_the_next_one_its_batches(tmp_path: Path) -> None:
+    """The next one has no Backup. The resumed one failed while it left out a batch, or at its first own."""
+    for at in (1, 0, 2):  # the first one is interrupted after batch 1, which is saved
+        found, backup = model(), Backup(str(tmp_path), run="r", save_freq=2, writer="thread")
+        with pytest.raises(ZeroDivisionError):
+            found.fit(X, Y, batch_size=4, verbose=0, callbacks=[backup, failing(at)])
+        backup._checkpointer.wait()
+        before = int(found.optimizer.iterations)
+        found.fit(X, Y, batch_size=4, verbose=0)
+        assert int(found.optimizer.iterations) == before + 3
+        assert not isinstance(found.train_function, partial)
 
 
 @pytest.mark.parametrize("options", [{"save_freq": 0}, {"save_freq": "step"}, {"endless": True}])
