@@ -47,8 +47,9 @@ OURS: dict[str, dict[str, Any]] = {
 }
 """The first is the default, and the headline; the second has a goal too."""
 FREE, BUSY = "free cores", "busy cores"
-WORK = 1.25
+WORK = 1.1
 """Processor time that the workers want for each step, relative to what the cores have beside training."""
+BUSY_STEPS_AROUND = 4  # workers deliver in bunches, so steps differ more
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,9 @@ class Trainer:
         self.state, self.optim = state, state.optim
         self.text = sources()
         self.batches: Iterator[Tensor] = _batches(self.text)
+        self.around, self.settling = STEPS_AROUND, 0
+        """Steps that are measured before and after each save, and steps before these: while nothing trained, the
+        workers have made batches in advance."""
         for group in self.optim.param_groups:
             group["lr"] = 0.0  # a tiled model does not train; the work is the same
 
@@ -118,14 +122,15 @@ class Loaded(IterableDataset[Tensor]):
 def busy_cores(trainer: Trainer) -> Iterator[None]:
     """Workers of a data loader make the batches, and need all cores for it."""
     cores = os.cpu_count() or 1
-    dataset = Loaded(trainer.text, WORK * cores * median(trainer.steps(STEPS_AROUND)))
-    loader = DataLoader(dataset, batch_size=None, num_workers=cores, multiprocessing_context="fork")
+    dataset = Loaded(trainer.text, WORK * max(1, cores - 1) * median(trainer.steps(STEPS_AROUND)))
+    loader = DataLoader(dataset, None, num_workers=cores, prefetch_factor=1, multiprocessing_context="fork")
     trainer.batches = iter(loader)
+    trainer.around, trainer.settling = BUSY_STEPS_AROUND, cores
     try:
-        trainer.steps(STEPS_AROUND)
         yield
     finally:
         trainer.batches = _batches(trainer.text)  # the last reference to the workers
+        trainer.around, trainer.settling = STEPS_AROUND, 0
 
 
 class Saving:
@@ -193,9 +198,10 @@ def _next_cost(trainer: Trainer, peer: Peer, folders: Any) -> Cost:
 
 def cost(trainer: Trainer, peer: Peer, folder: Path) -> Cost:
     """Cost of one save, with steps before, during and after it."""
+    trainer.steps(trainer.settling)
     at = core_seconds()
-    usual = trainer.steps(STEPS_AROUND)
-    usual_core_s = (core_seconds() - at) / STEPS_AROUND
+    usual = trainer.steps(trainer.around)
+    usual_core_s = (core_seconds() - at) / trainer.around
     at = core_seconds()
     saving = Saving(peer, trainer.state, folder)
     slow = [trainer.step(peer)]  # at least one: it waits for a copy in progress
@@ -203,7 +209,7 @@ def cost(trainer: Trainer, peer: Peer, folder: Path) -> Cost:
         slow.append(trainer.step(peer))
     saving.end()
     core_s = core_seconds() - at - usual_core_s * len(slow)
-    usual += trainer.steps(STEPS_AROUND)
+    usual += trainer.steps(trainer.around)
     peer.discard(folder)
     step_s = median(usual)
     return Cost(

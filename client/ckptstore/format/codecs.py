@@ -46,11 +46,13 @@ def encode(
     """Encode one chunk.
 
     raw: contiguous bytes, whole elements. level: higher levels are slower and smaller. extremes: gets the blocks of
-    float-split, which hold all words but the last few; other codecs add none. seen: gets `raw`, each part before it is
-    encoded, unless the codec is "raw". Returns the codec that was used and the encoded bytes: codec "raw" and `raw`
-    itself if the requested codec would not save space.
+    float-split and raw, which hold all words but the last few; zstd adds none. seen: gets `raw`, each part before it is
+    encoded, unless the codec is "raw" and there are no extremes. Returns the codec that was used and the encoded bytes:
+    codec "raw" and `raw` itself if the requested codec would not save space.
     """
     if codec == RAW or not len(raw):
+        if extremes is not None:
+            float_split.survey(raw, extremes, seen)
         return RAW, raw
     if codec == ZSTD:
         seen(raw)

@@ -40,6 +40,8 @@ class Loops(Protocol):
         self, words: Plane, half_precision: bool, base: int, low: Plane, rest: Plane, extremes: BlockExtremes | None
     ) -> Codes: ...
 
+    def survey(self, words: Plane, extremes: BlockExtremes) -> None: ...
+
     def join(self, words: Plane, block: Codes, low: Plane, is_mixed: bool, rest: Plane) -> None: ...
 
 
@@ -74,6 +76,17 @@ def _encode(
     end = writer.at + len(tail)
     out[writer.at : end] = tail
     return out[:end].data
+
+
+def survey(raw: memoryview, extremes: BlockExtremes, seen: Seen) -> None:
+    """Add the extremes of a chunk that is not encoded. seen: gets each part of it while the part is in the cache."""
+    words: Plane = np.frombuffer(raw, f"u{len(raw) // extremes.size}")
+    whole, size = len(words) // GROUP * GROUP, BLOCK_BYTES // words.itemsize
+    for start in range(0, whole, size):
+        block = words[start : min(start + size, whole)]
+        seen(block.data)
+        loops.survey(block, extremes)
+    seen(words[whole:].data)
 
 
 class _Writer:

@@ -260,6 +260,14 @@ static uint32_t equal_lanes(const u16 *lanes, size_t count) {
     return equal;
 }
 
+/* The extremes of a block that is not split. */
+void ckpt_survey(const void *words, int wide, size_t count, struct found *found) {
+    if (wide)
+        survey_wide(words, count, 0, found);
+    else
+        survey_narrow(words, count, 0, found);
+}
+
 /* Split a block; returns the number of escapes. base: that of the block before. limits: one word in so many may be
  * outside of its window, or else of the block's own. */
 long ckpt_split(const void *words, int wide, size_t count, int half_precision, unsigned base, const size_t limits[2],

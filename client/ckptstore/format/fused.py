@@ -41,6 +41,8 @@ def load(path: Path) -> ctypes.CDLL | None:
     address: Any
     address, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
     block: list[Any] = [address, number, size, number, ctypes.c_uint]
+    library.ckpt_survey.argtypes = [address, number, size, address]
+    library.ckpt_survey.restype = None
     library.ckpt_split.argtypes = [*block, *[address] * 7]
     library.ckpt_split.restype = ctypes.c_long
     library.ckpt_join.argtypes = [*block, number, address, number, *[address] * 4, size]
@@ -94,13 +96,25 @@ def split(
     )
     found = scratch.found
     if extremes is not None:
-        is_positive = found.unsigned < 1 << (8 * words.itemsize - 1)
-        extremes.add_found(words, found.unsigned, found.signed, found.least if is_positive else None)
+        _add(extremes, words, found)
     pairs = found.pairs
     return Codes(
         bool(found.top_bytes), found.base, scratch.codes[: count // 2 if pairs else count],
         scratch.places[:escapes] if pairs else None, scratch.values[:escapes], found.equal_low, found.equal_rest,
     )  # fmt: skip
+
+
+def survey(words: Plane, extremes: BlockExtremes) -> None:
+    """As in passes.py."""
+    assert _library is not None
+    found = _scratch.found
+    _library.ckpt_survey(_address(words), words.itemsize == 4, len(words), ctypes.addressof(found))
+    _add(extremes, words, found)
+
+
+def _add(extremes: BlockExtremes, words: Plane, found: _Found) -> None:
+    is_positive = found.unsigned < 1 << (8 * words.itemsize - 1)
+    extremes.add_found(words, found.unsigned, found.signed, found.least if is_positive else None)
 
 
 def join(words: Plane, block: Codes, low: Plane, is_mixed: bool, rest: Plane) -> None:

@@ -122,6 +122,12 @@ def split(
     return Codes(top_bytes, base, _split_pairs(lanes, fields), places.astype(np.uint32), high[places], *equal)
 
 
+def survey(words: Plane, extremes: BlockExtremes) -> None:
+    """Add the extremes of a block that is not split."""
+    unsigned, signed = int(words.max()), int(words.view(f"i{words.itemsize}").max())
+    extremes.add_found(words, unsigned, signed, int(words.min()) if unsigned == signed else None)
+
+
 def join(words: Plane, block: Codes, low: Plane, is_mixed: bool, rest: Plane) -> None:
     """Join a block. low: empty for 16-bit words. Raises IndexError if an escape is outside of the block."""
     fields = _TOP_BYTE if block.top_bytes else _EXPONENT

@@ -16,9 +16,12 @@ from hypothesis import strategies as st
 
 from ckptstore.errors import CorruptObject
 from ckptstore.format import float_split, fused, passes
+from ckptstore.format.codecs import FLOAT_SPLIT, Coding
+from ckptstore.format.documents import digest
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.extremes import BlockExtremes
 from ckptstore.format.float_split import Loops
+from ckptstore.format.shards import encode_chunk
 from tests.ckptstore.format.test_codecs import numbers
 
 LOOPS: dict[str, Loops] = {"compiled": fused, "numpy": passes}
@@ -54,6 +57,23 @@ def both(dtype: str, raw: memoryview, level: int = 1) -> bytes:
                 assert into[1:-1] == raw
     assert found["compiled"] == found["numpy"]
     return found["compiled"][0]
+
+
+@every_type
+@pytest.mark.parametrize("kind", ["one scale", "no signs", "zeros"])
+def test_chunks_that_are_not_encoded_have_the_same_extremes(dtype: str, kind: str) -> None:
+    raw = memoryview(as_bytes(dtype, numbers(kind)[:200_003]))
+    found = []
+    for loops, coding in ((fused, "raw"), (passes, "raw"), (passes, FLOAT_SPLIT[dtype])):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(float_split, "loops", loops)
+            extremes = BlockExtremes(len(raw) // ITEM_BYTES[dtype], [None] * 4)
+            chunk = encode_chunk(raw, Coding(coding), extremes)
+        is_negative = bool(extremes.unsigned > extremes.signed)
+        found.append((extremes.added, extremes.bounds[:2] if is_negative else extremes.bounds))
+        if coding == "raw":
+            assert chunk.digest == chunk.raw_digest == digest(raw)
+    assert found[0] == found[1] == found[2]
 
 
 def as_bytes(dtype: str, values: np.ndarray[Any, np.dtype[np.float32]]) -> bytes:
