@@ -45,7 +45,7 @@ _COMPRESSED = 0.98
 """Stored bytes per raw byte, at most, of a save that was compressed."""
 _LEAST_S = 0.05
 _MARGIN = 1.25
-"""The time that a save needs, per second of the estimate: steps until then, and the end of the processes, take time."""
+"""The time that steps until a save, and the save, are given per second of their estimates: some are slower."""
 
 _Handler = Callable[[int, FrameType | None], object] | int | None
 
@@ -84,7 +84,8 @@ def fit(seconds: float, measured: SaveHandle | None, pending: Sequence[SaveHandl
     timings = measured.timings
     staged_s = timings.blocked_s - timings.wait_s + timings.held_s
     estimate_s = max(_LEAST_S, staged_s + waits_s + durable_s + timings.commit_s)
-    return Fit("save" if _MARGIN * estimate_s <= seconds else "finish", seconds, estimate_s)
+    in_time = _MARGIN * (begins_in_s + estimate_s) <= begins_in_s + seconds
+    return Fit("save" if in_time else "finish", seconds, estimate_s)
 
 
 def _left_s(durable_s: float, pending: Sequence[SaveHandle]) -> float:

@@ -236,6 +236,13 @@ def test_the_estimate_counts_what_a_save_under_way_does_meanwhile(monkeypatch: p
     assert fit(99.0, measured, [large.handle, small.handle]).estimate_s == 5.5 + 4 * 0.5 + 5.0, "only the oldest"
 
 
+def test_steps_that_take_longer_than_expected_do_not_make_the_save_late() -> None:
+    measured = save(encode_s=1.0, upload_s=4.0, stored_bytes=1000)
+    assert fit(6.25, measured, [])
+    assert not fit(6.5, measured, [], begins_in_s=2.0), "the last steps need a quarter more as well"
+    assert fit(6.75, measured, [], begins_in_s=2.0)
+
+
 def test_steps_until_the_end_of_the_loop_count_for_saves_under_way() -> None:
     asked: list[tuple[float, float]] = []
 
