@@ -320,6 +320,10 @@ class RunKeys:
         """Prefix of everything an attempt writes before its outcome."""
         return f"{self.attempts}{attempt}/"
 
+    def thousand(self, attempt: Attempt, number: int) -> str:
+        """Prefix of what the ranks from 1,000 x `number` to 999 above write: names have five digits."""
+        return f"{self.attempt(attempt)}shard-{number:02d}"
+
     def shard(self, attempt: Attempt, name: str) -> str:
         """One shard of an attempt."""
         return self.attempt(attempt) + check_shard(name)

@@ -28,7 +28,7 @@ from ckpt.saver.upload import upload_shard
 from ckptapi.remote_create import with_remote_create
 from ckptstore import names
 from ckptstore.clock import system_clock
-from ckptstore.commits.commit import StoredReceipt, commit_attempt, read_receipt
+from ckptstore.commits.commit import StoredReceipt, commit_attempt, read_receipts
 from ckptstore.errors import BadInput, InvalidName, InvalidRequest, SaveFailed
 from ckptstore.format.codecs import POLICIES
 from ckptstore.format.documents import FORMAT, JSON, Content, Receipt, Shard
@@ -169,11 +169,9 @@ class StorageWriter(TorchStorageWriter):
         run = Run(self._open(), assignment.run)
         trees = nest(result.storage_data for rank in results for result in rank)
         own = _write_receipt(run, assignment, content, trees)
-        receipts = [
-            own if rank == assignment.rank else read_receipt(run, assignment.attempt, rank)
-            for rank in range(assignment.world_size)
-        ]
-        commit_attempt(run, receipts)
+        others = [rank for rank in range(assignment.world_size) if rank != assignment.rank]
+        receipts = read_receipts(run, assignment.attempt, others)
+        commit_attempt(run, [*receipts[: assignment.rank], own, *receipts[assignment.rank :]])
         metadata.storage_meta = StorageMeta(checkpoint_id=names.checkpoint_id(assignment.run, assignment.attempt))
 
     def _whole(self, rank: int, plan: SavePlan) -> SavePlan:

@@ -1,7 +1,9 @@
 """Commit: the receipt of this rank, then the checkpoint of all ranks. Uses no collective.
 
 Rank 0 polls the store for the receipts of the other ranks, which poll it for the outcome. All attempts that wait are
-polled by one thread, so that one which lacks a rank does not delay later ones that are complete.
+polled by one thread, so that one which lacks a rank does not delay later ones that are complete. Rank 0 reads receipts
+as they appear: when the last one is there, only that one is left to read. Pauses grow with the number of ranks, because
+all of them send requests to the same prefix of the store (docs/decisions/0041).
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckpt.saver.deriving import Derived, in_stream
 from ckpt.saver.messages import Failed, SaveJob, Setup
@@ -23,12 +25,12 @@ from ckptstore.commits.commit import (
     check_alive,
     commit_attempt,
     read_outcome,
-    read_receipt,
+    read_receipts,
     receipt_ranks,
     superseded,
 )
 from ckptstore.commits.generations import NewAttempt
-from ckptstore.errors import AttemptAborted, CkptError, RankFailed, ReceiptsMissing, SaveSkipped
+from ckptstore.errors import AttemptAborted, CkptError, ObjectMissing, RankFailed, ReceiptsMissing, SaveSkipped
 from ckptstore.format.documents import FORMAT, JSON, Content, Outcome, Receipt, Shard
 from ckptstore.format.parsing import seal
 from ckptstore.format.shards import Placed, slice_tables
@@ -41,6 +43,16 @@ _SHORTEST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 2.0
 _OLD_PAUSE_SHARE = 1 / 30
 """Pauses of attempts that have waited for more than a minute: many of them may wait at the same time."""
+_LOOKS_PER_S = 1000
+"""Most requests of all ranks but 0 together for the outcome of one attempt."""
+_LISTED_PER_S = 50_000
+"""Most ranks whose receipts rank 0 looks for."""
+_RANKS_PER_LOOK = 32
+"""Rank 0 may look more often than every _LONGEST_PAUSE_S where it does so for more ranks."""
+_READ_AHEAD = 2
+"""The newest attempts, whose receipts rank 0 keeps before they are complete."""
+_NEVER_FORGOTTEN_S = 24 * 3600.0
+"""An attempt whose snapshot is younger is on no list of the dead: an attempt is on it a week after its deletion."""
 
 Ended = Callable[[Outcome | BaseException], None]
 
@@ -77,7 +89,7 @@ def write_receipt(
     return StoredReceipt(receipt, data)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Waiting:
     """An attempt that is not decided, with times of time.monotonic()."""
 
@@ -86,6 +98,10 @@ class _Waiting:
     ended: Ended
     since: float
     look_at: float
+    changed_at: float
+    """When rank 0 last found another receipt."""
+    found: dict[int, StoredReceipt] = field(default_factory=dict)
+    """Receipts that rank 0 has read, by rank."""
 
 
 class Committer:
@@ -109,8 +125,9 @@ class Committer:
         or with another error of the commit.
         """
         now = time.monotonic()
+        look_at = now + _first_pause(self._setup)
         with self._changed:
-            self._waiting.append(_Waiting(attempt, own, ended, since=now, look_at=now))
+            self._waiting.append(_Waiting(attempt, own, ended, since=now, look_at=look_at, changed_at=now))
             self._changed.notify()
             if not self._polling:
                 self._polling = True
@@ -139,14 +156,17 @@ class Committer:
     def _look(self, one: _Waiting) -> None:
         result: Outcome | BaseException | None
         try:
-            result = _try_commit(self._run, self._setup, one)
+            with self._changed:
+                ahead = one in self._waiting[-_READ_AHEAD:]
+            result = _try_commit(self._run, self._setup, one, ahead)
             waited_s, timeout_s = time.monotonic() - one.since, self._setup.commit_timeout_s
             if result is None and waited_s >= timeout_s:
                 result = _timed_out(self._run, self._setup, one.attempt)
         except BaseException as error:
             result = error
         if result is None:
-            one.look_at = one.since + min(timeout_s, waited_s + _pause(waited_s))
+            idle_s = waited_s + one.since - one.changed_at
+            one.look_at = one.since + min(timeout_s, waited_s + _pause(self._setup, waited_s, idle_s))
             return
         with self._changed:
             self._waiting.remove(one)
@@ -156,23 +176,52 @@ class Committer:
             logger.exception("the end of attempt %s was not reported", one.attempt)
 
 
-def _pause(waited_s: float) -> float:
-    """Seconds until the next look at an attempt that has waited so long. Pure."""
-    longest = max(_LONGEST_PAUSE_S, waited_s * _OLD_PAUSE_SHARE)
-    return min(max(_SHORTEST_PAUSE_S, waited_s / 2), longest)
+def _pause(setup: Setup, waited_s: float, idle_s: float) -> float:
+    """Seconds until the next look at an attempt that has waited so long, and so long without a new receipt. Pure."""
+    longest = _LONGEST_PAUSE_S * (1.0 if setup.rank else min(1.0, _RANKS_PER_LOOK / setup.world_size))
+    return max(_shortest_pause(setup), min(waited_s / 2, max(longest, idle_s * _OLD_PAUSE_SHARE)))
 
 
-def _try_commit(run: Run, setup: Setup, one: _Waiting) -> Outcome | None:
-    """The outcome of a committed attempt; None if ranks are missing. Raises if it cannot be committed any more."""
-    attempt, others = one.attempt, range(1, setup.world_size)
-    if setup.rank == 0 and (not others or receipt_ranks(run, attempt).issuperset(others)):
-        return commit_attempt(run, [one.own, *(read_receipt(run, attempt, rank) for rank in others)])
+def _shortest_pause(setup: Setup) -> float:
+    return max(_SHORTEST_PAUSE_S, setup.world_size / (_LOOKS_PER_S if setup.rank else _LISTED_PER_S))
+
+
+def _first_pause(setup: Setup) -> float:
+    """Seconds from a rank's receipt to its first look: no outcome exists before rank 0 has read the receipt. Pure."""
+    # Ranks finish their uploads together, and should not look together.
+    return _shortest_pause(setup) * (0.5 + setup.rank / setup.world_size) if setup.rank else 0.0
+
+
+def _try_commit(run: Run, setup: Setup, one: _Waiting, ahead: bool) -> Outcome | None:
+    """The outcome of a committed attempt; None if ranks are missing. Raises if it cannot be committed any more.
+
+    ahead: read and keep the receipts that are there, although others are missing.
+    """
+    attempt = one.attempt
+    if setup.rank == 0 and _gather(run, setup, one, ahead):
+        return commit_attempt(run, [one.own, *(one.found[rank] for rank in range(1, setup.world_size))])
     outcome = read_outcome(run, attempt)
     if outcome is not None and outcome.committed is None:
         raise _aborted(run.name, attempt, outcome)
-    if outcome is not None:
+    if outcome is not None and abs(run.clock() - one.own.receipt.created_at) > _NEVER_FORGOTTEN_S:
         check_alive(run, attempt)
     return outcome
+
+
+def _gather(run: Run, setup: Setup, one: _Waiting, ahead: bool) -> bool:
+    """Read the receipts that have appeared since the last look. True if those of all other ranks have been read."""
+    if not ahead:
+        one.found.clear()
+    missing = set(range(1, setup.world_size)) - one.found.keys()
+    new = missing & receipt_ranks(run, one.attempt, missing) if missing else set()
+    if new and (ahead or new == missing):
+        ranks = sorted(new)
+        try:
+            one.found |= zip(ranks, read_receipts(run, one.attempt, ranks), strict=True)
+        except ObjectMissing:
+            return False  # a collector deletes those of an aborted attempt
+        one.changed_at = time.monotonic()
+    return len(one.found) == setup.world_size - 1
 
 
 def _timed_out(run: Run, setup: Setup, attempt: Attempt) -> ReceiptsMissing:

@@ -16,7 +16,8 @@ roll-forward after a crash yields the same manifest.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from ckptstore import names
@@ -50,6 +51,9 @@ from ckptstore.run import Run
 from ckptstore.stores.retrying import pauses_without
 
 _LOOK_AGAIN_S = 0.1
+_READERS = 32
+_FEW = 4
+"""Receipts that are read one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +74,33 @@ def read_receipt(run: Run, attempt: Attempt, rank: int) -> StoredReceipt:
     return StoredReceipt(receipt, data)
 
 
-def receipt_ranks(run: Run, attempt: Attempt) -> set[int]:
-    """The ranks that have written their receipt."""
-    found = (names.receipt_rank(info.key) for info in run.store.list(run.keys.attempt(attempt)))
-    return {rank for rank in found if rank is not None}
+def read_receipts(run: Run, attempt: Attempt, ranks: Iterable[int]) -> list[StoredReceipt]:
+    """The receipts of `ranks`, in that order; many are read concurrently. Raises as read_receipt."""
+    wanted = list(ranks)
+    if len(wanted) <= _FEW:
+        return [read_receipt(run, attempt, rank) for rank in wanted]
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="ckpt-receipts") as pool:
+        return list(pool.map(lambda rank: read_receipt(run, attempt, rank), wanted))
+
+
+def receipt_ranks(run: Run, attempt: Attempt, among: Iterable[int] | None = None) -> set[int]:
+    """The ranks that have written their receipt. among: only these matter; None: all.
+
+    Each thousand of ranks is listed by itself, concurrently: a page of S3 has 1,000 objects, and is asked for after the
+    page before it.
+    """
+    prefixes = [run.keys.attempt(attempt)]
+    if among is not None:
+        prefixes = [run.keys.thousand(attempt, number) for number in sorted({rank // 1000 for rank in among})]
+
+    def ranks(prefix: str) -> set[int]:
+        found = (names.receipt_rank(info.key) for info in run.store.list(prefix))
+        return {rank for rank in found if rank is not None}
+
+    if len(prefixes) == 1:
+        return ranks(prefixes[0])
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="ckpt-receipts") as pool:
+        return set().union(*pool.map(ranks, prefixes))
 
 
 def read_outcome(run: Run, attempt: Attempt) -> Outcome | None:
@@ -187,8 +214,7 @@ def roll_forward(run: Run, attempt: Attempt) -> Outcome | None:
     # Compare counts: a set of a hostile size does not fit into memory.
     if len(ranks) != first.receipt.world_size or max(ranks) >= len(ranks):
         return None
-    receipts = [read_receipt(run, attempt, rank) for rank in sorted(ranks)]
-    return commit_attempt(run, receipts)
+    return commit_attempt(run, read_receipts(run, attempt, sorted(ranks)))
 
 
 def merge(receipts: Sequence[StoredReceipt]) -> Manifest:
@@ -230,21 +256,18 @@ def _merge_content(contents: Sequence[Content]) -> Content:
     entries = Entries(name=[], dtype=[], shape=[])
     columns: dict[str, list[Column]] = {"entry": [], "shard": [], "at": [], "box": []}
     aliases: dict[str, str] = {}
-    trees: dict[str, JSON] = {}
+    trees: dict[str, list[JSON]] = {}
     index: dict[str, int] = {}
+    alike: dict[tuple[str, ...], tuple[Entries, Column]] = {}  # most ranks name the entries that others name
     derived: list[Column] = []
     rows = 0
     for content in contents:
-        for name, dtype, shape in zip(content.entries.name, content.entries.dtype, content.entries.shape, strict=True):
-            at = index.setdefault(name, len(index))
-            if at == len(entries.name):
-                entries.name.append(name)
-                entries.dtype.append(dtype)
-                entries.shape.append(shape)
-            elif (entries.dtype[at], entries.shape[at]) != (dtype, shape):
-                raise CorruptObject(f"two ranks have different types or shapes of entry {name!r}")
+        names_of_rank = tuple(content.entries.name)
+        known = alike.get(names_of_rank)
+        if known is None or known[0] != content.entries:
+            known = alike[names_of_rank] = content.entries, _add_entries(entries, index, content.entries)
         slices = content.slices
-        columns["entry"].append(column(index[name] for name in content.entries.name)[slices.entry])
+        columns["entry"].append(known[1][slices.entry])
         columns["shard"].append(slices.shard + len(shards))
         columns["at"].append(slices.at)
         columns["box"].append(slices.box)
@@ -255,13 +278,36 @@ def _merge_content(contents: Sequence[Content]) -> Content:
             if aliases.setdefault(alias, name) != name:
                 raise CorruptObject(f"two ranks have different targets of alias {alias!r}")
         for item, tree in content.trees.items():
-            trees[item] = merge_trees(trees[item], tree, item) if item in trees else tree
+            trees.setdefault(item, []).append(tree)
     all_derived = concatenate(derived)
     slices = Slices(
         **{name: concatenate(parts) for name, parts in columns.items()},
         derived=all_derived if len(all_derived) else None,
     )
-    return Content(shards=shards, entries=entries, slices=slices, aliases=aliases, trees=trees)
+    merged = {item: _merge_in_pairs(found, item) for item, found in trees.items()}
+    return Content(shards=shards, entries=entries, slices=slices, aliases=aliases, trees=merged)
+
+
+def _add_entries(entries: Entries, index: dict[str, int], added: Entries) -> Column:
+    """Add the entries of a rank that are new; returns the places of all of its entries. index: place by name."""
+    for name, dtype, shape in zip(added.name, added.dtype, added.shape, strict=True):
+        at = index.setdefault(name, len(index))
+        if at == len(entries.name):
+            entries.name.append(name)
+            entries.dtype.append(dtype)
+            entries.shape.append(shape)
+        elif (entries.dtype[at], entries.shape[at]) != (dtype, shape):
+            raise CorruptObject(f"two ranks have different types or shapes of entry {name!r}")
+    return column(index[name] for name in added.name)
+
+
+def _merge_in_pairs(trees: list[JSON], item: str) -> JSON:
+    """The trees of all ranks as one. A merge copies both: one rank after the other would be quadratic in the ranks."""
+    while len(trees) > 1:
+        pairs = zip(trees[::2], trees[1::2], strict=False)
+        odd = trees[-1:] if len(trees) % 2 else []
+        trees = [*(merge_trees(first, second, item) for first, second in pairs), *odd]
+    return trees[0]
 
 
 def _check_trees(content: Content) -> None:

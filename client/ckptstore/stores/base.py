@@ -205,7 +205,7 @@ class Store(ABC):
 
     @abstractmethod
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """All objects whose key starts with `prefix`, in key order. The prefix ends with "/" or is empty."""
+        """All objects whose key starts with `prefix`, in key order. A prefix may end within a name."""
 
     @abstractmethod
     def list_folders(self, prefix: str) -> Iterator[str]:

@@ -116,7 +116,8 @@ class LocalStore(Store):
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Walk the folder; temporary files are not objects."""
         with self._errors("list", prefix):
-            yield from sorted(self._walk(self._path(prefix)), key=lambda info: info.key)
+            folder, _, begin = prefix.rpartition("/")
+            yield from sorted(self._walk(self._path(folder), begin), key=lambda info: info.key)
 
     def list_folders(self, prefix: str) -> Iterator[str]:
         """The folders directly below that contain more than the temporary files of a killed process."""
@@ -187,8 +188,9 @@ class LocalStore(Store):
                 continue
         raise FileNotFoundError(path)
 
-    def _walk(self, folder: Path) -> Iterator[ObjectInfo]:
-        """The objects below a folder. Removes old temporary files of killed processes."""
+    def _walk(self, folder: Path, begin: str = "") -> Iterator[ObjectInfo]:
+        """The objects below a folder, in files and folders of names that begin so. Removes old temporary files of
+        killed processes."""
         try:
             entries = list(os.scandir(folder))
         except FileNotFoundError:
@@ -197,6 +199,8 @@ class LocalStore(Store):
         except NotADirectoryError:
             return
         for entry in entries:
+            if not entry.name.startswith(begin):
+                continue
             try:
                 if entry.is_dir(follow_symlinks=False):
                     yield from self._walk(Path(entry.path))

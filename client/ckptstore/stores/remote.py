@@ -98,7 +98,7 @@ class FsspecStore(Store):
         """A recursive listing; fsspec reads it page by page."""
         with self._lock, store_errors("list", self.object_url(prefix)):
             try:
-                found = self._fs.find(self._path(prefix).rstrip("/"), detail=True)
+                found = self._fs.find(self._path(prefix).rpartition("/")[0], detail=True)
             except FileNotFoundError:
                 return
         for path in sorted(found):

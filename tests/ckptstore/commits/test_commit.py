@@ -20,10 +20,11 @@ from ckptstore.commits.commit import (
     merge,
     read_outcome,
     read_receipt,
+    read_receipts,
     receipt_ranks,
     roll_forward,
 )
-from ckptstore.errors import AttemptAborted, CorruptObject, StoreUnavailable
+from ckptstore.errors import AttemptAborted, CorruptObject, ObjectMissing, StoreUnavailable
 from ckptstore.format.documents import Outcome
 from ckptstore.format.parsing import pack_manifest
 from ckptstore.names import Attempt, new_ulid
@@ -122,6 +123,26 @@ def test_roll_forward_waits_for_every_rank(store: Store) -> None:
     write_rank(store, RUN, attempt, {}, 0, 3)
     assert roll_forward(run, attempt) is not None
     assert_legal(store)
+
+
+def test_receipts_of_many_ranks_are_listed_by_the_thousand(store: Store) -> None:
+    run, attempt = Run(store, RUN), new_attempt()
+    for rank in (7, 999, 1000, 1001, 12_345):
+        store.put(run.keys.receipt(attempt, rank), b"")
+        store.put(run.keys.statistics(attempt, rank), b"")
+    assert receipt_ranks(run, attempt) == {7, 999, 1000, 1001, 12_345}
+    assert receipt_ranks(run, attempt, {1000, 1500}) == {1000, 1001}
+    assert receipt_ranks(run, attempt, {8, 12_345}) == {7, 999, 12_345}
+    assert receipt_ranks(run, attempt, {20_000}) == set()
+
+
+def test_many_receipts_are_read_in_the_order_of_their_ranks(store: Store) -> None:
+    run, attempt = Run(store, RUN), new_attempt()
+    written = [write_rank(store, RUN, attempt, {}, rank, 9) for rank in range(9)]
+    ranks = [8, 3, 0, 1, 2, 7, 6]
+    assert [one.data for one in read_receipts(run, attempt, ranks)] == [written[rank].data for rank in ranks]
+    with pytest.raises(ObjectMissing):
+        read_receipts(run, attempt, range(10))
 
 
 def test_receipts_that_do_not_belong_together(store: Store) -> None:

@@ -165,7 +165,9 @@ def test_lists_are_ordered_and_stop_at_the_prefix(store: Store) -> None:
         store.put(key, key.encode())
     assert keys(store, "run/") == ["run/a/1", "run/b/10", "run/b/2", "run/top"]
     assert keys(store, "run/b/") == ["run/b/10", "run/b/2"]
-    assert keys(store, "nothing/") == []
+    assert keys(store, "run/b/1") == ["run/b/10"]
+    assert keys(store, "run/t") == ["run/top"]
+    assert keys(store, "nothing/") == keys(store, "run/c") == keys(store, "nothing/at") == []
     assert keys(store) == ["r/y", "run-2/x", "run/a/1", "run/b/10", "run/b/2", "run/top"]
     assert list(store.list_folders("")) == ["r", "run", "run-2"]
     assert list(store.list_folders("run/")) == ["a", "b"]

@@ -1,0 +1,86 @@
+"""Rank 0 reads receipts as they appear, once each; the pauses of all ranks together spare the store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckpt.saver.commit import Committer, _first_pause, _pause
+from ckptstore.commits.commit import abort_attempt
+from ckptstore.errors import RankFailed
+from ckptstore.format.documents import Outcome
+from ckptstore.names import Attempt, RunKeys, new_ulid
+from ckptstore.run import Run
+from ckptstore.stores import Store, WrappedStore, open_store
+from tests.ckpt.saver.test_pipeline import setup
+from tests.support.checkpoints import sample_arrays, write_rank
+from tests.support.waiting import wait_until
+
+ATTEMPT = Attempt(7, new_ulid(1_700_000_000.0))
+RANKS = 3
+
+
+class Gets(WrappedStore):
+    """Notes which objects are read."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self.keys: list[str] = []
+        self.vanishing = ""
+        """Is listed, and gone when it is read."""
+
+    def get(self, key: str) -> bytes:
+        self.keys.append(key)
+        if key == self.vanishing:
+            self.delete_many([key])
+        return super().get(key)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Gets:
+    return Gets(open_store(str(tmp_path)))
+
+
+def begin(store: Store) -> tuple[Committer, list[Outcome | BaseException]]:
+    """Rank 0 has written its receipt and waits for the others."""
+    ended: list[Outcome | BaseException] = []
+    own = write_rank(store, "r", ATTEMPT, sample_arrays(), 0, RANKS)
+    committer = Committer(Run(store, "r"), setup(store, world_size=RANKS))
+    committer.add(ATTEMPT, own, ended.append)
+    return committer, ended
+
+
+def test_receipts_are_read_once_and_before_the_last_one_is_there(store: Gets) -> None:
+    committer, ended = begin(store)
+    keys = [RunKeys("r").receipt(ATTEMPT, rank) for rank in range(RANKS)]
+    write_rank(store, "r", ATTEMPT, {}, 2, RANKS)
+    wait_until(lambda: keys[2] in store.keys)
+    assert not ended
+    write_rank(store, "r", ATTEMPT, {}, 1, RANKS)
+    committer.close()
+    assert [type(result) for result in ended] == [Outcome]
+    assert [store.keys.count(key) for key in keys] == [0, 1, 1]
+
+
+def test_a_receipt_that_a_collector_deletes_does_not_hide_who_failed(store: Gets) -> None:
+    store.vanishing = RunKeys("r").receipt(ATTEMPT, 2)
+    store.put(store.vanishing, b"")
+    abort_attempt(Run(store, "r"), ATTEMPT, 1, "disk full")
+    committer, ended = begin(store)
+    committer.close()
+    assert store.vanishing in store.keys
+    assert [type(result) for result in ended] == [RankFailed]
+
+
+def test_pauses_grow_with_the_number_of_ranks() -> None:
+    here = open_store("memory://pauses")
+    few, many = (setup(here, rank=5, world_size=size) for size in (8, 16_384))
+    assert _first_pause(few) < 0.05
+    assert _pause(few, 0.02, 0.02) == 0.02
+    first = [_first_pause(setup(here, rank=rank, world_size=16_384)) for rank in (1, 8_192, 16_383)]
+    assert max(first) - min(first) > 16  # a thousand looks a second
+    assert _pause(many, 0.02, 0.02) > 16
+    leader = setup(here, rank=0, world_size=16_384)
+    assert _first_pause(leader) == 0
+    assert 0.1 < _pause(leader, 30.0, 0.5) < 0.5
