@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ckpt.preemption import EXIT_BEHIND, EXIT_SAVED
 from ckptstore.commits.catalog import latest
 from ckptstore.run import Run
@@ -137,6 +139,7 @@ def live(folder: Path, seed: int, curve: dict[int, str]) -> Moment:
     return Moment(rate, grace_s, codes[0], durable, durable_s, after_s, estimate_s, took_s)
 
 
+@pytest.mark.timeout(600 + 60 * MOMENTS)
 def test_a_preempted_job_ends_at_one_step_and_goes_on_from_it(tmp_path: Path) -> None:
     """One job, many lives: each goes on from the newest checkpoint, and all losses are those of one life."""
     curve: dict[int, str] = {}
@@ -153,8 +156,10 @@ def test_a_preempted_job_ends_at_one_step_and_goes_on_from_it(tmp_path: Path) ->
             curve.update(job.curve())
     assert curve == job.curve()
     if BY_HAND:
-        known = [moment.predicted for moment in moments if moment.predicted is not None]
-        print(f"{sum(known)} of {len(known)} estimates are within 30 %")
+        # Without a limit, a save takes as long as other work on the machine lets it.
+        slow = [moment for moment in moments if moment.rate < RATES[-1]]
+        known = [moment.predicted for moment in slow if moment.predicted is not None]
+        print(f"{sum(known)} of {len(known)} estimates are within 30 % on limited disks")
         late = [moment for moment in moments if moment.durable_s > moment.grace_s]
         print(f"{len(late)} of {len(moments)} were durable after their deadline")
         assert all(moment.estimate_s is None for moment in late)
