@@ -37,6 +37,7 @@ BENCHES = (
     "memory",
     "leaves",
     "plan",
+    "scale",
     "predict",
     "drill",
     "goodput",
