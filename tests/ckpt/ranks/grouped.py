@@ -132,7 +132,7 @@ def wait_in_a_restore(store: str, notice_s: float) -> list[str]:
         setattr(sharing, "fetch_stored", slow)  # noqa: B010 - the name is the other module's
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(600, 600) for _ in range(3)))
-    with Checkpointer(store, run="slow", writer="thread") as checkpointer:
+    with Checkpointer(store, run="slow", writer="thread", replica_reads="broadcast") as checkpointer:
         checkpointer.save(model, None, 1)
         checkpointer.restore(model)
     dist.barrier()
