@@ -32,7 +32,7 @@ def trainer(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subproce
             stderr=stderr, start_new_session=True,
         ) as process,
     ):  # fmt: skip
-        wait_for_line(process, "accepted 2")
+        wait_for_line(process, "accepted", "2")
         yield process
         process.kill()
 
