@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 _EVERY_S = 0.005
@@ -33,5 +34,6 @@ class PeakMemory:
         self.bytes = max(self.bytes, int(found[1]) << 10 if found else 0)
 
     def _watch(self) -> None:
-        while not self._stop.wait(_EVERY_S):
-            self.look()
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has been waited for
+            while not self._stop.wait(_EVERY_S):
+                self.look()
