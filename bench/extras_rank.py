@@ -86,7 +86,7 @@ def main() -> None:
     """Rank 0 prints the result."""
     folder, num_bytes = Path(sys.argv[1]), int(sys.argv[2])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=f"file://{os.environ['MEETING']}", rank=rank, world_size=world)
     logging.getLogger("ckpt").setLevel(logging.ERROR)
     one, names = Rank(folder, num_bytes), [*WAYS, LOAD]
     found: dict[str, Any] = {name: {"wall_s": [], "core_s": [], "first_s": []} for name in names}

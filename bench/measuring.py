@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import mmap
 import os
 import select
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -307,6 +309,28 @@ def read_files(folder: Path) -> None:
             with path.open("rb", buffering=0) as file:
                 while file.read(IO_BYTES):
                     pass
+
+
+def output_of_ranks(module: str, world: int, arguments: Callable[[Path], Sequence[str]], timeout_s: float) -> Any:
+    """Run a module in so many ranks; what rank 0 prints last, from JSON. Raises RuntimeError if one fails.
+
+    arguments: of the program, given an empty folder, whose file `meeting` the ranks may use for their process group.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", module, *arguments(Path(folder))]
+        own = {"WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1", "MEETING": str(Path(folder, "meeting"))}
+        ranks = [
+            subprocess.Popen(command, env=os.environ | own | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+            for rank in range(world)
+        ]
+        try:
+            outputs = [rank.communicate(timeout=timeout_s)[0] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+    if any(rank.returncode for rank in ranks):
+        raise RuntimeError(f"a rank of {module} failed; see above")
+    return json.loads(outputs[0].splitlines()[-1])
 
 
 if __name__ == "__main__":

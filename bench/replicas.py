@@ -8,15 +8,10 @@ sends.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from bench.bucket import Service, running_bucket
-from bench.measuring import REPETITIONS, Spread
+from bench.measuring import REPETITIONS, Spread, output_of_ranks
 from bench.report import Goal, Report
 from bench.state import trained, wanted_bytes
 from ckpt import Checkpointer
@@ -60,20 +55,7 @@ def measure(quick: bool) -> Report:
 def run_ranks(service: Service, task: dict[str, Any]) -> dict[str, list[dict[str, float]]]:
     """Output of rank 0: by mode, seconds and sent bytes of each repetition."""
     task |= {"service": [service.s3.endpoint, service.s3.master, service.s3.metrics]}
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [_start(rank, Path(folder), task) for rank in range(RANKS)]
-        try:
-            outputs = [rank.communicate(timeout=_TIMEOUT_S)[0] for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-    if any(rank.returncode for rank in ranks):
-        raise RuntimeError("a rank failed; see above")
-    found: dict[str, list[dict[str, float]]] = json.loads(outputs[0].splitlines()[-1])
+    found: dict[str, list[dict[str, float]]] = output_of_ranks(
+        "bench.replica_rank", RANKS, lambda _: [json.dumps(task)], _TIMEOUT_S
+    )
     return found
-
-
-def _start(rank: int, folder: Path, task: dict[str, Any]) -> subprocess.Popen[str]:
-    own = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "OMP_NUM_THREADS": "1", "MEETING": str(folder / "meeting")}
-    command = [sys.executable, "-m", "bench.replica_rank", json.dumps(task)]
-    return subprocess.Popen(command, env=os.environ | own, stdout=subprocess.PIPE, text=True)

@@ -7,15 +7,7 @@ restore of each way are apart.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
-from typing import Any
-
-from bench.measuring import REPETITIONS, Spread
+from bench.measuring import REPETITIONS, Spread, output_of_ranks
 from bench.report import Goal, Report
 from bench.state import wanted_bytes
 
@@ -67,23 +59,10 @@ def measure(quick: bool) -> Report:
 
 def run_ranks(world: int, num_bytes: int) -> Measured:
     """The output of rank 0 of a world whose ranks hold this many bytes each."""
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [_start(rank, world, Path(folder), num_bytes) for rank in range(world)]
-        try:
-            outputs = [rank.communicate(timeout=_TIMEOUT_S)[0] for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-    if any(rank.returncode for rank in ranks):
-        raise RuntimeError("a rank failed; see above")
-    found: Measured = json.loads(outputs[0].splitlines()[-1])
+    found: Measured = output_of_ranks(
+        "bench.extras_rank", world, lambda folder: [str(folder), str(num_bytes)], _TIMEOUT_S
+    )
     return found
-
-
-def _start(rank: int, world: int, folder: Path, num_bytes: int) -> subprocess.Popen[str]:
-    own: dict[str, Any] = {"RANK": str(rank), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "bench.extras_rank", str(folder), str(num_bytes)]
-    return subprocess.Popen(command, env=os.environ | own, stdout=subprocess.PIPE, text=True)
 
 
 def _ranks(world: int) -> str:

@@ -1,4 +1,4 @@
-"""Loops over steps and epochs: left at any step and begun again, they train what is left, with the same losses."""
+"""Loops over steps and epochs: left at any step and begun again, they train the other steps, with the same losses."""
 
 from __future__ import annotations
 

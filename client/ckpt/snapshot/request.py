@@ -33,7 +33,7 @@ class SaveRequest:
     cost_before: SaveCost | None = None
     """What the save before this one cost."""
     lost_before_s: float | None = None
-    """What it lost the training thread, for the choice of codecs; None: not known."""
+    """Seconds that training lost to the save before this one, for the choice of codecs; None: not known."""
 
 
 def finite(metrics: Mapping[str, float] | None) -> dict[str, float]:
