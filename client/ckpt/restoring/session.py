@@ -79,8 +79,11 @@ class RestoreSession:
         """Report that this rank is restored, and wait for the others. Raises RankLost if one is late or has failed."""
         if self._client is None:
             return
-        self._end(self._client, Phase.RESTORED)
+        reported = self._end(self._client, Phase.RESTORED)
         try:
+            if not reported:
+                # The daemon may be back by now, and would wait for this rank.
+                self._report(self._client)
             self._wait(self._client)
         except RankLost:
             raise
@@ -105,11 +108,12 @@ class RestoreSession:
                     f"ckptctl restores {self._id} shows which are behind",
                 )
 
-    def _end(self, client: DaemonClient, phase: Phase, problem: str = "") -> None:
+    def _end(self, client: DaemonClient, phase: Phase, problem: str = "") -> bool:
+        """End the reports with this one. Returns False if it did not reach the daemon."""
         self._stop.set()
         self._reporter.join()
         self.enter(phase)
-        self._report(client, problem)
+        return self._try_report(client, problem)
 
     def _close(self) -> None:
         client, self._client = self._client, None
@@ -121,12 +125,17 @@ class RestoreSession:
         assert client is not None
         # Often enough that the session does not expire between two reports.
         while not self._stop.wait(min(_REPORT_S, self._config.peer_timeout_s / 4)):
-            self._report(client)
+            self._try_report(client)
+
+    def _try_report(self, client: DaemonClient, problem: str = "") -> bool:
+        try:
+            self._report(client, problem)
+        except CkptError as error:
+            logger.warning("cannot report progress to the daemon: %s", error)
+            return False
+        return True
 
     def _report(self, client: DaemonClient, problem: str = "") -> None:
         with self._lock:
             phase, done, total = self._phase, self._done, self._total
-        try:
-            client.report_restore(self._id, self._rank, phase, done, total, problem)
-        except CkptError as error:
-            logger.warning("cannot report progress to the daemon: %s", error)
+        client.report_restore(self._id, self._rank, phase, done, total, problem)

@@ -11,11 +11,15 @@ from typing import Any
 import httpx
 import pytest
 
-from ckptapi.bodies import RestoreBody, RestoreState
+from ckpt.config import Config
+from ckpt.restoring.session import RestoreSession
+from ckptapi.bodies import Phase, RestoreBody, RestoreState, RestoreStatus
+from ckptapi.client import DaemonClient
 from ckptd.app import create_app
 from ckptd.settings import Settings
 from ckptstore import names
 from ckptstore.clock import system_clock
+from ckptstore.errors import DaemonUnavailable
 from ckptstore.names import RunKeys
 from ckptstore.reading.source import StoreSource
 from ckptstore.retention.scrubbing import scrub
@@ -100,6 +104,22 @@ def test_a_daemon_that_is_down_is_warned_of_and_done_without(job: Job) -> None:
         assert result["digest"] == job.digest
         assert "restoring without a session at the daemon" in result["log"][0]
         assert "reading straight from the store" in result["log"][1]
+
+
+def test_a_last_report_that_was_lost_is_sent_again(job: Job, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon that was away for it, and is back, would wait for this rank until the rank counts as lost."""
+    loses, report = iter([True]), DaemonClient.report_restore
+
+    def lossy(self: DaemonClient, id: str, rank: int, phase: Phase, *counts: Any) -> RestoreStatus:
+        if phase is Phase.RESTORED and next(loses, False):
+            raise DaemonUnavailable("the connection was reset", "")
+        return report(self, id, rank, phase, *counts)
+
+    monkeypatch.setattr(DaemonClient, "report_restore", lossy)
+    session = RestoreSession(Config(run=RUN, daemon=daemon.url, peer_timeout_s=5.0), rank=0, world_size=1)
+    assert session.join(StoreSource(job.store).latest(RUN), "lost")
+    session.finish()
+    assert _sessions(daemon)[0].state is RestoreState.RESTORED
 
 
 def test_a_corrupt_checkpoint_fails_its_session_and_the_next_one_is_restored(job: Job, daemon: Daemon) -> None:
