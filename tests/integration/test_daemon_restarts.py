@@ -38,12 +38,15 @@ def restarting(store: Path, folder: Path, port: int) -> Iterator[Daemon]:
 
 
 def train(store: Path, url: str, stop: threading.Event) -> list[SaveHandle]:
-    """Save step after step until asked to stop, and not before there are enough."""
+    """Save step after step until asked to stop, and not before there are enough; fewer from then on.
+
+    A daemon that starts slowly would otherwise have the more to index.
+    """
     handles: list[SaveHandle] = []
     with Checkpointer(str(store), run=RUN, daemon=url) as checkpointer:
         while len(handles) < SAVES or not stop.is_set():
             handles.append(checkpointer.save_async(model_of(len(handles)), None, len(handles)))
-            time.sleep(0.05)
+            time.sleep(0.05 if len(handles) < SAVES else 0.5)
     return handles
 
 

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from ckpt import Checkpointer
-from ckpt.saver import measuring
+from ckpt.saver import measuring, upload
 from ckpt.saver.measuring import MeasuredCodings
 from ckpt.saver.messages import Done, Failed, Released, Report, SaveJob, Setup, SliceRow
 from ckpt.saver.pipeline import SavePipeline
 from ckptstore.clock import system_clock
-from ckptstore.format.codecs import RAW, Coding
 from ckptstore.format.documents import SPARED
-from ckptstore.format.shards import ChunkSpan, EncodedChunk, encode_chunk
+from ckptstore.format.shards import ChunkSpan
 from ckptstore.names import new_ulid
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.stores import open_store
 from tests.ckpt.saver.attempts import new_attempt
-from tests.ckpt.saver.sinks import Sink
+from tests.ckpt.saver.sinks import Clock, Sink
 
 COUNT = 1 << 20
 _RANDOM = np.random.default_rng(0)
@@ -79,8 +76,17 @@ class Saver:
 
 
 @pytest.fixture
-def sink() -> Sink:
-    return Sink(open_store(f"memory://{new_ulid(system_clock())}"), FAST)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(measuring, "time", clock)
+    monkeypatch.setattr(measuring, "encode_chunk", clock.encode)
+    monkeypatch.setattr(upload, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def sink(clock: Clock) -> Sink:
+    return Sink(open_store(f"memory://{new_ulid(system_clock())}"), clock)
 
 
 @pytest.fixture
@@ -113,27 +119,8 @@ def test_it_follows_the_interval_both_ways(saver: Saver) -> None:
     assert "the soonest durable, since none is well inside" in saver.reason
 
 
-class Clock(threading.local):
-    """Time of each thread, which passes only while it encodes: ten seconds for a gigabyte, a tenth of one if raw."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now_s
-
-    thread_time = perf_counter
-
-    def encode(self, raw: memoryview, coding: Coding, *arguments: Any) -> EncodedChunk:
-        self.now_s += len(raw) * (1e-10 if coding.codec == RAW else 1e-8)
-        return encode_chunk(raw, coding, *arguments)
-
-
-def test_what_training_loses_decides_as_well(saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_training_loses_decides_as_well(saver: Saver) -> None:
     """A second of training for a few megabytes is never worth it."""
-    clock = Clock()
-    monkeypatch.setattr(measuring, "time", clock)
-    monkeypatch.setattr(measuring, "encode_chunk", clock.encode)
     saver.save()
     shares = [saver.save(interval_s=60.0, lost_before_s=lost_s) for lost_s in (0.0, 1.0, 1.0, 0.0)]
     assert shares[0] == pytest.approx(1.0, abs=BUT_A_PROBE)
@@ -182,6 +169,7 @@ def codecs_of_saves(codings: MeasuredCodings, upload_s: float, count: int) -> li
     return saves
 
 
+@pytest.mark.usefixtures("clock")
 def test_a_codec_that_is_not_in_use_is_probed_with_one_chunk_of_every_few_saves() -> None:
     saves = codecs_of_saves(MeasuredCodings(1, SLOW), SLOW, 20)
     probes = [codecs.count("raw") for codecs in saves]
@@ -191,6 +179,7 @@ def test_a_codec_that_is_not_in_use_is_probed_with_one_chunk_of_every_few_saves(
     assert len(set(probed)) > 1, "another chunk each time"
 
 
+@pytest.mark.usefixtures("clock")
 def test_what_is_not_stored_again_does_not_count() -> None:
     codings, whole = MeasuredCodings(1, SLOW), len(SPANS) * CHUNK
     expected = []
@@ -204,6 +193,7 @@ def test_what_is_not_stored_again_does_not_count() -> None:
     assert expected[2] == pytest.approx(expected[1] / len(SPANS), rel=0.3)
 
 
+@pytest.mark.usefixtures("clock")
 def test_probes_take_a_hundredth_of_the_time_at_most() -> None:
     # Raw saves take next to no time here, and encoding a single chunk takes longer than all the chunks of a save.
     saves = codecs_of_saves(MeasuredCodings(1, 1e-15), 1e-15, 20)
