@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ from ckptstore.errors import NoCheckpoint
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
 from ckptstore.stores import open_store
-from tests.support.waiting import wait_until
+from tests.support.waiting import Lines, wait_until
 
 ROOT = Path(__file__).parents[3]
 LAUNCHER = [sys.executable, "-c", "from ckpt.saver.launcher import program; program()"]
@@ -41,38 +42,45 @@ def environment(tmp_path: Path, bytes_per_s: float) -> dict[str, str]:
     }  # fmt: skip
 
 
+class Printing(subprocess.Popen[str]):
+    """A process whose output is read line by line, with a limit."""
+
+    def __init__(self, command: Sequence[str], **options: Any) -> None:
+        super().__init__(command, text=True, stdout=subprocess.PIPE, **options)
+        self.lines = Lines(self.stdout)
+
+    def close(self) -> None:
+        """Close the pipe."""
+        assert self.stdout is not None
+        self.stdout.close()
+
+
 @contextmanager
-def container(
-    command: Sequence[str], tmp_path: Path, bytes_per_s: float = float("inf")
-) -> Iterator[subprocess.Popen[str]]:
+def container(command: Sequence[str], tmp_path: Path, bytes_per_s: float = float("inf")) -> Iterator[Printing]:
     """The command as PID 1 of a PID namespace; skips the test where that is not permitted."""
     unshare = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
     allowed = subprocess.run([*unshare, "true"], capture_output=True, check=False)
     if allowed.returncode:
         pytest.skip(f"may not make a PID namespace here: {allowed.stderr.decode().strip()}")
     with (tmp_path / "stderr").open("w") as stderr:
-        process = subprocess.Popen(
-            [*unshare, *command], cwd=ROOT, env=environment(tmp_path, bytes_per_s), text=True,
-            stdout=subprocess.PIPE, stderr=stderr, start_new_session=True,
+        process = Printing(
+            [*unshare, *command], cwd=ROOT, env=environment(tmp_path, bytes_per_s),
+            stderr=stderr, start_new_session=True,
         )  # fmt: skip
     try:
         yield process
     finally:
         process.kill()
         process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
+        process.close()
 
 
 @contextmanager
-def group(command: Sequence[str], tmp_path: Path, bytes_per_s: float = float("inf")) -> Iterator[subprocess.Popen[str]]:
+def group(command: Sequence[str], tmp_path: Path, bytes_per_s: float = float("inf")) -> Iterator[Printing]:
     """The command as a process group of its own. Ends when the savers have, which have groups of their own."""
     variables = environment(tmp_path, bytes_per_s)
     with (tmp_path / "stderr").open("w") as stderr:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=variables, text=True, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True
-        )
-    assert process.stdout is not None
+        process = Printing(command, cwd=ROOT, env=variables, stderr=stderr, start_new_session=True)
     saver = int(wait_for_line(process, "saver")[1])
     pidfd = os.pidfd_open(saver)
     try:
@@ -81,23 +89,22 @@ def group(command: Sequence[str], tmp_path: Path, bytes_per_s: float = float("in
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        process.stdout.close()
+        process.close()
         ended, _, _ = select.select([pidfd], [], [], 100)
         os.close(pidfd)
         assert ended, "the saver has not ended"
 
 
-def wait_for_line(process: subprocess.Popen[str], *expected: str) -> list[str]:
+def wait_for_line(process: Printing, *expected: str) -> list[str]:
     """The words of the next line that begins with these."""
-    assert process.stdout is not None
-    for line in process.stdout:
+    while line := process.lines.next():
         words = line.split()
         if words[: len(expected)] == [*expected]:
             return words
     raise AssertionError(f"the trainer ended before it said {expected!r}")
 
 
-def trainer_in(process: subprocess.Popen[str], launched: bool) -> int:
+def trainer_in(process: Printing, launched: bool) -> int:
     """Process id of the trainer, out here: unshare's child, or the child of ckpt-run."""
     (pid,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     if launched:
@@ -243,18 +250,17 @@ def test_a_trainer_that_cannot_be_started(tmp_path: Path) -> None:
 def test_signals_reach_the_trainer_and_orphans_are_reaped(sent: signal.Signals) -> None:
     name = sent.name.removeprefix("SIG")
     script = f"trap 'echo got; exit 7' {name}; (sleep 0 & ); echo ready; while :; do sleep 0.05; done"
-    process = subprocess.Popen([*LAUNCHER, "--", "sh", "-c", script], cwd=ROOT, text=True, stdout=subprocess.PIPE)
-    assert process.stdout is not None
+    process = Printing([*LAUNCHER, "--", "sh", "-c", script], cwd=ROOT)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     try:
-        assert process.stdout.readline() == "ready\n"
+        assert process.lines.next() == "ready\n"
         wait_until(lambda: len(children.read_text().split()) == 1, "the orphan is reaped")
         process.send_signal(sent)
-        assert process.stdout.readline() == "got\n"
+        assert process.lines.next() == "got\n"
         assert process.wait(60) == 7
     finally:
         for pid in [*map(int, children.read_text().split() if process.poll() is None else []), process.pid]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
-        process.stdout.close()
+        process.close()

@@ -15,23 +15,22 @@ import pytest
 from ckpt.saver.presence import parent_of, savers
 from ckptstore.reading.source import StoreSource
 from ckptstore.stores import open_store
-from tests.ckpt.saver.test_launcher import ROOT, TRAINER, environment, wait_for_line
+from tests.ckpt.saver.test_launcher import ROOT, TRAINER, Printing, environment, wait_for_line
 from tests.support.waiting import wait_until
 
 DRAIN = [sys.executable, "-m", "ckptctl", "drain", "-o", "json"]
 
 
 @pytest.fixture
-def trainer(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+def trainer(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Printing]:
     """A trainer that has handed over two saves of 4 MB; the parameter is the speed of the disk."""
     command = [*TRAINER, str(tmp_path / "store"), "4", "2"]
     with (
         (tmp_path / "stderr").open("w") as stderr,
-        subprocess.Popen(
-            command, cwd=ROOT, env=environment(tmp_path, request.param), text=True, stdout=subprocess.PIPE,
-            stderr=stderr, start_new_session=True,
+        Printing(
+            command, cwd=ROOT, env=environment(tmp_path, request.param), stderr=stderr, start_new_session=True
         ) as process,
-    ):  # fmt: skip
+    ):
         wait_for_line(process, "accepted", "2")
         yield process
         process.kill()
@@ -46,9 +45,7 @@ def drain(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("trainer", [1e6], indirect=True)
 @pytest.mark.parametrize("killed", [False, True])
-def test_it_returns_when_all_that_was_accepted_is_durable(
-    trainer: subprocess.Popen[str], killed: bool, tmp_path: Path
-) -> None:
+def test_it_returns_when_all_that_was_accepted_is_durable(trainer: Printing, killed: bool, tmp_path: Path) -> None:
     if killed:
         trainer.kill()
     done = drain(tmp_path, "--timeout", "90")
@@ -60,7 +57,7 @@ def test_it_returns_when_all_that_was_accepted_is_durable(
 
 @pytest.mark.parametrize("trainer", [1e5], indirect=True)
 def test_too_little_time_is_an_error_and_another_run_is_not_waited_for(
-    trainer: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trainer: Printing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     partly = drain(tmp_path, "--timeout", "0.1")
     assert partly.returncode == 3
@@ -80,7 +77,7 @@ def test_too_little_time_is_an_error_and_another_run_is_not_waited_for(
 
 @pytest.mark.parametrize("trainer", [1e5], indirect=True)
 def test_savers_with_another_temporary_folder_are_left_out(
-    trainer: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trainer: Printing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (saver,) = [found.name for found in Path("/proc").glob("[0-9]*") if _is_child_saver(found, trainer.pid)]
     assert saver not in {str(state.pid) for state in savers()}
