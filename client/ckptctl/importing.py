@@ -27,8 +27,8 @@ from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint
 from ckptstore.format.boxes import Box
 from ckptstore.format.codecs import fast
 from ckptstore.format.documents import FORMAT, JSON, Content, Receipt, Shard
+from ckptstore.format.overlaps import check_cover
 from ckptstore.format.parsing import seal
-from ckptstore.format.planning import check_cover
 from ckptstore.format.shards import (
     ChunkSpan,
     EncodedChunk,

@@ -41,8 +41,8 @@ from ckptstore.format.documents import (
     Summary,
     digest,
 )
+from ckptstore.format.overlaps import check_cover
 from ckptstore.format.parsing import check_manifest, manifest_bytes, pack_manifest, parse_manifest, parse_sealed, seal
-from ckptstore.format.planning import check_cover
 from ckptstore.format.statistics import health_extension
 from ckptstore.format.trees import leaves, merge_trees
 from ckptstore.names import Attempt, new_ulid

@@ -13,6 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from ckptstore.format.columns import Column, column
 from ckptstore.format.dtypes import ITEM_BYTES
@@ -111,8 +112,8 @@ def same_dimensions(content: Content, rows: Column) -> Iterator[BoxGroup]:
     for count in np.flatnonzero(np.bincount(dimensions[rows])).tolist():
         chosen = rows[dimensions[rows] == count]
         entry = slices.entry[chosen]
-        box = slices.box[(box_ends[chosen] - 2 * count)[:, None] + np.arange(2 * count)]
-        shape = shapes[(shape_ends[entry] - count)[:, None] + np.arange(count)]
+        box = sliding_window_view(slices.box, 2 * count)[box_ends[chosen] - 2 * count]
+        shape = sliding_window_view(shapes, count)[shape_ends[entry] - count]
         yield BoxGroup(chosen, box, shape, box[:, count:].prod(axis=1) * items[entry])
 
 

@@ -17,7 +17,8 @@ import numpy as np
 Column = np.ndarray[Any, np.dtype[np.int64]]
 """One number per row."""
 
-_WIDTHS = ("u1", "u2", "u4", "u8")
+_WIDTHS = {"u1": 1 << 8, "u2": 1 << 16, "u4": 1 << 32, "u8": 1 << 63}
+"""The smallest number that a column of each width cannot hold."""
 
 
 def column(numbers: Iterable[int] = ()) -> Column:
@@ -33,7 +34,7 @@ def concatenate(columns: Iterable[Column]) -> Column:
 def pack(numbers: Column) -> str:
     """The text of a column of non-negative numbers."""
     top = int(numbers.max(initial=0))
-    width = next(width for width in _WIDTHS if top <= np.iinfo(width).max)
+    width = next(width for width, beyond in _WIDTHS.items() if top < beyond)
     return f"{width}:{base64.b64encode(numbers.astype(f'<{width}').tobytes()).decode('ascii')}"
 
 
@@ -51,7 +52,7 @@ def unpack(text: object) -> Column:
     if len(data) != -(-len(packed) // 3) * 4:
         raise ValueError("a column is padded too much")
     numbers = np.frombuffer(packed, f"<{width}").astype(np.int64)
-    if numbers.min(initial=0) < 0:
+    if width == "u8" and numbers.min(initial=0) < 0:
         raise ValueError("a number of a column is out of bounds")
     return numbers
 

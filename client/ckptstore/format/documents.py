@@ -175,6 +175,7 @@ class LocalState(msgspec.Struct, frozen=True):
     format: int
     kind: Literal["receipt"]
     local: dict[str, JSON]
+    extensions: dict[str, JSON] = {}
 
 
 class ReceiptRef(Document, frozen=True):

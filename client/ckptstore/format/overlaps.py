@@ -49,6 +49,20 @@ def overlaps(content: Content, wants: Sequence[Want]) -> Iterator[Overlaps]:
         yield from _layer(content, wants, numbers, [index[wants[number].entry] for number in numbers])
 
 
+def check_cover(content: Content) -> None:
+    """Raises CorruptObject unless the slices of every entry cover it exactly."""
+    names, shapes = content.entries.name, content.entries.shape
+    uncovered = {entry for entry, shape in enumerate(shapes) if 0 not in shape}
+    for group in boxes.same_dimensions(content, np.arange(len(content.slices.entry))):
+        filled = np.flatnonzero(group.bytes)
+        entry = content.slices.entry[group.rows[filled]]
+        used, first, place = np.unique(entry, return_index=True, return_inverse=True)
+        bad = boxes.untiled(place, group.offsets[filled], group.sizes[filled], group.shapes[filled[first]])
+        uncovered -= set(np.delete(used, bad).tolist())
+    if uncovered:
+        raise _gap(names[min(uncovered)])
+
+
 def _layers(wants: Sequence[Want]) -> list[list[int]]:
     """The numbers of the wants in lists, each of which has an entry at most once."""
     if len({want.entry for want in wants}) == len(wants):
@@ -81,7 +95,7 @@ def _layer(
         missing.difference_update(found.want.tolist())
         yield found
     if gaps := [number for number in missing if 0 not in boxes.sizes(wanted[number])]:
-        raise _gap(wants[min(gaps)])
+        raise _gap(wants[min(gaps)].entry)
 
 
 def _meet(group: BoxGroup, numbers: Column, wanted: dict[int, Box]) -> Overlaps:
@@ -90,13 +104,17 @@ def _meet(group: BoxGroup, numbers: Column, wanted: dict[int, Box]) -> Overlaps:
     used = np.flatnonzero(np.bincount(numbers))
     box = np.zeros((int(used.max(initial=-1)) + 1, 2 * dimensions), np.int64)
     box[used] = np.array([wanted[number] for number in used.tolist()], np.int64).reshape(len(used), 2 * dimensions)
-    begin, length = box[numbers, :dimensions], box[numbers, dimensions:]
-    low = np.maximum(group.offsets, begin)
-    extent = np.minimum(group.offsets + group.sizes, begin + length) - low
-    meet = np.flatnonzero((extent > 0).all(axis=1))
+    meet = np.arange(len(numbers))
+    for at in range(dimensions):  # most slices are outside of the box in the one dimension that is sharded
+        begin, wanted_at = group.offsets[meet, at], box[:, at][numbers[meet]]
+        ends = begin + group.sizes[meet, at], wanted_at + box[:, dimensions + at][numbers[meet]]
+        meet = meet[np.maximum(begin, wanted_at) < np.minimum(*ends)]
     meet = meet[np.argsort(numbers[meet], kind="stable")]
-    common = np.concatenate([low[meet], extent[meet]], axis=1)
-    return Overlaps(numbers[meet], group.rows[meet], group.boxes[meet], box[numbers[meet]], common)
+    slices, goals = group.boxes[meet], box[numbers[meet]]
+    low = np.maximum(slices[:, :dimensions], goals[:, :dimensions])
+    ends = slices[:, :dimensions] + slices[:, dimensions:], goals[:, :dimensions] + goals[:, dimensions:]
+    common = np.concatenate([low, np.minimum(*ends) - low], axis=1)
+    return Overlaps(numbers[meet], group.rows[meet], slices, goals, common)
 
 
 def _check_tiling(wants: Sequence[Want], found: Overlaps) -> None:
@@ -113,11 +131,11 @@ def _check_tiling(wants: Sequence[Want], found: Overlaps) -> None:
     box = found.box[parts]
     begin, sizes = wanted[:, :dimensions], wanted[:, dimensions:]
     for bad in boxes.untiled(place, box[:, :dimensions] - begin[place], box[:, dimensions:], sizes).tolist():
-        raise _gap(wants[int(used[bad])])
+        raise _gap(wants[int(used[bad])].entry)
 
 
-def _gap(want: Want) -> CorruptObject:
+def _gap(entry: str) -> CorruptObject:
     return CorruptObject(
-        f"the slices of entry {want.entry!r} leave a gap or overlap",
+        f"the slices of entry {entry!r} leave a gap or overlap",
         "The checkpoint was written by a faulty program; use another one",
     )

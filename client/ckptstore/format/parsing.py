@@ -7,7 +7,7 @@ checksum is in the outcome. Documents are untrusted input: `parse_*` checks ever
 from __future__ import annotations
 
 from math import isfinite
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 import zstandard
@@ -41,10 +41,10 @@ _S = TypeVar("_S", bound=msgspec.Struct)
 
 
 class _Head(msgspec.Struct):
-    """What decides whether this program understands a document."""
+    """What decides whether this program understands a document, whatever its other fields are."""
 
     format: int
-    extensions: msgspec.Raw = msgspec.Raw(b"{}")
+    extensions: dict[str, JSON] = {}
 
 
 _CRITICAL = "critical."
@@ -144,21 +144,29 @@ def _trailer(body: bytes) -> bytes:
 
 def _decode(body: bytes, kind: type[_S], key: str) -> _S:
     try:
-        head = decode_json(body, _Head)
-        if head.format < 1:
-            raise CorruptObject(f"{key} has format version {head.format}")
-        if head.format > FORMAT:
-            raise UnsupportedFormat(
-                f"{key} has format version {head.format}, this program reads up to {FORMAT}", "Upgrade ckptd"
-            )
-        unknown = sorted(n for n in decode_json(head.extensions, dict[str, msgspec.Raw]) if n.startswith(_CRITICAL))
-        if unknown:
-            raise UnsupportedFormat(f"{key} needs {', '.join(unknown[:8])}, which this program lacks", "Upgrade ckptd")
-        return decode_json(body, kind, decode_hook)
+        try:
+            document: Any = decode_json(body, kind, decode_hook)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, InvalidPolicy):
+            _check_head(decode_json(body, _Head), key)  # a newer version is not corrupt, whatever its fields are
+            raise
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptObject(f"{key} is not a valid {kind.__name__.lower()}: {error}") from error
     except InvalidPolicy as error:  # a policy checks itself when it is decoded
         raise CorruptObject(f"{key}: {error.message}") from error
+    _check_head(document, key)
+    return cast(_S, document)
+
+
+def _check_head(head: _Head, key: str) -> None:
+    if head.format < 1:
+        raise CorruptObject(f"{key} has format version {head.format}")
+    if head.format > FORMAT:
+        raise UnsupportedFormat(
+            f"{key} has format version {head.format}, this program reads up to {FORMAT}", "Upgrade ckptd"
+        )
+    unknown = sorted(name for name in head.extensions if name.startswith(_CRITICAL))
+    if unknown:
+        raise UnsupportedFormat(f"{key} needs {', '.join(unknown[:8])}, which this program lacks", "Upgrade ckptd")
 
 
 def _check_names(document: Document, key: str) -> None:

@@ -176,12 +176,6 @@ def plan_all(content: Content) -> list[ChunkRead]:
     return list(_chunk_reads(content, table, rows, repeat((), len(rows))))
 
 
-def check_cover(content: Content) -> None:
-    """Raises CorruptObject unless the slices of every entry cover it exactly."""
-    for _ in overlaps(content, whole_entries(content.entries.name)):
-        pass
-
-
 def _pieces(content: Content, wants: Sequence[Want], table: ChunkTable, found: Overlaps) -> tuple[Column, list[Piece]]:
     """The copies from chunks for each overlap, and the chunk of each copy: a row of the table.
 

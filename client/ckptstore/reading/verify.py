@@ -10,7 +10,8 @@ from hashlib import blake2b
 
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import Damaged, ObjectMissing
-from ckptstore.format.planning import ChunkRead, ShardRead, check_cover, plan_all
+from ckptstore.format.overlaps import check_cover
+from ckptstore.format.planning import ChunkRead, ShardRead, plan_all
 from ckptstore.names import Attempt
 from ckptstore.reading.fetch import DEFAULT_THREADS, Progress, check_chunk, fetch_stored
 from ckptstore.reading.source import Source, read_manifest, read_receipt

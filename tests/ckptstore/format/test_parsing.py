@@ -20,8 +20,9 @@ from ckptstore.errors import CorruptObject, InvalidRequest, UnsupportedFormat
 from ckptstore.format import parsing
 from ckptstore.format.columns import column, pack, unpack
 from ckptstore.format.documents import FORMAT, Lease, Manifest, Receipt
+from ckptstore.format.overlaps import check_cover
 from ckptstore.format.parsing import manifest_bytes, pack_manifest, parse_manifest, parse_sealed, seal
-from ckptstore.format.planning import check_cover, plan_reads, whole_entries
+from ckptstore.format.planning import plan_reads, whole_entries
 from ckptstore.names import MAX_RANKS, Attempt, new_ulid
 from ckptstore.stores import open_store
 from tests.ckptstore.format.sealed import KEY, KINDS, SAMPLES

@@ -19,11 +19,10 @@ from ckptstore.format.boxes import Box
 from ckptstore.format.checks import check_content
 from ckptstore.format.columns import column, concatenate
 from ckptstore.format.documents import Chunks, Content, Entries, Shard, Slices
-from ckptstore.format.overlaps import Want
+from ckptstore.format.overlaps import Want, check_cover
 from ckptstore.format.planning import (
     READ_BYTES,
     ShardRead,
-    check_cover,
     entry_bytes,
     join,
     plan_all,
