@@ -23,7 +23,7 @@ from ckptstore.names import Attempt
 from ckptstore.retention.deletion import collect
 from ckptstore.retention.pins import pinned
 from ckptstore.run import Run
-from ckptstore.tiers.carrying import STRANDED, backlog, carry, enqueue, queued, strand, trim
+from ckptstore.tiers.carrying import STRANDED, Known, backlog, carry, enqueue, queued, strand, trim
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ class Carrier:
         self._numbering = numbering
         self._report = report
         self._carried = carried
+        self._known: Known = {}
         self._reported: NearOnly | None = None
         self._reporting = threading.Lock()
         self._commits: Counter[int] = Counter()
@@ -164,7 +165,7 @@ class Carrier:
                     self._carry(attempts[0])
             if not locked:
                 return False
-            trim(self._near, self._setup.near_keep)
+            trim(self._near, self._setup.near_keep, self._known)
             if not attempts:
                 self._report_backlog()
                 while self._leases:
@@ -206,7 +207,7 @@ class Carrier:
     def _report_backlog(self) -> None:
         with self._reporting:  # what was looked up later is reported later
             try:
-                found = backlog(self._near)
+                found = backlog(self._near, self._known)
             except CkptError as error:
                 logger.warning("the backlog of run %s is not known: %s", self._near.name, error)
                 return

@@ -48,6 +48,10 @@ STRANDED = "stranded"
 """The pin of checkpoints that cannot be carried any more: another trainer has continued the run in the far store."""
 
 
+Known = dict[Attempt, Checkpoint | None]
+"""The checkpoints of decided attempts; None: aborted. An outcome never changes, so each is read once."""
+
+
 @dataclass(frozen=True, slots=True)
 class Backlog:
     """The checkpoints of a run that are in the near store only, and are to be carried."""
@@ -70,11 +74,14 @@ def queued(near: Run) -> list[Attempt]:
     return sorted(attempt for attempt, held in pinned(near).items() if QUEUED in held)
 
 
-def backlog(near: Run) -> Backlog:
-    """The backlog of a run; one that its committer has not committed yet does not count."""
+def backlog(near: Run, known: Known | None = None) -> Backlog:
+    """The backlog of a run; one that its committer has not committed yet does not count.
+
+    known: of earlier calls; this one adds to it.
+    """
     # A pinned checkpoint is not hidden: that need not be looked up for each.
-    outcomes = [(attempt, read_outcome(near, attempt)) for attempt in queued(near)]
-    found = [(attempt, from_outcome(outcome) if outcome is not None else None) for attempt, outcome in outcomes]
+    known = {} if known is None else known
+    found = [(attempt, _decided(near, attempt, known)) for attempt in queued(near)]
     there = [(attempt, checkpoint) for attempt, checkpoint in found if checkpoint is not None]
     return Backlog(
         tuple(attempt for attempt, _ in there),
@@ -117,13 +124,18 @@ def carry(near: Run, far: Run, attempt: Attempt, progress: Progress = lambda _: 
     return carried
 
 
-def trim(near: Run, keep: int) -> Sequence[Attempt]:
+def trim(near: Run, keep: int, known: Known | None = None) -> Sequence[Attempt]:
     """Delete the checkpoints of the near store, apart from the newest `keep` and those that are held.
 
     The backlog is held by its pins, what newer checkpoints reference by marks, what is being restored by leases.
-    Returns the attempts whose data is deleted. Raises Unavailable.
+    known: of earlier calls; this one adds to it, and forgets what is gone. Returns the attempts whose data is deleted.
+    Raises Unavailable.
     """
-    found = [attempt for attempt in visible_attempts(near) if _committed(near, attempt) is not None]
+    known, visible = {} if known is None else known, visible_attempts(near)
+    before = list(known)  # at once: another thread may add to it
+    for attempt in set(before).difference(visible):
+        del known[attempt]
+    found = [attempt for attempt in visible if _decided(near, attempt, known) is not None]
     surplus = found[keep:]
     held = active_holds(near) if surplus else {}
     surplus = [attempt for attempt in surplus if attempt not in held]
@@ -221,10 +233,20 @@ def _copy_receipt(near: Run, far: Run, manifest: Manifest, attempt: Attempt, ran
     return receipt
 
 
+def _decided(run: Run, attempt: Attempt, known: Known) -> Checkpoint | None:
+    """The checkpoint of an attempt, if it is committed, hidden or not."""
+    try:
+        return known[attempt]
+    except KeyError:  # no test before: another thread may forget it in between
+        outcome = read_outcome(run, attempt)
+        if outcome is None:
+            return None
+        return known.setdefault(attempt, from_outcome(outcome))
+
+
 def _committed(run: Run, attempt: Attempt) -> Checkpoint | None:
     """The checkpoint of an attempt, if it exists."""
-    outcome = read_outcome(run, attempt)
-    found = from_outcome(outcome) if outcome is not None else None
+    found = _decided(run, attempt, {})
     return found if found is not None and attempt not in hidden_attempts(run) else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -21,9 +22,10 @@ from ckptstore.retention.deletion import collect
 from ckptstore.retention.pins import pinned
 from ckptstore.run import Run
 from ckptstore.stores import open_store
-from ckptstore.tiers.carrying import QUEUED, STRANDED, backlog, carry, enqueue, queued, strand, trim
+from ckptstore.tiers.carrying import QUEUED, STRANDED, Known, backlog, carry, enqueue, queued, strand, trim
 from ckptstore.tiers.source import TieredSource
 from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
+from tests.support.counting import CountingStore
 from tests.support.stores import Faults, FaultyStore, Interleaving
 
 
@@ -236,6 +238,22 @@ def test_damage_is_not_carried(tiers: Tiers) -> None:
         tiers.carry_all()
     assert listed(tiers.far) == []
     assert pinned(tiers.near)[one.attempt] == [QUEUED]
+
+
+def test_each_outcome_is_read_once_however_long_the_backlog(tiers: Tiers) -> None:
+    counting, known, generation = CountingStore(tiers.near.store), Known(), tiers.begin()
+    near = replace(tiers.near, store=counting)
+    for step in range(1, 6):
+        one = tiers.save(step, generation)
+        enqueue(near, one.attempt)
+        assert len(backlog(near, known).attempts) == step
+        assert trim(near, 1, known) == ()
+    outcomes = [key for key, _ in counting.documents if key.startswith(near.keys.commits)]
+    assert len(outcomes) == len(set(outcomes)) == 5
+    tiers.carry_all()
+    assert len(trim(near, 1, known)) == 4
+    trim(near, 1, known)
+    assert list(known) == [one.attempt]
 
 
 def test_the_near_store_keeps_the_newest_and_the_backlog(tiers: Tiers) -> None:
