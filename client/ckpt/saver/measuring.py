@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -39,6 +39,7 @@ _LEAST_BYTES = 64 << 10  # fewer measure latency rather than throughput
 _LEAST_S = 1e-9
 _PROBE_SHARE = 0.01  # at most this fraction of the time of saves is spent on probing a coding
 _PROBE_EVERY = 4
+_LAST_SAVES = 4  # two of the same step must not make the next one look like one of few bytes
 _PLAIN_SHARE = 0.1  # a save of which less is encoded says what plain ones cost
 
 
@@ -110,8 +111,8 @@ class MeasuredCodings:
         self._encoding: dict[tuple[str, Coding], _Smoothed] = {}
         self._measured_in: dict[tuple[str, Coding], int] = defaultdict(lambda: -_PROBE_EVERY)
         self._saves = 0
-        self._changed: dict[str, float] = {}
-        """By element type, the fraction of bytes that had changed in the last save."""
+        self._changed: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_LAST_SAVES))
+        """By element type, the fractions of bytes that had changed in the last saves."""
         self._last_at: float | None = None
         self._interval_s: float | None = None
         self._price = Price()
@@ -129,7 +130,7 @@ class MeasuredCodings:
             raw_bytes: Counter[str] = Counter()
             for span in spans:
                 raw_bytes[span.dtype] += span.bytes
-            changing = {dtype: count * self._changed.get(dtype, 1.0) for dtype, count in raw_bytes.items()}
+            changing = {dtype: count * max(self._changed[dtype], default=1.0) for dtype, count in raw_bytes.items()}
             costs = self._costs(raw_bytes)
             price = self._price.per_second
             choice = choose(changing, costs, self._upload.cost.seconds, self._threads, interval_s, price)
@@ -156,7 +157,7 @@ class MeasuredCodings:
                 self._upload.add(upload_s, stored_bytes, stored_bytes)
             for dtype, count in raw_bytes.items():
                 changed = sum(total.raw for total in totals.values() if total.dtype == dtype)
-                self._changed[dtype] = changed / count
+                self._changed[dtype].append(changed / count)
             for key, total in totals.items():
                 if total.raw >= _LEAST_BYTES:
                     self._measured_in[key] = self._saves
