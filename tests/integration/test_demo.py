@@ -21,7 +21,7 @@ PARTS = [Curve("first", {1: 3.0, 2: 2.5}, None), Curve("second", {2: 2.5, 3: 2.2
 def test_a_short_demonstration_succeeds(tmp_path: Path) -> None:
     arguments = ["--steps", "18", "--save-every", "3", "--out", str(tmp_path / "out")]
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "demo.py"), *arguments], capture_output=True, text=True, timeout=240
+        [sys.executable, str(ROOT / "examples" / "demo.py"), *arguments], capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "The loss curve is the uninterrupted one, exactly: all 18 steps" in done.stdout

@@ -35,7 +35,7 @@ _LOOK_S = 0.5
 
 
 class Carrier:
-    """Carries the checkpoints of one near run to the far one. Any thread may call `committed` and `release`."""
+    """Carries the checkpoints of one near run to the far one. Any thread may call its methods."""
 
     def __init__(
         self, near: Run, far: Run, setup: Setup, numbering: Numbering, report: Callable[[Report], None],
@@ -55,6 +55,8 @@ class Carrier:
         """By generation."""
         self._newest: Attempt | None = None
         self._leases: list[str] = []
+        self._unpaused = threading.Event()
+        self._unpaused.set()
         self._changed = threading.Condition()
         """Guards what follows."""
         self._work = True
@@ -70,10 +72,15 @@ class Carrier:
         due = self._commits[attempt.generation] % self._setup.far_every == 0
         self._commits[attempt.generation] += 1
         self._newest = max(self._newest or attempt, attempt)
+        self._unpaused.set()
         if due:
             self._enqueue(attempt)
             self._report_backlog()
         self._wake()
+
+    def pause(self) -> None:
+        """Copy no more until the next commit, or the end: the next save is urgent."""
+        self._unpaused.clear()
 
     def release(self, lease: str) -> None:
         """End a lease in the far store, once it answers."""
@@ -87,6 +94,7 @@ class Carrier:
         """
         if self._newest is not None:
             self._enqueue(self._newest)
+        self._unpaused.set()
         with self._changed:
             self._ending = self._work = True
             self._changed.notify()
@@ -175,7 +183,7 @@ class Carrier:
 
     def _carry(self, attempt: Attempt) -> None:
         try:
-            done = carry(self._near, self._far, attempt)
+            done = carry(self._near, self._far, attempt, self._copied)
         except UnsupportedFormat:
             raise  # a newer program can carry it
         except (Conflict, Damaged, NotFound) as error:  # for good; all others may pass
@@ -190,6 +198,9 @@ class Carrier:
             if self._far.store.shared_between_processes:
                 note_checkpoint(self._setup.home, self._setup.run)
             self._carried(attempt)
+
+    def _copied(self, num_bytes: int) -> None:
+        self._unpaused.wait()
 
     def _check_mounted(self) -> None:
         """Raises RunVanished if the far store has nothing of a run that was carried there from this host.

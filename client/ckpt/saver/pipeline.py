@@ -210,10 +210,10 @@ class SavePipeline:
         self._abort_job(running.job, SaveSkipped(reason))
 
     def hurry(self) -> None:
-        """Make the next save durable as soon as possible: no compression, no CPU limit, and no uploads before it that
-        have not begun.
-        """
+        """Make the next save durable as soon as possible: with no compression, CPU limit, carrying, queued uploads."""
         self._throttle.lift()
+        if self._carrier is not None:
+            self._carrier.pause()
         self._codings = codings_for("off", self._store.url, THREADS, self._contents.enabled)
         with self._lock:
             queued = sum(one.job.slot is not None for one in self._waiting.values())

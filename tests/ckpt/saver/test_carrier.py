@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 
 from ckpt import Checkpointer
+from ckpt.saver.carrier import Carrier
+from ckpt.saver.messages import Setup
+from ckpt.saver.numbering import Numbering
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.errors import NoCheckpoint
 from ckptstore.format.documents import Generation
@@ -15,10 +19,11 @@ from ckptstore.format.parsing import seal
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
 from ckptstore.retention.pins import pinned
+from ckptstore.run import Run
 from ckptstore.tiers.carrying import STRANDED, queued, stranded
 from ckptstore.tiers.source import TieredSource
 from tests.ckpt.test_tiers import Host
-from tests.support.stores import Faults, FaultyStore
+from tests.support.stores import Faults, FaultyStore, Interleaving
 from tests.support.waiting import wait_until
 
 
@@ -115,3 +120,40 @@ def test_the_far_store_goes_away_within_a_restore(host: Host, tmp_path: Path) ->
         resume_with(Faults(last), checkpointer)
         host.save(checkpointer, 3)
     assert host.steps("far") == [3, 2, 1]
+
+
+class Noted(threading.Event):
+    """An event that notes that a thread waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.asked.set()
+        return super().wait(timeout)
+
+
+def test_nothing_is_carried_while_a_save_is_urgent(host: Host) -> None:
+    host.far.write_text("not a folder")
+    with host.start() as checkpointer:
+        host.save(checkpointer, 1)
+    host.far.unlink()
+    near, paused, events = host.run("near"), threading.Event(), list[str]()
+    far_store = FaultyStore(host.run("far").store, Interleaving(0, lambda: paused.wait(60)))
+    setup = Setup(
+        store=near.store.url, options={}, run="gpt", rank=0, world_size=1, compress="off", commit_timeout_s=20.0,
+        daemon=None, token=None, far=far_store.url, near_keep=9,
+    )  # fmt: skip
+    carrier = Carrier(
+        near, Run(far_store, "gpt"), setup, Numbering(near, events.append), lambda _: None,
+        lambda attempt: events.append(f"{attempt.step} is far"),
+    )  # fmt: skip
+    carrier._unpaused = Noted()
+    carrier.pause()
+    paused.set()
+    assert carrier._unpaused.asked.wait(60), "it has begun to copy"
+    events.append("the urgent save is near")
+    carrier.committed(list_checkpoints(near)[0].attempt)
+    carrier.finish()
+    assert events == ["the urgent save is near", "1 is far"]
