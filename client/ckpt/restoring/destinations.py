@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -91,14 +91,17 @@ class Destinations(HostDestinations):
     def refill(self, tree: JSON, path: str, template: Any) -> tuple[Any, list[str]]:
         """A tensor of the template fits if a new one would have its type, shape and device, and if nothing else is in
         its memory. It is in the value that is returned; new ones take the places of all others."""
-        live = {at: leaf for at, leaf in value_leaves(template, path) if isinstance(leaf, torch.Tensor)}
+        given = [(at, leaf) for at, leaf in value_leaves(template, path) if isinstance(leaf, torch.Tensor)]
+        times = Counter(at for at, _ in given)  # a dict may hold both 1 and "1", whose paths are equal
+        live = {at: leaf for at, leaf in given if times[at] == 1}
         if not live:
             return self.decode(tree, path), []
-        used = {_memory(tensor): name for (name, *_), tensors in self._targets.items() for tensor in tensors}
+        used: dict[int, object] = {_memory(one): name for (name, *_), them in self._targets.items() for one in them}
+        used |= {_memory(target): None for _, targets in self._copies for target in targets}
         filled: list[str] = []
 
         def unleaf(at: str, leaf: dict[str, Any]) -> Any:
-            target, source = live.get(at), leaf.get("name", at)
+            target, source = live.get(at), leaf.get("name", id(leaf))
             fits = target is not None and self._fits(target, at, leaf)
             if target is None or not fits or used.setdefault(_memory(target), source) != source:
                 return self._unleaf(at, leaf, None)

@@ -115,8 +115,8 @@ def decode_tree(tree: JSON, path: str, unleaf: Unleaf, depth: int = 0) -> Any:
     """The inverse of `encode_tree`. Raises CorruptObject if the JSON is not a tagged tree."""
     _check_depth(depth, path)
 
-    def child(key: object, item: JSON) -> Any:
-        return decode_tree(item, f"{path}/{key}", unleaf, depth + 1)
+    def child(key: object, item: JSON, deeper: int = 1) -> Any:
+        return decode_tree(item, f"{path}/{key}", unleaf, depth + deeper)
 
     if isinstance(tree, list):
         return [child(i, item) for i, item in enumerate(tree)]
@@ -129,12 +129,23 @@ def decode_tree(tree: JSON, path: str, unleaf: Unleaf, depth: int = 0) -> Any:
         if tag in _RECORDS:
             return _record(tag, tree["name"], {name: child(name, item) for name, item in tree["v"]})
         if tag in _CONTAINERS:
-            return _CONTAINERS[tag]([child(i, item) for i, item in enumerate(tree["v"])])
+            return _CONTAINERS[tag](_elements(tag, tree["v"], child))
         if tag in _ATOMS:
             return _ATOMS[tag](tree["v"])
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise CorruptObject(f"tree at {path!r} holds a malformed {tag!r}: {error}") from error
     return unleaf(path, tree)
+
+
+def _elements(tag: str, items: Any, child: Callable[..., Any]) -> list[Any]:
+    """The elements of a container, or the pairs of keys and values of a mapping."""
+    if tag not in _MAPPINGS.values():
+        return [child(i, item) for i, item in enumerate(items)]
+    found = []
+    for encoded, item in items:
+        key = child("key", encoded, deeper=2)
+        found.append((key, child(key, item, deeper=2)))
+    return found
 
 
 def merge_trees(first: JSON, second: JSON, path: str, depth: int = 0) -> JSON:

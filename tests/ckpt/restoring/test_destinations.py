@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,6 +61,29 @@ def test_tensors_of_shared_and_own_values_are_filled_in_place(tmp_path: Path) ->
     assert [tensor.data_ptr() for tensor in (*tensors(mine), *tensors(ours))] == before
 
 
+def test_tensors_in_any_dict_are_filled_in_place(tmp_path: Path) -> None:
+    kinds: list[dict[Any, Any]] = [{7: 0, "a": 0}, OrderedDict(layer=0), {("of", 2): 0}, {"$": 0}]
+    saved, given = ([type(kind)({key: torch.rand(LARGE) for key in kind}) for kind in kinds] for _ in range(2))
+    with open_run(tmp_path) as checkpointer:
+        checkpointer.save(None, None, 1, shared={"all": saved})
+        restored = checkpointer.restore(shared={"all": given})
+    assert restored is not None
+    for wanted, live, found in zip(saved, given, restored.values["all"], strict=True):
+        assert type(found) is type(wanted)
+        assert all(found[key] is live[key] and torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+def test_tensors_at_equal_paths_stay_distinct(tmp_path: Path) -> None:
+    saved: dict[str, Any] = {"a/b": torch.rand(3), "a": {"b": torch.rand(3)}}
+    given: dict[str, Any] = {"a/b": torch.rand(3), "a": {"b": torch.rand(3)}}
+    with open_run(tmp_path) as checkpointer:
+        checkpointer.save(None, None, 1, own=saved)
+        restored = checkpointer.restore(own=given)
+    assert restored is not None
+    assert torch.equal(restored.values["own"]["a/b"], saved["a/b"])
+    assert torch.equal(restored.values["own"]["a"]["b"], saved["a"]["b"])
+
+
 def _part() -> torch.Tensor:
     return torch.zeros(2, LARGE)[0]
 
@@ -101,6 +125,17 @@ def test_memory_that_two_saved_tensors_would_fill_takes_one_of_them(tmp_path: Pa
     assert found[1] is not live
     assert torch.equal(model.weight, weight)  # and not the other tensor of its shape
     assert found[2].data_ptr() != model.weight.data_ptr()
+
+
+@pytest.mark.parametrize("size", [3, LARGE])
+def test_memory_that_is_given_for_two_values_takes_one_of_them(size: int, tmp_path: Path) -> None:
+    first, second, live = torch.rand(size), torch.rand(size), torch.zeros(size)
+    with open_run(tmp_path) as checkpointer:
+        checkpointer.save(None, None, 1, best=[first], newest=[second])
+        restored = checkpointer.restore(best=[live], newest=[live])
+    assert restored is not None
+    assert torch.equal(restored.values["best"][0], first)
+    assert torch.equal(restored.values["newest"][0], second)
 
 
 def test_tied_tensors_fill_each_given_one(tmp_path: Path) -> None:
