@@ -191,9 +191,9 @@ class Checkpointer:
         position. With rng=False call `Restored.restore_rng` yourself, after all else that draws random numbers.
         shared: objects and data that were saved as shared. Values of keywords and of `shared` that are plain data come
         back in `Restored.values`, with dataclasses and named tuples in the types of the values given here. Tensors in
-        them that have the saved type, shape and kind of device, and their memory for themselves, are filled in place:
-        they are the ones in `Restored.values`. Without any object to restore into, the whole checkpoint comes back
-        there: nested dicts, with tensors on the CPU.
+        them that have the saved type, shape and kind of device, and memory of torch for themselves, are filled in
+        place: they are the ones in `Restored.values`. Without any object to restore into, the whole checkpoint comes
+        back there: nested dicts, with tensors on the CPU.
         Raises UnsupportedObject for a value that a later save would refuse, such as a plain DataLoader; RunVanished if
         the run was seen here and is gone.
 

@@ -170,7 +170,7 @@ def inline_tensor(path: str, leaf: dict[str, Any]) -> torch.Tensor:
         data, dtype, shape = bytearray(decode_bytes(leaf["data"])), BY_NAME[leaf["dtype"]], leaf["shape"]
         if not data:
             return torch.empty(shape, dtype=dtype, device="cpu")
-        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)
+        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape).clone()
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CorruptObject(f"tree at {path!r} holds a malformed tensor: {error}") from error
 

@@ -200,10 +200,14 @@ def _current(kind: str) -> torch.device:
 
 
 def _owns_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has the whole of its memory for itself, in row-major order, and no history."""
+    """Whether a tensor has the whole of its memory for itself, in row-major order, and no history.
+
+    Memory that torch has not allocated may be read-only: a mapped file, the bytes of another object.
+    """
     plain = is_plain_type(tensor) and not isinstance(tensor, DTensor) and tensor.layout is torch.strided
     plain = plain and tensor.is_leaf and not tensor.is_inference() and is_direct(tensor, tensor.dtype)
-    return plain and 0 < tensor.nbytes == tensor.untyped_storage().nbytes()
+    storage = tensor.untyped_storage() if plain else None
+    return storage is not None and 0 < tensor.nbytes == storage.nbytes() and storage.resizable()
 
 
 def _memory(tensor: torch.Tensor) -> int:

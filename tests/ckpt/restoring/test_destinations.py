@@ -97,8 +97,9 @@ def _part() -> torch.Tensor:
         torch.zeros(1).expand(LARGE),
         _part(),
         torch.zeros(LARGE, requires_grad=True) * 1,
+        torch.from_numpy(np.zeros(LARGE, np.float32)),
     ],
-    ids=["type", "size", "shape", "expanded", "part", "computed"],
+    ids=["type", "size", "shape", "expanded", "part", "computed", "memory of others"],
 )
 def test_what_does_not_fit_is_left_alone_and_a_new_tensor_comes_back(live: torch.Tensor, tmp_path: Path) -> None:
     saved, before = torch.rand(LARGE), live.detach().clone()
