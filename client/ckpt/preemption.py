@@ -208,8 +208,11 @@ class Notice:
         close_after_fork(self)
 
     def look(self) -> None:
-        """Ask the function, if there is one. Called by `Schedule.due`, on all ranks at the same steps."""
-        if self._sources.ask is not None and self.deadline is None and (left := self._sources.ask()) is not None:
+        """Ask the function, if there is one. Called by `Schedule.due`, on all ranks at the same steps.
+
+        It is asked with notice, too: it may be a collective, and other ranks have no notice yet.
+        """
+        if self._sources.ask is not None and (left := self._sources.ask()) is not None:
             self._note("the function", left)
 
     def close(self) -> None:

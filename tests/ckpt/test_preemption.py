@@ -174,6 +174,23 @@ def test_a_function_is_asked_by_due() -> None:
     assert preemption.deadline == 1012.0
 
 
+def test_a_function_is_asked_on_a_rank_with_notice_too() -> None:
+    """It may be a barrier of all ranks, and this rank alone got the signal."""
+    asked: list[bool] = []
+
+    def ask() -> None:
+        asked.append(True)
+
+    preemption = Preemption(lambda seconds, _: Fit("save", seconds, 1.0), lambda: None, lambda: 1000.0)
+    preemption.watch(Sources(30.0, (), ask=ask))
+    assert preemption.notice is not None
+    preemption.notice._note("a signal", 20.0)
+    schedule = Schedule(lambda: None, Limits(3600.0, None), 1.0, preemption=preemption)
+    assert [schedule.due(step) for step in range(2)] == [True, False]
+    assert asked == [True, True]
+    assert preemption.deadline == 1020.0
+
+
 @pytest.mark.parametrize(("choice", "code"), [("save", EXIT_SAVED), ("finish", EXIT_BEHIND)])
 def test_a_schedule_ends_the_loop_and_saves_only_if_there_is_time(choice: str, code: int) -> None:
     hurried: list[bool] = []
