@@ -17,7 +17,7 @@ from ckptstore.commits.catalog import decided_attempts, newest_first, visible_at
 from ckptstore.commits.commit import decide, read_outcome, roll_forward
 from ckptstore.commits.heartbeats import old_heartbeats
 from ckptstore.commits.hidden import bury, hidden_attempts, listed_attempts
-from ckptstore.commits.leases import expired_leases
+from ckptstore.commits.leases import active_leases, expired_leases
 from ckptstore.commits.references import marks, unmark
 from ckptstore.errors import (
     AttemptAborted,
@@ -53,7 +53,7 @@ from ckptstore.retention.tombstones import (
 from ckptstore.run import Run
 
 ORPHAN_GRACE_S = 24 * 3600.0
-"""An attempt without an outcome is not aborted before its newest object is this old."""
+"""An attempt without an outcome and without a lease is aborted when its newest object is this old."""
 _READERS = 16
 
 
@@ -176,8 +176,8 @@ def _abort_if_old(run: Run, attempt: Attempt, grace_s: float) -> bool:
         return False
     if outcome is None:
         newest = max((info.modified_at for info in run.store.list(run.keys.attempt(attempt))), default=None)
-        if newest is None or run.age_s(newest) < grace_s:
-            return False
+        if newest is None or run.age_s(newest) < grace_s or attempt in active_leases(run):
+            return False  # leased: the copy of a carrier, which will continue it
         outcome = decide(run, attempt, None)
     return outcome.committed is None
 

@@ -28,13 +28,14 @@ from ckptstore.commits.generations import (
 )
 from ckptstore.commits.hidden import hidden_attempts
 from ckptstore.commits.labels import with_labels
+from ckptstore.commits.leases import release_lease, renew_lease
 from ckptstore.commits.references import reference_lost, referenced_attempts
-from ckptstore.errors import AttemptAborted, CorruptObject, ObjectMissing, Superseded
-from ckptstore.format.documents import FORMAT, Generation, Manifest, digest
+from ckptstore.errors import AttemptAborted, Conflict, CorruptObject, Damaged, NotFound, ObjectMissing, Superseded
+from ckptstore.format.documents import FORMAT, Generation, Manifest, Outcome, digest
 from ckptstore.format.parsing import seal
 from ckptstore.format.planning import plan_all
 from ckptstore.format.records import Pin
-from ckptstore.names import Attempt
+from ckptstore.names import Attempt, derive_ulid
 from ckptstore.reading.fetch import Progress
 from ckptstore.reading.source import StoreSource, check_manifest_data
 from ckptstore.retention.pins import active_holds, pinned
@@ -46,7 +47,8 @@ QUEUED = "far"
 """The pin of the backlog."""
 STRANDED = "stranded"
 """The pin of checkpoints that cannot be carried any more: another trainer has continued the run in the far store."""
-
+KEPT_S = 30 * 24 * 3600.0
+"""How long an incomplete copy waits for its carrier: longer than outages, and the absence of an operator."""
 
 Known = dict[Attempt, Checkpoint | None]
 """The checkpoints of decided attempts; None: aborted. An outcome never changes, so each is read once."""
@@ -103,14 +105,24 @@ def carry(near: Run, far: Run, attempt: Attempt, progress: Progress = lambda _: 
     if original is None:
         _release(near, attempt)
         return None
+    try:
+        carried = _carry(near, far, original, progress)
+    except (Conflict, Damaged, NotFound):  # no later try helps
+        release_lease(far, _lease(attempt))
+        raise
+    release_lease(far, _lease(attempt))
+    _release(near, attempt)
+    return carried
+
+
+def _carry(near: Run, far: Run, original: Checkpoint, progress: Progress) -> Checkpoint:
+    attempt = original.attempt
     newest = establish(near, far, attempt.generation)
     outcome = read_outcome(far, attempt)
     if outcome is None:
-        try:
-            outcome = commit_attempt(far, _copy(near, far, original, progress), newest)
-        except Superseded as error:
-            establish(near, far, attempt.generation)  # raises it if another trainer has continued the run
-            raise AttemptAborted(f"{original.id} is not committed in {far.store.url}: {error.message}") from error
+        # Otherwise a collection would abort an incomplete copy as an orphan after a day.
+        renew_lease(far, _lease(attempt), attempt, f"{far.by}, which carries it", KEPT_S)
+        outcome = _commit_copy(near, far, original, newest, progress)
     elif outcome.committed is None:
         # By a generation of this near store, if that is why: others roll a complete copy forward, and know no better.
         raise AttemptAborted(
@@ -120,7 +132,6 @@ def carry(near: Run, far: Run, attempt: Attempt, progress: Progress = lambda _: 
     carried = from_outcome(outcome)
     assert carried is not None
     copy_labels(StoreSource(near.store), with_labels(near, [original])[0], far, carried)
-    _release(near, attempt)
     return carried
 
 
@@ -201,6 +212,19 @@ def unseen(near: Mapping[int, Generation | None], far: Mapping[int, Generation |
 def _seen(document: Generation) -> int:
     seen = document.extensions.get(SEEN, 0)
     return seen if isinstance(seen, int) else 0
+
+
+def _commit_copy(near: Run, far: Run, original: Checkpoint, newest: int, progress: Progress) -> Outcome:
+    try:
+        return commit_attempt(far, _copy(near, far, original, progress), newest)
+    except Superseded as error:
+        establish(near, far, original.attempt.generation)  # raises it if another trainer has continued the run
+        raise AttemptAborted(f"{original.id} is not committed in {far.store.url}: {error.message}") from error
+
+
+def _lease(attempt: Attempt) -> str:
+    """The lease on the far copy: the same one at each try, and for each carrier."""
+    return derive_ulid(attempt.ulid, "carrying")
 
 
 def _copy(near: Run, far: Run, original: Checkpoint, progress: Progress) -> list[StoredReceipt]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
@@ -14,6 +15,7 @@ from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, State, latest, list_checkpoints
 from ckptstore.commits.generations import Session, begin_generation, list_generations, newest_generation
 from ckptstore.commits.labels import LabelChange, change_labels
+from ckptstore.commits.leases import active_leases
 from ckptstore.errors import AttemptAborted, CorruptObject, StoreUnavailable, Superseded
 from ckptstore.names import Attempt, Reference, new_ulid
 from ckptstore.reading.source import StoreSource
@@ -26,7 +28,7 @@ from ckptstore.tiers.carrying import QUEUED, STRANDED, Known, backlog, carry, en
 from ckptstore.tiers.source import TieredSource
 from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
 from tests.support.counting import CountingStore
-from tests.support.stores import Faults, FaultyStore, Interleaving
+from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock
 
 
 class Tiers:
@@ -319,3 +321,49 @@ def test_a_near_store_that_fails_does_not_hide_what_is_far(tiers: Tiers) -> None
         assert source.manifest_data(found) == tiers.near.store.get(tiers.near.keys.manifest(one.attempt))
         if len(faults.calls) <= at:
             break
+
+
+def test_a_copy_that_waits_for_days_is_continued_and_not_collected(tiers: Tiers) -> None:
+    """A day after its last write, an attempt without an outcome is an orphan for the far store's collection."""
+    one = tiers.save(10, tiers.begin())
+    enqueue(tiers.near, one.attempt)
+    calls = Faults()
+    later = MovableClock(29 * 24 * 3600.0)
+    copy = f"{tiers.far.keys.attempt(one.attempt)}"
+
+    class Away(Faults):
+        """The store goes away when the copy has a shard."""
+
+        def around(self, what: str, call: Callable[[], object]) -> object:  # type: ignore[override]
+            if what.startswith("put") and copy in what and calls.calls:
+                raise StoreUnavailable("away")
+            if what.startswith("commit") and copy in what:
+                calls.calls.append(what)
+            return call()
+
+    with pytest.raises(StoreUnavailable):
+        carry(tiers.near, replace(tiers.far, store=FaultyStore(tiers.far.store, Away())), one.attempt)
+    assert objects(tiers.far, one.attempt)
+    assert not collect(replace(tiers.far, clock=later)).aborted
+    tiers.carry_all()
+    assert verify(StoreSource(tiers.far.store), latest(tiers.far)).ok
+    assert not active_leases(tiers.far), "nothing holds it from now on"
+
+
+def test_what_cannot_be_carried_any_more_is_no_longer_kept(tiers: Tiers) -> None:
+    one = tiers.save(10, tiers.begin())
+    enqueue(tiers.near, one.attempt)
+    calls = Faults()
+    carry(tiers.near, replace(tiers.far, store=FaultyStore(tiers.far.store, calls)), one.attempt)
+    shards = [number for number, call in enumerate(calls.calls) if call.startswith("commit ")]
+    other = Tiers.__new__(Tiers)
+    other.near, other.far = tiers.near, Run(open_store(f"{tiers.far.store.url}-2"), "gpt")
+    enqueue(other.near, one.attempt)
+    with pytest.raises(StoreUnavailable):
+        carry(other.near, replace(other.far, store=FaultyStore(other.far.store, Faults(shards[-1] + 1))), one.attempt)
+    assert active_leases(other.far)
+    other.begin(run=other.far)  # another trainer
+    with pytest.raises(Superseded):
+        carry(other.near, other.far, one.attempt)
+    assert not active_leases(other.far)
+    assert collect(replace(other.far, clock=MovableClock(2 * 24 * 3600.0))).aborted == (one.attempt,)
