@@ -21,13 +21,16 @@ from ckptstore.format.shards import ChunkSpan, EncodedChunk, encode_chunk
 THREADS = min(4, max(1, (os.cpu_count() or 2) - 1))
 BUDGET_BYTES = 64 << 20
 """Maximum raw bytes of chunks that are being encoded, or encoded and not yet written. One chunk is always allowed."""
+_GROUP_BYTES = 4 << 20
+"""Small chunks are handed from thread to thread together: each time costs as much as hashing a megabyte."""
 
 Encode = Callable[[memoryview, ChunkSpan], EncodedChunk]
 """Encodes the bytes of one chunk, given its span of the raw stream; called in several threads."""
 ChunkStream = Iterable[tuple[memoryview, ChunkSpan]]
 """The bytes of the chunks to encode, in order, and their spans of the raw stream."""
 
-_Encoded = tuple[Future[EncodedChunk], int]
+_Group = list[tuple[memoryview, ChunkSpan]]
+_Encoded = tuple[Future[list[EncodedChunk]], int]
 
 
 def encode_by(policy: CodingPolicy) -> Encode:
@@ -38,7 +41,7 @@ def encode_by(policy: CodingPolicy) -> Encode:
 def encode_stream(chunks: ChunkStream, encode: Encode) -> Iterator[EncodedChunk]:
     """The encoded chunks in order. `chunks` is consumed on the calling thread, while encoding runs ahead."""
     with ThreadPoolExecutor(THREADS, thread_name_prefix="ckpt-encode") as pool:
-        ahead: deque[_Encoded] = deque()
+        ahead: deque[tuple[Future[EncodedChunk], int]] = deque()
         held = 0
         for raw, span in chunks:
             while ahead and held + span.bytes > BUDGET_BYTES:
@@ -62,10 +65,14 @@ class Encoder:
         self._order = ThreadPoolExecutor(1, thread_name_prefix="ckpt-ahead")
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="ckpt-encode")
 
-    def begin(self, chunks: ChunkStream, encode: Encode) -> Encoding:
-        """Begin to encode a snapshot, after those begun before. The caller must exit or cancel the Encoding."""
+    def begin(self, chunks: ChunkStream, encode: Encode, streamed: bool = False) -> Encoding:
+        """Begin to encode a snapshot, after those begun before. The caller must exit or cancel the Encoding.
+
+        streamed: a chunk may arrive only after the one before it is written.
+        """
         encoding = Encoding(self)
-        self._order.submit(self._feed, encoding, chunks, encode)
+        most = 0 if streamed else min(_GROUP_BYTES, self._budget_bytes // 4)
+        self._order.submit(self._feed, encoding, _groups(chunks, most), encode)
         return encoding
 
     def close(self) -> None:
@@ -73,21 +80,24 @@ class Encoder:
         self._order.shutdown()
         self._pool.shutdown()
 
-    def _feed(self, encoding: Encoding, chunks: ChunkStream, encode: Encode) -> None:
+    def _feed(self, encoding: Encoding, groups: Iterable[tuple[_Group, int]], encode: Encode) -> None:
         try:
-            for raw, span in chunks:
-                if not self._reserve(encoding, span.bytes):
+            for group, size in groups:
+                if not self._reserve(encoding, size):
                     break
-                encoding.queue.put((self._pool.submit(self._encode, raw, span, encode), span.bytes))
+                encoding.queue.put((self._pool.submit(self._encode, group, encode), size))
         except BaseException as error:
-            failed: Future[EncodedChunk] = Future()
+            failed: Future[list[EncodedChunk]] = Future()
             failed.set_exception(error)
             encoding.queue.put((failed, 0))
         encoding.queue.put(None)
 
-    def _encode(self, raw: memoryview, span: ChunkSpan, encode: Encode) -> EncodedChunk:
-        self._throttle.wait_for_budget()
-        return encode(raw, span)
+    def _encode(self, group: _Group, encode: Encode) -> list[EncodedChunk]:
+        encoded: list[EncodedChunk] = []
+        for raw, span in group:
+            self._throttle.wait_for_budget()
+            encoded.append(encode(raw, span))
+        return encoded
 
     def _reserve(self, encoding: Encoding, count: int) -> bool:
         """Wait until the budget has room; False if the encoding is cancelled."""
@@ -113,6 +123,22 @@ class Encoder:
             self._changed.notify_all()
 
 
+def _groups(chunks: ChunkStream, most: int) -> Iterator[tuple[_Group, int]]:
+    """Groups of chunks, and the size of each: at most `most` bytes, or one larger chunk."""
+    group, size = _Group(), 0
+    for raw, span in chunks:
+        if group and size + span.bytes > most:
+            yield group, size
+            group, size = [], 0
+        group.append((raw, span))
+        size += span.bytes
+        if size >= most:
+            yield group, size
+            group, size = [], 0
+    if group:
+        yield group, size
+
+
 class Encoding:
     """The encoded chunks of one snapshot, in order. A chunk's memory is valid until the next chunk is requested.
 
@@ -125,7 +151,7 @@ class Encoding:
         self._encoder = encoder
         self._ended = False
         self._lent = 0
-        """Raw bytes of the chunk that the consumer holds."""
+        """Raw bytes of the group of chunks that the consumer has reached."""
 
     def __enter__(self) -> Encoding:
         return self
@@ -138,7 +164,7 @@ class Encoding:
     def __iter__(self) -> Iterator[EncodedChunk]:
         while (item := self._next()) is not None:
             future, self._lent = item
-            yield future.result()
+            yield from future.result()
             self._release_lent()
 
     def cancel(self) -> None:

@@ -31,7 +31,7 @@ from ckpt.saver.room import Room
 from ckpt.saver.streaming import StreamReader
 from ckpt.saver.surveying import Survey, Surveyor
 from ckpt.saver.throttle import CpuThrottle
-from ckpt.saver.upload import Uploaded, upload_shard
+from ckpt.saver.upload import Uploaded, seldom, upload_shard
 from ckptapi.remote_create import with_remote_create
 from ckptstore import names
 from ckptstore.clock import Clock, system_clock
@@ -176,7 +176,7 @@ class SavePipeline:
             chunks = incremental.changed_in(reader.chunks(spans), reader.decided)
         else:
             chunks = incremental.changed(raw)
-        encoding = self._encoder.begin(chunks, self._contents.recording(job, encode))
+        encoding = self._encoder.begin(chunks, self._contents.recording(job, encode), job.streamed)
         running = _RunningJob(job, placed, derived, incremental, codings, encoding, survey, reader, received_at)
         with self._lock:
             self._waiting[job.number] = running
@@ -332,7 +332,8 @@ class SavePipeline:
         if (reader := running.reader) is not None:
             return lambda _: reader.written()
         not_stored = running.not_stored_bytes  # visits every chunk, so compute it once
-        return lambda done: self._report(SaveProgress(running.job.number, not_stored + done))
+        number, total = running.job.number, running.incremental.changed_bytes
+        return seldom(lambda done: self._report(SaveProgress(number, not_stored + done)), total)
 
     def _end(
         self, running: _RunningJob, receipt: StoredReceipt, started: float, result: Outcome | BaseException

@@ -23,10 +23,11 @@ from ckptstore.format.extremes import BlockExtremes
 from ckptstore.format.float_split import GROUP
 from ckptstore.format.number_types import FLOATS, FloatLayout, Numbers, Words, decode_words, layout_of, words_of
 from ckptstore.format.passes import BLOCK_BYTES
+from ckptstore.format.shards import CHUNK_BYTES
 from ckptstore.format.statistics import Table
 
 WHOLE = 1024
-"""So many numbers are sampled from one slice in one chunk; a slice that has no more is not sampled."""
+"""So many numbers are sampled from a slice, or from CHUNK_BYTES of a larger one; of one that has no more, all are."""
 _LOOKS = 4  # blocks of the encoder that are sampled
 _RUN = 32  # numbers that are sampled together, since each read of memory brings a whole cache line
 _GOLDEN = 0.6180339887498949
@@ -55,24 +56,32 @@ Sampled = ChunkSample | BlockExtremes
 """The memory of one chunk: a sample of its own, or the findings of its encoder."""
 
 
-def chunk_extremes(dtype: str, sizes: Sequence[int]) -> BlockExtremes | None:
-    """What the encoder of a chunk updates; None: nothing, because the chunk has several slices or another type."""
+def chunk_extremes(dtype: str, sizes: Sequence[int], of: int = 0) -> BlockExtremes | None:
+    """What the encoder of a chunk updates; None: nothing, because the chunk has several slices or another type.
+
+    sizes, of: see `sample_chunk`.
+    """
     if len(sizes) > 1 or dtype not in FLOAT_SPLIT:
         return None
-    return BlockExtremes(sizes[0], _in_blocks(sizes[0], ITEM_BYTES[dtype]))
+    item_bytes = ITEM_BYTES[dtype]
+    return BlockExtremes(sizes[0], _in_blocks(sizes[0], item_bytes, _quota(sizes[0], of, item_bytes)))
 
 
-def sample_chunk(dtype: str, raw: memoryview, sizes: Sequence[int], extremes: BlockExtremes | None = None) -> Sampled:
+def sample_chunk(
+    dtype: str, raw: memoryview, sizes: Sequence[int], extremes: BlockExtremes | None = None, of: int = 0
+) -> Sampled:
     """The sample and the exact quantities of the slices in a chunk. The result does not refer to `raw`.
 
     sizes: their numbers of elements in the chunk, which add up to it. extremes: those of `chunk_extremes`, after the
-    chunk was encoded; None: it was not. Both parts of a complex number count as elements.
+    chunk was encoded; None: it was not. of: the number of elements of its slice, if it has only one. Both parts of a
+    complex number count as elements.
     """
     if extremes is not None and extremes.added and _suffices(dtype, raw, extremes):
         return extremes
     words = words_of(dtype, raw)
     parts = len(words) // sum(sizes)
-    sample = _sample_of(tuple(size * parts for size in sizes), words.itemsize)
+    quota = WHOLE if len(sizes) > 1 else _quota(sizes[0] * parts, of * parts, words.itemsize)
+    sample = _sample_of(tuple(size * parts for size in sizes), words.itemsize, quota)
     layout, starts = layout_of(dtype), sample.starts
     taken = [words.take(sample.index)]
     if layout is None:
@@ -99,7 +108,7 @@ def _evaluated(dtype: str, chunk: Sampled) -> ChunkSample:
     if isinstance(chunk, ChunkSample):
         return chunk
     low, high = _range(FLOATS[dtype], *chunk.bounds)
-    return ChunkSample(_sample_of((chunk.size,), ITEM_BYTES[dtype]), chunk.taken, (low,), (high,), ())
+    return ChunkSample(_sample_in_blocks(chunk.size, sum(map(len, chunk.taken))), chunk.taken, (low,), (high,), ())
 
 
 def tabulate(dtype: str, sampled_chunks: Sequence[Sampled]) -> Table:
@@ -139,25 +148,37 @@ class _Sample:
     """Sampled numbers of each slice."""
 
 
+def _quota(size: int, of: int, item_bytes: int) -> int:
+    """How many numbers are sampled from a part of a slice, which has `of`: its share, in whole runs."""
+    share = size * WHOLE // max(1, min(of, CHUNK_BYTES // item_bytes))
+    return min(WHOLE, max(1, share // _RUN) * _RUN) if of > WHOLE else WHOLE
+
+
 @lru_cache(maxsize=256)
-def _sample_of(sizes: tuple[int, ...], item_bytes: int) -> _Sample:
+def _sample_in_blocks(size: int, count: int) -> _Sample:
+    """So many numbers of a chunk with one slice, at known places."""
+    return _Sample(np.array([size]), np.zeros(1, np.int64), np.zeros(0, np.int64), np.array([count]))
+
+
+@lru_cache(maxsize=256)
+def _sample_of(sizes: tuple[int, ...], item_bytes: int, quota: int) -> _Sample:
     given = np.array(sizes, np.int64)
     starts = np.cumsum(given) - given
     block = BLOCK_BYTES // item_bytes
-    found = [start + _runs(size, block) for start, size in zip(starts.tolist(), sizes, strict=True)]
+    found = [start + _runs(size, block, quota) for start, size in zip(starts.tolist(), sizes, strict=True)]
     counts = np.array([len(one) for one in found], np.int64)
     return _Sample(given, starts, np.concatenate(found), counts)
 
 
-def _runs(size: int, block: int) -> Column:
+def _runs(size: int, block: int, quota: int) -> Column:
     """The places of one slice. Those of a large one are in some of the encoder's blocks: each look costs time."""
-    if size <= WHOLE:
+    if size <= quota:
         return np.arange(size)
-    runs = WHOLE // _RUN
+    runs = quota // _RUN
     blocks = size // block
     looks = _LOOKS if blocks >= 2 * _LOOKS else 1
     number = np.arange(runs)
-    place = (number + (number * _GOLDEN) % 1.0) * (looks / runs)
+    place = (number + ((number + 1) * _GOLDEN) % 1.0) * (looks / runs)
     look = place.astype(np.int64)
     begin, length = ((2 * look + 1) * blocks // (2 * looks) * block, block) if looks > 1 else (0, size)
     starts = begin + np.minimum(((place - look) * length).astype(np.int64), length - _RUN)
@@ -166,9 +187,9 @@ def _runs(size: int, block: int) -> Column:
 
 
 @lru_cache(maxsize=256)
-def _in_blocks(size: int, item_bytes: int) -> tuple[Column | None, ...]:
+def _in_blocks(size: int, item_bytes: int, quota: int) -> tuple[Column | None, ...]:
     """Places of a slice's sample in each of the encoder's blocks, and in the few words after them."""
-    index = _sample_of((size,), item_bytes).index
+    index = _sample_of((size,), item_bytes, quota).index
     whole = size // GROUP * GROUP
     starts = [*range(0, whole, BLOCK_BYTES // item_bytes), whole]
     parts = np.split(index, np.searchsorted(index, starts[1:]))

@@ -31,7 +31,7 @@ from ckptstore.run import Run
 
 logger = logging.getLogger(__name__)
 
-_BATCH = 64  # chunks of one type whose samples are evaluated together
+_BATCH = 128  # chunks of one type whose samples are evaluated together
 
 _Identity = tuple[str, tuple[int, ...]]
 """The digest of a chunk's stored bytes, and the number of elements of each slice in it."""
@@ -43,6 +43,17 @@ class _Rows:
 
     table: Table
     first: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The slices in a chunk."""
+
+    numbers: tuple[int, ...]
+    sizes: tuple[int, ...]
+    """How many of their elements are in it."""
+    of: int
+    """The number of elements of the first one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +106,8 @@ class Survey:
         """Encode chunks and take their statistics."""
 
         def encode(raw: memoryview, span: ChunkSpan) -> EncodedChunk:
-            extremes = chunk_extremes(span.dtype, self._sizes(span))
+            parts = self._parts[span.at]
+            extremes = chunk_extremes(span.dtype, parts.sizes, parts.of)
             chunk = codings.encode(raw, span, extremes)
             self._careful(lambda: self._add(raw, span, chunk.digest, extremes))
             return chunk
@@ -135,24 +147,22 @@ class Survey:
             logger.exception("the statistics of a save could not be taken, please report this")
 
     def _add(self, raw: memoryview, span: ChunkSpan, digest: str, extremes: BlockExtremes | None) -> None:
-        sizes = self._sizes(span)
-        waiting = _Waiting(span.at, (digest, sizes), sample_chunk(span.dtype, raw, sizes, extremes))
+        parts = self._parts[span.at]
+        sample = sample_chunk(span.dtype, raw, parts.sizes, extremes, parts.of)
+        waiting = _Waiting(span.at, (digest, parts.sizes), sample)
         with self._lock:
             self._waiting[span.dtype].append(waiting)
             if len(self._waiting[span.dtype]) == _BATCH:
                 self._evaluate(span.dtype)
 
     def _add_unchanged(self, raw: memoryview, span: ChunkSpan, chunk: EncodedChunk) -> None:
-        identity = chunk.digest, self._sizes(span)
+        identity = chunk.digest, self._parts[span.at].sizes
         rows = self._surveyor.known.get(identity)
         if rows is None:
             self._add(raw, span, chunk.digest, None)
             return
         with self._lock:
             self._rows[span.at] = self._known[identity] = rows
-
-    def _sizes(self, span: ChunkSpan) -> tuple[int, ...]:
-        return tuple(count for _, count in self._parts[span.at])
 
     def _evaluate(self, dtype: str) -> None:
         waiting = self._waiting.pop(dtype)
@@ -176,32 +186,35 @@ class Survey:
             for at, parts in self._parts.items():
                 rows = self._rows[at]
                 first = starts[id(rows.table)] + rows.first
-                group[first : first + len(parts)] = [number for number, _ in parts]
+                group[first : first + len(parts.numbers)] = parts.numbers
         return merge(join([Table.empty(0), *tables.values()]), group, len(self._placed))
 
     def _of_derived(self, place: Placed) -> Table:
-        piece = place.slice
+        piece, item_bytes = place.slice, ITEM_BYTES[place.slice.dtype]
         raw = self._raw[place.at : place.at + piece.bytes]
         samples = [
-            sample_chunk(piece.dtype, span.of(raw), (span.bytes // ITEM_BYTES[piece.dtype],))
+            sample_chunk(piece.dtype, span.of(raw), (span.bytes // item_bytes,), of=piece.bytes // item_bytes)
             for span in plan_chunks([Placed(piece, 0)])
         ]
         return merge(tabulate(piece.dtype, samples), np.zeros(len(samples), np.int64), 1)
 
 
-def _parts(placed: Sequence[Placed], spans: Sequence[ChunkSpan]) -> list[list[tuple[int, int]]]:
-    """The slices in each chunk, by number, and how many of their elements are in it. Pure."""
-    found: list[list[tuple[int, int]]] = []
-    slices = ((number, place.at + place.slice.bytes) for number, place in enumerate(placed) if place.slice.bytes)
-    number, end = -1, 0
+def _parts(placed: Sequence[Placed], spans: Sequence[ChunkSpan]) -> list[_Parts]:
+    """The slices in each chunk. Pure."""
+    found: list[_Parts] = []
+    slices = ((number, place.slice.bytes, place.at) for number, place in enumerate(placed) if place.slice.bytes)
+    number, size, end = -1, 0, 0
     for span in spans:
-        parts: list[tuple[int, int]] = []
-        at = span.at
+        item_bytes, at = ITEM_BYTES[span.dtype], span.at
+        numbers, sizes, of = list[int](), list[int](), 0
         while at < span.at + span.bytes:
             if end <= at:
-                number, end = next(slices)
+                number, size, begin = next(slices)
+                end = begin + size
             stop = min(end, span.at + span.bytes)
-            parts.append((number, (stop - at) // ITEM_BYTES[span.dtype]))
+            numbers.append(number)
+            sizes.append((stop - at) // item_bytes)
+            of = of or size // item_bytes
             at = stop
-        found.append(parts)
+        found.append(_Parts(tuple(numbers), tuple(sizes), of))
     return found

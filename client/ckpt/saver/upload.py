@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ckptstore.format.documents import Chunks
-from ckptstore.format.shards import EncodedChunk, chunk_table
+from ckptstore.format.shards import CHUNK_BYTES, EncodedChunk, chunk_table
 from ckptstore.stores import Store
 
 
@@ -43,3 +43,16 @@ def upload_shard(
     spent += time.perf_counter() - started
     table = chunk_table(written)
     return Uploaded(table, int(table.stored.sum()), spent, max(spent, writer.busy_s))
+
+
+def seldom(progress: Callable[[int], None], total: int) -> Callable[[int], None]:
+    """Calls `progress` about once per CHUNK_BYTES, and with the total: a message costs as much as hashing 1 MB."""
+    due = 0
+
+    def passed(done: int) -> None:
+        nonlocal due
+        if done >= due or done == total:
+            due = done + CHUNK_BYTES
+            progress(done)
+
+    return passed

@@ -1,8 +1,9 @@
 """Sequential writes to a new local file, with direct I/O where the file system supports it.
 
 Writes through the page cache cost one fault per page, take memory from training, and reach the disk only at fsync.
-Direct I/O requires aligned addresses, offsets and lengths, so the bytes are copied into aligned buffers; a thread
-writes one buffer while the next is filled.
+Direct I/O requires aligned addresses, offsets and lengths. Memory that will not change is written from where it lies,
+if its address and its place in the file are aligned alike: so are all chunks of a snapshot that is stored as it is. All
+other bytes are copied into aligned buffers. A thread writes while the caller prepares more.
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ from ckptstore.stores.busy import BusyTime
 
 PACK_BYTES = 8 << 20
 """Bytes collected before they are written."""
+_LEAST_LENT = 8
+"""Adjacent memory of less than 1/N of PACK_BYTES is copied: a write of its own would cost more."""
 _BLOCK = 4096
 """No common file system requires a coarser alignment; one that does is written through the page cache."""
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
+
+_Bytes = npt.NDArray[np.uint8]
 
 
 class DirectFile:
@@ -37,10 +42,13 @@ class DirectFile:
     def __init__(self, fd: int, expected_bytes: int = 0) -> None:
         self._fd = fd
         self._at = 0
-        """Bytes written or being written."""
+        """Bytes written or being written, in whole blocks. Those in the pack follow, then the lent ones."""
         self._pack = _aligned_memory(PACK_BYTES)
         self._filled = 0
         self._other = _aligned_memory(PACK_BYTES)
+        self._lent = _Lent()
+        self._written = _Lent()
+        """Lent memory that is being written."""
         self._writing: Future[None] | None = None
         self._thread: ThreadPoolExecutor | None = None
         self.busy = BusyTime()
@@ -49,18 +57,28 @@ class DirectFile:
             _preallocate(fd, expected_bytes)
 
     def write(self, data: Buffer) -> None:
-        """Append; the caller may reuse the buffer afterwards."""
-        rest = np.frombuffer(data, np.uint8) if len(data) else np.empty(0, np.uint8)
-        while len(rest):
-            count = min(len(rest), PACK_BYTES - self._filled)
-            self._pack[self._filled : self._filled + count] = rest[:count]  # numpy copies without the GIL
-            self._filled += count
-            rest = rest[count:]
-            if self._filled == PACK_BYTES:
-                self._begin_to_write()
+        """Append. The caller may reuse the buffer afterwards; but read-only memory is lent, and must not change until
+        the file is finished or closed."""
+        if not len(data):
+            return
+        part = np.frombuffer(data, np.uint8)
+        if part.flags.writeable:
+            self._return_lent()
+            self._copy(part)
+            return
+        address = _address(part)
+        if self._lent.size and self._lent.end != address:
+            self._return_lent()
+        if not self._lent.size and (address - self._filled) % _BLOCK:
+            self._copy(part)
+            return
+        self._lent.add(part, address)
+        if self._lent.size >= PACK_BYTES:
+            self._write_lent()
 
     def finish(self) -> None:
         """Write the remaining bytes, release excess preallocation, and make the file durable."""
+        self._return_lent()
         size = self._at + self._filled
         padded = -(-self._filled // _BLOCK) * _BLOCK
         self._pack[self._filled : padded] = 0
@@ -80,18 +98,55 @@ class DirectFile:
         if fd >= 0:
             os.close(fd)
 
-    def _begin_to_write(self) -> None:
+    def _copy(self, rest: _Bytes) -> None:
+        """Append to the pack; nothing is lent."""
+        while len(rest):
+            count = min(len(rest), PACK_BYTES - self._filled)
+            self._pack[self._filled : self._filled + count] = rest[:count]  # numpy copies without the GIL
+            self._filled += count
+            rest = rest[count:]
+            if self._filled == PACK_BYTES:
+                self._write_pack()
+
+    def _return_lent(self) -> None:
+        """Write what is worth a write, and copy the rest."""
+        if not self._lent.size:
+            return
+        if self._lent.size * _LEAST_LENT >= PACK_BYTES:
+            self._write_lent()
+        rest, self._lent = self._lent, _Lent()
+        for part in rest.parts:
+            self._copy(part)
+
+    def _write_lent(self) -> None:
+        """Write the whole blocks of the lent memory. Bytes before the first one complete the pack."""
+        head, self._lent = self._lent.split(-self._filled % _BLOCK)
+        for part in head.parts:
+            self._copy(part)
+        self._write_pack()
+        whole, self._lent = self._lent.split(self._lent.size // _BLOCK * _BLOCK)
+        self._begin_to_write(whole.memory)
+        self._written = whole
+
+    def _write_pack(self) -> None:
+        """Write the pack, which holds whole blocks."""
+        if self._filled:
+            self._begin_to_write(self._pack.data[: self._filled])
+            self._pack, self._other, self._filled = self._other, self._pack, 0
+
+    def _begin_to_write(self, memory: memoryview) -> None:
+        """Write in the background, after the write before."""
         self._wait()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-disk")
-        self._writing = self._thread.submit(self._write_at, self._pack.data, self._at)
-        self._at += PACK_BYTES
-        self._pack, self._other, self._filled = self._other, self._pack, 0
+        self._writing = self._thread.submit(self._write_at, memory, self._at)
+        self._at += len(memory)
 
     def _wait(self) -> None:
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
+        self._written = _Lent()
 
     def _write_at(self, rest: memoryview, offset: int) -> None:
         while len(rest):
@@ -107,6 +162,42 @@ class DirectFile:
                 continue
             offset += count
             rest = rest[count:]
+
+
+class _Lent:
+    """Adjacent memory of the caller, in parts."""
+
+    def __init__(self) -> None:
+        self.parts: list[_Bytes] = []
+        self.size = 0
+        self.end = 0
+        """The address behind the last part."""
+
+    def add(self, part: _Bytes, address: int) -> None:
+        """Add memory that adjoins, and where it begins."""
+        self.parts.append(part)
+        self.size += len(part)
+        self.end = address + len(part)
+
+    def split(self, size: int) -> tuple[_Lent, _Lent]:
+        """The first bytes, and the rest."""
+        first, rest = _Lent(), _Lent()
+        for part in self.parts:
+            count = min(len(part), size - first.size)
+            if count:
+                first.add(part[:count], _address(part))
+            if count < len(part):
+                rest.add(part[count:], _address(part) + count)
+        return first, rest
+
+    @property
+    def memory(self) -> memoryview:
+        """All of it at once; it does not keep the parts."""
+        return memoryview((ctypes.c_char * self.size).from_address(self.end - self.size)).cast("B")
+
+
+def _address(data: _Bytes) -> int:
+    return int(data.__array_interface__["data"][0])
 
 
 def _set_direct(fd: int, on: bool) -> bool:
@@ -128,7 +219,7 @@ def _preallocate(fd: int, num_bytes: int) -> None:
         fallocate(fd, 0, 0, num_bytes)
 
 
-def _aligned_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
+def _aligned_memory(num_bytes: int) -> _Bytes:
     """Page-aligned memory; private, so that the kernel may use huge pages, which halve all costs."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from ckptstore.commits.leases import active_leases, take_lease
 from ckptstore.commits.references import referenced_attempts
 from ckptstore.format.documents import Outcome
 from ckptstore.format.parsing import parse_sealed
+from ckptstore.format.shards import CHUNK_BYTES
 from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
@@ -82,6 +83,19 @@ def test_progress_then_release_then_commit(store: Store, attempt: NewAttempt) ->
     outcome = parse_sealed(done.outcome.encode(), Outcome, "report")
     assert outcome.attempt == str(stored(attempt))
     assert verify(StoreSource(store), StoreSource(store).latest("r")).ok
+
+
+def test_small_chunks_are_not_reported_one_by_one(store: Store, attempt: NewAttempt) -> None:
+    count = 30_000
+    rows = [
+        SliceRow(f"model/{number}", "float32", (count,), (0, count), 4 * count * number)
+        for number in range(COUNT // count)
+    ]
+    trees: dict[str, Any] = {"model": {str(n): {"$": "tensor", "name": f"model/{n}"} for n in range(len(rows))}}
+    reports = run(store, setup(store), [replace(job(attempt), slices=rows, trees=trees)])
+    done = [report.done_bytes for report in reports if isinstance(report, SaveProgress)]
+    assert done[-1] == len(RAW)
+    assert len(done) <= 2 + len(RAW) // CHUNK_BYTES
 
 
 def test_rank_zero_commits_when_the_last_receipt_is_there(store: Store, attempt: NewAttempt) -> None:

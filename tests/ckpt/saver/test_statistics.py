@@ -64,6 +64,23 @@ def test_all_bit_patterns_in_slices_of_all_sizes(dtype: str) -> None:
             check_moments(table, row, numbers[begin:end])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
+@pytest.mark.parametrize("cuts", [1, 3, 8])
+def test_the_chunks_of_a_slice_share_its_sample(dtype: str, cuts: int) -> None:
+    numbers = torch.randn(1 << 18, generator=torch.Generator().manual_seed(cuts)) * 1000
+    raw = numbers.to(getattr(torch, dtype)).view(torch.uint8).numpy().data
+    size = len(raw) // cuts // 64 * 64
+    chunks = []
+    for at in range(0, cuts * size, size):
+        part, sizes = raw[at : at + size], (size // ITEM_BYTES[dtype],)
+        extremes = chunk_extremes(dtype, sizes, of=len(numbers))
+        encode("raw", part, 1, extremes)
+        chunks.append(sample_chunk(dtype, part, sizes, extremes, of=len(numbers)))
+    table = merge(tabulate(dtype, chunks), np.zeros(cuts, np.int64), 1)
+    assert WHOLE - 32 * cuts <= table.sampled[0] <= WHOLE
+    assert table.rms[0] == pytest.approx(1000, rel=0.12)
+
+
 def check_moments(table: Table, row: int, numbers: Any) -> None:
     finite = numbers[np.isfinite(numbers)]
     assert table.sampled[row] == len(numbers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import random
 import signal
@@ -15,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ckptstore.commits.catalog import list_checkpoints
@@ -92,6 +94,66 @@ def test_large_files_go_past_the_page_cache(store: Store, monkeypatch: pytest.Mo
     if not all(was_direct for was_direct, _, _ in seen):
         pytest.skip("this file system takes no direct I/O")
     assert set(seen) == {(True, 0, 0)}
+
+
+def memory_of(data: bytes, spare: int = 0) -> memoryview:
+    """A copy of data in memory of its own, so many bytes after the beginning of a page."""
+    memory = mmap.mmap(-1, spare + len(data))
+    memory[spare:] = data
+    return memoryview(memory)[spare:]
+
+
+def test_memory_that_stays_is_written_from_where_it_lies(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = []
+    copy = direct.DirectFile._copy
+
+    def watch(file: direct.DirectFile, data: Any) -> None:
+        copied.append(len(data))
+        copy(file, data)
+
+    monkeypatch.setattr(direct.DirectFile, "_copy", watch)
+    data = random.Random(1).randbytes(9 * PACK + 17)
+    memory, reused = memory_of(data[5000:], 5000 % 4096).toreadonly(), bytearray(data[:5000])
+    with store.open_writer("run/shard", len(data)) as writer:
+        writer.write(reused)
+        reused[:] = bytes(5000)
+        for at in range(0, len(memory), 3001):
+            writer.write(memory[at : at + 3001])
+    assert store.get("run/shard") == data
+    assert sum(copied) < 5000 + 2 * 4096, "the bytes before the first whole block, and after the last one"
+
+
+def write_in_parts(store: Store, chance: random.Random) -> None:
+    """Parts of several kinds: some adjoin, some are aligned as the file is, and some are reused at once."""
+    data = chance.randbytes(6 * PACK)
+    memories = [memory_of(data), memory_of(data), memory_of(data, chance.choice((512, 1000, 4096)))]
+    at = 0
+    with store.open_writer("run/shard") as writer:
+        while at < len(data):
+            size = chance.choice((1, 17, 4096, 5000, PACK // 8, PACK, 2 * PACK + 1))
+            part = memories[chance.choice((0, 0, 0, 1, 2))][at : at + size]
+            stays = chance.random() < 0.8
+            writer.write(part.toreadonly() if stays else part)
+            at += len(part)
+            if not stays:
+                part[:] = bytes(len(part))
+    assert store.get("run/shard") == data
+    store.delete_many(["run/shard"])
+
+
+def test_lent_and_copied_memory_in_any_order(memory_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unaligned: list[int] = []
+
+    def watch(write: Write, fd: int, data: Any, offset: int) -> int:
+        address = np.frombuffer(data, np.uint8).ctypes.data if len(data) else 0
+        unaligned.extend(number for number in (address, offset, len(data)) if number % 4096)
+        return write(fd, data, offset)
+
+    instead_of_writes(monkeypatch, watch)
+    store, chance = open_store(str(memory_folder)), random.Random(5)
+    for _ in range(60):
+        write_in_parts(store, chance)
+    assert not unaligned
 
 
 @pytest.mark.parametrize("refuse", ["when asked", "at the first write", "later"])
