@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,16 +17,14 @@ from typing import Any, TypeVar, cast
 import msgspec
 from xxhash import xxh3_64_hexdigest, xxh3_128_digest
 
-from ckpt.capture.ownership import Ownership, Unit, Units, agree
 from ckpt.config import Group
 from ckpt.lazily import torch, torch_loaded
 from ckpt.ranks import waiting
+from ckpt.ranks.asking import answer_within
 from ckpt.ranks.jax_store import JaxStore, jax_job
 from ckpt.ranks.joining import Guest, Host, prefixed
 from ckpt.ranks.waiting import CollectiveWatch, absent, log_wait
-from ckptstore.clock import system_clock
-from ckptstore.errors import CkptError, InvalidRequest, RankLost, SaveFailed, error_from_code
-from ckptstore.names import new_ulid
+from ckptstore.errors import InvalidRequest, RankLost
 from ckptstore.retry import pauses
 
 _FIRST_POLL_S = 0.001
@@ -100,26 +97,35 @@ class World:
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value (JSON types and bytes), on every rank, by rank. Raises RankLost."""
+        found: list[Any] = self.decide(value, _itself)
+        return found
+
+    def decide(self, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        """What rank 0 makes of every rank's value, on every rank: one meeting instead of a gather and a broadcast.
+
+        value, and what `decide` returns: JSON types and bytes. decide: called on rank 0 only, while the others wait; it
+        must not raise, and sends heartbeats if it takes long. Raises RankLost.
+        """
         if self.size == 1:
-            return [value]
+            return decide([value])
         key = self._next_key()
         keys = [f"{key}/{rank}" for rank in range(self.size)]
         self._set(keys[self.rank], [value])
         wait = _Wait(keys)
-        if self.rank == 0:
-            try:
-                found = [self._get(keys[rank], rank, wait)[0] for rank in range(self.size)]
-            except RankLost as error:
-                self._set(key, [None, error.message, error.hint])
-                if self._meetings.host is not None:
-                    self._meetings.host.close()
-                # The store may end with this process: first let the other ranks read which rank is lost.
-                time.sleep(2 * _LONGEST_POLL_S)
-                raise
-            self._set(key, [found])
-            self._forget(key)
-            return found
-        return list(self._answer(key, wait))
+        if self.rank:
+            return self._answer(key, wait)
+        try:
+            self._wait_for(dict(enumerate(keys)), wait)
+        except RankLost as error:
+            self._set(key, [None, error.message, error.hint])
+            if self._meetings.host is not None:
+                self._meetings.host.close()
+            # The store may end with this process: first let the other ranks read which rank is lost.
+            time.sleep(2 * _LONGEST_POLL_S)
+            raise
+        decided = decide([msgspec.msgpack.decode(data)[0] for data in self._ask(_get_all, self._store, keys)])
+        self._ask(_set_and_delete, self._store, key, msgspec.msgpack.encode([decided]), self._read_answers(keys))
+        return decided
 
     def gather_alike(self, value: bytes) -> dict[bytes, tuple[int, ...]]:
         """The distinct values of all ranks, each with its ranks; an equal value is sent once. Raises RankLost."""
@@ -230,12 +236,12 @@ class World:
             self._meetings.answers.append(key)
         return key
 
-    def _forget(self, key: str) -> None:
-        """All ranks have reached meeting `key`: delete its values, and the earlier answers, which all have read."""
+    def _read_answers(self, keys: Sequence[str]) -> list[str]:
+        """All ranks have reached this meeting: its values, and the earlier answers, can be deleted, for all have read
+        them."""
         *read, last = self._meetings.answers
         self._meetings.answers = [last]
-        for name in (*read, *(f"{key}/{rank}" for rank in range(self.size))):
-            self._ask(self._store.delete_key, name)
+        return [*read, *keys]
 
     def _set(self, key: str, value: Any) -> None:
         self._ask(self._store.set, key, msgspec.msgpack.encode(value))
@@ -244,28 +250,41 @@ class World:
         return bool(self._ask(self._store.check, list(keys)))
 
     def _answer(self, key: str, wait: _Wait) -> Any:
-        answer = self._get(key, 0, wait)
+        self._wait_for({0: key}, wait)
+        answer = msgspec.msgpack.decode(bytes(self._ask(self._store.get, key)))
         if len(answer) == 3:
             raise RankLost(answer[1], answer[2])
         return answer[0]
 
-    def _get(self, key: str, rank: int, wait: _Wait) -> Any:
-        """Wait for the value that `rank` sets. Raises RankLost if the rank sends no heartbeat meanwhile."""
-        last_beat, deadline = b"", time.monotonic() + self._silence_s
+    def _wait_for(self, keys: Mapping[int, str], wait: _Wait) -> None:
+        """Wait for the keys that ranks set. Raises RankLost if one that has not sends no heartbeat meanwhile."""
+        beats: dict[int, tuple[bytes, float]] = {}
+        look = time.monotonic() + self._beat_s / 2
         waits = pauses(_FIRST_POLL_S, _LONGEST_POLL_S, factor=1.5, jitter=False)
         # Store.wait would print a warning at each timeout.
-        while not self._exist(key):
+        while not self._exist(*keys.values()):
             self.beat()
-            beat = self._beat_of(rank)
-            if beat != last_beat:
-                last_beat, deadline = beat, time.monotonic() + self._silence_s
-            if time.monotonic() > deadline:
-                raise self._silent(rank)
-            if not wait.logged and time.monotonic() > wait.since + waiting.NOTICE_S:
+            now = time.monotonic()
+            if now >= look:
+                look = now + self._beat_s / 2
+                self._check_beats(keys, beats, wait.since)
+            if not wait.logged and now > wait.since + waiting.NOTICE_S:
                 wait.logged = True
                 self._log_wait(wait)
             time.sleep(next(waits))
-        return msgspec.msgpack.decode(bytes(self._ask(self._store.get, key)))
+
+    def _check_beats(self, keys: Mapping[int, str], beats: dict[int, tuple[bytes, float]], since: float) -> None:
+        """Raise RankLost if the beat of a rank that has not set its key has not changed for too long.
+
+        beats: the last one of each rank, and when it was new.
+        """
+        ranks = list(keys)
+        for rank in (ranks[i] for i in absent(self._exist, list(keys.values()))):
+            beat, now = self._beat_of(rank), time.monotonic()
+            last, new_at = beats.get(rank, (beat, since))
+            beats[rank] = beat, new_at if beat == last else now
+            if now > beats[rank][1] + self._silence_s:
+                raise self._silent(rank)
 
     def _log_wait(self, wait: _Wait) -> None:
         if awaited := absent(self._exist, wait.keys):
@@ -277,15 +296,27 @@ class World:
 
     def _ask(self, call: Callable[..., _T], *arguments: Any) -> _T:
         """The store's answer. Raises RankLost if the store is gone or does not answer: its calls have no timeout."""
-        answer: Future[_T] = Future()
-        threading.Thread(target=_call, args=(answer, call, *arguments), name="ckpt-meeting", daemon=True).start()
         try:
-            return answer.result(self._silence_s)
+            return answer_within(self._silence_s, call, *arguments)
         except _network_errors() as error:
             raise RankLost(
                 f"{self.names(self.rank)} lost the store of its process group: {str(error) or 'no answer'}",
                 "The process that hosts it (rank 0 of the job, or torchrun's agent) is gone or hangs; restart the job",
             ) from error
+
+
+def _get_all(store: Any, keys: Sequence[str]) -> list[bytes]:
+    return [bytes(store.get(key)) for key in keys]
+
+
+def _set_and_delete(store: Any, key: str, value: bytes, deleted: Sequence[str]) -> None:
+    store.set(key, value)
+    for name in deleted:
+        store.delete_key(name)
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def is_grouped() -> bool:
@@ -343,49 +374,3 @@ def _members(group: Group, own: int, everyone: int) -> tuple[int, ...]:
             "Make the Checkpointer only on the ranks of the group",
         )
     return members
-
-
-def _call(answer: Future[_T], call: Callable[..., _T], *arguments: Any) -> None:
-    try:
-        answer.set_result(call(*arguments))
-    except Exception as error:
-        answer.set_exception(error)
-
-
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """What all ranks of a job agreed on; equal on each, except for the view in `ownership`."""
-
-    session: str
-    """A ULID, from which the attempts of all saves are derived."""
-    ownership: Ownership
-    different_buffers: tuple[str, ...]
-    """Buffers that are not equal on all ranks; the first holder's are kept."""
-
-
-def meet(world: World, describe: Callable[[], dict[str, Unit]], split_replicas: bool) -> Agreement:
-    """Exchange the units that every rank holds, and agree on their owners. A collective of all ranks.
-
-    Each distinct list of units is sent once, even if several ranks hold it. Raises the first rank's error from
-    `describe`, on every rank; UnsupportedObject; RankLost.
-    """
-    try:
-        units = describe()
-    except Exception as error:  # of any type: the other ranks wait for an answer
-        failure = error if isinstance(error, CkptError) else SaveFailed(f"cannot describe its state: {error!r}")
-        world.gather([failure.code, failure.message, failure.hint])
-        raise
-    packed = msgspec.msgpack.encode({name: msgspec.structs.replace(u, boxes=()) for name, u in units.items()})
-    said = world.gather([new_ulid(system_clock())])
-    for rank, answer in enumerate(said):
-        if len(answer) == 3:
-            code, message, hint = answer
-            raise error_from_code(code, f"rank {world.members[rank]}: {message}", hint)
-    held: list[Units] = [units] * world.size
-    for data, ranks in world.gather_alike(packed).items():
-        theirs = msgspec.msgpack.decode(data, type=dict[str, Unit])
-        for rank in ranks:
-            if rank != world.rank:
-                held[rank] = theirs
-    ownership, different = agree(world.rank, held, split_replicas, None if world.whole else world.members)
-    return Agreement(said[0][0], ownership, tuple(different))

@@ -49,7 +49,7 @@ class Fetcher:
         self._prefetch = prefetch.of(checkpoint) if prefetch is not None else None
         self._config = config
         self._world = world
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
         self._share = how_to_share(config, world.size, is_grouped(), near)
         self._past_caches = False
         self._manifest: Future[bytes] | None = None
@@ -66,6 +66,11 @@ class Fetcher:
         self.read: Counter[str] = Counter()
         """Raw bytes that this rank placed, by the name of the source; `store` is the last one."""
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether ranks exchange what they read, so that `manifest` is a collective."""
+        return self._share == "broadcast"
+
     @contextmanager
     def reading_ahead(self) -> Iterator[None]:
         """The manifest is on its way while something else is waited for in the block."""
@@ -76,21 +81,21 @@ class Fetcher:
 
     def protect(self, leases: list[str]) -> None:
         """Rank 0 takes a lease, and appends it to `leases` so that the caller can release it after an error."""
-        if self._checkpoint.state is State.CORRUPT:
-            raise CorruptObject(self._checkpoint.problem)
+        if self.checkpoint.state is State.CORRUPT:
+            raise CorruptObject(self.checkpoint.problem)
         lease = self._prefetch.hand_over_lease() if self._prefetch is not None else None
         if lease is None and self._world.rank == 0:
-            lease = take_lease(self._source, self._checkpoint)
+            lease = take_lease(self._source, self.checkpoint)
         if lease is not None:
             leases.append(lease)
 
     def manifest(self) -> Manifest:
         """The checked manifest. Raises Damaged, ObjectMissing, Unavailable or RankLost."""
         if self._share != "broadcast":
-            return check_manifest_data(self._checkpoint, self._manifest_data())
+            return check_manifest_data(self.checkpoint, self._manifest_data())
         from ckpt.restoring.sharing import share_bytes  # loads torch
 
-        return check_manifest_data(self._checkpoint, share_bytes(self._world, self._manifest_data))
+        return check_manifest_data(self.checkpoint, share_bytes(self._world, self._manifest_data))
 
     def _shards(self, source: ShardSource) -> ShardSource:
         """The source, behind what was read ahead."""
@@ -101,12 +106,12 @@ class Fetcher:
         """The memory of this host, if a saver still keeps the checkpoint there."""
         if self._prefetch is not None and self._prefetch.memory is not None:
             return [self._prefetch.memory]
-        found = attach(self._config.store, self._checkpoint) if self._config.store is not None else None
+        found = attach(self._config.store, self.checkpoint) if self._config.store is not None else None
         return [found] if found is not None else []
 
     def _read_manifest(self) -> bytes:
         held = self._prefetch.manifest_data() if self._prefetch is not None else b""
-        return held or self._source.manifest_data(self._checkpoint)
+        return held or self._source.manifest_data(self.checkpoint)
 
     def _manifest_data(self) -> bytes:
         if self._manifest is not None:
@@ -134,12 +139,12 @@ class Fetcher:
 
             local = isinstance(self._last, StoreSource) and self._last.store.url.startswith(LOCAL_SCHEMES)
             fetch_shared(
-                self._world, self._shards(self._last), self._checkpoint, content, reads, buffers, progress, local
+                self._world, self._shards(self._last), self.checkpoint, content, reads, buffers, progress, local
             )
         elif self._share == "daemon":
             self._fetch_cached(reads, buffers, progress)
         else:
-            fetch(self._shards(self._last), self._checkpoint, reads, buffers, progress)
+            fetch(self._shards(self._last), self.checkpoint, reads, buffers, progress)
 
     def _fetch_cached(self, reads: Sequence[ShardRead], buffers: Buffers, progress: Callable[[int], None]) -> None:
         assert self._config.daemon is not None
@@ -147,12 +152,12 @@ class Fetcher:
             with closing(DaemonClient(self._config.daemon, self._config.token)) as daemon:
                 if self._past_caches:
                     daemon.read_past_caches()
-                fetch(self._shards(daemon), self._checkpoint, reads, buffers, progress)
+                fetch(self._shards(daemon), self.checkpoint, reads, buffers, progress)
         except DaemonUnavailable as error:
             if self._config.read_only:
                 raise
             logger.warning("reading straight from the store: %s", error)
-            fetch(self._shards(self._last), self._checkpoint, reads, buffers, progress)
+            fetch(self._shards(self._last), self.checkpoint, reads, buffers, progress)
 
 
 def is_near(source: Source) -> bool:

@@ -9,21 +9,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import msgspec
 
-from ckpt.capture.rng import derive_rng_state
-from ckpt.capture.train_state import Resumable, TrainState
+from ckpt.capture.train_state import TrainState
 from ckpt.capture.values import check_others
 from ckpt.config import Config
 from ckpt.ranks.world import World
 from ckpt.restoring.fetching import Fetcher, is_near
 from ckpt.restoring.jax_arrays import has_templates
-from ckpt.restoring.plan import RestorePlan, require_fit, require_refilled
-from ckpt.restoring.planning import plan_restore
+from ckpt.restoring.plan import Fit, RestorePlan
 from ckpt.restoring.prefetching import Prefetch
-from ckpt.restoring.ranks import RankState, share_out
+from ckpt.restoring.preparing import PreparedRestore
+from ckpt.restoring.ranks import RankState
 from ckpt.restoring.resolve import (
     candidates,
     newest_far_generation,
@@ -33,33 +32,24 @@ from ckpt.restoring.resolve import (
     wait_for_orphan_saver,
 )
 from ckpt.restoring.session import RestoreSession
+from ckpt.restoring.together import TRY_NEXT, Together
 from ckptapi.bodies import CheckpointBody, Phase
 from ckptstore import human
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import (
-    CkptError,
     CorruptObject,
-    NoCheckpoint,
-    ObjectMissing,
-    RankLost,
-    RestoreFailed,
     StateMismatch,
-    error_from_code,
 )
-from ckptstore.format.documents import JSON, Manifest
-from ckptstore.format.planning import ShardRead, plan_reads
 from ckptstore.names import Reference, new_ulid
-from ckptstore.reading.source import Source, read_all_local, read_local
+from ckptstore.reading.source import Source
 
 logger = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
 _MIXTURE = (
     "The objects given to restore may hold a mixture of checkpoints and must not be trained on: build them again, and "
     "restore a checkpoint that fits them"
 )
-_TRY_NEXT = (CorruptObject, ObjectMissing, NoCheckpoint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +137,8 @@ class Restorer:
         """The newest generation of the far store, if there is a near one. Equal on all ranks; set by `restore`."""
         self._rng = True
         self._near = False  # the store is on this host, for all ranks
+        self._key = ""  # of the session at the daemon
+        self._together = Together(world)
         self._begun: list[str] = []
         """Ids of the checkpoints whose bytes may have been placed."""
         self._overwritten: set[str] = set()
@@ -159,19 +151,21 @@ class Restorer:
         """
         started = time.perf_counter()
         self._rng = rng
-        self.trains, self._near = self._begin(state)
         found = candidates(self._source, self._config, reference) if self._world.rank == 0 else iter(())
         skipped: list[tuple[str, str]] = []
-        while (checkpoint := self._next(found)) is not None:
+        candidate = self._begin(state, found)
+        while candidate is not None:
+            checkpoint = candidate.checkpoint()
             try:
                 plan, rank_state, lease = self._try(state, checkpoint, strict)
-            except _TRY_NEXT as error:
+            except TRY_NEXT as error:
                 if self._world.rank == 0:
                     note_damage(self._source, checkpoint, error, lambda _: self._world.beat())
                 if reference.step is not None:
                     raise
                 logger.error("cannot restore %s: %s; trying the checkpoint before it", checkpoint.id, error)
                 skipped.append((checkpoint.id, str(error)))
+                candidate = self._candidate(self._together.choose(partial(self._next, found)))
                 continue
             except StateMismatch as error:
                 if not self._begun:
@@ -203,35 +197,31 @@ class Restorer:
             _MIXTURE,
         )
 
-    def _begin(self, state: TrainState) -> tuple[bool, bool]:
-        """Wait for orphaned savers on all hosts. Returns whether any rank restores training state, and whether the
-        store is on the host of each rank: then it is the same host.
+    def _begin(self, state: TrainState, found: Iterator[Checkpoint]) -> CheckpointBody | None:
+        """Wait for orphaned savers on all hosts. Then rank 0 chooses the first candidate.
 
         Raises UnsupportedObject for an extra that a later save would refuse.
         """
 
-        def work() -> tuple[bool, bool]:
-            if not self._config.read_only:
-                check_others(state)
-            wait_for_orphan_saver(self._config)
+        def report() -> tuple[bool, bool]:
             arrays = not state.modules and any(map(has_templates, state.others.values()))
             return bool(state.optimizers) or arrays, is_near(self._source)
 
-        _, answers = self._together(work, report=_itself)
-        return any(trains for trains, _ in answers), all(near for _, near in answers)
+        checks = () if self._config.read_only else (partial(check_others, state),)
+        steps = (*checks, partial(wait_for_orphan_saver, self._config))
+        answers, chosen = self._together.do_and_choose(steps, report, partial(self._next, found))
+        self.trains, self._near = any(trains for trains, _ in answers), all(near for _, near in answers)
+        return self._candidate(chosen)
 
-    def _next(self, found: Iterator[Checkpoint]) -> Checkpoint | None:
-        """Rank 0's next candidate, or its error, on all ranks."""
+    def _next(self, found: Iterator[Checkpoint]) -> Any:
+        """Rank 0's next candidate, the newest generation that it has seen, and a name for a session at the daemon."""
+        checkpoint = next(found, None)
+        body = None if checkpoint is None else msgspec.to_builtins(CheckpointBody.of(checkpoint))
+        return body, newest_far_generation(self._source, self._config, checkpoint), new_ulid(system_clock())
 
-        def next_candidate() -> Any:
-            checkpoint = next(found, None)
-            body = None if checkpoint is None else msgspec.to_builtins(CheckpointBody.of(checkpoint))
-            seen = newest_far_generation(self._source, self._config, checkpoint) if self._world.rank == 0 else 0
-            return body, seen
-
-        _, answers = self._together(next_candidate, report=_itself)
-        body, self.seen = answers[0]
-        return None if body is None else msgspec.convert(body, CheckpointBody).checkpoint()
+    def _candidate(self, chosen: Any) -> CheckpointBody | None:
+        body, self.seen, self._key = chosen
+        return None if body is None else msgspec.convert(body, CheckpointBody)
 
     def _try(
         self, state: TrainState, checkpoint: Checkpoint, strict: bool
@@ -240,104 +230,72 @@ class Restorer:
         session = RestoreSession(self._config, self._world.rank, self._world.size)
         leases: list[str] = []
         try:
-            self._join(session, checkpoint)
             fetcher = Fetcher(self._source, self._config, self._world, checkpoint, self._prefetch, self._near)
             with fetcher.reading_ahead():
-                self._together(partial(fetcher.protect, leases))
-            manifest, _ = self._together(fetcher.manifest)
-            rank_state = self._rank_state(state, checkpoint, manifest, strict)
-            plan = self._plan(state, manifest, rank_state, strict)
+                prepared = self._prepare(state, fetcher, session, leases, strict)
+            plan = prepared.plan
             self._begun.append(checkpoint.id)
             self._overwritten |= plan.overwritten
-            self._fetch(fetcher, manifest, plan, session)
-            self._together(partial(self._place, plan, session))
+            self._fetch(fetcher, prepared, session)
+            self._together.do(partial(self._place, plan, session))
             session.finish()
         except BaseException as error:
             session.fail(error)
             for lease in leases:
                 release_lease(self._source, checkpoint.run, lease)
             raise
-        return plan, rank_state, leases[0] if leases else None
+        return plan, prepared.rank_state, leases[0] if leases else None
 
-    def _join(self, session: RestoreSession, checkpoint: Checkpoint) -> None:
-        """Join a restore session of the daemon, if all ranks can."""
-        if self._config.daemon is None:
-            return
-        key = self._world.broadcast(new_ulid(system_clock()))
-        _, joined = self._together(partial(session.join, checkpoint, key), report=_itself)
-        if not all(joined):
+    def _prepare(
+        self, state: TrainState, fetcher: Fetcher, session: RestoreSession, leases: list[str], strict: bool
+    ) -> PreparedRestore:
+        """Take a lease, read the documents and plan; changes nothing live. One meeting, or two: under another world
+        size, rank 0 reads the items of all ranks and shares them out.
+
+        Raises StateMismatch if the checkpoint does not fit the objects of every rank.
+        """
+        world, prepared = self._world, PreparedRestore(self._source, fetcher, state, self._rng)
+        steps: list[Callable[[], object]] = [partial(session.join, fetcher.checkpoint, self._key)]
+        steps += [partial(fetcher.protect, leases)]
+        if fetcher.exchanges:
+            self._together.do(*steps)  # the manifest is read in a collective
+            steps = []
+        steps += [prepared.read_manifest, partial(prepared.read_items, world), prepared.plan_reads]
+        reports = self._together.do(*steps, report=lambda: (session.joined, prepared.states, self._fit(prepared)))
+        if not all(joined for joined, *_ in reports):
             session.fail(RuntimeError("not all ranks could join"))
+        if prepared.manifest.world_size == world.size:
+            fits = [fit for *_, fit in reports]
+        else:
+            share = partial(prepared.share_out, reports[0][1], world, strict)
+            fits = self._together.do(share, prepared.plan_reads, report=partial(self._fit, prepared))
+        prepared.require(fits, strict)
+        return prepared
 
-    def _rank_state(self, state: TrainState, checkpoint: Checkpoint, manifest: Manifest, strict: bool) -> RankState:
-        """The items of this rank. Under another world size rank 0 reads all items, for every rank."""
-        world = self._world
-        if manifest.world_size == world.size:
-            local, _ = self._together(partial(read_local, self._source, checkpoint, manifest, world.rank))
-            return RankState(local)
+    def _fit(self, prepared: PreparedRestore) -> Fit | None:
+        return prepared.fit(self._overwritten)
 
-        def read() -> list[dict[str, JSON]]:
-            return read_all_local(self._source, checkpoint, manifest) if world.rank == 0 else []
-
-        _, states = self._together(read, report=_itself)
-        others = state.others_among(states[0][0])
-        share = partial(share_out, states[0], world.rank, world.size, others, strict)
-        rank_state, _ = self._together(share)
-        if world.rank == 0:
-            for note in rank_state.notes:
-                logger.warning("%s: %s", checkpoint.id, note)
-        return rank_state
-
-    def _plan(self, state: TrainState, manifest: Manifest, rank_state: RankState, strict: bool) -> RestorePlan:
-        def work() -> RestorePlan:
-            plan = plan_restore(manifest.content, rank_state.items, state)
-            for item, trees in rank_state.redistributed.items():
-                states = [plan.destinations.decode(tree, item) for tree in trees]
-                if isinstance(state.others[item], Resumable):
-                    state.others[item].check_state_dicts(states)
-                plan.finish.append(partial(state.others[item].load_state_dicts, states))
-                plan.missing.remove(item)
-            if rank_state.seed is not None:
-                plan.restore_rng = partial(derive_rng_state, rank_state.seed)
-            if self._rng:
-                plan.finish.append(partial(_restore_rng, state, plan))
-            return plan
-
-        plan, unexpected = self._together(work, report=lambda plan: plan.unexpected)
-        # Entries without a destination here may belong to another pipeline stage.
-        plan.unexpected = sorted(set[str].intersection(*map(set, unexpected)))
-
-        def check() -> None:
-            require_fit(plan, strict)
-            require_refilled(plan, self._overwritten)
-
-        self._together(check)
-        return plan
-
-    def _fetch(self, fetcher: Fetcher, manifest: Manifest, plan: RestorePlan, session: RestoreSession) -> None:
+    def _fetch(self, fetcher: Fetcher, prepared: PreparedRestore, session: RestoreSession) -> None:
         def progress(num_bytes: int) -> None:
             self._world.beat()
             session.progress(num_bytes)
 
-        def plan_and_allocate() -> list[ShardRead]:
-            plan.destinations.allocate()
-            return plan_reads(manifest.content, plan.destinations.wants())
-
-        reads, _ = self._together(plan_and_allocate)
+        content, plan, reads = prepared.manifest.content, prepared.plan, prepared.reads
         total = sum(chunk.raw for read in reads for chunk in read.chunks)
 
         def fetch() -> None:
             with plan.destinations.receiving(reads) as buffers:
-                fetcher.fetch(manifest.content, reads, buffers, progress)
+                fetcher.fetch(content, reads, buffers, progress)
 
         session.enter(Phase.FETCHING, total)
         try:
-            self._together(fetch)
+            self._together.do(fetch)
         except CorruptObject as error:
             if not fetcher.read_past_caches():
                 raise
             logger.warning("reading again, bypassing the daemon's cache: %s", error)
             session.enter(Phase.FETCHING, total)
-            self._together(fetch)
+            self._together.do(fetch)
         plan.read = dict(fetcher.read)
 
     def _place(self, plan: RestorePlan, session: RestoreSession) -> None:
@@ -346,54 +304,3 @@ class Restorer:
         for step in plan.finish:
             step()
         plan.finish.clear()  # they hold the plan, which holds them
-
-    def _together(self, work: Callable[[], _T], report: Callable[[_T], Any] | None = None) -> tuple[_T, list[Any]]:
-        """Run `work` on all ranks, and gather `report` of every rank's result. Raises one rank's error on all ranks.
-
-        If several ranks fail, an error that another checkpoint would not cure takes precedence.
-        """
-        error: CkptError | None = None
-        result: _T | None = None
-        reported = None
-        try:
-            result = work()
-            reported = report(result) if report is not None else None
-        except RankLost:
-            raise
-        except CkptError as caught:
-            error = caught
-        except Exception as caught:
-            # The other ranks must not wait for a rank that will never answer.
-            error = RestoreFailed(f"rank {self._world.global_rank} cannot restore: {caught!r}")
-            error.__cause__ = caught
-        answers = self._world.gather(
-            [reported] if error is None else [error.code, error.message, error.hint, error.chunks]
-        )
-        errors = [
-            error if rank == self._world.rank and error is not None else _error_of_rank(*answer)
-            for rank, answer in enumerate(answers)
-            if len(answer) > 1
-        ]
-        if errors:
-            raise min(errors, key=lambda found: isinstance(found, _TRY_NEXT))
-        return cast(_T, result), [answer[0] for answer in answers]
-
-
-def _restore_rng(state: TrainState, plan: RestorePlan) -> None:
-    """Put random state back: now, and where a loader is in mid-epoch again when it has reached its position."""
-    if plan.restore_rng is None:
-        return
-    plan.restore_rng()
-    for value in state.others.values():
-        if isinstance(value, Resumable):
-            value.restore_rng_at_position(plan.restore_rng)
-
-
-def _error_of_rank(code: str, message: str, hint: str, chunks: list[tuple[str, int]]) -> CkptError:
-    error = error_from_code(code, message, hint)
-    error.chunks = tuple((shard, index) for shard, index in chunks)
-    return error
-
-
-def _itself(value: Any) -> Any:
-    return value

@@ -5,9 +5,9 @@ Steps that must follow the placement of all bytes are collected in `finish`, to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt.restoring.host_destinations import HostDestinations
 from ckptstore.errors import StateMismatch
@@ -49,34 +49,64 @@ class RestorePlan:
         return item in trees
 
 
-def require_fit(plan: RestorePlan, strict: bool) -> None:
-    """Raise StateMismatch if the plan is refused, or if anything does not fit and `strict` is set."""
-    if strict:
-        _require_all(plan)
-    if plan.refused is not None:
-        raise plan.refused
+class Fit(NamedTuple):
+    """How a plan fits the objects of its rank; JSON types, because all ranks must know it. Names are shortened."""
+
+    unexpected: Sequence[str]
+    """All of them: other ranks may have a destination."""
+    missing: str
+    mismatched: str
+    items: str
+    refused: Sequence[str] | None
+    """Message and hint of `RestorePlan.refused`."""
+    left: str
+    """Live state that an earlier, failed plan overwrote and this one does not refill."""
 
 
-def require_refilled(plan: RestorePlan, overwritten: Collection[str]) -> None:
-    """Raise StateMismatch if the plan does not refill state that an earlier, failed plan overwrote."""
-    if left := sorted(set(overwritten) - plan.overwritten - set(plan.items)):
-        more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
-        raise StateMismatch(f"the checkpoint does not have {', '.join(left[:_SHOWN])}{more}")
+def fit(plan: RestorePlan, overwritten: Collection[str]) -> Fit:
+    """overwritten: what earlier plans that failed have overwritten on this rank."""
+    left = sorted(set(overwritten) - plan.overwritten - set(plan.items))
+    refused = None if plan.refused is None else (plan.refused.message, plan.refused.hint)
+    return Fit(
+        plan.unexpected, _names(plan.missing), _names(plan.mismatched), ", ".join(plan.items), refused, _names(left)
+    )
 
 
-def _require_all(plan: RestorePlan) -> None:
+def require_fits(fits: Iterable[Sequence[Any]], strict: bool) -> list[str]:
+    """What no rank has a destination for. fits: of all ranks. Equal on all ranks, and so is the error.
+
+    Raises StateMismatch if a plan is refused, if it does not refill what was overwritten, or if anything does not fit
+    and `strict` is set.
+    """
+    found = [Fit(*each) for each in fits]
+    unexpected = sorted(set[str].intersection(*(set(each.unexpected) for each in found)))
+    for each in found:
+        if strict:
+            _require_all(each, unexpected)
+        if each.refused is not None:
+            raise StateMismatch(*each.refused)
+        if each.left:
+            raise StateMismatch(f"the checkpoint does not have {each.left}")
+    return unexpected
+
+
+def _require_all(found: Fit, unexpected: Sequence[str]) -> None:
     problems = [
-        f"{what} {', '.join(found[:_SHOWN])}" + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
-        for what, found in (
-            ("not in the checkpoint:", plan.missing),
-            ("only in the checkpoint:", plan.unexpected),
-            ("different:", plan.mismatched),
+        f"{what} {names}"
+        for what, names in (
+            ("not in the checkpoint:", found.missing),
+            ("only in the checkpoint:", _names(unexpected)),
+            ("different:", found.mismatched),
         )
-        if found
+        if names
     ]
     if problems:
         raise StateMismatch(
             f"the checkpoint does not fit: {'; '.join(problems)}",
-            f"It holds {', '.join(plan.items)}. Build the objects as they were saved, or pass strict=False to "
-            "restore what fits; nothing was changed",
+            f"It holds {found.items}. Build the objects as they were saved, or pass strict=False to restore what fits; "
+            "nothing was changed",
         )
+
+
+def _names(found: Sequence[str]) -> str:
+    return ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")

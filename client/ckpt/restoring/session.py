@@ -38,9 +38,15 @@ class RestoreSession:
         self._stop = threading.Event()
         self._reporter = threading.Thread(target=self._report_often, name="ckpt-restore-session", daemon=True)
 
-    def join(self, checkpoint: Checkpoint, key: str) -> bool:
-        """Join the session `key`. Returns False, with a warning logged, if that fails."""
-        assert self._config.daemon is not None
+    @property
+    def joined(self) -> bool:
+        """Whether this rank takes part; also if there is no daemon to take part at."""
+        return self._client is not None or self._config.daemon is None
+
+    def join(self, checkpoint: Checkpoint, key: str) -> None:
+        """Join the session `key` at the daemon, if there is one. Logs a warning if that fails."""
+        if self._config.daemon is None:
+            return
         # If the daemon hangs, the other ranks must not take this one for lost.
         timeout = httpx.Timeout(min(60.0, self._config.peer_timeout_s / 6), connect=5.0)
         client = DaemonClient(self._config.daemon, self._config.token, timeout)
@@ -52,10 +58,9 @@ class RestoreSession:
         except CkptError as error:
             logger.warning("restoring without a session at the daemon: %s", error)
             client.close()
-            return False
+            return
         self._client, self._id = client, body.id
         self._reporter.start()
-        return True
 
     def enter(self, phase: Phase, total_bytes: int | None = None) -> None:
         """Set this rank's phase. total_bytes: the bytes it will fetch; resets the count of fetched bytes."""

@@ -287,10 +287,12 @@ def ask(store: str, run: str, question: Question) -> Iterator[tuple[Answer, Chan
     Never raises: a saver that does not answer is left out.
     """
     try:
-        paths = sorted(host_folder().glob(f"{host_path(store, run, '').name}*{_SUFFIX}"))
+        folder, prefix = host_folder(), host_path(store, run, "").name
+        # Path.glob matches the name of every file with a regular expression.
+        names = [name for name in os.listdir(folder) if name.startswith(prefix) and name.endswith(_SUFFIX)]
     except (CkptError, OSError):
         return
-    for path in paths:
+    for path in (folder / name for name in sorted(names)):
         try:
             with _connected(path) as channel:
                 channel.send(question)

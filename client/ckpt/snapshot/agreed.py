@@ -5,17 +5,22 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from ckpt.capture.leaves import Captured
-from ckpt.capture.ownership import Ownership, Unit
+from ckpt.capture.ownership import Ownership, Unit, Units
+from ckpt.capture.ownership import agree as assign
 from ckpt.capture.train_state import TrainState
 from ckpt.capture.values import capture_alone, check_others
 from ckpt.lazily import torch_loaded
-from ckpt.ranks.world import Agreement, World, meet
+from ckpt.ranks.world import World
 from ckpt.snapshot.stage import SnapshotLayout
-from ckptstore.errors import CkptError, InvalidRequest, error_from_code
+from ckptstore.clock import system_clock
+from ckptstore.errors import CkptError, InvalidRequest, SaveFailed, error_from_code
+from ckptstore.names import new_ulid
 
 if TYPE_CHECKING:
     from ckpt.capture.fingerprint import Capturer
@@ -23,6 +28,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What all ranks of a job agreed on; equal on each, except for the view in `ownership`."""
+
+    session: str
+    """A ULID, from which the attempts of all saves are derived."""
+    ownership: Ownership
+    different_buffers: tuple[str, ...]
+    """Buffers that are not equal on all ranks; the first holder's are kept."""
 
 
 class AgreedLayout:
@@ -117,7 +133,7 @@ class AgreedLayout:
             check_others(state)
             return _describe(state, world.size > 1, None if world.whole else frozenset(world.members))
 
-        return meet(world, described, self._split_replicas)
+        return _agree(world, described, self._split_replicas)
 
 
 def _check_shared(world: World, near_id: Callable[[], str]) -> None:
@@ -145,3 +161,31 @@ def _describe(state: TrainState, sampled: bool, members: frozenset[int] | None =
     from ckpt.capture.describe import describe
 
     return describe(state, sampled, members)
+
+
+def _agree(world: World, describe: Callable[[], dict[str, Unit]], split_replicas: bool) -> Agreement:
+    """Exchange the units that every rank holds, and agree on their owners. A collective of all ranks.
+
+    Each distinct list of units is sent once, even if several ranks hold it. Raises the first rank's error from
+    `describe`, on every rank; UnsupportedObject; RankLost.
+    """
+    try:
+        units = describe()
+    except Exception as error:  # of any type: the other ranks wait for an answer
+        failure = error if isinstance(error, CkptError) else SaveFailed(f"cannot describe its state: {error!r}")
+        world.gather([failure.code, failure.message, failure.hint])
+        raise
+    packed = msgspec.msgpack.encode({name: msgspec.structs.replace(u, boxes=()) for name, u in units.items()})
+    said = world.gather([new_ulid(system_clock())])
+    for rank, answer in enumerate(said):
+        if len(answer) == 3:
+            code, message, hint = answer
+            raise error_from_code(code, f"rank {world.members[rank]}: {message}", hint)
+    held: list[Units] = [units] * world.size
+    for data, ranks in world.gather_alike(packed).items():
+        theirs = msgspec.msgpack.decode(data, type=dict[str, Unit])
+        for rank in ranks:
+            if rank != world.rank:
+                held[rank] = theirs
+    ownership, different = assign(world.rank, held, split_replicas, None if world.whole else world.members)
+    return Agreement(said[0][0], ownership, tuple(different))

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ckpt.restoring import sharing
 from ckpt.restoring.destinations import Destinations
 from ckptstore.errors import CkptError, RankLost
 from ckptstore.reading import fetch as reading
+from tests.support.waiting import wait_until
 
 RUN = "lost"
 
@@ -107,4 +109,11 @@ class Loss:
 
 
 def _threads() -> list[str]:
+    """Threads that do not end by themselves."""
+    with suppress(AssertionError):
+        wait_until(lambda: not _named_threads())
+    return _named_threads()
+
+
+def _named_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("ckpt-")]

@@ -117,7 +117,8 @@ def test_a_last_report_that_was_lost_is_sent_again(job: Job, daemon: Daemon, mon
 
     monkeypatch.setattr(DaemonClient, "report_restore", lossy)
     session = RestoreSession(Config(run=RUN, daemon=daemon.url, peer_timeout_s=5.0), rank=0, world_size=1)
-    assert session.join(StoreSource(job.store).latest(RUN), "lost")
+    session.join(StoreSource(job.store).latest(RUN), "lost")
+    assert session.joined
     session.finish()
     assert _sessions(daemon)[0].state is RestoreState.RESTORED
 

@@ -26,7 +26,7 @@ from tests.support.parallel.layouts import LAYOUTS
 RUN = "saving"
 
 _HARMLESS = ("get_", "is_", "supports_", "destroy_", "init_", "record_")
-_MEETINGS = ("gather", "gather_alike", "broadcast", "exchange_group")
+_MEETINGS = ("gather", "decide", "gather_alike", "broadcast", "exchange_group")
 
 
 def without_collectives(store: str, layout: str) -> dict[str, Any]:
