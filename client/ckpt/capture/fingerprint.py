@@ -32,9 +32,11 @@ _TENSORS = frozenset((nn.Parameter, torch.Tensor, nn.Buffer))
 _CONSTANTS = frozenset((type(None), bool, int, float, str))
 _MODULE = attrgetter("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set", "_state_dict_hooks")
 _METHODS = frozenset(("state_dict", "_save_to_state_dict", "get_extra_state", "named_parameters", "named_modules"))
+_NEEDS_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _is_custom = cache(lambda kind: any(getattr(kind, name) is not getattr(nn.Module, name) for name in _METHODS))
-_LAYOUT: tuple[Any, ...] = (torch.Tensor.data_ptr, torch.Tensor.stride, torch.Tensor.is_conj, torch.Tensor.is_neg)
-_LAYOUT += tuple(map(attrgetter, ("shape", "dtype")))  # no two devices share addresses
+_DTYPE: Any = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
+_LAYOUT: tuple[Any, ...] = (torch.Tensor.data_ptr, torch.Tensor.shape.__get__, torch.Tensor.is_neg)  # type: ignore[attr-defined]
+"""Beside types and strides. No two devices share addresses."""
 
 
 class StateFingerprint:
@@ -52,11 +54,21 @@ class StateFingerprint:
             sharded = [one for one in self.tensors if isinstance(one, DTensor)]
             self.marks.append([(one.shape, one.device_mesh, one.placements) for one in sharded])
             self.complete &= all(map(is_plain_type, sharded))  # wrappers have no address
-        self.marks += [list(map(id, self.tensors)), list(map(attrgetter("requires_grad"), self.tensors))]
+        self.marks.append(list(map(id, self.tensors)))
         try:
-            self.marks += [list(map(mark, self.locals)) for mark in _LAYOUT]
+            self._add_layouts()
         except RuntimeError:  # a sparse tensor has neither an address nor strides
             self.complete = False
+
+    def _add_layouts(self) -> None:
+        """The memory of each tensor, and how its elements lie there: in order, or else by strides."""
+        self.marks += [list(map(mark, self.locals)) for mark in _LAYOUT]
+        in_order, dtypes = list(map(torch.Tensor.is_contiguous, self.locals)), list(map(_DTYPE, self.locals))
+        self.marks += [in_order, dtypes]
+        if not all(in_order):
+            self.marks.append([one.stride() for one, simple in zip(self.locals, in_order, strict=True) if not simple])
+        if any(dtype.is_complex for dtype in set(dtypes)):
+            self.marks.append(list(map(torch.Tensor.is_conj, self.locals)))
 
     def _add_module(self, chunk: nn.Module) -> bool:
         found = [modules.unwrap(chunk)]
@@ -64,12 +76,16 @@ class StateFingerprint:
             found += [child for child in module._modules.values() if child is not None]
         children, parameters, buffers, hidden, hooks = zip(*map(_MODULE, found), strict=True)
         below = list(map(id, chain.from_iterable(held.values() for held in children)))
-        self.marks += [id(found[0]), below, list(map(frozenset, hidden)), list(map(list, children))]
+        names = list(map(len, children)), list(chain.from_iterable(children))
+        self.marks += [id(found[0]), below, names, [(n, frozenset(held)) for n, held in enumerate(hidden) if held]]
         own = any(map(_is_custom, set(map(type, found))))
         # The hooks of fully_shard reshard parameters, which has been done.
         own |= any(hooks) or any(one._state_dict_pre_hooks for one in found if not isinstance(one, FSDPModule))
-        own |= any(not _METHODS.isdisjoint(one.__dict__) for one in found)
-        return not own and self._add(parameters) and self._add(buffers)
+        own |= any(not one.__dict__.keys().isdisjoint(_METHODS) for one in found)
+        first = len(self.tensors)
+        added = not own and self._add(parameters) and self._add(buffers)
+        self.marks.append(list(map(_NEEDS_GRAD, self.tensors[first:])))  # of optimizer state it says nothing
+        return added
 
     def _add_optimizer(self, optimizer: Optimizer) -> bool:
         for group in optimizer.param_groups:

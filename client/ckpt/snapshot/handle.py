@@ -170,6 +170,10 @@ class HandleUpdates:
         if self.stream_writer is not None:
             self.stream_writer.written(done_bytes)
 
+    def wait_ended(self) -> None:
+        """Wait until the save is committed, failed or skipped; its error counts as not read."""
+        self.handle._finished.wait()
+
     def staged(self) -> None:
         """The saver has the whole snapshot."""
         self.handle._progressed_at = time.perf_counter()

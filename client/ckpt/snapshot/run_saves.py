@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -57,6 +58,7 @@ class RunSaves:
         """The save that began last."""
         self._measured: SaveHandle | None = None
         self._hurrying = False
+        self._looking: threading.Thread | None = None
 
     @property
     def elsewhere(self) -> bool:
@@ -112,15 +114,26 @@ class RunSaves:
             taken = take_snapshot(client, save, updates, self._gate(state), on_busy)
         self.session.saved(updates)
         if self.newest is None and torch_loaded():
-            from ckpt.capture.forgotten import warn_of_forgotten
-
-            warn_of_forgotten(state)
+            self._look_for_forgotten(state, updates)
         self._measured = self.measured
         self.newest = handle = updates.handle
         updates.measure(blocked_s=time.perf_counter() - started)
         self.steps.saving(handle)
         self.tally.add(blocked_s=handle.timings.blocked_s, wait_s=handle.timings.wait_s)
         return handle, taken
+
+    def _look_for_forgotten(self, state: TrainState, updates: HandleUpdates) -> None:
+        """Once the first save has ended: the interpreter runs nothing else meanwhile, and a save must be short."""
+        from ckpt.capture.forgotten import look_for_forgotten
+
+        look = look_for_forgotten(state)
+
+        def look_later() -> None:
+            updates.wait_ended()
+            look()
+
+        self._looking = threading.Thread(target=look_later, name="ckpt-forgotten", daemon=True)
+        self._looking.start()
 
     def make_ready(self, state: TrainState) -> None:
         """A training run will save: its first save need wait neither for the saver nor for memory. A collective."""
@@ -172,6 +185,8 @@ class RunSaves:
             overlap.close(timeout)
         if client is not None:
             client.close(timeout, lingers=failed)
+            if self._looking is not None and self.newest is not None and self.newest.done():
+                self._looking.join()
             client.raise_failure()
 
     def _saving_client(self) -> SaveClient:

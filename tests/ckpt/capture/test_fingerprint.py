@@ -40,6 +40,7 @@ class Loop:
         self.model.register_module("nobody", None)
         self.model.register_buffer("hidden", torch.ones(3), persistent=False)
         self.model.register_buffer("turning", torch.ones(3, dtype=torch.complex64))
+        self.model.register_buffer("out_of_order", torch.ones(4, 4, 4).permute(2, 0, 1))
         self.optim = torch.optim.AdamW([{"params": [p]} for p in self.model.parameters()])
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -69,6 +70,9 @@ def assign(values: Any, key: str, value: Any) -> None:
 NOTICED: dict[str, Callable[[Loop], object]] = {
     "other memory": lambda loop: setattr(loop.weight, "data", loop.weight.data.clone()),
     "other strides": no_grad(lambda loop: loop.weight.t_()),
+    "other strides, in order neither before nor after": lambda loop: setattr(
+        loop.model.out_of_order, "data", loop.model.out_of_order.data.transpose(1, 2)
+    ),
     "other shape of the same bytes": lambda loop: setattr(loop.weight, "data", loop.weight.data.view(4, 16)),
     "fewer elements of the same memory": no_grad(lambda loop: loop.kept["exp_avg"].resize_(2, 8)),
     "other type of the same bytes": lambda loop: setattr(
