@@ -17,7 +17,9 @@ from ckptd.http.listing import ListingQuery, write_cursor
 from ckptd.http.openapi import documented
 from ckptd.http.streaming import client_of, matches, object_response
 from ckptd.http.waiting import happens
+from ckptd.index import RunSummary
 from ckptd.services.events import CHECKPOINTS
+from ckptstore.commits.backlogs import RunBacklog
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import NoCheckpoint
 from ckptstore.names import Reference, check_run
@@ -29,6 +31,7 @@ _BYTES = "application/octet-stream"
 _LATEST = documented(bodies.CheckpointBody, 404, text=True, also={304: "If-None-Match contains its ETag"})
 _RANGED = {206: "The requested range", 304: "If-None-Match contains its ETag"}
 RunQuery = Annotated[str | None, Query(max_length=128, description="One run only")]
+RunName = Annotated[str, Path(max_length=128)]
 CheckpointId = Annotated[str, Path(max_length=_MAX_ID, description="RUN@STEP, RUN@STEP.ULID or RUN@latest")]
 FormatQuery = Annotated[
     Literal["json", "text", "id", "step", "env"] | None, Query(description="Without it, Accept chooses json or id")
@@ -88,17 +91,20 @@ async def page(
 async def runs(ctx: Ctx, caller: CallerDep) -> Response:
     """All runs, with their sizes and newest checkpoints."""
     found = await ctx.threads.index(ctx.services.catalog.runs)
-    items = [
-        bodies.RunBody(
-            run=summary.run,
-            num_checkpoints=summary.num_checkpoints,
-            stored_bytes=summary.stored_bytes,
-            latest=bodies.CheckpointBody.of(summary.latest) if summary.latest else None,
-        )
-        for summary in found
-        if caller.sees(summary.run)
-    ]
-    return json_response(bodies.RunsBody(items))
+    backlogs = ctx.services.backlogs.known()
+    return json_response(bodies.RunsBody([_run(one, backlogs.get(one.run)) for one in found if caller.sees(one.run)]))
+
+
+@router.get(bodies.RUNS + "/{run}", **documented(bodies.RunBody, 404))
+async def run(ctx: Ctx, run: RunName) -> Response:
+    """One run, with its backlog as the store has it now; if the store is away, as it was before."""
+    backlog = await ctx.threads.store(ctx.services.backlogs.last_of_run, run)
+    for summary in await ctx.threads.index(ctx.services.catalog.runs):
+        if summary.run == run:
+            return json_response(_run(summary, backlog))
+    if backlog is None:
+        raise NoCheckpoint(f"run {run!r} has no checkpoint", "GET /v1/runs lists the runs")
+    return json_response(bodies.RunBody(run=run, num_checkpoints=0, stored_bytes=0, backlog=backlog))
 
 
 @router.get(bodies.CHECKPOINTS + "/{id}", **documented(bodies.CheckpointBody, 404))
@@ -182,6 +188,16 @@ async def _awaited(ctx: Context, run: str | None, known: str | None, wait: float
                 if over:
                     raise
             await happens(changed, left)
+
+
+def _run(summary: RunSummary, backlog: RunBacklog | None) -> bodies.RunBody:
+    return bodies.RunBody(
+        run=summary.run,
+        num_checkpoints=summary.num_checkpoints,
+        stored_bytes=summary.stored_bytes,
+        latest=bodies.CheckpointBody.of(summary.latest) if summary.latest else None,
+        backlog=backlog,
+    )
 
 
 def _prefers_text(accept: str) -> bool:

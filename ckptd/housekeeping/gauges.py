@@ -13,6 +13,7 @@ from ckptd.index import Event, Index, RestoreIndex
 from ckptd.metrics import Metrics
 from ckptd.services.freshness import Freshness
 from ckptstore.clock import Clock
+from ckptstore.commits.backlogs import RunBacklog
 from ckptstore.commits.goodput import Account
 from ckptstore.errors import IndexUnavailable
 from ckptstore.format.records import Drill
@@ -86,6 +87,41 @@ class DrillGauges(Collector):
                 if layout.restore_s is not None:
                     estimate.add_metric([run, str(layout.ranks)], layout.restore_s)
         yield from (at, estimate)
+
+
+class BacklogGauges(Collector):
+    """What is in near stores only; no series for runs without near stores, and if the daemon is not the leader."""
+
+    def __init__(self, known: Callable[[], Mapping[str, RunBacklog]], clock: Clock) -> None:
+        self._known = known
+        self._clock = clock
+
+    def describe(self) -> list[Metric]:
+        """Empty: there are no series before the first report."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """From memory: the store is not read. The two ages have series only while there is a backlog."""
+        count = GaugeMetricFamily(
+            "ckptd_backlog_checkpoints",
+            "Checkpoints that are in near stores only, and to be carried.",
+            labels=["run"],
+        )
+        stored = GaugeMetricFamily("ckptd_backlog_bytes", "Stored bytes of these checkpoints.", labels=["run"])
+        age = GaugeMetricFamily(
+            "ckptd_backlog_age_seconds", "Time since the oldest of them was committed near.", labels=["run"]
+        )
+        report_age = GaugeMetricFamily(
+            "ckptd_backlog_report_age_seconds", "Time since a carrier reported the backlog.", labels=["run"]
+        )
+        now = self._clock()
+        for run, backlog in self._known().items():
+            count.add_metric([run], backlog.checkpoints)
+            stored.add_metric([run], backlog.bytes)
+            if backlog.since is not None:
+                age.add_metric([run], max(0.0, now - backlog.since))
+                report_age.add_metric([run], max(0.0, now - backlog.reported_at))
+        yield from (count, stored, age, report_age)
 
 
 class GoodputGauges(Collector):

@@ -135,6 +135,7 @@ RULES: dict[tuple[str, str], AccessRule] = {
     ("GET", bodies.LATEST): AccessRule(Scope.READ, in_query),
     ("GET", bodies.CHECKPOINTS): AccessRule(Scope.READ, in_query, filters=True),
     ("GET", bodies.RUNS): AccessRule(Scope.READ, in_query, filters=True),
+    ("GET", bodies.RUNS + "/{run}"): AccessRule(Scope.READ, in_path),
     ("POST", bodies.RUNS + "/{run}/preempt"): AccessRule(Scope.WRITE, in_path),
     ("GET", _ONE): AccessRule(Scope.READ, of_checkpoint),
     ("GET", _ONE + "/shards"): AccessRule(Scope.READ, of_checkpoint),

@@ -13,6 +13,7 @@ from ckptd.pages.charts import Spark, sparkline
 from ckptd.pages.curves import main_metric, value_of
 from ckptd.pages.queries import RunOrder
 from ckptstore import human
+from ckptstore.commits.backlogs import RunBacklog
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.commits.goodput import Account, EndOf
 
@@ -47,6 +48,8 @@ class RunRow:
     """None if unknown."""
     num_restores: int
     progress: Progress
+    backlog: RunBacklog | None
+    """None if it has no near store."""
 
     @property
     def tags(self) -> list[tuple[str, str]]:
@@ -73,6 +76,7 @@ def run_row(
     num_uploads: int | None,
     num_restores: int,
     account: Account | None,
+    backlog: RunBacklog | None,
     now: float,
 ) -> RunRow:
     """A run with data of its newest checkpoints. recent: newest step first. account: None if it is not known."""
@@ -80,7 +84,8 @@ def run_row(
     metric = main_metric(known)
     age_s = max(0.0, now - summary.latest.committed_at) if summary.latest else None
     trend = sparkline(value_of(c, metric) for c in known)
-    return RunRow(summary, age_s, trend, metric, num_uploads, num_restores, progress(recent, num_uploads, account, now))
+    going = progress(recent, num_uploads, account, now)
+    return RunRow(summary, age_s, trend, metric, num_uploads, num_restores, going, backlog)
 
 
 def progress(recent: Sequence[Checkpoint], num_uploads: int | None, account: Account | None, now: float) -> Progress:

@@ -31,8 +31,10 @@ async def run(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Respon
     if not checkpoints:
         raise NoCheckpoint(f"run {run[:200]!r} has no checkpoint", "Its first save may be in progress: see the uploads")
     kept: RetentionView | None
-    kept, going = await asyncio.gather(
-        soon(ctx, ctx.services.retention_views.of_run, run), _progress(ctx, run, checkpoints, visitor)
+    kept, going, backlog = await asyncio.gather(
+        soon(ctx, ctx.services.retention_views.of_run, run),
+        _progress(ctx, run, checkpoints, visitor),
+        soon(ctx, ctx.services.backlogs.last_of_run, run),
     )
     policy = kept.policy if kept else None
     previewed = policy if query.plan else query.policy
@@ -55,6 +57,7 @@ async def run(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Respon
         most=MOST_CHECKPOINTS,
         policy=policy,
         progress=going,
+        backlog=backlog or ctx.services.backlogs.known().get(run),
         tags=sorted(checkpoints[0].tags.items()),
         blocked=kept.blocked(run, checkpoints) if kept else "",
         not_finite_steps=sum(bool(c.not_finite) for c in checkpoints),

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckptd.services.accounts import Accounts
+from ckptd.services.backlogs import Backlogs
 from ckptd.services.catalog import Catalog
 from ckptd.services.contents import Contents
 from ckptd.services.events import Events
@@ -27,6 +28,7 @@ class Services:
     """All services, as the API uses them."""
 
     accounts: Accounts
+    backlogs: Backlogs
     catalog: Catalog
     contents: Contents
     events: Events
@@ -49,6 +51,7 @@ class Services:
 
 __all__ = [
     "Accounts",
+    "Backlogs",
     "Catalog",
     "Contents",
     "Events",

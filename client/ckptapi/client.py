@@ -101,6 +101,10 @@ class DaemonClient(Operations):
         """All runs with their sizes and newest checkpoints."""
         return self._json("GET", bodies.RUNS, bodies.RunsBody).items
 
+    def run_summary(self, run: str) -> bodies.RunBody:
+        """One run with its size, its newest checkpoint and its backlog. Raises NoCheckpoint."""
+        return self._json("GET", f"{bodies.RUNS}/{quote(run, safe='')}", bodies.RunBody)
+
     def page(self, run: str | None = None, limit: int = 100, cursor: str | None = None) -> bodies.Page:
         """One page of a listing, by run, newest step first."""
         query: dict[str, str | int] = {"limit": limit}

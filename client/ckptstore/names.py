@@ -109,9 +109,7 @@ class Attempt:
         """The inverse of `str`. Raises InvalidName."""
         match = _ATTEMPT.fullmatch(text)
         if match is None or match["generation"] == "000000":
-            raise InvalidName(
-                f"{text!r} is not an attempt", "An attempt is named <6-digit generation>-<12-digit step>-<ULID>"
-            )
+            raise InvalidName(f"{text!r} is not an attempt", "It is named <6-digit generation>-<12-digit step>-<ULID>")
         return Attempt(int(match["step"]), match["ulid"], generation=int(match["generation"] or 0))
 
 
@@ -255,6 +253,11 @@ class RunKeys:
         return f"{self.run}/heartbeats/"
 
     @property
+    def backlogs(self) -> str:
+        """Prefix of the reports of what is in near stores only."""
+        return f"{self.run}/backlogs/"
+
+    @property
     def drills(self) -> str:
         """Prefix of the records of restore drills."""
         return f"{self.run}/drills/"
@@ -311,6 +314,10 @@ class RunKeys:
     def heartbeat(self, id: str) -> str:
         """The heartbeat of one life of a trainer. id: a ULID."""
         return f"{self.heartbeats}{check_ulid(id)}.json"
+
+    def backlog(self, near: str) -> str:
+        """The report of the backlog of one near store. near: its id, a ULID."""
+        return f"{self.backlogs}{check_ulid(near)}.json"
 
     def drill(self, attempt: Attempt) -> str:
         """The record of the last restore drill of a checkpoint."""

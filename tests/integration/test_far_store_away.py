@@ -10,12 +10,20 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from ckptd.housekeeping.gauges import BacklogGauges
+from ckptd.index import Database, EventLog, Index
+from ckptd.services.backlogs import Backlogs
+from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints
+from ckptstore.commits.commit import read_outcome
 from ckptstore.errors import CkptError
+from ckptstore.format.parsing import seal
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
 from ckptstore.run import Run
@@ -49,8 +57,56 @@ def end(saver: int) -> None:
     wait_until(lambda: not is_alive(saver))
 
 
+@contextmanager
+def nothing_is_carried(saver: int, near: Run, far: Run, service: RestartableService) -> Iterator[None]:
+    """The store is back, but has the oldest checkpoint in a newer format, so that the saver waits, and only reports."""
+    oldest = backlog(near).attempts[0]
+    outcome = read_outcome(near, oldest)
+    assert outcome is not None
+    os.kill(saver, signal.SIGSTOP)
+    try:
+        service.start()
+        far.store.put(far.keys.outcome(oldest), seal(msgspec.structs.replace(outcome, format=99)))
+    finally:
+        os.kill(saver, signal.SIGCONT)
+    yield
+    far.store.delete_many([far.keys.outcome(oldest)])
+
+
+def shown(daemon: Backlogs) -> float | None:
+    """The metric of a daemon."""
+    with suppress(CkptError):
+        daemon.refresh()
+    count, *_ = BacklogGauges(daemon.known, system_clock).collect()
+    return next((sample.value for sample in count.samples), None)
+
+
+def check_that_all_is_far(near: Run, far: Run, at_least: int) -> None:
+    """Every step once, in order, up to `at_least` or a later one; and the near store is trimmed."""
+    listed = list_checkpoints(far)
+    done = {c.step: c for c in listed}
+    assert set(done) == set(range(1, max(done) + 1)), "none is lost"
+    assert max(done) >= at_least
+    assert len(listed) == len(done), "none is there twice"
+    assert all(c.state is State.COMMITTED for c in listed)
+    times = [done[step].committed_at for step in sorted(done)]
+    assert times == sorted(times), "in order"
+    assert all(verify(StoreSource(far.store), c).ok for c in listed)
+    assert backlog(near).attempts == ()
+    wait_until(lambda: [c.step for c in list_checkpoints(near)] == [max(done)])
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    database = Database(f"sqlite:///{tmp_path}/index.db", 5)
+    yield database
+    database.close()
+
+
 @pytest.mark.slow
-def test_all_is_near_at_once_and_far_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_is_near_at_once_and_far_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database: Database
+) -> None:
     for folder in ("service", "near", "tmp"):
         (tmp_path / folder).mkdir()
     service = RestartableService(tmp_path / "service")
@@ -58,6 +114,8 @@ def test_all_is_near_at_once_and_far_afterwards(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))  # for the notes of these savers only
     monkeypatch.setattr("tempfile.tempdir", None)
     far = Run(open_store(URL, service.where.options), "kill")
+    daemon = Backlogs(far.store, Index(database, EventLog(database, system_clock)), system_clock)
+    metric = partial(shown, daemon)
 
     def there() -> dict[int, Checkpoint]:
         with suppress(CkptError):
@@ -69,7 +127,9 @@ def test_all_is_near_at_once_and_far_afterwards(tmp_path: Path, monkeypatch: pyt
         seaweed._file_system(service.where).mkdir(seaweed.BUCKET)
         with training(tmp_path / "near", service) as trainer:
             wait_until(lambda: len(there()) >= 2, deadline_s=LIMIT_S)
+            wait_until(lambda: metric() is not None, deadline_s=LIMIT_S)
             service.stop()
+            last = metric()  # the daemon knows no more until the store is back
             since, seen = time.monotonic(), trainer.saved
             wait_until(lambda: trainer.saved >= seen + 5, deadline_s=LIMIT_S)
             wait_until(lambda: time.monotonic() >= since + AWAY_S, deadline_s=LIMIT_S + AWAY_S)
@@ -87,20 +147,17 @@ def test_all_is_near_at_once_and_far_afterwards(tmp_path: Path, monkeypatch: pyt
             [left] = drained.json["left"]
             assert left["near"] >= len(waiting.attempts) + 1
             assert left["near_since"] == waiting.since
-            service.start()
+            assert metric() == last
+            with nothing_is_carried(second.saver, near, far, service):
+                wait_until(lambda: metric() not in (None, last), "the first report", deadline_s=LIMIT_S)
+                [known] = daemon.known()["kill"].stores
+                assert known.checkpoints >= left["near"]
+                assert (known.since, known.oldest) == (waiting.since, near.id_of(waiting.attempts[0]))
             wait_until(lambda: len(there()) > 2, deadline_s=LIMIT_S)
         # The saver outlives the trainer, carries the backlog, and ends.
         wait_until(lambda: invoke("drain", "kill", "--timeout", "60").code == 0, deadline_s=LIMIT_S)
         wait_until(lambda: not is_alive(second.saver), deadline_s=LIMIT_S)
-        done = there()
-        assert set(done) == set(range(1, max(done) + 1)), "none is lost"
-        assert max(done) >= second.saved
-        assert len(list_checkpoints(far)) == len(done), "none is there twice"
-        assert all(c.state is State.COMMITTED for c in done.values())
-        times = [done[step].committed_at for step in sorted(done)]
-        assert times == sorted(times), "in order"
-        assert all(verify(StoreSource(far.store), c).ok for c in done.values())
-        assert backlog(near).attempts == ()
-        wait_until(lambda: [c.step for c in list_checkpoints(near)] == [max(done)])
+        assert metric() == 0
+        check_that_all_is_far(near, far, second.saved)
     finally:
         service.stop()

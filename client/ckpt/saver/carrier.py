@@ -15,6 +15,7 @@ from collections.abc import Callable
 from ckpt.saver.lock import note_checkpoint, noted_checkpoint, try_lock
 from ckpt.saver.messages import NearOnly, Report, Setup, Stranded, Warned
 from ckpt.saver.numbering import Numbering
+from ckpt.saver.reporting import BacklogReporter
 from ckptstore.commits.catalog import decided_attempts, newest_first
 from ckptstore.commits.generations import list_generations
 from ckptstore.commits.leases import release_lease
@@ -49,6 +50,7 @@ class Carrier:
         self._report = report
         self._carried = carried
         self._known: Known = {}
+        self._reporter = BacklogReporter(near, far, self._known)
         self._reported: NearOnly | None = None
         self._reporting = threading.Lock()
         self._commits: Counter[int] = Counter()
@@ -122,6 +124,7 @@ class Carrier:
             try:
                 alone = self._carry_all()
             except Exception as error:
+                self._reporter.failed(error)
                 if not isinstance(error, CkptError):
                     logger.exception("the backlog of run %s is not carried for now", self._near.name)
                 now = time.monotonic()
@@ -170,7 +173,11 @@ class Carrier:
                 attempts = queued(self._near) if locked else []
                 if attempts:
                     self._check_mounted()
+                if locked:
+                    self._reporter.report(waiting=bool(attempts))
+                if attempts:
                     self._carry(attempts[0])
+                    self._reporter.carried()
             if not locked:
                 return False
             trim(self._near, self._setup.near_keep, self._known)
@@ -201,6 +208,7 @@ class Carrier:
 
     def _copied(self, num_bytes: int) -> None:
         self._unpaused.wait()
+        self._reporter.copying()
 
     def _check_mounted(self) -> None:
         """Raises RunVanished if the far store has nothing of a run that was carried there from this host.

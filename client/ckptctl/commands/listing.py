@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from itertools import compress
@@ -17,8 +17,10 @@ from ckptctl.commands.arguments import NearOption, RunArgument
 from ckptctl.render import Block, Facts, Row, Table, TableColumn
 from ckptctl.session import Session
 from ckptstore import human
+from ckptstore.commits.backlogs import NearBacklog, read_backlog
 from ckptstore.commits.catalog import Checkpoint, State, has_branches
 from ckptstore.errors import InvalidRequest
+from ckptstore.run import Run
 
 _ORDERS = {"time": "committed_at", "size": "stored_bytes"}
 _TIME = "An age (24h, 7d) or a moment (2026-11-22T10:00:00Z)."
@@ -88,6 +90,25 @@ def list_checkpoints(
         every = [c for checkpoints in found.values() for c in checkpoints]
         found = {"": arrange(every)} if every else {}
     _show_some(session, found, limit, unfiltered=wanted == Filter(run=run))
+    if run is not None and run in listed and near is None:
+        _note_backlog(session, run)
+
+
+def _note_backlog(session: Session, run: str) -> None:
+    """What is in near stores only, if anything is, and how old that knowledge is."""
+    found = session.dispatch(
+        lambda: session.daemon("ls").run_summary(run).backlog,
+        lambda: read_backlog(Run(session.store("ls"), run, session.clock)),
+    )
+    for one in found.stores if found is not None else ():
+        why = f"; the last try to carry one failed: {one.problem}" if one.problem else ""
+        session.screen.note(f"{_near_only(one, session.clock())} by {one.origin or 'an unknown host'}: {one.url}{why}")
+
+
+def _near_only(one: NearBacklog, now: float) -> str:
+    count, age = human.count(one.checkpoints, "checkpoint"), human.age(now - one.since)
+    reported = human.age(now - one.reported_at)
+    return f"{count} near only ({human.size(one.bytes)}), the oldest for {age}; reported {reported} ago"
 
 
 def _show_some(session: Session, found: dict[str, list[Checkpoint]], limit: int | None, unfiltered: bool) -> None:
@@ -153,22 +174,22 @@ def list_runs(ctx: typer.Context) -> None:
     session: Session = ctx.obj
     runs = session.dispatch(
         lambda: session.daemon("runs").run_summaries(),
-        lambda: [summarize_run(name, found) for name, found in session.checkpoints(None).items()],
+        lambda: [_summary(session, name, found) for name, found in session.checkpoints(None).items()],
     )
     if not runs:
         session.screen.note(f"no run in {session.source.url}")
     session.screen.emit(runs, [run.run for run in runs], _run_blocks(runs, session.clock()))
 
 
-def summarize_run(run: str, checkpoints: Iterable[Checkpoint]) -> RunBody:
-    """The summary of a run. checkpoints: newest step first."""
-    found = list(checkpoints)
+def _summary(session: Session, run: str, found: Sequence[Checkpoint]) -> RunBody:
+    """The summary of a run in a store. found: newest step first."""
     latest = next((c for c in found if c.state is State.COMMITTED), None)
     return RunBody(
         run=run,
         num_checkpoints=len(found),
         stored_bytes=sum(c.stored_bytes for c in found),
         latest=CheckpointBody.of(latest) if latest else None,
+        backlog=read_backlog(Run(session.store("runs"), run, session.clock)),
     )
 
 
@@ -256,14 +277,20 @@ def _run_blocks(runs: Iterable[RunBody], now: float) -> Iterator[Block]:
         TableColumn("STORED", right=True),
         TableColumn("LATEST"),
         TableColumn("AGE", right=True),
+        TableColumn("NEAR ONLY"),
     )
-    rows = [Row(_run_cells(run, now)) for run in runs]
+    listed = list(runs)
+    shown = len(columns) - (not any(run.backlog is not None and run.backlog.checkpoints for run in listed))
+    rows = [Row(_run_cells(run, now)[:shown]) for run in listed]
     if rows:
-        yield Table(columns, rows)
+        yield Table(columns[:shown], rows)
 
 
 def _run_cells(run: RunBody, now: float) -> tuple[str, ...]:
     counts = (run.run, f"{run.num_checkpoints:,}", human.size(run.stored_bytes))
+    near = ""
+    if run.backlog is not None and run.backlog.checkpoints:
+        near = f"{run.backlog.checkpoints:,}, reported {human.age(now - run.backlog.reported_at)} ago"
     if run.latest is None:
-        return (*counts, "none", "")
-    return (*counts, f"step {run.latest.step}", human.age(now - run.latest.committed_at))
+        return (*counts, "none", "", near)
+    return (*counts, f"step {run.latest.step}", human.age(now - run.latest.committed_at), near)

@@ -1,4 +1,4 @@
-"""Small documents next to the checkpoints: pins, fates of tombstones, the dead, scrub findings, audit log, policies.
+"""Small documents next to the checkpoints: pins, fates of tombstones, the dead, findings, backlogs, audit, policies.
 
 They are sealed and checked like all other documents (documents.py); docs/explanation/format.md specifies them. No I/O.
 """
@@ -137,7 +137,7 @@ class Ended(StrEnum):
 
 
 ORIGIN = "origin"
-"""The extension of generations and heartbeats with an Origin."""
+"""The extension of generations, heartbeats and reports of backlogs with an Origin."""
 
 
 class Origin(Document, frozen=True, omit_defaults=True):
@@ -153,7 +153,7 @@ class Origin(Document, frozen=True, omit_defaults=True):
 
 
 def origin_of(document: StoredDocument) -> Origin | None:
-    """The origin of a generation or heartbeat; None if it has none, or one that cannot be read."""
+    """The origin of a document; None if it has none, or one that cannot be read."""
     try:
         return msgspec.convert(document.extensions.get(ORIGIN), Origin)
     except msgspec.ValidationError:
@@ -188,6 +188,29 @@ class Heartbeat(StoredDocument, frozen=True):
     ended: Ended
     ended_at: float
     """When `ended` was known; with an empty `ended` the last beat."""
+
+
+class BacklogReport(StoredDocument, frozen=True):
+    """The checkpoints of a run that one near store has and the far one has not, as its carrier last knew."""
+
+    format: int
+    kind: Literal["backlog"]
+    run: str
+    near: str
+    """The id of the near store, a ULID."""
+    url: str
+    """Its URL on the host of the carrier."""
+    by: str
+    at: float
+    checkpoints: int
+    bytes: int
+    """Stored bytes, of references too."""
+    since: float | None
+    """When the oldest one was committed near; None if there is none."""
+    oldest: str | None
+    """The attempt of the oldest one."""
+    problem: str
+    """Why the last try to carry one failed; empty if it did not."""
 
 
 class Action(StrEnum):

@@ -140,9 +140,7 @@ class TieredSource(StoreSource):
 
     def near_id(self) -> str:
         """A name of the near store, equal for all processes that see the same objects. Raises Unavailable."""
-        store = self.near.store
-        store.put_if_absent(names.NEAR_ID, new_ulid(self._clock()).encode())
-        return store.get(names.NEAR_ID).decode(errors="replace")
+        return near_id(self.near.store, self._clock)
 
     def is_near(self, run: str) -> bool:
         """Whether the near store has checkpoints of the run."""
@@ -269,6 +267,12 @@ class TieredSource(StoreSource):
 
     def _of(self, source: StoreSource, run: str) -> Run:
         return Run(source.store, run, self._clock)
+
+
+def near_id(store: Store, clock: Clock) -> str:
+    """The id of a near store, a ULID that the first caller creates. Raises Unavailable."""
+    store.put_if_absent(names.NEAR_ID, new_ulid(clock()).encode())
+    return store.get(names.NEAR_ID).decode(errors="replace")
 
 
 def part_of_lease(lease: str, tier: str) -> str:

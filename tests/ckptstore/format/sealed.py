@@ -10,6 +10,7 @@ from ckptstore.format.parsing import manifest_bytes, seal
 from ckptstore.format.records import (
     Action,
     AuditRecord,
+    BacklogReport,
     Drill,
     DrilledLayout,
     Ended,
@@ -40,6 +41,10 @@ _HEARTBEAT = Heartbeat(
     format=FORMAT, kind="heartbeat", run="gpt", id=ATTEMPT.ulid, by="me", began_at=1.0, trains_at=2.0, restored_s=0.5,
     parent=str(ATTEMPT), generation=2, at=[3.0], step=[8], stalled_s=[0.1], slowed_s=[0.2], ended=Ended.DIED,
     ended_at=4.0,
+)  # fmt: skip
+_BACKLOG = BacklogReport(
+    format=FORMAT, kind="backlog", run="gpt", near=ATTEMPT.ulid, url="file:///mnt/nvme", by="me", at=1.0, checkpoints=2,
+    bytes=9, since=0.5, oldest=str(ATTEMPT), problem="",
 )  # fmt: skip
 _DRILL = Drill(
     format=FORMAT, kind="drill", attempt=str(ATTEMPT), at=1.0, by="me", drill_s=2.0, stored_bytes=9, bytes_per_s=4.5,
@@ -81,6 +86,7 @@ def _samples() -> dict[str, bytes]:
         ),
         "drill": seal(_DRILL),
         "heartbeat": seal(_HEARTBEAT),
+        "backlog": seal(_BACKLOG),
         "audit": seal(
             AuditRecord(
                 format=FORMAT, kind="audit", action=Action.DELETE, attempts=[str(ATTEMPT)], by="me", at=1.0, reason=""
@@ -105,5 +111,5 @@ SAMPLES = _samples()
 KINDS: dict[str, Any] = {
     "receipt": Receipt, "outcome": Outcome, "lease": Lease, "tombstone": Tombstone, "pin": Pin, "fate": Fate,
     "generation": Generation, "finding": Finding, "drill": Drill, "heartbeat": Heartbeat,
-    "audit": AuditRecord, "policies": PoliciesVersion,
+    "backlog": BacklogReport, "audit": AuditRecord, "policies": PoliciesVersion,
 }  # fmt: skip
