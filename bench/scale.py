@@ -30,10 +30,10 @@ from bench.virtual_store import Clock, Limits, Requests, VirtualStore, lanes_of
 from ckpt.saver import commit as saver
 from ckpt.saver.messages import SaveJob, Setup
 from ckptstore.commits import commit
-from ckptstore.commits.commit import StoredReceipt
 from ckptstore.commits.generations import NewAttempt, Session
 from ckptstore.format.documents import JSON, Outcome, Shard
 from ckptstore.format.layouts import rows_of
+from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.overlaps import Want
 from ckptstore.format.parsing import parse_manifest, seal
 from ckptstore.format.planning import plan_reads

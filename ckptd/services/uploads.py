@@ -63,6 +63,6 @@ class Uploads:
         if not ranks:
             return None
         try:
-            return read_receipt(Run(self._store, run), attempt, min(ranks)).receipt.world_size
+            return read_receipt(Run(self._store, run), attempt, min(ranks)).world_size
         except (Damaged, ObjectMissing):
             return None  # this attempt will not be committed

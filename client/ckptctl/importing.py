@@ -22,11 +22,12 @@ from ckptctl.safetensors_file import StoredTensor, read_header
 from ckptstore import names
 from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint, find, from_outcome, joined_generation
-from ckptstore.commits.commit import StoredReceipt, commit_attempt
+from ckptstore.commits.commit import commit_attempt
 from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint
 from ckptstore.format.boxes import Box
 from ckptstore.format.codecs import fast
 from ckptstore.format.documents import FORMAT, JSON, Content, Receipt, Shard
+from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.overlaps import check_cover
 from ckptstore.format.parsing import seal
 from ckptstore.format.shards import (
@@ -96,7 +97,7 @@ def write_checkpoint(run: Run, attempt: Attempt, foreign: ForeignState, progress
     )
     data = seal(receipt)
     run.store.put(run.keys.receipt(attempt, 0), data)
-    checkpoint = from_outcome(commit_attempt(run, [StoredReceipt(receipt, data)]))
+    checkpoint = from_outcome(commit_attempt(run, [StoredReceipt.of(receipt, data)]))
     assert checkpoint is not None  # an aborted attempt is an error of commit_attempt
     return checkpoint
 

@@ -11,10 +11,11 @@ import numpy.typing as npt
 from ckptstore import names
 from ckptstore.clock import Clock, system_clock
 from ckptstore.commits.catalog import Checkpoint, from_outcome
-from ckptstore.commits.commit import StoredReceipt, commit_attempt, read_receipt
+from ckptstore.commits.commit import commit_attempt, read_receipt
 from ckptstore.format.codecs import CodingPolicy, fast
 from ckptstore.format.columns import column
 from ckptstore.format.documents import FORMAT, Content, Receipt, References, Shard
+from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import seal
 from ckptstore.format.places import Places
 from ckptstore.format.shards import (
@@ -96,11 +97,11 @@ def write_rank(
     )
     data = seal(receipt)
     store.put(RunKeys(run).receipt(attempt, rank), data)
-    return StoredReceipt(receipt, data)
+    return StoredReceipt.of(receipt, data)
 
 
 def _referenced(store: Store, run: str, base: Attempt, rank: int, chunks: Sequence[EncodedChunk]) -> References | None:
-    (shard,) = read_receipt(Run(store, run), base, rank).receipt.content.shards
+    (shard,) = read_receipt(Run(store, run), base, rank).content.shards
     places = Places.of(shard)
     holders = [str(base), *(shard.references.attempts if shard.references is not None else ())]
     lies = {shard.chunks.digest_of(number): places.order(number) for number in range(len(shard.chunks.raw))}

@@ -9,9 +9,10 @@ import torch
 
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, from_outcome
-from ckptstore.commits.commit import StoredReceipt, commit_attempt
+from ckptstore.commits.commit import commit_attempt
 from ckptstore.format.codecs import fast
 from ckptstore.format.documents import FORMAT, Content, Receipt, Shard
+from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import seal
 from ckptstore.format.shards import Slice, chunk_table, encode_chunk, place_slices, plan_chunks, slice_tables
 from ckptstore.names import Attempt, RunKeys, new_ulid
@@ -66,7 +67,7 @@ def write_entries(
     )  # fmt: skip
     data = seal(receipt)
     store.put(RunKeys("r").receipt(attempt, 0), data)
-    checkpoint = from_outcome(commit_attempt(Run(store, "r"), [StoredReceipt(receipt, data)]))
+    checkpoint = from_outcome(commit_attempt(Run(store, "r"), [StoredReceipt.of(receipt, data)]))
     assert checkpoint is not None
     return checkpoint, {p.slice.entry: raw[p.at : p.at + p.slice.bytes] for p in placed}
 

@@ -28,10 +28,11 @@ from ckpt.saver.upload import upload_shard
 from ckptapi.remote_create import with_remote_create
 from ckptstore import names
 from ckptstore.clock import system_clock
-from ckptstore.commits.commit import StoredReceipt, commit_attempt, read_receipts
+from ckptstore.commits.commit import commit_attempt, read_receipts
 from ckptstore.errors import BadInput, InvalidName, InvalidRequest, SaveFailed
 from ckptstore.format.codecs import POLICIES
 from ckptstore.format.documents import FORMAT, JSON, Content, Receipt, Shard
+from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import seal
 from ckptstore.format.shards import raw_bytes, slice_tables
 from ckptstore.names import Attempt, RunKeys, check_run, check_step, new_ulid
@@ -228,4 +229,4 @@ def _write_receipt(run: Run, assignment: Assignment, content: Content, trees: di
     )
     data = seal(receipt)
     run.store.put(run.keys.receipt(assignment.attempt, assignment.rank), data)
-    return StoredReceipt(receipt, data)
+    return StoredReceipt.of(receipt, data)

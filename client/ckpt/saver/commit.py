@@ -19,7 +19,7 @@ from ckpt.saver.deriving import Derived, in_stream
 from ckpt.saver.messages import Failed, SaveJob, Setup
 from ckpt.saver.numbering import Numbering
 from ckptstore.commits.commit import (
-    StoredReceipt,
+    Known,
     abort_attempt,
     aborted_by,
     check_alive,
@@ -32,6 +32,7 @@ from ckptstore.commits.commit import (
 from ckptstore.commits.generations import NewAttempt
 from ckptstore.errors import AttemptAborted, CkptError, ObjectMissing, RankFailed, ReceiptsMissing, SaveSkipped
 from ckptstore.format.documents import FORMAT, JSON, Content, Outcome, Receipt, Shard
+from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import seal
 from ckptstore.format.shards import Placed, slice_tables
 from ckptstore.names import Attempt
@@ -86,7 +87,7 @@ def write_receipt(
     )
     data = seal(receipt)
     run.store.put(run.keys.receipt(attempt, setup.rank), data)
-    return StoredReceipt(receipt, data)
+    return StoredReceipt.of(receipt, data)
 
 
 @dataclass(slots=True, eq=False)
@@ -102,6 +103,8 @@ class _Waiting:
     """When rank 0 last found another receipt."""
     found: dict[int, StoredReceipt] = field(default_factory=dict)
     """Receipts that rank 0 has read, by rank."""
+    entries: Known = field(default_factory=dict)
+    """The entries of these receipts."""
 
 
 class Committer:
@@ -217,7 +220,7 @@ def _gather(run: Run, setup: Setup, one: _Waiting, ahead: bool) -> bool:
     if new and (ahead or new == missing):
         ranks = sorted(new)
         try:
-            one.found |= zip(ranks, read_receipts(run, one.attempt, ranks), strict=True)
+            one.found |= zip(ranks, read_receipts(run, one.attempt, ranks, one.entries), strict=True)
         except ObjectMissing:
             return False  # a collector deletes those of an aborted attempt
         one.changed_at = time.monotonic()

@@ -175,7 +175,7 @@ class ChunkIndex:
         self._base = None
         try:
             attempt = parent or latest(run).attempt
-            content = read_receipt(run, attempt, rank).receipt.content
+            content = read_receipt(run, attempt, rank).content
             counts = Counter(mark.attempt for mark in marks(run))
             for shard in content.shards:
                 sizes = {other: run.store.size(run.keys.shard(other, shard.name)) for other in referenced_by(shard)}

@@ -35,11 +35,11 @@ from ckpt.saver.upload import Uploaded, seldom, upload_shard
 from ckptapi.remote_create import with_remote_create
 from ckptstore import names
 from ckptstore.clock import Clock, system_clock
-from ckptstore.commits.commit import StoredReceipt
 from ckptstore.commits.generations import NewAttempt
 from ckptstore.commits.leases import release_lease
 from ckptstore.errors import CkptError, CorruptObject, ReferenceLost, SaveSkipped
 from ckptstore.format.documents import JSON, SPARED, Outcome
+from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import seal
 from ckptstore.format.shards import EncodedChunk, Placed, Slice, plan_chunks
 from ckptstore.format.statistics import warning_of

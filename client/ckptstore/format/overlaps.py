@@ -56,9 +56,10 @@ def check_cover(content: Content) -> None:
     for group in boxes.same_dimensions(content, np.arange(len(content.slices.entry))):
         filled = np.flatnonzero(group.bytes)
         entry = content.slices.entry[group.rows[filled]]
-        used, first, place = np.unique(entry, return_index=True, return_inverse=True)
-        bad = boxes.untiled(place, group.offsets[filled], group.sizes[filled], group.shapes[filled[first]])
-        uncovered -= set(np.delete(used, bad).tolist())
+        wanted = np.zeros((len(shapes), group.offsets.shape[1]), np.int64)
+        wanted[entry] = group.shapes[filled]
+        bad = boxes.untiled(entry, group.offsets[filled], group.sizes[filled], wanted)
+        uncovered -= set(np.flatnonzero(np.bincount(entry)).tolist()) - set(bad.tolist())
     if uncovered:
         raise _gap(names[min(uncovered)])
 

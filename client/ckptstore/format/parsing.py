@@ -6,6 +6,7 @@ checksum is in the outcome. Documents are untrusted input: `parse_*` checks ever
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isfinite
 from typing import Any, TypeVar, cast
 
@@ -20,12 +21,14 @@ from ckptstore.format.decoding import decode_json
 from ckptstore.format.documents import (
     FORMAT,
     JSON,
+    Content,
     Document,
     Generation,
     LocalState,
     Manifest,
     Outcome,
     Receipt,
+    Shard,
     digest,
 )
 from ckptstore.format.records import DeadList
@@ -74,6 +77,34 @@ def parse_sealed(data: bytes, kind: type[_D], key: str) -> _D:
 
     Raises CorruptObject or UnsupportedFormat.
     """
+    document = _open_sealed(data, kind, key)
+    if isinstance(document, Receipt):
+        check_receipt(document, key)
+    if isinstance(document, Outcome) and document.committed is not None:
+        _checked(key, checks.check_committed, document.committed)
+    if isinstance(document, Generation):
+        _checked(key, checks.check_generation, document)
+    if isinstance(document, DeadList):
+        _checked(key, checks.check_dead, document)
+    return document
+
+
+def parse_part(data: bytes, key: str) -> Receipt:
+    """Parse the receipt in `data`, read from `key`, for a merge, which checks the contents of many together.
+
+    Raises CorruptObject or UnsupportedFormat.
+    """
+    receipt = _open_sealed(data, Receipt, key)
+    _checked(key, checks.check_part, receipt)
+    return receipt
+
+
+def check_receipt(receipt: Receipt, key: str) -> None:
+    """Raises CorruptObject unless every field of the receipt is valid."""
+    _checked(key, checks.check_receipt, receipt)
+
+
+def _open_sealed(data: bytes, kind: type[_D], key: str) -> _D:
     if len(data) > MAX_SEALED_BYTES:
         raise CorruptObject(f"{key} is larger than {MAX_SEALED_BYTES} bytes")
     if not is_sealed(data):
@@ -81,14 +112,6 @@ def parse_sealed(data: bytes, kind: type[_D], key: str) -> _D:
     end = data.find(b"\n")
     document = _decode(data[:end] if end >= 0 else data, kind, key)
     _check_names(document, key)
-    if isinstance(document, Receipt):
-        _checked(key, checks.check_receipt, document)
-    if isinstance(document, Outcome) and document.committed is not None:
-        _checked(key, checks.check_committed, document.committed)
-    if isinstance(document, Generation):
-        _checked(key, checks.check_generation, document)
-    if isinstance(document, DeadList):
-        _checked(key, checks.check_dead, document)
     return document
 
 
@@ -100,13 +123,21 @@ def parse_local(data: bytes, key: str) -> dict[str, JSON]:
     return _decode(data[: data.find(b"\n")], LocalState, key).local
 
 
-def pack_manifest(manifest: Manifest) -> bytes:
-    """The stored form of the manifest."""
-    return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(manifest_bytes(manifest))
+def encode_shard(shard: Shard) -> msgspec.Raw:
+    """The canonical JSON of a shard, as it is in the manifest."""
+    return msgspec.Raw(msgspec.json.encode(shard, enc_hook=encode_hook))
 
 
-def manifest_bytes(manifest: Manifest) -> bytes:
-    """The canonical JSON of a manifest: equal receipts give equal bytes."""
+def pack_manifest(manifest: Manifest, shards: Sequence[msgspec.Raw] | None = None) -> bytes:
+    """The stored form of the manifest. shards: see manifest_bytes."""
+    return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(manifest_bytes(manifest, shards))
+
+
+def manifest_bytes(manifest: Manifest, shards: Sequence[msgspec.Raw] | None = None) -> bytes:
+    """The canonical JSON of a manifest: equal receipts give equal bytes. shards: they are encoded already."""
+    if shards is not None:
+        content = msgspec.structs.replace(manifest.content, shards=shards)
+        manifest = msgspec.structs.replace(manifest, content=content)
     return msgspec.json.encode(manifest, enc_hook=encode_hook)
 
 
@@ -131,11 +162,22 @@ def parse_manifest(data: bytes, key: str, expected: str | None = None) -> Manife
 
 def check_manifest(manifest: Manifest, key: str) -> None:
     """Raises CorruptObject unless every field of the manifest is valid."""
+    check_together(manifest, key)
+    check_content(manifest.attempt, manifest.content, key)
+
+
+def check_together(manifest: Manifest, key: str) -> None:
+    """Raises CorruptObject unless the contents of all ranks, each of which is valid, are so together."""
     _check_names(manifest, key)
     _checked(key, checks.check_receipts, manifest)
-    _checked(key, checks.check_content, manifest.content)
+    _checked(key, checks.check_shard_names, manifest.content)
     _checked(key, checks.check_aliases, manifest.content)
-    _checked(key, checks.check_references, manifest.attempt, manifest.content)
+
+
+def check_content(attempt: str, content: Content, key: str) -> None:
+    """Raises CorruptObject unless the content of some ranks of an attempt is valid."""
+    _checked(key, checks.check_content, content)
+    _checked(key, checks.check_references, attempt, content)
 
 
 def _trailer(body: bytes) -> bytes:

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 from ckptstore.commits import audit
 from ckptstore.commits.catalog import Checkpoint, from_outcome, list_checkpoints
-from ckptstore.commits.commit import merge, read_outcome, read_receipt
+from ckptstore.commits.commit import read_outcome, read_receipts
 from ckptstore.errors import CorruptObject, Damaged, ObjectMissing
 from ckptstore.format.codecs import POLICIES, RAW, Buffer, decode, encode
 from ckptstore.format.documents import DIGEST_BYTES, Content, digest
+from ckptstore.format.merging import merge
 from ckptstore.format.parsing import pack_manifest
 from ckptstore.format.planning import ChunkRead, ShardRead, plan_all
 from ckptstore.format.records import Action
@@ -189,8 +190,7 @@ class _Healer:
     def _merged(self, checkpoint: Checkpoint) -> Iterator[bytes]:
         """The manifest, which follows from the receipts."""
         try:
-            receipts = [read_receipt(self._run, checkpoint.attempt, rank) for rank in range(checkpoint.world_size)]
-            yield pack_manifest(merge(receipts))
+            yield pack_manifest(merge(read_receipts(self._run, checkpoint.attempt, range(checkpoint.world_size))))
         except _UNREADABLE:
             return
 

@@ -18,7 +18,7 @@ from itertools import groupby
 import msgspec
 
 from ckptstore.commits.catalog import Checkpoint, from_outcome, visible_attempts
-from ckptstore.commits.commit import StoredReceipt, commit_attempt, read_outcome, read_receipt
+from ckptstore.commits.commit import commit_attempt, read_outcome
 from ckptstore.commits.generations import (
     SEEN,
     create_generation,
@@ -31,8 +31,9 @@ from ckptstore.commits.labels import with_labels
 from ckptstore.commits.leases import release_lease, renew_lease
 from ckptstore.commits.references import reference_lost, referenced_attempts
 from ckptstore.errors import AttemptAborted, Conflict, CorruptObject, Damaged, NotFound, ObjectMissing, Superseded
-from ckptstore.format.documents import FORMAT, Generation, Manifest, Outcome, digest
-from ckptstore.format.parsing import seal
+from ckptstore.format.documents import FORMAT, Generation, Manifest, Outcome, Receipt, digest
+from ckptstore.format.merging import StoredReceipt
+from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.format.planning import plan_all
 from ckptstore.format.records import Pin
 from ckptstore.names import Attempt, derive_ulid
@@ -246,15 +247,16 @@ def _copy(near: Run, far: Run, original: Checkpoint, progress: Progress) -> list
 
 
 def _copy_receipt(near: Run, far: Run, manifest: Manifest, attempt: Attempt, rank: int) -> StoredReceipt:
-    receipt = read_receipt(near, attempt, rank)
-    if digest(receipt.data) != manifest.receipts[rank].digest:
+    key = near.keys.receipt(attempt, rank)
+    data = near.store.get(key)
+    if digest(data) != manifest.receipts[rank].digest:
         raise CorruptObject(f"the receipt of rank {rank} of {near.id_of(attempt)} does not match its manifest")
     try:
         far.store.put(far.keys.statistics(attempt, rank), near.store.get(near.keys.statistics(attempt, rank)))
     except ObjectMissing:
         pass  # statistics may be absent
-    far.store.put(far.keys.receipt(attempt, rank), receipt.data)
-    return receipt
+    far.store.put(far.keys.receipt(attempt, rank), data)
+    return StoredReceipt.of(parse_sealed(data, Receipt, near.store.object_url(key)), data)
 
 
 def _decided(run: Run, attempt: Attempt, known: Known) -> Checkpoint | None:

@@ -18,11 +18,12 @@ from itertools import groupby
 import msgspec
 
 from ckptstore.commits.catalog import Checkpoint, State, find, from_outcome, joined_generation
-from ckptstore.commits.commit import StoredReceipt, commit_attempt, read_outcome
+from ckptstore.commits.commit import commit_attempt, read_outcome
 from ckptstore.commits.hidden import hidden_attempts
 from ckptstore.commits.labels import LabelChange, change_labels, label_versions, labelled, with_labels
 from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint, ObjectMissing
 from ckptstore.format.documents import JSON, Manifest, Receipt, Shard, digest
+from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.format.planning import ChunkRead, ShardRead, plan_all
 from ckptstore.format.statistics import Statistics, extension_name
@@ -199,7 +200,7 @@ def _copy_receipt(
     )
     data = seal(copied)
     target.store.put(target.keys.receipt(attempt, rank), data)
-    return StoredReceipt(copied, data)
+    return StoredReceipt.of(copied, data)
 
 
 def _copy_statistics(

@@ -160,7 +160,7 @@ def test_a_complete_save_is_committed_while_an_earlier_one_waits_for_a_rank(stor
             roll_forward(where, attempt)
         pipeline.close()
     assert StoreSource(store).latest("r").step == 9
-    receipts = [read_receipt(where, stored(one), rank).receipt for one in (first, second, third)]
+    receipts = [read_receipt(where, stored(one), rank) for one in (first, second, third)]
     assert [referenced_attempts(receipt.content) for receipt in receipts] == [[], [], [stored(second)]]
 
 

@@ -16,9 +16,10 @@ from ckptapi import bodies
 from ckptd.http.access import RULES
 from ckptd.pages import checkpoint_routes, routes, run_routes
 from ckptstore.clock import system_clock
-from ckptstore.commits.commit import StoredReceipt, commit_attempt
+from ckptstore.commits.commit import commit_attempt
 from ckptstore.commits.generations import Session, begin_generation
 from ckptstore.format.documents import SPARED
+from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import seal
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.run import Run
@@ -139,7 +140,7 @@ def test_the_page_says_why_a_checkpoint_is_not_smaller(served: Served) -> None:
     receipt = write_rank(served.store, run.name, attempt, SMALL).receipt
     receipt = msgspec.structs.replace(receipt, extensions={SPARED: "float32 raw: <i>too</i> dear"})
     served.store.put(run.keys.receipt(attempt, 0), seal(receipt))
-    commit_attempt(run, [StoredReceipt(receipt, seal(receipt))])
+    commit_attempt(run, [StoredReceipt.of(receipt, seal(receipt))])
     wait_until(lambda: served.daemon.get("/runs/spared").status_code == 200, "the commit's way into the index")
     assert "Encoding: float32 raw: &lt;i&gt;too&lt;/i&gt; dear." in served.daemon.get("/checkpoints/spared@1").text
     assert "Encoding:" not in served.daemon.get("/checkpoints/gpt@30").text

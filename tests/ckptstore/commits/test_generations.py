@@ -21,7 +21,7 @@ from ckptstore.commits.catalog import (
     newest_first,
     with_states,
 )
-from ckptstore.commits.commit import StoredReceipt, commit_attempt, decide, read_outcome
+from ckptstore.commits.commit import commit_attempt, decide, read_outcome
 from ckptstore.commits.generations import (
     Begun,
     Continuations,
@@ -35,6 +35,7 @@ from ckptstore.commits.generations import (
 )
 from ckptstore.errors import NoCheckpoint, StoreUnavailable, Superseded
 from ckptstore.format.documents import FORMAT, Generation
+from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import seal
 from ckptstore.names import Attempt, Reference, new_ulid
 from ckptstore.retention.deletion import advance, delete_checkpoint

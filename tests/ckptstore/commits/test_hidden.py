@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from ckptstore.commits.catalog import find, latest, list_checkpoints
-from ckptstore.commits.commit import StoredReceipt, commit_attempt, decide, read_outcome
+from ckptstore.commits.commit import commit_attempt, decide, read_outcome
 from ckptstore.commits.hidden import Dead, bury, hidden_attempts
 from ckptstore.commits.leases import active_leases, take_lease
 from ckptstore.errors import AttemptAborted, CkptError, NoCheckpoint, ReferenceLost, StoreUnavailable, UnsupportedFormat
+from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.format.records import DeadList
 from ckptstore.names import Attempt, Reference, new_ulid

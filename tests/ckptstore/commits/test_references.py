@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,11 +14,12 @@ import pytest
 from ckptstore import names
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, list_checkpoints
-from ckptstore.commits.commit import StoredReceipt, commit_attempt, read_outcome
+from ckptstore.commits.commit import commit_attempt, read_outcome
 from ckptstore.commits.references import Mark, marks, referenced_attempts
 from ckptstore.errors import CheckpointHeld, CkptError, CorruptObject, ReferenceLost
 from ckptstore.format.columns import column
 from ckptstore.format.documents import References
+from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.format.places import Places
 from ckptstore.format.planning import entry_bytes, plan_all, plan_reads, whole_entries
@@ -316,9 +316,7 @@ def test_references_that_make_no_sense_are_refused(store: Store, how: str) -> No
     with pytest.raises(CorruptObject):
         parse_sealed(data, type(receipt), "receipt")
     with pytest.raises(CorruptObject):
-        commit_attempt(
-            Run(store, RUN), [replace(stored, receipt=msgspec.structs.replace(receipt, content=content), data=data)]
-        )
+        StoredReceipt.of(msgspec.structs.replace(receipt, content=content), data)
 
 
 def test_marks_that_are_not_ours_are_left_alone(store: Store) -> None:

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from ckptstore import names
-from ckptstore.commits.commit import StoredReceipt, commit_attempt
+from ckptstore.commits.commit import commit_attempt
 from ckptstore.format.codecs import fast
 from ckptstore.format.documents import FORMAT, JSON, Content, Receipt, Shard
+from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import seal
 from ckptstore.format.shards import (
     Placed,
@@ -125,7 +126,7 @@ def _write_rank(store: Store, rank: int) -> StoredReceipt:
     )  # fmt: skip
     data = seal(receipt)
     store.put(RunKeys(RUN).receipt(ATTEMPT, rank), data)
-    return StoredReceipt(receipt, data)
+    return StoredReceipt.of(receipt, data)
 
 
 def write_frozen(store: Store) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptstore.commits.commit import merge, read_outcome
+from ckptstore.commits.commit import read_outcome
 from ckptstore.format.documents import FORMAT, Generation, Lease, Outcome, Receipt, Tombstone
+from ckptstore.format.merging import merge
 from ckptstore.format.parsing import manifest_bytes, seal
 from ckptstore.format.records import (
     Action,
@@ -54,12 +55,12 @@ _DRILL = Drill(
 
 def _samples() -> dict[str, bytes]:
     store = open_store("memory://documents")
-    receipt = write_rank(store, "gpt", ATTEMPT, sample_arrays(), metrics={"loss": 1.5})
+    stored = write_rank(store, "gpt", ATTEMPT, sample_arrays(), metrics={"loss": 1.5})
     checkpoint = write_checkpoint(store, step=8)
     outcome = read_outcome(Run(store, "gpt"), checkpoint.attempt)
     assert outcome is not None
     return {
-        "receipt": receipt.data,
+        "receipt": seal(stored.receipt),
         "outcome": seal(outcome),
         "generation": seal(_GENERATION),
         "lease": seal(Lease(format=FORMAT, kind="lease", attempt=str(ATTEMPT), holder="me", expires_at=1.5)),
@@ -103,7 +104,7 @@ def _samples() -> dict[str, bytes]:
                 policies=PolicySet(default=Policy(keep_last=3), overrides=(Override(runs="exp-*"),)),
             )
         ),
-        "manifest": manifest_bytes(merge([receipt])) + b"\n",
+        "manifest": manifest_bytes(merge([stored])) + b"\n",
     }
 
 

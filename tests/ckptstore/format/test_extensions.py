@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 
 from ckptstore.clock import system_clock
-from ckptstore.commits.commit import StoredReceipt, merge
 from ckptstore.errors import CorruptObject, UnsupportedFormat
 from ckptstore.format.documents import FORMAT
+from ckptstore.format.merging import merge
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.stores import open_store
 from tests.ckptstore.format.sealed import SAMPLES
@@ -38,7 +39,7 @@ def test_a_manifest_has_the_extensions_of_the_lowest_rank_that_gives_them() -> N
     ranks = [write_rank(store, "gpt", attempt, sample_arrays() if rank == 0 else {}, rank, 3) for rank in range(3)]
     given: list[dict[str, Any]] = [{"a": 0}, {"b": 1, "a": 1}, {"b": 2, "c": 2}]
     changed = [
-        StoredReceipt(msgspec.structs.replace(stored.receipt, extensions=extensions), stored.data)
+        replace(stored, receipt=msgspec.structs.replace(stored.receipt, extensions=extensions))
         for stored, extensions in zip(ranks, given, strict=True)
     ]
     assert merge(changed).extensions == {"a": 0, "b": 1, "c": 2}

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.clock import system_clock
-from ckptstore.commits.commit import merge
 from ckptstore.errors import CorruptObject, InvalidRequest, UnsupportedFormat
 from ckptstore.format import parsing
 from ckptstore.format.columns import column, pack, unpack
 from ckptstore.format.documents import FORMAT, Lease, Manifest, Receipt
+from ckptstore.format.merging import StoredReceipt, merge
 from ckptstore.format.overlaps import check_cover
 from ckptstore.format.parsing import manifest_bytes, pack_manifest, parse_manifest, parse_sealed, seal
 from ckptstore.format.planning import plan_reads, whole_entries
@@ -395,4 +395,4 @@ def test_what_no_reader_takes_is_not_merged() -> None:
         second.receipt, content=msgspec.structs.replace(second.receipt.content, shards=[shard])
     )
     with pytest.raises(CorruptObject, match="two shards of one name"):
-        merge([first, type(second)(clash, seal(clash))])
+        merge([first, StoredReceipt.of(clash, seal(clash))])

@@ -1,0 +1,161 @@
+"""The manifest of an attempt, made of the receipts of all ranks. Pure.
+
+The same receipts give the same manifest in every process. What can be done for one receipt is done when it has been
+read: while receipts are still missing, the merging process has time (docs/decisions/0041).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from msgspec import Raw
+
+from ckptstore.errors import CorruptObject
+from ckptstore.format.columns import Column, column, concatenate
+from ckptstore.format.documents import (
+    FORMAT,
+    JSON,
+    Content,
+    Entries,
+    Manifest,
+    Receipt,
+    ReceiptRef,
+    Shard,
+    Slices,
+    digest,
+)
+from ckptstore.format.overlaps import check_cover
+from ckptstore.format.parsing import check_content, check_receipt, check_together, encode_shard
+from ckptstore.format.trees import leaves, merge_trees
+
+
+@dataclass(frozen=True, slots=True)
+class StoredReceipt:
+    """A durable receipt whose content is valid, and what its manifest needs beside it."""
+
+    receipt: Receipt
+    ref: ReceiptRef
+    shards: Sequence[Raw]
+    """Its shards as they are in the manifest."""
+
+    @staticmethod
+    def of(receipt: Receipt, data: bytes) -> StoredReceipt:
+        """The receipt that is stored as `data`. Raises CorruptObject if it is not valid."""
+        ref = ReceiptRef(rank=receipt.rank, digest=digest(data), bytes=len(data))
+        [stored] = checked([(receipt, ref)])
+        return stored
+
+
+def checked(parsed: Sequence[tuple[Receipt, ReceiptRef]]) -> list[StoredReceipt]:
+    """Receipts of one attempt from `parse_part`. Their contents are checked together: a fraction of the time.
+
+    Raises CorruptObject if one of them is not valid.
+    """
+    try:
+        content = _merge_content([receipt.content for receipt, _ in parsed])
+        for receipt, _ in parsed[:1]:
+            check_content(receipt.attempt, content, "the receipts")
+    except CorruptObject:
+        for receipt, _ in parsed:  # which one?
+            check_receipt(receipt, f"the receipt of rank {receipt.rank} of attempt {receipt.attempt}")
+        raise
+    return [StoredReceipt(receipt, ref, [*map(encode_shard, receipt.content.shards)]) for receipt, ref in parsed]
+
+
+def merge(receipts: Sequence[StoredReceipt]) -> Manifest:
+    """The manifest of an attempt, from the receipts of all ranks in rank order. Pure.
+
+    Raises CorruptObject if the receipts do not belong together.
+    """
+    first = receipts[0].receipt
+    for rank, stored in enumerate(receipts):
+        receipt = stored.receipt
+        same = (receipt.run, receipt.attempt, receipt.world_size, receipt.rank)
+        if same != (first.run, first.attempt, len(receipts), rank):
+            raise CorruptObject(f"receipt {rank} of attempt {first.attempt} does not fit the others: {same}")
+    manifest = Manifest(
+        format=FORMAT,
+        kind="manifest",
+        run=first.run,
+        step=first.step,
+        attempt=first.attempt,
+        world_size=first.world_size,
+        created_at=first.created_at,
+        receipts=[stored.ref for stored in receipts],
+        content=_merge_content([stored.receipt.content for stored in receipts]),
+        metrics=first.metrics,
+        extensions={name: value for stored in reversed(receipts) for name, value in stored.receipt.extensions.items()},
+    )
+    # A manifest that readers would reject must not be committed.
+    check_together(manifest, f"the manifest of attempt {first.attempt}")
+    check_cover(manifest.content)
+    _check_trees(manifest.content)
+    return manifest
+
+
+def _merge_content(contents: Sequence[Content]) -> Content:
+    shards: list[Shard] = []
+    entries = Entries(name=[], dtype=[], shape=[])
+    columns: dict[str, list[Column]] = {"entry": [], "shard": [], "at": [], "box": []}
+    aliases: dict[str, str] = {}
+    trees: dict[str, list[JSON]] = {}
+    index: dict[str, int] = {}
+    places: dict[int, Column] = {}
+    """By the id of entries, which many ranks share: the places of these entries in those of the manifest."""
+    derived: list[Column] = []
+    rows = 0
+    for content in contents:
+        if id(content.entries) not in places:
+            places[id(content.entries)] = _add_entries(entries, index, content.entries)
+        slices = content.slices
+        columns["entry"].append(places[id(content.entries)][slices.entry])
+        columns["shard"].append(slices.shard + len(shards))
+        columns["at"].append(slices.at)
+        columns["box"].append(slices.box)
+        if slices.derived is not None:
+            derived.append(slices.derived + rows)
+        rows += len(slices.entry)
+        shards.extend(content.shards)
+        for alias, name in content.aliases.items():
+            if aliases.setdefault(alias, name) != name:
+                raise CorruptObject(f"two ranks have different targets of alias {alias!r}")
+        for item, tree in content.trees.items():
+            trees.setdefault(item, []).append(tree)
+    slices = Slices(
+        **{name: concatenate(parts) for name, parts in columns.items()},
+        derived=concatenate(derived) if derived else None,
+    )
+    merged = {item: _merge_in_pairs(found, item) for item, found in trees.items()}
+    return Content(shards=shards, entries=entries, slices=slices, aliases=aliases, trees=merged)
+
+
+def _add_entries(entries: Entries, index: dict[str, int], added: Entries) -> Column:
+    """Add the entries of a rank that are new; returns the places of all of its entries. index: place by name."""
+    for name, dtype, shape in zip(added.name, added.dtype, added.shape, strict=True):
+        at = index.setdefault(name, len(index))
+        if at == len(entries.name):
+            entries.name.append(name)
+            entries.dtype.append(dtype)
+            entries.shape.append(shape)
+        elif (entries.dtype[at], entries.shape[at]) != (dtype, shape):
+            raise CorruptObject(f"two ranks have different types or shapes of entry {name!r}")
+    return column(index[name] for name in added.name)
+
+
+def _merge_in_pairs(trees: list[JSON], item: str) -> JSON:
+    """The trees of all ranks as one. A merge copies both: one rank after the other would be quadratic in the ranks."""
+    while len(trees) > 1:
+        pairs = zip(trees[::2], trees[1::2], strict=False)
+        odd = trees[-1:] if len(trees) % 2 else []
+        trees = [*(merge_trees(first, second, item) for first, second in pairs), *odd]
+    return trees[0]
+
+
+def _check_trees(content: Content) -> None:
+    """Raises CorruptObject if a tensor of a tree is not an entry: every rank left it to another one."""
+    known = set(content.entries.name)
+    for item, tree in content.trees.items():
+        for path, leaf in leaves(tree, item):
+            if "name" in leaf and leaf["name"] not in known:
+                raise CorruptObject(f"no rank wrote {path!r}", "Nothing was committed; please report this")
