@@ -38,6 +38,7 @@ BENCHES = (
     "leaves",
     "plan",
     "scale",
+    "scale-daemon",
     "predict",
     "drill",
     "goodput",

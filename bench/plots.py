@@ -1,5 +1,7 @@
 """Stored size against time, for all libraries that save whole states: python -m bench.plots [--quick].
 
+`python -m bench.plots growth` draws how costs grow, from the verdicts of the simulations in bench/results.
+
 Each saves and restores the same state in turns: the time until a save is durable, and until everything is back in the
 live tensors, read from the page cache. Draws sizes-and-times.svg under bench/results, and writes the numbers next to
 it.
@@ -10,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -28,6 +31,14 @@ RESULTS = Path(__file__).parent / "results"
 OURS = ("off", "fast", "max")
 """Values of compress=."""
 PANELS = {"durable": "save: seconds per GB until durable", "restore": "restore: seconds per GB, from the page cache"}
+GROWTH: dict[str, tuple[str, dict[str, float | None]]] = {
+    "scale": ("ranks", {"commit s": 3.0, "requests per rank": 4.0, "plan s": 1.0, "rank 0 memory bytes": None}),
+    "scale-daemon": (
+        "checkpoints",
+        {"first scan s": None, "refresh s": None, "retention plan of a run s": None, "memory bytes": None},
+    ),
+}
+"""By simulation: what its costs grow with, and the costs that are drawn, with their goals."""
 OUR_COLOR, PEER_COLOR, LIMIT_COLOR, INK = "#1f6feb", "#8a8f98", "#c2410c", "#24292f"
 
 
@@ -129,8 +140,45 @@ def _apart(heights: Sequence[float], factor: float = 1.13) -> list[float]:
     return placed
 
 
+def draw_growth(verdict: Path) -> None:
+    """What grows, against the number of what it grows with, next to the stored verdict of a simulation.
+
+    Facts are named `cost, number` or `cost, number how`; each `how` is a line. Raises ImportError without matplotlib.
+    """
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "ckptd"  # the same numbers give the same file
+    from matplotlib import pyplot
+
+    of, panels = GROWTH[verdict.stem]
+    lines: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    for fact, value in json.loads(verdict.read_text())["facts"].items():
+        name, _, rest = fact.rpartition(", ")
+        number, _, how = rest.partition(" ")
+        lines[name][how][int(number)] = value
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(14, 3.5), layout="constrained")
+    for axis, (name, goal) in zip(axes, panels.items(), strict=True):
+        for color, (how, found) in zip((OUR_COLOR, PEER_COLOR), lines[name].items(), strict=False):
+            axis.plot(list(found), list(found.values()), color=color, marker="o", label=how or of)
+        if goal is not None:
+            axis.axhline(goal, color=LIMIT_COLOR, linestyle="--", linewidth=1)
+        if len(lines[name]) > 1:
+            axis.legend(frameon=False)
+        axis.set_xscale("log", base=2 if of == "ranks" else 10)
+        axis.set_title(name, color=INK, fontsize=11)
+        axis.set_xlabel(of, color=INK)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(verdict.with_suffix(".svg"), metadata={"Date": None})
+    pyplot.close(figure)
+
+
 def main() -> None:
-    """Measure, keep the numbers, draw."""
+    """Measure, keep the numbers, draw; or draw what has been measured."""
+    if "growth" in sys.argv[1:]:
+        for verdict in sorted(path for name in GROWTH for path in RESULTS.glob(f"*/{name}.json")):
+            draw_growth(verdict)
+        return
     quick = "--quick" in sys.argv[1:]
     folder = RESULTS / ("quick" if quick else "full")
     folder.mkdir(parents=True, exist_ok=True)

@@ -17,14 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import log
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from bench.plots import INK, LIMIT_COLOR, OUR_COLOR, RESULTS
 from bench.report import Goal, Report
 from bench.virtual_store import Clock, Limits, Requests, VirtualStore, lanes_of
 from ckpt.saver import commit as saver
@@ -55,13 +54,12 @@ BYTES_PER_S = (40e6, 60e6)
 
 
 def measure(quick: bool) -> Report:
-    """Simulate a save of each size, and plan restores from its manifest; draw what grows."""
+    """Simulate a save of each size, and plan restores from its manifest."""
     found: dict[int, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "manifest.json.zst")
         for ranks in SIZES[quick]:
             found[ranks] = in_fresh_process("save", path, ranks) | in_fresh_process("restore", path, ranks)
-    problem = draw(found, RESULTS / ("quick" if quick else "full") / "scale.svg")
     last, before = found[SIZES[quick][-1]], found[SIZES[quick][-2]]
     growth = log(SIZES[quick][-1] / SIZES[quick][-2])
     names = list(last)
@@ -83,7 +81,6 @@ def measure(quick: bool) -> Report:
             Goal("restore planning", "1 s", last["plan s"] / PLAN_S, 1.0, "at most"),
             Goal("memory of planning", "1 GiB", last["plan bytes"] / PLAN_BYTES, 1.0, "at most"),
         ],
-        problems={"plot": problem} if problem else {},
         facts={f"{name}, {ranks} ranks": value for ranks, one in found.items() for name, value in one.items()},
     )
 
@@ -303,32 +300,6 @@ def memory(name: str) -> int:
     """Bytes of this process."""
     status = Path("/proc/self/status").read_text()
     return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith(name))
-
-
-def draw(found: Mapping[int, Mapping[str, float]], path: Path) -> str:
-    """What grows, against the number of ranks, with the goals. Returns why there is no plot, or an empty text."""
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        return str(error)
-    mpl.use("svg")
-    mpl.rcParams["svg.hashsalt"] = "ckptd"  # the same numbers give the same file
-    from matplotlib import pyplot
-
-    panels = {"commit s": COMMIT_S, "requests per rank": REQUESTS, "plan s": PLAN_S, "rank 0 memory bytes": None}
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(14, 3.5), layout="constrained")
-    for axis, (name, goal) in zip(axes, panels.items(), strict=True):
-        axis.plot(list(found), [one[name] for one in found.values()], color=OUR_COLOR, marker="o")
-        if goal is not None:
-            axis.axhline(goal, color=LIMIT_COLOR, linestyle="--", linewidth=1)
-        axis.set_xscale("log", base=2)
-        axis.set_title(name, color=INK, fontsize=11)
-        axis.set_xlabel("ranks", color=INK)
-        axis.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
-    return ""
 
 
 if __name__ == "__main__":

@@ -116,6 +116,12 @@ class VirtualStore(Store):
         """Bytes of all objects."""
         return sum(len(data) for _, data in self._objects.values())
 
+    def place(self, key: str, data: bytes) -> None:
+        """Another process has written an object, which is visible now. Takes no virtual time."""
+        if key not in self._objects:
+            insort(self._keys, key)
+        self._objects[key] = self.clock.now, data
+
     def put(self, key: str, data: Buffer) -> None:
         """One PUT."""
         with_data = bytes(data)
@@ -169,10 +175,16 @@ class VirtualStore(Store):
                 yield ObjectInfo(key, len(data), visible_at)
 
     def list_folders(self, prefix: str) -> Iterator[str]:
-        """One request: no simulation has more folders than a page."""
+        """A request per page. Here a folder is listed as soon as one of its objects was written."""
         self.clock.work()
-        names = sorted({info.key[len(prefix) :].partition("/")[0] for info in self.listed(prefix)})
-        self.clock.resume(self._request("LIST", prefix, 0, self._gets))
+        names: list[str] = []
+        at = bisect_left(self._keys, prefix)
+        while at < len(self._keys) and self._keys[at].startswith(prefix):
+            names.append(self._keys[at][len(prefix) :].partition("/")[0])
+            at = bisect_left(self._keys, f"{prefix}{names[-1]}0")  # 0 follows the slash
+        self.clock.resume(self.clock.now)
+        for _ in range(max(1, -(-len(names) // self.limits.keys_per_page))):
+            self.clock.resume(self._request("LIST", prefix, 0, self._gets))
         return iter(names)
 
     def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
