@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ckptstore.format.codecs import FLOAT_SPLIT
-from ckptstore.format.columns import Column
+from ckptstore.format.columns import Column, distinct
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.extremes import BlockExtremes
 from ckptstore.format.float_split import GROUP
@@ -183,7 +183,7 @@ def _runs(size: int, block: int, quota: int) -> Column:
     begin, length = ((2 * look + 1) * blocks // (2 * looks) * block, block) if looks > 1 else (0, size)
     starts = begin + np.minimum(((place - look) * length).astype(np.int64), length - _RUN)
     # Runs that overlap must not count a number twice.
-    return np.unique((starts[:, None] + np.arange(_RUN)).ravel())
+    return distinct(starts[:, None] + np.arange(_RUN))
 
 
 @lru_cache(maxsize=256)

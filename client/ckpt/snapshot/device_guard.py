@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from ckpt.device import Addresses, Device, digests, rows
 from ckpt.lazily import torch
+from ckptstore.format.columns import distinct
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ def sample_places(copies: Sequence[int], tensors: Sequence[torch.Tensor]) -> lis
     begins = np.minimum(sizes // 2, np.maximum(sizes - _SAMPLE_BYTES, 0))
     sources = np.fromiter(map(torch.Tensor.data_ptr, tensors), np.int64) + begins
     to, sampled = np.array(copies) + begins, np.minimum(sizes, _SAMPLE_BYTES) * in_order
-    chosen = [(size, np.flatnonzero(sampled == size)) for size in np.unique(sampled[sampled > 0]).tolist()]
+    chosen = [(size, np.flatnonzero(sampled == size)) for size in distinct(sampled[sampled > 0]).tolist()]
     return [SamplePlaces(size, numbers, sources[numbers], to[numbers]) for size, numbers in chosen]
 
 

@@ -15,7 +15,7 @@ from ckptstore import names
 from ckptstore.format.boxes import same_dimensions
 from ckptstore.format.casting import CAST_TYPES, SOURCE
 from ckptstore.format.codecs import CODECS, MAX_CHUNK_BYTES
-from ckptstore.format.columns import Column, column, concatenate
+from ckptstore.format.columns import Column, column, concatenate, distinct
 from ckptstore.format.dtypes import ITEM_BYTES
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def check_references(attempt: str, content: Content) -> None:
         _require(len({*found.attempts, attempt}) == len(found.attempts) + 1, "a reference to itself, or twice to one")
         _require(bool((np.diff(found.chunk) > 0).all()), "references are not in order")
         _require(int(found.chunk.max(initial=-1)) < len(shard.chunks.raw), "a reference is to no chunk")
-        used = np.unique(found.attempt)
+        used = distinct(found.attempt)
         _require(bool(len(used)) and used.tolist() == list(range(len(found.attempts))), "an attempt is not referenced")
         _require(int(found.offset.max(initial=0)) <= _MAX_BYTES, "a reference is out of bounds")
 

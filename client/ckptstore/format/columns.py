@@ -31,6 +31,14 @@ def concatenate(columns: Iterable[Column]) -> Column:
     return np.concatenate([column(), *columns])
 
 
+def distinct(numbers: Column) -> Column:
+    """Each number once, in order. np.unique imports numpy.ma at its first call: half of a first small restore."""
+    ordered = np.sort(numbers, axis=None)
+    new = np.ones(len(ordered), bool)
+    np.not_equal(ordered[1:], ordered[:-1], out=new[1:])
+    return ordered[new]
+
+
 def pack(numbers: Column) -> str:
     """The text of a column of non-negative numbers."""
     top = int(numbers.max(initial=0))

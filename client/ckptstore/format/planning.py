@@ -19,7 +19,7 @@ from ckptstore.errors import CorruptObject
 from ckptstore.format import boxes
 from ckptstore.format.boxes import Box
 from ckptstore.format.casting import SOURCE
-from ckptstore.format.columns import Column, column, concatenate
+from ckptstore.format.columns import Column, column, concatenate, distinct
 from ckptstore.format.documents import Content
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.overlaps import Overlaps, Want, overlaps
@@ -157,10 +157,10 @@ def plan_reads(content: Content, wants: Iterable[Want]) -> list[ShardRead]:
     """
     wants = list(wants)
     found = list(overlaps(content, wants))
-    table = ChunkTable.of(content, np.unique(concatenate(content.slices.shard[one.row] for one in found)).tolist())
+    table = ChunkTable.of(content, distinct(concatenate(content.slices.shard[one.row] for one in found)).tolist())
     given = [_pieces(content, wants, table, one) for one in found]
     rows, pieces = concatenate(rows for rows, _ in given), [piece for _, some in given for piece in some]
-    chunks = table.sorted(np.unique(rows))
+    chunks = table.sorted(distinct(rows))
     place = np.zeros(len(table.raw), np.int64)
     place[chunks] = np.arange(len(chunks))
     ordered = [pieces[number] for number in np.argsort(place[rows], kind="stable").tolist()]

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -59,6 +60,17 @@ def files_of(folder: Path, checkpoint: Checkpoint) -> dict[str, Path]:
         "manifest": folder / RunKeys(run).manifest(attempt),
         "outcome": folder / RunKeys(run).outcome(attempt),
     }
+
+
+def test_a_first_restore_does_not_import_masked_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """np.unique does so when it is first called, and that takes longer than the rest of a small restore."""
+    tensors = {"large": torch.arange(30_000.0)}
+    with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
+        checkpointer.save(None, None, 1, own=tensors)
+        monkeypatch.setattr(np, "ma", None)
+        restored = checkpointer.restore(own={"large": torch.zeros(30_000)})
+    assert restored is not None
+    assert torch.equal(restored.values["own"]["large"], tensors["large"])
 
 
 def test_a_default_device_is_not_where_bytes_arrive(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.format.columns import column, concatenate, pack, unpack
+from ckptstore.format.columns import column, concatenate, distinct, pack, unpack
 
 
 @given(st.lists(st.integers(0, 2**63 - 1) | st.integers(0, 300), max_size=20))
@@ -19,6 +19,12 @@ def test_columns_come_back(numbers: list[int]) -> None:
     assert unpack(text).tolist() == numbers
     assert np.frombuffer(base64.b64decode(data), f"<{width}").tolist() == numbers
     assert concatenate([column(numbers), column(), column([1])]).tolist() == [*numbers, 1]
+
+
+@given(st.lists(st.integers(0, 9) | st.integers(0, 2**63 - 1), max_size=20))
+def test_distinct_numbers(numbers: list[int]) -> None:
+    assert distinct(column(numbers)).tolist() == sorted(set(numbers))
+    assert distinct(column(numbers).reshape(1, -1)).tolist() == sorted(set(numbers))
 
 
 @pytest.mark.parametrize(
