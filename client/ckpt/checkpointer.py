@@ -7,6 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -53,6 +54,7 @@ class Checkpointer:
         )
         self._saves = RunSaves(config, self._source, self._world)
         self._lease: str | None = None
+        self._releases = ThreadPoolExecutor(1, thread_name_prefix="ckpt-lease")
         self._schedules: list[Schedule] = []
         self._prefetch: Prefetch | None = None
         self._preemption = Preemption(self.fits, self._saves.hurry)
@@ -315,6 +317,7 @@ class Checkpointer:
             for schedule in schedules:
                 schedule.close()
             self._release_lease()
+            self._releases.shutdown()
             self._source.close()
 
     def __enter__(self) -> Checkpointer:
@@ -350,9 +353,10 @@ class Checkpointer:
             prefetch.close()
 
     def _release_lease(self) -> None:
+        """In a thread, which `close` waits for: a restore does not."""
         lease, self._lease = self._lease, None
         if lease is not None:
-            release_lease(self._source, self.config.run_name, lease)
+            self._releases.submit(release_lease, self._source, self.config.run_name, lease)
 
 
 def _close_at_exit(checkpointer: Checkpointer) -> None:

@@ -1,4 +1,4 @@
-"""An HTTP proxy that loses, damages or refuses chosen requests and replies, or sends requests twice."""
+"""An HTTP proxy that loses, damages, refuses or delays chosen requests and replies, or sends requests twice."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import http.client
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,15 @@ _TIMEOUT_S = 60.0
 _HOP = {"connection", "expect", "keep-alive", "transfer-encoding", "content-length"}
 
 
+@dataclass(frozen=True)
+class Answered:
+    """A request that was forwarded and answered, with times of time.monotonic()."""
+
+    request: str
+    received_at: float
+    replied_at: float
+
+
 @dataclass
 class LossyProxy:
     """A proxy in front of one service. Counts requests from 0 since it was last armed."""
@@ -34,13 +44,17 @@ class LossyProxy:
     """These are answered with 403 and not forwarded."""
     chunks: Callable[[str], bool] = lambda _: False
     """The replies to these have no length: their bodies come in chunks."""
+    round_trip_s: float = 0.0
+    """Each reply is held back for this time."""
+    answered: list[Answered] = field(default_factory=list)
+    """In the order of the replies."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def arm(self, fault: Fault | None, at: int = -1) -> None:
         """Count from 0 again; the request numbered `at` will meet the fault."""
         with self._lock:
             self.fault, self.at = fault, at
-            self.requests = []
+            self.requests, self.answered = [], []
 
     def take(self, request: str) -> Fault | None:
         """Count a request; the fault that it meets."""
@@ -87,6 +101,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _relay(self) -> None:
         assert "Transfer-Encoding" not in self.headers, "requests of known length only"
+        received_at = time.monotonic()
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         request = f"{self.command} {self.path}"
         fault = self.server.proxy.take(request)
@@ -106,6 +121,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             self.connection.close()
             return
+        proxy = self.server.proxy
+        self.server.closing.wait(proxy.round_trip_s)
+        proxy.answered.append(Answered(request, received_at, time.monotonic()))
         self.send_response_only(status)
         for name, value in headers:
             self.send_header(name, value)

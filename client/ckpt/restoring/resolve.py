@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ckpt.config import Config
@@ -11,12 +11,13 @@ from ckpt.saver.lock import note_checkpoint, noted_checkpoint, wait_for_orphans
 from ckptapi.bodies import ChunkBody, VerifyJob
 from ckptapi.client import DaemonClient
 from ckptapi.remote_create import with_remote_create
+from ckptstore.commits import catalog
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import CkptError, Damaged, ObjectMissing, RunVanished, StoreReadOnly
-from ckptstore.names import Reference
+from ckptstore.names import Attempt, Reference
 from ckptstore.reading.fetch import Progress
 from ckptstore.reading.source import Source, StoreSource
-from ckptstore.retention.deletion import advance, undecided_attempts
+from ckptstore.retention.deletion import advance, undecided_and_decided
 from ckptstore.retention.scrubbing import confirm_damage
 from ckptstore.run import Run, identity
 from ckptstore.tiers.source import FAR, TieredSource
@@ -39,35 +40,45 @@ def wait_for_orphan_saver(config: Config) -> None:
         )
 
 
-def _roll_forward(source: Source, config: Config) -> None:
-    """Commit attempts that are complete except for their commit."""
+def _roll_forward(source: Source, config: Config) -> Sequence[Attempt] | None:
+    """Commit attempts that are complete except for their commit.
+
+    Returns the decided attempts of the run in the source if no attempt was left to decide; None: list them.
+    """
     if isinstance(source, TieredSource):
         # What is incomplete far is the copy of what is near: the next saver continues it.
         _advance(Run(source.near.store, config.run_name))
     elif isinstance(source, StoreSource):
-        _advance(Run(with_remote_create(source.store, config.daemon, config.token), config.run_name))
+        return _advance(Run(with_remote_create(source.store, config.daemon, config.token), config.run_name))
+    return None
 
 
-def _advance(run: Run) -> None:
-    for attempt in undecided_attempts(run):
+def _advance(run: Run) -> Sequence[Attempt] | None:
+    undecided, decided = undecided_and_decided(run)
+    for attempt in undecided:
         try:
             if advance(run, attempt):
                 logger.warning("committed %s, which was complete except for its commit", attempt)
         except StoreReadOnly as error:
             logger.warning("%s may be complete and is left uncommitted: %s", attempt, error)
+    return None if undecided else decided
 
 
 def candidates(source: Source, config: Config, reference: Reference) -> Iterator[Checkpoint]:
     """The checkpoints to try, best first: all of the run if none is named, otherwise the named one.
 
-    Lazy: the store is not read before the first item is requested. Checkpoints are listed after the roll-forward, not
-    beside it: a saver that commits between the two would be in neither, and training would resume from an older step.
+    Lazy: the store is not read before the first item is requested. If the roll-forward finds an attempt that is not
+    decided, outcomes are listed after it, not before: a saver that commits meanwhile would be missed, and training
+    would resume from an older step.
     """
-    _roll_forward(source, config)
+    decided = _roll_forward(source, config)
     if reference.step is not None:
         yield source.find(reference)
         return
-    found = source.candidates(reference.run)
+    if decided is not None and isinstance(source, StoreSource) and reference.run == config.run_name:
+        found = catalog.candidates(Run(source.store, reference.run), decided)
+    else:
+        found = source.candidates(reference.run)
     newest = next(found, None)
     if newest is None:
         check_present(source, config)

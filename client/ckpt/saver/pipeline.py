@@ -102,8 +102,7 @@ class SavePipeline:
         if setup.upload_bytes is not None:
             store.upload_bytes = setup.upload_bytes
         self._store = RetryingStore(store, setup.store_retry_s)
-        # Some stores ignore If-None-Match and would let several committers win; there the daemon decides.
-        # It decides for its own store, which is the far one if there are two.
+        # Where a store ignores If-None-Match, the daemon decides: for its own store, the far one if there are two.
         daemon = setup.daemon if setup.far is None else None
         self._run = Run(with_remote_create(self._store, daemon, setup.token), setup.run, clock)
         far = self._far_run(setup, clock) if setup.far is not None else None
@@ -282,11 +281,11 @@ class SavePipeline:
             running.codings.learn(uploaded.stored_bytes, uploaded.busy_s)
         shard = running.incremental.shard(uploaded.chunks if uploaded else None) if placed else None
         extensions: dict[str, JSON] = {SPARED: running.codings.reason} if running.codings.spares else {}
-        extensions |= running.survey.write(self._run, attempt, self._setup.rank) if running.survey and placed else {}
+        extensions |= self._statistics(running, attempt)() if placed else {}
         receipt = write_receipt(self._run, self._setup, attempt, job, placed, running.derived, shard, extensions)
         self._contents.uploaded(job, attempt, shard, running.incremental.raw_digests())
         total, upload_s = time.perf_counter() - started, uploaded.upload_s if uploaded else 0.0
-        released = Released(
+        return receipt, Released(
             number=job.number,
             slot=job.slot,
             queue_s=started - running.received_at,
@@ -299,7 +298,6 @@ class SavePipeline:
             spares=running.codings.spares,
             retries=self._store.take_retries(),
         )
-        return receipt, released
 
     def _upload_shard(self, running: _RunningJob, attempt: Attempt, again: _Again | None) -> Uploaded | None:
         """Upload the shard; None if no chunk has to be stored. again: encodes all chunks once more, for a retry."""
@@ -318,7 +316,7 @@ class SavePipeline:
                 self._store.delete_many([key])  # what the failed try may have left
                 chunks = again()
             expected, progress = running.incremental.expected_bytes, self._progress_of(running)
-            return upload_shard(self._run.store, key, expected, chunks, progress)
+            return upload_shard(self._run.store, key, expected, chunks, progress, self._statistics(running, attempt))
 
         def persist() -> Uploaded:
             return upload() if again is None or self._store.resumes_uploads else self._store.repeat(upload)
@@ -327,13 +325,15 @@ class SavePipeline:
             return persist()
         return self._room.fit(running.incremental.expected_bytes, persist, repeatable=again is not None)
 
+    def _statistics(self, running: _RunningJob, attempt: Attempt) -> Callable[[], dict[str, JSON]]:
+        return lambda: running.survey.write(self._run, attempt, self._setup.rank) if running.survey else {}
+
     def _progress_of(self, running: _RunningJob) -> Callable[[int], None]:
         """The callback for each written chunk; it gets the raw bytes written so far."""
         if (reader := running.reader) is not None:
             return lambda _: reader.written()
-        not_stored = running.not_stored_bytes  # visits every chunk, so compute it once
-        number, total = running.job.number, running.incremental.changed_bytes
-        return seldom(lambda done: self._report(SaveProgress(number, not_stored + done)), total)
+        number, rest = running.job.number, running.not_stored_bytes  # it visits every chunk: compute it once
+        return seldom(lambda done: self._report(SaveProgress(number, rest + done)), running.incremental.changed_bytes)
 
     def _end(
         self, running: _RunningJob, receipt: StoredReceipt, started: float, result: Outcome | BaseException

@@ -101,6 +101,7 @@ class Survey:
         self._rows: dict[int, _Rows] = {}
         self._known: dict[_Identity, _Rows] = {}
         self._failed = False
+        self._written: dict[str, JSON] | None = None
 
     def observing(self, codings: SaveCodings) -> Encode:
         """Encode chunks and take their statistics."""
@@ -119,7 +120,15 @@ class Survey:
         self._careful(lambda: self._add_unchanged(raw, span, chunk))
 
     def write(self, run: Run, attempt: Attempt, rank: int) -> dict[str, JSON]:
-        """Write the document; durable on return. Returns the extensions of the receipt: none after an error."""
+        """Write the document, once all chunks are encoded; durable on return. A second call writes nothing.
+
+        Returns the extensions of the receipt: none after an error. For one thread at a time.
+        """
+        if self._written is None:
+            self._written = self._write(run, attempt, rank)
+        return self._written
+
+    def _write(self, run: Run, attempt: Attempt, rank: int) -> dict[str, JSON]:
         written: dict[str, JSON] = {}
 
         def write() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ckptstore.format.documents import Chunks
@@ -24,13 +25,25 @@ class Uploaded:
 
 
 def upload_shard(
-    store: Store, key: str, raw_bytes: int, chunks: Iterable[EncodedChunk], progress: Callable[[int], None]
+    store: Store,
+    key: str,
+    raw_bytes: int,
+    chunks: Iterable[EncodedChunk],
+    progress: Callable[[int], None],
+    encoded: Callable[[], object] = lambda: None,
 ) -> Uploaded:
-    """Write the shard; durable on return, removed on an error. progress: called with the raw bytes written so far."""
+    """Write the shard; durable on return, removed on an error.
+
+    progress: called with the raw bytes written so far. encoded: called once in a thread, while the last bytes are on
+    their way; it has returned when this function does.
+    """
     written: list[EncodedChunk] = []
     spent, done = 0.0, 0
     started = time.perf_counter()
-    with store.open_writer(key, size_hint=raw_bytes) as writer:
+    with (
+        ThreadPoolExecutor(1, thread_name_prefix="ckpt-encoded") as beside,
+        store.open_writer(key, size_hint=raw_bytes) as writer,
+    ):
         spent += time.perf_counter() - started
         for chunk in chunks:
             started = time.perf_counter()
@@ -39,6 +52,7 @@ def upload_shard(
             done += chunk.raw
             written.append(EncodedChunk(b"", chunk.raw, chunk.stored, chunk.codec, chunk.digest))
             progress(done)
+        beside.submit(encoded)
         started = time.perf_counter()
     spent += time.perf_counter() - started
     table = chunk_table(written)

@@ -8,7 +8,7 @@ of the live lineage (generations.py) are abandoned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -25,7 +25,7 @@ from ckptstore.commits.generations import (
     read_generation,
     read_generations,
 )
-from ckptstore.commits.hidden import hidden_attempts, listed_attempts, without_hidden
+from ckptstore.commits.hidden import HiddenAttempts, hidden_attempts, listed_attempts, without_hidden
 from ckptstore.errors import CorruptObject, InvalidName, InvalidRequest, NoCheckpoint
 from ckptstore.format.documents import Outcome
 from ckptstore.format.statistics import health_of
@@ -174,14 +174,17 @@ def joined_generation(run: Run, step: int) -> int:
     return generation
 
 
-def candidates(run: Run) -> Iterator[Checkpoint]:
-    """Like newest_first, but includes corrupt checkpoints, so that a restore can report what it skips."""
-    decided = decided_attempts(run)  # first, as in visible_attempts
+def candidates(run: Run, decided: Sequence[Attempt] | None = None) -> Iterator[Checkpoint]:
+    """Like newest_first, but includes corrupt checkpoints, so that a restore can report what it skips.
+
+    decided: those that were just listed, for a caller that takes a lease before it uses a checkpoint; None: list them.
+    """
+    leased, decided = decided is not None, decided_attempts(run) if decided is None else decided  # before the rest
     if not decided:
         return iter(())
-    with ThreadPoolExecutor(3) as pool:  # one request each; the first outcome is likely to be needed
+    with ThreadPoolExecutor(3) as pool:  # the first outcome is likely to be needed
         newest = pool.submit(_load, run, decided[0])
-        hidden, damaged = pool.submit(hidden_attempts, run), pool.submit(quarantined_attempts, run)
+        hidden, damaged = pool.submit(HiddenAttempts, run, leased), pool.submit(quarantined_attempts, run)
     quarantine = set(damaged.result())
     visible = (attempt for attempt in decided if attempt not in hidden.result())  # reads only the lists it needs
 

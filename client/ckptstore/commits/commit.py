@@ -19,6 +19,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import cast
 
 from msgspec import Raw, structs
 
@@ -140,11 +141,8 @@ def commit_attempt(run: Run, receipts: Sequence[StoredReceipt], newest: int | No
     """
     manifest = merge(receipts)
     attempt = Attempt.parse(manifest.attempt)
-    data = _create_manifest(run, manifest, [shard for stored in receipts for shard in stored.shards])
-    _mark_referenced(run, manifest, attempt)
+    data, newer = _prepare(run, manifest, attempt, receipts, max(attempt.generation, newest or 0))
     committed = Committed(digest=digest(data), bytes=len(data), summary=_summarize(manifest))
-    # As late as possible. If the next generation begins after this look, the checkpoint is committed, and abandoned.
-    newer = superseded_by(run, max(attempt.generation, newest or 0))
     if newer is not None:
         outcome = decide(replace(run, by=_SUPERSEDED.format(newer)), attempt, None)
     else:
@@ -156,6 +154,24 @@ def commit_attempt(run: Run, receipts: Sequence[StoredReceipt], newest: int | No
         )
     check_alive(run, attempt)
     return outcome
+
+
+def _prepare(
+    run: Run, manifest: Manifest, attempt: Attempt, receipts: Sequence[StoredReceipt], newest: int
+) -> tuple[bytes, int | None]:
+    """Create the manifest and the marks, and look for a newer generation at the same time; the manifest's bytes."""
+
+    def create() -> bytes:
+        data = _create_manifest(run, manifest, [shard for stored in receipts for shard in stored.shards])
+        _mark_referenced(run, manifest, attempt)
+        return data
+
+    def look() -> int | None:
+        # Late. If the next generation begins after this look, the checkpoint is committed, and abandoned.
+        return superseded_by(run, newest)
+
+    with ThreadPoolExecutor(2, thread_name_prefix="ckpt-prepare") as pool:
+        return cast(tuple[bytes, int | None], tuple(pool.map(lambda work: work(), (create, look))))
 
 
 def check_alive(run: Run, attempt: Attempt) -> None:

@@ -63,10 +63,15 @@ class Dead:
 class HiddenAttempts:
     """The attempts of a run that are being deleted or are dead."""
 
-    def __init__(self, run: Run) -> None:
-        self.tombstoned = frozenset(listed_attempts(info.key for info in run.store.list(run.keys.tombstones)))
+    def __init__(self, run: Run, at_once: bool = False) -> None:
+        """at_once: list both at the same time. An attempt that is forgotten in that moment may be in neither: only for
+        a reader that takes a lease, which looks once more.
+        """
+        with ThreadPoolExecutor(1) as beside:
+            dead = beside.submit(Dead, run) if at_once else None
+            self.tombstoned = frozenset(listed_attempts(info.key for info in run.store.list(run.keys.tombstones)))
         # The dead second: an attempt is on the list before its tombstone is removed.
-        self.dead = Dead(run)
+        self.dead = dead.result() if dead is not None else Dead(run)
 
     def __contains__(self, attempt: Attempt) -> bool:
         return attempt in self.tombstoned or attempt in self.dead

@@ -154,9 +154,20 @@ def advance(run: Run, attempt: Attempt) -> bool:
 
 def undecided_attempts(run: Run) -> list[Attempt]:
     """Attempts that have data but no outcome, and are not hidden, oldest step first."""
-    present = _attempts_with_data(run)
-    decided, hidden = set(decided_attempts(run)), hidden_attempts(run)
-    return [attempt for attempt in present if attempt not in decided and attempt not in hidden]
+    return undecided_and_decided(run)[0]
+
+
+def undecided_and_decided(run: Run) -> tuple[list[Attempt], list[Attempt]]:
+    """The undecided attempts, as above, and the decided ones, newest generation and step first.
+
+    An attempt that was complete when this call began is in one of them, or hidden.
+    """
+    with ThreadPoolExecutor(2) as pool:  # in any order: an outcome created between the two is in one of them
+        present, decided = pool.map(lambda listed: [*listed(run)], (_attempts_with_data, decided_attempts))
+    known = set(decided)
+    left = [attempt for attempt in present if attempt not in known]
+    hidden = hidden_attempts(run) if left else ()  # last: an outcome is not deleted before its tombstone exists
+    return [attempt for attempt in left if attempt not in hidden], decided
 
 
 def _attempts_with_data(run: Run) -> Sequence[Attempt]:

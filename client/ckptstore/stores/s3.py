@@ -50,8 +50,9 @@ class MultipartWriter(ObjectWriter):
         buffered_bytes: int = BUFFERED_BYTES,
         retry_s: float = 0.0,
     ) -> None:
-        """Sends nothing before the first part is full. path: in the file system `fs`; url: for messages.
+        """Begins the upload if several parts are expected: its id is there when the first one is full.
 
+        path: in the file system `fs`; url: for messages.
         buffered_bytes: limit for the part being filled and the parts in flight; at least one of each is allowed.
         retry_s: how long each request is repeated at most.
         """
@@ -64,7 +65,8 @@ class MultipartWriter(ObjectWriter):
         self._retry_s = retry_s
         self._bytes = 0
         self._part = UploadPart(1, part_bytes(1, size_hint))
-        self._upload: str | None = None
+        self._upload: Future[str] | None = None
+        """Its id."""
         self._in_flight: dict[Future[dict[str, Any]], UploadPart] = {}
         self._sent: list[dict[str, Any]] = []
         self._committing = False
@@ -72,6 +74,8 @@ class MultipartWriter(ObjectWriter):
         self._busy = BusyTime()
         threads = max(1, buffered_bytes // self._part.room - 1)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="ckpt-upload-part")
+        if size_hint > self._part.room:
+            self._begin()
 
     @property
     def busy_s(self) -> float:
@@ -100,7 +104,7 @@ class MultipartWriter(ObjectWriter):
                 self._send()
                 while self._in_flight:
                     self._reap()
-                self._complete(self._upload)
+                self._complete(self._upload.result())
         self._threads.shutdown()
 
     def abort(self) -> None:
@@ -110,7 +114,7 @@ class MultipartWriter(ObjectWriter):
         self._threads.shutdown(cancel_futures=True)
         try:
             if self._upload is not None:
-                self._transfers.abort(self._path, self._upload)
+                self._transfers.abort(self._path, self._upload.result())
         except Exception:
             pass  # collected after a day, or by the service's lifecycle rule
         try:
@@ -121,14 +125,18 @@ class MultipartWriter(ObjectWriter):
 
     def _send(self) -> None:
         """Send the current part and begin the next one; waits until its bytes fit into the buffer limit."""
-        if self._upload is None:
-            self._upload = self._repeat(lambda: self._transfers.begin(self._path))
+        upload = self._begin().result()
         part, number = self._part, self._part.number + 1
         self._part = UploadPart(number, part_bytes(number, self._size_hint))
-        sent = self._threads.submit(self._put, self._upload, part)
+        sent = self._threads.submit(self._put, upload, part)
         self._in_flight[sent] = part
         while self._in_flight and self._held() + self._part.room > self._buffered_bytes:
             self._reap()
+
+    def _begin(self) -> Future[str]:
+        if self._upload is None:
+            self._upload = self._threads.submit(self._repeat, lambda: self._transfers.begin(self._path))
+        return self._upload
 
     def _held(self) -> int:
         return sum(map(len, self._in_flight.values()))
@@ -164,7 +172,9 @@ class MultipartWriter(ObjectWriter):
             with store_errors("write", self._url):
                 return request()
 
-        return retry(translated, StoreUnavailable, outage_pauses(self._retry_s), unless=is_lasting)
+        return retry(
+            translated, StoreUnavailable, outage_pauses(self._retry_s), unless=is_lasting, sleep=self._stop.wait
+        )
 
     def _is_there(self) -> bool:
         try:
@@ -217,6 +227,12 @@ class S3Store(FsspecStore):
         """One GET; s3fs would request the size first."""
         with store_errors("read", self.object_url(key)):
             return self._transfers.read(self._path(key))
+
+    def size(self, key: str) -> int:
+        """One HEAD; s3fs would look for a folder as well if there is no object."""
+        bucket, _, name = self._path(key).partition("/")
+        with store_errors("look at", self.object_url(key)):
+            return int(self._fs.call_s3("head_object", self._fs.kwargs, Bucket=bucket, Key=name)["ContentLength"])
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """One request per thousand objects; s3fs makes three for an empty folder."""
