@@ -30,7 +30,8 @@ def open_source(
         from ckptapi.client import DaemonClient
 
         return DaemonClient(url, token, patience_s=patience_s, cacert=cacert)
-    store = open_store(url, options)
+    # Beside a near store, a restore does not wait for minutes: it uses what is near.
+    store = open_store(url, options, retried=patience_s > 0 or near is not None)
     if near is not None:
         return TieredSource(open_store(near), store, RetryingStore(store, patience_s))
     return StoreSource(RetryingStore(store, patience_s) if patience_s else store)

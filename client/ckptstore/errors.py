@@ -291,7 +291,7 @@ class StoreFull(Unavailable):
 
 
 class StoreReadOnly(Unavailable):
-    """The store refuses the request: it is read-only, or the credentials lack a permission."""
+    """The store refuses the request: it is read-only, or the credentials are missing, expired or lack a permission."""
 
     code = "store_read_only"
     exit_code = 8

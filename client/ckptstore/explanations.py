@@ -214,8 +214,8 @@ EXPLANATIONS: dict[str, Explanation] = {
         "Free space, or `ckptctl prune`.",
     ),
     "store_read_only": Explanation(
-        "The store refuses the request: it is read-only, or the credentials lack a permission.",
-        "Mount it writable, or give this process's credentials the permission that the message names.",
+        "The store refuses the request: it is read-only, or the credentials are missing, expired or lack a permission.",
+        "Mount it writable, or give this process credentials with the permission that the message names.",
     ),
     "clock_skew": Explanation(
         (

@@ -20,6 +20,7 @@ forwarded twice, as by a client library that tries again, and the second reply i
 request's body is another one. cut: the reply ends in the middle of its body."""
 
 _TIMEOUT_S = 60.0
+_SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
 _HOP = {"connection", "expect", "keep-alive", "transfer-encoding", "content-length"}
 
 
@@ -42,6 +43,8 @@ class LossyProxy:
     requests: list[str] = field(default_factory=list)
     refuses: Callable[[str], bool] = lambda _: False
     """These are answered with 403 and not forwarded."""
+    away: Literal["busy", "silent"] | None = None
+    """Every request is answered with 503 SlowDown, or never, and not forwarded."""
     chunks: Callable[[str], bool] = lambda _: False
     """The replies to these have no length: their bodies come in chunks."""
     round_trip_s: float = 0.0
@@ -105,8 +108,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         request = f"{self.command} {self.path}"
         fault = self.server.proxy.take(request)
-        if self.server.proxy.refuses(request):
-            self.send_error(403)
+        if self._turned_away(request):
             return
         if fault == "flip":
             body = bytes([body[0] ^ 1]) + body[1:]
@@ -137,6 +139,24 @@ class _Handler(BaseHTTPRequestHandler):
             answer = answer[: len(answer) // 2]
             self.close_connection = True
         self.wfile.write(answer)
+
+    def _turned_away(self, request: str) -> bool:
+        """Whether the request is not forwarded."""
+        proxy = self.server.proxy
+        if proxy.refuses(request):
+            self.send_error(403)
+        elif proxy.away == "busy":
+            self.send_response(503)
+            self.send_header("Content-Length", str(len(_SLOW_DOWN)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(_SLOW_DOWN)
+        elif proxy.away == "silent":
+            self.server.closing.wait(_TIMEOUT_S)
+            self.close_connection = True
+        else:
+            return False
+        return True
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _relay  # noqa: N815
 

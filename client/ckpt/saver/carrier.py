@@ -19,7 +19,16 @@ from ckpt.saver.reporting import BacklogReporter
 from ckptstore.commits.catalog import decided_attempts, newest_first
 from ckptstore.commits.generations import list_generations
 from ckptstore.commits.leases import release_lease
-from ckptstore.errors import CkptError, Conflict, Damaged, NotFound, RunVanished, Superseded, UnsupportedFormat
+from ckptstore.errors import (
+    CkptError,
+    Conflict,
+    Damaged,
+    NotFound,
+    RunVanished,
+    StoreReadOnly,
+    Superseded,
+    UnsupportedFormat,
+)
 from ckptstore.names import Attempt
 from ckptstore.retention.deletion import collect
 from ckptstore.retention.pins import pinned
@@ -59,6 +68,8 @@ class Carrier:
         self._leases: list[str] = []
         self._unpaused = threading.Event()
         self._unpaused.set()
+        self._answered_at = 0.0
+        """When the far store last took something, by the monotonic clock; while nothing fails, when a try began."""
         self._changed = threading.Condition()
         """Guards what follows."""
         self._work = True
@@ -115,23 +126,20 @@ class Carrier:
 
     def _serve(self) -> None:
         self._begin()
-        away_since: float | None = None
-        pause_s = _SHORTEST_PAUSE_S
+        away, pause_s = False, _SHORTEST_PAUSE_S
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._work)
                 self._work, ending = False, self._ending
+            if not away:
+                self._answered_at = time.monotonic()
             try:
                 alone = self._carry_all()
             except Exception as error:
                 self._reporter.failed(error)
-                if not isinstance(error, CkptError):
-                    logger.exception("the backlog of run %s is not carried for now", self._near.name)
-                now = time.monotonic()
-                if away_since is None:
-                    away_since = now
-                    self._report(Warned(f"checkpoints stay near until {self._far.store.url} answers: {error}"))
-                if ending and now - away_since >= self._setup.store_retry_s:
+                self._failed(error, first=not away)
+                away = True
+                if ending and time.monotonic() - self._answered_at >= self._setup.store_retry_s:
                     return
                 self._pause(pause_s, ending)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -139,9 +147,9 @@ class Carrier:
             if not alone and not ending:
                 self._pause(_LOOK_S, ending)
                 continue
-            if away_since is not None and alone:
+            if away and alone:
                 self._report(Warned(f"{self._far.store.url} answers again, and has the whole backlog"))
-            away_since, pause_s = None, _SHORTEST_PAUSE_S
+            away, pause_s = False, _SHORTEST_PAUSE_S
             if ending:
                 return
 
@@ -150,6 +158,18 @@ class Carrier:
         with self._changed:
             self._changed.wait_for(lambda: self._ending and not ending, seconds)
             self._work = True
+
+    def _failed(self, error: Exception, first: bool) -> None:
+        """The backlog cannot be carried for now. first: of an outage."""
+        if not isinstance(error, CkptError):
+            logger.exception("the backlog of run %s is not carried for now", self._near.name)
+        if first:
+            self._report(Warned(f"checkpoints stay near until {self._far.store.url} answers: {error}"))
+        if isinstance(error, StoreReadOnly):
+            try:
+                self._far.store.reconnect()  # uses credentials that were renewed meanwhile, such as those in a file
+            except CkptError as again:
+                logger.warning("%s", again)
 
     def _begin(self) -> None:
         """Take over from a killed saver: put its last checkpoint into the backlog, and abort its orphaned attempts."""
@@ -209,6 +229,7 @@ class Carrier:
     def _copied(self, num_bytes: int) -> None:
         self._unpaused.wait()
         self._reporter.copying()
+        self._answered_at = time.monotonic()
 
     def _check_mounted(self) -> None:
         """Raises RunVanished if the far store has nothing of a run that was carried there from this host.

@@ -105,7 +105,7 @@ class SavePipeline:
         # Where a store ignores If-None-Match, the daemon decides: for its own store, the far one if there are two.
         daemon = setup.daemon if setup.far is None else None
         self._run = Run(with_remote_create(self._store, daemon, setup.token), setup.run, clock)
-        far = self._far_run(setup, clock) if setup.far is not None else None
+        far = self._far_run(setup, setup.far, clock) if setup.far is not None else None
         self.heart = Heart(far or self._run, setup.heartbeat_s if setup.rank == 0 else 0.0)
         self._numbering = Numbering(self._run, lambda message: report(Warned(message)))
         self._setup = setup
@@ -364,9 +364,9 @@ class SavePipeline:
         if self._notifier is not None:
             self._notifier.commit(attempt)
 
-    def _far_run(self, setup: Setup, clock: Clock) -> Run:
-        assert setup.far is not None
-        store = RetryingStore(open_store(setup.far, setup.far_options), min(setup.store_retry_s, REQUEST_RETRY_S))
+    def _far_run(self, setup: Setup, url: str, clock: Clock) -> Run:
+        far = open_store(url, setup.far_options, retried=True)
+        store = RetryingStore(far, min(setup.store_retry_s, REQUEST_RETRY_S))
         return Run(with_remote_create(store, setup.daemon, setup.token), setup.run, clock)
 
     def _warn_of(self, outcome: Outcome) -> None:

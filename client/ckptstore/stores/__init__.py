@@ -37,12 +37,13 @@ def _split(url: str) -> tuple[str, str]:
     return (scheme, path) if separator else ("file", url)
 
 
-def open_store(url: str, options: Mapping[str, Any] | None = None) -> Store:
+def open_store(url: str, options: Mapping[str, Any] | None = None, retried: bool = False) -> Store:
     """The store at `url`: a path, file://, memory://, s3:// or any other fsspec scheme.
 
     options: storage options of the fsspec file system (endpoint_url, key, ...). Environment variables of fsspec and of
-    the service's library (FSSPEC_S3_ENDPOINT_URL, AWS_ACCESS_KEY_ID, ...) apply too. Raises UnknownScheme or
-    StoreUnavailable; nothing is written.
+    the service's library (FSSPEC_S3_ENDPOINT_URL, AWS_ACCESS_KEY_ID, ...) apply too. retried: the caller repeats
+    requests itself (RetryingStore). Otherwise they are tried six to 25 times: with its time-outs, a service that does
+    not answer then fails a request after six minutes. Raises UnknownScheme or StoreUnavailable; nothing is written.
     """
     scheme, path = _split(url)
     if scheme in ("", *_LOCAL):
@@ -61,11 +62,14 @@ def open_store(url: str, options: Mapping[str, Any] | None = None) -> Store:
         options = {**_FRESH, **options}
     with store_errors("open", url):
         if scheme in ("s3", "s3a"):
-            options["config_kwargs"] = {**_S3_CONFIG, **(options.get("config_kwargs") or {})}
+            tries = {"retries": {"total_max_attempts": 1}} if retried else {}
+            options["config_kwargs"] = {**_S3_CONFIG, **tries, **(options.get("config_kwargs") or {})}
             # Its imports are installed with s3fs, which only S3 users have.
             from ckptstore.stores.s3 import S3Store
 
             fs = implementation(**options)
-            return S3Store(fs, fs._strip_protocol(url), url)
+            if retried:
+                fs.retries = 1  # fsspec gives the same object to those with the same options
+            return S3Store(fs, fs._strip_protocol(url), url, retried)
         fs = implementation(**options)
         return FsspecStore(fs, fs._strip_protocol(url), url)

@@ -163,6 +163,9 @@ class Store(ABC):
     remote_create: bool = False
     """A daemon's database decides create-only writes, because the store itself cannot."""
 
+    def reconnect(self) -> None:  # noqa: B027 - most stores have nothing to do
+        """Read the credentials again, where they are not given as options: an open connection keeps those it has."""
+
     @property
     def on_this_host(self) -> bool:
         """Whether the objects are known to be on this host alone, so that all its processes share one cache of them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from ckptstore.errors import CkptError, NoSuchBucket, ObjectMissing, StoreFull, StoreReadOnly, StoreUnavailable
 
@@ -14,6 +15,10 @@ _LASTING = frozenset((
     errno.ENOTDIR, errno.ENOTEMPTY, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV,
 ))  # fmt: skip
 """Errors of a request that fails again in the same way."""
+_NO_CREDENTIALS = ("NoAuthTokenError", "NoCredentialsError", "PartialCredentialsError", "ProfileNotFound")
+"""Errors of botocore. Others, such as CredentialRetrievalError, may be an outage of the service that issues them."""
+_UNAUTHORIZED = 401
+_REFUSED_CODES = ("ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired")
 
 
 def no_such_bucket(url: str) -> NoSuchBucket:
@@ -41,8 +46,25 @@ def store_errors(what: str, url: str) -> Iterator[None]:
 
 def _lacks_bucket(error: FileNotFoundError) -> bool:
     """Whether S3 answered that there is no bucket: to our own request, or to s3fs, which gives botocore's error."""
-    reply = getattr(error.__cause__, "response", None) or {}
-    return _NO_BUCKET in (error.strerror or "") or reply.get("Error", {}).get("Code") == _NO_BUCKET
+    return _NO_BUCKET in (error.strerror or "") or _reply_code(error) == _NO_BUCKET
+
+
+def _lacks_credentials(error: Exception) -> bool:
+    """Whether there are no credentials, or the service does not accept them (any more)."""
+    return (
+        type(error).__name__ in _NO_CREDENTIALS
+        or _reply_code(error) in (*_REFUSED_CODES, str(_UNAUTHORIZED))
+        or (_reply(error).get("ResponseMetadata", {}).get("HTTPStatusCode") == _UNAUTHORIZED)
+    )
+
+
+def _reply_code(error: Exception) -> str:
+    return str(_reply(error).get("Error", {}).get("Code", ""))
+
+
+def _reply(error: Exception) -> dict[str, Any]:
+    """The reply of an S3 service to s3fs, which gives botocore's error as the cause; empty if there is none."""
+    return getattr(error.__cause__, "response", None) or {}
 
 
 def _translate(error: Exception, what: str, url: str) -> CkptError:
@@ -51,6 +73,11 @@ def _translate(error: Exception, what: str, url: str) -> CkptError:
         return StoreFull(
             f"cannot {what} {url}: no space left",
             "Free space, or prune old checkpoints now (ckptctl prune --grace 0s); committed checkpoints are untouched",
+        )
+    if _lacks_credentials(error):
+        return StoreReadOnly(
+            f"cannot {what} {url}: {type(error).__name__}: {error}",
+            "Give this process valid credentials, or renew them: environment, profile or role",
         )
     # Errors that s3fs raises itself have no number.
     if isinstance(error, PermissionError) or number == errno.EROFS:

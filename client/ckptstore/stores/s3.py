@@ -196,12 +196,17 @@ class S3Store(FsspecStore):
     upload_bytes = BUFFERED_BYTES
     resumes_uploads = True
 
-    def __init__(self, fs: Any, root: str, url: str) -> None:
-        """fs: an s3fs.S3FileSystem."""
+    def __init__(self, fs: Any, root: str, url: str, retried: bool = False) -> None:
+        """fs: an s3fs.S3FileSystem. retried: see open_store."""
         super().__init__(fs, root, url)
-        self._transfers = Transfers(fs)
+        self._transfers = Transfers(fs, retried)
         # s3fs holds a whole range in memory.
         self.longest_read = _LONGEST_READ if self._transfers.suitable else 0
+
+    def reconnect(self) -> None:
+        """A new session of botocore, which looks for credentials in the environment, in files and at services."""
+        with store_errors("connect to", self.url):
+            self._fs.connect(refresh=True)
 
     def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
         """A multipart upload: concurrent parts in bounded memory."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import errno
 import logging
+import math
 import os
 import re
 import threading
@@ -90,8 +91,11 @@ class Transfers:
     All methods may be called from any thread. They retry transient errors, then raise OSError or HTTPError.
     """
 
-    def __init__(self, fs: Any) -> None:
-        """fs: an s3fs.S3FileSystem."""
+    def __init__(self, fs: Any, retried: bool = False) -> None:
+        """fs: an s3fs.S3FileSystem. retried: the caller repeats requests, so one that timed out is not sent again here.
+
+        A range that broke off is resumed in any case: the caller would read it from its beginning.
+        """
         self._fs = fs
         self._lock = threading.Lock()
         config = {"connect_timeout": fs.connect_timeout, "read_timeout": _READ_TIMEOUT_S, **fs.config_kwargs}
@@ -101,6 +105,7 @@ class Transfers:
         if not self.suitable:
             logger.info("s3fs makes all transfers, which is slower: a proxy is set, or certificates are not verified")
         self._checksums = config.get("request_checksum_calculation") != "when_required"
+        self._limit_s = config["read_timeout"] if retried else math.inf
         self._connections = urllib3.PoolManager(
             maxsize=_CONNECTIONS,
             retries=False,
@@ -220,7 +225,7 @@ class Transfers:
         if not self.suitable:
             return by_s3fs()
         try:
-            return _try(request, stop or threading.Event(), retry_s)
+            return _try(request, stop or threading.Event(), retry_s, self._limit_s)
         except (SignatureRefused, SSLError) as error:
             result = by_s3fs()
             with self._lock:
@@ -309,9 +314,9 @@ def _proxied(endpoint: str | None) -> bool:
     return bool(wanted) and not (host and urllib.request.proxy_bypass(host))
 
 
-def _try(request: Callable[[], _T], stop: threading.Event, retry_s: float) -> _T:
-    """The request's result, retried after transient errors until `stop` is set."""
-    waits = outage_pauses(retry_s) if retry_s else pauses(_FIRST_PAUSE_S, tries=_TRIES)
+def _try(request: Callable[[], _T], stop: threading.Event, retry_s: float, limit_s: float) -> _T:
+    """The request's result, retried after transient errors until `stop` is set. limit_s: without `retry_s`."""
+    waits = outage_pauses(retry_s) if retry_s else pauses(_FIRST_PAUSE_S, tries=_TRIES, timeout_s=limit_s)
     return retry(request, (HTTPError, TransferFailed), waits, unless=SSLError, sleep=stop.wait)
 
 

@@ -28,6 +28,9 @@ class WrappedStore(Store):
     def on_this_host(self) -> bool:
         return self._store.on_this_host
 
+    def reconnect(self) -> None:
+        self._store.reconnect()
+
     def put(self, key: str, data: Buffer) -> None:
         self._store.put(key, data)
 

@@ -7,9 +7,11 @@ import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
+from botocore.exceptions import ClientError, NoCredentialsError  # type: ignore[import-untyped]
+from s3fs.errors import translate_boto_error
 
 from ckptstore.errors import (
     CkptError,
@@ -38,6 +40,12 @@ CALLS: dict[str, Callable[[Store], object]] = {
     "list_folders": lambda store: [*store.list_folders("")],
     "delete": lambda store: store.delete_many(["r/a"]),
 }
+
+
+def of_s3fs(code: str, status: int) -> Exception:
+    """As s3fs raises it for such a reply."""
+    reply: Any = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    return translate_boto_error(ClientError(reply, "PutObject"))  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Outage(Faults):
@@ -89,6 +97,9 @@ def test_an_outage_of_three_requests_is_not_noticed(store: Store, name: str, cap
         (lambda: FileExistsError(errno.EEXIST, "it exists"), StoreUnavailable),
         (lambda: ValueError("a bad name"), StoreUnavailable),
         (lambda: NotImplementedError(), StoreUnavailable),
+        (lambda: NoCredentialsError(), StoreReadOnly),
+        (lambda: of_s3fs("Unauthorized", 401), StoreReadOnly),
+        (lambda: of_s3fs("InvalidToken", 400), StoreReadOnly),
     ],
 )
 def test_what_lasts_is_raised_at_once(
