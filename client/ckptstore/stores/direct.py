@@ -3,7 +3,7 @@
 Writes through the page cache cost one fault per page, take memory from training, and reach the disk only at fsync.
 Direct I/O requires aligned addresses, offsets and lengths. Memory that will not change is written from where it lies,
 if its address and its place in the file are aligned alike: so are all chunks of a snapshot that is stored as it is. All
-other bytes are copied into aligned buffers. A thread writes while the caller prepares more.
+other bytes are copied into aligned buffers. Threads write while the caller prepares more.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import errno
 import fcntl
 import mmap
 import os
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
@@ -26,6 +27,8 @@ PACK_BYTES = 8 << 20
 """Bytes collected before they are written."""
 _LEAST_LENT = 8
 """Adjacent memory of less than 1/N of PACK_BYTES is copied: a write of its own would cost more."""
+_AT_ONCE = 2
+"""Writes of lent memory at once: the kernel prepares the pages of one while the disk has the other."""
 _BLOCK = 4096
 """No common file system requires a coarser alignment; one that does is written through the page cache."""
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
@@ -47,10 +50,9 @@ class DirectFile:
         self._filled = 0
         self._other = _aligned_memory(PACK_BYTES)
         self._lent = _Lent()
-        self._written = _Lent()
-        """Lent memory that is being written."""
-        self._writing: Future[None] | None = None
-        self._thread: ThreadPoolExecutor | None = None
+        self._writing: deque[tuple[Future[None], _Lent]] = deque()
+        """The writes that are under way, oldest first, and the lent memory that they need."""
+        self._threads: ThreadPoolExecutor | None = None
         self.busy = BusyTime()
         self._direct = _set_direct(fd, True)
         if self._direct and expected_bytes:
@@ -91,9 +93,9 @@ class DirectFile:
 
     def close(self) -> None:
         """Wait for the background write and close the descriptor; may be called more than once."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=True)
-            self._thread = None
+        if self._threads is not None:
+            self._threads.shutdown(wait=True)
+            self._threads = None
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -125,28 +127,28 @@ class DirectFile:
             self._copy(part)
         self._write_pack()
         whole, self._lent = self._lent.split(self._lent.size // _BLOCK * _BLOCK)
-        self._begin_to_write(whole.memory)
-        self._written = whole
+        self._wait(_AT_ONCE - 1)
+        self._begin_to_write(whole.memory, whole)
 
     def _write_pack(self) -> None:
         """Write the pack, which holds whole blocks."""
         if self._filled:
-            self._begin_to_write(self._pack.data[: self._filled])
+            self._wait()  # the other pack may be under way
+            self._begin_to_write(self._pack.data[: self._filled], _Lent())
             self._pack, self._other, self._filled = self._other, self._pack, 0
 
-    def _begin_to_write(self, memory: memoryview) -> None:
-        """Write in the background, after the write before."""
-        self._wait()
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-disk")
-        self._writing = self._thread.submit(self._write_at, memory, self._at)
+    def _begin_to_write(self, memory: memoryview, lent: _Lent) -> None:
+        """Write in the background. lent: is kept until then."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="ckpt-disk")
+        self._writing.append((self._threads.submit(self._write_at, memory, self._at), lent))
         self._at += len(memory)
 
-    def _wait(self) -> None:
-        writing, self._writing = self._writing, None
-        if writing is not None:
+    def _wait(self, most: int = 0) -> None:
+        """Wait until at most so many writes are under way."""
+        while len(self._writing) > most:
+            writing, _ = self._writing.popleft()
             writing.result()
-        self._written = _Lent()
 
     def _write_at(self, rest: memoryview, offset: int) -> None:
         while len(rest):
