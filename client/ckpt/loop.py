@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, cast
 
 from ckpt import default
 from ckpt.checkpointer import Checkpointer
@@ -27,13 +29,20 @@ class Loop(ABC, Iterator[int]):
     """Iterate over it once, on the training thread. Nothing is saved for a loop that is left by `break` or an error."""
 
     def __init__(
-        self, checkpointer: Checkpointer, save: Callable[[int], object], schedule: Schedule | int | None, step: int
+        self,
+        checkpointer: Checkpointer,
+        save: Callable[[int], object],
+        schedule: Schedule | int | None,
+        step: int,
+        restored: Restored | None,
     ) -> None:
         """save: begins a save of this step. step: the last one that was trained."""
         if isinstance(schedule, int) and schedule < 1:
             raise InvalidRequest(f"a save after every {schedule} steps", "Give a positive number, or a Schedule")
         self.step = step
         """The number of the step that is being trained, or was last."""
+        self.restored = restored
+        """What the loop goes on from; None: it begins, or its caller has restored."""
         self.schedule = checkpointer.every() if schedule is None else schedule
         self._checkpointer, self._save, self._saved = checkpointer, save, step
         self._numbers = self._run()
@@ -75,9 +84,10 @@ class Steps(Loop):
         schedule: Schedule | int | None,
         start: int,
         num_steps: int,
+        restored: Restored | None = None,
     ) -> None:
         self._range = range(start, num_steps)
-        super().__init__(checkpointer, save, schedule, start - 1)
+        super().__init__(checkpointer, save, schedule, start - 1, restored)
 
     def _run(self) -> Iterator[int]:
         for step in self._range:
@@ -101,10 +111,8 @@ class Epochs(Loop):
         loader: ResumableLoader[Any],
         num_epochs: int,
     ) -> None:
-        self.restored = restored
-        """What the loop goes on from."""
         self._loader, self._num_epochs = loader, num_epochs
-        super().__init__(checkpointer, save, schedule, restored.step if restored else 0)
+        super().__init__(checkpointer, save, schedule, restored.step if restored else 0, restored)
 
     def _run(self) -> Iterator[int]:
         with self._loader.observed(self._begins, self._goes_on):
@@ -138,7 +146,8 @@ def steps(
 
         for step in ckpt.steps(model, optim, 1000, scheduler=sched, loader=loader): ...
 
-    model, optim, shared, extras: as for `save_async`; they are copied when training asks for the next step. schedule:
+    model, optim, shared, extras: as for `save_async`; they are copied when training asks for the next step. Dicts,
+    lists and dataclasses among them are filled with what was restored, so that training goes on with them. schedule:
     from `every`, which is also the default, or a number: save after each step that it divides. A schedule ends the
     loop at a preemption (`on_preemption`). checkpointer: by default that of `init`. When the loop ends, its last step
     is durable; a run that was trained to the end has no steps left. A collective of all ranks. Raises what `restore`
@@ -147,7 +156,8 @@ def steps(
     target, objects = checkpointer or default.current(), {"shared": shared, **extras}
     restored = target.restore(model, optim, **objects)
     save = partial(target.save_async, model, optim, **objects)
-    return Steps(target, save, schedule, restored.step + 1 if restored else 0, num_steps)
+    refill(restored, objects)
+    return Steps(target, save, schedule, restored.step + 1 if restored else 0, num_steps, restored)
 
 
 def epochs(
@@ -174,4 +184,33 @@ def epochs(
     target, objects = checkpointer or default.current(), {"shared": shared, "loader": loader, **extras}
     restored = target.restore(model, optim, **objects)
     save = partial(target.save_async, model, optim, **objects)
+    refill(restored, objects)
     return Epochs(target, save, schedule, restored, loader, num_epochs)
+
+
+def refill(restored: Restored | None, objects: Mapping[str, Any]) -> None:
+    """Fill dicts, lists and dataclasses, which the next save stores again, with what was restored for them.
+
+    objects: what a restore was given by keyword, `shared` included.
+    """
+    for name, given in {**objects, **(objects.get("shared") or {})}.items():
+        if restored is not None and name in restored.values:
+            _refilled(given, restored.values[name])
+
+
+def _refilled(given: Any, found: Any) -> Any:
+    """The given container with the values that were found; other values as they were found."""
+    if type(given) is not type(found) or given is found:
+        return found
+    if isinstance(given, dict):
+        items = [(key, _refilled(given.get(key), value)) for key, value in found.items()]
+        given.clear()
+        given.update(items)
+    elif isinstance(given, list):
+        given[:] = [_refilled(before, value) for before, value in zip_longest(given[: len(found)], found)]
+    elif is_dataclass(given) and not cast(Any, given).__dataclass_params__.frozen:
+        for field in fields(given):
+            setattr(given, field.name, _refilled(getattr(given, field.name), getattr(found, field.name)))
+    else:
+        return found
+    return given

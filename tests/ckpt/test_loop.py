@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,35 @@ def test_a_run_that_was_trained_to_the_end_trains_nothing(store: Path, train: An
     assert train(again, schedule=1000) == []
     assert same_state(first.model.state_dict(), again.model.state_dict())
     assert steps_of(store)[-1] == (NUM_STEPS - 1 if train is train_steps else 6 * NUM_EPOCHS)
+
+
+@dataclass
+class Progress:
+    best: float
+    seen: dict[str, list[int]]
+
+
+@pytest.mark.parametrize("loop", [ckpt.steps, ckpt.epochs])
+def test_plain_values_go_on_as_well(store: Path, loop: Any) -> None:
+    def values() -> dict[str, Any]:
+        return {"own": {"best": 9.0, "at": [1, {"a": 0}]}, "shared": {"all": Progress(9.0, {"x": []})}}
+
+    run, given = begin(store), values()
+    inner = given["own"]["at"]
+    for _ in loop(run.model, run.optim, 1, loader=run.loader, schedule=100, **given):
+        given["own"]["best"], inner[0] = 3.0, 7
+        inner.append("last")
+        given["shared"]["all"].best = 4.0
+        given["shared"]["all"].seen["x"].append(5)
+        for batch in run.loader if loop is ckpt.epochs else ():
+            run.step(batch)
+    run, again = begin(store, seed=1), values()
+    inner, seen = again["own"]["at"], again["shared"]["all"].seen
+    left = loop(run.model, run.optim, 2, loader=run.loader, schedule=100, **again)
+    assert again == given
+    assert again["own"]["at"] is inner
+    assert again["shared"]["all"].seen is seen
+    assert left.restored is not None
 
 
 def test_the_default_schedule_is_that_of_every(store: Path) -> None:

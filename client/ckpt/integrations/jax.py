@@ -19,7 +19,7 @@ import jax
 
 from ckpt import default
 from ckpt.checkpointer import Checkpointer
-from ckpt.loop import Steps
+from ckpt.loop import Steps, refill
 from ckpt.schedule import Schedule
 from ckpt.snapshot.handle import SaveHandle
 from ckptstore.errors import InvalidRequest, StateMismatch
@@ -46,14 +46,15 @@ def restore(state: Any, *, checkpointer: Checkpointer | None = None, **options: 
 
     state: the state as the program starts with it, or its `jax.eval_shape` with shardings. Every array comes back with
     the sharding it has here; the mesh and the number of processes may be others than at the save. A collective of all
-    processes. options: as for `ckpt.restore`, such as `checkpoint` and `strict`. Raises StateMismatch if a leaf is
-    missing, left over, or has another shape or type.
+    processes. options: as for `ckpt.restore`, such as `checkpoint` and `strict`; extras that are dicts, lists or
+    dataclasses are filled. Raises StateMismatch if a leaf is missing, left over, or has another shape or type.
     """
     target = checkpointer or default.current()
     shared = {ITEM: named(state), **options.pop("shared", {})}
     restored = target.restore(shared=shared, **options)
     if restored is None:
         return state, 0
+    refill(restored, {**options, "shared": {name: value for name, value in shared.items() if name != ITEM}})
     paths, tree = jax.tree_util.tree_flatten_with_path(state)
     try:
         leaves = [_at(restored.values[ITEM], path) for path, _ in paths]

@@ -18,7 +18,7 @@ from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_g
 
 from ckpt import default
 from ckpt.checkpointer import Checkpointer
-from ckpt.loop import Steps
+from ckpt.loop import Steps, refill
 from ckpt.restoring.pipeline import Restored
 from ckpt.schedule import Schedule
 from ckpt.snapshot.handle import SaveHandle
@@ -76,8 +76,10 @@ def steps(
     target = checkpointer or default.current()
     if _collective_strategy(model) is not None and not isinstance(schedule, int):
         raise InvalidRequest("several workers have no schedule in common", "Give a number of steps: schedule=500")
-    start = restore(model, checkpointer=target, **options)
-    return Steps(target, partial(save_async, model, checkpointer=target, **options), schedule, start, num_steps)
+    restored = restore_from(model, target, **options)
+    refill(restored, options)
+    start, save = restored.step + 1 if restored else 0, partial(save_async, model, checkpointer=target, **options)
+    return Steps(target, save, schedule, start, num_steps, restored)
 
 
 def restore_from(model: Any, checkpointer: Checkpointer, **options: Any) -> Restored | None:
