@@ -50,7 +50,9 @@ class Events:
         """Events after an id, of one run or all. Raises InvalidName."""
         oldest, newest = self._log.bounds()
         found = self._log.after(after, limit, check_run(run) if run is not None else None)
-        last = found[-1].id if len(found) == limit else max(newest, after)
+        last = max((event.id for event in found), default=after)
+        if len(found) < limit:
+            last = max(last, newest)  # those of other runs as well; an event since then may be newer
         return EventPage(found, last, gap=after < oldest - 1 and after != 0)
 
     def of_checkpoint(self, id: str) -> list[Event]:

@@ -310,6 +310,27 @@ def test_old_events_are_dropped_and_the_gap_is_reported(db_url: str) -> None:
     database.close()
 
 
+@on_both
+def test_an_event_that_comes_between_two_queries_is_on_one_page(db_url: str) -> None:
+    database = Database(db_url, 4)
+    Index(database).adopt("file:///store", 0.0)
+    events = Events(_Busy(database, system_clock), _NoRestores(), lambda _: None)  # type: ignore[arg-type]
+    first = events.page(0)
+    second = events.page(first.last_id)
+    assert [len(first.events), len(second.events)] == [2, 1]
+    assert second.events[0].id > first.events[-1].id
+    database.close()
+
+
+class _Busy(EventLog):
+    """Another event is recorded after each look at the newest one."""
+
+    def bounds(self) -> tuple[int, int]:
+        found = super().bounds()
+        self.add(EventContent(kind=EventKind.COMMITTED, run="gpt"))
+        return found
+
+
 class _NoRestores:
     """No restore session is there."""
 
