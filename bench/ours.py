@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.run import Run
 from ckptstore.stores import open_store
 
+_LOOK_S = 0.01
+
 
 class Ours(Peer):
     """One run in a store of its own, in whatever folder states are saved to; one slot unless options say otherwise."""
@@ -23,8 +26,11 @@ class Ours(Peer):
     distribution = "ckptd"
     asynchronous = True
 
-    def __init__(self, folder: Path, **options: Any) -> None:
+    def __init__(self, folder: Path, near: bool = False, **options: Any) -> None:
+        """near: save in a near store first, and carry each save to the other one."""
         self.store = tempfile.mkdtemp(prefix="ckptd-", dir=folder)
+        if near:
+            options |= {"near": tempfile.mkdtemp(prefix="near-", dir=folder), "near_keep": 1}
         # Benchmarks save the same state again and again, and want all of it written.
         self.checkpointer = Checkpointer(self.store, run="bench", **({"slots": 1, "incremental": False} | options))
         self.steps = 0
@@ -36,12 +42,14 @@ class Ours(Peer):
         self.start_save(state, folder)()
 
     def start_save(self, state: State, folder: Path) -> Callable[[], None]:
-        """Durable when it is committed. `folder` only names it."""
+        """Durable when it is committed, with a near store also far. `folder` only names it."""
         self.steps += 1
         handle = self.checkpointer.save_async(state.model, state.optim, self.steps)
 
         def wait() -> None:
             self.saved[folder] = handle.result()
+            while self.checkpointer.counters.near_only:
+                time.sleep(_LOOK_S)
 
         return wait
 
