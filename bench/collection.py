@@ -118,11 +118,11 @@ def _notes(kept: Mapping[bool, Mapping[str, Mapping[str, Any]]]) -> list[str]:
     for quick, verdicts in kept.items():
         for name in sorted({verdict["machine"] for verdict in verdicts.values()}):
             there = [verdict for verdict in verdicts.values() if verdict["machine"] == name]
-            notes += [f"{'Quick' if quick else 'Full'}: {name}; {_sizes(there)}{_free(there)}.", ""]
+            notes.append(f"- {'Quick' if quick else 'Full'}: {name}; {_sizes(there)}{_free(there)}.")
     all_verdicts = [verdict for verdicts in kept.values() for verdict in verdicts.values()]
     versions = {name: number for verdict in all_verdicts for name, number in verdict.get("versions", {}).items()}
     line = "Versions: " + ", ".join(f"{name} {number}" for name, number in sorted(versions.items())) + "."
-    notes += [textwrap.fill(line, 150, break_long_words=False, break_on_hyphens=False), ""]
+    notes += ["", textwrap.fill(line, 150, break_long_words=False, break_on_hyphens=False), ""]
     problems = {
         f"- {peer} did not run in {verdict['bench']}: {problem}"
         for verdict in all_verdicts
