@@ -54,7 +54,7 @@ class Checkpointer:
         )
         self._saves = RunSaves(config, self._source, self._world)
         self._lease: str | None = None
-        self._releases = ThreadPoolExecutor(1, thread_name_prefix="ckpt-lease")
+        self._releases = _one_thread()
         self._schedules: list[Schedule] = []
         self._prefetch: Prefetch | None = None
         self._preemption = Preemption(self.fits, self._saves.hurry)
@@ -317,7 +317,8 @@ class Checkpointer:
             for schedule in schedules:
                 schedule.close()
             self._release_lease()
-            self._releases.shutdown()
+            releases, self._releases = self._releases, _one_thread()  # a closed one may restore
+            releases.shutdown()
             self._source.close()
 
     def __enter__(self) -> Checkpointer:
@@ -357,6 +358,10 @@ class Checkpointer:
         lease, self._lease = self._lease, None
         if lease is not None:
             self._releases.submit(release_lease, self._source, self.config.run_name, lease)
+
+
+def _one_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="ckpt-lease")
 
 
 def _close_at_exit(checkpointer: Checkpointer) -> None:

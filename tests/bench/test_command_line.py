@@ -72,7 +72,7 @@ def test_the_table_shows_what_was_missed_what_failed_and_who_did_not_run(tmp_pat
         "| stall | overlap / best peer | at most 1 | not run | **2** |",
         "| codec | | | not run | did not run: a\\|b |",
         "| plan | | | not run | not run |",
-        "Quick: M; states of 1.0 MiB to 1.0 MiB; 1.9 to 1.9 cores free, load before 0.5 to 0.5.",
+        "- Quick: M; states of 1.0 MiB to 1.0 MiB; 1.9 to 1.9 cores free, load before 0.5 to 0.5.",
         "Versions: torch 2.",
         "- dcp did not run in stall: broken",
     ):

@@ -305,8 +305,7 @@ class SavePipeline:
         first = next(ahead, None)
         if first is None:
             return None
-        key = self._run.keys.shard(attempt, names.shard_name(self._setup.rank))
-        tries = count()
+        key, tries = self._run.keys.shard(attempt, names.shard_name(self._setup.rank)), count()
 
         def upload() -> Uploaded:
             chunks: Iterable[EncodedChunk] = chain([first], ahead)
@@ -316,7 +315,8 @@ class SavePipeline:
                 self._store.delete_many([key])  # what the failed try may have left
                 chunks = again()
             expected, progress = running.incremental.expected_bytes, self._progress_of(running)
-            return upload_shard(self._run.store, key, expected, chunks, progress, self._statistics(running, attempt))
+            beside = self._statistics(running, attempt) if self._store.resumes_uploads else None
+            return upload_shard(self._run.store, key, expected, chunks, progress, beside)
 
         def persist() -> Uploaded:
             return upload() if again is None or self._store.resumes_uploads else self._store.repeat(upload)

@@ -30,12 +30,12 @@ def upload_shard(
     raw_bytes: int,
     chunks: Iterable[EncodedChunk],
     progress: Callable[[int], None],
-    encoded: Callable[[], object] = lambda: None,
+    encoded: Callable[[], object] | None = None,
 ) -> Uploaded:
     """Write the shard; durable on return, removed on an error.
 
     progress: called with the raw bytes written so far. encoded: called once in a thread, while the last bytes are on
-    their way; it has returned when this function does.
+    their way; it has returned when this function does. What it writes is not removed.
     """
     written: list[EncodedChunk] = []
     spent, done = 0.0, 0
@@ -52,7 +52,8 @@ def upload_shard(
             done += chunk.raw
             written.append(EncodedChunk(b"", chunk.raw, chunk.stored, chunk.codec, chunk.digest))
             progress(done)
-        beside.submit(encoded)
+        if encoded is not None:
+            beside.submit(encoded)
         started = time.perf_counter()
     spent += time.perf_counter() - started
     table = chunk_table(written)

@@ -33,6 +33,13 @@ class Recorded(WrappedStore):
         self.switch = Switch()
         super().__init__(FaultyStore(open_store(f"memory://{name}/far"), self.switch))
         self.reports: list[BacklogReport] = []
+        self.returns = False
+        """The store answers from the next request for a report on."""
+
+    def get(self, key: str) -> bytes:
+        if self.returns and "/backlogs/" in key:
+            self.switch.away = ""
+        return super().get(key)
 
     def put(self, key: str, data: Buffer) -> None:
         super().put(key, data)
@@ -80,7 +87,7 @@ def test_the_backlog_is_known_once_the_far_store_answers_and_none_at_the_end(hos
     waiting = backlog(host.near)
     wait_until(lambda: sum("get" in call for call in host.store.switch.calls) > 2, "tries to carry")
     assert host.store.reports == []  # nobody can know it
-    host.store.switch.away = ""
+    host.store.returns = True
     carrier.finish()
     # Carrying works again after the first report; the rest is gone within the minute.
     assert [count for count, _ in host.store.seen] == [3, 2, 0]

@@ -301,7 +301,7 @@ def test_complete_deletions_are_not_read_again(store: Store) -> None:
     faults = Faults()
     sweep_all(FaultyStore(store, faults))
     assert [call.split()[0] for call in faults.calls] == ["list", "list", "list", "list_folders"]
-    assert count_calls(store, lambda s: measure_waste(Run(s, RUN))) == 6
+    assert count_calls(store, lambda s: measure_waste(Run(s, RUN))) == 4
 
 
 def test_a_week_later_an_undelete_that_died_is_finished(store: Store) -> None:
