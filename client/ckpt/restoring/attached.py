@@ -124,13 +124,10 @@ def attach(store: str, checkpoint: Checkpoint) -> SaverMemory | None:
 def _mapped(answer: HeldSnapshot, channel: Channel) -> memoryview:
     """The memory whose descriptor came with the answer. Raises OSError."""
     fd = channel.take_fd()
-    try:
-        if os.fstat(fd).st_size < answer.num_bytes:
-            raise OSError(f"it has fewer than {answer.num_bytes} bytes")
-        segment = Segment(answer.num_bytes, fd, writable=False)
-    except OSError:
+    if os.fstat(fd).st_size < answer.num_bytes:
         os.close(fd)
-        raise
+        raise OSError(f"it has fewer than {answer.num_bytes} bytes")
+    segment = Segment(answer.num_bytes, fd, writable=False)
     view = segment.view.toreadonly()
     segment.close()
     return view

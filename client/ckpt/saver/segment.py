@@ -13,6 +13,7 @@ import secrets
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 _POPULATE_STRIDE = 64 << 20
@@ -44,7 +45,8 @@ def close_after_fork(resource: _ForkedResource) -> None:
 
 def _close_all() -> None:
     for resource in list(_after_fork):
-        resource.close_in_child()
+        with suppress(OSError):  # one that is closed already must not keep the others open
+            resource.close_in_child()
 
 
 os.register_at_fork(after_in_child=_close_all)
@@ -54,14 +56,25 @@ class Segment:
     """Shared memory mapped into this process. Forked children have neither the mapping nor the descriptor."""
 
     def __init__(self, num_bytes: int, fd: int | None = None, writable: bool = True) -> None:
-        """Create a segment, or map the one of a received descriptor. writable: otherwise `view` must only be read."""
+        """Create a segment, or map the one of a received descriptor, which it owns, also if this raises OSError.
+
+        writable: otherwise `view` must only be read.
+        """
         self.num_bytes = num_bytes
+        self.fd = -1
         self.fd = make_shared_memory(num_bytes) if fd is None else fd
         self._before_unmap: list[Callable[[], object]] = []
         protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
-        self.map = _map(self.fd, max(1, num_bytes), protection, self._before_unmap)
-        """The bytes, as an object with the buffer interface; unmapped when its last view is released."""
+        try:
+            self.map = _map(self.fd, max(1, num_bytes), protection, self._before_unmap)
+            """The bytes, as an object with the buffer interface; unmapped when its last view is released."""
+        except OSError:
+            self.close()  # the error keeps this object
+            raise
         close_after_fork(self)
+
+    def __del__(self) -> None:
+        self.close_in_child()
 
     @property
     def view(self) -> memoryview:

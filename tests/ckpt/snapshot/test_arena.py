@@ -91,6 +91,10 @@ def _link(pid: int | str, fd: str) -> str:
         return ""
 
 
+def arena_descriptors() -> int:
+    return sum("ckpt-arena" in link for link in open_descriptors())
+
+
 class Spy(torch.utils.data.Dataset[torch.Tensor]):
     """Returns, from inside a worker, which parts of the arena it holds."""
 
@@ -99,7 +103,7 @@ class Spy(torch.utils.data.Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         maps = Path("/proc/self/maps").read_text()
-        return torch.tensor(["ckpt-arena" in maps, any("ckpt-arena" in link for link in open_descriptors())])
+        return torch.tensor(["ckpt-arena" in maps, arena_descriptors() > 0])
 
 
 def test_data_loader_workers_hold_nothing_of_the_arena(tmp_path: Path) -> None:
@@ -114,6 +118,21 @@ def test_data_loader_workers_hold_nothing_of_the_arena(tmp_path: Path) -> None:
         other = nn.Linear(512, 512)
         checkpointer.restore(other)
         assert same_state(dict(other.state_dict()), dict(model.state_dict()))
+
+
+def test_a_segment_that_is_forgotten_or_closed_twice_leaves_no_descriptor_in_children() -> None:
+    before = arena_descriptors()
+    Segment(100)
+    assert arena_descriptors() == before
+    segments = [Segment(100) for _ in range(8)]
+    os.close(segments[3].fd)  # the order in which a child closes them is not known
+    context = multiprocessing.get_context("fork")
+    left: multiprocessing.queues.Queue[int] = context.Queue()
+    process = context.Process(target=lambda: left.put(arena_descriptors()))
+    process.start()
+    segments[3].fd = -1
+    assert left.get(timeout=60) == 0
+    process.join(60)
 
 
 def test_a_fork_cannot_use_or_close_the_parents_checkpointer(tmp_path: Path) -> None:
