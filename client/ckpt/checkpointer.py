@@ -284,8 +284,8 @@ class Checkpointer:
         """Whether a save that begins in `begins_in_s` is durable `seconds` later, by the rates of the newest one.
 
         True (`choice` "save") if it is, with a quarter of `begins_in_s` and of the estimate to spare, or if no save has
-        been measured. The estimate assumes that nothing is compressed or referenced, and that saves under way are
-        finished first. For the training thread.
+        been measured. The estimate assumes that nothing is compressed or referenced, and that the save which is
+        being uploaded then is finished first. For the training thread.
         """
         return fit(seconds, self._saves.measured, self._saves.pending(), begins_in_s)
 

@@ -72,15 +72,15 @@ class Fit:
 def fit(seconds: float, measured: SaveHandle | None, pending: Sequence[SaveHandle], begins_in_s: float = 0.0) -> Fit:
     """Whether a save of all state is durable within this time.
 
-    It is staged, encoded without compression, uploaded and committed like the measured one, after those that are under
-    way, which go on until it begins. seconds: counted from its begin. measured: the newest save that is committed;
-    None: nothing is known, and a save is tried. The progress of a first save is no measure: stores buffer, and other
-    ranks may have more to write.
+    It is staged, encoded without compression, uploaded and committed like the measured one, after the one that is
+    uploaded when it begins; those that are still queued then are dropped. seconds: counted from its begin. measured:
+    the newest save that is committed; None: nothing is known, and a save is tried. The progress of a first save is no
+    measure: stores buffer, and other ranks may have more to write.
     """
     if measured is None:
         return Fit("save", seconds, None)
     durable_s = _durable_s(measured)
-    waits_s = max(0.0, _left_s(durable_s, pending) - begins_in_s)
+    waits_s = max(0.0, _left_s(durable_s, pending, begins_in_s) - begins_in_s)
     timings = measured.timings
     staged_s = timings.blocked_s - timings.wait_s + timings.held_s
     estimate_s = max(_LEAST_S, staged_s + waits_s + durable_s + timings.commit_s)
@@ -88,10 +88,15 @@ def fit(seconds: float, measured: SaveHandle | None, pending: Sequence[SaveHandl
     return Fit("save" if in_time else "finish", seconds, estimate_s)
 
 
-def _left_s(durable_s: float, pending: Sequence[SaveHandle]) -> float:
-    """How long the saves under way still take. The oldest one has worked on its next chunk since its last progress."""
+def _left_s(durable_s: float, pending: Sequence[SaveHandle], begins_in_s: float) -> float:
+    """How long the saves take whose uploads, one after the other, have begun by then.
+
+    The oldest one has worked on its next chunk since its last progress.
+    """
     left_s = 0.0
     for number, (done, total) in enumerate(one.progress for one in pending):
+        if number and left_s >= begins_in_s:
+            break
         part = 1 - done / max(total, 1)
         if number == 0:
             # At most one chunk: a store that has come to a halt makes no progress either.
@@ -246,14 +251,22 @@ class Notice:
             self.deadline = self._clock() + left_s
 
     def _watch(self) -> None:
-        file, url = self._sources.file, self._sources.url
+        failed = False
         while not self._stop.wait(self._every_s) and self.deadline is None:
-            if file is not None and os.path.exists(file):
-                self._note(f"the file {file}", self._sources.grace_s)
-            if url is not None and self._announced(url):
-                self._note(url, self._sources.grace_s)
-            if self._daemon is not None and (left := self._daemon()) is not None:
-                self._note("the daemon", left)
+            try:
+                self._look_around()
+            except Exception as error:  # of a proxy's reply, say: the next one may be a notice
+                logger.log(logging.DEBUG if failed else logging.ERROR, "cannot look for notice", exc_info=error)
+                failed = True
+
+    def _look_around(self) -> None:
+        file, url = self._sources.file, self._sources.url
+        if file is not None and os.path.exists(file):
+            self._note(f"the file {file}", self._sources.grace_s)
+        if url is not None and self._announced(url):
+            self._note(url, self._sources.grace_s)
+        if self._daemon is not None and (left := self._daemon()) is not None:
+            self._note("the daemon", left)
 
     def _announced(self, url: str) -> bool:
         """Whether the answer of the URL is a notice. An error or another status is none: it is asked again."""

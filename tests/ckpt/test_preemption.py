@@ -8,7 +8,6 @@ import socketserver
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -22,16 +21,18 @@ from ckpt.preemption import EXIT_BEHIND, EXIT_SAVED, DaemonNotice, Fit, Notice, 
 from ckpt.schedule import Limits, Schedule
 from ckpt.snapshot import handle, writers
 from ckpt.snapshot.handle import HandleUpdates, SaveHandle
+from ckptapi import bodies
 from ckptstore.errors import InvalidRequest
 from ckptstore.format.shards import CHUNK_BYTES
 from tests.ckpt.snapshot.gates import Gate, gated
+from tests.ckptapi.scripted import Answer, answer, scripted_daemon
 from tests.support.daemons import running_daemon
 from tests.support.waiting import wait_until
 
 
 @contextmanager
-def watching(sources: Sources) -> Iterator[Notice]:
-    notice = Notice(sources, lambda: 1000.0, every_s=0.02)
+def watching(sources: Sources, daemon: DaemonNotice | None = None) -> Iterator[Notice]:
+    notice = Notice(sources, lambda: 1000.0, every_s=0.02, daemon=daemon)
     try:
         yield notice
     finally:
@@ -100,25 +101,6 @@ def test_a_file_is_notice(tmp_path: Path) -> None:
         assert "preempt" in notice.source
 
 
-class Metadata(BaseHTTPRequestHandler):
-    """A metadata service; `answers` are its next replies, the last one for ever."""
-
-    answers: list[tuple[int, str]]
-    headers_seen: list[str | None]
-
-    def do_GET(self) -> None:
-        answers = type(self).answers
-        status, body = answers.pop(0) if len(answers) > 1 else answers[0]
-        type(self).headers_seen.append(self.headers["Metadata-Flavor"])
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body.encode())
-
-    def log_message(self, *_: object) -> None:
-        """Nothing."""
-
-
 @pytest.mark.parametrize(
     ("answers", "matches"),
     [
@@ -128,18 +110,11 @@ class Metadata(BaseHTTPRequestHandler):
     ],
 )
 def test_the_metadata_service_of_a_cloud_is_asked(answers: list[tuple[int, str]], matches: str) -> None:
-    Metadata.answers, Metadata.headers_seen = list(answers), []
-    with ThreadingHTTPServer(("127.0.0.1", 0), Metadata) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            url, headers = f"http://127.0.0.1:{server.server_port}/preempted", {"Metadata-Flavor": "Google"}
-            with watching(Sources(30.0, (), url=url, url_headers=headers, url_matches=matches)) as notice:
-                wait_until(lambda: notice.deadline == 1030.0)
-        finally:
-            server.shutdown()
-            thread.join()
-    assert Metadata.headers_seen == ["Google"] * len(answers)
+    with scripted_daemon([Answer(status, body.encode()) for status, body in answers]) as service:
+        url, headers = f"{service.url}/preempted", {"Metadata-Flavor": "Google"}
+        with watching(Sources(30.0, (), url=url, url_headers=headers, url_matches=matches)) as notice:
+            wait_until(lambda: notice.deadline == 1030.0)
+    assert [request.headers["metadata-flavor"] for request in service.requests] == ["Google"] * len(answers)
 
 
 def test_a_service_that_does_not_answer_is_no_notice() -> None:
@@ -238,8 +213,7 @@ def test_the_estimate_counts_what_a_save_under_way_does_meanwhile(monkeypatch: p
     now = [100.0]
     monkeypatch.setattr(handle, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     measured = save(encode_s=1.0, upload_s=4.0, commit_s=0.5, stored_bytes=1000)
-    small = HandleUpdates(2, 1000)
-    now[0] = 200.0
+    small, now[0] = HandleUpdates(2, 1000), 200.0
     assert fit(99.0, measured, [small.handle]).estimate_s == 10.5, "it is still copied"
     small.staged()
     now[0] = 202.0
@@ -248,9 +222,10 @@ def test_the_estimate_counts_what_a_save_under_way_does_meanwhile(monkeypatch: p
     assert fit(99.0, measured, [small.handle], begins_in_s=60.0).estimate_s == 5.5
     large = HandleUpdates(3, 10 * CHUNK_BYTES)
     large.progress(5 * CHUNK_BYTES)
-    now[0] = 300.0
-    assert fit(99.0, measured, [large.handle]).estimate_s == 5.5 + 4 * 0.5, "a chunk at most: the store may be away"
-    assert fit(99.0, measured, [large.handle, small.handle]).estimate_s == 5.5 + 4 * 0.5 + 5.0, "only the oldest"
+    both, now[0] = [large.handle, small.handle], 300.0
+    assert fit(99.0, measured, both[:1]).estimate_s == 5.5 + 4 * 0.5, "a chunk at most: the store may be away"
+    assert fit(99.0, measured, both).estimate_s == 5.5 + 4 * 0.5, "the other one is dropped"
+    assert fit(99.0, measured, both, begins_in_s=3.0).estimate_s == 5.5 + 4 * 0.5 + 5.0 - 3.0, "it has begun by then"
 
 
 def test_steps_that_take_longer_than_expected_do_not_make_the_save_late() -> None:
@@ -372,6 +347,19 @@ def test_the_notice_of_the_daemon_is_found_behind_many_events(tmp_path: Path) ->
         left = notice()
         assert left is not None
         assert left > 30.0
+
+
+def test_an_answer_that_makes_no_sense_does_not_end_the_watch(caplog: pytest.LogCaptureFixture) -> None:
+    details: list[dict[str, Any]] = [{}, {"grace_s": 60.0}]
+    kind = bodies.EventKind.PREEMPTED
+    events = [bodies.EventBody(id=n, at=1000.0, kind=kind, detail=detail) for n, detail in enumerate(details)]
+    pages = [bodies.EventsBody(items=[event], last_id=event.id) for event in events]
+    with (
+        scripted_daemon([answer(page) for page in pages]) as service,
+        watching(Sources(30.0, ()), DaemonNotice(service.url, None, "gpt", lambda: 1000.0)) as notice,
+    ):
+        wait_until(lambda: notice.deadline == 1060.0)
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == ["cannot look for notice"]
 
 
 @pytest.mark.parametrize(("rank", "group"), [("0", "all"), ("3", "solo")])

@@ -201,7 +201,7 @@ class StorageWriter(TorchStorageWriter):
     def _open(self) -> Store:
         if not isinstance(self._location, str):
             return self._location
-        store = RetryingStore(open_store(self._location, self._options))
+        store = RetryingStore(open_store(self._location, self._options, retried=True))
         return with_remote_create(store, self._daemon, self._token)
 
 

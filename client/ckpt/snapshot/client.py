@@ -329,7 +329,9 @@ class SaveClient:
 
     def _abort_attempts(self, attempts: Sequence[NewAttempt], failure: str) -> None:
         setup = self._setup
-        opened = RetryingStore(open_store(setup.store, setup.options), setup.store_retry_s)
+        opened = RetryingStore(
+            open_store(setup.store, setup.options, retried=setup.store_retry_s > 0), setup.store_retry_s
+        )
         store = with_remote_create(opened, setup.daemon, setup.token)
         abort_attempts(Numbering(Run(store, setup.run), logger.warning), setup.rank, attempts, failure)
 

@@ -98,7 +98,9 @@ class ThreadWriter:
     """The pipeline in threads of this process: for in-process stores, and where no process can be started."""
 
     def __init__(self, setup: Setup, on_report: OnReport) -> None:
-        self._pipeline = SavePipeline(open_store(setup.store, setup.options), setup, on_report)
+        self._pipeline = SavePipeline(
+            open_store(setup.store, setup.options, retried=setup.store_retry_s > 0), setup, on_report
+        )
         self._segments: dict[int, Segment] = {}
 
     def begin(self, began: Began, pulse: Pulse) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptstore.errors import CkptError, NoSuchBucket, ObjectMissing, StoreFull, StoreReadOnly, StoreUnavailable
 
-_NO_BUCKET = "NoSuchBucket"
+_NO_BUCKET, _NO_UPLOAD = "NoSuchBucket", "NoSuchUpload"
 _LASTING = frozenset((
     errno.EACCES, errno.EEXIST, errno.EFBIG, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOSYS,
     errno.ENOTDIR, errno.ENOTEMPTY, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV,
@@ -37,16 +37,21 @@ def store_errors(what: str, url: str) -> Iterator[None]:
     except CkptError:
         raise
     except FileNotFoundError as error:
-        if _lacks_bucket(error):
+        if _says(error, _NO_BUCKET):
             raise no_such_bucket(url) from error
+        if _says(error, _NO_UPLOAD):  # no object is missing: another upload can succeed
+            raise StoreUnavailable(
+                f"cannot {what} {url}: the service has aborted its upload",
+                "Try again. A lifecycle rule of the bucket must leave unfinished uploads alone for a day",
+            ) from error
         raise ObjectMissing(f"cannot {what} {url}: it does not exist") from error
     except Exception as error:
         raise _translate(error, what, url) from error
 
 
-def _lacks_bucket(error: FileNotFoundError) -> bool:
-    """Whether S3 answered that there is no bucket: to our own request, or to s3fs, which gives botocore's error."""
-    return _NO_BUCKET in (error.strerror or "") or _reply_code(error) == _NO_BUCKET
+def _says(error: BaseException | None, code: str) -> bool:
+    """Whether S3 answered with this code: to our own request, or to s3fs, which gives botocore's error."""
+    return isinstance(error, FileNotFoundError) and (code in (error.strerror or "") or _reply_code(error) == code)
 
 
 def _lacks_credentials(error: Exception) -> bool:
@@ -91,12 +96,12 @@ def _translate(error: Exception, what: str, url: str) -> CkptError:
 def is_lasting(error: Exception) -> bool:
     """Whether an error of a store is no outage: the same request would fail again, so that a retry is useless.
 
-    Full and read-only stores, missing objects and buckets, refused and invalid requests. For errors of this project,
-    with the original one as their cause.
+    Full and read-only stores, missing objects, buckets and uploads, refused and invalid requests. For errors of this
+    project, with the original one as their cause.
     """
-    if not isinstance(error, StoreUnavailable) or isinstance(error, NoSuchBucket):
-        return True
     cause = error.__cause__
+    if not isinstance(error, StoreUnavailable) or isinstance(error, NoSuchBucket) or _says(cause, _NO_UPLOAD):
+        return True
     if isinstance(cause, OSError):
         return cause.errno in _LASTING
     # A RuntimeError: not implemented, or the interpreter is ending. The last is botocore's, such as a bucket's name.

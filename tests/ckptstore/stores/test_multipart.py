@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from ckptstore.clock import system_clock
+from ckptstore.errors import StoreUnavailable
 from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.stores import Store, open_store
+from ckptstore.stores.failures import is_lasting
 from tests.conftest import S3Location
 from tests.support.runs import RUN
 
@@ -30,3 +32,19 @@ def test_old_uploads_are_aborted_and_young_ones_are_not(s3_store: S3Location) ->
 @pytest.mark.parametrize("store", ["local", "memory"], indirect=True)
 def test_other_stores_have_none(store: Store) -> None:
     assert store.abort_uploads("gpt/attempts/", system_clock()) == 0
+
+
+def test_an_upload_that_the_service_aborts_is_an_outage_and_not_a_missing_object(s3_store: S3Location) -> None:
+    store = open_store(s3_store.url, s3_store.options)
+
+    def write_while_it_is_aborted() -> None:
+        with store.open_writer("gpt/a", size_hint=24 << 20) as writer:
+            writer.write(bytes(9 << 20))
+            while not store.abort_uploads("gpt/", system_clock() + 60):
+                pass  # the upload begins in another thread
+            writer.write(bytes(15 << 20))
+
+    with pytest.raises(StoreUnavailable, match="aborted its upload") as caught:
+        write_while_it_is_aborted()
+    assert is_lasting(caught.value), "the same upload is not tried for minutes"
+    assert not list(store.list("gpt/"))
