@@ -44,6 +44,7 @@ _RAW_HASH_SHARE = 0.25
 _COMPRESSED = 0.98
 """Stored bytes per raw byte, at most, of a save that was compressed."""
 _LEAST_S = 0.05
+"""The time that any save is given."""
 _MARGIN = 1.25
 """The time that steps until a save, and the save, are given per second of their estimates: some are slower."""
 
@@ -83,8 +84,8 @@ def fit(seconds: float, measured: SaveHandle | None, pending: Sequence[SaveHandl
     waits_s = max(0.0, _left_s(durable_s, pending, begins_in_s) - begins_in_s)
     timings = measured.timings
     staged_s = timings.blocked_s - timings.wait_s + timings.held_s
-    estimate_s = max(_LEAST_S, staged_s + waits_s + durable_s + timings.commit_s)
-    in_time = _MARGIN * (begins_in_s + estimate_s) <= begins_in_s + seconds
+    estimate_s = staged_s + waits_s + durable_s + timings.commit_s
+    in_time = _MARGIN * (begins_in_s + max(_LEAST_S, estimate_s)) <= begins_in_s + seconds
     return Fit("save" if in_time else "finish", seconds, estimate_s)
 
 

@@ -96,7 +96,7 @@ class Schedule:
         self._limits = limits
         self._peer_timeout_s, self._group = peer_timeout_s, group
         self._clock = clock
-        self._lead_s = lead_s
+        self._lead_s, self._poll_s = lead_s, lead_s / _POLLS_PER_LEAD
         self._steps = steps
         self._costs = Costs()
         self._rank = self._global_rank = 0
@@ -181,8 +181,7 @@ class Schedule:
         if world.size > 1:
             self._rank, self._global_rank = world.rank, world.global_rank
             own = (lambda: preemption.deadline) if (preemption := self._preemption) is not None else (lambda: None)
-            poll_s = self._lead_s / _POLLS_PER_LEAD
-            self._broadcast = SaveBroadcast(world.private_store(), world.rank, poll_s, own, world.members)
+            self._broadcast = SaveBroadcast(world.private_store(), world.rank, self._poll_s, own, world.members)
             if self._requests and self._rank:
                 self._broadcast.request()
 
@@ -229,7 +228,9 @@ class Schedule:
         """On rank 0: how to end at `stop_at`."""
         assert self._preemption is not None
         steps_s = (stop_at - step) / self._stride * (self._costs.step_s or 0.0)
-        fit = self._preemption.fits(deadline - self._preemption.clock() - steps_s, steps_s)
+        # Another rank may evaluate until it learns of the notice as well.
+        unaware_s = self._poll_s if self._broadcast is not None else 0.0
+        fit = self._preemption.fits(deadline - self._preemption.clock() - steps_s - unaware_s, steps_s)
         before = self._decision
         saves = (*before.saves, stop_at)[-_REMEMBERED:] if fit else before.saves
         return SaveDecision(

@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 _SHORTEST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 2.0
+_URGENT_PAUSE_S = 0.1
+"""The longest pause when this host is about to go."""
 _OLD_PAUSE_SHARE = 1 / 30
 """Pauses of attempts that have waited for more than a minute: many of them may wait at the same time."""
 _LOOKS_PER_S = 1000
@@ -116,7 +118,7 @@ class Committer:
         self._changed = threading.Condition()
         """Guards the fields below."""
         self._waiting: list[_Waiting] = []
-        self._polling = False
+        self._polling = self._urgent = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-commit")
 
     def add(self, attempt: Attempt, own: StoredReceipt, ended: Ended) -> None:
@@ -135,6 +137,14 @@ class Committer:
             if not self._polling:
                 self._polling = True
                 self._thread.submit(self._poll)
+
+    def hurry(self) -> None:
+        """Look often from now on: this host is about to go. For any thread."""
+        with self._changed:
+            self._urgent = True
+            for one in self._waiting:
+                one.look_at = 0.0
+            self._changed.notify()
 
     def close(self) -> None:
         """Return when all attempts have ended."""
@@ -169,7 +179,8 @@ class Committer:
             result = error
         if result is None:
             idle_s = waited_s + one.since - one.changed_at
-            one.look_at = one.since + min(timeout_s, waited_s + _pause(self._setup, waited_s, idle_s))
+            pause_s = _pause(self._setup, waited_s, idle_s, self._urgent)
+            one.look_at = one.since + min(timeout_s, waited_s + pause_s)
             return
         with self._changed:
             self._waiting.remove(one)
@@ -179,10 +190,11 @@ class Committer:
             logger.exception("the end of attempt %s was not reported", one.attempt)
 
 
-def _pause(setup: Setup, waited_s: float, idle_s: float) -> float:
+def _pause(setup: Setup, waited_s: float, idle_s: float, urgent: bool = False) -> float:
     """Seconds until the next look at an attempt that has waited so long, and so long without a new receipt. Pure."""
     longest = _LONGEST_PAUSE_S * (1.0 if setup.rank else min(1.0, _RANKS_PER_LOOK / setup.world_size))
-    return max(_shortest_pause(setup), min(waited_s / 2, max(longest, idle_s * _OLD_PAUSE_SHARE)))
+    longest = _URGENT_PAUSE_S if urgent else max(longest, idle_s * _OLD_PAUSE_SHARE)
+    return max(_shortest_pause(setup), min(waited_s / 2, longest))
 
 
 def _shortest_pause(setup: Setup) -> float:

@@ -211,11 +211,11 @@ class SavePipeline:
     def hurry(self) -> None:
         """Make the next save durable as soon as possible: with no compression, CPU limit, carrying, queued uploads."""
         self._throttle.lift()
+        self._committer.hurry()
         if self._carrier is not None:
             self._carrier.pause()
         self._codings = codings_for("off", self._store.url, THREADS, self._contents.enabled)
-        with self._lock:
-            queued = sum(one.job.slot is not None for one in self._waiting.values())
+        queued = sum(one.job.slot is not None for one in list(self._waiting.values()))
         for _ in range(queued):
             self._withdraw("the save was dropped before its upload began: the trainer is being preempted")
 

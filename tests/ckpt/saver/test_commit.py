@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ckpt.saver import commit
 from ckpt.saver.commit import Committer, _first_pause, _pause
 from ckptstore.commits.commit import abort_attempt
 from ckptstore.errors import RankFailed
@@ -46,7 +47,7 @@ def begin(store: Store) -> tuple[Committer, list[Outcome | BaseException]]:
     """Rank 0 has written its receipt and waits for the others."""
     ended: list[Outcome | BaseException] = []
     own = write_rank(store, "r", ATTEMPT, sample_arrays(), 0, RANKS)
-    committer = Committer(Run(store, "r"), setup(store, world_size=RANKS))
+    committer = Committer(Run(store, "r"), setup(store, world_size=RANKS, timeout=3600.0))
     committer.add(ATTEMPT, own, ended.append)
     return committer, ended
 
@@ -84,3 +85,15 @@ def test_pauses_grow_with_the_number_of_ranks() -> None:
     leader = setup(here, rank=0, world_size=16_384)
     assert _first_pause(leader) == 0
     assert 0.1 < _pause(leader, 30.0, 0.5) < 0.5
+    assert _pause(few, 30.0, 0.5, urgent=True) == 0.1
+
+
+def test_a_hurry_does_not_wait_for_the_next_look(store: Gets, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commit, "_pause", lambda *args: _pause(*args) if args[-1] else 3600.0)
+    committer, ended = begin(store)
+    wait_until(lambda: committer._waiting[0].look_at - committer._waiting[0].since >= 3600)
+    committer.hurry()
+    for rank in (1, 2):
+        write_rank(store, "r", ATTEMPT, {}, rank, RANKS)
+    committer.close()
+    assert [type(result) for result in ended] == [Outcome]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from ckptstore.stores import ObjectWriter, Store, WrappedStore, open_store
 
@@ -46,6 +45,6 @@ class GatedStore(WrappedStore):
         return super().open_writer(key, size_hint)
 
 
-def gated(gate: Gate) -> Callable[[str, Mapping[str, Any] | None], Store]:
+def gated(gate: Gate) -> Callable[..., Store]:
     """In place of open_store."""
-    return lambda url, options: GatedStore(open_store(url, options), gate)
+    return lambda *args, **kwargs: GatedStore(open_store(*args, **kwargs), gate)

@@ -135,7 +135,7 @@ def test_an_upload_that_fails_while_a_snapshot_passes_is_raised(
     model: Large, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults = Faults()
-    monkeypatch.setattr(writers, "open_store", lambda url, options: FaultyStore(open_store(url, options), faults))
+    monkeypatch.setattr(writers, "open_store", lambda *args, **kwargs: FaultyStore(open_store(*args, **kwargs), faults))
     with Checkpointer(
         str(tmp_path), run="r", writer="thread", incremental=False, staging_bytes=LEAST_BYTES
     ) as checkpointer:
