@@ -81,7 +81,7 @@ def fit(seconds: float, measured: SaveHandle | None, pending: Sequence[SaveHandl
     if measured is None:
         return Fit("save", seconds, None)
     durable_s = _durable_s(measured)
-    waits_s = max(0.0, _left_s(durable_s, pending, begins_in_s) - begins_in_s)
+    waits_s = max(0.0, _left_s(measured, pending, begins_in_s) - begins_in_s)
     timings = measured.timings
     staged_s = timings.blocked_s - timings.wait_s + timings.held_s
     estimate_s = staged_s + waits_s + durable_s + timings.commit_s
@@ -89,22 +89,33 @@ def fit(seconds: float, measured: SaveHandle | None, pending: Sequence[SaveHandl
     return Fit("save" if in_time else "finish", seconds, estimate_s)
 
 
-def _left_s(durable_s: float, pending: Sequence[SaveHandle], begins_in_s: float) -> float:
-    """How long the saves take whose uploads, one after the other, have begun by then.
-
-    The oldest one has worked on its next chunk since its last progress.
-    """
+def _left_s(measured: SaveHandle, pending: Sequence[SaveHandle], begins_in_s: float) -> float:
+    """How long the saves take whose uploads, one after the other, have begun by then."""
     left_s = 0.0
-    for number, (done, total) in enumerate(one.progress for one in pending):
+    for number, one in enumerate(pending):
         if number and left_s >= begins_in_s:
             break
-        part = 1 - done / max(total, 1)
-        if number == 0:
-            # At most one chunk: a store that has come to a halt makes no progress either.
-            chunk_s = durable_s * min(part, CHUNK_BYTES / max(total, 1))
-            left_s -= min(pending[0].since_progress_s, chunk_s)
-        left_s += durable_s * part
+        left_s += _durable_s(measured) * _part_left(one) if number else _left_of_oldest_s(measured, one)
     return left_s
+
+
+def _left_of_oldest_s(measured: SaveHandle, oldest: SaveHandle) -> float:
+    """How long the save takes that is being uploaded.
+
+    By the bytes left to upload, less the time since the last progress, which went into the next chunk: at most one chunk,
+    since a store that has come to a halt makes no progress either. But no less than the measured one took, from its
+    begin: what counts as uploaded may still be in buffers.
+    """
+    durable_s, part, timings = _durable_s(measured), _part_left(oldest), measured.timings
+    chunk_s = durable_s * min(part, CHUNK_BYTES / max(oldest.progress[1], 1))
+    begun_s = min(oldest.since_begin_s, measured.since_end_s)
+    by_time_s = timings.encode_s + timings.upload_s - begun_s
+    return max(durable_s * part - min(oldest.since_progress_s, chunk_s), by_time_s)
+
+
+def _part_left(one: SaveHandle) -> float:
+    done, total = one.progress
+    return 1 - done / max(total, 1)
 
 
 def _durable_s(measured: SaveHandle) -> float:

@@ -160,7 +160,8 @@ def test_a_preempted_job_ends_at_one_step_and_goes_on_from_it(tmp_path: Path) ->
         slow = [moment for moment in moments if moment.rate < RATES[-1]]
         known = [moment.predicted for moment in slow if moment.predicted is not None]
         print(f"{sum(known)} of {len(known)} estimates are within 30 % on limited disks")
-        late = [moment for moment in moments if moment.durable_s > moment.grace_s]
-        print(f"{len(late)} of {len(moments)} were durable after their deadline")
+        # With code 76 nothing more is saved: what is under way then takes as long as it takes.
+        late = [moment for moment in moments if moment.code == EXIT_SAVED and moment.durable_s > moment.grace_s]
+        print(f"{len(late)} of {len(moments)} last saves were durable after their deadline")
         assert all(moment.estimate_s is None for moment in late)
         assert sum(known) >= 0.9 * len(known)

@@ -196,13 +196,19 @@ def save(**timings: float) -> SaveHandle:
 
 
 def test_the_estimate_follows_from_the_measured_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handle, "time", SimpleNamespace(perf_counter=lambda: 100.0))
+    now = [100.0]
+    monkeypatch.setattr(handle, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     assert fit(0.0, None, []) == Fit("save", 0.0, None), "nothing is known: try"
     raw = save(blocked_s=1.0, held_s=0.5, encode_s=1.0, upload_s=4.0, commit_s=0.5, stored_bytes=1000)
     assert fit(8.75, raw, []) == Fit("save", 8.75, 7.0)
     assert not fit(8.7, raw, []), "a quarter is kept for what else takes time"
     half, waiting = save(encode_s=4.0, upload_s=2.0, stored_bytes=500), HandleUpdates(2, 1000)
     assert fit(9.0, half, []).estimate_s == pytest.approx(2 * 2.0 + 4.0 * 0.25 * 2)
+    waiting.staged()
+    now[0] = 102.0
+    waiting.progress(600)
+    assert fit(9.0, raw, [waiting.handle]).estimate_s == pytest.approx(7.0 + 3.0), "some of it is in buffers"
+    now[0] = 103.5
     waiting.progress(600)
     assert fit(9.0, raw, [waiting.handle]).estimate_s == pytest.approx(7.0 + 0.4 * 5.0)
     assert fit(9.0, None, [waiting.handle]).estimate_s is None, "the progress of a first save is no measure"

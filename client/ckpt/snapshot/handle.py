@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 
@@ -55,7 +56,9 @@ class SaveHandle:
         self._error: CkptError | None = None
         self._seen = False
         self._done_bytes = 0
+        self._begun_at: float | None = None
         self._progressed_at: float | None = None
+        self._ended_at = -math.inf
         self._timings = Timings(raw_bytes=raw_bytes)
 
     def __repr__(self) -> str:
@@ -125,6 +128,16 @@ class SaveHandle:
         return self._done_bytes, self._timings.raw_bytes
 
     @property
+    def since_begin_s(self) -> float:
+        """Seconds since the saver has the whole snapshot, or has uploaded a part of it; before that 0."""
+        return 0.0 if self._begun_at is None else time.perf_counter() - self._begun_at
+
+    @property
+    def since_end_s(self) -> float:
+        """Seconds since the save was committed; infinite before."""
+        return time.perf_counter() - self._ended_at
+
+    @property
     def since_progress_s(self) -> float:
         """Seconds since `progress` last changed, or since the saver has the whole snapshot; before that 0."""
         return 0.0 if self._progressed_at is None else time.perf_counter() - self._progressed_at
@@ -166,7 +179,7 @@ class HandleUpdates:
     def progress(self, done_bytes: int) -> None:
         """This many raw bytes are uploaded."""
         self.handle._done_bytes = done_bytes
-        self.handle._progressed_at = time.perf_counter()
+        self._note_progress()
         if self.stream_writer is not None:
             self.stream_writer.written(done_bytes)
 
@@ -176,14 +189,19 @@ class HandleUpdates:
 
     def staged(self) -> None:
         """The saver has the whole snapshot."""
-        self.handle._progressed_at = time.perf_counter()
+        self._note_progress()
         self.handle._staged.set()
+
+    def _note_progress(self) -> None:
+        handle, now = self.handle, time.perf_counter()
+        handle._begun_at, handle._progressed_at = now if handle._begun_at is None else handle._begun_at, now
 
     def succeed(self, checkpoint: Checkpoint) -> None:
         """The checkpoint is committed."""
         handle = self.handle
         handle._checkpoint = checkpoint
         handle._done_bytes = handle._timings.raw_bytes
+        handle._ended_at = time.perf_counter()
         handle._finished.set()
 
     def fail(self, error: CkptError) -> None:

@@ -89,6 +89,15 @@ def test_pages_show_what_is_near_only_and_how_old_the_report_is(daemon: Daemon) 
     assert "near only" not in next(row for row in rows if "/runs/bert" in row)
 
 
+def test_the_page_of_a_run_without_far_checkpoints_names_the_near_ones(daemon: Daemon, run: Run) -> None:
+    write_report(Run(run.store, "new"), report(ONE, 2, since=1.0, run="new"))
+    for page in ("/runs/new", "/runs/new/state"):
+        reply = daemon.get(page)
+        assert reply.status_code == 404
+        assert "no checkpoint here, and 2 near only: file:///mnt/nvme of ann@a" in reply.text
+    assert "near only" not in daemon.get("/runs/none").text
+
+
 def test_the_command_line_shows_it_on_a_store_and_through_a_daemon(daemon: Daemon, run: Run) -> None:
     for target in (("--store", run.store.url), ("--url", daemon.url)):
         noted = invoke("ls", "gpt", *target)
