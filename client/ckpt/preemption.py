@@ -102,9 +102,9 @@ def _left_s(measured: SaveHandle, pending: Sequence[SaveHandle], begins_in_s: fl
 def _left_of_oldest_s(measured: SaveHandle, oldest: SaveHandle) -> float:
     """How long the save takes that is being uploaded.
 
-    By the bytes left to upload, less the time since the last progress, which went into the next chunk: at most one chunk,
-    since a store that has come to a halt makes no progress either. But no less than the measured one took, from its
-    begin: what counts as uploaded may still be in buffers.
+    By the bytes left to upload, less the time since the last progress, which went into the next chunk: at most one
+    chunk, since a store that has come to a halt makes no progress either. But no less than the measured one took, from
+    its begin: what counts as uploaded may still be in buffers.
     """
     durable_s, part, timings = _durable_s(measured), _part_left(oldest), measured.timings
     chunk_s = durable_s * min(part, CHUNK_BYTES / max(oldest.progress[1], 1))

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ckpt.saver.lock import note_checkpoint, noted_checkpoint, try_lock
 from ckpt.saver.messages import NearOnly, Report, Setup, Stranded, Warned
@@ -42,6 +42,8 @@ REQUEST_RETRY_S = 10.0
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 15.0
 _LOOK_S = 0.5
 """How often to look whether another carrier of this host has ended."""
+_LIST_S = 1.0
+"""How often to list the backlog while it is carried: what is added is newer, and to list a long one takes long."""
 
 
 class Carrier:
@@ -195,9 +197,7 @@ class Carrier:
                     self._check_mounted()
                 if locked:
                     self._reporter.report(waiting=bool(attempts))
-                if attempts:
-                    self._carry(attempts[0])
-                    self._reporter.carried()
+                self._carry_first(attempts)
             if not locked:
                 return False
             trim(self._near, self._setup.near_keep, self._known)
@@ -207,6 +207,15 @@ class Carrier:
                     release_lease(self._far, self._leases[-1])
                     self._leases.pop()
                 return True
+
+    def _carry_first(self, attempts: Sequence[Attempt]) -> None:
+        """Carry the first of these, and more of them as long as they take no longer than _LIST_S."""
+        listed_at = time.monotonic()
+        for attempt in attempts:
+            self._carry(attempt)
+            self._reporter.carried()
+            if time.monotonic() - listed_at >= _LIST_S:
+                return
 
     def _carry(self, attempt: Attempt) -> None:
         try:
