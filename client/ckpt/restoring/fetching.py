@@ -15,7 +15,6 @@ from ckpt.ranks.world import World, is_grouped
 from ckpt.restoring.attached import attach
 from ckpt.restoring.prefetching import Prefetch
 from ckpt.restoring.resolve import take_lease
-from ckptapi.client import DaemonClient
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import CorruptObject, DaemonUnavailable
 from ckptstore.format.documents import Content, Manifest
@@ -123,8 +122,11 @@ class Fetcher:
         if self._past_caches or not (self._share == "daemon" or self._config.read_only):
             return False
         self._past_caches = True
-        if isinstance(self._source, DaemonClient):
-            self._source.read_past_caches()
+        if not isinstance(self._source, StoreSource):
+            from ckptapi.client import DaemonClient
+
+            if isinstance(self._source, DaemonClient):
+                self._source.read_past_caches()
         return True
 
     def fetch(
@@ -147,6 +149,8 @@ class Fetcher:
             fetch(self._shards(self._last), self.checkpoint, reads, buffers, progress)
 
     def _fetch_cached(self, reads: Sequence[ShardRead], buffers: Buffers, progress: Callable[[int], None]) -> None:
+        from ckptapi.client import DaemonClient
+
         assert self._config.daemon is not None
         try:
             with closing(DaemonClient(self._config.daemon, self._config.token)) as daemon:

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 
 from ckpt.config import Config
 from ckpt.saver.lock import note_checkpoint, noted_checkpoint, wait_for_orphans
-from ckptapi.bodies import ChunkBody, VerifyJob
-from ckptapi.client import DaemonClient
 from ckptapi.remote_create import with_remote_create
 from ckptstore.commits import catalog
 from ckptstore.commits.catalog import Checkpoint, State
@@ -145,16 +143,24 @@ def note_damage(source: Source, checkpoint: Checkpoint, error: CkptError, progre
     if checkpoint.state is State.CORRUPT or not isinstance(error, (Damaged, ObjectMissing)):
         return
     try:
-        if isinstance(source, DaemonClient):
-            chunks = [ChunkBody(shard=shard, index=index) for shard, index in error.chunks]
-            source.start_job(VerifyJob(checkpoint=checkpoint.id, chunks=chunks))
-        elif isinstance(source, StoreSource):
+        if isinstance(source, StoreSource):
             store = source.farthest(checkpoint).store if isinstance(source, TieredSource) else source.store
             found = confirm_damage(Run(store, checkpoint.run), checkpoint, error.chunks, progress)
             if found is not None and found.ok:
                 logger.warning("%s is not listed as corrupt: a second read of the store found no damage", checkpoint.id)
+        else:
+            _report_damage(source, checkpoint, error.chunks)
     except CkptError as failure:
         logger.warning("the damage of %s is not recorded: %s", checkpoint.id, failure)
+
+
+def _report_damage(source: Source, checkpoint: Checkpoint, chunks: Sequence[tuple[str, int]]) -> None:
+    from ckptapi.bodies import ChunkBody, VerifyJob  # only with a daemon
+    from ckptapi.client import DaemonClient
+
+    if isinstance(source, DaemonClient):
+        bodies = [ChunkBody(shard=shard, index=index) for shard, index in chunks]
+        source.start_job(VerifyJob(checkpoint=checkpoint.id, chunks=bodies))
 
 
 @contextmanager

@@ -9,14 +9,15 @@ import logging
 import socket
 import threading
 import time
-
-import httpx
+from typing import TYPE_CHECKING
 
 from ckpt.config import Config
 from ckptapi.bodies import Phase, RestoreState
-from ckptapi.client import DaemonClient
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CkptError, RankLost
+
+if TYPE_CHECKING:
+    from ckptapi.client import DaemonClient
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,10 @@ class RestoreSession:
         """Join the session `key` at the daemon, if there is one. Logs a warning if that fails."""
         if self._config.daemon is None:
             return
+        import httpx
+
+        from ckptapi.client import DaemonClient
+
         # If the daemon hangs, the other ranks must not take this one for lost.
         timeout = httpx.Timeout(min(60.0, self._config.peer_timeout_s / 6), connect=5.0)
         client = DaemonClient(self._config.daemon, self._config.token, timeout)
