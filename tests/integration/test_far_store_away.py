@@ -104,6 +104,7 @@ def database(tmp_path: Path) -> Iterator[Database]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600 + 4 * AWAY_S)
 def test_all_is_near_at_once_and_far_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database: Database
 ) -> None:
