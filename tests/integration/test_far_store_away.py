@@ -156,7 +156,7 @@ def test_all_is_near_at_once_and_far_afterwards(
                 assert (known.since, known.oldest) == (waiting.since, near.id_of(waiting.attempts[0]))
             wait_until(lambda: len(there()) > 2, deadline_s=LIMIT_S)
         # The saver outlives the trainer, carries the backlog, and ends.
-        wait_until(lambda: invoke("drain", "kill", "--timeout", "60").code == 0, deadline_s=LIMIT_S + AWAY_S)
+        wait_until(lambda: invoke("drain", "kill", "--timeout", "60").code == 0, deadline_s=LIMIT_S + 3 * AWAY_S)
         wait_until(lambda: not is_alive(second.saver), deadline_s=LIMIT_S)
         assert metric() == 0
         check_that_all_is_far(near, far, second.saved)

@@ -190,7 +190,9 @@ def establish(near: Run, far: Run, number: int) -> int:
                 "Stop this trainer, or restore first to continue from what is in the far store. Its checkpoints stay "
                 f"near, pinned as {STRANDED!r}",
             )
-        newest = newest_generation(far, listed)
+        newest = max(listed, default=0)
+        if newest < number:
+            newest = newest_generation(far, listed)  # lists all outcomes
         for missing in range(newest + 1, number + 1):
             begun = documents.get(missing) or msgspec.structs.replace(own, number=missing)
             if create_generation(far, begun) is None:

@@ -258,6 +258,18 @@ def test_each_outcome_is_read_once_however_long_the_backlog(tiers: Tiers) -> Non
     assert list(known) == [one.attempt]
 
 
+def test_the_checkpoints_of_the_far_store_are_listed_only_for_a_new_generation(tiers: Tiers) -> None:
+    calls = Faults()
+    far = replace(tiers.far, store=FaultyStore(tiers.far.store, calls))
+    for _ in range(2):
+        number = tiers.begin()
+        for step, lists in ((1, 1), (2, 0)):
+            one = tiers.save(10 * number + step, number)
+            calls.calls.clear()
+            carry(tiers.near, far, one.attempt)
+            assert calls.calls.count(f"list {far.keys.commits}") == lists
+
+
 def test_the_near_store_keeps_the_newest_and_the_backlog(tiers: Tiers) -> None:
     generation = tiers.begin()
     saved = [tiers.save(step, generation) for step in range(1, 6)]
