@@ -38,11 +38,13 @@ from tests.support.waiting import wait_until
 URL = f"s3://{seaweed.BUCKET}/runs"
 AWAY_S = float(os.environ.get("CKPTD_AWAY_SECONDS", "0"))
 LIMIT_S = 180.0
+PACE_S = max(0.05, AWAY_S / 1000)
+"""Seconds between saves: the test also waits until all are carried."""
 
 
 @contextmanager
 def training(near: Path, service: RestartableService) -> Iterator[Trainer]:
-    environment = {**os.environ, **service.where.environment}
+    environment = {**os.environ, **service.where.environment, "PACE_S": str(PACE_S)}
     trainer = Trainer(URL, str(near), "tests.support.near_train", environment)
     try:
         yield trainer

@@ -1,11 +1,12 @@
 """A trainer with a near store, to be killed: `near_train STORE NEAR`. Its weights are a function of the step.
 
 It checks what it resumes from, then saves step after step, printing "resumed STEP", "saver PID",
-"saved STEP" (when it is committed near).
+"saved STEP" (when it is committed near). PACE_S: seconds between saves.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
@@ -26,7 +27,7 @@ def main() -> None:
         checkpointer.save(model, None, step)
         say("saver", checkpointer.saver_pid)
         say("saved", step)
-        time.sleep(0.05)
+        time.sleep(float(os.environ["PACE_S"]))
 
 
 if __name__ == "__main__":
