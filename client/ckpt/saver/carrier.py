@@ -27,6 +27,7 @@ from ckptstore.errors import (
     RunVanished,
     StoreReadOnly,
     Superseded,
+    Unavailable,
     UnsupportedFormat,
 )
 from ckptstore.names import Attempt
@@ -127,8 +128,7 @@ class Carrier:
             self._changed.notify()
 
     def _serve(self) -> None:
-        self._begin()
-        away, pause_s = False, _SHORTEST_PAUSE_S
+        begun, away, pause_s = False, False, _SHORTEST_PAUSE_S
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._work)
@@ -136,6 +136,9 @@ class Carrier:
             if not away:
                 self._answered_at = time.monotonic()
             try:
+                if not begun:
+                    self._begin()  # before anything is trimmed
+                begun = True
                 alone = self._carry_all()
             except Exception as error:
                 self._reporter.failed(error)
@@ -174,16 +177,23 @@ class Carrier:
                 logger.warning("%s", again)
 
     def _begin(self) -> None:
-        """Take over from a killed saver: put its last checkpoint into the backlog, and abort its orphaned attempts."""
+        """Take over from a killed saver: put its last checkpoint into the backlog, and abort its orphaned attempts.
+
+        Raises Unavailable.
+        """
         try:
-            collect(self._near)
-            last = next(newest_first(self._near), None)
+            # It may have been killed between commit and pin, and this saver may have committed since.
+            earlier = (c for c in newest_first(self._near) if not self._numbering.session_of(c.attempt.generation))
+            last = next(earlier, None)
             if (
                 last is not None
                 and last.attempt.generation
                 and STRANDED not in pinned(self._near).get(last.attempt, ())
             ):
                 enqueue(self._near, last.attempt)
+            collect(self._near)
+        except Unavailable:
+            raise
         except CkptError as error:
             logger.warning("cannot look for what earlier savers have left near: %s", error)
 

@@ -12,10 +12,13 @@ from ckpt import Checkpointer
 from ckpt.saver.carrier import Carrier
 from ckpt.saver.messages import Setup
 from ckpt.saver.numbering import Numbering
+from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import list_checkpoints
+from ckptstore.commits.generations import NewAttempt, Session
 from ckptstore.errors import NoCheckpoint
 from ckptstore.format.documents import Generation
 from ckptstore.format.parsing import seal
+from ckptstore.names import new_ulid
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
 from ckptstore.retention.pins import pinned
@@ -23,6 +26,7 @@ from ckptstore.run import Run
 from ckptstore.tiers.carrying import STRANDED, queued, stranded
 from ckptstore.tiers.source import TieredSource
 from tests.ckpt.test_tiers import Host
+from tests.ckptstore.tiers.test_carrying import Tiers
 from tests.support.stores import Faults, FaultyStore, Interleaving
 from tests.support.waiting import wait_until
 
@@ -157,3 +161,17 @@ def test_nothing_is_carried_while_a_save_is_urgent(host: Host) -> None:
     carrier.committed(list_checkpoints(near)[0].attempt)
     carrier.finish()
     assert events == ["the urgent save is near", "1 is far"]
+
+
+def test_what_a_killed_saver_has_not_pinned_is_carried_though_the_next_one_has_saved(tmp_path: Path) -> None:
+    tiers = Tiers(tmp_path)
+    last = tiers.save(1, tiers.begin())  # committed, and not pinned
+    numbering = Numbering(tiers.near, print)
+    resumed = NewAttempt(Session(new_ulid(system_clock()), last.attempt, 0), 2, new_ulid(system_clock()))
+    tiers.save(2, numbering.attempt(resumed).generation)
+    setup = Setup(
+        store="", options={}, run="gpt", rank=0, world_size=1, compress="off", commit_timeout_s=1.0, daemon=None,
+        token=None, far=f"file://{tmp_path}", near_keep=1,
+    )  # fmt: skip
+    Carrier(tiers.near, tiers.far, setup, numbering, lambda _: None, lambda _: None).finish()
+    assert [c.step for c in list_checkpoints(tiers.far)] == [1]
