@@ -120,7 +120,12 @@ def test_the_death_of_the_saver_while_a_snapshot_passes_is_raised_and_healed(mod
         saver = checkpointer.saver_pid
         assert saver is not None
         os.kill(saver, signal.SIGSTOP)
-        killer = threading.Timer(0.2, os.kill, (saver, signal.SIGKILL))
+
+        def kill_it_once_it_has_the_job() -> None:
+            wait_until(lambda: any(handle.step == 2 for handle in checkpointer._saves.pending()))
+            os.kill(saver, signal.SIGKILL)
+
+        killer = threading.Thread(target=kill_it_once_it_has_the_job)
         killer.start()
         with pytest.raises(SaverDied):
             checkpointer.save_async(model, None, 2)
