@@ -179,8 +179,9 @@ class Committer:
             result = error
         if result is None:
             idle_s = waited_s + one.since - one.changed_at
-            pause_s = _pause(self._setup, waited_s, idle_s, self._urgent)
-            one.look_at = one.since + min(timeout_s, waited_s + pause_s)
+            with self._changed:
+                pause_s = _pause(self._setup, waited_s, idle_s, self._urgent)
+                one.look_at = one.since + min(timeout_s, waited_s + pause_s)
             return
         with self._changed:
             self._waiting.remove(one)

@@ -114,11 +114,9 @@ class SavePipeline:
         notified = setup.daemon if setup.rank == 0 else None
         self._notifier = Notifier(notified, setup.token, setup.run) if notified is not None else None
         self._room = Room(self._run, setup) if far is not None else None
-        self._carrier = (
-            Carrier(self._run, far, setup, self._numbering, report, self._notify)
-            if far is not None and setup.rank == 0
-            else None
-        )
+        self._carrier: Carrier | None = None
+        if far is not None and setup.rank == 0:
+            self._carrier = Carrier(self._run, far, setup, self._numbering, report, self._notify)
         self._own_process = own_process
         cpu_budget = setup.cpu_budget if own_process else None
         self._throttle = CpuThrottle(cpu_budget)
@@ -215,7 +213,8 @@ class SavePipeline:
         if self._carrier is not None:
             self._carrier.pause()
         self._codings = codings_for("off", self._store.url, THREADS, self._contents.enabled)
-        queued = sum(one.job.slot is not None for one in list(self._waiting.values()))
+        with self._lock:
+            queued = sum(one.job.slot is not None for one in self._waiting.values())
         for _ in range(queued):
             self._withdraw("the save was dropped before its upload began: the trainer is being preempted")
 

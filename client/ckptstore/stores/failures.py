@@ -37,9 +37,9 @@ def store_errors(what: str, url: str) -> Iterator[None]:
     except CkptError:
         raise
     except FileNotFoundError as error:
-        if _says(error, _NO_BUCKET):
+        if _has_code(error, _NO_BUCKET):
             raise no_such_bucket(url) from error
-        if _says(error, _NO_UPLOAD):  # no object is missing: another upload can succeed
+        if _has_code(error, _NO_UPLOAD):  # no object is missing: another upload can succeed
             raise StoreUnavailable(
                 f"cannot {what} {url}: the service has aborted its upload",
                 "Try again. A lifecycle rule of the bucket must leave unfinished uploads alone for a day",
@@ -49,7 +49,7 @@ def store_errors(what: str, url: str) -> Iterator[None]:
         raise _translate(error, what, url) from error
 
 
-def _says(error: BaseException | None, code: str) -> bool:
+def _has_code(error: BaseException | None, code: str) -> bool:
     """Whether S3 answered with this code: to our own request, or to s3fs, which gives botocore's error."""
     return isinstance(error, FileNotFoundError) and (code in (error.strerror or "") or _reply_code(error) == code)
 
@@ -100,7 +100,7 @@ def is_lasting(error: Exception) -> bool:
     project, with the original one as their cause.
     """
     cause = error.__cause__
-    if not isinstance(error, StoreUnavailable) or isinstance(error, NoSuchBucket) or _says(cause, _NO_UPLOAD):
+    if not isinstance(error, StoreUnavailable) or isinstance(error, NoSuchBucket) or _has_code(cause, _NO_UPLOAD):
         return True
     if isinstance(cause, OSError):
         return cause.errno in _LASTING

@@ -218,7 +218,7 @@ def test_waits_for_a_device_that_is_stuck_are_bounded(tmp_path: Path) -> None:
             checkpointer.wait(0.2)
         assert not handle.done()
         with pytest.raises(SaveFailed, match="did not finish"):
-            checkpointer.close(1.0)
+            checkpointer.close(3.0)
         assert handle.exception() is not None
         released.set()
         simulated.synchronize()
