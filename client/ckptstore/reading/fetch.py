@@ -265,15 +265,20 @@ def _adjacent(chunks: Iterable[ChunkRead]) -> Iterator[list[ChunkRead]]:
     yield run
 
 
-def fetch_stored(source: ShardSource, checkpoint: Checkpoint, read: ShardRead) -> memoryview:
-    """The stored bytes of a range, unchecked. Raises CorruptObject, ObjectMissing or Unavailable."""
-    stored = np.empty(read.bytes, np.uint8).data
+def fetch_stored(source: ShardSource, checkpoint: Checkpoint, read: ShardRead, *, again: bool = True) -> memoryview:
+    """The stored bytes of a range, unchecked. Raises CorruptObject, ObjectMissing or Unavailable.
+
+    again: whether another read of them is likely, so that a cache is worth its cost; else they are read-only.
+    """
     with (
         _naming(read.chunks[-1]),
         source.open_shard(checkpoint.holder(read.attempt), read.shard) as shard,
     ):
+        if not again:
+            return shard.read_once(read.offset, read.bytes)
+        stored = np.empty(read.bytes, np.uint8).data
         shard.read(read.offset, stored)
-    return stored
+        return stored
 
 
 @contextmanager

@@ -115,6 +115,15 @@ class ObjectReader(ABC):
             self.read(offset, buffer)
             offset += len(buffer)
 
+    def read_once(self, offset: int, num_bytes: int) -> memoryview:
+        """The bytes from `offset`, read-only, of which the caller needs no second read: they are cached nowhere.
+
+        Raises CorruptObject if the object ends early.
+        """
+        data = memoryview(bytearray(num_bytes))
+        self.read(offset, data)
+        return data.toreadonly()
+
     @abstractmethod
     def close(self) -> None:
         """Release the object."""

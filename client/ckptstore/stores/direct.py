@@ -1,6 +1,7 @@
-"""Sequential writes to a new local file, with direct I/O where the file system supports it.
+"""Local files past the page cache, with direct I/O where the file system supports it: sequential writes, and reads.
 
-Writes through the page cache cost one fault per page, take memory from training, and reach the disk only at fsync.
+Writes through the page cache cost one fault per page, take memory from training, and reach the disk only at fsync;
+reads through it cost a copy and the management of its pages, which is three times the processor time.
 Direct I/O requires aligned addresses, offsets and lengths. Memory that will not change is written from where it lies,
 if its address and its place in the file are aligned alike: so are all chunks of a snapshot that is stored as it is. All
 other bytes are copied into aligned buffers. Threads write while the caller prepares more.
@@ -31,6 +32,7 @@ _AT_ONCE = 2
 """Writes of lent memory at once: the kernel prepares the pages of one while the disk has the other."""
 _BLOCK = 4096
 """No common file system requires a coarser alignment; one that does is written through the page cache."""
+_HUGE = 2 << 20
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 _Bytes = npt.NDArray[np.uint8]
@@ -84,7 +86,7 @@ class DirectFile:
         size = self._at + self._filled
         padded = -(-self._filled // _BLOCK) * _BLOCK
         self._pack[self._filled : padded] = 0
-        self._write_at(self._pack.data[:padded], self._at)
+        self._write_at([self._pack.data[:padded]], self._at)
         self._wait()
         with self.busy:
             os.ftruncate(self._fd, size)
@@ -125,24 +127,30 @@ class DirectFile:
         head, self._lent = self._lent.split(-self._filled % _BLOCK)
         for part in head.parts:
             self._copy(part)
-        self._write_pack()
+        parts = []
+        if self._filled == _BLOCK:  # the block in which the lent memory begins
+            joint = _aligned_memory(_BLOCK)
+            joint[:] = self._pack[:_BLOCK]
+            parts, self._filled = [joint.data], 0
+        else:
+            self._write_pack()
         whole, self._lent = self._lent.split(self._lent.size // _BLOCK * _BLOCK)
         self._wait(_AT_ONCE - 1)
-        self._begin_to_write(whole.memory, whole)
+        self._begin_to_write([*parts, whole.memory], whole)
 
     def _write_pack(self) -> None:
         """Write the pack, which holds whole blocks."""
         if self._filled:
             self._wait()  # the other pack may be under way
-            self._begin_to_write(self._pack.data[: self._filled], _Lent())
+            self._begin_to_write([self._pack.data[: self._filled]], _Lent())
             self._pack, self._other, self._filled = self._other, self._pack, 0
 
-    def _begin_to_write(self, memory: memoryview, lent: _Lent) -> None:
-        """Write in the background. lent: is kept until then."""
+    def _begin_to_write(self, parts: list[memoryview], lent: _Lent) -> None:
+        """Write these, one behind the other, in the background. lent: is kept until then."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="ckpt-disk")
-        self._writing.append((self._threads.submit(self._write_at, memory, self._at), lent))
-        self._at += len(memory)
+        self._writing.append((self._threads.submit(self._write_at, parts, self._at), lent))
+        self._at += sum(map(len, parts))
 
     def _wait(self, most: int = 0) -> None:
         """Wait until at most so many writes are under way."""
@@ -150,12 +158,12 @@ class DirectFile:
             writing, _ = self._writing.popleft()
             writing.result()
 
-    def _write_at(self, rest: memoryview, offset: int) -> None:
-        while len(rest):
+    def _write_at(self, rest: list[memoryview], offset: int) -> None:
+        while rest := [part for part in rest if len(part)]:
             direct = self._direct
             try:
                 with self.busy:
-                    count = os.pwrite(self._fd, rest, offset)
+                    count = os.pwritev(self._fd, rest, offset)
             except OSError as error:
                 # Some file systems reject direct I/O only at the write, and a short write may end unaligned.
                 if error.errno != errno.EINVAL or not direct:
@@ -163,7 +171,38 @@ class DirectFile:
                 self._direct = _set_direct(self._fd, False)
                 continue
             offset += count
-            rest = rest[count:]
+            for number, part in enumerate(rest):
+                rest[number] = part[count:]
+                count -= min(count, len(part))
+
+
+def read_direct(fd: int, offset: int, num_bytes: int) -> memoryview:
+    """The bytes of an open file from `offset`, read-only; fewer at its end. Raises OSError.
+
+    They are aligned in memory as in the file, so that a DirectFile can write them from there. Not for use by several
+    threads at once.
+    """
+    begin = offset // _BLOCK * _BLOCK
+    end = -(-(offset + num_bytes) // _BLOCK) * _BLOCK
+    memory = _aligned_memory(end - begin).data
+    direct, done = _set_direct(fd, True), 0
+    try:
+        while done < len(memory):
+            try:
+                count = os.preadv(fd, [memory[done:]], begin + done)
+            except OSError as error:
+                # As for writes; a read that ends with the file may have ended unaligned.
+                if error.errno != errno.EINVAL or not direct:
+                    raise
+                direct = _set_direct(fd, False)
+                continue
+            if not count:
+                break
+            done += count
+    finally:
+        if direct:
+            _set_direct(fd, False)
+    return memory[offset - begin : max(offset - begin, min(done, offset - begin + num_bytes))].toreadonly()
 
 
 class _Lent:
@@ -223,8 +262,9 @@ def _preallocate(fd: int, num_bytes: int) -> None:
 
 def _aligned_memory(num_bytes: int) -> _Bytes:
     """Page-aligned memory; private, so that the kernel may use huge pages, which halve all costs."""
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = -(-num_bytes // _HUGE) * _HUGE if num_bytes > _BLOCK else num_bytes
+    memory = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8)
+    return np.frombuffer(memory, np.uint8, num_bytes)

@@ -17,7 +17,7 @@ from ckptstore.errors import StoreUnavailable
 from ckptstore.format.codecs import Buffer
 from ckptstore.names import new_ulid
 from ckptstore.stores.base import ObjectInfo, ObjectReader, ObjectWriter, Store, too_short
-from ckptstore.stores.direct import DirectFile
+from ckptstore.stores.direct import DirectFile, read_direct
 from ckptstore.stores.failures import store_errors
 
 _TEMPORARY = ".tmp-"
@@ -279,6 +279,14 @@ class _LocalReader(ObjectReader):
             whole = False
         if not whole:
             super().read_parts(offset, buffers)
+
+    def read_once(self, offset: int, num_bytes: int) -> memoryview:
+        """Direct I/O, into memory from which `open_writer` can write to another folder with direct I/O."""
+        with store_errors("read", self._url):
+            data = read_direct(self._fd, offset, num_bytes)
+        if len(data) != num_bytes:
+            raise too_short(self._url, offset, len(data), num_bytes)
+        return data
 
     def close(self) -> None:
         os.close(self._fd)

@@ -144,18 +144,21 @@ class _RetryingReader(ObjectReader):
     def read_parts(self, offset: int, buffers: Sequence[memoryview]) -> None:
         self._repeat(lambda reader: reader.read_parts(offset, buffers))
 
+    def read_once(self, offset: int, num_bytes: int) -> memoryview:
+        return self._repeat(lambda reader: reader.read_once(offset, num_bytes))
+
     def close(self) -> None:
         reader, self._reader = self._reader, None
         if reader is not None:
             reader.close()
 
-    def _repeat(self, read: Callable[[ObjectReader], None]) -> None:
-        def once() -> None:
+    def _repeat(self, read: Callable[[ObjectReader], _T]) -> _T:
+        def once() -> _T:
             self._reader = self._reader or self._open()
             try:
-                read(self._reader)
+                return read(self._reader)
             except StoreUnavailable:
                 self.close()
                 raise
 
-        self._store.repeat(once)
+        return self._store.repeat(once)

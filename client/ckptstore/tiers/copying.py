@@ -7,7 +7,6 @@ continues where it stopped. Chunks that the original references are stored with 
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,7 +24,7 @@ from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint, Object
 from ckptstore.format.documents import JSON, Manifest, Receipt, Shard, digest
 from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import parse_sealed, seal
-from ckptstore.format.planning import ChunkRead, ShardRead, plan_all
+from ckptstore.format.planning import ChunkRead, ShardRead, join, plan_all
 from ckptstore.format.statistics import Statistics, extension_name
 from ckptstore.names import Attempt, Reference, derive_ulid
 from ckptstore.reading.fetch import Progress, check_chunk, fetch_stored
@@ -33,8 +32,9 @@ from ckptstore.reading.source import Source, read_manifest
 from ckptstore.reading.source import read_receipt as read_source_receipt
 from ckptstore.run import Run
 
-_THREADS = min(8, max(2, 2 * (os.cpu_count() or 1)))
-_AHEAD = 4  # chunks that wait, in addition to one per thread
+_THREADS = 8
+_READ_BYTES = (4 << 20) - (8 << 10)
+"""Bytes of adjacent chunks that are read at once. One read for each thread, and one more, are in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,19 +161,22 @@ def _look(target: Run, key: str, reads: Sequence[ChunkRead]) -> _Look:
     return _Look.WHOLE
 
 
-def _fetch_in_order(source: Source, original: Checkpoint, reads: Iterable[ChunkRead]) -> Iterator[memoryview]:
-    """The stored bytes of chunks, checked, with only a few of them in memory."""
+def _fetch_in_order(source: Source, original: Checkpoint, chunks: Iterable[ChunkRead]) -> Iterator[memoryview]:
+    """The stored bytes of chunks, checked, adjacent ones together, with only a few of them in memory."""
 
-    def fetch(read: ChunkRead) -> memoryview:
-        stored = fetch_stored(source, original, ShardRead((read,)))
-        check_chunk(original, read, stored)
+    def fetch(read: ShardRead) -> memoryview:
+        stored = fetch_stored(source, original, read, again=False)
+        for chunk in read.chunks:
+            at = chunk.offset - read.offset
+            check_chunk(original, chunk, stored[at : at + chunk.stored])
         return stored
 
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-copy") as pool:
+    threads = min(_THREADS, source.parallel_reads)
+    with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-copy") as pool:
         waiting: deque[Future[memoryview]] = deque()
         try:
-            for read in reads:
-                if len(waiting) >= _THREADS + _AHEAD:
+            for read in join((ShardRead((chunk,)) for chunk in chunks), _READ_BYTES):
+                if len(waiting) > threads:
                     yield waiting.popleft().result()
                 waiting.append(pool.submit(fetch, read))
             while waiting:

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from ckptstore.commits.catalog import list_checkpoints
-from ckptstore.errors import StoreFull, StoreUnavailable
+from ckptstore.errors import CorruptObject, StoreFull, StoreUnavailable
 from ckptstore.run import Run
 from ckptstore.stores import Store, direct, open_store
 from tests.support.disks import small_file_system
@@ -53,8 +53,13 @@ def is_direct(fd: int) -> bool:
 
 
 def instead_of_writes(monkeypatch: pytest.MonkeyPatch, write: Callable[[Write, int, Any, int], int]) -> None:
-    """Have `write` called, with the real os.pwrite as its first argument."""
-    monkeypatch.setattr(os, "pwrite", partial(write, os.pwrite))
+    """Have `write` called for the first part of each write, with a real write as its first argument."""
+    real = os.pwritev
+
+    def write_first(fd: int, parts: list[memoryview], offset: int) -> int:
+        return write(lambda fd, data, offset: real(fd, [data], offset), fd, parts[0], offset)
+
+    monkeypatch.setattr(os, "pwritev", write_first)
 
 
 def round_trip(store: Store, size: int, chunk: int, hint: int) -> None:
@@ -74,11 +79,8 @@ def all_round_trips(store: Store) -> None:
             round_trip(store, size, chunk, hint=(0, size, 2 * size, 1)[chunk % 4])
 
 
-def test_every_size_comes_back(store: Store) -> None:
+def test_every_size_comes_back(store: Store, memory_folder: Path) -> None:
     all_round_trips(store)
-
-
-def test_every_size_comes_back_from_memory(memory_folder: Path) -> None:
     all_round_trips(open_store(str(memory_folder)))
 
 
@@ -103,15 +105,21 @@ def memory_of(data: bytes, spare: int = 0) -> memoryview:
     return memoryview(memory)[spare:]
 
 
-def test_memory_that_stays_is_written_from_where_it_lies(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    copied = []
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of what is copied into a pack."""
+    sizes: list[int] = []
     copy = direct.DirectFile._copy
 
     def watch(file: direct.DirectFile, data: Any) -> None:
-        copied.append(len(data))
+        sizes.append(len(data))
         copy(file, data)
 
     monkeypatch.setattr(direct.DirectFile, "_copy", watch)
+    return sizes
+
+
+def test_memory_that_stays_is_written_from_where_it_lies(store: Store, copied: list[int]) -> None:
     data = random.Random(1).randbytes(9 * PACK + 17)
     memory, reused = memory_of(data[5000:], 5000 % 4096).toreadonly(), bytearray(data[:5000])
     with store.open_writer("run/shard", len(data)) as writer:
@@ -202,6 +210,21 @@ def test_short_writes_are_continued(store: Store, monkeypatch: pytest.MonkeyPatc
     all_round_trips(store)
 
 
+def test_short_writes_of_several_parts_are_continued(memory_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chance, together, real = random.Random(11), [], os.pwritev
+
+    def write_some(fd: int, parts: list[memoryview], offset: int) -> int:
+        blocks = [part[at : at + 4096] for part in parts for at in range(0, len(part), 4096)]
+        together.append(len(parts))
+        return real(fd, blocks[: chance.randrange(1, min(len(blocks), 100) + 1)], offset)
+
+    monkeypatch.setattr(os, "pwritev", write_some)
+    store = open_store(str(memory_folder))
+    for _ in range(30):
+        write_in_parts(store, chance)
+    assert max(together) > 1
+
+
 @pytest.mark.parametrize("full_after", [0, PACK, 2 * PACK])
 def test_a_full_disk_leaves_nothing(store: Store, monkeypatch: pytest.MonkeyPatch, full_after: int) -> None:
     def fill(write: Write, fd: int, data: Any, offset: int) -> int:
@@ -268,6 +291,85 @@ def test_several_writers_at_once(store: Store) -> None:
 
     assert race(*(partial(write, i) for i in range(6))) == [None] * 6
     assert [store.get(f"run/{i}") for i in range(6)] == contents
+
+
+RANGES = (
+    (0, 1),
+    (0, 4096),
+    (1, 4096),
+    (4095, 2),
+    (4096, PACK),
+    (5000, 3 * PACK + 17),
+    (5 * PACK, 1),
+    (0, 5 * PACK + 1),
+)
+
+
+def read_ranges(store: Store) -> None:
+    """Read a file of 5 * PACK + 1 bytes."""
+    data = random.Random(3).randbytes(5 * PACK + 1)
+    store.put("run/shard", data)
+    with store.open_reader("run/shard") as reader:
+        for offset, size in RANGES:
+            found = reader.read_once(offset, size)
+            assert found == data[offset : offset + size]
+            assert found.readonly
+            assert np.frombuffer(found, np.uint8).ctypes.data % 4096 == offset % 4096
+            ordinary = memoryview(bytearray(10))
+            reader.read(17, ordinary)
+            assert ordinary == data[17:27], "other reads of the same reader need no alignment"
+        for offset, size in ((5 * PACK, 2), (5 * PACK + 4097, 1), (0, 6 * PACK)):
+            with pytest.raises(CorruptObject, match="ends after"):
+                reader.read_once(offset, size)
+
+
+def test_ranges_that_are_read_once(store: Store, memory_folder: Path) -> None:
+    read_ranges(store)
+    read_ranges(open_store(str(memory_folder)))
+
+
+@pytest.mark.parametrize("refuse", ["when asked", "at the first read", "short reads"])
+def test_file_systems_that_refuse_to_read(store: Store, monkeypatch: pytest.MonkeyPatch, refuse: str) -> None:
+    control: Any = fcntl.fcntl
+    read = os.preadv
+
+    def set_flags(fd: int, command: int, argument: int = 0) -> int:
+        if refuse == "when asked" and command == fcntl.F_SETFL and argument & DIRECT:
+            raise OSError(errno.EINVAL, "injected")
+        return int(control(fd, command, argument))
+
+    def read_at(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if refuse == "short reads":
+            return read(fd, [buffers[0][:4096]], offset)
+        if is_direct(fd):
+            raise OSError(errno.EINVAL, "injected")
+        return read(fd, buffers, offset)
+
+    monkeypatch.setattr(fcntl, "fcntl", set_flags)
+    monkeypatch.setattr(os, "preadv", read_at)
+    read_ranges(store)
+
+
+def test_a_failed_read_is_an_error(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put("run/shard", bytes(PACK))
+
+    def fail(fd: int, buffers: list[memoryview], offset: int) -> int:
+        raise OSError(errno.EIO, "injected")
+
+    with store.open_reader("run/shard") as reader:
+        monkeypatch.setattr(os, "preadv", fail)
+        with pytest.raises(StoreUnavailable, match="injected"):
+            reader.read_once(0, PACK)
+
+
+def test_what_is_read_once_is_written_from_where_it_lies(store: Store, copied: list[int]) -> None:
+    data = random.Random(4).randbytes(9 * PACK + 17)
+    store.put("run/shard", data)
+    with store.open_reader("run/shard") as reader, store.open_writer("run/copy", len(data)) as writer:
+        for at in range(0, len(data), PACK + 1001):
+            writer.write(reader.read_once(at, min(PACK + 1001, len(data) - at)))
+    assert store.get("run/copy") == data
+    assert sum(copied) <= 10 * 4096, "the blocks that two parts share"
 
 
 _WRITE_FOR_EVER = """
