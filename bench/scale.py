@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
+
 from bench.report import Goal, Report
 from bench.virtual_store import Clock, Limits, Requests, VirtualStore, lanes_of
 from ckpt.saver import commit as saver
@@ -37,7 +39,7 @@ from ckptstore.format.overlaps import Want
 from ckptstore.format.parsing import parse_manifest, seal
 from ckptstore.format.planning import plan_reads
 from ckptstore.format.shards import EncodedChunk, Placed, Slice, chunk_table, place_slices, plan_chunks
-from ckptstore.format.statistics import Statistics, Table, extension_name, named_document
+from ckptstore.format.statistics import Statistics, Table, named_document, side_extension
 from ckptstore.format.trees import encode_tree, unsupported
 from ckptstore.names import derive_ulid, new_ulid, shard_name
 from ckptstore.run import Run
@@ -114,19 +116,13 @@ class Save:
         self.own: StoredReceipt | None = None
 
     def write(self) -> None:
-        """All ranks upload, and write statistics and receipts."""
+        """All ranks upload, and write receipts."""
         shards = [BEGAN_AT + GIGABYTE / self._random.uniform(*BYTES_PER_S) for _ in range(self.ranks)]
         self.durable_at = max(shards)
-        events: list[tuple[float, int, dict[str, JSON] | None]] = [(at, rank, None) for rank, at in enumerate(shards)]
-        heapq.heapify(events)
-        while events:
-            at, rank, extensions = heapq.heappop(events)
+        for at, rank in sorted((at, rank) for rank, at in enumerate(shards)):
             self.clock.resume(at)
             self.store.requests = self.elsewhere if rank else self.at_rank_0
-            if extensions is None:
-                heapq.heappush(events, (self.clock.now, rank, self._write_statistics(rank)))
-                continue
-            receipt = self._write_receipt(rank, extensions)
+            receipt = self._write_receipt(rank)
             self.waiting.append((self.clock.now, rank))
             self.own = self.own if rank else receipt
 
@@ -179,12 +175,12 @@ class Save:
             commit_timeout_s=1800.0, daemon=None, token=None,
         )  # fmt: skip
 
-    def _write_statistics(self, rank: int) -> dict[str, JSON]:
+    def _named_statistics(self, rank: int) -> dict[str, JSON]:
         data = seal(Statistics.of(self.attempt, rank, self._table))
-        self.store.put(self.run.keys.statistics(self.attempt, rank), data)
-        return {extension_name(rank): named_document(data, self._table, [""] * len(self._table.elements))}
+        side = named_document(data, self._table, [""] * len(self._table.elements))
+        return side_extension(rank, msgspec.structs.replace(side, offset=GIGABYTE))
 
-    def _write_receipt(self, rank: int, extensions: dict[str, JSON]) -> StoredReceipt:
+    def _write_receipt(self, rank: int) -> StoredReceipt:
         placed = place_slices(slices_of(rank, self.ranks))
         numbers = {"torch": self._random.randbytes(5056), "others": self._random.randbytes(5000)}
         job = SaveJob(
@@ -196,6 +192,7 @@ class Save:
             for span in plan_chunks(placed)
         ]
         shard = Shard(name=shard_name(rank), rank=rank, chunks=chunk_table(chunks))
+        extensions = self._named_statistics(rank)
         return saver.write_receipt(self.run, self._setup(rank), self.attempt, job, placed, [], shard, extensions)
 
 

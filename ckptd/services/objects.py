@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ckptd.cache import BLOCK_BYTES, BlockCache
 from ckptd.services.catalog import Catalog
 from ckptstore.commits.catalog import find_attempt
 from ckptstore.commits.commit import read_outcome
-from ckptstore.errors import NoCheckpoint, StoreUnavailable, Unavailable
-from ckptstore.names import Attempt, Reference, RunKeys
+from ckptstore.errors import CorruptObject, NoCheckpoint, StoreUnavailable, Unavailable
+from ckptstore.format.documents import Receipt
+from ckptstore.format.parsing import parse_sealed
+from ckptstore.format.statistics import side_document
+from ckptstore.names import Attempt, Reference, RunKeys, shard_name
 from ckptstore.run import Run
 from ckptstore.stores import Store
 
@@ -19,12 +22,16 @@ _SIZES_KEPT = 4096
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """One object of an attempt. It is immutable: attempts are never rewritten."""
+    """One object of an attempt, or a part of one. It is immutable: attempts are never rewritten."""
 
     key: str
+    size: int
+    """Of the whole object, in bytes."""
+    offset: int
+    """Where the part begins."""
     bytes: int
     version: str
-    """Unique among all objects that were ever served under one URL."""
+    """Unique among all that was ever served under one URL."""
 
 
 class Objects:
@@ -53,9 +60,17 @@ class Objects:
         return self._object(RunKeys(reference.run).receipt(attempt, rank))
 
     def statistics(self, reference: Reference, rank: int) -> StoredObject:
-        """The statistics of the shard of a rank."""
-        attempt = self._attempt(reference)
-        return self._object(RunKeys(reference.run).statistics(attempt, rank))
+        """The statistics of a rank, which are a part of its shard if it has one. Raises CorruptObject as well."""
+        attempt, keys = self._attempt(reference), RunKeys(reference.run)
+        stored = self._object(keys.receipt(attempt, rank))
+        receipt = parse_sealed(self.read_all(stored), Receipt, stored.key)
+        side = side_document(receipt, rank)
+        if side is None or side.offset is None:
+            return self._object(keys.statistics(attempt, rank))
+        shard = self._object(keys.shard(attempt, shard_name(rank)))
+        if not side.bytes or side.offset + side.bytes > shard.size:
+            raise CorruptObject(f"{shard.key} has no statistics at {side.offset}")
+        return replace(shard, offset=side.offset, bytes=side.bytes, version=f"{shard.version}-{side.digest}")
 
     def read(self, stored: StoredObject, offset: int, count: int, fresh: bool = False) -> memoryview:
         """At least one and at most `count` bytes from `offset`: those that are in the same piece.
@@ -63,8 +78,8 @@ class Objects:
         fresh: bypass the cache. Raises CorruptObject if the object ends earlier.
         """
         if fresh:
-            return self._cache.read_past(stored.key, offset, min(count, BLOCK_BYTES))
-        return self._cache.read(stored.key, stored.bytes, offset, count)
+            return self._cache.read_past(stored.key, stored.offset + offset, min(count, BLOCK_BYTES))
+        return self._cache.read(stored.key, stored.size, stored.offset + offset, count)
 
     def read_all(self, stored: StoredObject) -> bytes:
         """The whole of a small object; the caller verifies it."""
@@ -116,4 +131,4 @@ class Objects:
     def _object(self, key: str) -> StoredObject:
         size = self._size(key)
         attempt, name = key.split("/")[-2:]
-        return StoredObject(key, size, f"{attempt}-{name}-{size}")
+        return StoredObject(key, size, 0, size, f"{attempt}-{name}-{size}")

@@ -12,6 +12,7 @@ from ckptapi import bodies
 from ckptapi.operations import Operations
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import CorruptObject
+from ckptstore.format.statistics import SideDocument
 from ckptstore.names import Attempt, Reference, check_ulid
 from ckptstore.stores import PARALLEL_READS, ObjectReader, RangeReader
 
@@ -60,8 +61,8 @@ class DaemonClient(Operations):
         """The stored receipt of a rank, unchecked."""
         return self._request("GET", self._path(checkpoint.id, "receipts", str(rank))).content
 
-    def statistics_data(self, checkpoint: Checkpoint, rank: int) -> bytes:
-        """The stored statistics of the shard of a rank, unchecked. Raises ObjectMissing."""
+    def statistics_data(self, checkpoint: Checkpoint, rank: int, side: SideDocument) -> bytes:
+        """The stored statistics of a rank, unchecked. Raises CorruptObject or ObjectMissing. The daemon finds them."""
         return self._request("GET", self._path(checkpoint.id, "statistics", str(rank))).content
 
     def open_shard(self, checkpoint: Checkpoint, shard: str) -> ObjectReader:

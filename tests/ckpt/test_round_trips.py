@@ -54,7 +54,7 @@ def kind(request: str) -> str:
     prefix = re.search(r"prefix=([^&]*)", query)
     names = (prefix[1].replace("%2F", "/") if prefix else path.removeprefix(f"/{BUCKET}/")).split("/")
     at = names[names.index("gpt") + 1 :]
-    parts = {"ckpt": "shard", "json": "receipt", "statistics.json": "statistics", "json.zst": "manifest"}
+    parts = {"ckpt": "shard", "json": "receipt", "json.zst": "manifest"}
     name = parts[at[2].partition(".")[2]] if at[2:] and at[2] else at[0]
     return f"{verb} {name}" + (f" ?{query.partition('=')[0]}" if verb == "POST" else "")
 
@@ -96,7 +96,7 @@ def test_a_save(proxy: LossyProxy, checkpointer: Checkpointer, model: torch.nn.M
     proxy.round_trip_s = ROUND_TRIP_S
     row, everything = shortest(proxy, save, len(SAVE))
     assert len(row) <= len(SAVE), row
-    beside = ["PUT shard", "PUT statistics", "HEAD generations"]
+    beside = ["PUT shard", "HEAD generations"]
     assert everything == sorted(SAVE + beside)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -14,7 +15,7 @@ from ckptstore.commits.catalog import Checkpoint, from_outcome
 from ckptstore.commits.commit import commit_attempt, read_receipt
 from ckptstore.format.codecs import CodingPolicy, fast
 from ckptstore.format.columns import column
-from ckptstore.format.documents import FORMAT, Content, Receipt, References, Shard
+from ckptstore.format.documents import FORMAT, JSON, Content, Receipt, References, Shard
 from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import seal
 from ckptstore.format.places import Places
@@ -28,6 +29,7 @@ from ckptstore.format.shards import (
     raw_bytes,
     slice_tables,
 )
+from ckptstore.format.statistics import Statistics, Table, named_document, side_extension
 from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.run import Run
 from ckptstore.stores import Store
@@ -58,25 +60,34 @@ def write_rank(
     clock: Clock = system_clock,
     coding: CodingPolicy = fast,
     base: Attempt | None = None,
+    statistics: bool = False,
 ) -> StoredReceipt:
     """What one rank's saver writes: its shard (if it has arrays), then its receipt.
 
-    base: chunks that this attempt has, or references itself, are referenced.
+    base: chunks that this attempt has, or references itself, are referenced. statistics: those of no elements.
     """
     placed = place_slices(Slice.whole(name, str(a.dtype), a.shape) for name, a in arrays.items())
     raw = bytearray(raw_bytes(placed))
     for place in placed:
         raw[place.at : place.at + place.slice.bytes] = np.ascontiguousarray(arrays[place.slice.entry]).tobytes()
     chunks = [encode_chunk(span.of(memoryview(raw)), coding(span.dtype)) for span in plan_chunks(placed)]
-    shards = []
+    shards, extensions = [], dict[str, JSON]()
     if placed:
         references = _referenced(store, run, base, rank, chunks) if base is not None else None
         there = set(references.chunk.tolist()) if references is not None else set()
         own = [chunk.data for number, chunk in enumerate(chunks) if number not in there]
+        table = Table.empty(len(placed))
+        tail = seal(Statistics.of(attempt, rank, table)) if statistics else b""
         if own:
             with store.open_writer(RunKeys(run).shard(attempt, names.shard_name(rank)), len(raw)) as writer:
-                for data in own:
+                for data in (*own, tail):
                     writer.write(data)
+        elif statistics:
+            store.put(RunKeys(run).statistics(attempt, rank), tail)
+        if statistics:
+            side = named_document(tail, table, [""] * len(placed))
+            offset = sum(map(len, own)) if own else None
+            extensions = side_extension(rank, msgspec.structs.replace(side, offset=offset))
         shards = [Shard(name=names.shard_name(rank), rank=rank, chunks=chunk_table(chunks), references=references)]
     entries, slices = slice_tables(placed)
     tree = {name.removeprefix("model/"): {"$": "tensor", "name": name} for name in arrays}
@@ -94,6 +105,7 @@ def write_rank(
         ),
         local={"epoch": rank},
         metrics=dict(metrics or {}),
+        extensions=extensions,
     )
     data = seal(receipt)
     store.put(RunKeys(run).receipt(attempt, rank), data)
@@ -127,11 +139,14 @@ def write_checkpoint(
     coding: CodingPolicy = fast,
     base: Attempt | None = None,
     generation: int = 0,
+    statistics: bool = False,
 ) -> Checkpoint:
-    """A committed checkpoint of a single process. base: see `write_rank`."""
+    """A committed checkpoint of a single process. base, statistics: see `write_rank`."""
     attempt = Attempt(step, new_ulid(clock()), generation=generation)
     arrays = sample_arrays(step) if arrays is None else arrays
-    receipt = write_rank(store, run, attempt, arrays, metrics=metrics, clock=clock, coding=coding, base=base)
+    receipt = write_rank(
+        store, run, attempt, arrays, metrics=metrics, clock=clock, coding=coding, base=base, statistics=statistics
+    )
     checkpoint = from_outcome(commit_attempt(Run(store, run, clock), [receipt]))
     assert checkpoint is not None
     return checkpoint

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, count
 
 from ckpt.saver.carrier import REQUEST_RETRY_S, Carrier
@@ -280,7 +281,9 @@ class SavePipeline:
             running.codings.learn(uploaded.stored_bytes, uploaded.busy_s)
         shard = running.incremental.shard(uploaded.chunks if uploaded else None) if placed else None
         extensions: dict[str, JSON] = {SPARED: running.codings.reason} if running.codings.spares else {}
-        extensions |= self._statistics(running, attempt)() if placed else {}
+        if running.survey is not None and placed:
+            offset = uploaded.stored_bytes if uploaded else None
+            extensions |= running.survey.extensions(self._run, attempt, self._setup.rank, offset)
         receipt = write_receipt(self._run, self._setup, attempt, job, placed, running.derived, shard, extensions)
         self._contents.uploaded(job, attempt, shard, running.incremental.raw_digests())
         total, upload_s = time.perf_counter() - started, uploaded.upload_s if uploaded else 0.0
@@ -305,6 +308,8 @@ class SavePipeline:
         if first is None:
             return None
         key, tries = self._run.keys.shard(attempt, names.shard_name(self._setup.rank)), count()
+        survey = running.survey
+        tail = partial(survey.document, attempt, self._setup.rank) if survey is not None else bytes
 
         def upload() -> Uploaded:
             chunks: Iterable[EncodedChunk] = chain([first], ahead)
@@ -314,8 +319,7 @@ class SavePipeline:
                 self._store.delete_many([key])  # what the failed try may have left
                 chunks = again()
             expected, progress = running.incremental.expected_bytes, self._progress_of(running)
-            beside = self._statistics(running, attempt) if self._store.resumes_uploads else None
-            return upload_shard(self._run.store, key, expected, chunks, progress, beside)
+            return upload_shard(self._run.store, key, expected, chunks, progress, tail)
 
         def persist() -> Uploaded:
             return upload() if again is None or self._store.resumes_uploads else self._store.repeat(upload)
@@ -323,9 +327,6 @@ class SavePipeline:
         if self._room is None:
             return persist()
         return self._room.fit(running.incremental.expected_bytes, persist, repeatable=again is not None)
-
-    def _statistics(self, running: _RunningJob, attempt: Attempt) -> Callable[[], dict[str, JSON]]:
-        return lambda: running.survey.write(self._run, attempt, self._setup.rank) if running.survey else {}
 
     def _progress_of(self, running: _RunningJob) -> Callable[[int], None]:
         """The callback for each written chunk; it gets the raw bytes written so far."""

@@ -1,4 +1,4 @@
-"""Takes the statistics of all chunks of a save, and writes them as the document of its slices.
+"""Takes the statistics of all chunks of a save: the document behind the last chunk of its shard.
 
 Statistics of a chunk that is referenced are those of the equal chunk of the save before. Only a saver that has just
 started takes them from the bytes, which it hashes as well then. No error of this module fails a save: the checkpoint
@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from ckpt.saver.deriving import Derived
@@ -25,7 +26,7 @@ from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.extremes import BlockExtremes
 from ckptstore.format.parsing import seal
 from ckptstore.format.shards import ChunkSpan, EncodedChunk, Placed, plan_chunks
-from ckptstore.format.statistics import Statistics, Table, extension_name, join, merge, named_document
+from ckptstore.format.statistics import SideDocument, Statistics, Table, join, merge, named_document, side_extension
 from ckptstore.names import Attempt
 from ckptstore.run import Run
 
@@ -101,7 +102,8 @@ class Survey:
         self._rows: dict[int, _Rows] = {}
         self._known: dict[_Identity, _Rows] = {}
         self._failed = False
-        self._written: dict[str, JSON] | None = None
+        self._document: bytes | None = None
+        self._side: SideDocument | None = None
 
     def observing(self, codings: SaveCodings) -> Encode:
         """Encode chunks and take their statistics."""
@@ -119,29 +121,34 @@ class Survey:
         """Take the statistics of a chunk that is referenced."""
         self._careful(lambda: self._add_unchanged(raw, span, chunk))
 
-    def write(self, run: Run, attempt: Attempt, rank: int) -> dict[str, JSON]:
-        """Write the document, once all chunks are encoded; durable on return. A second call writes nothing.
+    def document(self, attempt: Attempt, rank: int) -> bytes:
+        """The document, once all chunks are encoded; the same at each call. Empty after an error. For one thread at a
+        time."""
+        if self._document is None:
+            self._careful(lambda: self._seal(attempt, rank))
+            self._document = self._document or b""
+            self._surveyor.known = self._known
+            self._raw = memoryview(b"")  # the slot's memory must not outlive its use
+        return self._document
 
-        Returns the extensions of the receipt: none after an error. For one thread at a time.
+    def extensions(self, run: Run, attempt: Attempt, rank: int, offset: int | None) -> dict[str, JSON]:
+        """The extensions of the receipt, which name the document: none after an error.
+
+        offset: of the document in the shard; None: there is no shard, so it is written as an object of its own, which
+        is durable on return.
         """
-        if self._written is None:
-            self._written = self._write(run, attempt, rank)
-        return self._written
+        data = self.document(attempt, rank)
+        if offset is None:
+            self._careful(lambda: run.store.put(run.keys.statistics(attempt, rank), data))
+        if self._failed or self._side is None:
+            return {}
+        return side_extension(rank, msgspec.structs.replace(self._side, offset=offset))
 
-    def _write(self, run: Run, attempt: Attempt, rank: int) -> dict[str, JSON]:
-        written: dict[str, JSON] = {}
-
-        def write() -> None:
-            table = join([self._table(), *(self._of_derived(place) for place in self._derived)])
-            data = seal(Statistics.of(attempt, rank, table))
-            run.store.put(run.keys.statistics(attempt, rank), data)
-            names = [place.slice.entry for place in [*self._placed, *self._derived]]
-            written[extension_name(rank)] = named_document(data, table, names)
-
-        self._careful(write)
-        self._surveyor.known = self._known
-        self._raw = memoryview(b"")  # the slot's memory must not outlive its use
-        return written
+    def _seal(self, attempt: Attempt, rank: int) -> None:
+        table = join([self._table(), *(self._of_derived(place) for place in self._derived)])
+        self._document = seal(Statistics.of(attempt, rank, table))
+        names = [place.slice.entry for place in [*self._placed, *self._derived]]
+        self._side = named_document(self._document, table, names)
 
     def _careful(self, work: Callable[[], None]) -> None:
         if self._failed:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ckptstore.format.documents import Chunks
@@ -18,6 +17,7 @@ class Uploaded:
 
     chunks: Chunks
     stored_bytes: int
+    """Without the tail, which begins there."""
     upload_s: float
     """Seconds spent in calls of the store; waiting for chunks is not included."""
     busy_s: float
@@ -30,20 +30,17 @@ def upload_shard(
     raw_bytes: int,
     chunks: Iterable[EncodedChunk],
     progress: Callable[[int], None],
-    encoded: Callable[[], object] | None = None,
+    tail: Callable[[], bytes] = bytes,
 ) -> Uploaded:
     """Write the shard; durable on return, removed on an error.
 
-    progress: called with the raw bytes written so far. encoded: called once in a thread, while the last bytes are on
-    their way; it has returned when this function does. What it writes is not removed.
+    progress: called with the raw bytes written so far. tail: called after the last chunk; what it returns is written
+    behind it.
     """
     written: list[EncodedChunk] = []
     spent, done = 0.0, 0
     started = time.perf_counter()
-    with (
-        ThreadPoolExecutor(1, thread_name_prefix="ckpt-encoded") as beside,
-        store.open_writer(key, size_hint=raw_bytes) as writer,
-    ):
+    with store.open_writer(key, size_hint=raw_bytes) as writer:
         spent += time.perf_counter() - started
         for chunk in chunks:
             started = time.perf_counter()
@@ -52,9 +49,9 @@ def upload_shard(
             done += chunk.raw
             written.append(EncodedChunk(b"", chunk.raw, chunk.stored, chunk.codec, chunk.digest))
             progress(done)
-        if encoded is not None:
-            beside.submit(encoded)
+        last = tail()
         started = time.perf_counter()
+        writer.write(last)
     spent += time.perf_counter() - started
     table = chunk_table(written)
     return Uploaded(table, int(table.stored.sum()), spent, max(spent, writer.busy_s))

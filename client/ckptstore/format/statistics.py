@@ -14,7 +14,7 @@ import numpy as np
 
 from ckptstore.errors import CorruptObject
 from ckptstore.format.columns import Column, column
-from ckptstore.format.documents import FORMAT, JSON, Manifest, Outcome, StoredDocument, digest
+from ckptstore.format.documents import FORMAT, JSON, Manifest, Outcome, Receipt, StoredDocument, digest
 from ckptstore.format.number_types import Numbers
 from ckptstore.names import Attempt
 
@@ -232,14 +232,16 @@ class Health(msgspec.Struct, frozen=True):
         return not (self.nan or self.inf)
 
 
-class SideDocument(msgspec.Struct, frozen=True):
+class SideDocument(msgspec.Struct, frozen=True, omit_defaults=True):
     """The extension of a receipt that names the document with the statistics of its slices."""
 
     digest: str
-    bytes: int
+    bytes: _Count
     nan: _Count
     inf: _Count
     entries: list[str]
+    offset: _Count | None = None
+    """Where the document begins in the shard, behind the last chunk; None: it is an object of its own."""
 
 
 HEALTH = "health"
@@ -247,19 +249,26 @@ HEALTH = "health"
 
 
 def extension_name(rank: int) -> str:
-    """The name of the extension of a rank."""
+    """The name of the extension of a receipt that names its statistics."""
     return _EXTENSION.format(rank)
 
 
+def side_extension(rank: int, side: SideDocument) -> dict[str, JSON]:
+    """The extension of a receipt that names its statistics."""
+    return {extension_name(rank): msgspec.to_builtins(side)}
+
+
+def side_document(document: Manifest | Receipt, rank: int) -> SideDocument | None:
+    """What a manifest or receipt says about the statistics of a rank; None: nothing, or nothing that is valid."""
+    try:
+        return msgspec.convert(document.extensions.get(extension_name(rank)), SideDocument)
+    except msgspec.ValidationError:
+        return None
+
+
 def side_documents(manifest: Manifest) -> list[SideDocument | None]:
-    """What a manifest says about the statistics of each of its shards; None: nothing, or nothing that is valid."""
-    found: list[SideDocument | None] = []
-    for shard in manifest.content.shards:
-        try:
-            found.append(msgspec.convert(manifest.extensions.get(extension_name(shard.rank)), SideDocument))
-        except msgspec.ValidationError:
-            found.append(None)
-    return found
+    """What a manifest says about the statistics of each of its shards."""
+    return [side_document(manifest, shard.rank) for shard in manifest.content.shards]
 
 
 def health_extension(manifest: Manifest) -> dict[str, JSON]:
@@ -292,14 +301,8 @@ def warning_of(outcome: Outcome) -> str:
     )
 
 
-def named_document(data: bytes, table: Table, names: list[str]) -> JSON:
-    """The extension for a stored document. names: the entry of each row."""
+def named_document(data: bytes, table: Table, names: list[str]) -> SideDocument:
+    """What a receipt says about a stored document. names: the entry of each row."""
     rows = np.flatnonzero(table.not_finite)
     first = list(dict.fromkeys(names[row] for row in rows[: 16 * MOST_NAMED].tolist()))[:MOST_NAMED]
-    return {
-        "digest": digest(data),
-        "bytes": len(data),
-        "nan": int(table.nan[rows].sum()),
-        "inf": int(table.inf[rows].sum()),
-        "entries": first,
-    }
+    return SideDocument(digest(data), len(data), int(table.nan[rows].sum()), int(table.inf[rows].sum()), first)

@@ -16,7 +16,8 @@ from ckptstore.commits.labels import with_labels
 from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint
 from ckptstore.format.documents import JSON, Manifest, Receipt, digest
 from ckptstore.format.parsing import parse_local, parse_manifest, parse_sealed
-from ckptstore.names import Reference
+from ckptstore.format.statistics import SideDocument
+from ckptstore.names import Reference, shard_name
 from ckptstore.run import Run
 from ckptstore.stores import ObjectReader, Store
 
@@ -66,8 +67,8 @@ class Source(ShardSource, Protocol):
     def receipt_data(self, checkpoint: Checkpoint, rank: int) -> bytes:
         """The stored receipt of a rank, unchecked."""
 
-    def statistics_data(self, checkpoint: Checkpoint, rank: int) -> bytes:
-        """The stored statistics of the shard of a rank, unchecked. Raises ObjectMissing."""
+    def statistics_data(self, checkpoint: Checkpoint, rank: int, side: SideDocument) -> bytes:
+        """The stored statistics of a rank, unchecked. side: names them. Raises CorruptObject or ObjectMissing."""
 
     def take_lease(self, checkpoint: Checkpoint, holder: str, ttl_s: float) -> str:
         """Protect a checkpoint from deletion for `ttl_s` seconds; returns the id of the lease. Raises NoCheckpoint."""
@@ -123,9 +124,12 @@ class StoreSource:
         """One read."""
         return self.store.get(self._run(checkpoint.run).keys.receipt(checkpoint.attempt, rank))
 
-    def statistics_data(self, checkpoint: Checkpoint, rank: int) -> bytes:
+    def statistics_data(self, checkpoint: Checkpoint, rank: int, side: SideDocument) -> bytes:
         """One read."""
-        return self.store.get(self._run(checkpoint.run).keys.statistics(checkpoint.attempt, rank))
+        if side.offset is None:
+            return self.store.get(self._run(checkpoint.run).keys.statistics(checkpoint.attempt, rank))
+        with self.open_shard(checkpoint, shard_name(rank)) as shard:
+            return bytes(shard.read_once(side.offset, side.bytes))
 
     def open_shard(self, checkpoint: Checkpoint, shard: str) -> ObjectReader:
         """A reader of the store."""

@@ -16,14 +16,16 @@ from ckptstore.commits.catalog import Checkpoint, from_outcome, list_checkpoints
 from ckptstore.commits.commit import read_outcome, read_receipts
 from ckptstore.errors import CorruptObject, Damaged, ObjectMissing
 from ckptstore.format.codecs import POLICIES, RAW, Buffer, decode, encode
-from ckptstore.format.documents import DIGEST_BYTES, Content, digest
+from ckptstore.format.documents import DIGEST_BYTES, Content, Manifest, digest
 from ckptstore.format.merging import merge
 from ckptstore.format.parsing import pack_manifest
 from ckptstore.format.planning import ChunkRead, ShardRead, plan_all
 from ckptstore.format.records import Action
+from ckptstore.format.statistics import side_documents
 from ckptstore.names import Attempt
 from ckptstore.reading.fetch import Progress, check_chunk, fetch_stored
 from ckptstore.reading.source import StoreSource, check_manifest_data, read_manifest
+from ckptstore.reading.statistics import stored_statistics
 from ckptstore.reading.verify import Verification, verify
 from ckptstore.run import Run
 from ckptstore.stores import Store
@@ -99,7 +101,8 @@ class _Healer:
 
     def _write(self, checkpoint: Checkpoint, shard: str) -> None:
         run, key = self._run, self._run.keys.shard(checkpoint.attempt, shard)
-        content = read_manifest(self._own, checkpoint).content
+        manifest = read_manifest(self._own, checkpoint)
+        content = manifest.content
         chunks = [chunk for chunk in plan_all(content) if (chunk.shard, chunk.attempt) == (shard, None)]
         places = self._find(checkpoint, content, [chunk for chunk in chunks if self._read(checkpoint, chunk) is None])
         if not places:
@@ -113,7 +116,16 @@ class _Healer:
                 if data is None:  # the block aborts the writer
                     raise CorruptObject(f"{chunk.name} changed while it was read")
                 writer.write(data)
+            writer.write(self._statistics(checkpoint, manifest, shard))
         self.objects.append(key)
+
+    def _statistics(self, checkpoint: Checkpoint, manifest: Manifest, shard: str) -> bytes:
+        """The statistics behind the chunks of a shard, if they are intact here or in a copy."""
+        for of, side in zip(manifest.content.shards, side_documents(manifest), strict=True):
+            if of.name == shard and side is not None and side.offset is not None:
+                sources = (self._own, *self._copies)
+                return next(filter(None, (stored_statistics(one, checkpoint, of.rank, side) for one in sources)), b"")
+        return b""
 
     def _find(self, damaged: Checkpoint, content: Content, chunks: Sequence[ChunkRead]) -> dict[int, _Place]:
         """A place with the bytes of each damaged chunk, by its index. Raises CorruptObject if there is none."""

@@ -11,9 +11,9 @@ nothing of the near store may be committed there any more. docs/decisions/0037 h
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import msgspec
 
@@ -30,15 +30,17 @@ from ckptstore.commits.hidden import hidden_attempts
 from ckptstore.commits.labels import with_labels
 from ckptstore.commits.leases import release_lease, renew_lease
 from ckptstore.commits.references import reference_lost, referenced_attempts
-from ckptstore.errors import AttemptAborted, Conflict, CorruptObject, Damaged, NotFound, ObjectMissing, Superseded
+from ckptstore.errors import AttemptAborted, Conflict, CorruptObject, Damaged, NotFound, Superseded
 from ckptstore.format.documents import FORMAT, Generation, Manifest, Outcome, Receipt, digest
 from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.format.planning import plan_all
 from ckptstore.format.records import Pin
+from ckptstore.format.statistics import side_documents
 from ckptstore.names import Attempt, derive_ulid
 from ckptstore.reading.fetch import Progress
 from ckptstore.reading.source import StoreSource, check_manifest_data
+from ckptstore.reading.statistics import stored_statistics
 from ckptstore.retention.pins import active_holds, pinned
 from ckptstore.retention.tombstones import hide, sweep
 from ckptstore.run import Run
@@ -238,11 +240,16 @@ def _copy(near: Run, far: Run, original: Checkpoint, progress: Progress) -> list
     for needed in referenced_attempts(manifest.content):
         if _committed(far, needed) is None and carry(near, far, needed, progress) is None:
             raise reference_lost(far, attempt, needed)
-    own = sorted(
-        (read for read in plan_all(manifest.content) if read.attempt is None), key=lambda r: (r.shard, r.index)
-    )
-    for shard, reads in groupby(own, key=lambda read: read.shard):
-        copy_shard(source, original, list(reads), far, keys.shard(attempt, shard), progress)
+    own = defaultdict(list)
+    for read in sorted(plan_all(manifest.content), key=lambda read: read.index):
+        if read.attempt is None:
+            own[read.shard].append(read)
+    for shard, side in zip(manifest.content.shards, side_documents(manifest), strict=True):
+        statistics = stored_statistics(source, original, shard.rank, side)
+        if reads := own[shard.name]:
+            copy_shard(source, original, reads, far, keys.shard(attempt, shard.name), progress, statistics)
+        elif statistics:
+            far.store.put(keys.statistics(attempt, shard.rank), statistics)
     # Before the receipts, by which others could commit it: another version of zstd would pack it differently.
     far.store.put_if_absent(keys.manifest(attempt), data)
     return [_copy_receipt(near, far, manifest, attempt, rank) for rank in range(manifest.world_size)]
@@ -253,10 +260,6 @@ def _copy_receipt(near: Run, far: Run, manifest: Manifest, attempt: Attempt, ran
     data = near.store.get(key)
     if digest(data) != manifest.receipts[rank].digest:
         raise CorruptObject(f"the receipt of rank {rank} of {near.id_of(attempt)} does not match its manifest")
-    try:
-        far.store.put(far.keys.statistics(attempt, rank), near.store.get(near.keys.statistics(attempt, rank)))
-    except ObjectMissing:
-        pass  # statistics may be absent
     far.store.put(far.keys.receipt(attempt, rank), data)
     return StoredReceipt.of(parse_sealed(data, Receipt, near.store.object_url(key)), data)
 

@@ -7,12 +7,11 @@ continues where it stopped. Chunks that the original references are stored with 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum, auto
-from itertools import groupby
 
 import msgspec
 
@@ -25,11 +24,12 @@ from ckptstore.format.documents import JSON, Manifest, Receipt, Shard, digest
 from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.format.planning import ChunkRead, ShardRead, join, plan_all
-from ckptstore.format.statistics import Statistics, extension_name
+from ckptstore.format.statistics import SideDocument, Statistics, extension_name, side_documents, side_extension
 from ckptstore.names import Attempt, Reference, derive_ulid
 from ckptstore.reading.fetch import Progress, check_chunk, fetch_stored
 from ckptstore.reading.source import Source, read_manifest
 from ckptstore.reading.source import read_receipt as read_source_receipt
+from ckptstore.reading.statistics import name_of, stored_statistics
 from ckptstore.run import Run
 
 _THREADS = 8
@@ -59,10 +59,16 @@ def copy_checkpoint(source: Source, original: Checkpoint, target: Run, progress:
         return Copied(copy_labels(source, original, target, there), existed=True)
     attempt = _new_attempt(target, original)
     manifest = read_manifest(source, original)
-    chunks = sorted(plan_all(manifest.content), key=lambda read: (read.shard, read.index))
-    for shard, reads in groupby(chunks, key=lambda read: read.shard):
-        copy_shard(source, original, list(reads), target, target.keys.shard(attempt, shard), progress)
-    receipts = [_copy_receipt(source, original, manifest, rank, target, attempt) for rank in range(manifest.world_size)]
+    reads = defaultdict(list)
+    for read in sorted(plan_all(manifest.content), key=lambda read: read.index):
+        reads[read.shard].append(read)
+    sides = dict[int, dict[str, JSON]]()
+    for shard, side in zip(manifest.content.shards, side_documents(manifest), strict=True):
+        sides[shard.rank] = _copy_data(source, original, shard, reads[shard.name], side, target, attempt, progress)
+    receipts = [
+        _copy_receipt(source, original, manifest, rank, target, attempt, sides.get(rank, {}))
+        for rank in range(manifest.world_size)
+    ]
     made = from_outcome(commit_attempt(target, receipts))
     assert made is not None  # an aborted attempt is an error of commit_attempt
     return Copied(copy_labels(source, original, target, made), existed=False)
@@ -113,24 +119,49 @@ def _new_attempt(target: Run, original: Checkpoint) -> Attempt:
     )
 
 
-def copy_shard(
-    source: Source, original: Checkpoint, reads: Sequence[ChunkRead], target: Run, key: str, progress: Progress
-) -> None:
-    """Copy these chunks, back to back, into one object; durable on return. They are not written again if it has them.
+def _copy_data(
+    source: Source, original: Checkpoint, shard: Shard, reads: Sequence[ChunkRead], side: SideDocument | None,
+    target: Run, attempt: Attempt, progress: Progress,
+) -> dict[str, JSON]:  # fmt: skip
+    """Copy the chunks of a rank, and its statistics unless they are missing or damaged.
 
-    Raises Damaged, ObjectMissing or Unavailable.
+    Returns the extension of its receipt that names the statistics.
+    """
+    data = stored_statistics(source, original, shard.rank, side)
+    if data:
+        document = parse_sealed(data, Statistics, name_of(original, shard.rank))
+        data = seal(msgspec.structs.replace(document, attempt=str(attempt)))
+    if reads:
+        copy_shard(source, original, reads, target, target.keys.shard(attempt, shard.name), progress, data)
+    elif data:
+        target.store.put(target.keys.statistics(attempt, shard.rank), data)
+    if side is None or not data:
+        return {}
+    offset = sum(read.stored for read in reads) if reads else None
+    named = msgspec.structs.replace(side, digest=digest(data), bytes=len(data), offset=offset)
+    return side_extension(shard.rank, named)
+
+
+def copy_shard(
+    source: Source, original: Checkpoint, reads: Sequence[ChunkRead], target: Run, key: str, progress: Progress,
+    tail: bytes,
+) -> None:  # fmt: skip
+    """Copy these chunks, back to back, into one object, and `tail` behind them; durable on return.
+
+    They are not written again if it has them. Raises Damaged, ObjectMissing or Unavailable.
     """
     size = sum(read.stored for read in reads)
-    there = _look(target, key, reads)
+    there = _look(target, key, reads, tail)
     if there is _Look.WHOLE:
         progress(size)
         return
     # What a killed copy has left is replaced, not deleted: another copy may be about to commit it.
     write = target.store.open_writer if there is _Look.ABSENT else target.store.open_replacement
-    with write(key, size) as writer:
+    with write(key, size + len(tail)) as writer:
         for data in _fetch_in_order(source, original, reads):
             writer.write(data)
             progress(len(data))
+        writer.write(tail)
 
 
 class _Look(Enum):
@@ -141,10 +172,10 @@ class _Look(Enum):
     WHOLE = auto()
 
 
-def _look(target: Run, key: str, reads: Sequence[ChunkRead]) -> _Look:
-    """Whether the target has exactly these chunks."""
+def _look(target: Run, key: str, reads: Sequence[ChunkRead], tail: bytes) -> _Look:
+    """Whether the target has exactly these chunks, and this tail."""
     try:
-        if target.store.size(key) != sum(read.stored for read in reads):
+        if target.store.size(key) != sum(read.stored for read in reads) + len(tail):
             return _Look.OTHER
         with target.store.open_reader(key) as reader:
             at = 0
@@ -154,11 +185,13 @@ def _look(target: Run, key: str, reads: Sequence[ChunkRead]) -> _Look:
                 if digest(stored) != read.digest:
                     return _Look.OTHER
                 at += read.stored
+            last = memoryview(bytearray(len(tail)))
+            reader.read(at, last)
     except ObjectMissing:
         return _Look.ABSENT
     except CorruptObject:
         return _Look.OTHER
-    return _Look.WHOLE
+    return _Look.WHOLE if last == tail else _Look.OTHER
 
 
 def _fetch_in_order(source: Source, original: Checkpoint, chunks: Iterable[ChunkRead]) -> Iterator[memoryview]:
@@ -186,13 +219,16 @@ def _fetch_in_order(source: Source, original: Checkpoint, chunks: Iterable[Chunk
 
 
 def _copy_receipt(
-    source: Source, original: Checkpoint, manifest: Manifest, rank: int, target: Run, attempt: Attempt
-) -> StoredReceipt:
-    """Write the receipt of a rank for the copy: its content is the same, but nothing is referenced."""
+    source: Source, original: Checkpoint, manifest: Manifest, rank: int, target: Run, attempt: Attempt,
+    side: dict[str, JSON],
+) -> StoredReceipt:  # fmt: skip
+    """Write the receipt of a rank for the copy: its content is the same, but nothing is referenced.
+
+    side: the extension that names its statistics, in place of the original's.
+    """
     receipt = read_source_receipt(source, original, manifest, rank)
     shards = [Shard(name=shard.name, rank=shard.rank, chunks=shard.chunks) for shard in receipt.content.shards]
     extensions = dict(receipt.extensions)
-    side = _copy_statistics(source, original, rank, extensions.get(extension_name(rank)), target, attempt)
     extensions.pop(extension_name(rank), None)
     copied: Receipt = msgspec.structs.replace(
         receipt,
@@ -204,21 +240,3 @@ def _copy_receipt(
     data = seal(copied)
     target.store.put(target.keys.receipt(attempt, rank), data)
     return StoredReceipt.of(copied, data)
-
-
-def _copy_statistics(
-    source: Source, original: Checkpoint, rank: int, side: JSON, target: Run, attempt: Attempt
-) -> dict[str, JSON]:
-    """Write the statistics of a rank; returns the extension of its receipt: none if they are missing or damaged."""
-    if not isinstance(side, dict):
-        return {}
-    try:
-        data = source.statistics_data(original, rank)
-        if digest(data) != side.get("digest"):
-            return {}
-        document = parse_sealed(data, Statistics, f"{original.id}/statistics of rank {rank}")
-    except (ObjectMissing, CorruptObject):
-        return {}
-    copied = seal(msgspec.structs.replace(document, attempt=str(attempt)))
-    target.store.put(target.keys.statistics(attempt, rank), copied)
-    return {extension_name(rank): {**side, "digest": digest(copied), "bytes": len(copied)}}

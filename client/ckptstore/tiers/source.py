@@ -36,6 +36,7 @@ from ckptstore.commits.labels import with_labels
 from ckptstore.errors import CkptError, Damaged, NoCheckpoint, ObjectMissing, Unavailable
 from ckptstore.format.documents import Generation, digest
 from ckptstore.format.parsing import is_sealed
+from ckptstore.format.statistics import SideDocument
 from ckptstore.names import Attempt, Reference, new_ulid
 from ckptstore.reading.source import StoreSource
 from ckptstore.run import Run
@@ -160,9 +161,11 @@ class TieredSource(StoreSource):
         """One read, or two if the near store has not the right bytes."""
         return self._first(lambda one: one.receipt_data(checkpoint, rank), is_sealed)
 
-    def statistics_data(self, checkpoint: Checkpoint, rank: int) -> bytes:
+    def statistics_data(self, checkpoint: Checkpoint, rank: int, side: SideDocument) -> bytes:
         """One read, or two if the near store has not the right bytes."""
-        return self._first(lambda one: one.statistics_data(checkpoint, rank), is_sealed)
+        return self._first(
+            lambda one: one.statistics_data(checkpoint, rank, side), lambda data: digest(data) == side.digest
+        )
 
     def open_shard(self, checkpoint: Checkpoint, shard: str) -> ObjectReader:
         """A reader of the near store, if it has the shard."""

@@ -17,12 +17,14 @@ from ckpt.saver.pipeline import SavePipeline
 from ckpt.saver.statistics import sample_chunk
 from ckptstore.commits.catalog import latest, list_checkpoints
 from ckptstore.errors import CorruptObject, InvalidRequest
-from ckptstore.names import RunKeys
+from ckptstore.names import RunKeys, shard_name
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.reading.statistics import CheckpointStatistics, read_statistics
+from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
+from ckptstore.tiers.copying import copy_checkpoint
 from tests.ckpt.saver.attempts import new_attempt
 from tests.ckpt.saver.test_pipeline import COUNT, RAW, job
 
@@ -74,19 +76,32 @@ def test_statistics_of_a_training_state(tmp_path: Path, knobs: dict[str, Any]) -
     assert len(moments) == 6
     assert all(row.minimum is not None and row.minimum >= 0 for row in moments)
     assert not found.tensors["model/0.weight"].is_finite
-    sides = [key for key in files(tmp_path) if "statistics" in key]
-    assert len(sides) == 3
-    assert all(key.endswith("/shard-00000.statistics.json") for key in sides)
+    assert not [key for key in files(tmp_path) if "statistics" in key], "they are in the shard"
 
 
 def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
+def test_statistics_of_a_rank_that_stores_no_chunk_are_an_object_of_their_own(tmp_path: Path) -> None:
+    net = model()
+    with Checkpointer(str(tmp_path / "one"), run="r", writer="thread") as checkpointer:
+        checkpointer.save(net, None, step=1)
+        checkpointer.save(net, None, step=2)
+    one, two = StoreSource(open_store(str(tmp_path / "one"))), open_store(str(tmp_path / "two"))
+    [key] = [key for key in files(tmp_path) if "statistics" in key]
+    assert key.endswith("/shard-00000.statistics.json")
+    check(read_statistics(one, one.latest("r")), named(net))
+    copied = copy_checkpoint(one, one.latest("r"), Run(two, "r"), lambda _: None).checkpoint
+    check(read_statistics(StoreSource(two), copied), named(net))
+    assert [key for key in files(tmp_path) if "statistics" in key] == [key], "the copy has the chunks, and all in one"
+    delete_checkpoint(Run(one.store, "r"), one.latest("r").attempt, "test", force=True)
+    assert key not in files(tmp_path), "they are deleted with their checkpoint"
+
+
 def test_statistics_can_be_switched_off(tmp_path: Path) -> None:
     with Checkpointer(str(tmp_path), run="r", writer="thread", statistics=False) as checkpointer:
         checkpointer.save(model(), None, step=1)
-    assert not [key for key in files(tmp_path) if "statistics" in key]
     with pytest.raises(InvalidRequest, match="saved without statistics"):
         statistics(tmp_path)
 
@@ -173,7 +188,12 @@ def test_a_save_survives_a_store_that_takes_no_statistics(caplog: pytest.LogCapt
                 raise CorruptObject("injected")
             super().put(key, data)
 
-    save(Refusing(str(tmp_path)))
+    store = Refusing(str(tmp_path))
+    pipeline = SavePipeline(store, setup(store), lambda _: None)
+    for step in (1, 2):
+        pipeline.submit(job(new_attempt(step)), RAW)
+    pipeline.close()
+    assert [one.step for one in list_checkpoints(Run(open_store(str(tmp_path)), "r"))] == [2, 1]
     assert latest(Run(open_store(str(tmp_path)), "r")).raw_bytes == len(RAW)
     assert "could not be written" in caplog.text
 
@@ -183,23 +203,23 @@ def test_damaged_and_missing_statistics_are_reported_and_harm_nothing_else() -> 
     save(store)
     run = Run(store, "r")
     checkpoint = latest(run)
-    key = RunKeys("r").statistics(checkpoint.attempt, 0)
+    key = RunKeys("r").shard(checkpoint.attempt, shard_name(0))
     good = store.get(key)
     assert statistics(store).tensors["model/w"].elements == COUNT
-    for at in range(0, len(good), 41):
+    for at in range(checkpoint.stored_bytes, len(good), 41):
         damaged = bytearray(good)
         damaged[at] ^= 1
         store.put(key, bytes(damaged))
         with pytest.raises(CorruptObject, match="checksum"):
             statistics(store)
-    store.delete_many([key])
+        assert verify(StoreSource(store), checkpoint).ok
+    store.put(key, good[:-1])
     with pytest.raises(CorruptObject, match="no statistics of"):
         statistics(store)
-    store.put(key, good)
-    save(store, 2, incremental=False)
-    delete_checkpoint(run, checkpoint.attempt, "test")
-    assert [one.step for one in list_checkpoints(run)] == [2]
-    assert key not in [info.key for info in store.list("r/")], "statistics are deleted with their checkpoint"
+    copied = copy_checkpoint(StoreSource(store), checkpoint, Run(store, "copy"), lambda _: None).checkpoint
+    assert verify(StoreSource(store), copied).ok
+    with pytest.raises(InvalidRequest, match="saved without statistics"):
+        read_statistics(StoreSource(store), copied)
 
 
 def test_extremes_of_the_pipeline_are_exact() -> None:

@@ -20,6 +20,7 @@ from ckptstore.format.planning import entry_bytes, plan_reads, whole_entries
 from ckptstore.names import Reference, new_ulid
 from ckptstore.reading.fetch import fetch
 from ckptstore.reading.source import StoreSource, read_local, read_manifest
+from ckptstore.reading.statistics import read_statistics
 from ckptstore.reading.verify import verify
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
@@ -89,6 +90,22 @@ def test_chunks_of_earlier_checkpoints_come_along(folder: Path, filled: Store, t
     copy = latest(Run(target, "alone"))
     assert copy.referenced_bytes == 0
     same(filled, original, target, copy)
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+def test_statistics_come_along(folder: Path, there: Path, changed: int) -> None:
+    """Those of a shard, and those of a rank without one, which references all; through a daemon and without."""
+    store, target = open_store(str(folder)), open_store(str(there))
+    arrays = {"model/a": np.arange(1000)}
+    base = write_checkpoint(store, "gpt", 1, arrays, statistics=True)
+    write_checkpoint(store, "gpt", 2, {"model/a": arrays["model/a"] + changed}, base=base.attempt, statistics=True)
+    with running_daemon(folder.as_uri()) as daemon:
+        for at, name in ((("--url", daemon.url), "one"), (("--store", folder), "two")):
+            done = invoke("cp", "gpt@2", "--to", there, "--as", name, *at)
+            assert done.code == 0, done.stderr
+            copy = latest(Run(target, name))
+            assert verify(StoreSource(target), copy).ok
+            assert not read_statistics(StoreSource(target), copy).missing
 
 
 def test_a_copy_through_a_daemon_joins_the_newest_generation(folder: Path, filled: Store, there: Path) -> None:

@@ -56,7 +56,7 @@ def copy_of(run: Run, folder: Path) -> Store:
 
 def chain(run: Run, base: bool) -> list[Checkpoint]:
     """Two checkpoints of the same arrays; base: the second references the first."""
-    first = write_checkpoint(run.store, RUN, 1, sample_arrays())
+    first = write_checkpoint(run.store, RUN, 1, sample_arrays(), statistics=True)
     return [first, write_checkpoint(run.store, RUN, 2, sample_arrays(), base=first.attempt if base else None)]
 
 
@@ -96,7 +96,7 @@ def test_all_checkpoints_that_need_a_healed_shard_leave_quarantine(run: Run) -> 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
 def test_everything_but_the_outcome_is_healed_from_a_copy(run: Run, damage: str, tmp_path: Path) -> None:
-    only = write_checkpoint(run.store, RUN, 1, sample_arrays())
+    only = write_checkpoint(run.store, RUN, 1, sample_arrays(), statistics=True)
     copy = copy_of(run, tmp_path)
     keys = run.keys
     intact = {
@@ -117,7 +117,7 @@ def test_everything_but_the_outcome_is_healed_from_a_copy(run: Run, damage: str,
 
 
 def test_a_manifest_is_healed_from_the_receipts(run: Run) -> None:
-    only = write_checkpoint(run.store, RUN, 1, sample_arrays())
+    only = write_checkpoint(run.store, RUN, 1, sample_arrays(), statistics=True)
     key = run.keys.manifest(only.attempt)
     intact = flip(run, key, 50)
     assert [found.ok for found in heal(run)] == [True]

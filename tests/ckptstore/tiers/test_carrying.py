@@ -17,8 +17,9 @@ from ckptstore.commits.generations import Session, begin_generation, list_genera
 from ckptstore.commits.labels import LabelChange, change_labels
 from ckptstore.commits.leases import active_leases
 from ckptstore.errors import AttemptAborted, CorruptObject, StoreUnavailable, Superseded
-from ckptstore.names import Attempt, Reference, new_ulid
+from ckptstore.names import Attempt, Reference, new_ulid, shard_name
 from ckptstore.reading.source import StoreSource
+from ckptstore.reading.statistics import read_statistics
 from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import collect
 from ckptstore.retention.pins import pinned
@@ -46,7 +47,7 @@ class Tiers:
         arrays = {"model/base": np.arange(4000, dtype=np.float32), "model/step": np.full(1000, step)}
         store = (run or self.near).store
         return write_checkpoint(
-            store, step=step, arrays=arrays, generation=generation, base=base.attempt if base else None
+            store, step=step, arrays=arrays, generation=generation, base=base.attempt if base else None, statistics=True
         )
 
     def carry_all(self) -> None:
@@ -77,6 +78,8 @@ def test_a_copy_is_the_same_checkpoint(tiers: Tiers) -> None:
     assert carried is not None
     assert (carried.id, carried.manifest_digest) == (one.id, one.manifest_digest)
     assert objects(tiers.far, one.attempt) == objects(tiers.near, one.attempt)
+    assert len(objects(tiers.far, one.attempt)) == 3, "statistics are no object of their own"
+    assert not read_statistics(StoreSource(tiers.far.store), carried).missing
     assert backlog(tiers.near).attempts == ()
     found = StoreSource(tiers.far.store).find(Reference("gpt", 10))
     assert (found.tags, found.metrics["val"]) == ({"best": ""}, 1.5)
@@ -227,6 +230,19 @@ def test_two_carriers_at_once(tiers: Tiers) -> None:
         assert [step for _, step, _ in listed(tiers.far)] == [20, 10]
         assert all(verify(StoreSource(tiers.far.store), c).ok for c in list_checkpoints(tiers.far))
         at, calls = at + 1, len(race.calls)
+
+
+def test_damaged_statistics_are_left_behind(tiers: Tiers) -> None:
+    one = tiers.save(10, tiers.begin())
+    key = tiers.near.keys.shard(one.attempt, shard_name(0))
+    data = tiers.near.store.get(key)
+    tiers.near.store.put(key, data[:-9] + bytes(9))
+    carried = carry(tiers.near, tiers.far, one.attempt)
+    assert carried is not None
+    assert tiers.far.store.get(key) == data[: one.stored_bytes]
+    assert verify(StoreSource(tiers.far.store), carried).ok
+    with pytest.raises(CorruptObject, match="no statistics"):
+        read_statistics(StoreSource(tiers.far.store), carried)
 
 
 def test_damage_is_not_carried(tiers: Tiers) -> None:
