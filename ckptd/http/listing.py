@@ -5,7 +5,7 @@ from __future__ import annotations
 import binascii
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import Depends, Query
@@ -15,6 +15,7 @@ from ckptd.index import PageKey, key_types
 from ckptd.services.callers import Caller
 from ckptstore.commits.catalog import State
 from ckptstore.errors import BadInput, InvalidRequest
+from ckptstore.format.decoding import convert, decode_json
 from ckptstore.names import MAX_STEP, check_generation, check_run, check_step, check_ulid
 
 _MAX_BOUNDS = 8
@@ -76,10 +77,11 @@ def write_cursor(sort: Sort, place: PageKey) -> str:
 def read_cursor(text: str, sort: Sort) -> PageKey:
     """The sort key in a cursor of a listing with this sort order. Raises InvalidRequest."""
     try:
-        cursor = msgspec.json.decode(urlsafe_b64decode(text + "=" * (-len(text) % 4)), type=_Cursor)
+        cursor = decode_json(urlsafe_b64decode(text + "=" * (-len(text) % 4)), _Cursor)
         if cursor.sort is not sort:
             raise ValueError("it belongs to a listing with another sort order")
-        place = tuple(msgspec.convert(cursor.values, type=tuple[tuple(key_types(sort).values())]))  # type: ignore[misc]
+        kind: Any = tuple[tuple(key_types(sort).values())]  # type: ignore[misc]
+        place = tuple(convert(cursor.values, kind))
         _check(sort, place)
     except (binascii.Error, ValueError, msgspec.DecodeError, BadInput) as error:
         raise InvalidRequest(f"the cursor is invalid: {error}", "Pass next_cursor unchanged") from error

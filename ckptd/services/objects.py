@@ -26,7 +26,7 @@ class StoredObject:
 
     key: str
     size: int
-    """Of the whole object, in bytes."""
+    """Bytes of the whole object."""
     offset: int
     """Where the part begins."""
     bytes: int

@@ -19,7 +19,7 @@ from ckptstore.commits.goodput import Account
 from ckptstore.commits.labels import LabelChange
 from ckptstore.commits.store_check import StoreReport
 from ckptstore.errors import DaemonUnavailable, InvalidRequest, PartlyDone, error_from_code
-from ckptstore.format.decoding import decode_json
+from ckptstore.format.decoding import convert, decode_json
 from ckptstore.format.records import PolicySet
 from ckptstore.names import Reference, check_pin, check_ulid
 from ckptstore.reading.fetch import Progress
@@ -112,7 +112,7 @@ class Operations(Connection):
         if grace_s is not None:
             raise InvalidRequest("--grace is for stores", "A daemon has a setting of its own: --orphan-grace-seconds")
         job = self.run_job(bodies.CollectJob(run=run))
-        return msgspec.convert((job.result or {}).get("runs", []), list[CollectReport])
+        return convert((job.result or {}).get("runs", []), list[CollectReport])
 
     def _prune(self, request: bodies.PruneRequest) -> PrunePlan:
         return self._json("POST", bodies.PRUNE, bodies.PruneBody, body=request, timeout=3600).plan()

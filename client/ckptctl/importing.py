@@ -26,6 +26,7 @@ from ckptstore.commits.commit import commit_attempt
 from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint
 from ckptstore.format.boxes import Box
 from ckptstore.format.codecs import fast
+from ckptstore.format.decoding import decode_json
 from ckptstore.format.documents import FORMAT, JSON, Content, Receipt, Shard
 from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.overlaps import check_cover
@@ -260,7 +261,7 @@ def _index(path: Path) -> dict[str, str]:
     if path.suffix != ".json":
         return {}
     try:
-        files = msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
+        files = decode_json(path.read_bytes(), _Index).weight_map
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CorruptObject(f"{path} is not an index: {error}") from error
     for name in files.values():

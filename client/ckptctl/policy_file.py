@@ -10,6 +10,7 @@ import yaml
 
 from ckptstore import human
 from ckptstore.errors import InvalidPolicy
+from ckptstore.format.decoding import convert
 from ckptstore.format.records import Policy, PolicySet
 from ckptstore.retention.policy import check_policies
 
@@ -41,7 +42,7 @@ _WORDS: dict[str, tuple[str, Callable[[str], float]]] = {
 def parse_policies(text: str) -> PolicySet:
     """The policies in a file. Raises InvalidPolicy, or InvalidRequest for a malformed duration or size."""
     try:
-        policies = msgspec.convert(_in_numbers(yaml.safe_load(text)), PolicySet)
+        policies = convert(_in_numbers(yaml.safe_load(text)), PolicySet)
     except (yaml.YAMLError, msgspec.ValidationError, RecursionError) as error:
         message = " ".join(str(error).split())
         raise InvalidPolicy(

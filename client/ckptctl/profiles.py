@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from ckptstore.errors import InvalidRequest
+from ckptstore.format.decoding import convert
 
 _OTHERS = 0o077
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -88,7 +89,7 @@ def load_profiles() -> Profiles:
 def _read(path: Path) -> _File:
     try:
         found: Any = tomllib.loads(path.read_text())
-        parsed = msgspec.convert(found, _File)
+        parsed = convert(found, _File)
     except FileNotFoundError:
         return _File()
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:

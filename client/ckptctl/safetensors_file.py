@@ -12,6 +12,7 @@ from typing import Annotated
 import msgspec
 
 from ckptstore.errors import CorruptObject, UnsupportedObject
+from ckptstore.format.decoding import decode_json
 from ckptstore.format.dtypes import ITEM_BYTES
 
 TYPES: dict[str, str] = {
@@ -112,9 +113,9 @@ def read_header(path: Path) -> tuple[list[StoredTensor], dict[str, str]]:
             raise CorruptObject(f"{path} is not a safetensors file, or is truncated", "Copy it again")
         header = file.read(length)
     try:
-        fields = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-        metadata = msgspec.json.decode(fields.pop(METADATA, b"{}"), type=dict[str, str])
-        places = {name: msgspec.json.decode(raw, type=_Place) for name, raw in fields.items()}
+        fields = decode_json(header, dict[str, msgspec.Raw])
+        metadata = decode_json(fields.pop(METADATA, b"{}"), dict[str, str])
+        places = {name: decode_json(raw, _Place) for name, raw in fields.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptObject(f"{path} has a malformed header: {error}") from error
     return _check(path, places, _LENGTH_BYTES + length, size), metadata

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import msgspec
 
 from ckptstore.errors import InvalidRequest
+from ckptstore.format.decoding import convert, decode_json
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 _Some = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
@@ -120,9 +121,9 @@ _TIED = {"gpt2", "gemma", "gemma2", "gemma3_text", "opt", "bloom", "falcon"}
 def from_config(data: bytes, name: str) -> Model:
     """The model of a Hugging Face config.json. name: for messages. Raises InvalidRequest."""
     try:
-        config = msgspec.json.decode(data, type=_Config)
+        config = decode_json(data, _Config)
         if config.text_config is not None and config.hidden_size is None:
-            config = msgspec.convert(config.text_config, _Config)
+            config = convert(config.text_config, _Config)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"{name} is not a config.json of a model: {error}", "Give --parameters instead") from error
     if config.kv_lora_rank:

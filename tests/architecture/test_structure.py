@@ -192,3 +192,18 @@ def test_the_tests_of_every_file_are_found_by_its_name_or_in_the_table() -> None
     large -= {name for name in large if "/migrations/" in name or "/__" in name}
     mirrored = {name for name in large if str(Path(name).parent / f"test_{Path(name).name}") in tests}
     assert large - mirrored - named == set(), "these have neither tests of their name nor a row"
+
+
+def test_msgspec_inspects_types_in_one_place_only() -> None:
+    """Two threads that meet a type for the first time crash the process; see ckptstore.format.decoding."""
+    found = {
+        name
+        for name, tree in _trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and _inspects(ast.unparse(node.func), {one.arg for one in node.keywords})
+    }
+    assert found == {"ckptstore.format.decoding"}
+
+
+def _inspects(function: str, keywords: set[str | None]) -> bool:
+    return function.startswith("msgspec.") and (function.endswith((".convert", ".Decoder")) or "type" in keywords)

@@ -76,18 +76,13 @@ def write_rank(
         references = _referenced(store, run, base, rank, chunks) if base is not None else None
         there = set(references.chunk.tolist()) if references is not None else set()
         own = [chunk.data for number, chunk in enumerate(chunks) if number not in there]
-        table = Table.empty(len(placed))
-        tail = seal(Statistics.of(attempt, rank, table)) if statistics else b""
+        tail, extensions = _statistics(attempt, rank, len(placed), sum(map(len, own))) if statistics else (b"", {})
         if own:
             with store.open_writer(RunKeys(run).shard(attempt, names.shard_name(rank)), len(raw)) as writer:
                 for data in (*own, tail):
                     writer.write(data)
         elif statistics:
             store.put(RunKeys(run).statistics(attempt, rank), tail)
-        if statistics:
-            side = named_document(tail, table, [""] * len(placed))
-            offset = sum(map(len, own)) if own else None
-            extensions = side_extension(rank, msgspec.structs.replace(side, offset=offset))
         shards = [Shard(name=names.shard_name(rank), rank=rank, chunks=chunk_table(chunks), references=references)]
     entries, slices = slice_tables(placed)
     tree = {name.removeprefix("model/"): {"$": "tensor", "name": name} for name in arrays}
@@ -110,6 +105,14 @@ def write_rank(
     data = seal(receipt)
     store.put(RunKeys(run).receipt(attempt, rank), data)
     return StoredReceipt.of(receipt, data)
+
+
+def _statistics(attempt: Attempt, rank: int, rows: int, stored: int) -> tuple[bytes, dict[str, JSON]]:
+    """The document of so many slices, and what a receipt says about it. stored: the bytes before it in the shard."""
+    table = Table.empty(rows)
+    data = seal(Statistics.of(attempt, rank, table))
+    side = named_document(data, table, [""] * rows)
+    return data, side_extension(rank, msgspec.structs.replace(side, offset=stored or None))
 
 
 def _referenced(store: Store, run: str, base: Attempt, rank: int, chunks: Sequence[EncodedChunk]) -> References | None:

@@ -30,6 +30,7 @@ from ckpt.foreign.state import Scattered, to_foreign
 from ckpt.foreign.strided import Storage, StridedTensor
 from ckpt.foreign.torch_file import map_file
 from ckptstore.errors import CorruptObject, UnsupportedObject
+from ckptstore.format.decoding import convert
 
 METADATA = ".metadata"
 
@@ -127,7 +128,7 @@ def read_dcp(path: Path, item: str) -> ForeignState:
 
 
 def _convert(record: Any, kind: Any) -> Any:
-    return msgspec.convert(record, kind, from_attributes=True)
+    return convert(record, kind, from_attributes=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import msgspec
 
 from ckpt.ranks import waiting
 from ckptstore.errors import RankLost
+from ckptstore.format.decoding import decode_msgpack
 
 _DECISION = "decision"
 _REQUESTS = "requests"
@@ -196,7 +197,7 @@ class SaveBroadcast:
             self._exchange_notice()
             # A get of a missing key would block every other use of the store.
             there = there or self._store.check([_DECISION])
-            decision = msgspec.msgpack.decode(bytes(self._store.get(_DECISION)), type=SaveDecision) if there else None
+            decision = decode_msgpack(bytes(self._store.get(_DECISION)), SaveDecision) if there else None
             with self._changed:
                 if decision != self._decision:
                     self._decision = decision

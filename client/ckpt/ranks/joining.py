@@ -18,6 +18,7 @@ from ckpt.lazily import torch
 from ckpt.ranks.jax_store import JaxStore
 from ckptstore.clock import system_clock
 from ckptstore.errors import RankLost
+from ckptstore.format.decoding import decode_msgpack
 from ckptstore.names import new_ulid
 
 logger = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class Guest:
         if not self._ask(self._store.check, [welcome]):
             return None
         answer = bytes(self._ask(self._store.get, welcome))
-        number, prefix = msgspec.msgpack.decode(answer, type=tuple[bytes, str])
+        number, prefix = decode_msgpack(answer, tuple[bytes, str])
         if number != self._number:
             return None
         self._ask(self._store.set, f"{prefix}/joined/{self._rank}", "")

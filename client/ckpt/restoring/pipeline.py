@@ -41,6 +41,7 @@ from ckptstore.errors import (
     CorruptObject,
     StateMismatch,
 )
+from ckptstore.format.decoding import convert
 from ckptstore.names import Reference, new_ulid
 from ckptstore.reading.source import Source
 
@@ -221,7 +222,7 @@ class Restorer:
 
     def _candidate(self, chosen: Any) -> CheckpointBody | None:
         body, self.seen, self._key = chosen
-        return None if body is None else msgspec.convert(body, CheckpointBody)
+        return None if body is None else convert(body, CheckpointBody)
 
     def _try(
         self, state: TrainState, checkpoint: Checkpoint, strict: bool

@@ -24,6 +24,7 @@ from ckpt.saver.lock import host_folder
 from ckpt.saver.messages import Done, Failed, NearOnly, Released, Report, SaveJob, SaveProgress, Setup
 from ckptstore.clock import system_clock
 from ckptstore.errors import CkptError
+from ckptstore.format.decoding import decode_json
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.names import new_ulid
 
@@ -264,7 +265,7 @@ def _read(path: Path) -> SaverState | None:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         with suppress(msgspec.DecodeError):
-            return msgspec.json.decode(os.pread(fd, _NUM_BYTES, 0), type=SaverState)
+            return decode_json(os.pread(fd, _NUM_BYTES, 0), SaverState)
         return None
     else:
         path.unlink(missing_ok=True)

@@ -20,6 +20,7 @@ from ckpt.ranks.world import World
 from ckpt.snapshot.stage import SnapshotLayout
 from ckptstore.clock import system_clock
 from ckptstore.errors import CkptError, InvalidRequest, SaveFailed, error_from_code
+from ckptstore.format.decoding import decode_msgpack
 from ckptstore.names import new_ulid
 
 if TYPE_CHECKING:
@@ -183,7 +184,7 @@ def _agree(world: World, describe: Callable[[], dict[str, Unit]], split_replicas
             raise error_from_code(code, f"rank {world.members[rank]}: {message}", hint)
     held: list[Units] = [units] * world.size
     for data, ranks in world.gather_alike(packed).items():
-        theirs = msgspec.msgpack.decode(data, type=dict[str, Unit])
+        theirs = decode_msgpack(data, dict[str, Unit])
         for rank in ranks:
             if rank != world.rank:
                 held[rank] = theirs

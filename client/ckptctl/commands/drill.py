@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from typing import Annotated
 
-import msgspec
 import typer
 
 from ckptapi.bodies import DrillBody, DrillJob
@@ -17,6 +16,7 @@ from ckptctl.session import Session, parse_reference
 from ckptstore import human
 from ckptstore.commits.audit import operator
 from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint
+from ckptstore.format.decoding import convert
 from ckptstore.names import Reference
 from ckptstore.retention.drilling import MAX_RANKS, drill, last_drill
 from ckptstore.retention.scrubbing import RateLimiter
@@ -93,7 +93,7 @@ def _by_job(session: Session, reference: Reference, ranks: list[int], rate: str 
         raise InvalidRequest("--rate works on stores only", "For a daemon, use ckptd --scrub-bytes-per-second")
     job = follow(session, session.daemon("drill"), DrillJob(checkpoint=str(reference), ranks=ranks))
     (drilled,) = (job.result or {}).get("drills") or [None]
-    return _present(None if drilled is None else msgspec.convert(drilled, DrillBody), reference)
+    return _present(None if drilled is None else convert(drilled, DrillBody), reference)
 
 
 def _present(body: DrillBody | None, reference: Reference) -> DrillBody:

@@ -38,6 +38,7 @@ from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.commits.store_speed import StoreSpeed, measure_store
 from ckptstore.errors import InvalidRequest, NoCheckpoint
+from ckptstore.format.decoding import convert
 from ckptstore.format.documents import Manifest
 from ckptstore.names import Reference, check_run
 from ckptstore.reading.source import StoreSource, read_manifest
@@ -179,7 +180,7 @@ def _costs(manifests: list[Manifest]) -> Iterator[SaveCost]:
     for manifest in manifests:
         if SAVE_COST in manifest.extensions:
             try:
-                yield msgspec.convert(manifest.extensions[SAVE_COST], SaveCost)
+                yield convert(manifest.extensions[SAVE_COST], SaveCost)
             except msgspec.ValidationError:
                 continue  # of another version
 

@@ -1,7 +1,7 @@
-"""Thread-safe decoding of JSON to typed values. No I/O.
+"""Thread-safe decoding and conversion of documents to typed values. No I/O.
 
-msgspec inspects a type when the first decoder of it is created, and crashes the process if two threads do so at once.
-Decoders are therefore created here under a lock. Many threads can use the same decoder.
+msgspec inspects a type when it first meets it, and crashes the process if two threads do so at once. Types are
+therefore inspected here under a lock. Many threads can use the same type, or decoder, after that.
 """
 
 from __future__ import annotations
@@ -23,8 +23,25 @@ _decoders: dict[tuple[Any, Hook | None], msgspec.json.Decoder[Any]] = {}
 
 def decode_json(data: Buffer | str, kind: type[_T], hook: Hook | None = None) -> _T:
     """Decode `data` as `kind`. hook: converts types that msgspec does not support. Raises msgspec's errors."""
+    return cast(_T, _decoder(kind, hook).decode(data))
+
+
+def decode_msgpack(data: Buffer, kind: type[_T]) -> _T:
+    """Decode `data` as `kind`. Raises msgspec's errors."""
+    _decoder(kind)
+    return msgspec.msgpack.decode(data, type=kind)
+
+
+def convert(value: object, kind: type[_T], *, from_attributes: bool = False) -> _T:
+    """Convert decoded JSON to `kind`. from_attributes: objects as well. Raises msgspec's errors."""
+    _decoder(kind)
+    return msgspec.convert(value, kind, from_attributes=from_attributes)
+
+
+def _decoder(kind: Any, hook: Hook | None = None) -> msgspec.json.Decoder[Any]:
+    """The decoder of a type, which has been inspected on return."""
     with _making:
         decoder = _decoders.get((kind, hook))
         if decoder is None:
             decoder = _decoders[kind, hook] = msgspec.json.Decoder(kind, dec_hook=hook)
-    return cast(_T, decoder.decode(data))
+    return decoder

@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from ckptstore.errors import InvalidPolicy
+from ckptstore.format.decoding import convert
 from ckptstore.format.documents import Document, StoredDocument
 
 
@@ -155,7 +156,7 @@ class Origin(Document, frozen=True, omit_defaults=True):
 def origin_of(document: StoredDocument) -> Origin | None:
     """The origin of a document; None if it has none, or one that cannot be read."""
     try:
-        return msgspec.convert(document.extensions.get(ORIGIN), Origin)
+        return convert(document.extensions.get(ORIGIN), Origin)
     except msgspec.ValidationError:
         return None
 

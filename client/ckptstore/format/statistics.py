@@ -14,6 +14,7 @@ import numpy as np
 
 from ckptstore.errors import CorruptObject
 from ckptstore.format.columns import Column, column
+from ckptstore.format.decoding import convert
 from ckptstore.format.documents import FORMAT, JSON, Manifest, Outcome, Receipt, StoredDocument, digest
 from ckptstore.format.number_types import Numbers
 from ckptstore.names import Attempt
@@ -261,7 +262,7 @@ def side_extension(rank: int, side: SideDocument) -> dict[str, JSON]:
 def side_document(document: Manifest | Receipt, rank: int) -> SideDocument | None:
     """What a manifest or receipt says about the statistics of a rank; None: nothing, or nothing that is valid."""
     try:
-        return msgspec.convert(document.extensions.get(extension_name(rank)), SideDocument)
+        return convert(document.extensions.get(extension_name(rank)), SideDocument)
     except msgspec.ValidationError:
         return None
 
@@ -285,7 +286,7 @@ def health_extension(manifest: Manifest) -> dict[str, JSON]:
 def health_of(outcome: Outcome) -> Health | None:
     """What an outcome says about NaN and Inf; None: it is not known."""
     try:
-        return msgspec.convert(outcome.extensions.get(HEALTH), Health)
+        return convert(outcome.extensions.get(HEALTH), Health)
     except msgspec.ValidationError:
         return None
 
