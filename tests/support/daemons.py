@@ -111,7 +111,7 @@ def running_daemon(
         try:
             daemon = Daemon(_wait_for_url(process, log_path), process, log_path)
             if ready:
-                wait_until(lambda: daemon.get("/readyz").status_code == 200, f"readiness of:\n{daemon.log()}")
+                wait_until(lambda: _is_ready(daemon), "the daemon's readiness")
             yield daemon
         finally:
             _end(process)
@@ -150,6 +150,13 @@ def _wait_for_url(process: subprocess.Popen[bytes] | Fork, log_path: Path) -> st
     found = re.search(_LISTENING + r'(https?://[^\s"]+)', log_path.read_text())
     assert found is not None, log_path.read_text()
     return found[1]
+
+
+def _is_ready(daemon: Daemon) -> bool:
+    try:
+        return daemon.get("/readyz").status_code == 200
+    except httpx.TransportError as error:
+        raise AssertionError(f"{error!r}; the daemon ended with {daemon.process.poll()}:\n{daemon.log()}") from error
 
 
 def _end(process: subprocess.Popen[bytes] | Fork) -> None:
