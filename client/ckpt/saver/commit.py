@@ -180,7 +180,7 @@ class Committer:
         if result is None:
             idle_s = waited_s + one.since - one.changed_at
             with self._changed:
-                pause_s = _pause(self._setup, waited_s, idle_s, self._urgent)
+                pause_s = _pause(self._setup, len(one.found), waited_s, idle_s, self._urgent)
                 one.look_at = one.since + min(timeout_s, waited_s + pause_s)
             return
         with self._changed:
@@ -191,15 +191,18 @@ class Committer:
             logger.exception("the end of attempt %s was not reported", one.attempt)
 
 
-def _pause(setup: Setup, waited_s: float, idle_s: float, urgent: bool = False) -> float:
-    """Seconds until the next look at an attempt that has waited so long, and so long without a new receipt. Pure."""
+def _pause(setup: Setup, found: int, waited_s: float, idle_s: float, urgent: bool = False) -> float:
+    """Seconds until the next look at an attempt that has waited so long, and so long without a new receipt. Pure.
+
+    found: the number of receipts that rank 0 has read.
+    """
     longest = _LONGEST_PAUSE_S * (1.0 if setup.rank else min(1.0, _RANKS_PER_LOOK / setup.world_size))
     longest = _URGENT_PAUSE_S if urgent else max(longest, idle_s * _OLD_PAUSE_SHARE)
-    return max(_shortest_pause(setup), min(waited_s / 2, longest))
+    return max(_shortest_pause(setup, found), min(waited_s / 2, longest))
 
 
-def _shortest_pause(setup: Setup) -> float:
-    return max(_SHORTEST_PAUSE_S, setup.world_size / (_LOOKS_PER_S if setup.rank else _LISTED_PER_S))
+def _shortest_pause(setup: Setup, found: int = 0) -> float:
+    return max(_SHORTEST_PAUSE_S, (setup.world_size - found) / (_LOOKS_PER_S if setup.rank else _LISTED_PER_S))
 
 
 def _first_pause(setup: Setup) -> float:

@@ -16,7 +16,7 @@ roll-forward after a crash yields the same manifest.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import cast
@@ -141,12 +141,11 @@ def commit_attempt(run: Run, receipts: Sequence[StoredReceipt], newest: int | No
     """
     manifest = merge(receipts)
     attempt = Attempt.parse(manifest.attempt)
-    data, newer = _prepare(run, manifest, attempt, receipts, max(attempt.generation, newest or 0))
-    committed = Committed(digest=digest(data), bytes=len(data), summary=_summarize(manifest))
+    data, newer, summary, health = _prepare(run, manifest, attempt, receipts, max(attempt.generation, newest or 0))
     if newer is not None:
         outcome = decide(replace(run, by=_SUPERSEDED.format(newer)), attempt, None)
     else:
-        outcome = decide(run, attempt, committed, health_extension(manifest))
+        outcome = decide(run, attempt, Committed(digest=digest(data), bytes=len(data), summary=summary), health)
     if outcome.committed is None:
         raise superseded(outcome) or AttemptAborted(
             f"attempt {attempt} of run {run.name!r} was aborted by {outcome.by} before it was complete",
@@ -158,8 +157,11 @@ def commit_attempt(run: Run, receipts: Sequence[StoredReceipt], newest: int | No
 
 def _prepare(
     run: Run, manifest: Manifest, attempt: Attempt, receipts: Sequence[StoredReceipt], newest: int
-) -> tuple[bytes, int | None]:
-    """Create the manifest and the marks, and look for a newer generation at the same time; the manifest's bytes."""
+) -> tuple[bytes, int | None, Summary, dict[str, JSON]]:
+    """Create the manifest and the marks, and at the same time look for a newer generation and make the outcome's parts.
+
+    Returns the manifest's bytes, the newer generation, and the summary and the extensions of the outcome.
+    """
 
     def create() -> bytes:
         data = _create_manifest(run, manifest, [shard for stored in receipts for shard in stored.shards])
@@ -170,8 +172,13 @@ def _prepare(
         # Late. If the next generation begins after this look, the checkpoint is committed, and abandoned.
         return superseded_by(run, newest)
 
-    with ThreadPoolExecutor(2, thread_name_prefix="ckpt-prepare") as pool:
-        return cast(tuple[bytes, int | None], tuple(pool.map(lambda work: work(), (create, look))))
+    def describe() -> tuple[Summary, dict[str, JSON]]:
+        return _summarize(manifest), health_extension(manifest)
+
+    work: tuple[Callable[[], object], ...] = (create, look, describe)
+    with ThreadPoolExecutor(len(work), thread_name_prefix="ckpt-prepare") as pool:
+        data, newer, described = pool.map(lambda one: one(), work)
+    return cast(bytes, data), cast(int | None, newer), *cast(tuple[Summary, dict[str, JSON]], described)
 
 
 def check_alive(run: Run, attempt: Attempt) -> None:

@@ -26,7 +26,9 @@ Matrix = np.ndarray[Any, np.dtype[np.int64]]
 """One row per box, one column per dimension."""
 
 _PRIME = (1 << 31) - 1
-_BLOCK = 1 << 14
+MAX_DIMENSIONS = 64
+BLOCK = 1 << 14
+"""Boxes at a time: what is computed of them stays in the cache, and in memory that malloc has."""
 
 
 def whole(shape: Sequence[int]) -> Box:
@@ -101,8 +103,8 @@ class BoxGroup:
         return self.boxes[:, self.shapes.shape[1] :]
 
 
-def same_dimensions(content: Content, rows: Column) -> Iterator[BoxGroup]:
-    """The given slices, grouped by number of dimensions."""
+def same_dimensions(content: Content, rows: Column, most: int | None = None) -> Iterator[BoxGroup]:
+    """The given slices, grouped by number of dimensions. most: the number of slices in a group, else all of them."""
     entries, slices = content.entries, content.slices
     of_entry = column(map(len, entries.shape))
     shape_ends = np.cumsum(of_entry)
@@ -110,42 +112,62 @@ def same_dimensions(content: Content, rows: Column) -> Iterator[BoxGroup]:
     dimensions = of_entry[slices.entry]
     box_ends = np.cumsum(2 * dimensions)
     items = column(map(ITEM_BYTES.__getitem__, entries.dtype))
-    for count in np.flatnonzero(np.bincount(dimensions[rows])).tolist():
-        chosen = rows[dimensions[rows] == count]
-        entry = slices.entry[chosen]
-        box = sliding_window_view(slices.box, 2 * count)[box_ends[chosen] - 2 * count]
-        shape = sliding_window_view(shapes, count)[shape_ends[entry] - count]
-        size = items[entry]
-        for at in range(count, 2 * count):  # ten times as fast as a product along the rows
-            size = size * box[:, at]
-        yield BoxGroup(chosen, box, shape, size)
+    counts = dimensions[rows]
+    for count in np.flatnonzero(np.bincount(counts)).tolist():
+        of_count = rows[counts == count]
+        for first in range(0, len(of_count), most or len(of_count)):
+            chosen = of_count[first : first + most] if most else of_count
+            entry = slices.entry[chosen]
+            box = sliding_window_view(slices.box, 2 * count)[box_ends[chosen] - 2 * count]
+            shape = sliding_window_view(shapes, count)[shape_ends[entry] - count]
+            size = items[entry]
+            for at in range(count, 2 * count):  # ten times as fast as a product along the rows
+                size = size * box[:, at]
+            yield BoxGroup(chosen, box, shape, size)
 
 
-def untiled(groups: Column, starts: Matrix, lengths: Matrix, shapes: Matrix) -> Column:
-    """The groups whose boxes do not tile their shape, i.e. do not cover every element exactly once.
-
-    groups: the row of `shapes` of each box. Every box must be within its shape and not empty.
+class Tilings:
+    """Finds out which shapes are tiled by boxes: whether these cover every element exactly once.
 
     Boxes tile a shape if their indicator functions add up to that of the shape. Then so do, in each dimension, the
     differences of these functions: +1 where a box begins, -1 where it ends. They are compared as polynomials at two
     unpredictable points, modulo a prime. The time is linear in the number of boxes; about one wrong result in 10**15.
     """
-    bad = np.bincount(groups, minlength=len(shapes)) == 0
-    for _ in range(2):
-        keys = np.frombuffer(os.urandom(8 * shapes.shape[1]), np.uint64)
-        sums = np.zeros(len(shapes), np.int64)
-        for first in range(0, len(groups), _BLOCK):  # whose intermediate results stay in the cache
-            rows = slice(first, first + _BLOCK)
-            terms = _difference(starts[rows], starts[rows] + lengths[rows], keys)
-            # With a prime below 2**31 the sum of as many boxes as fit into memory does not overflow.
-            np.add.at(sums, groups[rows], terms)
-        bad |= sums % _PRIME != _difference(np.zeros_like(shapes), shapes, keys)
-    return np.flatnonzero(bad)
+
+    def __init__(self, number: int) -> None:
+        """number: of shapes."""
+        self._keys = np.frombuffer(os.urandom(8 * 2 * MAX_DIMENSIONS), np.uint64).reshape(2, MAX_DIMENSIONS)
+        self._sums = np.zeros((2, number), np.int64)
+        self._boxes = np.zeros(number, np.int64)
+
+    def add(self, groups: Column, starts: Matrix, lengths: Matrix) -> None:
+        """Add boxes. groups: the number of the shape of each; it must be within it, and not be empty."""
+        self._boxes += np.bincount(groups, minlength=len(self._boxes))
+        for first in range(0, len(groups), BLOCK):
+            rows = slice(first, first + BLOCK)
+            for sums, keys in zip(self._sums, self._keys, strict=True):
+                # With a prime below 2**31 the sum of as many boxes as fit into memory does not overflow.
+                np.add.at(sums, groups[rows], _difference(starts[rows], starts[rows] + lengths[rows], keys))
+
+    def untiled(self, groups: Column, shapes: Matrix) -> Column:
+        """Those of the given shapes that are not tiled. groups: the number of each."""
+        bad = self._boxes[groups] == 0
+        for sums, keys in zip(self._sums, self._keys, strict=True):
+            bad |= sums[groups] % _PRIME != _difference(np.zeros_like(shapes), shapes, keys)
+        left: Column = groups[bad]
+        return left
+
+
+def untiled(groups: Column, starts: Matrix, lengths: Matrix, shapes: Matrix) -> Column:
+    """The groups whose boxes do not tile their shape. groups: the row of `shapes` of each box; see Tilings."""
+    tilings = Tilings(len(shapes))
+    tilings.add(groups, starts, lengths)
+    return tilings.untiled(np.arange(len(shapes)), shapes)
 
 
 def _difference(begin: Matrix, end: Matrix, keys: np.ndarray[Any, np.dtype[np.uint64]]) -> Column:
     product = np.ones(len(begin), np.int64)
-    for dimension, key in enumerate(keys):
+    for dimension, key in enumerate(keys[: begin.shape[1]]):
         factor = _point(begin[:, dimension], key) - _point(end[:, dimension], key)
         product = product * (factor % _PRIME) % _PRIME
     return product

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckptstore import names
-from ckptstore.format.boxes import same_dimensions
+from ckptstore.format.boxes import BLOCK, MAX_DIMENSIONS, same_dimensions
 from ckptstore.format.casting import CAST_TYPES, SOURCE
 from ckptstore.format.codecs import CODECS, MAX_CHUNK_BYTES
-from ckptstore.format.columns import Column, column, concatenate, distinct
+from ckptstore.format.columns import Column, column, concatenate, distinct, sums
 from ckptstore.format.dtypes import ITEM_BYTES
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _DIGEST_BYTES = 16
 _MAX_NAME = 4096
-_MAX_DIMENSIONS = 64
 _MAX_BYTES = 1 << 62
 
 
@@ -172,7 +171,7 @@ def _check_entries(entries: Entries) -> None:
     lengths = {1, *map(len, entries.name)}
     _require(min(lengths) > 0 and max(lengths) <= _MAX_NAME, "an entry's name is empty or too long")
     _require(set(entries.dtype) <= ITEM_BYTES.keys(), "an entry's dtype is unknown")
-    _require(max(map(len, entries.shape), default=0) <= _MAX_DIMENSIONS, "an entry has too many dimensions")
+    _require(max(map(len, entries.shape), default=0) <= MAX_DIMENSIONS, "an entry has too many dimensions")
     dimensions = set(chain.from_iterable(entries.shape))
     in_bounds = min(dimensions, default=0) >= 0 and max(dimensions, default=0) <= _MAX_BYTES
     _require(in_bounds, "a dimension is out of bounds")
@@ -194,13 +193,13 @@ def _check_rows(content: Content) -> None:
 
 def _check_slices(content: Content) -> None:
     slices = content.slices
-    shard_bytes = column(int(shard.chunks.raw.sum()) for shard in content.shards)
+    shard_bytes = sums(shard.chunks.raw for shard in content.shards)
     is_derived = np.zeros(len(slices.entry), np.bool_)
     if slices.derived is not None:
         _require(bool(len(slices.derived) and (np.diff(slices.derived) > 0).all()), "derived slices are not in order")
         is_derived[slices.derived] = True
     sizes = np.zeros(len(slices.entry), np.int64)
-    for group in same_dimensions(content, np.arange(len(slices.entry))):
+    for group in same_dimensions(content, np.arange(len(slices.entry)), BLOCK):
         inside = (group.offsets <= group.shapes) & (group.sizes <= group.shapes - group.offsets)
         _require(bool(inside.all()), "a box leaves its entry")
         sizes[group.rows] = group.bytes

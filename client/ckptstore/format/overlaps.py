@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 from msgspec import Struct
@@ -11,7 +12,7 @@ from msgspec import Struct
 from ckptstore.errors import CorruptObject
 from ckptstore.format import boxes
 from ckptstore.format.boxes import Box, BoxGroup, Matrix
-from ckptstore.format.columns import Column
+from ckptstore.format.columns import Column, column
 from ckptstore.format.documents import Content
 
 
@@ -51,17 +52,16 @@ def overlaps(content: Content, wants: Sequence[Want]) -> Iterator[Overlaps]:
 
 def check_cover(content: Content) -> None:
     """Raises CorruptObject unless the slices of every entry cover it exactly."""
-    names, shapes = content.entries.name, content.entries.shape
-    uncovered = {entry for entry, shape in enumerate(shapes) if 0 not in shape}
-    for group in boxes.same_dimensions(content, np.arange(len(content.slices.entry))):
+    shapes, dimensions = content.entries.shape, column(map(len, content.entries.shape))
+    tilings = boxes.Tilings(len(shapes))
+    for group in boxes.same_dimensions(content, np.arange(len(content.slices.entry)), boxes.BLOCK):
         filled = np.flatnonzero(group.bytes)
-        entry = content.slices.entry[group.rows[filled]]
-        wanted = np.zeros((len(shapes), group.offsets.shape[1]), np.int64)
-        wanted[entry] = group.shapes[filled]
-        bad = boxes.untiled(entry, group.offsets[filled], group.sizes[filled], wanted)
-        uncovered -= set(np.flatnonzero(np.bincount(entry)).tolist()) - set(bad.tolist())
-    if uncovered:
-        raise _gap(names[min(uncovered)])
+        tilings.add(content.slices.entry[group.rows[filled]], group.offsets[filled], group.sizes[filled])
+    for count in set(dimensions.tolist()):
+        numbers = column(n for n in np.flatnonzero(dimensions == count).tolist() if 0 not in shapes[n])
+        wanted = np.array([shapes[n] for n in numbers.tolist()], np.int64).reshape(len(numbers), count)
+        if len(bad := tilings.untiled(numbers, wanted)):
+            raise _gap(content.entries.name[int(bad[0])])
 
 
 def _layers(wants: Sequence[Want]) -> list[list[int]]:
@@ -90,8 +90,12 @@ def _layer(
     missing = set(wanted)
     want_of = np.full(len(shapes), -1)
     want_of[entry_of] = numbers
-    for group in boxes.same_dimensions(content, np.flatnonzero(want_of[slices.entry] >= 0)):
-        found = _meet(group, want_of[slices.entry[group.rows]], wanted)
+    blocks = boxes.same_dimensions(content, np.flatnonzero(want_of[slices.entry] >= 0), boxes.BLOCK)
+    for dimensions, groups in groupby(blocks, key=lambda group: group.shapes.shape[1]):
+        goals = np.zeros((max(wanted) + 1, 2 * dimensions), np.int64)
+        mine = [number for number, box in wanted.items() if len(box) == 2 * dimensions]
+        goals[mine] = [wanted[number] for number in mine]
+        found = _meet(groups, want_of[slices.entry], goals)
         _check_tiling(wants, found)
         missing.difference_update(found.want.tolist())
         yield found
@@ -99,23 +103,27 @@ def _layer(
         raise _gap(wants[min(gaps)].entry)
 
 
-def _meet(group: BoxGroup, numbers: Column, wanted: dict[int, Box]) -> Overlaps:
-    """The overlaps of one group of slices, in the order of the wants. numbers: the want of each slice's entry."""
-    dimensions = group.offsets.shape[1]
-    used = np.flatnonzero(np.bincount(numbers))
-    box = np.zeros((int(used.max(initial=-1)) + 1, 2 * dimensions), np.int64)
-    box[used] = np.array([wanted[number] for number in used.tolist()], np.int64).reshape(len(used), 2 * dimensions)
-    meet = np.arange(len(numbers))
-    for at in range(dimensions):  # most slices are outside of the box in the one dimension that is sharded
-        begin, wanted_at = group.offsets[meet, at], box[:, at][numbers[meet]]
-        ends = begin + group.sizes[meet, at], wanted_at + box[:, dimensions + at][numbers[meet]]
-        meet = meet[np.maximum(begin, wanted_at) < np.minimum(*ends)]
-    meet = meet[np.argsort(numbers[meet], kind="stable")]
-    slices, goals = group.boxes[meet], box[numbers[meet]]
-    low = np.maximum(slices[:, :dimensions], goals[:, :dimensions])
-    ends = slices[:, :dimensions] + slices[:, dimensions:], goals[:, :dimensions] + goals[:, dimensions:]
-    common = np.concatenate([low, np.minimum(*ends) - low], axis=1)
-    return Overlaps(numbers[meet], group.rows[meet], slices, goals, common)
+def _meet(groups: Iterable[BoxGroup], want_of: Column, goals: Matrix) -> Overlaps:
+    """The overlaps of slices with the same number of dimensions, in the order of the wants.
+
+    want_of: the number of the want of each slice. goals: the box of each want.
+    """
+    dimensions, parts = goals.shape[1] // 2, []
+    for group in groups:
+        numbers = want_of[group.rows]
+        meet = np.arange(len(numbers))
+        for at in range(dimensions):  # most slices are outside of the box in the one dimension that is sharded
+            begin, wanted_at = group.offsets[meet, at], goals[:, at][numbers[meet]]
+            ends = begin + group.sizes[meet, at], wanted_at + goals[:, dimensions + at][numbers[meet]]
+            meet = meet[np.maximum(begin, wanted_at) < np.minimum(*ends)]
+        parts.append((numbers[meet], group.rows[meet], group.boxes[meet]))
+    numbers, rows, slices = map(np.concatenate, zip(*parts, strict=True))
+    order = np.argsort(numbers, kind="stable")
+    numbers, rows, slices = numbers[order], rows[order], slices[order]
+    wanted = goals[numbers]
+    low = np.maximum(slices[:, :dimensions], wanted[:, :dimensions])
+    ends = slices[:, :dimensions] + slices[:, dimensions:], wanted[:, :dimensions] + wanted[:, dimensions:]
+    return Overlaps(numbers, rows, slices, wanted, np.concatenate([low, np.minimum(*ends) - low], axis=1))
 
 
 def _check_tiling(wants: Sequence[Want], found: Overlaps) -> None:

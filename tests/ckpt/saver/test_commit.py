@@ -78,14 +78,15 @@ def test_pauses_grow_with_the_number_of_ranks() -> None:
     here = open_store("memory://pauses")
     few, many = (setup(here, rank=5, world_size=size) for size in (8, 16_384))
     assert _first_pause(few) < 0.05
-    assert _pause(few, 0.02, 0.02) == 0.02
+    assert _pause(few, 0, 0.02, 0.02) == 0.02
     first = [_first_pause(setup(here, rank=rank, world_size=16_384)) for rank in (1, 8_192, 16_383)]
     assert max(first) - min(first) > 16  # a thousand looks a second
-    assert _pause(many, 0.02, 0.02) > 16
+    assert _pause(many, 0, 0.02, 0.02) > 16
     leader = setup(here, rank=0, world_size=16_384)
     assert _first_pause(leader) == 0
-    assert 0.1 < _pause(leader, 30.0, 0.5) < 0.5
-    assert _pause(few, 30.0, 0.5, urgent=True) == 0.1
+    assert 0.1 < _pause(leader, 0, 30.0, 0.5) < 0.5
+    assert _pause(leader, 16_000, 30.0, 0.5) < 0.1, "few receipts are missing"
+    assert _pause(few, 0, 30.0, 0.5, urgent=True) == 0.1
 
 
 def test_a_hurry_does_not_wait_for_the_next_look(store: Gets, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,6 +88,7 @@ def test_a_streamed_save_stores_the_same_bytes_through_one_small_slot(
             writer=writer,
             compress="fast",
             incremental=False,
+            statistics=False,  # which name the attempt
             staging_bytes=limit,
         ) as checkpointer:
             for step in (1, 2):
