@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -60,11 +60,12 @@ def write_rank(
     clock: Clock = system_clock,
     coding: CodingPolicy = fast,
     base: Attempt | None = None,
-    statistics: bool = False,
+    statistics: bool | Literal["apart"] = False,
 ) -> StoredReceipt:
     """What one rank's saver writes: its shard (if it has arrays), then its receipt.
 
-    base: chunks that this attempt has, or references itself, are referenced. statistics: those of no elements.
+    base: chunks that this attempt has, or references itself, are referenced. statistics: those of no elements; "apart":
+    in an object of their own although there is a shard, as they were once.
     """
     placed = place_slices(Slice.whole(name, str(a.dtype), a.shape) for name, a in arrays.items())
     raw = bytearray(raw_bytes(placed))
@@ -76,12 +77,13 @@ def write_rank(
         references = _referenced(store, run, base, rank, chunks) if base is not None else None
         there = set(references.chunk.tolist()) if references is not None else set()
         own = [chunk.data for number, chunk in enumerate(chunks) if number not in there]
-        tail, extensions = _statistics(attempt, rank, len(placed), sum(map(len, own))) if statistics else (b"", {})
+        offset = sum(map(len, own)) if own and statistics != "apart" else None
+        tail, extensions = _statistics(attempt, rank, len(placed), offset) if statistics else (b"", {})
         if own:
             with store.open_writer(RunKeys(run).shard(attempt, names.shard_name(rank)), len(raw)) as writer:
-                for data in (*own, tail):
+                for data in own if offset is None else (*own, tail):
                     writer.write(data)
-        elif statistics:
+        if tail and offset is None:
             store.put(RunKeys(run).statistics(attempt, rank), tail)
         shards = [Shard(name=names.shard_name(rank), rank=rank, chunks=chunk_table(chunks), references=references)]
     entries, slices = slice_tables(placed)
@@ -107,12 +109,12 @@ def write_rank(
     return StoredReceipt.of(receipt, data)
 
 
-def _statistics(attempt: Attempt, rank: int, rows: int, stored: int) -> tuple[bytes, dict[str, JSON]]:
-    """The document of so many slices, and what a receipt says about it. stored: the bytes before it in the shard."""
+def _statistics(attempt: Attempt, rank: int, rows: int, offset: int | None) -> tuple[bytes, dict[str, JSON]]:
+    """The document of so many slices, and what a receipt says about it."""
     table = Table.empty(rows)
     data = seal(Statistics.of(attempt, rank, table))
     side = named_document(data, table, [""] * rows)
-    return data, side_extension(rank, msgspec.structs.replace(side, offset=stored or None))
+    return data, side_extension(rank, msgspec.structs.replace(side, offset=offset))
 
 
 def _referenced(store: Store, run: str, base: Attempt, rank: int, chunks: Sequence[EncodedChunk]) -> References | None:
@@ -142,7 +144,7 @@ def write_checkpoint(
     coding: CodingPolicy = fast,
     base: Attempt | None = None,
     generation: int = 0,
-    statistics: bool = False,
+    statistics: bool | Literal["apart"] = False,
 ) -> Checkpoint:
     """A committed checkpoint of a single process. base, statistics: see `write_rank`."""
     attempt = Attempt(step, new_ulid(clock()), generation=generation)

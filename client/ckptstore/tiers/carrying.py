@@ -246,9 +246,11 @@ def _copy(near: Run, far: Run, original: Checkpoint, progress: Progress) -> list
             own[read.shard].append(read)
     for shard, side in zip(manifest.content.shards, side_documents(manifest), strict=True):
         statistics = stored_statistics(source, original, shard.rank, side)
+        apart = side is None or side.offset is None
         if reads := own[shard.name]:
-            copy_shard(source, original, reads, far, keys.shard(attempt, shard.name), progress, statistics)
-        elif statistics:
+            tail = b"" if apart else statistics
+            copy_shard(source, original, reads, far, keys.shard(attempt, shard.name), progress, tail)
+        if apart and statistics:
             far.store.put(keys.statistics(attempt, shard.rank), statistics)
     # Before the receipts, by which others could commit it: another version of zstd would pack it differently.
     far.store.put_if_absent(keys.manifest(attempt), data)

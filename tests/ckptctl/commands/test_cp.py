@@ -92,13 +92,16 @@ def test_chunks_of_earlier_checkpoints_come_along(folder: Path, filled: Store, t
     same(filled, original, target, copy)
 
 
+@pytest.mark.parametrize("statistics", [True, "apart"])
 @pytest.mark.parametrize("changed", [0, 1])
-def test_statistics_come_along(folder: Path, there: Path, changed: int) -> None:
+def test_statistics_come_along(folder: Path, there: Path, changed: int, statistics: Literal[True, "apart"]) -> None:
     """Those of a shard, and those of a rank without one, which references all; through a daemon and without."""
     store, target = open_store(str(folder)), open_store(str(there))
     arrays = {"model/a": np.arange(1000)}
     base = write_checkpoint(store, "gpt", 1, arrays, statistics=True)
-    write_checkpoint(store, "gpt", 2, {"model/a": arrays["model/a"] + changed}, base=base.attempt, statistics=True)
+    write_checkpoint(
+        store, "gpt", 2, {"model/a": arrays["model/a"] + changed}, base=base.attempt, statistics=statistics
+    )
     with running_daemon(folder.as_uri()) as daemon:
         for at, name in ((("--url", daemon.url), "one"), (("--store", folder), "two")):
             done = invoke("cp", "gpt@2", "--to", there, "--as", name, *at)

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,12 +44,12 @@ class Tiers:
         session = Session(new_ulid(system_clock()), parent.attempt if parent else None, seen)
         return begin_generation(run or self.near, session).number
 
-    def save(self, step: int, generation: int, base: Checkpoint | None = None, run: Run | None = None) -> Checkpoint:
+    def save(
+        self, step: int, number: int, base: Checkpoint | None = None, run: Run | None = None, **more: Any
+    ) -> Checkpoint:
         arrays = {"model/base": np.arange(4000, dtype=np.float32), "model/step": np.full(1000, step)}
-        store = (run or self.near).store
-        return write_checkpoint(
-            store, step=step, arrays=arrays, generation=generation, base=base.attempt if base else None, statistics=True
-        )
+        options = {"generation": number, "base": base.attempt if base else None, "statistics": True} | more
+        return write_checkpoint((run or self.near).store, step=step, arrays=arrays, **options)
 
     def carry_all(self) -> None:
         for attempt in queued(self.near):
@@ -68,8 +69,9 @@ def listed(run: Run) -> list[tuple[int, int, State]]:
     return [(c.attempt.generation, c.step, c.state) for c in list_checkpoints(run)]
 
 
-def test_a_copy_is_the_same_checkpoint(tiers: Tiers) -> None:
-    one = tiers.save(10, tiers.begin())
+@pytest.mark.parametrize("statistics", [True, "apart"])
+def test_a_copy_is_the_same_checkpoint(tiers: Tiers, statistics: object) -> None:
+    one = tiers.save(10, tiers.begin(), statistics=statistics)
     change_labels(tiers.near, one.attempt, LabelChange({"best": ""}, {"val": 1.5}))
     enqueue(tiers.near, one.attempt)
     assert backlog(tiers.near).attempts == (one.attempt,)
@@ -78,7 +80,7 @@ def test_a_copy_is_the_same_checkpoint(tiers: Tiers) -> None:
     assert carried is not None
     assert (carried.id, carried.manifest_digest) == (one.id, one.manifest_digest)
     assert objects(tiers.far, one.attempt) == objects(tiers.near, one.attempt)
-    assert len(objects(tiers.far, one.attempt)) == 3, "statistics are no object of their own"
+    assert len(objects(tiers.far, one.attempt)) == 3 + (statistics == "apart")
     assert not read_statistics(StoreSource(tiers.far.store), carried).missing
     assert backlog(tiers.near).attempts == ()
     found = StoreSource(tiers.far.store).find(Reference("gpt", 10))
