@@ -15,7 +15,7 @@ from ckptstore import names
 from ckptstore.format.boxes import BLOCK, MAX_DIMENSIONS, same_dimensions
 from ckptstore.format.casting import CAST_TYPES, SOURCE
 from ckptstore.format.codecs import CODECS, MAX_CHUNK_BYTES
-from ckptstore.format.columns import Column, column, concatenate, distinct, sums
+from ckptstore.format.columns import Column, column, concatenate, distinct
 from ckptstore.format.dtypes import ITEM_BYTES
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def _check_rows(content: Content) -> None:
 
 def _check_slices(content: Content) -> None:
     slices = content.slices
-    shard_bytes = sums(shard.chunks.raw for shard in content.shards)
+    shard_bytes = column(int(shard.chunks.raw.sum()) for shard in content.shards)
     is_derived = np.zeros(len(slices.entry), np.bool_)
     if slices.derived is not None:
         _require(bool(len(slices.derived) and (np.diff(slices.derived) > 0).all()), "derived slices are not in order")

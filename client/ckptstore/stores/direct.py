@@ -33,6 +33,7 @@ _AT_ONCE = 2
 _BLOCK = 4096
 """No common file system requires a coarser alignment; one that does is written through the page cache."""
 _HUGE = 2 << 20
+"""The kernel aligns only memory of a multiple of this size so that it can use huge pages."""
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 _Bytes = npt.NDArray[np.uint8]

@@ -34,7 +34,8 @@ from ckptstore.run import Run
 
 _THREADS = 8
 _READ_BYTES = (4 << 20) - (8 << 10)
-"""Bytes of adjacent chunks that are read at once. One read for each thread, and one more, are in memory."""
+"""Bytes of adjacent chunks that are read at once: with the blocks in which they begin and end, two huge pages. One read
+for each thread, and one more, are in memory."""
 
 
 @dataclass(frozen=True, slots=True)
