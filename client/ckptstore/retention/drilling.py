@@ -108,7 +108,7 @@ def drill(
         )
         if result.ok and problem:
             result = replace(result, problems=(problem,))
-        if not result.ok and held.was_deleted():
+        if held.was_deleted():
             return None
         record_finding(run, result)
     if sample is not None:

@@ -105,7 +105,7 @@ def scrub(
                 healed = heal(run, result, heal_from, read)
                 result = verify(source, known, checked=checked, throttle=read) if healed.objects else result
                 result = replace(result, healed=healed.objects, problems=(*result.problems, *healed.problems))
-            if not result.ok and held.was_deleted():
+            if held.was_deleted():
                 continue
             record_finding(run, result)
         yield result
@@ -158,7 +158,7 @@ class HeldCheckpoint:
         return renew
 
     def was_deleted(self) -> bool:
-        """Whether it is being deleted, after the lease expired because the process slept: then nothing is damaged."""
+        """Whether it is being deleted, after the lease expired because the process slept: missing data is no damage."""
         return self._attempt in hidden_attempts(self._run)
 
     def release(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -190,20 +191,27 @@ def test_a_checkpoint_is_held_however_long_its_healing_takes() -> None:
     assert not active_leases(run)
 
 
+@pytest.mark.parametrize("all_read", [False, True])
 @pytest.mark.parametrize("by_a_drill", [False, True])
-def test_a_checkpoint_that_is_deleted_while_the_machine_sleeps_is_not_found_damaged(by_a_drill: bool) -> None:
+def test_a_checkpoint_that_is_deleted_while_the_machine_sleeps_has_no_finding(by_a_drill: bool, all_read: bool) -> None:
+    """Damaged, if it is deleted before all of it was read, or intact."""
     clock = FakeClock()
     run = Run(DictStore(clock), RUN, clock)
     checkpoint = write_checkpoint(run.store, RUN, 1, sample_arrays(1), clock=clock)
+    left = checkpoint.stored_bytes if all_read else 1
+    lock = threading.Lock()
 
-    def sleep(_: int) -> None:
-        if not list(run.store.list(run.keys.tombstones)):
-            clock.now += 3 * 3600
-            delete_checkpoint(run, checkpoint.attempt, "test", force=True)
+    def sleep(count: int) -> None:
+        nonlocal left
+        with lock:
+            before, left = left, left - count
+            if left <= 0 < before:
+                clock.now += 3 * 3600
+                delete_checkpoint(run, checkpoint.attempt, "test", force=True)
 
     if by_a_drill:
         assert drill(run, checkpoint, throttle=sleep) is None
         assert last_drill(run) is None
     else:
         assert list(scrub(run.store, [checkpoint], "me", clock, throttle=sleep)) == []
-    assert quarantined_attempts(run) == []
+    assert (quarantined_attempts(run), verified_at(run)) == ([], {})
