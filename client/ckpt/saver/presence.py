@@ -35,6 +35,8 @@ _NUM_BYTES = 4096
 _EVERY_S = 0.2
 _PROGRAM = b"from ckpt.saver.process import run"
 _POLL_S = 0.1
+_LOADING_S = 1.0
+"""How long the kernel may take to load a saver. It takes microseconds, unless other work has the cores."""
 _OTHERS_S = 10.0
 """How long to wait for receipts of other ranks: any process that sees all of them can commit."""
 
@@ -281,10 +283,20 @@ def _processes() -> Iterator[int]:
         with suppress(OSError):
             if (
                 entry.stat().st_uid == os.getuid()
-                and _PROGRAM in (entry / "cmdline").read_bytes()
-                and _has_temporary_folder((entry / "environ").read_bytes())
+                and _PROGRAM in read_loaded(entry / "cmdline")
+                and _has_temporary_folder(read_loaded(entry / "environ"))
             ):
                 yield int(entry.name)
+
+
+def read_loaded(path: Path) -> bytes:
+    """Bytes of /proc/PID/cmdline or environ. Waits while they are empty because the kernel loads the program: a trainer
+    may have handed a save to it by then. Raises OSError for kernel threads and processes that have ended."""
+    end = time.monotonic() + _LOADING_S
+    while not (content := path.read_bytes()) and time.monotonic() < end:
+        os.readlink(path.with_name("exe"))
+        time.sleep(0.001)
+    return content
 
 
 def _has_temporary_folder(environment: bytes) -> bool:
