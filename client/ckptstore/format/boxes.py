@@ -117,8 +117,11 @@ def same_dimensions(content: Content, rows: Column, most: int | None = None) -> 
         of_count = rows[counts == count]
         for first in range(0, len(of_count), most or len(of_count)):
             chosen = of_count[first : first + most] if most else of_count
-            entry = slices.entry[chosen]
-            box = sliding_window_view(slices.box, 2 * count)[box_ends[chosen] - 2 * count]
+            entry, ends = slices.entry[chosen], box_ends[chosen]
+            if chosen[-1] - chosen[0] == len(chosen) - 1:  # neighbours: nothing has to be copied
+                box = slices.box[ends[0] - 2 * count : ends[-1]].reshape(len(chosen), 2 * count)
+            else:
+                box = sliding_window_view(slices.box, 2 * count)[ends - 2 * count]
             shape = sliding_window_view(shapes, count)[shape_ends[entry] - count]
             size = items[entry]
             for at in range(count, 2 * count):  # ten times as fast as a product along the rows

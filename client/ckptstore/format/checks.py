@@ -193,7 +193,9 @@ def _check_rows(content: Content) -> None:
 
 def _check_slices(content: Content) -> None:
     slices = content.slices
-    shard_bytes = column(int(shard.chunks.raw.sum()) for shard in content.shards)
+    ends = np.cumsum(column(len(shard.chunks.raw) for shard in content.shards))
+    streams = np.cumsum(concatenate(shard.chunks.raw for shard in content.shards))
+    shard_bytes = np.diff(np.append(0, streams)[np.append(0, ends)])
     is_derived = np.zeros(len(slices.entry), np.bool_)
     if slices.derived is not None:
         _require(bool(len(slices.derived) and (np.diff(slices.derived) > 0).all()), "derived slices are not in order")
