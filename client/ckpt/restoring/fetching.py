@@ -6,7 +6,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from typing import Literal
 
@@ -51,7 +51,7 @@ class Fetcher:
         self.checkpoint = checkpoint
         self._share = how_to_share(config, world.size, is_grouped(), near)
         self._past_caches = False
-        self._manifest: Future[bytes] | None = None
+        self._manifest = b""
         self.nearer: list[ChunkSource] = []
         """Asked first, in this order, by each rank for itself."""
         self._last = source
@@ -71,15 +71,16 @@ class Fetcher:
         return self._share == "broadcast"
 
     @contextmanager
-    def reading_ahead(self) -> Iterator[None]:
-        """The manifest is on its way while something else is waited for in the block."""
-        with ThreadPoolExecutor(1, thread_name_prefix="ckpt-manifest") as pool:
-            if self._world.rank == 0 or self._share != "broadcast":
-                self._manifest = pool.submit(self._read_manifest)
-            yield
+    def protecting(self, leases: list[str]) -> Iterator[Callable[[], None]]:
+        """Rank 0 takes a lease beside the block, and appends it to `leases`, so that the caller can release it after an
+        error. The block calls the function before the first byte is placed: it waits for the lease.
 
-    def protect(self, leases: list[str]) -> None:
-        """Rank 0 takes a lease, and appends it to `leases` so that the caller can release it after an error."""
+        It raises NoCheckpoint if the checkpoint is being deleted, and CorruptObject if it is listed as corrupt.
+        """
+        with ThreadPoolExecutor(1, thread_name_prefix="ckpt-lease") as pool:
+            yield pool.submit(self._protect, leases).result
+
+    def _protect(self, leases: list[str]) -> None:
         if self.checkpoint.state is State.CORRUPT:
             raise CorruptObject(self.checkpoint.problem)
         lease = self._prefetch.hand_over_lease() if self._prefetch is not None else None
@@ -87,6 +88,11 @@ class Fetcher:
             lease = take_lease(self._source, self.checkpoint)
         if lease is not None:
             leases.append(lease)
+
+    def read_ahead(self) -> None:
+        """Read the manifest that `manifest` will share, without the other ranks."""
+        if self._world.rank == 0:
+            self._manifest = self._read_manifest()
 
     def manifest(self) -> Manifest:
         """The checked manifest. Raises Damaged, ObjectMissing, Unavailable or RankLost."""
@@ -113,9 +119,7 @@ class Fetcher:
         return held or self._source.manifest_data(self.checkpoint)
 
     def _manifest_data(self) -> bytes:
-        if self._manifest is not None:
-            return self._manifest.result()
-        return self._read_manifest()
+        return self._manifest or self._read_manifest()
 
     def read_past_caches(self) -> bool:
         """From now on read from the store itself; False if that is what was done already. The same on all ranks."""

@@ -37,10 +37,7 @@ from ckptapi.bodies import CheckpointBody, Phase
 from ckptstore import human
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint
-from ckptstore.errors import (
-    CorruptObject,
-    StateMismatch,
-)
+from ckptstore.errors import CkptError, CorruptObject, StateMismatch
 from ckptstore.format.decoding import convert
 from ckptstore.names import Reference, new_ulid
 from ckptstore.reading.source import Source
@@ -232,8 +229,8 @@ class Restorer:
         leases: list[str] = []
         try:
             fetcher = Fetcher(self._source, self._config, self._world, checkpoint, self._prefetch, self._near)
-            with fetcher.reading_ahead():
-                prepared = self._prepare(state, fetcher, session, leases, strict)
+            with fetcher.protecting(leases) as protected:
+                prepared = self._prepare(state, fetcher, session, protected, strict)
             plan = prepared.plan
             self._begun.append(checkpoint.id)
             self._overwritten |= plan.overwritten
@@ -248,21 +245,24 @@ class Restorer:
         return plan, prepared.rank_state, leases[0] if leases else None
 
     def _prepare(
-        self, state: TrainState, fetcher: Fetcher, session: RestoreSession, leases: list[str], strict: bool
+        self, state: TrainState, fetcher: Fetcher, session: RestoreSession, protected: Callable[[], None], strict: bool
     ) -> PreparedRestore:
-        """Take a lease, read the documents and plan; changes nothing live. One meeting, or two: under another world
-        size, rank 0 reads the items of all ranks and shares them out.
+        """Read the documents and plan; changes nothing live. One meeting, or two: under another world size, rank 0
+        reads the items of all ranks and shares them out.
 
-        Raises StateMismatch if the checkpoint does not fit the objects of every rank.
+        protected: waits for the lease, which is taken meanwhile. Raises StateMismatch if the checkpoint does not fit
+        the objects of every rank.
         """
         world, prepared = self._world, PreparedRestore(self._source, fetcher, state, self._rng)
         steps: list[Callable[[], object]] = [partial(session.join, fetcher.checkpoint, self._key)]
-        steps += [partial(fetcher.protect, leases)]
         if fetcher.exchanges:
-            self._together.do(*steps)  # the manifest is read in a collective
+            self._together.do(*steps, fetcher.read_ahead, protected)  # the manifest is read in a collective
             steps = []
-        steps += [prepared.read_manifest, partial(prepared.read_items, world), prepared.plan_reads]
-        reports = self._together.do(*steps, report=lambda: (session.joined, prepared.states, self._fit(prepared)))
+        reads = (prepared.read_manifest, partial(prepared.read_items, world), prepared.plan_reads)
+        steps += [partial(_unless_deleted, read, protected) for read in reads]
+        reports = self._together.do(
+            *steps, protected, report=lambda: (session.joined, prepared.states, self._fit(prepared))
+        )
         if not all(joined for joined, *_ in reports):
             session.fail(RuntimeError("not all ranks could join"))
         if prepared.manifest.world_size == world.size:
@@ -305,3 +305,12 @@ class Restorer:
         for step in plan.finish:
             step()
         plan.finish.clear()  # they hold the plan, which holds them
+
+
+def _unless_deleted(read: Callable[[], object], protected: Callable[[], None]) -> None:
+    """What a checkpoint that is being deleted lacks is not damage: the error is that of the lease."""
+    try:
+        read()
+    except CkptError:
+        protected()
+        raise
