@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sysconfig
 import tempfile
@@ -29,7 +30,7 @@ class FusedLoops(BuildHookInterface):
             subprocess.run(command, check=True, capture_output=True)
         except (OSError, subprocess.CalledProcessError) as error:
             self.app.display_warning(f"no C compiler works here ({error}): float-split will be slower")
-            built.parent.rmdir()
+            shutil.rmtree(built.parent)  # a compiler that failed may have left something
             return
         if version == "editable":
             os.replace(built, target)

@@ -28,16 +28,23 @@ _GROUP_WORDS, _STRETCH = 8, 128
 
 
 def load(path: Path) -> ctypes.CDLL | None:
-    """The library; None if it was not built, is older than a source beside it, or cannot be loaded on this machine."""
+    """The library; None if it was not built, is older than a source beside it, or cannot be loaded on this machine.
+
+    So is one without a function that is used here, which another version built.
+    """
     if sys.byteorder != "little":
         return None
     try:
         source = path.with_name(SOURCE.name)
         if source.exists() and path.stat().st_mtime < source.stat().st_mtime:
             return None
-        library = ctypes.CDLL(os.fspath(path))
-    except OSError:
+        return _declared(ctypes.CDLL(os.fspath(path)))
+    except (OSError, AttributeError):
         return None
+
+
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    """The library, with the types of its functions. Raises AttributeError if it lacks one."""
     address: Any
     address, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
     block: list[Any] = [address, number, size, number, ctypes.c_uint]

@@ -152,6 +152,15 @@ def test_a_library_that_is_absent_or_broken_is_not_used(tmp_path: Path) -> None:
     assert fused.load(tmp_path / "libfused.so.1") is None
 
 
+def test_a_library_without_one_of_the_functions_is_not_used(tmp_path: Path) -> None:
+    if (compiler := shutil.which("cc")) is None:
+        pytest.skip("needs a C compiler")
+    library, source = tmp_path / "libfused.so.1", tmp_path / "other.c"
+    source.write_text("void ckpt_survey(void) {} void ckpt_split(void) {}")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    assert fused.load(library) is None
+
+
 def test_a_library_older_than_its_source_is_not_used(tmp_path: Path) -> None:
     if fused.LIBRARY.exists():
         copy = Path(shutil.copy(fused.LIBRARY, tmp_path))
