@@ -57,6 +57,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the line of JSON to a file as well")
     args = parser.parse_args()
     os.environ.setdefault("CKPT_LINGER_S", "0")  # savers of trainers that are killed must not disturb the next one
+    # A checkout would be compiled in each process, unlike the installed peers.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if args.name == "all":
         sys.exit(collection.run_all(BENCHES, args.quick))
     if args.name == "table":
