@@ -69,7 +69,7 @@ fmt: setup
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-# All benchmarks, with less data; bench-full is slow. Both write their results to bench/results and bench/README.md.
+# All benchmarks, with less data; bench-full is slow, and writes the table in bench/README.md. Both keep their results in bench/results.
 bench: .venv/.peers
 	$(BIN)/python -m bench all --quick
 

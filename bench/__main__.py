@@ -53,14 +53,25 @@ def main() -> None:
     """Run one benchmark, or all of them, or write the table."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("name", choices=[*BENCHES, "all", "table"])
-    parser.add_argument("--quick", action="store_true", help="less data: only checks that the benchmark runs")
+    parser.add_argument("only", nargs="*", help="with all: the benchmarks to run")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--quick", action="store_true", help="less data: only checks that the benchmark runs")
+    kinds.add_argument("--again", action="store_true", help="with all: in a column of its own, for comparison")
+    kinds.add_argument("--busy", action="store_true", help="with all: beside a process on each core that never waits")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the line of JSON to a file as well")
     args = parser.parse_args()
     os.environ.setdefault("CKPT_LINGER_S", "0")  # savers of trainers that are killed must not disturb the next one
     # A checkout would be compiled in each process, unlike the installed peers.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if args.name == "all":
-        sys.exit(collection.run_all(BENCHES, args.quick))
+        kind = next((kind for kind in ("quick", "again", "busy") if getattr(args, kind)), "full")
+        if unknown := set(args.only) - set(BENCHES):
+            parser.error(f"no such benchmark: {', '.join(sorted(unknown))}")
+        failed = collection.run_all(args.only or BENCHES, kind)
+        if not args.only and kind in ("full", "quick"):
+            failed |= collection.draw_plots(kind)
+        collection.write_table(BENCHES)
+        sys.exit(failed)
     if args.name == "table":
         collection.write_table(BENCHES)
     else:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,52 +22,67 @@ RESULTS = HERE / "results"
 README = HERE / "README.md"
 BEGIN = "<!-- verdicts: written by python -m bench -->"
 END = "<!-- end of verdicts -->"
-TIMEOUT_S = {True: 300, False: 1200}
-"""Time limit by --quick; a benchmark that exceeds it is considered hung."""
+TIMEOUT_S = {"full": 1200, "again": 1200, "busy": 2400, "quick": 300}
+"""Runs: at full size, the same once more, beside a process on each core that never waits, and with less data. Each has
+a folder in bench/results, and a time limit for one benchmark: one that exceeds it is considered hung."""
+COLUMNS = ("full", "again", "busy")
+"""Runs that are in the table, if they have verdicts."""
 
 
-def run_all(benches: Sequence[str], quick: bool) -> int:
-    """Run them, keep their verdicts, draw the plots, rewrite the table. 1 if one of them did not finish."""
-    folder = RESULTS / _part(quick)
+def run_all(benches: Sequence[str], run: str) -> bool:
+    """Run them and keep their verdicts. True if one of them did not finish."""
+    folder, failed = RESULTS / run, False
     folder.mkdir(parents=True, exist_ok=True)
-    errors = {}
-    for bench in benches:
-        path = folder / f"{bench}.json"
-        began = time.monotonic()
-        error = _run(["bench", bench, "--json", str(path)], quick)
-        print(f"--- {bench}: {error or 'ran'}, {time.monotonic() - began:.0f} s", flush=True)
-        if error:
-            errors[bench] = error
-            path.write_text(json.dumps({"bench": bench, "error": error, "machine": machine.describe()}) + "\n")
-    error = _run(["bench.plots"], quick) or _run(["bench.plots", "growth"], quick)
-    print(f"--- plots: {error or 'drawn'}", flush=True)
-    write_table(benches)
-    return int(bool(errors or error))
+    with _busy_cores() if run == "busy" else nullcontext():
+        for bench in benches:
+            path = folder / f"{bench}.json"
+            began = time.monotonic()
+            error = _run(["bench", bench, "--json", str(path)], run)
+            print(f"--- {bench}: {error or 'ran'}, {time.monotonic() - began:.0f} s", flush=True)
+            if error:
+                failed = True
+                path.write_text(json.dumps({"bench": bench, "error": error, "machine": machine.describe()}) + "\n")
+    return failed
 
 
-def _run(arguments: Sequence[str], quick: bool) -> str:
-    """Run a module; returns its error, or an empty text."""
-    command = [sys.executable, "-m", *arguments, *(["--quick"] if quick else [])]
+@contextmanager
+def _busy_cores() -> Iterator[None]:
+    command = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(command) for _ in os.sched_getaffinity(0)]
     try:
-        done = subprocess.run(command, cwd=HERE.parent, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S[quick])
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+def draw_plots(run: str) -> bool:
+    """Measure what is only drawn, and draw all plots. True if that failed."""
+    error = _run(["bench.plots"], run) or _run(["bench.plots", "growth"], run)
+    print(f"--- plots: {error or 'drawn'}", flush=True)
+    return bool(error)
+
+
+def _run(arguments: Sequence[str], run: str) -> str:
+    """Run a module; returns its error, or an empty text."""
+    command = [sys.executable, "-m", *arguments, *(["--quick"] if run == "quick" else [])]
+    try:
+        done = subprocess.run(command, cwd=HERE.parent, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S[run])
     except subprocess.TimeoutExpired:
-        return f"still running after {TIMEOUT_S[quick]} s"
+        return f"still running after {TIMEOUT_S[run]} s"
     if done.returncode == 0:
         return ""
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     return lines[-1] if lines else f"it ended with status {done.returncode}"
 
 
-def _part(quick: bool) -> str:
-    return "quick" if quick else "full"
-
-
 def write_table(benches: Iterable[str], results: Path = RESULTS, readme: Path = README) -> None:
     """Write the stored verdicts into the README, between its markers."""
-    kept = {quick: _kept(benches, results / _part(quick)) for quick in (False, True)}
-    lines = ["| bench | ratio | goal | full | quick |", "|---|---|---|---|---|"]
+    kept = {run: found for run in COLUMNS if (found := _kept(benches, results / run))}
+    lines = [f"| bench | ratio | goal | {' | '.join(kept)} |", "|---|---|---|" + "---|" * len(kept)]
     for bench in benches:
-        lines += _lines(bench, kept[False].get(bench), kept[True].get(bench))
+        lines += _lines(bench, [verdicts.get(bench) for verdicts in kept.values()])
     head, rest = readme.read_text().split(BEGIN, 1)
     tail = rest.split(END, 1)[1]
     readme.write_text("\n".join([head + BEGIN, "", *lines, "", *_notes(kept), "", END + tail]))
@@ -76,18 +93,18 @@ def _kept(benches: Iterable[str], folder: Path) -> dict[str, dict[str, Any]]:
     return {bench: json.loads(path.read_text()) for bench, path in paths.items() if path.exists()}
 
 
-def _lines(bench: str, full: Mapping[str, Any] | None, quick: Mapping[str, Any] | None) -> list[str]:
+def _lines(bench: str, runs: Sequence[Mapping[str, Any] | None]) -> list[str]:
     """One table row for all goals with the same reference and limit."""
-    goals = {_ratio(goal): goal for verdict in (quick, full) if verdict for goal in verdict.get("goals", [])}
+    goals = {_ratio(goal): goal for verdict in runs[::-1] if verdict for goal in verdict.get("goals", [])}
     if not goals:
-        return [f"| {bench} | | | {_cell(full, [])} | {_cell(quick, [])} |"]
+        return [f"| {bench} | | | {' | '.join(_cell(verdict, []) for verdict in runs)} |"]
     alike: dict[tuple[str, str, float], list[Mapping[str, Any]]] = defaultdict(list)
     for goal in goals.values():
         alike[goal["vs"], goal["direction"], goal["goal"]].append(goal)
     lines = []
     for (vs, direction, limit), group in alike.items():
         names, ratios = "; ".join(goal["name"] for goal in group), [_ratio(goal) for goal in group]
-        cells = f"{_cell(full, ratios)} | {_cell(quick, ratios)}"
+        cells = " | ".join(_cell(verdict, ratios) for verdict in runs)
         lines.append(f"| {bench} | {names} / {vs} | {direction} {limit:.3g} | {cells} |")
     return lines
 
@@ -112,13 +129,13 @@ def _shown(goal: Mapping[str, Any]) -> str:
     return ratio if goal["ok"] else f"**{ratio}**"
 
 
-def _notes(kept: Mapping[bool, Mapping[str, Mapping[str, Any]]]) -> list[str]:
+def _notes(kept: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
     """The machines, the sizes, the versions, and the peers that did not run."""
     notes = []
-    for quick, verdicts in kept.items():
+    for run, verdicts in kept.items():
         for name in sorted({verdict["machine"] for verdict in verdicts.values()}):
             there = [verdict for verdict in verdicts.values() if verdict["machine"] == name]
-            notes.append(f"- {'Quick' if quick else 'Full'}: {name}; {_sizes(there)}{_free(there)}.")
+            notes.append(f"- {run.capitalize()}: {name}; {_sizes(there)}{_free(there)}.")
     all_verdicts = [verdict for verdicts in kept.values() for verdict in verdicts.values()]
     versions = {name: number for verdict in all_verdicts for name, number in verdict.get("versions", {}).items()}
     line = "Versions: " + ", ".join(f"{name} {number}" for name, number in sorted(versions.items())) + "."

@@ -50,7 +50,9 @@ def test_a_benchmark_ends_with_its_verdict(bench: str, tmp_path: Path) -> None:
 def test_the_table_shows_what_was_missed_what_failed_and_who_did_not_run(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    (tmp_path / "quick").mkdir()
+    for run in ("full", "again"):
+        (tmp_path / run).mkdir()
+    (tmp_path / "full" / "plan.json").write_text(json.dumps({"bench": "plan", "error": "killed", "machine": "F"}))
     goals = [
         {"name": "eager", "vs": "memcpy", "ratio": 1.234, "goal": 1.1, "direction": "at most", "ok": False},
         {"name": "overlap", "vs": "memcpy", "ratio": 0.01, "goal": 0.05, "direction": "at most", "ok": True},
@@ -59,8 +61,8 @@ def test_the_table_shows_what_was_missed_what_failed_and_who_did_not_run(tmp_pat
     ]
     stall = {"bench": "stall", "goals": goals, "problems": {"dcp": "broken"}, "machine": "M", "state_bytes": 1 << 20}
     stall["load"] = {"load_before": 0.51, "free_cores": 1.9}
-    (tmp_path / "quick" / "stall.json").write_text(json.dumps(stall | {"versions": {"torch": "2"}}))
-    (tmp_path / "quick" / "codec.json").write_text(json.dumps({"bench": "codec", "error": "a|b", "machine": "M"}))
+    (tmp_path / "again" / "stall.json").write_text(json.dumps(stall | {"versions": {"torch": "2"}}))
+    (tmp_path / "again" / "codec.json").write_text(json.dumps({"bench": "codec", "error": "a|b", "machine": "M"}))
     write_table(["stall", "codec", "plan"], tmp_path, readme)
     text = readme.read_text()
     assert "old" not in text
@@ -71,8 +73,8 @@ def test_the_table_shows_what_was_missed_what_failed_and_who_did_not_run(tmp_pat
         "| stall | overlap / memcpy | at most 0.05 | not run | 0.01 |",
         "| stall | overlap / best peer | at most 1 | not run | **2** |",
         "| codec | | | not run | did not run: a\\|b |",
-        "| plan | | | not run | not run |",
-        "- Quick: M; states of 1.0 MiB to 1.0 MiB; 1.9 to 1.9 cores free, load before 0.5 to 0.5.",
+        "| plan | | | did not run: killed | not run |",
+        "- Again: M; states of 1.0 MiB to 1.0 MiB; 1.9 to 1.9 cores free, load before 0.5 to 0.5.",
         "Versions: torch 2.",
         "- dcp did not run in stall: broken",
     ):
