@@ -1,4 +1,7 @@
-"""One rank of the benchmark restore-extras: saves, restores in all ways in turns, and compares every element."""
+"""One rank of the benchmark restore-extras: saves, restores in all ways in turns, and compares every element.
+
+`first_restore` is one of another process, which restores once.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from bench.measuring import REPETITIONS, read_files, rotated
-from bench.restore_extras import LOAD, WAYS
 from ckpt import Checkpointer
 
+LOAD = "torch.load"
+WAYS = ("own, in place", "own, new", "shared, in place", "shared, new")
 TENSOR_BYTES = 8 << 20
 SAVES = 4
 Tensors = dict[str, torch.Tensor]
@@ -35,7 +39,6 @@ class Rank:
         }
         self.saved = {"own": self.values(self.rank), "shared": self.values(-1)}
         self.file = folder / f"{self.rank}.pt"
-        torch.save(self.saved["own"], self.file)
 
     def values(self, seed: int) -> Tensors:
         """Equal for equal seeds."""
@@ -43,7 +46,8 @@ class Rank:
         return {f"t{i}": torch.rand(TENSOR_BYTES // 4, generator=noise) for i in range(self.count)}
 
     def save(self) -> list[float]:
-        """The stalls of saves of own tensors, each begun when the one before it is durable. Also saves shared ones."""
+        """The stalls of saves of own tensors, each begun when the one before it is durable. Also saves all others."""
+        torch.save(self.saved["own"], self.file)
         self.runs["own"].prepare(None, None, own=self.saved["own"])
         stalls = []
         for step in range(SAVES):
@@ -81,33 +85,50 @@ class Rank:
             raise RuntimeError(f"rank {self.rank} did not restore in place ({name})")
         return wall_s, core_s
 
+    def close(self) -> None:
+        """All ranks together."""
+        for run in self.runs.values():
+            run.close()
+        dist.destroy_process_group()
+
+
+def joined(folder: Path, num_bytes: int) -> Rank:
+    """The rank that the environment names."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    logging.getLogger("ckpt").setLevel(logging.ERROR)
+    return Rank(folder, num_bytes)
+
+
+def first_restore(folder: Path, num_bytes: int, name: str, environment: Mapping[str, str], rank: int) -> float:
+    """Wall seconds of the first restore of a process; runs in one that was forked after all imports."""
+    os.environ.update(environment, RANK=str(rank))
+    one = joined(folder, num_bytes)
+    wall_s, _ = one.once(name)
+    one.close()
+    return wall_s
+
 
 def main() -> None:
     """Rank 0 prints the result."""
-    folder, num_bytes = Path(sys.argv[1]), int(sys.argv[2])
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", init_method=f"file://{os.environ['MEETING']}", rank=rank, world_size=world)
-    logging.getLogger("ckpt").setLevel(logging.ERROR)
-    one, names = Rank(folder, num_bytes), [*WAYS, LOAD]
-    found: dict[str, Any] = {name: {"wall_s": [], "core_s": [], "first_s": []} for name in names}
+    folder, names = Path(sys.argv[1]), [*WAYS, LOAD]
+    one = joined(folder, int(sys.argv[2]))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    found: dict[str, Any] = {name: {"wall_s": [], "core_s": []} for name in names}
     found["stall"] = {"wall_s": one.save()}
     if rank == 0:
         read_files(folder)
-    for repetition in range(REPETITIONS + 1):
+    for repetition in range(REPETITIONS + 1):  # the first warms up
         for name in rotated(names, repetition):
             wall_s, core_s = one.once(name)
             cores: list[Any] = [None] * world
             dist.all_gather_object(cores, core_s)
-            if repetition == 0:
-                found[name]["first_s"].append(wall_s)
-                continue
-            found[name]["wall_s"].append(wall_s)
-            found[name]["core_s"].append(sum(cores))
-    for run in one.runs.values():
-        run.close()
+            if repetition > 0:
+                found[name]["wall_s"].append(wall_s)
+                found[name]["core_s"].append(sum(cores))
+    one.close()
     if rank == 0:
         print(json.dumps(found))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ def ask(folder: str, runs: int) -> dict[str, float]:
         return run_name(draw.randrange(runs))
 
     def place() -> PageKey:
-        return (run(), draw.randrange(PER_RUN) * 1000, system_clock(), "Z" * 26)
+        return (run(), 0, draw.randrange(PER_RUN) * 1000, system_clock(), "Z" * 26)
 
     questions: dict[str, Callable[[], object]] = {
         "latest": lambda: catalog.latest(run()),

@@ -311,16 +311,30 @@ def read_files(folder: Path) -> None:
                     pass
 
 
+@contextmanager
+def meeting_place(world: int) -> Iterator[dict[str, str]]:
+    """Environment for ranks that form a process group: they meet at a store of this process, as under torchrun."""
+    from torch._C._distributed_c10d import TCPStore  # not in the process that samples memory
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield {
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": str(True),
+    }
+
+
 def output_of_ranks(module: str, world: int, arguments: Callable[[Path], Sequence[str]], timeout_s: float) -> Any:
     """Run a module in so many ranks; what rank 0 prints last, from JSON. Raises RuntimeError if one fails.
 
-    arguments: of the program, given an empty folder, whose file `meeting` the ranks may use for their process group.
+    arguments: of the program, given an empty folder.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, meeting_place(world) as place:
         command = [sys.executable, "-m", module, *arguments(Path(folder))]
-        own = {"WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1", "MEETING": str(Path(folder, "meeting"))}
+        environment = os.environ | place | {"OMP_NUM_THREADS": "1"}
         ranks = [
-            subprocess.Popen(command, env=os.environ | own | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
             for rank in range(world)
         ]
         try:

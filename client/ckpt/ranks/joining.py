@@ -20,12 +20,12 @@ from ckptstore.clock import system_clock
 from ckptstore.errors import RankLost
 from ckptstore.format.decoding import decode_msgpack
 from ckptstore.names import new_ulid
+from ckptstore.retry import pauses
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.02
-_LATE_POLL_S = 0.25
-_EAGER_POLLS = 100
+_FIRST_POLL_S, _LONGEST_POLL_S = 0.001, 0.25
+_GROWTH = 1.1  # 20 ms after 0.2 s, the longest after 2.5 s: a rank that comes late waits a tenth longer
 
 Ask = Callable[..., Any]
 """Calls a method of a store. Raises RankLost if the store is gone."""
@@ -62,10 +62,9 @@ class Host:
         self._thread.join()
 
     def _run(self) -> None:
-        polls = 0
+        waits = pauses(_FIRST_POLL_S, _LONGEST_POLL_S, factor=_GROWTH, jitter=False)
         try:
-            while self._answered and not self._stop.wait(_POLL_S if polls < _EAGER_POLLS else _LATE_POLL_S):
-                polls += 1
+            while self._answered and not self._stop.wait(next(waits)):
                 for rank in list(self._answered):
                     self._answer(rank)
         except RankLost:

@@ -29,6 +29,7 @@ from ckptstore.retry import pauses
 
 _FIRST_POLL_S = 0.001
 _LONGEST_POLL_S = 0.25
+_GROWTH = 1.2  # a meeting is noticed late by a fifth of the wait at most
 _BEAT_S = 1.0
 
 _T = TypeVar("_T")
@@ -212,7 +213,7 @@ class World:
             meetings.host = Host(meetings.store, self.size, self._ask)
             return meetings.host.joined
         guest, wait = Guest(meetings.store, self.rank, self._ask), _Wait(["0"])
-        waits = pauses(_FIRST_POLL_S, _LONGEST_POLL_S, factor=1.5, jitter=False)
+        waits = pauses(_FIRST_POLL_S, _LONGEST_POLL_S, factor=_GROWTH, jitter=False)
         while (joined := guest.look()) is None:
             waited = time.monotonic() - wait.since
             if waited > self._silence_s:
@@ -260,7 +261,7 @@ class World:
         """Wait for the keys that ranks set. Raises RankLost if one that has not sends no heartbeat meanwhile."""
         beats: dict[int, tuple[bytes, float]] = {}
         look = time.monotonic() + self._beat_s / 2
-        waits = pauses(_FIRST_POLL_S, _LONGEST_POLL_S, factor=1.5, jitter=False)
+        waits = pauses(_FIRST_POLL_S, _LONGEST_POLL_S, factor=_GROWTH, jitter=False)
         # Store.wait would print a warning at each timeout.
         while not self._exist(*keys.values()):
             self.beat()

@@ -24,10 +24,11 @@ import xxhash
 
 from ckpt.saver.segment import close_after_fork
 from ckptstore.errors import CkptError, InvalidRequest
+from ckptstore.retry import pauses
 
 logger = logging.getLogger(__name__)
 
-_PAUSE_S = 0.05
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 
 
 class SaverLock:
@@ -57,13 +58,21 @@ class SaverLock:
 
 def wait_for_orphans(store: str, run: str, timeout_s: float) -> bool:
     """Wait while an orphaned saver of this run is uploading on this host; False if it still is after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    trainer, saver = host_path(store, run, "trainer"), host_path(store, run, "saver")
-    while _is_held(saver) and not _is_held(trainer):
+    deadline, waits = time.monotonic() + timeout_s, pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+    while _may_be_orphaned(store, run):
         if time.monotonic() > deadline:
             return False
-        time.sleep(_PAUSE_S)
+        time.sleep(next(waits))
     return True
+
+
+def _may_be_orphaned(store: str, run: str) -> bool:
+    """Also if another process looks right now. Each look locks the files for a moment, so of two ranks that look at the
+    same time one would take the other for a trainer that is alive."""
+    with _locked(host_path(store, run, "look")) as alone:
+        return not alone or (
+            _is_held(host_path(store, run, "saver")) and not _is_held(host_path(store, run, "trainer"))
+        )
 
 
 def note_checkpoint(store: str, run: str) -> None:

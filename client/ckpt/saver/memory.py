@@ -27,7 +27,7 @@ import msgspec
 
 from ckpt.saver.encode import Encode
 from ckpt.saver.host_memory import available_bytes
-from ckpt.saver.lock import host_folder, host_path
+from ckpt.saver.lock import host_path
 from ckpt.saver.messages import Channel, SaveJob, Setup
 from ckpt.saver.segment import Segment
 from ckptstore.clock import system_clock
@@ -40,7 +40,8 @@ logger = logging.getLogger(__name__)
 
 LINGER_S = 120.0
 """By default, how long the memory is kept."""
-_SUFFIX = ".memory"
+_NEW = ".new"
+"""End of a socket's name until it listens: one that refuses counts as left behind."""
 _TIMEOUT_S = 10.0
 """Limit on one exchange of messages; a peer that is stopped must not hold up a restore."""
 _LOOK_S = 0.2
@@ -287,12 +288,12 @@ def ask(store: str, run: str, question: Question) -> Iterator[tuple[Answer, Chan
     Never raises: a saver that does not answer is left out.
     """
     try:
-        folder, prefix = host_folder(), host_path(store, run, "").name
+        of_run = socket_path(store, run, "")
         # Path.glob matches the name of every file with a regular expression.
-        names = [name for name in os.listdir(folder) if name.startswith(prefix) and name.endswith(_SUFFIX)]
+        names = [name for name in os.listdir(of_run.parent) if name.startswith(of_run.name)]
     except (CkptError, OSError):
         return
-    for path in (folder / name for name in sorted(names)):
+    for path in (of_run.with_name(name) for name in sorted(names) if not name.endswith(_NEW)):
         try:
             with _connected(path) as channel:
                 channel.send(question)
@@ -319,9 +320,17 @@ def is_own(peer: socket.socket) -> bool:
     return int(_CREDENTIALS.unpack(data)[1]) == os.getuid()
 
 
+def socket_path(store: str, run: str, name: str) -> Path:
+    """The socket of a saver of this run. In a folder of its own, which is short: that of the locks has files of every
+    run there has been on this host. Raises InvalidRequest as SaverLock does."""
+    path = host_path(store, run, name)
+    return path.parent / "memory" / path.name
+
+
 def _listen(store: str, run: str) -> tuple[socket.socket, Path]:
-    path = host_path(store, run, f"{new_ulid(system_clock())}{_SUFFIX}")
-    new = path.with_name(f"{path.name}.new")  # it gets its name when it listens: one that refuses counts as left behind
+    path = socket_path(store, run, new_ulid(system_clock()))
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    new = path.with_name(path.name + _NEW)
     listening = socket.socket(socket.AF_UNIX)
     try:
         with _short(new) as name:

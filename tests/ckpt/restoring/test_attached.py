@@ -14,7 +14,6 @@ import pytest
 
 from ckpt.restoring.attached import attach
 from ckpt.saver import memory
-from ckpt.saver.lock import host_path
 from ckpt.saver.memory import HeldSnapshot
 from ckpt.saver.messages import Channel
 from ckptstore.commits.catalog import Checkpoint, State
@@ -28,7 +27,8 @@ CHECKPOINT = Checkpoint(RUN, Attempt(1, new_ulid(1.0)), State.COMMITTED)
 @contextmanager
 def peer(store: str, answer: Callable[[Channel], None]) -> Iterator[None]:
     """Something that answers where a saver would."""
-    path = host_path(store, RUN, "strange.memory")
+    path = memory.socket_path(store, RUN, "strange")
+    path.parent.mkdir(exist_ok=True)
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(str(path))
     listening.listen()

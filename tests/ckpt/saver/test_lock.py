@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,6 @@ def test_a_relative_store_stays_where_it_is_when_the_working_directory_changes(
     with Checkpointer("ckpts", run="r") as checkpointer:
         monkeypatch.chdir(tmp_path / "two")
         checkpointer.save(model, None, 1)
-        locks = {path.name for path in (temporary / f"ckpt-{os.getuid()}").iterdir() if path.suffix != ".known"}
     monkeypatch.chdir(tmp_path / "one")
     with Checkpointer("./ckpts", run="r") as checkpointer:
         monkeypatch.chdir(tmp_path / "three")
@@ -53,7 +53,7 @@ def test_a_relative_store_stays_where_it_is_when_the_working_directory_changes(
     for spelling in (str(tmp_path / "one/ckpts"), f"file://{tmp_path}/one/ckpts", "../one/ckpts"):
         with Checkpointer(spelling, run="r") as checkpointer:
             checkpointer.save(model, None, 3)
-    assert {path.name for path in (temporary / f"ckpt-{os.getuid()}").iterdir() if path.suffix != ".known"} == locks
+    assert len({path.stem for path in (temporary / f"ckpt-{os.getuid()}").iterdir() if path.is_file()}) == 1
     assert not [path for name in ("two", "three") for path in (tmp_path / name).iterdir()]
 
 
@@ -93,6 +93,21 @@ def test_a_folder_of_locks_that_others_can_reach_is_refused(
     assert "set TMPDIR" in caught.value.hint
     with pytest.raises(InvalidRequest, match=problem):
         wait_for_orphans("file:///store", "r", timeout_s=30)
+
+
+def test_ranks_that_look_at_the_same_time_do_not_take_each_other_for_a_live_trainer(temporary: Path) -> None:
+    store, ranks = "file:///store", 8
+    orphan = SaverLock(store, "r")
+    orphan.close()  # the trainer's lock alone
+
+    def looks(_: int) -> list[bool]:
+        return [wait_for_orphans(store, "r", timeout_s=0.0) for _ in range(200)]
+
+    with ThreadPoolExecutor(ranks) as pool:
+        assert not any(any(found) for found in pool.map(looks, range(ranks))), "one did not wait for the orphan"
+    os.close(orphan.saver)
+    with ThreadPoolExecutor(ranks) as pool:
+        assert all(pool.map(lambda _: wait_for_orphans(store, "r", timeout_s=60.0), range(ranks)))
 
 
 def test_a_save_with_such_a_folder_is_refused(temporary: Path, tmp_path: Path) -> None:

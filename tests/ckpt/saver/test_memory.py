@@ -19,8 +19,8 @@ import pytest
 
 from ckpt import Checkpointer
 from ckpt.saver import memory
-from ckpt.saver.lock import host_folder, host_path
-from ckpt.saver.memory import Attach, HeldSnapshot, Lingering, Refused, SlotContents, ask
+from ckpt.saver.lock import host_folder
+from ckpt.saver.memory import Attach, HeldSnapshot, Lingering, Refused, SlotContents, ask, socket_path
 from ckpt.saver.messages import SaveJob, Setup
 from ckpt.saver.presence import savers
 from ckpt.saver.segment import Segment
@@ -68,7 +68,8 @@ def wait_for_memory(store: Path) -> None:
 
 
 def sockets(store: Path) -> list[Path]:
-    return list(host_folder().glob(host_path(open_store(str(store)).url, RUN, "*.memory").name))
+    of_run = socket_path(open_store(str(store)).url, RUN, "*")
+    return list(of_run.parent.glob(of_run.name))
 
 
 def notes(store: Path) -> list[dict[str, Any]]:
@@ -232,8 +233,8 @@ def test_another_user_is_refused(tmp_path: Path) -> None:
     trainer.communicate()
     try:
         folder = tmp_path / f"ckpt-{os.getuid()}"
-        wait_until(lambda: list(folder.glob("*.memory")), "a saver that keeps memory")
-        [path] = folder.glob("*.memory")
+        wait_until(lambda: list(folder.glob("memory/*")), "a saver that keeps memory")
+        [path] = folder.glob("memory/*")
         url, newest = open_store(str(store)).url, StoreSource(open_store(str(store))).latest(RUN)
 
         def ask_as_other() -> str:
@@ -244,7 +245,8 @@ def test_another_user_is_refused(tmp_path: Path) -> None:
 
         assert ask_as_other() == "no way in"
         path.chmod(0o666)
-        folder.chmod(0o711)
+        for each in (folder, path.parent):
+            each.chmod(0o711)
         assert ask_as_other() == "Refused(reason='the peer belongs to another user')"
     finally:
         os.kill(saver, signal.SIGKILL)
