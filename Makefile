@@ -83,6 +83,9 @@ bench-gpu: setup
 # A peer that cannot be installed does not stop the benchmarks, which list it as missing.
 .venv/.peers: .venv/.ready
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,bench]' || echo "some peers are missing"
+	command -v nginx >/dev/null || { apt-get update -qq -o Acquire::Retries=5 && \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends nginx-light >/dev/null; } || \
+	echo "nginx is missing"
 	touch $@
 
 clean:

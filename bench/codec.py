@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -69,7 +70,7 @@ class OursWithStatistics(Ours):
 
     def __init__(self, level: int) -> None:
         super().__init__(level)
-        self._waiting: list[Sampled] = []
+        self._waiting: dict[str, list[Sampled]] = defaultdict(list)
         self.last_s = 0.0
         """Processor time per chunk of the last evaluation."""
 
@@ -79,11 +80,12 @@ class OursWithStatistics(Ours):
         extremes = chunk_extremes(dtype, sizes)
         encoded = encode(fast(dtype).codec, given, self._level, extremes)[1]
         self._raw_bytes = len(raw)
-        self._waiting.append(sample_chunk(dtype, given, sizes, extremes))
-        if len(self._waiting) == self._BATCH:
+        waiting = self._waiting[dtype]
+        waiting.append(sample_chunk(dtype, given, sizes, extremes))
+        if len(waiting) == self._BATCH:
             began = time.thread_time()
-            tabulate(dtype, self._waiting)
-            self._waiting = []
+            tabulate(dtype, waiting)
+            waiting.clear()
             self.last_s = (time.thread_time() - began) / self._BATCH
         return encoded
 

@@ -1,6 +1,6 @@
 """Restores from a local disk whose files the page cache has dropped, against a bare read of the same bytes.
 
-The limit is the fastest of a few bare reads: direct I/O with one or eight concurrent requests, and a sequential read
+The limit is the fastest of a few bare reads: direct I/O with one or eight concurrent requests, and one or two at a time
 through the page cache after it has dropped the file.
 """
 
@@ -17,7 +17,8 @@ from bench.restore import RIVAL, restores
 from bench.state import trained, wanted_bytes
 
 LIMIT_GOAL = 0.85
-THROUGH, PAST, PAST_MANY = "bare read", "bare read, O_DIRECT", "bare read, O_DIRECT, 8 at a time"
+THROUGH, THROUGH_TWO = "bare read", "bare read, 2 at a time"
+PAST, PAST_MANY = "bare read, O_DIRECT", "bare read, O_DIRECT, 8 at a time"
 
 
 def measure(quick: bool) -> Report:
@@ -27,18 +28,19 @@ def measure(quick: bool) -> Report:
     def limits(shard: Path) -> Mapping[str, Callable[[], float]]:
         into = touched(shard.stat().st_size)  # more than the state
 
-        def through() -> float:
+        def through(threads: int) -> float:
             forget_cached(shard.parent)
-            return raw_read_s(shard, into, cached=True)
+            return raw_read_s(shard, into, threads, cached=True)
 
         return {
-            THROUGH: through,
+            THROUGH: partial(through, 1),
+            THROUGH_TWO: partial(through, 2),
             PAST: partial(raw_read_s, shard, into, 1),
             PAST_MANY: partial(raw_read_s, shard, into, 8),
         }
 
     done = restores(state, limits, cold=True)
-    limit, ours = min(map(done.seconds, (THROUGH, PAST, PAST_MANY))), done.seconds(RAW)
+    limit, ours = min(map(done.seconds, (THROUGH, THROUGH_TWO, PAST, PAST_MANY))), done.seconds(RAW)
     goals = [
         Goal("bare read", RAW, limit / ours, LIMIT_GOAL, "at least"),
         Goal(RIVAL, RAW, done.best_peer() / ours, 1.0, "at least"),

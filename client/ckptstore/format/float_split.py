@@ -29,6 +29,16 @@ _PAIRS, _TOP_BYTES = 1, 2  # bits of a block's mode
 _UPPER_HALF = np.uint32(0xFFFF0000)
 _REPEATS = 16  # a plane is searched for repetitions if one lane in N equals the next
 _NO_LOW: Plane = np.empty(0, np.uint32)
+_KINDS: dict[int, Any] = {2: np.uint16, 4: np.uint32}
+"""Words by their number of bytes."""
+
+
+class Planes(Protocol):
+    """Planes in the bytes of a chunk, in the form in which `join` takes them."""
+
+    def at(self, begin: int, num_bytes: int, kind: Any) -> Any: ...
+
+    def unpacked(self, data: bytes, kind: Any) -> Any: ...
 
 
 class Loops(Protocol):
@@ -42,7 +52,11 @@ class Loops(Protocol):
 
     def survey(self, words: Plane, extremes: BlockExtremes) -> None: ...
 
-    def join(self, words: Plane, block: Codes, low: Plane, is_mixed: bool, rest: Plane) -> None: ...
+    def planes(self, data: Plane) -> Planes: ...
+
+    def join(
+        self, words: Any, count: int, block: Codes, low: Any | None, is_mixed: bool, rest: Any, escapes: int
+    ) -> None: ...
 
 
 loops: Loops = fused if fused.IS_BUILT else passes
@@ -172,64 +186,73 @@ def _repeats(equal: int, lanes: int) -> bool:
 
 def decode(dtype: str, stored: memoryview, into: memoryview) -> None:
     """Decode one chunk into `into`. Raises CorruptObject; never writes outside `into`."""
-    kind: Any = np.uint32 if dtype == "float32" else np.uint16
-    if len(into) % np.dtype(kind).itemsize:
+    item = 4 if dtype == "float32" else 2
+    if len(into) % item:
         raise CorruptObject(f"float-split chunk has a raw size of {len(into)} bytes, which is not whole elements")
-    words: Plane = np.frombuffer(into, kind)
-    whole, most = len(words) // GROUP * GROUP, BLOCK_BYTES // words.itemsize
-    reader = _Reader(stored)
-    start = 0
-    while start < whole:
-        start += reader.next(words[start : min(start + most, whole)])
-    tail = words[whole:].view(np.uint8)
-    tail[:] = reader.take(len(tail))
-    reader.finish()
+    target: Plane = np.frombuffer(into, np.uint8)
+    whole = len(target) // (item * GROUP) * item * GROUP
+    reader = _Reader(stored, target[:whole], item)
+    reader.read_blocks()
+    reader.read_tail(target[whole:])
 
 
 class _Reader:
-    """Reads blocks in order. The stored bytes are untrusted."""
+    """Reads a chunk in order. The stored bytes are untrusted."""
 
-    def __init__(self, stored: memoryview) -> None:
-        plane: Plane = np.frombuffer(stored, np.uint8)
-        self._stored = plane.copy() if loops.NEEDS_ALIGNED and plane.ctypes.data % _ALIGN else plane
-        self._size = len(plane)
-        self._at = 0
+    def __init__(self, stored: memoryview, into: Plane, item: int) -> None:
+        """into: whole groups of words. item: bytes of a word."""
+        data: Plane = np.frombuffer(stored, np.uint8)
+        if loops.NEEDS_ALIGNED and data.ctypes.data % _ALIGN:
+            data = data.copy()
+        self._stored, self._size, self._at = data.data, len(data), 0
+        self._planes, self._into = loops.planes(data), loops.planes(into)
+        self._words, self._item, self._kind = len(into) // item, item, _KINDS[item]
 
-    def next(self, words: Plane) -> int:
-        """Decode one block to the beginning of `words`; returns its number of words."""
-        header = _HEADER.unpack(self.take(_HEADER.size).data)
-        count, low_size, rest_size, codes_size, num_escapes, base, mode = header
+    def read_blocks(self) -> None:
+        """Decode all blocks."""
+        start, most = 0, BLOCK_BYTES // self._item
+        while start < self._words:
+            start += self._read_block(start, min(most, self._words - start))
+
+    def read_tail(self, into: Plane) -> None:
+        """The words behind the blocks. Raises CorruptObject if bytes are left."""
+        begin = self._take(len(into))
+        into[:] = np.frombuffer(self._stored[begin : self._at], np.uint8)
+        if self._at != self._size:
+            raise CorruptObject(f"float-split chunk has {self._size - self._at} excess bytes")
+
+    def _read_block(self, start: int, most: int) -> int:
+        """Decode one block to the words from `start`; returns how many, at most `most`."""
+        header = _HEADER.unpack_from(self._stored, self._take(_HEADER.size))
+        count, low_size, rest_size, codes_size, escapes, base, mode = header
         # Tiny blocks would make decoding a chunk take minutes.
-        if not min(SMALL_BLOCK, len(words)) <= count <= len(words) or count % GROUP:
+        if not min(SMALL_BLOCK, most) <= count <= most or count % GROUP:
             raise CorruptObject(f"float-split chunk has a block of {count} words")
         if mode & ~(_PAIRS | _TOP_BYTES):
             raise CorruptObject(f"float-split chunk has a block of unknown mode {mode}")
-        words = words[:count]
-        wide, pairs = words.itemsize == 4, bool(mode & _PAIRS)
-        low = self._plane(2 * count, low_size, np.uint32) if wide else _NO_LOW
+        pairs = bool(mode & _PAIRS)
+        low = self._plane(2 * count, low_size, np.uint32) if self._item == 4 else None
         rest = self._plane(count, rest_size, np.uint16)
-        places, values = self._plane(4 * num_escapes, 0, np.uint32), self._plane(2 * num_escapes, 0, np.uint16)
+        places, values = self._plane(4 * escapes, 0, np.uint32), self._plane(2 * escapes, 0, np.uint16)
         codes = self._plane(count // 2 if pairs else count, codes_size, np.uint8)
         block = Codes(bool(mode & _TOP_BYTES), base, codes, places if pairs else None, values)
+        words = self._into.at(start * self._item, count * self._item, self._kind)
         try:
-            loops.join(words, block, low, not low_size, rest)
+            loops.join(words, count, block, low, not low_size, rest, escapes)
         except IndexError:
             raise CorruptObject("float-split chunk has an escape outside of its block") from None
         return int(count)
 
-    def take(self, num_bytes: int) -> Plane:
-        """The next bytes."""
+    def _plane(self, num_bytes: int, packed: int, kind: Any) -> Any:
+        size = packed or num_bytes
+        begin = self._take(size + -size % _ALIGN)
+        if packed:
+            return self._planes.unpacked(unpack(self._stored[begin : begin + size], num_bytes), kind)
+        return self._planes.at(begin, num_bytes, kind)
+
+    def _take(self, num_bytes: int) -> int:
+        """Where the next bytes begin."""
         begin, self._at = self._at, self._at + num_bytes
         if self._at > self._size:
             raise CorruptObject("float-split chunk ends early")
-        return self._stored[begin : self._at]
-
-    def finish(self) -> None:
-        """Raises CorruptObject if bytes are left."""
-        if self._at != self._size:
-            raise CorruptObject(f"float-split chunk has {self._size - self._at} excess bytes")
-
-    def _plane(self, num_bytes: int, packed: int, kind: Any) -> Plane:
-        size = packed or num_bytes
-        stored = self.take(size + -size % _ALIGN)[:size]
-        return np.frombuffer(unpack(stored.data, num_bytes), kind) if packed else stored.view(kind)
+        return begin

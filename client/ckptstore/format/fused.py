@@ -124,14 +124,30 @@ def _add(extremes: BlockExtremes, words: Plane, found: _Found) -> None:
     extremes.add_found(words, found.unsigned, found.signed, found.least if is_positive else None)
 
 
-def join(words: Plane, block: Codes, low: Plane, is_mixed: bool, rest: Plane) -> None:
+class Planes:
+    """The compiled code takes addresses, or bytes as they are: an array per plane would cost as much as joining it."""
+
+    def __init__(self, data: Plane) -> None:
+        self._data = data  # keeps its memory
+        self._address = _address(data)
+
+    def at(self, begin: int, num_bytes: int, kind: Any) -> int:
+        """The one that begins there."""
+        return self._address + begin
+
+    def unpacked(self, data: bytes, kind: Any) -> bytes:
+        """The one that a frame was unpacked to."""
+        return data
+
+
+planes = Planes
+
+
+def join(words: int, count: int, block: Codes, low: Any | None, is_mixed: bool, rest: Any, escapes: int) -> None:
     """As in passes.py."""
     assert _library is not None
-    pairs, places, escapes = False, None, 0
-    if block.places is not None:
-        pairs, places, escapes = True, _address(block.places), len(block.places)
     if _library.ckpt_join(
-        _address(words), words.itemsize == 4, len(words), block.top_bytes, block.base, pairs, _address(low), is_mixed,
-        _address(rest), _address(block.codes), places, _address(block.values), escapes,
+        words, low is not None, count, block.top_bytes, block.base, block.places is not None, low, is_mixed,
+        rest, block.codes, block.places, block.values, escapes if block.places is not None else 0,
     ):  # fmt: skip
         raise IndexError("an escape is outside of its block")

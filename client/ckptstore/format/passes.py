@@ -128,18 +128,36 @@ def survey(words: Plane, extremes: BlockExtremes) -> None:
     extremes.add_found(words, unsigned, signed, int(words.min()) if unsigned == signed else None)
 
 
-def join(words: Plane, block: Codes, low: Plane, is_mixed: bool, rest: Plane) -> None:
-    """Join a block. low: empty for 16-bit words. Raises IndexError if an escape is outside of the block."""
+class Planes:
+    """Planes in the bytes of a chunk, as arrays."""
+
+    def __init__(self, data: Plane) -> None:
+        self._data = data
+
+    def at(self, begin: int, num_bytes: int, kind: Any) -> Plane:
+        """The one in these bytes."""
+        return self._data[begin : begin + num_bytes].view(kind)
+
+    def unpacked(self, data: bytes, kind: Any) -> Plane:
+        """The one that a frame was unpacked to."""
+        return np.frombuffer(data, kind)
+
+
+planes = Planes
+
+
+def join(words: Plane, count: int, block: Codes, low: Plane | None, is_mixed: bool, rest: Plane, escapes: int) -> None:
+    """Join a block. low: None for 16-bit words. Raises IndexError if an escape is outside of the block."""
     fields = _TOP_BYTE if block.top_bytes else _EXPONENT
-    high, spare, half = words, _scratch.lanes, len(words) // 2
-    if len(low):  # additional planes would not fit into the cache
+    high, spare, half = words, _scratch.lanes, count // 2
+    if low is not None:  # additional planes would not fit into the cache
         spare, high = words[:half].view(np.uint16), words[half:].view(np.uint16)
     if block.places is None:
         _join_codes(block.codes.view(np.uint16), rest, fields, high, spare)
     else:
         _join_pairs(block.codes, block.base, rest, fields, high, spare)
         high[block.places] = block.values
-    if len(low):
+    if low is not None:
         _join_wide(low, is_mixed, words)
 
 
