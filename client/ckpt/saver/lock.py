@@ -3,7 +3,7 @@
 A trainer that is restarted right after a SIGKILL must not resume from an older step than the one its predecessor's
 saver is about to commit. There are two lock files per run: the trainer holds a shared lock on one, its saver on the
 other until its uploads are done. The kernel releases a lock when its process ends, in any way. If only the saver's
-lock is held, an orphaned saver is finishing its jobs.
+lock is held, an orphaned saver is finishing its jobs. A process that tests these locks holds a third one meanwhile.
 
 A note beside the locks remembers that the run had a checkpoint: a store that has nothing of it later is not mounted.
 """
@@ -67,9 +67,9 @@ def wait_for_orphans(store: str, run: str, timeout_s: float) -> bool:
 
 
 def _may_be_orphaned(store: str, run: str) -> bool:
-    """Also if another process looks right now. Each look locks the files for a moment, so of two ranks that look at the
-    same time one would take the other for a trainer that is alive."""
-    with _locked(host_path(store, run, "look")) as alone:
+    """True as well while another process tests the locks. A test takes them for a moment, so of two ranks that test at
+    the same time one would take the other for a trainer that is alive."""
+    with _locked(host_path(store, run, "test")) as alone:
         return not alone or (
             _is_held(host_path(store, run, "saver")) and not _is_held(host_path(store, run, "trainer"))
         )

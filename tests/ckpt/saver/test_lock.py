@@ -95,16 +95,16 @@ def test_a_folder_of_locks_that_others_can_reach_is_refused(
         wait_for_orphans("file:///store", "r", timeout_s=30)
 
 
-def test_ranks_that_look_at_the_same_time_do_not_take_each_other_for_a_live_trainer(temporary: Path) -> None:
+def test_ranks_that_test_the_locks_at_the_same_time_do_not_take_each_other_for_a_live_trainer(temporary: Path) -> None:
     store, ranks = "file:///store", 8
     orphan = SaverLock(store, "r")
     orphan.close()  # the trainer's lock alone
 
-    def looks(_: int) -> list[bool]:
+    def tests(_: int) -> list[bool]:
         return [wait_for_orphans(store, "r", timeout_s=0.0) for _ in range(200)]
 
     with ThreadPoolExecutor(ranks) as pool:
-        assert not any(any(found) for found in pool.map(looks, range(ranks))), "one did not wait for the orphan"
+        assert not any(any(found) for found in pool.map(tests, range(ranks))), "one did not wait for the orphan"
     os.close(orphan.saver)
     with ThreadPoolExecutor(ranks) as pool:
         assert all(pool.map(lambda _: wait_for_orphans(store, "r", timeout_s=60.0), range(ranks)))
