@@ -59,7 +59,7 @@ def main() -> None:
     kinds.add_argument("--again", action="store_true", help="with all: in a column of its own, for comparison")
     kinds.add_argument("--busy", action="store_true", help="with all: beside a process on each core that never waits")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the line of JSON to a file as well")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()  # names behind options too
     if args.name != "all" and (args.only or args.again or args.busy):
         parser.error("these arguments go with all")
     os.environ.setdefault("CKPT_LINGER_S", "0")  # savers of trainers that are killed must not disturb the next one
