@@ -25,6 +25,7 @@ from bench.measuring import (
     problem,
     read_files,
     sync_tree,
+    touch_free_memory,
     usage,
 )
 from bench.ours import Ours
@@ -144,6 +145,7 @@ class _Load:
         self.state.forget()
         if self.cold:
             forget_cached(self.place)
+            touch_free_memory(self.state.num_bytes)
         with usage() as took:
             self.peer.load(self.folder, self.state)
         self._compare()

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from bench.durable_disk import RAW
-from bench.measuring import forget_cached, raw_read_s, touched
+from bench.measuring import forget_cached, raw_read_s, touch_free_memory, touched
 from bench.report import Goal, Report
 from bench.restore import RIVAL, restores
 from bench.state import trained, wanted_bytes
@@ -30,6 +30,7 @@ def measure(quick: bool) -> Report:
 
         def through(threads: int) -> float:
             forget_cached(shard.parent)
+            touch_free_memory(len(into))
             return raw_read_s(shard, into, threads, cached=True)
 
         return {
