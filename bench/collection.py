@@ -139,13 +139,13 @@ def _notes(kept: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
     all_verdicts = [verdict for verdicts in kept.values() for verdict in verdicts.values()]
     versions = {name: number for verdict in all_verdicts for name, number in verdict.get("versions", {}).items()}
     line = "Versions: " + ", ".join(f"{name} {number}" for name, number in sorted(versions.items())) + "."
-    notes += ["", textwrap.fill(line, 150, break_long_words=False, break_on_hyphens=False), ""]
+    notes += ["", textwrap.fill(line, 150, break_long_words=False, break_on_hyphens=False)]
     problems = {
         f"- {peer} did not run in {verdict['bench']}: {problem}"
         for verdict in all_verdicts
         for peer, problem in verdict.get("problems", {}).items()
     }
-    return notes + sorted(problems)
+    return [*notes, "", *sorted(problems)] if problems else notes
 
 
 def _sizes(verdicts: Iterable[Mapping[str, Any]]) -> str:
