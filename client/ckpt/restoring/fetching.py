@@ -72,10 +72,11 @@ class Fetcher:
 
     @contextmanager
     def protecting(self, leases: list[str]) -> Iterator[Callable[[], None]]:
-        """Rank 0 takes a lease beside the block, and appends it to `leases`, so that the caller can release it after an
-        error. The block calls the function before the first byte is placed: it waits for the lease.
+        """Take the lease (rank 0) in a thread during the block.
 
-        It raises NoCheckpoint if the checkpoint is being deleted, and CorruptObject if it is listed as corrupt.
+        Yields a function that waits for the lease; call it before the first byte is placed. It raises NoCheckpoint if
+        the checkpoint is being deleted, and CorruptObject if it is listed as corrupt. The lease is appended to `leases`
+        even if the block fails, so that the caller can release it.
         """
         with ThreadPoolExecutor(1, thread_name_prefix="ckpt-lease") as pool:
             yield pool.submit(self._protect, leases).result
@@ -90,7 +91,7 @@ class Fetcher:
             leases.append(lease)
 
     def read_ahead(self) -> None:
-        """Read the manifest that `manifest` will share, without the other ranks."""
+        """Read the manifest that `manifest` will share, without the other ranks. Raises what `manifest` does."""
         if self._world.rank == 0:
             self._manifest = self._read_manifest()
 

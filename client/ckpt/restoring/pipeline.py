@@ -229,8 +229,8 @@ class Restorer:
         leases: list[str] = []
         try:
             fetcher = Fetcher(self._source, self._config, self._world, checkpoint, self._prefetch, self._near)
-            with fetcher.protecting(leases) as protected:
-                prepared = self._prepare(state, fetcher, session, protected, strict)
+            with fetcher.protecting(leases) as await_lease:
+                prepared = self._prepare(state, fetcher, session, await_lease, strict)
             plan = prepared.plan
             self._begun.append(checkpoint.id)
             self._overwritten |= plan.overwritten
@@ -245,23 +245,29 @@ class Restorer:
         return plan, prepared.rank_state, leases[0] if leases else None
 
     def _prepare(
-        self, state: TrainState, fetcher: Fetcher, session: RestoreSession, protected: Callable[[], None], strict: bool
+        self,
+        state: TrainState,
+        fetcher: Fetcher,
+        session: RestoreSession,
+        await_lease: Callable[[], None],
+        strict: bool,
     ) -> PreparedRestore:
-        """Read the documents and plan; changes nothing live. One meeting, or two: under another world size, rank 0
-        reads the items of all ranks and shares them out.
+        """Read the documents and plan; changes nothing live. One meeting; one more if ranks exchange what they read,
+        and one more under another world size, where rank 0 reads the items of all ranks and shares them out.
 
-        protected: waits for the lease, which is taken meanwhile. Raises StateMismatch if the checkpoint does not fit
+        await_lease: see Fetcher.protecting. Raises StateMismatch if the checkpoint does not fit
         the objects of every rank.
         """
         world, prepared = self._world, PreparedRestore(self._source, fetcher, state, self._rng)
         steps: list[Callable[[], object]] = [partial(session.join, fetcher.checkpoint, self._key)]
         if fetcher.exchanges:
-            self._together.do(*steps, fetcher.read_ahead, protected)  # the manifest is read in a collective
+            # The manifest is read in a collective.
+            self._together.do(*steps, partial(_unless_deleted, fetcher.read_ahead, await_lease), await_lease)
             steps = []
         reads = (prepared.read_manifest, partial(prepared.read_items, world), prepared.plan_reads)
-        steps += [partial(_unless_deleted, read, protected) for read in reads]
+        steps += [partial(_unless_deleted, read, await_lease) for read in reads]
         reports = self._together.do(
-            *steps, protected, report=lambda: (session.joined, prepared.states, self._fit(prepared))
+            *steps, await_lease, report=lambda: (session.joined, prepared.states, self._fit(prepared))
         )
         if not all(joined for joined, *_ in reports):
             session.fail(RuntimeError("not all ranks could join"))
@@ -307,10 +313,10 @@ class Restorer:
         plan.finish.clear()  # they hold the plan, which holds them
 
 
-def _unless_deleted(read: Callable[[], object], protected: Callable[[], None]) -> None:
-    """What a checkpoint that is being deleted lacks is not damage: the error is that of the lease."""
+def _unless_deleted(read: Callable[[], object], await_lease: Callable[[], None]) -> None:
+    """If the checkpoint is being deleted, raise the lease's error: what is missing then is not damage."""
     try:
         read()
     except CkptError:
-        protected()
+        await_lease()
         raise

@@ -2,7 +2,7 @@
 
 A meeting costs more than most of the work between two of them. So work that changes nothing of the caller's is done
 in several steps before one meeting. The error that counts is that of the earliest step, as if the ranks had met
-after each.
+after each. NoCheckpoint is the exception: it explains what other ranks found missing or damaged in earlier steps.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Together:
     def do(self, *steps: Callable[[], object], report: Callable[[], Any] = lambda: None) -> list[Any]:
         """Do the steps one after the other, then meet. Returns every rank's report (JSON types and bytes).
 
-        Raises one rank's error on all ranks: of the earliest step that failed, and there one that another checkpoint
-        would not cure takes precedence.
+        Raises one rank's error on all ranks: of the earliest step that failed, or NoCheckpoint of any step. Among these
+        one that another checkpoint would not cure takes precedence, then NoCheckpoint.
         """
         answers = self._world.gather(self._answer(steps, report))
         return [answer.report for answer in self._checked(answers)]
@@ -94,12 +94,12 @@ class Together:
     def _checked(self, answers: list[Any]) -> list[_Answer]:
         """The answers of all ranks, if none of them has failed."""
         parsed = list(starmap(_Answer, answers))
-        failed = [(answer.steps, answer.error) for answer in parsed if answer.error is not None]
+        failed = [(answer.steps, self._error_of(*answer.error)) for answer in parsed if answer.error is not None]
         if not failed:
             return parsed
         first = min(steps for steps, _ in failed)
-        errors = [self._error_of(*error) for steps, error in failed if steps == first]
-        raise min(errors, key=lambda found: isinstance(found, TRY_NEXT))
+        errors = [error for steps, error in failed if steps == first or isinstance(error, NoCheckpoint)]
+        raise min(errors, key=_precedence)
 
     def _error_of(self, code: str, message: str, hint: str, chunks: Sequence[tuple[str, int]]) -> CkptError:
         error = error_from_code(code, message, hint)
@@ -107,3 +107,8 @@ class Together:
         own = self._error
         same = own is not None and (own.code, own.message, own.chunks) == (code, message, error.chunks)
         return own if own is not None and same else error
+
+
+def _precedence(error: CkptError) -> int:
+    """What a checkpoint that is being deleted lacks is not damage."""
+    return 1 if isinstance(error, NoCheckpoint) else 2 if isinstance(error, TRY_NEXT) else 0
