@@ -1,7 +1,8 @@
 """python -m bench NAME [--quick] [--json FILE]: tables, then one line of JSON with the verdict.
 
-`python -m bench all [--quick]` runs every benchmark in a process of its own, keeps the verdicts under bench/results and
-rewrites the table in bench/README.md; `python -m bench table` writes it from the stored verdicts.
+`python -m bench all [NAME ...] [--quick | --again | --busy]` runs these benchmarks, or every one, each in a process of
+its own. It keeps the verdicts under bench/results and rewrites the table in bench/README.md. `python -m bench table`
+writes the table from the stored verdicts.
 """
 
 from __future__ import annotations
@@ -54,24 +55,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("name", choices=[*BENCHES, "all", "table"])
     parser.add_argument("only", nargs="*", help="with all: the benchmarks to run")
-    kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument("--quick", action="store_true", help="less data: only checks that the benchmark runs")
-    kinds.add_argument("--again", action="store_true", help="with all: in a column of its own, for comparison")
-    kinds.add_argument("--busy", action="store_true", help="with all: beside a process on each core that never waits")
+    runs = parser.add_mutually_exclusive_group()
+    runs.add_argument("--quick", action="store_true", help="less data: only checks that the benchmark runs")
+    runs.add_argument("--again", action="store_true", help="with all: in a column of its own, for comparison")
+    runs.add_argument("--busy", action="store_true", help="with all: with a spinning process per core")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the line of JSON to a file as well")
     args = parser.parse_intermixed_args()  # names behind options too
     if args.name != "all" and (args.only or args.again or args.busy):
-        parser.error("these arguments go with all")
+        parser.error("NAME ..., --again and --busy need all")
     os.environ.setdefault("CKPT_LINGER_S", "0")  # savers of trainers that are killed must not disturb the next one
     # A checkout would be compiled in each process, unlike the installed peers.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if args.name == "all":
-        kind = next((kind for kind in ("quick", "again", "busy") if getattr(args, kind)), "full")
+        run_name = next((name for name in collection.TIMEOUT_S if getattr(args, name, False)), "full")
         if unknown := set(args.only) - set(BENCHES):
             parser.error(f"no such benchmark: {', '.join(sorted(unknown))}")
-        failed = collection.run_all(args.only or BENCHES, kind)
-        if not args.only and kind in ("full", "quick"):
-            failed |= collection.draw_plots(kind)
+        failed = collection.run_all(args.only or BENCHES, run_name)
+        if not args.only and run_name in ("full", "quick"):
+            failed |= collection.draw_plots(run_name)
         collection.write_table(BENCHES)
         sys.exit(failed)
     if args.name == "table":

@@ -23,8 +23,8 @@ README = HERE / "README.md"
 BEGIN = "<!-- verdicts: written by python -m bench -->"
 END = "<!-- end of verdicts -->"
 TIMEOUT_S = {"full": 1200, "again": 1200, "busy": 2400, "quick": 300}
-"""Runs: at full size, the same once more, beside a process on each core that never waits, and with less data. Each has
-a folder in bench/results, and a time limit for one benchmark: one that exceeds it is considered hung."""
+"""Seconds after which a benchmark counts as hung, by run. Each run has a folder in bench/results: at full size, the
+same once more, with a spinning process per core, and with less data."""
 COLUMNS = ("full", "again", "busy")
 """Runs that are in the table, if they have verdicts."""
 

@@ -1,6 +1,6 @@
 """One rank of the benchmark restore-extras: saves, restores in all ways in turns, and compares every element.
 
-`first_restore` is one of another process, which restores once.
+`first_restore` runs in a process of its own and restores once.
 """
 
 from __future__ import annotations
@@ -86,14 +86,14 @@ class Rank:
         return wall_s, core_s
 
     def close(self) -> None:
-        """All ranks together."""
+        """Collective."""
         for run in self.runs.values():
             run.close()
         dist.destroy_process_group()
 
 
-def joined(folder: Path, num_bytes: int) -> Rank:
-    """The rank that the environment names."""
+def join(folder: Path, num_bytes: int) -> Rank:
+    """Join the process group as the rank that the environment names."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     logging.getLogger("ckpt").setLevel(logging.ERROR)
@@ -101,9 +101,9 @@ def joined(folder: Path, num_bytes: int) -> Rank:
 
 
 def first_restore(folder: Path, num_bytes: int, name: str, environment: Mapping[str, str], rank: int) -> float:
-    """Wall seconds of the first restore of a process; runs in one that was forked after all imports."""
+    """Wall seconds of the first restore of a process. Runs in a process forked after all imports."""
     os.environ.update(environment, RANK=str(rank))
-    one = joined(folder, num_bytes)
+    one = join(folder, num_bytes)
     wall_s, _ = one.once(name)
     one.close()
     return wall_s
@@ -112,7 +112,7 @@ def first_restore(folder: Path, num_bytes: int, name: str, environment: Mapping[
 def main() -> None:
     """Rank 0 prints the result."""
     folder, names = Path(sys.argv[1]), [*WAYS, LOAD]
-    one = joined(folder, int(sys.argv[2]))
+    one = join(folder, int(sys.argv[2]))
     rank, world = dist.get_rank(), dist.get_world_size()
     found: dict[str, Any] = {name: {"wall_s": [], "core_s": []} for name in names}
     found["stall"] = {"wall_s": one.save()}

@@ -10,7 +10,6 @@ import select
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -302,7 +301,7 @@ def forget_cached(folder: Path) -> None:
 
 
 def touch_free_memory(num_bytes: int) -> None:
-    """A virtual machine gives memory that is free for a while back to its host, and the next to use it would pay."""
+    """Touch this many bytes. A virtual machine returns unused memory to its host, and the next user would pay."""
     touched(num_bytes).close()
 
 
@@ -319,24 +318,23 @@ def read_files(folder: Path) -> None:
 @contextmanager
 def meeting_place(world: int) -> Iterator[dict[str, str]]:
     """Environment for ranks that form a process group: they meet at a store of this process, as under torchrun."""
-    from torch._C._distributed_c10d import TCPStore  # not in the process that samples memory
+    from torch._C._distributed_c10d import (
+        TCPStore,  # imported here: the process that samples memory must not load torch
+    )
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield {
         "WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": str(True),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
 
 
-def output_of_ranks(module: str, world: int, arguments: Callable[[Path], Sequence[str]], timeout_s: float) -> Any:
-    """Run a module in so many ranks; what rank 0 prints last, from JSON. Raises RuntimeError if one fails.
-
-    arguments: of the program, given an empty folder.
-    """
-    with tempfile.TemporaryDirectory() as folder, meeting_place(world) as place:
-        command = [sys.executable, "-m", module, *arguments(Path(folder))]
+def output_of_ranks(module: str, world: int, arguments: Sequence[str], timeout_s: float) -> Any:
+    """Run a module in so many ranks; what rank 0 prints last, from JSON. Raises RuntimeError if one fails."""
+    with meeting_place(world) as place:
+        command = [sys.executable, "-m", module, *arguments]
         environment = os.environ | place | {"OMP_NUM_THREADS": "1"}
         ranks = [
             subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)

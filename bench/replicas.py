@@ -56,6 +56,6 @@ def run_ranks(service: Service, task: dict[str, Any]) -> dict[str, list[dict[str
     """Output of rank 0: by mode, seconds and sent bytes of each repetition."""
     task |= {"service": [service.s3.endpoint, service.s3.master, service.s3.metrics]}
     found: dict[str, list[dict[str, float]]] = output_of_ranks(
-        "bench.replica_rank", RANKS, lambda _: [json.dumps(task)], _TIMEOUT_S
+        "bench.replica_rank", RANKS, [json.dumps(task)], _TIMEOUT_S
     )
     return found

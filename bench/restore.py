@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -47,8 +46,8 @@ PEERS = (
 
 RIVAL = "fastest peer that restores an optimizer"
 
-Limits = Callable[[Path], Mapping[str, Callable[[], float]]]
-"""From a shard of uncompressed chunks to bare reads of it, by name; each returns its seconds."""
+Limits = Callable[[Path], Mapping[str, Callable[[], Usage]]]
+"""From a shard of uncompressed chunks to bare reads of it, by name."""
 
 
 @dataclass(slots=True)
@@ -112,9 +111,7 @@ def restores(state: State, limits: Limits, *, cold: bool) -> Restores:
                 problems[name] = problem(error)
                 del peers[name]
         sync_tree(folder)
-        contestants: dict[str, Callable[[], Usage]] = {
-            name: partial(_bare, call) for name, call in limits(_shard(places[RAW])).items()
-        }
+        contestants = dict(limits(_shard(places[RAW])))
         want = state.digest()
         loads = {name: _Load(peer, folder / name, places[name], state, want, cold) for name, peer in peers.items()}
         peaks, failed = in_turns({name: load.peak for name, load in loads.items()}, 1)
@@ -165,7 +162,8 @@ class _Load:
             raise ValueError("the loaded state differs from the saved one")
 
 
-def _bare(call: Callable[[], float]) -> Usage:
+def bare(call: Callable[[], float]) -> Usage:
+    """What a call takes that returns its seconds."""
     with usage() as took:
         wall_s = call()
     took.wall_s = wall_s

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 
 from bench.durable_disk import RAW
-from bench.measuring import forget_cached, raw_read_s, touch_free_memory, touched
+from bench.measuring import Usage, forget_cached, raw_read_s, touch_free_memory, touched
 from bench.report import Goal, Report
-from bench.restore import RIVAL, restores
+from bench.restore import RIVAL, bare, restores
 from bench.state import trained, wanted_bytes
 
 LIMIT_GOAL = 0.85
@@ -25,19 +25,19 @@ def measure(quick: bool) -> Report:
     """In a folder of the default temporary file system."""
     state = trained("fp32", wanted_bytes(quick))
 
-    def limits(shard: Path) -> Mapping[str, Callable[[], float]]:
+    def limits(shard: Path) -> Mapping[str, Callable[[], Usage]]:
         into = touched(shard.stat().st_size)  # more than the state
 
-        def through(threads: int) -> float:
+        def through(threads: int) -> Usage:
             forget_cached(shard.parent)
             touch_free_memory(len(into))
-            return raw_read_s(shard, into, threads, cached=True)
+            return bare(partial(raw_read_s, shard, into, threads, cached=True))
 
         return {
             THROUGH: partial(through, 1),
             THROUGH_TWO: partial(through, 2),
-            PAST: partial(raw_read_s, shard, into, 1),
-            PAST_MANY: partial(raw_read_s, shard, into, 8),
+            PAST: partial(bare, partial(raw_read_s, shard, into, 1)),
+            PAST_MANY: partial(bare, partial(raw_read_s, shard, into, 8)),
         }
 
     done = restores(state, limits, cold=True)

@@ -68,8 +68,8 @@ def run_ranks(world: int, num_bytes: int) -> Measured:
     """What a world measures whose ranks hold this many bytes each."""
     names = (*WAYS, LOAD)
     with tempfile.TemporaryDirectory() as folder:
-        found: Measured = output_of_ranks("bench.extras_rank", world, lambda _: [folder, str(num_bytes)], _TIMEOUT_S)
-        _first(Path(folder), num_bytes, LOAD, world)  # the pages it leaves are those of the next
+        found: Measured = output_of_ranks("bench.extras_rank", world, [folder, str(num_bytes)], _TIMEOUT_S)
+        _first(Path(folder), num_bytes, LOAD, world)  # warms up: later ones reuse the pages that it frees
         for repetition in range(FIRST_REPETITIONS):
             for name in rotated(names, repetition):
                 found[name].setdefault("first_s", []).append(_first(Path(folder), num_bytes, name, world))

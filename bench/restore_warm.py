@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 
 from bench.durable_disk import RAW
-from bench.measuring import memcpy_s, touched
+from bench.measuring import Usage, memcpy_s, touched
 from bench.report import Goal, Report
-from bench.restore import RIVAL, restores
+from bench.restore import RIVAL, bare, restores
 from bench.state import trained, wanted_bytes
 
 MEMCPY_GOAL, DCP_GOAL = 1.5, 5.0
@@ -21,8 +21,8 @@ def measure(quick: bool) -> Report:
     state = trained("fp32", wanted_bytes(quick))
     into, source = touched(state.num_bytes), touched(state.num_bytes)
 
-    def limits(shard: Path) -> Mapping[str, Callable[[], float]]:
-        return {MEMCPY: partial(memcpy_s, state.num_bytes, into, source)}
+    def limits(shard: Path) -> Mapping[str, Callable[[], Usage]]:
+        return {MEMCPY: partial(bare, partial(memcpy_s, state.num_bytes, into, source))}
 
     done = restores(state, limits, cold=False)
     limit, ours = done.seconds(MEMCPY), done.seconds(RAW)

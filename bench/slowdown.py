@@ -41,7 +41,7 @@ STEPS_AROUND = 2
 """Steps without a save, before and after each save."""
 TOKENS = 16
 PEERS = ("dcp-process", "torch_checkpointing", "moonclip")
-"""dcp-thread and torchsnapshot, which lost four times as much as the best of these, only make the benchmark long."""
+"""dcp-thread and torchsnapshot, which lost four times as much as the best of these, would only make this longer."""
 OURS: dict[str, dict[str, Any]] = {
     "ckptd": {},
     "ckptd, off": {"compress": "off"},
@@ -90,7 +90,7 @@ class Trainer:
         self.around, self.settling = STEPS_AROUND, 0
         """Steps that are measured before and after each save, and steps before these: while nothing trained, the
         workers have made batches in advance."""
-        self.last: Window | None = None
+        self.last_window: Window | None = None
         """The last window. None: other things were done since."""
         for group in self.optim.param_groups:
             group["lr"] = 0.0  # a tiled model does not train; the work is the same
@@ -104,8 +104,8 @@ class Trainer:
         self.steps(self.settling)
         at = core_seconds()
         steps = self.steps(self.around)
-        self.last = Window(steps, (core_seconds() - at) / self.around)
-        return self.last
+        self.last_window = Window(steps, (core_seconds() - at) / self.around)
+        return self.last_window
 
     def step(self, peer: Peer | None) -> float:
         """Seconds of one step."""
@@ -148,12 +148,12 @@ def busy_cores(trainer: Trainer) -> Iterator[None]:
     dataset = Loaded(trainer.text, WORK * max(1, cores - 1) * median(trainer.steps(STEPS_AROUND)))
     loader = DataLoader(dataset, None, num_workers=cores, prefetch_factor=1, multiprocessing_context="fork")
     trainer.batches = iter(loader)
-    trainer.around, trainer.settling, trainer.last = BUSY_STEPS_AROUND, cores, None
+    trainer.around, trainer.settling, trainer.last_window = BUSY_STEPS_AROUND, cores, None
     try:
         yield
     finally:
         trainer.batches = _batches(trainer.text)  # the last reference to the workers
-        trainer.around, trainer.settling, trainer.last = STEPS_AROUND, 0, None
+        trainer.around, trainer.settling, trainer.last_window = STEPS_AROUND, 0, None
 
 
 class Saving:
@@ -221,7 +221,7 @@ def _next_cost(trainer: Trainer, peer: Peer, folders: Any) -> Cost:
 
 def cost(trainer: Trainer, peer: Peer, folder: Path) -> Cost:
     """Cost of one save, with steps before, during and after it."""
-    before = trainer.last or trainer.window()
+    before = trainer.last_window or trainer.window()
     at = core_seconds()
     saving = Saving(peer, trainer.state, folder)
     slow = [trainer.step(peer)]  # at least one: it waits for a copy in progress

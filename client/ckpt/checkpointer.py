@@ -19,7 +19,7 @@ from ckpt.preemption import DaemonNotice, Fit, Preemption, Sources, fit
 from ckpt.ranks.world import World, is_grouped
 from ckpt.restoring.pipeline import Restored, Restorer
 from ckpt.restoring.prefetching import Prefetch, likely_place
-from ckpt.restoring.resolve import check_present, release_lease
+from ckpt.restoring.resolve import check_present, release_lease, wait_for_orphan_saver
 from ckpt.restoring.stages import StagedRestore
 from ckpt.restoring.tensors import load_tensors
 from ckpt.schedule import Limits, Schedule, cost_of
@@ -74,9 +74,13 @@ class Checkpointer:
 
         Takes about half a second per GB; memory for further slots is allocated in the background. Without this call the
         first save does it, and waits. Call it again when the layout of the state has changed: other parameters, or
-        other parts of them on this rank. Raises UnsupportedObject, InvalidRequest, RankLost, RunVanished, Unavailable.
+        other parts of them on this rank. The first call waits for the saver of a killed trainer, as `restore` does:
+        after it this process counts as a live trainer. Raises UnsupportedObject, InvalidRequest, RankLost, RunVanished,
+        Unavailable.
         """
         state = TrainState.of(model, optim, extras, shared)
+        if self._saves.client is None:
+            wait_for_orphan_saver(self.config)
         self._saves.prepare(state, partial(check_present, self._source, self.config))
 
     def save_async(

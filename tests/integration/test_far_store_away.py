@@ -115,7 +115,6 @@ def test_all_is_near_at_once_and_far_afterwards(
     service = RestartableService(tmp_path / "service")
     near = Run(open_store(str(tmp_path / "near")), "kill")
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))  # for the notes of these savers only
-    monkeypatch.setattr("tempfile.tempdir", None)
     far = Run(open_store(URL, service.where.options), "kill")
     daemon = Backlogs(far.store, Index(database, EventLog(database, system_clock)), system_clock)
     metric = partial(shown, daemon)

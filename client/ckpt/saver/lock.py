@@ -5,6 +5,9 @@ saver is about to commit. There are two lock files per run: the trainer holds a 
 other until its uploads are done. The kernel releases a lock when its process ends, in any way. If only the saver's
 lock is held, an orphaned saver is finishing its jobs. A process that tests these locks holds a third one meanwhile.
 
+The files are in the temporary directory, and must stay there while they are locked. systemd-tmpfiles keeps a locked
+folder, and other programs that clean up go by age: both processes lock the folder, and each save touches the files.
+
 A note beside the locks remembers that the run had a checkpoint: a store that has nothing of it later is not mounted.
 """
 
@@ -14,65 +17,93 @@ import fcntl
 import logging
 import os
 import stat
-import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import xxhash
 
 from ckpt.saver.segment import close_after_fork
-from ckptstore.errors import CkptError, InvalidRequest
+from ckptstore.errors import CkptError, InvalidRequest, Unavailable
 from ckptstore.retry import pauses
 
 logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
+_TESTS_S = 1.0
+"""How long tests of other processes may take, at most."""
+_VARIABLES = ("TMPDIR", "TEMP", "TMP")
+_FOLDERS = ("/tmp", "/var/tmp", "/usr/tmp")
+
+# A child that is forked by another thread would have a copy of a lock that is held for a moment, and hold it for life.
+_forking = threading.RLock()
+os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_forking.release)
 
 
 class SaverLock:
     """The locks of one trainer and its saver. Acquired before the saver starts."""
 
     def __init__(self, store: str, run: str) -> None:
-        """Raises InvalidRequest if the folder of lock files is not this user's alone."""
-        self._trainer = _hold(host_path(store, run, "trainer"))
-        self.saver = _hold(host_path(store, run, "saver"))
-        """The descriptor that the saver inherits."""
-        close_after_fork(self)
+        """Raises InvalidRequest if the folder of lock files is not this user's alone, or Unavailable if it is full."""
+        self._paths = [host_path(store, run, role) for role in ("trainer", "saver")]
+        self._trainer = self._folder = self.saver = -1
+        """The last is the descriptor that the saver inherits."""
+        with _forking:
+            close_after_fork(self)
+            try:
+                self._trainer = _hold(self._paths[0])
+                self.saver = _hold(self._paths[1])
+                self._folder = hold_folder()
+            except BaseException:
+                self.close()
+                raise
 
     def inherited(self) -> None:
         """Close this process's copy of the saver's descriptor; the saver has inherited it."""
-        os.close(self.saver)
+        fd, self.saver = self.saver, -1
+        os.close(fd)
+
+    def touch(self) -> None:
+        """Keep the files from programs that delete old ones. For each save."""
+        for path in self._paths:
+            with suppress(OSError):
+                os.utime(path)
 
     def close(self) -> None:
         """Release the trainer's lock; its saver has ended."""
         self.close_in_child()
 
     def close_in_child(self) -> None:
-        """Close the trainer's descriptor, or a fork's copy of it."""
-        fd, self._trainer = self._trainer, -1
-        if fd >= 0:
-            os.close(fd)
+        """Close the descriptors, or a fork's copies of them."""
+        held = self._trainer, self.saver, self._folder
+        self._trainer = self.saver = self._folder = -1
+        for fd in held:
+            if fd >= 0:
+                os.close(fd)
 
 
 def wait_for_orphans(store: str, run: str, timeout_s: float) -> bool:
-    """Wait while an orphaned saver of this run is uploading on this host; False if it still is after `timeout_s`."""
+    """Wait while an orphaned saver of this run is uploading on this host; False if it still is after `timeout_s`.
+
+    Raises as SaverLock does.
+    """
     deadline, waits = time.monotonic() + timeout_s, pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
-    while _may_be_orphaned(store, run):
-        if time.monotonic() > deadline:
+    while (orphaned := _is_orphaned(store, run)) is not False:
+        if time.monotonic() > deadline + (0.0 if orphaned else _TESTS_S):
             return False
         time.sleep(next(waits))
     return True
 
 
-def _may_be_orphaned(store: str, run: str) -> bool:
-    """True as well while another process tests the locks. A test takes them for a moment, so of two ranks that test at
-    the same time one would take the other for a trainer that is alive."""
-    with _locked(host_path(store, run, "test")) as alone:
-        return not alone or (
-            _is_held(host_path(store, run, "saver")) and not _is_held(host_path(store, run, "trainer"))
-        )
+def _is_orphaned(store: str, run: str) -> bool | None:
+    """None while another process is testing: a test briefly holds the locks, so two ranks testing at once would each
+    take the other for a live trainer."""
+    with _forking, try_lock(store, run, "testing") as alone:
+        if not alone:
+            return None
+        return _is_held(host_path(store, run, "saver")) and not _is_held(host_path(store, run, "trainer"))
 
 
 def note_checkpoint(store: str, run: str) -> None:
@@ -96,10 +127,25 @@ def try_lock(store: str, run: str, role: str) -> Iterator[bool]:
         yield locked
 
 
-def _hold(path: Path) -> int:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def hold_folder() -> int:
+    """The descriptor of a lock that keeps systemd-tmpfiles out of this user's folder. Raises as SaverLock does."""
+    fd = _open(host_folder(), os.O_RDONLY | os.O_DIRECTORY)
     fcntl.flock(fd, fcntl.LOCK_SH)
     return fd
+
+
+def _hold(path: Path) -> int:
+    while True:
+        fd = _open(path)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            os.utime(fd)
+            if os.fstat(fd).st_nlink:
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)  # it was deleted before it was locked
 
 
 def _is_held(path: Path) -> bool:
@@ -109,7 +155,7 @@ def _is_held(path: Path) -> bool:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = _open(path)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -121,6 +167,20 @@ def _locked(path: Path) -> Iterator[bool]:
         os.close(fd)
 
 
+def _open(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
+    try:
+        return os.open(path, flags | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise _unavailable(path, error) from error
+
+
+def _unavailable(path: Path, error: OSError) -> Unavailable:
+    return Unavailable(
+        f"cannot open {path}, which shows whether an earlier saver still uploads: {error.strerror}",
+        "Free space in that file system, or set TMPDIR to another folder for all processes of the run",
+    )
+
+
 def host_path(store: str, run: str, role: str) -> Path:
     """A file of one run in this host's folder. role: the end of its name. Raises InvalidRequest as SaverLock does."""
     return host_folder() / f"{xxhash.xxh3_64_hexdigest(f'{store} {run}'.encode())}.{role}"
@@ -130,11 +190,15 @@ def host_folder() -> Path:
     """This user's folder for locks and notes, in the temporary directory.
 
     Raises InvalidRequest if another user can reach into it. That user could hold the locks, and saves would wait for
-    them without end.
+    them without end. Raises Unavailable if it cannot be made.
     """
-    folder = Path(tempfile.gettempdir()) / f"ckpt-{os.getuid()}"
-    with suppress(FileExistsError):
+    folder = temporary_folder(os.environ) / f"ckpt-{os.getuid()}"
+    try:
         folder.mkdir(mode=0o700)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise _unavailable(folder, error) from error
     found = folder.lstat()
     mode = stat.S_IMODE(found.st_mode)
     for problem, applies in (
@@ -148,3 +212,14 @@ def host_folder() -> Path:
                 "Remove it, or chmod 700 it if it is yours, or set TMPDIR to a folder that only you can write to",
             )
     return folder
+
+
+def temporary_folder(environment: Mapping[str, str]) -> Path:
+    """The temporary directory of processes with this environment.
+
+    It is tempfile's, but for the test whether a file can be written. That test fails where the disk is full, and then
+    the next trainer would look for the locks elsewhere.
+    """
+    wanted = [*(environment.get(name, "") for name in _VARIABLES), *_FOLDERS, os.curdir]
+    usable = (folder for folder in wanted if folder and os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK))
+    return Path(os.path.abspath(next(usable, os.curdir)))

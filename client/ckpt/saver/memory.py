@@ -6,8 +6,8 @@ commit is pending. It frees all others, and gives descriptors to trainers of thi
 restore. The store decides which attempt that is, and its manifest which bytes are right: the answer names the digest of
 each chunk's stored bytes, and that of the bytes before encoding, taken before they were encoded.
 
-Trainers connect to a Unix socket in the folder of the locks, which only this user can reach. Each end checks the
-other's user.
+Trainers connect to a Unix socket in a folder below that of the locks, which only this user can reach. Each end checks
+the other's user.
 """
 
 from __future__ import annotations
@@ -302,7 +302,8 @@ def ask(store: str, run: str, question: Question) -> Iterator[tuple[Answer, Chan
                     yield answer, channel
         except (OSError, CkptError, msgspec.MsgspecError) as error:  # the last: of another version of this program
             if isinstance(error, ConnectionRefusedError):
-                path.unlink(missing_ok=True)  # its saver was killed
+                with suppress(OSError):
+                    path.unlink()  # its saver was killed
             else:
                 logger.info("the saver at %s does not answer: %s", path, error)
 
@@ -321,8 +322,8 @@ def is_own(peer: socket.socket) -> bool:
 
 
 def socket_path(store: str, run: str, name: str) -> Path:
-    """The socket of a saver of this run. In a folder of its own, which is short: that of the locks has files of every
-    run there has been on this host. Raises InvalidRequest as SaverLock does."""
+    """The socket of a saver of this run, in a folder with few files: that of the locks has those of every run there has
+    ever been on this host. Raises InvalidRequest as SaverLock does."""
     path = host_path(store, run, name)
     return path.parent / "memory" / path.name
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from ckpt.saver.lock import host_folder
+from ckpt.saver.lock import hold_folder, host_folder, temporary_folder
 from ckpt.saver.messages import Done, Failed, NearOnly, Released, Report, SaveJob, SaveProgress, Setup
 from ckptstore.clock import system_clock
 from ckptstore.errors import CkptError
@@ -90,7 +89,7 @@ class SaverNote:
         self._near = NearOnly(0, 0, None)
         self._orphaned = self._lingers = False
         self._written_at = 0.0
-        self._path, self._fd = Path(), -1
+        self._path, self._fd, self._folder = Path(), -1, -1
         try:
             self._create()
         except (CkptError, OSError) as error:
@@ -140,8 +139,11 @@ class SaverNote:
         if fd >= 0:
             self._path.unlink(missing_ok=True)
             os.close(fd)
+        if self._folder >= 0:
+            os.close(self._folder)
 
     def _create(self) -> None:
+        self._folder = hold_folder()  # the locks must stay there although the trainer has gone
         name = f"{new_ulid(system_clock())}{_SUFFIX}"
         temporary = host_folder() / f"{name}.new"  # it gets its name when it is locked
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -301,10 +303,8 @@ def read_loaded(path: Path) -> bytes:
 
 def _has_temporary_folder(environment: bytes) -> bool:
     """Whether a process with this environment writes its note to the folder that is read here."""
-    variables = dict(one.partition(b"=")[::2] for one in environment.split(b"\0"))
-    folders = (os.fsdecode(variables.get(name, b"")) for name in (b"TMPDIR", b"TEMP", b"TMP"))
-    found = next((folder for folder in folders if os.path.isdir(folder)), "/tmp")
-    return os.path.realpath(found) == os.path.realpath(tempfile.gettempdir())
+    variables = dict(os.fsdecode(one).partition("=")[::2] for one in environment.split(b"\0"))
+    return temporary_folder(variables).resolve() == temporary_folder(os.environ).resolve()
 
 
 def _runs(pid: int) -> bool:

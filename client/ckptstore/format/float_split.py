@@ -29,8 +29,6 @@ _PAIRS, _TOP_BYTES = 1, 2  # bits of a block's mode
 _UPPER_HALF = np.uint32(0xFFFF0000)
 _REPEATS = 16  # a plane is searched for repetitions if one lane in N equals the next
 _NO_LOW: Plane = np.empty(0, np.uint32)
-_KINDS: dict[int, Any] = {2: np.uint16, 4: np.uint32}
-"""Words by their number of bytes."""
 
 
 class Planes(Protocol):
@@ -189,6 +187,8 @@ def decode(dtype: str, stored: memoryview, into: memoryview) -> None:
     item = 4 if dtype == "float32" else 2
     if len(into) % item:
         raise CorruptObject(f"float-split chunk has a raw size of {len(into)} bytes, which is not whole elements")
+    if into.readonly:
+        raise ValueError("cannot decode into read-only memory")
     target: Plane = np.frombuffer(into, np.uint8)
     whole = len(target) // (item * GROUP) * item * GROUP
     reader = _Reader(stored, target[:whole], item)
@@ -206,7 +206,7 @@ class _Reader:
             data = data.copy()
         self._stored, self._size, self._at = data.data, len(data), 0
         self._planes, self._into = loops.planes(data), loops.planes(into)
-        self._words, self._item, self._kind = len(into) // item, item, _KINDS[item]
+        self._words, self._item, self._kind = len(into) // item, item, np.dtype(f"u{item}")
 
     def read_blocks(self) -> None:
         """Decode all blocks."""
@@ -251,7 +251,7 @@ class _Reader:
         return self._planes.at(begin, num_bytes, kind)
 
     def _take(self, num_bytes: int) -> int:
-        """Where the next bytes begin."""
+        """Consume the next bytes; returns where they begin. Raises CorruptObject if the chunk ends before them."""
         begin, self._at = self._at, self._at + num_bytes
         if self._at > self._size:
             raise CorruptObject("float-split chunk ends early")

@@ -28,10 +28,8 @@ _GROUP_WORDS, _STRETCH = 8, 128
 
 
 def load(path: Path) -> ctypes.CDLL | None:
-    """The library; None if it was not built, is older than a source beside it, or cannot be loaded on this machine.
-
-    So is one without a function that is used here, which another version built.
-    """
+    """The library; None if it was not built, is older than a source beside it, cannot be loaded on this machine, or
+    lacks a function: another version built it."""
     if sys.byteorder != "little":
         return None
     try:
@@ -132,11 +130,11 @@ class Planes:
         self._address = _address(data)
 
     def at(self, begin: int, num_bytes: int, kind: Any) -> int:
-        """The one that begins there."""
+        """The address of the plane that begins there."""
         return self._address + begin
 
     def unpacked(self, data: bytes, kind: Any) -> bytes:
-        """The one that a frame was unpacked to."""
+        """The plane that a frame was unpacked to."""
         return data
 
 

@@ -35,7 +35,8 @@ _WITHIN_64_BITS = np.arange(_WORDS_OF_64_BITS)
 
 
 class Codes(NamedTuple):
-    """The planes of a block that depend on its numbers, and how they divide 16 bits."""
+    """The planes of a block that depend on its numbers, and how they divide 16 bits. For `join`:
+    as `Planes` gives them."""
 
     top_bytes: bool
     """The code is the upper byte; otherwise the exponent."""
@@ -135,11 +136,11 @@ class Planes:
         self._data = data
 
     def at(self, begin: int, num_bytes: int, kind: Any) -> Plane:
-        """The one in these bytes."""
+        """A view of these bytes."""
         return self._data[begin : begin + num_bytes].view(kind)
 
     def unpacked(self, data: bytes, kind: Any) -> Plane:
-        """The one that a frame was unpacked to."""
+        """The plane that a frame was unpacked to."""
         return np.frombuffer(data, kind)
 
 
@@ -147,7 +148,10 @@ planes = Planes
 
 
 def join(words: Plane, count: int, block: Codes, low: Plane | None, is_mixed: bool, rest: Plane, escapes: int) -> None:
-    """Join a block. low: None for 16-bit words. Raises IndexError if an escape is outside of the block."""
+    """Join a block. low: None for 16-bit words. escapes: how many, for loops that get addresses.
+
+    Raises IndexError if an escape is outside of the block.
+    """
     fields = _TOP_BYTE if block.top_bytes else _EXPONENT
     high, spare, half = words, _scratch.lanes, count // 2
     if low is not None:  # additional planes would not fit into the cache

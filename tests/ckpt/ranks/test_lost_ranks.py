@@ -23,7 +23,7 @@ from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
 from tests.support.stores import MovableClock
 
 _TIMEOUT_S = 6.0
-_COMMIT_TIMEOUT_S = 3.0
+_COMMIT_TIMEOUT_S = 8.0
 _HOW = ("SIGKILL", "SIGSTOP")
 _RESTORES = [
     *product((2,), _HOW, ("meeting", "fetching", "placing"), ("broadcast", "none")),

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import multiprocessing
 import os
+import re
 import shutil
-import tempfile
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from ckpt import Checkpointer
-from ckpt.saver.lock import SaverLock, wait_for_orphans
-from ckptstore.errors import InvalidRequest, RunVanished
+from ckpt.saver.lock import SaverLock, host_path, temporary_folder, try_lock, wait_for_orphans
+from ckptstore.errors import InvalidRequest, RunVanished, Unavailable
 from ckptstore.operator import StoreOperator
 from ckptstore.stores import open_store
+from tests.ckpt.saver.looking import RUN, looks
+from tests.support.forking import ROOT
+from tests.support.waiting import wait_until
+
+STORE = "file:///store"
 
 
 @pytest.fixture
@@ -25,7 +38,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty temporary directory."""
     folder = tmp_path / "tmp"
     folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
     return folder
 
 
@@ -89,25 +102,130 @@ def test_a_folder_of_locks_that_others_can_reach_is_refused(
 ) -> None:
     prepare(temporary / f"ckpt-{os.getuid()}")
     with pytest.raises(InvalidRequest, match=problem) as caught:
-        SaverLock("file:///store", "r")
+        SaverLock(STORE, RUN)
     assert "set TMPDIR" in caught.value.hint
     with pytest.raises(InvalidRequest, match=problem):
-        wait_for_orphans("file:///store", "r", timeout_s=30)
+        wait_for_orphans(STORE, RUN, timeout_s=30)
+
+
+def _orphan(store: str) -> int:
+    """The descriptor of a saver's lock whose trainer is gone."""
+    lock = SaverLock(store, RUN)
+    saver = os.dup(lock.saver)
+    lock.close()
+    return saver
 
 
 def test_ranks_that_test_the_locks_at_the_same_time_do_not_take_each_other_for_a_live_trainer(temporary: Path) -> None:
-    store, ranks = "file:///store", 8
-    orphan = SaverLock(store, "r")
-    orphan.close()  # the trainer's lock alone
+    orphan = _orphan(STORE)
+    ranks = 4
+    with ProcessPoolExecutor(ranks, multiprocessing.get_context("spawn")) as pool:
+        assert not any(any(found) for found in pool.map(looks, [STORE] * ranks)), "one did not wait for the orphan"
+        os.close(orphan)
+        assert all(all(found) for found in pool.map(looks, [STORE] * ranks))
 
-    def tests(_: int) -> list[bool]:
-        return [wait_for_orphans(store, "r", timeout_s=0.0) for _ in range(200)]
 
-    with ThreadPoolExecutor(ranks) as pool:
-        assert not any(any(found) for found in pool.map(tests, range(ranks))), "one did not wait for the orphan"
-    os.close(orphan.saver)
-    with ThreadPoolExecutor(ranks) as pool:
-        assert all(pool.map(lambda _: wait_for_orphans(store, "r", timeout_s=60.0), range(ranks)))
+def test_a_child_that_is_forked_during_a_test_holds_no_lock(temporary: Path) -> None:
+    command = [sys.executable, "-m", "tests.ckpt.saver.looking", STORE]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=60)
+    assert json.loads(done.stdout) == []
+
+
+def test_prepare_before_restore_waits_for_the_orphan(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After prepare this process would count as the live trainer of its predecessor's saver."""
+    waits, model = threading.Event(), nn.Linear(2, 2)
+
+    def sleep(seconds: float) -> None:
+        waits.set()
+        time.sleep(seconds)
+
+    monkeypatch.setattr("ckpt.saver.lock.time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+
+    def save_and_end() -> None:
+        waits.wait()
+        with Checkpointer(str(tmp_path), run=RUN, writer="thread") as earlier:
+            earlier.save(model, None, 2)
+        os.close(orphan)
+
+    with Checkpointer(str(tmp_path), run=RUN, writer="thread") as earlier:
+        earlier.save(model, None, 1)
+    orphan = _orphan(f"file://{tmp_path}")
+    with Checkpointer(str(tmp_path), run=RUN) as checkpointer, ThreadPoolExecutor(1) as saver:
+        ended = saver.submit(save_and_end)
+        try:
+            checkpointer.prepare(model, None)
+            restored = checkpointer.restore(model)
+        finally:
+            waits.set()
+        ended.result()
+    assert restored is not None
+    assert restored.step == 2
+
+
+def test_files_that_are_locked_are_not_old(temporary: Path) -> None:
+    SaverLock(STORE, RUN).close()
+    files = [host_path(STORE, RUN, role) for role in ("trainer", "saver")]
+
+    def age() -> None:
+        for file in files:
+            os.utime(file, (0, 0))
+
+    age()
+    lock = SaverLock(STORE, RUN)
+    assert all(file.stat().st_mtime for file in files)
+    age()
+    lock.touch()
+    assert all(file.stat().st_mtime for file in files)
+    lock.inherited()
+    lock.close()
+
+
+@pytest.mark.skipif(shutil.which("systemd-tmpfiles") is None, reason="systemd-tmpfiles is not installed")
+def test_systemd_keeps_old_files_that_are_locked(temporary: Path) -> None:
+    lock = SaverLock(STORE, RUN)
+    rule = temporary.with_name("rule.conf")
+    rule.write_text(f"d {temporary} - - - 1us\n")
+    clean = ["systemd-tmpfiles", "--clean", str(rule)]
+    subprocess.run(clean, check=True, timeout=60)
+    assert host_path(STORE, RUN, "trainer").exists()
+    lock.inherited()
+    lock.close()
+    subprocess.run(clean, check=True, timeout=60)
+    assert not (temporary / f"ckpt-{os.getuid()}").exists(), "the rule deletes what nobody holds"
+
+
+def test_a_file_that_is_deleted_before_it_is_locked_is_made_again(temporary: Path) -> None:
+    path = host_path(STORE, RUN, "trainer")
+    with ThreadPoolExecutor(1) as pool, try_lock(STORE, RUN, "trainer"):
+        locking = pool.submit(SaverLock, STORE, RUN)
+        waiting = re.compile(rf"-> FLOCK .*:{path.stat().st_ino} ")
+        wait_until(lambda: waiting.search(Path("/proc/locks").read_text()))
+        path.unlink()
+    lock = locking.result()
+    with try_lock(STORE, RUN, "trainer") as free:
+        assert not free
+    lock.inherited()
+    lock.close()
+
+
+def test_a_full_temporary_folder_is_not_left_for_another(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next trainer would look for the locks there, or here, and not find them."""
+
+    def full(*args: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    SaverLock(STORE, RUN).close()
+    monkeypatch.setattr(os, "open", full)
+    with pytest.raises(Unavailable, match=f"cannot open {temporary}.*No space left") as caught:
+        SaverLock(STORE, RUN)
+    assert "set TMPDIR" in caught.value.hint
+
+
+def test_the_temporary_folder_is_one_that_can_be_written(tmp_path: Path) -> None:
+    assert temporary_folder({"TMPDIR": "", "TEMP": str(tmp_path / "none"), "TMP": str(tmp_path)}) == tmp_path
+    assert temporary_folder({}) == Path("/tmp")
 
 
 def test_a_save_with_such_a_folder_is_refused(temporary: Path, tmp_path: Path) -> None:

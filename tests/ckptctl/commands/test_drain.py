@@ -68,7 +68,7 @@ def test_too_little_time_is_an_error_and_another_run_is_not_waited_for(
     other = drain(tmp_path, "--timeout", "0", "other")
     assert (other.returncode, json.loads(other.stdout)["savers"]) == (0, 0)
     # A saver that was killed leaves a note, which counts for nothing and is removed.
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (saver,) = [state for state in savers() if state.store == str(tmp_path / "store")]
     os.kill(saver.pid, signal.SIGKILL)
     wait_until(lambda: not [state for state in savers() if state.pid == saver.pid])
@@ -81,7 +81,7 @@ def test_savers_with_another_temporary_folder_are_left_out(
 ) -> None:
     (saver,) = [found.name for found in Path("/proc").glob("[0-9]*") if _is_child_saver(found, trainer.pid)]
     assert saver not in {str(state.pid) for state in savers()}
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     assert saver in {str(state.pid) for state in savers()}
 
 

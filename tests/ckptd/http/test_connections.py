@@ -99,8 +99,8 @@ def test_a_refused_request_with_an_endless_body_ends(tmp_path: Path) -> None:
 
 
 def test_a_request_that_waits_longer_than_the_time_out_is_answered(tmp_path: Path) -> None:
-    with running_daemon(f"file://{tmp_path}/store", options=("--header-timeout-seconds", "0.2")) as daemon:
-        assert daemon.get("/v1/checkpoints/latest?run=none&wait=2").json()["code"] == "no_checkpoint"
+    with running_daemon(f"file://{tmp_path}/store", options=("--header-timeout-seconds", "1")) as daemon:
+        assert daemon.get("/v1/checkpoints/latest?run=none&wait=3").json()["code"] == "no_checkpoint"
 
 
 def test_connections_per_client_are_released(tmp_path: Path) -> None:
