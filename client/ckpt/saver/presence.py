@@ -135,12 +135,12 @@ class SaverNote:
     def close(self) -> None:
         """Remove the note: this saver ends."""
         with self._lock:
-            fd, self._fd = self._fd, -1
+            fd, folder, self._fd, self._folder = self._fd, self._folder, -1, -1
         if fd >= 0:
             self._path.unlink(missing_ok=True)
             os.close(fd)
-        if self._folder >= 0:
-            os.close(self._folder)
+        if folder >= 0:
+            os.close(folder)
 
     def _create(self) -> None:
         self._folder = hold_folder()  # the locks must stay there although the trainer has gone
