@@ -11,9 +11,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckpt.saver.deriving import Derived, in_stream
 from ckpt.saver.messages import Failed, SaveJob, Setup
@@ -24,6 +24,7 @@ from ckptstore.commits.commit import (
     aborted_by,
     check_alive,
     commit_attempt,
+    decide,
     read_outcome,
     read_receipts,
     receipt_ranks,
@@ -56,6 +57,9 @@ _READ_AHEAD = 2
 """The newest attempts, whose receipts rank 0 keeps before they are complete."""
 _NEVER_FORGOTTEN_S = 24 * 3600.0
 """An attempt whose snapshot is younger is on no list of the dead: an attempt is on it a week after its deletion."""
+
+_CLOCK_S = 0.001
+"""Between the commits of two saves of one step, should the clock be set back."""
 
 Ended = Callable[[Outcome | BaseException], None]
 
@@ -107,6 +111,8 @@ class _Waiting:
     """Receipts that rank 0 has read, by rank."""
     entries: Known = field(default_factory=dict)
     """The entries of these receipts."""
+    earlier: Sequence[Attempt] = ()
+    """Those of earlier saves of this step in the session."""
 
 
 class Committer:
@@ -119,10 +125,15 @@ class Committer:
         """Guards the fields below."""
         self._waiting: list[_Waiting] = []
         self._polling = self._urgent = False
+        self._repeated: dict[Attempt, float] = {}
+        """When attempts of the step that was committed last were; 0: they are aborted. For the committer's thread."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-commit")
 
-    def add(self, attempt: Attempt, own: StoredReceipt, ended: Ended) -> None:
+    def add(self, attempt: Attempt, own: StoredReceipt, ended: Ended, earlier: Sequence[Attempt] = ()) -> None:
         """Commit an attempt once it is complete, or on ranks other than 0 wait for its outcome. For any thread.
+
+        earlier: the attempts of earlier saves of the same step by this trainer. The last save counts, so rank 0 waits
+        for those that are under way, and aborts those that could not be committed.
 
         ended: called once, by the committer's thread: with the outcome when the checkpoint exists; with ReceiptsMissing
         if ranks are not done within the time-out, SaveSkipped if a rank skipped the attempt, RankFailed if a rank
@@ -132,7 +143,9 @@ class Committer:
         now = time.monotonic()
         look_at = now + _first_pause(self._setup)
         with self._changed:
-            self._waiting.append(_Waiting(attempt, own, ended, since=now, look_at=look_at, changed_at=now))
+            self._waiting.append(
+                _Waiting(attempt, own, ended, since=now, look_at=look_at, changed_at=now, earlier=earlier)
+            )
             self._changed.notify()
             if not self._polling:
                 self._polling = True
@@ -171,7 +184,8 @@ class Committer:
         try:
             with self._changed:
                 ahead = one in self._waiting[-_READ_AHEAD:]
-            result = _try_commit(self._run, self._setup, one, ahead)
+                under_way = any(other.attempt in one.earlier for other in self._waiting)
+            result = None if under_way else self._try_commit(one, ahead)
             waited_s, timeout_s = time.monotonic() - one.since, self._setup.commit_timeout_s
             if result is None and waited_s >= timeout_s:
                 result = _timed_out(self._run, self._setup, one.attempt)
@@ -189,6 +203,37 @@ class Committer:
             one.ended(result)
         except Exception:
             logger.exception("the end of attempt %s was not reported", one.attempt)
+
+    def _try_commit(self, one: _Waiting, ahead: bool) -> Outcome | None:
+        """The outcome of a committed attempt; None if ranks are missing. Raises if it cannot be committed any more.
+
+        ahead: read and keep the receipts that are there, although others are missing.
+        """
+        run, setup, attempt = self._run, self._setup, one.attempt
+        if setup.rank == 0 and _gather(run, setup, one, ahead):
+            after = self._end_earlier(one.earlier)
+            later = replace(run, clock=lambda: max(run.clock(), after + _CLOCK_S)) if after else run
+            committed = commit_attempt(later, [one.own, *(one.found[rank] for rank in range(1, setup.world_size))])
+            self._note(attempt, committed)
+            return committed
+        outcome = read_outcome(run, attempt)
+        if outcome is not None and outcome.committed is None:
+            raise _aborted(run.name, attempt, outcome)
+        if outcome is not None and abs(run.clock() - one.own.receipt.created_at) > _NEVER_FORGOTTEN_S:
+            check_alive(run, attempt)
+        return outcome
+
+    def _end_earlier(self, earlier: Sequence[Attempt]) -> float:
+        """Abort those that are not decided. Returns when the last of the others was committed; 0 if none was."""
+        for attempt in earlier:
+            if attempt not in self._repeated:
+                self._note(attempt, decide(self._run, attempt, None))
+        return max((self._repeated[attempt] for attempt in earlier), default=0.0)
+
+    def _note(self, attempt: Attempt, outcome: Outcome) -> None:
+        if any(known.step != attempt.step for known in self._repeated):
+            self._repeated.clear()
+        self._repeated[attempt] = outcome.at if outcome.committed is not None else 0.0
 
 
 def _pause(setup: Setup, found: int, waited_s: float, idle_s: float, urgent: bool = False) -> float:
@@ -209,22 +254,6 @@ def _first_pause(setup: Setup) -> float:
     """Seconds from a rank's receipt to its first look: no outcome exists before rank 0 has read the receipt. Pure."""
     # Ranks finish their uploads together, and should not look together.
     return _shortest_pause(setup) * (0.5 + setup.rank / setup.world_size) if setup.rank else 0.0
-
-
-def _try_commit(run: Run, setup: Setup, one: _Waiting, ahead: bool) -> Outcome | None:
-    """The outcome of a committed attempt; None if ranks are missing. Raises if it cannot be committed any more.
-
-    ahead: read and keep the receipts that are there, although others are missing.
-    """
-    attempt = one.attempt
-    if setup.rank == 0 and _gather(run, setup, one, ahead):
-        return commit_attempt(run, [one.own, *(one.found[rank] for rank in range(1, setup.world_size))])
-    outcome = read_outcome(run, attempt)
-    if outcome is not None and outcome.committed is None:
-        raise _aborted(run.name, attempt, outcome)
-    if outcome is not None and abs(run.clock() - one.own.receipt.created_at) > _NEVER_FORGOTTEN_S:
-        check_alive(run, attempt)
-    return outcome
 
 
 def _gather(run: Run, setup: Setup, one: _Waiting, ahead: bool) -> bool:

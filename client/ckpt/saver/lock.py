@@ -17,7 +17,6 @@ import fcntl
 import logging
 import os
 import stat
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -25,7 +24,7 @@ from pathlib import Path
 
 import xxhash
 
-from ckpt.saver.segment import close_after_fork
+from ckpt.saver.segment import close_after_fork, no_fork
 from ckptstore.errors import CkptError, InvalidRequest, Unavailable
 from ckptstore.retry import pauses
 
@@ -37,10 +36,6 @@ _TESTS_S = 1.0
 _VARIABLES = ("TMPDIR", "TEMP", "TMP")
 _FOLDERS = ("/tmp", "/var/tmp", "/usr/tmp")
 
-# A child that is forked by another thread would have a copy of a lock that is held for a moment, and hold it for life.
-_forking = threading.RLock()
-os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_forking.release)
-
 
 class SaverLock:
     """The locks of one trainer and its saver. Acquired before the saver starts."""
@@ -50,7 +45,7 @@ class SaverLock:
         self._paths = [host_path(store, run, role) for role in ("trainer", "saver")]
         self._trainer = self._folder = self.saver = -1
         """The last is the descriptor that the saver inherits."""
-        with _forking:
+        with no_fork:
             close_after_fork(self)
             try:
                 self._trainer = _hold(self._paths[0])
@@ -100,7 +95,7 @@ def wait_for_orphans(store: str, run: str, timeout_s: float) -> bool:
 def _is_orphaned(store: str, run: str) -> bool | None:
     """None while another process is testing: a test briefly holds the locks, so two ranks testing at once would each
     take the other for a live trainer."""
-    with _forking, try_lock(store, run, "testing") as alone:
+    with try_lock(store, run, "testing") as alone:
         if not alone:
             return None
         return _is_held(host_path(store, run, "saver")) and not _is_held(host_path(store, run, "trainer"))
@@ -163,6 +158,7 @@ def _locked(path: Path) -> Iterator[bool]:
             yield False
         else:
             yield True
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile has a copy of the descriptor
     finally:
         os.close(fd)
 

@@ -269,7 +269,12 @@ class SavePipeline:
             return
         running.incremental.mark_uploaded()
         started = time.perf_counter()
-        self._committer.add(attempt, receipt, lambda result: self._end(running, receipt, started, result))
+        self._committer.add(
+            attempt,
+            receipt,
+            lambda result: self._end(running, receipt, started, result),
+            earlier=job.attempt.earlier(attempt.generation) if self._setup.rank == 0 else (),
+        )
 
     def _make_durable(
         self, running: _RunningJob, attempt: Attempt, again: _Again | None

@@ -11,6 +11,7 @@ import mmap
 import os
 import secrets
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -31,6 +32,10 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
 
 _after_fork: weakref.WeakSet[_ForkedResource] = weakref.WeakSet()
+
+no_fork = threading.RLock()
+"""Held while descriptors are made that forked children must not keep: forks in other threads wait for it."""
+os.register_at_fork(before=no_fork.acquire, after_in_parent=no_fork.release, after_in_child=no_fork.release)
 
 
 class _ForkedResource(Protocol):

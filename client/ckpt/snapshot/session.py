@@ -67,7 +67,7 @@ class TrainerSession:
             self._session = Session(id, self._parent, self.seen)
         number = self._calls[step]
         self._calls[step] += 1
-        return NewAttempt(self._session, step, derive_ulid(self._session.id, step, number))
+        return NewAttempt(self._session, step, derive_ulid(self._session.id, step, number), number)
 
     def check(self, step: int) -> None:
         """Raises Superseded if another trainer has superseded the session, or InvalidRequest if the step was saved."""

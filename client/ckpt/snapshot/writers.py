@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 from ckpt.saver.launcher import warn_without_launcher
@@ -39,7 +40,7 @@ from ckpt.saver.messages import (
 from ckpt.saver.pipeline import SavePipeline
 from ckpt.saver.process import IGNORED
 from ckpt.saver.pulse import Pulse
-from ckpt.saver.segment import Segment, close_after_fork
+from ckpt.saver.segment import Segment, close_after_fork, no_fork
 from ckptstore.commits.generations import NewAttempt
 from ckptstore.errors import SaverDied
 from ckptstore.stores import open_store
@@ -151,16 +152,20 @@ class ProcessWriter:
         """The saver has ended, or does nothing more but keep memory."""
         self._sending = threading.Lock()
         warn_without_launcher()
-        self._saver_lock = SaverLock(setup.home, setup.run)
         release(setup.home, setup.run, setup.rank)  # this trainer needs the memory for slots of its own
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - read when the saver dies
-        ours, theirs = socket.socketpair()
-        ours.settimeout(_SEND_TIMEOUT_S)
-        with theirs:
-            self._process = _start(theirs.fileno(), self._saver_lock.saver, self._stderr.fileno())
+        with ExitStack() as started, no_fork:  # a child would hold the locks and sockets for life
+            self._saver_lock = SaverLock(setup.home, setup.run)
+            started.callback(self._saver_lock.close)
+            self._stderr = started.enter_context(tempfile.TemporaryFile())  # read when the saver dies
+            ours, theirs = socket.socketpair()
+            ours.settimeout(_SEND_TIMEOUT_S)
+            self._channel = Channel(ours)
+            started.callback(self._channel.close)
+            close_after_fork(self._channel)
+            with theirs:
+                self._process = _start(theirs.fileno(), self._saver_lock.saver, self._stderr.fileno())
             self._saver_lock.inherited()
-        self._channel = Channel(ours)
-        close_after_fork(self._channel)
+            started.pop_all()  # the listener closes them
         self._listener = threading.Thread(target=self._listen, name="ckpt-reports", daemon=True)
         self._listener.start()
         self._send(setup)

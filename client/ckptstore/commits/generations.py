@@ -22,7 +22,7 @@ from ckptstore.errors import CorruptObject, InvalidName, ObjectMissing, StoreUna
 from ckptstore.format.documents import FORMAT, JSON, Generation, Outcome
 from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.format.records import ORIGIN
-from ckptstore.names import Attempt
+from ckptstore.names import Attempt, derive_ulid
 from ckptstore.retry import retry
 from ckptstore.run import Run, origin
 from ckptstore.stores import ObjectInfo
@@ -53,6 +53,13 @@ class NewAttempt:
     session: Session
     step: int
     ulid: str
+    number: int = 0
+    """How many calls of the session saved this step before."""
+
+    def earlier(self, generation: int) -> list[Attempt]:
+        """The attempts of those calls in this generation, first call first."""
+        ulids = (derive_ulid(self.session.id, self.step, number) for number in range(self.number))
+        return [Attempt(self.step, ulid, generation=generation) for ulid in ulids]
 
     def of(self, generation: int) -> Attempt:
         """The attempt in this generation."""

@@ -1,4 +1,4 @@
-"""Processes that look for an orphaned saver."""
+"""Processes that look for an orphaned saver, and children that are forked meanwhile."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Callable
 
 from ckpt.saver.lock import try_lock, wait_for_orphans
 
@@ -19,9 +20,24 @@ def looks(store: str) -> list[bool]:
     return [wait_for_orphans(store, RUN, timeout_s=0.0) for _ in range(200)]
 
 
+def forked() -> tuple[int, Callable[[], None]]:
+    """A child that has closed what it must not keep, and the call that ends it."""
+    (ready, in_child), (until, end) = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(end)
+        os.write(in_child, b"1")
+        os.read(until, 1)  # until the parent closes its end
+        os._exit(0)
+    os.read(ready, 1)
+    for fd in (ready, in_child, until):
+        os.close(fd)
+    return child, lambda: os.close(end)
+
+
 def main(store: str) -> None:
     """Fork while a thread looks; prints the locks that the children hold."""
-    stop, (read, write) = threading.Event(), os.pipe()
+    stop = threading.Event()
 
     def look() -> None:
         while not stop.is_set():
@@ -29,14 +45,7 @@ def main(store: str) -> None:
 
     looking = threading.Thread(target=look)
     looking.start()
-    children = []
-    for _ in range(_FORKS):
-        child = os.fork()
-        if not child:
-            os.close(write)
-            os.read(read, 1)  # until the parent closes its end
-            os._exit(0)
-        children.append(child)
+    children = [forked() for _ in range(_FORKS)]
     stop.set()
     looking.join()
     held = []
@@ -45,8 +54,9 @@ def main(store: str) -> None:
             if not locked:
                 held.append(role)
     print(json.dumps(held))
-    os.close(write)
-    for child in children:
+    for _, end in reversed(children):  # a later child has the pipes of earlier ones
+        end()
+    for child, _ in children:
         os.waitpid(child, 0)
 
 

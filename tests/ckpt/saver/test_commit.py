@@ -9,10 +9,13 @@ import pytest
 
 from ckpt.saver import commit
 from ckpt.saver.commit import Committer, _first_pause, _pause
+from ckptstore.commits.catalog import State, list_checkpoints
 from ckptstore.commits.commit import abort_attempt
-from ckptstore.errors import RankFailed
+from ckptstore.errors import RankFailed, StoreUnavailable
+from ckptstore.format.codecs import Buffer
 from ckptstore.format.documents import Outcome
-from ckptstore.names import Attempt, RunKeys, new_ulid
+from ckptstore.names import Attempt, RunKeys, derive_ulid, new_ulid
+from ckptstore.retention.deletion import advance
 from ckptstore.run import Run
 from ckptstore.stores import Store, WrappedStore, open_store
 from tests.ckpt.saver.test_pipeline import setup
@@ -99,3 +102,60 @@ def test_a_hurry_does_not_wait_for_the_next_look(store: Gets, monkeypatch: pytes
         write_rank(store, "r", ATTEMPT, {}, rank, RANKS)
     committer.close()
     assert [type(result) for result in ended] == [Outcome]
+
+
+class Away(WrappedStore):
+    """Is away whenever an outcome is created."""
+
+    is_away = True
+
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        if self.is_away and key.startswith(RunKeys("r").commits):
+            raise StoreUnavailable("away", "")
+        return super().put_if_absent(key, data)
+
+
+def test_a_save_that_could_not_be_committed_does_not_replace_a_later_one_of_its_step(tmp_path: Path) -> None:
+    store = Away(open_store(str(tmp_path), retried=False))
+    first, second = (Attempt(7, derive_ulid(ATTEMPT.ulid, 7, number)) for number in range(2))
+    committer, ended = Committer(Run(store, "r"), setup(store, world_size=1)), list[Outcome | BaseException]()
+    committer.add(first, write_rank(store, "r", first, sample_arrays()), ended.append)
+    wait_until(lambda: ended)
+    assert isinstance(ended[0], StoreUnavailable)
+    store.is_away = False
+    committer.add(second, write_rank(store, "r", second, sample_arrays()), ended.append, [first])
+    committer.close()
+    assert isinstance(ended[1], Outcome)
+    assert not advance(Run(store, "r"), first), "as at a restart"
+    assert [c.attempt for c in list_checkpoints(Run(store, "r"))] == [second]
+
+
+def test_the_last_save_of_a_step_counts_although_the_clock_was_set_back(store: Gets) -> None:
+    attempts = [Attempt(7, derive_ulid(ATTEMPT.ulid, 7, number)) for number in range(3)]
+    times = iter([1_700_009_000.0, 1_700_005_000.0, 1_700_001_000.0])
+    found: list[Outcome | BaseException] = []
+    for number, attempt in enumerate(attempts):
+        at = next(times)
+        run = Run(store, "r", lambda at=at: at)
+        committer = Committer(run, setup(store, world_size=1))  # each of a saver that was started again
+        receipt = write_rank(store, "r", attempt, sample_arrays())
+        committer.add(attempt, receipt, found.append, attempts[:number])
+        committer.close()
+    assert all(isinstance(outcome, Outcome) for outcome in found)
+    states = {c.attempt: c.state for c in list_checkpoints(Run(store, "r"))}
+    assert states == dict.fromkeys(attempts[:2], State.SUPERSEDED) | {attempts[2]: State.COMMITTED}
+
+
+def test_a_save_waits_for_an_earlier_one_of_its_step(store: Gets) -> None:
+    committer, ended = begin(store)
+    later = Attempt(7, derive_ulid(ATTEMPT.ulid, 7, 1))
+    own = write_rank(store, "r", later, sample_arrays(), 0, RANKS)
+    for attempt, ranks in ((later, (1, 2)), (ATTEMPT, (1,))):
+        for rank in ranks:
+            write_rank(store, "r", attempt, {}, rank, RANKS)
+    committer.add(later, own, ended.append, [ATTEMPT])
+    wait_until(lambda: RunKeys("r").receipt(ATTEMPT, 1) in store.keys)
+    assert not ended
+    write_rank(store, "r", ATTEMPT, {}, 2, RANKS)
+    committer.close()
+    assert [result.attempt for result in ended if isinstance(result, Outcome)] == [str(ATTEMPT), str(later)]

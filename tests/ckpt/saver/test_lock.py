@@ -26,7 +26,7 @@ from ckpt.saver.lock import SaverLock, host_path, temporary_folder, try_lock, wa
 from ckptstore.errors import InvalidRequest, RunVanished, Unavailable
 from ckptstore.operator import StoreOperator
 from ckptstore.stores import open_store
-from tests.ckpt.saver.looking import RUN, looks
+from tests.ckpt.saver.looking import RUN, forked, looks
 from tests.support.forking import ROOT
 from tests.support.waiting import wait_until
 
@@ -129,6 +129,15 @@ def test_a_child_that_is_forked_during_a_test_holds_no_lock(temporary: Path) -> 
     command = [sys.executable, "-m", "tests.ckpt.saver.looking", STORE]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=60)
     assert json.loads(done.stdout) == []
+
+
+def test_a_lock_that_is_released_is_free_although_a_child_was_forked(temporary: Path) -> None:
+    with try_lock(STORE, RUN, "carrier"):
+        child, end = forked()
+    with try_lock(STORE, RUN, "carrier") as free:
+        assert free
+    end()
+    os.waitpid(child, 0)
 
 
 def test_prepare_before_restore_waits_for_the_orphan(
