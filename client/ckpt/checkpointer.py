@@ -192,7 +192,8 @@ class Checkpointer:
 
         checkpoint: a step or an id; by default the newest, or the one before it if the newest turns out
         to be corrupt (`Restored.skipped` lists it). strict: every tensor and every keyword must be in the
-        checkpoint with the same shape, and no tensor may be left over; otherwise differences are reported.
+        checkpoint with the same shape, and no tensor may be left over; otherwise differences are reported. Items of the
+        checkpoint that are not asked for are in `Restored.unused`, and logged if an optimizer is restored.
         rng: put random state back, last, and once more when a `ckpt.data.resumable` loader in mid-epoch has reached its
         position. With rng=False call `Restored.restore_rng` yourself, after all else that draws random numbers.
         shared: objects and data that were saved as shared. Values of keywords and of `shared` that are plain data come
@@ -214,9 +215,16 @@ class Checkpointer:
         """
         state = TrainState.to_restore(model, optim, extras, shared)
         try:
-            return self._restore(state, checkpoint, strict=strict, rng=rng)
+            restored = self._restore(state, checkpoint, strict=strict, rng=rng)
         finally:
             self._end_prefetch()
+        if restored is not None and restored.unused and optim is not None and self._world().rank == 0:
+            logger.warning(
+                "%s also holds %s, not restored: training goes on with what these are now. Pass them to restore too",
+                restored.id,
+                ", ".join(restored.unused),
+            )
+        return restored
 
     def restoring(self, *, checkpoint: str | int | None = None, strict: bool = True) -> StagedRestore:
         """Restore in stages, all from one checkpoint: see StagedRestore. checkpoint, strict: see `restore`."""

@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
+_jitter = random.Random()
+"""Not the global generator: its state is the trainer's, and part of each checkpoint."""
 Errors = type[Exception] | tuple[type[Exception], ...]
 
 
@@ -42,7 +44,7 @@ def pauses(
             left = deadline - clock()
             if left <= 0:
                 return
-            yield min(left, pause * random.uniform(0.5, 1.0) if jitter else pause)
+            yield min(left, pause * _jitter.uniform(0.5, 1.0) if jitter else pause)
             pause = min(pause * factor, longest_s)
 
     return generate()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import islice
 
 import pytest
@@ -98,3 +99,9 @@ def test_a_sleep_that_is_interrupted_ends_the_retries(time: Time) -> None:
     with pytest.raises(OSError, match="first"):
         retry(call, OSError, pauses(1.0, clock=time), sleep=lambda _: True)
     assert call.calls == 1
+
+
+def test_jitter_leaves_the_random_state_of_the_trainer_alone() -> None:
+    before = random.getstate()
+    assert len(set(islice(pauses(1.0), 3))) == 3
+    assert random.getstate() == before

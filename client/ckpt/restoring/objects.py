@@ -119,7 +119,7 @@ def _plan_optimizers(
                 name in steps_on_device,
             )
             for name in states
-            if name in here
+            if name in here and id(parameters.get(name)) not in plan.resized
         }
         plan.finish.append(partial(load_optimizer_state, optimizer, {"state": named, **frame}, state, alone))
 
@@ -261,6 +261,7 @@ def _fitting(plan: RestorePlan, name: str, leaf: JSON, target: Any, flat: Flat |
     dtype, shape = _tensors(plan).describe(leaf["name"])
     part = part_of(name, target, flat)
     if part.shape != shape:
+        plan.resized.add(id(target))
         plan.mismatched.append(f"{name}: {list(shape)} in the checkpoint, {list(part.shape)} here")
         return None
     if part.dtype != dtype:

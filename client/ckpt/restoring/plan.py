@@ -30,13 +30,16 @@ class RestorePlan:
     unexpected: list[str] = field(default_factory=list)
     """In a requested item of the checkpoint, but without a destination on this rank."""
     mismatched: list[str] = field(default_factory=list)
-    """Different shape (left unchanged), different dtype (cast), or different optimizer class (loaded anyway)."""
+    """Different shape (left unchanged, without optimizer state), different dtype (cast), or different optimizer class
+    (loaded anyway)."""
     unused: list[str] = field(default_factory=list)
     """Items of the checkpoint that the caller did not request."""
     items: list[str] = field(default_factory=list)
     """All items of the checkpoint."""
     read: dict[str, int] = field(default_factory=dict)
     """Raw bytes that this rank has placed, by the name of the source."""
+    resized: set[int] = field(default_factory=set)
+    """Ids of the live tensors whose shape differs."""
     overwritten: set[str] = field(default_factory=set)
     """Live state that is overwritten: tensors of modules, and items of optimizers that have state."""
     refused: StateMismatch | None = None

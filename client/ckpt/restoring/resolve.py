@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
+from functools import partial
 
 from ckpt.config import Config
 from ckpt.saver.lock import note_checkpoint, noted_checkpoint, wait_for_orphans
@@ -22,6 +25,8 @@ from ckptstore.tiers.source import FAR, TieredSource
 
 logger = logging.getLogger(__name__)
 
+_SIMILAR = 0.85
+"""Of difflib's ratio: one letter of seven differs."""
 LEASE_S = 24 * 3600.0
 """Longest protection of the restored checkpoint; it ends earlier at the resumed run's first commit."""
 
@@ -81,6 +86,7 @@ def candidates(source: Source, config: Config, reference: Reference) -> Iterator
     newest = next(found, None)
     if newest is None:
         check_present(source, config)
+        _warn_of_similar(source, config)
         return
     yield newest
     yield from found
@@ -102,6 +108,23 @@ def check_present(source: Source, config: Config) -> None:
         raise RunVanished(
             f"{config.source} has nothing of run {config.run_name!r}, which had checkpoints on this host before",
             f"Mount the volume, or check the URL. If the run was deleted on purpose, remove {note}",
+        )
+
+
+def _warn_of_similar(source: Source, config: Config) -> None:
+    """A mistyped run begins anew. Runs that differ in a number are others, probably on purpose."""
+    words = partial(re.sub, r"[0-9]+", "")
+    try:
+        others = {name.casefold(): name for name in source.runs() if words(name) != words(config.run_name)}
+    except CkptError as error:
+        logger.info("cannot list the runs of %s: %s", config.source, error)
+        return
+    for similar in get_close_matches(config.run_name.casefold(), others, 1, _SIMILAR):
+        logger.warning(
+            "run %r has no checkpoint in %s, so training begins at its start. Did you mean run %r?",
+            config.run_name,
+            config.source,
+            others[similar],
         )
 
 

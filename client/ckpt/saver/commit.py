@@ -25,6 +25,7 @@ from ckptstore.commits.commit import (
     check_alive,
     commit_attempt,
     decide,
+    end_if_superseded,
     read_outcome,
     read_receipts,
     receipt_ranks,
@@ -55,6 +56,8 @@ _RANKS_PER_LOOK = 32
 """Rank 0 may look more often than every _LONGEST_PAUSE_S where it does so for more ranks."""
 _READ_AHEAD = 2
 """The newest attempts, whose receipts rank 0 keeps before they are complete."""
+_LOST_S = 10.0, 60.0
+"""How long rank 0, and another rank, waits without news before it looks whether another trainer continues the run."""
 _NEVER_FORGOTTEN_S = 24 * 3600.0
 """An attempt whose snapshot is younger is on no list of the dead: an attempt is on it a week after its deletion."""
 
@@ -186,13 +189,15 @@ class Committer:
                 ahead = one in self._waiting[-_READ_AHEAD:]
                 under_way = any(other.attempt in one.earlier for other in self._waiting)
             result = None if under_way else self._try_commit(one, ahead)
-            waited_s, timeout_s = time.monotonic() - one.since, self._setup.commit_timeout_s
+            now, timeout_s = time.monotonic(), self._setup.commit_timeout_s
+            waited_s, idle_s = now - one.since, now - one.changed_at
+            if result is None and idle_s >= _LOST_S[min(1, self._setup.rank)]:
+                end_if_superseded(self._run, one.attempt)
             if result is None and waited_s >= timeout_s:
                 result = _timed_out(self._run, self._setup, one.attempt)
         except BaseException as error:
             result = error
         if result is None:
-            idle_s = waited_s + one.since - one.changed_at
             with self._changed:
                 pause_s = _pause(self._setup, len(one.found), waited_s, idle_s, self._urgent)
                 one.look_at = one.since + min(timeout_s, waited_s + pause_s)

@@ -178,7 +178,12 @@ def _unavailable(path: Path, error: OSError) -> Unavailable:
 
 
 def host_path(store: str, run: str, role: str) -> Path:
-    """A file of one run in this host's folder. role: the end of its name. Raises InvalidRequest as SaverLock does."""
+    """A file of one run in this host's folder. role: the end of its name. Raises InvalidRequest as SaverLock does.
+
+    All spellings of a store have the same files: with and without symbolic links, and slashes at the end.
+    """
+    scheme, separator, path = store.rstrip("/").partition("://")
+    store = f"{scheme}{separator}{os.path.realpath(path) if scheme == 'file' else path}"
     return host_folder() / f"{xxhash.xxh3_64_hexdigest(f'{store} {run}'.encode())}.{role}"
 
 

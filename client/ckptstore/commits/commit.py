@@ -146,13 +146,25 @@ def commit_attempt(run: Run, receipts: Sequence[StoredReceipt], newest: int | No
         outcome = decide(replace(run, by=_SUPERSEDED.format(newer)), attempt, None)
     else:
         outcome = decide(run, attempt, Committed(digest=digest(data), bytes=len(data), summary=summary), health)
+    _require_committed(run, attempt, outcome)
+    check_alive(run, attempt)
+    return outcome
+
+
+def end_if_superseded(run: Run, attempt: Attempt) -> None:
+    """Abort the attempt if a newer generation has begun: another trainer continues the run. Raises Superseded then, or
+    AttemptAborted."""
+    newer = superseded_by(run, attempt.generation)
+    if newer is not None:
+        _require_committed(run, attempt, decide(replace(run, by=_SUPERSEDED.format(newer)), attempt, None))
+
+
+def _require_committed(run: Run, attempt: Attempt, outcome: Outcome) -> None:
     if outcome.committed is None:
         raise superseded(outcome) or AttemptAborted(
             f"attempt {attempt} of run {run.name!r} was aborted by {outcome.by} before it was complete",
             "Save again. If saves take longer than the grace of the collector, increase the grace",
         )
-    check_alive(run, attempt)
-    return outcome
 
 
 def _prepare(

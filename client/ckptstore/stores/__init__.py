@@ -47,7 +47,7 @@ def open_store(url: str, options: Mapping[str, Any] | None = None, retried: bool
     """
     scheme, path = _split(url)
     if scheme in ("", *_LOCAL):
-        if not scheme or not path:
+        if not scheme or not path or (url.startswith("file:/") and not url.startswith("file://")):
             raise UnknownScheme(f"store URL {url!r} names no folder", "Write file:///folder or a path")
         return LocalStore(path)
     try:

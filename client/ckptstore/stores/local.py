@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckptstore.clock import system_clock
@@ -68,6 +68,8 @@ class LocalStore(Store):
         path = self._path(key)
         with self._errors("create", key):
             if path.exists():
+                with suppress(FileNotFoundError):  # it was deleted meanwhile
+                    sync_folder(path.parent)  # the call that created it may have failed to
                 return False
             with _Temporary(path, data, self._create) as temporary:
                 try:

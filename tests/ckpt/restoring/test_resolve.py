@@ -6,6 +6,9 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
+import pytest
+
+from ckpt import Checkpointer
 from ckpt.config import Config
 from ckpt.restoring.resolve import candidates
 from ckptstore.clock import system_clock
@@ -30,3 +33,16 @@ def test_a_commit_at_any_moment_is_not_missed(tmp_path: Path) -> None:
         assert newest.attempt == attempt, f"the saver committed before call {at} of {other.calls}"
         if len(other.calls) <= at:
             return
+
+
+@pytest.mark.parametrize(
+    ("run", "warned"), [("gpt-smal-1", True), ("GPT-small-1", True), ("gpt-small-2", False), ("bert", False)]
+)
+def test_a_mistyped_run_does_not_begin_anew_silently(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, run: str, warned: bool
+) -> None:
+    with Checkpointer(str(tmp_path), run="gpt-small-1", writer="thread") as checkpointer:
+        checkpointer.save(None, None, 1, epoch=1)
+    with Checkpointer(str(tmp_path), run=run, writer="thread") as checkpointer:
+        assert checkpointer.restore(epoch=0) is None
+    assert ("Did you mean run 'gpt-small-1'?" in caplog.text) == warned

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ import pytest
 from ckpt.saver import commit
 from ckpt.saver.commit import Committer, _first_pause, _pause
 from ckptstore.commits.catalog import State, list_checkpoints
-from ckptstore.commits.commit import abort_attempt
-from ckptstore.errors import RankFailed, StoreUnavailable
+from ckptstore.commits.commit import abort_attempt, read_outcome
+from ckptstore.commits.generations import Session, begin_generation
+from ckptstore.errors import RankFailed, StoreUnavailable, Superseded
 from ckptstore.format.codecs import Buffer
 from ckptstore.format.documents import Outcome
 from ckptstore.names import Attempt, RunKeys, derive_ulid, new_ulid
@@ -102,6 +104,24 @@ def test_a_hurry_does_not_wait_for_the_next_look(store: Gets, monkeypatch: pytes
         write_rank(store, "r", ATTEMPT, {}, rank, RANKS)
     committer.close()
     assert [type(result) for result in ended] == [Outcome]
+
+
+def test_rank_0_does_not_wait_for_ranks_of_a_run_that_another_trainer_continues(
+    store: Gets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commit, "_LOST_S", (0.0, 0.0))
+    run = Run(store, "r")
+    for parent in (None, ATTEMPT):
+        begin_generation(run, Session(new_ulid(1_700_000_000.0), parent))
+    attempt = replace(ATTEMPT, generation=1)
+    own = write_rank(store, "r", attempt, sample_arrays(), 0, RANKS)
+    committer, ended = Committer(run, setup(store, world_size=RANKS, timeout=3600.0)), list[Outcome | BaseException]()
+    committer.add(attempt, own, ended.append)
+    committer.close()
+    assert [type(result) for result in ended] == [Superseded]
+    outcome = read_outcome(run, attempt)
+    assert outcome is not None
+    assert outcome.committed is None
 
 
 class Away(WrappedStore):

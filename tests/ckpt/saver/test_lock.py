@@ -131,6 +131,16 @@ def test_a_child_that_is_forked_during_a_test_holds_no_lock(temporary: Path) -> 
     assert json.loads(done.stdout) == []
 
 
+def test_all_spellings_of_a_store_have_the_same_files(temporary: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "store")
+    for one, other in (
+        (f"file://{tmp_path}/store", f"file://{tmp_path}/link"),
+        ("s3://bucket/a", "s3://bucket/a/"),
+    ):
+        assert host_path(one, RUN, "saver") == host_path(other, RUN, "saver")
+    assert host_path("s3://bucket/a", RUN, "saver") != host_path("s3://bucket/b", RUN, "saver")
+
+
 def test_a_lock_that_is_released_is_free_although_a_child_was_forked(temporary: Path) -> None:
     with try_lock(STORE, RUN, "carrier"):
         child, end = forked()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
@@ -15,7 +16,7 @@ from ckptstore.errors import CkptError, NoCheckpoint, StoreFull, StoreReadOnly, 
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
 from ckptstore.run import Run
-from ckptstore.stores import Store, open_store
+from ckptstore.stores import Store, local, open_store
 from tests.support.checkpoints import write_checkpoint
 from tests.support.disks import small_file_system
 
@@ -125,3 +126,20 @@ def test_a_folder_without_permission(tmp_path: Path) -> None:
             open_store(str(tmp_path)).put("gpt/a", b"x")
     finally:
         tmp_path.chmod(0o700)
+
+
+def test_a_name_counts_only_when_its_folder_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call that made the name failed to sync its folder; the next one finds it."""
+    store, synced, errors = open_store(str(tmp_path)), list[Path](), [OSError(errno.EIO, "I/O error")]
+    store.put("commits/1", b"")
+
+    def sync(folder: Path) -> None:
+        synced.append(folder)
+        if errors:
+            raise errors.pop()
+
+    monkeypatch.setattr(local, "sync_folder", sync)
+    with pytest.raises(StoreUnavailable):
+        store.put_if_absent("commits/2", b"mine")
+    assert not store.put_if_absent("commits/2", b"mine")
+    assert synced == [tmp_path / "commits"] * 2
