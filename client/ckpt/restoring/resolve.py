@@ -26,7 +26,7 @@ from ckptstore.tiers.source import FAR, TieredSource
 logger = logging.getLogger(__name__)
 
 _SIMILAR = 0.85
-"""Of difflib's ratio: one letter of seven differs."""
+"""The least ratio of difflib: one letter of seven differs."""
 LEASE_S = 24 * 3600.0
 """Longest protection of the restored checkpoint; it ends earlier at the resumed run's first commit."""
 
@@ -112,7 +112,7 @@ def check_present(source: Source, config: Config) -> None:
 
 
 def _warn_of_similar(source: Source, config: Config) -> None:
-    """A mistyped run begins anew. Runs that differ in a number are others, probably on purpose."""
+    """A mistyped run starts from nothing. Runs that differ only in numbers are different on purpose."""
     words = partial(re.sub, r"[0-9]+", "")
     try:
         others = {name.casefold(): name for name in source.runs() if words(name) != words(config.run_name)}

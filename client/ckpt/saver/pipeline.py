@@ -268,13 +268,8 @@ class SavePipeline:
             self._abort_job(job, error)
             return
         running.incremental.mark_uploaded()
-        started = time.perf_counter()
-        self._committer.add(
-            attempt,
-            receipt,
-            lambda result: self._end(running, receipt, started, result),
-            earlier=job.attempt.earlier(attempt.generation) if self._setup.rank == 0 else (),
-        )
+        ended = partial(self._end, running, receipt, time.perf_counter())
+        self._committer.add(attempt, receipt, ended, job.attempt.earlier(attempt.generation))
 
     def _make_durable(
         self, running: _RunningJob, attempt: Attempt, again: _Again | None
