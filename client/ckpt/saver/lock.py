@@ -157,8 +157,10 @@ def _locked(path: Path) -> Iterator[bool]:
         except BlockingIOError:
             yield False
         else:
-            yield True
-            fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile has a copy of the descriptor
+            try:
+                yield True
+            finally:
+                fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile has a copy of the descriptor
     finally:
         os.close(fd)
 

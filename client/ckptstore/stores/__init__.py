@@ -27,13 +27,18 @@ _S3_CONFIG = {"max_pool_connections": 64, "signature_version": "s3v4"}
 
 
 def resolve_url(url: str) -> str:
-    """The URL of the same store for any working directory: paths and file:// become absolute, others stay as given."""
+    """The URL of the same store for any working directory: paths and file:// become absolute, others stay as given.
+
+    Raises UnknownScheme.
+    """
     scheme, path = _split(url)
     return LocalStore(path).url if scheme in _LOCAL and path else url
 
 
 def _split(url: str) -> tuple[str, str]:
     scheme, separator, path = url.partition("://")
+    if not separator and url.startswith("file:/"):
+        raise UnknownScheme(f"store URL {url!r} has one slash too few", "Write file:///folder or a path")
     return (scheme, path) if separator else ("file", url)
 
 
@@ -47,7 +52,7 @@ def open_store(url: str, options: Mapping[str, Any] | None = None, retried: bool
     """
     scheme, path = _split(url)
     if scheme in ("", *_LOCAL):
-        if not scheme or not path or (url.startswith("file:/") and not url.startswith("file://")):
+        if not scheme or not path:
             raise UnknownScheme(f"store URL {url!r} names no folder", "Write file:///folder or a path")
         return LocalStore(path)
     try:

@@ -57,7 +57,7 @@ def test_a_read_only_folder(tmp_path: Path) -> None:
         assert verify(StoreSource(store), checkpoint).ok, "reading goes on"
 
 
-@pytest.mark.parametrize("url", ["nonsense://x/y", "file://", "://", ""])
+@pytest.mark.parametrize("url", ["nonsense://x/y", "file://", "file:/folder", "://", ""])
 def test_unknown_schemes(url: str) -> None:
     with pytest.raises(UnknownScheme) as caught:
         open_store(url)
