@@ -318,9 +318,8 @@ def read_files(folder: Path) -> None:
 @contextmanager
 def meeting_place(world: int) -> Iterator[dict[str, str]]:
     """Environment for ranks that form a process group: they meet at a store of this process, as under torchrun."""
-    from torch._C._distributed_c10d import (
-        TCPStore,  # imported here: the process that samples memory must not load torch
-    )
+    # Imported here: the process that samples memory must not load torch.
+    from torch._C._distributed_c10d import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield {

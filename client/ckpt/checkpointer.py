@@ -220,7 +220,7 @@ class Checkpointer:
             self._end_prefetch()
         if restored is not None and restored.unused and optim is not None and self._world().rank == 0:
             logger.warning(
-                "%s also holds %s, not restored: training goes on with what these are now. Pass them to restore too",
+                "%s also holds %s, not restored. Pass them to restore, or training continues with their present state",
                 restored.id,
                 ", ".join(restored.unused),
             )

@@ -37,8 +37,8 @@ def wait_for_orphan_saver(config: Config) -> None:
         return
     if not wait_for_orphans(config.source, config.run_name, config.orphan_saver_timeout_s):
         logger.warning(
-            "a saver of run %r is still running on this host after %.0f s, or another process has looked for one since "
-            "then; its later commits are not restored",
+            "a saver of run %r is still running on this host after %.0f s, or other processes keep looking for one; "
+            "its later commits are not restored",
             config.run_name,
             config.orphan_saver_timeout_s,
         )

@@ -128,8 +128,8 @@ class Committer:
         """Guards the fields below."""
         self._waiting: list[_Waiting] = []
         self._polling = self._urgent = False
-        self._repeated: dict[Attempt, float] = {}
-        """When attempts of the step that was committed last were; 0: they are aborted. For the committer's thread."""
+        self._newest: tuple[Attempt, float] | None = None
+        """What was committed last, and when. For the committer's thread."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-commit")
 
     def add(self, attempt: Attempt, own: StoredReceipt, ended: Ended, earlier: Sequence[Attempt] = ()) -> None:
@@ -219,7 +219,7 @@ class Committer:
             after = self._end_earlier(one.earlier)
             later = replace(run, clock=lambda: max(run.clock(), after + _CLOCK_S)) if after else run
             committed = commit_attempt(later, [one.own, *(one.found[rank] for rank in range(1, setup.world_size))])
-            self._note(attempt, committed)
+            self._newest = attempt, committed.at
             return committed
         outcome = read_outcome(run, attempt)
         if outcome is not None and outcome.committed is None:
@@ -229,16 +229,14 @@ class Committer:
         return outcome
 
     def _end_earlier(self, earlier: Sequence[Attempt]) -> float:
-        """Abort those that are not decided. Returns when the last of the others was committed; 0 if none was."""
-        for attempt in earlier:
-            if attempt not in self._repeated:
-                self._note(attempt, decide(self._run, attempt, None))
-        return max((self._repeated[attempt] for attempt in earlier), default=0.0)
-
-    def _note(self, attempt: Attempt, outcome: Outcome) -> None:
-        if any(known.step != attempt.step for known in self._repeated):
-            self._repeated.clear()
-        self._repeated[attempt] = outcome.at if outcome.committed is not None else 0.0
+        """Abort those after the newest that was committed, before which all had ended. Returns its time, or 0."""
+        for attempt in reversed(earlier):
+            if self._newest is not None and attempt == self._newest[0]:
+                return self._newest[1]
+            outcome = decide(self._run, attempt, None)
+            if outcome.committed is not None:
+                return outcome.at
+        return 0.0
 
 
 def _pause(setup: Setup, found: int, waited_s: float, idle_s: float, urgent: bool = False) -> float:

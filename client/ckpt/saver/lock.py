@@ -6,7 +6,8 @@ other until its uploads are done. The kernel releases a lock when its process en
 lock is held, an orphaned saver is finishing its jobs. A process that tests these locks holds a third one meanwhile.
 
 The files are in the temporary directory, and must stay there while they are locked. systemd-tmpfiles keeps a locked
-folder, and other programs that clean up go by age: both processes lock the folder, and each save touches the files.
+folder, and other programs that clean up go by age: both processes lock the folder, and the saver touches the files at
+each save.
 
 A note beside the locks remembers that the run had a checkpoint: a store that has nothing of it later is not mounted.
 """
@@ -42,14 +43,14 @@ class SaverLock:
 
     def __init__(self, store: str, run: str) -> None:
         """Raises InvalidRequest if the folder of lock files is not this user's alone, or Unavailable if it is full."""
-        self._paths = [host_path(store, run, role) for role in ("trainer", "saver")]
-        self._trainer = self._folder = self.saver = -1
-        """The last is the descriptor that the saver inherits."""
+        self._trainer = self._folder = -1
+        self.saver = -1
+        """The descriptor that the saver inherits."""
         with no_fork:
             close_after_fork(self)
             try:
-                self._trainer = _hold(self._paths[0])
-                self.saver = _hold(self._paths[1])
+                self._trainer = _hold(host_path(store, run, "trainer"))
+                self.saver = _hold(host_path(store, run, "saver"))
                 self._folder = hold_folder()
             except BaseException:
                 self.close()
@@ -59,12 +60,6 @@ class SaverLock:
         """Close this process's copy of the saver's descriptor; the saver has inherited it."""
         fd, self.saver = self.saver, -1
         os.close(fd)
-
-    def touch(self) -> None:
-        """Keep the files from programs that delete old ones. For each save."""
-        for path in self._paths:
-            with suppress(OSError):
-                os.utime(path)
 
     def close(self) -> None:
         """Release the trainer's lock; its saver has ended."""
@@ -99,6 +94,13 @@ def _is_orphaned(store: str, run: str) -> bool | None:
         if not alone:
             return None
         return _is_held(host_path(store, run, "saver")) and not _is_held(host_path(store, run, "trainer"))
+
+
+def touch_locks(store: str, run: str) -> None:
+    """Keep the lock files from programs that delete old files; the saver calls it for each save. Never raises."""
+    with suppress(CkptError, OSError):
+        for role in ("trainer", "saver"):
+            os.utime(host_path(store, run, role))
 
 
 def note_checkpoint(store: str, run: str) -> None:

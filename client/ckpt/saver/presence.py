@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from ckpt.saver.lock import hold_folder, host_folder, temporary_folder
+from ckpt.saver.lock import hold_folder, host_folder, temporary_folder, touch_locks
 from ckpt.saver.messages import Done, Failed, NearOnly, Released, Report, SaveJob, SaveProgress, Setup
 from ckptstore.clock import system_clock
 from ckptstore.errors import CkptError
@@ -98,6 +98,7 @@ class SaverNote:
     def accepted(self, job: SaveJob) -> None:
         """A save is accepted."""
         num_bytes = sum(prod(row.box[len(row.box) // 2 :]) * ITEM_BYTES[row.dtype] for row in job.slices)
+        touch_locks(self._state.store, self._state.run)
         with self._lock:
             self._jobs[job.number] = [num_bytes, 0]
             self._write()

@@ -185,7 +185,6 @@ class ProcessWriter:
         self._send(Forget(number))
 
     def submit(self, job: SaveJob) -> None:
-        self._saver_lock.touch()
         self._send(job)  # on return the message is in the socket's buffer, which outlives this process
 
     def staged(self, number: int, chunks: int) -> None:

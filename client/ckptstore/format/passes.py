@@ -35,8 +35,10 @@ _WITHIN_64_BITS = np.arange(_WORDS_OF_64_BITS)
 
 
 class Codes(NamedTuple):
-    """The planes of a block that depend on its numbers, and how they divide 16 bits. For `join`:
-    as `Planes` gives them."""
+    """The planes of a block that depend on its numbers, and how they divide 16 bits.
+
+    When a block is joined, its planes are as `Planes` returns them.
+    """
 
     top_bytes: bool
     """The code is the upper byte; otherwise the exponent."""
@@ -148,7 +150,7 @@ planes = Planes
 
 
 def join(words: Plane, count: int, block: Codes, low: Plane | None, is_mixed: bool, rest: Plane, escapes: int) -> None:
-    """Join a block. low: None for 16-bit words. escapes: how many, for loops that get addresses.
+    """Join a block. low: None for 16-bit words. escapes: their number, for loops that get addresses.
 
     Raises IndexError if an escape is outside of the block.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import multiprocessing
 import os
@@ -23,7 +24,7 @@ import torch
 from torch import nn
 
 from ckpt import Checkpointer
-from ckpt.saver.lock import SaverLock, host_path, temporary_folder, try_lock, wait_for_orphans
+from ckpt.saver.lock import SaverLock, host_path, temporary_folder, touch_locks, try_lock, wait_for_orphans
 from ckptstore.errors import InvalidRequest, RunVanished, Unavailable
 from ckptstore.operator import StoreOperator
 from ckptstore.stores import open_store
@@ -197,8 +198,12 @@ def test_files_that_are_locked_are_not_old(temporary: Path) -> None:
     lock = SaverLock(STORE, RUN)
     assert all(file.stat().st_mtime for file in files)
     age()
-    lock.touch()
+    touch_locks(STORE, RUN)
     assert all(file.stat().st_mtime for file in files)
+    folder = os.open(files[0].parent, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as systemd-tmpfiles
+    os.close(folder)
     lock.inherited()
     lock.close()
 

@@ -61,7 +61,7 @@ def test_the_death_of_a_saver_is_noticed_although_a_child_was_forked_while_it_st
     def slow(real: Start) -> Start:
         def begin(*descriptors: int) -> Any:
             forking.start()
-            forking.join(1.0)  # it waits for the saver's start, which takes longer than this
+            forking.join(1.0)  # the fork waits until the saver has started, after this
             return real(*descriptors)
 
         return begin
