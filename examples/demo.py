@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import signal
 import socket
@@ -86,7 +87,10 @@ def main() -> int:
     args = parser.parse_args()
     plan = Plan(args.out.resolve(), args.steps, args.save_every)
     shutil.rmtree(plan.folder, ignore_errors=True)
-    plan.folder.mkdir(parents=True)
+    # Notes of trainers on this host would outlive the store that the next demonstration empties.
+    temporary = plan.folder / "tmp"
+    temporary.mkdir(parents=True)
+    os.environ["TMPDIR"] = str(temporary)
     began = time.monotonic()
     try:
         demonstrate(plan)
