@@ -1,8 +1,8 @@
 """torch, loaded when it is first used: programs with numpy and JAX state run without it.
 
-Rooms that handle modules, optimizers and tensors import torch themselves, and are loaded only where there are such
-objects. All other rooms take it from here (`pyproject.toml` lists them). Tensors exist only in a process that has
-loaded torch, so that none of them needs to load it to recognize one.
+Modules that handle models, optimizers and tensors import torch themselves, and are loaded only where there are such
+objects. All others take it from here. Tensors exist only in a process that has loaded torch, so that none of them needs
+to load it to recognize one.
 """
 
 from __future__ import annotations

@@ -31,6 +31,25 @@ MAY_BE_SMALL = ("ckptd.api.", "ckptctl.commands.", "ckptapi.bodies.", "ckptd.ind
 CEILINGS = {"tokens": 395_606, "files": 418, "knobs": 33, "verbs": 42, "threads": 62}
 """Sizes of the product, which only fall. A feature that needs more takes away as much elsewhere."""
 
+FOLDER_SHAPES = {
+    "ckpt.snapshot": (11, 60),
+    "ckpt.restoring": (9, 37),
+    "ckpt.saver": (5, 56),
+    "ckpt.capture": (8, 59),
+    "ckptstore.format": (12, 63),
+    "ckptstore.commits": (4, 15),
+    "ckptd.pages": (4, 36),
+    "ckptd.services": (4, 15),
+}
+"""Levels (files on the longest chain of imports inside the folder) and arrows (pairs of files, one of which imports
+the other), which only fall."""
+
+TESTED_BY_NAME = 49
+"""Per cent of the files with more than `SMALL` lines that have a test file of their own, which only rises."""
+
+TORCH_FOLDERS = ("ckpt.data", "ckpt.dcp", "ckpt.foreign", "ckpt.integrations")
+"""Loaded only by programs that have torch."""
+
 Graph = Mapping[str, set[str]]
 
 
@@ -118,6 +137,42 @@ def _arrows(package: str) -> dict[str, set[str]]:
     return arrows
 
 
+def _files(folder: str) -> dict[str, set[str]]:
+    """Which files of the folder each of its files imports."""
+    inside = {name for name in _trees() if name.rpartition(".")[0] == folder}
+    return {name: _imports()[name] & inside for name in inside}
+
+
+def _levels(graph: Graph) -> int:
+    """The number of files on the longest chain of imports."""
+
+    @cache
+    def height(name: str) -> int:
+        return 1 + max((height(target) for target in graph[name]), default=0)
+
+    return max(map(height, graph))
+
+
+def _at_import(tree: ast.Module) -> ast.Module:
+    """The import statements that run when the module is loaded."""
+    body = list(tree.body)
+    for node in body:
+        if isinstance(node, ast.Try) or (isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test)):
+            body.extend(node.body)
+    return ast.Module([node for node in body if isinstance(node, ast.Import | ast.ImportFrom)], [])
+
+
+def _large_sources() -> dict[str, bool]:
+    """The files of more than `SMALL` lines, as <package>/<path>, and whether each has a test file of its own."""
+    found = {}
+    for package, folder in FOLDERS.items():
+        for path in folder.rglob("*.py"):
+            name = Path(package) / path.relative_to(folder)
+            if len(path.read_text().splitlines()) > SMALL and "migrations" not in name.parts and name.name[:2] != "__":
+                found[str(name)] = (ROOT / "tests" / name.parent / f"test_{name.name}").exists()
+    return found
+
+
 def _tokens() -> int:
     """Names, operators and numbers: comments, docstrings and the width of lines do not count."""
     counted = 0
@@ -144,6 +199,13 @@ def test_the_product_does_not_grow() -> None:
         "threads": _threads(),
     }
     assert {name: size for name, size in sizes.items() if size > CEILINGS[name]} == {}
+
+
+@pytest.mark.parametrize("folder", FOLDER_SHAPES)
+def test_the_files_of_a_folder_do_not_lean_on_each_other_more(folder: str) -> None:
+    files, (levels, arrows) = _files(folder), FOLDER_SHAPES[folder]
+    assert _levels(files) <= levels
+    assert sum(map(len, files.values())) <= arrows
 
 
 def test_files_do_not_import_each_other_in_circles() -> None:
@@ -220,14 +282,28 @@ def test_the_tests_of_every_file_are_found_by_its_name_or_in_the_table() -> None
     rows = [re.findall(r"`([\w/]+\.py)`", line) for line in table.splitlines() if line.startswith("| `")]
     named = {path for row in rows for path in row}
     sources = {
-        f"{package}/{p.relative_to(folder)}": p for package, folder in FOLDERS.items() for p in folder.rglob("*.py")
+        f"{package}/{p.relative_to(folder)}" for package, folder in FOLDERS.items() for p in folder.rglob("*.py")
     }
     tests = {str(path.relative_to(ROOT / "tests")) for path in (ROOT / "tests").rglob("test_*.py")}
-    assert named - sources.keys() - tests == set(), "these are not there"
-    large = {name for name, path in sources.items() if len(path.read_text().splitlines()) > SMALL}
-    large -= {name for name in large if "/migrations/" in name or "/__" in name}
-    mirrored = {name for name in large if str(Path(name).parent / f"test_{Path(name).name}") in tests}
-    assert large - mirrored - named == set(), "these have neither tests of their name nor a row"
+    assert named - sources - tests == set(), "these are not there"
+    unmirrored = {name for name, mirrored in _large_sources().items() if not mirrored}
+    assert unmirrored - named == set(), "these have neither tests of their name nor a row"
+
+
+def test_most_files_have_a_test_file_of_their_own() -> None:
+    mirrored = _large_sources().values()
+    assert 100 * sum(mirrored) / len(mirrored) >= TESTED_BY_NAME
+
+
+def test_torch_is_loaded_only_with_tensors() -> None:
+    """Modules that work without torch load those that need it in functions, and take torch from `ckpt.lazily`."""
+    statements = {name: _at_import(tree) for name, tree in _trees().items()}
+    need = {name for name, tree in statements.items() if "torch" in _imported(tree, {"torch": None})}
+    assert "ckpt.capture.tensors" in need
+    loads = {name: set(_imported(tree, statements)) for name, tree in statements.items()}
+    others = {name for name in loads.keys() - need if not name.startswith(TORCH_FOLDERS)}
+    assert {name: loads[name] & need for name in others if loads[name] & need} == {}
+    assert {name for name in need if "ckpt.lazily" in loads[name]} == set()
 
 
 def test_msgspec_inspects_types_in_one_place_only() -> None:
