@@ -30,8 +30,7 @@ from bench.restarted import RUN
 from bench.state import State, trained, wanted_bytes
 from ckpt import Checkpointer
 
-NOTHING, MEMORY, S3 = "no restore", "ckptd, memory", "ckptd, S3"
-PREFETCH = ", prefetch"
+NOTHING, MEMORY = "no restore", "ckptd, memory"
 PEERS = {"torch.load": TorchSave, "dcp": Dcp}
 ROOT = Path(__file__).parents[1]
 
@@ -52,7 +51,6 @@ class Way:
     way: str
     store: str
     blocks: int
-    prefetch: bool = False
     linger_s: float = 0.0
     environment: Mapping[str, str] = field(default_factory=dict)
     saver: int | None = None
@@ -83,7 +81,7 @@ class Way:
 
     @contextmanager
     def _running(self, *flags: str) -> Iterator[subprocess.Popen[str]]:
-        arguments = [self.way, self.store, str(self.blocks), str(self.prefetch), str(self.linger_s), *flags]
+        arguments = [self.way, self.store, str(self.blocks), str(self.linger_s), *flags]
         command = [sys.executable, "-m", "bench.restarted", *arguments]
         environment = {**os.environ, **self.environment}
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT) as process:
@@ -105,9 +103,8 @@ def measure(quick: bool) -> Report:
             if name != NOTHING and way.digest() != want:
                 problems[name] = "the restored state differs from the saved one"
         starts: dict[str, Callable[[], Start]] = {n: w.start for n, w in ways.items() if n not in problems}
-        for name in starts:
-            if name.startswith(MEMORY):
-                starts[name]()  # the first one restores from the store
+        if MEMORY in starts:
+            starts[MEMORY]()  # the first one restores from the store
         found, failed = in_turns(starts)
     return _report(state, found, problems | failed)
 
@@ -119,18 +116,15 @@ def _ways(state: State, folder: Path, stack: ExitStack) -> tuple[dict[str, Way],
     service = stack.enter_context(running_bucket())
     places: dict[str, tuple[str, Mapping[str, Any], Mapping[str, str]]] = {
         "ckptd, disk": (str(folder / "ours"), {}, {}),
-        S3: (service.url("restart"), service.options, service.s3.environment),
+        "ckptd, S3": (service.url("restart"), service.options, service.s3.environment),
     }
     for name, (store, options, environment) in places.items():
         _save(store, state, options)
-        for prefetch in (False, True):
-            way = Way("ckptd", store, blocks, prefetch, environment=environment)
-            ways[name + prefetch * PREFETCH] = way
-    for prefetch in (False, True):
-        store = str(folder / f"memory-{prefetch}")
-        _save(store, state, {})
-        ways[MEMORY + prefetch * PREFETCH] = way = Way("ckptd", store, blocks, prefetch, linger_s=600.0)
-        stack.callback(way.close)
+        ways[name] = Way("ckptd", store, blocks, environment=environment)
+    store = str(folder / "memory")
+    _save(store, state, {})
+    ways[MEMORY] = way = Way("ckptd", store, blocks, linger_s=600.0)
+    stack.callback(way.close)
     for name, peer in PEERS.items():
         try:
             peer().save(state, folder / name)
@@ -173,7 +167,6 @@ def _report(state: State, found: Mapping[str, list[Start]], problems: Mapping[st
         goals=[
             Goal("fastest peer", MEMORY, best / seconds(MEMORY), 1.0, "at least"),
             Goal(NOTHING, MEMORY, seconds(NOTHING) / seconds(MEMORY), 0.8, "at least"),
-            Goal(S3, S3 + PREFETCH, seconds(S3) / seconds(S3 + PREFETCH), 1.0, "at least"),
         ],
         limit=seconds(NOTHING),
         peers={name: seconds(name) for name in PEERS if name in found},

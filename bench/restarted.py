@@ -1,6 +1,6 @@
 """A trainer for bench.restart: imports, builds, restores, makes one step, and says when.
 
-    python -m bench.restarted WAY STORE BLOCKS PREFETCH LINGER_S [--digest]
+    python -m bench.restarted WAY STORE BLOCKS LINGER_S [--digest]
 
 WAY: nothing, ckptd, torch.load or dcp. It prints a line of JSON after the first step; with --digest that of the
 restored state instead. With LINGER_S it saves then, and prints another line. It waits to be killed.
@@ -20,13 +20,11 @@ RUN = "restart"
 
 
 def main() -> None:
-    """Nothing of torch is imported before a prefetch has begun."""
-    way, store, blocks, prefetch, linger_s, *flags = sys.argv[1:]
+    """The clock of the benchmark runs since exec: torch is imported here."""
+    way, store, blocks, linger_s, *flags = sys.argv[1:]
     checkpointer = None
     if way == "ckptd":
         checkpointer = ckpt.init(store, run=RUN, slots=1, compress="off", linger_s=float(linger_s))
-        if prefetch == "True":
-            ckpt.prefetch()
     import torch
 
     from bench.gpt import GPT, VOCABULARY

@@ -18,7 +18,6 @@ from ckpt.lazily import load_rooms
 from ckpt.preemption import DaemonNotice, Fit, Preemption, Sources, fit
 from ckpt.ranks.world import World, is_grouped
 from ckpt.restoring.pipeline import Restored, Restorer
-from ckpt.restoring.prefetching import Prefetch, likely_place
 from ckpt.restoring.resolve import check_present, release_lease, wait_for_orphan_saver
 from ckpt.restoring.stages import StagedRestore
 from ckpt.restoring.tensors import load_tensors
@@ -56,7 +55,6 @@ class Checkpointer:
         self._lease: str | None = None
         self._releases = _one_thread()
         self._schedules: list[Schedule] = []
-        self._prefetch: Prefetch | None = None
         self._preemption = Preemption(self.fits, self._saves.hurry)
         _close_at_exit(self)
 
@@ -151,30 +149,10 @@ class Checkpointer:
     def _save(
         self, state: TrainState, step: int, grads: bool, metrics: Mapping[str, float] | None, on_busy: OnBusy
     ) -> SaveHandle:
-        self._end_prefetch()
         cost_before = partial(cost_of, self._saves.newest, self._schedules)
         handle, taken = self._saves.save(state, step, grads, metrics, on_busy, self._lease, cost_before)
         self._lease = None if taken else self._lease
         return handle
-
-    def prefetch(self, *, checkpoint: str | int | None = None, max_bytes: int | None = None) -> Prefetch:
-        """Begin to restore before there is anything to restore into: `restore` then places what is in memory.
-
-        Returns at once. Threads find the checkpoint, take a lease on it and read its stored bytes into host memory,
-        while this process imports and builds. Needs neither torch nor a process group: call it first, and `restore` as
-        usual later. checkpoint: as in `restore`. max_bytes: of host memory, until `restore` has placed it; by default
-        a quarter of what is available, divided by LOCAL_WORLD_SIZE. `restore` reads what does not fit.
-
-        With several ranks each calls it; before there is a process group, RANK and WORLD_SIZE must name them. A rank
-        reads what only it will probably need, and its share of what several need. If `restore` takes another
-        checkpoint, what was read is dropped. Errors are logged, and left to `restore`. Each chunk is verified when it
-        arrives, and again when it is placed. Raises InvalidRequest.
-        """
-        self._end_prefetch()
-        place = likely_place((self._world().rank, self._world().size), self.config.group == "solo")
-        reference = Reference.of(self.config.run_name, checkpoint)
-        self._prefetch = Prefetch(self._source, self.config, reference, place, max_bytes)
-        return self._prefetch
 
     def restore(
         self,
@@ -214,10 +192,7 @@ class Checkpointer:
         checkpoints that came after this one are abandoned, and restored only if they are named.
         """
         state = TrainState.to_restore(model, optim, extras, shared)
-        try:
-            restored = self._restore(state, checkpoint, strict=strict, rng=rng)
-        finally:
-            self._end_prefetch()
+        restored = self._restore(state, checkpoint, strict=strict, rng=rng)
         if restored is not None and restored.unused and optim is not None and self._world().rank == 0:
             logger.warning(
                 "%s also holds %s, not restored. Pass them to restore, or training continues with their present state",
@@ -232,7 +207,7 @@ class Checkpointer:
 
     def _restore(self, state: TrainState, checkpoint: str | int | None, *, strict: bool, rng: bool) -> Restored | None:
         self.wait()
-        restorer = Restorer(self._source, self.config, self._world(), self._prefetch)
+        restorer = Restorer(self._source, self.config, self._world())
         try:
             restored = restorer.restore(state, Reference.of(self.config.run_name, checkpoint), strict, rng)
         finally:
@@ -321,7 +296,6 @@ class Checkpointer:
         if self._saves.elsewhere:
             return
         schedules, self._schedules = self._schedules, []
-        self._end_prefetch()
         try:
             self._saves.close(timeout)
         finally:
@@ -359,11 +333,6 @@ class Checkpointer:
         if self.config.group == "solo" or is_grouped():
             return self._world().rank == 0
         return os.environ.get("RANK", "0") == "0"
-
-    def _end_prefetch(self) -> None:
-        prefetch, self._prefetch = self._prefetch, None
-        if prefetch is not None:
-            prefetch.close()
 
     def _release_lease(self) -> None:
         """In a thread, which `close` waits for: a restore does not."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,10 +70,6 @@ class SaverMemory:
             )
         placed = found.keys() - {(chunk.shard, chunk.index) for read in left for chunk in read.chunks}
         return coalesce(chunk for chunk in chunks if (chunk.shard, chunk.index) not in placed)
-
-    def without(self, reads: Iterable[ShardRead]) -> list[ShardRead]:
-        """The reads of what is not in memory."""
-        return coalesce(chunk for read in reads for chunk in read.chunks if self._find(chunk) is None)
 
     def open_shard(self, checkpoint: Checkpoint, shard: str) -> ObjectReader:
         """A reader of the bytes before encoding."""

@@ -13,14 +13,13 @@ from typing import Literal
 from ckpt.config import Config
 from ckpt.ranks.world import World, is_grouped
 from ckpt.restoring.attached import attach
-from ckpt.restoring.prefetching import Prefetch
 from ckpt.restoring.resolve import take_lease
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import CorruptObject, DaemonUnavailable
 from ckptstore.format.documents import Content, Manifest
 from ckptstore.format.planning import ShardRead
 from ckptstore.reading.fetch import Buffers, fetch
-from ckptstore.reading.source import ShardSource, Source, StoreSource, check_manifest_data
+from ckptstore.reading.source import Source, StoreSource, check_manifest_data
 from ckptstore.reading.sources import ChunkSource, StoredChunks, fetch_from
 from ckptstore.tiers.source import NEAR, TieredSource
 
@@ -39,13 +38,10 @@ class Fetcher:
         config: Config,
         world: World,
         checkpoint: Checkpoint,
-        prefetch: Prefetch | None = None,
         near: bool = False,
     ) -> None:
-        """prefetch: what this rank has begun to read; closed if it is of another checkpoint. near: all ranks are on the
-        host of the store."""
+        """near: all ranks are on the host of the store."""
         self._source = source
-        self._prefetch = prefetch.of(checkpoint) if prefetch is not None else None
         self._config = config
         self._world = world
         self.checkpoint = checkpoint
@@ -59,7 +55,7 @@ class Fetcher:
         if isinstance(source, TieredSource):
             self._last = source.farthest(checkpoint)
             if self._last is not source.near:
-                self.nearer.append(StoredChunks(NEAR, self._shards(source.near), checkpoint))
+                self.nearer.append(StoredChunks(NEAR, source.near, checkpoint))
             elif self._share == "daemon":
                 self._share = "none"  # the daemon serves the far store
         self.read: Counter[str] = Counter()
@@ -84,16 +80,13 @@ class Fetcher:
     def _protect(self, leases: list[str]) -> None:
         if self.checkpoint.state is State.CORRUPT:
             raise CorruptObject(self.checkpoint.problem)
-        lease = self._prefetch.hand_over_lease() if self._prefetch is not None else None
-        if lease is None and self._world.rank == 0:
-            lease = take_lease(self._source, self.checkpoint)
-        if lease is not None:
+        if self._world.rank == 0 and (lease := take_lease(self._source, self.checkpoint)) is not None:
             leases.append(lease)
 
     def read_ahead(self) -> None:
         """Read the manifest that `manifest` will share, without the other ranks. Raises what `manifest` does."""
         if self._world.rank == 0:
-            self._manifest = self._read_manifest()
+            self._manifest = self._source.manifest_data(self.checkpoint)
 
     def manifest(self) -> Manifest:
         """The checked manifest. Raises Damaged, ObjectMissing, Unavailable or RankLost."""
@@ -103,24 +96,13 @@ class Fetcher:
 
         return check_manifest_data(self.checkpoint, share_bytes(self._world, self._manifest_data))
 
-    def _shards(self, source: ShardSource) -> ShardSource:
-        """The source, behind what was read ahead."""
-        ahead = self._prefetch.shards() if self._prefetch is not None else None
-        return source if ahead is None else ahead.over(source)
-
     def _memory(self) -> list[ChunkSource]:
         """The memory of this host, if a saver still keeps the checkpoint there."""
-        if self._prefetch is not None and self._prefetch.memory is not None:
-            return [self._prefetch.memory]
         found = attach(self._config.store, self.checkpoint) if self._config.store is not None else None
         return [found] if found is not None else []
 
-    def _read_manifest(self) -> bytes:
-        held = self._prefetch.manifest_data() if self._prefetch is not None else b""
-        return held or self._source.manifest_data(self.checkpoint)
-
     def _manifest_data(self) -> bytes:
-        return self._manifest or self._read_manifest()
+        return self._manifest or self._source.manifest_data(self.checkpoint)
 
     def read_past_caches(self) -> bool:
         """From now on read from the store itself; False if that is what was done already. The same on all ranks."""
@@ -145,13 +127,11 @@ class Fetcher:
             from ckpt.restoring.sharing import fetch_shared  # loads torch
 
             local = isinstance(self._last, StoreSource) and self._last.store.url.startswith(LOCAL_SCHEMES)
-            fetch_shared(
-                self._world, self._shards(self._last), self.checkpoint, content, reads, buffers, progress, local
-            )
+            fetch_shared(self._world, self._last, self.checkpoint, content, reads, buffers, progress, local)
         elif self._share == "daemon":
             self._fetch_cached(reads, buffers, progress)
         else:
-            fetch(self._shards(self._last), self.checkpoint, reads, buffers, progress)
+            fetch(self._last, self.checkpoint, reads, buffers, progress)
 
     def _fetch_cached(self, reads: Sequence[ShardRead], buffers: Buffers, progress: Callable[[int], None]) -> None:
         from ckptapi.client import DaemonClient
@@ -161,12 +141,12 @@ class Fetcher:
             with closing(DaemonClient(self._config.daemon, self._config.token)) as daemon:
                 if self._past_caches:
                     daemon.read_past_caches()
-                fetch(self._shards(daemon), self.checkpoint, reads, buffers, progress)
+                fetch(daemon, self.checkpoint, reads, buffers, progress)
         except DaemonUnavailable as error:
             if self._config.read_only:
                 raise
             logger.warning("reading straight from the store: %s", error)
-            fetch(self._shards(self._last), self.checkpoint, reads, buffers, progress)
+            fetch(self._last, self.checkpoint, reads, buffers, progress)
 
 
 def is_near(source: Source) -> bool:

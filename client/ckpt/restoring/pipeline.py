@@ -20,7 +20,6 @@ from ckpt.ranks.world import World
 from ckpt.restoring.fetching import Fetcher, is_near
 from ckpt.restoring.jax_arrays import has_templates
 from ckpt.restoring.plan import Fit, RestorePlan
-from ckpt.restoring.prefetching import Prefetch
 from ckpt.restoring.preparing import PreparedRestore
 from ckpt.restoring.ranks import RankState
 from ckpt.restoring.resolve import (
@@ -123,10 +122,8 @@ def gc_paused() -> Iterator[None]:
 class Restorer:
     """One restore, the same on every rank of the world."""
 
-    def __init__(self, source: Source, config: Config, world: World, prefetch: Prefetch | None = None) -> None:
-        """prefetch: what this rank has begun to read, perhaps of another checkpoint."""
+    def __init__(self, source: Source, config: Config, world: World) -> None:
         self._source = source
-        self._prefetch = prefetch
         self._config = config
         self._world = world
         self.trains = False
@@ -228,7 +225,7 @@ class Restorer:
         session = RestoreSession(self._config, self._world.rank, self._world.size)
         leases: list[str] = []
         try:
-            fetcher = Fetcher(self._source, self._config, self._world, checkpoint, self._prefetch, self._near)
+            fetcher = Fetcher(self._source, self._config, self._world, checkpoint, self._near)
             with fetcher.protecting(leases) as await_lease:
                 prepared = self._prepare(state, fetcher, session, await_lease, strict)
             plan = prepared.plan

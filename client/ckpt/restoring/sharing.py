@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,6 @@ from ckptstore.errors import CorruptObject, RankLost
 from ckptstore.format.documents import Content
 from ckptstore.format.places import Places
 from ckptstore.format.planning import READ_BYTES, ChunkRead, ShardRead, coalesce
-from ckptstore.reading.ahead import ReadAhead
 from ckptstore.reading.fetch import DEFAULT_THREADS, Buffers, fetch, fetch_stored, place_chunk, received
 from ckptstore.reading.source import ShardSource
 
@@ -76,16 +75,10 @@ def share_bytes(world: World, read: Callable[[], bytes]) -> bytes:
     return tensor.numpy().tobytes()
 
 
-def divide(
-    content: Content,
-    needs: Mapping[Ranks, Sequence[ChunkId]],
-    world_size: int,
-    held: Mapping[ChunkId, Ranks] | None = None,
-) -> list[list[ShardStretch]]:
+def divide(content: Content, needs: Mapping[Ranks, Sequence[ChunkId]], world_size: int) -> list[list[ShardStretch]]:
     """The rounds of stretches that more than one rank needs. Pure; equal on every rank.
 
-    needs: chunks, by the ranks that have the same needs. held: the ranks that need a chunk and have read it ahead, if
-    there are any: one of these is its reader.
+    needs: chunks, by the ranks that have the same needs.
     """
     groups: dict[ChunkId, tuple[Ranks, ...]] = defaultdict(tuple)
     for ranks, need in needs.items():
@@ -96,10 +89,9 @@ def divide(
     load = [0] * world_size
     rounds: list[list[ShardStretch]] = []
     size = ROUND_BYTES
-    readers_of = {chunk: (held or {}).get(chunk, ranks) for chunk, ranks in ranks_of.items()}
-    for shard, chunks, ranks in _neighbours(ranks_of, readers_of, content):
+    for shard, chunks, ranks in _neighbours(ranks_of, content):
         stored = int(content.shards[shard].chunks.stored[list(chunks)].sum())
-        reader = min(readers_of[shard, chunks[0]], key=lambda rank: load[rank])
+        reader = min(ranks, key=lambda rank: load[rank])
         load[reader] += stored
         if size + stored > ROUND_BYTES:
             rounds.append([])
@@ -109,10 +101,8 @@ def divide(
     return rounds
 
 
-def _neighbours(
-    ranks_of: Mapping[ChunkId, Ranks], readers_of: Mapping[ChunkId, Ranks], content: Content
-) -> list[tuple[int, tuple[int, ...], Ranks]]:
-    """Runs of adjacent chunks that the same ranks need and may read, small enough to divide evenly among them."""
+def _neighbours(ranks_of: Mapping[ChunkId, Ranks], content: Content) -> list[tuple[int, tuple[int, ...], Ranks]]:
+    """Runs of adjacent chunks that the same ranks need, small enough to divide evenly among them."""
     most = max((len(ranks) for ranks in ranks_of.values()), default=1)
     total = sum(int(content.shards[shard].chunks.stored[chunk]) for shard, chunk in ranks_of)
     limit = min(READ_BYTES, max(_STRETCH_BYTES, min(ROUND_BYTES, total) // most))
@@ -123,7 +113,6 @@ def _neighbours(
         stored = int(content.shards[shard].chunks.stored[chunk])
         last = found[-1] if found else None
         follows = last is not None and (last[0], last[1][-1] + 1, last[2]) == (shard, chunk, ranks)
-        follows = follows and readers_of[shard, chunk] == readers_of[shard, chunk - 1]
         if last and follows and places[shard].adjoins(chunk) and size + stored <= limit:
             last[1].append(chunk)
             size += stored
@@ -151,9 +140,8 @@ def fetch_shared(
     """
     number = {shard.name: i for i, shard in enumerate(content.shards)}
     own = {(number[chunk.shard], chunk.index): chunk for read in reads for chunk in read.chunks}
-    ahead = source.chunks if isinstance(source, ReadAhead) else ()
-    needs, held = _unpack(world.gather_alike(_pack(own, ahead)))
-    rounds = divide(content, needs, world.size, held)
+    needs = _unpack(world.gather_alike(np.array(sorted(own), np.int64).tobytes()))
+    rounds = divide(content, needs, world.size)
     shared = {(stretch.shard, chunk) for one in rounds for stretch in one for chunk in stretch.chunks}
     alone = coalesce(
         chunk
@@ -182,23 +170,10 @@ def exchanging_kind(backends: str) -> str | None:
     return next((kind for kind, _, backend in pairs if DEVICE_BACKENDS.get(backend) == kind), None)
 
 
-def _pack(chunks: Mapping[ChunkId, ChunkRead], ahead: Collection[tuple[str, int]]) -> bytes:
-    """What a rank needs: shard and chunk; the complement of the shard if it has read the chunk ahead."""
-    pairs = [(~key[0] if (read.shard, read.index) in ahead else key[0], key[1]) for key, read in sorted(chunks.items())]
-    return np.array(pairs, np.int64).tobytes()
-
-
-def _unpack(packed: Mapping[bytes, Ranks]) -> tuple[dict[Ranks, list[ChunkId]], dict[ChunkId, Ranks]]:
-    """What the ranks need, and of that, what they have read ahead."""
-    needs: dict[Ranks, list[ChunkId]] = {}
-    held: dict[ChunkId, Ranks] = defaultdict(tuple)
-    for data, ranks in packed.items():
-        pairs = np.frombuffer(data, np.int64).reshape(-1, 2).tolist()
-        needs[ranks] = [(max(shard, ~shard), chunk) for shard, chunk in pairs]
-        for shard, chunk in pairs:
-            if shard < 0:
-                held[~shard, chunk] += ranks
-    return needs, held
+def _unpack(packed: Mapping[bytes, Ranks]) -> dict[Ranks, list[ChunkId]]:
+    """What the ranks need."""
+    found = {ranks: np.frombuffer(data, np.int64).reshape(-1, 2).tolist() for data, ranks in packed.items()}
+    return {ranks: [(shard, chunk) for shard, chunk in pairs] for ranks, pairs in found.items()}
 
 
 class _Exchange:

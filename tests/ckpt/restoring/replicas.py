@@ -52,7 +52,6 @@ def restore(
     replica_reads: Any,
     layers_of_rank_1: int = 6,
     peer_timeout_s: float = 60.0,
-    prefetch: bool = False,
 ) -> dict[str, Any]:
     """What this rank restored, what it read of the store for that, and what it was warned of."""
     model = replica(0, layers_of_rank_1 if dist.get_rank() == 1 else 6)
@@ -60,8 +59,6 @@ def restore(
     with _log() as log, Checkpointer(store, run=RUN, writer="thread", **options) as checkpointer:
         counting = _count(checkpointer)
         found: dict[str, Any] = {"log": log}
-        if prefetch:
-            found["prefetched"] = checkpointer.prefetch().wait()
         try:
             restored = checkpointer.restore(model, position=None)
         except CkptError as error:

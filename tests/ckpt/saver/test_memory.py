@@ -116,21 +116,6 @@ def test_a_restart_on_the_same_host_reads_no_shard_and_frees_the_memory(tmp_path
     assert sockets(store) == []
 
 
-def test_prefetch_reads_nothing_that_is_in_memory(tmp_path: Path) -> None:
-    store, model = tmp_path / "store", network(0)
-    with killed_trainer(store) as saver:
-        wait_for_memory(store)
-        with Checkpointer(str(store), run=RUN) as checkpointer:
-            slow = slowed(checkpointer)
-            assert checkpointer.prefetch().wait() == 0
-            os.kill(saver, signal.SIGKILL)  # what is attached stays
-            restored = checkpointer.restore(model)
-            assert restored is not None
-            assert restored.read["store"] == 0
-            assert slow.reads == []
-    assert state_digest(model) == state_digest(network(2))
-
-
 def test_a_flipped_bit_in_memory_is_read_from_the_store(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store, model = tmp_path / "store", network(0)
     with killed_trainer(store) as saver:
