@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from urllib.parse import quote
 
-from ckptd.pages.charts import ChartMark, Tick, step_axis
+from ckptstore.charts import ChartMark, Tick, step_axis
 from ckptstore.commits.catalog import Checkpoint, State
 
 MOST_ROWS = 24

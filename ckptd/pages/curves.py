@@ -9,9 +9,9 @@ from itertools import accumulate
 from math import isfinite
 from urllib.parse import quote
 
-from ckptd.pages.charts import Plot, Point, compact, plot
 from ckptd.pages.queries import RunPageQuery
 from ckptstore import human
+from ckptstore.charts import Plot, Point, compact, plot
 from ckptstore.commits.catalog import Checkpoint, State
 
 SAVE_SECONDS = "save seconds"

@@ -9,10 +9,10 @@ from math import inf
 from statistics import median
 
 from ckptd.index import RunSummary
-from ckptd.pages.charts import Spark, sparkline
 from ckptd.pages.curves import main_metric, value_of
 from ckptd.pages.queries import RunOrder
 from ckptstore import human
+from ckptstore.charts import Spark, sparkline
 from ckptstore.commits.backlogs import RunBacklog
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.commits.goodput import Account, EndOf

@@ -10,8 +10,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from starlette.responses import HTMLResponse
 
-from ckptd.pages.charts import compact
 from ckptstore import human
+from ckptstore.charts import compact
 
 _NEVER_KEPT = {"Cache-Control": "no-store"}
 

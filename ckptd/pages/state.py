@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import log10
 from urllib.parse import quote
 
-from ckptd.pages.charts import Plot, Point, plot
 from ckptd.services.state_history import Development
+from ckptstore.charts import Plot, Point, plot
 from ckptstore.reading.difference import Unequal
 from ckptstore.reading.history import RunFinding
 from ckptstore.reading.statistics import CheckpointStatistics, TensorStatistics

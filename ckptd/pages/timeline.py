@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ckptd.pages.charts import Tick
 from ckptstore import human
+from ckptstore.charts import Tick
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.goodput import Account, AttemptAccount, Spent
 

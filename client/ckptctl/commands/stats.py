@@ -13,9 +13,9 @@ import typer
 from ckptctl.commands.show import find_readable
 from ckptctl.completion import checkpoint_names
 from ckptctl.exits import NotWritten
-from ckptctl.plots import Curve, draw
 from ckptctl.render import Block, Row, Table, TableColumn
 from ckptctl.session import Session
+from ckptstore.charts import Point, plot, svg
 from ckptstore.errors import InvalidRequest
 from ckptstore.names import check_run
 from ckptstore.reading.history import series
@@ -70,7 +70,7 @@ def stats(
     if names is not None and not any(body.tensors for body in bodies):
         raise InvalidRequest(f"no tensor of {target} matches {names!r}", "Leave out --names to show all")
     if plot is not None:
-        _write(plot, draw(f"{target}: rms by step", _curves(bodies)))
+        _write(plot, _curves(f"{target}: rms by step", bodies))
     ids = [body.checkpoint for body in bodies]
     session.screen.emit(bodies[0] if "@" in target else bodies, ids, _blocks(bodies, one="@" in target))
 
@@ -155,22 +155,30 @@ def _summary(bodies: Sequence[StatisticsBody]) -> Table:
     return Table(columns, rows)
 
 
-def _curves(bodies: Sequence[StatisticsBody]) -> list[Curve]:
-    """The rms of the tensors with the largest change, by step."""
-    points: dict[str, list[tuple[float, float]]] = {}
-    bad: dict[str, list[float]] = {}
+def _curves(title: str, bodies: Sequence[StatisticsBody]) -> str:
+    """An SVG of the rms of the tensors with the largest change, by step."""
+    points: dict[str, list[Point]] = {}
+    bad: dict[str, list[int]] = {}
     for body in bodies:
         for tensor in body.tensors:
             if tensor.exponents and tensor.rms is not None:
-                points.setdefault(tensor.name, []).append((float(body.step), tensor.rms))
+                point = Point(body.step, tensor.rms, f"{tensor.name}: {number(tensor.rms)} at step {body.step:,}")
+                points.setdefault(tensor.name, []).append(point)
             if not tensor.is_finite:
-                bad.setdefault(tensor.name, []).append(float(body.step))
+                bad.setdefault(tensor.name, []).append(body.step)
     names = sorted(points, key=lambda name: (name not in bad, -_spread(points[name])))[:_CURVES]
-    return [Curve(name, tuple(points[name]), tuple(bad.get(name, ()))) for name in names]
+    top = max((point.y for name in names for point in points[name]), default=1.0)
+    for name in names:
+        known = {point.x: point.y for point in points[name]}
+        points[name] += [
+            Point(step, known.get(step, top), f"{name}: NaN or Inf at step {step:,}", "bad", on_line=False)
+            for step in bad.get(name, [])
+        ]
+    return svg(title, plot([points[name] for name in names], width=600, height=420, log=True), names)
 
 
-def _spread(points: Sequence[tuple[float, float]]) -> float:
-    values = [value for _, value in points if value > 0]
+def _spread(points: Sequence[Point]) -> float:
+    values = [point.y for point in points if point.y > 0]
     return max(values) / min(values) if values else 0.0
 
 
