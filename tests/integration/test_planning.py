@@ -19,7 +19,8 @@ from tests.support.command_line import invoke
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/how-to/planning.md").read_text()
-PRINTED = re.findall(r"^```console\n\$ ckptctl ([^\n]*)\n(.*?)^```$", PAGE, re.M | re.S)
+MORE = Path(__file__).with_name("plans.md").read_text()
+PRINTED = re.findall(r"^```console\n\$ ckptctl ([^\n]*)\n(.*?)^```$", PAGE + MORE, re.M | re.S)
 _ULID = re.compile(r"\.[0-9A-Z]{26}\b")
 
 
@@ -42,7 +43,7 @@ def store(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_page_shows_what_is_printed(store: Path) -> None:
+def test_the_pages_show_what_is_printed(store: Path) -> None:
     assert len(PRINTED) >= 5
     for command, shown in PRINTED:
         done = invoke(*shlex.split(command), "--store", store)
