@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 setup: .venv/.ready
 
-.venv/.ready: pyproject.toml constraints.txt hatch_build.py client/ckptstore/format/fused.c
+.venv/.ready: pyproject.toml constraints.txt hatch_build.py client/ckptstore/codecs/fused.c
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --retries 10 --timeout 60 -c constraints.txt -e '.[dev]'
 	# Its data sets need an older fsspec; the components that are tested here do not.

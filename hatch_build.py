@@ -13,7 +13,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-NAME = "ckptstore/format/libfused.so.1"
+NAME = "ckptstore/codecs/libfused.so.1"
 
 
 class FusedLoops(BuildHookInterface):

@@ -29,8 +29,8 @@ from bench.peers.peer import Codec
 from bench.report import Goal, Report
 from bench.state import trained, wanted_bytes
 from ckpt.saver.statistics import Sampled, chunk_extremes, sample_chunk, tabulate
-from ckptstore.format.codecs import decode, encode, fast, smallest
-from ckptstore.format.dtypes import ITEM_BYTES
+from ckptstore.codecs.chunk_codecs import decode, encode, fast, smallest
+from ckptstore.codecs.dtypes import ITEM_BYTES
 from ckptstore.format.shards import CHUNK_BYTES
 
 REPETITIONS = 7

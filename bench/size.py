@@ -20,7 +20,7 @@ from bench.peers.peer import Codec
 from bench.report import Goal, Report
 from bench.state import BYTES_PER_PARAMETER, State, trained, wanted_bytes
 from ckpt import Checkpointer
-from ckptstore.format.codecs import smallest
+from ckptstore.codecs.chunk_codecs import smallest
 
 MOST_BYTES = 64 << 20
 GOALS = {"fp32": 0.835, "bf16": 0.67}

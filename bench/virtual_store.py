@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from heapq import heapreplace
 from typing import Any, TypeVar
 
+from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.errors import ObjectMissing
-from ckptstore.format.codecs import Buffer
 from ckptstore.stores.base import ObjectInfo, ObjectWriter, Store
 
 _T = TypeVar("_T")

@@ -14,7 +14,7 @@ import xxhash
 
 from ckptd.cache.extents import Extent
 from ckptstore.clock import system_clock
-from ckptstore.format.codecs import Buffer
+from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.names import new_ulid
 
 _LOG = logging.getLogger(__name__)

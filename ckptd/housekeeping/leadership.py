@@ -21,8 +21,8 @@ from sqlalchemy import Connection
 
 from ckptd.index import LeaderIndex, Tenure
 from ckptstore.clock import system_clock
+from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.errors import IndexUnavailable, LeadershipLost
-from ckptstore.format.codecs import Buffer
 from ckptstore.names import new_ulid
 from ckptstore.stores import ObjectWriter, Store, WrappedStore
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ckptstore.format.dtypes import ITEM_BYTES
+from ckptstore.codecs.dtypes import ITEM_BYTES
 
 BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES if hasattr(torch, name)}
 """The dtypes of the format that this version of torch has, by name."""

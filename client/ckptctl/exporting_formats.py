@@ -10,8 +10,8 @@ import msgspec
 
 from ckptctl.exporting import Entry, Export, FileFormat, mapped
 from ckptctl.safetensors_file import Layout, plan_file
+from ckptstore.codecs.dtypes import ITEM_BYTES
 from ckptstore.errors import InvalidRequest
-from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.overlaps import Want
 
 ExportWriter = Callable[[Export, Path], None]

@@ -21,11 +21,11 @@ from ckptctl.exporting_formats import INDEX, ONLY, missing_torch
 from ckptctl.safetensors_file import StoredTensor, read_header
 from ckptstore import names
 from ckptstore.clock import Clock
+from ckptstore.codecs.chunk_codecs import fast
 from ckptstore.commits.catalog import Checkpoint, find, from_outcome, joined_generation
 from ckptstore.commits.commit import commit_attempt
 from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint
 from ckptstore.format.boxes import Box
-from ckptstore.format.codecs import fast
 from ckptstore.format.decoding import decode_json
 from ckptstore.format.documents import FORMAT, JSON, Content, Receipt, Shard
 from ckptstore.format.merging import StoredReceipt

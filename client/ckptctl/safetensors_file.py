@@ -11,9 +11,9 @@ from typing import Annotated
 
 import msgspec
 
+from ckptstore.codecs.dtypes import ITEM_BYTES
 from ckptstore.errors import CorruptObject, UnsupportedObject
 from ckptstore.format.decoding import decode_json
-from ckptstore.format.dtypes import ITEM_BYTES
 
 TYPES: dict[str, str] = {
     "float64": "F64",

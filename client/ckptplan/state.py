@@ -11,8 +11,8 @@ from enum import StrEnum
 
 import msgspec
 
+from ckptstore.codecs.dtypes import ITEM_BYTES
 from ckptstore.errors import InvalidRequest
-from ckptstore.format.dtypes import ITEM_BYTES
 
 SHORT_NAMES = {
     "fp64": "float64",

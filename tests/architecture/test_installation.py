@@ -78,7 +78,7 @@ def test_without_extras_there_is_what_a_trainer_needs(programs: Path) -> None:
 
 @pytest.mark.slow
 def test_the_loops_of_float_split_are_compiled_where_there_is_a_compiler(programs: Path, tmp_path: Path) -> None:
-    asked = "from ckptstore.format.fused import IS_BUILT; print(IS_BUILT)"
+    asked = "from ckptstore.codecs.fused import IS_BUILT; print(IS_BUILT)"
     assert run(programs / "python", "-c", asked).strip() == str(shutil.which("cc") is not None)
     pip = ["pip", "wheel", "--quiet", "--retries", "10", "--no-deps", "-w", str(tmp_path), str(ROOT)]
     subprocess.run([sys.executable, "-m", *pip], env={**os.environ, "CC": "/without/compiler"}, check=True)

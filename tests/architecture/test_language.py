@@ -20,6 +20,7 @@ CHECKED = (
     "examples/*.py",
     "client/ckptstore/*.py",
     "client/ckptstore/commits/*.py",
+    "client/ckptstore/codecs/*.py",
     "client/ckptstore/format/*.py",
     "client/ckptstore/reading/*.py",
     "client/ckptstore/retention/*.py",

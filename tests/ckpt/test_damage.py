@@ -18,10 +18,10 @@ from ckpt.dcp import StorageReader
 from ckpt.saver.streaming import LEAST_BYTES
 from ckptapi.bodies import ChunkBody, VerifyJob
 from ckptstore import names
+from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.commits.catalog import Checkpoint, State, latest, list_checkpoints, quarantined_attempts
 from ckptstore.commits.references import marks
 from ckptstore.errors import Damaged, ObjectMissing, StoreReadOnly, StoreUnavailable
-from ckptstore.format.codecs import Buffer
 from ckptstore.format.parsing import parse_sealed
 from ckptstore.format.records import Finding
 from ckptstore.names import RunKeys

@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from ckpt.foreign.writing import build_state, require_loadable
 from ckptctl.exporting import FileFormat, write_whole
 from ckptctl.exporting_formats import writer_of
+from ckptstore.codecs.dtypes import ITEM_BYTES
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.errors import CorruptObject, InvalidRequest, UnsupportedObject
 from ckptstore.format.columns import column
 from ckptstore.format.documents import Content, Entries, Slices
-from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.shards import Slice
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store

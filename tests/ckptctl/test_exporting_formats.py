@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from ckptstore.codecs.dtypes import ITEM_BYTES
 from ckptstore.commits.catalog import list_checkpoints
-from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.shards import Slice
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store

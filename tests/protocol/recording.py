@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.errors import ObjectMissing, StoreUnavailable
-from ckptstore.format.codecs import Buffer
 from ckptstore.names import receipt_rank
 from ckptstore.stores import ObjectInfo, ObjectWriter, Store
 from ckptstore.stores.wrapping import WrappedStore

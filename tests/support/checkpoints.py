@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from ckptstore import names
 from ckptstore.clock import Clock, system_clock
+from ckptstore.codecs.chunk_codecs import CodingPolicy, fast
 from ckptstore.commits.catalog import Checkpoint, from_outcome
 from ckptstore.commits.commit import commit_attempt, read_receipt
-from ckptstore.format.codecs import CodingPolicy, fast
 from ckptstore.format.columns import column
 from ckptstore.format.documents import FORMAT, JSON, Content, Receipt, References, Shard
 from ckptstore.format.merging import StoredReceipt

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.errors import ObjectMissing
-from ckptstore.format.codecs import Buffer
 from ckptstore.stores import ObjectInfo, ObjectWriter, Store
 
 

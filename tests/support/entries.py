@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from ckptstore.clock import system_clock
+from ckptstore.codecs.chunk_codecs import fast
 from ckptstore.commits.catalog import Checkpoint, from_outcome
 from ckptstore.commits.commit import commit_attempt
-from ckptstore.format.codecs import fast
 from ckptstore.format.documents import FORMAT, Content, Receipt, Shard
 from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import seal

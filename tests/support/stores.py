@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from ckptstore.clock import system_clock
+from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.errors import StoreUnavailable
-from ckptstore.format.codecs import Buffer
 from ckptstore.stores import ObjectInfo, ObjectWriter, Store
 
 _T = TypeVar("_T")

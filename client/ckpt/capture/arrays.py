@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ckptstore.codecs.dtypes import ITEM_BYTES, NUMPY
 from ckptstore.errors import UnsupportedFormat, UnsupportedObject
 from ckptstore.format import boxes
 from ckptstore.format.boxes import Box
-from ckptstore.format.dtypes import ITEM_BYTES, NUMPY
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs

@@ -25,9 +25,9 @@ from ckpt.capture.arrays import (
 from ckpt.capture.leaves import Captured, Change, StateLeaf
 from ckpt.capture.ownership import Ownership
 from ckpt.lazily import is_tensor, torch
+from ckptstore.codecs.dtypes import NUMPY
 from ckptstore.errors import UnsupportedObject
 from ckptstore.format.documents import JSON
-from ckptstore.format.dtypes import NUMPY
 from ckptstore.format.shards import Slice
 from ckptstore.format.trees import TAG, EncodeLeaf, encode_bytes, encode_tree, merge_trees, unsupported, with_records
 

@@ -19,9 +19,9 @@ from ckpt.capture.reads import Number
 from ckpt.capture.wrapped import inner_tensors, is_plain_type, kind_of
 from ckpt.device import has_device
 from ckpt.dtypes import BY_NAME, NAMES
+from ckptstore.codecs.dtypes import NUMPY
 from ckptstore.errors import CorruptObject, UnsupportedObject
 from ckptstore.format.documents import JSON
-from ckptstore.format.dtypes import NUMPY
 from ckptstore.format.shards import Slice
 from ckptstore.format.trees import TAG, decode_bytes, encode_bytes, encode_tree, with_records
 

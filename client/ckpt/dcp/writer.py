@@ -28,9 +28,9 @@ from ckpt.saver.upload import upload_shard
 from ckptapi.remote_create import with_remote_create
 from ckptstore import names
 from ckptstore.clock import system_clock
+from ckptstore.codecs.chunk_codecs import POLICIES
 from ckptstore.commits.commit import commit_attempt, read_receipts
 from ckptstore.errors import BadInput, InvalidName, InvalidRequest, SaveFailed
-from ckptstore.format.codecs import POLICIES
 from ckptstore.format.documents import FORMAT, JSON, Content, Receipt, Shard
 from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import seal

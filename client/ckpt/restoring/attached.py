@@ -19,9 +19,9 @@ from ckpt.saver.memory import Attach, HeldSnapshot, ask
 from ckpt.saver.messages import Channel
 from ckpt.saver.segment import Segment
 from ckptstore import human
+from ckptstore.codecs.chunk_codecs import RAW
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CorruptObject
-from ckptstore.format.codecs import RAW
 from ckptstore.format.documents import DIGEST_BYTES
 from ckptstore.format.planning import ChunkRead, ShardRead, coalesce
 from ckptstore.reading.fetch import Buffers, Progress, fetch_readable

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from ckptstore.format.codecs import Coding
+from ckptstore.codecs.chunk_codecs import Coding
 
 INTERVAL_SHARE = 0.5
 """A save should be durable within this fraction of the interval between saves."""

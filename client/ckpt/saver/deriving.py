@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ckptstore.codecs.casting import CAST_TYPES, SOURCE, cast, is_cast
 from ckptstore.format.boxes import Box
-from ckptstore.format.casting import CAST_TYPES, SOURCE, cast, is_cast
 from ckptstore.format.shards import Placed
 
 LEAST_BYTES = 64 << 10

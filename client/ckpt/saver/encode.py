@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from types import TracebackType
 
 from ckpt.saver.throttle import CpuThrottle
-from ckptstore.format.codecs import CodingPolicy
+from ckptstore.codecs.chunk_codecs import CodingPolicy
 from ckptstore.format.shards import ChunkSpan, EncodedChunk, encode_chunk
 
 THREADS = min(4, max(1, (os.cpu_count() or 2) - 1))

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
+from ckptstore.codecs.chunk_codecs import RAW
 from ckptstore.format.boxes import Box, same_dimensions
-from ckptstore.format.codecs import RAW
 from ckptstore.format.columns import column
 from ckptstore.format.documents import DIGEST_BYTES, Chunks, Content, Shard
 from ckptstore.format.places import Places

@@ -16,8 +16,8 @@ from typing import NamedTuple, Protocol
 
 from ckpt.saver.choosing import INTERVAL_SHARE, Choice, CodingCost, CostTable, choose
 from ckpt.saver.pricing import Effort, Price
-from ckptstore.format.codecs import POLICIES, RAW, Coding, CodingPolicy, codings
-from ckptstore.format.extremes import BlockExtremes
+from ckptstore.codecs.chunk_codecs import POLICIES, RAW, Coding, CodingPolicy, codings
+from ckptstore.codecs.extremes import BlockExtremes
 from ckptstore.format.shards import ChunkSpan, EncodedChunk, encode_chunk
 
 LOCAL_UPLOAD_S = 1 / 2e9

@@ -22,9 +22,9 @@ import msgspec
 from ckpt.saver.lock import hold_folder, host_folder, temporary_folder, touch_locks
 from ckpt.saver.messages import Done, Failed, NearOnly, Released, Report, SaveJob, SaveProgress, Setup
 from ckptstore.clock import system_clock
+from ckptstore.codecs.dtypes import ITEM_BYTES
 from ckptstore.errors import CkptError
 from ckptstore.format.decoding import decode_json
-from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.names import new_ulid
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Statistics of one chunk, taken while it is encoded. Pure; numpy releases the GIL in its loops.
 
 NaN and Inf are counted exactly, and extremes are exact. The encoder finds the extremes block by block
-(ckptstore/format/extremes.py); they show whether any number is not finite, and only then are all words classified.
+(ckptstore/codecs/extremes.py); they show whether any number is not finite, and only then are all words classified.
 Other quantities come from a sample of large slices: a pass over all words would cost 3 % of encoding float32. After
 a chunk its memory is no longer in the cache, and neither is code; so most work waits until many chunks are there.
 """
@@ -16,13 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from ckptstore.format.codecs import FLOAT_SPLIT
+from ckptstore.codecs.chunk_codecs import FLOAT_SPLIT
+from ckptstore.codecs.dtypes import FLOATS, ITEM_BYTES, FloatLayout, Numbers, Words, decode_words, layout_of, words_of
+from ckptstore.codecs.extremes import BlockExtremes
+from ckptstore.codecs.float_split import GROUP
+from ckptstore.codecs.passes import BLOCK_BYTES
 from ckptstore.format.columns import Column, distinct
-from ckptstore.format.dtypes import ITEM_BYTES
-from ckptstore.format.extremes import BlockExtremes
-from ckptstore.format.float_split import GROUP
-from ckptstore.format.number_types import FLOATS, FloatLayout, Numbers, Words, decode_words, layout_of, words_of
-from ckptstore.format.passes import BLOCK_BYTES
 from ckptstore.format.shards import CHUNK_BYTES
 from ckptstore.format.statistics import Table
 

@@ -20,10 +20,10 @@ from ckpt.saver.deriving import Derived
 from ckpt.saver.encode import Encode
 from ckpt.saver.measuring import SaveCodings
 from ckpt.saver.statistics import Sampled, chunk_extremes, sample_chunk, tabulate
+from ckptstore.codecs.dtypes import ITEM_BYTES
+from ckptstore.codecs.extremes import BlockExtremes
 from ckptstore.errors import CkptError
 from ckptstore.format.documents import JSON
-from ckptstore.format.dtypes import ITEM_BYTES
-from ckptstore.format.extremes import BlockExtremes
 from ckptstore.format.parsing import seal
 from ckptstore.format.shards import ChunkSpan, EncodedChunk, Placed, plan_chunks
 from ckptstore.format.statistics import SideDocument, Statistics, Table, join, merge, named_document, side_extension

@@ -13,9 +13,9 @@ from typing import Protocol
 
 from ckptstore import names
 from ckptstore.clock import Clock, system_clock
+from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.commits.store_check import creates_once
 from ckptstore.errors import ObjectMissing
-from ckptstore.format.codecs import Buffer
 from ckptstore.stores import Store, WrappedStore
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from ckptstore.codecs.dtypes import ITEM_BYTES
 from ckptstore.format.columns import Column, column
-from ckptstore.format.dtypes import ITEM_BYTES
 
 if TYPE_CHECKING:
     from ckptstore.format.documents import Content

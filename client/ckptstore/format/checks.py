@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckptstore import names
+from ckptstore.codecs.casting import CAST_TYPES, SOURCE
+from ckptstore.codecs.chunk_codecs import CODECS, MAX_CHUNK_BYTES
+from ckptstore.codecs.dtypes import ITEM_BYTES
 from ckptstore.format.boxes import BLOCK, MAX_DIMENSIONS, same_dimensions
-from ckptstore.format.casting import CAST_TYPES, SOURCE
-from ckptstore.format.codecs import CODECS, MAX_CHUNK_BYTES
 from ckptstore.format.columns import Column, column, concatenate, distinct
-from ckptstore.format.dtypes import ITEM_BYTES
 
 if TYPE_CHECKING:
     from ckptstore.format.documents import Committed, Content, Entries, Generation, Manifest, Receipt, Shard

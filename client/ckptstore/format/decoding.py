@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from ckptstore.format.codecs import Buffer
+from ckptstore.codecs.chunk_codecs import Buffer
 
 _T = TypeVar("_T")
 Hook = Callable[[type, Any], Any]

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from ckptstore.format.codecs import Buffer
+from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.format.columns import Column
 from ckptstore.names import Attempt
 

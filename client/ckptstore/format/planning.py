@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
+from ckptstore.codecs.casting import SOURCE
+from ckptstore.codecs.dtypes import ITEM_BYTES
 from ckptstore.errors import CorruptObject
 from ckptstore.format import boxes
 from ckptstore.format.boxes import Box
-from ckptstore.format.casting import SOURCE
 from ckptstore.format.columns import Column, column, concatenate, distinct
 from ckptstore.format.documents import Content
-from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.overlaps import Overlaps, Want, overlaps
 from ckptstore.format.places import ChunkTable
 

@@ -14,13 +14,13 @@ from math import prod
 import numpy as np
 import xxhash
 
+from ckptstore.codecs.chunk_codecs import RAW, Buffer, Coding, encode
+from ckptstore.codecs.dtypes import ITEM_BYTES
+from ckptstore.codecs.extremes import BlockExtremes, ignore
 from ckptstore.format import boxes
 from ckptstore.format.boxes import Box
-from ckptstore.format.codecs import RAW, Buffer, Coding, encode
 from ckptstore.format.columns import column
 from ckptstore.format.documents import Chunks, Entries, Slices, digest
-from ckptstore.format.dtypes import ITEM_BYTES
-from ckptstore.format.extremes import BlockExtremes, ignore
 
 CHUNK_BYTES = 8 << 20
 """Largest raw size of a chunk."""

@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
+from ckptstore.codecs.dtypes import Numbers
 from ckptstore.errors import CorruptObject
 from ckptstore.format.columns import Column, column
 from ckptstore.format.decoding import convert
 from ckptstore.format.documents import FORMAT, JSON, Manifest, Outcome, Receipt, StoredDocument, digest
-from ckptstore.format.number_types import Numbers
 from ckptstore.names import Attempt
 
 Flags = np.ndarray[Any, np.dtype[np.bool_]]

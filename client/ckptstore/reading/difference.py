@@ -14,13 +14,12 @@ from math import prod, sqrt
 import msgspec
 import numpy as np
 
+from ckptstore.codecs.casting import SOURCE
+from ckptstore.codecs.dtypes import ITEM_BYTES, decode_words, words_of
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.format import boxes
 from ckptstore.format.boxes import Box
-from ckptstore.format.casting import SOURCE
 from ckptstore.format.documents import Content
-from ckptstore.format.dtypes import ITEM_BYTES
-from ckptstore.format.number_types import decode_words, words_of
 from ckptstore.format.overlaps import Want
 from ckptstore.format.places import ChunkTable
 from ckptstore.format.planning import plan_reads

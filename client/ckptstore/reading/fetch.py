@@ -18,10 +18,10 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import xxhash
 
+from ckptstore.codecs.casting import cast_into
+from ckptstore.codecs.chunk_codecs import RAW, decode
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CkptError, CorruptObject, Damaged, ObjectMissing, Unavailable
-from ckptstore.format.casting import cast_into
-from ckptstore.format.codecs import RAW, decode
 from ckptstore.format.documents import digest
 from ckptstore.format.planning import READ_BYTES, ChunkRead, Piece, ShardRead, coalesce, join
 from ckptstore.reading.source import ShardSource

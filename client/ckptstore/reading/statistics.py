@@ -10,10 +10,10 @@ from math import isfinite
 import msgspec
 import numpy as np
 
+from ckptstore.codecs.dtypes import layout_of
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CorruptObject, Damaged, InvalidRequest, ObjectMissing
 from ckptstore.format.documents import Content, Manifest, digest
-from ckptstore.format.number_types import layout_of
 from ckptstore.format.parsing import parse_sealed
 from ckptstore.format.statistics import SideDocument, Statistics, Table, join, merge, side_documents
 from ckptstore.reading.source import Source, read_manifest

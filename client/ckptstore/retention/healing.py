@@ -11,11 +11,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from ckptstore.codecs.chunk_codecs import POLICIES, RAW, Buffer, decode, encode
 from ckptstore.commits import audit
 from ckptstore.commits.catalog import Checkpoint, from_outcome, list_checkpoints
 from ckptstore.commits.commit import read_outcome, read_receipts
 from ckptstore.errors import CorruptObject, Damaged, ObjectMissing
-from ckptstore.format.codecs import POLICIES, RAW, Buffer, decode, encode
 from ckptstore.format.documents import DIGEST_BYTES, Content, Manifest, digest
 from ckptstore.format.merging import merge
 from ckptstore.format.parsing import pack_manifest

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 
+from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.errors import CorruptObject
-from ckptstore.format.codecs import Buffer
 
 PARALLEL_READS = min(8, max(2, os.cpu_count() or 2))
 """Concurrent reads of a store whose reads keep a core busy."""

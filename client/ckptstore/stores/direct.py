@@ -21,7 +21,7 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 
-from ckptstore.format.codecs import Buffer
+from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.stores.busy import BusyTime
 
 PACK_BYTES = 8 << 20

@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckptstore.clock import system_clock
+from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.errors import StoreUnavailable
-from ckptstore.format.codecs import Buffer
 from ckptstore.names import new_ulid
 from ckptstore.stores.base import ObjectInfo, ObjectReader, ObjectWriter, Store, too_short
 from ckptstore.stores.direct import DirectFile, read_direct

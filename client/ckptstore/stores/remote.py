@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
 from typing import Any
 
-from ckptstore.format.codecs import Buffer
+from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.stores.base import ObjectInfo, ObjectWriter, Store
 from ckptstore.stores.failures import store_errors
 

@@ -14,8 +14,8 @@ from functools import partial
 from itertools import repeat
 from typing import TypeVar
 
+from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.errors import StoreUnavailable
-from ckptstore.format.codecs import Buffer
 from ckptstore.retry import outage_pauses, retry
 from ckptstore.stores.base import ObjectInfo, ObjectReader, Store
 from ckptstore.stores.failures import is_lasting

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
+from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.errors import StoreUnavailable
-from ckptstore.format.codecs import Buffer
 from ckptstore.retry import outage_pauses, retry
 from ckptstore.stores.base import ObjectInfo, ObjectReader, ObjectWriter, too_short
 from ckptstore.stores.busy import BusyTime

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ckptstore.format.codecs import Buffer
+from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.stores.base import ObjectInfo, ObjectReader, ObjectWriter, Store
 
 

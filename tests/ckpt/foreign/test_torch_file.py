@@ -16,8 +16,8 @@ from torch.serialization import skip_data
 
 from ckpt import Checkpointer
 from ckpt.foreign.torch_file import read_torch
+from ckptstore.codecs.dtypes import ITEM_BYTES
 from ckptstore.commits.catalog import list_checkpoints
-from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.run import Run
 from ckptstore.stores import open_store
 from tests.ckpt.dcp_state import make_model, make_optimizer, same

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from ckptstore.format.codecs import RAW, Buffer, Coding
+from ckptstore.codecs.chunk_codecs import RAW, Buffer, Coding
 from ckptstore.format.shards import EncodedChunk, encode_chunk
 from ckptstore.stores import ObjectWriter, Store
 from ckptstore.stores.wrapping import WrappedStore

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.saver.choosing import INTERVAL_SHARE, CodingCost, choose
-from ckptstore.format.codecs import Coding
+from ckptstore.codecs.chunk_codecs import Coding
 
 GB = 1_000_000_000
 RAW, SPLIT, ZSTD, ZSTD_MORE = Coding("raw"), Coding("float-split/float32"), Coding("zstd"), Coding("zstd", 9)

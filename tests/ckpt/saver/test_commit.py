@@ -10,11 +10,11 @@ import pytest
 
 from ckpt.saver import commit
 from ckpt.saver.commit import Committer, _first_pause, _pause
+from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.commits.catalog import State, list_checkpoints
 from ckptstore.commits.commit import abort_attempt, read_outcome
 from ckptstore.commits.generations import Session, begin_generation
 from ckptstore.errors import RankFailed, StoreUnavailable, Superseded
-from ckptstore.format.codecs import Buffer
 from ckptstore.format.documents import Outcome
 from ckptstore.names import Attempt, RunKeys, derive_ulid, new_ulid
 from ckptstore.retention.deletion import advance

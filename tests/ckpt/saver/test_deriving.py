@@ -17,9 +17,9 @@ from ckpt import Checkpointer
 from ckpt.saver.messages import Done, Failed, Report, SaveJob, Setup, SliceRow
 from ckpt.saver.pipeline import SavePipeline
 from ckptstore.clock import system_clock
+from ckptstore.codecs.casting import CAST_TYPES, cast, cast_into, is_cast
 from ckptstore.errors import CorruptObject, InvalidRequest
 from ckptstore.format.boxes import Box
-from ckptstore.format.casting import CAST_TYPES, cast, cast_into, is_cast
 from ckptstore.format.columns import column
 from ckptstore.format.documents import Content
 from ckptstore.format.overlaps import Want

@@ -7,9 +7,9 @@ import pytest
 from ckpt.saver.heart import MOST_BEATS, Heart, Life
 from ckpt.saver.messages import Began
 from ckpt.saver.pulse import Ending, Pulse, Reading
+from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.commits.heartbeats import read_heartbeats
 from ckptstore.errors import StoreUnavailable
-from ckptstore.format.codecs import Buffer
 from ckptstore.format.records import Ended
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.run import Run

@@ -11,9 +11,9 @@ from ckpt.saver.carrier import Carrier
 from ckpt.saver.messages import Setup
 from ckpt.saver.numbering import Numbering
 from ckptstore.clock import system_clock
+from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.commits.backlogs import read_backlog, write_report
 from ckptstore.commits.catalog import list_checkpoints
-from ckptstore.format.codecs import Buffer
 from ckptstore.format.parsing import parse_sealed
 from ckptstore.format.records import BacklogReport
 from ckptstore.run import Run

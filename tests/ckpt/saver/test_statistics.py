@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from ckpt.saver.statistics import WHOLE, chunk_extremes, sample_chunk, tabulate
-from ckptstore.format.codecs import encode, fast, smallest
-from ckptstore.format.dtypes import ITEM_BYTES
-from ckptstore.format.number_types import COMPONENTS, FLOATS, decode_words, number_type, words_of
+from ckptstore.codecs.chunk_codecs import encode, fast, smallest
+from ckptstore.codecs.dtypes import COMPONENTS, FLOATS, ITEM_BYTES, decode_words, number_type, words_of
 from ckptstore.format.statistics import Table, merge
 
 FLOAT_TYPES = [name for name in FLOATS if name != "float8_e8m0fnu"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ckptstore.clock import system_clock
+from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.commits.store_check import MAX_SKEW_S, check_store, probe_store
 from ckptstore.errors import ClockSkew, StoreUnsafe
-from ckptstore.format.codecs import Buffer
 from ckptstore.stores import Store
 from tests.conftest import STORE_KINDS
 from tests.support.runs import keys

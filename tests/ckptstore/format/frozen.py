@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from ckptstore import names
+from ckptstore.codecs.chunk_codecs import fast
 from ckptstore.commits.commit import commit_attempt
-from ckptstore.format.codecs import fast
 from ckptstore.format.documents import FORMAT, JSON, Content, Receipt, Shard
 from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import seal

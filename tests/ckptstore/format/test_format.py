@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from ckptstore import names
+from ckptstore.codecs.chunk_codecs import CODECS
+from ckptstore.codecs.dtypes import ITEM_BYTES
 from ckptstore.commits.catalog import latest
-from ckptstore.format.codecs import CODECS
-from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.planning import entry_bytes, plan_reads, whole_entries
 from ckptstore.reading.fetch import fetch
 from ckptstore.reading.source import StoreSource, read_manifest, read_receipt

@@ -7,8 +7,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.format.codecs import Coding
-from ckptstore.format.dtypes import ITEM_BYTES
+from ckptstore.codecs.chunk_codecs import Coding
+from ckptstore.codecs.dtypes import ITEM_BYTES
 from ckptstore.format.shards import CHUNK_BYTES, Slice, encode_chunk, place_slices, plan_chunks, raw_bytes
 
 MIB = 1 << 20

@@ -10,12 +10,12 @@ import pytest
 from msgspec.structs import replace
 
 from ckptstore.clock import system_clock
+from ckptstore.codecs.chunk_codecs import CodingPolicy, fast, off
+from ckptstore.codecs.dtypes import ITEM_BYTES
 from ckptstore.commits.catalog import Checkpoint, latest
 from ckptstore.commits.commit import commit_attempt
 from ckptstore.errors import CorruptObject, ObjectMissing
 from ckptstore.format import planning
-from ckptstore.format.codecs import CodingPolicy, fast, off
-from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.overlaps import Want
 from ckptstore.format.planning import ShardRead, entry_bytes, plan_all, plan_reads, whole_entries
 from ckptstore.names import Attempt, RunKeys, new_ulid

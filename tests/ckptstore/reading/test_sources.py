@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckptstore.codecs.chunk_codecs import CodingPolicy, fast, off
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CorruptObject
-from ckptstore.format.codecs import CodingPolicy, fast, off
 from ckptstore.format.planning import ShardRead, entry_bytes, plan_reads, whole_entries
 from ckptstore.reading.fetch import fetch
 from ckptstore.reading.source import StoreSource, read_manifest

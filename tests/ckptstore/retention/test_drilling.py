@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckptstore.codecs.chunk_codecs import Buffer, encode, fast
 from ckptstore.commits.catalog import Checkpoint, State, latest, list_checkpoints
 from ckptstore.format import shards
-from ckptstore.format.codecs import Buffer, encode, fast
 from ckptstore.reading.verify import VerifiedChunks
 from ckptstore.retention import drilling
 from ckptstore.retention.deletion import delete_checkpoint

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ckptstore.codecs import float_split
+from ckptstore.codecs.extremes import BlockExtremes, Seen, ignore
+from ckptstore.codecs.frames import Buffer as Buffer
+from ckptstore.codecs.frames import pack, unpack
 from ckptstore.errors import CorruptObject
-from ckptstore.format import float_split
-from ckptstore.format.extremes import BlockExtremes, Seen, ignore
-from ckptstore.format.frames import Buffer as Buffer
-from ckptstore.format.frames import pack, unpack
 
 MAX_CHUNK_BYTES = 64 << 20
 """Largest size of a chunk, raw or encoded; a reader rejects larger ones."""

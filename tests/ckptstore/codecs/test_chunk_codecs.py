@@ -13,9 +13,9 @@ import zstandard
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from ckptstore.codecs.chunk_codecs import CODECS, FLOAT_SPLIT, RAW, ZSTD, best_codec, decode, encode
+from ckptstore.codecs.dtypes import ITEM_BYTES
 from ckptstore.errors import CorruptObject
-from ckptstore.format.codecs import CODECS, FLOAT_SPLIT, RAW, ZSTD, best_codec, decode, encode
-from ckptstore.format.dtypes import ITEM_BYTES
 
 ITEM = {RAW: 1, ZSTD: 1, **{codec: ITEM_BYTES[dtype] for dtype, codec in FLOAT_SPLIT.items()}}
 every_codec = pytest.mark.parametrize("codec", CODECS)

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ckptstore.codecs import fused, passes
+from ckptstore.codecs.extremes import BlockExtremes, Seen, ignore
+from ckptstore.codecs.frames import Buffer, pack, pack_huffman, unpack
+from ckptstore.codecs.passes import BLOCK_BYTES, SAMPLE, Codes, Plane
 from ckptstore.errors import CorruptObject
-from ckptstore.format import fused, passes
-from ckptstore.format.extremes import BlockExtremes, Seen, ignore
-from ckptstore.format.frames import Buffer, pack, pack_huffman, unpack
-from ckptstore.format.passes import BLOCK_BYTES, SAMPLE, Codes, Plane
 
 SMALL_BLOCK = 1 << 15
 """Fewest words of a block, except the last. Small blocks follow changes of scale sooner, and take longer."""

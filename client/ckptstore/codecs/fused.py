@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from ckptstore.format.extremes import BlockExtremes
-from ckptstore.format.passes import BLOCK_BYTES, LIMITS, Codes, Plane
+from ckptstore.codecs.extremes import BlockExtremes
+from ckptstore.codecs.passes import BLOCK_BYTES, LIMITS, Codes, Plane
 
 LIBRARY = Path(__file__).with_name("libfused.so.1")  # Python imports no module of this name
 SOURCE = LIBRARY.with_name("fused.c")

@@ -1,4 +1,4 @@
-"""The bit layouts of element types: sign, exponent and mantissa, and how words decode to numbers. Pure.
+"""The element types of checkpoints, by their names in torch: sizes, bit layouts, and how words decode to numbers. Pure.
 
 Types that numpy lacks (bfloat16, float8) are decoded by shifts or by tables. A complex number counts as two numbers.
 """
@@ -12,7 +12,39 @@ from typing import Any
 
 import numpy as np
 
-from ckptstore.format.dtypes import NUMPY
+ITEM_BYTES: dict[str, int] = {
+    "complex128": 16,
+    "complex64": 8,
+    "complex32": 4,
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint64": 8,
+    "uint32": 4,
+    "uint16": 2,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Bytes of one element."""
+
+NUMPY: dict[str, np.dtype[Any]] = {
+    name: np.dtype(name)
+    for name in (
+        "complex128", "complex64", "float64", "float32", "float16", "bool",
+        "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8",
+    )
+}  # fmt: skip
+"""The types that numpy supports too; arrays of other types can be neither captured nor restored."""
 
 Words = np.ndarray[Any, np.dtype[Any]]
 Numbers = np.ndarray[Any, np.dtype[np.float64]]

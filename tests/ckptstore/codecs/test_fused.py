@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptstore.codecs import float_split, fused, passes
+from ckptstore.codecs.chunk_codecs import FLOAT_SPLIT, Coding
+from ckptstore.codecs.dtypes import ITEM_BYTES
+from ckptstore.codecs.extremes import BlockExtremes
+from ckptstore.codecs.float_split import Loops
 from ckptstore.errors import CorruptObject
-from ckptstore.format import float_split, fused, passes
-from ckptstore.format.codecs import FLOAT_SPLIT, Coding
 from ckptstore.format.documents import digest
-from ckptstore.format.dtypes import ITEM_BYTES
-from ckptstore.format.extremes import BlockExtremes
-from ckptstore.format.float_split import Loops
 from ckptstore.format.shards import encode_chunk
-from tests.ckptstore.format.test_codecs import numbers
+from tests.ckptstore.codecs.test_chunk_codecs import numbers
 
 LOOPS: dict[str, Loops] = {"compiled": fused, "numpy": passes}
 every_type = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

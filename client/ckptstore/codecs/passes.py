@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckptstore.format.extremes import BlockExtremes
+from ckptstore.codecs.extremes import BlockExtremes
 
 Plane = npt.NDArray[Any]
 

@@ -1,0 +1,1 @@
+"""How the bytes of tensors are encoded: element types, codecs and casts. Pure."""
