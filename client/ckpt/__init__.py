@@ -15,9 +15,7 @@ Names are loaded when first used: the saver process imports this package and mus
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
         on_preemption,
         prepare,
         restore,
-        restoring,
+        restore_in_stages,
         save,
         save_async,
         wait,
@@ -70,7 +68,7 @@ __all__ = [
     "plan",
     "prepare",
     "restore",
-    "restoring",
+    "restore_in_stages",
     "save",
     "save_async",
     "steps",
@@ -103,14 +101,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
-
-
-class _Package(ModuleType):
-    """This package. The import of its subpackage `restoring` does not hide the function of that name."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name == "restoring" and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

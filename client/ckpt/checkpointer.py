@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt.capture.train_state import TrainState
 from ckpt.config import Config, OnBusy, takes
-from ckpt.lazily import load_rooms
+from ckpt.lazily import torch_loaded
 from ckpt.preemption import DaemonNotice, Fit, Preemption, Sources, fit
 from ckpt.ranks.world import World, is_grouped
 from ckpt.restoring.pipeline import Restored, Restorer
@@ -46,7 +46,8 @@ class Checkpointer:
     @takes(Config)
     def __init__(self, config: Config) -> None:
         """Raises InvalidName, InvalidRequest or UnknownScheme."""
-        load_rooms()
+        if torch_loaded():
+            _load_modules_of_torch()
         self.config = config
         self._source: Source = open_source(
             config.source, config.token, config.options, patience_s=config.patience_s, near=config.near
@@ -201,7 +202,7 @@ class Checkpointer:
             )
         return restored
 
-    def restoring(self, *, checkpoint: str | int | None = None, strict: bool = True) -> StagedRestore:
+    def restore_in_stages(self, *, checkpoint: str | int | None = None, strict: bool = True) -> StagedRestore:
         """Restore in stages, all from one checkpoint: see StagedRestore. checkpoint, strict: see `restore`."""
         return StagedRestore(partial(self._restore, strict=strict, rng=False), checkpoint)
 
@@ -339,6 +340,16 @@ class Checkpointer:
         lease, self._lease = self._lease, None
         if lease is not None:
             self._releases.submit(release_lease, self._source, self.config.run_name, lease)
+
+
+def _load_modules_of_torch() -> None:
+    """Load in advance what the first save and restore of tensors will use."""
+    import ckpt.capture.estimate
+    import ckpt.capture.fingerprint
+    import ckpt.capture.forgotten
+    import ckpt.restoring.objects
+    import ckpt.restoring.sharing
+    import ckpt.snapshot.overlap  # noqa: F401
 
 
 def _one_thread() -> ThreadPoolExecutor:

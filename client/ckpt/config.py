@@ -309,16 +309,15 @@ def takes(make: Callable[_P, _T]) -> Callable[[Callable[[_S, _T], None]], Callab
     Type checkers, editors and help() see these, with the documentation of the class of the object.
     """
 
+    shown: Any = vars(make)["__init__"]
+    shown.__annotations__ = get_type_hints(shown)  # types in place of their text
+
     def decorate(init: Callable[[_S, _T], None]) -> Callable[Concatenate[_S, _P], None]:
         @wraps(init)
         def wrapper(self: _S, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
             init(self, make(*args, **kwargs))
 
-        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        signature = inspect.signature(make, eval_str=True)
-        wrapper.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=[first, *signature.parameters.values()], return_annotation=None
-        )
+        wrapper.__wrapped__ = shown
         wrapper.__doc__ = f"{inspect.getdoc(make)}\n\n{inspect.cleandoc(init.__doc__ or '')}"
         return wrapper
 

@@ -19,17 +19,6 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 
-ROOMS_OF_TORCH = (
-    "ckpt.capture.estimate",
-    "ckpt.capture.fingerprint",
-    "ckpt.capture.forgotten",
-    "ckpt.restoring.objects",
-    "ckpt.restoring.sharing",
-    "ckpt.snapshot.overlap",
-)
-"""What a save and a restore of tensors load."""
-
-
 class _Torch:
     """Stands for the module."""
 
@@ -48,13 +37,6 @@ if not TYPE_CHECKING:
 def torch_loaded() -> bool:
     """Whether this process has loaded torch."""
     return sys.modules.get("torch") is not None
-
-
-def load_rooms() -> None:
-    """Load in advance what the first save and restore will use, if this process has loaded torch."""
-    if torch_loaded():
-        for room in ROOMS_OF_TORCH:
-            import_module(room)
 
 
 def prefers_torch() -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from inspect import signature
 from math import ceil, inf, isfinite
 from typing import ParamSpec
 
@@ -180,11 +179,11 @@ def make_plan(inputs: PlanInputs) -> Plan:
 
 def _taking_fields(make: Callable[_P, PlanInputs]) -> Callable[[Callable[[PlanInputs], Plan]], Callable[_P, Plan]]:
     def decorate(function: Callable[[PlanInputs], Plan]) -> Callable[_P, Plan]:
-        @wraps(function)
+        @wraps(make, (), ())  # whose signature is shown
         def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> Plan:
             return function(make(*args, **kwargs))
 
-        wrapper.__signature__ = signature(make).replace(return_annotation=Plan)  # type: ignore[attr-defined]
+        wrapper.__name__, wrapper.__doc__ = function.__name__, function.__doc__
         return wrapper
 
     return decorate

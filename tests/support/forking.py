@@ -30,14 +30,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpt.lazily import ROOMS_OF_TORCH
-
 ROOT = Path(__file__).parents[2]
 DAEMON = ("ckptd.app", "ckptd.settings", "ckptd.server", "psycopg", "s3fs", "typer")
 COMMAND_LINE = ("ckptctl.cli", "ckptapi.client", "ckptstore.stores.local")
-_ROOMS = ("ckpt.checkpointer", "ckpt.restoring", *ROOMS_OF_TORCH)
-TRAINER = (*_ROOMS, "tests.support.training", "tests.ckpt.ddp", "torch._dynamo")
-RANKS = (*_ROOMS, "tests.support.parallel.matrix", "torch._dynamo")
+_CKPT = (
+    "ckpt.checkpointer", "ckpt.capture.estimate", "ckpt.restoring.objects", "ckpt.restoring.sharing",
+    "ckpt.snapshot.overlap",
+)  # fmt: skip
+TRAINER = (*_CKPT, "tests.support.training", "tests.ckpt.ddp", "torch._dynamo")
+RANKS = (*_CKPT, "tests.support.parallel.matrix", "torch._dynamo")
 _REQUEST_BYTES = 1 << 20
 _END_S = 120.0
 

@@ -67,7 +67,7 @@ class Loading:
         checkpointer = self._open(fitting)
         named = self._trainer.strategy.broadcast(str(path).removeprefix(SCHEME))
         checkpoint = None if named.endswith("@latest") else named
-        self._stages = checkpointer.restoring(
+        self._stages = checkpointer.restore_in_stages(
             checkpoint=checkpoint, strict=self._trainer.lightning_module.strict_loading
         )
         restored = self._stages.extras(trainer=None)

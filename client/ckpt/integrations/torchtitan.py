@@ -119,7 +119,7 @@ class CkptdManager(BaseCheckpointManager):
         return True
 
     def _load(self, step: int = -1) -> bool:
-        stages = self._checkpointer.restoring(checkpoint=None if step == -1 else step)
+        stages = self._checkpointer.restore_in_stages(checkpoint=None if step == -1 else step)
         restored = stages.model(self._model)
         if restored is None:
             return self._load_initial()

@@ -93,7 +93,7 @@ class _CkptdTrainer(Trainer):
     def _open(self, named: str, folder: Path) -> str | None:
         """Begin a restore. The folder holds what the trainer reads before it calls the methods below."""
         newest = named.endswith("@latest")
-        self._stages = self._checkpointer.restoring(checkpoint=None if newest else named)
+        self._stages = self._checkpointer.restore_in_stages(checkpoint=None if newest else named)
         restored = self._stages.extras(trainer=None)
         if restored is None:
             if not newest:

@@ -19,9 +19,9 @@ Restore = Callable[[TrainState, str | int | None], Restored | None]
 
 
 class StagedRestore:
-    """The stages of one restore; made by `Checkpointer.restoring`, for the training thread.
+    """The stages of one restore; made by `Checkpointer.restore_in_stages`, for the training thread.
 
-        with checkpointer.restoring() as stages:
+        with checkpointer.restore_in_stages() as stages:
             stages.model(model)
             optim = AdamW(model.parameters())
             stages.optimizers(optim)

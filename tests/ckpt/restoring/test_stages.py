@@ -51,7 +51,7 @@ def test_objects_are_restored_as_they_are_built(tmp_path: Path) -> None:
     other, _ = trained(5)
     loader: Any = ckpt.data.resumable(DataLoader(Samples(), batch_size=4, shuffle=True))
     with open_run(tmp_path) as checkpointer:
-        with checkpointer.restoring(checkpoint=1) as stages:
+        with checkpointer.restore_in_stages(checkpoint=1) as stages:
             stages.model(other)
             assert same_state(other.state_dict(), model.state_dict())
             with torch.no_grad():
@@ -77,16 +77,16 @@ def test_random_state_is_put_back_when_it_is_asked_for_or_at_the_end(tmp_path: P
     with open_run(tmp_path) as checkpointer:
         checkpointer.save(model, optim, 1)
         expected = random.random()
-        with checkpointer.restoring() as stages:
+        with checkpointer.restore_in_stages() as stages:
             stages.model(model)
             assert random.random() != expected
         assert random.random() == expected
-        with checkpointer.restoring() as stages:
+        with checkpointer.restore_in_stages() as stages:
             stages.model(model)
             stages.rng()
             assert random.random() == expected
         assert random.random() != expected
-        with contextlib.suppress(ZeroDivisionError), checkpointer.restoring() as stages:
+        with contextlib.suppress(ZeroDivisionError), checkpointer.restore_in_stages() as stages:
             stages.model(model)
             raise ZeroDivisionError
         assert random.random() != expected
@@ -95,12 +95,15 @@ def test_random_state_is_put_back_when_it_is_asked_for_or_at_the_end(tmp_path: P
 def test_a_run_without_a_checkpoint_and_stages_in_a_wrong_order(tmp_path: Path) -> None:
     model, optim = trained(0)
     with open_run(tmp_path) as checkpointer:
-        with checkpointer.restoring() as stages:
+        with checkpointer.restore_in_stages() as stages:
             assert stages.model(model) is None
             checkpointer.save(model, optim, 1)  # the first stage has decided
             assert stages.optimizers(optim) is None
             assert stages.restored is None
-        with checkpointer.restoring() as stages, pytest.raises(InvalidRequest, match="names of the model's parameters"):
+        with (
+            checkpointer.restore_in_stages() as stages,
+            pytest.raises(InvalidRequest, match="names of the model's parameters"),
+        ):
             stages.optimizers(optim)
 
 
@@ -113,7 +116,7 @@ def test_a_shared_loader_also_puts_random_state_back_at_its_position(tmp_path: P
         expected = [batch.tolist() for batch in going]
     loader: Any = ckpt.data.resumable(DataLoader(Samples(), batch_size=4, shuffle=True))
     with open_run(tmp_path) as checkpointer:
-        with checkpointer.restoring() as stages:
+        with checkpointer.restore_in_stages() as stages:
             stages.extras(shared={"loader": loader})
         seed_all(9)
         assert [batch.tolist() for batch in loader] == expected
