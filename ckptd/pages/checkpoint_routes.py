@@ -101,8 +101,7 @@ async def _contents(ctx: Context, found: Checkpoint) -> tuple[ContentsView | Non
     def look() -> ContentsView:
         contents = ctx.services.contents
         entries = contents.entries(exact, 0, _MAX_ENTRIES).items
-        shards, spared = contents.shards(exact).items, contents.spared(exact)
-        return contents_view(found.world_size, shards, entries, spared)
+        return contents_view(found.world_size, contents.shards(exact).items, entries)
 
     try:
         return await ctx.threads.store(look), ""

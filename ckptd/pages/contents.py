@@ -45,14 +45,10 @@ class ContentsView:
     entries: tuple[EntryBody, ...]
     """The largest entries."""
     num_entries: int
-    spared: str
-    """Why it is not smaller, if encoding would have cost training too much; else empty."""
 
 
-def contents_view(
-    world_size: int, shards: Sequence[ShardBody], entries: Sequence[EntryBody], spared: str = ""
-) -> ContentsView:
-    """The view of a checkpoint. entries: all of them. spared: see ContentsView."""
+def contents_view(world_size: int, shards: Sequence[ShardBody], entries: Sequence[EntryBody]) -> ContentsView:
+    """The view of a checkpoint. entries: all of them."""
     written = [0] * min(world_size, MAX_RANKS)  # an index of an older daemon may hold any number
     for shard in shards:
         if shard.rank < len(written):
@@ -70,7 +66,6 @@ def contents_view(
         items=_items(entries, {box.path.partition("/")[0]: box.kind for box in boxes}),
         entries=tuple(by_size[:_ENTRIES_SHOWN]),
         num_entries=len(entries),
-        spared=spared,
     )
 
 

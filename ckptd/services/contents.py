@@ -11,7 +11,7 @@ from ckptapi.bodies import EntriesBody, EntryBody, ShardBody, ShardsBody
 from ckptd.services.catalog import Catalog
 from ckptd.services.objects import Objects
 from ckptstore.errors import CorruptObject, InvalidRequest
-from ckptstore.format.documents import SPARED, Content, Manifest
+from ckptstore.format.documents import Content, Manifest
 from ckptstore.format.planning import entry_bytes
 from ckptstore.names import Reference
 from ckptstore.reading.source import check_manifest_data
@@ -19,7 +19,6 @@ from ckptstore.reading.source import check_manifest_data
 MAX_MANIFEST_BYTES = 64 << 20
 _KEPT = 4
 _KEPT_BYTES = 4 << 20
-_MOST_TEXT = 1000
 
 
 class Contents:
@@ -67,14 +66,6 @@ class Contents:
             for at in range(min(offset, stop), stop)
         ]
         return EntriesBody(items, len(entries.name), stop if stop < len(entries.name) else None)
-
-    def spared(self, reference: Reference) -> str:
-        """Why the checkpoint is not smaller, if encoding would have cost training too much; else empty.
-
-        Raises as `shards` does.
-        """
-        text = self._manifest(reference).extensions.get(SPARED)
-        return text[:_MOST_TEXT] if isinstance(text, str) else ""
 
     def _content(self, reference: Reference) -> Content:
         return self._manifest(reference).content

@@ -82,9 +82,7 @@ class Config:
         chunk, or with overlap the next `optim.step()` does. save_async always waits if all state, or more than 32 MiB
         of it, is on a GPU. None: no limit.
     compress: off: bytes as they are; fast: float-split and zstd; max: the smallest, at any price. All are lossless.
-        auto: chosen among these by element type and measured speed: the smallest that is durable well inside the
-        interval between saves, or the soonest durable if saves come back to back; but none that costs training more
-        than it gains. `handle.timings.coding` has the choice and its reason.
+        auto: off for a store in a folder of this host, fast for any other.
     on_busy: when all slots are in use: wait for one, skip the save, or supersede (drop) the oldest snapshot whose
         upload has not begun. `save` always waits.
     incremental: do not store chunks that are unchanged since the last committed checkpoint of the run, but reference

@@ -45,7 +45,7 @@ class PlanInputs(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     moments: Annotated[str, _about("Type of the optimizer's moments.")] = "fp32"
     grads: Annotated[str | None, _about("Type of gradients, if they are saved (save_async(grads=True)).")] = None
-    compress: Annotated[bool, _about("Compress, as compress='auto' does.")] = True
+    compress: Annotated[bool, _about("Compress, as compress='fast' does.")] = True
     dedup_casts: Annotated[bool, _about("Do not store weights that are casts of their masters.")] = False
     terms: tuple[Term, ...] | None = None
     """Measured bytes per parameter, instead of optimizer, weights, master, moments and grads."""

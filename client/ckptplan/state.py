@@ -22,7 +22,7 @@ SHORT_NAMES = {
     "fp8": "float8_e4m3fn",
 }
 COMPRESSED = {"float32": 0.835, "bfloat16": 0.67, "float16": 0.85}
-"""Stored share of trained weights and moments under `compress="auto"` (docs/decisions/0016). Other types: 1."""
+"""Stored share of trained weights and moments under `compress="fast"` (docs/decisions/0016). Other types: 1."""
 
 
 class Optimizer(StrEnum):

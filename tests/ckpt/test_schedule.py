@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.schedule import Limits, Schedule
-from ckpt.snapshot.costs import Costs
 from ckpt.snapshot.handle import HandleUpdates, SaveHandle
 from ckptplan.failures import best_interval
 from ckptstore.errors import InvalidRequest, SaveFailed
@@ -74,28 +73,6 @@ class Training:
         """From save to save."""
         times = [at for _, at in self.saves]
         return [after - before for before, after in pairwise(times)]
-
-
-def test_what_one_save_loses() -> None:
-    """Its waits and its own steps beyond the usual one; an evaluation among them counts as four steps at most."""
-    costs, updates, now = Costs(), HandleUpdates(1, 0), 0.0
-
-    def steps(seconds: list[float], newest: SaveHandle | None) -> None:
-        nonlocal now
-        for each in seconds:
-            now += each
-            costs.tick(now, newest)
-
-    steps([1.0] * 8, None)
-    assert costs.lost_s is None
-    updates.measure(blocked_s=0.2)
-    steps([1.5 + 0.2, 1.5, 60.0], updates.handle)
-    assert costs.lost_s == pytest.approx(0.2 + 0.5 + 0.5 + 3.0)
-    updates.fail(SaveFailed("it does not matter how it ends"))
-    steps([1.0] * 9, updates.handle)
-    later = HandleUpdates(2, 0)
-    steps([1.25], later.handle)
-    assert costs.lost_s == pytest.approx(0.25), "not mixed with the save before"
 
 
 def test_a_fixed_interval() -> None:

@@ -16,6 +16,7 @@ from types import TracebackType
 
 from ckpt.saver.throttle import CpuThrottle
 from ckptstore.codecs.chunk_codecs import CodingPolicy
+from ckptstore.codecs.extremes import BlockExtremes
 from ckptstore.format.shards import ChunkSpan, EncodedChunk, encode_chunk
 
 THREADS = min(4, max(1, (os.cpu_count() or 2) - 1))
@@ -24,8 +25,10 @@ BUDGET_BYTES = 64 << 20
 _GROUP_BYTES = 4 << 20
 """Small chunks are handed from thread to thread together: each time costs as much as hashing a megabyte."""
 
-Encode = Callable[[memoryview, ChunkSpan], EncodedChunk]
-"""Encodes the bytes of one chunk, given its span of the raw stream; called in several threads."""
+
+Encode = Callable[..., EncodedChunk]
+"""Encodes the bytes of one chunk, given its span of the raw stream and perhaps BlockExtremes to fill (codecs.encode);
+called in several threads."""
 ChunkStream = Iterable[tuple[memoryview, ChunkSpan]]
 """The bytes of the chunks to encode, in order, and their spans of the raw stream."""
 
@@ -33,9 +36,16 @@ _Group = list[tuple[memoryview, ChunkSpan]]
 _Encoded = tuple[Future[list[EncodedChunk]], int]
 
 
-def encode_by(policy: CodingPolicy) -> Encode:
-    """Encode each chunk with the policy's coding for its element type."""
-    return lambda raw, span: encode_chunk(raw, policy(span.dtype))
+def encode_by(policy: CodingPolicy, hashes_raw: bool = False) -> Encode:
+    """Encode each chunk with the policy's coding for its element type.
+
+    hashes_raw: chunks get the digest of their bytes before encoding, too.
+    """
+
+    def encode(raw: memoryview, span: ChunkSpan, extremes: BlockExtremes | None = None) -> EncodedChunk:
+        return encode_chunk(raw, policy(span.dtype), extremes, hashes_raw)
+
+    return encode
 
 
 def encode_stream(chunks: ChunkStream, encode: Encode) -> Iterator[EncodedChunk]:

@@ -116,8 +116,6 @@ class SaveJob(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A lease to release after this commit, or the next one if this save fails."""
     extensions: dict[str, JSON] = {}
     """Extensions of the receipt."""
-    lost_before_s: float | None = None
-    """What training lost to the save before this one, in seconds; None: not known."""
     streamed: bool = False
     """The snapshot is larger than its slot, and is streamed through it (streaming.py)."""
 
@@ -179,10 +177,6 @@ class Released(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     cpu_s: float
     stored_bytes: int
     referenced_bytes: int
-    coding: str
-    """The codings of the chunks and why they were chosen."""
-    spares: bool = False
-    """A smaller coding would have cost training more than it gains."""
     retries: int = 0
     """Requests to the store that were repeated since the last report."""
 

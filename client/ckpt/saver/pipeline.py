@@ -19,11 +19,10 @@ from itertools import chain, count
 from ckpt.saver.carrier import REQUEST_RETRY_S, Carrier
 from ckpt.saver.commit import Committer, abort_attempts, describe, failed, write_receipt
 from ckpt.saver.deriving import Derived, divide
-from ckpt.saver.encode import BUDGET_BYTES, THREADS, Encoder, Encoding
+from ckpt.saver.encode import BUDGET_BYTES, Encoder, Encoding, encode_by
 from ckpt.saver.heart import Heart
 from ckpt.saver.incremental import ChunkIndex, IncrementalSave, ignore
 from ckpt.saver.lock import note_checkpoint
-from ckpt.saver.measuring import SaveCodings, codings_for
 from ckpt.saver.memory import SlotContents
 from ckpt.saver.messages import Done, Released, Report, SaveJob, SaveProgress, Setup, Warned
 from ckpt.saver.notify import Notifier
@@ -36,23 +35,31 @@ from ckpt.saver.upload import Uploaded, seldom, upload_shard
 from ckptapi.remote_create import with_remote_create
 from ckptstore import names
 from ckptstore.clock import Clock, system_clock
+from ckptstore.codecs.chunk_codecs import POLICIES, CodingPolicy
 from ckptstore.commits.generations import NewAttempt
 from ckptstore.commits.leases import release_lease
 from ckptstore.errors import CkptError, CorruptObject, ReferenceLost, SaveSkipped
-from ckptstore.format.documents import JSON, SPARED, Outcome
+from ckptstore.format.documents import JSON, Outcome
 from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import seal
 from ckptstore.format.shards import EncodedChunk, Placed, Slice, plan_chunks
 from ckptstore.format.statistics import warning_of
 from ckptstore.names import Attempt
 from ckptstore.run import Run
-from ckptstore.stores import Store, open_store
+from ckptstore.stores import Store, is_local, open_store
 from ckptstore.stores.retrying import RetryingStore
 from ckptstore.tiers.source import FAR, NEAR, part_of_lease
 
 logger = logging.getLogger(__name__)
 
 _Again = Callable[[], Iterator[EncodedChunk]]
+
+
+def coding_policy(compress: str, url: str) -> CodingPolicy:
+    """The coding of each element type for a value of `compress`. auto: off for a store on this host, else fast."""
+    if compress == "auto":
+        compress = "off" if is_local(url) else "fast"
+    return POLICIES[compress]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +72,6 @@ class _RunningJob:
     derived: list[Derived]
     """The slices that are not stored, since they are casts of stored ones."""
     incremental: IncrementalSave
-    codings: SaveCodings
     encoding: Encoding
     survey: Survey | None
     """None: no statistics are taken."""
@@ -123,8 +129,7 @@ class SavePipeline:
         self._throttle = CpuThrottle(cpu_budget)
         self._encoder = Encoder(self._throttle, setup.encoded_bytes or BUDGET_BYTES)
         self._contents = contents or SlotContents(enabled=False)
-        threads = min(THREADS, cpu_budget or THREADS)
-        self._codings = codings_for(setup.compress, store.url, threads, self._contents.enabled)
+        self._policy = coding_policy(setup.compress, store.url)
         self._lock = threading.Lock()
         self._leases: set[str] = set()
         self._noted = self._warned = False
@@ -162,11 +167,11 @@ class SavePipeline:
         self, job: SaveJob, raw: memoryview, placed: list[Placed], derived: list[Derived], received_at: float
     ) -> None:
         spans = plan_chunks(placed)
-        codings = self._codings.begin(spans, job.created_at, job.lost_before_s)
+        plain = encode_by(self._policy, self._contents.enabled)
         survey = self._surveyor.begin(raw, placed, spans, derived) if self._surveyor is not None else None
-        encode = survey.observing(codings) if survey is not None else codings.encode
+        encode = survey.observing(plain) if survey is not None else plain
         unchanged = survey.unchanged if survey is not None else ignore
-        incremental = self._chunk_index.begin(job.attempt, placed, spans, codings.encode, unchanged)
+        incremental = self._chunk_index.begin(job.attempt, placed, spans, plain, unchanged)
         reader = None
         if job.streamed:
             reader = StreamReader(raw, spans, lambda done: self._report(SaveProgress(job.number, done)))
@@ -175,7 +180,7 @@ class SavePipeline:
         else:
             chunks = incremental.changed(raw)
         encoding = self._encoder.begin(chunks, self._contents.recording(job, encode), job.streamed)
-        running = _RunningJob(job, placed, derived, incremental, codings, encoding, survey, reader, received_at)
+        running = _RunningJob(job, placed, derived, incremental, encoding, survey, reader, received_at)
         with self._lock:
             self._waiting[job.number] = running
         # A stream cannot be read again. The memory of the slot must not outlive its use: the job does not hold it.
@@ -213,7 +218,7 @@ class SavePipeline:
         self._committer.hurry()
         if self._carrier is not None:
             self._carrier.pause()
-        self._codings = codings_for("off", self._store.url, THREADS, self._contents.enabled)
+        self._policy = POLICIES["off"]
         with self._lock:
             queued = sum(one.job.slot is not None for one in self._waiting.values())
         for _ in range(queued):
@@ -277,13 +282,11 @@ class SavePipeline:
         job, placed = running.job, running.placed
         started, cpu = time.perf_counter(), time.process_time()
         uploaded = self._upload_shard(running, attempt, again)
-        if uploaded is not None:
-            running.codings.learn(uploaded.stored_bytes, uploaded.busy_s)
         shard = running.incremental.shard(uploaded.chunks if uploaded else None) if placed else None
-        extensions: dict[str, JSON] = {SPARED: running.codings.reason} if running.codings.spares else {}
+        extensions: dict[str, JSON] = {}
         if running.survey is not None and placed:
             offset = uploaded.stored_bytes if uploaded else None
-            extensions |= running.survey.extensions(self._run, attempt, self._setup.rank, offset)
+            extensions = running.survey.extensions(self._run, attempt, self._setup.rank, offset)
         receipt = write_receipt(self._run, self._setup, attempt, job, placed, running.derived, shard, extensions)
         self._contents.uploaded(job, attempt, shard, running.incremental.raw_digests())
         total, upload_s = time.perf_counter() - started, uploaded.upload_s if uploaded else 0.0
@@ -296,8 +299,6 @@ class SavePipeline:
             cpu_s=time.process_time() - cpu if self._own_process else 0.0,
             stored_bytes=uploaded.stored_bytes if uploaded else 0,
             referenced_bytes=shard.referenced_bytes if shard is not None else 0,
-            coding=running.codings.reason,
-            spares=running.codings.spares,
             retries=self._store.take_retries(),
         )
 

@@ -18,7 +18,6 @@ import numpy as np
 
 from ckpt.saver.deriving import Derived
 from ckpt.saver.encode import Encode
-from ckpt.saver.measuring import SaveCodings
 from ckpt.saver.statistics import Sampled, chunk_extremes, sample_chunk, tabulate
 from ckptstore.codecs.dtypes import ITEM_BYTES
 from ckptstore.codecs.extremes import BlockExtremes
@@ -105,17 +104,17 @@ class Survey:
         self._document: bytes | None = None
         self._side: SideDocument | None = None
 
-    def observing(self, codings: SaveCodings) -> Encode:
+    def observing(self, encode: Encode) -> Encode:
         """Encode chunks and take their statistics."""
 
-        def encode(raw: memoryview, span: ChunkSpan) -> EncodedChunk:
+        def observed(raw: memoryview, span: ChunkSpan, extremes: BlockExtremes | None = None) -> EncodedChunk:
             parts = self._parts[span.at]
             extremes = chunk_extremes(span.dtype, parts.sizes, parts.of)
-            chunk = codings.encode(raw, span, extremes)
+            chunk: EncodedChunk = encode(raw, span, extremes)
             self._careful(lambda: self._add(raw, span, chunk.digest, extremes))
             return chunk
 
-        return encode
+        return observed
 
     def unchanged(self, raw: memoryview, span: ChunkSpan, chunk: EncodedChunk) -> None:
         """Take the statistics of a chunk that is referenced."""

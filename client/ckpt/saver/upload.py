@@ -20,8 +20,6 @@ class Uploaded:
     """Without the tail, which begins there."""
     upload_s: float
     """Seconds spent in calls of the store; waiting for chunks is not included."""
-    busy_s: float
-    """At least upload_s: the store may have been writing while this thread waited for chunks."""
 
 
 def upload_shard(
@@ -54,7 +52,7 @@ def upload_shard(
         writer.write(last)
     spent += time.perf_counter() - started
     table = chunk_table(written)
-    return Uploaded(table, int(table.stored.sum()), spent, max(spent, writer.busy_s))
+    return Uploaded(table, int(table.stored.sum()), spent)
 
 
 def seldom(progress: Callable[[int], None], total: int) -> Callable[[int], None]:

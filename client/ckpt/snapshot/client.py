@@ -84,8 +84,6 @@ class SaveClient:
         self.stranded: dict[str, Superseded] = {}
         """By session: why what it has saved near is not committed far."""
         self._numbers = 0
-        self._spares = False
-        """The newest save left out a coding that would have cost training too much."""
         self._writer: SaveWriter | None = None
 
     @property
@@ -345,9 +343,6 @@ class SaveClient:
         if isinstance(report, SaveProgress):
             updates.progress(report.done_bytes)
         elif isinstance(report, Released):
-            level = logging.DEBUG if report.spares == self._spares else logging.INFO
-            self._spares = report.spares
-            logger.log(level, "step %d: %s", updates.handle.step, report.coding)
             self._counters.add(store_retries=report.retries)
             updates.measure(
                 queue_s=report.queue_s,
@@ -356,7 +351,6 @@ class SaveClient:
                 cpu_s=report.cpu_s,
                 stored_bytes=report.stored_bytes,
                 referenced_bytes=report.referenced_bytes,
-                coding=report.coding,
             )
         elif isinstance(report, Done):
             updates.measure(commit_s=report.commit_s)

@@ -13,7 +13,6 @@ _ENOUGH = 5  # intervals of a kind, before their median is believed
 FIRST_AFTER_TICKS = 8
 FIRST_AFTER_S = 60.0
 """The first save is this early, to measure its cost, unless an interval is given."""
-_LONGEST = 4  # a step counts as so many usual ones at most: a longer one did something else, such as an evaluation
 
 
 class Costs:
@@ -28,8 +27,6 @@ class Costs:
         self._save: SaveHandle | None = None
         self._known = self._under_way = False
         self._busy_ticks = 0
-        self._during: list[float] = []
-        """The times of the newest save alone."""
         self._waited_s = 0.0
         self._before_s = (0.0, 0.0)
 
@@ -57,18 +54,6 @@ class Costs:
             return None
         return self._busy_ticks * max(0.0, median(self._busy) - median(self._idle))
 
-    @property
-    def lost_s(self) -> float | None:
-        """What the newest save has lost the loop: waits, and what its own steps took longer. None until known.
-
-        One step is enough, so it is noisier than `slowdown_s`, but not mixed with the saves before.
-        """
-        if not self._during or len(self._idle) < _ENOUGH:
-            return None
-        usual = median(self._idle)
-        spent = sum(min(time, _LONGEST * usual) for time in self._during)
-        return self._waited_s + max(0.0, spent - usual * len(self._during))
-
     def tick(self, now: float, newest: SaveHandle | None) -> None:
         """Count one call of the loop. newest: the save that began last."""
         if not self._ticks:
@@ -78,7 +63,6 @@ class Costs:
             self._before_s = self.totals
             self._save, self._since = newest, self._last_at
             self._known, self._under_way, self._busy_ticks, self._waited_s = True, True, 0, 0.0
-            self._during = []
         spent, self._last_at = now - self._last_at, now
         if self._ticks:
             self._learn(spent)
@@ -99,12 +83,7 @@ class Costs:
             self._waited_s = self._save.timings.blocked_s + self._save.timings.held_s
             self._busy_ticks += 1
         own_s = max(0.0, spent_s - (self._waited_s - before))
-        if not self._under_way:
-            self._idle.append(own_s)
-            return
-        self._busy.append(own_s)
-        if len(self._during) < _WINDOW:
-            self._during.append(own_s)
+        (self._busy if self._under_way else self._idle).append(own_s)
 
     def asked(self, now: float) -> None:
         """A save is due; the interval to the next one begins."""

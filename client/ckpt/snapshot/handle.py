@@ -39,9 +39,6 @@ class Timings(msgspec.Struct, frozen=True):
     """Bytes uploaded."""
     referenced_bytes: int = 0
     """Stored bytes of unchanged chunks, which lie in earlier checkpoints. Not included in stored_bytes."""
-    coding: str = ""
-    """How the chunks were encoded, and why: with compress="auto", for instance because a smaller coding would have cost
-    training more than it gains."""
 
 
 class SaveHandle:
@@ -170,7 +167,7 @@ class HandleUpdates:
         handle = self.handle
         return None if handle._seen or handle.skipped else handle._error
 
-    def measure(self, **timings: float | str) -> None:
+    def measure(self, **timings: float) -> None:
         """Set fields of the handle's Timings."""
         # The training thread and the writer's threads set different fields.
         with self._lock:

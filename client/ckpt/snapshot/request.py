@@ -32,8 +32,6 @@ class SaveRequest:
     """A lease to release once this save is committed."""
     cost_before: SaveCost | None = None
     """What the save before this one cost."""
-    lost_before_s: float | None = None
-    """Seconds that training lost to the save before this one, for the choice of codecs; None: not known."""
 
 
 def finite(metrics: Mapping[str, float] | None) -> dict[str, float]:
@@ -86,7 +84,6 @@ class Snapshot:
             metrics=dict(request.metrics),
             extensions={SAVE_COST: msgspec.to_builtins(cost)} if (cost := request.cost_before) is not None else {},
             lease=request.lease,
-            lost_before_s=request.lost_before_s,
             streamed=self.streamed,
         )
 

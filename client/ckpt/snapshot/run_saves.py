@@ -107,8 +107,7 @@ class RunSaves:
                 raise stranded
             captured = self.agreed.capture(state, grads)
             updates = HandleUpdates(step, self.agreed.layout.num_bytes, started)
-            lost_s = self.steps.lost_s
-            save = SaveRequest(attempt, captured, self.agreed.layout, finite(metrics), lease, cost_before(), lost_s)
+            save = SaveRequest(attempt, captured, self.agreed.layout, finite(metrics), lease, cost_before())
             if self._hurrying:
                 on_busy = "wait"  # the last save: the slots of those that were dropped are released shortly
             taken = take_snapshot(client, save, updates, self._gate(state), on_busy)

@@ -51,11 +51,6 @@ class StepClock:
         self._requests = 0
         self._ticks = 0
 
-    @property
-    def lost_s(self) -> float | None:
-        """What the newest save has lost this rank, in seconds; None until it is known."""
-        return self._costs.lost_s
-
     def restored(self, parent: str | None, step: int, seconds: float) -> None:
         """Training continues from this step. seconds: the duration of the restore, which has just ended."""
         in_place = self._announced is not None

@@ -107,8 +107,3 @@ def smallest(dtype: str) -> Coding:
 
 POLICIES: dict[str, CodingPolicy] = {"off": off, "fast": fast, "max": smallest}
 """Policies by the value of the `compress` option."""
-
-
-def codings(dtype: str) -> tuple[Coding, ...]:
-    """All codings of an element type; each costs more and stores less than the one before."""
-    return tuple(dict.fromkeys(policy(dtype) for policy in POLICIES.values()))

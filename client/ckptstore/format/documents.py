@@ -24,9 +24,6 @@ DIGEST_BYTES = 16
 JSON = Any
 """A JSON value: None, bool, int, float, str, list or dict of them."""
 
-SPARED = "spared"
-"""The extension of a receipt whose shard could be smaller: a text that explains what encoding would cost training."""
-
 
 def digest(data: Buffer) -> str:
     """xxh3-128 of `data`, as 32 lower-case hexadecimal digits."""

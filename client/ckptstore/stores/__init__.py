@@ -42,6 +42,11 @@ def _split(url: str) -> tuple[str, str]:
     return (scheme, path) if separator else ("file", url)
 
 
+def is_local(url: str) -> bool:
+    """Whether the scheme of a store's URL, or a path, names a folder or the memory of this host."""
+    return _split(url)[0] in (*_LOCAL, "memory")
+
+
 def open_store(url: str, options: Mapping[str, Any] | None = None, retried: bool = False) -> Store:
     """The store at `url`: a path, file://, memory://, s3:// or any other fsspec scheme.
 

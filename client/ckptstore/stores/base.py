@@ -42,11 +42,6 @@ class ObjectWriter(ABC):
     Leaving it by an exception removes the written bytes. Not for use by several threads at once.
     """
 
-    @property
-    def busy_s(self) -> float:
-        """Seconds spent transferring bytes in the background; 0 if the calls themselves transfer them."""
-        return 0.0
-
     @abstractmethod
     def write(self, data: Buffer) -> None:
         """Append `data`; the caller may reuse the buffer afterwards.

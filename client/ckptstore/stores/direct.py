@@ -22,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.codecs.chunk_codecs import Buffer
-from ckptstore.stores.busy import BusyTime
 
 PACK_BYTES = 8 << 20
 """Bytes collected before they are written."""
@@ -56,7 +55,6 @@ class DirectFile:
         self._writing: deque[tuple[Future[None], _Lent]] = deque()
         """The writes that are under way, oldest first, and the lent memory that they need."""
         self._threads: ThreadPoolExecutor | None = None
-        self.busy = BusyTime()
         self._direct = _set_direct(fd, True)
         if self._direct and expected_bytes:
             _preallocate(fd, expected_bytes)
@@ -89,9 +87,8 @@ class DirectFile:
         self._pack[self._filled : padded] = 0
         self._write_at([self._pack.data[:padded]], self._at)
         self._wait()
-        with self.busy:
-            os.ftruncate(self._fd, size)
-            os.fsync(self._fd)
+        os.ftruncate(self._fd, size)
+        os.fsync(self._fd)
         self.close()
 
     def close(self) -> None:
@@ -163,8 +160,7 @@ class DirectFile:
         while rest := [part for part in rest if len(part)]:
             direct = self._direct
             try:
-                with self.busy:
-                    count = os.pwritev(self._fd, rest, offset)
+                count = os.pwritev(self._fd, rest, offset)
             except OSError as error:
                 # Some file systems reject direct I/O only at the write, and a short write may end unaligned.
                 if error.errno != errno.EINVAL or not direct:

@@ -302,11 +302,6 @@ class _LocalWriter(ObjectWriter):
         self._url = url
         self._file = DirectFile(fd, size_hint)
 
-    @property
-    def busy_s(self) -> float:
-        """Seconds of disk writes."""
-        return self._file.busy.seconds
-
     def write(self, data: Buffer) -> None:
         with store_errors("write", self._url):
             self._file.write(data)

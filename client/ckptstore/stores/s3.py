@@ -11,7 +11,6 @@ from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.errors import StoreUnavailable
 from ckptstore.retry import outage_pauses, retry
 from ckptstore.stores.base import ObjectInfo, ObjectReader, ObjectWriter, too_short
-from ckptstore.stores.busy import BusyTime
 from ckptstore.stores.failures import is_lasting, no_such_bucket, store_errors
 from ckptstore.stores.remote import FsspecStore
 from ckptstore.stores.transfers import Transfers, UploadPart
@@ -71,16 +70,10 @@ class MultipartWriter(ObjectWriter):
         self._sent: list[dict[str, Any]] = []
         self._committing = False
         self._stop = threading.Event()
-        self._busy = BusyTime()
         threads = max(1, buffered_bytes // self._part.room - 1)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="ckpt-upload-part")
         if size_hint > self._part.room:
             self._begin()
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds in which parts were in flight."""
-        return self._busy.seconds
 
     def write(self, data: Buffer) -> None:
         """Fill parts and send them; waits while the buffer limit is reached."""
@@ -142,8 +135,7 @@ class MultipartWriter(ObjectWriter):
         return sum(map(len, self._in_flight.values()))
 
     def _put(self, upload: str, part: UploadPart) -> dict[str, Any]:
-        with self._busy:
-            return self._transfers.put_part(self._path, upload, part, self._stop, self._retry_s)
+        return self._transfers.put_part(self._path, upload, part, self._stop, self._retry_s)
 
     def _reap(self) -> None:
         """Wait until one of the parts has arrived."""

@@ -11,8 +11,9 @@ import pytest
 from msgspec.structs import replace
 
 from ckpt.saver.messages import Done, Failed, Released, Report, SaveJob, SaveProgress, Setup, SliceRow
-from ckpt.saver.pipeline import SavePipeline
+from ckpt.saver.pipeline import SavePipeline, coding_policy
 from ckptstore.clock import system_clock
+from ckptstore.codecs.chunk_codecs import POLICIES
 from ckptstore.commits.commit import read_outcome, read_receipt, receipt_ranks, roll_forward
 from ckptstore.commits.generations import NewAttempt
 from ckptstore.commits.leases import active_leases, take_lease
@@ -70,6 +71,22 @@ def run(store: Store, what: Setup, jobs: list[SaveJob]) -> list[Report]:
 @pytest.fixture
 def attempt() -> NewAttempt:
     return new_attempt(7)
+
+
+@pytest.mark.parametrize(
+    ("compress", "url", "expected"),
+    [
+        ("auto", "file:///checkpoints", "off"),
+        ("auto", "/checkpoints", "off"),
+        ("auto", "memory://m", "off"),
+        ("auto", "s3://bucket/prefix", "fast"),
+        ("auto", "gs://bucket", "fast"),
+        ("max", "file:///checkpoints", "max"),
+        ("off", "s3://bucket", "off"),
+    ],
+)
+def test_the_store_decides_about_compression_unless_the_setting_does(compress: str, url: str, expected: str) -> None:
+    assert coding_policy(compress, url) is POLICIES[expected]
 
 
 def test_progress_then_release_then_commit(store: Store, attempt: NewAttempt) -> None:

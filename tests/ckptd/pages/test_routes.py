@@ -9,22 +9,17 @@ from html.parser import HTMLParser
 from urllib.parse import quote, unquote
 
 import httpx
-import msgspec
 import pytest
 
 from ckptapi import bodies
 from ckptd.http.access import RULES
 from ckptd.pages import checkpoint_routes, routes, run_routes
 from ckptstore.clock import system_clock
-from ckptstore.commits.commit import commit_attempt
 from ckptstore.commits.generations import Session, begin_generation
-from ckptstore.format.documents import SPARED
-from ckptstore.format.merging import StoredReceipt
-from ckptstore.format.parsing import seal
-from ckptstore.names import Attempt, new_ulid
+from ckptstore.names import new_ulid
 from ckptstore.run import Run
 from tests.ckptd.conftest import Served
-from tests.support.checkpoints import write_checkpoint, write_rank
+from tests.support.checkpoints import write_checkpoint
 from tests.support.daemons import Daemon, running_daemon
 from tests.support.runs import SMALL
 from tests.support.waiting import wait_until
@@ -133,17 +128,6 @@ def test_metrics_and_entries_are_shown_as_text(served: Served) -> None:
         assert "&lt;i&gt;x&lt;/i&gt;" in page
         assert "<i>" not in page
         assert "<b>" not in page
-
-
-def test_the_page_says_why_a_checkpoint_is_not_smaller(served: Served) -> None:
-    attempt, run = Attempt(1, new_ulid(system_clock())), Run(served.store, "spared")
-    receipt = write_rank(served.store, run.name, attempt, SMALL).receipt
-    receipt = msgspec.structs.replace(receipt, extensions={SPARED: "float32 raw: <i>too</i> dear"})
-    served.store.put(run.keys.receipt(attempt, 0), seal(receipt))
-    commit_attempt(run, [StoredReceipt.of(receipt, seal(receipt))])
-    wait_until(lambda: served.daemon.get("/runs/spared").status_code == 200, "the commit's way into the index")
-    assert "Encoding: float32 raw: &lt;i&gt;too&lt;/i&gt; dear." in served.daemon.get("/checkpoints/spared@1").text
-    assert "Encoding:" not in served.daemon.get("/checkpoints/gpt@30").text
 
 
 def test_the_page_of_a_run_shows_its_branches(served: Served) -> None:
