@@ -23,7 +23,7 @@ from ckptd.server import serve as serve_app
 from ckptd.services.tokens import Tokens
 from ckptd.settings import AUTH_OFF, KNOBS, PREFIX, Configuration, load
 from ckptstore.clock import system_clock
-from ckptstore.errors import CkptError, NoToken
+from ckptstore.errors import CkptError, NotFound
 
 _LOG = logging.getLogger(__name__)
 _METAVARS = {str: "TEXT", int: "N", float: "SECONDS"}
@@ -145,7 +145,7 @@ def _create_token(
     try:
         held = Tokens(TokenIndex(database), "", system_clock)
         if replace:
-            with suppress(NoToken):
+            with suppress(NotFound):
                 held.revoke(name)
         made = held.create(asked, f"ckptd on {socket.gethostname()}"[:64])
     finally:

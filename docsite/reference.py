@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from inspect import cleandoc
 
 from ckptd.settings import KNOBS
-from ckptstore.explanations import EXPLANATIONS, kinds
+from ckptstore.errors import kinds
 
 GROUPS: dict[str, dict[str, str]] = {
     "Begin and end": {"init": "ckpt.config.Config", "close": "", "Checkpointer": "ckpt.checkpointer.Checkpointer"},
@@ -71,10 +72,16 @@ def _number(value: object) -> str:
 
 def errors() -> str:
     """Every code of an error."""
-    known = kinds()
     rows = (
-        [f'<a id="{code}"></a>`{code}`', f"`{kind.__name__}`", str(kind.http_status), str(kind.exit_code), *texts]
-        for code, texts in EXPLANATIONS.items()
-        for kind in (known[code],)
+        (
+            f'<a id="{code}"></a>`{code}`',
+            f"`{kind.__name__}`",
+            str(kind.http_status),
+            str(kind.exit_code),
+            cleandoc(kind.__doc__ or "").replace("\n", " "),
+            kind.remedy,
+        )
+        for code, kind in kinds().items()
+        if kind.__module__ == "ckptstore.errors"
     )
     return table(["code", "class", "HTTP", "exit", "meaning", "what to do"], rows)

@@ -13,7 +13,7 @@ from sqlalchemy.exc import IntegrityError
 from ckptapi.bodies import Scope
 from ckptd.index.database import Database, retried
 from ckptd.index.tables import tokens
-from ckptstore.errors import NoToken, TokenExists
+from ckptstore.errors import Conflict, NotFound
 from ckptstore.format.decoding import decode_json
 
 
@@ -50,7 +50,7 @@ class TokenIndex:
 
     @retried
     def create(self, token: Token) -> None:
-        """Add one; durable on return. Raises TokenExists."""
+        """Add one; durable on return. Raises Conflict."""
         with self._database.write() as connection:
             if connection.scalar(select(tokens.c.name).where(tokens.c.name == token.name)) is not None:
                 raise _exists(token.name)
@@ -61,7 +61,7 @@ class TokenIndex:
 
     @retried
     def rotate(self, name: str, digest: str, previous_until: float) -> Token:
-        """Give a token a new secret; the old one stays valid until then. Durable on return. Raises NoToken."""
+        """Give a token a new secret; the old one stays valid until then. Durable on return. Raises NotFound."""
         with self._database.write() as connection:
             changed = connection.execute(
                 update(tokens)
@@ -74,7 +74,7 @@ class TokenIndex:
 
     @retried
     def delete(self, name: str) -> None:
-        """Remove one; durable on return. Raises NoToken."""
+        """Remove one; durable on return. Raises NotFound."""
         with self._database.write() as connection:
             if not connection.execute(delete(tokens).where(tokens.c.name == name)).rowcount:
                 raise _missing(name)
@@ -110,9 +110,9 @@ def _token(row: Row[Any]) -> Token:
     return Token(scopes=scopes, runs=runs, **values)
 
 
-def _exists(name: str) -> TokenExists:
-    return TokenExists(f"token {name!r} exists already", "Choose another name, rotate it, or revoke it first")
+def _exists(name: str) -> Conflict:
+    return Conflict(f"token {name!r} exists already", "Choose another name, rotate it, or revoke it first")
 
 
-def _missing(name: str) -> NoToken:
-    return NoToken(f"there is no token {name!r}", "ckptctl token ls lists the tokens")
+def _missing(name: str) -> NotFound:
+    return NotFound(f"there is no token {name!r}", "ckptctl token ls lists the tokens")

@@ -58,7 +58,7 @@ class RunPageQuery:
 
     @property
     def policy(self) -> Policy | None:
-        """The policy to preview; None without a preview. Raises InvalidPolicy."""
+        """The policy to preview; None without a preview. Raises InvalidRequest."""
         if not (self.keep or self.every or self.best or self.healthy):
             return None
         best = (self.best,) if self.best else ()

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptstore.explanations import EXPLANATIONS, Explanation, kinds
+from ckptstore.errors import kinds
 
 _HTTP_ERRORS = (
-    ("unknown_route", 404, Explanation("There is no such path.", "Check the path.")),
-    ("method_not_allowed", 405, Explanation("The path has no such method.", "Use one of those in `Allow`.")),
-    ("internal", 500, Explanation("A defect of the daemon.", "Its log has the details under the request id.")),
+    ("unknown_route", 404, "There is no such path.", "Check the path."),
+    ("method_not_allowed", 405, "The path has no such method.", "Use one of those in `Allow`."),
+    ("internal", 500, "A defect of the daemon.", "Its log has the details under the request id."),
 )
 
 
@@ -71,10 +71,9 @@ def schemas(document: Mapping[str, Any]) -> list[tuple[str, str, list[Parameter]
 
 def error_codes() -> list[ErrorCode]:
     """All codes of errors, by code."""
-    known = kinds()
-    found = [*_HTTP_ERRORS, *((code, known[code].http_status, text) for code, text in EXPLANATIONS.items())]
+    ours = ((code, kind.http_status, kind.__doc__ or "", kind.remedy) for code, kind in kinds().items())
     return sorted(
-        (ErrorCode(code, status, _text(text.meaning), _text(text.remedy)) for code, status, text in found),
+        (ErrorCode(code, status, _text(text), _text(remedy)) for code, status, text, remedy in (*_HTTP_ERRORS, *ours)),
         key=lambda one: one.code,
     )
 

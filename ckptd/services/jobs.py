@@ -15,7 +15,7 @@ from ckptapi.bodies import JobRequest, JobState
 from ckptd.index import Job, JobIndex
 from ckptd.services.events import Events
 from ckptstore.clock import Clock
-from ckptstore.errors import CkptError, NoJob, TooManyRequests
+from ckptstore.errors import CkptError, NotFound, TooManyRequests
 from ckptstore.names import check_ulid, new_ulid
 
 _LOG = logging.getLogger(__name__)
@@ -144,10 +144,10 @@ class Jobs:
         return job
 
     def find(self, id: str) -> Job:
-        """One job. Raises NoJob."""
+        """One job. Raises NotFound."""
         found = self._index.find(check_ulid(id))
         if found is None:
-            raise NoJob(
+            raise NotFound(
                 f"there is no job {id}",
                 "It ended long ago, or the daemon's database was deleted; GET /v1/jobs lists the jobs",
             )
@@ -158,7 +158,7 @@ class Jobs:
         return self._index.newest(limit)
 
     def cancel(self, id: str) -> Job:
-        """Cancel a job: it ends at its next report, on any daemon. A job that has ended is unchanged. Raises NoJob."""
+        """Cancel a job: it ends at its next report, on any daemon. An ended job is unchanged. Raises NotFound."""
         job = self.find(id)
         if job.state is JobState.QUEUED:
             self._end(id, JobState.CANCELLED)

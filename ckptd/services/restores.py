@@ -16,15 +16,14 @@ from ckptstore.commits import catalog
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import (
     CkptError,
+    Conflict,
     CorruptObject,
     InvalidName,
     InvalidRequest,
     NoCheckpoint,
-    NoRestore,
-    RestoreEnded,
-    RestoreMismatch,
+    NotFound,
     StoreUnavailable,
-    TooManyRestores,
+    TooManyRequests,
 )
 from ckptstore.names import Reference, check_run, check_ulid, new_ulid
 from ckptstore.run import Run
@@ -74,7 +73,7 @@ class Restores:
     def join(self, request: RestoreRequest) -> Restore | None:
         """Let a rank join the session of its job; None if there is no session yet. Reads the index only.
 
-        Raises InvalidName, InvalidRequest, RestoreMismatch, or RestoreEnded with the state of the session.
+        Raises InvalidName, InvalidRequest, or Conflict with the state of the session.
         """
         _check(request)
         found = self._index.find_key(request.run, request.key)
@@ -84,11 +83,11 @@ class Restores:
         """Resolve the checkpoint, take a lease, create a session and join it; False if another caller created it first.
 
         Session and lease are durable on return. Raises the errors of join, NoCheckpoint, CorruptObject,
-        TooManyRestores or Unavailable.
+        TooManyRequests or Unavailable.
         """
         _check(request)
         if self._index.count_by_state()[RestoreState.RESTORING] >= MAX_LIVE:
-            raise TooManyRestores(
+            raise TooManyRequests(
                 f"{MAX_LIVE} restores are in progress", "Wait, or cancel some: DELETE /v1/restores/{id}"
             )
         restore = self._begin(request)
@@ -100,7 +99,7 @@ class Restores:
     def report(self, id: str, rank: int, report: RankReport) -> Restore:
         """Record the progress of a rank; durable on return. A session that has ended is returned unchanged.
 
-        Raises NoRestore or InvalidRequest.
+        Raises NotFound or InvalidRequest.
         """
         now = self._clock()
 
@@ -111,18 +110,18 @@ class Restores:
         return self._announce(id, self._index.change(check_ulid(id), rank, rule))
 
     def cancel(self, id: str) -> Restore:
-        """Cancel a session and release its lease; the state of an ended session is unchanged. Raises NoRestore."""
+        """Cancel a session and release its lease; the state of an ended session is unchanged. Raises NotFound."""
         restore = self._index.end(check_ulid(id), RestoreState.CANCELLED, "", self._clock())
         restore = self._announce(id, restore)
         self._leases.release(restore)
         return restore
 
     def find(self, id: str) -> Restore:
-        """One session. Raises NoRestore."""
+        """One session. Raises NotFound."""
         return self._known(id, self._index.find(check_ulid(id)))
 
     def view(self, id: str, with_ranks: bool) -> RestoreView:
-        """One session, with its ranks if `with_ranks`. Raises NoRestore."""
+        """One session, with its ranks if `with_ranks`. Raises NotFound."""
         restore = self.find(id)
         if with_ranks:
             return self._view_ranks(restore)
@@ -211,7 +210,7 @@ class Restores:
         joined = self._known(restore.id, joined)
         if not joined.live:
             problem = f": {joined.problem}" if joined.problem else ""
-            raise RestoreEnded(
+            raise Conflict(
                 f"restore {joined.id} (key {joined.key!r}) of run {joined.run!r} is {joined.state}{problem}",
                 "Join with a new key: a key names one restore of a job",
             )
@@ -244,7 +243,7 @@ class Restores:
 
     def _known(self, id: str, restore: Restore | None) -> Restore:
         if restore is None:
-            raise NoRestore(
+            raise NotFound(
                 f"there is no restore {id}", "It ended long ago, or the daemon's database was deleted: join again"
             )
         return restore
@@ -275,13 +274,13 @@ def _check_rank(rank: int, world_size: int) -> None:
 
 def _check_same(restore: Restore, request: RestoreRequest) -> None:
     if request.world_size != restore.world_size:
-        raise RestoreMismatch(
+        raise Conflict(
             f"restore {restore.id} has {restore.world_size} ranks, but rank {request.rank} sent {request.world_size}",
             "Use a new key for every restore of a job",
         )
     wanted, got = _reference(request), restore.checkpoint
     if wanted.step not in (None, got.step) or wanted.ulid not in (None, got.attempt.ulid):
-        raise RestoreMismatch(
+        raise Conflict(
             f"restore {restore.id} restores {got.id}, but rank {request.rank} requested {request.checkpoint}",
             "All ranks restore one checkpoint: name the same one, or none",
         )

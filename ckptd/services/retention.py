@@ -38,7 +38,7 @@ class Retention:
     def delete(self, reference: Reference, by: str, reason: str, grace_s: float | None, force: bool) -> None:
         """Hide a checkpoint; it is deleted after the grace period.
 
-        force: even if it is the newest one of its run. Raises NoCheckpoint, NewestCheckpoint or CheckpointHeld.
+        force: even if it is the newest one of its run. Raises NoCheckpoint or CheckpointHeld.
         """
         found = self._catalog.find(reference)
         self.operator(by).delete(found, SWEEP_GRACE_S if grace_s is None else grace_s, reason, force)
@@ -65,7 +65,7 @@ class Retention:
         return self._catalog.find(_exactly(found))
 
     def change_policies(self, request: PoliciesRequest, by: str) -> PoliciesInForce:
-        """Put policies in force; durable on return, applied within seconds. Raises InvalidPolicy or PoliciesChanged."""
+        """Put policies in force; durable on return, applied within seconds. Raises InvalidRequest or Conflict."""
         return self.operator(by).change_policies(request.policies, request.expected, request.reason)
 
 

@@ -82,7 +82,7 @@ class Tokens:
         return [_body(token) for token in self._index.all()]
 
     def create(self, request: TokenRequest, by: str) -> NewTokenBody:
-        """Create a token; durable and in force on return. Raises InvalidName, InvalidRequest or TokenExists."""
+        """Create a token; durable and in force on return. Raises InvalidName, InvalidRequest or Conflict."""
         _check(request)
         secret = _new_secret(request.name)
         now = self._clock()
@@ -100,7 +100,7 @@ class Tokens:
         return NewTokenBody(token=_body(token), secret=secret)
 
     def rotate(self, name: str, request: RotateRequest) -> NewTokenBody:
-        """Give a token a new secret; durable and in force on return. Raises InvalidRequest or NoToken."""
+        """Give a token a new secret; durable and in force on return. Raises InvalidRequest or NotFound."""
         if not 0 <= request.keep_old_s <= _MAX_KEEP_S:
             raise InvalidRequest(f"keep_old_s is {request.keep_old_s}", f"Use 0 to {_MAX_KEEP_S:.0f} seconds")
         secret = _new_secret(name)
@@ -109,7 +109,7 @@ class Tokens:
         return NewTokenBody(token=_body(token), secret=secret)
 
     def revoke(self, name: str) -> None:
-        """Revoke a token; this daemon refuses it on return, other daemons within a second. Raises NoToken."""
+        """Revoke a token; this daemon refuses it on return, other daemons within a second. Raises NotFound."""
         self._index.delete(name)
         self.refresh()
 

@@ -45,7 +45,7 @@ class Checkpointer:
 
     @takes(Config)
     def __init__(self, config: Config) -> None:
-        """Raises InvalidName, InvalidRequest or UnknownScheme."""
+        """Raises InvalidName or InvalidRequest."""
         if torch_loaded():
             _load_modules_of_torch()
         self.config = config

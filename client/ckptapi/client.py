@@ -176,8 +176,8 @@ class DaemonClient(Operations):
 
         A rank that needs the checkpoint for longer takes its own lease before it reports that it is restored.
         checkpoint: an id; None for the newest usable one. ttl_s: a rank that is silent for this time ends the session.
-        host: of this rank, for display. Raises NoCheckpoint, RestoreEnded, or RestoreMismatch if the requests of the
-        ranks differ.
+        host: of this rank, for display. Raises NoCheckpoint, or Conflict if the session has ended
+        or the requests of the ranks differ.
         """
         request = bodies.RestoreRequest(
             run=run, key=key, world_size=world_size, rank=rank, checkpoint=checkpoint, ttl_s=ttl_s, host=host
@@ -187,12 +187,12 @@ class DaemonClient(Operations):
     def report_restore(
         self, id: str, rank: int, phase: bodies.Phase, done_bytes: int = 0, total_bytes: int = 0, problem: str = ""
     ) -> bodies.RestoreStatus:
-        """Report the progress of a rank; returns the state of the session, and why it ended. Raises NoRestore."""
+        """Report the progress of a rank; returns the state of the session, and why it ended. Raises NotFound."""
         report = bodies.RankReport(phase=phase, done_bytes=done_bytes, total_bytes=total_bytes, problem=problem)
         return self._json("PUT", f"{_restore_path(id)}/ranks/{rank}", bodies.RestoreStatus, body=report)
 
     def restore_session(self, id: str, wait_s: float = 0, ranks: bool = True) -> bodies.RestoreBody:
-        """One session. Returns when it has ended, or after `wait_s` (bodies.MAX_WAIT_S at most). Raises NoRestore.
+        """One session. Returns when it has ended, or after `wait_s` (bodies.MAX_WAIT_S at most). Raises NotFound.
 
         ranks: list them and detect stragglers; for a few callers, not for each of thousands of ranks.
         """
@@ -206,7 +206,7 @@ class DaemonClient(Operations):
         return self._json("GET", bodies.RESTORES, bodies.RestoresBody, params=query).items
 
     def cancel_restore(self, id: str) -> bodies.RestoreBody:
-        """End a session and release its lease. A session that has ended is not changed. Raises NoRestore."""
+        """End a session and release its lease. A session that has ended is not changed. Raises NotFound."""
         return self._json("DELETE", _restore_path(id), bodies.RestoreBody)
 
     def _pages(self, run: str) -> Iterator[Checkpoint]:

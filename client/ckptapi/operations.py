@@ -41,7 +41,7 @@ class Operations(Connection):
     def delete(self, checkpoint: Checkpoint, grace_s: float, reason: str = "", force: bool = False) -> None:
         """Hide a checkpoint, delete it after the grace; durable on return.
 
-        force: even if it is the newest one of its run. Raises NoCheckpoint, NewestCheckpoint or CheckpointHeld.
+        force: even if it is the newest one of its run. Raises NoCheckpoint or CheckpointHeld.
         """
         params: dict[str, str | int] = {"grace_s": str(grace_s), "reason": reason}
         if force:
@@ -88,25 +88,25 @@ class Operations(Connection):
         return self._json("GET", f"{bodies.POLICIES}/history", bodies.PoliciesListBody, params={"limit": limit}).items
 
     def change_policies(self, policies: PolicySet, expected: int, reason: str = "") -> PoliciesInForce:
-        """Put policies in force in place of version `expected`. Raises InvalidPolicy or PoliciesChanged."""
+        """Put policies in force in place of version `expected`. Raises InvalidRequest or Conflict."""
         request = bodies.PoliciesRequest(expected=expected, policies=policies, reason=reason)
         return self._json("PUT", bodies.POLICIES, PoliciesInForce, body=request)
 
     def plan_prune(self, prune: Prune) -> PrunePlan:
-        """What a prune would delete and what would stay, and why. Raises NoCheckpoint or InvalidPolicy."""
+        """What a prune would delete and what would stay, and why. Raises NoCheckpoint or InvalidRequest."""
         return self._prune(bodies.PruneRequest.of(prune, dry_run=True))
 
     def prune(self, prune: Prune, plan: PrunePlan | None = None, progress: Progress = lambda _: None) -> PrunePlan:
         """Delete what the policy does not keep. The daemon plans again; nothing is reported while it works.
 
-        Raises NoCheckpoint, InvalidPolicy, TooMuchToDelete, StoreUnsafe or ClockSkew.
+        Raises NoCheckpoint, InvalidRequest, TooMuchToDelete or StoreUnsafe.
         """
         return self._prune(bodies.PruneRequest.of(prune, dry_run=False))
 
     def collect(self, run: str | None = None, grace_s: float | None = None) -> list[CollectReport]:
         """Delete data that is due and clean up after crashes, as a job of the daemon.
 
-        Raises InvalidRequest if a grace is given, NoCheckpoint, StoreUnsafe, ClockSkew, or PartlyDone if the job was
+        Raises InvalidRequest if a grace is given, NoCheckpoint, StoreUnsafe, or PartlyDone if the job was
         cut short.
         """
         if grace_s is not None:
@@ -175,11 +175,11 @@ class Operations(Connection):
         return self._json("GET", bodies.JOBS, bodies.JobsBody, params={"limit": limit}).items
 
     def job(self, id: str) -> bodies.JobBody:
-        """One job, with the last lines of its log. Raises InvalidName or NoJob."""
+        """One job, with the last lines of its log. Raises InvalidName or NotFound."""
         return self._json("GET", f"{bodies.JOBS}/{check_ulid(id)}", bodies.JobBody)
 
     def cancel_job(self, id: str) -> bodies.JobBody:
-        """Cancel a job. Raises InvalidName or NoJob."""
+        """Cancel a job. Raises InvalidName or NotFound."""
         return self._json("DELETE", f"{bodies.JOBS}/{check_ulid(id)}", bodies.JobBody)
 
     def attempts(self, run: str | None = None) -> list[bodies.AttemptBody]:

@@ -9,7 +9,7 @@ import msgspec
 import yaml
 
 from ckptstore import human
-from ckptstore.errors import InvalidPolicy
+from ckptstore.errors import InvalidRequest
 from ckptstore.format.decoding import convert
 from ckptstore.format.records import Policy, PolicySet
 from ckptstore.retention.policy import check_policies
@@ -40,12 +40,12 @@ _WORDS: dict[str, tuple[str, Callable[[str], float]]] = {
 
 
 def parse_policies(text: str) -> PolicySet:
-    """The policies in a file. Raises InvalidPolicy, or InvalidRequest for a malformed duration or size."""
+    """The policies in a file. Raises InvalidRequest."""
     try:
         policies = convert(_in_numbers(yaml.safe_load(text)), PolicySet)
     except (yaml.YAMLError, msgspec.ValidationError, RecursionError) as error:
         message = " ".join(str(error).split())
-        raise InvalidPolicy(
+        raise InvalidRequest(
             f"the file is not a policy file: {message}", "ckptctl policy apply --help has an example"
         ) from error
     check_policies(policies)

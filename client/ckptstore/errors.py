@@ -9,12 +9,12 @@
     ├── Unavailable         a store, a daemon or another rank failed; retrying may help
     └── SaveFailed          a background save did not become durable
 
-Exception handlers choose by group, programs by `http_status` and `exit_code`. docs/reference/errors.md lists remedies.
+Exception handlers choose by group, programs by `http_status` and `exit_code`. A class's docstring says what the error
+means, its `remedy` what to do; docs/reference/errors.md is made from both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import ClassVar
 
 
@@ -25,6 +25,8 @@ class CkptError(Exception):
     """
 
     code: ClassVar[str] = "error"
+    remedy: ClassVar[str] = "Read the message: this error has no code of its own."
+    """What to do, for the reference; a hint says it for one case."""
     http_status: ClassVar[int] = 500
     exit_code: ClassVar[int] = 1
     chunks: tuple[tuple[str, int], ...] = ()
@@ -43,94 +45,92 @@ class BadInput(CkptError):
     """The request is wrong; nothing was done."""
 
     code = "bad_input"
+    remedy = "Change the request."
     http_status = 422
     exit_code = 2
 
 
 class InvalidName(BadInput):
-    """A run, attempt, shard or checkpoint id that breaks the naming rules."""
+    """A run, attempt, shard or checkpoint id breaks the naming rules."""
 
     code = "invalid_name"
+    remedy = (
+        "A run has 1 to 128 letters, digits, `.`, `_` or `-`, begins with a letter or digit, and has no `..`; a "
+        "checkpoint is `RUN@STEP`, `RUN@STEP.ULID` or `RUN@latest`."
+    )
 
 
 class InvalidRequest(BadInput):
-    """An argument outside its allowed values."""
+    """An argument is outside its allowed values: a number, a policy that would keep nothing, the scheme of a URL."""
 
     code = "invalid_request"
-
-
-class InvalidPolicy(BadInput):
-    """A retention policy that would keep nothing, or is inconsistent."""
-
-    code = "invalid_policy"
-
-
-class UnknownScheme(BadInput):
-    """No fsspec file system is installed for this URL scheme."""
-
-    code = "unknown_scheme"
+    remedy = "The hint names them. For a scheme, install its fsspec package (`ckptd[s3]` for S3)."
 
 
 class LayoutChanged(BadInput):
-    """The layout of a rank's state differs from the layout that the ranks agreed on."""
+    """On one rank a parameter was added, removed or sharded differently since the first save, at which the ranks agreed
+    on who writes what. Nothing was saved.
+    """
 
     code = "layout_changed"
+    remedy = "Call `prepare(model, optim)` on all ranks, then save again."
 
 
 class UnsupportedObject(BadInput, TypeError):
-    """A leaf of the state has a type that cannot be stored without pickle."""
+    """The state, or a file to be imported, contains an object that cannot be stored without pickle, or an element type
+    that the other format lacks; or a file to be imported is compressed, or repeats objects until its state is far
+    larger than the file. The message names it. Nothing was saved.
+    """
 
     code = "unsupported_object"
+    remedy = "Convert it to tensors, numbers, strings, lists or dicts, for instance in its `state_dict`."
 
 
 class StateMismatch(BadInput):
-    """The checkpoint and the objects passed to restore do not match."""
+    """The checkpoint and the objects given to restore do not fit: a tensor is missing, unexpected, or has another
+    shape. Nothing was changed.
+    """
 
     code = "state_mismatch"
+    remedy = (
+        "Build the same model; or pass `strict=False`, and check `Restored.missing`, `unexpected` and `mismatched`."
+    )
 
 
 class NotFound(CkptError):
-    """The requested object does not exist."""
+    """The requested object does not exist. A restore session, a job or a token: it was removed, or ended days ago, or
+    the daemon's database was deleted.
+    """
 
     code = "not_found"
+    remedy = (
+        "Check the name; `ckptctl jobs` and `ckptctl token ls` list what exists. Join a restore again with a new key."
+    )
     http_status = 404
     exit_code = 4
 
 
 class NoCheckpoint(NotFound):
-    """No committed checkpoint matches the request."""
+    """No committed checkpoint matches. This is certain: the store did answer."""
 
     code = "no_checkpoint"
+    remedy = "Start from scratch if that is expected; otherwise check the run's name and the store (`ckptctl runs`)."
 
 
 class ObjectMissing(NotFound):
     """An object that should be in the store is not there."""
 
     code = "object_missing"
-
-
-class NoRestore(NotFound):
-    """The daemon has no such restore session, or has forgotten it."""
-
-    code = "no_restore"
-
-
-class NoJob(NotFound):
-    """The daemon has no such job, or has forgotten it."""
-
-    code = "no_job"
-
-
-class NoToken(NotFound):
-    """The daemon has no token of this name."""
-
-    code = "no_token"
+    remedy = "Another program deletes objects, or the checkpoint was just pruned; use another one."
 
 
 class PartlyDone(CkptError):
-    """Only a part of the operation was done."""
+    """Only a part of the operation was done: some checkpoints were held, a job was cancelled or its daemon ended, or an
+    export left out state of single ranks.
+    """
 
     code = "partly_done"
+    remedy = "Call it again for the rest; the message lists what an export left out."
     exit_code = 3
 
 
@@ -138,101 +138,97 @@ class Damaged(CkptError):
     """Stored bytes cannot be trusted or understood."""
 
     code = "damaged"
+    remedy = "Use another checkpoint."
     exit_code = 5
 
 
 class CorruptObject(Damaged):
-    """Bytes differ from their checksum, or a document breaks its own rules."""
+    """Bytes differ from their checksum, a document breaks its own rules, or a file to be imported is cut off. Nothing
+    of it was used.
+    """
 
     code = "corrupt"
+    remedy = (
+        "A restore falls back to the previous checkpoint by itself. `ckptctl verify` shows the extent; suspect the "
+        "disk or the memory of the host that wrote it."
+    )
 
 
 class UnsupportedFormat(Damaged):
-    """Written in a newer version of the format than this program reads."""
+    """The object was written by a newer version than this one can read."""
 
     code = "unsupported_format"
+    remedy = "Upgrade."
 
 
 class Conflict(CkptError):
-    """Another process decided otherwise, or still needs the object."""
+    """Another process decided otherwise, or still needs the object: policies changed since they were read, a token of
+    the name exists, a restore session has ended or restores another checkpoint. Nothing was changed.
+    """
 
     code = "conflict"
+    remedy = "Read the new state, which the message names, and decide again. A new restore needs a new key."
     http_status = 409
     exit_code = 6
 
 
 class AttemptAborted(Conflict):
-    """The orphan collector aborted this attempt."""
+    """The attempt was decided as aborted before it was complete, because nothing had been written to it for longer than
+    the grace for orphans.
+    """
 
     code = "attempt_aborted"
+    remedy = "Save again; raise the grace if saves take that long."
     http_status = 410
 
 
 class Superseded(Conflict):
-    """A newer trainer, or a later restore, has begun another generation of the run: this one cannot save any more."""
+    """Another trainer, or a later restore, has begun to save the run. This trainer's save was not committed."""
 
     code = "superseded"
+    remedy = "Stop this job; or restore first, to continue from what is in the store."
 
 
 class CheckpointHeld(Conflict):
-    """A lease or a pin protects this checkpoint from deletion."""
+    """A reader's lease, a pin, or a checkpoint that references its chunks protects it from deletion; or it is the
+    newest checkpoint that a restore of the run can use. Nothing was deleted.
+    """
 
     code = "checkpoint_held"
-
-
-class NewestCheckpoint(Conflict):
-    """A run's newest checkpoint is not deleted unless that is forced."""
-
-    code = "newest_checkpoint"
+    remedy = (
+        "Try again later, unpin it, or first delete the checkpoints that reference it; the message names the holder. "
+        "Save a newer checkpoint, or force the deletion of the newest (`ckptctl rm --force`, `delete(..., "
+        "force=True)`)."
+    )
 
 
 class ReferenceLost(Conflict):
-    """A checkpoint that an attempt references was deleted before the attempt was committed."""
+    """A checkpoint whose chunks a save references was deleted before the save was committed. Nothing was committed."""
 
     code = "reference_lost"
+    remedy = "Save again: chunks that cannot be referenced are stored."
 
 
 class SweepBegun(Conflict):
-    """A deletion can no longer be undone."""
+    """A deletion cannot be taken back any more: its grace is over, and the data is being deleted or gone."""
 
     code = "sweep_begun"
+    remedy = "Restore another checkpoint."
     http_status = 410
 
 
 class TooMuchToDelete(Conflict):
-    """A plan would delete a larger part of a run than is allowed without confirmation."""
+    """An unconfirmed plan would delete a larger part of a run than is allowed. Nothing was deleted."""
 
     code = "too_much_to_delete"
-
-
-class PoliciesChanged(Conflict):
-    """Another client changed the policies since they were read."""
-
-    code = "policies_changed"
-
-
-class TokenExists(Conflict):
-    """A token of this name already exists."""
-
-    code = "token_exists"
-
-
-class RestoreEnded(Conflict):
-    """The restore session that a rank wants to join is over."""
-
-    code = "restore_ended"
-
-
-class RestoreMismatch(Conflict):
-    """The ranks of one restore session disagree about what they restore."""
-
-    code = "restore_mismatch"
+    remedy = "Check the plan with `--dry-run`; if it is intended, `--force`."
 
 
 class Denied(CkptError):
     """The daemon does not do this for this caller; nothing was done."""
 
     code = "denied"
+    remedy = "Use another token."
     http_status = 403
     exit_code = 8
 
@@ -241,52 +237,62 @@ class Unauthorized(Denied):
     """No token was given, or one that is unknown, revoked or expired."""
 
     code = "unauthorized"
+    remedy = "Set `CKPT_TOKEN`; the daemon's operator creates tokens."
     http_status = 401
 
 
 class Forbidden(Denied):
-    """The token is valid, but does not permit this."""
+    """The token is valid, but lacks the scope or is bound to other runs. The message names the missing permission."""
 
     code = "forbidden"
+    remedy = "Use a token that has it."
 
 
 class TooManyFailures(Denied):
-    """Too many requests from one address had a wrong token."""
+    """More than ten requests a minute from this address had a wrong token."""
 
     code = "too_many_failures"
+    remedy = "Correct the token and wait a minute; tokens that the address used before still work."
     http_status = 429
 
 
 class Unavailable(CkptError):
-    """A store, a daemon or another rank failed; retrying may help."""
+    """A store, a daemon or another rank failed."""
 
     code = "unavailable"
+    remedy = "Try again."
     http_status = 503
     exit_code = 7
 
 
 class StoreUnavailable(Unavailable):
-    """The store did not answer, or answered with an error."""
+    """The store did not answer, or answered with an error. Its contents are unknown."""
 
     code = "store_unavailable"
+    remedy = "Check network, credentials and the service. Do not start from scratch on it."
 
 
 class NoSuchBucket(StoreUnavailable):
-    """The bucket of the store does not exist. That is not the same as a store without checkpoints."""
+    """The bucket of the store does not exist, which is not "no checkpoint"."""
 
     code = "no_such_bucket"
+    remedy = "Check the URL and the endpoint, or create the bucket."
 
 
 class RunVanished(Unavailable):
-    """The store has nothing of a run that had checkpoints when this host last saw it."""
+    """`restore` or `prepare` found nothing at all of a run that had checkpoints when this host last saved or restored
+    it: an unmounted volume, or another URL.
+    """
 
     code = "run_vanished"
+    remedy = "Mount the volume. If the run was deleted on purpose, remove the note that the message names."
 
 
 class StoreFull(Unavailable):
-    """The store has no space or quota left."""
+    """No space or quota is left. Committed checkpoints are untouched."""
 
     code = "store_full"
+    remedy = "Free space, or `ckptctl prune`."
     http_status = 507
 
 
@@ -294,107 +300,130 @@ class StoreReadOnly(Unavailable):
     """The store refuses the request: it is read-only, or the credentials are missing, expired or lack a permission."""
 
     code = "store_read_only"
+    remedy = "Mount it writable, or give this process credentials with the permission that the message names."
     exit_code = 8
 
 
-class ClockSkew(Unavailable):
-    """The store's clock and ours differ too much to determine the age of objects."""
-
-    code = "clock_skew"
-
-
 class StoreUnsafe(Unavailable):
-    """The store breaks a guarantee that commits and deletions depend on."""
+    """The store breaks a guarantee that deletions depend on. It accepts create-only writes and overwrites, so that two
+    parties could both win a decision; or a daemon decided, and this store does not contain the decision; or its clock
+    and ours are more than five minutes apart, so that the age of objects is unknown. Nothing was deleted.
+    """
 
     code = "store_unsafe"
+    remedy = (
+        "Go through a daemon that serves the same store, or use a store that honours `If-None-Match: *`; set the "
+        "clocks."
+    )
 
 
 class DaemonUnavailable(Unavailable):
-    """ckptd did not answer."""
+    """The daemon did not answer."""
 
     code = "daemon_unavailable"
-
-
-class RestoreFailed(CkptError):
-    """A rank failed in a restore with an error that has no code; the restored state must not be used."""
-
-    code = "restore_failed"
+    remedy = "Check that it runs and that the URL is right. Saves and restores also work without it."
 
 
 class RankLost(Unavailable):
-    """Another rank of this job does not respond."""
+    """Another rank of the job sent no heartbeat for `peer_timeout_s`, in a restore or at the first save. The message
+    names it.
+    """
 
     code = "rank_lost"
+    remedy = "Check that rank's log and restart the job; raise the time-out if it was only slow."
 
 
 class IndexUnavailable(Unavailable):
     """The daemon's database did not answer."""
 
     code = "index_unavailable"
+    remedy = "Check the file or server behind `--db`; it is a cache and may be deleted."
 
 
 class LeadershipLost(Unavailable):
-    """Another daemon is the leader, or may be by now. The process that gets this error must not change the store."""
+    """Another daemon is the leader, or may be by now. This one leaves housekeeping to it, and must not change the
+    store.
+    """
 
     code = "leadership_lost"
-
-
-class TooManyRestores(Unavailable):
-    """The daemon has reached its limit of restore sessions."""
-
-    code = "too_many_restores"
-    http_status = 429
+    remedy = (
+        "Nothing, unless the daemon's log often has it: then the machine or the database is overloaded, or "
+        "`--leader-lease-seconds` is too short."
+    )
 
 
 class TooManyRequests(Unavailable):
-    """This client, or all clients together, reached a limit on concurrent work."""
+    """One client, or all clients together, reached a limit on concurrent streams, requests, jobs or restores."""
 
     code = "too_many_requests"
+    remedy = "Wait for `Retry-After` seconds, or cancel some."
     http_status = 429
 
 
+class RestoreFailed(CkptError):
+    """A rank failed in a restore with an error that has no code of its own; the message names the rank and the cause.
+    All ranks get it.
+    """
+
+    code = "restore_failed"
+    remedy = "The objects contain a mixture of old and restored values: rebuild them before training."
+
+
 class SaveFailed(CkptError):
-    """A background save did not become durable."""
+    """A background save did not become durable, which the next call raises: for instance, some ranks did not finish
+    their shard in time. Or `dcp.save` got fewer results than it had planned.
+    """
 
     code = "save_failed"
+    remedy = "The message names the cause, and the ranks; the next save is independent of this one."
 
 
 class SaverDied(SaveFailed):
-    """The saver process ended while saves were in progress."""
+    """The saver process ended while saves were under way."""
 
     code = "saver_died"
+    remedy = "Check for an out-of-memory kill; the next save starts a new saver."
 
 
 class SaveSkipped(SaveFailed):
-    """A save was skipped by this rank or another one, as `on_busy` specifies. This is not a failure."""
+    """A save was skipped, as `on_busy` specifies, because all slots were in use on this rank or another one; the
+    message names it. Only `SaveHandle.result` raises it.
+    """
 
     code = "save_skipped"
+    remedy = "Nothing; the next save is independent of it. More `slots`, or a longer interval, if it happens often."
 
 
 class SnapshotTorn(SaveFailed):
-    """Something other than an optimizer's step changed the state while it was copied; nothing was committed."""
+    """Something other than `optim.step()` changed parameters or optimizer state after `save_async` returned, while they
+    were still being copied. Nothing was committed; the process continues without overlap.
+    """
 
     code = "snapshot_torn"
+    remedy = (
+        "Change the state before `save_async` or after the `step()` of its own optimizer, or pass `overlap=False`; "
+        "the message names some entries."
+    )
 
 
 class RankFailed(SaveFailed):
-    """Another rank could not do its part of a save, so nothing was committed."""
+    """Another rank could not do its part of a save, and aborted it; the message names that rank and its error (a torn
+    snapshot, a saver that died, a store that refused its shard, an error of `save_async`). Nothing was committed. The
+    next save logs it and does not raise it; `wait` and `close` do.
+    """
 
     code = "rank_failed"
+    remedy = "Check that rank; the next save is independent of it."
 
 
-class ReceiptsMissing(SaveFailed):
-    """Some ranks did not finish their shard in time, so nothing was committed."""
-
-    code = "receipts_missing"
-
-
-def _tree(cls: type[CkptError]) -> Iterator[type[CkptError]]:
-    yield cls
-    for child in cls.__subclasses__():
-        yield from _tree(child)
+def kinds(base: type[CkptError] = CkptError) -> dict[str, type[CkptError]]:
+    """The kinds of errors by their codes, each group before its members."""
+    found = {base.code: base} if "code" in vars(base) else {}
+    for kind in base.__subclasses__():
+        found |= kinds(kind)
+    return found
 
 
 def error_from_code(code: str, message: str, hint: str = "") -> CkptError:
     """Rebuild an error that crossed a process or HTTP boundary; an unknown code gives CkptError."""
-    return {cls.code: cls for cls in _tree(CkptError)}.get(code, CkptError)(message, hint)
+    return kinds().get(code, CkptError)(message, hint)

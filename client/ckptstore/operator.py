@@ -42,7 +42,7 @@ class Operator(Protocol):
     def delete(self, checkpoint: Checkpoint, grace_s: float, reason: str = "", force: bool = False) -> None:
         """Hide a checkpoint and delete it after the grace; hidden durably on return.
 
-        force: even if it is the newest one of its run. Raises NoCheckpoint, NewestCheckpoint or CheckpointHeld.
+        force: even if it is the newest one of its run. Raises NoCheckpoint or CheckpointHeld.
         """
 
     def undelete(self, reference: Reference, reason: str = "") -> Checkpoint:
@@ -75,13 +75,13 @@ class Operator(Protocol):
     def change_policies(self, policies: PolicySet, expected: int, reason: str = "") -> PoliciesInForce:
         """Replace version `expected` of the policies (0 for none); durable on return.
 
-        Raises InvalidPolicy, or PoliciesChanged if that is not the newest version.
+        Raises InvalidRequest, or Conflict if that is not the newest version.
         """
 
     def plan_prune(self, prune: Prune) -> PrunePlan:
         """Which checkpoints a prune would delete and keep, and why. Deletes nothing.
 
-        Raises NoCheckpoint if runs are given and no matching run has a checkpoint, or InvalidPolicy if neither the
+        Raises NoCheckpoint if runs are given and no matching run has a checkpoint, or InvalidRequest if neither the
         prune nor the store has a policy.
         """
 
@@ -90,14 +90,14 @@ class Operator(Protocol):
 
         plan: the plan that the caller has seen; a store follows it, a daemon plans again. progress is called with the
         number of stored bytes. Raises what `plan_prune` raises, TooMuchToDelete unless the prune is confirmed,
-        StoreUnsafe or ClockSkew.
+        or StoreUnsafe.
         """
 
     def collect(self, run: str | None = None, grace_s: float | None = None) -> list[CollectReport]:
         """Delete data that is due and clean up after crashes, in one run or in all; durable on return.
 
         grace_s: an orphan is deleted if nothing was written to it for this time; None: the default. A daemon has a
-        setting instead and raises InvalidRequest. Raises NoCheckpoint for an unknown run, StoreUnsafe or ClockSkew.
+        setting instead and raises InvalidRequest. Raises NoCheckpoint for an unknown run, or StoreUnsafe.
         """
 
     def probe(self) -> StoreReport:
@@ -212,7 +212,7 @@ class StoreOperator:
             yield CollectReport.of(run, deletion.collect(run, deletion.ORPHAN_GRACE_S if grace_s is None else grace_s))
 
     def check(self) -> None:
-        """Return if it is safe to delete on this store now. Raises StoreUnsafe, ClockSkew or Unavailable."""
+        """Return if it is safe to delete on this store now. Raises StoreUnsafe or Unavailable."""
         check_store(self.store, self._clock)
 
     def probe(self) -> StoreReport:

@@ -27,7 +27,6 @@ from ckptstore.errors import (
     StateMismatch,
     StoreFull,
     StoreReadOnly,
-    UnknownScheme,
     UnsupportedFormat,
     UnsupportedObject,
 )
@@ -51,7 +50,7 @@ def test_bad_run_name(run: str, tmp_path: Path) -> None:
 
 
 def test_unknown_scheme_names_the_url_and_the_package() -> None:
-    with pytest.raises(UnknownScheme, match="gopher://x") as caught:
+    with pytest.raises(InvalidRequest, match="gopher://x") as caught:
         Checkpointer("gopher://x", run="r")
     assert "install" in caught.value.hint
 

@@ -10,7 +10,7 @@ import pytest
 
 from ckptapi.client import DaemonClient
 from ckptapi.opening import open_source
-from ckptstore.errors import UnknownScheme
+from ckptstore.errors import InvalidRequest
 from ckptstore.reading.source import StoreSource
 
 
@@ -33,7 +33,7 @@ def test_any_other_url_is_a_store(tmp_path: Path) -> None:
 
 
 def test_a_scheme_that_fsspec_does_not_know_is_refused() -> None:
-    with pytest.raises(UnknownScheme, match="nosuch"):
+    with pytest.raises(InvalidRequest, match="nosuch"):
         open_source("nosuch://bucket/prefix")
 
 

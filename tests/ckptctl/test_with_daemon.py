@@ -148,7 +148,7 @@ def test_a_deletion_is_seen_and_taken_back(daemon: Daemon, folder: Path, filled:
 
 def test_the_newest_checkpoint_is_deleted_only_if_that_is_forced(daemon: Daemon, folder: Path, filled: Store) -> None:
     for refused in both(daemon, folder, "rm", "gpt@40", "--yes", "-o", "json"):
-        assert (refused.code, refused.error["code"]) == (6, "newest_checkpoint")
+        assert (refused.code, refused.error["code"]) == (6, "checkpoint_held")
         assert "--force" in refused.error["hint"]
     assert len(list_checkpoints(Run(filled, "gpt"))) == 5
     for at in (("--url", daemon.url), ("--store", folder)):
@@ -177,7 +177,7 @@ def test_policies_are_changed(daemon: Daemon, folder: Path, tmp_path: Path) -> N
     done = invoke("policy", "apply", file, "--reason", "space", "--url", daemon.url)
     assert (done.code, done.stdout) == (0, "policies, version 1, are in force\n")
     done = invoke("policy", "apply", file, "--expect", 0, "--url", daemon.url, "-o", "json")
-    assert (done.code, done.error["code"]) == (6, "policies_changed")
+    assert (done.code, done.error["code"]) == (6, "conflict")
     assert invoke("policy", "clear", "--url", daemon.url).code == 0
     for args in (("show",), ("show", "gpt"), ("history",), ("history", "--limit", 1)):
         for output in ("table", "json", "id"):

@@ -19,10 +19,10 @@ from ckptstore.commits.store_check import MAX_SKEW_S, check_store
 from ckptstore.errors import (
     CheckpointHeld,
     CkptError,
-    ClockSkew,
     NoCheckpoint,
     ReferenceLost,
     StoreUnavailable,
+    StoreUnsafe,
     Superseded,
     SweepBegun,
 )
@@ -328,7 +328,7 @@ class LifeCycle(RuleBasedStateMachine):
         self.clock.jump_s = hours * HOUR_S
         try:
             check_store(self.store, self.clock)
-        except ClockSkew:
+        except StoreUnsafe:
             return
         finally:
             self.clock.jump_s = 0.0

@@ -21,7 +21,7 @@ from ckpt.capture.train_state import TrainState
 from ckpt.capture.values import check_others
 from ckpt.checkpointer import Checkpointer
 from ckpt.integrations.notes import noted, noted_beside, write_note
-from ckptstore.errors import CheckpointHeld, NewestCheckpoint, NoCheckpoint, UnsupportedObject
+from ckptstore.errors import CheckpointHeld, NoCheckpoint, UnsupportedObject
 from ckptstore.names import Reference
 from ckptstore.operator import StoreOperator
 from ckptstore.stores import open_store
@@ -118,7 +118,7 @@ class CkptdCheckpointIO(TorchCheckpointIO):
         for checkpoint in found:
             try:
                 operator.delete(checkpoint, grace_s=0.0, reason="removed by Lightning")
-            except (CheckpointHeld, NewestCheckpoint, NoCheckpoint) as error:
+            except (CheckpointHeld, NoCheckpoint) as error:
                 logger.info("%s stays: %s", named, error)
 
     def teardown(self) -> None:

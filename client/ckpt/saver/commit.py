@@ -32,7 +32,7 @@ from ckptstore.commits.commit import (
     superseded,
 )
 from ckptstore.commits.generations import NewAttempt
-from ckptstore.errors import AttemptAborted, CkptError, ObjectMissing, RankFailed, ReceiptsMissing, SaveSkipped
+from ckptstore.errors import AttemptAborted, CkptError, ObjectMissing, RankFailed, SaveFailed, SaveSkipped
 from ckptstore.format.documents import FORMAT, JSON, Content, Outcome, Receipt, Shard
 from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import seal
@@ -138,7 +138,7 @@ class Committer:
         earlier: the attempts of earlier saves of the same step by this trainer. The last save counts, so rank 0 waits
         for those that are under way, and aborts those that could not be committed.
 
-        ended: called once, by the committer's thread: with the outcome when the checkpoint exists; with ReceiptsMissing
+        ended: called once, by the committer's thread: with the outcome when the checkpoint exists; with SaveFailed
         if ranks are not done within the time-out, SaveSkipped if a rank skipped the attempt, RankFailed if a rank
         aborted it after an error, Superseded if a newer generation has begun, AttemptAborted if a collector aborted it;
         or with another error of the commit.
@@ -275,14 +275,14 @@ def _gather(run: Run, setup: Setup, one: _Waiting, ahead: bool) -> bool:
     return len(one.found) == setup.world_size - 1
 
 
-def _timed_out(run: Run, setup: Setup, attempt: Attempt) -> ReceiptsMissing:
+def _timed_out(run: Run, setup: Setup, attempt: Attempt) -> SaveFailed:
     if setup.rank:
-        return ReceiptsMissing(
+        return SaveFailed(
             f"attempt {attempt} of run {run.name!r} was not committed within {setup.commit_timeout_s:.0f} s",
             "Check rank 0: its saver commits for all ranks",
         )
     missing = sorted(set(range(1, setup.world_size)) - receipt_ranks(run, attempt))
-    return ReceiptsMissing(
+    return SaveFailed(
         f"ranks {missing[:8]} of {setup.world_size} did not finish attempt {attempt} of run {run.name!r} "
         f"within {setup.commit_timeout_s:.0f} s",
         "Check those ranks. Nothing was committed, and earlier checkpoints are unchanged",

@@ -8,7 +8,7 @@ import msgspec
 
 from ckptapi.bodies.checkpoints import CheckpointBody
 from ckptstore.commits.audit import AuditEntry
-from ckptstore.errors import InvalidPolicy
+from ckptstore.errors import InvalidRequest
 from ckptstore.format.records import Policy, PolicySet
 from ckptstore.retention.deletion import Deleted
 from ckptstore.retention.pins import NamedPin
@@ -48,11 +48,11 @@ class PruneRequest(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def prune(self) -> Prune:
-        """The prune that is requested. Raises InvalidPolicy."""
+        """The prune that is requested. Raises InvalidRequest."""
         policy = self.rules
         if self.keep_last is not None:
             if policy is not None:
-                raise InvalidPolicy("both keep_last and rules are set", "Put keep_last into the rules")
+                raise InvalidRequest("both keep_last and rules are set", "Put keep_last into the rules")
             policy = Policy(keep_last=self.keep_last)
         return Prune(policy, self.run, self.grace_s, self.force)
 

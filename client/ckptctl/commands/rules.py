@@ -61,7 +61,7 @@ class RuleOptions:
     healthy: bool = False
 
     def policy(self) -> Policy | None:
-        """The policy of the options; None without options. Raises InvalidPolicy or InvalidRequest."""
+        """The policy of the options; None without options. Raises InvalidRequest."""
         others = (
             self.every, self.hourly, self.daily, self.weekly, self.best, self.within, self.max_bytes, self.abandoned,
             self.healthy,

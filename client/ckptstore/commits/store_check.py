@@ -15,7 +15,7 @@ import msgspec
 
 from ckptstore import names
 from ckptstore.clock import Clock
-from ckptstore.errors import CkptError, ClockSkew, ObjectMissing, StoreReadOnly, StoreUnavailable, StoreUnsafe
+from ckptstore.errors import CkptError, ObjectMissing, StoreReadOnly, StoreUnavailable, StoreUnsafe
 from ckptstore.names import new_ulid
 from ckptstore.stores import Store
 
@@ -205,7 +205,7 @@ def creates_once(store: Store, clock: Clock) -> bool:
 def check_store(store: Store, clock: Clock) -> None:
     """Return if it is safe to plan and decide deletions on this store now.
 
-    Raises StoreUnsafe if a create overwrites, ClockSkew if its clock and ours are minutes apart, or Unavailable.
+    Raises StoreUnsafe if a create overwrites, or if its clock and ours are minutes apart, or Unavailable.
     """
     probe = probe_store(store, clock)
     if not (probe.creates_once or store.remote_create):
@@ -216,7 +216,7 @@ def check_store(store: Store, clock: Clock) -> None:
         )
     if abs(probe.skew_s) > MAX_SKEW_S:
         ahead = "ahead of" if probe.skew_s > 0 else "behind"
-        raise ClockSkew(
+        raise StoreUnsafe(
             f"the clock of {store.url} is {abs(probe.skew_s):.0f} s {ahead} ours, limit: {MAX_SKEW_S:.0f} s",
             "Synchronize the clocks: until then the age of objects is unknown and nothing is deleted",
         )

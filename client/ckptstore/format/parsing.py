@@ -14,7 +14,7 @@ import msgspec
 import zstandard
 
 from ckptstore import names
-from ckptstore.errors import BadInput, CorruptObject, InvalidPolicy, InvalidRequest, UnsupportedFormat
+from ckptstore.errors import BadInput, CorruptObject, InvalidRequest, UnsupportedFormat
 from ckptstore.format import checks
 from ckptstore.format.columns import decode_hook, encode_hook
 from ckptstore.format.decoding import decode_json
@@ -188,12 +188,12 @@ def _decode(body: bytes, kind: type[_S], key: str) -> _S:
     try:
         try:
             document: Any = decode_json(body, kind, decode_hook)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, InvalidPolicy):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, InvalidRequest):
             _check_head(decode_json(body, _Head), key)  # a newer version is not corrupt, whatever its fields are
             raise
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptObject(f"{key} is not a valid {kind.__name__.lower()}: {error}") from error
-    except InvalidPolicy as error:  # a policy checks itself when it is decoded
+    except InvalidRequest as error:  # a policy checks itself when it is decoded
         raise CorruptObject(f"{key}: {error.message}") from error
     _check_head(document, key)
     return cast(_S, document)

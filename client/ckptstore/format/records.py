@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from ckptstore.errors import InvalidPolicy
+from ckptstore.errors import InvalidRequest
 from ckptstore.format.decoding import convert
 from ckptstore.format.documents import Document, StoredDocument
 
@@ -253,19 +253,19 @@ class Best:
 
     @staticmethod
     def parse(text: str) -> Best:
-        """What `str` writes: METRIC:min:N or METRIC:max:N. Raises InvalidPolicy."""
+        """What `str` writes: METRIC:min:N or METRIC:max:N. Raises InvalidRequest."""
         metric, _, rest = text.rpartition(":")
         metric, _, direction = metric.rpartition(":")
         number = int(rest) if rest.isascii() and rest.isdigit() and len(rest) < 10 else 0
         if not metric or direction not in ("min", "max") or number < 1:
-            raise InvalidPolicy(f"{text!r} names no best checkpoints", "Write METRIC:min:N or METRIC:max:N")
+            raise InvalidRequest(f"{text!r} names no best checkpoints", "Write METRIC:min:N or METRIC:max:N")
         return Best(metric, direction == "max", number)
 
 
 class Policy(Document, frozen=True):
     """What to keep of a run, as it is stored, sent and evaluated. A rule that is 0 or empty keeps nothing.
 
-    Raises InvalidPolicy, also when decoded, if no rule is used or a value makes no sense.
+    Raises InvalidRequest, also when decoded, if no rule is used or a value makes no sense.
     """
 
     keep_last: int = 0
@@ -294,12 +294,12 @@ class Policy(Document, frozen=True):
         for name, value in numbers.items():
             allowed = (int, float) if name.endswith("_s") else int
             if isinstance(value, bool) or not isinstance(value, allowed) or not 0 <= value < 1 << 62:
-                raise InvalidPolicy(f"{name} cannot be {value!r}", "Use a number from 0 on; 0: not used")
+                raise InvalidRequest(f"{name} cannot be {value!r}", "Use a number from 0 on; 0: not used")
         for text in self.keep_best:
             Best.parse(text)
         del numbers["keep_abandoned_s"]  # keeps nothing of the live lineage
         if not any(numbers.values()) and not self.keep_best:
-            raise InvalidPolicy(
+            raise InvalidRequest(
                 "the policy keeps nothing", "Keep at least something: the last 1, every 1000, within a day ..."
             )
 

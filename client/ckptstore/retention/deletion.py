@@ -25,7 +25,6 @@ from ckptstore.errors import (
     CheckpointHeld,
     Damaged,
     InvalidName,
-    NewestCheckpoint,
     NoCheckpoint,
     ObjectMissing,
     ReferenceLost,
@@ -93,12 +92,12 @@ class CollectReport(msgspec.Struct, frozen=True, kw_only=True):
 def delete_checkpoint(run: Run, attempt: Attempt, reason: str, grace_s: float = 0.0, force: bool = False) -> None:
     """Delete one checkpoint, regardless of policies: hidden on return; with a grace of 0 permanently deleted.
 
-    force: even if it is the newest one of the run that a restore can use. Raises NewestCheckpoint otherwise, or
+    force: even if it is the newest one of the run that a restore can use. Raises CheckpointHeld otherwise, or
     CheckpointHeld if something holds it; nothing is changed in that case.
     """
     newest = None if force else next(newest_first(run), None)
     if newest is not None and newest.attempt == attempt:
-        raise NewestCheckpoint(
+        raise CheckpointHeld(
             f"{run.id_of(attempt)} is the newest checkpoint of run {run.name!r}, which restores use",
             "Nothing was deleted. To delete it all the same, use --force, force=true or force=True",
         )

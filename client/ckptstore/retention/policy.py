@@ -17,7 +17,7 @@ import msgspec
 from ckptstore import names
 from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint, State
-from ckptstore.errors import CorruptObject, Damaged, InvalidPolicy, ObjectMissing, PoliciesChanged
+from ckptstore.errors import Conflict, CorruptObject, Damaged, InvalidRequest, ObjectMissing
 from ckptstore.format.documents import FORMAT
 from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.format.records import Best, PoliciesVersion, Policy, PolicySet
@@ -160,16 +160,16 @@ def policy_for(policies: PolicySet, run: str) -> Policy | None:
 
 
 def check_policies(policies: PolicySet) -> None:
-    """Raises InvalidPolicy if a value is not allowed."""
+    """Raises InvalidRequest if a value is not allowed."""
     if len(policies.overrides) > _MAX_OVERRIDES:
-        raise InvalidPolicy(f"{len(policies.overrides)} overrides are too many", f"Use at most {_MAX_OVERRIDES}")
+        raise InvalidRequest(f"{len(policies.overrides)} overrides are too many", f"Use at most {_MAX_OVERRIDES}")
     for override in policies.overrides:
         if not 0 < len(override.runs) <= 128:
-            raise InvalidPolicy(f"{override.runs!r} is not a glob of runs", "Use 1 to 128 characters, such as exp-*")
+            raise InvalidRequest(f"{override.runs!r} is not a glob of runs", "Use 1 to 128 characters, such as exp-*")
     if not 0 <= policies.grace_s <= _MAX_GRACE_S:
-        raise InvalidPolicy(f"grace_s cannot be {policies.grace_s}", "Use 0 to 31536000 seconds (a year)")
+        raise InvalidRequest(f"grace_s cannot be {policies.grace_s}", "Use 0 to 31536000 seconds (a year)")
     if not 0 < policies.max_delete_fraction <= 1:
-        raise InvalidPolicy(f"max_delete_fraction cannot be {policies.max_delete_fraction}", "Use a number in (0, 1]")
+        raise InvalidRequest(f"max_delete_fraction cannot be {policies.max_delete_fraction}", "Use a number in (0, 1]")
 
 
 class PoliciesInForce(msgspec.Struct, frozen=True, kw_only=True):
@@ -216,7 +216,7 @@ def change_policies(
 ) -> PoliciesVersion:
     """Put new policies in force; durable on return.
 
-    expected: the version that they replace, 0 for none. Raises InvalidPolicy, or PoliciesChanged if that is not the
+    expected: the version that they replace, 0 for none. Raises InvalidRequest, or Conflict if that is not the
     newest version.
     """
     check_policies(policies)
@@ -236,8 +236,8 @@ def change_policies(
     return stored
 
 
-def _changed(expected: int, newest: int) -> PoliciesChanged:
-    return PoliciesChanged(
+def _changed(expected: int, newest: int) -> Conflict:
+    return Conflict(
         f"the policies are at version {newest}, not {expected}", "Read the new version and apply the change to it"
     )
 
@@ -253,7 +253,7 @@ def _read(store: Store, version: int) -> PoliciesVersion:
     found = parse_sealed(store.get(key), PoliciesVersion, store.object_url(key))
     try:
         check_policies(found.policies)
-    except InvalidPolicy as error:
+    except InvalidRequest as error:
         raise CorruptObject(f"{store.object_url(key)}: {error.message}") from error
     if found.version != version:
         raise CorruptObject(f"{store.object_url(key)} is another version of the policies")

@@ -13,7 +13,7 @@ from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints, list_runs
 from ckptstore.commits.labels import with_labels
 from ckptstore.commits.store_check import check_store
-from ckptstore.errors import InvalidPolicy, NoCheckpoint, TooMuchToDelete
+from ckptstore.errors import InvalidRequest, NoCheckpoint, TooMuchToDelete
 from ckptstore.format.records import Policy, PolicySet
 from ckptstore.names import Attempt
 from ckptstore.retention.pins import Holds, active_holds
@@ -110,12 +110,12 @@ def plan_prune(run: Run, policy: Policy) -> PrunePlan:
 def plan_prunes(store: Store, prune: Prune, clock: Clock) -> PrunePlan:
     """The decisions about the checkpoints of all runs of a prune. Deletes nothing.
 
-    Raises NoCheckpoint if `prune.runs` is given and no matching run has a checkpoint, InvalidPolicy if neither the
+    Raises NoCheckpoint if `prune.runs` is given and no matching run has a checkpoint, InvalidRequest if neither the
     prune nor the store has a policy, or Unavailable.
     """
     in_force = read_policies(store) if prune.policy is None or prune.grace_s is None else None
     if prune.policy is None and in_force is None:
-        raise InvalidPolicy("no policies are in force", "Pass a policy (--keep 5), or set policies (ckptctl policy)")
+        raise InvalidRequest("no policies are in force", "Pass a policy (--keep 5), or set policies (ckptctl policy)")
     policies = in_force.policies if in_force is not None else PolicySet(grace_s=SWEEP_GRACE_S)
     decisions: list[KeepDecision] = []
     runs: list[str] = []
@@ -175,7 +175,7 @@ def apply_prunes(
 
     Returns the plan with `held`: checkpoints that were not deleted because something holds them now. on_change is
     called with each run that lost a checkpoint, even if the rest fails. Raises TooMuchToDelete unless `confirmed`,
-    StoreUnsafe or ClockSkew before anything is done; or Unavailable after a part was done: a new plan continues.
+    StoreUnsafe before anything is done; or Unavailable after a part was done: a new plan continues.
     """
     if not confirmed:
         plan.check_fractions()

@@ -7,7 +7,7 @@ from typing import Any
 
 import fsspec
 
-from ckptstore.errors import UnknownScheme
+from ckptstore.errors import InvalidRequest
 from ckptstore.stores.base import PARALLEL_READS, ObjectInfo, ObjectReader, ObjectWriter, RangeReader, Store
 from ckptstore.stores.failures import store_errors
 from ckptstore.stores.local import LocalStore
@@ -29,7 +29,7 @@ _S3_CONFIG = {"max_pool_connections": 64, "signature_version": "s3v4"}
 def resolve_url(url: str) -> str:
     """The URL of the same store for any working directory: paths and file:// become absolute, others stay as given.
 
-    Raises UnknownScheme.
+    Raises InvalidRequest.
     """
     scheme, path = _split(url)
     return LocalStore(path).url if scheme in _LOCAL and path else url
@@ -38,7 +38,7 @@ def resolve_url(url: str) -> str:
 def _split(url: str) -> tuple[str, str]:
     scheme, separator, path = url.partition("://")
     if not separator and url.startswith("file:/"):
-        raise UnknownScheme(f"store URL {url!r} has one slash too few", "Write file:///folder or a path")
+        raise InvalidRequest(f"store URL {url!r} has one slash too few", "Write file:///folder or a path")
     return (scheme, path) if separator else ("file", url)
 
 
@@ -53,17 +53,17 @@ def open_store(url: str, options: Mapping[str, Any] | None = None, retried: bool
     options: storage options of the fsspec file system (endpoint_url, key, ...). Environment variables of fsspec and of
     the service's library (FSSPEC_S3_ENDPOINT_URL, AWS_ACCESS_KEY_ID, ...) apply too. retried: the caller repeats
     requests itself (RetryingStore). Otherwise they are tried six to 25 times: with its time-outs, a service that does
-    not answer then fails a request after six minutes. Raises UnknownScheme or StoreUnavailable; nothing is written.
+    not answer then fails a request after six minutes. Raises InvalidRequest or StoreUnavailable; nothing is written.
     """
     scheme, path = _split(url)
     if scheme in ("", *_LOCAL):
         if not scheme or not path:
-            raise UnknownScheme(f"store URL {url!r} names no folder", "Write file:///folder or a path")
+            raise InvalidRequest(f"store URL {url!r} names no folder", "Write file:///folder or a path")
         return LocalStore(path)
     try:
         implementation: Any = fsspec.get_filesystem_class(scheme)  # type: ignore[no-untyped-call]
     except (ImportError, ValueError) as error:
-        raise UnknownScheme(
+        raise InvalidRequest(
             f"store URL {url!r} has scheme {scheme!r}, which is not available: {error}",
             "Use file://, or install the scheme's fsspec package (for s3: pip install 'ckptd[s3]')",
         ) from error

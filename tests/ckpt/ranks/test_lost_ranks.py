@@ -103,7 +103,7 @@ def test_lost_in_a_save(lost: Lost, how: str) -> None:
     """The others go on, nothing is committed, and the attempts are collected when they are old."""
     results = lost.outcomes[how].result()
     for result in results[:2]:
-        assert [code for code, _ in result["errors"]] == ["receipts_missing"] * 2
+        assert [code for code, _ in result["errors"]] == ["save_failed"] * 2
         assert result["done"] == [False, False], "save_async waited for the lost rank"
     assert "ranks [2] of 3 did not finish attempt 000001-000000000002-" in results[0]["errors"][0][1]
 

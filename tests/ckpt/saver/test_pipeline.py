@@ -137,7 +137,7 @@ def test_a_missing_rank_is_named_and_nothing_is_committed(store: Store, attempt:
     failed = reports[-1]
     assert isinstance(reports[-2], Released)  # the slot is free all the same
     assert isinstance(failed, Failed)
-    assert failed.code == "receipts_missing"
+    assert failed.code == "save_failed"
     assert "ranks [1, 2] of 3" in failed.message
     assert StoreSource(store).checkpoints("r") == []
 

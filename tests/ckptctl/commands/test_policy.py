@@ -5,7 +5,7 @@ import yaml
 
 from ckptctl.policy_file import EXAMPLE, parse_policies, write_policies
 from ckptstore.commits.catalog import list_checkpoints
-from ckptstore.errors import InvalidPolicy
+from ckptstore.errors import InvalidRequest
 from ckptstore.format.records import Override, Policy, PolicySet
 from ckptstore.retention.policy import read_policies
 from ckptstore.run import Run
@@ -29,7 +29,7 @@ def test_a_file_comes_back_as_it_was() -> None:
      "default: {keep_best: [loss]}", "overrides: [{rules: null}]", "max_delete_fraction: 2", "[" * 5000],
 )  # fmt: skip
 def test_files_that_hold_no_policies(text: str) -> None:
-    with pytest.raises(InvalidPolicy):
+    with pytest.raises(InvalidRequest):
         parse_policies(text)
 
 

@@ -11,7 +11,7 @@ from ckptapi.client import DaemonClient
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.commits.commit import commit_attempt, decide
-from ckptstore.errors import AttemptAborted, InvalidPolicy, NoCheckpoint
+from ckptstore.errors import AttemptAborted, InvalidRequest, NoCheckpoint
 from ckptstore.format.records import Policy
 from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.reading.verify import verify
@@ -112,7 +112,7 @@ def test_prunes_that_make_no_sense(daemon: Daemon, client: DaemonClient) -> None
     rules: list[dict[str, object]] = [{"keep_last": 0}, {"rules": {}}, {"rules": {"keep_best": ["loss"]}}]
     for keeps_nothing in rules:
         answer = daemon.post(bodies.PRUNE, {**keeps_nothing, "dry_run": False})
-        assert (answer.status_code, answer.json()["code"]) == (422, InvalidPolicy.code)
+        assert (answer.status_code, answer.json()["code"]) == (422, InvalidRequest.code)
     with pytest.raises(NoCheckpoint):
         client.plan_prune(Prune(Policy(1), "no-such-run"))
 

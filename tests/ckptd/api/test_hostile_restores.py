@@ -7,7 +7,7 @@ import pytest
 
 from ckptapi import bodies
 from ckptapi.bodies import Phase
-from ckptstore.errors import InvalidName, NoRestore
+from ckptstore.errors import InvalidName, NotFound
 from tests.ckptd.conftest import Served
 
 _GOOD_ULID = "01M7Y6P7WGCXV53EY39EPJ6JT8"
@@ -55,7 +55,7 @@ def test_questions_that_make_no_sense(served: Served, path: str) -> None:
 
 def test_what_is_not_there(served: Served) -> None:
     with served.daemon.client() as client:
-        for id, error in ((_GOOD_ULID, NoRestore), ("../x", InvalidName)):
+        for id, error in ((_GOOD_ULID, NotFound), ("../x", InvalidName)):
             with pytest.raises(error):
                 client.restore_session(id)
             with pytest.raises(error):

@@ -17,7 +17,7 @@ from ckptd.services.events import Events
 from ckptd.services.jobs import MAX_LIVE, JobProgress, Jobs
 from ckptstore import names
 from ckptstore.clock import system_clock
-from ckptstore.errors import CkptError, NoCheckpoint, NoJob, TooManyRequests
+from ckptstore.errors import CkptError, NoCheckpoint, NotFound, TooManyRequests
 from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.stores import Store, open_store
 from tests.conftest import DATABASE_KINDS
@@ -90,9 +90,9 @@ def test_impossible_jobs_are_refused(served: tuple[Daemon, Store]) -> None:
             failed = done(client, request)
             assert (failed.state, failed.code) == (JobState.FAILED, error.code)
             assert failed.problem
-        with pytest.raises(NoJob):
+        with pytest.raises(NotFound):
             client.job(ULID)
-        with pytest.raises(NoJob):
+        with pytest.raises(NotFound):
             client.cancel_job(ULID)
         with pytest.raises(CkptError) as caught:
             client.job("x")

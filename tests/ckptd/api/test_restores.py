@@ -19,13 +19,12 @@ from ckptapi.client import DaemonClient
 from ckptstore import names
 from ckptstore.commits.catalog import Checkpoint, list_checkpoints
 from ckptstore.errors import (
+    Conflict,
     CorruptObject,
     DaemonUnavailable,
     InvalidRequest,
     NoCheckpoint,
-    NoRestore,
-    RestoreEnded,
-    RestoreMismatch,
+    NotFound,
     StoreUnavailable,
 )
 from ckptstore.format.records import Policy
@@ -168,9 +167,9 @@ def test_an_unmounted_volume_is_not_an_empty_one(tmp_path: Path) -> None:
 def test_ranks_that_disagree_are_refused(store: Store, client: DaemonClient, run: str) -> None:
     first, second = _write(store, run, 1, 2)
     session = client.join_restore(run, "k", 4, 0)
-    with pytest.raises(RestoreMismatch, match="has 4 ranks, but rank 1 sent 8"):
+    with pytest.raises(Conflict, match="has 4 ranks, but rank 1 sent 8"):
         client.join_restore(run, "k", 8, 1)
-    with pytest.raises(RestoreMismatch, match=f"restores {second.id}, but rank 1 requested {first.id}"):
+    with pytest.raises(Conflict, match=f"restores {second.id}, but rank 1 requested {first.id}"):
         client.join_restore(run, "k", 4, 1, checkpoint=first.id)
     for same in (None, second.id, f"{run}@2", f"{run}@latest"):
         assert client.join_restore(run, "k", 4, 1, checkpoint=same).id == session.id
@@ -230,7 +229,7 @@ def test_a_rank_that_fails_ends_it_for_all(store: Store, daemon: Daemon, client:
     status = client.report_restore(id, 0, Phase.FETCHING, 1, 2)
     assert (status.state, status.problem) == (RestoreState.FAILED, problem)
     assert client.restore_session(id) == before
-    with pytest.raises(RestoreEnded, match="rank 5 failed: chunk 17"):
+    with pytest.raises(Conflict, match="rank 5 failed: chunk 17"):
         client.join_restore(run, "k", 8, 1)
 
 
@@ -273,7 +272,7 @@ def test_a_cancelled_restore_lets_go_at_once(store: Store, daemon: Daemon, clien
     assert _steps(store, run) == [2]
     assert client.cancel_restore(id).state is RestoreState.CANCELLED
     assert client.report_restore(id, 0, Phase.FETCHING).state is RestoreState.CANCELLED
-    with pytest.raises(NoRestore):
+    with pytest.raises(NotFound):
         client.cancel_restore(_GOOD_ULID)
 
 

@@ -12,7 +12,7 @@ import pytest
 from ckptapi import bodies
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.commits.labels import LabelChange, change_labels
-from ckptstore.errors import NewestCheckpoint
+from ckptstore.errors import CheckpointHeld
 from ckptstore.format.records import Action, Policy
 from ckptstore.names import Reference
 from ckptstore.retention.pruning import Prune
@@ -80,10 +80,10 @@ def test_a_pin_holds(served: tuple[Daemon, Store]) -> None:
 def test_the_newest_checkpoint_is_deleted_only_if_that_is_forced(served: tuple[Daemon, Store]) -> None:
     daemon, store = served
     refused = httpx.delete(daemon.url + "/v1/checkpoints/gpt@3?grace_s=0")
-    assert (refused.status_code, refused.json()["code"]) == (409, "newest_checkpoint")
+    assert (refused.status_code, refused.json()["code"]) == (409, "checkpoint_held")
     with daemon.client() as client:
         newest = client.checkpoints("gpt")[0]
-        with pytest.raises(NewestCheckpoint, match=newest.id):
+        with pytest.raises(CheckpointHeld, match=newest.id):
             client.delete(newest, 0.0)
         assert steps(store) == [3, 2, 1]
         client.delete(newest, 3600.0, force=True)
@@ -101,7 +101,7 @@ def test_policies_are_versions_and_are_applied(served: tuple[Daemon, Store]) -> 
     assert put.json()["version"] == 1
     wait_until(lambda: steps(store) == [3, 2], "the policies to be applied")
     again = httpx.put(daemon.url + bodies.POLICIES, json=wanted)
-    assert (again.status_code, again.json()["code"]) == (409, "policies_changed")
+    assert (again.status_code, again.json()["code"]) == (409, "conflict")
     assert [version["version"] for version in daemon.get(bodies.POLICIES + "/history").json()["items"]] == [1]
     pruned = [e for e in daemon.get("/v1/events?limit=500").json()["items"] if e["kind"] == "pruned"]
     assert [(event["run"], event["detail"]["removed"]) for event in pruned] == [("gpt", 1)]

@@ -21,7 +21,7 @@ from ckptd.services.store_sync import StoreSync
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.leases import active_leases
 from ckptstore.commits.store_check import MAX_SKEW_S
-from ckptstore.errors import CheckpointHeld, NoCheckpoint, NoRestore, StoreUnavailable, TooManyRestores
+from ckptstore.errors import CheckpointHeld, NoCheckpoint, NotFound, StoreUnavailable, TooManyRequests
 from ckptstore.names import RunKeys
 from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.run import Run
@@ -282,7 +282,7 @@ def test_ended_sessions_are_forgotten_after_a_day(store: Store, clock: MovableCl
     assert services.restores.find(ended).state is RestoreState.CANCELLED
     clock.advance(120)
     services.restores.forget()
-    with pytest.raises(NoRestore):
+    with pytest.raises(NotFound):
         services.restores.find(ended)
     assert services.restores.find(live).live
     assert services.open("a").id != ended
@@ -311,7 +311,7 @@ def test_live_sessions_are_bounded(
     monkeypatch.setattr(module, "MAX_LIVE", 2)
     first = services.open("a")
     services.open("b")
-    with pytest.raises(TooManyRestores):
+    with pytest.raises(TooManyRequests):
         services.open("c")
     services.restores.cancel(first.id)
     services.open("c")
@@ -325,7 +325,7 @@ def test_sessions_belong_to_one_store(store: Store, clock: MovableClock, make: M
     Index(database).adopt(store.url, clock())
     assert services.restores.find(id).live
     Index(database).adopt("file:///elsewhere", clock())
-    with pytest.raises(NoRestore):
+    with pytest.raises(NotFound):
         services.restores.find(id)
 
 

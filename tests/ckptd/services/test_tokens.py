@@ -17,7 +17,7 @@ from ckptapi.bodies import RotateRequest, Scope, TokenRequest
 from ckptd.index import Database, TokenIndex
 from ckptd.services.callers import Caller
 from ckptd.services.tokens import BOOTSTRAP, Tokens
-from ckptstore.errors import CkptError, Forbidden, InvalidName, InvalidRequest, NoToken, TokenExists, Unauthorized
+from ckptstore.errors import CkptError, Conflict, Forbidden, InvalidName, InvalidRequest, NotFound, Unauthorized
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint
 from tests.support.command_line import invoke, run
@@ -104,12 +104,12 @@ def test_it_rotates_with_and_without_a_time_for_the_old_secret(desk: Desk) -> No
 
 def test_it_is_revoked_at_once_and_its_name_is_free_again(desk: Desk) -> None:
     secret = desk.make()
-    with pytest.raises(TokenExists):
+    with pytest.raises(Conflict):
         desk.make()
     desk.tokens.revoke("t")
     assert desk.tokens.recognize(secret) is None
     for gone in (lambda: desk.tokens.revoke("t"), lambda: desk.tokens.rotate("t", RotateRequest())):
-        with pytest.raises(NoToken):
+        with pytest.raises(NotFound):
             gone()
     assert desk.tokens.recognize(desk.make())
 
@@ -129,7 +129,7 @@ def test_one_of_many_gets_the_name(desk: Desk) -> None:
     def make(_: int) -> str:
         try:
             return desk.make()
-        except TokenExists:
+        except Conflict:
             return ""
 
     with ThreadPoolExecutor(8) as pool:

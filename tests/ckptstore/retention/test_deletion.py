@@ -14,7 +14,7 @@ from ckptstore.commits.commit import commit_attempt, decide, read_outcome
 from ckptstore.commits.generations import Session, begin_generation
 from ckptstore.commits.hidden import hidden_attempts
 from ckptstore.commits.leases import take_lease
-from ckptstore.errors import NewestCheckpoint, StoreUnavailable
+from ckptstore.errors import CheckpointHeld, StoreUnavailable
 from ckptstore.format.records import Policy
 from ckptstore.names import Attempt, Reference, RunKeys, new_ulid
 from ckptstore.operator import StoreOperator
@@ -175,15 +175,15 @@ def test_the_newest_checkpoint_is_deleted_only_if_that_is_forced(store: Store) -
     oldest, middle, newest = write(store, 1, 2, 3)
     listed = keys(store)
     for grace_s in (0.0, 3600.0):
-        with pytest.raises(NewestCheckpoint, match=f"{newest.id} is the newest checkpoint of run"):
+        with pytest.raises(CheckpointHeld, match=f"{newest.id} is the newest checkpoint of run"):
             delete_checkpoint(run, newest.attempt, "test", grace_s)
-    with pytest.raises(NewestCheckpoint):
+    with pytest.raises(CheckpointHeld):
         StoreOperator(store).delete(newest, 0.0)
     assert keys(store) == listed
     StoreOperator(store).delete(middle, 0.0)
     StoreOperator(store).delete(newest, 0.0, force=True)
     assert steps(store) == [1]
-    with pytest.raises(NewestCheckpoint):
+    with pytest.raises(CheckpointHeld):
         delete_checkpoint(run, oldest.attempt, "test")
 
 
@@ -192,7 +192,7 @@ def test_a_damaged_checkpoint_is_not_the_newest(store: Store) -> None:
     run = Run(store, RUN)
     usable, damaged = write(store, 1, 2)
     record_finding(run, Verification(damaged, num_chunks=1, stored_bytes=1, problems=("a byte flipped",)))
-    with pytest.raises(NewestCheckpoint):
+    with pytest.raises(CheckpointHeld):
         delete_checkpoint(run, usable.attempt, "test")
     delete_checkpoint(run, damaged.attempt, "test")
     assert steps(store) == [1]

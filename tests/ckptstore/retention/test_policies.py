@@ -9,7 +9,7 @@ import pytest
 
 from ckptstore import names
 from ckptstore.clock import system_clock
-from ckptstore.errors import CorruptObject, InvalidPolicy, PoliciesChanged, StoreUnavailable
+from ckptstore.errors import Conflict, CorruptObject, InvalidRequest, StoreUnavailable
 from ckptstore.format.documents import FORMAT, Document
 from ckptstore.format.parsing import seal
 from ckptstore.format.records import Override, PoliciesVersion, Policy, PolicySet
@@ -37,7 +37,7 @@ def test_versions_follow_one_another(store: Store) -> None:
     second = change_policies(store, PolicySet(), 1, "ben", system_clock)
     assert (read_policies(store), second.version) == (second, 2)
     assert policies_history(store) == [second, first]
-    with pytest.raises(PoliciesChanged, match="version 2, not 1"):
+    with pytest.raises(Conflict, match="version 2, not 1"):
         change_policies(store, SET, 1, "ann", system_clock)
 
 
@@ -47,7 +47,7 @@ def test_of_many_who_change_one_version_one_wins(store: Store) -> None:
         results = race(*change)
         winners = [result for result in results if isinstance(result, PoliciesVersion)]
         assert len(winners) == 1, results
-        assert sum(isinstance(result, PoliciesChanged) for result in results) == 3
+        assert sum(isinstance(result, Conflict) for result in results) == 3
         assert read_policies(store) == winners[0]
 
 
@@ -103,6 +103,6 @@ def test_sealed_nonsense_is_damage(store: Store) -> None:
     ],
 )
 def test_policies_that_make_no_sense(store: Store, wrong: Callable[[], PolicySet]) -> None:
-    with pytest.raises(InvalidPolicy):
+    with pytest.raises(InvalidRequest):
         change_policies(store, wrong(), 0, "ann", system_clock)
     assert read_policies(store) is None

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.commits.catalog import Checkpoint, State
-from ckptstore.errors import InvalidPolicy
+from ckptstore.errors import InvalidRequest
 from ckptstore.format.records import Best, Policy
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.retention.policy import evaluate
@@ -128,7 +128,7 @@ def test_abandoned_checkpoints_stay_for_a_time_and_count_for_no_other_rule() -> 
     assert kept.keys() == {5, 4, 6, 7}, "they are not counted, and the limit is a rule of its own without others"
     kept = reasons(Policy(2, keep_abandoned_s=0), *left, unknown, *live)
     assert kept.keys() == {5, 4, 90}, "it is not known when it was left behind"
-    with pytest.raises(InvalidPolicy):
+    with pytest.raises(InvalidRequest):
         Policy(keep_abandoned_s=60)
 
 
@@ -147,13 +147,13 @@ def test_the_last_verified_stays() -> None:
 
 @pytest.mark.parametrize("keep", [0, -1, True, 1.5, "3", None, 10**30])
 def test_a_policy_that_keeps_nothing_or_nonsense_is_refused(keep: object) -> None:
-    with pytest.raises(InvalidPolicy):
+    with pytest.raises(InvalidRequest):
         Policy(keep)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["", "loss", "a:min", "a:mean:1", "a:min:0", ":min:1", "a:min:x", "a:max:-1"])
 def test_what_names_no_best(text: str) -> None:
-    with pytest.raises(InvalidPolicy):
+    with pytest.raises(InvalidRequest):
         Best.parse(text)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ckptstore.commits.catalog import latest
-from ckptstore.errors import CkptError, NoCheckpoint, StoreFull, StoreReadOnly, StoreUnavailable, UnknownScheme
+from ckptstore.errors import CkptError, InvalidRequest, NoCheckpoint, StoreFull, StoreReadOnly, StoreUnavailable
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
 from ckptstore.run import Run
@@ -59,7 +59,7 @@ def test_a_read_only_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("url", ["nonsense://x/y", "file://", "file:/folder", "://", ""])
 def test_unknown_schemes(url: str) -> None:
-    with pytest.raises(UnknownScheme) as caught:
+    with pytest.raises(InvalidRequest) as caught:
         open_store(url)
     assert caught.value.hint
 
