@@ -15,7 +15,6 @@ import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -28,18 +27,16 @@ from bench.state import trained, wanted_bytes
 
 SLOT_BYTES = 256 << 20
 """Allowed in addition to one state."""
-STAGED_BYTES = 128 << 20
-"""Allowed in addition to staging_bytes."""
 RESTORE_GOAL = 0.1
 TIMEOUT_S = 120
-OURS, STAGED = "ckptd", "ckptd, staging_bytes"
+OURS = "ckptd"
 QUICK_PEERS = ("torch.save", "dcp-thread", "torch_checkpointing", "torchsnapshot")
 
 
 def measure(quick: bool) -> Report:
     """One contestant after the other, over a folder of the default temporary file system."""
     num_bytes = wanted_bytes(quick)
-    names = (OURS, STAGED, *(QUICK_PEERS if quick else SAVING))
+    names = (OURS, *(QUICK_PEERS if quick else SAVING))
     answers = {name: _in_fresh_process(name, num_bytes) for name in names}
     problems = {name: answer for name, answer in answers.items() if isinstance(answer, str)}
     return report({name: answer for name, answer in answers.items() if isinstance(answer, dict)}, problems, num_bytes)
@@ -59,17 +56,15 @@ def report(found: dict[str, dict[str, int]], problems: dict[str, str], num_bytes
     """Peaks relative to the limit."""
     state_bytes = next((answer["state_bytes"] for answer in found.values()), num_bytes)
     nothing = {"save": float("nan"), "restore": float("nan")}
-    ours, staged = found.get(OURS, nothing), found.get(STAGED, nothing)
+    ours = found.get(OURS, nothing)
     slot_ratio = ours["save"] / (state_bytes + SLOT_BYTES)
-    staged_ratio = staged["save"] / (_cap(num_bytes) + STAGED_BYTES)
     return Report(
         bench="memory",
-        what=f"peak on top of a state of {state_bytes / 1e6:.0f} MB; staging_bytes is {_cap(num_bytes) / 1e6:.0f} MB",
+        what=f"peak on top of a state of {state_bytes / 1e6:.0f} MB",
         columns=("", "save", "save / state", "restore", "restore / state"),
         rows=[_row(name, answer, state_bytes) for name, answer in found.items()],
         goals=[
             Goal("save, one slot", "state + 256 MiB", slot_ratio, 1.0, "at most"),
-            Goal("save, staging_bytes", "cap + 128 MiB", staged_ratio, 1.0, "at most"),
             Goal("restore", "state", ours["restore"] / state_bytes, RESTORE_GOAL, "at most"),
         ],
         limit=0.0,
@@ -77,17 +72,13 @@ def report(found: dict[str, dict[str, int]], problems: dict[str, str], num_bytes
         problems=problems,
         state_bytes=state_bytes,
         facts={f"{name}, restore": answer["restore"] for name, answer in found.items()}
-        | {name: found[name]["save"] for name in (OURS, STAGED) if name in found},
+        | {name: found[name]["save"] for name in (OURS,) if name in found},
     )
 
 
 def _row(name: str, answer: dict[str, int], state_bytes: int) -> tuple[str, ...]:
     cells = ((f"{answer[key] / 1e6:.0f} MB", f"{answer[key] / state_bytes:.2f}") for key in ("save", "restore"))
     return (name, *(cell for pair in cells for cell in pair))
-
-
-def _cap(num_bytes: int) -> int:
-    return max(32 << 20, num_bytes // 8)
 
 
 def alone(name: str, num_bytes: int) -> dict[str, int]:
@@ -113,9 +104,8 @@ def alone(name: str, num_bytes: int) -> dict[str, int]:
 
 
 def _open(name: str, num_bytes: int, folder: Path, stack: ExitStack) -> Peer:
-    options: dict[str, dict[str, Any]] = {OURS: {}, STAGED: {"staging_bytes": _cap(num_bytes)}}
-    if name in options:
-        return stack.enter_context(Ours(folder, **options[name]))
+    if name == OURS:
+        return stack.enter_context(Ours(folder))
     peers, problems = open_peers([name], stack)
     if name in problems:
         raise ImportError(problems[name])

@@ -21,10 +21,8 @@ from typing import (
     runtime_checkable,
 )
 
-from ckpt.saver.budget import Budget
 from ckpt.saver.memory import LINGER_S
 from ckpt.saver.messages import Setup
-from ckpt.saver.streaming import LEAST_BYTES
 from ckptstore.errors import InvalidRequest
 from ckptstore.names import check_run
 from ckptstore.stores import resolve_url
@@ -77,10 +75,6 @@ class Config:
     options: storage options of the fsspec file system.
     writer: whether a saver process or threads of the trainer encode and upload. The process outlives the trainer.
     slots: maximum number of snapshots in host memory; each takes the size of the state.
-    staging_bytes: maximum host memory of a save: its slot, encoded chunks, and parts in flight to the store. A larger
-        snapshot is streamed through one slot while the saver uploads it: save_async waits until the saver has the last
-        chunk, or with overlap the next `optim.step()` does. save_async always waits if all state, or more than 32 MiB
-        of it, is on a GPU. None: no limit.
     compress: off: bytes as they are; fast: float-split and zstd; max: the smallest, at any price. All are lossless.
         auto: off for a store in a folder of this host, fast for any other.
     on_busy: when all slots are in use: wait for one, skip the save, or supersede (drop) the oldest snapshot whose
@@ -92,8 +86,7 @@ class Config:
         process that is older than a week is not referenced either.
     dedup_casts: do not store bfloat16 and float16 tensors that are exactly the casts of float32 tensors in the same
         state (the masters of mixed precision); every save compares each element. Applies to tensors of 64 KiB or more
-        whose master has the same shape, is sharded alike and is written by the same rank. Not with staging_bytes, which
-        never has a whole snapshot in memory.
+        whose master has the same shape, is sharded alike and is written by the same rank.
     statistics: save statistics of each tensor with it: extremes, mean, rms, zeros, NaN, Inf, and a histogram of
         exponents. `ckptctl stats` and `ckptctl why` show them. Costs 5 to 7 % of encoding.
     cpu_budget: share of one core that the saver process may use, such as 0.5. None: what other processes leave. Does
@@ -141,7 +134,6 @@ class Config:
     options: Mapping[str, Any] | None = field(default=None, repr=False)
     writer: Writer = "process"
     slots: int = 2
-    staging_bytes: int | None = None
     compress: Compress = "auto"
     on_busy: OnBusy = "wait"
     incremental: bool = True
@@ -191,18 +183,12 @@ class Config:
         self._check_amounts()
 
     def _check_amounts(self) -> None:
-        if self.dedup_casts and self.staging_bytes is not None:
-            raise InvalidRequest("dedup_casts=True needs whole snapshots", "Leave out staging_bytes, or dedup_casts")
         if self.peer_timeout_s <= 0:
             raise InvalidRequest(f"peer_timeout_s {self.peer_timeout_s} is not positive", "Give seconds")
         if not 0 <= self.heartbeat_s < math.inf:
             raise InvalidRequest(f"heartbeat_s {self.heartbeat_s} is no interval", "Give seconds, or 0 for none")
         if not 0 <= self.store_retry_s < math.inf:
             raise InvalidRequest(f"store_retry_s {self.store_retry_s} is no time", "Give seconds, or 0 for no retries")
-        if self.staging_bytes is not None and self.staging_bytes < LEAST_BYTES:
-            raise InvalidRequest(
-                f"staging_bytes {self.staging_bytes} is too little for a stream", f"Give at least {LEAST_BYTES}"
-            )
         if self.cpu_budget is not None and not 0 < self.cpu_budget < math.inf:
             raise InvalidRequest(f"cpu_budget {self.cpu_budget} is not positive", "Give cores, such as 0.5")
         if self.max_references < 1:
@@ -262,15 +248,14 @@ class Config:
         """Whether the pipeline runs in threads here; memory:// exists in this process only."""
         return self.writer == "thread" or (self.near or self.source).startswith("memory://")
 
-    def setup(self, rank: int, world_size: int, budget: Budget) -> Setup:
+    def setup(self, rank: int, world_size: int) -> Setup:
         """The first message to the saver of a rank: its fields that are knobs have the knobs' names."""
         knobs = {name: getattr(self, name) for name in Setup.__struct_fields__ if hasattr(self, name)}
         ranks = {"rank": rank, "world_size": world_size, "trainer": os.getpid()}
-        amounts = {"encoded_bytes": budget.encoded, "upload_bytes": budget.upload}
         stores: dict[str, Any] = {"store": self.source}
         if self.near is not None:
             stores = {"store": self.near, "options": {}, "far": self.source, "far_options": self.options}
-        return Setup(**(knobs | ranks | amounts | stores))
+        return Setup(**(knobs | ranks | stores))
 
 
 def _linger_s(given: float | None) -> float:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 from ckpt.capture.reads import SmallReads
 from ckpt.lazily import torch
@@ -34,7 +34,7 @@ class StateLeaf(NamedTuple):
     change: Change = Change.ANY_TIME
 
 
-class Leaves(Sequence[StateLeaf]):
+class Leaves:
     """Leaves, column by column: every save looks at all of them, and should neither make nor touch an object for each
     that it can do without."""
 
@@ -56,13 +56,7 @@ class Leaves(Sequence[StateLeaf]):
     def __len__(self) -> int:
         return len(self.slices)
 
-    @overload
-    def __getitem__(self, index: int) -> StateLeaf: ...
-    @overload
-    def __getitem__(self, index: slice) -> Leaves: ...
-    def __getitem__(self, index: int | slice) -> StateLeaf | Leaves:
-        if isinstance(index, slice):
-            return self.pick(range(len(self))[index])
+    def __getitem__(self, index: int) -> StateLeaf:
         return StateLeaf(self.slices[index], self.tensors[index], self.origins[index], self.changes[index])
 
     @property
@@ -80,16 +74,6 @@ class Leaves(Sequence[StateLeaf]):
         self.tensors.append(leaf.tensor)
         self.origins.append(leaf.origin)
         self.changes.append(leaf.change)
-
-    def pick(self, indexes: Iterable[int]) -> Leaves:
-        """Some of them, in another order if need be."""
-        chosen = list(indexes)
-        return Leaves(
-            [self.slices[i] for i in chosen],
-            [self.tensors[i] for i in chosen],
-            None if self.origins is self.tensors else [self.origins[i] for i in chosen],
-            [self.changes[i] for i in chosen],
-        )
 
 
 @dataclass(slots=True)

@@ -67,22 +67,17 @@ def encode_stream(chunks: ChunkStream, encode: Encode) -> Iterator[EncodedChunk]
 class Encoder:
     """Encodes one snapshot after the other, ahead of the consumer. One thread begins, one consumes."""
 
-    def __init__(self, throttle: CpuThrottle, budget_bytes: int = BUDGET_BYTES) -> None:
+    def __init__(self, throttle: CpuThrottle) -> None:
         self._throttle = throttle
-        self._budget_bytes = budget_bytes
         self._changed = threading.Condition()
         self._held = 0
         self._order = ThreadPoolExecutor(1, thread_name_prefix="ckpt-ahead")
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="ckpt-encode")
 
-    def begin(self, chunks: ChunkStream, encode: Encode, streamed: bool = False) -> Encoding:
-        """Begin to encode a snapshot, after those begun before. The caller must exit or cancel the Encoding.
-
-        streamed: a chunk may arrive only after the one before it is written.
-        """
+    def begin(self, chunks: ChunkStream, encode: Encode) -> Encoding:
+        """Begin to encode a snapshot, after those begun before. The caller must exit or cancel the Encoding."""
         encoding = Encoding(self)
-        most = 0 if streamed else min(_GROUP_BYTES, self._budget_bytes // 4)
-        self._order.submit(self._feed, encoding, _groups(chunks, most), encode)
+        self._order.submit(self._feed, encoding, _groups(chunks), encode)
         return encoding
 
     def close(self) -> None:
@@ -112,9 +107,7 @@ class Encoder:
     def _reserve(self, encoding: Encoding, count: int) -> bool:
         """Wait until the budget has room; False if the encoding is cancelled."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: encoding.cancelled or self._held == 0 or self._held + count <= self._budget_bytes
-            )
+            self._changed.wait_for(lambda: encoding.cancelled or self._held == 0 or self._held + count <= BUDGET_BYTES)
             if encoding.cancelled:
                 return False
             self._held += count
@@ -133,16 +126,16 @@ class Encoder:
             self._changed.notify_all()
 
 
-def _groups(chunks: ChunkStream, most: int) -> Iterator[tuple[_Group, int]]:
-    """Groups of chunks, and the size of each: at most `most` bytes, or one larger chunk."""
+def _groups(chunks: ChunkStream) -> Iterator[tuple[_Group, int]]:
+    """Groups of chunks, and the size of each: at most _GROUP_BYTES, or one larger chunk."""
     group, size = _Group(), 0
     for raw, span in chunks:
-        if group and size + span.bytes > most:
+        if group and size + span.bytes > _GROUP_BYTES:
             yield group, size
             group, size = [], 0
         group.append((raw, span))
         size += span.bytes
-        if size >= most:
+        if size >= _GROUP_BYTES:
             yield group, size
             group, size = [], 0
     if group:

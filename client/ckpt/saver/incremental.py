@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from msgspec.structs import replace as with_fields
 
-from ckpt.saver.encode import ChunkStream, Encode
+from ckpt.saver.encode import Encode
 from ckpt.saver.matching import (
     NOT_COMPARED,
     UNKNOWN,
@@ -198,7 +198,7 @@ class ChunkIndex:
 
 
 class IncrementalSave:
-    """One incremental save. `changed*` runs on one thread; the other methods block on it."""
+    """One incremental save. `changed` runs on one thread; the other methods block on it."""
 
     def __init__(
         self,
@@ -220,7 +220,6 @@ class IncrementalSave:
         self._previous = previous
         self.number: int = previous.number + 1 if previous else 1
         self._matches: Future[list[Match]] = Future()
-        self._expected_bytes = sum(span.bytes for span in spans)
         self._holders: Mapping[Attempt, Holder] = {}
         self._lease: str | None = None
 
@@ -243,31 +242,6 @@ class IncrementalSave:
             if match.known is None:
                 yield span.of(raw), span
 
-    def changed_in(
-        self, stream: ChunkStream, decided: Callable[[ChunkSpan, bool], None]
-    ) -> Iterator[tuple[memoryview, ChunkSpan]]:
-        """Like `changed`, for a stream: each chunk is compared when it arrives, before later chunks are available.
-
-        decided: called for each chunk with whether it is to be stored. Which attempts are worth referencing is
-        estimated: a chunk is expected to be unchanged unless the last checkpoint had changed it.
-        """
-        matches: list[Match] = []
-        try:
-            base = self._wait_for_base()
-            known, usable = (base.chunks, self._expect(base)) if base is not None else ({}, ())
-            for (raw, span), key in zip(stream, self._keys(), strict=True):
-                match = self._chosen(self._match(span, raw, known.get(key)), usable)
-                matches.append(match)
-                if match.known is not None:
-                    self._unchanged(raw, span, match.known.chunk)
-                decided(span, match.known is None)
-                if match.known is None:
-                    yield raw, span
-        except BaseException as error:
-            self._matches.set_exception(error)
-            raise
-        self._matches.set_result(matches)
-
     def raw_digests(self) -> list[tuple[ChunkSpan, bytes]]:
         """Each chunk, and the digest of its bytes before encoding; empty if they were not compared."""
         pairs = zip(self._spans, self._matches.result(), strict=True)
@@ -277,14 +251,6 @@ class IncrementalSave:
     def unchanged_bytes(self) -> int:
         """Raw bytes of the chunks that are referenced."""
         return sum(span.bytes for span in self._spans) - self.changed_bytes
-
-    @property
-    def expected_bytes(self) -> int:
-        """Raw bytes of the chunks to store, or an estimate while a stream is being compared.
-
-        Call it after the first chunk to store has been returned.
-        """
-        return self.changed_bytes if self._matches.done() else self._expected_bytes
 
     @property
     def changed_bytes(self) -> int:
@@ -346,19 +312,6 @@ class IncrementalSave:
     def _wait_for_base(self) -> BaseCheckpoint | None:
         previous, self._previous = self._previous, None
         return self._index.wait_for_base(self, previous)
-
-    def _expect(self, base: BaseCheckpoint) -> Collection[Attempt]:
-        """The attempts to reference in a stream, by the chunks that are expected to be unchanged."""
-        pairs = zip(self._spans, map(base.chunks.get, self._keys()), strict=True)
-        expected = [
-            (span, known)
-            for span, known in pairs
-            if known is not None and known.same is not False and not known.used_up
-        ]
-        usable = self._usable(base, (known for _, known in expected))
-        unchanged = sum(span.bytes for span, known in expected if known.attempt in usable)
-        self._expected_bytes -= unchanged
-        return usable
 
     @staticmethod
     def _chosen(match: Match, usable: Collection[Attempt]) -> Match:

@@ -122,7 +122,7 @@ class SlotContents:
 
     def recording(self, job: SaveJob, encode: Encode) -> Encode:
         """Encode the chunks of a job, and record the digests of their bytes before encoding."""
-        if not self.enabled or job.slot is None or job.streamed:
+        if not self.enabled or job.slot is None:
             return encode
         digests = self._digests[job.number] = {}
 

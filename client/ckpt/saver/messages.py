@@ -1,7 +1,7 @@
 """The messages between trainer and saver: length-prefixed JSON over a Unix socket.
 
 Trainer to saver: Setup once, Began with a descriptor per life, Slot with a descriptor per slot, Forget, SaveJob per
-save, Staged, Cut, Withdraw, Hurry, Abort, Stop. Saver to trainer: SaveProgress, Released, Done, Failed, Warned,
+save, Withdraw, Hurry, Abort, Stop. Saver to trainer: SaveProgress, Released, Done, Failed, Warned,
 NearOnly, Stranded, Parted. If the trainer dies, the socket reaches end of file, and the saver finishes its jobs.
 """
 
@@ -49,9 +49,6 @@ class Setup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """How long a saver process keeps the newest committed snapshot after its trainer has died; 0: it does not."""
     trainer: int = 0
     """Process id of the trainer."""
-    encoded_bytes: int | None = None
-    upload_bytes: int | None = None
-    """See Budget; None: the defaults of encoder and object writer."""
     far: str | None = None
     """The far store, if `store` is a near one."""
     far_options: dict[str, Any] = {}
@@ -116,21 +113,6 @@ class SaveJob(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A lease to release after this commit, or the next one if this save fails."""
     extensions: dict[str, JSON] = {}
     """Extensions of the receipt."""
-    streamed: bool = False
-    """The snapshot is larger than its slot, and is streamed through it (streaming.py)."""
-
-
-class Staged(msgspec.Struct, frozen=True, tag=True):
-    """The first `chunks` chunks of a streamed job have been copied to its slot."""
-
-    number: int
-    chunks: int
-
-
-class Cut(msgspec.Struct, frozen=True, tag=True):
-    """No more chunks of a streamed job will be copied: the save has failed."""
-
-    number: int
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag=True):
@@ -227,7 +209,7 @@ class Parted(msgspec.Struct, frozen=True, tag=True):
     """All jobs have ended. The saver reports nothing more, and lives on to keep memory."""
 
 
-Command = Setup | Began | Slot | Forget | SaveJob | Staged | Cut | Withdraw | Hurry | Abort | Stop
+Command = Setup | Began | Slot | Forget | SaveJob | Withdraw | Hurry | Abort | Stop
 Report = SaveProgress | Released | Done | Failed | Warned | NearOnly | Stranded
 
 

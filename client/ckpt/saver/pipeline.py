@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
@@ -19,7 +18,7 @@ from itertools import chain, count
 from ckpt.saver.carrier import REQUEST_RETRY_S, Carrier
 from ckpt.saver.commit import Committer, abort_attempts, describe, failed, write_receipt
 from ckpt.saver.deriving import Derived, divide
-from ckpt.saver.encode import BUDGET_BYTES, Encoder, Encoding, encode_by
+from ckpt.saver.encode import Encoder, Encoding, encode_by
 from ckpt.saver.heart import Heart
 from ckpt.saver.incremental import ChunkIndex, IncrementalSave, ignore
 from ckpt.saver.lock import note_checkpoint
@@ -28,7 +27,6 @@ from ckpt.saver.messages import Done, Released, Report, SaveJob, SaveProgress, S
 from ckpt.saver.notify import Notifier
 from ckpt.saver.numbering import Numbering
 from ckpt.saver.room import Room
-from ckpt.saver.streaming import StreamReader
 from ckpt.saver.surveying import Survey, Surveyor
 from ckpt.saver.throttle import CpuThrottle
 from ckpt.saver.upload import Uploaded, seldom, upload_shard
@@ -75,8 +73,6 @@ class _RunningJob:
     encoding: Encoding
     survey: Survey | None
     """None: no statistics are taken."""
-    reader: StreamReader | None
-    """The stream of a streamed job; None for other jobs."""
     received_at: float
 
     @property
@@ -106,8 +102,6 @@ class SavePipeline:
         store: that of `setup`.
         contents: what the slots hold, to be kept up to date; None: their memory is of no use after an upload.
         """
-        if setup.upload_bytes is not None:
-            store.upload_bytes = setup.upload_bytes
         self._store = RetryingStore(store, setup.store_retry_s)
         # Where a store ignores If-None-Match, the daemon decides: for its own store, the far one if there are two.
         daemon = setup.daemon if setup.far is None else None
@@ -127,14 +121,13 @@ class SavePipeline:
         self._own_process = own_process
         cpu_budget = setup.cpu_budget if own_process else None
         self._throttle = CpuThrottle(cpu_budget)
-        self._encoder = Encoder(self._throttle, setup.encoded_bytes or BUDGET_BYTES)
+        self._encoder = Encoder(self._throttle)
         self._contents = contents or SlotContents(enabled=False)
         self._policy = coding_policy(setup.compress, store.url)
         self._lock = threading.Lock()
         self._leases: set[str] = set()
         self._noted = self._warned = False
         self._waiting: dict[int, _RunningJob] = {}
-        self._readers: dict[int, StreamReader] = {}
         self._derivations = ThreadPoolExecutor(1, thread_name_prefix="ckpt-derive")
         self._uploads = ThreadPoolExecutor(1, thread_name_prefix="ckpt-upload")
         self._committer = Committer(self._run, setup)
@@ -149,8 +142,7 @@ class SavePipeline:
         if job.lease is not None:
             self._leases.add(job.lease)
         self._contents.submitted(job)
-        if not job.streamed:
-            raw = raw.toreadonly()  # the trainer does not write to the slot before it is released
+        raw = raw.toreadonly()  # the trainer does not write to the slot before it is released
         placed = [Placed(Slice(row.entry, row.dtype, row.shape, row.box), row.at) for row in job.slices]
         if self._setup.dedup_casts:
             self._derivations.submit(self._derive, job, raw, placed, received_at)
@@ -172,30 +164,13 @@ class SavePipeline:
         encode = survey.observing(plain) if survey is not None else plain
         unchanged = survey.unchanged if survey is not None else ignore
         incremental = self._chunk_index.begin(job.attempt, placed, spans, plain, unchanged)
-        reader = None
-        if job.streamed:
-            reader = StreamReader(raw, spans, lambda done: self._report(SaveProgress(job.number, done)))
-            self._readers[job.number] = reader
-            chunks = incremental.changed_in(reader.chunks(spans), reader.decided)
-        else:
-            chunks = incremental.changed(raw)
-        encoding = self._encoder.begin(chunks, self._contents.recording(job, encode), job.streamed)
-        running = _RunningJob(job, placed, derived, incremental, encoding, survey, reader, received_at)
+        encoding = self._encoder.begin(incremental.changed(raw), self._contents.recording(job, encode))
+        running = _RunningJob(job, placed, derived, incremental, encoding, survey, received_at)
         with self._lock:
             self._waiting[job.number] = running
-        # A stream cannot be read again. The memory of the slot must not outlive its use: the job does not hold it.
-        again = None if job.streamed else (lambda: (encode(part, span) for part, span in incremental.again(raw)))
+        # The memory of the slot must not outlive its use: the job does not hold it.
+        again: _Again = lambda: (encode(part, span) for part, span in incremental.again(raw))  # noqa: E731
         self._uploads.submit(self._upload, running, again)
-
-    def staged(self, number: int, chunks: int) -> None:
-        """The first `chunks` chunks of a streamed job have been copied to its slot."""
-        if (reader := self._readers.get(number)) is not None:
-            reader.staged(chunks)
-
-    def cut(self, number: int) -> None:
-        """No more chunks of a streamed job will be copied."""
-        if (reader := self._readers.get(number)) is not None:
-            reader.cut()
 
     def withdraw(self, step: int) -> None:
         """Skip the oldest job with a slot whose upload has not begun, if there is one, for a save of `step`."""
@@ -208,7 +183,6 @@ class SavePipeline:
                 return
             running = self._waiting.pop(number)
         running.incremental.end(None)
-        self.cut(number)
         running.encoding.cancel()
         self._abort_job(running.job, SaveSkipped(reason))
 
@@ -236,8 +210,6 @@ class SavePipeline:
         """
         if self._room is not None:
             self._room.end()
-        for reader in list(self._readers.values()):
-            reader.cut()
         self._derivations.shutdown(wait=True)
         self._uploads.shutdown(wait=True)
         if self._setup.world_size == 1:
@@ -255,7 +227,7 @@ class SavePipeline:
         if self._notifier is not None:
             self._notifier.close()
 
-    def _upload(self, running: _RunningJob, again: _Again | None) -> None:
+    def _upload(self, running: _RunningJob, again: _Again) -> None:
         job = running.job
         with self._lock:
             if self._waiting.pop(job.number, None) is None:
@@ -263,10 +235,8 @@ class SavePipeline:
         try:
             attempt = self._numbering.attempt(job.attempt)
             self.heart.numbered(attempt.generation, job.created_at)
-            # The stream ends before the encoding, which may be waiting for its next chunk.
-            with running.encoding, running.reader or nullcontext():
+            with running.encoding:
                 receipt, released = self._make_durable(running, attempt, again)
-            self._readers.pop(job.number, None)
             self._report(released)
         except BaseException as error:
             running.incremental.end(None)
@@ -276,9 +246,7 @@ class SavePipeline:
         ended = partial(self._end, running, receipt, time.perf_counter())
         self._committer.add(attempt, receipt, ended, job.attempt.earlier(attempt.generation))
 
-    def _make_durable(
-        self, running: _RunningJob, attempt: Attempt, again: _Again | None
-    ) -> tuple[StoredReceipt, Released]:
+    def _make_durable(self, running: _RunningJob, attempt: Attempt, again: _Again) -> tuple[StoredReceipt, Released]:
         job, placed = running.job, running.placed
         started, cpu = time.perf_counter(), time.process_time()
         uploaded = self._upload_shard(running, attempt, again)
@@ -302,7 +270,7 @@ class SavePipeline:
             retries=self._store.take_retries(),
         )
 
-    def _upload_shard(self, running: _RunningJob, attempt: Attempt, again: _Again | None) -> Uploaded | None:
+    def _upload_shard(self, running: _RunningJob, attempt: Attempt, again: _Again) -> Uploaded | None:
         """Upload the shard; None if no chunk has to be stored. again: encodes all chunks once more, for a retry."""
         ahead = iter(running.encoding)
         first = next(ahead, None)
@@ -315,24 +283,19 @@ class SavePipeline:
         def upload() -> Uploaded:
             chunks: Iterable[EncodedChunk] = chain([first], ahead)
             if next(tries):
-                assert again is not None
                 running.encoding.cancel()  # other saves need its memory
                 self._store.delete_many([key])  # what the failed try may have left
                 chunks = again()
-            expected, progress = running.incremental.expected_bytes, self._progress_of(running)
-            return upload_shard(self._run.store, key, expected, chunks, progress, tail)
+            size, progress = running.incremental.changed_bytes, self._progress_of(running)
+            return upload_shard(self._run.store, key, size, chunks, progress, tail)
 
         def persist() -> Uploaded:
-            return upload() if again is None or self._store.resumes_uploads else self._store.repeat(upload)
+            return upload() if self._store.resumes_uploads else self._store.repeat(upload)
 
-        if self._room is None:
-            return persist()
-        return self._room.fit(running.incremental.expected_bytes, persist, repeatable=again is not None)
+        return persist() if self._room is None else self._room.fit(running.incremental.changed_bytes, persist)
 
     def _progress_of(self, running: _RunningJob) -> Callable[[int], None]:
         """The callback for each written chunk; it gets the raw bytes written so far."""
-        if (reader := running.reader) is not None:
-            return lambda _: reader.written()
         number, rest = running.job.number, running.not_stored_bytes  # it visits every chunk: compute it once
         return seldom(lambda done: self._report(SaveProgress(number, rest + done)), running.incremental.changed_bytes)
 

@@ -22,7 +22,6 @@ from ckpt.saver.messages import (
     Began,
     Channel,
     Command,
-    Cut,
     Forget,
     Hurry,
     Parted,
@@ -30,7 +29,6 @@ from ckpt.saver.messages import (
     SaveJob,
     Setup,
     Slot,
-    Staged,
     Stop,
     Stranded,
     Warned,
@@ -126,8 +124,6 @@ def _serve(channel: Channel, pipeline: SavePipeline, segments: dict[int, Segment
             raw = segments[command.slot].view if command.slot is not None else memoryview(b"")
             note.accepted(command)
             pipeline.submit(command, raw)
-        elif isinstance(command, Staged):
-            pipeline.staged(command.number, command.chunks)
         elif isinstance(command, Began):
             pipeline.heart.begin(command, Pulse(Segment(NUM_BYTES, channel.take_fd())))
         elif isinstance(command, Stop):
@@ -139,9 +135,7 @@ def _serve(channel: Channel, pipeline: SavePipeline, segments: dict[int, Segment
 
 def _steer(pipeline: SavePipeline, command: Any) -> None:
     """Carry out a command about jobs that the pipeline has."""
-    if isinstance(command, Cut):
-        pipeline.cut(command.number)
-    elif isinstance(command, Withdraw):
+    if isinstance(command, Withdraw):
         pipeline.withdraw(command.step)
     elif isinstance(command, Hurry):
         pipeline.hurry()

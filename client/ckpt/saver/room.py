@@ -39,8 +39,8 @@ class Room:
         """The trainer has ended: waits last at most `store_retry_s` from now on."""
         self._ending_since = self._ending_since or time.monotonic()
 
-    def fit(self, num_bytes: int, write: Callable[[], _T], repeatable: bool) -> _T:
-        """The result of writing this many bytes, when there is room. repeatable: a write that failed is tried again.
+    def fit(self, num_bytes: int, write: Callable[[], _T]) -> _T:
+        """The result of writing this many bytes, when there is room. A write that finds none is tried again.
 
         Raises SaveSkipped, or StoreFull if waiting is not asked for, or is hopeless; and the errors of `write`.
         """
@@ -52,8 +52,6 @@ class Room:
                 try:
                     return write()
                 except StoreFull as error:
-                    if not repeatable:
-                        raise
                     full = error
             if not self._waits:
                 raise SaveSkipped(f"the save was skipped: {full.message}") from full

@@ -41,8 +41,8 @@ class SlotListener(Protocol):
 class Arena:
     """At most `num_slots` slots with all pages populated, reused by every save.
 
-    They are allocated in the background once their size is known, or by the save that needs one. expect, limit,
-    acquire and close belong to the training thread; the others may be called from any thread.
+    They are allocated in the background once their size is known, or by the save that needs one. expect, acquire
+    and close belong to the training thread; the others may be called from any thread.
     """
 
     def __init__(self, num_slots: int, listener: SlotListener) -> None:
@@ -87,11 +87,6 @@ class Arena:
         self.prepare_rest()
         if wait and gpu is not None and self._background is not None:
             self._background.join()
-
-    def limit(self, num_slots: int) -> None:
-        """Lower the maximum number of slots."""
-        with self._changed:
-            self._num_slots = min(self._num_slots, num_slots)
 
     def acquire(self, num_bytes: int, timeout_s: float) -> ArenaSlot | None:
         """An idle slot of at least `num_bytes`, now in use. None if all are in use for `timeout_s` seconds.

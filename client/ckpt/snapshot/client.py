@@ -1,7 +1,7 @@
 """The trainer's side of saving: slots, handles, and the outcome of earlier saves.
 
-Threads: the training thread calls the public methods of SaveClient. The copier thread of Overlap calls `submit`,
-`staged` and `abandon` too, but the training thread joins it before its own next call, so that public calls never
+Threads: the training thread calls the public methods of SaveClient. The copier thread of Overlap calls `submit`
+and `abandon` too, but the training thread joins it before its own next call, so that public calls never
 overlap (`before_step` does not call the client). Reports arrive on the writer's threads at any time.
 """
 
@@ -16,10 +16,9 @@ from dataclasses import dataclass, replace
 from ckpt.config import OnBusy
 from ckpt.lazily import torch
 from ckpt.saver.commit import abort_attempts, describe
-from ckpt.saver.messages import Done, Failed, NearOnly, Released, Report, SaveJob, SaveProgress, Setup, Stranded, Warned
+from ckpt.saver.messages import Done, Failed, NearOnly, Released, Report, SaveProgress, Setup, Stranded, Warned
 from ckpt.saver.numbering import Numbering
 from ckpt.saver.segment import Segment
-from ckpt.saver.streaming import StreamWriter
 from ckpt.snapshot.arena import Arena, ArenaSlot
 from ckpt.snapshot.counters import LiveCounters
 from ckpt.snapshot.handle import HandleUpdates, SaveHandle
@@ -63,17 +62,12 @@ class SaveClient:
         setup: Setup,
         in_process: bool,
         num_slots: int,
-        slot_bytes: int | None,
         counters: LiveCounters,
         steps: StepClock | None = None,
     ) -> None:
-        """slot_bytes: the largest slot allowed; None: no limit. Larger snapshots are streamed through a slot.
-
-        steps: for heartbeats.
-        """
+        """steps: for heartbeats."""
         self._setup = setup
         self._steps = steps if setup.rank == 0 and setup.heartbeat_s else None
-        self._max_slot_bytes = slot_bytes
         self._counters = counters
         self._in_process = in_process
         self._arena = Arena(num_slots, self)
@@ -136,15 +130,13 @@ class SaveClient:
 
         gpu: one that snapshots are copied from. wait: return once there is one slot, with a gpu once there are all.
         """
-        self._arena.expect(self._slot_bytes(num_bytes), gpu, wait)
+        self._arena.expect(num_bytes, gpu, wait)
 
     def acquire(self, num_bytes: int, on_busy: OnBusy, step: int) -> ArenaSlot | None:
         """An idle slot for a save of `step`. If all are in use: None ("skip"), or wait for one ("wait").
 
-        The slot is smaller than the snapshot if the snapshot exceeds the largest slot allowed; then stream it.
         "supersede" removes the oldest save whose upload has not begun from the queue, and waits if there is none.
         """
-        num_bytes = self._slot_bytes(num_bytes)
         if on_busy != "wait":
             slot = self._arena.acquire(num_bytes, 0.0)
             if slot is not None or on_busy == "skip":
@@ -177,20 +169,14 @@ class SaveClient:
             raise
 
     def abandon(self, snapshot: Snapshot, error: CkptError, keep_slot: bool = False) -> None:
-        """Fail a save before its job was submitted, or at the end of its stream, and abort its attempt for the other
-        ranks. The next save raises the error. keep_slot: a device may still write to the slot; it is not used again.
-        Also called by the copier thread."""
-        updates = snapshot.updates
-        if updates.handle.done():
-            return  # the stream had failed already
+        """Fail a save before its job was submitted, and abort its attempt for the other ranks. The next save raises
+        the error. keep_slot: a device may still write to the slot; it is not used again. Also called by the copier
+        thread."""
         with self._lock:
-            self._finished.append(updates)
-            streamed = snapshot.number in self._jobs
-        self._fail_handle(updates, error)
+            self._finished.append(snapshot.updates)
+        self._fail_handle(snapshot.updates, error)
         self.start().abort(snapshot.attempt, describe(error))
-        if streamed:
-            self.cut(snapshot.number)  # the saver reports when it no longer uses the slot
-        elif snapshot.slot is not None and not keep_slot:
+        if snapshot.slot is not None and not keep_slot:
             self._arena.release(snapshot.slot.number)
 
     def next_number(self) -> int:
@@ -199,39 +185,15 @@ class SaveClient:
         return self._numbers
 
     def submit(self, snapshot: Snapshot) -> None:
-        """Submit a staged snapshot, or the end of a streamed one; from now on its slot belongs to the writer.
-
-        Also called by the copier thread.
-        """
-        updates = snapshot.updates
-        if updates.stream_writer is None:
-            self._send(snapshot.job(), updates)
-        else:
-            self.staged(snapshot.number, len(updates.stream_writer.spans))
-        updates.staged()
-        self._arena.prepare_rest()
-
-    def stream(self, snapshot: Snapshot, stream_writer: StreamWriter) -> None:
-        """Submit the job of a snapshot that will pass through its slot. The save is lost if this process dies before
-        the end of the stream is submitted."""
-        snapshot.updates.stream_writer = stream_writer
-        self._send(snapshot.job(), snapshot.updates)
-
-    def staged(self, number: int, chunks: int) -> None:
-        """The first `chunks` chunks of a streamed job have been copied. Also called by the copier thread."""
-        if (writer := self._writer) is not None:
-            writer.staged(number, chunks)
-
-    def cut(self, number: int) -> None:
-        """End a stream before its last chunk: the save fails, unless it has already."""
-        if (writer := self._writer) is not None:
-            writer.cut(number)
-
-    def seen(self, updates: HandleUpdates) -> None:
-        """The error of this save has been raised; do not raise it again."""
-        error = updates.handle.exception()
+        """Submit a staged snapshot: from now on its slot belongs to the writer. Also called by the copier thread."""
+        job, writer = snapshot.job(), self.start()
         with self._lock:
-            self._deaths = [death for death in self._deaths if death is not error]
+            self._jobs[job.number] = _UnfinishedJob(snapshot.updates, job.attempt, job.slot)
+        writer.submit(job)
+        if self._writer is not writer:
+            self._on_missed_death(job.number)
+        snapshot.updates.staged()
+        self._arena.prepare_rest()
 
     def close(self, timeout_s: float | None, lingers: bool = False) -> None:
         """Wait until every save is durable or has failed, then stop the writer and free the arena. lingers: see Stop.
@@ -244,21 +206,6 @@ class SaveClient:
         if writer is not None:
             writer.close(timeout_s, lingers)
         self._arena.close()
-
-    def _slot_bytes(self, num_bytes: int) -> int:
-        limit = self._max_slot_bytes
-        if limit is None or num_bytes <= limit:
-            return num_bytes
-        self._arena.limit(1)  # a streamed snapshot has to wait for the previous one anyway
-        return limit
-
-    def _send(self, job: SaveJob, updates: HandleUpdates) -> None:
-        writer = self.start()
-        with self._lock:
-            self._jobs[job.number] = _UnfinishedJob(updates, job.attempt, job.slot)
-        writer.submit(job)
-        if self._writer is not writer:
-            self._on_missed_death(job.number)
 
     # Called by the arena, on the thread that allocates a slot or acquires one.
 
@@ -293,8 +240,7 @@ class SaveClient:
                 job.slot, job.released = None, True
             elif isinstance(report, Done | Failed):
                 del self._jobs[report.number]
-                if not job.updates.handle.done():
-                    self._finished.append(job.updates)
+                self._finished.append(job.updates)
         if slot is not None and isinstance(report, Released | Failed):
             self._arena.release(slot)
         self._apply(job.updates, report)
@@ -334,8 +280,6 @@ class SaveClient:
         abort_attempts(Numbering(Run(store, setup.run), logger.warning), setup.rank, attempts, failure)
 
     def _fail_handle(self, updates: HandleUpdates, error: CkptError) -> None:
-        if updates.handle.done():
-            return  # a stream that was cut
         self._counters.add(**{"skipped" if isinstance(error, SaveSkipped) else "failed": 1})
         updates.fail(error)
 

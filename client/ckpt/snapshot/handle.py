@@ -8,7 +8,6 @@ import time
 
 import msgspec
 
-from ckpt.saver.streaming import StreamWriter
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CkptError, SaveSkipped
 
@@ -146,8 +145,6 @@ class HandleUpdates:
     def __init__(self, step: int, raw_bytes: int, started_at: float | None = None) -> None:
         """started_at: when save_async was called, by time.perf_counter(); default: now."""
         self.handle = SaveHandle(step, raw_bytes)
-        self.stream_writer: StreamWriter | None = None
-        """Set for a streamed save: it receives the progress of the upload and its failure."""
         self._started_at = time.perf_counter() if started_at is None else started_at
         self._lock = threading.Lock()
 
@@ -177,8 +174,6 @@ class HandleUpdates:
         """This many raw bytes are uploaded."""
         self.handle._done_bytes = done_bytes
         self._note_progress()
-        if self.stream_writer is not None:
-            self.stream_writer.written(done_bytes)
 
     def wait_ended(self) -> None:
         """Wait until the save is committed, failed or skipped; its error counts as not read."""
@@ -206,8 +201,6 @@ class HandleUpdates:
         handle = self.handle
         handle._error = error
         handle._seen = False
-        if self.stream_writer is not None:
-            self.stream_writer.fail(error)
         handle._lost = not handle._staged.is_set()
         handle._staged.set()
         handle._finished.set()

@@ -19,10 +19,10 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch.optim import Optimizer
@@ -35,13 +35,13 @@ from ckpt.snapshot.device_guard import Watch
 from ckpt.snapshot.gate import Gate
 from ckpt.snapshot.guard import FROZEN_BYTES, ChangeGuard, FrozenTracker, Guard, Sample
 from ckpt.snapshot.holds import StorageHold, hold_storages, release_storages
-from ckpt.snapshot.progress import EVERYONE, CopyProgress, Part
+from ckpt.snapshot.progress import EVERYONE, Part
 from ckpt.snapshot.request import Snapshot
 from ckpt.snapshot.stage import is_plain
 from ckpt.snapshot.transfer import Transfer
 from ckpt.snapshot.verify import DigestGuard
 from ckptstore.errors import CkptError, InvalidRequest, SaveFailed, SnapshotTorn
-from ckptstore.format.shards import Placed, Slice
+from ckptstore.format.shards import Slice
 
 logger = logging.getLogger(__name__)
 
@@ -55,52 +55,11 @@ _STUCK: list[PendingCopy] = []
 """Copies that devices had not finished when their Checkpointer was closed. They may still write to the slots."""
 
 
-class BackgroundCopy(Protocol):
-    """The copy of one snapshot. `copy` and `finish` run on the copier thread, the others on the training thread."""
-
-    def held(self) -> Iterable[torch.UntypedStorage]:
-        """The storages that it reads."""
-
-    @property
-    def on_devices(self) -> bool:
-        """Whether a device copies some of it."""
-
-    @property
-    def parts(self) -> Mapping[Part, Sequence[int]]:
-        """The indexes in its guard of the leaves of each part."""
-
-    @property
-    def progress(self) -> CopyProgress:
-        """Which parts are copied: host memory is, and the copies of devices are queued."""
-
-    @property
-    def frozen(self) -> Sequence[Placed]:
-        """The copies in the slot of large leaves that are expected not to change."""
-
-    def copy(self, guard: Guard, patience: Patience) -> None:
-        """Copy host memory, and start the copies of GPUs. guard: checks the leaves in host memory."""
-
-    def make_streams_wait(self, parts: Iterable[Part]) -> None:
-        """Order later work of the current GPU streams after the copy of these parts, which `progress` has passed.
-
-        Does not wait.
-        """
-
-    def finish(self, expired: Callable[[], bool] | None = None) -> bool:
-        """Wait until the slot holds everything. False if a device has not finished when time has expired."""
-
-    def torn(self) -> list[str]:
-        """Entries that had changed when devices copied them. Call it after `finish`."""
-
-    def release(self) -> None:
-        """Release the tensors. Call it after `finish`."""
-
-
 @dataclass(slots=True)
 class PendingCopy:
     """A snapshot that is being copied in the background."""
 
-    transfer: BackgroundCopy
+    transfer: Transfer
     guard: Guard | None
     """None once everything has been checked."""
     snapshot: Snapshot

@@ -63,11 +63,6 @@ class Snapshot:
         assert self._request is not None
         return self._request
 
-    @property
-    def streamed(self) -> bool:
-        """Whether the snapshot is larger than its slot and has to pass through it."""
-        return self.slot is not None and self.slot.segment.num_bytes < self.request.layout.num_bytes
-
     def job(self) -> SaveJob:
         """The message to the saver. Encodes the state that is not in tensors, so call it off the training thread if
         possible."""
@@ -84,7 +79,6 @@ class Snapshot:
             metrics=dict(request.metrics),
             extensions={SAVE_COST: msgspec.to_builtins(cost)} if (cost := request.cost_before) is not None else {},
             lease=request.lease,
-            streamed=self.streamed,
         )
 
     def release(self) -> None:

@@ -16,7 +16,6 @@ from ckpt.capture.values import large_bytes
 from ckpt.config import Config, OnBusy
 from ckpt.lazily import torch_loaded
 from ckpt.ranks.world import World
-from ckpt.saver.budget import Budget
 from ckpt.snapshot.agreed import AgreedLayout
 from ckpt.snapshot.client import SaveClient
 from ckpt.snapshot.counters import LiveCounters
@@ -198,10 +197,8 @@ class RunSaves:
             )
         if self.client is None:
             assert isinstance(self._source, StoreSource)
-            saves_to = self._source.near.store if isinstance(self._source, TieredSource) else self._source.store
-            world, budget = self._world(), Budget.of(config.staging_bytes, saves_to.upload_bytes)
-            setup = config.setup(world.rank, world.size, budget)
-            self.client = SaveClient(setup, config.in_process, config.slots, budget.slot, self.tally, self.steps)
+            setup = config.setup(self._world().rank, self._world().size)
+            self.client = SaveClient(setup, config.in_process, config.slots, self.tally, self.steps)
             if self._hurrying:
                 self.client.hurry()
         return self.client

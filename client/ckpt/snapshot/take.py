@@ -9,7 +9,6 @@ from ckpt.config import OnBusy
 from ckpt.snapshot.client import SaveClient
 from ckpt.snapshot.handle import HandleUpdates
 from ckpt.snapshot.request import SaveRequest, Snapshot
-from ckpt.snapshot.streamed import stream_snapshot
 from ckptstore.clock import system_clock
 
 if TYPE_CHECKING:
@@ -22,8 +21,7 @@ def take_snapshot(
     """Copy the state and make it durable in the background. False if the save is skipped instead.
 
     On return the state is copied; with overlap, state that changes only in `optim.step()` may be copied after return.
-    Raises OSError if no slot can be allocated, and the error of a streamed save that fails meanwhile, such as
-    SaverDied. Then nothing was saved, and the slot is released.
+    Raises OSError if no slot can be allocated. Then nothing was saved, and the slot is released.
     """
     slot, started = None, time.perf_counter()
     if request.captured.leaves:
@@ -35,8 +33,6 @@ def take_snapshot(
     snapshot = Snapshot(client.next_number(), request, slot, system_clock(), updates)
     if slot is None:
         client.submit(snapshot)
-    elif snapshot.streamed:
-        stream_snapshot(client, snapshot, overlap)
     else:
         try:
             _copy_snapshot(client, snapshot, overlap)

@@ -48,6 +48,7 @@ class Transfer:
         self.parts: dict[Part, list[int]] = {}
         """Indexes of the deferred leaves by part."""
         self.progress = CopyProgress(())
+        """Which parts are copied: host memory is, and the copies of devices are queued."""
         self._watch = Watch()
         self._moves: Sequence[Move] = ()
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}

@@ -25,7 +25,6 @@ from ckpt.saver.messages import (
     Began,
     Channel,
     Command,
-    Cut,
     Forget,
     Hurry,
     Parted,
@@ -33,7 +32,6 @@ from ckpt.saver.messages import (
     SaveJob,
     Setup,
     Slot,
-    Staged,
     Stop,
     Withdraw,
 )
@@ -66,12 +64,6 @@ class SaveWriter(Protocol):
 
     def submit(self, job: SaveJob) -> None:
         """Accept a snapshot. With a saver process, after return it becomes durable even if this process is killed."""
-
-    def staged(self, number: int, chunks: int) -> None:
-        """The first `chunks` chunks of a streamed job have been copied to its slot."""
-
-    def cut(self, number: int) -> None:
-        """No more chunks of a streamed job will be copied."""
 
     def withdraw(self, step: int) -> None:
         """Skip the oldest job whose upload has not begun, if there is one, in favour of a save of `step`.
@@ -116,12 +108,6 @@ class ThreadWriter:
     def submit(self, job: SaveJob) -> None:
         raw = self._segments[job.slot].view if job.slot is not None else memoryview(b"")
         self._pipeline.submit(job, raw)
-
-    def staged(self, number: int, chunks: int) -> None:
-        self._pipeline.staged(number, chunks)
-
-    def cut(self, number: int) -> None:
-        self._pipeline.cut(number)
 
     def withdraw(self, step: int) -> None:
         self._pipeline.withdraw(step)
@@ -186,12 +172,6 @@ class ProcessWriter:
 
     def submit(self, job: SaveJob) -> None:
         self._send(job)  # on return the message is in the socket's buffer, which outlives this process
-
-    def staged(self, number: int, chunks: int) -> None:
-        self._send(Staged(number, chunks))
-
-    def cut(self, number: int) -> None:
-        self._send(Cut(number))
 
     def withdraw(self, step: int) -> None:
         self._send(Withdraw(step))

@@ -155,8 +155,6 @@ class Store(ABC):
     """Number of concurrent ranged reads that is fastest."""
     longest_read: int = 0
     """Largest range to read through one open reader, where a large range needs no memory; 0: no preference."""
-    upload_bytes: int = 0
-    """Most bytes that a writer buffers for upload; may be set to less."""
     retry_s: float = 0.0
     """How long writers repeat requests that fail, where `resumes_uploads`; set by a RetryingStore."""
     resumes_uploads: bool = False

@@ -17,7 +17,6 @@ class WrappedStore(Store):
         self.identity = store.identity
         self.parallel_reads = store.parallel_reads
         self.longest_read = store.longest_read
-        self.upload_bytes = store.upload_bytes
         self.retry_s = store.retry_s
         self.resumes_uploads = store.resumes_uploads
         self.shared_between_processes = store.shared_between_processes

@@ -18,7 +18,7 @@ from ckpt.saver.messages import Done, Failed, Report, SaveJob, Setup, SliceRow
 from ckpt.saver.pipeline import SavePipeline
 from ckptstore.clock import system_clock
 from ckptstore.codecs.casting import CAST_TYPES, cast, cast_into, is_cast
-from ckptstore.errors import CorruptObject, InvalidRequest
+from ckptstore.errors import CorruptObject
 from ckptstore.format.boxes import Box
 from ckptstore.format.columns import column
 from ckptstore.format.documents import Content
@@ -154,8 +154,6 @@ def test_nothing_is_derived_unless_asked_for(tmp_path: Path) -> None:
     with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
         checkpointer.save(*training(torch.bfloat16), step=1)
     assert derived_of(str(tmp_path)) == {}
-    with pytest.raises(InvalidRequest, match="whole snapshots"):
-        Checkpointer(str(tmp_path), run="r", dedup_casts=True, staging_bytes=1 << 30)
 
 
 def save_halves(store: Store, cut: int) -> tuple[Content, Words]:

@@ -12,7 +12,7 @@ from ckpt.saver.throttle import CpuThrottle
 from ckptstore.format.shards import ChunkSpan, EncodedChunk
 from tests.support.waiting import wait_until
 
-SIZE = 100
+SIZE = BUDGET_BYTES // 3
 
 
 class Counted:
@@ -32,7 +32,7 @@ class Counted:
 
 @pytest.fixture
 def encoder() -> Iterator[Encoder]:
-    encoder = Encoder(CpuThrottle(None), 3 * SIZE)
+    encoder = Encoder(CpuThrottle(None))
     yield encoder
     encoder.close()
 
@@ -124,30 +124,10 @@ def test_chunks_in_memory_of_their_own_are_asked_for_as_the_budget_allows() -> N
         assert asked <= number + 5
 
 
-def test_a_chunk_of_a_stream_does_not_wait_for_the_next_one() -> None:
-    """The memory of the next one may be that of a chunk that has to be written first."""
-    work, written, encoder = Counted(), threading.Semaphore(), Encoder(CpuThrottle(None))
-
-    def stream() -> Iterator[tuple[memoryview, ChunkSpan]]:
-        for chunk in work.chunks(*range(5)):
-            assert written.acquire(timeout=60)
-            yield chunk
-
-    with encoder.begin(stream(), work.encode, streamed=True) as encoding:
-        for number, chunk in enumerate(encoding):
-            assert chunk.data[0] == number
-            written.release()
-    assert len(work.encoded) == 5
-    encoder.close()
-
-
-@pytest.mark.parametrize(
-    ("most", "expected"), [(0, [[3], [1], [9], [2], [2]]), (4, [[3, 1], [9], [2, 2]]), (5, [[3, 1], [9], [2, 2]])]
-)
-def test_chunks_are_handed_over_in_groups(most: int, expected: list[list[int]]) -> None:
-    chunks = [(memoryview(b""), ChunkSpan(0, size, "uint8")) for size in (3, 1, 9, 2, 2)]
-    found = [([span.bytes for _, span in group], size) for group, size in _groups(chunks, most)]
-    assert found == [(sizes, sum(sizes)) for sizes in expected]
+def test_chunks_are_handed_over_in_groups() -> None:
+    chunks = [(memoryview(b""), ChunkSpan(0, size << 20, "uint8")) for size in (3, 1, 9, 2, 2)]
+    found = [([span.bytes >> 20 for _, span in group], size >> 20) for group, size in _groups(chunks)]
+    assert found == [([3, 1], 4), ([9], 9), ([2, 2], 4)]
 
 
 class Machine:

@@ -19,7 +19,6 @@ from torch import nn
 
 from ckpt import Checkpointer
 from ckpt.saver.matching import LEAST_SHARE, MOST_ATTEMPTS, SAMPLE_BYTES, Holder, KnownChunk, compare, keys, worthwhile
-from ckpt.saver.streaming import LEAST_BYTES
 from ckptstore import names
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, list_checkpoints
@@ -327,48 +326,6 @@ def test_a_small_part_does_not_keep_a_large_checkpoint(checkpointer: Checkpointe
         model["trained"].data.add_(torch.randn(1_000_000))
         saved.append(checkpointer.save(model, None, step))
     assert [c.referenced_bytes for c in saved] == [0, 0, 0]
-
-
-@pytest.mark.parametrize("writer", ["process", "thread"])
-def test_what_did_not_change_is_left_out_of_a_stream(tmp_path: Path, writer: Any) -> None:
-    """Whatever lies behind it gets its place in the slot all the same."""
-    frozen = torch.randn(LEAST_BYTES // 8)
-    parts = {"a": torch.randn(1000), "b": frozen, "c": torch.randn(3_000_000), "d": frozen + 1, "e": torch.randn(1000)}
-    model = nn.ParameterDict({name: nn.Parameter(part, requires_grad=False) for name, part in parts.items()})
-    saved, states = [], {}
-    with Checkpointer(str(tmp_path), run=RUN, writer=writer, compress="off", staging_bytes=LEAST_BYTES) as checkpointer:
-        for step, changed in enumerate(["abcde", "ace", "c", "", "", "d"]):
-            for name in changed:
-                model[name].data[-1] += 1
-            handle = checkpointer.save_async(model, None, step)
-            saved.append(handle.result(60))
-            states[step] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        for step, state in states.items():
-            checkpointer.restore(model, checkpoint=step)
-            assert same(dict(model.state_dict()), state)
-    whole = saved[0].stored_bytes
-    assert whole > 1.2 * LEAST_BYTES
-    assert [c.referenced_bytes + c.stored_bytes for c in saved] == [whole] * 6
-    assert [c.referenced_bytes > 0.5 * whole for c in saved] == [False, *[True] * 5]
-    assert saved[4].stored_bytes == 0
-    assert handle.timings.referenced_bytes == saved[-1].referenced_bytes
-    assert checkpointer.counters.referenced_bytes == sum(c.referenced_bytes for c in saved)
-    assert len(marks(Run(open_store(str(tmp_path)), RUN))) >= 4
-    assert active_leases(Run(open_store(str(tmp_path)), RUN)) == {}
-    check_all(tmp_path)
-
-
-def test_a_small_part_of_a_stream_keeps_a_large_checkpoint_once_at_most(tmp_path: Path) -> None:
-    """The first time, its encoded size is unknown."""
-    model = nn.ParameterDict({"frozen": torch.zeros(20_000), "trained": torch.randn(LEAST_BYTES // 3)})
-    with Checkpointer(
-        str(tmp_path), run=RUN, writer="thread", compress="off", staging_bytes=LEAST_BYTES
-    ) as checkpointer:
-        saved = []
-        for step in range(5):
-            model["trained"].data.add_(1)
-            saved.append(checkpointer.save(model, None, step))
-    assert [c.referenced_bytes for c in saved] == [0, 80_000, 0, 0, 0]
 
 
 def test_chunks_are_found_again_where_their_slice_begins() -> None:

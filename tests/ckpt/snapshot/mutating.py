@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from ckpt import Checkpointer, SaveHandle
 from ckpt.capture.leaves import Leaves
-from ckpt.saver.streaming import LEAST_BYTES
 from ckpt.snapshot import transfer
 from ckpt.snapshot.guard import Guard, Sample
 from ckpt.snapshot.overlap import Overlap
@@ -35,7 +34,6 @@ from tests.support.waiting import wait_until
 
 _PATIENCE_S = 60
 _SMALL = ((100,), (4098,), (6000,), (70_000,), (300_000,), (600_000,))
-_LARGE = ((2_500_000,), (1_000_000,), (400_000,), (2_000_000,))
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,6 @@ class Life:
 
     number: int
     overlap: Literal[True, False, "verify"]
-    streamed: bool
     optimizer: str
     sizes: Sequence[tuple[int, ...]]
     piece_bytes: int
@@ -64,16 +61,14 @@ class Life:
     def draw(number: int) -> Life:
         rng = random.Random(number)
         name = rng.choice(list(MUTATIONS))
-        streamed = rng.random() < 0.15
-        sizes = rng.sample(_LARGE, 4) if streamed else rng.choices(_SMALL, k=rng.randint(1, 6))
-        events = 30 if streamed else 4 * len(sizes)
+        sizes = rng.choices(_SMALL, k=rng.randint(1, 6))
+        events = 4 * len(sizes)
         point = rng.choice([0, rng.randrange(events), rng.randrange(events), None])
         if point is None and not MUTATIONS[name].races:
             point = 0
         return Life(
             number=number,
             overlap=rng.choice([True, True, "verify", "verify", False]),
-            streamed=streamed,
             optimizer=rng.choice(["sgd", "adamw", "foreach", "fused"]),
             sizes=sizes,
             piece_bytes=rng.choice([64 << 10, 1 << 20, 16 << 20]),
@@ -170,8 +165,6 @@ def _live(life: Life, store: Path) -> str:
         return PausingGuard(make(overlap, *kept), pauses, kept)
 
     options: dict[str, Any] = {"overlap": life.overlap, "writer": "thread", "compress": "off", "split_replicas": True}
-    if life.streamed:
-        options["staging_bytes"] = LEAST_BYTES
     with (
         patch.object(Overlap, "guard", guard),
         patch.object(transfer, "_MOVED_BYTES", life.piece_bytes),

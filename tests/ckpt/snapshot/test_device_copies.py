@@ -17,7 +17,6 @@ from torch import nn
 from ckpt import Checkpointer
 from ckpt.device import DEVICES
 from ckpt.saver.segment import Segment
-from ckpt.saver.streaming import LEAST_BYTES
 from ckpt.snapshot.arena import Arena
 from ckpt.snapshot.device_copies import pin_segment
 from ckpt.snapshot.gathered import SMALL_BYTES
@@ -269,33 +268,6 @@ def test_a_change_that_moves_no_counter_is_found(training: Training, tmp_path: P
             assert "model/w1" in str(handle.exception())
             del training.saved[1]
         training.check(checkpointer)
-
-
-@pytest.mark.parametrize("seed", SCHEDULES)
-def test_a_stream_that_overlaps_has_small_leaves_of_a_device_as_they_are_at_the_call(seed: int, tmp_path: Path) -> None:
-    """Parameters on the CPU, which are idle here; and a buffer that kernels change before and after the call."""
-    model = nn.ParameterList(torch.full((LEAST_BYTES // 8 + 1,), 3.0) for _ in range(2))
-    optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    with plugged_in(seed) as simulated, open_run(tmp_path, staging_bytes=LEAST_BYTES) as checkpointer:
-        buffer = simulated.tensor(5.0)
-        model.register_buffer("average", buffer)
-        checkpointer.prepare(model, optim)
-        optim.step()
-        for _ in range(8):
-            simulated.launch(add_one(buffer))
-        handle = checkpointer.save_async(model, optim, 1)
-        assert checkpointer._saves.overlap is not None
-        assert checkpointer._saves.overlap._pending is not None  # it overlaps
-        for _ in range(8):
-            simulated.launch(add_one(buffer))
-        handle.result(PATIENCE_S)
-        found = checkpointer.load(1)
-        assert {name: sorted(set(tensor.tolist())) for name, tensor in found.items()} == {
-            "model/0": [3.0],
-            "model/1": [3.0],
-            "model/average": [13.0],
-        }
-        simulated.synchronize()
 
 
 def test_slots_are_unpinned_before_they_are_unmapped(tmp_path: Path) -> None:

@@ -310,8 +310,7 @@ def _later(checkpointer: Checkpointer) -> set[str]:
     pending = checkpointer._saves.overlap._pending
     if pending is None:
         return set()
-    assert isinstance(pending.transfer, Transfer)
-    return {leaf.slice.entry for leaf in pending.transfer.later}
+    return {piece.entry for piece in pending.transfer.later.slices}
 
 
 @pytest.mark.usefixtures("everywhere")
