@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from math import prod
 
 import torch
 import xxhash
-from torch.optim import Optimizer
 
-from ckpt.capture import modules, optimizers
+from ckpt.capture import modules
+from ckpt.capture.optimizers import NamedOptimizer
 from ckpt.capture.ownership import Unit
-from ckpt.capture.parts import Flat, TensorPart, check_within, part_of
+from ckpt.capture.parameters import Leaf
+from ckpt.capture.parts import check_within
 from ckpt.capture.tensors import dtype_name, tensor_bytes
 from ckpt.capture.train_state import TrainState
-from ckpt.capture.wrapped import inner_tensors, kind_of
+from ckpt.capture.wrapped import kind_of
 
 _SAMPLE = 64  # elements of each parameter that are compared between ranks
 _FRAME = Unit("", (), (), False, 0)
@@ -31,34 +32,24 @@ def describe(state: TrainState, sampled: bool, members: AbstractSet[int] | None 
     in part with no member.
     """
     state.reshard()
-    if members is not None:
-        _check_within(state, members)
     units: dict[str, Unit] = {}
     for item, chunks in state.modules.items():
         trusted = not sampled or all(map(modules.is_replicated, chunks))
         buffers = _storages(buffer for chunk in chunks for buffer in modules.unwrap(chunk).buffers())
         units[item_frame(item)] = _FRAME
-        for name, value in state.state(item).items():
-            path = f"{item}/{name}"
-            if not isinstance(value, torch.Tensor):
-                units[path] = _FRAME
-            elif unit := _unit(path, value, state.parameters.flats.get(id(value)), trusted, _storage(value) in buffers):
-                units[path] = unit
-    for item in state.optimizers:
-        units |= _optimizer_units(item, state, sampled)
+        for leaf in state.leaves(item):
+            if not isinstance(leaf.value, torch.Tensor):
+                units[leaf.unit] = _FRAME
+                continue
+            if members is not None:
+                check_within(leaf.path, leaf.part.cells, members)
+            if unit := _unit(leaf, trusted, _storage(leaf.value) in buffers):
+                units[leaf.unit] = unit
+    for item, named in state.named_optimizers.items():
+        units[optimizer_frame(item, state)] = _FRAME
+        for optimizer in named:
+            units |= _optimizer_units(optimizer, sampled, members)
     return units
-
-
-def _check_within(state: TrainState, members: AbstractSet[int]) -> None:
-    for item in state.modules:
-        for name, value in state.state(item).items():
-            if isinstance(value, torch.Tensor):
-                part = part_of(f"{item}/{name}", value, state.parameters.flats.get(id(value)))
-                check_within(f"{item}/{name}", part.cells, members)
-    for item, optimizer in ((item, one) for item, found in state.optimizers.items() for one in found):
-        for name, parameter in optimizers.parameters_by_name(optimizer, state).items():
-            keeper = optimizers.state_rank(optimizer, parameter)
-            check_within(f"{item}/{name}", () if keeper is None else ((keeper,),), members)
 
 
 def item_frame(item: str) -> str:
@@ -68,56 +59,51 @@ def item_frame(item: str) -> str:
 
 def optimizer_frame(item: str, state: TrainState) -> str:
     """The unit of what optimizers keep beside their state. Ranks with other parameters have another one."""
-    held = [list(optimizers.parameters_by_name(optimizer, state)) for optimizer in state.optimizers[item]]
+    held = [list(optimizer.leaves) for optimizer in state.named_optimizers[item]]
     return f"{item}#{xxhash.xxh3_64_hexdigest(repr(held).encode())}"
 
 
-def state_unit(item: str, name: str, optimizer: Optimizer, parameter: torch.Tensor, state: TrainState) -> str:
-    """The unit that an optimizer's state of a parameter belongs to: the parameter's, where it lies with it."""
-    own = f"{item}/{name}"
-    if optimizers.state_holder(optimizer) is not optimizer:
-        return own
-    return state.parameters.units.get(id(parameter), own)
-
-
-def _optimizer_units(item: str, state: TrainState, sampled: bool) -> dict[str, Unit]:
-    """The frame; and parameters whose state is not kept where they are, or that belong to no module."""
-    units, in_modules = {optimizer_frame(item, state): _FRAME}, state.parameters.units
-    for optimizer in state.optimizers[item]:
-        for name, parameter in optimizers.parameters_by_name(optimizer, state).items():
-            if optimizers.state_holder(optimizer) is not optimizer:
-                if optimizers.keeps_state_here(optimizer, parameter):
-                    units[f"{item}/{name}"] = Unit("", (), (), False, parameter.nbytes)
-            elif id(parameter) not in in_modules and (unit := _unit(name, parameter, None, not sampled, False)):
-                units[f"{item}/{name}"] = unit
+def _optimizer_units(optimizer: NamedOptimizer, sampled: bool, members: AbstractSet[int] | None) -> dict[str, Unit]:
+    """Parameters whose state is not kept where they are, or that belong to no module."""
+    units = {}
+    for leaf in optimizer.leaves.values():
+        keeper = optimizer.keeper(leaf)
+        if members is not None and keeper is not None:
+            check_within(leaf.path, ((keeper,),), members)
+        if leaf.unit != leaf.path:
+            continue
+        if optimizer.holder is not optimizer.optimizer:
+            if optimizer.keeps_state_here(leaf):
+                units[leaf.unit] = Unit("", (), (), False, leaf.value.nbytes)
+        elif unit := _unit(leaf, not sampled, False):
+            units[leaf.unit] = unit
     return units
 
 
-def _unit(path: str, tensor: torch.Tensor, flat: Flat | None, trusted: bool, buffer: bool) -> Unit | None:
+def _unit(leaf: Leaf, trusted: bool, buffer: bool) -> Unit | None:
     """What this rank holds of a tensor; None if nothing."""
-    inner = inner_tensors(path, tensor)
-    part = part_of(path, tensor, flat)
+    tensor, inner, part = leaf.value, leaf.inner(), leaf.part
     if not part.pieces:
         return None
-    inner_units = [_unit(f"{path}/{name}", one, None, trusted, buffer) for name, one in (inner or {}).items()]
-    wrapped = [unit for unit in inner_units if unit is not None]
+    wrapped = [unit for one in inner or () if (unit := _unit(one, trusted, buffer))]
+    sample = ""
+    if not trusted and part.ranks is None:
+        sample = " ".join(unit.sample for unit in wrapped) if wrapped else _sample(part.pieces[0].tensor)
+    kinds = [dtype_name(leaf.path, tensor)] if inner is None else [kind_of(tensor), *(unit.dtype for unit in wrapped)]
     return Unit(
-        dtype=dtype_name(path, tensor) if inner is None else " ".join([kind_of(tensor), *(u.dtype for u in wrapped)]),
+        dtype=" ".join(kinds),
         shape=part.shape,
         boxes=part.boxes,
         distributed=part.ranks is not None,
         bytes=prod(part.shape) * tensor.element_size(),
-        sample="" if trusted or part.ranks is not None else _sample(part, wrapped),
+        sample=sample,
         buffer=buffer,
     )
 
 
-def _sample(part: TensorPart, inner: Sequence[Unit]) -> str:
-    if inner:
-        return " ".join(unit.sample for unit in inner)
+def _sample(tensor: torch.Tensor) -> str:
     # A copy: torch refuses to resize a storage once numpy has seen its memory.
-    values = part.pieces[0].tensor.reshape(-1)[:_SAMPLE].clone().cpu()
-    return xxhash.xxh3_64_hexdigest(tensor_bytes(values))
+    return xxhash.xxh3_64_hexdigest(tensor_bytes(tensor.reshape(-1)[:_SAMPLE].clone().cpu()))
 
 
 def _storage(tensor: torch.Tensor) -> int:

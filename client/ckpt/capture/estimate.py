@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -10,11 +9,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ckpt.capture import optimizers
-from ckpt.capture.describe import state_unit
 from ckpt.capture.leaves import Captured
+from ckpt.capture.optimizers import NamedOptimizer
 from ckpt.capture.ownership import Ownership
-from ckpt.capture.parts import part_of
 from ckpt.capture.train_state import TrainState
 from ckptstore.format import boxes
 
@@ -36,36 +33,28 @@ def estimate_snapshot_bytes(captured: Captured, state: TrainState, ownership: Ow
 
     What optimizers of other kinds are still to make is not in it.
     """
-    to_come = (
-        _bytes_to_come(item, optimizer, ownership, state)
-        for item, found in state.optimizers.items()
-        for optimizer in found
-    )
-    return sum(piece.bytes for piece in captured.leaves.slices) + sum(to_come)
+    named = (optimizer for found in state.named_optimizers.values() for optimizer in found)
+    to_come = sum(_bytes_to_come(optimizer, ownership) for optimizer in named)
+    return sum(piece.bytes for piece in captured.leaves.slices) + to_come
 
 
-def _bytes_to_come(item: str, optimizer: Optimizer, ownership: Ownership, state: TrainState) -> int:
+def _bytes_to_come(optimizer: NamedOptimizer, ownership: Ownership) -> int:
+    """Of the state that the next step makes here."""
     rehearsed: dict[tuple[int, torch.dtype, int], _Kept] = {}
+    pairs = zip(optimizer.optimizer.param_groups, optimizer.groups, strict=True)
     total = 0
-    for group, name, parameter in _without_state(optimizer, state):
+    for group, leaf in ((group, leaf) for group, held in pairs for one in held for leaf in one):
+        parameter = leaf.value
+        if not parameter.requires_grad or not optimizer.keeps_state_here(leaf) or optimizer.live_state(leaf):
+            continue
         key = (id(group), parameter.dtype, min(parameter.dim(), 2))
         if key not in rehearsed:
-            rehearsed[key] = _rehearse(optimizers.state_holder(optimizer), group, parameter.dtype, key[2])
-        kept = rehearsed[key]
-        part = part_of(name, parameter, state.parameters.flats.get(id(parameter)))
+            rehearsed[key] = _rehearse(optimizer.holder, group, parameter.dtype, key[2])
+        kept, part = rehearsed[key], leaf.part
         total += kept.besides
-        if ownership.writes(state_unit(item, name, optimizer, parameter, state), part):
+        if ownership.writes(leaf.unit, part):
             total += kept.per_element * sum(prod(boxes.sizes(box)) for box in part.boxes)
     return total
-
-
-def _without_state(optimizer: Optimizer, state: TrainState) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-    """The parameters, with their group, for which the next step makes state here."""
-    for group, named in zip(optimizer.param_groups, optimizers.named_groups(optimizer, state), strict=True):
-        for name, parameter in (found for held in named for found in held.items()):
-            trains = parameter.requires_grad and optimizers.keeps_state_here(optimizer, parameter)
-            if trains and not optimizers.live_state(optimizer, parameter, state):
-                yield group, name, parameter
 
 
 def _rehearse(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, dimensions: int) -> _Kept:

@@ -153,7 +153,7 @@ def _describe(state: TrainState, made: StateFingerprint, collector: TensorCollec
     views = [(one.shape, one.stride(), one.storage_offset()) for _, one in found]
     places = [(n, () if one.is_set_to(made.locals[n]) else at) for (n, one), at in zip(found, views, strict=True)]
     writes = [item for item in state.optimizers if collector.ownership.owns(optimizer_frame(item, state))]
-    groups = {item: [optimizers.group_names(one, state) for one in state.optimizers[item]] for item in writes}
+    groups = {item: [one.names for one in state.named_optimizers[item]] for item in writes}
     kept = Captured(Leaves(list(leaves.slices), changes=list(leaves.changes)), dict(captured.trees))
     kept.aliases |= captured.aliases
     return _Description(made.marks, kept, places, collector.beside(Captured()), groups)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from ckpt.capture.parameters import Pack, Parameters
+from ckpt.capture.leaves import Change
+from ckpt.capture.parameters import Leaf, Pack, Parameters
 from ckpt.capture.parts import Flat
 from ckptstore.errors import UnsupportedObject
 
@@ -51,9 +53,8 @@ def reshard(modules: Iterable[nn.Module]) -> None:
                     child.reshard()
 
 
-def raw_state(module: nn.Module, known: Parameters) -> dict[str, Any]:
-    """state_dict under the names that the unwrapped module gives, of the live tensors. No collective."""
-    inner = unwrap(module)
+def _raw_state(inner: nn.Module, known: Parameters) -> dict[str, Any]:
+    """state_dict of an unwrapped module, of the live tensors. No collective."""
     if not any(isinstance(child, FullyShardedDataParallel) for child in inner.modules()):
         return dict(inner.state_dict(keep_vars=True))
     # state_dict of FSDP1 gathers every parameter from all ranks.
@@ -67,9 +68,16 @@ def raw_state(module: nn.Module, known: Parameters) -> dict[str, Any]:
     return state
 
 
-def module_state(module: nn.Module, known: Parameters) -> dict[str, Any]:
-    """state_dict by canonical names, of the live tensors."""
-    return {canonical(name): value for name, value in raw_state(module, known).items()}
+def module_leaves(item: str, module: nn.Module, known: Parameters, stepped: AbstractSet[int]) -> Iterator[Leaf]:
+    """What `state_dict` has of a module, as live tensors. stepped: ids of the parameters that optimizers update."""
+    inner = unwrap(module)
+    for raw, value in _raw_state(inner, known).items():
+        name, parameter = canonical(raw), known.leaves.get(id(value))
+        change = Change.STEP if id(value) in stepped else Change.ANY_TIME
+        if isinstance(value, nn.Parameter) and not value.requires_grad:
+            change = Change.NEVER
+        flat = None if parameter is None else parameter.flat
+        yield Leaf(item, name, value, f"{item}/{name}", change, flat, inner, raw)
 
 
 def named_parameters(

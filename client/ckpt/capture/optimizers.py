@@ -10,15 +10,15 @@ between save and restore changes nothing.
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ckpt.capture.parameters import OptimizerState
-from ckpt.capture.train_state import TrainState
+from ckpt.capture.leaves import Change
+from ckpt.capture.parameters import Leaf, OptimizerState, Parameters
 from ckptstore.errors import StateMismatch, UnsupportedObject
 
 CLASS = "optimizer_class"
@@ -26,37 +26,125 @@ CLASS = "optimizer_class"
 _NOT_OPTIONS = ("params", "param_names", CLASS)
 
 
-def parameters_by_name(optimizer: Optimizer, train_state: TrainState) -> dict[str, torch.Tensor]:
-    """Every parameter of the optimizer. One that belongs to no module is named by its place."""
-    return {name: p for group in named_groups(optimizer, train_state) for held in group for name, p in held.items()}
+class NamedOptimizer:
+    """An optimizer of a state, with its parameters by name. One that belongs to no module is named by its place."""
 
+    def __init__(self, item: str, optimizer: Optimizer, parameters: Parameters) -> None:
+        self.item = item
+        self.optimizer = optimizer
+        self.holder = state_holder(optimizer)
+        """The optimizer that keeps the state."""
+        self.groups: list[list[list[Leaf]]] = []
+        """By group and by parameter: the leaves that it stands for. One, but for a flat parameter."""
+        self._packs = parameters.packs
+        for g, group in enumerate(optimizer.param_groups):
+            given = group.get("param_names") or [f"group{g}.param{i}" for i in range(len(group["params"]))]
+            pairs = zip(group["params"], given, strict=True)
+            self.groups.append([self._leaves_of(parameter, name, parameters) for parameter, name in pairs])
+        self.leaves = {leaf.name: leaf for group in self.groups for held in group for leaf in held}
+        """Every parameter."""
 
-def named_groups(optimizer: Optimizer, train_state: TrainState) -> list[list[dict[str, torch.Tensor]]]:
-    """By group and by parameter: the names, and live parameters, that it stands for."""
-    named, parameters = [], train_state.parameters
-    for g, group in enumerate(optimizer.param_groups):
-        given = group.get("param_names") or [f"group{g}.param{i}" for i in range(len(group["params"]))]
-        named.append([parameters.known_as(p, fallback) for p, fallback in zip(group["params"], given, strict=True)])
-    return named
+    @property
+    def names(self) -> list[list[str]]:
+        """The names of the parameters of each group."""
+        return [[leaf.name for held in group for leaf in held] for group in self.groups]
 
+    def _leaves_of(self, parameter: torch.Tensor, name: str, parameters: Parameters) -> list[Leaf]:
+        pack = self._packs.get(id(parameter))
+        live = [parameter] if pack is None else pack.views.values()
+        return [self._leaf(one, parameters.leaves.get(id(one)), name) for one in live]
 
-def group_names(optimizer: Optimizer, train_state: TrainState) -> list[list[str]]:
-    """The names of the parameters of each group."""
-    return [[name for held in group for name in held] for group in named_groups(optimizer, train_state)]
+    def _leaf(self, parameter: torch.Tensor, known: Leaf | None, name: str) -> Leaf:
+        if known is not None:
+            name = known.name
+        unit = known.unit if known is not None and self.holder is self.optimizer else f"{self.item}/{name}"
+        return Leaf(self.item, name, parameter, unit, Change.STEP, None if known is None else known.flat)
 
+    def keeps_state_here(self, leaf: Leaf) -> bool:
+        """Whether this rank keeps the state of a parameter: ZeroRedundancyOptimizer gives each to one rank."""
+        zero = _as_zero(self.optimizer)
+        return zero is None or bool(zero._param_to_rank[leaf.value] == zero.rank)
 
-def keeps_state_here(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
-    """Whether this rank keeps the state of a parameter: ZeroRedundancyOptimizer gives each to one rank."""
-    zero = _as_zero(optimizer)
-    return zero is None or bool(zero._param_to_rank[parameter] == zero.rank)
+    def keeper(self, leaf: Leaf) -> int | None:
+        """The global rank that alone keeps the state of a parameter; None: each rank that has the parameter does."""
+        zero = _as_zero(self.optimizer)
+        if zero is None:
+            return None
+        return torch.distributed.get_global_rank(zero.process_group, zero._param_to_rank[leaf.value])
 
+    def live_state(self, leaf: Leaf) -> OptimizerState:
+        """What the optimizer keeps now for one parameter; tensors alias the live ones."""
+        pack, state = self._packs.get(id(leaf.value)), self.holder.state
+        if pack is None:
+            return cast(OptimizerState, state.get(leaf.value, {}))
+        return pack.take(leaf.value, state.get(pack.parameter, {}))
 
-def state_rank(optimizer: Optimizer, parameter: torch.Tensor) -> int | None:
-    """The global rank that alone keeps the state of a parameter; None: each rank that has the parameter does."""
-    zero = _as_zero(optimizer)
-    if zero is None:
-        return None
-    return torch.distributed.get_global_rank(zero.process_group, zero._param_to_rank[parameter])
+    def state(self) -> dict[str, Any]:
+        """The named state; tensors alias the live ones. No collective."""
+        if self.holder is not self.optimizer:
+            # Its state_dict is gathered from all ranks first.
+            live = {name: self.live_state(leaf) for name, leaf in self.leaves.items()}
+            state_here = {name: state for name, state in live.items() if state}
+            return {"state": state_here, "groups": describe_groups(self.optimizer, self.names)}
+        state = self.optimizer.state_dict()
+        named: dict[str, Any] = {}
+        ordered = [held for group in self.groups for held in group]
+        for key, value in state["state"].items():
+            stands_for = ordered[key] if isinstance(key, int) else []
+            if not any(id(leaf.value) in self._packs for leaf in stands_for):
+                named[stands_for[0].name if stands_for else key] = value
+                continue
+            for leaf in stands_for:
+                if leaf.value.numel():  # others keep the state of what this rank has nothing of
+                    named[leaf.name] = self._packs[id(leaf.value)].take(leaf.value, value)
+        frame = _described(self.optimizer, self.names, state["param_groups"])
+        extra = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+        return {"state": named, "groups": frame, **extra}
+
+    def other_classes(self, saved: Sequence[dict[str, Any]]) -> list[str]:
+        """The classes of the optimizers that saved these parameters, if they are known and not this one's."""
+        found = {group.get(CLASS) for group in saved if any(name in self.leaves for name in group["params"])}
+        return sorted(str(kind) for kind in found - {None, _class_of(self.optimizer)})
+
+    def check_groups(self, saved: Sequence[dict[str, Any]]) -> None:
+        """StateMismatch if the saved groups have no options for a live one. Tensors are not compared yet."""
+        known = [{key: value for key, value in group.items() if not isinstance(value, torch.Tensor)} for group in saved]
+        for names, group in zip(self.names, self.optimizer.param_groups, strict=True):
+            _group_options(names, group, known)
+
+    def load_state(self, named: dict[str, Any], alone: bool) -> None:
+        """Replace the state by the named state. Tensors are taken as they are, never cast.
+
+        State that is not in `named` is removed, as Optimizer.load_state_dict does. alone: False if further optimizers
+        share the item; state that belongs to no parameter is then left as it is.
+        Optimizer.load_state_dict would cast state to its parameter's type, which is not exact.
+        An optimizer that overrides it gets the indexed state_dict it expects.
+        """
+        pairs = zip(self.names, self.optimizer.param_groups, strict=True)
+        groups = [_group_options(members, group, named["groups"]) for members, group in pairs]
+        inner = self.holder
+        if type(inner).load_state_dict is not Optimizer.load_state_dict:
+            index = {name: i for i, name in enumerate(self.leaves)}
+            inner.load_state_dict(_indexed(inner, named, groups, index))
+            return
+        for group, options in zip(self.optimizer.param_groups, groups, strict=True):
+            _update_options(group, options)
+        for key in [key for key in inner.state if alone or isinstance(key, torch.Tensor)]:
+            del inner.state[key]
+        self._set_state(named["state"])
+        # What Optimizer.load_state_dict does last: subclasses fill in options that older versions lacked.
+        inner.__setstate__({"state": inner.state, "param_groups": inner.param_groups})
+
+    def _set_state(self, named: dict[str, OptimizerState]) -> None:
+        for name, state in named.items():
+            leaf = self.leaves.get(name)
+            if leaf is None or id(leaf.value) not in self._packs:
+                kept: dict[Any, OptimizerState] = self.holder.state
+                kept[name if leaf is None else leaf.value] = state
+        for held in (held for group in self.groups for held in group):
+            pack = self._packs.get(id(held[0].value))
+            if pack is not None and (joined := pack.join([named.get(leaf.name, {}) for leaf in held])):
+                self.holder.state[pack.parameter] = joined
 
 
 def state_holder(optimizer: Optimizer) -> Optimizer:
@@ -69,14 +157,6 @@ def _as_zero(optimizer: Optimizer) -> Any:
     """The optimizer, if it is a ZeroRedundancyOptimizer; its module is slow to import, and warns."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return optimizer if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer) else None
-
-
-def live_state(optimizer: Optimizer, parameter: torch.Tensor, train_state: TrainState) -> OptimizerState:
-    """What the optimizer keeps now for one parameter; tensors alias the live ones."""
-    pack, state = train_state.parameters.packs.get(id(parameter)), state_holder(optimizer).state
-    if pack is None:
-        return cast(OptimizerState, state.get(parameter, {}))
-    return pack.take(parameter, state.get(pack.parameter, {}))
 
 
 def check_sharded_alike(path: str, parameter: torch.Tensor, state: Any) -> None:
@@ -96,36 +176,6 @@ def check_sharded_alike(path: str, parameter: torch.Tensor, state: Any) -> None:
             )
 
 
-def optimizer_state(optimizer: Optimizer, train_state: TrainState) -> dict[str, Any]:
-    """The named state; tensors alias the live ones. No collective."""
-    groups, packs = named_groups(optimizer, train_state), train_state.parameters.packs
-    names = [[name for held in group for name in held] for group in groups]
-    if state_holder(optimizer) is not optimizer:
-        # Its state_dict is gathered from all ranks first.
-        live = {
-            name: live_state(optimizer, p, train_state)
-            for group in groups
-            for held in group
-            for name, p in held.items()
-        }
-        state_here = {name: state for name, state in live.items() if state}
-        return {"state": state_here, "groups": describe_groups(optimizer, names)}
-    state = optimizer.state_dict()
-    named: dict[str, Any] = {}
-    ordered = [held for group in groups for held in group]
-    for key, value in state["state"].items():
-        stands_for = ordered[key] if isinstance(key, int) else {}
-        if not any(id(one) in packs for one in stands_for.values()):
-            named[next(iter(stands_for), key)] = value
-            continue
-        for name, one in stands_for.items():
-            if one.numel():  # others keep the state of what this rank has nothing of
-                named[name] = packs[id(one)].take(one, value)
-    frame = _described(optimizer, names, state["param_groups"])
-    extra = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
-    return {"state": named, "groups": frame, **extra}
-
-
 def describe_groups(optimizer: Optimizer, names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
     """The options of each group, the names of its parameters, and the class of the optimizer."""
     return _described(optimizer, names, optimizer.param_groups)
@@ -140,56 +190,6 @@ def _described(
 
 def _class_of(optimizer: Optimizer) -> str:
     return type(state_holder(optimizer)).__name__
-
-
-def other_classes(optimizer: Optimizer, names: Container[str], saved: Sequence[dict[str, Any]]) -> list[str]:
-    """The classes of the optimizers that saved the parameters `names`, if they are known and not this one's."""
-    found = {group.get(CLASS) for group in saved if any(name in names for name in group["params"])}
-    return sorted(str(kind) for kind in found - {None, _class_of(optimizer)})
-
-
-def check_groups(optimizer: Optimizer, saved: Sequence[dict[str, Any]], train_state: TrainState) -> None:
-    """StateMismatch if the saved parameter groups have no options for a live one. Tensors are not compared yet."""
-    known = [{key: value for key, value in group.items() if not isinstance(value, torch.Tensor)} for group in saved]
-    for held, group in zip(named_groups(optimizer, train_state), optimizer.param_groups, strict=True):
-        _group_options([name for one in held for name in one], group, known)
-
-
-def load_optimizer_state(
-    optimizer: Optimizer, named: dict[str, Any], train_state: TrainState, alone: bool = True
-) -> None:
-    """Replace the state of an optimizer by the named state. Tensors are taken as they are, never cast.
-
-    State that is not in `named` is removed, as Optimizer.load_state_dict does. alone: False if further optimizers
-    share the item; state that belongs to no parameter is then left as it is.
-    Optimizer.load_state_dict would cast state to its parameter's type, which is not exact.
-    An optimizer that overrides it gets the indexed state_dict it expects.
-    """
-    held, known = named_groups(optimizer, train_state), train_state.parameters
-    names = [[name for one in group for name in one] for group in held]
-    groups = [
-        _group_options(members, group, named["groups"])
-        for members, group in zip(names, optimizer.param_groups, strict=True)
-    ]
-    inner = state_holder(optimizer)
-    live = {name: parameter for group in held for one in group for name, parameter in one.items()}
-    if type(inner).load_state_dict is not Optimizer.load_state_dict:
-        index = {name: i for i, name in enumerate(live)}
-        inner.load_state_dict(_indexed(inner, named, groups, index))
-        return
-    for group, options in zip(optimizer.param_groups, groups, strict=True):
-        _update_options(group, options)
-    for key in [key for key in inner.state if alone or isinstance(key, torch.Tensor)]:
-        del inner.state[key]
-    for name, state in named["state"].items():
-        if id(live.get(name)) not in known.packs:
-            inner.state[live.get(name, name)] = state
-    for pack in {id(pack): pack for one in live.values() if (pack := known.packs.get(id(one)))}.values():
-        by_view = {view: named["state"].get(known.names[id(one)], {}) for view, one in pack.views.items()}
-        if joined := pack.join(by_view):
-            inner.state[pack.parameter] = joined
-    # What Optimizer.load_state_dict does last: subclasses fill in options that older versions lacked.
-    inner.__setstate__({"state": inner.state, "param_groups": inner.param_groups})
 
 
 def _group_options(names: Iterable[str], group: dict[str, Any], saved: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -1,14 +1,17 @@
-"""What is known of the live parameters: names, units of ownership, and what FSDP1 keeps of them. No collective."""
+"""The leaves of a state: live tensors by name, and what is known of parameters. No collective; copies nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import nn
 
-from ckpt.capture.parts import Flat
+from ckpt.capture.leaves import Change
+from ckpt.capture.parts import Flat, TensorPart, part_of
+from ckpt.capture.wrapped import inner_tensors
 
 OptimizerState = dict[str, Any]
 """What an optimizer keeps for one parameter."""
@@ -28,11 +31,11 @@ class Pack:
         """One view's part of the flat parameter's state; state that is not flat goes to every view."""
         return {key: self._part(view, value) if self._is_flat(value) else value for key, value in state.items()}
 
-    def join(self, states: Mapping[str, OptimizerState]) -> OptimizerState:
-        """The flat parameter's state, joined from the state of the parameters in it."""
+    def join(self, states: Iterable[OptimizerState]) -> OptimizerState:
+        """The flat parameter's state, joined from the states of its views, in their order."""
         joined: OptimizerState = {}
-        for name, view in self.views.items():
-            for key, value in states.get(name, {}).items():
+        for view, state in zip(self.views.values(), states, strict=True):
+            for key, value in state.items():
                 if not isinstance(value, torch.Tensor) or value.dim() != 1 or value.shape != view.shape:
                     joined.setdefault(key, value)
                     continue
@@ -48,21 +51,53 @@ class Pack:
         return flat[at : at + view.numel()]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Leaf:
+    """A value of a module under its canonical name, or a parameter under the name that its optimizer state has."""
+
+    item: str
+    name: str
+    value: Any
+    """The live tensor; modules also have values of other types, as extra state."""
+    unit: str
+    """The unit of ownership that it belongs to, with the state that an optimizer keeps for it."""
+    change: Change = Change.ANY_TIME
+    flat: Flat | None = None
+    """How FSDP1 keeps it, and its optimizer state."""
+    module: nn.Module | None = None
+    """The one whose `state_dict` has the value."""
+    raw: str = ""
+    """Its name in that."""
+
+    @property
+    def path(self) -> str:
+        """The name of its entry, if it is a module's; for messages."""
+        return f"{self.item}/{self.name}"
+
+    @property
+    def part(self) -> TensorPart:
+        """The part of the global tensor that this process holds. Raises UnsupportedObject, as `part_of` does."""
+        return self.part_of(self.path, self.value)
+
+    def part_of(self, path: str, tensor: torch.Tensor) -> TensorPart:
+        """The same of a tensor that belongs to this one: a gradient, optimizer state."""
+        return part_of(path, tensor, self.flat)
+
+    def inner(self) -> list[Leaf] | None:
+        """The tensors that a wrapper consists of; `raw` is the attribute. None for all other values."""
+        inner = inner_tensors(self.path, self.value) if isinstance(self.value, torch.Tensor) else None
+        if inner is None:
+            return None
+        return [replace(self, name=f"{self.name}/{raw}", value=one, flat=None, raw=raw) for raw, one in inner.items()]
+
+
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """The parameters of all modules, by id. Valid as long as the modules stay as they are."""
+    """The parameters of all modules. Valid as long as the modules stay as they are."""
 
-    names: dict[int, str] = field(default_factory=dict)
-    """The names under which optimizer state is stored."""
-    units: dict[int, str] = field(default_factory=dict)
-    """The ownership unit of each parameter: item/name."""
-    flats: dict[int, Flat] = field(default_factory=dict)
-    """The range of each flattened parameter that FSDP1 keeps on this rank."""
+    by_name: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    """By item and canonical name; a shared one of a module under its first name."""
+    leaves: dict[int, Leaf] = field(default_factory=dict)
+    """By id; the name is the one under which optimizer state is stored."""
     packs: dict[int, Pack] = field(default_factory=dict)
     """By id of the flat parameter, and of each view."""
-
-    def known_as(self, parameter: torch.Tensor, fallback: str) -> dict[str, torch.Tensor]:
-        """The parameters, by name, that a parameter of an optimizer stands for: one, but for a flat one."""
-        pack = self.packs.get(id(parameter))
-        live = [parameter] if pack is None else list(pack.views.values())
-        return {self.names.get(id(one), fallback): one for one in live}

@@ -14,7 +14,8 @@ from ckpt.capture import collector
 from ckpt.capture.arrays import is_array, is_template
 from ckpt.capture.collector import Collector
 from ckpt.capture.leaves import Change, StateLeaf
-from ckpt.capture.parts import Flat, TensorPart, part_of
+from ckpt.capture.parameters import Leaf
+from ckpt.capture.parts import TensorPart, part_of
 from ckpt.capture.reads import Number
 from ckpt.capture.wrapped import inner_tensors, is_plain_type, kind_of
 from ckpt.device import has_device
@@ -32,23 +33,23 @@ _BUFFER_TYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.in
 class TensorCollector(Collector):
     """Also collects tensors: those of values, and the state of modules and optimizers."""
 
-    def shared(self, unit: str, path: str, value: Any, change: Change, flat: Flat | None = None) -> JSON:
-        """The tree of state that belongs to no single rank. Of its tensors the shard gets what this rank writes.
-
-        A wrapper is a dict of its inner tensors.
+    def shared(self, leaf: Leaf, path: str, value: Any) -> JSON:
+        """The tree of a leaf's state, which belongs to no single rank. Of its tensors the shard gets what this rank
+        writes. A wrapper is a dict of its inner tensors.
         """
 
-        def leaf(at: str, found: Any) -> JSON:
+        array_leaf = Leaf(leaf.item, leaf.name, None, leaf.unit)  # FSDP1 does not cut arrays
+
+        def node(at: str, found: Any) -> JSON:
             if isinstance(found, torch.Tensor):
                 if (inner := inner_tensors(at, found)) is not None:
-                    return encode_tree(inner, at, leaf)
-                return {TAG: "tensor", "name": self._store_part(unit, at, found, change, flat), **_device(found)}
+                    return encode_tree(inner, at, node)
+                return {TAG: "tensor", "name": self._store(at, found, leaf), **_device(found)}
             if isinstance(found, np.ndarray):
-                array = _from_array(at, found)
-                return {TAG: "array", "name": self._store_part(unit, at, array, Change.ANY_TIME)}
+                return {TAG: "array", "name": self._store(at, _from_array(at, found), array_leaf)}
             return small_leaf(at, found)
 
-        return encode_tree(value, path, with_records(leaf))
+        return encode_tree(value, path, with_records(node))
 
     def _inline_leaf(self, path: str, value: Any) -> JSON:
         if not isinstance(value, torch.Tensor) or not has_device(value):
@@ -69,32 +70,23 @@ class TensorCollector(Collector):
             return {TAG: "tensor", "name": self._store(name, whole(path, value)), **_device(value)}
         return super()._leaf(path, value, name)
 
-    def _store(self, path: str, tensor: torch.Tensor) -> str:
-        """Add a whole tensor of this rank alone to the shard; returns the name of its entry."""
-        dtype = dtype_name(path, tensor)
-        name, first = self._name(path, dtype, part_of(path, tensor), self.ownership.rank)
-        if name != first:
-            self.captured.aliases[name] = first
-        else:
-            self._add(first, dtype, part_of(path, tensor), tensor, Change.ANY_TIME)
-        return first
+    def _store(self, path: str, tensor: torch.Tensor, leaf: Leaf | None = None) -> str:
+        """Add what this rank writes of a tensor to the shard; returns the name of its entry.
 
-    def _store_part(self, unit: str, path: str, tensor: torch.Tensor, change: Change, flat: Flat | None = None) -> str:
-        """Add what this rank writes of a shared tensor to the shard; returns the name of its entry."""
-        dtype, part = dtype_name(path, tensor), part_of(path, tensor, flat)
-        name, first = self._name(path, dtype, part, self.ownership.owner.get(unit))
+        leaf: the one that it is, or is the state of; None: it belongs to this rank alone.
+        """
+        dtype, ownership = dtype_name(path, tensor), self.ownership
+        part = part_of(path, tensor) if leaf is None else leaf.part_of(path, tensor)
+        name, first = self._name(path, dtype, part, ownership.rank if leaf is None else ownership.owner.get(leaf.unit))
         if name != first:
-            if self.ownership.owns(unit):
+            if leaf is None or ownership.owns(leaf.unit):
                 self.captured.aliases[name] = first
-        elif self.ownership.writes(unit, part):
-            self._add(first, dtype, part, tensor, change)
+        elif leaf is None or ownership.writes(leaf.unit, part):
+            change = Change.ANY_TIME if leaf is None else leaf.change
+            for piece in part.pieces:
+                of_entry = Slice(name, dtype, part.shape, piece.box)
+                self.captured.leaves.append(StateLeaf(of_entry, piece.tensor, tensor, change))
         return first
-
-    def _add(self, name: str, dtype: str, part: TensorPart, origin: torch.Tensor, change: Change) -> None:
-        for piece in part.pieces:
-            self.captured.leaves.append(
-                StateLeaf(Slice(name, dtype, part.shape, piece.box), piece.tensor, origin, change)
-            )
 
     def _name(self, path: str, dtype: str, part: TensorPart, owner: int | None) -> tuple[str, str]:
         """A name that is not in use, and the name under which the same memory was seen first.

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from ckpt.capture.parameters import Parameters
+    from ckpt.capture.optimizers import NamedOptimizer
+    from ckpt.capture.parameters import Leaf, Parameters
 
     Model = nn.Module | Sequence[nn.Module]
     Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
@@ -108,34 +109,64 @@ class TrainState:
         return replace(self, others={}, shared={})
 
     def reshard(self) -> None:
-        """Put every parameter into the form in which optimizers hold it. Local; invalidates `parameters`."""
+        """Put every parameter into the form in which optimizers hold it. Local; leaves are then looked for again."""
         if self.modules:
             from ckpt.capture import modules
 
             modules.reshard(chunk for chunks in self.modules.values() for chunk in chunks)
-        self.__dict__.pop("parameters", None)
+        for known in ("parameters", "named_optimizers", "_found"):
+            self.__dict__.pop(known, None)
 
     @cached_property
     def parameters(self) -> Parameters:
-        """The live parameters by id; names of modules other than the model begin with the item's name.
-
-        Computed once, and again after `reshard`, which replaces parameters that fully_shard had gathered.
-        """
+        """The live parameters; valid until `reshard` replaces those that fully_shard had gathered."""
         from ckpt.capture import modules
-        from ckpt.capture.parameters import Parameters
+        from ckpt.capture.parameters import Leaf, Parameters
 
         known = Parameters()
         for item, chunks in self.modules.items():
-            prefix = self.prefix(item)
+            flats: dict[int, Any] = {}
             for chunk in chunks:
-                flats, packs = modules.flat_parameters(chunk)
-                known.flats.update(flats)
+                more, packs = modules.flat_parameters(chunk)
+                flats |= more
                 for pack in packs:
                     known.packs.update({id(one): pack for one in (pack.parameter, *pack.views.values())})
-            for name, parameter in self._joined(item, lambda chunk: modules.named_parameters(chunk, known)).items():
-                known.names.setdefault(id(parameter), prefix + name)
-                known.units.setdefault(id(parameter), f"{item}/{name}")
+            named = _joined(item, (pair for chunk in chunks for pair in modules.named_parameters(chunk, known)))
+            known.by_name[item] = named
+            for name, one in named.items():
+                leaf = Leaf(item, self.prefix(item) + name, one, f"{item}/{name}", flat=flats.get(id(one)))
+                known.leaves.setdefault(id(one), leaf)
         return known
+
+    @cached_property
+    def named_optimizers(self) -> Mapping[str, Sequence[NamedOptimizer]]:
+        """The optimizers by item, with the leaves of their parameters."""
+        if not self.optimizers:
+            return {}
+        from ckpt.capture.optimizers import NamedOptimizer
+
+        known = self.parameters
+        return {item: [NamedOptimizer(item, one, known) for one in found] for item, found in self.optimizers.items()}
+
+    @cached_property
+    def _found(self) -> dict[str, list[Leaf]]:
+        return {}
+
+    def leaves(self, item: str) -> list[Leaf]:
+        """The values of a module item, each once; their `state_dict` is called once.
+
+        Raises InvalidRequest if two chunks use one name for different things.
+        """
+        if item not in self._found:
+            from ckpt.capture import modules
+
+            named = (one for found in self.named_optimizers.values() for one in found)
+            stepped = {id(leaf.value) for one in named for leaf in one.leaves.values()}
+            chunks = self.modules[item]
+            every = [leaf for one in chunks for leaf in modules.module_leaves(item, one, self.parameters, stepped)]
+            _joined(item, ((leaf.name, leaf.value) for leaf in every))
+            self._found[item] = list({leaf.name: leaf for leaf in every}.values())
+        return self._found[item]
 
     def prefix(self, item: str) -> str:
         """Prefix of a module item's parameter names in optimizer state; the model's names have none."""
@@ -150,33 +181,27 @@ class TrainState:
                 for name, parameter in modules.named_parameters(chunk, self.parameters, remove_duplicate=False):
                     yield self.prefix(item) + name, id(parameter)
 
-    def gradients(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """The model's parameters that have a gradient, and these, by name. Raises UnsupportedObject."""
+    def gradients(self) -> dict[str, Leaf]:
+        """The model's parameters that have a gradient, by name. Raises UnsupportedObject."""
         if MODEL not in self.modules:
             return {}
         from ckpt.capture import modules
 
         modules.check_reduced(self.modules[MODEL])
-        named = self._joined(MODEL, lambda chunk: modules.named_parameters(chunk, self.parameters))
-        return {name: (p, p.grad) for name, p in named.items() if p.grad is not None}
+        known = self.parameters
+        return {name: known.leaves[id(p)] for name, p in known.by_name[MODEL].items() if p.grad is not None}
 
-    def state(self, item: str) -> dict[str, Any]:
-        """The joined state_dict of a module item, by canonical names."""
-        from ckpt.capture import modules
 
-        return self._joined(item, lambda chunk: modules.module_state(chunk, self.parameters).items())
-
-    def _joined(self, item: str, names: Callable[[nn.Module], Iterable[tuple[str, Any]]]) -> dict[str, Any]:
-        """What the chunks of an item hold, by name. Raises InvalidRequest if two use one name for different things."""
-        joined: dict[str, Any] = {}
-        for chunk in self.modules[item]:
-            for name, value in names(chunk):
-                if not _same(joined.setdefault(name, value), value):
-                    raise InvalidRequest(
-                        f"two chunks of {item!r} hold different tensors under the name {name!r}",
-                        "Keep the names that parameters have in the whole model",
-                    )
-        return joined
+def _joined(item: str, named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """What the chunks of an item hold, by name. Raises InvalidRequest if two use one name for different things."""
+    joined: dict[str, Any] = {}
+    for name, value in named:
+        if not _same(joined.setdefault(name, value), value):
+            raise InvalidRequest(
+                f"two chunks of {item!r} hold different tensors under the name {name!r}",
+                "Keep the names that parameters have in the whole model",
+            )
+    return joined
 
 
 def _is_module(value: object) -> bool:

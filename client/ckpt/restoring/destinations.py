@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from ckpt.capture.parts import Flat, TensorPart, part_of
+from ckpt.capture.parameters import Leaf
+from ckpt.capture.parts import TensorPart, part_of
 from ckpt.capture.tensors import inline_tensor, small_value, tensor_bytes
 from ckpt.capture.wrapped import is_plain_type
 from ckpt.dtypes import BY_NAME
@@ -50,6 +51,10 @@ class Destinations(HostDestinations):
         for piece in part.pieces:
             self._targets[name, piece.box, _lane_of(piece.tensor)].append(piece.tensor)
 
+    def fits(self, name: str, part: TensorPart) -> bool:
+        """Whether the entry has the type and shape of a part."""
+        return self.describe(name) == (part.dtype, part.shape)
+
     def new(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
         """A new tensor that receives the whole entry."""
         dtype, shape = self.describe(name)
@@ -57,14 +62,13 @@ class Destinations(HostDestinations):
         self.fill(name, part_of(name, target))
         return target
 
-    def new_beside(
-        self, name: str, parameter: torch.Tensor, flat: Flat | None, device: torch.device | str
-    ) -> torch.Tensor:
+    def new_beside(self, name: str, leaf: Leaf, device: torch.device | str) -> torch.Tensor:
         """A new tensor for optimizer state of a parameter, with the parameter's device and layout if it has its shape.
 
         State of another shape is kept whole, on `device`.
         """
         dtype, shape = self.describe(name)
+        parameter, flat = leaf.value, leaf.flat
         if flat is not None and shape == flat.shape:
             target = torch.empty(flat.stop - flat.start, dtype=dtype, device=parameter.device)
         elif shape != tuple(parameter.shape):
@@ -85,7 +89,7 @@ class Destinations(HostDestinations):
             )  # fmt: skip
         else:
             target = torch.empty(shape, dtype=dtype, device=parameter.device)
-        self.fill(name, part_of(name, target, flat))
+        self.fill(name, leaf.part_of(name, target))
         return target
 
     def refill(self, tree: JSON, path: str, template: Any) -> tuple[Any, list[str]]:

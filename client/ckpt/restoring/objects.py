@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from ckpt.capture.modules import EXTRA_STATE, canonical, named_parameters, raw_state, unwrap
-from ckpt.capture.optimizers import (
-    check_groups,
-    keeps_state_here,
-    live_state,
-    load_optimizer_state,
-    other_classes,
-    parameters_by_name,
-    state_holder,
-)
-from ckpt.capture.parts import Flat, TensorPart, part_of
+from ckpt.capture.modules import EXTRA_STATE
+from ckpt.capture.optimizers import NamedOptimizer
+from ckpt.capture.parameters import Leaf
 from ckpt.capture.train_state import GRADIENTS, MODEL, TrainState
 from ckpt.capture.wrapped import drop_cached, inner_tensors, is_plain_type, kind_of, memory_address
 from ckpt.restoring.destinations import Destinations
@@ -38,39 +30,38 @@ def plan_objects(plan: RestorePlan, trees: Mapping[str, JSON], state: TrainState
         if plan.has(trees, item):
             _plan_modules(plan, item, state, trees[item])
     saved, live = _saved_ties(state, trees), cache(lambda: ties(state.all_names()))
-    for item in state.optimizers:
+    for item, optimizers in state.named_optimizers.items():
         if plan.has(trees, item):
-            _plan_optimizers(plan, item, state, trees[item], (saved, live))
+            _plan_optimizers(plan, item, optimizers, trees[item], (saved, live))
     if GRADIENTS in trees and MODEL in state.modules:
         _plan_gradients(plan, state, trees[GRADIENTS])
 
 
 def _plan_modules(plan: RestorePlan, item: str, state: TrainState, tree: JSON) -> None:
-    saved, found, known = dict(_mapping(tree, item)), set(), state.parameters
-    for chunk in state.modules[item]:
-        inner = unwrap(chunk)
-        live = cache(partial(_addresses, inner, state))
-        detached: dict[str, torch.Tensor] = {}
-        for raw, target in raw_state(chunk, known).items():
-            name = canonical(raw)
-            found.add(name)
-            leaf = saved.get(name)
-            if leaf is None:
-                plan.missing.append(f"{item}/{name}")
-            elif raw.rpartition(".")[2] == EXTRA_STATE:
-                owner = inner.get_submodule(raw.rpartition(".")[0])
-                plan.finish.append(partial(owner.set_extra_state, plan.destinations.decode(leaf, f"{item}/{name}")))
-            elif _fill(plan, f"{item}/{name}", leaf, target, known.flats.get(id(target))):
-                plan.overwritten.add(f"{item}/{name}")
-                if id(target) not in known.names and memory_address(target) not in live():
-                    detached[raw] = target
-        if detached:
-            # A hook created these for state_dict; only load_state_dict can put them back.
-            plan.finish.append(partial(inner.load_state_dict, detached, strict=False))
+    saved, leaves = dict(_mapping(tree, item)), state.leaves(item)
+    addresses = cache(partial(_addresses, state))
+    detached: dict[nn.Module, dict[str, torch.Tensor]] = defaultdict(dict)
+    for leaf in leaves:
+        tree = saved.get(leaf.name)
+        module, target = leaf.module, leaf.value
+        assert module is not None
+        if tree is None:
+            plan.missing.append(leaf.path)
+        elif leaf.raw.rpartition(".")[2] == EXTRA_STATE:
+            owner = module.get_submodule(leaf.raw.rpartition(".")[0])
+            plan.finish.append(partial(owner.set_extra_state, plan.destinations.decode(tree, leaf.path)))
+        elif _fill(plan, tree, leaf):
+            plan.overwritten.add(leaf.path)
+            if id(target) not in state.parameters.leaves and memory_address(target) not in addresses(module):
+                detached[module][leaf.raw] = target
+    for module, values in detached.items():
+        # A hook created these for state_dict; only load_state_dict can put them back.
+        plan.finish.append(partial(module.load_state_dict, values, strict=False))
+    found = {leaf.name for leaf in leaves}
     plan.unexpected += [f"{item}/{name}" for name in saved if name not in found]
 
 
-def _addresses(module: nn.Module, state: TrainState) -> set[int]:
+def _addresses(state: TrainState, module: nn.Module) -> set[int]:
     """The addresses of a module's tensors."""
     views = (view for pack in state.parameters.packs.values() for view in pack.views.values())
     return {memory_address(tensor) for tensor in (*module.parameters(), *module.buffers(), *views)}
@@ -79,100 +70,84 @@ def _addresses(module: nn.Module, state: TrainState) -> set[int]:
 def _plan_optimizers(
     plan: RestorePlan,
     item: str,
-    state: TrainState,
+    optimizers: Sequence[NamedOptimizer],
     tree: JSON,
     tied: tuple[Ties, Callable[[], Ties]],
 ) -> None:
     """tied: ties of the checkpoint, and of the live parameters; the latter are rarely needed, so computed on demand."""
-    saved, optimizers = dict(_mapping(tree, item)), state.optimizers[item]
-    alone = len(optimizers) == 1
+    saved, alone = dict(_mapping(tree, item)), len(optimizers) == 1
     if not {"state", "groups"} <= saved.keys():
         raise StateMismatch(
             f"the item {item!r} of the checkpoint holds {', '.join(saved) or 'nothing'}, not an optimizer's state",
             "Restore without the optimizer; ckpt.load reads the tensors",
         )
     states = dict(_mapping(saved.pop("state"), item))
-    if any(state_holder(optimizer).state for optimizer in optimizers):
+    if any(optimizer.holder.state for optimizer in optimizers):
         plan.overwritten.add(item)
     frame = {key: plan.destinations.decode(value, f"{item}/{key}") for key, value in saved.items()}
     give_to_all(tied[0], states, frame["groups"])
     held = {name for group in frame["groups"] for name in group["params"]}
-    live = [parameters_by_name(optimizer, state) for optimizer in optimizers]
-    everything = {name: parameter for named in live for name, parameter in named.items()}
-    plan.missing += [f"{item}/{name}" for name in everything.keys() - held]
-    if left_over := held - everything.keys():
+    everything = {name for optimizer in optimizers for name in optimizer.leaves}
+    plan.missing += [f"{item}/{name}" for name in everything - held]
+    if left_over := held - everything:
         plan.unexpected += [f"{item}/{name}" for name in without_further_names(left_over, tied[1](), everything)]
     on_device = [group for group in frame["groups"] if group.get("fused") or group.get("capturable")]
     steps_on_device = {name for group in on_device for name in group["params"]}
-    for optimizer, parameters in zip(optimizers, live, strict=True):
-        _compare_groups(plan, item, optimizer, frame["groups"], state)
-        here = {name for name, parameter in parameters.items() if keeps_state_here(optimizer, parameter)}
+    for optimizer in optimizers:
+        _compare_groups(plan, optimizer, frame["groups"])
+        here = {name for name, leaf in optimizer.leaves.items() if optimizer.keeps_state_here(leaf)}
         # State without a parameter belongs to the whole optimizer.
         here |= states.keys() - held if alone else set()
-        named = {
-            name: _decode_state(
-                plan,
-                f"{item}/state/{name}",
-                states[name],
-                (optimizer, parameters.get(name)),
-                state,
-                name in steps_on_device,
-            )
-            for name in states
-            if name in here and id(parameters.get(name)) not in plan.resized
-        }
-        plan.finish.append(partial(load_optimizer_state, optimizer, {"state": named, **frame}, state, alone))
+        named = {}
+        for name in (name for name in states if name in here):
+            leaf = optimizer.leaves.get(name)
+            if leaf is None:
+                named[name] = plan.destinations.decode(states[name], f"{item}/state/{name}")
+            elif id(leaf.value) not in plan.resized:
+                named[name] = _decode_state(plan, optimizer, leaf, states[name], name in steps_on_device)
+        plan.finish.append(partial(optimizer.load_state, {"state": named, **frame}, alone))
 
 
-def _compare_groups(
-    plan: RestorePlan, item: str, optimizer: Optimizer, saved: list[dict[str, Any]], state: TrainState
-) -> None:
+def _compare_groups(plan: RestorePlan, optimizer: NamedOptimizer, saved: list[dict[str, Any]]) -> None:
     """Record saved parameter groups of another optimizer class, or without the options of a live group."""
-    if kinds := other_classes(optimizer, parameters_by_name(optimizer, state), saved):
-        here = type(state_holder(optimizer)).__name__
-        plan.mismatched.append(f"{item}: state of {', '.join(kinds)} in the checkpoint, {here} here")
+    if kinds := optimizer.other_classes(saved):
+        here = type(optimizer.holder).__name__
+        plan.mismatched.append(f"{optimizer.item}: state of {', '.join(kinds)} in the checkpoint, {here} here")
     try:
-        check_groups(optimizer, saved, state)
+        optimizer.check_groups(saved)
     except StateMismatch as error:
         plan.refused = plan.refused or error
 
 
-def _decode_state(
-    plan: RestorePlan,
-    path: str,
-    tree: JSON,
-    owner: tuple[Optimizer, torch.Tensor | None],
-    train_state: TrainState,
-    step_on_device: bool,
-) -> Any:
+def _decode_state(plan: RestorePlan, optimizer: NamedOptimizer, leaf: Leaf, tree: JSON, step_on_device: bool) -> Any:
     """The state of one parameter; tensors the optimizer already has are filled in place.
 
     step_on_device: `step` belongs on the parameter's device, where `fused` and `capturable` need it; otherwise where it
     was saved. Optimizer.load_state_dict does the same.
     """
-    optimizer, parameter = owner
-    if parameter is None or not isinstance(tree, dict) or TAG in tree:
+    path, parameter = f"{leaf.item}/state/{leaf.name}", leaf.value
+    if not isinstance(tree, dict) or TAG in tree:
         return plan.destinations.decode(tree, path)
-    live, flat = live_state(optimizer, parameter, train_state), train_state.parameters.flats.get(id(parameter))
+    live, destinations = optimizer.live_state(leaf), _tensors(plan)
     state: dict[str, Any] = {}
-    for key, leaf in tree.items():
-        target = live.get(key)
-        is_entry = isinstance(leaf, dict) and leaf.get(TAG) == "tensor" and "name" in leaf
-        if (wrapper := _wrapper_for(leaf, target, parameter)) is not None:
-            _fill(plan, f"{path}/{key}", leaf, wrapper, None)
+    for key, saved in tree.items():
+        target: Any = live.get(key)
+        if (wrapper := _wrapper_for(saved, target, parameter)) is not None:
+            _fill(plan, saved, Leaf(leaf.item, f"state/{leaf.name}/{key}", wrapper, leaf.unit))
             state[key] = wrapper
             continue
-        if not is_entry:
-            state[key] = plan.destinations.decode(leaf, f"{path}/{key}", parameter.device)
+        if not (isinstance(saved, dict) and saved.get(TAG) == "tensor" and "name" in saved):
+            state[key] = destinations.decode(saved, f"{path}/{key}", parameter.device)
             continue
-        moves = "device" in leaf or (key == "step" and step_on_device)
+        entry = saved["name"]
+        moves = "device" in saved or (key == "step" and step_on_device)
         device = parameter.device if moves else torch.device("cpu")
-        fits = target if isinstance(target, torch.Tensor) and (key != "step" or target.device == device) else None
-        if fits is not None and (part := _same(plan, leaf["name"], fits, flat)):
-            _tensors(plan).fill(leaf["name"], part)
-            state[key] = fits
+        fits = isinstance(target, torch.Tensor) and (key != "step" or target.device == device)
+        if fits and is_plain_type(target) and destinations.fits(entry, part := leaf.part_of(entry, target)):
+            destinations.fill(entry, part)
+            state[key] = target
         else:
-            state[key] = _tensors(plan).new_beside(leaf["name"], parameter, flat, device)
+            state[key] = destinations.new_beside(entry, leaf, device)
     return state
 
 
@@ -195,17 +170,17 @@ def _first_entry(leaf: JSON) -> str | None:
 
 
 def _plan_gradients(plan: RestorePlan, state: TrainState, tree: JSON) -> None:
-    named = (named_parameters(chunk, state.parameters) for chunk in state.modules[MODEL])
-    parameters = {name: parameter for of_chunk in named for name, parameter in of_chunk}
-    for name, leaf in _mapping(tree, GRADIENTS):
+    parameters = state.parameters.by_name[MODEL]
+    for name, saved in _mapping(tree, GRADIENTS):
         parameter = parameters.get(name)
         if parameter is None:
             plan.unexpected.append(f"{GRADIENTS}/{name}")
             continue
-        if isinstance(leaf, dict) and "name" in leaf:
-            gradient: Any = _tensors(plan).new_beside(leaf["name"], parameter, None, parameter.device)
+        if isinstance(saved, dict) and "name" in saved:
+            leaf = Leaf(GRADIENTS, name, parameter, name)
+            gradient: Any = _tensors(plan).new_beside(saved["name"], leaf, parameter.device)
         else:
-            gradient = plan.destinations.decode(leaf, f"{GRADIENTS}/{name}", parameter.device)
+            gradient = plan.destinations.decode(saved, f"{GRADIENTS}/{name}", parameter.device)
         plan.finish.append(partial(setattr, parameter, "grad", gradient))
 
 
@@ -224,56 +199,49 @@ def _mapping(tree: JSON, path: str) -> list[tuple[str, JSON]]:
     raise CorruptObject(f"the tree of {path!r} is not a dict")
 
 
-def _fill(plan: RestorePlan, path: str, leaf: JSON, target: Any, flat: Flat | None) -> bool:
+def _fill(plan: RestorePlan, saved: JSON, leaf: Leaf) -> bool:
     """Fill a live tensor, or each inner tensor of a live wrapper. False if nothing can be placed."""
-    inner = inner_tensors(path, target) if isinstance(target, torch.Tensor) else None
+    inner = leaf.inner()
     if inner is None:
-        part = _fitting(plan, path, leaf, target, flat)
-        if part is not None:
-            _tensors(plan).fill(leaf["name"], part)
-        return part is not None
-    if not _has_inner(leaf, inner):
-        plan.mismatched.append(f"{path}: not a {kind_of(target)} of {', '.join(inner)} in the checkpoint")
+        return _fill_tensor(plan, saved, leaf)
+    if not _has_inner(saved, {one.raw for one in inner}):
+        names = ", ".join(one.raw for one in inner)
+        plan.mismatched.append(f"{leaf.path}: not a {kind_of(leaf.value)} of {names} in the checkpoint")
         return False
-    plan.finish.append(partial(drop_cached, target))
-    placed = [_fill(plan, f"{path}/{name}", leaf[name], one, None) for name, one in inner.items()]
+    plan.finish.append(partial(drop_cached, leaf.value))
+    placed = [_fill(plan, saved[one.raw], one) for one in inner]
     return all(placed)
 
 
-def _has_inner(leaf: JSON, inner: Mapping[str, torch.Tensor]) -> bool:
-    return isinstance(leaf, dict) and TAG not in leaf and leaf.keys() == inner.keys()
+def _has_inner(saved: JSON, names: AbstractSet[str]) -> bool:
+    return isinstance(saved, dict) and TAG not in saved and saved.keys() == names
 
 
-def _wrapper_for(leaf: JSON, live: Any, parameter: torch.Tensor) -> torch.Tensor | None:
+def _wrapper_for(saved: JSON, live: Any, parameter: torch.Tensor) -> torch.Tensor | None:
     """The wrapper that takes up saved optimizer state: the live one, or a new one of the parameter's type."""
-    if not isinstance(leaf, dict) or TAG in leaf or is_plain_type(parameter):
+    if not isinstance(saved, dict) or TAG in saved or is_plain_type(parameter):
         return None
     found = live if isinstance(live, torch.Tensor) else torch.zeros_like(parameter.detach())
     inner = inner_tensors("", found)
-    return found if inner is not None and _has_inner(leaf, inner) else None
+    return found if inner is not None and _has_inner(saved, inner.keys()) else None
 
 
-def _fitting(plan: RestorePlan, name: str, leaf: JSON, target: Any, flat: Flat | None) -> TensorPart | None:
-    """The live part that receives a saved tensor. Records a mismatch, and returns None if nothing can be placed."""
-    if not (isinstance(leaf, dict) and leaf.get(TAG) == "tensor" and isinstance(target, torch.Tensor)):
+def _fill_tensor(plan: RestorePlan, saved: JSON, leaf: Leaf) -> bool:
+    """Fill a live tensor. Records a mismatch; False if nothing can be placed."""
+    name, target = leaf.path, leaf.value
+    if not (isinstance(saved, dict) and saved.get(TAG) == "tensor" and isinstance(target, torch.Tensor)):
         plan.mismatched.append(f"{name}: a tensor on one side only")
-        return None
-    dtype, shape = _tensors(plan).describe(leaf["name"])
-    part = part_of(name, target, flat)
+        return False
+    dtype, shape = _tensors(plan).describe(saved["name"])
+    part = leaf.part
     if part.shape != shape:
         plan.resized.add(id(target))
         plan.mismatched.append(f"{name}: {list(shape)} in the checkpoint, {list(part.shape)} here")
-        return None
+        return False
     if part.dtype != dtype:
         plan.mismatched.append(f"{name}: {dtype} in the checkpoint, {part.dtype} here")
-    return part
-
-
-def _same(plan: RestorePlan, entry: str, target: torch.Tensor, flat: Flat | None) -> TensorPart | None:
-    if not is_plain_type(target):
-        return None
-    part = part_of(entry, target, flat)
-    return part if _tensors(plan).describe(entry) == (part.dtype, part.shape) else None
+    _tensors(plan).fill(saved["name"], part)
+    return True
 
 
 Ties = Mapping[str, frozenset[str]]
