@@ -344,9 +344,8 @@ class Checkpointer:
 
 def _load_modules_of_torch() -> None:
     """Load in advance what the first save and restore of tensors will use."""
-    import ckpt.capture.estimate
-    import ckpt.capture.fingerprint
     import ckpt.capture.forgotten
+    import ckpt.capture.state
     import ckpt.restoring.objects
     import ckpt.restoring.sharing
     import ckpt.snapshot.overlap  # noqa: F401

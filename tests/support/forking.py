@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 DAEMON = ("ckptd.app", "ckptd.settings", "ckptd.server", "psycopg", "s3fs", "typer")
 COMMAND_LINE = ("ckptctl.cli", "ckptapi.client", "ckptstore.stores.local")
 _CKPT = (
-    "ckpt.checkpointer", "ckpt.capture.estimate", "ckpt.restoring.objects", "ckpt.restoring.sharing",
+    "ckpt.checkpointer", "ckpt.capture.state", "ckpt.restoring.objects", "ckpt.restoring.sharing",
     "ckpt.snapshot.overlap",
 )  # fmt: skip
 TRAINER = (*_CKPT, "tests.support.training", "tests.ckpt.ddp", "torch._dynamo")

@@ -1,4 +1,8 @@
-"""What a save consists of: leaves for the shard, which alias live memory until they are staged, and trees."""
+"""What a save consists of: leaves for the shard, which alias live memory until they are staged, and trees.
+
+Small tensors of GPUs, such as those in trees, are copied to the host without a wait: `tensor.cpu()` and `tensor.item()`
+wait until the GPU has done everything that was queued, a step or more.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,48 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from ckpt.capture.reads import SmallReads
+from ckpt.device import DEVICES, Mark, has_device, poll
 from ckpt.lazily import torch
 from ckptstore.format.documents import JSON
 from ckptstore.format.shards import Slice
+
+
+class Number:
+    """A number that lies on a GPU, as a tensor of one element."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class SmallReads:
+    """The reads of one save. The training thread begins them; any thread finishes them."""
+
+    def __init__(self) -> None:
+        self._marks: list[Mark] = []
+        self._sources: list[torch.Tensor] = []
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Host memory that has the elements of a tensor after `finish`. The tensor may change at once."""
+        plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        if not has_device(tensor):
+            return plain.cpu()
+        device = DEVICES[tensor.device.type](tensor.device)
+        try:
+            host = device.pinned(plain.nbytes)
+        except RuntimeError:  # no memory can be pinned
+            return plain.cpu()
+        to = host.view(plain.dtype).view(plain.shape)
+        device.copy([to], [plain], side=False)
+        self._marks.append(device.mark(side=False))
+        self._sources.append(plain)
+        return to
+
+    def finish(self, expired: Callable[[], bool] | None = None) -> bool:
+        """Wait until all reads are complete. False if time has expired before."""
+        if not all(poll(mark.done, expired) for mark in self._marks):
+            return False
+        self._marks, self._sources = [], []
+        return True
 
 
 class Change(Enum):

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from ckpt.capture.leaves import Change
-from ckpt.capture.parts import Flat, TensorPart, part_of
-from ckpt.capture.wrapped import inner_tensors
+from ckpt.capture.parts import Flat, TensorPart, inner_tensors, part_of
 
 OptimizerState = dict[str, Any]
 """What an optimizer keeps for one parameter."""

@@ -13,11 +13,9 @@ from torch.utils.data import DataLoader
 from ckpt.capture import collector
 from ckpt.capture.arrays import is_array, is_template
 from ckpt.capture.collector import Collector
-from ckpt.capture.leaves import Change, StateLeaf
+from ckpt.capture.leaves import Change, Number, StateLeaf
 from ckpt.capture.parameters import Leaf
-from ckpt.capture.parts import TensorPart, part_of
-from ckpt.capture.reads import Number
-from ckpt.capture.wrapped import inner_tensors, is_plain_type, kind_of
+from ckpt.capture.parts import TensorPart, inner_tensors, is_plain_type, kind_of, part_of
 from ckpt.device import has_device
 from ckpt.dtypes import BY_NAME, NAMES
 from ckptstore.codecs.dtypes import NUMPY

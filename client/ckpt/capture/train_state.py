@@ -211,7 +211,7 @@ def _is_module(value: object) -> bool:
 def _same(known: Any, value: Any) -> bool:
     if known is value or not (is_tensor(known) and is_tensor(value)):
         return known is value
-    from ckpt.capture.wrapped import memory_address
+    from ckpt.capture.parts import memory_address
 
     address = memory_address(known)
     return address != 0 and address == memory_address(value) and known.shape == value.shape

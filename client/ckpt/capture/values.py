@@ -8,12 +8,12 @@ from typing import Any
 from ckpt.capture import collector as arrays
 from ckpt.capture.arrays import is_array, is_distributed
 from ckpt.capture.collector import INLINE_BYTES, Collector
-from ckpt.capture.leaves import Captured
+from ckpt.capture.leaves import Captured, Number, SmallReads
 from ckpt.capture.ownership import Ownership
-from ckpt.capture.reads import scaler_state
 from ckpt.capture.rng import rng_state
 from ckpt.capture.train_state import RNG, Stateful, TrainState
-from ckpt.lazily import is_tensor, torch_loaded
+from ckpt.device import has_device
+from ckpt.lazily import is_tensor, torch, torch_loaded
 from ckptstore.format.trees import encode_tree, value_leaves, with_records
 
 
@@ -63,3 +63,23 @@ def _sizes(values: Mapping[str, Any]) -> Iterator[int]:
         for _, leaf in () if isinstance(value, Stateful) else value_leaves(value, item):
             if is_tensor(leaf) or (is_array(leaf) and not is_distributed(leaf)):
                 yield leaf.nbytes
+
+
+def scaler_state(value: object, reads: SmallReads) -> dict[str, Any] | None:
+    """The state_dict of a GradScaler whose scale is on a GPU, with that as `Number`. None for other objects."""
+    if not torch_loaded():
+        return None
+    GradScaler = torch.amp.grad_scaler.GradScaler  # noqa: N806
+    if not isinstance(value, GradScaler) or type(value).state_dict is not GradScaler.state_dict:
+        return None
+    if not value.is_enabled() or value._scale is None or value._growth_tracker is None or not has_device(value._scale):
+        return None
+    scale, tracker = value._get_scale_async(), value._growth_tracker
+    assert scale is not None
+    return {
+        "scale": Number(reads.read(scale)),
+        "growth_factor": value.get_growth_factor(),
+        "backoff_factor": value.get_backoff_factor(),
+        "growth_interval": value.get_growth_interval(),
+        "_growth_tracker": Number(reads.read(tracker)),
+    }

@@ -11,9 +11,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from ckpt.capture.parameters import Leaf
-from ckpt.capture.parts import TensorPart, part_of
+from ckpt.capture.parts import TensorPart, is_plain_type, part_of
 from ckpt.capture.tensors import inline_tensor, small_value, tensor_bytes
-from ckpt.capture.wrapped import is_plain_type
 from ckpt.dtypes import BY_NAME
 from ckpt.restoring.gpu_copy import LANES, Arrival, Landing, Lane, is_direct
 from ckpt.restoring.host_destinations import HostDestinations

@@ -14,8 +14,8 @@ from torch import nn
 from ckpt.capture.modules import EXTRA_STATE
 from ckpt.capture.optimizers import NamedOptimizer
 from ckpt.capture.parameters import Leaf
+from ckpt.capture.parts import drop_cached, inner_tensors, is_plain_type, kind_of, memory_address
 from ckpt.capture.train_state import GRADIENTS, MODEL, TrainState
-from ckpt.capture.wrapped import drop_cached, inner_tensors, is_plain_type, kind_of, memory_address
 from ckpt.restoring.destinations import Destinations
 from ckpt.restoring.plan import RestorePlan
 from ckptstore.errors import CorruptObject, StateMismatch

@@ -24,7 +24,7 @@ from ckptstore.format.decoding import decode_msgpack
 from ckptstore.names import new_ulid
 
 if TYPE_CHECKING:
-    from ckpt.capture.fingerprint import Capturer
+    from ckpt.capture.state import Capturer
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class AgreedLayout:
             ownership, captured = self._agreement.ownership, self.capture(state, grads=False)
         if not state.optimizers:
             return captured, sum(piece.bytes for piece in captured.leaves.slices)
-        from ckpt.capture.estimate import estimate_snapshot_bytes
+        from ckpt.capture.describe import estimate_snapshot_bytes
 
         return captured, estimate_snapshot_bytes(captured, state, ownership)
 
@@ -121,7 +121,7 @@ class AgreedLayout:
         if not torch_loaded():  # then there are no tensors
             return capture_alone(state, ownership)
         if self._capturer is None:
-            from ckpt.capture.fingerprint import Capturer
+            from ckpt.capture.state import Capturer
 
             self._capturer = Capturer()
         return self._capturer.capture(state, ownership, grads)

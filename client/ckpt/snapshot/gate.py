@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ckpt.capture.optimizers import state_holder
-from ckpt.capture.wrapped import inner_tensors
+from ckpt.capture.parts import inner_tensors
 from ckpt.snapshot.progress import EVERYONE, Part
 
 _PLAIN = (torch.Tensor, nn.Parameter)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ckpt import Checkpointer
-from ckpt.capture.wrapped import memory_address
+from ckpt.capture.parts import memory_address
 from ckptstore.errors import StateMismatch, UnsupportedObject
 from tests.ckpt.capture.wrapped_ranks import inner_values, model_of_pairs, pair, step, wrap
 from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
