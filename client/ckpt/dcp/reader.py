@@ -7,11 +7,12 @@ tensors.
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -23,14 +24,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
 from torch.futures import Future
 
-from ckpt.dcp.generation import loaded
-from ckpt.dcp.loading import ItemLoader
+from ckpt.capture.parts import TensorPart, TensorPiece
 from ckpt.dcp.naming import Value, flatten, parse_checkpoint_id
+from ckpt.dcp.writer import continue_from
 from ckpt.dtypes import BY_NAME
+from ckpt.restoring.destinations import Destinations
 from ckpt.restoring.resolve import noting_damage, take_lease
 from ckptapi.opening import open_source
 from ckptstore.commits.catalog import Checkpoint
@@ -124,16 +126,16 @@ class StorageReader(TorchStorageReader):
         with self._connect() as source:
             opened = self._agreed(source, plan)
             with _leased(source, opened.checkpoint), noting_damage(source, opened.checkpoint):
-                loader = ItemLoader(opened.content)
-                for item in plan.items:
-                    value = opened.values[item.storage_index.fqn]
-                    if item.type is LoadItemType.BYTE_IO:
-                        loader.add_object(planner, item, value)
-                    else:
-                        loader.add_tensor(planner, item, value)
-                fetch(source, opened.checkpoint, plan_reads(opened.content, loader.wants), loader.buffers)
-                loader.place()
-            loaded(source.url, opened.checkpoint)
+                destinations = Destinations(opened.content)
+                finish = [_plan_item(destinations, planner, opened.values, item) for item in plan.items]
+                destinations.allocate()
+                reads = plan_reads(opened.content, destinations.wants())
+                with destinations.receiving(reads) as buffers:
+                    fetch(source, opened.checkpoint, reads, buffers)
+                destinations.place()
+                for step in finish:
+                    step()
+            continue_from(source.url, opened.checkpoint)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -197,6 +199,29 @@ class _OpenCheckpoint:
                     raise CorruptObject(f"a tree names the entry {value.entry!r}, which the manifest does not have")
                 described[fqn] = _describe(value.entry, *tensors[value.entry])
         return Metadata(described, planner_data={fqn: value.path for fqn, value in self.values.items()})
+
+
+def _plan_item(
+    destinations: Destinations, planner: LoadPlanner, values: Mapping[str, Value], item: ReadItem
+) -> Callable[[], object]:
+    """Register what an item needs; the result passes it to the planner, once the bytes are in place."""
+    value = values[item.storage_index.fqn]
+    if item.type is LoadItemType.BYTE_IO:
+        return partial(_load_object, planner, item, destinations.decode(value.tree, value.name, torch.device("cpu")))
+    assert value.entry is not None
+    target = planner.resolve_tensor(item).detach()
+    # The metadata declares each entry as one chunk, so offsets in storage are offsets in the entry.
+    piece = TensorPiece((*item.storage_offsets, *item.lengths), target)
+    destinations.fill(value.entry, TensorPart(tuple(target.shape), target.dtype, (piece,)))
+    return partial(planner.commit_tensor, item, target)
+
+
+def _load_object(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
+    # Planners unpickle these bytes. They are made here: bytes from the store are never unpickled.
+    data = io.BytesIO()
+    torch.save(value, data)
+    data.seek(0)
+    planner.load_bytes(item, data)
 
 
 @contextmanager

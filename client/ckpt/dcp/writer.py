@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.storage import StorageWriter as TorchStorageWr
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ckpt.dcp.generation import generation_for_save
 from ckpt.dcp.items import RankItems
 from ckpt.dcp.naming import nest, parse_checkpoint_id
 from ckpt.saver.encode import encode_by, encode_stream
@@ -29,7 +28,9 @@ from ckptapi.remote_create import with_remote_create
 from ckptstore import names
 from ckptstore.clock import system_clock
 from ckptstore.codecs.chunk_codecs import POLICIES
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.commit import commit_attempt, read_receipts
+from ckptstore.commits.generations import Session, begin_generation, newest_generation
 from ckptstore.errors import BadInput, InvalidName, InvalidRequest, SaveFailed
 from ckptstore.format.documents import FORMAT, JSON, Content, Receipt, Shard
 from ckptstore.format.merging import StoredReceipt
@@ -39,6 +40,20 @@ from ckptstore.names import Attempt, RunKeys, check_run, check_step, new_ulid
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from ckptstore.stores.retrying import RetryingStore
+
+_sessions: dict[tuple[str, str], Session] = {}
+"""By URL of the store and run: begun by the last load of this process."""
+
+
+def continue_from(url: str, checkpoint: Checkpoint) -> None:
+    """Let saves of the run continue from a checkpoint that was loaded from the store at `url`: in a new generation."""
+    _sessions[url, checkpoint.run] = Session(new_ulid(system_clock()), checkpoint.attempt)
+
+
+def _generation(run: Run) -> int:
+    """The generation of the next save, durable on return: the newest one if this process has loaded nothing."""
+    session = _sessions.get((run.store.url, run.name))
+    return begin_generation(run, session).number if session is not None else newest_generation(run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +137,7 @@ class StorageWriter(TorchStorageWriter):
         """Assign one attempt to all ranks. Raises the store's errors."""
         assert self._step is not None
         now = system_clock()
-        attempt = Attempt(self._step, new_ulid(now), generation=generation_for_save(Run(self._open(), self._run)))
+        attempt = Attempt(self._step, new_ulid(now), generation=_generation(Run(self._open(), self._run)))
         self._plans = {rank: self._whole(rank, plan) for rank, plan in enumerate(plans)}
         return [
             replace(plan, storage_data=Assignment(self._run, attempt, rank, len(plans), now))
