@@ -23,9 +23,9 @@ from ckptplan.history import contents, history
 from ckptplan.plan import Plan, plan
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint
-from ckptstore.commits.store_speed import measure_store
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.stores import open_store
+from ckptstore.stores.checks import measure_store
 
 SIZE_GOAL = 0.01
 DURABLE_GOAL = 0.30

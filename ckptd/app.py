@@ -69,10 +69,10 @@ from ckptd.services.retention_view import RetentionViews
 from ckptd.settings import AUTH_OFF, Settings
 from ckptd.tracing import Tracer, Tracing, no_span
 from ckptstore.clock import Clock, system_clock
-from ckptstore.commits.remote_create import RemoteCreateStore
-from ckptstore.commits.store_check import run_store_checks
 from ckptstore.errors import CkptError, InvalidRequest
 from ckptstore.stores import Store, open_store
+from ckptstore.stores.checks import run_store_checks
+from ckptstore.stores.remote_create import RemoteCreateStore
 
 _LOG = logging.getLogger(__name__)
 _BACKGROUND_THREADS = 20

@@ -17,7 +17,7 @@ from ckptd.http.openapi import documented
 from ckptd.index import Job
 from ckptd.services.jobs import job_values
 from ckptstore.commits.goodput import Account
-from ckptstore.commits.store_check import StoreReport
+from ckptstore.stores.checks import StoreReport
 
 router = APIRouter()
 

@@ -7,11 +7,11 @@ import logging
 from ckptd.metrics import Metrics
 from ckptstore.clock import Clock
 from ckptstore.commits.catalog import list_runs
-from ckptstore.commits.store_check import check_store
 from ckptstore.errors import CkptError, LeadershipLost
 from ckptstore.retention.deletion import Waste, collect, measure_waste
 from ckptstore.run import Run
 from ckptstore.stores import Store
+from ckptstore.stores.checks import check_store
 
 _LOG = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from ckptd.pages.rendering import page
 from ckptd.pages.restores import session_view
 from ckptd.pages.visiting import RESTORES, Visiting, Visitor, frame, newest, soon
 from ckptd.services.callers import Caller
-from ckptstore.commits.store_check import StoreReport
+from ckptstore.stores.checks import StoreReport
 
 _RUNS_A_PAGE = 50
 _RECENT = 40

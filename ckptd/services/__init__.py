@@ -20,7 +20,7 @@ from ckptd.services.state_history import StateHistory
 from ckptd.services.store_sync import StoreSync
 from ckptd.services.tokens import Tokens
 from ckptd.services.uploads import Uploads
-from ckptstore.commits.store_check import StoreReport
+from ckptstore.stores.checks import StoreReport
 
 
 @dataclass(frozen=True, slots=True)

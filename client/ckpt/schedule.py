@@ -23,8 +23,8 @@ from ckpt.snapshot.costs import FIRST_AFTER_TICKS, Costs
 from ckpt.snapshot.handle import SaveHandle
 from ckpt.snapshot.step_clock import StepClock
 from ckptplan.failures import best_interval
-from ckptplan.history import SaveCost
 from ckptstore.errors import InvalidRequest, RankLost
+from ckptstore.format.records import SaveCost
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,6 @@ from ckptstore.commits.audit import AuditEntry
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.goodput import Account
 from ckptstore.commits.labels import LabelChange
-from ckptstore.commits.store_check import StoreReport
 from ckptstore.errors import DaemonUnavailable, InvalidRequest, PartlyDone, error_from_code
 from ckptstore.format.decoding import convert, decode_json
 from ckptstore.format.records import PolicySet
@@ -27,6 +26,7 @@ from ckptstore.retention.deletion import CollectReport, Deleted
 from ckptstore.retention.pins import NamedPin
 from ckptstore.retention.policy import PoliciesInForce
 from ckptstore.retention.pruning import Prune, PrunePlan
+from ckptstore.stores.checks import StoreReport
 
 _SILENCE_S = 60.0
 """Read timeout of an event stream; the daemon sends a comment every quarter of it."""

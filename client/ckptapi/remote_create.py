@@ -7,11 +7,11 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from ckptstore import names
-from ckptstore.commits.remote_create import RemoteCreateStore
 from ckptstore.errors import InvalidName, ObjectMissing, StoreUnsafe, Unavailable
 from ckptstore.names import Attempt
 from ckptstore.retry import pauses, retry
 from ckptstore.stores import Store
+from ckptstore.stores.remote_create import RemoteCreateStore
 
 if TYPE_CHECKING:
     from ckptapi.client import DaemonClient

@@ -15,6 +15,7 @@ from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import NoCheckpoint
 from ckptstore.format.documents import Content
 from ckptstore.format.planning import derived_bytes, entry_bytes
+from ckptstore.format.records import SaveCost
 
 _NEWEST = 5
 _SAME_SIZE = 0.01
@@ -32,19 +33,6 @@ _TERMS = {
     "fp32_param": "master",
 }
 """What optimizers call their state."""
-
-SAVE_COST = "save_cost"
-"""Name of the extension of a receipt that has the cost of the save before it."""
-
-
-class SaveCost(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one save cost the training thread of one rank, in seconds. Kept in the receipt of the next save."""
-
-    step: int
-    stall_s: float
-    """Inside save_async, and in optim.step() until the copy was done."""
-    slowdown_s: float | None = None
-    """What steps took longer while the save was under way; None if it was not measured (`ckpt.every` does)."""
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):

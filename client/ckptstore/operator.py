@@ -12,7 +12,6 @@ from ckptstore.commits import audit, catalog
 from ckptstore.commits.audit import AuditEntry
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.labels import LabelChange, change_labels, with_labels
-from ckptstore.commits.store_check import StoreReport, check_store, run_store_checks
 from ckptstore.errors import NoCheckpoint
 from ckptstore.format.records import PolicySet
 from ckptstore.names import Reference
@@ -23,6 +22,7 @@ from ckptstore.retention.policy import PoliciesInForce
 from ckptstore.retention.pruning import Prune, PrunePlan, apply_prunes, plan_prunes
 from ckptstore.run import Run, identity
 from ckptstore.stores import Store
+from ckptstore.stores.checks import StoreReport, check_store, run_store_checks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -55,7 +55,7 @@ class Run:
     def age_s(self, modified_at: float) -> float:
         """Seconds since an object was written, by the store's clock. Ages are never judged by a document's own times.
 
-        `clock` stands for the store's clock: store_check.check_store ensures before a deletion that they are at most
+        `clock` stands for the store's clock: checks.check_store ensures before a deletion that they are at most
         MAX_SKEW_S apart.
         """
         return self.clock() - modified_at

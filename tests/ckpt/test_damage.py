@@ -30,7 +30,7 @@ from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.retention.scrubbing import confirm_damage, scrub
 from ckptstore.run import Run
 from ckptstore.stores import open_store
-from ckptstore.stores.wrapping import WrappedStore
+from ckptstore.stores.base import WrappedStore
 from tests.ckpt import damaged_ranks
 from tests.support.daemons import running_daemon
 from tests.support.parallel.runner import Scenario, run_scenarios

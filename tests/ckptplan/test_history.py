@@ -8,11 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ckptplan.history import SaveCost, contents, history
+from ckptplan.history import contents, history
 from ckptplan.state import per_parameter
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import NoCheckpoint
+from ckptstore.format.records import SaveCost
 from ckptstore.names import Attempt
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.stores import open_store

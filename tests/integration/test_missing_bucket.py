@@ -16,10 +16,10 @@ from torch import nn
 from ckpt import Checkpointer
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import latest
-from ckptstore.commits.store_check import check_store, creates_once, run_store_checks
 from ckptstore.errors import NoSuchBucket
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
+from ckptstore.stores.checks import check_store, creates_once, run_store_checks
 from tests.conftest import S3Location
 from tests.support.command_line import invoke
 from tests.support.daemons import running_daemon

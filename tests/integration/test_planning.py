@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ckpt import Checkpointer
-from ckptplan.history import SAVE_COST, SaveCost
+from ckptstore.format.records import SAVE_COST, SaveCost
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.stores import open_store
 from examples.train_gpt import CONTEXT, GPT

@@ -15,7 +15,7 @@ from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.errors import ObjectMissing, StoreUnavailable
 from ckptstore.names import receipt_rank
 from ckptstore.stores import ObjectInfo, ObjectWriter, Store
-from ckptstore.stores.wrapping import WrappedStore
+from ckptstore.stores.base import WrappedStore
 from tests.protocol.table import Key, Op, Program, Row, Value, Verb
 
 KINDS = ("commits", "attempts", "tombstones", "fates", "leases", "pins", "references", "dead")

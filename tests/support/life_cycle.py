@@ -15,7 +15,6 @@ from ckptstore.commits.generations import Session, begin_generation
 from ckptstore.commits.hidden import listed_attempts
 from ckptstore.commits.leases import release_lease, take_lease
 from ckptstore.commits.references import Mark, marks
-from ckptstore.commits.store_check import MAX_SKEW_S, check_store
 from ckptstore.errors import (
     CheckpointHeld,
     CkptError,
@@ -37,6 +36,7 @@ from ckptstore.retention.scrubbing import scrub
 from ckptstore.retention.tombstones import TOMBSTONE_KEPT_S, list_hidden, undelete
 from ckptstore.run import Run
 from ckptstore.stores import Store
+from ckptstore.stores.checks import MAX_SKEW_S, check_store
 from tests.support.checkpoints import write_checkpoint, write_rank
 from tests.support.clocked import DictStore, FakeClock
 from tests.support.lives import HOUR_S, Life, faults, graces, lineage, pick, policies, states

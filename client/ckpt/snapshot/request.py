@@ -14,8 +14,8 @@ from ckpt.saver.messages import SaveJob
 from ckpt.snapshot.arena import ArenaSlot
 from ckpt.snapshot.handle import HandleUpdates
 from ckpt.snapshot.stage import SnapshotLayout
-from ckptplan.history import SAVE_COST, SaveCost
 from ckptstore.commits.generations import NewAttempt
+from ckptstore.format.records import SAVE_COST, SaveCost
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from ckpt.snapshot.request import SaveRequest, finite
 from ckpt.snapshot.session import TrainerSession
 from ckpt.snapshot.step_clock import StepClock
 from ckpt.snapshot.take import take_snapshot
-from ckptplan.history import SaveCost
 from ckptstore.errors import BadInput, InvalidRequest, SaveSkipped
+from ckptstore.format.records import SaveCost
 from ckptstore.names import check_step
 from ckptstore.reading.source import Source, StoreSource
 from ckptstore.tiers.source import TieredSource

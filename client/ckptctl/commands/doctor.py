@@ -12,8 +12,8 @@ from ckptctl.exits import Unhealthy
 from ckptctl.render import Block, Row, Table, TableColumn
 from ckptctl.session import Session
 from ckptstore import human
-from ckptstore.commits.store_check import StoreReport
 from ckptstore.errors import CkptError
+from ckptstore.stores.checks import StoreReport
 
 _Check = Callable[[Session], Iterator["HealthFinding"]]
 _SKEW_S = 10.0

@@ -29,19 +29,20 @@ from ckptctl.exits import NotWritten
 from ckptctl.safetensors_file import StoredTensor, read_header
 from ckptctl.session import Session, open_target
 from ckptctl.targets import Target
-from ckptplan.history import SAVE_COST, SaveCost, contents, history
+from ckptplan.history import contents, history
 from ckptplan.inputs import PlanInputs
 from ckptplan.layout import Sharding
 from ckptplan.model import Model, from_config
 from ckptplan.plan import make_plan
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, State
-from ckptstore.commits.store_speed import StoreSpeed, measure_store
 from ckptstore.errors import InvalidRequest, NoCheckpoint
 from ckptstore.format.decoding import convert
 from ckptstore.format.documents import Manifest
+from ckptstore.format.records import SAVE_COST, SaveCost
 from ckptstore.names import Reference, check_run
 from ckptstore.reading.source import StoreSource, read_manifest
+from ckptstore.stores.checks import StoreSpeed, measure_store
 
 _STATE = {"optimizer", "weights", "master", "moments", "grads"}
 _MEASURED = 5

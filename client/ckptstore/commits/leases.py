@@ -12,12 +12,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from ckptstore.commits.hidden import hidden_attempts
-from ckptstore.commits.store_check import MAX_SKEW_S
 from ckptstore.errors import Damaged, InvalidName, NoCheckpoint, ObjectMissing
 from ckptstore.format.documents import Lease, oldest_format
 from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.names import Attempt, new_ulid, ulid_time
 from ckptstore.run import Run
+from ckptstore.stores.checks import MAX_SKEW_S
 
 
 def take_lease(run: Run, attempt: Attempt, holder: str, ttl_s: float) -> str:

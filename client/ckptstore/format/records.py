@@ -334,3 +334,17 @@ class PoliciesVersion(StoredDocument, frozen=True):
     by: str
     at: float
     reason: str
+
+
+SAVE_COST = "save_cost"
+"""Name of the extension of a receipt that has the cost of the save before it."""
+
+
+class SaveCost(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one save cost the training thread of one rank, in seconds. Kept in the receipt of the next save."""
+
+    step: int
+    stall_s: float
+    """Inside save_async, and in optim.step() until the copy was done."""
+    slowdown_s: float | None = None
+    """What steps took longer while the save was under way; None if it was not measured (`ckpt.every` does)."""

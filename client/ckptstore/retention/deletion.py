@@ -115,7 +115,7 @@ def collect(run: Run, grace_s: float = ORPHAN_GRACE_S) -> Collected:
     """Sweep what is due, and clean up after crashes: partial deletions, complete but uncommitted attempts, orphans.
 
     grace_s: an orphan is aborted after nothing was written to it for this time. Ages are differences between the
-    store's times and `run.clock`, which must not be minutes apart (store_check.check_store).
+    store's times and `run.clock`, which must not be minutes apart (checks.check_store).
     """
     swept = sweep(run)
     hidden = hidden_attempts(run)

@@ -12,7 +12,6 @@ from fnmatch import fnmatchcase
 from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints, list_runs
 from ckptstore.commits.labels import with_labels
-from ckptstore.commits.store_check import check_store
 from ckptstore.errors import InvalidRequest, NoCheckpoint, TooMuchToDelete
 from ckptstore.format.records import Policy, PolicySet
 from ckptstore.names import Attempt
@@ -22,6 +21,7 @@ from ckptstore.retention.scrubbing import last_verified
 from ckptstore.retention.tombstones import SWEEP_GRACE_S, hide, sweep
 from ckptstore.run import Run
 from ckptstore.stores import Store
+from ckptstore.stores.checks import check_store
 
 POLICIES_IN_FORCE = "the policies in force"
 MAX_DELETE_FRACTION = 0.9

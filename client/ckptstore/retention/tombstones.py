@@ -110,7 +110,7 @@ def sweep(run: Run, only: Collection[Attempt] | None = None) -> Swept:
     """Phase 2: delete checkpoints whose grace is over and that are not held, and finish sweeps that crashed.
 
     Their data is deleted on return. Ages are differences between the store's times and `run.clock`, which must not be
-    minutes apart (store_check.check_store). only: these attempts, at any age. Raises Unavailable: another call
+    minutes apart (checks.check_store). only: these attempts, at any age. Raises Unavailable: another call
     continues; or Damaged after all others are done: a checkpoint with a damaged fate stays hidden and keeps its data.
     """
     hidden = [h for h in list_hidden(run) if only is None or h.attempt in only]

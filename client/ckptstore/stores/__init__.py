@@ -8,11 +8,18 @@ from typing import Any
 import fsspec
 
 from ckptstore.errors import InvalidRequest
-from ckptstore.stores.base import PARALLEL_READS, ObjectInfo, ObjectReader, ObjectWriter, RangeReader, Store
-from ckptstore.stores.failures import store_errors
+from ckptstore.stores.base import (
+    PARALLEL_READS,
+    ObjectInfo,
+    ObjectReader,
+    ObjectWriter,
+    RangeReader,
+    Store,
+    WrappedStore,
+    store_errors,
+)
 from ckptstore.stores.local import LocalStore
 from ckptstore.stores.remote import FsspecStore
-from ckptstore.stores.wrapping import WrappedStore
 
 __all__ = [
     "PARALLEL_READS", "ObjectInfo", "ObjectReader", "ObjectWriter", "RangeReader", "Store", "WrappedStore",

@@ -16,9 +16,8 @@ from ckptstore.clock import system_clock
 from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.errors import StoreUnavailable
 from ckptstore.names import new_ulid
-from ckptstore.stores.base import ObjectInfo, ObjectReader, ObjectWriter, Store, too_short
+from ckptstore.stores.base import ObjectInfo, ObjectReader, ObjectWriter, Store, store_errors, too_short
 from ckptstore.stores.direct import DirectFile, read_direct
-from ckptstore.stores.failures import store_errors
 
 _TEMPORARY = ".tmp-"
 _STALE_TEMPORARY_S = 24 * 3600

@@ -13,8 +13,7 @@ from datetime import datetime
 from typing import Any
 
 from ckptstore.codecs.chunk_codecs import Buffer
-from ckptstore.stores.base import ObjectInfo, ObjectWriter, Store
-from ckptstore.stores.failures import store_errors
+from ckptstore.stores.base import ObjectInfo, ObjectWriter, Store, store_errors
 
 _MIN_PART_BYTES = 32 << 20
 _MAX_PARTS = 9_000  # S3 allows 10,000
@@ -30,7 +29,7 @@ class FsspecStore(Store):
 
     The file system should atomically refuse `pipe_file(mode="create")` if the object exists, as AWS S3 and SeaweedFS do
     (docs/decisions/0002). A service that accepts the condition and overwrites cannot decide between two committers;
-    ckptstore.commits.remote_create detects such services.
+    ckptstore.stores.remote_create detects such services.
     """
 
     def __init__(self, fs: Any, root: str, url: str) -> None:

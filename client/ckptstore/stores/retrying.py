@@ -1,7 +1,7 @@
 """Retries for any store: a store that is away for a moment fails neither a save nor a restore.
 
 Requests are repeated with growing, random pauses until a limit. What a retry cannot change fails at once
-(failures.is_lasting). A create whose reply was lost is refused when it is repeated: see Store.put_if_absent.
+(base.is_lasting). A create whose reply was lost is refused when it is repeated: see Store.put_if_absent.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from typing import TypeVar
 from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.errors import StoreUnavailable
 from ckptstore.retry import outage_pauses, retry
-from ckptstore.stores.base import ObjectInfo, ObjectReader, Store
-from ckptstore.stores.failures import is_lasting
-from ckptstore.stores.wrapping import WrappedStore
+from ckptstore.stores.base import ObjectInfo, ObjectReader, Store, WrappedStore, is_lasting
 
 logger = logging.getLogger(__name__)
 

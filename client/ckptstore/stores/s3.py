@@ -10,8 +10,15 @@ from typing import Any, TypeVar
 from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.errors import StoreUnavailable
 from ckptstore.retry import outage_pauses, retry
-from ckptstore.stores.base import ObjectInfo, ObjectReader, ObjectWriter, too_short
-from ckptstore.stores.failures import is_lasting, no_such_bucket, store_errors
+from ckptstore.stores.base import (
+    ObjectInfo,
+    ObjectReader,
+    ObjectWriter,
+    is_lasting,
+    no_such_bucket,
+    store_errors,
+    too_short,
+)
 from ckptstore.stores.remote import FsspecStore
 from ckptstore.stores.transfers import Transfers, UploadPart
 

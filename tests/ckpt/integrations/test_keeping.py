@@ -14,8 +14,7 @@ from ckpt.integrations.keeping import Keeper
 from ckptstore.format.records import Policy
 from ckptstore.operator import StoreOperator
 from ckptstore.stores import open_store
-from ckptstore.stores.base import ObjectInfo
-from ckptstore.stores.wrapping import WrappedStore
+from ckptstore.stores.base import ObjectInfo, WrappedStore
 
 MODEL = torch.nn.Linear(1, 1)
 

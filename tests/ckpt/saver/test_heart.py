@@ -14,7 +14,7 @@ from ckptstore.format.records import Ended
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
-from ckptstore.stores.wrapping import WrappedStore
+from ckptstore.stores.base import WrappedStore
 from tests.support.waiting import wait_until
 
 _T = 1_700_000_000.0

@@ -18,7 +18,7 @@ from ckptstore.format.parsing import parse_sealed
 from ckptstore.format.records import BacklogReport
 from ckptstore.run import Run
 from ckptstore.stores import open_store
-from ckptstore.stores.wrapping import WrappedStore
+from ckptstore.stores.base import WrappedStore
 from ckptstore.tiers.carrying import backlog, enqueue
 from ckptstore.tiers.source import near_id
 from tests.ckptstore.tiers.test_carrying import Tiers

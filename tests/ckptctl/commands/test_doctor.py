@@ -12,8 +12,8 @@ from ckptapi import bodies
 from ckptapi.client import DaemonClient
 from ckptstore import names
 from ckptstore.clock import system_clock
-from ckptstore.commits.store_check import run_store_checks
 from ckptstore.stores import open_store
+from ckptstore.stores.checks import run_store_checks
 from tests.support.command_line import invoke
 from tests.support.daemons import Daemon, running_daemon
 from tests.support.stores import Faults, FaultyStore

@@ -25,7 +25,6 @@ from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.commits.commit import commit_attempt, decide, read_outcome
 from ckptstore.commits.generations import Begun, Session, begin_generation, read_generations
-from ckptstore.commits.remote_create import RemoteCreateStore
 from ckptstore.errors import (
     AttemptAborted,
     DaemonUnavailable,
@@ -42,6 +41,7 @@ from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.retention.pruning import Prune
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
+from ckptstore.stores.remote_create import RemoteCreateStore
 from tests.conftest import DATABASE_KINDS
 from tests.support.checkpoints import write_checkpoint, write_rank
 from tests.support.command_line import run

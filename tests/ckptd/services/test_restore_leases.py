@@ -20,12 +20,12 @@ from ckptd.services.restores import Restores
 from ckptd.services.store_sync import StoreSync
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.leases import active_leases
-from ckptstore.commits.store_check import MAX_SKEW_S
 from ckptstore.errors import CheckpointHeld, NoCheckpoint, NotFound, StoreUnavailable, TooManyRequests
 from ckptstore.names import RunKeys
 from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.run import Run
 from ckptstore.stores import Store
+from ckptstore.stores.checks import MAX_SKEW_S
 from tests.support.runs import RUN, count_calls, intact, keys, write
 from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock, race
 

@@ -11,7 +11,6 @@ from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, list_checkpoints
 from ckptstore.commits.hidden import hidden_attempts
 from ckptstore.commits.leases import active_leases, expired_leases, release_lease, renew_lease, take_lease
-from ckptstore.commits.store_check import MAX_SKEW_S
 from ckptstore.errors import CheckpointHeld, NoCheckpoint
 from ckptstore.format.records import Policy
 from ckptstore.names import new_ulid
@@ -21,6 +20,7 @@ from ckptstore.retention.pruning import apply_prune, plan_prune
 from ckptstore.retention.tombstones import TOMBSTONE_KEPT_S
 from ckptstore.run import Run
 from ckptstore.stores import Store
+from ckptstore.stores.checks import MAX_SKEW_S
 from tests.support.clocked import DictStore, FakeClock
 from tests.support.runs import RUN, clear, count_calls, intact, keys, write
 from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock, race

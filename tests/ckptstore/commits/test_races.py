@@ -24,8 +24,6 @@ from ckptstore import names
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.commits.commit import commit_attempt, decide, read_outcome
-from ckptstore.commits.remote_create import RemoteCreateStore
-from ckptstore.commits.store_check import check_store, creates_once, probe_store
 from ckptstore.errors import StoreUnsafe
 from ckptstore.format.documents import Committed, Outcome
 from ckptstore.names import Attempt, new_ulid
@@ -35,6 +33,8 @@ from ckptstore.retention.tombstones import hide, list_hidden, sweep, undelete
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from ckptstore.stores import s3 as multipart
+from ckptstore.stores.checks import check_store, creates_once, probe_store
+from ckptstore.stores.remote_create import RemoteCreateStore
 from tests.ckptstore.proxies import Fault, LossyProxy, lossy_proxy
 from tests.support.checkpoints import write_checkpoint, write_rank
 from tests.support.daemons import running_daemon

@@ -9,7 +9,7 @@ from ckptstore.retention.deletion import collect
 from ckptstore.retention.tombstones import TOMBSTONE_KEPT_S
 from ckptstore.run import Run
 from ckptstore.stores import Store
-from ckptstore.stores.wrapping import WrappedStore
+from ckptstore.stores.base import WrappedStore
 from tests.support.clocked import DictStore, FakeClock
 from tests.support.runs import RUN, steps, write
 

@@ -17,8 +17,7 @@ from ckptstore.retention.drilling import drill, due_for_drill, last_drill
 from ckptstore.retention.scrubbing import due_for_scrub, verified_at
 from ckptstore.run import Run
 from ckptstore.stores import Store
-from ckptstore.stores.base import ObjectInfo
-from ckptstore.stores.wrapping import WrappedStore
+from ckptstore.stores.base import ObjectInfo, WrappedStore
 from tests.support.checkpoints import sample_arrays, write_checkpoint
 
 _DAY_S = 24 * 3600.0

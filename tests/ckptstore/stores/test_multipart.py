@@ -10,7 +10,7 @@ from ckptstore.clock import system_clock
 from ckptstore.errors import StoreUnavailable
 from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.stores import Store, open_store
-from ckptstore.stores.failures import is_lasting
+from ckptstore.stores.base import is_lasting
 from tests.conftest import S3Location
 from tests.support.runs import RUN
 

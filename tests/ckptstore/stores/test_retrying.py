@@ -22,7 +22,7 @@ from ckptstore.errors import (
     StoreUnavailable,
 )
 from ckptstore.stores import Store, open_store
-from ckptstore.stores.failures import store_errors
+from ckptstore.stores.base import store_errors
 from ckptstore.stores.retrying import RetryingStore
 from tests.conftest import STORE_KINDS
 from tests.support.seaweed import BUCKET, RestartableService

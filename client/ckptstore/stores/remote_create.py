@@ -14,9 +14,9 @@ from typing import Protocol
 from ckptstore import names
 from ckptstore.clock import Clock, system_clock
 from ckptstore.codecs.chunk_codecs import Buffer
-from ckptstore.commits.store_check import creates_once
 from ckptstore.errors import ObjectMissing
 from ckptstore.stores import Store, WrappedStore
+from ckptstore.stores.checks import creates_once
 
 logger = logging.getLogger(__name__)
 

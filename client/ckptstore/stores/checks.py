@@ -1,13 +1,17 @@
-"""Checks of a store: whether it keeps the guarantees that checkpoints need, and how fast it is."""
+"""Checks of a store: whether it keeps the guarantees that checkpoints need, and how fast it is for one rank.
+
+All objects lie below `_probes/`, and are removed also after an error and after an interrupt (Ctrl-C).
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,9 +19,21 @@ import msgspec
 
 from ckptstore import names
 from ckptstore.clock import Clock
-from ckptstore.errors import CkptError, ObjectMissing, StoreReadOnly, StoreUnavailable, StoreUnsafe
+from ckptstore.errors import (
+    CkptError,
+    CorruptObject,
+    InvalidRequest,
+    ObjectMissing,
+    StoreReadOnly,
+    StoreUnavailable,
+    StoreUnsafe,
+)
+from ckptstore.format.documents import digest
+from ckptstore.format.shards import CHUNK_BYTES
 from ckptstore.names import new_ulid
-from ckptstore.stores import Store
+from ckptstore.stores.base import Store
+
+logger = logging.getLogger(__name__)
 
 _SKEW_ALLOWED_S = 60.0
 _DATA = bytes(range(256)) * 256
@@ -82,7 +98,7 @@ class _StoreChecks:
             for name, step in steps.items():
                 yield self._check(name, step)
         finally:
-            with _ignoring_errors():
+            with suppress(CkptError):  # the checks have reported the problem
                 self._store.delete_many([info.key for info in self._store.list(self._folder)])
 
     def _check(self, name: str, step: Callable[[], str]) -> StoreCheck:
@@ -135,16 +151,6 @@ class _StoreChecks:
             return ""
         return "an object is still readable after its deletion"
 
-
-@contextmanager
-def _ignoring_errors() -> Iterator[None]:
-    try:
-        yield
-    except CkptError:
-        pass  # the checks have reported the problem
-
-
-logger = logging.getLogger(__name__)
 
 MAX_SKEW_S = 300.0
 """Ages are compared with graces of hours and of a week."""
@@ -247,3 +253,70 @@ def _scratch(store: Store, clock: Clock) -> Iterator[str]:
         yield key
     finally:
         store.delete_many([key])
+
+
+NUM_OBJECTS = 4
+"""One after the other: a rank uploads one shard at a time."""
+_LEAST_BYTES = NUM_OBJECTS * CHUNK_BYTES
+
+
+class StoreSpeed(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank writes and reads in one second, in bytes."""
+
+    store: str
+    write_bytes_per_s: float
+    """Until the objects are durable."""
+    read_bytes_per_s: float
+    """As restores read. A local disk may read from the page cache."""
+    num_objects: int
+    num_bytes: int
+
+
+def measure_store(
+    store: Store, clock: Clock, num_bytes: int, progress: Callable[[int], None] = lambda _: None
+) -> StoreSpeed:
+    """Write objects of random bytes as shards are written, read them as restores do, compare, and remove them.
+
+    progress: called with bytes written or read. Raises InvalidRequest for fewer bytes than a few chunks, CorruptObject
+    if other bytes come back, or the store's errors.
+    """
+    if num_bytes < _LEAST_BYTES:
+        raise InvalidRequest(f"{num_bytes} bytes are too few to measure", f"Give at least {_LEAST_BYTES >> 20} MiB")
+    folder = f"{names.PROBES_PREFIX}{new_ulid(clock())}/"
+    chunk = os.urandom(CHUNK_BYTES)  # a store may compress or find repeated bytes, within this bound
+    chunks = -(-num_bytes // _LEAST_BYTES)
+    keys = [f"{folder}object-{number}" for number in range(NUM_OBJECTS)]
+    try:
+        began = time.perf_counter()
+        for key in keys:
+            with store.open_writer(key, size_hint=chunks * CHUNK_BYTES) as writer:
+                for _ in range(chunks):
+                    writer.write(chunk)
+                    progress(CHUNK_BYTES)
+        written_s = time.perf_counter() - began
+        began = time.perf_counter()
+        with ThreadPoolExecutor(store.parallel_reads, thread_name_prefix="ckpt-measure") as pool:
+            reads = [pool.submit(_read, store, key, at, progress) for key in keys for at in range(chunks)]
+            found = [read.result() for read in reads]
+        read_s = time.perf_counter() - began
+    finally:
+        store.delete_many([info.key for info in store.list(folder)])
+    if set(found) != {digest(chunk)}:
+        raise CorruptObject(f"{store.url} returned other bytes than were written", "Run ckptctl probe")
+    total = NUM_OBJECTS * chunks * CHUNK_BYTES
+    return StoreSpeed(
+        store=store.url,
+        write_bytes_per_s=total / written_s,
+        read_bytes_per_s=total / read_s,
+        num_objects=NUM_OBJECTS,
+        num_bytes=total,
+    )
+
+
+def _read(store: Store, key: str, chunk: int, progress: Callable[[int], None]) -> str:
+    """The digest of one chunk."""
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    with store.open_reader(key) as reader:
+        reader.read(chunk * CHUNK_BYTES, buffer)
+    progress(CHUNK_BYTES)
+    return digest(buffer)
