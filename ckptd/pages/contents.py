@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckptapi.bodies import EntryBody, ShardBody
 from ckptd.pages.charts import Bars, bars
-from ckptd.pages.treemap import Rect, treemap
 from ckptstore import human
 from ckptstore.names import MAX_RANKS
 
 _SHARDS_SHOWN = 32
-_ENTRIES_SHOWN = 20
+_ENTRIES_SHOWN = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,6 @@ class ItemRow:
     name: str
     num_entries: int
     raw_bytes: int
-    kind: int | None
-    """Its color in the treemap."""
-    x: float
-    """The left edge of its part of a bar, in per cent of the bar."""
-    width: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +35,9 @@ class ContentsView:
     """The largest shard."""
     shards: tuple[ShardBody, ...]
     num_shards: int
-    boxes: tuple[Rect, ...]
     items: tuple[ItemRow, ...]
+    """Largest first."""
+
     entries: tuple[EntryBody, ...]
     """The largest entries."""
     num_entries: int
@@ -55,28 +51,21 @@ def contents_view(world_size: int, shards: Sequence[ShardBody], entries: Sequenc
             written[shard.rank] += shard.stored_bytes
     by_size = sorted(entries, key=lambda entry: (-entry.raw_bytes, entry.name))
     largest = sorted(shards, key=lambda shard: (-shard.stored_bytes, shard.rank))
-    boxes = tuple(treemap({entry.name: entry.raw_bytes for entry in entries}))
     return ContentsView(
         map=bars(written, "rank", human.size),
         num_writers=sum(1 for count in written if count),
         most=largest[0] if largest else None,
         shards=tuple(largest[:_SHARDS_SHOWN]),
         num_shards=len(shards),
-        boxes=boxes,
-        items=_items(entries, {box.path.partition("/")[0]: box.kind for box in boxes}),
+        items=_items(entries),
         entries=tuple(by_size[:_ENTRIES_SHOWN]),
         num_entries=len(entries),
     )
 
 
-def _items(entries: Sequence[EntryBody], kinds: Mapping[str, int]) -> tuple[ItemRow, ...]:
-    totals: dict[str, tuple[int, int]] = {}
+def _items(entries: Sequence[EntryBody]) -> tuple[ItemRow, ...]:
+    sizes: dict[str, list[int]] = defaultdict(list)
     for entry in entries:
-        name = entry.name.partition("/")[0]
-        count, size = totals.get(name, (0, 0))
-        totals[name] = (count + 1, size + entry.raw_bytes)
-    whole, x, rows = sum(size for _, size in totals.values()) or 1, 0.0, []
-    for name, (count, size) in sorted(totals.items(), key=lambda item: (-item[1][1], item[0]))[:_SHARDS_SHOWN]:
-        rows.append(ItemRow(name, count, size, kinds.get(name), round(x, 3), round(100 * size / whole, 3)))
-        x += 100 * size / whole
-    return tuple(rows)
+        sizes[entry.name.partition("/")[0]].append(entry.raw_bytes)
+    rows = [ItemRow(name, len(own), sum(own)) for name, own in sizes.items()]
+    return tuple(sorted(rows, key=lambda row: (-row.raw_bytes, row.name))[:_SHARDS_SHOWN])
