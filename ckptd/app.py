@@ -67,7 +67,7 @@ from ckptd.services.remote_create import RemoteCreateDecider, RemoteCreateServic
 from ckptd.services.restore_leases import RestoreLeases
 from ckptd.services.retention_view import RetentionViews
 from ckptd.settings import AUTH_OFF, Settings
-from ckptd.tracing import Tracer, Tracing, no_span
+from ckptd.tracing import Tracer, no_span
 from ckptstore.clock import Clock, system_clock
 from ckptstore.errors import CkptError, InvalidRequest
 from ckptstore.stores import Store, open_store
@@ -98,16 +98,14 @@ def create_app(settings: Settings, store: Store | None = None, clock: Clock = sy
     services = _services(core, cache)
     services.tokens.refresh()
     core.metrics.registry.register(Gauges(core.index, core.restores, core.freshness, clock))
-    app = _assemble(
+    return _assemble(
         Context(services, Threads(tracer.span if tracer else no_span), core.metrics, core.waiting),
         settings.auth != AUTH_OFF,
         clock,
         [*_serving(core, services), *_housekeeping(core)],
-        [cache, core.leadership, core.database, *([tracer] if tracer else [])],
+        [cache, core.leadership, core.database],
+        tracer,
     )
-    if tracer:
-        app.add_middleware(Tracing, tracer=tracer)
-    return app
 
 
 class _Core:
@@ -239,7 +237,8 @@ def _assemble(
     auth: bool,
     clock: Clock,
     background: list[_Background],
-    closing: list[BlockCache | Leadership | Database | Tracer],
+    closing: list[BlockCache | Leadership | Database],
+    tracer: Tracer | None,
 ) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -248,7 +247,7 @@ def _assemble(
         yield
         for work in background:
             work.stop(_STOP_TIMEOUT_S)
-        for resource in closing:
+        for resource in (*closing, *([tracer] if tracer else [])):
             resource.close()
 
     app = FastAPI(
@@ -273,7 +272,11 @@ def _assemble(
     app.add_middleware(Authentication, tokens=known, metrics=context.metrics)
     app.add_middleware(PageSessions, tokens=known, metrics=context.metrics, clock=clock)
     app.add_middleware(Bounds)
-    app.add_middleware(RequestLog, metrics=context.metrics)
+    if tracer is None:
+        app.add_middleware(RequestLog, metrics=context.metrics)
+    else:
+        app.add_middleware(RequestLog, metrics=context.metrics, on_start=tracer.name_request)
+        tracer.trace_requests(app)
     return app
 
 

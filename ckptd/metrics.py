@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from starlette.types import Scope
 
 _SLOW = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
 """Histogram buckets for saves and restores, in seconds."""
@@ -12,6 +13,11 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 def method_label(method: str) -> str:
     """The value of the label `method`; "other" for unknown methods, because label values are never freed."""
     return method if method in _METHODS else "other"
+
+
+def route_of(scope: Scope) -> str:
+    """The path of the route that serves a request, with its parameters as {name}; "none" before it is known."""
+    return getattr(scope.get("route"), "path", "none")
 
 
 class Metrics:

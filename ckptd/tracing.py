@@ -6,15 +6,16 @@ OpenTelemetry comes with the extra `otel` and is imported only if tracing is on.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
 from typing import Any
 
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from fastapi import FastAPI
+from starlette.types import Scope
 
-from ckptd.metrics import method_label
+from ckptd.metrics import method_label, route_of
 from ckptstore.errors import InvalidRequest
 
 Span = Callable[[str], AbstractContextManager[Any]]
@@ -32,8 +33,11 @@ class Tracer:
 
     def __init__(self, endpoint: str) -> None:
         """Raises InvalidRequest without the extra `otel`."""
+        # The stable names of attributes (http.request.method) instead of the old ones (http.method).
+        os.environ.setdefault("OTEL_SEMCONV_STABILITY_OPT_IN", "http")
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -44,50 +48,32 @@ class Tracer:
         exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces", timeout=_TIMEOUT_S)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("ckptd")
+        self._middleware = OpenTelemetryMiddleware
 
     def span(self, name: str) -> AbstractContextManager[Any]:
         """A span within the current one."""
         return self._tracer.start_as_current_span(name)
 
-    def request(self, headers: Headers) -> AbstractContextManager[Any]:
-        """A span for a request, as a child of the caller's span."""
-        from opentelemetry.propagate import extract
-        from opentelemetry.trace import SpanKind
+    def trace_requests(self, app: FastAPI) -> None:
+        """Give each request a span, as a child of the caller's. Call it last: the span includes other middleware."""
+        app.add_middleware(
+            self._middleware,
+            tracer_provider=self._provider,
+            # The query may contain secrets.
+            default_span_details=lambda scope: (method_label(scope["method"]), {"url.query": ""}),
+            exclude_spans=["receive", "send"],
+            http_capture_headers_server_response=["x-request-id"],
+        )
 
-        return self._tracer.start_as_current_span("request", context=extract(headers), kind=SpanKind.SERVER)
+    def name_request(self, scope: Scope) -> None:
+        """Name the current span after the route of its request, which is known only when the response begins."""
+        from opentelemetry.trace import get_current_span
+
+        route, span = route_of(scope), get_current_span()
+        span.update_name(f"{method_label(scope['method'])} {route}")
+        span.set_attribute("http.route", route)
 
     def close(self) -> None:
         """Flush the remaining spans, for two seconds at most."""
         self._provider.force_flush(_TIMEOUT_S * 1000)
         self._provider.shutdown()
-
-
-class Tracing:
-    """The outermost middleware if tracing is on."""
-
-    def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
-        self._app = app
-        self._tracer = tracer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Trace one request."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        with self._tracer.request(Headers(scope=scope)) as span:
-
-            async def observe(message: Message) -> None:
-                if message["type"] == "http.response.start":
-                    span.set_attribute("http.response.status_code", message["status"])
-                    span.set_attribute("ckptd.request_id", MutableHeaders(scope=message).get("x-request-id", ""))
-                await send(message)
-
-            try:
-                await self._app(scope, receive, observe)
-            finally:
-                route = getattr(scope.get("route"), "path", "none")
-                method = method_label(scope["method"])
-                span.update_name(f"{method} {route}")
-                span.set_attribute("http.request.method", method)
-                span.set_attribute("http.route", route)
-                span.set_attribute("url.path", scope["path"])

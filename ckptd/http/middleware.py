@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
 from time import perf_counter
 from urllib.parse import quote, urlsplit
 from uuid import uuid4
@@ -16,7 +17,7 @@ from ckptd.http.problems import error_response, problem_response
 from ckptd.http.sharing import ConcurrencyLimit
 from ckptd.http.throttle import WINDOW_S, Throttle
 from ckptd.logs import FIELDS, REQUEST_ID
-from ckptd.metrics import Metrics, method_label
+from ckptd.metrics import Metrics, method_label, route_of
 from ckptd.redaction import mask_passwords
 from ckptd.services.callers import ANONYMOUS, Caller
 from ckptd.services.tokens import Tokens
@@ -39,9 +40,11 @@ _HOW = "Set CKPT_TOKEN, or send Authorization: Bearer <token>; ckptd token creat
 class RequestLog:
     """The outermost layer: request id, log line, metrics, headers. Turns every exception into an error response."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, on_start: Callable[[Scope], None] = lambda _: None) -> None:
+        """on_start: called when a response begins; the route of its request is known then."""
         self._app = app
         self._metrics = metrics
+        self._on_start = on_start
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -60,6 +63,7 @@ class RequestLog:
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-ID"] = request_id
                 secure(headers, scope["scheme"] == "https")
+                self._on_start(scope)
             await send(message)
 
         try:
@@ -80,10 +84,10 @@ class RequestLog:
         if error.http_status >= 500:
             _LOG.warning("%s: %s", error.code, error)
         if isinstance(error, Unavailable):
-            self._metrics.store_errors.labels(_route(scope), error.code).inc()
+            self._metrics.store_errors.labels(route_of(scope), error.code).inc()
 
     def _finish(self, scope: Scope, status: int, seconds: float) -> None:
-        route = _route(scope)
+        route = route_of(scope)
         self._metrics.http_requests.labels(method_label(scope["method"]), route, str(status)).inc()
         self._metrics.http_seconds.labels(route).observe(seconds)
         level = logging.DEBUG if scope["path"] in _FREQUENT else logging.INFO
@@ -155,10 +159,6 @@ def _response(error: Exception) -> ASGIApp:
     return problem_response(
         500, "internal", "internal error of the daemon", "Its log has the details under this request id"
     )
-
-
-def _route(scope: Scope) -> str:
-    return getattr(scope.get("route"), "path", "none")
 
 
 _NOTHING = "default-src 'none'; frame-ancestors 'none'"
