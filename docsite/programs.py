@@ -19,8 +19,8 @@ from ckptctl import cli as ckptctl
 from ckptctl import manual
 from ckptd import commands as ckptd
 from ckptd.app import create_app
-from ckptd.pages import reference
 from ckptd.settings import Settings
+from docsite import openapi
 from docsite.reference import table
 
 ALERTS = Path(__file__).parents[1] / "deploy/prometheus/alerts.yml"
@@ -82,21 +82,21 @@ def endpoints() -> str:
     """Every endpoint, and every body."""
     document = _daemon().openapi()
     parts = ["## Endpoints"]
-    for one in reference.endpoints(document):
+    for one in openapi.endpoints(document):
         parts += [f"### {one.method} {one.path}", one.summary]
         rows = ([f"`{it.name}`", it.place, it.kind, it.text] for it in one.parameters)
         parts += [table(["parameter", "in", "type", "meaning"], rows)] * bool(one.parameters)
         body = f"Body: {_body(one.body)}. " if one.body else ""
         parts.append(f"{body}Response: {_body(one.answer) if one.answer else 'no body'}.")
     parts.append("## Bodies")
-    for name, text, fields in reference.schemas(document):
+    for name, text, fields in openapi.schemas(document):
         rows = ([f"`{it.name}`", it.kind, it.place, it.text] for it in fields)
         parts += [f"### {name}", text, table(["field", "type", "", "meaning"], rows)]
     return "\n\n".join(parts) + "\n"
 
 
 def _body(kind: str) -> str:
-    names = {name for name, _, _ in reference.schemas(_daemon().openapi())}
+    names = {name for name, _, _ in openapi.schemas(_daemon().openapi())}
     return re.sub(r"\w+", lambda word: f"[{word[0]}](#{word[0].lower()})" if word[0] in names else word[0], kind)
 
 

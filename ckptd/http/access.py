@@ -182,7 +182,6 @@ RULES: dict[tuple[str, str], AccessRule] = {
     ("DELETE", bodies.TOKENS + "/{name}"): AccessRule(Scope.ADMIN),
     # Pages
     ("GET", "/"): AccessRule(Scope.READ, filters=True),
-    ("GET", "/docs"): AccessRule(Scope.READ, filters=True),
     ("GET", "/runs/{run}"): AccessRule(Scope.READ, in_path),
     ("GET", "/runs/{run}/state"): AccessRule(Scope.READ, in_path),
     ("GET", "/runs/{run}/goodput"): AccessRule(Scope.READ, in_path),

@@ -29,7 +29,7 @@ def problem_response(
 ) -> Response:
     """An error response."""
     body = bodies.Problem(
-        type=f"/docs#{code}",
+        type=f"urn:ckptd:error:{code}",
         title=HTTPStatus(status).phrase,
         status=status,
         detail=detail,

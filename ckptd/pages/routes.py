@@ -12,7 +12,6 @@ from ckptd.http.context import Context, Ctx
 from ckptd.pages.forms import read_form
 from ckptd.pages.overview import RunRow, chosen_runs, run_row
 from ckptd.pages.queries import RunOrder, number, search
-from ckptd.pages.reference import endpoints, error_codes, schemas
 from ckptd.pages.rendering import page
 from ckptd.pages.restores import session_view
 from ckptd.pages.visiting import RESTORES, Visiting, Visitor, frame, newest, soon
@@ -69,20 +68,6 @@ async def overview(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
         stored_bytes=sum(s.stored_bytes for s in seen),
         num_restores=len(restoring),
         **_health(ctx),
-    )
-
-
-@router.get("/docs")
-async def docs(request: Request, visitor: Visiting) -> Response:
-    """The reference of the HTTP API."""
-    document = request.app.openapi()
-    return page(
-        "docs.html",
-        **frame(request, visitor),
-        version=document["info"]["version"],
-        endpoints=endpoints(document),
-        errors=error_codes(),
-        schemas=schemas(document),
     )
 
 

@@ -34,7 +34,7 @@ SESSION = "ckptd_session"
 _FORM = "ckptd_form"
 _LOGIN, _LOGOUT = "/login", "/logout"
 _PAGE = re.compile(
-    r"/|/(attempts|docs|jobs|restores|store)|/(jobs|restores)/[^/]+|/runs/[^/]+(/(state|goodput))?"
+    r"/|/(attempts|jobs|restores|store)|/(jobs|restores)/[^/]+|/runs/[^/]+(/(state|goodput))?"
     r"|/checkpoints/[^/@]+@[^/]+(/state)?"
 )
 _FORM_SECRET = re.compile(r"[A-Za-z0-9_-]{43}")

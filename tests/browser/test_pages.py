@@ -22,7 +22,6 @@ PAGES = {
     "run": ("/runs/gpt", "last-1"),
     "branches": ("/runs/sim", "Branches"),
     "overlay": ("/runs/gpt?metric=loss&also=val_loss&other=fsdp&log=1", "loss of fsdp"),
-    "docs": ("/docs", "no_checkpoint"),
     "preview": ("/runs/gpt?keep=5&metric=val_loss&page=2", "would remove 54 checkpoints"),
     "goodput": ("/runs/sim/goodput", "lost"),
     "long": (f"/runs/{LONG}?min_step=999999", "No checkpoint of this run matches the filter"),

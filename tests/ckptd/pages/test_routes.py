@@ -112,7 +112,7 @@ def test_every_page_has_a_rule() -> None:
     found = [route for module in (routes, run_routes, checkpoint_routes) for route in module.router.routes]
     pages = {(method, route.path) for route in found for method in route.methods}
     assert pages - RULES.keys() == set()
-    assert len(pages) == 14
+    assert len(pages) == 13
 
 
 def test_pages_are_no_part_of_the_api(served: Served) -> None:

@@ -1,18 +1,10 @@
-"""The reference of the HTTP API as a page, made from the OpenAPI document and the list of errors."""
+"""The endpoints and bodies of the HTTP API, from its OpenAPI document."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
-
-from ckptstore.errors import kinds
-
-_HTTP_ERRORS = (
-    ("unknown_route", 404, "There is no such path.", "Check the path."),
-    ("method_not_allowed", 405, "The path has no such method.", "Use one of those in `Allow`."),
-    ("internal", 500, "A defect of the daemon.", "Its log has the details under the request id."),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +32,6 @@ class Endpoint:
     """Name of the response body's schema; empty if it has none."""
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorCode:
-    """A code in the body of a problem."""
-
-    code: str
-    status: int
-    meaning: str
-    remedy: str
-
-
 def endpoints(document: Mapping[str, Any]) -> list[Endpoint]:
     """The endpoints of an OpenAPI document, by path. Pure."""
     return [
@@ -67,15 +49,6 @@ def schemas(document: Mapping[str, Any]) -> list[tuple[str, str, list[Parameter]
         for name, schema in sorted(found.items())
         if schema.get("properties")
     ]
-
-
-def error_codes() -> list[ErrorCode]:
-    """All codes of errors, by code."""
-    ours = ((code, kind.http_status, kind.__doc__ or "", kind.remedy) for code, kind in kinds().items())
-    return sorted(
-        (ErrorCode(code, status, _text(text), _text(remedy)) for code, status, text, remedy in (*_HTTP_ERRORS, *ours)),
-        key=lambda one: one.code,
-    )
 
 
 def _endpoint(method: str, path: str, operation: Mapping[str, Any]) -> Endpoint:
