@@ -41,7 +41,7 @@ BENCHES = (
     "scale",
     "scale-daemon",
     "predict",
-    "drill",
+    "restore-estimate",
     "goodput",
     "daemon-read",
     "index",

@@ -22,11 +22,11 @@ from bench.report import Goal, Report
 from ckptstore import names
 from ckptstore.format.columns import column
 from ckptstore.format.documents import FORMAT, Chunks, Content, Entries, Manifest, ReceiptRef, Shard, Slices
-from ckptstore.format.layouts import rows_of
 from ckptstore.format.overlaps import Want
 from ckptstore.format.parsing import pack_manifest, parse_manifest
 from ckptstore.format.planning import plan_reads
 from ckptstore.names import Attempt, new_ulid
+from ckptstore.reading.rehearsal import rows_of
 
 GOAL_S = 1.0
 MEMORY_BYTES = 1 << 30

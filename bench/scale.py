@@ -33,7 +33,6 @@ from ckpt.saver.messages import SaveJob, Setup
 from ckptstore.commits import commit
 from ckptstore.commits.generations import NewAttempt, Session
 from ckptstore.format.documents import JSON, Outcome, Shard
-from ckptstore.format.layouts import rows_of
 from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.overlaps import Want
 from ckptstore.format.parsing import parse_manifest, seal
@@ -42,6 +41,7 @@ from ckptstore.format.shards import EncodedChunk, Placed, Slice, chunk_table, pl
 from ckptstore.format.statistics import Statistics, Table, named_document, side_extension
 from ckptstore.format.trees import encode_tree, unsupported
 from ckptstore.names import derive_ulid, new_ulid, shard_name
+from ckptstore.reading.rehearsal import rows_of
 from ckptstore.run import Run
 from ckptstore.stores.s3 import part_bytes
 

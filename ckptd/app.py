@@ -16,8 +16,7 @@ from fastapi.routing import APIRoute
 from ckptapi import bodies
 from ckptd.api import changes, checkpoints, decisions, events, jobs, probes, restores, retention, tokens
 from ckptd.cache import BlockCache, open_folder
-from ckptd.housekeeping.drilling import Driller
-from ckptd.housekeeping.gauges import BacklogGauges, DrillGauges, EventMetrics, Gauges, GoodputGauges
+from ckptd.housekeeping.gauges import BacklogGauges, EventMetrics, Gauges, GoodputGauges
 from ckptd.housekeeping.job_handlers import JobHandlers
 from ckptd.housekeeping.leadership import Leadership, LeaderStore
 from ckptd.housekeeping.orphans import OrphanCollector
@@ -206,10 +205,9 @@ def _housekeeping(core: _Core) -> list[_Background]:
     collector = OrphanCollector(store, metrics, clock, settings.orphan_grace_seconds)
     policies = PolicyLoop(store, core.index, core.pruning(store), metrics, clock)
     scrub_s = settings.scrub_days * 24 * 3600
-    drill_s, ranks = settings.drill_hours * 3600, settings.drill_rank_counts
-    driller = Driller(store, core.store_sync, metrics, clock, drill_s, scrub_s, ranks)
-    scrubber = Scrubber(store, core.store_sync, metrics, clock, scrub_s, settings.scrub_bytes_per_second, driller)
-    metrics.registry.register(DrillGauges(lambda: driller.last() if led() else {}))
+    newest_s, ranks = settings.verify_hours * 3600, settings.verify_rank_counts
+    bytes_per_s = settings.scrub_bytes_per_second
+    scrubber = Scrubber(store, core.store_sync, metrics, clock, scrub_s, bytes_per_s, newest_s, ranks)
     metrics.registry.register(BacklogGauges(lambda: core.backlogs.known() if led() else {}, clock))
     metrics.registry.register(GoodputGauges(lambda: core.accounts.known() if led() else {}))
     led_restores = RestoreIndex(core.database.fenced(core.leadership.fence))

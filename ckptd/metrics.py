@@ -89,8 +89,6 @@ class Metrics:
         self.scrubbed = self._counter("scrubbed", "Checkpoints read completely by the scrub.")
         self.scrubbed_bytes = self._counter("scrubbed_bytes", "Bytes read by the scrub.")
         self.scrub_corrupt = self._counter("scrub_corrupt", "Checkpoints that the scrub found damaged.")
-        self.drills = self._counter("drills", "Restore drills.")
-        self.drills_failed = self._counter("drills_failed", "Restore drills of checkpoints that cannot be restored.")
         self.prune_deleted = self._counter("prune_deleted", "Checkpoints deleted by prunes.")
         self.prune_freed_bytes = self._counter(
             "prune_freed_bytes", "Stored bytes of the checkpoints that prunes deleted."

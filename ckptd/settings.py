@@ -13,7 +13,7 @@ from typing import Any
 from ckptd.redaction import MASK, mask_passwords
 from ckptstore.errors import InvalidRequest
 from ckptstore.format.documents import digest
-from ckptstore.retention.drilling import MAX_RANKS
+from ckptstore.reading.rehearsal import MAX_RANKS
 
 DEFAULT_PORT = 8470
 AUTH_OFF = "off"
@@ -27,7 +27,7 @@ _LONGEST = 1e9
 """Upper bound of all numbers of seconds or days; the system cannot wait longer."""
 _POSITIVE = ("poll_seconds", "collect_seconds", "leader_lease_seconds", "header_timeout_seconds")
 _NOT_NEGATIVE = (
-    "commit_grace_seconds", "orphan_grace_seconds", "notice_seconds", "drain_seconds", "scrub_days", "drill_hours",
+    "commit_grace_seconds", "orphan_grace_seconds", "notice_seconds", "drain_seconds", "scrub_days", "verify_hours",
     "scrub_bytes_per_second", "cache_bytes", "connections_per_client",
 )  # fmt: skip
 
@@ -72,10 +72,12 @@ class Settings:
     )
     scrub_days: float = _knob(0.0, "Days after which a checkpoint is read completely and verified again; 0: never.")
     scrub_bytes_per_second: int = _knob(50_000_000, "Maximum read rate of the scrub; 0: unlimited.")
-    drill_hours: float = _knob(
-        0.0, "Hours after which the restore of a run's newest checkpoint is drilled again; 0: never."
+    verify_hours: float = _knob(
+        0.0, "Hours after which a run's newest checkpoint is verified, restored in part, before others; 0: never."
     )
-    drill_ranks: str = _knob("", "Comma-separated numbers of ranks to drill for, in addition to the number that saved.")
+    verify_ranks: str = _knob(
+        "", "Comma-separated numbers of ranks on which it must restore, in addition to the number that saved."
+    )
     notice_seconds: float = _knob(2.0, "After SIGTERM: time that /readyz fails before the port is closed.")
     drain_seconds: float = _knob(20.0, "After that: time for open requests to finish.")
     webhooks: str = _knob("", "Comma-separated URLs to which events are posted.")
@@ -90,11 +92,11 @@ class Settings:
         return [url.strip() for url in self.webhooks.split(",") if url.strip()]
 
     @property
-    def drill_rank_counts(self) -> list[int]:
-        """The numbers in `drill_ranks`. Raises InvalidRequest."""
-        texts = [text.strip() for text in self.drill_ranks.split(",") if text.strip()]
+    def verify_rank_counts(self) -> list[int]:
+        """The numbers in `verify_ranks`. Raises InvalidRequest."""
+        texts = [text.strip() for text in self.verify_ranks.split(",") if text.strip()]
         if not all(text.isascii() and text.isdigit() and 1 <= int(text) <= MAX_RANKS for text in texts):
-            raise InvalidRequest(f"drill_ranks is {self.drill_ranks!r}", f"Use numbers from 1 to {MAX_RANKS}: 8,512")
+            raise InvalidRequest(f"verify_ranks is {self.verify_ranks!r}", f"Use numbers from 1 to {MAX_RANKS}: 8,512")
         return [int(text) for text in texts]
 
     def __post_init__(self) -> None:
@@ -109,7 +111,7 @@ class Settings:
             raise InvalidRequest(f"store_reads is {self.store_reads}", "Use at least 1")
         self._check_numbers()
         self._check_exposure()
-        _ = self.drill_rank_counts
+        _ = self.verify_rank_counts
 
     def _check_numbers(self) -> None:
         for name in _POSITIVE:

@@ -26,7 +26,7 @@ JobId = Annotated[str, Path(max_length=26)]
 
 @router.post(bodies.JOBS, **documented(bodies.JobBody, 404, status=202, body=bodies.JobRequest))
 async def start(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
-    """Start a job: verify, heal, drill or gc. Location is the URL of the job."""
+    """Start a job: verify, heal or gc. Location is the URL of the job."""
     body = await read_body(request, cast(type[Any], bodies.JobRequest))
     if getattr(body, "run", None) is not None:
         check_glob(body.run)
@@ -57,13 +57,6 @@ async def cancel(ctx: Ctx, id: JobId) -> Response:
 async def attempts(ctx: Ctx, run: RunQuery = None) -> Response:
     """Live uploads: attempts of one run or all runs that are neither committed nor aborted, oldest first."""
     return json_response(bodies.AttemptsBody(await ctx.threads.store(ctx.services.uploads.live, run)))
-
-
-@router.get(bodies.DRILLS, **documented(bodies.DrillBody, 404))
-async def drilled(ctx: Ctx, run: Annotated[str, Query(max_length=128)]) -> Response:
-    """The last restore drill of a run, and its estimates; 404 if there was none."""
-    found = await ctx.threads.store(ctx.services.retention_views.last_drill, run)
-    return json_response(bodies.DrillBody.of(run, found))
 
 
 @router.get(bodies.GOODPUT, **documented(Account, 404))

@@ -16,7 +16,6 @@ from ckptstore.clock import Clock
 from ckptstore.commits.backlogs import RunBacklog
 from ckptstore.commits.goodput import Account
 from ckptstore.errors import IndexUnavailable
-from ckptstore.format.records import Drill
 
 
 class Gauges(Collector):
@@ -59,34 +58,6 @@ class Gauges(Collector):
         for state, number in num_restores.items():
             restores.add_metric([state], number)
         yield from (age, step, count, stored, restores)
-
-
-class DrillGauges(Collector):
-    """The last restore drill of each run; no series if the daemon is not the leader."""
-
-    def __init__(self, last: Callable[[], Mapping[str, Drill]]) -> None:
-        self._last = last
-
-    def describe(self) -> list[Metric]:
-        """Empty: there are no series before the first drill."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        """From memory: the store is not read."""
-        at = GaugeMetricFamily(
-            "ckptd_last_drill_timestamp_seconds", "When a checkpoint of the run was last drilled.", labels=["run"]
-        )
-        estimate = GaugeMetricFamily(
-            "ckptd_drill_restore_seconds",
-            "Estimated duration of a restore, if each rank reads as fast as the drill did.",
-            labels=["run", "ranks"],
-        )
-        for run, drill in self._last().items():
-            at.add_metric([run], drill.at)
-            for layout in drill.layouts:
-                if layout.restore_s is not None:
-                    estimate.add_metric([run, str(layout.ranks)], layout.restore_s)
-        yield from (at, estimate)
 
 
 class BacklogGauges(Collector):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 import msgspec
 
-from ckptapi.bodies import ChunkBody, CollectJob, DrillBody, DrillJob, HealJob, VerifyJob
+from ckptapi.bodies import ChunkBody, CollectJob, HealJob, VerifyJob
 from ckptd.services.jobs import JobHandler, JobProgress
 from ckptd.services.store_sync import StoreSync
 from ckptstore.clock import Clock
@@ -18,10 +17,12 @@ from ckptstore.errors import InvalidRequest, NoCheckpoint
 from ckptstore.names import Reference, check_run
 from ckptstore.operator import StoreOperator
 from ckptstore.retention.deletion import CollectReport
-from ckptstore.retention.drilling import drill
 from ckptstore.retention.scrubbing import confirm_damage, scrub
 from ckptstore.run import Run
 from ckptstore.stores import Store
+
+_MOST_LISTED = 100
+"""Items of a list in a result."""
 
 
 class JobHandlers:
@@ -47,7 +48,6 @@ class JobHandlers:
         return {
             VerifyJob: self.verify,
             HealJob: self.heal,
-            DrillJob: self.drill,
             CollectJob: self.collect,
         }
 
@@ -55,26 +55,31 @@ class JobHandlers:
         """Read checkpoints completely, from the store; damaged ones are marked corrupt."""
         if request.chunks is None:
             chosen = [c for c in self._chosen(request) if request.checkpoint or c.state is not State.CORRUPT]
-            result, _ = self._scrub(chosen, progress, None)
-            return result
+            return self._scrub(chosen, progress, ranks=request.ranks)
         if request.checkpoint is None:
             raise InvalidRequest("chunks are given without a checkpoint", "Name the checkpoint")
         return self._confirm(self._chosen(request)[0], request.chunks, progress)
 
     def heal(self, request: HealJob, progress: JobProgress) -> dict[str, Any]:
         """As verify, and write damaged objects again from other checkpoints of the run."""
-        result, healed = self._scrub(self._chosen(request), progress, ())
-        return {**result, "healed": healed[:100], "num_healed": len(healed)}
+        return self._scrub(self._chosen(request), progress, heal_from=())
 
     def _scrub(
-        self, chosen: list[Checkpoint], progress: JobProgress, heal_from: Sequence[Store] | None
-    ) -> tuple[dict[str, Any], list[str]]:
-        """The result of the job, and the keys of healed objects."""
+        self,
+        chosen: list[Checkpoint],
+        progress: JobProgress,
+        heal_from: Sequence[Store] | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> dict[str, Any]:
         progress.expect(sum(c.needed_bytes for c in chosen), "bytes")
         corrupt: list[str] = []
         healed: list[str] = []
+        estimates: dict[str, Any] = {}
         num_checked = 0
-        for found in scrub(self._store, chosen, progress.by, self._clock, progress.advance, heal_from=heal_from):
+        found_each = scrub(
+            self._store, chosen, progress.by, self._clock, progress.advance, heal_from=heal_from, ranks=ranks
+        )
+        for found in found_each:
             num_checked += 1
             for key in found.healed:
                 self._forget(key)
@@ -83,31 +88,13 @@ class JobHandlers:
             progress.log(f"{found.checkpoint.id} {'ok' if found.ok else '; '.join(found.problems[:5])}")
             if not found.ok:
                 corrupt.append(found.checkpoint.id)
+            if found.estimates and len(estimates) < _MOST_LISTED:
+                estimates[found.checkpoint.id] = msgspec.to_builtins(found.estimates)
             self._store_sync.sync_run(found.checkpoint.run)
-        return {"checked": num_checked, "corrupt": corrupt[:100], "num_corrupt": len(corrupt)}, healed
-
-    def drill(self, request: DrillJob, progress: JobProgress) -> dict[str, Any]:
-        """Prove that checkpoints restore on so many ranks; those that do not are marked corrupt."""
-        chosen = self._drilled(request)
-        progress.expect(sum(c.needed_bytes for c in chosen), "bytes")
-        drills = []
-        for checkpoint in chosen:
-            run = Run(self._store, checkpoint.run, self._clock, progress.by)
-            done = drill(run, checkpoint, request.ranks, progress.advance)
-            if done is None:
-                progress.log(f"{checkpoint.id} was deleted in the meantime")
-                continue
-            drills.append(DrillBody.of(run.name, done))
-            progress.log(f"{checkpoint.id} {'; '.join(done.problems[:5]) or 'ok'}")
-            self._store_sync.sync_run(checkpoint.run)
-        num_failed = sum(not body.ok for body in drills)
-        return {"drills": msgspec.to_builtins(drills[:100]), "num_drilled": len(drills), "num_failed": num_failed}
-
-    def _drilled(self, request: DrillJob) -> list[Checkpoint]:
-        if request.checkpoint is not None:
-            return [catalog.find(self._store, Reference.parse(request.checkpoint))]
-        runs = (Run(self._store, run) for run in self._runs(request.run))
-        return [c for run in runs for c in islice(catalog.newest_first(run), 1)]
+        result = {"checked": num_checked, "corrupt": corrupt[:_MOST_LISTED], "num_corrupt": len(corrupt)}
+        if heal_from is not None:
+            result |= {"healed": healed[:_MOST_LISTED], "num_healed": len(healed)}
+        return result if ranks is None else {**result, "estimates": estimates}
 
     def _confirm(self, checkpoint: Checkpoint, chunks: list[ChunkBody], progress: JobProgress) -> dict[str, Any]:
         run = Run(self._store, checkpoint.run, self._clock, progress.by)

@@ -5,20 +5,22 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
 
-from ckptd.housekeeping.drilling import Driller
 from ckptd.metrics import Metrics
 from ckptd.services.store_sync import StoreSync
 from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint, list_runs
 from ckptstore.errors import CkptError, LeadershipLost
 from ckptstore.reading.verify import VerifiedChunks
-from ckptstore.retention.scrubbing import RateLimiter, due_for_scrub, scrub
+from ckptstore.retention.scrubbing import RateLimiter, due_for_scrub, due_newest, scrub
 from ckptstore.run import Run, identity
 from ckptstore.stores import Store
 
 _LOG = logging.getLogger(__name__)
 _LIST_AGAIN_S = 3600.0
+_LIST_NEWEST_S = 600.0
+_NEVER_S = 30 * 24 * 3600.0
 
 
 class Scrubber:
@@ -32,52 +34,86 @@ class Scrubber:
         clock: Clock,
         every_s: float,
         bytes_per_s: float,
-        driller: Driller,
+        newest_s: float,
+        ranks: Sequence[int],
     ) -> None:
-        """every_s: a checkpoint is due this long after it last passed verification; 0 disables scrubbing. driller: its
-        drills come first, and count as verifications."""
+        """every_s: a checkpoint is due this long after it last passed verification; 0 disables scrubbing. newest_s: a
+        run's newest checkpoint is due before others, this long after the run's last verification, and must restore on
+        so many ranks; 0: like all others. The same one is verified again after every_s; 0: 30 days."""
         self._store = store
         self._store_sync = store_sync
         self._metrics = metrics
         self._clock = clock
         self._every_s = every_s
         self._throttle = RateLimiter(bytes_per_s, clock, time.sleep)
-        self._driller = driller
+        self._newest_s = newest_s
+        self._ranks = ranks
+        self._newest: deque[Checkpoint] = deque()
         self._queue: deque[Checkpoint] = deque()
         self._checked = VerifiedChunks()
-        self._listed_at = float("-inf")
+        self._listed_at = self._newest_listed_at = float("-inf")
 
     def run_once(self) -> None:
-        """Drill or verify the checkpoint that is most overdue. Never raises CkptError: a failure is retried."""
+        """Verify the checkpoint that is most overdue. Never raises CkptError: a failure is retried."""
+        if not self._every_s and not self._newest_s:
+            return
         try:
-            if self._driller.run_once(self._throttle):
-                self._queue.clear()  # what was drilled is not due any more
-                self._listed_at = float("-inf")
-            elif self._every_s:
-                self._scrub_next()
+            self._scrub_next()
         except LeadershipLost as error:
             _LOG.warning("leaving the scrub to another daemon: %s", error)
-            self._queue.clear()
-            self._driller.forget()
+            self._list_again()
         except CkptError as error:
             _LOG.warning("cannot scrub: %s", error)
             self._metrics.store_errors.labels("scrub", error.code).inc()
 
     def _scrub_next(self) -> None:
-        now = self._clock()
-        if not self._queue and now - self._listed_at >= min(_LIST_AGAIN_S, self._every_s):
-            self._checked = VerifiedChunks()
-            runs = [Run(self._store, name, self._clock) for name in list_runs(self._store)]
-            self._queue.extend(due_for_scrub(runs, now - self._every_s))
-            self._listed_at = now
-        if not self._queue:
+        self._list_newest()
+        if self._newest:
+            self._scrub(self._newest.popleft(), self._ranks)
+            self._queue.clear()  # what was verified is not due any more
+            self._listed_at = float("-inf")
             return
-        by, checkpoint = f"ckptd {identity()}", self._queue.popleft()
-        for found in scrub(self._store, [checkpoint], by, self._clock, throttle=self._throttle, checked=self._checked):
+        self._list_all()
+        if self._queue:
+            self._scrub(self._queue.popleft(), None)
+
+    def _scrub(self, checkpoint: Checkpoint, ranks: Sequence[int] | None) -> None:
+        by = f"ckptd {identity()}"
+        for found in scrub(
+            self._store, [checkpoint], by, self._clock, throttle=self._throttle, checked=self._checked, ranks=ranks
+        ):
             self._metrics.scrubbed.inc()
             self._metrics.scrubbed_bytes.inc(found.stored_bytes)
+            for one in found.estimates:
+                _LOG.info("%s restores on %d ranks in %s s", checkpoint.id, one.ranks, one.restore_s)
             if not found.ok:
                 self._metrics.scrub_corrupt.inc()
                 _LOG.error("%s is damaged: %s", found.checkpoint.id, "; ".join(found.problems[:5]))
                 # Now, not at the next listing: readers must not receive it any more.
                 self._store_sync.sync_run(found.checkpoint.run)
+                self._list_again()  # the newest one is now the one before
+
+    def _list_newest(self) -> None:
+        now = self._clock()
+        if not self._newest_s or self._newest or now - self._newest_listed_at < min(_LIST_NEWEST_S, self._newest_s):
+            return
+        again_s = max(self._every_s or _NEVER_S, self._newest_s)
+        due = (due_newest(run, self._newest_s, again_s) for run in self._runs())
+        self._newest.extend(checkpoint for checkpoint in due if checkpoint is not None)
+        self._newest_listed_at = now
+
+    def _list_all(self) -> None:
+        now = self._clock()
+        if not self._every_s or self._queue or now - self._listed_at < min(_LIST_AGAIN_S, self._every_s):
+            return
+        self._checked = VerifiedChunks()
+        self._queue.extend(due_for_scrub(self._runs(), now - self._every_s))
+        self._listed_at = now
+
+    def _runs(self) -> list[Run]:
+        return [Run(self._store, name, self._clock) for name in list_runs(self._store)]
+
+    def _list_again(self) -> None:
+        self._newest.clear()
+        self._queue.clear()
+        self._listed_at = self._newest_listed_at = float("-inf")

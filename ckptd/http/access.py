@@ -174,7 +174,6 @@ RULES: dict[tuple[str, str], AccessRule] = {
     ("GET", bodies.JOBS + "/{id}"): AccessRule(Scope.READ, of_job),
     ("DELETE", bodies.JOBS + "/{id}"): AccessRule(Scope.PRUNE, of_job),
     ("GET", bodies.GOODPUT): AccessRule(Scope.READ, in_query),
-    ("GET", bodies.DRILLS): AccessRule(Scope.READ, in_query),
     ("POST", bodies.PROBE): AccessRule(Scope.ADMIN),
     ("GET", bodies.TOKENS): AccessRule(Scope.ADMIN),
     ("POST", bodies.TOKENS): AccessRule(Scope.ADMIN),
@@ -198,7 +197,6 @@ RULES: dict[tuple[str, str], AccessRule] = {
 JOBS: dict[type[Any], Scope] = {
     bodies.VerifyJob: Scope.READ,
     bodies.HealJob: Scope.WRITE,
-    bodies.DrillJob: Scope.READ,
     bodies.CollectJob: Scope.PRUNE,
 }
 """The scope that starting a job of a kind requires; other kinds are for admins."""

@@ -61,7 +61,6 @@ async def run(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Respon
         tags=sorted(checkpoints[0].tags.items()),
         blocked=kept.blocked(run, checkpoints) if kept else "",
         not_finite_steps=sum(bool(c.not_finite) for c in checkpoints),
-        drill=kept.drill if kept else None,
         known=kept is not None,
     )
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint
-from ckptstore.errors import NoCheckpoint, TooMuchToDelete
-from ckptstore.format.records import Drill, Policy
-from ckptstore.names import Attempt, check_run
-from ckptstore.retention.drilling import last_drill
+from ckptstore.errors import TooMuchToDelete
+from ckptstore.format.records import Policy
+from ckptstore.names import Attempt
 from ckptstore.retention.pins import Holds, active_holds
 from ckptstore.retention.policy import KeepDecision, evaluate, policy_for, read_policies
 from ckptstore.retention.pruning import PrunePlan
@@ -28,8 +27,6 @@ class RetentionView:
     holds: Holds
     verified: Mapping[Attempt, float]
     """When each attempt last passed verification, by the store's clock."""
-    drill: Drill | None
-    """The last restore drill of the run."""
     now: float
     max_delete_fraction: float
 
@@ -71,17 +68,6 @@ class RetentionViews:
             policy=policy_for(in_force.policies, run) if in_force is not None else None,
             holds=active_holds(named),
             verified=verified_at(named),
-            drill=last_drill(named),
             now=self._clock(),
             max_delete_fraction=in_force.policies.max_delete_fraction if in_force is not None else 1.0,
         )
-
-    def last_drill(self, run: str) -> Drill:
-        """The last restore drill of a run. Raises NoCheckpoint if there was none."""
-        found = last_drill(Run(self._store, check_run(run), self._clock))
-        if found is None:
-            raise NoCheckpoint(
-                f"no checkpoint of run {run!r} was drilled",
-                f"ckptctl drill {run} does it, ckptd --drill-hours repeats it",
-            )
-        return found

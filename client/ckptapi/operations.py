@@ -191,10 +191,6 @@ class Operations(Connection):
         """What became of the time of a run. Raises NoCheckpoint if nothing is known of it."""
         return self._json("GET", bodies.GOODPUT, Account, params={"run": run})
 
-    def last_drill(self, run: str) -> bodies.DrillBody:
-        """The last restore drill of a run. Raises NoCheckpoint if there was none."""
-        return self._json("GET", bodies.DRILLS, bodies.DrillBody, params={"run": run})
-
     def probe(self) -> StoreReport:
         """Run the daemon's check of its store."""
         return self._json("POST", bodies.PROBE, StoreReport, timeout=300)

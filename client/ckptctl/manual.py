@@ -27,9 +27,8 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "open": ("open", "Open the dashboard in a browser."),
     },
     "Check": {
-        "verify": ("verify", "Read checkpoints and verify all checksums."),
+        "verify": ("verify", "Verify all checksums, and restores on N ranks."),
         "scrub": ("scrub", "Verify checkpoints, record the results, heal."),
-        "drill": ("drill", "Prove that a checkpoint restores on N ranks."),
         "probe": ("doctor", "Test what a store guarantees, and its speed."),
         "doctor": ("doctor", "Find what is wrong, with advice."),
         "drain": ("drain", "Wait until the savers of this host are done."),
@@ -84,7 +83,7 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "rm": ("remove", "del", "erase", "drop"),
     "prune": ("forget", "clean", "cleanup", "expire", "purge", "retain"),
     "undelete": ("recover", "undo", "unrm"),
-    "verify": ("check", "fsck", "validate", "checksum"),
+    "verify": ("check", "fsck", "validate", "checksum", "drill"),
     "scrub": ("repair", "heal", "fix"),
     "watch": ("follow", "tail", "events", "logs", "wait"),
     "pin": ("keep", "hold", "protect", "lock"),
@@ -124,13 +123,16 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "why": ("ckptctl why gpt-small", "ckptctl why gpt-small -o json"),
     "diff": ("ckptctl diff gpt-small@900 gpt-small@1000", "ckptctl diff gpt-small@1000 fine-tuned@50 -o json"),
     "shards": ("ckptctl shards gpt-small@1000",),
-    "verify": ("ckptctl verify gpt-small@1000", "ckptctl verify gpt-small", "ckptctl verify --all"),
+    "verify": (
+        "ckptctl verify gpt-small@1000",
+        "ckptctl verify --all",
+        "ckptctl verify gpt-small@latest --ranks 8 --ranks 512",
+    ),
     "scrub": (
         "ckptctl scrub",
         "ckptctl scrub --store /mnt/ckpts --older 30d --rate 50MB",
         "ckptctl scrub --store /mnt/ckpts --heal --from /mnt/backup",
     ),
-    "drill": ("ckptctl drill gpt-small --ranks 8 --ranks 512", "ckptctl drill gpt-small --last -o json"),
     "drain": ("ckptctl drain --timeout 25", "ckptctl drain gpt-small --timeout 60 -o json"),
     "goodput": ("ckptctl goodput gpt-small", "ckptctl goodput gpt-small --openmetrics > gpt-small.prom"),
     "prune": (

@@ -258,11 +258,6 @@ class RunKeys:
         return f"{self.run}/backlogs/"
 
     @property
-    def drills(self) -> str:
-        """Prefix of the records of restore drills."""
-        return f"{self.run}/drills/"
-
-    @property
     def audit(self) -> str:
         """Prefix of the audit log."""
         return f"{self.run}/audit/"
@@ -320,8 +315,8 @@ class RunKeys:
         return f"{self.backlogs}{check_ulid(near)}.json"
 
     def drill(self, attempt: Attempt) -> str:
-        """The record of the last restore drill of a checkpoint."""
-        return f"{self.drills}{attempt}.json"
+        """A record of earlier versions, which is ignored and goes with its checkpoint."""
+        return f"{self.run}/drills/{attempt}.json"
 
     def attempt(self, attempt: Attempt) -> str:
         """Prefix of everything an attempt writes before its outcome."""

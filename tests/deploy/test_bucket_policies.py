@@ -148,7 +148,7 @@ def test_an_operator_and_a_daemon_do_their_work(bucket: Bucket, monkeypatch: pyt
     for words in (
         ("probe",),
         ("scrub", "gpt"),
-        ("drill", "gpt", "--ranks", "2"),
+        ("verify", "gpt", "--ranks", "2"),
         ("cp", "gpt@2", "--to", copy),
         ("pin", "gpt@2", "paper"),
         ("tag", "gpt@2", "a=b"),

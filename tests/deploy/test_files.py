@@ -45,7 +45,7 @@ def test_compose_accepts_its_file() -> None:
     for name in ("ckptd", "bucket", "scrape-token"):
         own = {variable for variable in services[name]["environment"] if variable.startswith("CKPTD_")}
         assert own <= ENVIRONMENT.keys()
-    assert services["ckptd"]["environment"]["CKPTD_DRILL_HOURS"] == "24"
+    assert services["ckptd"]["environment"]["CKPTD_VERIFY_HOURS"] == "24"
     mounted = [volume for service in services.values() for volume in service.get("volumes", [])]
     local = [volume.split(":")[0] for volume in mounted if volume.startswith("./")]
     assert local
@@ -175,7 +175,7 @@ def test_prometheus_accepts_config_and_rules_and_the_rules_pass_their_tests(tmp_
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze: apt-get install systemd")
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     unit = (DEPLOY / "systemd" / "ckptd.service").read_text()
-    assert "CKPTD_DRILL_HOURS=24" in unit
+    assert "CKPTD_VERIFY_HOURS=24" in unit
     assert set(re.findall(r"CKPTD_\w+", unit)) <= ENVIRONMENT.keys()
     file = tmp_path / "ckptd.service"
     file.write_text(unit.replace("/opt/ckptd/bin/ckptd", "/bin/true"))

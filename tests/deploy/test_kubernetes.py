@@ -110,8 +110,8 @@ def test_kubernetes_accepts_each_object(rendered: Rendered) -> None:
 def test_the_deployment_fits_the_daemon(rendered: Rendered) -> None:
     pod, settings = rendered.pod, rendered.settings
     (container,) = pod["containers"]
-    assert settings.drill_hours == 24
-    assert settings.scrub_bytes_per_second > 0, "a drill must not take all bandwidth"
+    assert settings.verify_hours == 24
+    assert settings.scrub_bytes_per_second > 0, "a verification must not take all bandwidth"
     assert pod["terminationGracePeriodSeconds"] > settings.notice_seconds + settings.drain_seconds
     assert pod["enableServiceLinks"] is False  # a Service named ckptd sets CKPTD_PORT=tcp://...
     assert container["ports"][0]["containerPort"] == settings.port
@@ -218,7 +218,7 @@ def test_the_chart_has_no_complaints_and_refuses_unknown_values() -> None:
     for values in VARIANTS.values():
         report = helm_python.lint(CHART, values, strict=True)
         assert [each for each in report["messages"] if each["severity"] > 1] + report["errors"] == []
-    for wrong in ({"replica": 3}, {"store": "checkpoints"}, {"settings": {"CKPTD_DRILL_HOURS": 24}}):
+    for wrong in ({"replica": 3}, {"store": "checkpoints"}, {"settings": {"CKPTD_VERIFY_HOURS": 24}}):
         with pytest.raises(helm_python.HelmValuesError, match=next(iter(wrong))):
             helm(wrong)
 

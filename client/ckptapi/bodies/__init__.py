@@ -23,12 +23,9 @@ from ckptapi.bodies.checkpoints import (
 from ckptapi.bodies.decisions import DECISIONS, DecisionBody, DecisionRequest
 from ckptapi.bodies.events import EVENT_STREAM, EVENTS, GAP, MAX_EVENTS, OPEN, EventBody, EventKind, EventsBody
 from ckptapi.bodies.jobs import (
-    DRILLS,
     JOBS,
     ChunkBody,
     CollectJob,
-    DrillBody,
-    DrillJob,
     HealJob,
     JobBody,
     JobRequest,
@@ -93,7 +90,6 @@ __all__ = [
     "CHECKPOINTS",
     "DECISIONS",
     "DELETED",
-    "DRILLS",
     "EVENTS",
     "EVENT_STREAM",
     "GAP",
@@ -129,8 +125,6 @@ __all__ = [
     "DecisionBody",
     "DecisionRequest",
     "DeletedListBody",
-    "DrillBody",
-    "DrillJob",
     "EntriesBody",
     "EntryBody",
     "EventBody",

@@ -7,12 +7,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from ckptstore.format.records import Drill, DrilledLayout
-from ckptstore.names import Attempt, checkpoint_id
-from ckptstore.retention.drilling import MAX_RANKS
+from ckptstore.reading.rehearsal import MAX_RANKS
 
 JOBS = "/v1/jobs"
-DRILLS = "/v1/drills"
 Name = Annotated[str, msgspec.Meta(max_length=200)]
 
 
@@ -47,6 +44,8 @@ class VerifyJob(msgspec.Struct, frozen=True, kw_only=True, tag="verify", tag_fie
     checkpoint: Name | None = None
     chunks: Annotated[list[ChunkBody], msgspec.Meta(max_length=1000)] | None = None
     """Of `checkpoint`, only these chunks and all documents: a reader found them damaged. None: all chunks."""
+    ranks: Annotated[list[Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]], msgspec.Meta(max_length=16)] | None = None
+    """Prove that they restore on so many ranks and on the number that saved. The result has estimates."""
 
 
 class HealJob(msgspec.Struct, frozen=True, kw_only=True, tag="heal", tag_field="kind"):
@@ -56,53 +55,13 @@ class HealJob(msgspec.Struct, frozen=True, kw_only=True, tag="heal", tag_field="
     checkpoint: Name | None = None
 
 
-class DrillJob(msgspec.Struct, frozen=True, kw_only=True, tag="drill", tag_field="kind"):
-    """Drill the restore of one checkpoint, or of the newest one of a run or of every run; reads at full speed."""
-
-    run: Name | None = None
-    checkpoint: Name | None = None
-    ranks: Annotated[list[Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]], msgspec.Meta(max_length=16)] = []
-    """Numbers of ranks to plan for, in addition to that of the checkpoint."""
-
-
 class CollectJob(msgspec.Struct, frozen=True, kw_only=True, tag="gc", tag_field="kind"):
     """Collect orphans, half deletions and expired leases now."""
 
     run: Name | None = None
 
 
-JobRequest = VerifyJob | HealJob | DrillJob | CollectJob
-
-
-class DrillBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The last restore drill of a run."""
-
-    id: str
-    last_drilled_at: float
-    by: str
-    ok: bool
-    problems: list[str]
-    drill_s: float
-    """Duration of the drill, with its waits for the rate limit."""
-    stored_bytes: int
-    bytes_per_s: float
-    """Stored bytes that one reader restored per second, without the rate limit; 0 if the drill failed."""
-    layouts: list[DrilledLayout]
-
-    @staticmethod
-    def of(run: str, drill: Drill) -> DrillBody:
-        """The body for a record in the store."""
-        return DrillBody(
-            id=checkpoint_id(run, Attempt.parse(drill.attempt)),
-            last_drilled_at=drill.at,
-            by=drill.by,
-            ok=not drill.problems,
-            problems=drill.problems,
-            drill_s=drill.drill_s,
-            stored_bytes=drill.stored_bytes,
-            bytes_per_s=drill.bytes_per_s,
-            layouts=drill.layouts,
-        )
+JobRequest = VerifyJob | HealJob | CollectJob
 
 
 class JobBody(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint
 from ckptstore.reading.fetch import Progress
+from ckptstore.reading.rehearsal import MAX_RANKS, RestoreEstimate
 from ckptstore.reading.source import Source
 from ckptstore.reading.verify import Verification
 from ckptstore.reading.verify import verify as verify_checkpoint
@@ -31,6 +32,8 @@ class VerificationBody(msgspec.Struct, frozen=True, kw_only=True):
     problems: list[str]
     healed: list[str] = []
     """Keys of the objects that were written again."""
+    estimates: list[RestoreEstimate] = []
+    """How long a restore takes, by number of ranks."""
 
     @staticmethod
     def of(result: Verification) -> VerificationBody:
@@ -42,6 +45,7 @@ class VerificationBody(msgspec.Struct, frozen=True, kw_only=True):
             stored_bytes=result.stored_bytes,
             problems=list(result.problems),
             healed=list(result.healed),
+            estimates=list(result.estimates),
         )
 
 
@@ -54,15 +58,29 @@ def verify(
     ctx: typer.Context,
     which: ChosenArgument = None,
     everything: Annotated[bool, typer.Option("--all", help="All checkpoints of all runs.")] = False,
+    ranks: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            max=MAX_RANKS,
+            metavar="N",
+            help="Prove that they restore on N ranks, and estimate the time. May be repeated.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Read checkpoints completely and verify all checksums.
 
     Continues after a problem and lists all of them. With -o id it prints the damaged checkpoints.
+    With --ranks, it plans the restore of every rank, cut along the first dimension as FSDP2 does, restores up to
+    256 MiB into memory at full speed, and decodes everything else. The number of ranks that saved is always included.
+    ALONE is the time of a restore if each rank reads as fast as this program did. TOGETHER is the time if all ranks
+    share this speed, on one host or at the limit of the store.
     """
     session: Session = ctx.obj
     session.operator.read_past_caches()  # bytes from a cache prove nothing about the store
     chosen = _choose(session, which or [], everything)
-    results = list(_verify_each(session, chosen))
+    results = list(_verify_each(session, chosen, ranks))
     damaged = [result for result in results if not result.ok]
     bodies = [VerificationBody.of(result) for result in results]
     session.screen.emit(bodies, [r.checkpoint.id for r in damaged], verification_blocks(results))
@@ -84,23 +102,27 @@ def _choose(session: Session, which: Sequence[str], everything: bool) -> list[Ch
     return [c for text in which for c in session.chosen(text)]
 
 
-def _verify_each(session: Session, checkpoints: Sequence[Checkpoint]) -> Iterator[Verification]:
+def _verify_each(
+    session: Session, checkpoints: Sequence[Checkpoint], ranks: Sequence[int] | None
+) -> Iterator[Verification]:
     with session.screen.progress("verifying", sum(c.needed_bytes for c in checkpoints)) as progress:
         for checkpoint in checkpoints:
             try:
-                yield _verify_leased(session.source, checkpoint, progress)
+                yield _verify_leased(session.source, checkpoint, progress, ranks)
             except NoCheckpoint:
                 if len(checkpoints) == 1:
                     raise
                 session.screen.note(f"{checkpoint.id} was deleted in the meantime")
 
 
-def _verify_leased(source: Source, checkpoint: Checkpoint, progress: Progress) -> Verification:
+def _verify_leased(
+    source: Source, checkpoint: Checkpoint, progress: Progress, ranks: Sequence[int] | None
+) -> Verification:
     if checkpoint.state is State.CORRUPT:
         return verify_checkpoint(source, checkpoint)
     # Without a lease, a concurrent prune would look like damage.
     with leased(source, checkpoint):
-        return verify_checkpoint(source, checkpoint, progress)
+        return verify_checkpoint(source, checkpoint, progress, ranks=ranks)
 
 
 def verification_blocks(results: Sequence[Verification]) -> Iterator[Block]:
@@ -126,6 +148,40 @@ def verification_blocks(results: Sequence[Verification]) -> Iterator[Block]:
             yield f"{result.checkpoint.id}:"
             yield from (f"  healed {key}" for key in result.healed)
             yield from (f"  {problem}" for problem in result.problems)
+    for result in results:
+        if result.estimates:
+            yield ""
+            yield f"{result.checkpoint.id} restores:"
+            yield _estimates(result.estimates)
+
+
+def _estimates(estimates: Sequence[RestoreEstimate]) -> Table:
+    columns = (
+        TableColumn("RANKS", right=True),
+        TableColumn("BUSIEST READS", right=True),
+        TableColumn("ALL READ", right=True, drop=1),
+        TableColumn("ALONE", right=True),
+        TableColumn("TOGETHER", right=True),
+    )
+    return Table(
+        columns,
+        [
+            Row(
+                (
+                    f"{one.ranks:,}",
+                    human.size(one.busiest_bytes),
+                    human.size(one.read_bytes),
+                    _duration(one.restore_s),
+                    _duration(one.shared_s),
+                )
+            )
+            for one in estimates
+        ],
+    )
+
+
+def _duration(seconds: float | None) -> str:
+    return "-" if seconds is None else human.duration(seconds)
 
 
 def _verdict(result: Verification) -> str:

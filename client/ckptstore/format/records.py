@@ -90,39 +90,6 @@ class Finding(StoredDocument, frozen=True):
     """Empty if every byte is intact."""
 
 
-class DrilledLayout(Document, frozen=True):
-    """How long a restore takes on a number of ranks. Bytes are stored bytes."""
-
-    ranks: int
-    busiest_bytes: int
-    """Read by the rank that reads most."""
-    read_bytes: int
-    """Read by all ranks."""
-    restore_s: float | None
-    """If each rank reads as fast as the drill did; None: not known, because the drill's sample was empty."""
-    shared_s: float | None
-    """If all ranks together read as fast as the drill did: on one host, or at the limit of the store."""
-
-
-class Drill(StoredDocument, frozen=True):
-    """The result of the last restore drill of a checkpoint."""
-
-    format: int
-    kind: Literal["drill"]
-    attempt: str
-    at: float
-    by: str
-    drill_s: float
-    """Duration of the drill, which is slowed down by the rate limit of the scrub."""
-    stored_bytes: int
-    bytes_per_s: float
-    """Stored bytes that were read, checked, decoded and placed per second without that limit."""
-    layouts: list[DrilledLayout]
-    """By number of ranks, ascending; empty if it failed."""
-    problems: list[str]
-    """Empty if the checkpoint can be restored."""
-
-
 class Ended(StrEnum):
     """How the life of a trainer ended: from its start, or a restore in place, to its end or the next restore."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from ckptstore.commits.catalog import Checkpoint, State
@@ -13,11 +13,9 @@ from ckptstore.errors import Damaged, ObjectMissing
 from ckptstore.format.overlaps import check_cover
 from ckptstore.format.planning import ChunkRead, ShardRead, plan_all
 from ckptstore.names import Attempt
-from ckptstore.reading.fetch import DEFAULT_THREADS, Progress, check_chunk, fetch_stored
+from ckptstore.reading.fetch import DEFAULT_THREADS, Progress, check_chunk, check_decoded, fetch_stored
+from ckptstore.reading.rehearsal import Rehearsal, RestoreEstimate, rehearse
 from ckptstore.reading.source import Source, read_manifest, read_receipt
-
-ChunkCheck = Callable[[Checkpoint, ChunkRead, memoryview], None]
-"""Checks the stored bytes of a chunk; raises Damaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +30,8 @@ class Verification:
     """The chunks among the problems."""
     healed: tuple[str, ...] = ()
     """Keys of objects that were written again before this verification."""
+    estimates: tuple[RestoreEstimate, ...] = ()
+    """How long a restore takes, by number of ranks; only if that was asked for and there is no problem."""
 
     @property
     def ok(self) -> bool:
@@ -75,23 +75,45 @@ def verify(
     checked: VerifiedChunks | None = None,
     throttle: Progress = lambda _: None,
     only: Collection[tuple[str, int]] | None = None,
-    check: ChunkCheck = check_chunk,
+    ranks: Collection[int] | None = None,
 ) -> Verification:
     """Read and check every document and chunk of a checkpoint; continues after a problem, to report all of them.
 
     progress is called with the number of stored bytes checked. checked: chunks that are not read again. throttle is
     called with the number of bytes read, and may block. only: shard and number of the chunks to check; None: all. All
-    documents are checked in any case. check: raises Damaged for a damaged chunk. Raises Unavailable, which is not a
+    documents are checked in any case. ranks: also prove that it restores on so many ranks and on the number that
+    saved, estimate the time, and decode every chunk; each byte is still read once. Raises Unavailable, which is not a
     finding.
     """
     if checkpoint.state is State.CORRUPT:
         return Verification(checkpoint, 0, 0, (checkpoint.problem,))
+    known = checked or VerifiedChunks()
+    rehearsed = Rehearsal() if ranks is None else rehearse(source, checkpoint, ranks)
+    if rehearsed.reads:
+        known.add_all(checkpoint, (chunk for read in rehearsed.reads for chunk in read.chunks))
+        throttle(sum(read.bytes for read in rehearsed.reads))
+    check = check_chunk if ranks is None else check_decoded
+    found = _verify_all(source, checkpoint, progress, threads, known, throttle, only, check)
+    if found.ok and rehearsed.problem:
+        return replace(found, problems=(rehearsed.problem,))
+    return replace(found, estimates=rehearsed.estimates) if found.ok else found
+
+
+def _verify_all(
+    source: Source,
+    checkpoint: Checkpoint,
+    progress: Progress,
+    threads: int,
+    known: VerifiedChunks,
+    throttle: Progress,
+    only: Collection[tuple[str, int]] | None,
+    check: Callable[[Checkpoint, ChunkRead, memoryview], None],
+) -> Verification:
     try:
         manifest = read_manifest(source, checkpoint)
         check_cover(manifest.content)
     except (Damaged, ObjectMissing) as error:
         return Verification(checkpoint, 0, 0, (str(error),))
-    known = checked or VerifiedChunks()
     problems: list[str] = []
     damaged: list[ChunkRead] = []
     lock = threading.Lock()

@@ -13,11 +13,11 @@ from dataclasses import replace
 
 from ckptstore import names
 from ckptstore.clock import Clock
-from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints
+from ckptstore.commits.catalog import Checkpoint, State, latest, list_checkpoints
 from ckptstore.commits.hidden import hidden_attempts
 from ckptstore.commits.leases import release_lease, renew_lease, take_lease
 from ckptstore.commits.references import marks
-from ckptstore.errors import InvalidName, NoCheckpoint
+from ckptstore.errors import Damaged, InvalidName, NoCheckpoint
 from ckptstore.format.documents import FORMAT
 from ckptstore.format.parsing import seal
 from ckptstore.format.records import Finding
@@ -71,6 +71,22 @@ def due_for_scrub(runs: Iterable[Run], older_than: float = float("inf"), damaged
     return [checkpoint for _, _, checkpoint in sorted(due, key=lambda item: item[:2])]
 
 
+def due_newest(run: Run, every_s: float, again_s: float) -> Checkpoint | None:
+    """The newest checkpoint of a run, if it is to be verified before others.
+
+    every_s: seconds between verifications of a run that saves. again_s: seconds between those of the same checkpoint.
+    """
+    verified = verified_at(run)
+    try:
+        newest = latest(run)
+    except (Damaged, NoCheckpoint):
+        return None
+    known = newest.attempt in verified
+    at = verified[newest.attempt] if known else max(verified.values(), default=float("-inf"))
+    # A time in the future comes from a wrong clock.
+    return newest if abs(run.clock() - at) >= (again_s if known else every_s) else None
+
+
 def scrub(
     store: Store,
     checkpoints: Iterable[Checkpoint],
@@ -80,14 +96,15 @@ def scrub(
     throttle: Progress = lambda _: None,
     checked: VerifiedChunks | None = None,
     heal_from: Sequence[Store] | None = None,
+    ranks: Collection[int] | None = None,
 ) -> Iterator[Verification]:
     """Verify checkpoints one by one and record each finding; a finding is durable when it is yielded.
 
     progress is called with the number of stored bytes checked. throttle is called with the number of bytes read and may
     block (RateLimiter). Several threads call both. checked: share one between scrubs that belong together. An intact
     chunk that several checkpoints need is read once. heal_from: write damaged objects again from other checkpoints of
-    the run and from these copies of the store, and verify once more. Checkpoints that are deleted during the scrub are
-    skipped. Raises Unavailable, which is not a finding.
+    the run and from these copies of the store, and verify once more. ranks: as for verify. Checkpoints that are deleted
+    during the scrub are skipped. Raises Unavailable, which is not a finding.
     """
     source = StoreSource(store, clock)
     checked = checked or VerifiedChunks()
@@ -100,7 +117,7 @@ def scrub(
             # Ignore an earlier finding and verify again. An unreadable outcome is itself a finding.
             known = replace(checkpoint, state=State.COMMITTED) if checkpoint.manifest_digest else checkpoint
             checked.referenced |= {(checkpoint.run, mark.attempt) for mark in marks(run)}
-            result = verify(source, known, progress, checked=checked, throttle=read)
+            result = verify(source, known, progress, checked=checked, throttle=read, ranks=ranks)
             if heal_from is not None and not result.ok and known.manifest_digest:
                 healed = heal(run, result, heal_from, read)
                 result = verify(source, known, checked=checked, throttle=read) if healed.objects else result

@@ -8,6 +8,7 @@ from ckptstore.names import RunKeys
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.command_line import invoke
+from tests.support.daemons import running_daemon
 
 
 def flip(path: Path, at: int) -> None:
@@ -84,6 +85,29 @@ def test_damaged_documents_are_found(folder: Path, filled: Store, which: str) ->
     flip(folder / keys[which], 40)
     done = invoke("verify", newest.id, "--store", folder, "-o", "json")
     assert (done.code, len(done.json[0]["problems"])) == (5, 1)
+
+
+def test_it_restores_on_so_many_ranks(folder: Path, filled: Store) -> None:
+    done = invoke("verify", "gpt@latest", "--ranks", 8, "--ranks", 512, "--store", folder, "-o", "json")
+    assert done.code == 0, done.stderr
+    (found,) = done.json
+    assert [one["ranks"] for one in found["estimates"]] == [1, 8, 512]
+    table = invoke("verify", "gpt@10", "--ranks", 2, "--store", folder)
+    assert "restores:" in table.stdout
+    assert "TOGETHER" in table.stdout
+    assert invoke("verify", "gpt", "--ranks", 0, "--store", folder).code == 2
+    newest = list_checkpoints(Run(filled, "gpt"))[0]
+    flip(shard_path(folder, newest), 0)
+    damaged = invoke("verify", newest.id, "--ranks", 2, "--store", folder)
+    assert damaged.code == 5
+    assert f"chunk 0 of shard-00000.ckpt of {newest.id} does not match its checksum" in damaged.stdout
+
+
+def test_through_a_daemon_the_estimate_is_that_of_its_readers(folder: Path, filled: Store) -> None:
+    with running_daemon(f"file://{folder}") as daemon:
+        done = invoke("verify", "gpt@latest", "--ranks", 8, "--url", daemon.url, "-o", "json")
+    assert done.code == 0, done.stderr
+    assert [one["ranks"] for one in done.json[0]["estimates"]] == [1, 8]
 
 
 def test_no_lease_is_left_behind(folder: Path, filled: Store) -> None:

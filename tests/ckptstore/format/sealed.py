@@ -12,8 +12,6 @@ from ckptstore.format.records import (
     Action,
     AuditRecord,
     BacklogReport,
-    Drill,
-    DrilledLayout,
     Ended,
     Fate,
     Finding,
@@ -46,10 +44,6 @@ _HEARTBEAT = Heartbeat(
 _BACKLOG = BacklogReport(
     format=FORMAT, kind="backlog", run="gpt", near=ATTEMPT.ulid, url="file:///mnt/nvme", by="me", at=1.0, checkpoints=2,
     bytes=9, since=0.5, oldest=str(ATTEMPT), problem="",
-)  # fmt: skip
-_DRILL = Drill(
-    format=FORMAT, kind="drill", attempt=str(ATTEMPT), at=1.0, by="me", drill_s=2.0, stored_bytes=9, bytes_per_s=4.5,
-    layouts=[DrilledLayout(ranks=1, busiest_bytes=9, read_bytes=9, restore_s=2.5, shared_s=2.5)], problems=[],
 )  # fmt: skip
 
 
@@ -85,7 +79,6 @@ def _samples() -> dict[str, bytes]:
                 problems=["a chunk is damaged"],
             )
         ),
-        "drill": seal(_DRILL),
         "heartbeat": seal(_HEARTBEAT),
         "backlog": seal(_BACKLOG),
         "audit": seal(
@@ -111,6 +104,6 @@ def _samples() -> dict[str, bytes]:
 SAMPLES = _samples()
 KINDS: dict[str, Any] = {
     "receipt": Receipt, "outcome": Outcome, "lease": Lease, "tombstone": Tombstone, "pin": Pin, "fate": Fate,
-    "generation": Generation, "finding": Finding, "drill": Drill, "heartbeat": Heartbeat,
+    "generation": Generation, "finding": Finding, "heartbeat": Heartbeat,
     "backlog": BacklogReport, "audit": AuditRecord, "policies": PoliciesVersion,
 }  # fmt: skip

@@ -88,7 +88,6 @@ FREE |= {"policies"}  # checked by those who read them (test_policies.py)
 
 
 _FIGURES = {
-    "drill": ("drill_s", "bytes_per_s", "layouts", "ranks", "busiest_bytes", "read_bytes", "restore_s", "shared_s"),
     "backlog": ("run", "near", "url", "checkpoints", "since", "oldest", "problem"),
     "heartbeat": (
         "run", "id", "began_at", "trains_at", "restored_s", "generation", "step", "stalled_s", "slowed_s", "ended",

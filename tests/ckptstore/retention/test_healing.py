@@ -17,7 +17,6 @@ from ckptstore.errors import StoreUnavailable
 from ckptstore.format.records import Action
 from ckptstore.reading.verify import Verification
 from ckptstore.retention.deletion import delete_checkpoint
-from ckptstore.retention.drilling import drill, last_drill
 from ckptstore.retention.scrubbing import due_for_scrub, scrub, verified_at
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
@@ -192,8 +191,10 @@ def test_a_checkpoint_is_held_however_long_its_healing_takes() -> None:
 
 
 @pytest.mark.parametrize("all_read", [False, True])
-@pytest.mark.parametrize("by_a_drill", [False, True])
-def test_a_checkpoint_that_is_deleted_while_the_machine_sleeps_has_no_finding(by_a_drill: bool, all_read: bool) -> None:
+@pytest.mark.parametrize("ranks", [None, (2,)])
+def test_a_checkpoint_that_is_deleted_while_the_machine_sleeps_has_no_finding(
+    ranks: tuple[int, ...] | None, all_read: bool
+) -> None:
     """Damaged, if it is deleted before all of it was read, or intact."""
     clock = FakeClock()
     run = Run(DictStore(clock), RUN, clock)
@@ -209,9 +210,5 @@ def test_a_checkpoint_that_is_deleted_while_the_machine_sleeps_has_no_finding(by
                 clock.now += 3 * 3600
                 delete_checkpoint(run, checkpoint.attempt, "test", force=True)
 
-    if by_a_drill:
-        assert drill(run, checkpoint, throttle=sleep) is None
-        assert last_drill(run) is None
-    else:
-        assert list(scrub(run.store, [checkpoint], "me", clock, throttle=sleep)) == []
+    assert list(scrub(run.store, [checkpoint], "me", clock, throttle=sleep, ranks=ranks)) == []
     assert (quarantined_attempts(run), verified_at(run)) == ([], {})

@@ -1,7 +1,7 @@
-"""How well a restore drill predicts a real restore of the same checkpoint on the same machine.
+"""How well `ckptctl verify --ranks` predicts a real restore of the same checkpoint on the same machine.
 
-Drills and restores of a trained state take turns, both from files in the page cache, with chunks as they are and with
-compressed ones. The prediction is that for one rank. The drill uses no torch, the restore is that of a trainer.
+Verifications and restores of a trained state take turns, both from files in the page cache, with chunks as they are and
+with compressed ones. The prediction is for one rank. The verification uses no torch, the restore is that of a trainer.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from bench.measuring import Spread, in_turns, seconds
 from bench.ours import Ours
 from bench.report import Goal, Report
 from bench.state import State, trained, wanted_bytes
-from ckptstore.retention.drilling import drill
-from ckptstore.run import Run
+from ckptstore.reading.source import StoreSource
+from ckptstore.reading.verify import verify
 from ckptstore.stores import open_store
 
 GOAL = 0.3
@@ -45,7 +45,7 @@ def measure(quick: bool) -> Report:
         coding: spreads[f"{coding}, predicted"].median / spreads[f"{coding}, restored"].median for coding in CODINGS
     }
     return Report(
-        bench="drill",
+        bench="restore-estimate",
         what=f"{state.num_bytes / 1e9:.2f} GB, one rank, median (quartiles) of {REPETITIONS} in turns",
         columns=("", "seconds"),
         rows=[(name, str(spread)) for name, spread in spreads.items()],
@@ -60,13 +60,12 @@ def measure(quick: bool) -> Report:
 
 
 def _predicted(ours: Ours, folder: Path) -> float:
-    """What a drill estimates, in seconds."""
-    run = Run(open_store(ours.store), "bench")
-    done = drill(run, ours.saved[folder])
-    assert done is not None
-    assert not done.problems, done.problems
-    assert done.layouts[0].restore_s is not None
-    return done.layouts[0].restore_s
+    """What a verification estimates, in seconds."""
+    found = verify(StoreSource(open_store(ours.store)), ours.saved[folder], ranks=())
+    assert not found.problems, found.problems
+    (estimate,) = found.estimates
+    assert estimate.restore_s is not None
+    return estimate.restore_s
 
 
 def _restored(ours: Ours, folder: Path, state: State) -> float:

@@ -1,0 +1,61 @@
+"""The daemon verifies the newest checkpoint of each run, and that it restores."""
+
+from __future__ import annotations
+
+import re
+
+from ckptapi.bodies import VerifyJob
+from ckptstore.commits.catalog import Checkpoint, latest
+from ckptstore.retention.scrubbing import verified_at
+from ckptstore.run import Run
+from ckptstore.stores import Store
+from tests.support.checkpoints import write_checkpoint
+from tests.support.daemons import running_daemon
+from tests.support.waiting import wait_until
+
+_OPTIONS = ("--poll-seconds", "0.2", "--verify-hours", "24", "--verify-ranks", "8, 512", "--scrub-days", "30")
+
+
+def _flip(store: Store, checkpoint: Checkpoint) -> None:
+    key = Run(store, checkpoint.run).keys.shard(checkpoint.attempt, "shard-00000.ckpt")
+    data = store.get(key)
+    store.put(key, bytes([data[0] ^ 1]) + data[1:])
+
+
+def test_the_newest_checkpoint_comes_first_and_each_is_read_once(store: Store) -> None:
+    first = write_checkpoint(store, step=1)
+    newest = write_checkpoint(store, step=2)
+    with running_daemon(store.url, options=_OPTIONS) as daemon:
+        wait_until(lambda: "ckptd_scrubbed_total 2.0" in daemon.get("/metrics").text, "both")
+        metrics = daemon.get("/metrics").text
+        (read,) = re.findall(r"^ckptd_scrubbed_bytes_total (.*)$", metrics, re.MULTILINE)
+        assert float(read) == first.stored_bytes + newest.stored_bytes
+        restores = re.findall(r"gpt@(\d)\S* restores on (\d+) ranks", daemon.log())
+    assert restores == [("2", "1"), ("2", "8"), ("2", "512")]
+    assert set(verified_at(Run(store, "gpt"))) == {first.attempt, newest.attempt}
+
+
+def test_a_damaged_newest_checkpoint_fails_and_the_one_before_it_is_next(store: Store) -> None:
+    before = write_checkpoint(store, step=1)
+    damaged = write_checkpoint(store, step=2)
+    _flip(store, damaged)
+    with running_daemon(store.url, options=_OPTIONS[:-2]) as daemon, daemon.client() as client:
+        wait_until(lambda: "ckptd_scrubbed_total 2.0" in daemon.get("/metrics").text, "both")
+        assert "ckptd_scrub_corrupt_total 1.0" in daemon.get("/metrics").text
+        wait_until(lambda: client.latest("gpt").step == 1, "the index")
+    assert latest(Run(store, "gpt")).step == 1
+    assert set(verified_at(Run(store, "gpt"))) == {before.attempt}
+
+
+def test_a_job_verifies_that_checkpoints_restore(store: Store) -> None:
+    damaged = write_checkpoint(store, step=2)
+    whole = write_checkpoint(store, "other", step=3)
+    _flip(store, damaged)
+    with running_daemon(store.url) as daemon, daemon.client() as client:
+        job = client.run_job(VerifyJob(ranks=[4]))
+        assert job.result is not None
+        assert (job.result["checked"], job.result["corrupt"]) == (2, [damaged.id])
+        assert {id: [one["ranks"] for one in found] for id, found in job.result["estimates"].items()} == {
+            whole.id: [1, 4]
+        }
+        assert job.done == job.total
