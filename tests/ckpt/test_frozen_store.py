@@ -92,7 +92,7 @@ def test_labels_pins_policies_and_the_audit_log_are_listed(folder: Path) -> None
     assert ls.keys() == {1, 2}
     assert (ls[1]["metrics"], ls[1]["tags"]) == ({"loss": 1.0}, {})
     assert (ls[2]["metrics"], ls[2]["tags"]) == ({"loss": 0.25, "accuracy": 0.5}, {"kind": "best"})
-    assert query(folder, "pins", RUN) == [{"id": ls[2]["id"], "name": "paper"}]
+    assert query(folder, "pin", RUN) == [{"id": ls[2]["id"], "name": "paper"}]
     found = query(folder, "policy", "show")
     assert (found["version"], found["by"], found["reason"]) == (2, "operator@example", "second")
     policies = found["policies"]
@@ -106,7 +106,7 @@ def test_labels_pins_policies_and_the_audit_log_are_listed(folder: Path) -> None
 
 
 def test_a_deletion_is_listed_and_taken_back(folder: Path) -> None:
-    (deleted,) = query(folder, "deleted", RUN)
+    (deleted,) = query(folder, "undelete", RUN)
     assert (deleted["id"].partition(".")[0], deleted["by"]) == (f"{RUN}@3", "operator@example")
     assert deleted["reason"] == "diverged"
     assert invoke("show", f"{RUN}@3", "--store", folder).code == 4

@@ -34,7 +34,7 @@ def both(daemon: Daemon, folder: Path, *args: object) -> tuple[Finished, Finishe
 def test_what_there_is(daemon: Daemon, folder: Path) -> None:
     for args in (
         ("ls",), ("ls", "gpt", "--limit", "3"), ("latest", "wide"), ("latest", "gpt"), ("runs",),
-        ("show", "gpt@30"), ("show", "gpt@latest", "--entries", "model/s*"), ("shards", "gpt@latest"),
+        ("show", "gpt@30"), ("show", "gpt@latest", "--entries", "model/s*"),
         ("verify", "--all"), ("verify", "gpt@20"), ("prune", "--keep", "2", "--dry-run"),
     ):  # fmt: skip
         for output in ("json", "id"):
@@ -127,15 +127,16 @@ def test_a_deletion_is_seen_and_taken_back(daemon: Daemon, folder: Path, filled:
         0,
         f"deleted {oldest.id}; ckptctl undelete restores it for 1h 00m\n",
     )
-    through, direct = both(daemon, folder, "deleted", "-o", "json")
+    through, direct = both(daemon, folder, "undelete", "-o", "json")
     assert through.json == direct.json
     assert [(body["id"], body["reason"], body["by"]) for body in through.json] == [
         (oldest.id, "diverged & blown up", "anonymous")
     ]
     done = invoke("undelete", "gpt@10", "--reason", "it did not", "--url", daemon.url)
-    assert (done.code, done.stdout) == (0, f"{oldest.id} is back, and stays until ckptctl unpin gpt@10 undeleted\n")
+    assert done.code == 0
+    assert done.stdout == f"{oldest.id} is back, and stays until ckptctl pin gpt@10 undeleted --remove\n"
     assert invoke("rm", "gpt@10", "--yes", "--grace", "0s", "--url", daemon.url).code == 6
-    assert invoke("unpin", "gpt@10", "undeleted", "--url", daemon.url).code == 0
+    assert invoke("pin", "gpt@10", "undeleted", "--remove", "--url", daemon.url).code == 0
     assert invoke("rm", "gpt@10", "--yes", "--grace", "0s", "--url", daemon.url).code == 0
     for through in both(daemon, folder, "undelete", "gpt@10", "-o", "json"):
         assert (through.code, through.error["code"]) == (6, "sweep_begun")
@@ -160,15 +161,15 @@ def test_what_is_pinned_stays(daemon: Daemon, folder: Path) -> None:
     for name in ("paper", "v1.0"):
         through, direct = both(daemon, folder, "pin", "gpt@10", name)
         assert (through.code, through.stdout) == (0, direct.stdout)
-    through, direct = both(daemon, folder, "pins", "-o", "json")
+    through, direct = both(daemon, folder, "pin", "-o", "json")
     assert (through.json, len(through.json)) == (direct.json, 2)
     for args in (("rm", "gpt@10", "--yes"), ("pin", "gpt@10", "a/b"), ("pin", "gpt@10", ""), ("pin", "gpt@11", "x")):
         through, direct = both(daemon, folder, *args, "-o", "json")
         assert (through.code, through.error["code"]) == (direct.code, direct.error["code"])
         assert through.code != 0
-    through, direct = both(daemon, folder, "unpin", "gpt@10", "paper")
+    through, direct = both(daemon, folder, "pin", "gpt@10", "paper", "--remove")
     assert (through.code, through.stdout) == (0, direct.stdout)
-    assert [body["name"] for body in invoke("pins", "--url", daemon.url, "-o", "json").json] == ["v1.0"]
+    assert [body["name"] for body in invoke("pin", "--url", daemon.url, "-o", "json").json] == ["v1.0"]
 
 
 def test_policies_are_changed(daemon: Daemon, folder: Path, tmp_path: Path) -> None:

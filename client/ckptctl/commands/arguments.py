@@ -33,3 +33,4 @@ ChosenArgument = Annotated[
         autocompletion=checkpoint_names,
     ),
 ]
+ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why, for the audit log.")]

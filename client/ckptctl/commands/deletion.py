@@ -1,4 +1,4 @@
-"""rm, undelete, deleted, gc: delete and undelete single checkpoints, and collect garbage."""
+"""rm, undelete, gc: delete and undelete single checkpoints, and collect garbage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ckptapi.bodies import CheckpointBody
-from ckptctl.commands.arguments import RunArgument
+from ckptctl.commands.arguments import ReasonOption, RunArgument
 from ckptctl.commands.listing import short_id
 from ckptctl.completion import checkpoint_names
 from ckptctl.render import Block, Row, Table, TableColumn
@@ -19,14 +19,11 @@ from ckptstore.errors import Conflict, InvalidRequest, PartlyDone
 from ckptstore.names import Reference
 from ckptstore.retention.deletion import UNDELETED, CollectReport, Deleted
 
-ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why, for the audit log.")]
-
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this file."""
     app.command("rm")(remove)
     app.command("undelete")(undelete)
-    app.command("deleted")(show_deleted)
     app.command("gc")(collect_garbage)
 
 
@@ -93,23 +90,31 @@ def _exact(text: str) -> Reference:
 
 def undelete(
     ctx: typer.Context,
-    checkpoint: Annotated[str, typer.Argument(metavar="RUN@STEP", help="RUN@STEP or RUN@STEP.ULID.")],
+    checkpoint: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUN@STEP|RUN",
+            help="The checkpoint. Otherwise the deletions of runs are listed; * and ? are wildcards.",
+            show_default=False,
+        ),
+    ] = None,
     reason: ReasonOption = "",
 ) -> None:
-    """Undo a deletion during its grace period.
+    """Undo a deletion during its grace period. Without RUN@STEP: list the deletions that can be undone.
 
     The checkpoint is listed again, unchanged. It is pinned as "undeleted", so that the policy which deleted it does not
-    delete it again; ckptctl unpin RUN@STEP undeleted removes that pin.
+    delete it again; ckptctl pin RUN@STEP undeleted --remove removes that pin.
     """
     session: Session = ctx.obj
+    if checkpoint is None or "@" not in checkpoint:
+        _list_deleted(session, checkpoint)
+        return
     found = session.operator.undelete(Reference.parse(checkpoint), reason)
-    back = f"{found.id} is back, and stays until ckptctl unpin {short_id(found)} {UNDELETED}"
+    back = f"{found.id} is back, and stays until ckptctl pin {short_id(found)} {UNDELETED} --remove"
     session.screen.emit(CheckpointBody.of(found), [found.id], [back])
 
 
-def show_deleted(ctx: typer.Context, run: RunArgument = None) -> None:
-    """List deleted checkpoints that can still be undeleted."""
-    session: Session = ctx.obj
+def _list_deleted(session: Session, run: str | None) -> None:
     bodies = [body for name in session.run_names(run) for body in session.operator.deleted(name)]
     if not bodies:
         session.screen.note("nothing is waiting to be deleted")

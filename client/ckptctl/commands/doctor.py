@@ -1,9 +1,11 @@
-"""probe and doctor: checks of the store and of the installation."""
+"""probe, doctor, reindex: checks of the store and of the installation, and the repair of a daemon's index."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
+from typing import Annotated
 
 import msgspec
 import typer
@@ -12,11 +14,12 @@ from ckptctl.exits import Unhealthy
 from ckptctl.render import Block, Row, Table, TableColumn
 from ckptctl.session import Session
 from ckptstore import human
-from ckptstore.errors import CkptError
+from ckptstore.errors import CkptError, DaemonUnavailable, Unavailable
 from ckptstore.stores.checks import StoreReport
 
 _Check = Callable[[Session], Iterator["HealthFinding"]]
 _SKEW_S = 10.0
+_AGAIN_S = 0.5
 _STYLES = {"ok": "green", "warning": "yellow", "wrong": "red", "skipped": "dim"}
 
 
@@ -30,10 +33,18 @@ class HealthFinding(msgspec.Struct, frozen=True, kw_only=True):
     advice: str = ""
 
 
+class HealthBody(msgspec.Struct, frozen=True):
+    """A target that responds, as JSON."""
+
+    target: str
+    ready: bool
+
+
 def register(app: typer.Typer) -> None:
     """Add the commands of this file."""
     app.command("probe")(probe)
     app.command("doctor")(doctor)
+    app.command("reindex")(reindex)
 
 
 def probe(ctx: typer.Context) -> None:
@@ -52,18 +63,66 @@ def probe(ctx: typer.Context) -> None:
         )
 
 
-def doctor(ctx: typer.Context) -> None:
+def doctor(
+    ctx: typer.Context,
+    wait: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME", help="Only wait until the daemon or store responds, at most this long: 0s, 30s, 5m."
+        ),
+    ] = None,
+) -> None:
     """Check configuration, daemon, store, clocks and versions, with advice for what is wrong.
 
     After the first failure, checks that depend on it are skipped. Exit code 1 if a check fails. The store is checked as
     by ckptctl probe.
+    With --wait, it needs no token and writes nothing to the store. Exit code 0 as soon as the daemon is ready or the
+    store can be listed, and 7 if neither happens in time.
     """
     session: Session = ctx.obj
+    if wait is not None:
+        _wait(session, human.parse_duration(wait))
+        return
     findings = list(_examine(session))
     session.screen.emit(findings, [f.check for f in findings if f.verdict != "ok"], _findings_blocks(findings))
     wrong = [finding for finding in findings if finding.verdict == "wrong"]
     if wrong:
         raise Unhealthy(f"{wrong[0].check}: {wrong[0].found.rstrip('.')}", wrong[0].advice)
+
+
+def _wait(session: Session, most_s: float) -> None:
+    until, target = session.clock() + most_s, session.target.url
+    while True:
+        try:
+            session.dispatch(lambda: _ask_daemon(session), session.source.runs)
+            break
+        except Unavailable:
+            if session.clock() >= until:
+                raise
+            time.sleep(_AGAIN_S)
+    session.screen.emit(HealthBody(target, ready=True), [target], [f"{target} is ready"])
+
+
+def _ask_daemon(session: Session) -> None:
+    ready = session.daemon("doctor").readiness()
+    if not ready.ready:
+        states = {"database": ready.database, "store": ready.store}
+        wrong = [f"{part}: {state}" for part, state in states.items() if state != "ok"]
+        raise DaemonUnavailable(
+            f"ckptd at {session.target.url} is not ready: {'; '.join(wrong) or 'it is shutting down'}",
+            "ckptctl doctor has advice",
+        )
+
+
+def reindex(ctx: typer.Context) -> None:
+    """Rebuild the index of a daemon from the store.
+
+    No data is lost: the index is a cache of the store.
+    """
+    session: Session = ctx.obj
+    found = session.daemon("reindex").reindex()
+    text = f"Indexed {human.count(found.checkpoints, 'checkpoint')} of {human.count(found.runs, 'run')}"
+    session.screen.emit(found, [], [text])
 
 
 def _examine(session: Session) -> Iterator[HealthFinding]:

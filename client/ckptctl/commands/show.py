@@ -48,6 +48,8 @@ class ShownShard(msgspec.Struct, frozen=True, kw_only=True):
     referenced_bytes: int
     """Bytes in files of earlier checkpoints."""
     codecs: list[str]
+    to_mean: float
+    """Its stored bytes over the mean of all shards."""
 
 
 class ContentBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +78,10 @@ def show(
     ] = None,
     near: NearOption = None,
 ) -> None:
-    """Show one checkpoint: its facts, entries and shards."""
+    """Show one checkpoint: its facts, entries and shards.
+
+    TO MEAN shows how evenly the ranks share the bytes: a save waits for the rank that writes the most.
+    """
     session: Session = ctx.obj
     session.read_near(near)
     found = find_readable(session.source, checkpoint)
@@ -87,7 +92,7 @@ def show(
     body = ContentBody(
         checkpoint=CheckpointBody.of(found),
         entries=chosen,
-        shards=[_shard(shard) for shard in content.shards],
+        shards=_shards(content.shards),
         items=sorted(content.trees),
         references=[checkpoint_id(found.run, attempt) for attempt in referenced_attempts(content)],
     )
@@ -125,16 +130,21 @@ def _matches(entry: ShownEntry, pattern: str) -> bool:
     return any(fnmatchcase(name, pattern) for name in (entry.name, *entry.aliases))
 
 
-def _shard(shard: Shard) -> ShownShard:
-    return ShownShard(
-        name=shard.name,
-        rank=shard.rank,
-        num_chunks=len(shard.chunks.raw),
-        raw_bytes=int(shard.chunks.raw.sum()),
-        stored_bytes=shard.stored_bytes,
-        referenced_bytes=shard.referenced_bytes,
-        codecs=sorted(shard.chunks.codecs),
-    )
+def _shards(shards: Sequence[Shard]) -> list[ShownShard]:
+    mean = sum(shard.stored_bytes for shard in shards) / max(1, len(shards))
+    return [
+        ShownShard(
+            name=shard.name,
+            rank=shard.rank,
+            num_chunks=len(shard.chunks.raw),
+            raw_bytes=int(shard.chunks.raw.sum()),
+            stored_bytes=shard.stored_bytes,
+            referenced_bytes=shard.referenced_bytes,
+            codecs=sorted(shard.chunks.codecs),
+            to_mean=round(shard.stored_bytes / mean, 3) if mean else 1.0,
+        )
+        for shard in sorted(shards, key=lambda shard: (shard.rank, shard.name))
+    ]
 
 
 def _blocks(found: Checkpoint, body: ContentBody, now: float) -> Iterator[Block]:
@@ -174,6 +184,7 @@ def _shard_table(shards: Sequence[ShownShard]) -> Table:
         TableColumn("CHUNKS", right=True),
         TableColumn("SIZE", right=True),
         TableColumn("STORED", right=True),
+        TableColumn("TO MEAN", right=True),
         TableColumn("CODECS"),
         TableColumn("REFERENCED", right=True),
     )
@@ -184,6 +195,7 @@ def _shard_table(shards: Sequence[ShownShard]) -> Table:
             f"{s.num_chunks:,}",
             human.size(s.raw_bytes),
             human.size(s.stored_bytes),
+            f"{s.to_mean:.2f}",
             ", ".join(s.codecs),
             human.size(s.referenced_bytes),
         )

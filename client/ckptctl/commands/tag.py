@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from ckptapi.bodies import CheckpointBody
-from ckptctl.commands.arguments import CheckpointArgument
-from ckptctl.commands.deletion import ReasonOption
+from ckptctl.commands.arguments import CheckpointArgument, ReasonOption
 from ckptctl.commands.listing import checkpoint_facts
 from ckptctl.session import Session
 from ckptstore.commits.labels import LabelChange

@@ -96,7 +96,7 @@ def undelete(run: Run, attempt: Attempt, reason: str = "") -> None:
     """
     ids = [hidden.id for hidden in list_hidden(run) if hidden.attempt == attempt]
     if not ids:
-        raise NoCheckpoint(f"{run.id_of(attempt)} is not being deleted", "ckptctl deleted lists what is")
+        raise NoCheckpoint(f"{run.id_of(attempt)} is not being deleted", "ckptctl undelete lists what is")
     audit.record(run, Action.UNDELETE, [attempt], reason)
     # A tombstone with a long grace may be left when the one that was swept is forgotten.
     if not _has_outcome(run, attempt) or not _cancel_deletion(run, attempt, ids):
@@ -160,7 +160,7 @@ def find_hidden(run: Run, reference: Reference) -> Attempt:
     ]
     if not found:
         raise NoCheckpoint(
-            f"run {run.name!r} has no deleted checkpoint at step {reference.step}", "ckptctl deleted shows them"
+            f"run {run.name!r} has no deleted checkpoint at step {reference.step}", "ckptctl undelete lists them"
         )
     decided = decided_attempts(run) if len(set(found)) > 1 else []
     return max(found, key=lambda attempt: (attempt in decided, attempt))

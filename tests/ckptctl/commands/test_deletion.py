@@ -133,12 +133,13 @@ def test_a_deletion_is_seen_and_taken_back(folder: Path, filled: Store) -> None:
     before = list_checkpoints(Run(filled, "gpt"))
     assert invoke("prune", "--keep", 1, "gp*", "--yes", "--store", folder).code == 0
     assert steps(filled, "gpt") == [40]
-    waiting = invoke("deleted", "--store", folder, "-o", "json").json
+    waiting = invoke("undelete", "--store", folder, "-o", "json").json
     assert [body["id"] for body in waiting] == [c.id for c in sorted(before[1:], key=lambda c: c.attempt, reverse=True)]
     assert {body["reason"] for body in waiting} == {"prune"}
-    assert "23h 59m" in invoke("deleted", "--store", folder).stdout
+    assert "23h 59m" in invoke("undelete", "--store", folder).stdout
     done = invoke("undelete", "gpt@10", "--reason", "a mistake", "--store", folder)
-    assert (done.code, done.stdout) == (0, f"{before[-1].id} is back, and stays until ckptctl unpin gpt@10 undeleted\n")
+    assert done.code == 0
+    assert done.stdout == f"{before[-1].id} is back, and stays until ckptctl pin gpt@10 undeleted --remove\n"
     assert invoke("prune", "--keep", 1, "--yes", "--store", folder).code == 0
     assert steps(filled, "gpt") == [40, 10]
     again = invoke("undelete", "gpt@10", "--store", folder, "-o", "json")
@@ -157,8 +158,8 @@ def test_what_is_swept_does_not_come_back(folder: Path, filled: Store) -> None:
     assert invoke("rm", "gpt@20", "--yes", "--grace", "0s", "--store", folder).code == 0
     done = invoke("undelete", "gpt@20", "--store", folder, "-o", "json")
     assert (done.code, done.error["code"]) == (6, "sweep_begun")
-    assert invoke("deleted", "--store", folder, "-o", "json").json == []
-    assert invoke("pins", "--store", folder, "-o", "json").json == []
+    assert invoke("undelete", "--store", folder, "-o", "json").json == []
+    assert invoke("pin", "--store", folder, "-o", "json").json == []
     assert steps(filled, "gpt") == [40, 30, 30, 10]
 
 

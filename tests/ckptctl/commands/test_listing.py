@@ -112,7 +112,7 @@ def test_show_tells_entries_shards_and_metrics(folder: Path) -> None:
     assert "model/weight  float32  700 × 1024  2.7 MiB" in shown
     assert "model/empty   float32  0 × 3           0 B" in shown
     assert "model/scalar  int32    scalar          4 B" in shown
-    assert "shard-00000.ckpt     0      14  2.7 MiB  2.3 MiB  float-split/float16, " in shown
+    assert "shard-00000.ckpt     0      14  2.7 MiB  2.3 MiB     1.00  float-split/float16, " in shown
     body = invoke("show", "gpt@40", "--store", folder, "-o", "json").json
     weight = next(entry for entry in body["entries"] if entry["name"] == "model/weight")
     assert weight == {

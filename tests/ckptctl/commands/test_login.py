@@ -1,4 +1,4 @@
-"""login, open, healthcheck, and certificates: how a person reaches a daemon."""
+"""login, open, doctor --wait, and certificates: how a person reaches a daemon."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import trustme
 
 from tests.support.command_line import PROGRAM, clean_environment, invoke, run
 from tests.support.daemons import Daemon, running_daemon
-from tests.support.waiting import wait_until
 
 SECRET = "secret of the test"
 
@@ -114,11 +113,12 @@ def test_a_page_is_opened_in_the_browser(folder: Path, tmp_path: Path) -> None:
     assert invoke("open", "gpt", "--store", folder).code == 2
 
 
-def test_healthcheck_is_0_or_7(folder: Path, guarded: Daemon) -> None:
-    assert invoke("healthcheck", "--url", guarded.url).code == 0, "it needs no token"
-    assert invoke("healthcheck", "--store", folder).code == 0
-    assert invoke("healthcheck", "--store", folder / "gone").code == 7
-    assert invoke("healthcheck", "--url", "http://127.0.0.1:1", "-o", "json").error["code"] == "daemon_unavailable"
+def test_a_wait_is_0_or_7(folder: Path, guarded: Daemon) -> None:
+    assert invoke("doctor", "--wait", "0s", "--url", guarded.url).code == 0, "it needs no token"
+    assert invoke("doctor", "--wait", "0s", "--store", folder).code == 0
+    assert invoke("doctor", "--wait", "0s", "--store", folder / "gone").code == 7
+    away = invoke("doctor", "--wait", "0s", "--url", "http://127.0.0.1:1", "-o", "json")
+    assert away.error["code"] == "daemon_unavailable"
 
 
 def test_certificates_of_an_authority_of_ones_own(
@@ -132,7 +132,7 @@ def test_certificates_of_an_authority_of_ones_own(
     tls = ("--tls-cert", str(files[0]), "--tls-key", str(files[1]))
     with running_daemon(folder.as_uri(), options=tls, ready=False) as daemon:
         assert daemon.url.startswith("https://")
-        wait_until(lambda: invoke("healthcheck", "--url", daemon.url, "--cacert", files[2]).code == 0, "readiness")
+        assert invoke("doctor", "--wait", "60s", "--url", daemon.url, "--cacert", files[2]).code == 0
         unknown = invoke("ls", "--url", daemon.url)
         assert (unknown.code, "--cacert" in unknown.stderr) == (7, True), unknown.stderr
         assert invoke("ls", "--url", daemon.url, "--cacert", files[2]).code == 0

@@ -12,9 +12,9 @@ def test_what_is_pinned_stays_until_it_is_unpinned(folder: Path, filled: Store) 
     for name in ("paper", "v1.0"):
         done = invoke("pin", "gpt@10", name, "--store", folder)
         assert (done.code, done.stdout) == (0, f"pinned {oldest.id} as {name}\n")
-    pins = invoke("pins", "--store", folder, "-o", "json").json
+    pins = invoke("pin", "--store", folder, "-o", "json").json
     assert pins == [{"id": oldest.id, "name": "paper"}, {"id": oldest.id, "name": "v1.0"}]
-    assert invoke("pins", "--store", folder).stdout.split() == [
+    assert invoke("pin", "--store", folder).stdout.split() == [
         "CHECKPOINT",
         "PIN",
         oldest.id,
@@ -29,8 +29,8 @@ def test_what_is_pinned_stays_until_it_is_unpinned(folder: Path, filled: Store) 
     refused = invoke("rm", "gpt@10", "--yes", "--store", folder, "-o", "json")
     assert (refused.code, refused.error["code"]) == (6, "checkpoint_held")
     for name in ("paper", "v1.0", "v1.0"):
-        assert invoke("unpin", "gpt@10", name, "--store", folder).code == 0
-    assert invoke("pins", "--store", folder, "-o", "json").json == []
+        assert invoke("pin", "gpt@10", name, "--remove", "--store", folder).code == 0
+    assert invoke("pin", "--store", folder, "-o", "json").json == []
     assert invoke("rm", "gpt@10", "--yes", "--store", folder).code == 0
     assert [c.step for c in list_checkpoints(run)] == [40]
 
@@ -40,12 +40,15 @@ def test_pins_that_make_no_sense(folder: Path) -> None:
         done = invoke("pin", "gpt@10", name, "--store", folder, "-o", "json")
         assert (done.code, done.error["code"]) == (2, "invalid_name")
     assert invoke("pin", "gpt@11", "paper", "--store", folder).code == 4
+    for words in (("gpt@10",), ("gpt", "--remove"), ("--remove",)):
+        done = invoke("pin", *words, "--store", folder)
+        assert (done.code, "NAME" in done.stderr) == (2, True)
 
 
 def test_a_run_does_not_name_the_pinned_checkpoint(folder: Path, filled: Store) -> None:
     """Its newest checkpoint is another one as soon as training goes on, and a missing pin is ignored."""
     assert invoke("pin", "gpt", "paper", "--store", folder).code == 0
-    pins = invoke("pins", "gpt", "--store", folder, "-o", "json").json
-    done = invoke("unpin", "gpt", "paper", "--store", folder)
-    assert (done.code, "ckptctl unpin gpt@STEP paper" in done.stderr) == (2, True)
-    assert invoke("pins", "gpt", "--store", folder, "-o", "json").json == pins
+    pins = invoke("pin", "gpt", "--store", folder, "-o", "json").json
+    done = invoke("pin", "gpt", "paper", "--remove", "--store", folder)
+    assert (done.code, "ckptctl pin gpt@STEP paper --remove" in done.stderr) == (2, True)
+    assert invoke("pin", "gpt", "--store", folder, "-o", "json").json == pins

@@ -19,8 +19,7 @@ from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.reading.verify import Verification, verify
 from ckptstore.run import Run
 from ckptstore.stores import Store
-from ckptstore.stores.base import ObjectInfo
-from ckptstore.stores.wrapping import WrappedStore
+from ckptstore.stores.base import ObjectInfo, WrappedStore
 from tests.support.checkpoints import sample_arrays, write_checkpoint
 
 _REQUEST_S = 0.2
