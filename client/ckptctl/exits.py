@@ -27,12 +27,6 @@ class ConfirmationMissing(BadInput):
     code = "confirmation_missing"
 
 
-class NotWritten(CkptError):
-    """An output file could not be written; nothing was left behind."""
-
-    code = "not_written"
-
-
 class Unhealthy(CkptError):
     """A check of a store or a daemon failed; the findings are printed."""
 

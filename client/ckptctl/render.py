@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Timer
 from typing import Any
 
@@ -17,7 +18,7 @@ from rich.text import Text
 
 from ckptctl.exits import ConfirmationMissing
 from ckptctl.output import Output
-from ckptstore.errors import CkptError
+from ckptstore.errors import CkptError, NotWritten
 
 _GAP = 2
 _SHORTENED = 12
@@ -63,6 +64,17 @@ class Facts:
 
 Block = Table | Facts | str
 """A string is a line of text."""
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file that appears when it is complete. Raises NotWritten."""
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise NotWritten(f"{path} was not written: {error.strerror}", "Check folder and free space") from error
 
 
 class Screen:

@@ -416,6 +416,13 @@ class RankFailed(SaveFailed):
     remedy = "Check that rank; the next save is independent of it."
 
 
+class NotWritten(CkptError):
+    """A file on this machine, such as that of an export, could not be written; nothing was left behind."""
+
+    code = "not_written"
+    remedy = "Check the folder's free space and permissions."
+
+
 def kinds(base: type[CkptError] = CkptError) -> dict[str, type[CkptError]]:
     """The kinds of errors by their codes, each group before its members."""
     found = {base.code: base} if "code" in vars(base) else {}

@@ -41,7 +41,7 @@ def test_a_command_loads_itself_only() -> None:
 
 
 def test_only_a_torch_file_loads_torch() -> None:
-    safetensors = "from ckptctl.exporting_formats import FileFormat, writer_of; writer_of(FileFormat.SAFETENSORS, 1)"
+    safetensors = "from ckpt.foreign.exporting import FileFormat, writer_of; writer_of(FileFormat.SAFETENSORS, 1)"
     assert "torch" not in loaded_by(safetensors)
     loaded = loaded_by(safetensors.replace("SAFETENSORS", "TORCH"))
     assert {"torch", "ckpt.foreign.writing"} <= loaded

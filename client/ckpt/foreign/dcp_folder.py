@@ -12,9 +12,10 @@ import msgspec
 import torch
 
 from ckpt.dtypes import BY_NAME
-from ckpt.foreign.archive import read_archive, size
-from ckpt.foreign.bounds import MAX_DEPTH, Budget
+from ckpt.foreign.archive import Storage, StridedTensor, read_archive, size
 from ckpt.foreign.inert import (
+    MAX_DEPTH,
+    Budget,
     GlobalName,
     Maker,
     Malformed,
@@ -26,9 +27,7 @@ from ckpt.foreign.inert import (
     text,
 )
 from ckpt.foreign.parts import ForeignState, Read
-from ckpt.foreign.state import Scattered, to_foreign
-from ckpt.foreign.strided import Storage, StridedTensor
-from ckpt.foreign.torch_file import map_file
+from ckpt.foreign.state import Scattered, map_file, to_foreign
 from ckptstore.errors import CorruptObject, UnsupportedObject
 from ckptstore.format.decoding import convert
 

@@ -1,9 +1,14 @@
-"""Converts a state of nested dicts, as other programs save it, to the form that `ckpt` stores and restores."""
+"""Reads torch.save files, and converts nested dicts, as other programs save them, to the form that `ckpt` restores.
+
+No code in a file is executed; tensors are read when they are needed.
+"""
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,9 +16,9 @@ import torch
 from ckpt.capture.modules import canonical
 from ckpt.capture.train_state import MODEL, OPTIMIZER
 from ckpt.dtypes import NAMES
-from ckpt.foreign.bounds import Budget
+from ckpt.foreign.archive import NotDense, StridedTensor, read_archive
+from ckpt.foreign.inert import Budget
 from ckpt.foreign.parts import ForeignSlice, ForeignState, Read
-from ckpt.foreign.strided import NotDense, StridedTensor
 from ckptstore.errors import CorruptObject, InvalidRequest, UnsupportedObject
 from ckptstore.format.boxes import Box
 from ckptstore.format.documents import JSON
@@ -248,3 +253,25 @@ def _fits(state: Any, shape: tuple[int, ...]) -> bool:
     tensors: Iterable[Any] = state.values() if isinstance(state, dict) else ()
     shapes = {tuple(t.shape) for t in tensors if isinstance(t, StridedTensor | Scattered)}
     return shapes <= {shape, ()}
+
+
+_MOST = 1 << 28
+"""Units of a Budget: ten million numbers in lists, or a million tensors. Larger states hold them as tensors."""
+
+
+def map_file(path: Path) -> memoryview:
+    """The bytes of a file, mapped: they take no memory of this process. Raises OSError."""
+    with open(path, "rb") as file:
+        if not file.read(1):
+            return memoryview(b"")
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def read_torch(path: Path, item: str) -> ForeignState:
+    """The state in a file. `item` names it unless it is a dict of items.
+
+    Raises UnsupportedObject if it needs code to be executed, is compressed, or repeats objects until its state is far
+    larger than the file; CorruptObject if it is damaged or truncated.
+    """
+    budget = Budget(str(path), _MOST)
+    return to_foreign(read_archive(map_file(path), str(path), budget), item, str(path), budget)

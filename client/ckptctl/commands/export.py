@@ -8,10 +8,9 @@ from typing import Annotated
 import msgspec
 import typer
 
+from ckpt.foreign.exporting import Export, FileFormat, choose_format, select, size_on_disk, write_whole, writer_of
 from ckptctl.commands.arguments import CheckpointArgument
 from ckptctl.commands.show import find_readable
-from ckptctl.exporting import Export, FileFormat, choose_format, select, size_on_disk, write_whole
-from ckptctl.exporting_formats import writer_of
 from ckptctl.session import Session, leased
 from ckptstore import human
 from ckptstore.errors import PartlyDone

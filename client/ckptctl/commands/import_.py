@@ -9,8 +9,8 @@ from typing import Annotated
 import msgspec
 import typer
 
+from ckpt.foreign.importing import ForeignFormat, choose_format, new_attempt, read_foreign, write_checkpoint
 from ckptapi.remote_create import with_remote_create
-from ckptctl.importing import ForeignFormat, choose_format, new_attempt, read_foreign, write_checkpoint
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.run import Run

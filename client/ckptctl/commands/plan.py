@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Annotated, Any, cast
 import msgspec
 import typer
 
+from ckpt.foreign.safetensors_file import StoredTensor, read_header
 from ckptctl.commands.plan_blocks import plan_blocks
 from ckptctl.commands.plan_chart import draw
 from ckptctl.commands.plan_options import quantity, with_options
@@ -25,8 +25,7 @@ from ckptctl.commands.rules import (
     RuleOptions,
 )
 from ckptctl.completion import checkpoint_names, run_names
-from ckptctl.exits import NotWritten
-from ckptctl.safetensors_file import StoredTensor, read_header
+from ckptctl.render import write_file
 from ckptctl.session import Session, open_target
 from ckptctl.targets import Target
 from ckptplan.history import contents, history
@@ -129,7 +128,7 @@ def plan(
     measured = found.pop("measured", frozenset()) - options.keys()
     made = make_plan(PlanInputs(**{**found, **options, "keep": rules.policy(), "measured": measured}))
     if plot is not None:
-        _write(plot, draw(made))
+        write_file(plot, draw(made))
     session.screen.emit(made, [], plan_blocks(made))
 
 
@@ -235,13 +234,3 @@ def _read(path: Path) -> bytes:
 
 def _unreadable(path: Path, error: OSError) -> InvalidRequest:
     return InvalidRequest(f"{path} cannot be read: {error.strerror}", "Check the path")
-
-
-def _write(path: Path, svg: str) -> None:
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        temporary.write_text(svg)
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise NotWritten(f"{path} was not written: {error.strerror}", "Check folder and free space") from error

@@ -12,8 +12,7 @@ import typer
 
 from ckptctl.commands.show import find_readable
 from ckptctl.completion import checkpoint_names
-from ckptctl.exits import NotWritten
-from ckptctl.render import Block, Row, Table, TableColumn
+from ckptctl.render import Block, Row, Table, TableColumn, write_file
 from ckptctl.session import Session
 from ckptstore.charts import Point, plot, svg
 from ckptstore.errors import InvalidRequest
@@ -70,7 +69,7 @@ def stats(
     if names is not None and not any(body.tensors for body in bodies):
         raise InvalidRequest(f"no tensor of {target} matches {names!r}", "Leave out --names to show all")
     if plot is not None:
-        _write(plot, _curves(f"{target}: rms by step", bodies))
+        write_file(plot, _curves(f"{target}: rms by step", bodies))
     ids = [body.checkpoint for body in bodies]
     session.screen.emit(bodies[0] if "@" in target else bodies, ids, _blocks(bodies, one="@" in target))
 
@@ -180,10 +179,3 @@ def _curves(title: str, bodies: Sequence[StatisticsBody]) -> str:
 def _spread(points: Sequence[Point]) -> float:
     values = [point.y for point in points if point.y > 0]
     return max(values) / min(values) if values else 0.0
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise NotWritten(f"cannot write {path}: {error}", "Check the folder's free space and permissions") from error

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint
 from safetensors.torch import save_file
 
-from ckptctl.importing import ForeignFormat, read_foreign
+from ckpt.foreign.importing import ForeignFormat, read_foreign
 from ckptstore.errors import BadInput, Damaged
 
 dcp: Any = torch.distributed.checkpoint  # it exports without saying so

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.safetensors_file import plan_file
-from tests.ckptctl.memory import PeakMemory
+from ckpt.foreign.safetensors_file import plan_file
+from tests.ckpt.foreign.memory import PeakMemory
 from tests.support.command_line import clean_environment
 from tests.support.waiting import Lines
 

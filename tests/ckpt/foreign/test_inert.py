@@ -23,16 +23,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.serialization import _get_layout
 
-from ckpt.foreign.bounds import Budget
 from ckpt.foreign.dcp_folder import read_dcp
-from ckpt.foreign.inert import Malformed, read_pickle
+from ckpt.foreign.inert import Budget, Malformed, read_pickle
 from ckptstore.errors import UnsupportedObject
 
 _DEADLINE_S = 600
 _LIMITED = """
 import json, os, resource, sys
 from pathlib import Path
-from ckptctl.importing import ForeignFormat, read_foreign
+from ckpt.foreign.importing import ForeignFormat, read_foreign
 from ckptstore.errors import CkptError
 import ckpt.foreign.dcp_folder
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file, save_model
 
-from ckptctl.safetensors_file import TYPES
+from ckpt.foreign.safetensors_file import TYPES
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import latest, list_checkpoints, list_runs
 from ckptstore.commits.generations import Session, begin_generation

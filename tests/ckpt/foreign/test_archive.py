@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.foreign.strided import Storage, StridedTensor, strided_read
+from ckpt.foreign.archive import Storage, StridedTensor, strided_read
 
 
 @pytest.mark.parametrize(

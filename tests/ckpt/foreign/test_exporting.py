@@ -10,9 +10,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from ckpt.foreign.exporting import FileFormat, write_whole, writer_of
 from ckpt.foreign.writing import build_state, require_loadable
-from ckptctl.exporting import FileFormat, write_whole
-from ckptctl.exporting_formats import writer_of
 from ckptstore.codecs.dtypes import ITEM_BYTES
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.errors import CorruptObject, InvalidRequest, UnsupportedObject

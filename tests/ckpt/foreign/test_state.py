@@ -15,7 +15,7 @@ from torch import nn
 from torch.serialization import skip_data
 
 from ckpt import Checkpointer
-from ckpt.foreign.torch_file import read_torch
+from ckpt.foreign.state import read_torch
 from ckptstore.codecs.dtypes import ITEM_BYTES
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.run import Run

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import msgspec
 
+from ckpt.foreign.exporting import INDEX, ONLY, missing_torch
 from ckpt.foreign.parts import ForeignSlice, ForeignState, Read, file_read
+from ckpt.foreign.safetensors_file import StoredTensor, read_header
 from ckpt.saver.upload import Uploaded, upload_shard
-from ckptctl.exporting_formats import INDEX, ONLY, missing_torch
-from ckptctl.safetensors_file import StoredTensor, read_header
 from ckptstore import names
 from ckptstore.clock import Clock
 from ckptstore.codecs.chunk_codecs import fast
@@ -197,7 +197,7 @@ def read_foreign(path: Path, kind: ForeignFormat, item: str) -> ForeignState:
             return read_safetensors(_file(path), item)
         try:
             from ckpt.foreign.dcp_folder import read_dcp
-            from ckpt.foreign.torch_file import read_torch
+            from ckpt.foreign.state import read_torch
         except ModuleNotFoundError as error:
             raise missing_torch(error) from error
         return read_dcp(path, item) if kind is ForeignFormat.DCP else read_torch(path, item)
