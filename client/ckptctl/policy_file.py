@@ -31,12 +31,13 @@ grace: 24h                   # between hiding and deleting
 max_delete_fraction: 0.5     # the daemon removes no larger part of a run at once
 """
 
-_WORDS: dict[str, tuple[str, Callable[[str], float]]] = {
-    "grace": ("grace_s", human.parse_duration),
-    "keep_abandoned": ("keep_abandoned_s", human.parse_duration),
-    "keep_within": ("keep_within_s", human.parse_duration),
-    "max_bytes": ("max_bytes", human.parse_size),
+_PARSERS: dict[str, Callable[[str], float]] = {"s": human.parse_duration, "bytes": human.parse_size}
+_WORDS = {"grace": ("grace_s", human.parse_duration)} | {
+    field.name.removesuffix("_s"): (field.name, _PARSERS[field.type.__metadata__[0].extra["unit"]])
+    for field in msgspec.structs.fields(Policy)
+    if field.type.__metadata__[0].extra["unit"] in _PARSERS
 }
+"""Fields that people write with a unit: the field, and the function that reads it."""
 
 
 def parse_policies(text: str) -> PolicySet:

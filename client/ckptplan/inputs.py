@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from math import isfinite
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -14,92 +14,87 @@ from ckptplan.layout import Layout, Sharding
 from ckptplan.model import Architecture, Model, named_model
 from ckptplan.state import Optimizer, Term, state_terms
 from ckptstore.errors import InvalidRequest
-from ckptstore.format.records import Policy
+from ckptstore.format.records import Policy, about
 
 _E = TypeVar("_E", bound=StrEnum)
-
-
-def _about(text: str, unit: str = "") -> Any:
-    """Metadata of a field. unit: of the number in Python; "s" and "bytes" are durations and sizes as options."""
-    return msgspec.Meta(description=text, extra={"unit": unit})
 
 
 class PlanInputs(msgspec.Struct, frozen=True, kw_only=True):
     """The inputs of `make_plan`. Seconds, bytes and bytes per second, unless the name of a field has another unit."""
 
-    model: Annotated[Model | str | None, _about("A model: mlperf-8b, mlperf-70b, mlperf-405b or mlperf-1t.")] = None
-    parameters: Annotated[float | None, _about("Number of parameters, such as 70e9.")] = None
-    expert_parameters: Annotated[float, _about("Those of experts, included in --parameters.")] = 0
-    layers: Annotated[int | None, _about("Layers of a transformer; with the next six, instead of --parameters.")] = None
-    hidden: Annotated[int | None, _about("Hidden size.")] = None
-    ffn: Annotated[int | None, _about("Intermediate size of the perceptron.")] = None
-    heads: Annotated[int | None, _about("Attention heads.")] = None
-    kv_heads: Annotated[int | None, _about("Key-value heads; default: --heads.")] = None
-    vocab: Annotated[int | None, _about("Size of the vocabulary.")] = None
-    tied: Annotated[bool, _about("The output layer shares the weights of the embedding.")] = False
+    model: Annotated[Model | str | None, about("A model: mlperf-8b, mlperf-70b, mlperf-405b or mlperf-1t.")] = None
+    parameters: Annotated[float | None, about("Number of parameters, such as 70e9.", "count")] = None
+    expert_parameters: Annotated[float, about("Those of experts, included in --parameters.", "count")] = 0
+    layers: Annotated[int | None, about("Layers of a transformer; with the next six, instead of --parameters.")] = None
+    hidden: Annotated[int | None, about("Hidden size.")] = None
+    ffn: Annotated[int | None, about("Intermediate size of the perceptron.")] = None
+    heads: Annotated[int | None, about("Attention heads.")] = None
+    kv_heads: Annotated[int | None, about("Key-value heads; default: --heads.")] = None
+    vocab: Annotated[int | None, about("Size of the vocabulary.")] = None
+    tied: Annotated[bool, about("The output layer shares the weights of the embedding.")] = False
 
-    optimizer: Annotated[str, _about("adamw, adam, lion, muon, sgd-momentum, sgd or none.")] = "adamw"
-    weights: Annotated[str, _about("Type of the weights: bf16, fp16, fp32, fp8 or a name of torch.")] = "bf16"
+    optimizer: Annotated[str, about("adamw, adam, lion, muon, sgd-momentum, sgd or none.")] = "adamw"
+    weights: Annotated[str, about("Type of the weights: bf16, fp16, fp32, fp8 or a name of torch.")] = "bf16"
     master: Annotated[
-        str | None, _about("Type of master weights, or none; default: fp32 beside weights below 32 bits.")
+        str | None, about("Type of master weights, or none; default: fp32 beside weights below 32 bits.")
     ] = None
-    moments: Annotated[str, _about("Type of the optimizer's moments.")] = "fp32"
-    grads: Annotated[str | None, _about("Type of gradients, if they are saved (save_async(grads=True)).")] = None
-    compress: Annotated[bool, _about("Compress, as compress='fast' does.")] = True
-    dedup_casts: Annotated[bool, _about("Do not store weights that are casts of their masters.")] = False
+    moments: Annotated[str, about("Type of the optimizer's moments.")] = "fp32"
+    grads: Annotated[str | None, about("Type of gradients, if they are saved (save_async(grads=True)).")] = None
+    compress: Annotated[bool, about("Compress, as compress='fast' does.")] = True
+    dedup_casts: Annotated[bool, about("Do not store weights that are casts of their masters.")] = False
     terms: tuple[Term, ...] | None = None
     """Measured bytes per parameter, instead of optimizer, weights, master, moments and grads."""
 
-    dp: Annotated[int | None, _about("Data-parallel degree, sharded or not; default: nodes × processes / (tp·pp).")] = (
+    dp: Annotated[int | None, about("Data-parallel degree, sharded or not; default: nodes × processes / (tp·pp).")] = (
         None
     )
-    tp: Annotated[int, _about("Tensor-parallel degree.")] = 1
-    pp: Annotated[int, _about("Pipeline-parallel degree.")] = 1
-    ep: Annotated[int, _about("Expert-parallel degree, within the data-parallel ranks.")] = 1
-    sharding: Annotated[str, _about("What data-parallel ranks distribute: ddp, zero1, zero2, zero3 or fsdp.")] = "ddp"
-    replicas: Annotated[int, _about("Copies of the sharded state (hybrid sharding).")] = 1
-    split_replicas: Annotated[bool, _about("Replicas share the writing of what all of them hold.")] = False
-    nodes: Annotated[int | None, _about("Number of nodes; default: world size / processes.")] = None
-    processes: Annotated[int, _about("Processes (ranks) per node.")] = 8
-    slots: Annotated[int, _about("Snapshots in host memory at the same time.")] = 2
+    tp: Annotated[int, about("Tensor-parallel degree.")] = 1
+    pp: Annotated[int, about("Pipeline-parallel degree.")] = 1
+    ep: Annotated[int, about("Expert-parallel degree, within the data-parallel ranks.")] = 1
+    sharding: Annotated[str, about("What data-parallel ranks distribute: ddp, zero1, zero2, zero3 or fsdp.")] = "ddp"
+    replicas: Annotated[int, about("Copies of the sharded state (hybrid sharding).")] = 1
+    split_replicas: Annotated[bool, about("Replicas share the writing of what all of them hold.")] = False
+    nodes: Annotated[int | None, about("Number of nodes; default: world size / processes.")] = None
+    processes: Annotated[int, about("Processes (ranks) per node.")] = 8
+    slots: Annotated[int, about("Snapshots in host memory at the same time.")] = 2
 
-    window_s: Annotated[float | None, _about("Time that a save may take until it is durable.", "s")] = None
-    interval_s: Annotated[float | None, _about("Time from save to save; default: the best one.", "s")] = None
-    bandwidth: Annotated[float | None, _about("Write bandwidth of the store for all writers, per second.", "bytes")] = (
+    window_s: Annotated[float | None, about("Time that a save may take until it is durable.", "s")] = None
+    interval_s: Annotated[float | None, about("Time from save to save; default: the best one.", "s")] = None
+    bandwidth: Annotated[float | None, about("Write bandwidth of the store for all writers, per second.", "bytes")] = (
         None
     )
     read_bandwidth: Annotated[
-        float | None, _about("Read bandwidth of the store for all readers; default: --bandwidth.", "bytes")
+        float | None, about("Read bandwidth of the store for all readers; default: --bandwidth.", "bytes")
     ] = None
-    rank_bandwidth: Annotated[float | None, _about("Most that one rank writes, per second.", "bytes")] = None
+    rank_bandwidth: Annotated[float | None, about("Most that one rank writes, per second.", "bytes")] = None
     rank_read_bandwidth: Annotated[
-        float | None, _about("Most that one rank reads, per second; default: --rank-bandwidth.", "bytes")
+        float | None, about("Most that one rank reads, per second; default: --rank-bandwidth.", "bytes")
     ] = None
     copy_bandwidth: Annotated[
-        float, _about("Copy to host memory per rank, for the stall if it is not given.", "bytes")
+        float, about("Copy to host memory per rank, for the stall if it is not given.", "bytes", default="10GB")
     ] = 10e9
 
-    mtbf_s: Annotated[float | None, _about("Mean time between failures of the whole job.", "s")] = None
-    failure_rate: Annotated[float | None, _about("Failures per 1000 node-days, instead of --mtbf.")] = None
-    failures: Annotated[str | None, _about("A published failure rate: rsc-1, rsc-2, llama3 or mlcommons.")] = None
-    restart_s: Annotated[float, _about("From a failure to the next step: scheduling, imports, restore.", "s")] = 0.0
-    stall_s: Annotated[float | None, _about("Time that one save holds up training.", "s")] = None
-    slowdown_s: Annotated[float, _about("What steps take longer during one save, in total.", "s")] = 0.0
-    durable_s: Annotated[float | None, _about("From the capture until a save is durable.", "s")] = None
+    mtbf_s: Annotated[float | None, about("Mean time between failures of the whole job.", "s")] = None
+    failure_rate: Annotated[float | None, about("Failures per 1000 node-days, instead of --mtbf.")] = None
+    failures: Annotated[str | None, about("A published failure rate: rsc-1, rsc-2, llama3 or mlcommons.")] = None
+    restart_s: Annotated[float, about("From a failure to the next step: scheduling, imports, restore.", "s")] = 0.0
+    stall_s: Annotated[float | None, about("Time that one save holds up training.", "s")] = None
+    slowdown_s: Annotated[float, about("What steps take longer during one save, in total.", "s")] = 0.0
+    durable_s: Annotated[float | None, about("From the capture until a save is durable.", "s")] = None
     measured: frozenset[str] = frozenset()
     """The names of inputs that are measurements of a run."""
 
-    steps: Annotated[int | None, _about("Optimizer steps of the run; or --samples.")] = None
-    samples: Annotated[int | None, _about("Samples per epoch.")] = None
-    epochs: Annotated[float, _about("Epochs.")] = 1.0
-    global_batch: Annotated[int | None, _about("Samples per optimizer step; or --micro-batch.")] = None
-    micro_batch: Annotated[int | None, _about("Samples per process and pass.")] = None
-    accumulation: Annotated[int, _about("Micro-batches per optimizer step (gradient accumulation).")] = 1
-    step_s: Annotated[float | None, _about("Duration of an optimizer step.", "s")] = None
+    steps: Annotated[int | None, about("Optimizer steps of the run; or --samples.")] = None
+    samples: Annotated[int | None, about("Samples per epoch.")] = None
+    epochs: Annotated[float, about("Epochs.")] = 1.0
+    global_batch: Annotated[int | None, about("Samples per optimizer step; or --micro-batch.")] = None
+    micro_batch: Annotated[int | None, about("Samples per process and pass.")] = None
+    accumulation: Annotated[int, about("Micro-batches per optimizer step (gradient accumulation).")] = 1
+    step_s: Annotated[float | None, about("Duration of an optimizer step.", "s")] = None
 
     keep: Policy | None = None
     """Retention rules; None: everything is kept."""
-    price: Annotated[float | None, _about("Price of a GB-month (10^9 bytes), in any currency.")] = None
+    price: Annotated[float | None, about("Price of a GB-month (10^9 bytes), in any currency.")] = None
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

@@ -13,17 +13,7 @@ import typer
 from ckpt.foreign.safetensors_file import StoredTensor, read_header
 from ckptctl.commands.plan_blocks import plan_blocks
 from ckptctl.commands.plan_chart import draw
-from ckptctl.commands.plan_options import quantity, with_options
-from ckptctl.commands.rules import (
-    KeepBestOption,
-    KeepDailyOption,
-    KeepEveryOption,
-    KeepHourlyOption,
-    KeepOption,
-    KeepWeeklyOption,
-    KeepWithinOption,
-    RuleOptions,
-)
+from ckptctl.commands.struct_options import quantity, with_options
 from ckptctl.completion import checkpoint_names, run_names
 from ckptctl.render import write_file
 from ckptctl.session import Session, open_target
@@ -38,7 +28,7 @@ from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import InvalidRequest, NoCheckpoint
 from ckptstore.format.decoding import convert
 from ckptstore.format.documents import Manifest
-from ckptstore.format.records import SAVE_COST, SaveCost
+from ckptstore.format.records import SAVE_COST, Policy, SaveCost
 from ckptstore.names import Reference, check_run
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.stores.checks import StoreSpeed, measure_store
@@ -50,7 +40,7 @@ _MEASURED = 5
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this file."""
-    app.command("plan")(with_options(plan))
+    app.command("plan")(with_options(plan, rules=Policy, options=PlanInputs))
 
 
 RunOrCheckpoint = Annotated[
@@ -102,14 +92,8 @@ def plan(
     measure: MeasureOption = None,
     measure_size: MeasureSizeOption = "256MB",
     plot: PlotOption = None,
-    keep: KeepOption = None,
-    keep_every: KeepEveryOption = 0,
-    keep_hourly: KeepHourlyOption = 0,
-    keep_daily: KeepDailyOption = 0,
-    keep_weekly: KeepWeeklyOption = 0,
-    keep_best: KeepBestOption = None,
-    keep_within: KeepWithinOption = None,
-    **options: Any,
+    rules: Any = None,
+    options: Any = None,
 ) -> None:
     """Plan a run's checkpoints before it starts: sizes, bandwidth, memory, the best interval, time and price.
 
@@ -118,7 +102,6 @@ def plan(
     formulas and their sources.
     """
     session: Session = ctx.obj
-    rules = RuleOptions(keep, keep_every, keep_hourly, keep_daily, keep_weekly, keep_best, keep_within, None, None)
     found = _model(session, checkpoint, from_run, config, safetensors)
     _check_state(found, options)
     if measure is not None:
@@ -126,7 +109,8 @@ def plan(
             raise InvalidRequest("--measure needs the URL of a store, not of a daemon", "Give file:///... or s3://...")
         found |= _measured(session, measure, quantity(measure_size, "bytes"))
     measured = found.pop("measured", frozenset()) - options.keys()
-    made = make_plan(PlanInputs(**{**found, **options, "keep": rules.policy(), "measured": measured}))
+    policy = Policy(**rules) if rules else None
+    made = make_plan(PlanInputs(**{**found, **options, "keep": policy, "measured": measured}))
     if plot is not None:
         write_file(plot, draw(made))
     session.screen.emit(made, [], plan_blocks(made))

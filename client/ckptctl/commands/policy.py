@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
 from ckptapi.bodies import MAX_PAGE
-from ckptctl.commands.rules import (
-    KeepAbandonedOption,
-    KeepBestOption,
-    KeepDailyOption,
-    KeepEveryOption,
-    KeepHealthyOption,
-    KeepHourlyOption,
-    KeepOption,
-    KeepWeeklyOption,
-    KeepWithinOption,
-    MaxBytesOption,
-    RuleOptions,
-)
+from ckptctl.commands.struct_options import with_options
 from ckptctl.policy_file import EXAMPLE, parse_policies, write_policies
 from ckptctl.render import Row, Table, TableColumn
 from ckptctl.session import Session
@@ -52,7 +40,7 @@ def register(app: typer.Typer) -> None:
     )
     group.command("show")(show)
     group.command("apply", epilog=_EPILOG)(apply)
-    group.command("set")(change_rules)
+    group.command("set")(with_options(change_rules, rules=Policy))
     group.command("clear")(clear)
     group.command("history")(history)
     app.add_typer(group, name="policy")
@@ -110,16 +98,7 @@ def change_rules(
             show_default=False,
         ),
     ] = None,
-    keep: KeepOption = None,
-    keep_every: KeepEveryOption = 0,
-    keep_hourly: KeepHourlyOption = 0,
-    keep_daily: KeepDailyOption = 0,
-    keep_weekly: KeepWeeklyOption = 0,
-    keep_best: KeepBestOption = None,
-    keep_within: KeepWithinOption = None,
-    max_bytes: MaxBytesOption = None,
-    keep_abandoned: KeepAbandonedOption = None,
-    keep_healthy: KeepHealthyOption = False,
+    rules: Any = None,
     reason: HistoryReasonOption = "",
 ) -> None:
     """Set the rules of some runs, or the default rules.
@@ -129,23 +108,11 @@ def change_rules(
     they would delete more than max_delete_fraction of a run at once. Fails if the policies are changed concurrently.
     """
     session: Session = ctx.obj
-    policy = RuleOptions(
-        keep,
-        keep_every,
-        keep_hourly,
-        keep_daily,
-        keep_weekly,
-        keep_best,
-        keep_within,
-        max_bytes,
-        keep_abandoned,
-        keep_healthy,
-    ).policy()
-    if policy is None:
+    if not rules:
         raise InvalidRequest(
             "no rule is set", "Use for example ckptctl policy set --keep 5; ckptctl policy clear removes all policies"
         )
-    body = session.operator.policies()
+    policy, body = Policy(**rules), session.operator.policies()
     others = body.policies.overrides
     if run is None:
         changed = msgspec.structs.replace(body.policies, default=policy)

@@ -4,53 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ckptapi.bodies import PruneBody
 from ckptctl.commands.arguments import RunArgument
 from ckptctl.commands.listing import STATE_STYLES, short_id
-from ckptctl.commands.rules import (
-    KeepAbandonedOption,
-    KeepBestOption,
-    KeepDailyOption,
-    KeepEveryOption,
-    KeepHealthyOption,
-    KeepHourlyOption,
-    KeepOption,
-    KeepWeeklyOption,
-    KeepWithinOption,
-    MaxBytesOption,
-    RuleOptions,
-)
+from ckptctl.commands.struct_options import with_options
 from ckptctl.render import Block, Row, Table, TableColumn
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CheckpointHeld, PartlyDone
+from ckptstore.format.records import Policy
 from ckptstore.retention.policy import KeepDecision
 from ckptstore.retention.pruning import Prune, PrunePlan
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this file."""
-    app.command("prune")(prune)
+    app.command("prune")(with_options(prune, rules=Policy))
 
 
 def prune(
     ctx: typer.Context,
     run: RunArgument = None,
-    keep: KeepOption = None,
-    keep_every: KeepEveryOption = 0,
-    keep_hourly: KeepHourlyOption = 0,
-    keep_daily: KeepDailyOption = 0,
-    keep_weekly: KeepWeeklyOption = 0,
-    keep_best: KeepBestOption = None,
-    keep_within: KeepWithinOption = None,
-    max_bytes: MaxBytesOption = None,
-    keep_abandoned: KeepAbandonedOption = None,
-    keep_healthy: KeepHealthyOption = False,
+    rules: Any = None,
     grace: Annotated[
         str | None,
         typer.Option(metavar="TIME", help="Time until the data is deleted; undelete works until then.  [default: 24h]"),
@@ -67,19 +47,8 @@ def prune(
     then.
     """
     session: Session = ctx.obj
-    rules = RuleOptions(
-        keep,
-        keep_every,
-        keep_hourly,
-        keep_daily,
-        keep_weekly,
-        keep_best,
-        keep_within,
-        max_bytes,
-        keep_abandoned,
-        keep_healthy,
-    )
-    wanted = Prune(rules.policy(), run, human.parse_duration(grace) if grace is not None else None)
+    policy = Policy(**rules) if rules else None
+    wanted = Prune(policy, run, human.parse_duration(grace) if grace is not None else None)
     _prune(session, wanted, dry_run, yes, force)
 
 

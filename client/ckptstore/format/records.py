@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -229,32 +229,40 @@ class Best:
         return Best(metric, direction == "max", number)
 
 
+def about(text: str, unit: str = "", **extra: str) -> msgspec.Meta:
+    """Describes a field that is an option of ckptctl.
+
+    unit: "s", "bytes" or "count" for a number that people write with a unit; "flag" for one that is 1 or not given.
+    extra: option, metavar and default, where they do not follow from the field.
+    """
+    return msgspec.Meta(description=text, extra={"unit": unit, **extra})
+
+
 class Policy(Document, frozen=True):
     """What to keep of a run, as it is stored, sent and evaluated. A rule that is 0 or empty keeps nothing.
 
     Raises InvalidRequest, also when decoded, if no rule is used or a value makes no sense.
     """
 
-    keep_last: int = 0
-    """The newest N steps."""
-    keep_every: int = 0
-    """The first step at or after each multiple of N."""
-    keep_hourly: int = 0
-    """The last checkpoint of each of the newest N hours (UTC) that have one."""
-    keep_daily: int = 0
-    keep_weekly: int = 0
-    keep_best: tuple[str, ...] = ()
-    """METRIC:min:N or METRIC:max:N."""
-    keep_healthy: int = 0
-    """The newest N checkpoints without NaN and Inf. Those without statistics count only if there are too few others."""
-    keep_within_s: float = 0.0
-    """Everything that was committed in the last N seconds."""
-    max_bytes: int = 0
+    keep_last: Annotated[int, about("Keep the newest N steps of each run.", option="--keep")] = 0
+    keep_every: Annotated[int, about("Keep the first step from each multiple of N on.")] = 0
+    keep_hourly: Annotated[int, about("Keep the last of each of the newest N hours (UTC) that have one.")] = 0
+    keep_daily: Annotated[int, about("Keep the last of each of the newest N days.")] = 0
+    keep_weekly: Annotated[int, about("Keep the last of each of the newest N weeks.")] = 0
+    keep_best: Annotated[
+        tuple[str, ...], about("Keep the N best by a metric. Repeatable.", metavar="METRIC:min|max:N")
+    ] = ()
+    keep_healthy: Annotated[int, about("Keep the newest checkpoint without NaN and Inf.", "flag")] = 0
+    """The newest N. Those without statistics count only if there are too few others."""
+    keep_within_s: Annotated[float, about("Keep checkpoints younger than this: 90s, 30m, 24h, 7d.", "s")] = 0.0
+    max_bytes: Annotated[int, about("Maximum total size to keep: 500GB, 4GiB.", "bytes")] = 0
     """A limit, not a reason: of the checkpoints that other rules keep, or of all if there is no other rule, the newest
     that fit into N stored bytes."""
-    keep_abandoned_s: float = 7 * 24 * 3600.0
-    """Abandoned checkpoints, for N seconds after they were left behind; 0: not at all. The other rules and the limit
-    do not count them."""
+    keep_abandoned_s: Annotated[
+        float,
+        about("Keep abandoned checkpoints for this time after they were left behind; 0s: no.", "s", default="7d"),
+    ] = 7 * 24 * 3600.0
+    """The other rules and the limit do not count them."""
 
     def __post_init__(self) -> None:
         numbers = {name: getattr(self, name) for name in self.__struct_fields__ if name != "keep_best"}

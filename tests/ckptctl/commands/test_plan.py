@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ckptctl.commands.plan_options import quantity
+from ckptctl.commands.struct_options import quantity
 from ckptplan.plan import plan as plan_by_keywords
 from ckptstore.errors import InvalidRequest
 from tests.support.command_line import Terminal, invoke

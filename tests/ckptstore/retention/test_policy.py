@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from ckptstore.format.records import Best, Policy
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.retention.policy import evaluate
 
+ROOT = Path(__file__).parents[3]
 DAY_S = 86400.0
 MONDAY = 1_700_438_400.0  # 2023-11-20 00:00 UTC
 NOW = MONDAY + 10 * DAY_S
@@ -198,3 +200,10 @@ def test_for_any_policy_and_run(policy: Policy, listed: list[Checkpoint]) -> Non
         assert verdict.checkpoint.state is not State.SUPERSEDED or not verdict.reasons
         assert verdict.checkpoint.state is not State.CORRUPT or verdict.reasons == ("corrupt",)
     assert msgspec.json.decode(msgspec.json.encode(policy), type=Policy) == policy
+
+
+@pytest.mark.parametrize("rule", ["keep_abandoned", "keep_healthy", "keep_within", "keep_hourly"])
+def test_a_rule_is_in_few_files(rule: str) -> None:
+    """Options, the policy file and the API come from the struct: a new rule needs the struct and its evaluation."""
+    files = [path for folder in ("client", "ckptd") for path in (ROOT / folder).rglob("*.py")]
+    assert 1 <= sum(rule in path.read_text() for path in files) <= 4

@@ -1,0 +1,126 @@
+"""Options from structs: one for each described field, with the field's own description."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import inf, isfinite
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+import typer
+
+from ckptstore.errors import InvalidRequest
+
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_BYTES = {
+    f"{prefix}{unit}": float(base ** (power + 1))
+    for base, unit in ((1000, "B"), (1024, "iB"))
+    for power, prefix in enumerate("KMGTP")
+}
+_COUNTS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_EXAMPLES = {"s": "0.2s, 30m, 3h or 7d", "bytes": "500MB, 2.5GB or 100GiB", "count": "70e9 or 70B"}
+_UNITS = {"s": _SECONDS, "bytes": _BYTES, "count": {"": 1.0, **_COUNTS}}
+_METAVARS = {"s": "TIME", "bytes": "SIZE", "count": "N"}
+_NUMBER = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)(?P<unit>[A-Za-z]*)")
+
+
+def quantity(text: str, unit: str) -> float:
+    """A decimal number with a unit. unit: s (durations, in seconds), bytes or count. Raises InvalidRequest."""
+    match = _NUMBER.fullmatch(text)
+    value = float(match["number"]) * _UNITS[unit].get(match["unit"], inf) if match is not None else inf
+    if not isfinite(value):
+        raise InvalidRequest(f"{text!r} cannot be read", f"Write it like {_EXAMPLES[unit]}")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """A field of a struct that is an option."""
+
+    owner: str
+    """The parameter of the command that gets its value."""
+    name: str
+    kind: Any
+    about: msgspec.Meta
+    default: Any
+
+    @property
+    def unit(self) -> str:
+        """Of the text that is converted; "flag" for a number that is 1 or not given; empty otherwise."""
+        return str((self.about.extra or {})["unit"])
+
+    def convert(self, value: Any) -> Any:
+        """The value of the field for a value of the option."""
+        if self.unit in _UNITS:
+            number = quantity(value, self.unit)
+            return int(number) if self.kind is int else number
+        return tuple(value) if isinstance(value, list) else self.kind(value) if self.unit else value
+
+    def parameter(self) -> inspect.Parameter:
+        """The option as a parameter of the command."""
+        extra = self.about.extra or {}
+        value = self._type()
+        flag = extra.get("option") or f"--{self.name.removesuffix('_s').replace('_', '-')}"
+        declared = f"{flag}/--no-{flag[2:]}" if self.kind is bool and self.default else flag
+        metavar = extra.get("metavar") or _METAVARS.get(self.unit, {int: "N", float: "X", str: "NAME"}.get(value))
+        option = typer.Option(declared, metavar=metavar, help=self._help(), show_default=False)
+        return inspect.Parameter(
+            self.name,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            default=None,
+            annotation=Annotated[value | None, option],
+        )
+
+    def _type(self) -> Any:
+        """The type of the option: the first of the field that is not None, or str where a name is allowed."""
+        if self.unit:
+            return bool if self.unit == "flag" else str
+        if get_origin(self.kind) is tuple:
+            return list[str]
+        kinds = get_args(self.kind) if get_origin(self.kind) in (Union, UnionType) else (self.kind,)
+        return str if str in kinds else next(one for one in kinds if one is not type(None))
+
+    def _help(self) -> str:
+        text = self.about.description or ""
+        shown = (self.about.extra or {}).get("default", self.default)
+        return f"{text}  [default: {shown}]" if shown and not isinstance(shown, bool) else text
+
+
+def with_options(command: Callable[..., None], **structs: type[msgspec.Struct]) -> Callable[..., None]:
+    """The command, with the described fields of structs as options in place of its parameters of these names.
+
+    Such a parameter gets a dict of the options that are on the command line, by field, converted.
+    """
+    inputs = {one.name: one for owner, struct in structs.items() for one in _inputs(owner, struct)}
+
+    def wrapper(ctx: typer.Context, **given: Any) -> None:
+        chosen: dict[str, dict[str, Any]] = {owner: {} for owner in structs}
+        for name, one in inputs.items():
+            value = given.pop(name)
+            if value is not None and value != []:
+                chosen[one.owner][name] = one.convert(value)
+        command(ctx, **given, **chosen)
+
+    parameters: list[inspect.Parameter] = []
+    for own in inspect.signature(command, eval_str=True).parameters.values():
+        if own.name in structs:
+            parameters += [one.parameter() for one in inputs.values() if one.owner == own.name]
+        else:
+            parameters.append(own)
+    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {each.name: each.annotation for each in parameters}
+    wrapper.__doc__, wrapper.__name__ = command.__doc__, command.__name__
+    return wrapper
+
+
+def _inputs(owner: str, struct: type[msgspec.Struct]) -> Iterator[_Input]:
+    """The fields that are described: single values."""
+    defaults = {field.name: field.default for field in msgspec.structs.fields(struct)}
+    for name, hint in get_type_hints(struct, include_extras=True).items():
+        if get_origin(hint) is Annotated:
+            kind, about = get_args(hint)
+            yield _Input(owner, name, kind, about, defaults[name])
