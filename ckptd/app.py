@@ -16,7 +16,7 @@ from fastapi.routing import APIRoute
 from ckptapi import bodies
 from ckptd.api import changes, checkpoints, decisions, events, jobs, probes, restores, retention, tokens
 from ckptd.cache import BlockCache, open_folder
-from ckptd.housekeeping.gauges import BacklogGauges, EventMetrics, Gauges, GoodputGauges
+from ckptd.housekeeping.gauges import EventMetrics, Gauges, GoodputGauges
 from ckptd.housekeeping.job_handlers import JobHandlers
 from ckptd.housekeeping.leadership import Leadership, LeaderStore
 from ckptd.housekeeping.orphans import OrphanCollector
@@ -45,7 +45,6 @@ from ckptd.pages import checkpoint_routes, routes, run_routes
 from ckptd.pages.sessions import PageSessions
 from ckptd.services import (
     Accounts,
-    Backlogs,
     Catalog,
     Contents,
     Events,
@@ -80,7 +79,6 @@ _STALE_AFTER_ROUNDS = 6
 _STALE_AFTER_S = 60.0
 _CHECK_AGAIN_S = 0.5
 _ACCOUNT_S = 60.0
-_BACKLOGS_S = 15.0
 
 
 def create_app(settings: Settings, store: Store | None = None, clock: Clock = system_clock) -> FastAPI:
@@ -124,7 +122,6 @@ class _Core:
         self.freshness = Freshness(clock, max(_STALE_AFTER_S, _STALE_AFTER_ROUNDS * settings.poll_seconds))
         self.catalog = Catalog(self.index, Listing(self.database), self.freshness, store.url)
         self.accounts = Accounts(self.store, self.catalog, clock)
-        self.backlogs = Backlogs(self.store, self.index, clock)
         self.store_sync = StoreSync(self.store, self.index, self.freshness, self.metrics, clock)
         self.leadership = Leadership(LeaderIndex(self.database, "janitor"), settings.leader_lease_seconds)
         self.leader_store = LeaderStore(self.store, self.leadership)
@@ -152,7 +149,6 @@ def _services(core: _Core, cache: BlockCache) -> Services:
     handlers = JobHandlers(store, core.store_sync, clock, core.settings.orphan_grace_seconds, objects.forget)
     return Services(
         accounts=core.accounts,
-        backlogs=core.backlogs,
         catalog=core.catalog,
         contents=Contents(core.catalog, objects),
         events=core.events,
@@ -185,7 +181,6 @@ def _serving(core: _Core, services: Services) -> list[_Background]:
         Periodic("following other daemons", core.follow, every_s=0.5),
         Periodic("deleting old events", core.events.forget, every_s=600.0),
         Periodic("synchronizing", core.store_sync.run_once, every_s=settings.poll_seconds),
-        Periodic("reading backlogs", core.backlogs.refresh, every_s=_BACKLOGS_S),
         Periodic("trimming the cache", services.objects.forget_deleted, every_s=settings.poll_seconds),
         Periodic("finishing decisions", core.decider.finish, every_s=60.0),
         Periodic("renewing the lead", core.leadership.run_once, every_s=core.leadership.every_s),
@@ -208,8 +203,7 @@ def _housekeeping(core: _Core) -> list[_Background]:
     newest_s, ranks = settings.verify_hours * 3600, settings.verify_rank_counts
     bytes_per_s = settings.scrub_bytes_per_second
     scrubber = Scrubber(store, core.store_sync, metrics, clock, scrub_s, bytes_per_s, newest_s, ranks)
-    metrics.registry.register(BacklogGauges(lambda: core.backlogs.known() if led() else {}, clock))
-    metrics.registry.register(GoodputGauges(lambda: core.accounts.known() if led() else {}))
+    metrics.registry.register(GoodputGauges(lambda: core.accounts.known() if led() else {}, clock))
     led_restores = RestoreIndex(core.database.fenced(core.leadership.fence))
     restore_leases = RestoreLeases(store, led_restores, metrics, clock, core.events.restore_ended)
     metrics.orphan_bytes.set_function(lambda: collector.waste().orphans if led() else 0)

@@ -19,7 +19,6 @@ from ckptd.http.streaming import client_of, matches, object_response
 from ckptd.http.waiting import happens
 from ckptd.index import RunSummary
 from ckptd.services.events import CHECKPOINTS
-from ckptstore.commits.backlogs import RunBacklog
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import NoCheckpoint
 from ckptstore.names import Reference, check_run
@@ -91,20 +90,16 @@ async def page(
 async def runs(ctx: Ctx, caller: CallerDep) -> Response:
     """All runs, with their sizes and newest checkpoints."""
     found = await ctx.threads.index(ctx.services.catalog.runs)
-    backlogs = ctx.services.backlogs.known()
-    return json_response(bodies.RunsBody([_run(one, backlogs.get(one.run)) for one in found if caller.sees(one.run)]))
+    return json_response(bodies.RunsBody([_run(one) for one in found if caller.sees(one.run)]))
 
 
 @router.get(bodies.RUNS + "/{run}", **documented(bodies.RunBody, 404))
 async def run(ctx: Ctx, run: RunName) -> Response:
-    """One run, with its backlog as the store has it now; if the store is away, as it was before."""
-    backlog = await ctx.threads.store(ctx.services.backlogs.last_of_run, run)
+    """One run, with its size and newest checkpoint."""
     for summary in await ctx.threads.index(ctx.services.catalog.runs):
         if summary.run == run:
-            return json_response(_run(summary, backlog))
-    if backlog is None:
-        raise NoCheckpoint(f"run {run!r} has no checkpoint", "GET /v1/runs lists the runs")
-    return json_response(bodies.RunBody(run=run, num_checkpoints=0, stored_bytes=0, backlog=backlog))
+            return json_response(_run(summary))
+    raise NoCheckpoint(f"run {run!r} has no checkpoint", "GET /v1/runs lists the runs")
 
 
 @router.get(bodies.CHECKPOINTS + "/{id}", **documented(bodies.CheckpointBody, 404))
@@ -190,13 +185,12 @@ async def _awaited(ctx: Context, run: str | None, known: str | None, wait: float
             await happens(changed, left)
 
 
-def _run(summary: RunSummary, backlog: RunBacklog | None) -> bodies.RunBody:
+def _run(summary: RunSummary) -> bodies.RunBody:
     return bodies.RunBody(
         run=summary.run,
         num_checkpoints=summary.num_checkpoints,
         stored_bytes=summary.stored_bytes,
         latest=bodies.CheckpointBody.of(summary.latest) if summary.latest else None,
-        backlog=backlog,
     )
 
 

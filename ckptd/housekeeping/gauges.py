@@ -13,7 +13,6 @@ from ckptd.index import Event, Index, RestoreIndex
 from ckptd.metrics import Metrics
 from ckptd.services.freshness import Freshness
 from ckptstore.clock import Clock
-from ckptstore.commits.backlogs import RunBacklog
 from ckptstore.commits.goodput import Account
 from ckptstore.errors import IndexUnavailable
 
@@ -60,46 +59,12 @@ class Gauges(Collector):
         yield from (age, step, count, stored, restores)
 
 
-class BacklogGauges(Collector):
-    """What is in near stores only; no series for runs without near stores, and if the daemon is not the leader."""
+class GoodputGauges(Collector):
+    """What became of the time of each run, and what is near only; no series if the daemon is not the leader."""
 
-    def __init__(self, known: Callable[[], Mapping[str, RunBacklog]], clock: Clock) -> None:
+    def __init__(self, known: Callable[[], Mapping[str, Account]], clock: Clock) -> None:
         self._known = known
         self._clock = clock
-
-    def describe(self) -> list[Metric]:
-        """Empty: there are no series before the first report."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        """From memory: the store is not read. The two ages have series only while there is a backlog."""
-        count = GaugeMetricFamily(
-            "ckptd_backlog_checkpoints",
-            "Checkpoints that are in near stores only, and to be carried.",
-            labels=["run"],
-        )
-        stored = GaugeMetricFamily("ckptd_backlog_bytes", "Stored bytes of these checkpoints.", labels=["run"])
-        age = GaugeMetricFamily(
-            "ckptd_backlog_age_seconds", "Time since the oldest of them was committed near.", labels=["run"]
-        )
-        report_age = GaugeMetricFamily(
-            "ckptd_backlog_report_age_seconds", "Time since a carrier reported the backlog.", labels=["run"]
-        )
-        now = self._clock()
-        for run, backlog in self._known().items():
-            count.add_metric([run], backlog.checkpoints)
-            stored.add_metric([run], backlog.bytes)
-            if backlog.since is not None:
-                age.add_metric([run], max(0.0, now - backlog.since))
-                report_age.add_metric([run], max(0.0, now - backlog.reported_at))
-        yield from (count, stored, age, report_age)
-
-
-class GoodputGauges(Collector):
-    """What became of the time of each run; no series if the daemon is not the leader."""
-
-    def __init__(self, known: Callable[[], Mapping[str, Account]]) -> None:
-        self._known = known
 
     def describe(self) -> list[Metric]:
         """Empty: there are no series before the first account."""
@@ -117,7 +82,28 @@ class GoodputGauges(Collector):
                 spent.add_metric([run, category], seconds)
             ratio.add_metric([run], account.goodput)
             lost.add_metric([run], account.lost_steps)
-        yield from (spent, ratio, lost)
+        yield from (spent, ratio, lost, *self._near_only())
+
+    def _near_only(self) -> tuple[Metric, ...]:
+        """The two ages have series only while there is a backlog."""
+        count, stored, age, report_age = (
+            GaugeMetricFamily(name, text, labels=["run"])
+            for name, text in (
+                ("ckptd_backlog_checkpoints", "Checkpoints that are in a near store only, and to be carried."),
+                ("ckptd_backlog_bytes", "Stored bytes of these checkpoints."),
+                ("ckptd_backlog_age_seconds", "Time since the oldest of them was committed near."),
+                ("ckptd_backlog_report_age_seconds", "Time since the saver reported the backlog."),
+            )
+        )
+        now = self._clock()
+        for run, account in self._known().items():
+            if (near := account.near_only) is not None:
+                count.add_metric([run], near.checkpoints)
+                stored.add_metric([run], near.bytes)
+                if near.since is not None:
+                    age.add_metric([run], max(0.0, now - near.since))
+                    report_age.add_metric([run], max(0.0, now - near.at))
+        return count, stored, age, report_age
 
 
 class EventMetrics:

@@ -13,9 +13,9 @@ from ckptd.pages.curves import main_metric, value_of
 from ckptd.pages.queries import RunOrder
 from ckptstore import human
 from ckptstore.charts import Spark, sparkline
-from ckptstore.commits.backlogs import RunBacklog
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.commits.goodput import Account, EndOf
+from ckptstore.format.records import NearOnly
 
 _GAPS = 12
 _SLACK_S = 60.0
@@ -48,7 +48,7 @@ class RunRow:
     """None if unknown."""
     num_restores: int
     progress: Progress
-    backlog: RunBacklog | None
+    near_only: NearOnly | None
     """None if it has no near store."""
 
     @property
@@ -76,7 +76,6 @@ def run_row(
     num_uploads: int | None,
     num_restores: int,
     account: Account | None,
-    backlog: RunBacklog | None,
     now: float,
 ) -> RunRow:
     """A run with data of its newest checkpoints. recent: newest step first. account: None if it is not known."""
@@ -85,7 +84,8 @@ def run_row(
     age_s = max(0.0, now - summary.latest.committed_at) if summary.latest else None
     trend = sparkline(value_of(c, metric) for c in known)
     going = progress(recent, num_uploads, account, now)
-    return RunRow(summary, age_s, trend, metric, num_uploads, num_restores, going, backlog)
+    near_only = account.near_only if account is not None else None
+    return RunRow(summary, age_s, trend, metric, num_uploads, num_restores, going, near_only)
 
 
 def progress(recent: Sequence[Checkpoint], num_uploads: int | None, account: Account | None, now: float) -> Progress:

@@ -31,7 +31,7 @@ async def overview(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
     """All runs that the visitor may see."""
     seen = [s for s in await ctx.threads.index(ctx.services.catalog.runs) if visitor.caller.sees(s.run)]
     wanted, order = search(request)
-    accounts, backlogs = ctx.services.accounts.known(), ctx.services.backlogs.known()
+    accounts = ctx.services.accounts.known()
     summaries = chosen_runs(seen, wanted, order, accounts)
     at = number(request, "page", 1) or 1
     num_pages = -(-len(summaries) // _RUNS_A_PAGE) or 1
@@ -48,7 +48,6 @@ async def overview(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
                 uploads.count(summary.run) if uploads is not None else None,
                 restoring.count(summary.run),
                 accounts.get(summary.run),
-                backlogs.get(summary.run),
                 visitor.now,
             )
             for summary in shown

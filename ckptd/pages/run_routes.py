@@ -29,12 +29,11 @@ async def run(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Respon
     query = page_query(request)
     checkpoints = await ctx.threads.index(newest, ctx, run, MOST_CHECKPOINTS)
     if not checkpoints:
-        raise await _nothing_here(ctx, run)
+        raise _nothing_here(run)
     kept: RetentionView | None
-    kept, going, backlog = await asyncio.gather(
+    kept, going = await asyncio.gather(
         soon(ctx, ctx.services.retention_views.of_run, run),
         _progress(ctx, run, checkpoints, visitor),
-        soon(ctx, ctx.services.backlogs.last_of_run, run),
     )
     policy = kept.policy if kept else None
     previewed = policy if query.plan else query.policy
@@ -57,7 +56,7 @@ async def run(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Respon
         most=MOST_CHECKPOINTS,
         policy=policy,
         progress=going,
-        backlog=backlog or ctx.services.backlogs.known().get(run),
+        account=ctx.services.accounts.known().get(run),
         tags=sorted(checkpoints[0].tags.items()),
         blocked=kept.blocked(run, checkpoints) if kept else "",
         not_finite_steps=sum(bool(c.not_finite) for c in checkpoints),
@@ -78,24 +77,14 @@ async def run_state(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> 
     """How the tensors of a run developed, and where they went wrong."""
     checkpoints = await ctx.threads.index(newest, ctx, run, MOST_CHECKPOINTS)
     if not checkpoints:
-        raise await _nothing_here(ctx, run)
+        raise _nothing_here(run)
     found = await ctx.threads.store(ctx.services.state_history.of_run, run, checkpoints)
     view = run_state_view(run, found, request.query_params.get("tensor", "")[:4096])
     return page("run_state.html", **frame(request, visitor), view=view)
 
 
-async def _nothing_here(ctx: Context, run: str) -> NoCheckpoint:
-    """The error for a run without checkpoints in this store."""
-    backlog = await soon(ctx, ctx.services.backlogs.last_of_run, run)
-    if backlog is None or not backlog.checkpoints:
-        return NoCheckpoint(
-            f"run {run[:200]!r} has no checkpoint", "Its first save may be in progress: see the uploads"
-        )
-    near = ", ".join(f"{store.url} of {store.origin or 'an unknown host'}" for store in backlog.stores)
-    return NoCheckpoint(
-        f"run {run!r} has no checkpoint here, and {backlog.checkpoints} near only: {near}",
-        "They appear once they are carried: see ckptctl drain on that host",
-    )
+def _nothing_here(run: str) -> NoCheckpoint:
+    return NoCheckpoint(f"run {run[:200]!r} has no checkpoint", "Its first save may be in progress: see the uploads")
 
 
 async def _overlaid(ctx: Context, visitor: Visitor, other: str) -> list[Checkpoint]:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckptd.services.accounts import Accounts
-from ckptd.services.backlogs import Backlogs
 from ckptd.services.catalog import Catalog
 from ckptd.services.contents import Contents
 from ckptd.services.events import Events
@@ -28,7 +27,6 @@ class Services:
     """All services, as the API uses them."""
 
     accounts: Accounts
-    backlogs: Backlogs
     catalog: Catalog
     contents: Contents
     events: Events
@@ -51,7 +49,6 @@ class Services:
 
 __all__ = [
     "Accounts",
-    "Backlogs",
     "Catalog",
     "Contents",
     "Events",

@@ -103,7 +103,7 @@ class DaemonClient(Operations):
         return self._json("GET", bodies.RUNS, bodies.RunsBody).items
 
     def run_summary(self, run: str) -> bodies.RunBody:
-        """One run with its size, its newest checkpoint and its backlog. Raises NoCheckpoint."""
+        """One run with its size, and its newest checkpoint. Raises NoCheckpoint."""
         return self._json("GET", f"{bodies.RUNS}/{quote(run, safe='')}", bodies.RunBody)
 
     def page(self, run: str | None = None, limit: int = 100, cursor: str | None = None) -> bodies.Page:

@@ -253,11 +253,6 @@ class RunKeys:
         return f"{self.run}/heartbeats/"
 
     @property
-    def backlogs(self) -> str:
-        """Prefix of the reports of what is in near stores only."""
-        return f"{self.run}/backlogs/"
-
-    @property
     def audit(self) -> str:
         """Prefix of the audit log."""
         return f"{self.run}/audit/"
@@ -309,10 +304,6 @@ class RunKeys:
     def heartbeat(self, id: str) -> str:
         """The heartbeat of one life of a trainer. id: a ULID."""
         return f"{self.heartbeats}{check_ulid(id)}.json"
-
-    def backlog(self, near: str) -> str:
-        """The report of the backlog of one near store. near: its id, a ULID."""
-        return f"{self.backlogs}{check_ulid(near)}.json"
 
     def drill(self, attempt: Attempt) -> str:
         """A record of earlier versions, which is ignored and goes with its checkpoint."""

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from ckpt.saver.lock import note_checkpoint, noted_checkpoint, try_lock
 from ckpt.saver.messages import NearOnly, Report, Setup, Stranded, Warned
 from ckpt.saver.numbering import Numbering
-from ckpt.saver.reporting import BacklogReporter
 from ckptstore.commits.catalog import decided_attempts, newest_first
 from ckptstore.commits.generations import list_generations
 from ckptstore.commits.leases import release_lease
@@ -62,7 +61,6 @@ class Carrier:
         self._report = report
         self._carried = carried
         self._known: Known = {}
-        self._reporter = BacklogReporter(near, far, self._known)
         self._reported: NearOnly | None = None
         self._reporting = threading.Lock()
         self._commits: Counter[int] = Counter()
@@ -141,7 +139,6 @@ class Carrier:
                 begun = True
                 alone = self._carry_all()
             except Exception as error:
-                self._reporter.failed(error)
                 self._failed(error, first=not away)
                 away = True
                 if ending and time.monotonic() - self._answered_at >= self._setup.store_retry_s:
@@ -205,8 +202,6 @@ class Carrier:
                 attempts = queued(self._near) if locked else []
                 if attempts:
                     self._check_mounted()
-                if locked:
-                    self._reporter.report(waiting=bool(attempts))
                 self._carry_first(attempts)
             if not locked:
                 return False
@@ -223,7 +218,6 @@ class Carrier:
         listed_at = time.monotonic()
         for attempt in attempts:
             self._carry(attempt)
-            self._reporter.carried()
             if time.monotonic() - listed_at >= _LIST_S:
                 return
 
@@ -247,7 +241,6 @@ class Carrier:
 
     def _copied(self, num_bytes: int) -> None:
         self._unpaused.wait()
-        self._reporter.copying()
         self._answered_at = time.monotonic()
 
     def _check_mounted(self) -> None:

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from ckpt.saver.messages import Began
+from ckpt.saver.messages import Began, NearOnly
 from ckpt.saver.pulse import Ending, Pulse, Reading
 from ckptstore.errors import CkptError
 from ckptstore.format.documents import FORMAT
 from ckptstore.format.parsing import seal
-from ckptstore.format.records import ORIGIN, Ended, Heartbeat
+from ckptstore.format.records import NEAR_ONLY, ORIGIN, Ended, Heartbeat
 from ckptstore.run import Run, origin
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,10 @@ class Heart:
         """Lives that have ended and are not written yet: how, and when; None: at the end of the saver."""
         self._unnumbered: list[tuple[Life, Ended, float | None]] = []
         """Lives that have ended and are written without their generation, which may begin later."""
-        self._closing = False
+        self._near_only: NearOnly | None = None
+        self._newest: Heartbeat | None = None
+        """What was written last."""
+        self._due = self._final = self._closing = False
         self._thread = threading.Thread(target=self._serve, name="ckpt-heart", daemon=True)
 
     def begin(self, began: Began, pulse: Pulse) -> None:
@@ -121,10 +124,21 @@ class Heart:
             # A trainer that closes waits for its saves: its life ends with those.
             self._end(_ENDINGS[reading.ending] if closed else Ended.DIED, None if closed else now)
 
+    def near_only(self, now: NearOnly) -> None:
+        """What the saver has still to carry; it is part of each beat, also after the end of the trainer."""
+        with self._changed:
+            self._near_only = now
+
+    def finish(self) -> None:
+        """Nothing more is saved: write the end of the life. Beats go on while the saver carries checkpoints."""
+        with self._changed:
+            self._due = self._final = True
+            self._changed.notify()
+
     def close(self) -> None:
         """Write the last beat; waits at most _CLOSE_TIMEOUT_S for the store."""
         with self._changed:
-            self._closing = True
+            self._closing = self._final = True
             self._changed.notify()
             alive = self._thread.is_alive()
         if alive:
@@ -140,30 +154,46 @@ class Heart:
     def _serve(self) -> None:
         while True:
             with self._changed:
-                closing = self._changed.wait_for(lambda: self._closing, self._every_s)
-                life, ended, self._ended = self._life, self._ended, []
-                if not closing:  # of the others the end is not known yet
-                    self._ended = [one for one in ended if one[2] is None]
-                    ended = [one for one in ended if one[2] is not None]
-                    self._unnumbered += [one for one in ended if one[0].generation is None]
-                if life is not None and self._pulse is not None:
-                    life.add(self._pulse.read())
-                now = self._run.clock()
-                documents = [one.document(self._run, how, at or now) for one, how, at in ended]
-                if life is not None and not closing:
-                    documents.append(life.document(self._run, Ended.NOT, now))
+                self._changed.wait_for(lambda: self._closing or self._due, self._every_s)
+                self._due, closing = False, self._closing
+                documents, near_only = self._documents(), self._near_only
             for document in documents:
-                self._write(document)
+                self._write(document, near_only)
             if closing:
                 return
 
-    def _write(self, document: Heartbeat) -> None:
+    def _documents(self) -> list[Heartbeat]:
+        """The heartbeats to write now."""
+        life, ended, self._ended = self._life, self._ended, []
+        if not self._final:  # the others have not ended yet
+            self._ended = [one for one in ended if one[2] is None]
+            ended = [one for one in ended if one[2] is not None]
+            self._unnumbered += [one for one in ended if one[0].generation is None]
+        if life is not None and self._pulse is not None:
+            life.add(self._pulse.read())
+        now = self._run.clock()
+        documents = [one.document(self._run, how, at or now) for one, how, at in ended]
+        if life is not None and not self._final:
+            documents.append(life.document(self._run, Ended.NOT, now))
+        if not documents and self._newest is not None and self._near_only is not None:
+            documents.append(self._newest)  # the saver still carries what it has saved
+        return documents
+
+    def _write(self, document: Heartbeat, near_only: NearOnly | None) -> None:
         short = document.ended_at - document.began_at < self._every_s
-        if short and document.ended is Ended.CLOSED:
+        known = self._newest is not None and self._newest.id == document.id
+        waits = near_only is not None and near_only.checkpoints
+        if short and document.ended is Ended.CLOSED and not waits and not known:
             return  # a test, or a script that saves once
-        key = self._run.keys.heartbeat(document.id)
+        if near_only is not None:
+            found = {
+                "checkpoints": near_only.checkpoints, "bytes": near_only.bytes, "since": near_only.since,
+                "at": self._run.clock(),
+            }  # fmt: skip
+            document = msgspec.structs.replace(document, extensions=document.extensions | {NEAR_ONLY: found})
         try:
-            self._run.store.put(key, seal(document))
+            self._run.store.put(self._run.keys.heartbeat(document.id), seal(document))
+            self._newest = document
         except CkptError as error:
             logger.warning("a heartbeat was not written: %s", error)
         except Exception:

@@ -23,7 +23,7 @@ from ckpt.saver.heart import Heart
 from ckpt.saver.incremental import ChunkIndex, IncrementalSave, ignore
 from ckpt.saver.lock import note_checkpoint
 from ckpt.saver.memory import SlotContents
-from ckpt.saver.messages import Done, Released, Report, SaveJob, SaveProgress, Setup, Warned
+from ckpt.saver.messages import Done, NearOnly, Released, Report, SaveJob, SaveProgress, Setup, Warned
 from ckpt.saver.notify import Notifier
 from ckpt.saver.numbering import Numbering
 from ckpt.saver.room import Room
@@ -117,7 +117,7 @@ class SavePipeline:
         self._room = Room(self._run, setup) if far is not None else None
         self._carrier: Carrier | None = None
         if far is not None and setup.rank == 0:
-            self._carrier = Carrier(self._run, far, setup, self._numbering, report, self._notify)
+            self._carrier = Carrier(self._run, far, setup, self._numbering, self._carrier_reports, self._notify)
         self._own_process = own_process
         cpu_budget = setup.cpu_budget if own_process else None
         self._throttle = CpuThrottle(cpu_budget)
@@ -221,9 +221,10 @@ class SavePipeline:
         self._encoder.close()
         self._committer.close()
         self._background.shutdown(wait=True)
-        self.heart.close()
+        self.heart.finish()
         if self._carrier is not None:
             self._carrier.finish()
+        self.heart.close()
         if self._notifier is not None:
             self._notifier.close()
 
@@ -327,6 +328,11 @@ class SavePipeline:
     def _notify(self, attempt: Attempt) -> None:
         if self._notifier is not None:
             self._notifier.commit(attempt)
+
+    def _carrier_reports(self, report: Report) -> None:
+        if isinstance(report, NearOnly):
+            self.heart.near_only(report)
+        self._report(report)
 
     def _far_run(self, setup: Setup, url: str, clock: Clock) -> Run:
         far = open_store(url, setup.far_options, retried=True)

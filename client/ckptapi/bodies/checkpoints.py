@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 
 from ckptstore import human
-from ckptstore.commits.backlogs import RunBacklog
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.names import Attempt
 
@@ -123,8 +122,6 @@ class RunBody(msgspec.Struct, frozen=True, kw_only=True):
     num_checkpoints: int
     stored_bytes: int
     latest: CheckpointBody | None = None
-    backlog: RunBacklog | None = None
-    """What is in near stores only, as last reported; null: no near store of the run has reported."""
 
 
 class RunsBody(msgspec.Struct, frozen=True):

@@ -42,9 +42,8 @@ def goodput(
     """Show what became of the time of a run: productive steps, saves, restores, restarts, lost work, waiting.
 
     Then each attempt of the job: from which checkpoint it resumed, what it lost, and how it ended. The categories are
-    those of Google's ML Productivity Goodput, and -o json has its names. With heartbeats (heartbeat_s, on by default)
-    figures are exact to a minute per attempt; without, only the times of captures are known. With -o id it prints the
-    attempts.
+    those of Google's ML Productivity Goodput, and -o json has its names. With heartbeats figures are exact to a minute
+    per attempt; without, only the times of captures are known. With -o id it prints the attempts.
     """
     session: Session = ctx.obj
     check_run(run)
@@ -59,13 +58,14 @@ def goodput(
 
 
 def _blocks(found: Account) -> Iterator[Block]:
-    total = sum(found.seconds.values())
+    total, near = sum(found.seconds.values()), found.near_only
     yield Facts(
         [
             ("run", found.run),
             ("goodput", _share(found.goodput)),
             ("time", f"{human.duration(total)}, since {human.moment(found.began_at)}"),
             ("steps", f"{found.step:,} reached, {found.lost_steps:,} done twice"),
+            *([("near only", f"{near.checkpoints:,}, {human.size(near.bytes)}")] if near and near.checkpoints else []),
         ]
     )
     yield ""

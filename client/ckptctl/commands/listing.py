@@ -17,10 +17,8 @@ from ckptctl.commands.arguments import NearOption, RunArgument
 from ckptctl.render import Block, Facts, Row, Table, TableColumn
 from ckptctl.session import Session
 from ckptstore import human
-from ckptstore.commits.backlogs import NearBacklog, read_backlog
 from ckptstore.commits.catalog import Checkpoint, State, has_branches
 from ckptstore.errors import InvalidRequest
-from ckptstore.run import Run
 
 _ORDERS = {"time": "committed_at", "size": "stored_bytes"}
 _TIME = "An age (24h, 7d) or a moment (2026-11-22T10:00:00Z)."
@@ -90,25 +88,6 @@ def list_checkpoints(
         every = [c for checkpoints in found.values() for c in checkpoints]
         found = {"": arrange(every)} if every else {}
     _show_some(session, found, limit, unfiltered=wanted == Filter(run=run))
-    if run is not None and run in listed and near is None:
-        _note_backlog(session, run)
-
-
-def _note_backlog(session: Session, run: str) -> None:
-    """What is in near stores only, if anything is, and how old that knowledge is."""
-    found = session.dispatch(
-        lambda: session.daemon("ls").run_summary(run).backlog,
-        lambda: read_backlog(Run(session.store("ls"), run, session.clock)),
-    )
-    for one in found.stores if found is not None else ():
-        why = f"; the last try to carry one failed: {one.problem}" if one.problem else ""
-        session.screen.note(f"{_near_only(one, session.clock())} by {one.origin or 'an unknown host'}: {one.url}{why}")
-
-
-def _near_only(one: NearBacklog, now: float) -> str:
-    count, age = human.count(one.checkpoints, "checkpoint"), human.age(now - one.since)
-    reported = human.age(now - one.reported_at)
-    return f"{count} near only ({human.size(one.bytes)}), the oldest for {age}; reported {reported} ago"
 
 
 def _show_some(session: Session, found: dict[str, list[Checkpoint]], limit: int | None, unfiltered: bool) -> None:
@@ -189,7 +168,6 @@ def _summary(session: Session, run: str, found: Sequence[Checkpoint]) -> RunBody
         num_checkpoints=len(found),
         stored_bytes=sum(c.stored_bytes for c in found),
         latest=CheckpointBody.of(latest) if latest else None,
-        backlog=read_backlog(Run(session.store("runs"), run, session.clock)),
     )
 
 
@@ -277,20 +255,14 @@ def _run_blocks(runs: Iterable[RunBody], now: float) -> Iterator[Block]:
         TableColumn("STORED", right=True),
         TableColumn("LATEST"),
         TableColumn("AGE", right=True),
-        TableColumn("NEAR ONLY"),
     )
-    listed = list(runs)
-    shown = len(columns) - (not any(run.backlog is not None and run.backlog.checkpoints for run in listed))
-    rows = [Row(_run_cells(run, now)[:shown]) for run in listed]
+    rows = [Row(_run_cells(run, now)) for run in runs]
     if rows:
-        yield Table(columns[:shown], rows)
+        yield Table(columns, rows)
 
 
 def _run_cells(run: RunBody, now: float) -> tuple[str, ...]:
     counts = (run.run, f"{run.num_checkpoints:,}", human.size(run.stored_bytes))
-    near = ""
-    if run.backlog is not None and run.backlog.checkpoints:
-        near = f"{run.backlog.checkpoints:,}, reported {human.age(now - run.backlog.reported_at)} ago"
     if run.latest is None:
-        return (*counts, "none", "", near)
-    return (*counts, f"step {run.latest.step}", human.age(now - run.latest.committed_at), near)
+        return (*counts, "none", "")
+    return (*counts, f"step {run.latest.step}", human.age(now - run.latest.committed_at))

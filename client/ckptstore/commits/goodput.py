@@ -15,7 +15,7 @@ from math import inf
 
 import msgspec
 
-from ckptstore.format.records import Ended, Origin
+from ckptstore.format.records import Ended, NearOnly, Origin
 from ckptstore.names import Attempt
 
 
@@ -151,6 +151,8 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     """The unproductive seconds by the names of Google's ML Productivity Goodput."""
     attempts: list[AttemptAccount]
     """In order of time."""
+    near_only: NearOnly | None = None
+    """What the newest saver has still to carry to this store; None: it has no near store."""
 
 
 def account(run: str, lives: Sequence[Life], now: float, silent_s: float) -> Account:

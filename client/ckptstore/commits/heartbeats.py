@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
+
 from ckptstore import names
 from ckptstore.commits.catalog import Checkpoint, list_checkpoints
 from ckptstore.commits.generations import read_generations
@@ -16,7 +18,7 @@ from ckptstore.commits.goodput import Account, Beat, Life, account
 from ckptstore.errors import Damaged, InvalidName, NoCheckpoint, ObjectMissing
 from ckptstore.format.documents import Generation
 from ckptstore.format.parsing import parse_sealed
-from ckptstore.format.records import Ended, Heartbeat, origin_of
+from ckptstore.format.records import Ended, Heartbeat, near_only_of, origin_of
 from ckptstore.names import Attempt
 from ckptstore.run import Run
 
@@ -36,13 +38,16 @@ def read_account(run: Run, checkpoints: Sequence[Checkpoint] | None = None) -> A
     """
     if checkpoints is None:
         checkpoints = list_checkpoints(run)
-    lives = lives_of(read_heartbeats(run), read_generations(run).values(), checkpoints)
+    heartbeats = read_heartbeats(run)
+    lives = lives_of(heartbeats, read_generations(run).values(), checkpoints)
     if not lives:
         raise NoCheckpoint(
             f"run {run.name!r} has neither a heartbeat nor a checkpoint in {run.store.url}",
             "The first heartbeat comes a minute after training began",
         )
-    return account(run.name, lives, run.clock(), SILENT_S)
+    # What another host still has to carry does not count: its generation is superseded.
+    near_only = near_only_of(heartbeats[-1]) if heartbeats else None
+    return msgspec.structs.replace(account(run.name, lives, run.clock(), SILENT_S), near_only=near_only)
 
 
 def read_heartbeats(run: Run) -> list[Heartbeat]:

@@ -1,4 +1,4 @@
-"""Small documents next to the checkpoints: pins, fates of tombstones, the dead, findings, backlogs, audit, policies.
+"""Small documents next to the checkpoints: pins, fates of tombstones, the dead, findings, audit, policies.
 
 They are sealed and checked like all other documents (documents.py); docs/explanation/format.md specifies them. No I/O.
 """
@@ -105,7 +105,7 @@ class Ended(StrEnum):
 
 
 ORIGIN = "origin"
-"""The extension of generations, heartbeats and reports of backlogs with an Origin."""
+"""The extension of generations and heartbeats with an Origin."""
 
 
 class Origin(Document, frozen=True, omit_defaults=True):
@@ -124,6 +124,29 @@ def origin_of(document: StoredDocument) -> Origin | None:
     """The origin of a document; None if it has none, or one that cannot be read."""
     try:
         return convert(document.extensions.get(ORIGIN), Origin)
+    except msgspec.ValidationError:
+        return None
+
+
+NEAR_ONLY = "near_only"
+"""The extension of heartbeats with a NearOnly."""
+
+
+class NearOnly(Document, frozen=True):
+    """The checkpoints of a run that its saver has still to carry to the far store."""
+
+    checkpoints: int
+    bytes: int
+    since: float | None
+    """When the oldest of them was committed near, by the clock of its committer; None: there is none."""
+    at: float
+    """When the saver wrote this."""
+
+
+def near_only_of(document: StoredDocument) -> NearOnly | None:
+    """What is near only, by a heartbeat; None if it does not say."""
+    try:
+        return convert(document.extensions.get(NEAR_ONLY), NearOnly)
     except msgspec.ValidationError:
         return None
 
@@ -156,29 +179,6 @@ class Heartbeat(StoredDocument, frozen=True):
     ended: Ended
     ended_at: float
     """When `ended` was known; with an empty `ended` the last beat."""
-
-
-class BacklogReport(StoredDocument, frozen=True):
-    """The checkpoints of a run that one near store has and the far one has not, as its carrier last knew."""
-
-    format: int
-    kind: Literal["backlog"]
-    run: str
-    near: str
-    """The id of the near store, a ULID."""
-    url: str
-    """Its URL on the host of the carrier."""
-    by: str
-    at: float
-    checkpoints: int
-    bytes: int
-    """Stored bytes, of references too."""
-    since: float | None
-    """When the oldest one was committed near; None if there is none."""
-    oldest: str | None
-    """The attempt of the oldest one."""
-    problem: str
-    """Why the last try to carry one failed; empty if it did not."""
 
 
 class Action(StrEnum):

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import msgspec
 
 from ckptstore.commits import audit
-from ckptstore.commits.backlogs import old_reports
 from ckptstore.commits.catalog import decided_attempts, newest_first, visible_attempts
 from ckptstore.commits.commit import decide, read_outcome, roll_forward
 from ckptstore.commits.heartbeats import old_heartbeats
@@ -198,7 +197,7 @@ def _forget(run: Run, outcomes: Mapping[Attempt, Outcome]) -> None:
     run.store.delete_many(expired_leases(run))
     forget_tombstones(run)
     audit.forget_old(run)
-    run.store.delete_many([*old_heartbeats(run), *old_reports(run)])
+    run.store.delete_many(old_heartbeats(run))
     _forget_marks(run)
     _forget_aborted(run, outcomes)
 

@@ -5,12 +5,12 @@ import threading
 import pytest
 
 from ckpt.saver.heart import MOST_BEATS, Heart, Life
-from ckpt.saver.messages import Began
+from ckpt.saver.messages import Began, NearOnly
 from ckpt.saver.pulse import Ending, Pulse, Reading
 from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.commits.heartbeats import read_heartbeats
 from ckptstore.errors import StoreUnavailable
-from ckptstore.format.records import Ended
+from ckptstore.format.records import Ended, near_only_of
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
@@ -91,6 +91,31 @@ def test_a_short_life_that_closes_writes_nothing(store: Store, now: list[float])
         heart.close()
         pulse.close()  # without heartbeats no heart took it
     assert list(store.list("gpt/")) == []
+
+
+def test_what_is_near_only_is_reported_also_after_the_end_of_the_trainer(store: Store, now: list[float]) -> None:
+    run = _run(store, now)
+    heart = Heart(run, 0.02)
+
+    def reported() -> tuple[int, float | None] | None:
+        found = read_heartbeats(run)
+        known = near_only_of(found[-1]) if found else None
+        return (known.checkpoints, known.since) if known is not None else None
+
+    heart.near_only(NearOnly(2, 2000, _T))
+    heart.begin(_began(_T), Pulse())
+    wait_until(lambda: reported() == (2, _T))
+    now[0] = _T + 60
+    heart.stop(closed=True)
+    heart.finish()
+    wait_until(lambda: [one.ended for one in read_heartbeats(run)] == [Ended.CLOSED])
+    heart.near_only(NearOnly(1, 1000, _T + 1))
+    wait_until(lambda: reported() == (1, _T + 1), "a beat of a saver without trainer")
+    now[0] = _T + 90
+    heart.near_only(NearOnly(0, 0, None))
+    heart.close()
+    assert reported() == (0, None)
+    assert read_heartbeats(run)[0].ended_at == _T + 60
 
 
 class _Away(WrappedStore):

@@ -181,7 +181,7 @@ def test_a_run_has_the_end_and_the_origin_of_its_last_attempt() -> None:
     recent = _commits(100, 200, 300, 400, 500)
     going = progress(recent, 0, account("gpt", lives, 9000.0, 300.0), 9000.0)
     assert (going.origin, going.ended, going.stalled) == ("ada@node-2", "died", "")
-    row = run_row(RunSummary("gpt", 5, 50, recent[0]), recent, 0, 0, None, None, 600.0)
+    row = run_row(RunSummary("gpt", 5, 50, recent[0]), recent, 0, 0, None, 600.0)
     assert (row.progress.origin, row.progress.ended, row.age_s) == ("", "", 100.0)
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from ckptd.index import Database, Index, Listing
@@ -12,10 +13,17 @@ from ckptd.services.freshness import Freshness
 from ckptd.services.store_sync import StoreSync
 from ckptstore.clock import system_clock
 from ckptstore.commits.heartbeats import SILENT_S
+from ckptstore.format.documents import FORMAT
+from ckptstore.format.parsing import seal
+from ckptstore.format.records import NEAR_ONLY, Ended, Heartbeat, NearOnly
+from ckptstore.names import new_ulid
 from ckptstore.run import Run
-from ckptstore.stores import Store
+from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import write_checkpoint
+from tests.support.command_line import invoke
+from tests.support.daemons import Daemon, running_daemon
 from tests.support.stores import MovableClock
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -44,3 +52,48 @@ def test_a_run_without_a_usable_checkpoint_does_not_stop_the_accounts_of_others(
     accounts.refresh()
     assert set(accounts.known()) == {"a", "b"}
     assert accounts.known()["b"].step == 2
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """Of a run that has ended with checkpoints in a near store, and one that carried all."""
+    store = open_store(str(tmp_path_factory.mktemp("near") / "store"))
+    now = system_clock()
+    for name, near in (
+        ("gpt", NearOnly(3, 3000, now - 7300, now - 7200)),
+        ("bert", NearOnly(0, 0, None, now)),
+    ):
+        write_checkpoint(store, name, 5)
+        run = Run(store, name)
+        heartbeat = Heartbeat(
+            format=FORMAT, kind="heartbeat", run=name, id=new_ulid(now - 9000), by="me", began_at=now - 9000,
+            trains_at=now - 9000, restored_s=0.0, parent=None, generation=None, at=[], step=[], stalled_s=[],
+            slowed_s=[], ended=Ended.DIED, ended_at=now - 7200, extensions={NEAR_ONLY: msgspec.to_builtins(near)},
+        )  # fmt: skip
+        store.put(run.keys.heartbeat(heartbeat.id), seal(heartbeat))
+    with running_daemon(store.url) as daemon:
+        wait_until(lambda: "ckptd_backlog_bytes{" in daemon.get("/metrics").text, "the accounts")
+        yield daemon
+
+
+def test_metrics_have_what_is_near_only_and_the_age_of_the_report(daemon: Daemon) -> None:
+    lines = [line.rpartition(" ") for line in daemon.get("/metrics").text.splitlines() if "ckptd_backlog" in line]
+    found = {name: float(value) for name, _, value in lines if not name.startswith("#")}
+    assert found['ckptd_backlog_checkpoints{run="gpt"}'] == 3
+    assert found['ckptd_backlog_bytes{run="gpt"}'] == 3000
+    assert found['ckptd_backlog_age_seconds{run="gpt"}'] >= 7300
+    assert 7200 <= found['ckptd_backlog_report_age_seconds{run="gpt"}'] < found['ckptd_backlog_age_seconds{run="gpt"}']
+    assert {name: value for name, value in found.items() if "bert" in name} == {
+        'ckptd_backlog_checkpoints{run="bert"}': 0, 'ckptd_backlog_bytes{run="bert"}': 0
+    }  # fmt: skip
+
+
+def test_pages_and_the_command_line_show_what_is_near_only(daemon: Daemon) -> None:
+    shown = "3 checkpoints near only (2.9 KiB), the oldest for 2h 0"
+    assert shown in daemon.get("/runs/gpt").text
+    assert "near only" not in daemon.get("/runs/bert").text
+    rows = daemon.get("/").text.split("<tr>")
+    assert shown in next(row for row in rows if "/runs/gpt" in row)
+    assert "near only" not in next(row for row in rows if "/runs/bert" in row)
+    assert "near only" in invoke("goodput", "gpt", "--url", daemon.url).stdout
+    assert "near only" not in invoke("goodput", "bert", "--url", daemon.url).stdout

@@ -11,7 +11,6 @@ from ckptstore.format.parsing import manifest_bytes, seal
 from ckptstore.format.records import (
     Action,
     AuditRecord,
-    BacklogReport,
     Ended,
     Fate,
     Finding,
@@ -40,10 +39,6 @@ _HEARTBEAT = Heartbeat(
     format=FORMAT, kind="heartbeat", run="gpt", id=ATTEMPT.ulid, by="me", began_at=1.0, trains_at=2.0, restored_s=0.5,
     parent=str(ATTEMPT), generation=2, at=[3.0], step=[8], stalled_s=[0.1], slowed_s=[0.2], ended=Ended.DIED,
     ended_at=4.0,
-)  # fmt: skip
-_BACKLOG = BacklogReport(
-    format=FORMAT, kind="backlog", run="gpt", near=ATTEMPT.ulid, url="file:///mnt/nvme", by="me", at=1.0, checkpoints=2,
-    bytes=9, since=0.5, oldest=str(ATTEMPT), problem="",
 )  # fmt: skip
 
 
@@ -80,7 +75,6 @@ def _samples() -> dict[str, bytes]:
             )
         ),
         "heartbeat": seal(_HEARTBEAT),
-        "backlog": seal(_BACKLOG),
         "audit": seal(
             AuditRecord(
                 format=FORMAT, kind="audit", action=Action.DELETE, attempts=[str(ATTEMPT)], by="me", at=1.0, reason=""
@@ -105,5 +99,5 @@ SAMPLES = _samples()
 KINDS: dict[str, Any] = {
     "receipt": Receipt, "outcome": Outcome, "lease": Lease, "tombstone": Tombstone, "pin": Pin, "fate": Fate,
     "generation": Generation, "finding": Finding, "heartbeat": Heartbeat,
-    "backlog": BacklogReport, "audit": AuditRecord, "policies": PoliciesVersion,
+    "audit": AuditRecord, "policies": PoliciesVersion,
 }  # fmt: skip

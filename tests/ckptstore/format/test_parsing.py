@@ -88,7 +88,6 @@ FREE |= {"policies"}  # checked by those who read them (test_policies.py)
 
 
 _FIGURES = {
-    "backlog": ("run", "near", "url", "checkpoints", "since", "oldest", "problem"),
     "heartbeat": (
         "run", "id", "began_at", "trains_at", "restored_s", "generation", "step", "stalled_s", "slowed_s", "ended",
         "ended_at",
