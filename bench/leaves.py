@@ -141,6 +141,9 @@ class _ThreadDevice:
         if tensors:
             self._queue(lambda: torch._foreach_copy_(list(views), list(tensors)))
 
+    def run(self, work: Callable[[], None]) -> None:
+        self._queue(work)
+
     def gather(self, tensors: Sequence[torch.Tensor], side: bool) -> torch.Tensor:
         flat = list(map(torch.ravel, tensors))
         memory = torch.empty(sum(map(torch.Tensor.numel, flat)), dtype=flat[0].dtype)

@@ -1,7 +1,8 @@
-"""Devices: the streams, events and pins of a GPU, as far as snapshots use them.
+"""Devices: the streams, events and pins of a GPU, as far as saves and restores use them.
 
-The rules of order are in snapshot/device_copies.py and snapshot/overlap.py. They use nothing of CUDA but this
-interface, so tests run them on a device that is simulated in host memory.
+The rules of order are in snapshot/device_copies.py, snapshot/overlap.py and restoring/gpu_copy.py. They use nothing of
+CUDA but this interface, so tests run them on a device that is simulated in host memory. CUDA is not initialized before
+a device is used.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.lazily import torch
-from ckpt.streams import on_stream, side_stream
 
 _POLL_S = (50e-6, 2e-3)
 _MARGIN = 0.1
@@ -52,6 +53,9 @@ class Device(Protocol):
 
     def copy(self, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], side: bool) -> None:
         """Queue copies from tensors of the device into pinned memory, on the side stream or on the current stream."""
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Queue the operations of `work` on the side stream."""
 
     def gather(self, tensors: Sequence[torch.Tensor], side: bool) -> torch.Tensor:
         """New memory of the device, for the elements of tensors of one type, one after the other. Raises RuntimeError.
@@ -108,14 +112,19 @@ class CudaDevice:
         """Queue all copies in one call, which releases the GIL once."""
         if not tensors:
             return
-        with on_stream(self._stream(side)):
+        with self._on(side):
             # By default torch conjugates and negates in host memory, where the bytes have not arrived yet.
             resolved = [tensor.resolve_conj().resolve_neg() for tensor in tensors]
             torch._foreach_copy_(list(views), resolved, non_blocking=True)
 
+    def run(self, work: Callable[[], None]) -> None:
+        """Do the work while the side stream is the current one."""
+        with self._on(side=True):
+            work()
+
     def gather(self, tensors: Sequence[torch.Tensor], side: bool) -> torch.Tensor:
         """Memory of torch's allocator, filled by one kernel for about a hundred tensors."""
-        with on_stream(self._stream(side)):
+        with self._on(side):
             if any(map(torch.Tensor.is_conj, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
                 tensors = [tensor.resolve_conj().resolve_neg() for tensor in tensors]
             return torch.cat(list(map(torch.ravel, tensors)))
@@ -133,7 +142,7 @@ class CudaDevice:
 
     def digest(self, into: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         """A few kernels for each tensor."""
-        with on_stream(self._stream(side=True)):
+        with self._on(side=True):
             into.copy_(digests(tensors), non_blocking=True)
 
     def free_bytes(self) -> int:
@@ -171,7 +180,27 @@ class CudaDevice:
         return node if node >= 0 else None
 
     def _stream(self, side: bool) -> torch.cuda.Stream:
-        return side_stream(self._device) if side else torch.cuda.current_stream(self._device)
+        if not side:
+            return torch.cuda.current_stream(self._device)
+        stream = _side_streams.get(self._device)
+        if stream is None:
+            new = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            stream = _side_streams.setdefault(self._device, new)
+        return stream
+
+    @contextmanager
+    def _on(self, side: bool) -> Iterator[None]:
+        """Like `torch.cuda.stream`, for threads that have not set a device.
+
+        Their current device is 0, and torch.cuda.stream alone would switch back to it at the end. That would create a
+        context of hundreds of megabytes on GPU 0 for every process that uses another GPU.
+        """
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream(side)):
+            yield
+
+
+_side_streams: dict[torch.device, torch.cuda.Stream] = {}
+"""By device. Streams are never freed, so all copies share one."""
 
 
 class _CudaMemory:

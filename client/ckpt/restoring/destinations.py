@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from ckpt.capture.parameters import Leaf
 from ckpt.capture.parts import TensorPart, is_plain_type, part_of
 from ckpt.capture.tensors import inline_tensor, small_value, tensor_bytes
+from ckpt.device import DEVICES, has_device
 from ckpt.dtypes import BY_NAME
-from ckpt.restoring.gpu_copy import LANES, Arrival, Landing, Lane, is_direct
+from ckpt.restoring.gpu_copy import Arrival, Landing, is_direct
 from ckpt.restoring.host_destinations import HostDestinations
 from ckptstore.errors import UnsupportedFormat
 from ckptstore.format.boxes import Box, sizes
@@ -25,7 +26,7 @@ from ckptstore.format.trees import TAG, decode_tree, value_leaves
 from ckptstore.reading.fetch import Buffers
 
 _Key = tuple[str, Box, torch.device | None]
-"""Entry, box, and the device if it has a lane."""
+"""Entry, box, and the device if copies to it are asynchronous."""
 
 
 class Destinations(HostDestinations):
@@ -36,7 +37,6 @@ class Destinations(HostDestinations):
         self._targets: dict[_Key, list[torch.Tensor]] = defaultdict(list)
         self._hosts: dict[str, torch.Tensor] = {}  # by buffer
         self._copies: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
-        self._lanes: dict[torch.device, Lane] = {}
 
     def describe(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """Type and shape of an entry. Raises CorruptObject, or UnsupportedFormat for a type this torch lacks."""
@@ -48,7 +48,8 @@ class Destinations(HostDestinations):
     def fill(self, name: str, part: TensorPart) -> None:
         """Register a live part to be filled from the entry. The shapes must agree; another dtype is cast."""
         for piece in part.pieces:
-            self._targets[name, piece.box, _lane_of(piece.tensor)].append(piece.tensor)
+            device = piece.tensor.device if has_device(piece.tensor) else None
+            self._targets[name, piece.box, device].append(piece.tensor)
 
     def fits(self, name: str, part: TensorPart) -> bool:
         """Whether the entry has the type and shape of a part."""
@@ -154,9 +155,7 @@ class Destinations(HostDestinations):
         return tensors + super().wants()
 
     def allocate(self) -> None:
-        """Open lanes to GPUs, and allocate host memory for other targets that cannot be read into directly."""
-        devices = {device for *_, device in self._targets if device is not None}
-        self._lanes = {device: LANES[device.type](device) for device in devices}
+        """Allocate host memory for targets that are on no such device and cannot be read into directly."""
         for i, ((name, box, device), targets) in enumerate(self._targets.items()):
             if device is None:
                 dtype, _ = self.describe(name)
@@ -171,15 +170,17 @@ class Destinations(HostDestinations):
 
         Bytes for a GPU have arrived when the block ends without an error.
         """
+        devices = {device: DEVICES[device.type](device) for *_, device in self._targets if device is not None}
         arrivals = {
-            str(i): Arrival(targets, self.describe(name)[0], self._lanes[device])
+            str(i): Arrival(targets, self.describe(name)[0], devices[device])
             for i, ((name, _, device), targets) in enumerate(self._targets.items())
             if device is not None
         }
+        hosts = _Bytes(self._hosts, self._array_bytes())
         if not arrivals:
-            yield _Bytes(self._hosts, self._array_bytes())
+            yield hosts
             return
-        with Landing(_Bytes(self._hosts, self._array_bytes()), arrivals, reads) as landing:
+        with Landing(hosts, arrivals, reads) as landing:
             yield landing
 
     @torch.no_grad()
@@ -218,28 +219,13 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _lane_of(tensor: torch.Tensor) -> torch.device | None:
-    """The device whose lane leads to the tensor, if there is one."""
-    if tensor.is_cpu and "cpu" not in LANES:  # fast path: most tensors
-        return None
-    return tensor.device if tensor.device.type in LANES else None
-
-
-class _Bytes(Mapping[str, memoryview]):
+class _Bytes(dict[str, memoryview]):
     """The bytes of tensors and arrays. A tensor's are made when they are asked for: beside reading, at no cost."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], arrays: Mapping[str, memoryview]) -> None:
+        super().__init__(arrays)
         self._tensors = tensors
-        self._made = dict(arrays)
 
-    def __getitem__(self, name: str) -> memoryview:
-        found = self._made.get(name)
-        if found is None:  # two threads may make the same
-            found = self._made[name] = tensor_bytes(self._tensors[name])
+    def __missing__(self, name: str) -> memoryview:  # two threads may make the same
+        found = self[name] = tensor_bytes(self._tensors[name])
         return found
-
-    def __iter__(self) -> Iterator[str]:
-        return iter({**self._tensors, **self._made})
-
-    def __len__(self) -> int:
-        return len({**self._tensors, **self._made})

@@ -1,28 +1,32 @@
 """Landing: chunks are copied to device memory through a few staging buffers.
 
 A chunk is read and decoded into a buffer as if that were its destination. Then the copies of its pieces are queued on
-the device, and the next chunk gets another buffer. A buffer is reused when all copies from it are done.
+the side stream of the device, and the next chunk gets another buffer. A buffer is reused when all copies from it are
+done.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
 from types import TracebackType
-from typing import Protocol
+from typing import Generic, TypeVar
 
 import torch
 from msgspec.structs import replace
 
-from ckpt.restoring.buffers import BufferPool, CopyFence
-from ckpt.restoring.devices import CudaLane
+from ckpt.device import Device, Mark, poll
 from ckptstore.format import boxes
 from ckptstore.format.planning import ChunkRead, Piece, ShardRead
 from ckptstore.format.shards import CHUNK_BYTES
-from ckptstore.reading.fetch import Buffers, Receiver
+from ckptstore.reading.fetch import HostBuffers, Receiver
+
+logger = logging.getLogger(__name__)
 
 NUM_BUFFERS = 16
 """Two for each of the eight reading threads: one is filled while the other is emptied."""
@@ -34,37 +38,72 @@ _ALIGNED = 64
 _ELEMENTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
-class Lane(Protocol):
-    """A queue of asynchronous work on one device, done in order.
-
-    Only the restoring thread may call begin and end; any thread may call the other methods.
-    """
-
-    def begin(self) -> None:
-        """Order the lane after all work that the restoring thread has queued on the device."""
-
-    def staging(self, num_bytes: int) -> torch.Tensor:
-        """Host memory to copy to the device from."""
-
-    def run(self, work: Callable[[], None]) -> None:
-        """Queue the device operations of `work`."""
-
-    def fence(self) -> CopyFence:
-        """A fence after all work queued so far."""
-
-    def end(self) -> None:
-        """Order later work of the restoring thread on the device after all work of this lane."""
+_T = TypeVar("_T")
 
 
-LANES: dict[str, Callable[[torch.device], Lane]] = {"cuda": CudaLane}
-"""By device type. Tensors on other devices, or on the CPU, are assembled in host memory."""
+class BufferPool(Generic[_T]):
+    """At most `num_buffers` buffers, made on demand. The caller must give each one back, also after an error."""
+
+    def __init__(self, num_buffers: int, make: Callable[[], _T]) -> None:
+        self._to_make = num_buffers
+        self._make = make
+        self._changed = threading.Condition()
+        self._empty: list[_T] = []
+        self._full: deque[tuple[_T, Sequence[Mark]]] = deque()
+
+    def take(self) -> _T:
+        """An unused buffer. If none is empty and none can be made, waits for the one that was given back first.
+
+        Raises the error of making or emptying a buffer. That buffer is dropped, and a later call makes another.
+        """
+        buffer, marks = self._next()
+        try:
+            for mark in marks:
+                poll(mark.done)
+            return self._make() if buffer is None else buffer
+        except BaseException:
+            with self._changed:
+                self._to_make += 1
+                self._changed.notify()
+            raise
+
+    def give(self, buffer: _T, marks: Sequence[Mark]) -> None:
+        """Give a buffer back; it is empty once these marks are done."""
+        with self._changed:
+            if marks:
+                self._full.append((buffer, marks))
+            else:
+                self._empty.append(buffer)
+            self._changed.notify()
+
+    def drain(self) -> None:
+        """Return when all buffers that were given back are empty. Raises the error of emptying one."""
+        with self._changed:
+            full, self._full = self._full, deque()
+        for buffer, marks in full:
+            for mark in marks:
+                poll(mark.done)
+            self.give(buffer, ())
+
+    def _next(self) -> tuple[_T | None, Sequence[Mark]]:
+        """A buffer and the marks to wait for; None if the caller must make one."""
+        with self._changed:
+            while True:
+                if self._empty:
+                    return self._empty.pop(), ()
+                if self._full and (not self._to_make or all(mark.done() for mark in self._full[0][1])):
+                    return self._full.popleft()
+                if self._to_make:
+                    self._to_make -= 1
+                    return None, ()
+                self._changed.wait()
 
 
 class Arrival:
     """Tensors of one device that receive the same box of an entry."""
 
-    def __init__(self, targets: Sequence[torch.Tensor], dtype: torch.dtype, lane: Lane) -> None:
-        self.lane = lane
+    def __init__(self, targets: Sequence[torch.Tensor], dtype: torch.dtype, device: Device) -> None:
+        self.device = device
         self.item = dtype.itemsize
         self._targets = targets
         self._dtype = dtype
@@ -112,35 +151,26 @@ class Landing(Receiver):
     after the copies that are still queued.
     """
 
-    def __init__(self, hosts: Buffers, arrivals: Mapping[str, Arrival], reads: Sequence[ShardRead]) -> None:
+    def __init__(self, hosts: HostBuffers, arrivals: Mapping[str, Arrival], reads: Sequence[ShardRead]) -> None:
         self._hosts = hosts
         self._arrivals = arrivals
-        self._lanes = list({id(arrival.lane): arrival.lane for arrival in arrivals.values()}.values())
+        self._devices = list({id(arrival.device): arrival.device for arrival in arrivals.values()}.values())
         staged = [self._staged_bytes(chunk) for read in reads for chunk in read.chunks]
         largest = max([1, *staged, min(sum(staged), CHUNK_BYTES)])
         self._size = 1 << (largest - 1).bit_length()  # pinned memory is allocated in powers of two
         num_buffers = min(NUM_BUFFERS, max(2, STAGING_BYTES // self._size))
-        self._pool = BufferPool(num_buffers, partial(self._lanes[0].staging, self._size))
-
-    def __getitem__(self, name: str) -> memoryview:
-        return self._hosts[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._hosts)
-
-    def __len__(self) -> int:
-        return len(self._hosts)
+        self._pool = BufferPool(num_buffers, self._make_staging)
 
     def __enter__(self) -> Landing:
-        for lane in self._lanes:
-            lane.begin()
+        for device in self._devices:  # the memory to be written may still be in use
+            device.wait(device.mark(side=False), side=True)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for lane in self._lanes:
-            lane.end()
+        for device in self._devices:
+            device.wait(device.mark(side=True), side=False)
         if error is None:
             self._pool.drain()
 
@@ -158,32 +188,40 @@ class Landing(Receiver):
         yield ShardRead(tuple(part))
 
     @contextmanager
-    def receive(self, read: ShardRead) -> Iterator[tuple[ShardRead, Buffers]]:
+    def receive(self, read: ShardRead) -> Iterator[tuple[ShardRead, HostBuffers]]:
         """The read and its buffers, with a staging buffer in place of the devices."""
         if not any(self._staged_bytes(chunk) for chunk in read.chunks):
             yield read, self._hosts
             return
-        with self._lent() as (staging, lanes):
+        with self._borrowed() as (staging, devices):
             sent: list[tuple[Piece, int]] = []
             chunks = tuple(replace(chunk, pieces=self._stage(chunk.pieces, sent)) for chunk in read.chunks)
-            yield ShardRead(chunks), _Staged(staging.numpy().data, self._hosts)
+            yield ShardRead(chunks), _Staged(self._hosts, staging.numpy().data)
             for piece, at in sent:
                 arrival = self._arrivals[piece.buffer]
-                lanes.add(arrival.lane)
+                devices.add(arrival.device)
                 source = staging[at : at + prod(piece.shape) * arrival.item]
-                arrival.lane.run(partial(arrival.put, piece, source))
+                arrival.device.run(partial(arrival.put, piece, source))
 
     @contextmanager
-    def _lent(self) -> Iterator[tuple[torch.Tensor, set[Lane]]]:
-        """A staging buffer, reused when the lanes added to the set have done the work queued on them."""
-        staging, lanes, fences = self._pool.take(), set[Lane](), list[CopyFence]()
+    def _borrowed(self) -> Iterator[tuple[torch.Tensor, set[Device]]]:
+        """A staging buffer, reused when the devices added to the set have done the work queued on them."""
+        staging, devices, marks = self._pool.take(), set[Device](), list[Mark]()
         try:
             try:
-                yield staging, lanes
+                yield staging, devices
             finally:
-                fences += [lane.fence() for lane in lanes]
+                marks += [device.mark(side=True) for device in devices]
         finally:
-            self._pool.give(staging, fences)
+            self._pool.give(staging, marks)
+
+    def _make_staging(self) -> torch.Tensor:
+        """Pinned memory, which torch caches, or pageable memory if pinning fails: copies then take longer."""
+        try:
+            return self._devices[0].pinned(self._size)
+        except RuntimeError as error:
+            logger.warning("cannot pin %d bytes, so the restore takes longer: %s", self._size, error)
+            return torch.empty(self._size, dtype=torch.uint8, device="cpu")
 
     def _stage(self, pieces: Sequence[Piece], sent: list[tuple[Piece, int]]) -> tuple[Piece, ...]:
         """The pieces, with device pieces laid out in sequence in the staging buffer and appended to `sent`."""
@@ -207,21 +245,15 @@ class Landing(Receiver):
         return 0 if arrival is None else -(-prod(piece.shape) * arrival.item // _ALIGNED) * _ALIGNED
 
 
-class _Staged(Mapping[str, memoryview]):
+class _Staged(dict[str, memoryview]):
     """A staging buffer in addition to the host's buffers."""
 
-    def __init__(self, staging: memoryview, hosts: Buffers) -> None:
-        self._staging = staging
+    def __init__(self, hosts: HostBuffers, staging: memoryview) -> None:
+        super().__init__({_STAGED: staging})
         self._hosts = hosts
 
-    def __getitem__(self, name: str) -> memoryview:
-        return self._staging if name == _STAGED else self._hosts[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter([_STAGED, *self._hosts])
-
-    def __len__(self) -> int:
-        return 1 + len(self._hosts)
+    def __missing__(self, name: str) -> memoryview:
+        return self._hosts[name]
 
 
 def is_direct(tensor: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -8,7 +8,7 @@ are read together, regardless of the tensors they belong to: the cost is in the 
 from __future__ import annotations
 
 import threading
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,11 +29,11 @@ from ckptstore.stores import PARALLEL_READS, ObjectReader
 
 Progress = Callable[[int], None]
 """Called with the number of raw bytes just completed; from any thread."""
-Buffers = Mapping[str, memoryview]
+HostBuffers = Mapping[str, memoryview]
 """Writable bytes by buffer name, as in `Piece.buffer`."""
 
 
-class Receiver(Mapping[str, memoryview]):
+class Receiver(ABC):
     """Buffers that are partly not in host memory, so that their bytes pass through staging memory."""
 
     @abstractmethod
@@ -41,9 +41,12 @@ class Receiver(Mapping[str, memoryview]):
         """Split a read into parts that each fit into staging memory."""
 
     @abstractmethod
-    def receive(self, read: ShardRead) -> AbstractContextManager[tuple[ShardRead, Buffers]]:
+    def receive(self, read: ShardRead) -> AbstractContextManager[tuple[ShardRead, HostBuffers]]:
         """Such a part, with staging memory in place of device buffers. The context manager sends the staged bytes to
         the device on exit, unless the block raised."""
+
+
+Buffers = HostBuffers | Receiver
 
 
 _CACHED_BYTES = 1 << 20
@@ -164,7 +167,7 @@ class _FetchingReadable(_Fetching):
             self._read(sum(chunk.raw for chunk in read.chunks))
 
 
-def received(read: ShardRead, buffers: Buffers) -> AbstractContextManager[tuple[ShardRead, Buffers]]:
+def received(read: ShardRead, buffers: Buffers) -> AbstractContextManager[tuple[ShardRead, HostBuffers]]:
     """What to read, and host buffers to read into. On exit the bytes are in `buffers`, or being copied there."""
     return buffers.receive(read) if isinstance(buffers, Receiver) else nullcontext((read, buffers))
 
@@ -173,7 +176,7 @@ class _Fetch:
     """The open shard and the scratch memory of one thread."""
 
     def __init__(self, source: ShardSource, checkpoint: Checkpoint, progress: Progress) -> None:
-        self.buffers: Buffers = {}
+        self.buffers: HostBuffers = {}
         self._source = source
         self._checkpoint = checkpoint
         self._progress = progress
@@ -305,7 +308,7 @@ def check_decoded(checkpoint: Checkpoint, chunk: ChunkRead, stored: memoryview) 
 
 
 def place_chunk(
-    checkpoint: Checkpoint, chunk: ChunkRead, stored: memoryview, buffers: Buffers, scratch: Scratch | None = None
+    checkpoint: Checkpoint, chunk: ChunkRead, stored: memoryview, buffers: HostBuffers, scratch: Scratch | None = None
 ) -> None:
     """Check and decode one chunk, and place its pieces. Raises CorruptObject before it places anything."""
     check_chunk(checkpoint, chunk, stored)
@@ -321,7 +324,7 @@ def place_chunk(
         _place(piece, raw, buffers[piece.buffer])
 
 
-def _contiguous_target(chunk: ChunkRead, buffers: Buffers) -> memoryview | None:
+def _contiguous_target(chunk: ChunkRead, buffers: HostBuffers) -> memoryview | None:
     """The destination of the decoded chunk if it is contiguous in one buffer, else None."""
     first = chunk.pieces[0]
     if len(chunk.pieces) == 1 and first.is_flat and first.shape[0] * first.item == chunk.raw:

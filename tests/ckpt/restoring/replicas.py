@@ -17,7 +17,7 @@ from ckpt import Checkpointer
 from ckpt.restoring import fetching, sharing
 from ckptstore.errors import CkptError
 from ckptstore.reading.source import StoreSource
-from tests.ckpt.restoring.lanes import lazy_lanes
+from tests.ckpt.restoring.lanes import landing
 from tests.support.counting import CountingStore
 
 RUN = "replicas"
@@ -72,9 +72,9 @@ def restore(
 
 
 def land(store: str) -> str:
-    """The digest of what this rank restored by lanes, passed on between ranks."""
+    """The digest of what this rank restored into a device, passed on between ranks."""
     model = replica(0)
-    with lazy_lanes(), Checkpointer(store, run=RUN, writer="thread", replica_reads="broadcast") as checkpointer:
+    with landing(), Checkpointer(store, run=RUN, writer="thread", replica_reads="broadcast") as checkpointer:
         checkpointer.restore(model, strict=False)
     return state_digest(model)
 

@@ -1,7 +1,10 @@
-"""Restores to memory that is reached by lanes: through a few buffers, by copies that end as late as they may."""
+"""Restores to a device: through a few buffers, by copies that end late, and none is filled before it is empty."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +15,17 @@ from torch import nn
 from ckpt import Checkpointer
 from ckpt.capture.parts import TensorPart, TensorPiece
 from ckpt.restoring.destinations import Destinations
+from ckpt.restoring.gpu_copy import BufferPool
 from ckptstore.errors import RestoreFailed
 from ckptstore.format.planning import plan_reads
 from ckptstore.names import Reference
 from ckptstore.reading.fetch import fetch
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.stores import open_store
-from tests.ckpt.restoring.lanes import lazy_lanes
+from tests.ckpt.restoring.lanes import LandingDevice, landing
 from tests.support.training import same_state
+
+_PATIENCE_S = 30
 
 
 class Odd(nn.Module):
@@ -72,20 +78,19 @@ def restore(store: str, seed: int = 0) -> tuple[Any, Any]:
 
 def test_all_bits_arrive_through_a_few_small_buffers(saved: tuple[str, Any]) -> None:
     store, state = saved
-    with lazy_lanes() as lanes:
+    with landing() as device:
         assert same_state(restore(store), state)
-    (lane,) = lanes
-    assert lane.ends == 1
+    assert device.ends == 1
     largest = max(parameter.nbytes for parameter in Odd(0).parameters())
-    assert 1 <= len(lane.staged) <= 3
-    assert max(lane.staged) < 2 * largest
+    assert 1 <= len(device.staged) <= 3
+    assert max(device.staged) < 2 * largest
 
 
 def test_types_are_cast_and_what_differs_in_shape_is_left_alone(saved: tuple[str, Any]) -> None:
     store, (weights, _) = saved
     model = Odd(0).double()
     model.small = nn.ParameterList(nn.Parameter(torch.full((50,), 7.0)) for _ in range(39))
-    with lazy_lanes(), Checkpointer(store, run="r", writer="thread") as checkpointer:
+    with landing(), Checkpointer(store, run="r", writer="thread") as checkpointer:
         assert checkpointer.restore(model, None, strict=False) is not None
     found = model.state_dict()
     for name, value in weights.items():
@@ -101,7 +106,7 @@ def test_slices_arrive_wherever_they_live(saved: tuple[str, Any]) -> None:
     checkpoint = source.find(Reference("r", 2))
     content = read_manifest(source, checkpoint).content
     name, whole = "model/across.weight", weights["across.weight"]
-    with lazy_lanes() as lanes:
+    with landing():
         destinations = Destinations(content)
         columns = torch.zeros(160, 100)  # of a larger tensor
         turned = torch.zeros(80, 64).t()
@@ -117,7 +122,6 @@ def test_slices_arrive_wherever_they_live(saved: tuple[str, Any]) -> None:
         with destinations.receiving(reads) as buffers:
             fetch(source, checkpoint, reads, buffers)
         destinations.place()
-    assert len(lanes) == 1
     assert torch.equal(columns, torch.cat([torch.zeros(160, 50), whole[:, 3:53]], 1))
     assert torch.equal(turned, whole[96:, 100:180])
     assert torch.equal(again, whole[96:, 100:180].double())
@@ -134,11 +138,127 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(saved: tuple[str, Any]
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
     first, optim = make(1)
-    with lazy_lanes() as lanes:
+    with landing() as device:
         assert same_state(restore(str(tmp_path)), (first.state_dict(), optim.state_dict()))
-    assert [lane.ends for lane in lanes] == [1, 1]
+    assert device.ends == 2
+
+
+class BrokenDevice(LandingDevice):
+    """Every copy fails when it is executed."""
+
+    def run(self, work: Callable[[], object]) -> None:
+        def fail() -> None:
+            raise RuntimeError("an illegal access")
+
+        super().run(fail)
 
 
 def test_a_device_that_fails_fails_the_restore(saved: tuple[str, Any]) -> None:
-    with lazy_lanes(failing=RuntimeError("an illegal access")), pytest.raises(RestoreFailed, match="illegal access"):
+    with landing(BrokenDevice), pytest.raises(RestoreFailed, match="illegal access"):
         restore(saved[0])
+
+
+class Flag:
+    """A mark that is passed when a test says so."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self._passed = threading.Event()
+        self._error = error
+        self.asked = threading.Event()
+
+    def done(self) -> bool:
+        self.asked.set()
+        if self._passed.is_set() and self._error is not None:
+            raise self._error
+        return self._passed.is_set()
+
+    def go(self) -> None:
+        self._passed.set()
+
+
+def ring_of(count: int) -> BufferPool[int]:
+    numbers = iter(range(100))
+    return BufferPool(count, lambda: next(numbers))
+
+
+def test_a_buffer_that_is_empty_is_used_before_another_is_made() -> None:
+    ring = ring_of(3)
+    first = ring.take()
+    ring.give(first, ())
+    assert ring.take() == first
+    flag = Flag()
+    flag.go()
+    ring.give(first, [flag])
+    assert ring.take() == first
+
+
+def test_one_that_is_being_emptied_is_left_alone_while_others_can_be_had() -> None:
+    ring, flag = ring_of(2), Flag()
+    assert ring.take() == 0
+    ring.give(0, [flag])
+    assert ring.take() == 1
+    flag.go()
+    assert ring.take() == 0
+
+
+def test_who_finds_all_in_use_waits_for_the_one_given_first_and_all_its_marks() -> None:
+    ring, flags = ring_of(2), [Flag(), Flag(), Flag()]
+    assert [ring.take(), ring.take()] == [0, 1]
+    ring.give(1, flags[:2])
+    ring.give(0, flags[2:])
+    with ThreadPoolExecutor(1) as pool:
+        taking = pool.submit(ring.take)
+        assert flags[0].asked.wait(_PATIENCE_S)
+        flags[0].go()
+        assert flags[1].asked.wait(_PATIENCE_S)
+        assert not taking.done()
+        flags[1].go()
+        assert taking.result(_PATIENCE_S) == 1
+    assert not flags[2].asked.is_set()
+
+
+def test_who_finds_all_taken_waits_for_one_to_be_given() -> None:
+    ring = ring_of(1)
+    taken = ring.take()
+    with ThreadPoolExecutor(1) as pool:
+        taking = pool.submit(ring.take)
+        ring.give(taken, ())
+        assert taking.result(_PATIENCE_S) == taken
+
+
+def test_a_failure_to_empty_or_to_make_one_leaves_no_thread_waiting() -> None:
+    flag = Flag(OSError("the device is gone"))
+    made: Iterator[int | Exception] = iter([0, OSError("no memory"), 2])
+
+    def make() -> int:
+        found = next(made)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    ring = BufferPool(1, make)
+    ring.give(ring.take(), [flag])
+    flag.go()
+    with pytest.raises(OSError, match="device is gone"):
+        ring.take()
+    with pytest.raises(OSError, match="no memory"):
+        ring.take()
+    assert ring.take() == 2
+
+
+def test_drained_means_all_are_empty() -> None:
+    ring, flags = ring_of(2), [Flag(), Flag()]
+    for number, flag in zip([ring.take(), ring.take()], flags, strict=True):
+        ring.give(number, [flag])
+    with ThreadPoolExecutor(1) as pool:
+        draining = pool.submit(ring.drain)
+        flags[0].go()
+        assert flags[1].asked.wait(_PATIENCE_S)
+        assert not draining.done()
+        flags[1].go()
+        draining.result(_PATIENCE_S)
+    failed = Flag(OSError("the device is gone"))
+    failed.go()
+    ring.give(ring.take(), [failed])
+    with pytest.raises(OSError, match="device is gone"):
+        ring.drain()

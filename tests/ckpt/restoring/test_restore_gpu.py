@@ -16,7 +16,6 @@ from ckpt import Checkpointer
 from ckpt.capture.parts import TensorPart, TensorPiece
 from ckpt.restoring import gpu_copy as landing
 from ckpt.restoring.destinations import Destinations
-from ckpt.restoring.devices import CudaLane
 from ckptstore.format.planning import plan_reads
 from ckptstore.names import Reference
 from ckptstore.reading.fetch import fetch
@@ -61,17 +60,17 @@ def state_of(model: Any, optim: AdamW) -> Any:
 def pinned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
     """Staging buffers as they are made: three small ones at most; and no thread waits for the whole device."""
     made: list[torch.Tensor] = []
-    staging = CudaLane.staging
+    make_staging = landing.Landing._make_staging
 
-    def counted(lane: CudaLane, num_bytes: int) -> torch.Tensor:
-        made.append(staging(lane, num_bytes))
+    def counted(receiver: landing.Landing) -> torch.Tensor:
+        made.append(make_staging(receiver))
         return made[-1]
 
     def not_to_be_called(*_: object) -> None:
         raise AssertionError("torch.cuda.synchronize was called")
 
     with monkeypatch.context() as patches:
-        patches.setattr(CudaLane, "staging", counted)
+        patches.setattr(landing.Landing, "_make_staging", counted)
         patches.setattr(landing, "CHUNK_BYTES", _BUFFER_BYTES)
         patches.setattr(landing, "NUM_BUFFERS", 3)
         patches.setattr(torch.cuda, "synchronize", not_to_be_called)

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from ckpt.device import CudaDevice
-from ckpt.streams import on_stream
 from tests.ckpt.snapshot.simulated import PromptDevice, plugged_in
 
 _SCHEDULES = int(os.environ.get("CKPTD_SCHEDULES", 1))
@@ -35,8 +34,7 @@ def delayed(monkeypatch: pytest.MonkeyPatch) -> None:
     copy, gather = CudaDevice.copy, CudaDevice.gather
 
     def occupy(device: CudaDevice) -> None:
-        with on_stream(device._stream(side=True)):
-            torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]
+        device.run(lambda: torch.cuda._sleep(100_000_000))  # type: ignore[no-untyped-call]
 
     def late_gather(device: CudaDevice, tensors: Sequence[torch.Tensor], side: bool) -> torch.Tensor:
         if side:

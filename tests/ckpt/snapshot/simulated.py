@@ -102,6 +102,9 @@ class SimulatedDevice:
             spread = _spread(tensor)
             self._queue(SIDE if side else self.current(), partial(self._move, to, source, size, kept, spread))
 
+    def run(self, work: _Operation) -> None:
+        self._queue(SIDE, work)
+
     def gather(self, tensors: Sequence[torch.Tensor], side: bool) -> torch.Tensor:
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         if num_bytes > self.free_bytes():
