@@ -18,7 +18,7 @@ from ckptstore.format.documents import Committed, Generation, Outcome
 from ckptstore.format.parsing import parse_sealed
 from ckptstore.format.records import Fate
 from ckptstore.names import Attempt, RunKeys
-from ckptstore.retention.tombstones import TOMBSTONE_KEPT_S
+from ckptstore.retention.deletion import TOMBSTONE_KEPT_S
 from ckptstore.run import Run
 from ckptstore.stores import Store
 

@@ -12,9 +12,9 @@ from ckptstore.commits.leases import release_lease, take_lease
 from ckptstore.errors import InvalidRequest
 from ckptstore.names import Reference, check_run
 from ckptstore.operator import StoreOperator
+from ckptstore.retention.deletion import SWEEP_GRACE_S
 from ckptstore.retention.pins import NamedPin
 from ckptstore.retention.policy import PoliciesInForce
-from ckptstore.retention.tombstones import SWEEP_GRACE_S
 from ckptstore.run import Run
 from ckptstore.stores import Store
 

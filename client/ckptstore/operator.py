@@ -208,8 +208,7 @@ class StoreOperator:
         """Collect in each run; yields the report of a run when it is done. Needs synchronized clocks: see `check`."""
         self.check()
         for name in runs:
-            run = self.run(name)
-            yield CollectReport.of(run, deletion.collect(run, deletion.ORPHAN_GRACE_S if grace_s is None else grace_s))
+            yield deletion.collect(self.run(name), deletion.ORPHAN_GRACE_S if grace_s is None else grace_s)
 
     def check(self) -> None:
         """Return if it is safe to delete on this store now. Raises StoreUnsafe or Unavailable."""

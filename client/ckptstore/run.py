@@ -5,12 +5,20 @@ from __future__ import annotations
 import getpass
 import os
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+from ckptstore import names
 from ckptstore.clock import Clock, system_clock
+from ckptstore.errors import InvalidName
+from ckptstore.format.documents import StoredDocument
+from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.format.records import Origin
 from ckptstore.names import Attempt, RunKeys, checkpoint_id
-from ckptstore.stores import Store
+from ckptstore.stores import ObjectInfo, Store
+
+_D = TypeVar("_D", bound=StoredDocument)
 
 
 def identity() -> str:
@@ -59,6 +67,26 @@ class Run:
         MAX_SKEW_S apart.
         """
         return self.clock() - modified_at
+
+    def read(self, key: str, kind: type[_D]) -> _D:
+        """The document at a key, checked. Raises ObjectMissing, Damaged or Unavailable."""
+        return parse_sealed(self.store.get(key), kind, self.store.object_url(key))
+
+    def write(self, key: str, document: StoredDocument) -> None:
+        """Write a document; durable on return."""
+        self.store.put(key, seal(document))
+
+    def listed(self, prefix: str) -> Iterator[tuple[Attempt, str, ObjectInfo]]:
+        """The objects below a prefix that are named ATTEMPT.json or ATTEMPT.NAME.json: attempt, name and object.
+
+        All others are foreign: an operator's note, a partial copy.
+        """
+        for info in self.store.list(prefix):
+            try:
+                attempt, name = names.attempt_and_name(info.key)
+            except InvalidName:
+                continue
+            yield attempt, name, info
 
     def id_of(self, attempt: Attempt) -> str:
         """The full id of one checkpoint: run@step.ulid."""

@@ -26,7 +26,7 @@ from ckptstore.commits.catalog import list_checkpoints, newest_first
 from ckptstore.commits.generations import Session, begin_generation
 from ckptstore.commits.hidden import hidden_attempts
 from ckptstore.names import Attempt, RunKeys, new_ulid
-from ckptstore.retention.tombstones import undelete
+from ckptstore.retention.deletion import undelete
 from ckptstore.run import Run
 from ckptstore.stores import open_store
 from tests.integration.old_client import RUN, Client, arrays, whole

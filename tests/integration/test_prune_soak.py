@@ -24,10 +24,9 @@ from ckptstore.format.records import Policy
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
-from ckptstore.retention.deletion import collect
+from ckptstore.retention.deletion import collect, list_hidden, undelete
 from ckptstore.retention.pins import pin, pinned, unpin
 from ckptstore.retention.pruning import Prune, apply_prune, apply_prunes, plan_prune, plan_prunes
-from ckptstore.retention.tombstones import list_hidden, undelete
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import write_checkpoint, write_rank

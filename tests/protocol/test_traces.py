@@ -14,9 +14,8 @@ from ckptstore.commits.commit import abort_attempt, commit_attempt, roll_forward
 from ckptstore.commits.leases import release_lease, take_lease
 from ckptstore.errors import AttemptAborted, CkptError
 from ckptstore.names import Attempt, Reference, new_ulid
-from ckptstore.retention.deletion import collect, undelete_checkpoint
+from ckptstore.retention.deletion import SWEEP_GRACE_S, TOMBSTONE_KEPT_S, collect, hide, sweep, undelete_checkpoint
 from ckptstore.retention.pins import pin
-from ckptstore.retention.tombstones import SWEEP_GRACE_S, TOMBSTONE_KEPT_S, hide, sweep
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.protocol.deleting import deleter, pinner, reader, sweeper, undeleter

@@ -29,11 +29,17 @@ from ckptstore.format.records import Policy
 from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
-from ckptstore.retention.deletion import ORPHAN_GRACE_S, collect, delete_checkpoint
+from ckptstore.retention.deletion import (
+    ORPHAN_GRACE_S,
+    TOMBSTONE_KEPT_S,
+    collect,
+    delete_checkpoint,
+    list_hidden,
+    undelete,
+)
 from ckptstore.retention.pins import pin, pinned, unpin
 from ckptstore.retention.pruning import apply_prune, plan_prune
 from ckptstore.retention.scrubbing import scrub
-from ckptstore.retention.tombstones import TOMBSTONE_KEPT_S, list_hidden, undelete
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from ckptstore.stores.checks import MAX_SKEW_S, check_store
@@ -394,6 +400,6 @@ class LifeCycle(RuleBasedStateMachine):
         for prefix in (run.keys.tombstones, run.keys.fates, run.keys.leases):
             assert list(self.store.list(prefix)) == []
         for prefix in (run.keys.commits, run.keys.verified, run.keys.quarantine):
-            assert left.issuperset(listed_attempts(info.key for info in self.store.list(prefix)))
+            assert left.issuperset(listed_attempts(run, prefix))
         needed = {Mark(life.frozen, a) for a, life in self.lives.items() if a in left and life.frozen != a}
         assert set(marks(run)) == needed

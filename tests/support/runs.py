@@ -12,9 +12,8 @@ from ckptstore.format.records import Policy
 from ckptstore.names import Attempt
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
-from ckptstore.retention.deletion import collect
+from ckptstore.retention.deletion import SWEEP_GRACE_S, collect, undelete
 from ckptstore.retention.pruning import apply_prune, plan_prune
-from ckptstore.retention.tombstones import SWEEP_GRACE_S, undelete
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint

@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import msgspec
-from ulid import ULID
 
-from ckptstore import names
-from ckptstore.errors import Damaged, InvalidName, ObjectMissing
+from ckptstore.errors import Damaged, ObjectMissing
 from ckptstore.format.documents import FORMAT
-from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.format.records import Action, AuditRecord
-from ckptstore.names import Attempt, new_ulid
+from ckptstore.names import Attempt, checkpoint_id, is_ulid, new_ulid, ulid_time
 from ckptstore.run import Run, origin
 
 KEPT_S = 365 * 24 * 3600.0
@@ -35,7 +32,7 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
     @staticmethod
     def of(run: str, record: AuditRecord) -> AuditEntry:
         """The entry for a stored record."""
-        ids = [names.checkpoint_id(run, Attempt.parse(text)) for text in record.attempts]
+        ids = [checkpoint_id(run, Attempt.parse(text)) for text in record.attempts]
         return AuditEntry(run=run, action=record.action, ids=ids, by=record.by, at=record.at, reason=record.reason)
 
 
@@ -57,7 +54,7 @@ def record(run: Run, action: Action, attempts: Iterable[Attempt], reason: str) -
         at=now,
         reason=reason,
     )
-    run.store.put(f"{run.keys.audit}{new_ulid(now)}.json", seal(document))
+    run.write(f"{run.keys.audit}{new_ulid(now)}.json", document)
 
 
 def read_log(run: Run, limit: int = 0) -> Iterator[AuditRecord]:
@@ -65,7 +62,7 @@ def read_log(run: Run, limit: int = 0) -> Iterator[AuditRecord]:
     keys = sorted((info.key for info in run.store.list(run.keys.audit)), reverse=True)
     for key in keys[:limit] if limit else keys:
         try:
-            yield parse_sealed(run.store.get(key), AuditRecord, run.store.object_url(key))
+            yield run.read(key, AuditRecord)
         except (Damaged, ObjectMissing):
             continue
 
@@ -73,12 +70,6 @@ def read_log(run: Run, limit: int = 0) -> Iterator[AuditRecord]:
 def forget_old(run: Run) -> None:
     """Delete records older than a year."""
     cutoff = run.clock() - KEPT_S
-    run.store.delete_many([info.key for info in list(run.store.list(run.keys.audit)) if _written_at(info.key) < cutoff])
-
-
-def _written_at(key: str) -> float:
-    try:
-        ulid = names.check_ulid(key.rsplit("/", 1)[-1].removesuffix(".json"))
-    except InvalidName:
-        return float("inf")  # a foreign object
-    return ULID.from_str(ulid).timestamp
+    listed = (info.key for info in run.store.list(run.keys.audit))
+    stems = {key: key.removeprefix(run.keys.audit).removesuffix(".json") for key in listed}
+    run.store.delete_many([key for key, stem in stems.items() if is_ulid(stem) and ulid_time(stem) < cutoff])

@@ -32,8 +32,7 @@ from ckptstore.format.statistics import health_of
 from ckptstore.names import Attempt, Reference, checkpoint_id
 from ckptstore.run import Run
 from ckptstore.stores import Store
-
-_READERS = 16
+from ckptstore.threads import in_parallel
 
 
 class State(StrEnum):
@@ -131,8 +130,7 @@ def list_checkpoints(run: Run) -> list[Checkpoint]:
     written = _outcome_times(run)  # first, as in visible_attempts
     attempts = without_hidden(written, hidden_attempts(run))
     damaged = set(quarantined_attempts(run))
-    with ThreadPoolExecutor(_READERS) as pool:
-        found = list(pool.map(lambda attempt: read_checkpoint(run, attempt, damaged), attempts))
+    found = in_parallel(lambda attempt: read_checkpoint(run, attempt, damaged), attempts)
     listed = (replace(c, written_at=written[c.attempt]) for c in found if c is not None)
     begun = list_generations(run)
     begun_at = {number: info.modified_at for number, info in begun.items()}
@@ -268,7 +266,7 @@ def decided_attempts(run: Run) -> list[Attempt]:
 
 def quarantined_attempts(run: Run) -> list[Attempt]:
     """Attempts whose bytes were found damaged."""
-    return listed_attempts(info.key for info in run.store.list(run.keys.quarantine))
+    return listed_attempts(run, run.keys.quarantine)
 
 
 def visible_attempts(run: Run) -> list[Attempt]:
@@ -280,8 +278,9 @@ def visible_attempts(run: Run) -> list[Attempt]:
 
 def _outcome_times(run: Run) -> dict[Attempt, float]:
     """When each outcome was written, by the store's clock, newest step first."""
-    listed = {info.key: info.modified_at for info in run.store.list(run.keys.commits)}
-    return {attempt: listed[key] for attempt in listed_attempts(listed) if (key := run.keys.outcome(attempt)) in listed}
+    listed = run.listed(run.keys.commits)
+    found = {attempt: info.modified_at for attempt, _, info in listed if info.key == run.keys.outcome(attempt)}
+    return dict(sorted(found.items(), reverse=True))
 
 
 def from_outcome(outcome: Outcome) -> Checkpoint | None:

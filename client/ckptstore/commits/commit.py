@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -41,12 +40,13 @@ from ckptstore.format.documents import (
     digest,
 )
 from ckptstore.format.merging import StoredReceipt, checked, merge
-from ckptstore.format.parsing import manifest_bytes, pack_manifest, parse_manifest, parse_part, parse_sealed, seal
+from ckptstore.format.parsing import manifest_bytes, pack_manifest, parse_manifest, parse_part, seal
 from ckptstore.format.statistics import health_extension
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.retry import pauses, retry
 from ckptstore.run import Run
 from ckptstore.stores.retrying import pauses_without
+from ckptstore.threads import in_parallel
 
 _LOOK_AGAIN_S = 0.1
 _READERS = 64
@@ -61,8 +61,7 @@ Known = dict[tuple[str, ...], Entries]
 
 def read_receipt(run: Run, attempt: Attempt, rank: int) -> Receipt:
     """The receipt of `rank`, checked. Raises ObjectMissing, CorruptObject, StoreUnavailable."""
-    key = run.keys.receipt(attempt, rank)
-    receipt = parse_sealed(run.store.get(key), Receipt, run.store.object_url(key))
+    receipt = run.read(run.keys.receipt(attempt, rank), Receipt)
     _check_own(run, attempt, rank, receipt)
     return receipt
 
@@ -75,8 +74,7 @@ def read_receipts(run: Run, attempt: Attempt, ranks: Iterable[int], known: Known
     wanted, alike = list(ranks), known if known is not None else {}
     if len(wanted) <= _FEW:
         return checked([_read_part(run, attempt, rank, alike) for rank in wanted])
-    with ThreadPoolExecutor(_READERS, thread_name_prefix="ckpt-receipts") as pool:
-        return checked(list(pool.map(lambda rank: _read_part(run, attempt, rank, alike), wanted)))
+    return checked(in_parallel(lambda rank: _read_part(run, attempt, rank, alike), wanted, _READERS))
 
 
 def _read_part(run: Run, attempt: Attempt, rank: int, known: Known) -> tuple[Receipt, ReceiptRef]:
@@ -113,18 +111,16 @@ def receipt_ranks(run: Run, attempt: Attempt, among: Iterable[int] | None = None
 
     if len(prefixes) == 1:
         return ranks(prefixes[0])
-    with ThreadPoolExecutor(_READERS, thread_name_prefix="ckpt-receipts") as pool:
-        return set().union(*pool.map(ranks, prefixes))
+    return set().union(*in_parallel(ranks, prefixes, _READERS))
 
 
 def read_outcome(run: Run, attempt: Attempt) -> Outcome | None:
     """The outcome of an attempt; None if it is not decided yet."""
     key = run.keys.outcome(attempt)
     try:
-        data = run.store.get(key)
+        outcome = run.read(key, Outcome)
     except ObjectMissing:
         return None
-    outcome = parse_sealed(data, Outcome, run.store.object_url(key))
     if (outcome.run, outcome.attempt) != (run.name, str(attempt)):
         raise CorruptObject(f"{run.store.object_url(key)} is the outcome of another attempt")
     return outcome
@@ -188,8 +184,7 @@ def _prepare(
         return _summarize(manifest), health_extension(manifest)
 
     work: tuple[Callable[[], object], ...] = (create, look, describe)
-    with ThreadPoolExecutor(len(work), thread_name_prefix="ckpt-prepare") as pool:
-        data, newer, described = pool.map(lambda one: one(), work)
+    data, newer, described = in_parallel(lambda one: one(), work)
     return cast(bytes, data), cast(int | None, newer), *cast(tuple[Summary, dict[str, JSON]], described)
 
 

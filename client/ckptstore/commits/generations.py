@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -18,17 +17,17 @@ from typing import Protocol
 import msgspec
 
 from ckptstore import names
-from ckptstore.errors import CorruptObject, InvalidName, ObjectMissing, StoreUnavailable
+from ckptstore.errors import CorruptObject, ObjectMissing, StoreUnavailable
 from ckptstore.format.documents import FORMAT, JSON, Generation, Outcome
-from ckptstore.format.parsing import parse_sealed, seal
+from ckptstore.format.parsing import seal
 from ckptstore.format.records import ORIGIN
 from ckptstore.names import Attempt, derive_ulid
 from ckptstore.retry import retry
 from ckptstore.run import Run, origin
 from ckptstore.stores import ObjectInfo
 from ckptstore.stores.retrying import pauses_without
+from ckptstore.threads import in_parallel
 
-_READERS = 16
 _DAY_S = 24 * 3600.0
 SEEN = "far.seen"
 """The extension of a generation with `Session.seen`."""
@@ -113,7 +112,7 @@ def create_generation(run: Run, proposal: Generation) -> bool | None:
 def newest_generation(run: Run, listed: Iterable[int] | None = None) -> int:
     """The highest generation that was begun, 0 if none was. listed: the numbers in a listing of the documents."""
     # A document may be missing. Its number must not be used again while there are checkpoints of it.
-    decided = (_generation_of(info.key) for info in run.store.list(run.keys.commits))
+    decided = (attempt.generation for attempt, _, _ in run.listed(run.keys.commits))
     return max([*(list_generations(run) if listed is None else listed), *decided], default=0)
 
 
@@ -129,9 +128,8 @@ def superseded_by(run: Run, generation: int) -> int | None:
 
 def read_generation(run: Run, number: int) -> Generation | None:
     """The document of a generation; None if it is missing or damaged. Raises UnsupportedFormat or Unavailable."""
-    key = run.keys.generation(number)
     try:
-        found = parse_sealed(run.store.get(key), Generation, run.store.object_url(key))
+        found = run.read(run.keys.generation(number), Generation)
     except (CorruptObject, ObjectMissing):
         return None
     return found if (found.run, found.number) == (run.name, number) else None
@@ -140,8 +138,7 @@ def read_generation(run: Run, number: int) -> Generation | None:
 def read_generations(run: Run, numbers: Iterable[int] | None = None) -> dict[int, Generation | None]:
     """The documents of all generations, or of some, by number; None for a damaged one."""
     wanted = list(list_generations(run) if numbers is None else numbers)
-    with ThreadPoolExecutor(_READERS) as pool:
-        return dict(zip(wanted, pool.map(partial(read_generation, run), wanted), strict=True))
+    return dict(zip(wanted, in_parallel(partial(read_generation, run), wanted), strict=True))
 
 
 class HasParent(Protocol):
@@ -279,13 +276,6 @@ def list_generations(run: Run) -> dict[int, ObjectInfo]:
     return {number: found[number] for number in sorted(number for number in found if number is not None)}
 
 
-def _generation_of(key: str) -> int:
-    try:
-        return names.attempt_and_name(key)[0].generation
-    except InvalidName:
-        return 0  # a foreign object
-
-
 def _refuse_old_readers(run: Run) -> None:
     """Write the barrier; durable on return.
 
@@ -297,7 +287,7 @@ def _refuse_old_readers(run: Run) -> None:
         format=FORMAT, kind="outcome", run=run.name, step=barrier.step, attempt=str(barrier),
         committed=None, nonce=barrier.ulid, by="generations need format 2", at=run.clock(),
     )  # fmt: skip
-    run.store.put(run.keys.outcome(barrier), seal(document))
+    run.write(run.keys.outcome(barrier), document)
 
 
 def _extensions(session: Session) -> dict[str, JSON]:

@@ -13,16 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 
 from ckptstore import names
-from ckptstore.errors import CorruptObject, InvalidName, ObjectMissing, StoreUnavailable, StoreUnsafe
+from ckptstore.errors import CorruptObject, ObjectMissing, StoreUnavailable, StoreUnsafe
 from ckptstore.format.documents import FORMAT
-from ckptstore.format.parsing import parse_sealed, seal
+from ckptstore.format.parsing import seal
 from ckptstore.format.records import DeadList
 from ckptstore.names import Attempt
 from ckptstore.run import Run
 from ckptstore.stores import ObjectInfo
+from ckptstore.threads import in_parallel
 
 _LOG = logging.getLogger(__name__)
-_READERS = 16
 _TRIES = 20
 
 
@@ -50,9 +50,8 @@ class Dead:
         """Read the lists of these generations at once."""
         wanted = [number for number in dict.fromkeys(generations) if number in self._versions]
         if len(wanted) > 1:
-            with ThreadPoolExecutor(_READERS) as pool:
-                found = pool.map(lambda number: _newest(self._run, number, self._versions), wanted)
-                self._lists.update((number, known or frozenset()) for number, known in zip(wanted, found, strict=True))
+            found = in_parallel(lambda number: _newest(self._run, number, self._versions), wanted)
+            self._lists.update((number, known or frozenset()) for number, known in zip(wanted, found, strict=True))
 
     @property
     def listed(self) -> list[ObjectInfo]:
@@ -69,7 +68,7 @@ class HiddenAttempts:
         """
         with ThreadPoolExecutor(1) as beside:
             dead = beside.submit(Dead, run) if at_once else None
-            self.tombstoned = frozenset(listed_attempts(info.key for info in run.store.list(run.keys.tombstones)))
+            self.tombstoned = frozenset(listed_attempts(run, run.keys.tombstones))
         # The dead second: an attempt is on the list before its tombstone is removed.
         self.dead = dead.result() if dead is not None else Dead(run)
 
@@ -104,15 +103,9 @@ def bury(run: Run, attempts: Collection[Attempt]) -> set[Attempt]:
     return buried
 
 
-def listed_attempts(keys: Iterable[str]) -> list[Attempt]:
-    """The attempts in keys that end in ATTEMPT.json or ATTEMPT.NAME.json, newest first."""
-    found = []
-    for key in keys:
-        try:
-            found.append(names.attempt_and_name(key)[0])
-        except InvalidName:
-            continue  # a foreign object: an operator's note, a partial copy
-    return sorted(found, reverse=True)
+def listed_attempts(run: Run, prefix: str) -> list[Attempt]:
+    """The attempts that name the objects below a prefix, newest first."""
+    return sorted((attempt for attempt, _, _ in run.listed(prefix)), reverse=True)
 
 
 def _add(run: Run, generation: int, attempts: set[Attempt]) -> set[Attempt]:
@@ -160,7 +153,7 @@ def _newest(run: Run, generation: int, versions: dict[int, dict[int, ObjectInfo]
         version = max(there)
         key = run.keys.dead_list(generation, version)
         try:
-            found = parse_sealed(run.store.get(key), DeadList, run.store.object_url(key))
+            found = run.read(key, DeadList)
             if (found.generation, found.version) == (generation, version):
                 return frozenset(found.attempts)
             raise CorruptObject(f"{run.store.object_url(key)} is the list of another generation or version")

@@ -10,20 +10,19 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from math import isfinite
 
-from ckptstore import names
 from ckptstore.commits import audit
 from ckptstore.commits.catalog import Checkpoint, decided_attempts
 from ckptstore.commits.hidden import hidden_attempts
-from ckptstore.errors import Damaged, InvalidName, InvalidRequest, NoCheckpoint, ObjectMissing, StoreUnavailable
+from ckptstore.errors import Damaged, InvalidRequest, NoCheckpoint, ObjectMissing, StoreUnavailable
 from ckptstore.format.documents import oldest_format
-from ckptstore.format.parsing import parse_sealed, seal
+from ckptstore.format.parsing import seal
 from ckptstore.format.records import Action, Labels
 from ckptstore.names import Attempt
 from ckptstore.run import Run
+from ckptstore.threads import in_parallel
 
 MAX_LABELS = 64
 """Maximum number of tags of a checkpoint, and of metrics."""
@@ -31,7 +30,6 @@ MAX_LABELS = 64
 _LOG = logging.getLogger(__name__)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,63}")
 _VALUE = re.compile(r"[^\x00-\x1f\x7f]{0,256}")
-_READERS = 16
 _TRIES = 20
 
 
@@ -88,11 +86,7 @@ def change_labels(run: Run, attempt: Attempt, change: LabelChange, reason: str =
 def label_versions(run: Run) -> dict[Attempt, list[int]]:
     """The stored versions of labels in ascending order, usually one per attempt. One listing."""
     found: dict[Attempt, list[int]] = {}
-    for info in run.store.list(run.keys.labels):
-        try:
-            attempt, version = names.attempt_and_name(info.key)
-        except InvalidName:
-            continue  # a foreign object
+    for attempt, version, _ in run.listed(run.keys.labels):
         if version.isascii() and version.isdigit():
             found.setdefault(attempt, []).append(int(version))
     return {attempt: sorted(versions) for attempt, versions in found.items()}
@@ -102,11 +96,8 @@ def read_labels(run: Run, attempts: Iterable[Attempt] | None = None) -> dict[Att
     """The labels of these attempts, or of all attempts of a run. Damaged labels are left out, with a warning."""
     there = label_versions(run)
     wanted = [attempt for attempt in (there if attempts is None else attempts) if attempt in there]
-    if not wanted:
-        return {}
-    with ThreadPoolExecutor(_READERS, thread_name_prefix="ckpt-labels") as pool:
-        found = pool.map(lambda attempt: newest_labels(run, attempt, there[attempt][-1]), wanted)
-        return {attempt: labels for attempt, labels in zip(wanted, found, strict=True) if labels is not None}
+    found = in_parallel(lambda attempt: newest_labels(run, attempt, there[attempt][-1]), wanted)
+    return {attempt: labels for attempt, labels in zip(wanted, found, strict=True) if labels is not None}
 
 
 def newest_labels(run: Run, attempt: Attempt, version: int) -> Labels | None:
@@ -158,8 +149,7 @@ def _apply(attempt: Attempt, before: Labels | None, change: LabelChange, by: str
 
 
 def _read(run: Run, attempt: Attempt, version: int) -> Labels:
-    key = run.keys.labels_version(attempt, version)
-    return parse_sealed(run.store.get(key), Labels, run.store.object_url(key))
+    return run.read(run.keys.labels_version(attempt, version), Labels)
 
 
 def _read_if_there(run: Run, attempt: Attempt, version: int) -> Labels | None:

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from ckptstore.commits.hidden import hidden_attempts
 from ckptstore.errors import Damaged, InvalidName, NoCheckpoint, ObjectMissing
 from ckptstore.format.documents import Lease, oldest_format
-from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.names import Attempt, new_ulid, ulid_time
 from ckptstore.run import Run
 from ckptstore.stores.checks import MAX_SKEW_S
@@ -41,7 +40,7 @@ def renew_lease(run: Run, lease: str, attempt: Attempt, holder: str, ttl_s: floa
     document = Lease(
         format=oldest_format(attempt), kind="lease", attempt=str(attempt), holder=holder, expires_at=run.clock() + ttl_s
     )
-    run.store.put(run.keys.lease(lease), seal(document))
+    run.write(run.keys.lease(lease), document)
 
 
 def release_lease(run: Run, lease: str) -> None:
@@ -79,7 +78,7 @@ def _listed(run: Run) -> Iterator[tuple[str, Lease | None]]:
 
 def _read(run: Run, key: str) -> Lease | None:
     try:
-        lease = parse_sealed(run.store.get(key), Lease, run.store.object_url(key))
+        lease = run.read(key, Lease)
         Attempt.parse(lease.attempt)
     except (Damaged, InvalidName, ObjectMissing):
         return None

@@ -11,10 +11,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from ckptstore import names
 from ckptstore.errors import InvalidName, ReferenceLost
 from ckptstore.format.documents import FORMAT, Content
-from ckptstore.format.parsing import seal
 from ckptstore.format.records import ReferenceMark
 from ckptstore.names import Attempt
 from ckptstore.run import Run
@@ -45,7 +43,7 @@ def mark(run: Run, by: Attempt, attempts: Collection[Attempt]) -> None:
     """
     for attempt in attempts:
         document = ReferenceMark(format=FORMAT, kind="reference", attempt=str(attempt), by=str(by), at=run.clock())
-        run.store.put(run.keys.reference(attempt, by), seal(document))
+        run.write(run.keys.reference(attempt, by), document)
 
 
 def reference_lost(run: Run, by: Attempt, attempt: Attempt) -> ReferenceLost:
@@ -59,7 +57,7 @@ def reference_lost(run: Run, by: Attempt, attempt: Attempt) -> ReferenceLost:
 def marks(run: Run) -> list[Mark]:
     """All marks of a run."""
     found = []
-    for attempt, name in _parsed(info.key for info in run.store.list(run.keys.references)):
+    for attempt, name, _ in run.listed(run.keys.references):
         try:
             found.append(Mark(attempt, Attempt.parse(name)))
         except InvalidName:
@@ -84,11 +82,3 @@ def _reasons(run: Run, by: list[Attempt]) -> Iterator[str]:
     yield from (f"referenced:{run.id_of(attempt)}" for attempt in by[:_NAMED])
     if len(by) > _NAMED:
         yield f"referenced:{len(by) - _NAMED} more"
-
-
-def _parsed(keys: Iterable[str]) -> Iterator[tuple[Attempt, str]]:
-    for key in keys:
-        try:
-            yield names.attempt_and_name(key)
-        except InvalidName:
-            continue  # a foreign object

@@ -10,12 +10,10 @@ from collections.abc import Mapping
 
 import msgspec
 
-from ckptstore import names
 from ckptstore.commits import audit, leases, references
 from ckptstore.commits.hidden import hidden_attempts
-from ckptstore.errors import InvalidName, NoCheckpoint
+from ckptstore.errors import NoCheckpoint
 from ckptstore.format.documents import FORMAT
-from ckptstore.format.parsing import seal
 from ckptstore.format.records import Action, Pin
 from ckptstore.names import Attempt
 from ckptstore.run import Run
@@ -50,7 +48,7 @@ def write_pin(run: Run, attempt: Attempt, name: str, reason: str = "") -> None:
     key = run.keys.pin(attempt, name)
     audit.record(run, Action.PIN, [attempt], reason or name)
     document = Pin(format=FORMAT, kind="pin", attempt=str(attempt), name=name, by=run.by, at=run.clock(), reason=reason)
-    run.store.put(key, seal(document))
+    run.write(key, document)
 
 
 def unpin(run: Run, attempt: Attempt, name: str) -> None:
@@ -63,11 +61,7 @@ def unpin(run: Run, attempt: Attempt, name: str) -> None:
 def pinned(run: Run) -> dict[Attempt, list[str]]:
     """The names of the pins of each pinned attempt."""
     found: dict[Attempt, list[str]] = defaultdict(list)
-    for info in run.store.list(run.keys.pins):
-        try:
-            attempt, name = names.attempt_and_name(info.key)
-        except InvalidName:
-            continue  # a foreign object
+    for attempt, name, _ in run.listed(run.keys.pins):
         found[attempt].append(name)
     return dict(found)
 

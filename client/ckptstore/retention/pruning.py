@@ -1,6 +1,6 @@
 """Prunes of one or several runs: plan which checkpoints a policy does not keep, then delete them.
 
-A prune hides these checkpoints (tombstones.py). A collection sweeps them when the grace is over (deletion.py).
+A prune hides these checkpoints (deletion.py). A collection sweeps them when the grace is over (deletion.py).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from ckptstore.commits.labels import with_labels
 from ckptstore.errors import InvalidRequest, NoCheckpoint, TooMuchToDelete
 from ckptstore.format.records import Policy, PolicySet
 from ckptstore.names import Attempt
+from ckptstore.retention.deletion import SWEEP_GRACE_S, hide, sweep
 from ckptstore.retention.pins import Holds, active_holds
 from ckptstore.retention.policy import KeepDecision, evaluate, policy_for, read_policies
 from ckptstore.retention.scrubbing import last_verified
-from ckptstore.retention.tombstones import SWEEP_GRACE_S, hide, sweep
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from ckptstore.stores.checks import check_store

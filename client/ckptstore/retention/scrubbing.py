@@ -11,15 +11,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from ckptstore import names
 from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint, State, latest, list_checkpoints
 from ckptstore.commits.hidden import hidden_attempts
 from ckptstore.commits.leases import release_lease, renew_lease, take_lease
 from ckptstore.commits.references import marks
-from ckptstore.errors import Damaged, InvalidName, NoCheckpoint
+from ckptstore.errors import Damaged, NoCheckpoint
 from ckptstore.format.documents import FORMAT
-from ckptstore.format.parsing import seal
 from ckptstore.format.records import Finding
 from ckptstore.names import Attempt
 from ckptstore.reading.fetch import Progress
@@ -206,19 +204,13 @@ def record_finding(run: Run, result: Verification) -> None:
     )  # fmt: skip
     intact, damaged = run.keys.verified_record(attempt), run.keys.quarantine_record(attempt)
     valid, obsolete = (intact, damaged) if result.ok else (damaged, intact)
-    run.store.put(valid, seal(finding))
+    run.write(valid, finding)
     run.store.delete_many([obsolete])
 
 
 def verified_at(run: Run) -> dict[Attempt, float]:
     """When attempts were last found intact, by the store's clock."""
-    found = {}
-    for info in run.store.list(run.keys.verified):
-        try:
-            found[names.attempt_and_name(info.key)[0]] = info.modified_at
-        except InvalidName:
-            continue  # a foreign object
-    return found
+    return {attempt: info.modified_at for attempt, _, info in run.listed(run.keys.verified)}
 
 
 def last_verified(run: Run, checkpoints: list[Checkpoint]) -> Attempt | None:

@@ -10,7 +10,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +31,7 @@ from ckptstore.format.documents import digest
 from ckptstore.format.shards import CHUNK_BYTES
 from ckptstore.names import new_ulid
 from ckptstore.stores.base import Store
+from ckptstore.threads import in_parallel
 
 logger = logging.getLogger(__name__)
 
@@ -238,9 +238,9 @@ def _probe_creates(store: Store, clock: Clock) -> bool:
 
 
 def _one_wins(store: Store, clock: Clock) -> bool:
-    with _scratch(store, clock) as key, ThreadPoolExecutor(_RACERS) as pool:
+    with _scratch(store, clock) as key:
         proposals = [f"racer {number}\n".encode() for number in range(_RACERS)]
-        won = list(pool.map(partial(store.put_if_absent, key), proposals))
+        won = in_parallel(partial(store.put_if_absent, key), proposals, _RACERS)
         kept = store.get(key)
     # After a lost reply a winner may be reported as a loser, but a reported winner must be right.
     return all(kept == proposal for proposal, first in zip(proposals, won, strict=True) if first)
@@ -295,9 +295,8 @@ def measure_store(
                     progress(CHUNK_BYTES)
         written_s = time.perf_counter() - began
         began = time.perf_counter()
-        with ThreadPoolExecutor(store.parallel_reads, thread_name_prefix="ckpt-measure") as pool:
-            reads = [pool.submit(_read, store, key, at, progress) for key in keys for at in range(chunks)]
-            found = [read.result() for read in reads]
+        places = [(key, at) for key in keys for at in range(chunks)]
+        found = in_parallel(lambda place: _read(store, *place, progress), places, store.parallel_reads)
         read_s = time.perf_counter() - began
     finally:
         store.delete_many([info.key for info in store.list(folder)])

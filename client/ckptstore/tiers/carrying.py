@@ -41,8 +41,8 @@ from ckptstore.names import Attempt, derive_ulid
 from ckptstore.reading.fetch import Progress
 from ckptstore.reading.source import StoreSource, check_manifest_data
 from ckptstore.reading.statistics import stored_statistics
+from ckptstore.retention.deletion import hide, sweep
 from ckptstore.retention.pins import active_holds, pinned
-from ckptstore.retention.tombstones import hide, sweep
 from ckptstore.run import Run
 from ckptstore.tiers.copying import copy_labels, copy_shard
 

@@ -15,7 +15,7 @@ import pytest
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.names import Attempt, new_ulid
-from ckptstore.retention.tombstones import hide
+from ckptstore.retention.deletion import hide
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.ckptd.housekeeping.counted_daemon import STOP_AT

@@ -6,11 +6,11 @@ from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import latest, list_checkpoints
 from ckptstore.format.records import Override, Policy, PolicySet
 from ckptstore.names import Reference
+from ckptstore.retention.deletion import list_hidden
 from ckptstore.retention.pins import pin
 from ckptstore.retention.policy import change_policies
 from ckptstore.retention.pruning import Prune
 from ckptstore.retention.scrubbing import verified_at
-from ckptstore.retention.tombstones import list_hidden
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint

@@ -20,9 +20,8 @@ from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.format.records import DeadList
 from ckptstore.names import Attempt, Reference, new_ulid
-from ckptstore.retention.deletion import collect
+from ckptstore.retention.deletion import TOMBSTONE_KEPT_S, collect, forget_tombstones, hide, list_hidden, sweep
 from ckptstore.retention.pins import pin, pinned
-from ckptstore.retention.tombstones import TOMBSTONE_KEPT_S, forget_tombstones, hide, list_hidden, sweep
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.ckptstore.format import independent_reader
@@ -109,7 +108,7 @@ def nothing_came_back(store: Store, dead: Attempt) -> None:
     assert dead not in [c.attempt for c in list_checkpoints(run)]
     with pytest.raises(NoCheckpoint):
         find(store, Reference(RUN, dead.step, dead.ulid))
-    assert collect(Run(store, RUN, DAY)).rolled_forward == ()
+    assert collect(Run(store, RUN, DAY)).rolled_forward == []
     forget(store)
     assert keys(store, run.keys.attempt(dead)) == keys(store, run.keys.tombstones) == []
     is_forgotten(store, dead)

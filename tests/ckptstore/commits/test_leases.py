@@ -14,10 +14,9 @@ from ckptstore.commits.leases import active_leases, expired_leases, release_leas
 from ckptstore.errors import CheckpointHeld, NoCheckpoint
 from ckptstore.format.records import Policy
 from ckptstore.names import new_ulid
-from ckptstore.retention.deletion import collect, delete_checkpoint
+from ckptstore.retention.deletion import TOMBSTONE_KEPT_S, collect, delete_checkpoint
 from ckptstore.retention.pins import pin
 from ckptstore.retention.pruning import apply_prune, plan_prune
-from ckptstore.retention.tombstones import TOMBSTONE_KEPT_S
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from ckptstore.stores.checks import MAX_SKEW_S

@@ -29,7 +29,7 @@ from ckptstore.format.documents import Committed, Outcome
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
-from ckptstore.retention.tombstones import hide, list_hidden, sweep, undelete
+from ckptstore.retention.deletion import hide, list_hidden, sweep, undelete
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from ckptstore.stores import s3 as multipart

@@ -28,10 +28,9 @@ from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.reading.fetch import fetch
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.reading.verify import verify
-from ckptstore.retention.deletion import ORPHAN_GRACE_S, advance, collect, delete_checkpoint
+from ckptstore.retention.deletion import ORPHAN_GRACE_S, advance, collect, delete_checkpoint, hide, undelete
 from ckptstore.retention.pins import active_holds
 from ckptstore.retention.pruning import apply_prune, plan_prune
-from ckptstore.retention.tombstones import hide, undelete
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.ckptstore.format import independent_reader

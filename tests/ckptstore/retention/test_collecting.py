@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 
-from ckptstore.retention.deletion import collect
-from ckptstore.retention.tombstones import TOMBSTONE_KEPT_S
+from ckptstore.retention.deletion import TOMBSTONE_KEPT_S, collect
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from ckptstore.stores.base import WrappedStore
@@ -36,6 +35,6 @@ def test_outcomes_of_checkpoints_that_stay_are_read_once_and_in_parallel() -> No
     clock.now += 2 * TOMBSTONE_KEPT_S
     meeting = _Meeting(store)
     done = collect(Run(meeting, RUN, clock))
-    assert (done.swept, done.aborted, done.rolled_forward) == ((), (), ())
+    assert (done.swept, done.aborted, done.rolled_forward) == ([], [], [])
     assert sorted(meeting.read.values()) == [1] * 8
     assert len(steps(store)) == 8

@@ -21,16 +21,18 @@ from ckptstore.operator import StoreOperator
 from ckptstore.reading.verify import Verification
 from ckptstore.retention.deletion import (
     ORPHAN_GRACE_S,
+    TOMBSTONE_KEPT_S,
     collect,
     delete_checkpoint,
+    hide,
     list_deleted,
+    sweep,
     undecided_attempts,
     undelete_checkpoint,
 )
 from ckptstore.retention.pins import pin
 from ckptstore.retention.pruning import apply_prune, plan_prune
 from ckptstore.retention.scrubbing import record_finding
-from ckptstore.retention.tombstones import TOMBSTONE_KEPT_S, hide, sweep
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint, write_rank
@@ -213,11 +215,15 @@ def test_orphans_are_collected_after_the_grace_only(store: Store) -> None:
     attempt = orphan(store, 2)
     size = sum(info.bytes for info in store.list(RunKeys(RUN).attempt(attempt)))
     clock = MovableClock(ORPHAN_GRACE_S - 60)
-    assert collect(Run(store, RUN, clock)).aborted == ()
+    assert collect(Run(store, RUN, clock)).aborted == []
     assert undecided_attempts(Run(store, RUN)) == [attempt]
     clock.advance(120)
     collected = collect(Run(store, RUN, clock))
-    assert (collected.aborted, collected.rolled_forward, collected.freed_bytes) == ((attempt,), (), size)
+    assert (collected.aborted, collected.rolled_forward, collected.freed_bytes) == (
+        [Run(store, RUN).id_of(attempt)],
+        [],
+        size,
+    )
     assert undecided_attempts(Run(store, RUN)) == []
     assert keys(store, RunKeys(RUN).attempt(attempt)) == []
     assert steps(store) == [1]
@@ -229,16 +235,16 @@ def test_an_attempt_that_still_grows_is_no_orphan(store: Store) -> None:
     clock = MovableClock(ORPHAN_GRACE_S - 60)
     run = Run(store, RUN, clock)
     write_rank(store, RUN, attempt, {}, 1, 3)
-    assert collect(run).aborted == ()
+    assert collect(run).aborted == []
     with store.open_writer(run.keys.shard(Attempt(9, new_ulid(system_clock())), "shard-00000.ckpt")) as writer:
-        assert collect(Run(store, RUN)).aborted == (), "its first shard has only begun"
+        assert collect(Run(store, RUN)).aborted == [], "its first shard has only begun"
         writer.write(b"x")
 
 
 def test_finished_attempts_are_rolled_forward_at_any_age(store: Store) -> None:
     run = Run(store, RUN)
     attempt = orphan(store, 2, (0, 1))
-    assert collect(run).rolled_forward == (attempt,)
+    assert collect(run).rolled_forward == [run.id_of(attempt)]
     assert steps(store) == [2]
     assert intact(store, latest(run))
 
@@ -251,7 +257,7 @@ def test_what_comes_late_to_an_aborted_attempt_is_collected_too(store: Store) ->
     write_rank(store, RUN, attempt, {}, 0, 2)
     write_rank(store, RUN, attempt, {}, 1, 2)
     assert steps(store) == [], "complete now, and still aborted"
-    assert collect(run).aborted == (attempt,)
+    assert collect(run).aborted == [run.id_of(attempt)]
     assert keys(store, run.keys.attempts) == []
     assert steps(store) == []
 
@@ -360,7 +366,7 @@ def test_a_damaged_outcome_is_not_collected(store: Store) -> None:
     (checkpoint,) = write(store, 1)
     store.put(RunKeys(RUN).outcome(checkpoint.attempt), b"noise")
     clock = MovableClock(2 * TOMBSTONE_KEPT_S)
-    assert collect(Run(store, RUN, clock)).aborted == ()
+    assert collect(Run(store, RUN, clock)).aborted == []
     assert keys(store, RunKeys(RUN).attempt(checkpoint.attempt)), "what cannot be read may be worth repairing"
 
 

@@ -22,18 +22,22 @@ from ckptstore.commits.leases import release_lease, take_lease
 from ckptstore.errors import CheckpointHeld, CorruptObject, NoCheckpoint, StoreUnavailable, SweepBegun
 from ckptstore.format.records import Policy
 from ckptstore.names import Reference, RunKeys, new_ulid
-from ckptstore.retention.deletion import collect, delete_checkpoint, list_deleted, measure_waste, undelete_checkpoint
-from ckptstore.retention.pins import pinned
-from ckptstore.retention.pruning import apply_prune, plan_prune
-from ckptstore.retention.tombstones import (
+from ckptstore.retention.deletion import (
     SWEEP_GRACE_S,
     TOMBSTONE_KEPT_S,
+    collect,
+    delete_checkpoint,
     forget_tombstones,
     hide,
+    list_deleted,
     list_hidden,
+    measure_waste,
     sweep,
     undelete,
+    undelete_checkpoint,
 )
+from ckptstore.retention.pins import pinned
+from ckptstore.retention.pruning import apply_prune, plan_prune
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.runs import RUN, clear, count_calls, intact, keys, prune_undelete_and_collect, steps, write
@@ -322,7 +326,7 @@ def test_a_second_tombstone_with_a_long_grace_brings_nothing_back(store: Store) 
     run = Run(store, RUN, MovableClock(2 * TOMBSTONE_KEPT_S))
     checkpoint = hidden_checkpoint(store)
     hide(Run(store, RUN), [checkpoint.attempt], "test", grace_s=8 * TOMBSTONE_KEPT_S)
-    assert collect(replace(run, clock=LATER)).swept == (checkpoint.attempt,)
+    assert collect(replace(run, clock=LATER)).swept == [checkpoint.id]
     collect(run)
     assert len(list_hidden(run)) == 1
     with pytest.raises(SweepBegun):
@@ -357,7 +361,7 @@ from ckptstore.clock import system_clock
 from ckptstore.format.records import Policy
 from ckptstore.retention.deletion import collect
 from ckptstore.retention.pruning import apply_prune, plan_prune
-from ckptstore.retention.tombstones import list_hidden, undelete
+from ckptstore.retention.deletion import list_hidden, undelete
 from ckptstore.run import Run
 from ckptstore.stores import open_store
 

@@ -396,4 +396,4 @@ def test_what_cannot_be_carried_any_more_is_no_longer_kept(tiers: Tiers) -> None
     with pytest.raises(Superseded):
         carry(other.near, other.far, one.attempt)
     assert not active_leases(other.far)
-    assert collect(replace(other.far, clock=MovableClock(2 * 24 * 3600.0))).aborted == (one.attempt,)
+    assert collect(replace(other.far, clock=MovableClock(2 * 24 * 3600.0))).aborted == [other.far.id_of(one.attempt)]
