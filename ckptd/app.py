@@ -14,13 +14,13 @@ from fastapi import APIRouter, Depends, FastAPI, params
 from fastapi.routing import APIRoute
 
 from ckptapi import bodies
-from ckptd.api import changes, checkpoints, decisions, events, jobs, probes, restores, retention, tokens
+from ckptd.api import checkpoints, decisions, events, jobs, probes, restores, retention, tokens
 from ckptd.cache import BlockCache, open_folder
 from ckptd.housekeeping.gauges import EventMetrics, Gauges, GoodputGauges
 from ckptd.housekeeping.job_handlers import JobHandlers
 from ckptd.housekeeping.leadership import Leadership, LeaderStore
 from ckptd.housekeeping.orphans import OrphanCollector
-from ckptd.housekeeping.policies import PolicyLoop
+from ckptd.housekeeping.policies import POLICIES, PolicyLoop
 from ckptd.housekeeping.recovery import Recovery, RecoveryLoop
 from ckptd.housekeeping.scrubbing import Scrubber
 from ckptd.housekeeping.webhooks import Webhooks
@@ -50,11 +50,8 @@ from ckptd.services import (
     Events,
     Freshness,
     Jobs,
-    Leases,
     Objects,
-    Pruning,
     Restores,
-    Retention,
     Services,
     StateHistory,
     StoreSync,
@@ -63,11 +60,13 @@ from ckptd.services import (
 )
 from ckptd.services.remote_create import RemoteCreateDecider, RemoteCreateService
 from ckptd.services.restore_leases import RestoreLeases
-from ckptd.services.retention_view import RetentionViews
+from ckptd.services.retention import RetentionViews
 from ckptd.settings import AUTH_OFF, Settings
 from ckptd.tracing import Tracer, no_span
 from ckptstore.clock import Clock, system_clock
 from ckptstore.errors import CkptError, InvalidRequest
+from ckptstore.operator import StoreOperator
+from ckptstore.reading.source import StoreSource
 from ckptstore.stores import Store, open_store
 from ckptstore.stores.checks import run_store_checks
 from ckptstore.stores.remote_create import RemoteCreateStore
@@ -136,16 +135,15 @@ class _Core:
         """Read the changes of other daemons on the same database, then wake the requests that wait for them."""
         self.events.follow(self.catalog.follow)
 
-    def pruning(self, store: Store) -> Pruning:
-        """A pruning service on the store, or on the leader's store."""
-        return Pruning(store, self.store_sync, self.metrics, self.clock, self.events.pruned)
+    def operator(self, by: str = "", store: Store | None = None) -> StoreOperator:
+        """An operator of the store, or of the leader's store. Housekeeping probes the store regularly."""
+        return StoreOperator(store or self.store, self.clock, by, self.store_sync.sync_run, check_deletes=False)
 
 
 def _services(core: _Core, cache: BlockCache) -> Services:
     store, clock = core.store, core.clock
-    objects = Objects(store, core.catalog, cache)
+    objects, source = Objects(store, core.catalog, cache), StoreSource(store, clock)
     leases = RestoreLeases(store, core.restores, core.metrics, clock, core.events.restore_ended)
-    pruning = core.pruning(store)
     handlers = JobHandlers(store, core.store_sync, clock, core.settings.orphan_grace_seconds, objects.forget)
     return Services(
         accounts=core.accounts,
@@ -158,11 +156,10 @@ def _services(core: _Core, cache: BlockCache) -> Services:
         objects=objects,
         probe=partial(run_store_checks, store, clock),
         remote_create=RemoteCreateService(store),
-        leases=Leases(store, core.catalog, clock),
-        pruning=pruning,
+        operator=core.operator,
         restores=Restores(store, core.catalog, core.restores, leases, clock, core.events.restore_ended),
-        retention=Retention(store, core.catalog, core.store_sync, clock),
-        state_history=StateHistory(store, clock),
+        source=source,
+        state_history=StateHistory(source),
         store_sync=core.store_sync,
         tokens=Tokens(TokenIndex(core.database), core.settings.token, clock),
         uploads=Uploads(store, clock),
@@ -198,7 +195,7 @@ def _housekeeping(core: _Core) -> list[_Background]:
     recovery = Recovery(store, clock, settings.commit_grace_seconds)
     recovery_loop = RecoveryLoop(store, core.index, recovery, metrics, clock, core.store_sync.notify)
     collector = OrphanCollector(store, metrics, clock, settings.orphan_grace_seconds)
-    policies = PolicyLoop(store, core.index, core.pruning(store), metrics, clock)
+    policies = PolicyLoop(core.index, core.operator(POLICIES, store), core.events, metrics, clock)
     scrub_s = settings.scrub_days * 24 * 3600
     newest_s, ranks = settings.verify_hours * 3600, settings.verify_rank_counts
     bytes_per_s = settings.scrub_bytes_per_second
@@ -254,7 +251,7 @@ def _assemble(
     app.state.context = context
     problems.install(app)
     openapi.install(app)
-    for module in (checkpoints, changes, decisions, restores, retention, events, jobs, tokens):
+    for module in (checkpoints, decisions, restores, retention, events, jobs, tokens):
         _include(app, module.router, [Depends(openapi.only_known)])
     # Monitoring and links add parameters of their own.
     for module in (probes, routes, run_routes, checkpoint_routes):

@@ -11,8 +11,8 @@ from starlette.responses import PlainTextResponse, Response
 
 from ckptapi import bodies
 from ckptd.http.access import CallerDep
-from ckptd.http.bodies import json_response
-from ckptd.http.context import Context, Ctx
+from ckptd.http.bodies import json_response, read_body
+from ckptd.http.context import Context, Ctx, Found, Ref
 from ckptd.http.listing import ListingQuery, write_cursor
 from ckptd.http.openapi import documented
 from ckptd.http.streaming import client_of, matches, object_response
@@ -21,17 +21,15 @@ from ckptd.index import RunSummary
 from ckptd.services.events import CHECKPOINTS
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import NoCheckpoint
-from ckptstore.names import Reference, check_run
+from ckptstore.names import Attempt, check_run
 
 router = APIRouter()
 
-_MAX_ID = 200
 _BYTES = "application/octet-stream"
 _LATEST = documented(bodies.CheckpointBody, 404, text=True, also={304: "If-None-Match contains its ETag"})
 _RANGED = {206: "The requested range", 304: "If-None-Match contains its ETag"}
 RunQuery = Annotated[str | None, Query(max_length=128, description="One run only")]
 RunName = Annotated[str, Path(max_length=128)]
-CheckpointId = Annotated[str, Path(max_length=_MAX_ID, description="RUN@STEP, RUN@STEP.ULID or RUN@latest")]
 FormatQuery = Annotated[
     Literal["json", "text", "id", "step", "env"] | None, Query(description="Without it, Accept chooses json or id")
 ]
@@ -103,63 +101,76 @@ async def run(ctx: Ctx, run: RunName) -> Response:
 
 
 @router.get(bodies.CHECKPOINTS + "/{id}", **documented(bodies.CheckpointBody, 404))
-async def checkpoint(ctx: Ctx, id: CheckpointId) -> Response:
+async def checkpoint(found: Found) -> Response:
     """One checkpoint."""
-    found = await ctx.threads.index(ctx.services.catalog.find, Reference.parse(id))
     return json_response(bodies.CheckpointBody.of(found))
 
 
 @router.get(bodies.CHECKPOINTS + "/{id}/shards", **documented(bodies.ShardsBody, 404))
-async def shards(ctx: Ctx, id: CheckpointId) -> Response:
+async def shards(ctx: Ctx, reference: Ref) -> Response:
     """The shards of a checkpoint, by rank."""
-    return json_response(await ctx.threads.store(ctx.services.contents.shards, Reference.parse(id)))
+    return json_response(await ctx.threads.store(ctx.services.contents.shards, reference))
 
 
 @router.get(bodies.CHECKPOINTS + "/{id}/entries", **documented(bodies.EntriesBody, 404))
 async def entries(
     ctx: Ctx,
-    id: CheckpointId,
+    reference: Ref,
     offset: Annotated[int, Query(ge=0, lt=1 << 40)] = 0,
     limit: Annotated[int, Query(ge=1, le=bodies.MAX_ENTRIES)] = 1000,
 ) -> Response:
     """A page of the entries of a checkpoint."""
     contents = ctx.services.contents
-    return json_response(await ctx.threads.store(contents.entries, Reference.parse(id), offset, limit))
+    return json_response(await ctx.threads.store(contents.entries, reference, offset, limit))
 
 
 @router.get(bodies.CHECKPOINTS + "/{id}/manifest", **documented(None, 404, 416, media=_BYTES, also=_RANGED))
 @router.head(bodies.CHECKPOINTS + "/{id}/manifest", include_in_schema=False)
-async def manifest(request: Request, ctx: Ctx, id: CheckpointId) -> Response:
+async def manifest(request: Request, ctx: Ctx, reference: Ref) -> Response:
     """The stored manifest: zstd-compressed JSON."""
-    stored = await ctx.threads.store(ctx.services.objects.manifest, Reference.parse(id))
+    stored = await ctx.threads.store(ctx.services.objects.manifest, reference)
     return await object_response(request, ctx, stored)
 
 
 @router.get(bodies.CHECKPOINTS + "/{id}/receipts/{rank}", **documented(None, 404, 416, media=_BYTES, also=_RANGED))
 @router.head(bodies.CHECKPOINTS + "/{id}/receipts/{rank}", include_in_schema=False)
-async def receipt(
-    request: Request, ctx: Ctx, id: CheckpointId, rank: Annotated[int, Path(ge=0, le=99_999)]
-) -> Response:
+async def receipt(request: Request, ctx: Ctx, reference: Ref, rank: Annotated[int, Path(ge=0, le=99_999)]) -> Response:
     """The stored receipt of a rank."""
-    stored = await ctx.threads.store(ctx.services.objects.receipt, Reference.parse(id), rank)
+    stored = await ctx.threads.store(ctx.services.objects.receipt, reference, rank)
     return await object_response(request, ctx, stored)
 
 
 @router.get(bodies.CHECKPOINTS + "/{id}/statistics/{rank}", **documented(None, 404, 416, media=_BYTES, also=_RANGED))
 async def statistics(
-    request: Request, ctx: Ctx, id: CheckpointId, rank: Annotated[int, Path(ge=0, le=99_999)]
+    request: Request, ctx: Ctx, reference: Ref, rank: Annotated[int, Path(ge=0, le=99_999)]
 ) -> Response:
     """The stored statistics of the shard of a rank. 404 also if the checkpoint was saved without."""
-    stored = await ctx.threads.store(ctx.services.objects.statistics, Reference.parse(id), rank)
+    stored = await ctx.threads.store(ctx.services.objects.statistics, reference, rank)
     return await object_response(request, ctx, stored)
 
 
 @router.get(bodies.CHECKPOINTS + "/{id}/shards/{name}", **documented(None, 404, 416, media=_BYTES, also=_RANGED))
 @router.head(bodies.CHECKPOINTS + "/{id}/shards/{name}", include_in_schema=False)
-async def shard(request: Request, ctx: Ctx, id: CheckpointId, name: Annotated[str, Path(max_length=32)]) -> Response:
+async def shard(request: Request, ctx: Ctx, reference: Ref, name: Annotated[str, Path(max_length=32)]) -> Response:
     """A shard, or one range of its bytes."""
-    stored = await ctx.threads.store(ctx.services.objects.shard, Reference.parse(id), name)
+    stored = await ctx.threads.store(ctx.services.objects.shard, reference, name)
     return await object_response(request, ctx, stored)
+
+
+@router.post(bodies.NOTIFY, **documented(bodies.CheckpointBody, 404, 410, body=bodies.NotifyRequest))
+async def notify(request: Request, ctx: Ctx) -> Response:
+    """Report a committed attempt: its outcome is read from the store now instead of at the next poll."""
+    body = await read_body(request, bodies.NotifyRequest)
+    attempt = Attempt.parse(body.attempt)
+    found = await ctx.threads.store(ctx.services.store_sync.notify, check_run(body.run), attempt)
+    return json_response(bodies.CheckpointBody.of(found))
+
+
+@router.post(bodies.REINDEX, **documented(bodies.ReindexBody))
+async def reindex(ctx: Ctx) -> Response:
+    """Read every outcome in the store again."""
+    num_runs, num_checkpoints = await ctx.threads.store(ctx.services.store_sync.reindex)
+    return json_response(bodies.ReindexBody(runs=num_runs, checkpoints=num_checkpoints))
 
 
 async def _latest(ctx: Context, run: str | None) -> Checkpoint:

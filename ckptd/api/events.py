@@ -14,10 +14,10 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from ckptapi import bodies
-from ckptd.api.checkpoints import CheckpointId, RunQuery
+from ckptd.api.checkpoints import RunQuery
 from ckptd.http.access import CallerDep, validity_of
 from ckptd.http.bodies import json_response, read_body
-from ckptd.http.context import Context, Ctx
+from ckptd.http.context import Context, Ctx, Ref
 from ckptd.http.openapi import documented
 from ckptd.http.streaming import client_of
 from ckptd.http.waiting import happens
@@ -25,7 +25,7 @@ from ckptd.index import Event
 from ckptd.services.events import ANY, EventPage
 from ckptstore import human
 from ckptstore.errors import CkptError, InvalidRequest
-from ckptstore.names import Reference, check_run
+from ckptstore.names import check_run
 
 router = APIRouter()
 _LOG = logging.getLogger(__name__)
@@ -71,9 +71,9 @@ async def preempt(request: Request, ctx: Ctx, caller: CallerDep, run: Annotated[
 
 
 @router.get(bodies.CHECKPOINTS + "/{id}/events", **documented(bodies.EventsBody))
-async def of_checkpoint(ctx: Ctx, id: CheckpointId) -> Response:
+async def of_checkpoint(ctx: Ctx, reference: Ref) -> Response:
     """Events of one checkpoint. If it was deleted, the id must include the ULID."""
-    reference = Reference.parse(id)
+    id = str(reference)
     if reference.ulid is None:
         id = (await ctx.threads.index(ctx.services.catalog.find, reference)).id
     items = [event_body(event) for event in await ctx.threads.index(ctx.services.events.of_checkpoint, id)]

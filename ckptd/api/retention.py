@@ -1,4 +1,4 @@
-"""Retention: pins, deletion and undeletion, policies, and the audit log."""
+"""Retention: prunes, deletion and undeletion, pins, leases, policies, and the audit log."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import Response
 
 from ckptapi import bodies
-from ckptd.api.checkpoints import CheckpointId
+from ckptapi.listing import check_glob
+from ckptd.api.checkpoints import RunName
 from ckptd.http.access import CallerDep
 from ckptd.http.bodies import json_response, read_body
-from ckptd.http.context import Ctx
+from ckptd.http.context import Ctx, Found, Ref
 from ckptd.http.openapi import documented
 from ckptstore.commits.labels import LabelChange
 from ckptstore.names import Reference
+from ckptstore.retention.deletion import SWEEP_GRACE_S
 from ckptstore.retention.pins import NamedPin
 from ckptstore.retention.policy import PoliciesInForce
+from ckptstore.retention.pruning import Prune
 
 router = APIRouter()
 
@@ -36,81 +39,111 @@ Limit = Annotated[int, Query(ge=1, le=bodies.MAX_PAGE)]
 
 @router.delete(_ONE, **documented(None, 404, 409, status=204))
 async def delete(
-    ctx: Ctx, caller: CallerDep, id: CheckpointId, reason: ReasonQuery = "", grace_s: Grace = None, force: Force = False
+    ctx: Ctx, caller: CallerDep, found: Found, reason: ReasonQuery = "", grace_s: Grace = None, force: Force = False
 ) -> Response:
     """Hide a checkpoint now, and delete it after the grace period.
 
     409 if a lease or pin holds it, or if it is the newest one of its run and the deletion is not forced.
     """
-    retention = ctx.services.retention
-    await ctx.threads.store(retention.delete, Reference.parse(id), caller.name, reason, grace_s, force)
+    operator = ctx.services.operator(caller.name)
+    grace_s = SWEEP_GRACE_S if grace_s is None else grace_s
+    await ctx.threads.store(operator.delete, found, grace_s, reason, force)
     return Response(status_code=204)
 
 
 @router.post(_ONE + "/undelete", **documented(bodies.CheckpointBody, 404, 410, body=bodies.UndeleteRequest))
-async def undelete(request: Request, ctx: Ctx, caller: CallerDep, id: CheckpointId) -> Response:
+async def undelete(request: Request, ctx: Ctx, caller: CallerDep, reference: Ref) -> Response:
     """Undo a deletion, and pin the checkpoint as `undeleted`. 410 if the deletion of its data has begun."""
     body = await read_body(request, bodies.UndeleteRequest)
-    retention = ctx.services.retention
-    found = await ctx.threads.store(retention.undelete, Reference.parse(id), caller.name, body.reason)
+    found = await ctx.threads.store(ctx.services.operator(caller.name).undelete, reference, body.reason)
     return json_response(bodies.CheckpointBody.of(found))
 
 
+@router.post(bodies.PRUNE, **documented(bodies.PruneBody, 404, 409, body=Prune))
+async def prune(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
+    """Delete the checkpoints that the policy does not keep. A dry run, the default, only lists them.
+
+    The plan is made from the store, never from the index, so that a stale index cannot cause deletions.
+    """
+    wanted = await read_body(request, Prune)
+    if wanted.run is not None:
+        check_glob(wanted.run)
+    operator = ctx.services.operator(caller.name)
+    plan = await ctx.threads.store(operator.plan_prune, wanted)
+    if not wanted.dry_run:
+        plan = await ctx.threads.store(operator.prune, wanted, plan)
+        await ctx.threads.index(ctx.services.events.pruned, plan.remove)
+    return json_response(bodies.PruneBody.of(plan, wanted.dry_run))
+
+
+@router.post(bodies.LEASES, **documented(bodies.LeaseBody, 404, status=201, body=bodies.LeaseRequest))
+async def take_lease(request: Request, ctx: Ctx) -> Response:
+    """Protect a checkpoint from deletion for `ttl_s` seconds."""
+    body = await read_body(request, bodies.LeaseRequest)
+    found = await ctx.threads.index(ctx.services.catalog.find, Reference.parse(body.id))
+    lease = await ctx.threads.store(ctx.services.source.take_lease, found, body.holder, body.ttl_s)
+    return json_response(bodies.LeaseBody(run=found.run, lease=lease), 201)
+
+
+@router.delete(bodies.LEASES + "/{run}/{lease}", **documented(status=204))
+async def release_lease(ctx: Ctx, run: RunName, lease: Annotated[str, Path(max_length=26)]) -> Response:
+    """End a lease. Succeeds if the lease is already gone."""
+    await ctx.threads.store(ctx.services.source.release_lease, run, lease)
+    return Response(status_code=204)
+
+
 @router.put(_ONE + "/pins/{name}", **documented(NamedPin, 404))
-async def pin(ctx: Ctx, caller: CallerDep, id: CheckpointId, name: PinName, reason: ReasonQuery = "") -> Response:
+async def pin(ctx: Ctx, caller: CallerDep, found: Found, name: PinName, reason: ReasonQuery = "") -> Response:
     """Keep a checkpoint until the pin is removed. Succeeds if the pin exists already."""
-    retention = ctx.services.retention
-    return json_response(await ctx.threads.store(retention.pin, Reference.parse(id), name, caller.name, reason))
+    await ctx.threads.store(ctx.services.operator(caller.name).pin, found, name, reason)
+    return json_response(NamedPin(id=found.id, name=name))
 
 
 @router.delete(_ONE + "/pins/{name}", **documented(None, 404, status=204))
-async def unpin(ctx: Ctx, caller: CallerDep, id: CheckpointId, name: PinName) -> Response:
+async def unpin(ctx: Ctx, caller: CallerDep, found: Found, name: PinName) -> Response:
     """Remove a pin. Succeeds if the pin is already gone."""
-    await ctx.threads.store(ctx.services.retention.unpin, Reference.parse(id), name, caller.name)
+    await ctx.threads.store(ctx.services.operator(caller.name).unpin, found, name)
     return Response(status_code=204)
 
 
 @router.patch(_ONE, **documented(bodies.CheckpointBody, 404, body=bodies.LabelsRequest))
-async def label(request: Request, ctx: Ctx, caller: CallerDep, id: CheckpointId) -> Response:
+async def label(request: Request, ctx: Ctx, caller: CallerDep, found: Found) -> Response:
     """Set tags and metrics; null removes one. Those that are not named stay."""
     body = await read_body(request, bodies.LabelsRequest)
     change = LabelChange(body.tags, body.metrics)
-    retention = ctx.services.retention
-    found = await ctx.threads.store(retention.label, Reference.parse(id), change, caller.name, body.reason)
-    return json_response(bodies.CheckpointBody.of(found))
+    changed = await ctx.threads.store(ctx.services.operator(caller.name).label, found, change, body.reason)
+    return json_response(bodies.CheckpointBody.of(changed))
 
 
 @router.get(bodies.PINS, **documented(bodies.PinsBody))
 async def pins(ctx: Ctx, run: RequiredRun) -> Response:
     """All pins of a run, newest step first."""
-    return json_response(bodies.PinsBody(await ctx.threads.store(ctx.services.retention.operator().pins, run)))
+    return json_response(bodies.PinsBody(await ctx.threads.store(ctx.services.operator("").pins, run)))
 
 
 @router.get(bodies.DELETED, **documented(bodies.DeletedListBody))
 async def deleted(ctx: Ctx, run: RequiredRun) -> Response:
     """Deleted checkpoints of a run that can be undeleted, newest step first."""
-    return json_response(
-        bodies.DeletedListBody(await ctx.threads.store(ctx.services.retention.operator().deleted, run))
-    )
+    return json_response(bodies.DeletedListBody(await ctx.threads.store(ctx.services.operator("").deleted, run)))
 
 
 @router.get(bodies.AUDIT, **documented(bodies.AuditListBody))
 async def audit(ctx: Ctx, run: RequiredRun, limit: Limit = 100) -> Response:
     """The audit log of a run, newest first: who started which action on which checkpoints, when and why."""
-    audit = ctx.services.retention.operator().audit
+    audit = ctx.services.operator("").audit
     return json_response(bodies.AuditListBody(await ctx.threads.store(audit, run, limit)))
 
 
 @router.get(bodies.POLICIES, **documented(PoliciesInForce))
 async def policies(ctx: Ctx) -> Response:
     """The retention policies in force; version 0 if they were never set."""
-    return json_response(await ctx.threads.store(ctx.services.retention.operator().policies))
+    return json_response(await ctx.threads.store(ctx.services.operator("").policies))
 
 
 @router.get(bodies.POLICIES + "/history", **documented(bodies.PoliciesListBody))
 async def history(ctx: Ctx, limit: Limit = 100) -> Response:
     """The versions of the policies, newest first."""
-    history = ctx.services.retention.operator().policies_history
+    history = ctx.services.operator("").policies_history
     return json_response(bodies.PoliciesListBody(await ctx.threads.store(history, limit)))
 
 
@@ -118,4 +151,6 @@ async def history(ctx: Ctx, limit: Limit = 100) -> Response:
 async def change(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
     """Replace the policies. 409 if `expected` is not the version in force."""
     body = await read_body(request, bodies.PoliciesRequest)
-    return json_response(await ctx.threads.store(ctx.services.retention.change_policies, body, caller.name))
+    operator = ctx.services.operator(caller.name)
+    done = await ctx.threads.store(operator.change_policies, body.policies, body.expected, body.reason)
+    return json_response(done)

@@ -119,6 +119,9 @@ class EventMetrics:
             if event.content.kind is EventKind.COMMITTED and "save_seconds" in detail:
                 self._metrics.commit_seconds.observe(detail["save_seconds"])
                 self._metrics.upload_bytes.inc(detail["stored_bytes"])
+            elif event.content.kind is EventKind.PRUNED:
+                self._metrics.prune_deleted.inc(detail["removed"])
+                self._metrics.prune_freed_bytes.inc(detail["freed_bytes"])
             elif event.content.kind is EventKind.CORRUPT:
                 self._metrics.verify_failures.inc()
             elif event.content.kind is EventKind.RESTORE_ENDED and detail["state"] == RestoreState.RESTORED:

@@ -10,28 +10,28 @@ from dataclasses import replace
 
 from ckptd.index import Index
 from ckptd.metrics import Metrics
-from ckptd.services.pruning import Pruning
+from ckptd.services.events import Events
 from ckptstore.clock import Clock
 from ckptstore.errors import CkptError, LeadershipLost, TooMuchToDelete
 from ckptstore.format.records import PoliciesVersion
+from ckptstore.operator import StoreOperator
 from ckptstore.retention.policy import policy_for, read_policies
 from ckptstore.retention.pruning import Prune, plan_prune
-from ckptstore.run import Run
-from ckptstore.stores import Store
 
 _LOG = logging.getLogger(__name__)
-_BY = "ckptd, by the policies"
+POLICIES = "ckptd, by the policies"
+"""The operator in the audit log."""
 _EVERY_S = 3600.0
 
 
 class PolicyLoop:
     """Applies the policies in the store. For one background thread."""
 
-    def __init__(self, store: Store, index: Index, pruning: Pruning, metrics: Metrics, clock: Clock) -> None:
-        """store, pruning: must be fenced, so that only the leader can change the store."""
-        self._store = store
+    def __init__(self, index: Index, operator: StoreOperator, events: Events, metrics: Metrics, clock: Clock) -> None:
+        """operator: of a fenced store, so that only the leader can change it."""
         self._index = index
-        self._pruning = pruning
+        self._operator = operator
+        self._events = events
         self._metrics = metrics
         self._clock = clock
         self._applied: dict[str, tuple[int, int, float]] = {}
@@ -43,7 +43,7 @@ class PolicyLoop:
         Never raises CkptError: a run that fails is tried again.
         """
         try:
-            in_force = read_policies(self._store)
+            in_force = read_policies(self._operator.store)
             versions = self._index.versions()
         except CkptError as error:
             self._count("all runs", error)
@@ -73,13 +73,14 @@ class PolicyLoop:
         if policy is None:
             return
         plan = replace(
-            plan_prune(Run(self._store, run, self._clock), policy),
+            plan_prune(self._operator.run(run), policy),
             grace_s=in_force.policies.grace_s,
             max_delete_fraction=in_force.policies.max_delete_fraction,
             reason=f"policies, version {in_force.version}",
         )
-        done = self._pruning.apply(Prune(policy), plan, _BY)
+        done = self._operator.prune(Prune(policy), plan)
         if done.remove:
+            self._events.pruned(done.remove)
             _LOG.info("hid %d checkpoints of run %s: %s", len(done.remove), run, plan.reason)
 
     def _count(self, run: str, error: CkptError) -> None:

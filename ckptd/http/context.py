@@ -8,13 +8,15 @@ from functools import partial
 from typing import Annotated, ParamSpec, TypeVar
 
 from anyio import CapacityLimiter, to_thread
-from fastapi import Depends, Request
+from fastapi import Depends, Path, Request
 
 from ckptd.http.sharing import ConcurrencyLimit, FairSemaphore
 from ckptd.http.waiting import KeyedLocks, Waiting
 from ckptd.metrics import Metrics
 from ckptd.services import Services
 from ckptd.tracing import Span, no_span
+from ckptstore.commits.catalog import Checkpoint
+from ckptstore.names import Reference
 
 INDEX_THREADS = 16
 STORE_THREADS = 32
@@ -69,3 +71,21 @@ async def _context(request: Request) -> Context:
 
 
 Ctx = Annotated[Context, Depends(_context)]
+
+
+async def _reference(
+    id: Annotated[str, Path(max_length=200, description="RUN@STEP, RUN@STEP.ULID or RUN@latest")],
+) -> Reference:
+    return Reference.parse(id)
+
+
+Ref = Annotated[Reference, Depends(_reference)]
+"""The reference {id} in the path."""
+
+
+async def _found(context: Ctx, reference: Ref) -> Checkpoint:
+    return await context.threads.index(context.services.catalog.find, reference)
+
+
+Found = Annotated[Checkpoint, Depends(_found)]
+"""The checkpoint {id} in the path."""

@@ -10,7 +10,7 @@ from ckptd.pages.contents import ContentsView, contents_view
 from ckptd.pages.rendering import page
 from ckptd.pages.state import checkpoint_state_view, difference_view
 from ckptd.pages.visiting import MOST_CHECKPOINTS, RESTORES, Visiting, frame, newest, soon
-from ckptd.services.retention_view import RetentionView
+from ckptd.services.retention import RetentionView
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CkptError, NoCheckpoint

@@ -15,7 +15,7 @@ from ckptd.pages.runs import run_view
 from ckptd.pages.state import run_state_view
 from ckptd.pages.timeline import goodput_view
 from ckptd.pages.visiting import MOST_CHECKPOINTS, Visiting, Visitor, frame, newest, soon
-from ckptd.services.retention_view import RetentionView
+from ckptd.services.retention import RetentionView
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import NoCheckpoint
 from ckptstore.names import check_run

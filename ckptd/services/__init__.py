@@ -10,15 +10,15 @@ from ckptd.services.events import Events
 from ckptd.services.freshness import Freshness
 from ckptd.services.jobs import Jobs
 from ckptd.services.objects import Objects
-from ckptd.services.pruning import Pruning
 from ckptd.services.remote_create import RemoteCreateService
 from ckptd.services.restores import Restores
-from ckptd.services.retention import Leases, Retention
-from ckptd.services.retention_view import RetentionViews
+from ckptd.services.retention import RetentionViews
 from ckptd.services.state_history import StateHistory
 from ckptd.services.store_sync import StoreSync
 from ckptd.services.tokens import Tokens
 from ckptd.services.uploads import Uploads
+from ckptstore.operator import StoreOperator
+from ckptstore.reading.source import StoreSource
 from ckptstore.stores.checks import StoreReport
 
 
@@ -32,15 +32,15 @@ class Services:
     events: Events
     freshness: Freshness
     jobs: Jobs
-    leases: Leases
     objects: Objects
+    operator: Callable[[str], StoreOperator]
+    """Makes an operator of the store that acts for a caller; the index is up to date when one of its calls returns."""
     probe: Callable[[], StoreReport]
     """Runs the checks of the store."""
-    pruning: Pruning
     remote_create: RemoteCreateService
     restores: Restores
-    retention: Retention
     retention_views: RetentionViews
+    source: StoreSource
     state_history: StateHistory
     store_sync: StoreSync
     tokens: Tokens
@@ -54,12 +54,9 @@ __all__ = [
     "Events",
     "Freshness",
     "Jobs",
-    "Leases",
     "Objects",
-    "Pruning",
     "RemoteCreateService",
     "Restores",
-    "Retention",
     "RetentionViews",
     "Services",
     "StateHistory",

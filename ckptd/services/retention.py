@@ -1,101 +1,73 @@
-"""Operations on checkpoints: pins, labels, reversible deletions, policies, and leases for readers."""
+"""Why checkpoints are kept, from the index and a few listings: for display, not for prunes."""
 
 from __future__ import annotations
 
-from ckptapi.bodies import PoliciesRequest
-from ckptd.services.catalog import Catalog
-from ckptd.services.store_sync import StoreSync
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
 from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint
-from ckptstore.commits.labels import LabelChange
-from ckptstore.commits.leases import release_lease, take_lease
-from ckptstore.errors import InvalidRequest
-from ckptstore.names import Reference, check_run
-from ckptstore.operator import StoreOperator
-from ckptstore.retention.deletion import SWEEP_GRACE_S
-from ckptstore.retention.pins import NamedPin
-from ckptstore.retention.policy import PoliciesInForce
+from ckptstore.errors import TooMuchToDelete
+from ckptstore.format.records import Policy
+from ckptstore.names import Attempt
+from ckptstore.retention.pins import Holds, active_holds
+from ckptstore.retention.policy import KeepDecision, evaluate, policy_for, read_policies
+from ckptstore.retention.pruning import PrunePlan
+from ckptstore.retention.scrubbing import verified_at
 from ckptstore.run import Run
 from ckptstore.stores import Store
 
-_MAX_TTL_S = 7 * 24 * 3600.0
-_MAX_HOLDER = 256
+
+@dataclass(frozen=True, slots=True)
+class RetentionView:
+    """Policy, holds and verifications of one run, read from the store."""
+
+    policy: Policy | None
+    """The policy in force for the run; None if the run is never pruned."""
+    holds: Holds
+    verified: Mapping[Attempt, float]
+    """When each attempt last passed verification, by the store's clock."""
+    now: float
+    max_delete_fraction: float
+
+    def blocked(self, run: str, checkpoints: Sequence[Checkpoint]) -> str:
+        """Why the policy is not applied: it would delete too many checkpoints of the run. Empty if it is."""
+        if self.policy is None:
+            return ""
+        decisions = tuple(self.evaluate(checkpoints, self.policy))
+        try:
+            PrunePlan(decisions, (run,), max_delete_fraction=self.max_delete_fraction).check_fractions()
+        except TooMuchToDelete as error:
+            return error.message
+        return ""
+
+    def evaluate(self, checkpoints: Sequence[Checkpoint], policy: Policy) -> list[KeepDecision]:
+        """The decisions that a prune would make about these checkpoints of the run."""
+        newest = max((c.attempt for c in checkpoints if c.attempt in self.verified), default=None)
+        return evaluate(policy, checkpoints, self.holds, self.now, newest)
+
+    def reasons(self, checkpoints: Sequence[Checkpoint]) -> dict[Attempt, tuple[str, ...]]:
+        """The reasons to keep each checkpoint; without a policy, its holds."""
+        if self.policy is None:
+            return {c.attempt: tuple(self.holds.get(c.attempt, ())) for c in checkpoints}
+        return {decision.checkpoint.attempt: decision.reasons for decision in self.evaluate(checkpoints, self.policy)}
 
 
-class Retention:
-    """Finds checkpoints in the index, changes the store, then the index. Any thread may call any method."""
+class RetentionViews:
+    """Reads policies, holds and verifications. Any thread may use it."""
 
-    def __init__(self, store: Store, catalog: Catalog, store_sync: StoreSync, clock: Clock) -> None:
+    def __init__(self, store: Store, clock: Clock) -> None:
         self._store = store
-        self._catalog = catalog
-        self._store_sync = store_sync
         self._clock = clock
 
-    def operator(self, by: str = "") -> StoreOperator:
-        """A store operator that acts for a caller. Runs that it changes are up to date in the index on return."""
-        return StoreOperator(self._store, self._clock, by, self._store_sync.sync_run, check_deletes=False)
-
-    def delete(self, reference: Reference, by: str, reason: str, grace_s: float | None, force: bool) -> None:
-        """Hide a checkpoint; it is deleted after the grace period.
-
-        force: even if it is the newest one of its run. Raises NoCheckpoint or CheckpointHeld.
-        """
-        found = self._catalog.find(reference)
-        self.operator(by).delete(found, SWEEP_GRACE_S if grace_s is None else grace_s, reason, force)
-
-    def undelete(self, reference: Reference, by: str, reason: str) -> Checkpoint:
-        """Undo a deletion; the checkpoint is listed and pinned on return. Raises NoCheckpoint or SweepBegun."""
-        found = self.operator(by).undelete(reference, reason)
-        return self._catalog.find(_exactly(found))
-
-    def pin(self, reference: Reference, name: str, by: str, reason: str) -> NamedPin:
-        """Keep a checkpoint until the pin is removed; durable on return. Raises InvalidName or NoCheckpoint."""
-        found = self._catalog.find(reference)
-        self.operator(by).pin(found, name, reason)
-        return NamedPin(id=found.id, name=name)
-
-    def unpin(self, reference: Reference, name: str, by: str) -> None:
-        """Remove a pin. Idempotent. Raises InvalidName or NoCheckpoint."""
-        self.operator(by).unpin(self._catalog.find(reference), name)
-
-    def label(self, reference: Reference, change: LabelChange, by: str, reason: str) -> Checkpoint:
-        """Change tags and metrics; durable and indexed on return. Raises InvalidRequest or NoCheckpoint."""
-        found = self._catalog.find(reference)
-        self.operator(by).label(found, change, reason)
-        return self._catalog.find(_exactly(found))
-
-    def change_policies(self, request: PoliciesRequest, by: str) -> PoliciesInForce:
-        """Put policies in force; durable on return, applied within seconds. Raises InvalidRequest or Conflict."""
-        return self.operator(by).change_policies(request.policies, request.expected, request.reason)
-
-
-def _exactly(checkpoint: Checkpoint) -> Reference:
-    return Reference(checkpoint.run, checkpoint.step, checkpoint.attempt.ulid)
-
-
-class Leases:
-    """Protects checkpoints from deletion for readers that have no access to the store."""
-
-    def __init__(self, store: Store, catalog: Catalog, clock: Clock) -> None:
-        self._store = store
-        self._catalog = catalog
-        self._clock = clock
-
-    def take(self, reference: Reference, holder: str, ttl_s: float) -> tuple[str, str]:
-        """Protect a checkpoint for `ttl_s` seconds; the lease is durable on return. Returns its run and its id.
-
-        Raises InvalidRequest, or NoCheckpoint if the checkpoint is deleted or being deleted.
-        """
-        if not 0 < ttl_s <= _MAX_TTL_S:
-            raise InvalidRequest(
-                f"ttl_s {ttl_s} is not allowed", f"Use at most {_MAX_TTL_S:.0f} seconds, and renew the lease"
-            )
-        if not 0 < len(holder) <= _MAX_HOLDER:
-            raise InvalidRequest("the holder's name is empty or too long", f"Use 1 to {_MAX_HOLDER} characters")
-        checkpoint = self._catalog.find(reference)
-        lease = take_lease(Run(self._store, checkpoint.run, self._clock), checkpoint.attempt, holder, ttl_s)
-        return checkpoint.run, lease
-
-    def release(self, run: str, lease: str) -> None:
-        """End a lease. Idempotent."""
-        release_lease(Run(self._store, check_run(run)), lease)
+    def of_run(self, run: str) -> RetentionView:
+        """The view of one run; takes a few listings. Raises InvalidName, Damaged or Unavailable."""
+        named = Run(self._store, run, self._clock)
+        in_force = read_policies(self._store)
+        return RetentionView(
+            policy=policy_for(in_force.policies, run) if in_force is not None else None,
+            holds=active_holds(named),
+            verified=verified_at(named),
+            now=self._clock(),
+            max_delete_fraction=in_force.policies.max_delete_fraction if in_force is not None else 1.0,
+        )

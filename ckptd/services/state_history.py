@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import InvalidRequest
 from ckptstore.reading.difference import Side, Unequal, unequal
 from ckptstore.reading.history import RunFinding, first_trouble, series
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.statistics import CheckpointStatistics, read_statistics
-from ckptstore.stores import Store
 
 MOST_CHECKPOINTS = 60
 """Checkpoints whose statistics one page reads."""
@@ -34,8 +32,8 @@ class Development:
 class StateHistory:
     """Reads statistics. Any thread may use it."""
 
-    def __init__(self, store: Store, clock: Clock) -> None:
-        self._source = StoreSource(store, clock)
+    def __init__(self, source: StoreSource) -> None:
+        self._source = source
 
     def of_run(self, run: str, checkpoints: Sequence[Checkpoint]) -> Development:
         """How the newest of these checkpoints developed. Raises NoCheckpoint or Unavailable."""

@@ -94,14 +94,14 @@ class Operations(Connection):
 
     def plan_prune(self, prune: Prune) -> PrunePlan:
         """What a prune would delete and what would stay, and why. Raises NoCheckpoint or InvalidRequest."""
-        return self._prune(bodies.PruneRequest.of(prune, dry_run=True))
+        return self._prune(prune, dry_run=True)
 
     def prune(self, prune: Prune, plan: PrunePlan | None = None, progress: Progress = lambda _: None) -> PrunePlan:
         """Delete what the policy does not keep. The daemon plans again; nothing is reported while it works.
 
         Raises NoCheckpoint, InvalidRequest, TooMuchToDelete or StoreUnsafe.
         """
-        return self._prune(bodies.PruneRequest.of(prune, dry_run=False))
+        return self._prune(prune, dry_run=False)
 
     def collect(self, run: str | None = None, grace_s: float | None = None) -> list[CollectReport]:
         """Delete data that is due and clean up after crashes, as a job of the daemon.
@@ -114,7 +114,8 @@ class Operations(Connection):
         job = self.run_job(bodies.CollectJob(run=run))
         return convert((job.result or {}).get("runs", []), list[CollectReport])
 
-    def _prune(self, request: bodies.PruneRequest) -> PrunePlan:
+    def _prune(self, prune: Prune, dry_run: bool) -> PrunePlan:
+        request = msgspec.structs.replace(prune, dry_run=dry_run)
         return self._json("POST", bodies.PRUNE, bodies.PruneBody, body=request, timeout=3600).plan()
 
     # Events and jobs

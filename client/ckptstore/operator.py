@@ -89,8 +89,8 @@ class Operator(Protocol):
         """Delete what the policy does not keep. Checkpoints that the returned plan removes are no longer listed.
 
         plan: the plan that the caller has seen; a store follows it, a daemon plans again. progress is called with the
-        number of stored bytes. Raises what `plan_prune` raises, TooMuchToDelete unless the prune is confirmed,
-        or StoreUnsafe.
+        number of stored bytes. Raises what `plan_prune` raises, TooMuchToDelete unless the prune is forced,
+        StoreUnsafe.
         """
 
     def collect(self, run: str | None = None, grace_s: float | None = None) -> list[CollectReport]:
@@ -145,7 +145,7 @@ class StoreOperator:
     def undelete(self, reference: Reference, reason: str = "") -> Checkpoint:
         with self._changing(reference.run) as run:
             found = deletion.undelete_checkpoint(run, reference, reason)
-        return catalog.find(self.store, found)
+        return self._find(found)
 
     def deleted(self, run: str) -> list[Deleted]:
         return deletion.list_deleted(self.run(run))
@@ -163,7 +163,7 @@ class StoreOperator:
         run, attempt = self.run(checkpoint.run), checkpoint.attempt
         change_labels(run, attempt, change, reason)
         self._on_change(run.name)
-        return with_labels(run, [catalog.find(self.store, Reference(run.name, attempt.step, attempt.ulid))])[0]
+        return self._find(Reference(run.name, attempt.step, attempt.ulid))
 
     def audit(self, run: str, limit: int = 100) -> list[AuditEntry]:
         records = islice(audit.read_log(self.run(run), limit), limit)
@@ -190,7 +190,7 @@ class StoreOperator:
         def done(checkpoint: Checkpoint) -> None:
             progress(checkpoint.stored_bytes)
 
-        return apply_prunes(self.store, plan, self._clock, self._by, prune.confirmed, done, self._on_change)
+        return apply_prunes(self.store, plan, self._clock, self._by, prune.force, done, self._on_change)
 
     def collect(self, run: str | None = None, grace_s: float | None = None) -> list[CollectReport]:
         return list(self.collect_each(self.collectable(run), grace_s))
@@ -216,6 +216,9 @@ class StoreOperator:
 
     def probe(self) -> StoreReport:
         return run_store_checks(self.store, self._clock)
+
+    def _find(self, reference: Reference) -> Checkpoint:
+        return with_labels(self.run(reference.run), [catalog.find(self.store, reference)])[0]
 
     @contextmanager
     def _changing(self, run: str) -> Iterator[Run]:

@@ -52,9 +52,9 @@ class Keeper:
         try:
             self._delete()
         except CkptError as error:
-            logger.warning("run %s is not pruned: %s", self._prune.runs, error)
+            logger.warning("run %s is not pruned: %s", self._prune.run, error)
         except Exception:
-            logger.exception("run %s is not pruned", self._prune.runs)
+            logger.exception("run %s is not pruned", self._prune.run)
 
     def _delete(self) -> None:
         wanted = self._operator.plan_prune(self._prune)
@@ -63,7 +63,7 @@ class Keeper:
             self._warned = True
             logger.warning(
                 "run %s has %d checkpoints, and %d are to be kept: %d are deleted now, and more with the next saves",
-                self._prune.runs, len(wanted.decisions), len(wanted.keep), len(plan.remove),
+                self._prune.run, len(wanted.decisions), len(wanted.keep), len(plan.remove),
             )  # fmt: skip
         self._operator.prune(self._prune, plan)
 

@@ -79,7 +79,6 @@ from ckptapi.bodies.retention import (
     PoliciesRequest,
     PruneBody,
     PruneItem,
-    PruneRequest,
     UndeleteRequest,
 )
 from ckptapi.bodies.tokens import TOKENS, NewTokenBody, RotateRequest, Scope, TokenBody, TokenRequest, TokensBody
@@ -150,7 +149,6 @@ __all__ = [
     "Problem",
     "PruneBody",
     "PruneItem",
-    "PruneRequest",
     "Rank",
     "RankBody",
     "RankReport",

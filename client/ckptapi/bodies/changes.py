@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 NOTIFY = "/v1/notify"
@@ -28,8 +30,8 @@ class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Protect a checkpoint from deletion."""
 
     id: str
-    holder: str
-    ttl_s: float
+    holder: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    ttl_s: Annotated[float, msgspec.Meta(gt=0, le=7 * 24 * 3600)]
 
 
 class LeaseBody(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,12 +8,11 @@ import msgspec
 
 from ckptapi.bodies.checkpoints import CheckpointBody
 from ckptstore.commits.audit import AuditEntry
-from ckptstore.errors import InvalidRequest
-from ckptstore.format.records import Policy, PolicySet
+from ckptstore.format.records import PolicySet
 from ckptstore.retention.deletion import Deleted
 from ckptstore.retention.pins import NamedPin
 from ckptstore.retention.policy import KeepDecision, PoliciesInForce
-from ckptstore.retention.pruning import MAX_DELETE_FRACTION, Prune, PrunePlan
+from ckptstore.retention.pruning import MAX_DELETE_FRACTION, PrunePlan
 
 PRUNE = "/v1/prune"
 POLICIES = "/v1/policies"
@@ -21,40 +20,7 @@ DELETED = "/v1/deleted"
 AUDIT = "/v1/audit"
 PINS = "/v1/pins"
 
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=365 * 24 * 3600)]
 Reason = Annotated[str, msgspec.Meta(max_length=1000)]
-
-
-class PruneRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Prune one run, some or all."""
-
-    keep_last: int | None = None
-    """Short for rules with only keep_last."""
-    rules: Policy | None = None
-    """Without rules and keep_last, the policies in force apply."""
-    run: str | None = None
-    """A glob."""
-    grace_s: Seconds | None = None
-    """Time between hiding and deleting. None: that of the policies in force, or a day; 0: delete at once."""
-    force: bool = False
-    """Ignore the limit on the fraction of a run that is deleted at once."""
-    dry_run: bool = True
-
-    @staticmethod
-    def of(prune: Prune, dry_run: bool) -> PruneRequest:
-        """The request for a prune."""
-        return PruneRequest(
-            rules=prune.policy, run=prune.runs, grace_s=prune.grace_s, force=prune.confirmed, dry_run=dry_run
-        )
-
-    def prune(self) -> Prune:
-        """The prune that is requested. Raises InvalidRequest."""
-        policy = self.rules
-        if self.keep_last is not None:
-            if policy is not None:
-                raise InvalidRequest("both keep_last and rules are set", "Put keep_last into the rules")
-            policy = Policy(keep_last=self.keep_last)
-        return Prune(policy, self.run, self.grace_s, self.force)
 
 
 class PruneItem(msgspec.Struct, frozen=True, kw_only=True):

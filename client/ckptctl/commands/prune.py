@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
+from msgspec.structs import replace
 
 from ckptapi.bodies import PruneBody
 from ckptctl.commands.arguments import RunArgument
@@ -62,7 +62,7 @@ def _prune(session: Session, wanted: Prune, dry_run: bool, yes: bool, force: boo
         session.screen.preview([*_plan_blocks(plan, session.clock()), ""])
         session.screen.confirm(f"Delete {_amount(plan.remove)}{_when_freed(plan.grace_s)}?")
     # A person who answers yes has seen the plan on the screen.
-    wanted = replace(wanted, confirmed=force or not yes)
+    wanted = replace(wanted, force=force or not yes)
     with session.screen.progress("deleting", plan.freed_bytes) as progress:
         done = session.operator.prune(wanted, plan, progress)
     body = PruneBody.of(done, dry_run=False)

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Annotated
+
+import msgspec
 
 from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints, list_runs
@@ -28,18 +31,30 @@ MAX_DELETE_FRACTION = 0.9
 """The largest fraction of a run that a prune removes unless a person confirmed the plan."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prune:
-    """A request to prune."""
+class Prune(msgspec.Struct, frozen=True):
+    """A request to prune one run, some or all; as JSON, the body of `POST /v1/prune`."""
 
-    policy: Policy | None = None
-    """None: the policies in force, which may exclude runs."""
-    runs: str | None = None
+    rules: Policy | None = None
+    """Without rules and keep_last, the policies in force apply, which may exclude runs."""
+    run: str | None = None
     """A glob of run names; None: all runs."""
-    grace_s: float | None = None
+    grace_s: Annotated[float, msgspec.Meta(ge=0, le=365 * 24 * 3600)] | None = None
     """Time between hiding and deletion; None: the grace of the policies in force, or a day. 0: deleted immediately."""
-    confirmed: bool = False
+    force: bool = False
     """A person confirmed or forced the plan: it may remove any fraction of a run."""
+    keep_last: int | None = None
+    """Short for rules with only keep_last."""
+    dry_run: bool = True
+    """Over HTTP: only plan."""
+
+    @property
+    def policy(self) -> Policy | None:
+        """The policy; None for the policies in force. Raises InvalidRequest."""
+        if self.keep_last is None:
+            return self.rules
+        if self.rules is not None:
+            raise InvalidRequest("both keep_last and rules are set", "Put keep_last into the rules")
+        return Policy(keep_last=self.keep_last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,29 +125,29 @@ def plan_prune(run: Run, policy: Policy) -> PrunePlan:
 def plan_prunes(store: Store, prune: Prune, clock: Clock) -> PrunePlan:
     """The decisions about the checkpoints of all runs of a prune. Deletes nothing.
 
-    Raises NoCheckpoint if `prune.runs` is given and no matching run has a checkpoint, InvalidRequest if neither the
+    Raises NoCheckpoint if `prune.run` is given and no matching run has a checkpoint, InvalidRequest if neither the
     prune nor the store has a policy, or Unavailable.
     """
-    in_force = read_policies(store) if prune.policy is None or prune.grace_s is None else None
-    if prune.policy is None and in_force is None:
+    own = prune.policy
+    in_force = read_policies(store) if own is None or prune.grace_s is None else None
+    if own is None and in_force is None:
         raise InvalidRequest("no policies are in force", "Pass a policy (--keep 5), or set policies (ckptctl policy)")
     policies = in_force.policies if in_force is not None else PolicySet(grace_s=SWEEP_GRACE_S)
     decisions: list[KeepDecision] = []
     runs: list[str] = []
     for name in list_runs(store):
-        policy = prune.policy or policy_for(policies, name)
-        if policy is not None and (prune.runs is None or fnmatchcase(name, prune.runs)):
+        policy = own or policy_for(policies, name)
+        if policy is not None and (prune.run is None or fnmatchcase(name, prune.run)):
             decisions += plan_prune(Run(store, name, clock), policy).decisions
             runs.append(name)
-    if prune.runs is not None and not decisions:
-        raise NoCheckpoint(f"no run matching {prune.runs!r} has a checkpoint in {store.url}", "ckptctl runs lists them")
-    own = prune.policy is not None
+    if prune.run is not None and not decisions:
+        raise NoCheckpoint(f"no run matching {prune.run!r} has a checkpoint in {store.url}", "ckptctl runs lists them")
     return PrunePlan(
         tuple(decisions),
         tuple(runs),
         policies.grace_s if prune.grace_s is None else prune.grace_s,
-        MAX_DELETE_FRACTION if own else policies.max_delete_fraction,
-        "prune" if own or in_force is None else f"policies, version {in_force.version}",
+        MAX_DELETE_FRACTION if own is not None else policies.max_delete_fraction,
+        "prune" if own is not None or in_force is None else f"policies, version {in_force.version}",
     )
 
 

@@ -62,7 +62,7 @@ def test_a_policy_that_would_take_most_of_a_run_is_refused_and_counted(store: St
         wait_until(lambda: failed in daemon.get("/metrics").text, "the refusal")
         assert _steps(store) == [4, 3, 2, 1, 0]
         with daemon.client() as client:
-            client.prune(Prune(runs="gpt", confirmed=True))
+            client.prune(Prune(run="gpt", force=True))
         assert _steps(store) == [4, 3]
 
 
