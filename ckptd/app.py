@@ -16,19 +16,17 @@ from fastapi.routing import APIRoute
 from ckptapi import bodies
 from ckptd.api import checkpoints, decisions, events, jobs, probes, restores, retention, tokens
 from ckptd.cache import BlockCache, open_folder
-from ckptd.housekeeping.gauges import EventMetrics, Gauges, GoodputGauges
 from ckptd.housekeeping.job_handlers import JobHandlers
 from ckptd.housekeeping.leadership import Leadership, LeaderStore
-from ckptd.housekeeping.orphans import OrphanCollector
 from ckptd.housekeeping.policies import POLICIES, PolicyLoop
-from ckptd.housekeeping.recovery import Recovery, RecoveryLoop
+from ckptd.housekeeping.recovery import OrphanCollector, Recovery, RecoveryLoop
 from ckptd.housekeeping.scrubbing import Scrubber
 from ckptd.housekeeping.webhooks import Webhooks
 from ckptd.http import openapi, problems
 from ckptd.http.access import authorize
+from ckptd.http.concurrency import Waiting
 from ckptd.http.context import INDEX_THREADS, STORE_THREADS, Context, Threads
 from ckptd.http.middleware import Authentication, Bounds, RequestLog
-from ckptd.http.waiting import Waiting
 from ckptd.index import (
     Database,
     DecisionIndex,
@@ -40,8 +38,8 @@ from ckptd.index import (
     RestoreIndex,
     TokenIndex,
 )
-from ckptd.metrics import Metrics
-from ckptd.pages import checkpoint_routes, routes, run_routes
+from ckptd.metrics import EventMetrics, Gauges, GoodputGauges, Metrics
+from ckptd.pages import routes
 from ckptd.pages.sessions import PageSessions
 from ckptd.services import (
     Accounts,
@@ -59,7 +57,7 @@ from ckptd.services import (
     Uploads,
 )
 from ckptd.services.remote_create import RemoteCreateDecider, RemoteCreateService
-from ckptd.services.restore_leases import RestoreLeases
+from ckptd.services.restores import RestoreLeases
 from ckptd.services.retention import RetentionViews
 from ckptd.settings import AUTH_OFF, Settings
 from ckptd.tracing import Tracer, no_span
@@ -93,7 +91,7 @@ def create_app(settings: Settings, store: Store | None = None, clock: Clock = sy
     cache = _open_cache(settings, core.store, core.metrics)
     services = _services(core, cache)
     services.tokens.refresh()
-    core.metrics.registry.register(Gauges(core.index, core.restores, core.freshness, clock))
+    core.metrics.registry.register(Gauges(core.index, core.restores, core.freshness.lag_s, clock))
     return _assemble(
         Context(services, Threads(tracer.span if tracer else no_span), core.metrics, core.waiting),
         settings.auth != AUTH_OFF,
@@ -254,7 +252,7 @@ def _assemble(
     for module in (checkpoints, decisions, restores, retention, events, jobs, tokens):
         _include(app, module.router, [Depends(openapi.only_known)])
     # Monitoring and links add parameters of their own.
-    for module in (probes, routes, run_routes, checkpoint_routes):
+    for module in (probes, routes):
         _include(app, module.router, [])
     # The last one added is the outermost.
     known = context.services.tokens if auth else None

@@ -12,11 +12,11 @@ from starlette.responses import PlainTextResponse, Response
 from ckptapi import bodies
 from ckptd.http.access import CallerDep
 from ckptd.http.bodies import json_response, read_body
+from ckptd.http.concurrency import happens
 from ckptd.http.context import Context, Ctx, Found, Ref
 from ckptd.http.listing import ListingQuery, write_cursor
 from ckptd.http.openapi import documented
 from ckptd.http.streaming import client_of, matches, object_response
-from ckptd.http.waiting import happens
 from ckptd.index import RunSummary
 from ckptd.services.events import CHECKPOINTS
 from ckptstore.commits.catalog import Checkpoint

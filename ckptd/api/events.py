@@ -17,10 +17,10 @@ from ckptapi import bodies
 from ckptd.api.checkpoints import RunQuery
 from ckptd.http.access import CallerDep, validity_of
 from ckptd.http.bodies import json_response, read_body
+from ckptd.http.concurrency import happens
 from ckptd.http.context import Context, Ctx, Ref
 from ckptd.http.openapi import documented
 from ckptd.http.streaming import client_of
-from ckptd.http.waiting import happens
 from ckptd.index import Event
 from ckptd.services.events import ANY, EventPage
 from ckptstore import human

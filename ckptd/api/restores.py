@@ -10,9 +10,9 @@ from starlette.responses import Response
 from ckptapi import bodies
 from ckptd.api.checkpoints import RunQuery
 from ckptd.http.bodies import json_response, read_body
+from ckptd.http.concurrency import happens
 from ckptd.http.context import Context, Ctx
 from ckptd.http.openapi import documented
-from ckptd.http.waiting import happens
 from ckptd.index import RankProgress, Restore
 from ckptd.services.restores import RestoreView
 

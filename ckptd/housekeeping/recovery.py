@@ -1,4 +1,7 @@
-"""Commits finished attempts whose committer died. Only the leader does this."""
+"""Unfinished attempts: commits those that are complete, collects those that are abandoned. Only the leader does this.
+
+The collector also finishes interrupted deletions, and deletes expired leases.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,14 @@ from ckptd.index import Index
 from ckptd.metrics import Metrics
 from ckptd.services.store_sync import PollPlan
 from ckptstore.clock import Clock
+from ckptstore.commits.catalog import list_runs
 from ckptstore.commits.commit import receipt_ranks
 from ckptstore.errors import CkptError, LeadershipLost, Unavailable
 from ckptstore.names import Attempt, RunKeys, checkpoint_id
-from ckptstore.retention.deletion import advance, undecided_attempts
+from ckptstore.retention.deletion import Waste, advance, collect, measure_waste, undecided_attempts
 from ckptstore.run import Run
 from ckptstore.stores import Store
+from ckptstore.stores.checks import check_store
 
 _LOG = logging.getLogger(__name__)
 
@@ -107,3 +112,57 @@ class RecoveryLoop:
             _LOG.warning("committed %s: its own committer did not", checkpoint_id(run, attempt))
             self._metrics.rolled_forward.inc()
             self._on_commit(run, attempt)
+
+
+class OrphanCollector:
+    """Runs the collector over all runs. For one background thread."""
+
+    def __init__(self, store: Store, metrics: Metrics, clock: Clock, grace_s: float) -> None:
+        self._store = store
+        self._metrics = metrics
+        self._clock = clock
+        self._grace_s = grace_s
+        self._waste: dict[str, Waste] = {}
+
+    def waste(self) -> Waste:
+        """Bytes left in all runs by the last round. Any thread may call."""
+        found = list(self._waste.values())
+        return Waste(sum(waste.orphans for waste in found), sum(waste.tombstoned for waste in found))
+
+    def run_once(self) -> None:
+        """Collect in every run; a run that fails is tried again in the next round. Never raises CkptError."""
+        try:
+            check_store(self._store, self._clock)
+            runs = list_runs(self._store)
+            self._waste = {run: waste for run, waste in self._waste.items() if run in runs}
+            for run in runs:
+                self._collect(run)
+        except LeadershipLost as error:
+            _LOG.warning("leaving orphan collection to another daemon: %s", error)
+        except CkptError as error:
+            self._count(error)
+
+    def _collect(self, name: str) -> None:
+        try:
+            run = Run(self._store, name, self._clock)
+            collected = collect(run, self._grace_s)
+            self._waste = {**self._waste, name: measure_waste(run)}
+        except LeadershipLost:
+            raise
+        except CkptError as error:
+            self._count(error)
+            return
+        self._metrics.rolled_forward.inc(len(collected.rolled_forward))
+        self._metrics.orphans_aborted.inc(len(collected.aborted))
+        self._metrics.orphan_freed_bytes.inc(collected.freed_bytes)
+        if collected.aborted:
+            _LOG.info(
+                "aborted %d orphaned attempts of run %s and freed %d bytes",
+                len(collected.aborted),
+                name,
+                collected.freed_bytes,
+            )
+
+    def _count(self, error: CkptError) -> None:
+        _LOG.warning("cannot collect orphans: %s", error)
+        self._metrics.store_errors.labels("collect", error.code).inc()

@@ -16,7 +16,7 @@ from fastapi import Depends, Request
 from ckptapi import bodies
 from ckptapi.bodies import JobRequest, Scope
 from ckptd.http.context import Context
-from ckptd.services.callers import Caller
+from ckptd.services.tokens import Caller
 from ckptstore.names import Reference
 
 CALLER = "ckptd_caller"

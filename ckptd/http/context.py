@@ -10,8 +10,7 @@ from typing import Annotated, ParamSpec, TypeVar
 from anyio import CapacityLimiter, to_thread
 from fastapi import Depends, Path, Request
 
-from ckptd.http.sharing import ConcurrencyLimit, FairSemaphore
-from ckptd.http.waiting import KeyedLocks, Waiting
+from ckptd.http.concurrency import ConcurrencyLimit, FairSemaphore, KeyedLocks, Waiting
 from ckptd.metrics import Metrics
 from ckptd.services import Services
 from ckptd.tracing import Span, no_span

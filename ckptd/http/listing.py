@@ -12,7 +12,7 @@ from fastapi import Depends, Query
 
 from ckptapi.listing import Bound, Filter, Sort, Tagged, check_glob
 from ckptd.index import PageKey, key_types
-from ckptd.services.callers import Caller
+from ckptd.services.tokens import Caller
 from ckptstore.commits.catalog import State
 from ckptstore.errors import BadInput, InvalidRequest
 from ckptstore.format.decoding import convert, decode_json

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import OrderedDict
 from collections.abc import Callable
-from time import perf_counter
+from time import monotonic, perf_counter
+from typing import TypeVar
 from urllib.parse import quote, urlsplit
 from uuid import uuid4
 
@@ -13,14 +15,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ckptd.http.access import CALLER, STILL_VALID
+from ckptd.http.concurrency import ConcurrencyLimit
 from ckptd.http.problems import error_response, problem_response
-from ckptd.http.sharing import ConcurrencyLimit
-from ckptd.http.throttle import WINDOW_S, Throttle
 from ckptd.logs import FIELDS, REQUEST_ID
 from ckptd.metrics import Metrics, method_label, route_of
 from ckptd.redaction import mask_passwords
-from ckptd.services.callers import ANONYMOUS, Caller
-from ckptd.services.tokens import Tokens
+from ckptd.services.tokens import ANONYMOUS, Caller, Tokens
 from ckptd.settings import is_loopback
 from ckptstore.errors import CkptError, Denied, Forbidden, TooManyFailures, Unauthorized, Unavailable
 
@@ -33,6 +33,9 @@ _METHOD_CHARS = 16
 _PATH_CHARS = 1024
 """Longer methods and paths are cut in the access log."""
 _BEARER = "Bearer "
+MAX_FAILURES = 10
+WINDOW_S = 60.0
+"""An address with this many failed authentications is blocked for this time."""
 _HEADERS = {Unauthorized: {"WWW-Authenticate": "Bearer"}, TooManyFailures: {"Retry-After": str(round(WINDOW_S))}}
 _HOW = "Set CKPT_TOKEN, or send Authorization: Bearer <token>; ckptd token create makes one"
 
@@ -208,3 +211,50 @@ class Bounds:
                 return
         with self._limit.use(scope["client"][0] if scope["client"] else "-"):
             await self._app(scope, receive, send)
+
+
+_MAX_ADDRESSES = 10_000
+_MAX_TRUSTED = 10_000
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+
+
+class Throttle:
+    """Counts failures per address. For one event loop.
+
+    A token that an address has used successfully is never blocked: one job with a wrong token must not lock out the
+    others on its host, or behind the same proxy.
+    """
+
+    def __init__(self, now: Callable[[], float] = monotonic) -> None:
+        self._now = now
+        self._failures: OrderedDict[str, tuple[float, int]] = OrderedDict()
+        self._trusted: OrderedDict[tuple[str, int], None] = OrderedDict()
+
+    def check(self, address: str, secret: str) -> None:
+        """Raises TooManyFailures if the address is blocked for this token."""
+        began, count = self._failures.get(address, (0.0, 0))
+        if count < MAX_FAILURES or self._now() - began >= WINDOW_S or (address, hash(secret)) in self._trusted:
+            return
+        raise TooManyFailures(
+            f"{count} requests from {address} had a wrong token within {WINDOW_S:.0f} seconds",
+            "Correct the token, and wait a minute",
+        )
+
+    def succeeded(self, address: str, secret: str) -> None:
+        """Trust this token from this address from now on."""
+        _remember(self._trusted, (address, hash(secret)), None, _MAX_TRUSTED)
+
+    def failed(self, address: str) -> None:
+        """Count a failure."""
+        now = self._now()
+        began, count = self._failures.get(address, (now, 0))
+        fresh = now - began >= WINDOW_S
+        _remember(self._failures, address, (now, 1) if fresh else (began, count + 1), _MAX_ADDRESSES)
+
+
+def _remember(table: OrderedDict[_K, _V], key: _K, value: _V, limit: int) -> None:
+    table[key] = value
+    table.move_to_end(key)
+    while len(table) > limit:
+        table.popitem(last=False)

@@ -11,7 +11,7 @@ from starlette.responses import Response, StreamingResponse
 
 from ckptd.http.context import Context
 from ckptd.http.problems import problem_response
-from ckptd.services.objects import StoredObject
+from ckptd.services.contents import StoredObject
 
 _SENT_BYTES = 512 << 10
 """Per write, so that data copied on its way to the socket stays in the CPU cache."""

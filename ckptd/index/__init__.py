@@ -1,6 +1,6 @@
 """The index: checkpoints of the store, and restore sessions, in SQL. All SQL of the project is here."""
 
-from ckptd.index.checkpoints import Index, IndexedAttempts, Reading, RunChanged, RunSummary, Stamp
+from ckptd.index.checkpoints import BegunGeneration, Index, IndexedAttempts, Reading, RunChanged, RunSummary, Stamp
 from ckptd.index.database import Database, Fence
 from ckptd.index.decisions import Decision, DecisionIndex
 from ckptd.index.events import Event, EventContent, EventLog
@@ -8,7 +8,6 @@ from ckptd.index.jobs import Job, JobIndex
 from ckptd.index.leaders import LeaderIndex, Tenure
 from ckptd.index.listing import Found, Listing, PageKey, key_types
 from ckptd.index.restores import RankProgress, Restore, RestoreIndex
-from ckptd.index.states import BegunGeneration
 from ckptd.index.tokens import Token, TokenIndex
 
 __all__ = [

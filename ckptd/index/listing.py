@@ -9,8 +9,8 @@ from typing import Any
 from sqlalchemy import ColumnElement, Select, and_, or_, select
 
 from ckptapi.listing import Filter, Sort
+from ckptd.index.checkpoints import read_checkpoint
 from ckptd.index.database import Database, retried
-from ckptd.index.states import read_checkpoint
 from ckptd.index.tables import checkpoints
 from ckptstore.commits.catalog import Checkpoint
 

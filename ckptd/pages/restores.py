@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from ckptapi.bodies import Phase
 from ckptd.index import RankProgress
-from ckptd.pages.charts import Cell
-from ckptd.services.progress import fraction
-from ckptd.services.restores import RestoreView
+from ckptd.services.restores import RestoreView, fraction
 from ckptstore import human
 
 _CELL = 18.0
@@ -20,6 +18,18 @@ _ROWS_SHOWN = 64
 _ORDER = {Phase.FAILED: 0, Phase.JOINED: 1, Phase.PLANNING: 2, Phase.FETCHING: 3, Phase.PLACING: 4, Phase.RESTORED: 5}
 ABSENT = "absent"
 """The kind of a rank that has not joined."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One square of a grid, for one item or several adjacent ones."""
+
+    x: float
+    y: float
+    title: str
+    kind: str
+    filled: float
+    """From 0 to the size of the square."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,21 +1,34 @@
-"""The pages about several runs. Each queries the services, builds a view and renders a template. All are read-only."""
+"""The pages. Each queries the services, builds a view and renders a template. All are read-only."""
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from ckptapi.bodies import AttemptBody, RestoreState, Scope
+from ckptapi.listing import Filter, Sort
+from ckptd.http.access import caller_of
 from ckptd.http.context import Context, Ctx
-from ckptd.pages.forms import read_form
-from ckptd.pages.overview import RunRow, chosen_runs, run_row
-from ckptd.pages.queries import RunOrder, number, search
+from ckptd.pages.contents import ContentsView, contents_view
+from ckptd.pages.queries import RunOrder, number, page_query, search
 from ckptd.pages.rendering import page
 from ckptd.pages.restores import session_view
-from ckptd.pages.visiting import RESTORES, Visiting, Visitor, frame, newest, soon
-from ckptd.services.callers import Caller
+from ckptd.pages.runs import Progress, RunRow, chosen_runs, progress, run_row, run_view
+from ckptd.pages.sessions import VISIT, Visit, read_form
+from ckptd.pages.state import checkpoint_state_view, difference_view, run_state_view
+from ckptd.pages.timeline import goodput_view
+from ckptd.services.retention import RetentionView
+from ckptd.services.tokens import Caller
+from ckptstore import human
+from ckptstore.commits.catalog import Checkpoint, State
+from ckptstore.errors import CkptError, Damaged, NoCheckpoint, Unavailable
+from ckptstore.names import Reference, check_run
+from ckptstore.reading.statistics import CheckpointStatistics
 from ckptstore.stores.checks import StoreReport
 
 _RUNS_A_PAGE = 50
@@ -24,6 +37,62 @@ _JOBS = 100
 _LIVE_S = 2
 
 router = APIRouter(include_in_schema=False)
+MOST_CHECKPOINTS = 5_000
+"""Maximum number of checkpoints on the page of a run."""
+RESTORES = 100
+"""Maximum number of restore sessions on a page."""
+_PATIENCE_S = 3.0
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Visitor:
+    """The user who views a page."""
+
+    caller: Caller
+    now: float
+    csrf: str
+    """The CSRF token for the forms."""
+    logged_in: bool
+    """Logged in by the form instead of by a header."""
+
+    @property
+    def name(self) -> str:
+        """The name of the token."""
+        return self.caller.name
+
+    @property
+    def pages(self) -> tuple[str, ...]:
+        """Pages in the navigation. Pages about all runs are hidden from callers that are bound to some."""
+        everybody = ("/", "/attempts", "/restores")
+        return everybody if self.caller.bound else (*everybody, "/jobs", "/store")
+
+
+async def _visitor(request: Request) -> Visitor:
+    visit: Visit = request.scope[VISIT]
+    return Visitor(caller_of(request), visit.now, visit.secret, visit.logged_in)
+
+
+Visiting = Annotated[Visitor, Depends(_visitor)]
+
+
+def frame(request: Request, visitor: Visitor, live_s: int = 0) -> dict[str, Any]:
+    """The values that every page shows. live_s: refresh interval in seconds; 0: no refresh."""
+    return {"visitor": visitor, "now": visitor.now, "here": request.url.path, "live_s": live_s}
+
+
+async def soon(ctx: Context, work: Callable[..., _T], *args: Any) -> _T | None:
+    """The result of a call to the store; None if the store is slow, so that the rest of the page is shown."""
+    try:
+        async with asyncio.timeout(_PATIENCE_S):
+            return await ctx.threads.store(work, *args)
+    except (TimeoutError, Unavailable, Damaged):
+        return None
+
+
+def newest(ctx: Context, run: str, limit: int) -> list[Checkpoint]:
+    """The checkpoints of a run, newest step first. Raises InvalidName or NoCheckpoint."""
+    return ctx.services.catalog.page(Filter(run=check_run(run)), Sort.RUN, None, limit).checkpoints
 
 
 @router.get("/")
@@ -152,3 +221,185 @@ async def _restoring(ctx: Context, caller: Caller) -> list[str]:
     found = await ctx.threads.index(ctx.services.restores.newest, None, RESTORES)
     live = (view.restore for view in found if view.restore.state is RestoreState.RESTORING)
     return [restore.run for restore in live if caller.sees(restore.run)]
+
+
+@router.get("/runs/{run}")
+async def run(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Response:
+    """One run with its checkpoints."""
+    query = page_query(request)
+    checkpoints = await ctx.threads.index(newest, ctx, run, MOST_CHECKPOINTS)
+    if not checkpoints:
+        raise _nothing_here(run)
+    kept: RetentionView | None
+    kept, going = await asyncio.gather(
+        soon(ctx, ctx.services.retention_views.of_run, run),
+        _progress(ctx, run, checkpoints, visitor),
+    )
+    policy = kept.policy if kept else None
+    previewed = policy if query.plan else query.policy
+    view = run_view(
+        run,
+        checkpoints,
+        kept.reasons(checkpoints) if kept else None,
+        kept.evaluate(checkpoints, previewed) if kept and previewed else None,
+        query,
+        visitor.now,
+        await _overlaid(ctx, visitor, query.other),
+    )
+    states = ", ".join(f"{count:,} {state}" for state, count in view.states)
+    return page(
+        "run.html",
+        **frame(request, visitor),
+        view=view,
+        states=states,
+        all_states=tuple(State),
+        most=MOST_CHECKPOINTS,
+        policy=policy,
+        progress=going,
+        account=ctx.services.accounts.known().get(run),
+        tags=sorted(checkpoints[0].tags.items()),
+        blocked=kept.blocked(run, checkpoints) if kept else "",
+        not_finite_steps=sum(bool(c.not_finite) for c in checkpoints),
+        known=kept is not None,
+    )
+
+
+@router.get("/runs/{run}/goodput")
+async def goodput(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Response:
+    """What became of the time of one run."""
+    account = await ctx.threads.store(ctx.services.accounts.of_run, run)
+    checkpoints = await ctx.threads.index(newest, ctx, run, MOST_CHECKPOINTS)
+    return page("goodput.html", **frame(request, visitor), view=goodput_view(account, checkpoints))
+
+
+@router.get("/runs/{run}/state")
+async def run_state(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Response:
+    """How the tensors of a run developed, and where they went wrong."""
+    checkpoints = await ctx.threads.index(newest, ctx, run, MOST_CHECKPOINTS)
+    if not checkpoints:
+        raise _nothing_here(run)
+    found = await ctx.threads.store(ctx.services.state_history.of_run, run, checkpoints)
+    view = run_state_view(run, found, request.query_params.get("tensor", "")[:4096])
+    return page("run_state.html", **frame(request, visitor), view=view)
+
+
+def _nothing_here(run: str) -> NoCheckpoint:
+    return NoCheckpoint(f"run {run[:200]!r} has no checkpoint", "Its first save may be in progress: see the uploads")
+
+
+async def _overlaid(ctx: Context, visitor: Visitor, other: str) -> list[Checkpoint]:
+    """The checkpoints of the run that is drawn beside another one."""
+    if not other:
+        return []
+    if not visitor.caller.sees(check_run(other)):
+        raise NoCheckpoint(f"run {other!r} has no checkpoint", "Choose a run that the token may see")
+    return await ctx.threads.index(newest, ctx, other, MOST_CHECKPOINTS)
+
+
+async def _progress(ctx: Context, run: str, checkpoints: list[Checkpoint], visitor: Visitor) -> Progress:
+    """How the run goes; without what only the store knows, if it is slow."""
+    accounts = ctx.services.accounts
+    account, uploads = accounts.known().get(run), soon(ctx, ctx.services.uploads.live, run)
+    if account is None:
+        account, live = await asyncio.gather(soon(ctx, accounts.of_run, run), uploads)
+    else:
+        live = await uploads
+    return progress(checkpoints, len(live) if live is not None else None, account, visitor.now)
+
+
+_MAX_ENTRIES = 100_000
+
+
+@router.get("/checkpoints/{id}")
+async def checkpoint(request: Request, ctx: Ctx, visitor: Visiting, id: str) -> Response:
+    """One checkpoint and its contents."""
+    found = await ctx.threads.index(ctx.services.catalog.find, Reference.parse(id))
+    kept: RetentionView | None = await soon(ctx, ctx.services.retention_views.of_run, found.run)
+    contents, unread = await _contents(ctx, found)
+    restores = await ctx.threads.index(ctx.services.restores.newest, found.run, RESTORES)
+    older, newer = await ctx.threads.index(_neighbours, ctx, found)
+    verified_at = kept.verified.get(found.attempt) if kept else None
+    return page(
+        "checkpoint.html",
+        **frame(request, visitor),
+        checkpoint=found,
+        branch=found.branch_state.removeprefix(str(found.attempt.generation)).lstrip(",; "),
+        older=older,
+        newer=newer,
+        base=str(request.base_url).rstrip("/"),
+        age_s=max(0.0, visitor.now - found.committed_at),
+        share=human.ratio(found.stored_bytes, found.raw_bytes),
+        verified=f"{human.age(visitor.now - verified_at)} ago" if verified_at else "never" if kept else "not known",
+        held=kept.holds.get(found.attempt, ()) if kept else (),
+        contents=contents,
+        unread=unread,
+        restores=[view.restore for view in restores if view.restore.checkpoint.id == found.id],
+        events=await ctx.threads.index(ctx.services.events.of_checkpoint, found.id),
+    )
+
+
+@router.get("/checkpoints/{id}/state")
+async def checkpoint_state(request: Request, ctx: Ctx, visitor: Visiting, id: str) -> Response:
+    """The statistics of the tensors of a checkpoint, and what changed since the one before it, or another one."""
+    found = await ctx.threads.index(ctx.services.catalog.find, Reference.parse(id))
+    against = request.query_params.get("against", "")[:400]
+    if against:
+        base = Reference.parse(against)
+        if not visitor.caller.sees(base.run):
+            raise NoCheckpoint(
+                f"run {base.run!r} has no checkpoint", "Compare with a checkpoint that the token may see"
+            )
+        before: Checkpoint | None = await ctx.threads.index(ctx.services.catalog.find, base)
+    else:
+        listed = await ctx.threads.index(newest, ctx, found.run, MOST_CHECKPOINTS)
+        before = max((c for c in listed if c.attempt < found.attempt), key=lambda c: c.attempt, default=None)
+    view, unread = await _state(ctx, found)
+    old = (await _state(ctx, before))[0] if before is not None else None
+    difference = None
+    if before is not None:
+        try:
+            changed = await ctx.threads.store(ctx.services.state_history.unequal, before, found)
+            difference = difference_view(old, view, before.id, changed)
+        except CkptError as error:
+            unread = unread or error.message
+    return page(
+        "checkpoint_state.html",
+        **frame(request, visitor),
+        checkpoint=found,
+        view=checkpoint_state_view(view) if view is not None else None,
+        unread=unread,
+        difference=difference,
+    )
+
+
+async def _state(ctx: Context, found: Checkpoint) -> tuple[CheckpointStatistics | None, str]:
+    """The statistics of a checkpoint, or the reason why they are not shown."""
+    try:
+        return await ctx.threads.store(ctx.services.state_history.of_checkpoint, found), ""
+    except CkptError as error:
+        return None, error.message
+
+
+async def _contents(ctx: Context, found: Checkpoint) -> tuple[ContentsView | None, str]:
+    """The contents of a checkpoint, or the reason why they are not shown."""
+    if found.num_entries > _MAX_ENTRIES:
+        return None, f"{found.num_entries:,} entries are too many to draw: ckptctl show {found.id}"
+    exact = Reference(found.run, found.step, found.attempt.ulid)
+
+    def look() -> ContentsView:
+        contents = ctx.services.contents
+        entries = contents.entries(exact, 0, _MAX_ENTRIES).items
+        return contents_view(found.world_size, contents.shards(exact).items, entries)
+
+    try:
+        return await ctx.threads.store(look), ""
+    except CkptError as error:
+        return None, f"The contents cannot be shown: {error.message}"
+
+
+def _neighbours(ctx: Context, found: Checkpoint) -> tuple[Checkpoint | None, Checkpoint | None]:
+    """The checkpoints before and after one in its run."""
+    listed = newest(ctx, found.run, MOST_CHECKPOINTS)
+    older = max((c for c in listed if c.attempt < found.attempt), key=lambda c: c.attempt, default=None)
+    newer = min((c for c in listed if c.attempt > found.attempt), key=lambda c: c.attempt, default=None)
+    return older, newer

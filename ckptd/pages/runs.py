@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import inf
+from statistics import median
+from urllib.parse import quote
 
-from ckptd.pages.branches import Branches, branches
-from ckptd.pages.curves import WRITERS, Curves, main_metric, metric_curves, metric_names, time_curves
-from ckptd.pages.queries import RunPageQuery
+from ckptd.index import RunSummary
+from ckptd.pages.curves import WRITERS, Curves, main_metric, metric_curves, metric_names, time_curves, value_of
+from ckptd.pages.queries import RunOrder, RunPageQuery
+from ckptstore import human
+from ckptstore.charts import ChartMark, Spark, Tick, sparkline, step_axis
 from ckptstore.commits.catalog import Checkpoint, State, has_branches
+from ckptstore.commits.goodput import Account, EndOf
+from ckptstore.format.records import NearOnly
 from ckptstore.names import Attempt
 from ckptstore.retention.policy import KeepDecision
 
@@ -151,4 +159,176 @@ def _matches(checkpoint: Checkpoint, query: RunPageQuery) -> bool:
         query.state in (None, checkpoint.state)
         and (query.min_step is None or checkpoint.step >= query.min_step)
         and (query.max_step is None or checkpoint.step <= query.max_step)
+    )
+
+
+_GAPS = 12
+_SLACK_S = 60.0
+_LONGEST_S = 24 * 3600.0
+"""If it is not known whether the trainer has ended, a run is not called stalled after this time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How a run goes, and where."""
+
+    stalled: str
+    """Why it is called stalled: its trainer has not ended, and the next commit is overdue. Empty if it is not."""
+    ended: str
+    """How its trainer ended, if that is known."""
+    origin: str
+    """Who runs it, on which host and in which job; empty if that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """A run in the list."""
+
+    summary: RunSummary
+    age_s: float | None
+    """Age of its newest checkpoint; None if it has none."""
+    trend: Spark | None
+    trend_of: str
+    num_uploads: int | None
+    """None if unknown."""
+    num_restores: int
+    progress: Progress
+    near_only: NearOnly | None
+    """None if it has no near store."""
+
+    @property
+    def tags(self) -> list[tuple[str, str]]:
+        """The tags of its newest checkpoint."""
+        return sorted(self.summary.latest.tags.items()) if self.summary.latest else []
+
+
+def chosen_runs(
+    summaries: Sequence[RunSummary], text: str, order: RunOrder, accounts: Mapping[str, Account]
+) -> list[RunSummary]:
+    """The runs with `text` in their name, their origin, or a tag of their newest checkpoint, in an order."""
+    found = [summary for summary in summaries if text.lower() in _searched(summary, accounts.get(summary.run))]
+    keys: dict[RunOrder, Callable[[RunSummary], float]] = {
+        RunOrder.NEWEST: lambda summary: -summary.latest.committed_at if summary.latest else inf,
+        RunOrder.LARGEST: lambda summary: -summary.stored_bytes,
+        RunOrder.MOST: lambda summary: -summary.num_checkpoints,
+    }
+    return sorted(found, key=keys[order]) if order in keys else found
+
+
+def run_row(
+    summary: RunSummary,
+    recent: Sequence[Checkpoint],
+    num_uploads: int | None,
+    num_restores: int,
+    account: Account | None,
+    now: float,
+) -> RunRow:
+    """A run with data of its newest checkpoints. recent: newest step first. account: None if it is not known."""
+    known = [c for c in reversed(recent) if c.state is State.COMMITTED]
+    metric = main_metric(known)
+    age_s = max(0.0, now - summary.latest.committed_at) if summary.latest else None
+    trend = sparkline(value_of(c, metric) for c in known)
+    going = progress(recent, num_uploads, account, now)
+    near_only = account.near_only if account is not None else None
+    return RunRow(summary, age_s, trend, metric, num_uploads, num_restores, going, near_only)
+
+
+def progress(recent: Sequence[Checkpoint], num_uploads: int | None, account: Account | None, now: float) -> Progress:
+    """How a run goes. recent: its newest checkpoints, newest step first. account: None if it is not known."""
+    known = [c for c in reversed(recent) if c.state is State.COMMITTED]
+    ended = account.attempts[-1].ended if account is not None else EndOf.RUNNING
+    alive = ended in (EndOf.RUNNING, EndOf.VANISHED) and not num_uploads
+    stalled = _overdue(known, now, _LONGEST_S if account is None else inf) if alive else ""
+    how = "" if account is None else str(ended)
+    return Progress(stalled, how, _origin(account))
+
+
+def _origin(account: Account | None) -> str:
+    return str(account.attempts[-1].origin or "") if account is not None else ""
+
+
+def _searched(summary: RunSummary, account: Account | None) -> str:
+    tags = summary.latest.tags.items() if summary.latest else ()
+    return "\n".join([summary.run, _origin(account), *(f"{name}={value}" for name, value in tags)]).lower()
+
+
+def _overdue(commits: Sequence[Checkpoint], now: float, most_s: float) -> str:
+    """Why the next commit is overdue: three times the usual gap has passed, but not `most_s`. Empty if it is not.
+
+    commits: oldest first; three at least.
+    """
+    times = sorted(c.committed_at for c in commits[-_GAPS:])
+    if len(times) < 3:
+        return ""
+    usual = median(after - before for before, after in pairwise(times))
+    waited = now - times[-1]
+    if not 3 * usual + _SLACK_S < waited < most_s:
+        return ""
+    return f"no commit for {human.age(waited)}; the usual gap is {human.duration(usual)}"
+
+
+MOST_ROWS = 24
+_MOST_MARKS = 120
+_WIDTH, _LEFT, _RIGHT, _ROW, _TOP, _AXIS = 1088, 74, 1072, 26, 18, 26
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A generation."""
+
+    number: int
+    y: float
+    line: str
+    """The path of its line."""
+    live: bool
+    marks: tuple[ChartMark, ...]
+    """Its checkpoints; evenly thinned if there are many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Branches:
+    """The newest generations, newest last."""
+
+    width: int
+    height: int
+    left: int
+    right: int
+    bottom: int
+    rows: tuple[Branch, ...]
+    ticks: tuple[Tick, ...]
+    num_hidden: int
+
+
+def branches(checkpoints: Sequence[Checkpoint]) -> Branches:
+    """The drawing. checkpoints: of one run."""
+    by_generation: dict[int, list[Checkpoint]] = defaultdict(list)
+    for checkpoint in checkpoints:
+        by_generation[checkpoint.attempt.generation].append(checkpoint)
+    shown = sorted(by_generation)[-MOST_ROWS:]
+    heights = {number: _TOP + place * _ROW for place, number in enumerate(shown)}
+    steps = [c.step for number in shown for c in by_generation[number]]
+    across, ticks = step_axis(steps, _LEFT, _RIGHT)
+    bottom = _TOP + (len(shown) - 1) * _ROW + 16
+    ends = {number: max(c.step for c in by_generation[number]) for number in shown}
+    for parent in (by_generation[number][0].parent for number in shown):
+        if parent is not None and parent.generation in ends:  # the parent itself may be deleted
+            ends[parent.generation] = min(max(steps), max(ends[parent.generation], parent.step))
+    rows = []
+    for number in shown:
+        own, y = sorted(by_generation[number], key=lambda c: c.step), heights[number]
+        parent = own[0].parent
+        start = across(max(min(steps), parent.step)) if parent is not None else across(own[0].step)
+        above = heights.get(parent.generation, y) if parent is not None else y
+        end = across(ends[number])
+        bend = f"C{start},{y} {start},{y} {min(start + _ROW, end)},{y}" if above != y else ""
+        line = f"M{start},{above}{bend}H{end}"
+        rows.append(Branch(number, y, line, any(c.state is State.COMMITTED for c in own), _marks(own, across, y)))
+    return Branches(_WIDTH, bottom + _AXIS, _LEFT, _RIGHT, bottom, tuple(rows), ticks, len(by_generation) - len(shown))
+
+
+def _marks(own: Sequence[Checkpoint], across: Callable[[float], float], y: float) -> tuple[ChartMark, ...]:
+    kept = own[:: -(-len(own) // _MOST_MARKS)]
+    return tuple(
+        ChartMark(across(c.step), y, f"step {c.step:,} ({c.branch_state})", c.state, f"/checkpoints/{quote(c.id)}")
+        for c in kept
     )

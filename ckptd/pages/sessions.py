@@ -11,23 +11,23 @@ import re
 import secrets
 from collections import OrderedDict
 from dataclasses import dataclass
+from hmac import compare_digest
 from http import HTTPStatus
 from importlib.resources import files
-from urllib.parse import quote
+from urllib.parse import parse_qs, quote
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ckptd.http.throttle import Throttle
+from ckptd.http.middleware import Throttle
 from ckptd.logs import REQUEST_ID
 from ckptd.metrics import Metrics
-from ckptd.pages.forms import VISIT, Visit, cookie, read_form
 from ckptd.pages.rendering import page
 from ckptd.services.tokens import Tokens
 from ckptstore.clock import Clock
-from ckptstore.errors import CkptError, TooManyFailures, Unauthorized
+from ckptstore.errors import CkptError, Forbidden, InvalidRequest, TooManyFailures, Unauthorized
 from ckptstore.format.documents import digest
 
 SESSION = "ckptd_session"
@@ -250,3 +250,46 @@ def static_response(request: Request) -> Response:
     if request.headers.get("if-none-match") == headers["ETag"]:
         return Response(status_code=304, headers=headers)
     return Response(_FILES[name], 200, headers, _MEDIA[name])
+
+
+VISIT = "ckptd_visit"
+"""The key of the visit in the ASGI scope."""
+_MAX_FORM_BYTES = 8 << 10
+_MAX_FIELDS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """One request of a browser."""
+
+    secret: str
+    """The CSRF token that forms must contain."""
+    logged_in: bool
+    now: float
+
+
+def cookie(name: str, value: str, max_age_s: int, https: bool) -> tuple[bytes, bytes]:
+    """A Set-Cookie header for a cookie that scripts and other sites cannot read."""
+    secure = "; Secure" if https else ""
+    text = f"{name}={value}; Max-Age={max_age_s}; Path=/; HttpOnly; SameSite=Strict{secure}"
+    return b"set-cookie", text.encode("ascii")
+
+
+async def read_form(request: Request) -> dict[str, str]:
+    """The fields of a submitted form. Raises InvalidRequest, or Forbidden if another site sent the form."""
+    data = bytearray()
+    async for part in request.stream():
+        data += part
+        if len(data) > _MAX_FORM_BYTES:
+            raise InvalidRequest(f"the form is larger than {_MAX_FORM_BYTES} bytes", "Check that you pasted a token")
+    try:
+        fields = parse_qs(data.decode("ascii"), max_num_fields=_MAX_FIELDS, keep_blank_values=True)
+    except ValueError as error:
+        raise InvalidRequest(f"the form cannot be read: {error}", "Submit the form from its page") from error
+    visit: Visit = request.scope[VISIT]
+    found = {name: values[0] for name, values in fields.items()}
+    if not compare_digest(found.get("csrf", "").encode(), visit.secret.encode()):
+        raise Forbidden(
+            "the form was not submitted from a page of this daemon", "Reload the page, and allow cookies for it"
+        )
+    return found

@@ -4,12 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckptd.services.accounts import Accounts
-from ckptd.services.catalog import Catalog
-from ckptd.services.contents import Contents
+from ckptd.services.catalog import Catalog, Freshness
+from ckptd.services.contents import Contents, Objects
 from ckptd.services.events import Events
-from ckptd.services.freshness import Freshness
 from ckptd.services.jobs import Jobs
-from ckptd.services.objects import Objects
 from ckptd.services.remote_create import RemoteCreateService
 from ckptd.services.restores import Restores
 from ckptd.services.retention import RetentionViews

@@ -1,19 +1,25 @@
-"""Restore sessions: all ranks of a job restore one checkpoint, resolved once and protected by a lease."""
+"""Restore sessions: all ranks of a job restore one checkpoint, resolved once and protected by a lease.
+
+Restores: sessions begin, change and end. RestoreLeases: a lease is renewed while its session is live. Functions: what
+the reports of the ranks mean. Pure.
+"""
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
-from ckptapi.bodies import RankReport, RestoreRequest, RestoreState
+from ckptapi.bodies import Phase, RankReport, RestoreRequest, RestoreState
 from ckptd.index import RankProgress, Restore, RestoreIndex
-from ckptd.services import progress
+from ckptd.metrics import Metrics
 from ckptd.services.catalog import Catalog
-from ckptd.services.restore_leases import RestoreLeases
 from ckptstore.clock import Clock
 from ckptstore.commits import catalog
 from ckptstore.commits.catalog import Checkpoint, State
+from ckptstore.commits.leases import release_lease, renew_lease, take_lease
 from ckptstore.errors import (
     CkptError,
     Conflict,
@@ -24,6 +30,7 @@ from ckptstore.errors import (
     NotFound,
     StoreUnavailable,
     TooManyRequests,
+    Unavailable,
 )
 from ckptstore.names import Reference, check_run, check_ulid, new_ulid
 from ckptstore.run import Run
@@ -105,7 +112,7 @@ class Restores:
 
         def rule(restore: Restore, before: RankProgress | None) -> tuple[Restore, RankProgress | None]:
             _check_rank(rank, restore.world_size)
-            return progress.advance(restore, before, rank, report, now)
+            return advance(restore, before, rank, report, now)
 
         return self._announce(id, self._index.change(check_ulid(id), rank, rule))
 
@@ -141,7 +148,7 @@ class Restores:
         for restore in self._index.live():
             if self._expires_at(restore) > now:
                 continue
-            problem = progress.silence(restore, self._index.ranks(restore.id), now, self._started_at)
+            problem = silence(restore, self._index.ranks(restore.id), now, self._started_at)
             if problem:
                 self._announce(restore.id, self._index.end(restore.id, RestoreState.EXPIRED, problem, now))
 
@@ -203,7 +210,7 @@ class Restores:
         host = _host(request)
 
         def rule(restore: Restore, before: RankProgress | None) -> tuple[Restore, RankProgress | None]:
-            joined, rank = progress.join(restore, before, request.rank, now)
+            joined, rank = add_rank(restore, before, request.rank, now)
             return (replace(joined, host=host) if host and not request.rank and joined.live else joined), rank
 
         joined = self._index.change(restore.id, request.rank, rule)
@@ -221,9 +228,9 @@ class Restores:
         return RestoreView(
             restore=restore,
             expires_at=self._expires_at(restore) if restore.live else None,
-            progress=progress.mean(restore, ranks),
-            stragglers=tuple(progress.stragglers(restore, ranks, self._clock())),
-            slowest=progress.slowest(ranks) if restore.live else None,
+            progress=mean(restore, ranks),
+            stragglers=tuple(stragglers(restore, ranks, self._clock())),
+            slowest=slowest(ranks) if restore.live else None,
             ranks=tuple(ranks),
         )
 
@@ -288,3 +295,196 @@ def _check_same(restore: Restore, request: RestoreRequest) -> None:
 
 def _reference(request: RestoreRequest) -> Reference:
     return Reference(request.run, None) if request.checkpoint is None else Reference.parse(request.checkpoint)
+
+
+MAX_STRAGGLERS = 100
+_MAX_PROBLEM = 1000
+_NAMED = 16
+
+
+def add_rank(
+    restore: Restore, before: RankProgress | None, rank: int, now: float
+) -> tuple[Restore, RankProgress | None]:
+    """Add a rank to a session. A rank that joins again keeps its earlier report."""
+    if not restore.live:
+        return restore, before
+    if before is not None:
+        return restore, replace(before, reported_at=now)
+    return replace(restore, num_joined=restore.num_joined + 1), RankProgress(rank, Phase.JOINED, 0, 0, now)
+
+
+def advance(
+    restore: Restore, before: RankProgress | None, rank: int, report: RankReport, now: float
+) -> tuple[Restore, RankProgress | None]:
+    """Apply the report of a rank; the last restored rank and the first failed rank end the session.
+
+    An ended session does not change. A restored rank can fail but not go back: reports may arrive out of order.
+    """
+    if not restore.live:
+        return restore, before
+    restore, joined = add_rank(restore, before, rank, now)
+    assert joined is not None
+    if joined.phase is Phase.RESTORED and report.phase is not Phase.FAILED:
+        return restore, joined
+    problem = report.problem.replace("\0", "?")[:_MAX_PROBLEM]
+    latest = RankProgress(rank, report.phase, report.done_bytes, report.total_bytes, now, problem)
+    restore = replace(
+        restore,
+        num_restored=restore.num_restored + (latest.phase is Phase.RESTORED) - (joined.phase is Phase.RESTORED),
+        done_bytes=restore.done_bytes + latest.done_bytes - joined.done_bytes,
+        total_bytes=restore.total_bytes + latest.total_bytes - joined.total_bytes,
+    )
+    if latest.phase is Phase.FAILED:
+        why = problem or "it gave no reason"
+        restore = replace(restore, state=RestoreState.FAILED, ended_at=now, problem=f"rank {rank} failed: {why}")
+    elif restore.num_restored == restore.world_size:
+        restore = replace(restore, state=RestoreState.RESTORED, ended_at=now)
+    return restore, latest
+
+
+def fraction(progress: RankProgress) -> float:
+    """The fraction of its restore that a rank has done, from 0 to 1."""
+    if progress.phase is Phase.RESTORED:
+        return 1.0
+    return min(1.0, progress.done_bytes / progress.total_bytes) if progress.total_bytes else 0.0
+
+
+def mean(restore: Restore, ranks: Iterable[RankProgress]) -> float:
+    """The fraction of a session that is done, from 0 to 1."""
+    return sum(map(fraction, ranks)) / restore.world_size
+
+
+def slowest(ranks: Iterable[RankProgress]) -> RankProgress | None:
+    """The rank with the least progress among those that joined and are not restored."""
+    waiting = (progress for progress in ranks if progress.phase is not Phase.RESTORED)
+    return min(waiting, key=lambda progress: (fraction(progress), progress.rank), default=None)
+
+
+def stragglers(restore: Restore, ranks: Sequence[RankProgress], now: float) -> list[int]:
+    """Ranks that are not restored and are behind: less than half of the median rank's progress, or silent for more
+    than a quarter of ttl_s. Sorted, MAX_STRAGGLERS at most.
+
+    Ranks that never joined have no progress and have been silent since the session began.
+    """
+    if not restore.live:
+        return []
+    half = _median(restore.world_size, [fraction(progress) for progress in ranks]) / 2
+    late = now - restore.ttl_s / 4
+    behind = [
+        progress.rank
+        for progress in ranks
+        if progress.phase is not Phase.RESTORED and (fraction(progress) < half or progress.reported_at < late)
+    ]
+    if half > 0 or restore.created_at < late:
+        behind += _absent(restore.world_size, ranks)
+    return sorted(behind)[:MAX_STRAGGLERS]
+
+
+def silence(restore: Restore, ranks: Sequence[RankProgress], now: float, since: float) -> str:
+    """Why the session expires: the ranks that were silent for all of ttl_s, with their phases. Empty if none was.
+
+    since: silence before this time does not count, because no daemon was running to receive reports.
+    """
+    last_call = now - restore.ttl_s
+    if since > last_call:
+        return ""
+    silent = [
+        f"rank {progress.rank} ({progress.phase})"
+        for progress in ranks
+        if progress.phase is not Phase.RESTORED and progress.reported_at <= last_call
+    ]
+    num_silent = len(silent)
+    if restore.created_at <= last_call:
+        silent += [f"rank {rank} (never joined)" for rank in _absent(restore.world_size, ranks)]
+        num_silent += restore.world_size - len(ranks)
+    if not silent:
+        return ""
+    more = f" and {num_silent - _NAMED} more" if num_silent > _NAMED else ""
+    return f"no report for {restore.ttl_s:g} s from {', '.join(silent[:_NAMED])}{more}"
+
+
+def _median(world_size: int, fractions: Sequence[float]) -> float:
+    num_absent = world_size - len(fractions)
+    ordered = sorted(fractions)
+    middle = [i - num_absent for i in ((world_size - 1) // 2, world_size // 2)]
+    return sum(ordered[i] for i in middle if i >= 0) / 2
+
+
+def _absent(world_size: int, ranks: Sequence[RankProgress]) -> list[int]:
+    """The first ranks that never joined, MAX_STRAGGLERS at most."""
+    present = {progress.rank for progress in ranks}
+    return list(islice((rank for rank in range(world_size) if rank not in present), MAX_STRAGGLERS))
+
+
+_LOG = logging.getLogger(__name__)
+_OUTLIVES_S = 600.0
+"""How long a lease outlasts the ttl_s of its session, so that a daemon has time to restart."""
+
+
+class RestoreLeases:
+    """Reports only change the index; all work that waits for the store is here."""
+
+    def __init__(
+        self, store: Store, index: RestoreIndex, metrics: Metrics, clock: Clock, on_end: Callable[[str], None]
+    ) -> None:
+        """on_end: called with the id of a session that fails because its lease is lost."""
+        self._store = store
+        self._index = index
+        self._metrics = metrics
+        self._clock = clock
+        self._on_end = on_end
+
+    def take(self, checkpoint: Checkpoint, id: str, ttl_s: float) -> tuple[str, float]:
+        """Protect the checkpoint of a new session. Returns the lease and its expiry time.
+
+        Durable on return. Raises NoCheckpoint if the checkpoint is being deleted, or Unavailable.
+        """
+        duration = ttl_s + _OUTLIVES_S
+        until = self._clock() + duration
+        return take_lease(self._run(checkpoint.run), checkpoint.attempt, _holder(id), duration), until
+
+    def release(self, restore: Restore) -> None:
+        """Release the lease of a session. Idempotent. Raises Unavailable."""
+        if restore.lease is not None:
+            release_lease(self._run(restore.run), restore.lease)
+            self._index.release(restore.id)
+
+    def run_once(self) -> None:
+        """Release the leases of ended sessions and renew those of live ones. Never raises CkptError."""
+        for restore in self._index.leased():
+            try:
+                if restore.live:
+                    self._renew(restore)
+                else:
+                    self.release(restore)
+            except CkptError as error:
+                _LOG.warning("cannot renew or release the lease of restore %s: %s", restore.id, error)
+                if isinstance(error, Unavailable):
+                    self._metrics.store_errors.labels("restore", error.code).inc()
+
+    def _run(self, name: str) -> Run:
+        return Run(self._store, name, self._clock)
+
+    def _renew(self, restore: Restore) -> None:
+        now = self._clock()
+        duration = restore.ttl_s + _OUTLIVES_S
+        if restore.lease is None or restore.lease_until - now > duration / 2:
+            return
+        checkpoint, lease = restore.checkpoint, restore.lease
+        if now < restore.lease_until:
+            renew_lease(self._run(restore.run), lease, checkpoint.attempt, _holder(restore.id), duration)
+        else:
+            try:
+                lease, _ = self.take(checkpoint, restore.id, restore.ttl_s)
+            except NoCheckpoint as error:
+                problem = f"{error.message}: its lease expired while no daemon was running to renew it"
+                self._index.end(restore.id, RestoreState.FAILED, problem, now)
+                self._on_end(restore.id)
+                return
+        if not self._index.renew(restore.id, lease, now + duration):
+            # The session has just ended, and its lease may have been released before we renewed it.
+            release_lease(self._run(restore.run), lease)
+
+
+def _holder(id: str) -> str:
+    return f"restore {id}"

@@ -17,7 +17,7 @@ from zlib import crc32
 
 from ckptd.index import BegunGeneration, Index, IndexedAttempts, Reading, RunChanged, Stamp
 from ckptd.metrics import Metrics
-from ckptd.services.freshness import Freshness
+from ckptd.services.catalog import Freshness
 from ckptstore import names
 from ckptstore.clock import Clock
 from ckptstore.commits.catalog import (

@@ -10,11 +10,13 @@ import httpx
 import pytest
 
 from ckptapi import bodies
+from ckptapi.client import DaemonClient
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.commits.labels import LabelChange, change_labels
-from ckptstore.errors import CheckpointHeld
+from ckptstore.errors import CheckpointHeld, InvalidRequest, NoCheckpoint
 from ckptstore.format.records import Action, Policy
-from ckptstore.names import Reference
+from ckptstore.names import Reference, RunKeys, new_ulid
+from ckptstore.reading.verify import verify
 from ckptstore.retention.pruning import Prune
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
@@ -36,6 +38,26 @@ def served(tmp_path: Path) -> Iterator[tuple[Daemon, Store]]:
 
 def steps(store: Store) -> list[int]:
     return [checkpoint.step for checkpoint in list_checkpoints(Run(store, "gpt"))]
+
+
+# It polls once, at its start: later changes come by notification.
+_NEVER_POLLS = ("--poll-seconds", "3600")
+
+
+@pytest.fixture
+def daemon(store: Store) -> Iterator[Daemon]:
+    with running_daemon(store.url, options=_NEVER_POLLS) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def client(daemon: Daemon) -> Iterator[DaemonClient]:
+    with daemon.client() as client:
+        yield client
+
+
+def _steps(store: Store, run: str = "gpt") -> list[int]:
+    return [checkpoint.step for checkpoint in list_checkpoints(Run(store, run))]
 
 
 def test_a_deletion_hides_at_once_and_is_taken_back(served: tuple[Daemon, Store]) -> None:
@@ -152,3 +174,62 @@ def test_labels_are_patched_listed_and_found_in_the_store(served: tuple[Daemon, 
     assert httpx.patch(url, json={"tags": {"a b": "x"}}).json()["code"] == "invalid_request"
     assert httpx.patch(url, json={"metrics": {"loss": "much"}}).status_code == 422
     assert httpx.patch(daemon.url + "/v1/checkpoints/gpt@9", json={"tags": {"a": "x"}}).status_code == 404
+
+
+def test_a_dry_run_deletes_nothing_and_is_the_default(store: Store, daemon: Daemon) -> None:
+    for step in range(4):
+        write_checkpoint(store, step=step)
+    answer = daemon.post(bodies.PRUNE, {"keep_last": 1}).json()
+    assert answer["dry_run"] is True
+    assert [item["reasons"] for item in answer["items"]] == [["last-1"], [], [], []]
+    removed = [item["checkpoint"]["stored_bytes"] for item in answer["items"] if not item["reasons"]]
+    assert answer["freed_bytes"] == sum(removed) > 0
+    assert _steps(store) == [3, 2, 1, 0]
+
+
+def test_a_prune_works_from_the_store_and_updates_the_index(store: Store, daemon: Daemon, client: DaemonClient) -> None:
+    for step in range(4):
+        write_checkpoint(store, step=step)  # the index has seen none of them
+    write_checkpoint(store, "bert", 1)
+    pruned = client.prune(Prune(Policy(2), "gpt"))
+    assert not pruned.held
+    assert _steps(store) == [3, 2]
+    assert [c.step for c in client.checkpoints("gpt")] == [3, 2]
+    client.prune(Prune(Policy(1)))
+    assert (_steps(store), _steps(store, "bert")) == ([3], [1])
+    assert "ckptd_prune_deleted_total 3.0" in daemon.get("/metrics").text
+
+
+def test_prunes_that_make_no_sense(daemon: Daemon, client: DaemonClient) -> None:
+    rules: list[dict[str, object]] = [{"keep_last": 0}, {"rules": {}}, {"rules": {"keep_best": ["loss"]}}]
+    for keeps_nothing in rules:
+        answer = daemon.post(bodies.PRUNE, {**keeps_nothing, "dry_run": False})
+        assert (answer.status_code, answer.json()["code"]) == (422, InvalidRequest.code)
+    with pytest.raises(NoCheckpoint):
+        client.plan_prune(Prune(Policy(1), "no-such-run"))
+
+
+def test_a_lease_keeps_a_checkpoint_from_a_prune(store: Store, client: DaemonClient) -> None:
+    old = write_checkpoint(store, step=1)
+    write_checkpoint(store, step=2)
+    client.reindex()
+    lease = client.take_lease(old, "rank-0@host", 60)
+    pruned = client.prune(Prune(Policy(1), "gpt"))
+    assert [decision.reasons for decision in pruned.decisions] == [("last-1",), ("lease:rank-0@host",)]
+    assert verify(client, old).ok
+    client.release_lease("gpt", lease)
+    client.release_lease("gpt", lease)
+    client.prune(Prune(Policy(1), "gpt"))
+    assert _steps(store) == [2]
+    with pytest.raises(NoCheckpoint):
+        client.take_lease(old, "rank-0@host", 60)
+
+
+def test_a_reader_with_a_lease_finishes_although_its_checkpoint_was_hidden(store: Store, client: DaemonClient) -> None:
+    old = write_checkpoint(store, step=1)
+    client.reindex()
+    client.take_lease(old, "reader", 60)
+    store.put(RunKeys("gpt").tombstone(old.attempt, new_ulid(0)), b"a deletion that came in between")
+    client.reindex()
+    assert client.checkpoints("gpt") == []
+    assert verify(client, old).ok

@@ -14,7 +14,7 @@ import pytest
 from ckptapi import bodies
 from ckptapi.bodies import Scope, TokenRequest
 from ckptd.http.access import RULES, in_body
-from ckptd.http.throttle import MAX_FAILURES, WINDOW_S, Throttle
+from ckptd.http.middleware import MAX_FAILURES, WINDOW_S, Throttle
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import Denied, Forbidden, TooManyFailures, Unauthorized
 from ckptstore.stores import Store, open_store

@@ -17,8 +17,7 @@ from hypothesis.stateful import invariant, rule, run_state_machine_as_test
 from ckptapi.listing import Filter, Sort
 from ckptd.index import Database, Index, Listing
 from ckptd.metrics import Metrics
-from ckptd.services.catalog import Catalog
-from ckptd.services.freshness import Freshness
+from ckptd.services.catalog import Catalog, Freshness
 from ckptd.services.store_sync import IDLE_AFTER_S, IDLE_ROUNDS, StoreSync
 from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints
 from ckptstore.errors import CkptError, InvalidRequest, NoCheckpoint, StoreUnavailable

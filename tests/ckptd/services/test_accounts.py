@@ -8,8 +8,7 @@ import pytest
 from ckptd.index import Database, Index, Listing
 from ckptd.metrics import Metrics
 from ckptd.services import Accounts
-from ckptd.services.catalog import Catalog
-from ckptd.services.freshness import Freshness
+from ckptd.services.catalog import Catalog, Freshness
 from ckptd.services.store_sync import StoreSync
 from ckptstore.clock import system_clock
 from ckptstore.commits.heartbeats import SILENT_S

@@ -12,7 +12,7 @@ import pytest
 from ckptapi.listing import Filter, Sort
 from ckptd.index import Database, Index, Listing
 from ckptd.metrics import Metrics
-from ckptd.services.freshness import Freshness
+from ckptd.services.catalog import Freshness
 from ckptd.services.store_sync import StoreSync
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, list_checkpoints

@@ -12,7 +12,7 @@ from ckptapi.listing import Filter, Sort
 from ckptd.index import Database, Index, Listing, Reading, RunChanged
 from ckptd.metrics import Metrics
 from ckptd.services import store_sync as module
-from ckptd.services.freshness import Freshness
+from ckptd.services.catalog import Freshness
 from ckptd.services.store_sync import IDLE_AFTER_S, IDLE_ROUNDS, PollPlan, StoreSync
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints

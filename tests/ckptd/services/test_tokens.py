@@ -15,8 +15,7 @@ import pytest
 
 from ckptapi.bodies import RotateRequest, Scope, TokenRequest
 from ckptd.index import Database, TokenIndex
-from ckptd.services.callers import Caller
-from ckptd.services.tokens import BOOTSTRAP, Tokens
+from ckptd.services.tokens import BOOTSTRAP, Caller, Tokens
 from ckptstore.errors import CkptError, Conflict, Forbidden, InvalidName, InvalidRequest, NotFound, Unauthorized
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint

@@ -1,4 +1,4 @@
-"""The views of the pages: geometry and choices, without a daemon."""
+"""The views of the list of runs and of one run, without a daemon."""
 
 from __future__ import annotations
 
@@ -8,18 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptapi.bodies import EntryBody, Phase, ShardBody
-from ckptd.index import RankProgress, Restore, RunSummary
-from ckptd.pages.branches import branches
-from ckptd.pages.charts import bars
-from ckptd.pages.contents import contents_view
+from ckptd.index import RunSummary
 from ckptd.pages.curves import SIZE
-from ckptd.pages.overview import chosen_runs, progress, run_row
 from ckptd.pages.queries import RunOrder, RunPageQuery
-from ckptd.pages.restores import session_view
-from ckptd.pages.runs import PAGE_ROWS, run_view
-from ckptd.pages.sessions import LIFETIME_S, Sessions
-from ckptd.services.restores import RestoreView
+from ckptd.pages.runs import PAGE_ROWS, branches, chosen_runs, progress, run_row, run_view
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.commits.goodput import Beat, Life, account
 from ckptstore.format.records import Ended, Origin, Policy
@@ -31,15 +23,6 @@ _ULID = "01HF7YAT00ABCDEFGHJKMNPQRS"
 
 def _checkpoint(step: int, state: State = State.COMMITTED, **metrics: float) -> Checkpoint:
     return Checkpoint("gpt", Attempt(step, _ULID), state, committed_at=step, stored_bytes=10, metrics=metrics)
-
-
-@pytest.mark.parametrize("world_size", [1, 7, 128, 129, 4096])
-def test_bars_stand_for_all_ranks(world_size: int) -> None:
-    drawn = bars([rank % 5 for rank in range(world_size)], "rank", str)
-    assert len(drawn.bars) <= 128
-    assert drawn.bars[-1].title.split(":")[0].endswith(str(world_size - 1))
-    assert all(0 <= bar.mean <= bar.largest <= drawn.bottom for bar in drawn.bars)
-    assert all(drawn.left <= bar.x and bar.x + bar.width <= drawn.right for bar in drawn.bars)
 
 
 def test_a_view_of_a_run_filters_pages_and_shows_reasons() -> None:
@@ -78,76 +61,6 @@ def test_a_view_of_a_run_filters_pages_and_shows_reasons() -> None:
     assert only.query.link(page=2) == "?metric=size&state=corrupt&page=2"
     none = run_view("gpt", checkpoints, None, None, RunPageQuery(min_step=500), 1000.0)
     assert (none.rows, none.curves.chart) == ((), None)
-
-
-def test_contents_of_many_ranks_are_summed_by_rank_and_item() -> None:
-    shards = [
-        ShardBody(name=f"shard-{rank:05d}.ckpt", rank=rank, num_chunks=1, num_entries=1, raw_bytes=2, stored_bytes=rank)
-        for rank in range(1000)
-    ]
-    entries = [
-        EntryBody(name=f"{item}/w{i}", dtype="uint8", shape=[i], num_slices=1, raw_bytes=i)
-        for item in ("model", "optim")
-        for i in range(40)
-    ]
-    view = contents_view(4096, shards, entries)
-    assert (view.num_writers, view.num_shards, len(view.shards)) == (999, 1000, 32)
-    assert view.most is not None
-    assert view.most.rank == 999
-    assert [(item.name, item.num_entries, item.raw_bytes) for item in view.items] == [
-        ("model", 40, 780),
-        ("optim", 40, 780),
-    ]
-    assert [entry.raw_bytes for entry in view.entries[:3]] == [39, 39, 38]
-    assert (len(view.entries), view.num_entries) == (50, 80)
-    assert contents_view(2**40, shards, entries).num_writers == 999
-
-
-def _session(world_size: int, ranks: list[RankProgress], **of: object) -> RestoreView:
-    restore = Restore(
-        id=_ULID, run="gpt", key="k", checkpoint=_checkpoint(1), world_size=world_size, ttl_s=60, created_at=10,
-        lease=None, lease_until=0, num_joined=len(ranks),
-    )  # fmt: skip
-    return RestoreView(restore=restore, expires_at=70.0, ranks=tuple(ranks), **of)  # type: ignore[arg-type]
-
-
-def test_a_session_shows_first_who_failed_then_who_is_behind() -> None:
-    ranks = [
-        RankProgress(0, Phase.RESTORED, 10, 10, 19),
-        RankProgress(1, Phase.FETCHING, 9, 10, 19),
-        RankProgress(2, Phase.FETCHING, 5, 10, 19),
-        RankProgress(3, Phase.FAILED, 8, 10, 19, "no"),
-    ]
-    view = session_view(_session(5, ranks, progress=0.5, stragglers=(1, 4)), 20.0)
-    assert [row.progress.rank for row in view.rows] == [3, 1, 2, 0]
-    assert [cell.kind for cell in view.cells] == ["restored", "fetching", "fetching", "failed", "absent"]
-    assert view.phases == (("absent", 1), ("failed", 1), ("fetching", 2), ("restored", 1))
-    assert (view.done, view.took_s) == (0.5, 10.0)
-
-
-def test_cells_of_thousands_of_ranks_are_of_the_kind_of_the_least_advanced() -> None:
-    ranks = [RankProgress(rank, Phase.RESTORED, 1, 1, 19) for rank in range(4096) if rank != 70]
-    ranks.append(RankProgress(70, Phase.PLANNING, 0, 1, 19))
-    view = session_view(_session(4096, sorted(ranks, key=lambda p: p.rank)), 20.0)
-    assert (view.joined_cells, len(view.cells)) == (7, 586)
-    assert [i for i, cell in enumerate(view.cells) if cell.kind != "restored"] == [10]
-    assert view.cells[10].kind == "planning"
-    assert view.num_hidden == 4096 - len(view.rows)
-
-
-def test_logins_end_by_themselves() -> None:
-    now = [1000.0]
-    sessions = Sessions(lambda: now[0])
-    id = sessions.begin("token")
-    now[0] += LIFETIME_S - 1
-    assert sessions.secret_of(id) == "token"
-    now[0] += 1
-    assert sessions.secret_of(id) is None
-    now[0] -= 10
-    assert sessions.secret_of(id) is None
-    other = sessions.begin("token")
-    sessions.end(other)
-    assert sessions.secret_of(other) is None
 
 
 def _commits(*times: float) -> list[Checkpoint]:
@@ -206,37 +119,6 @@ def test_runs_are_found_by_name_and_tag_and_sorted() -> None:
     assert names("ADA@node") == names("slurm 7") == ["bert"]
     assert names(order=RunOrder.NEWEST) == ["gpt-a", "gpt-b", "bert"]
     assert names(order=RunOrder.LARGEST) == names(order=RunOrder.MOST) == ["bert", "gpt-b", "gpt-a"]
-
-
-def test_a_plot_has_other_metrics_and_another_run() -> None:
-    own = [_checkpoint(step, loss=1.0 / step, val=2.0 / step) for step in (3, 2, 1)]
-    other = [_checkpoint(step, loss=3.0 / step) for step in (2, 1)]
-    query = RunPageQuery(metric="loss", also=("val", "none", "loss"), other="gpt-b", log=True)
-    view = run_view("gpt", own, None, None, query, 10.0, other)
-    assert view.curves.chart is not None
-    assert [len(line.marks) for line in view.curves.chart.lines] == [3, 3, 2]
-    assert view.curves.names == ("loss", "val", "loss of gpt-b")
-    assert "also=val&other=gpt-b&log=1" in view.query.link(page=2)
-    assert view.chips == ("loss", "val", "save seconds", "size")
-
-
-def test_a_metric_is_added_to_the_plot_and_removed_again() -> None:
-    query = RunPageQuery(metric="a")
-    assert query.toggled("a") == "?metric=a"
-    assert query.toggled("b") == "?metric=a&also=b"
-    query = RunPageQuery(metric="a", also=("b", "c", "d", "e"), other="run")
-    assert query.toggled("a") == "?metric=b&also=c&also=d&also=e&other=run"
-    assert query.toggled("f") == "?metric=a&also=b&also=c&also=d&also=f&other=run"
-    assert (query.values("also"), query.values("other"), query.values("state")) == (["b", "c", "d", "e"], ["run"], [])
-
-
-def test_stored_bytes_add_up_over_time() -> None:
-    view = run_view("gpt", [_checkpoint(step) for step in (30, 20, 10)], None, None, RunPageQuery(), 40.0)
-    stored, saves = (curves.chart.lines[0].marks for curves in view.over_time if curves.chart is not None)
-    totals = [mark.title.partition(": ")[2] for mark in stored]
-    assert totals == [f"{total} B (committed)" for total in (10, 20, 30)]
-    assert [mark.link for mark in saves] == [mark.link for mark in stored]
-    assert run_view("gpt", [_checkpoint(1)], None, None, RunPageQuery(), 40.0).over_time == ()
 
 
 def test_branches_begin_at_the_checkpoint_that_they_continue_from() -> None:

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from ckptd.app import create_app
-from ckptd.http.sharing import ConcurrencyLimit, FairSemaphore
+from ckptd.http.concurrency import ConcurrencyLimit, FairSemaphore
 from ckptd.settings import Settings
 from ckptstore import names
 from ckptstore.errors import TooManyRequests

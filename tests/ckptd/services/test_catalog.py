@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.services.freshness import Freshness
+from ckptd.services.catalog import Freshness
 from ckptstore.clock import system_clock
 from ckptstore.errors import StoreUnavailable, UnsupportedFormat
 from tests.support.stores import MovableClock

@@ -1,0 +1,35 @@
+"""The plots of a run."""
+
+from __future__ import annotations
+
+from ckptd.pages.queries import RunPageQuery
+from ckptd.pages.runs import run_view
+from ckptstore.commits.catalog import Checkpoint, State
+from ckptstore.names import Attempt
+
+_ULID = "01HF7YAT00ABCDEFGHJKMNPQRS"
+
+
+def _checkpoint(step: int, state: State = State.COMMITTED, **metrics: float) -> Checkpoint:
+    return Checkpoint("gpt", Attempt(step, _ULID), state, committed_at=step, stored_bytes=10, metrics=metrics)
+
+
+def test_a_plot_has_other_metrics_and_another_run() -> None:
+    own = [_checkpoint(step, loss=1.0 / step, val=2.0 / step) for step in (3, 2, 1)]
+    other = [_checkpoint(step, loss=3.0 / step) for step in (2, 1)]
+    query = RunPageQuery(metric="loss", also=("val", "none", "loss"), other="gpt-b", log=True)
+    view = run_view("gpt", own, None, None, query, 10.0, other)
+    assert view.curves.chart is not None
+    assert [len(line.marks) for line in view.curves.chart.lines] == [3, 3, 2]
+    assert view.curves.names == ("loss", "val", "loss of gpt-b")
+    assert "also=val&other=gpt-b&log=1" in view.query.link(page=2)
+    assert view.chips == ("loss", "val", "save seconds", "size")
+
+
+def test_stored_bytes_add_up_over_time() -> None:
+    view = run_view("gpt", [_checkpoint(step) for step in (30, 20, 10)], None, None, RunPageQuery(), 40.0)
+    stored, saves = (curves.chart.lines[0].marks for curves in view.over_time if curves.chart is not None)
+    totals = [mark.title.partition(": ")[2] for mark in stored]
+    assert totals == [f"{total} B (committed)" for total in (10, 20, 30)]
+    assert [mark.link for mark in saves] == [mark.link for mark in stored]
+    assert run_view("gpt", [_checkpoint(1)], None, None, RunPageQuery(), 40.0).over_time == ()
