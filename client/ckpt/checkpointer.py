@@ -17,10 +17,8 @@ from ckpt.config import Config, OnBusy, takes
 from ckpt.lazily import torch_loaded
 from ckpt.preemption import DaemonNotice, Fit, Preemption, Sources, fit
 from ckpt.ranks.world import World, is_grouped
-from ckpt.restoring.pipeline import Restored, Restorer
+from ckpt.restoring.pipeline import Restored, Restorer, StagedRestore, load_tensors
 from ckpt.restoring.resolve import check_present, release_lease, wait_for_orphan_saver
-from ckpt.restoring.stages import StagedRestore
-from ckpt.restoring.tensors import load_tensors
 from ckpt.schedule import Limits, Schedule, cost_of
 from ckpt.snapshot.counters import Counters
 from ckpt.snapshot.handle import SaveHandle

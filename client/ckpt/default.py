@@ -10,7 +10,7 @@ from types import MethodType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ckpt.checkpointer import Checkpointer
-from ckpt.restoring.tensors import load_tensors
+from ckpt.restoring.pipeline import load_tensors
 from ckptapi.opening import open_source
 from ckptstore.names import Reference
 

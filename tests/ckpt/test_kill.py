@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ckpt import Checkpointer
-from ckpt.restoring.tensors import load_tensors
+from ckpt.restoring.pipeline import load_tensors
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import SaverDied
 from ckptstore.reading.source import StoreSource

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from ckpt.ranks import waiting
+from ckpt.ranks import world as ranks_world
 from ckpt.ranks.broadcast import SaveBroadcast
 from ckptstore.errors import RankLost
 from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
@@ -84,7 +84,7 @@ def test_a_rank_that_waits_for_a_decision_logs_for_whom(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(waiting, "NOTICE_S", 0.05)
+    monkeypatch.setattr(ranks_world, "NOTICE_S", 0.05)
     broadcast = SaveBroadcast(HashStore(), 1, poll_s=0.01, members=members)
     try:
         with pytest.raises(RankLost, match=f"rank {named[0]} did not publish"):

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt.restoring.tensors import load_tensors
+from ckpt.restoring.pipeline import load_tensors
 from ckptstore.clock import system_clock
 from ckptstore.errors import NoCheckpoint
 from ckptstore.format.records import Policy

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from ckpt.checkpointer import Checkpointer
 from ckpt.data import resumable
 from ckpt.integrations.lightning_io import SCHEME, drop_objects
-from ckpt.restoring.stages import StagedRestore
+from ckpt.restoring.pipeline import StagedRestore
 
 logger = logging.getLogger(__name__)
 

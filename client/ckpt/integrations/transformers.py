@@ -24,7 +24,7 @@ from transformers.trainer_callback import ExportableState
 
 from ckpt.checkpointer import Checkpointer
 from ckpt.integrations.keeping import Keeper, best
-from ckpt.restoring.stages import StagedRestore
+from ckpt.restoring.pipeline import StagedRestore
 from ckptstore.errors import NoCheckpoint
 from ckptstore.format.records import Policy
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ckpt.ranks import waiting
+from ckpt.ranks import world
 from ckptstore.errors import RankLost
 from ckptstore.format.decoding import decode_msgpack
 
@@ -115,10 +115,10 @@ class SaveBroadcast:
             def decided() -> bool:
                 return self._error is not None or (self._decision is not None and enough(self._decision))
 
-            found = self._changed.wait_for(decided, min(timeout_s, waiting.NOTICE_S))
-            if not found and timeout_s > waiting.NOTICE_S:
-                waiting.log_wait(self._named, f"rank {self._first}, which decides when to save")
-                found = self._changed.wait_for(decided, timeout_s - waiting.NOTICE_S)
+            found = self._changed.wait_for(decided, min(timeout_s, world.NOTICE_S))
+            if not found and timeout_s > world.NOTICE_S:
+                world.log_wait(self._named, f"rank {self._first}, which decides when to save")
+                found = self._changed.wait_for(decided, timeout_s - world.NOTICE_S)
             self._hurry = False
             self._check()
             if not found:

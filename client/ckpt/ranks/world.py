@@ -6,12 +6,17 @@ not use a GPU, and lost ranks can be named. The training thread calls nothing he
 
 from __future__ import annotations
 
+import logging
+import os
+import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -19,11 +24,7 @@ from xxhash import xxh3_64_hexdigest, xxh3_128_digest
 
 from ckpt.config import Group
 from ckpt.lazily import torch, torch_loaded
-from ckpt.ranks import waiting
-from ckpt.ranks.asking import answer_within
-from ckpt.ranks.jax_store import JaxStore, jax_job
-from ckpt.ranks.joining import Guest, Host, prefixed
-from ckpt.ranks.waiting import CollectiveWatch, absent, log_wait
+from ckpt.ranks.job_store import Guest, Host, JaxStore, jax_job, prefixed
 from ckptstore.errors import InvalidRequest, RankLost
 from ckptstore.retry import pauses
 
@@ -218,7 +219,7 @@ class World:
             waited = time.monotonic() - wait.since
             if waited > self._silence_s:
                 raise self._silent(0)
-            if waited > waiting.NOTICE_S and not wait.logged:
+            if waited > NOTICE_S and not wait.logged:
                 wait.logged = True
                 log_wait(self.global_rank, self.names(0))
             time.sleep(next(waits))
@@ -269,7 +270,7 @@ class World:
             if now >= look:
                 look = now + self._beat_s / 2
                 self._check_beats(keys, beats, wait.since)
-            if not wait.logged and now > wait.since + waiting.NOTICE_S:
+            if not wait.logged and now > wait.since + NOTICE_S:
                 wait.logged = True
                 self._log_wait(wait)
             time.sleep(next(waits))
@@ -298,7 +299,7 @@ class World:
     def _ask(self, call: Callable[..., _T], *arguments: Any) -> _T:
         """The store's answer. Raises RankLost if the store is gone or does not answer: its calls have no timeout."""
         try:
-            return answer_within(self._silence_s, call, *arguments)
+            return call_with_timeout(self._silence_s, call, *arguments)
         except _network_errors() as error:
             raise RankLost(
                 f"{self.names(self.rank)} lost the store of its process group: {str(error) or 'no answer'}",
@@ -375,3 +376,163 @@ def _members(group: Group, own: int, everyone: int) -> tuple[int, ...]:
             "Make the Checkpointer only on the ranks of the group",
         )
     return members
+
+
+logger = logging.getLogger(__name__)
+
+NOTICE_S = 10.0
+"""A wait for other ranks is logged after this time."""
+_HERE_S = 2.0
+_NAMED = 8
+
+
+def log_wait(rank: int, awaited: str) -> None:
+    """Log for which ranks a rank waits."""
+    message = "rank %d has waited %.0f s for %s; all ranks must make the same calls of ckpt"
+    logger.warning(message, rank, NOTICE_S, awaited)
+
+
+def absent(exist: Callable[..., bool], keys: Sequence[str]) -> list[int]:
+    """Indices of keys that do not exist, at most a few, found in few requests. exist: whether all of some keys do."""
+    found: list[int] = []
+    todo = [range(len(keys))]
+    while todo and len(found) < _NAMED:
+        part = todo.pop()
+        if exist(*(keys[i] for i in part)):
+            continue
+        if len(part) == 1:
+            found.append(part[0])
+        else:
+            todo += [part[len(part) // 2 :], part[: len(part) // 2]]
+    return found
+
+
+class CollectiveWatch:
+    """Watches the collectives of one restore from a thread of its own. `under_way` is for one thread.
+
+    A collective has no keys that say which ranks have come: the thread sets one for this rank when it takes longer than
+    two seconds.
+    """
+
+    def __init__(self, here: Callable[[int], None], late: Callable[[int], None]) -> None:
+        """here: publish that this rank waits in collective n. late: log the ranks that do not. For the thread."""
+        self._here, self._late = here, late
+        self._changed = threading.Condition()
+        self._number: int | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="ckpt-notice", daemon=True)
+
+    @contextmanager
+    def watching(self) -> Iterator[CollectiveWatch]:
+        """The thread runs during the block."""
+        self._thread.start()
+        try:
+            yield self
+        finally:
+            self._set(None, closed=True)
+            self._thread.join(_HERE_S)  # it may hang in a store that is gone
+
+    @contextmanager
+    def under_way(self, number: int) -> Iterator[None]:
+        """The block is the collective of this number, counted alike on all ranks."""
+        self._set(number)
+        try:
+            yield
+        finally:
+            self._set(None)
+
+    def _set(self, number: int | None, closed: bool = False) -> None:
+        with self._changed:
+            self._number, self._closed = number, closed
+            self._changed.notify()
+
+    def _run(self) -> None:
+        try:
+            while (number := self._next()) is not None:
+                if self._lasts(number, _HERE_S):
+                    self._here(number)
+                    if self._lasts(number, NOTICE_S - _HERE_S):
+                        self._late(number)
+                        self._lasts(number, None)
+        except RankLost:
+            logger.debug("the store of the process group is gone", exc_info=True)
+
+    def _next(self) -> int | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._number is not None)
+            return None if self._closed else self._number
+
+    def _lasts(self, number: int, seconds: float | None) -> bool:
+        """Whether the collective is still under way after this time."""
+        with self._changed:
+            return not self._changed.wait_for(lambda: self._closed or self._number != number, seconds)
+
+
+_IDLE_S = 0.5
+
+_Call = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
+
+
+class _Caller:
+    """A daemon thread that makes one call at a time."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="ckpt-meeting", daemon=True).start()
+
+    def make(self, call: Callable[..., _T], arguments: tuple[Any, ...]) -> Future[_T]:
+        """Begin a call, after those that were begun before."""
+        answer: Future[_T] = Future()
+        self._calls.put((answer, call, arguments))
+        return answer
+
+    def _run(self) -> None:
+        while (made := self._next()) is not None:
+            answer, call, arguments = made
+            try:
+                result = call(*arguments)
+            except Exception as error:
+                self._end(partial(answer.set_exception, error))
+            else:
+                self._end(partial(answer.set_result, result))
+            made = answer = call = arguments = result = None  # type: ignore[assignment]  # must not live until the next
+
+    def _next(self) -> _Call | None:
+        while True:
+            try:
+                return self._calls.get(timeout=_IDLE_S)
+            except queue.Empty:
+                with _lock:
+                    if self in _idle:
+                        _idle.remove(self)
+                        return None
+
+    def _end(self, answer: Callable[[], None]) -> None:
+        """Idle before the caller continues: its next call is made here."""
+        with _lock:
+            _idle.append(self)
+        answer()
+
+
+_lock = threading.Lock()
+_idle: list[_Caller] = []
+
+
+def call_with_timeout(seconds: float, call: Callable[..., _T], *arguments: Any) -> _T:
+    """What the call returns or raises. Raises TimeoutError after this time; the call goes on in its thread.
+
+    Meetings make many short calls: their threads are used again, and end when they have been idle for a while.
+    """
+    with _lock:
+        caller = _idle.pop() if _idle else None
+    return (caller or _Caller()).make(call, arguments).result(seconds)
+
+
+def _after_fork() -> None:
+    """A child has none of its parent's threads, and the lock may have been held."""
+    global _lock
+    _lock = threading.Lock()
+    _idle.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

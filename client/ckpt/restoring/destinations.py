@@ -15,7 +15,7 @@ from ckpt.capture.parts import TensorPart, is_plain_type, part_of
 from ckpt.capture.tensors import inline_tensor, small_value, tensor_bytes
 from ckpt.device import DEVICES, has_device
 from ckpt.dtypes import BY_NAME
-from ckpt.restoring.gpu_copy import Arrival, Landing, is_direct
+from ckpt.restoring.gpu_copy import GpuReceiver, GpuTarget, is_direct
 from ckpt.restoring.host_destinations import HostDestinations
 from ckptstore.errors import UnsupportedFormat
 from ckptstore.format.boxes import Box, sizes
@@ -172,7 +172,7 @@ class Destinations(HostDestinations):
         """
         devices = {device: DEVICES[device.type](device) for *_, device in self._targets if device is not None}
         arrivals = {
-            str(i): Arrival(targets, self.describe(name)[0], devices[device])
+            str(i): GpuTarget(targets, self.describe(name)[0], devices[device])
             for i, ((name, _, device), targets) in enumerate(self._targets.items())
             if device is not None
         }
@@ -180,7 +180,7 @@ class Destinations(HostDestinations):
         if not arrivals:
             yield hosts
             return
-        with Landing(hosts, arrivals, reads) as landing:
+        with GpuReceiver(hosts, arrivals, reads) as landing:
             yield landing
 
     @torch.no_grad()

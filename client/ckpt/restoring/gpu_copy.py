@@ -1,4 +1,4 @@
-"""Landing: chunks are copied to device memory through a few staging buffers.
+"""GpuReceiver: chunks are copied to device memory through a few staging buffers.
 
 A chunk is read and decoded into a buffer as if that were its destination. Then the copies of its pieces are queued on
 the side stream of the device, and the next chunk gets another buffer. A buffer is reused when all copies from it are
@@ -99,7 +99,7 @@ class BufferPool(Generic[_T]):
                 self._changed.wait()
 
 
-class Arrival:
+class GpuTarget:
     """Tensors of one device that receive the same box of an entry."""
 
     def __init__(self, targets: Sequence[torch.Tensor], dtype: torch.dtype, device: Device) -> None:
@@ -144,14 +144,14 @@ class Arrival:
                 target.copy_(memory.view(self._dtype).view(target.shape))
 
 
-class Landing(Receiver):
+class GpuReceiver(Receiver):
     """The buffers of one fetch: host memory, and arrivals on devices.
 
     When its block ends without an error, all bytes have arrived. After an error, later work on the devices is ordered
     after the copies that are still queued.
     """
 
-    def __init__(self, hosts: HostBuffers, arrivals: Mapping[str, Arrival], reads: Sequence[ShardRead]) -> None:
+    def __init__(self, hosts: HostBuffers, arrivals: Mapping[str, GpuTarget], reads: Sequence[ShardRead]) -> None:
         self._hosts = hosts
         self._arrivals = arrivals
         self._devices = list({id(arrival.device): arrival.device for arrival in arrivals.values()}.values())
@@ -161,7 +161,7 @@ class Landing(Receiver):
         num_buffers = min(NUM_BUFFERS, max(2, STAGING_BYTES // self._size))
         self._pool = BufferPool(num_buffers, self._make_staging)
 
-    def __enter__(self) -> Landing:
+    def __enter__(self) -> GpuReceiver:
         for device in self._devices:  # the memory to be written may still be in use
             device.wait(device.mark(side=False), side=True)
         return self

@@ -1,45 +1,63 @@
-"""The restore pipeline, run by all ranks together: resolve, plan, fetch and decode, place."""
+"""The restore pipeline, run by all ranks together: resolve, plan, fetch and decode, place; whole or in stages."""
 
 from __future__ import annotations
 
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from itertools import starmap
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from ckpt.capture.train_state import TrainState
+from ckpt.capture.train_state import MODEL, Resumable, TrainState
 from ckpt.capture.values import check_others
 from ckpt.config import Config
 from ckpt.ranks.world import World
 from ckpt.restoring.fetching import Fetcher, is_near
 from ckpt.restoring.jax_arrays import has_templates
-from ckpt.restoring.plan import Fit, RestorePlan
-from ckpt.restoring.preparing import PreparedRestore
-from ckpt.restoring.ranks import RankState
+from ckpt.restoring.plan import Fit, RankState, RestorePlan
+from ckpt.restoring.preparing import PreparedRestore, make_destinations
 from ckpt.restoring.resolve import (
     candidates,
     newest_far_generation,
     note_damage,
     note_restored,
+    noting_damage,
     release_lease,
+    take_lease,
     wait_for_orphan_saver,
 )
 from ckpt.restoring.session import RestoreSession
-from ckpt.restoring.together import TRY_NEXT, Together
 from ckptapi.bodies import CheckpointBody, Phase
 from ckptstore import human
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint
-from ckptstore.errors import CkptError, CorruptObject, StateMismatch
+from ckptstore.errors import (
+    CkptError,
+    CorruptObject,
+    InvalidRequest,
+    NoCheckpoint,
+    ObjectMissing,
+    RankLost,
+    RestoreFailed,
+    StateMismatch,
+    error_from_code,
+)
 from ckptstore.format.decoding import convert
+from ckptstore.format.planning import plan_reads
 from ckptstore.names import Reference, new_ulid
-from ckptstore.reading.source import Source
+from ckptstore.reading.fetch import fetch
+from ckptstore.reading.source import Source, read_manifest
+
+if TYPE_CHECKING:
+    from ckpt.capture.train_state import Model, Optimizers
 
 logger = logging.getLogger(__name__)
 
@@ -317,3 +335,202 @@ def _unless_deleted(read: Callable[[], object], await_lease: Callable[[], None])
     except CkptError:
         await_lease()
         raise
+
+
+TRY_NEXT = (CorruptObject, ObjectMissing, NoCheckpoint)
+"""Errors that another checkpoint may cure."""
+
+
+class _Answer(NamedTuple):
+    """What one rank says in a meeting: JSON types and bytes."""
+
+    steps: int
+    """The steps of the work that it has done."""
+    report: Any = None
+    error: Sequence[Any] | None = None
+    """Code, message, hint and damaged chunks."""
+
+
+class Together:
+    """The meetings of one restore, where an error on one rank is raised on all. All call the same methods in order.
+
+    A meeting costs more than most of the work between two of them. So work that changes nothing of the caller's is done
+    in several steps before one meeting. The error that counts is the one of the earliest step, as if the ranks had met
+    after each. NoCheckpoint is the exception: it explains what other ranks found missing or damaged in earlier steps.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._error: CkptError | None = None
+
+    def do(self, *steps: Callable[[], object], report: Callable[[], Any] = lambda: None) -> list[Any]:
+        """Do the steps one after the other, then meet. Returns every rank's report (JSON types and bytes).
+
+        Raises one rank's error on all ranks: of the earliest step that failed, or NoCheckpoint of any step. Among these
+        one that another checkpoint would not cure takes precedence, then NoCheckpoint.
+        """
+        answers = self._world.gather(self._answer(steps, report))
+        return [answer.report for answer in self._checked(answers)]
+
+    def do_and_choose(
+        self, steps: tuple[Callable[[], object], ...], report: Callable[[], Any], choose: Callable[[], Any]
+    ) -> tuple[list[Any], Any]:
+        """The same. In that meeting rank 0 calls `choose` if no rank has failed, and all ranks get what it returns."""
+
+        def decide(answers: list[Any]) -> list[Any]:
+            if any(answer.error is not None for answer in starmap(_Answer, answers)):
+                return answers
+            return [*answers, self._answer((), choose)]
+
+        *answers, chosen = self._checked(self._world.decide(self._answer(steps, report), decide))
+        return [answer.report for answer in answers], chosen.report
+
+    def choose(self, choose: Callable[[], Any]) -> Any:
+        """What rank 0 chooses, or its error, on all ranks."""
+        answer = self._answer((), choose) if self._world.rank == 0 else None
+        [chosen] = self._checked([self._world.broadcast(answer)])
+        return chosen.report
+
+    def _answer(self, steps: tuple[Callable[[], object], ...], report: Callable[[], Any]) -> _Answer:
+        done = 0
+        self._error = None
+        try:
+            for step in steps:
+                step()
+                done += 1
+                self._world.beat()
+            return _Answer(done, report())
+        except RankLost:
+            raise
+        except CkptError as caught:
+            error = caught
+        except Exception as caught:
+            # The other ranks must not wait for a rank that will never answer.
+            error = RestoreFailed(f"rank {self._world.global_rank} cannot restore: {caught!r}")
+            error.__cause__ = caught
+        self._error = error
+        return _Answer(done, None, (error.code, error.message, error.hint, list(error.chunks)))
+
+    def _checked(self, answers: list[Any]) -> list[_Answer]:
+        """The answers of all ranks, if none of them has failed."""
+        parsed = list(starmap(_Answer, answers))
+        failed = [(answer.steps, self._error_of(*answer.error)) for answer in parsed if answer.error is not None]
+        if not failed:
+            return parsed
+        first = min(steps for steps, _ in failed)
+        errors = [error for steps, error in failed if steps == first or isinstance(error, NoCheckpoint)]
+        raise min(errors, key=_precedence)
+
+    def _error_of(self, code: str, message: str, hint: str, chunks: Sequence[tuple[str, int]]) -> CkptError:
+        error = error_from_code(code, message, hint)
+        error.chunks = tuple((shard, index) for shard, index in chunks)
+        own = self._error
+        same = own is not None and (own.code, own.message, own.chunks) == (code, message, error.chunks)
+        return own if own is not None and same else error
+
+
+def _precedence(error: CkptError) -> int:
+    """What a checkpoint that is being deleted lacks is not damage."""
+    return 1 if isinstance(error, NoCheckpoint) else 2 if isinstance(error, TRY_NEXT) else 0
+
+
+Restore = Callable[[TrainState, str | int | None], Restored | None]
+"""Restores a state from a checkpoint, the newest usable one for None; leaves random state as it is."""
+
+
+class StagedRestore:
+    """The stages of one restore; made by `Checkpointer.restore_in_stages`, for the training thread.
+
+        with checkpointer.restore_in_stages() as stages:
+            stages.model(model)
+            optim = AdamW(model.parameters())
+            stages.optimizers(optim)
+            stages.extras(scheduler=sched, loader=loader)
+
+    Random state is put back by `stages.rng()`, or when the block ends without an error.
+
+    Under a process group each stage is a collective: all ranks call the same ones in the same order. The first stage
+    chooses the checkpoint, and skips a damaged one; a later stage raises CorruptObject. A lease protects it from the
+    first stage on. `Checkpointer.restore` explains what a stage returns and raises. Without a checkpoint every stage
+    returns None and changes nothing.
+    """
+
+    def __init__(self, restore: Restore, checkpoint: str | int | None) -> None:
+        self._restore = restore
+        self._checkpoint = checkpoint
+        self._model: Model | None = None
+        self._loaders: list[Resumable] = []
+        self._begun = self._rng_done = False
+        self.restored: Restored | None = None
+        """The result of the newest stage; None before the first one, or if the run has no checkpoint."""
+
+    def model(self, model: Model) -> Restored | None:
+        """Restore the model."""
+        self._model = model
+        return self._stage(TrainState.of(model, None, {}))
+
+    def optimizers(self, optim: Optimizers) -> Restored | None:
+        """Restore optimizers. The model, whose names their state has, must have been restored; it is not read again.
+
+        Saves continue from this checkpoint, as after `restore` with an optimizer. Raises InvalidRequest.
+        """
+        if self._model is None:
+            raise InvalidRequest("optimizer state has the names of the model's parameters", "Call model(model) first")
+        return self._stage(replace(TrainState.of(self._model, optim, {}), placed=frozenset((MODEL,))))
+
+    def extras(self, shared: Mapping[str, Any] | None = None, **extras: Any) -> Restored | None:
+        """Restore further objects: modules, schedulers, loaders; plain data is in `Restored.values` of the result."""
+        state = TrainState.to_restore(None, None, extras, shared)
+        self._loaders += [value for value in state.others.values() if isinstance(value, Resumable)]
+        return self._stage(state)
+
+    def rng(self) -> None:
+        """Put random state back: last, before the first step."""
+        self._rng_done = True
+        if self.restored is None or self.restored.rng is None:
+            return
+        self.restored.restore_rng()
+        for loader in self._loaders:
+            loader.restore_rng_at_position(self.restored.rng)
+
+    def __enter__(self) -> StagedRestore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None and not self._rng_done:
+            self.rng()
+
+    def _stage(self, state: TrainState) -> Restored | None:
+        if self._begun and self.restored is None:
+            return None
+        restored = self._restore(state, self._checkpoint)
+        self._begun = True
+        if restored is not None:
+            self.restored, self._checkpoint = restored, restored.id
+        return restored
+
+
+def load_tensors(source: Source, checkpoint: Checkpoint, pattern: str) -> dict[str, Any]:
+    """The entries whose name matches a shell pattern, on the CPU, by name; further names of an entry share it.
+
+    Tensors of torch; arrays of numpy in a process that has loaded JAX and not torch, or where torch is not installed.
+    """
+    lease = take_lease(source, checkpoint)
+    try:
+        with noting_damage(source, checkpoint):
+            content = read_manifest(source, checkpoint).content
+            destinations = make_destinations(content)
+            entry_of = {**{name: name for name in content.entries.name}, **content.aliases}
+            wanted = {name: entry for name, entry in entry_of.items() if fnmatchcase(name, pattern)}
+            tensors = {entry: destinations.load(entry) for entry in dict.fromkeys(wanted.values())}
+            destinations.allocate()
+            reads = plan_reads(content, destinations.wants())
+            with destinations.receiving(reads) as buffers:
+                fetch(source, checkpoint, reads, buffers)
+            destinations.place()
+            return {name: tensors[entry] for name, entry in wanted.items()}
+    finally:
+        if lease is not None:
+            release_lease(source, checkpoint.run, lease)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from ckpt import Checkpointer
-from ckpt.ranks import waiting
+from ckpt.ranks import world as ranks_world
 from ckpt.restoring import sharing
 from ckptstore.errors import CkptError, InvalidRequest, UnsupportedObject
 from ckptstore.reading.fetch import fetch_stored
@@ -120,18 +120,18 @@ def wait_in_a_restore(store: str, notice_s: float) -> list[str]:
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             logged.append(record.getMessage())
-            waiting.NOTICE_S, waiting._HERE_S = usual
+            ranks_world.NOTICE_S, ranks_world._HERE_S = usual
             store_of_ranks.set("logged", "")
 
     def fetch(*arguments: Any) -> Any:
         if dist.get_rank() == 1:
             store_of_ranks.wait(["logged"])
         elif not logged:  # on a busy machine ranks may wait for one another in other meetings too
-            waiting.NOTICE_S, waiting._HERE_S = notice_s, notice_s / 2
+            ranks_world.NOTICE_S, ranks_world._HERE_S = notice_s, notice_s / 2
         return fetch_stored(*arguments)
 
-    logging.getLogger("ckpt.ranks.waiting").addHandler(Handler())
-    usual = waiting.NOTICE_S, waiting._HERE_S
+    logging.getLogger("ckpt.ranks.world").addHandler(Handler())
+    usual = ranks_world.NOTICE_S, ranks_world._HERE_S
     setattr(sharing, "fetch_stored", fetch)  # noqa: B010 - the name is the other module's
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(600, 600) for _ in range(3)))

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ckpt.ranks import waiting
 from ckpt.ranks import world as ranks_world
 from ckpt.ranks.world import World
 from ckptstore.errors import RankLost
@@ -65,9 +64,9 @@ def come_late(notice_s: float) -> list[str]:
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ckpt.ranks.waiting").addHandler(handler)
+    logging.getLogger("ckpt.ranks.world").addHandler(handler)
     world, store = World(30), dist.distributed_c10d._get_default_store()
-    waiting.NOTICE_S = notice_s
+    ranks_world.NOTICE_S = notice_s
     if world.rank:
         store.wait(["logged"])
     else:

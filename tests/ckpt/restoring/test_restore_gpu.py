@@ -60,9 +60,9 @@ def state_of(model: Any, optim: AdamW) -> Any:
 def pinned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
     """Staging buffers as they are made: three small ones at most; and no thread waits for the whole device."""
     made: list[torch.Tensor] = []
-    make_staging = landing.Landing._make_staging
+    make_staging = landing.GpuReceiver._make_staging
 
-    def counted(receiver: landing.Landing) -> torch.Tensor:
+    def counted(receiver: landing.GpuReceiver) -> torch.Tensor:
         made.append(make_staging(receiver))
         return made[-1]
 
@@ -70,7 +70,7 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
         raise AssertionError("torch.cuda.synchronize was called")
 
     with monkeypatch.context() as patches:
-        patches.setattr(landing.Landing, "_make_staging", counted)
+        patches.setattr(landing.GpuReceiver, "_make_staging", counted)
         patches.setattr(landing, "CHUNK_BYTES", _BUFFER_BYTES)
         patches.setattr(landing, "NUM_BUFFERS", 3)
         patches.setattr(torch.cuda, "synchronize", not_to_be_called)

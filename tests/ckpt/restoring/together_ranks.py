@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ckpt import Checkpointer
 from ckpt.ranks.world import World
-from ckpt.restoring.together import Together
+from ckpt.restoring.pipeline import Together
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.errors import CkptError, CorruptObject, NoCheckpoint, StateMismatch
 from ckptstore.retention.deletion import delete_checkpoint

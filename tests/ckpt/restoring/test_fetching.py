@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ckpt.restoring.attached import attach
+from ckpt.restoring.fetching import attach
 from ckpt.saver import memory
 from ckpt.saver.memory import HeldSnapshot
 from ckpt.saver.messages import Channel

@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import pydoc
+import random
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import ckpt
 from ckpt import Checkpointer
+from ckpt.restoring.pipeline import gc_paused
 from ckptstore import names
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.leases import active_leases
-from ckptstore.errors import CorruptObject, ObjectMissing, StateMismatch
+from ckptstore.errors import CorruptObject, InvalidRequest, ObjectMissing, StateMismatch
 from ckptstore.format.records import Policy
 from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.reading.source import StoreSource
 from ckptstore.retention.pruning import plan_prune
 from ckptstore.run import Run
 from ckptstore.stores import open_store
+from tests.ckpt.data.trained import Samples
 from tests.ckpt.ddp import ROOT
 from tests.support.checkpoints import write_rank
-from tests.support.training import same_state
+from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
+from tests.support.training import same_state, seed_all
+from tests.support.waiting import wait_until
 
 
 def save_steps(folder: Path, count: int) -> tuple[list[Checkpoint], list[dict[str, torch.Tensor]]]:
@@ -306,3 +315,213 @@ def test_thread_writer_and_memory_store(url: str, tmp_path: Path) -> None:
         other = nn.Linear(64, 64)
         checkpointer.restore(other)
     assert same_state(dict(other.state_dict()), dict(model.state_dict()))
+
+
+_RANKS = "tests.ckpt.restoring.together_ranks:"
+_FAILING: dict[str, dict[str, list[Any]]] = {
+    "none": {},
+    "the earliest step": {"0": [2, "unfit"], "1": [1, "damaged"]},
+    "no other checkpoint helps": {"0": [1, "damaged"], "1": [1, "unfit"]},
+    "deleted meanwhile": {"0": [2, "deleted"], "1": [1, "damaged"]},
+    "unfit before it was deleted": {"0": [2, "deleted"], "1": [1, "unfit"]},
+    "a bug": {"1": [0, "bug"]},
+    "in the choice": {"0": [3, "damaged"]},
+}
+_MODES = ("auto", "broadcast")
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[object, Outcome]:
+    folder = tmp_path_factory.mktemp("together")
+    (folder / "ranks").mkdir()
+    two, one = ({"store": str(folder / name)} for name in ("two", "one"))
+    scenarios: dict[object, Scenario] = {
+        "save": Scenario(f"{_RANKS}save", 2, two),
+        "save alone": Scenario(f"{_RANKS}save", 1, one),
+        "same": Scenario(f"{_RANKS}restore", 2, two | {"replica_reads": "auto"}),
+        "other": Scenario(f"{_RANKS}restore", 2, one | {"replica_reads": "auto"}),
+        "exchange": Scenario(f"{_RANKS}restore", 2, two | {"replica_reads": "broadcast"}),
+    }
+    for mode in _MODES:
+        scenarios[mode] = Scenario(f"{_RANKS}restore_deleted", 2, {"store": str(folder / mode), "replica_reads": mode})
+    for name, failing in _FAILING.items():
+        scenarios[name] = Scenario(f"{_RANKS}fail", 2, {"failing": failing})
+    return dict(zip(scenarios, run_scenarios(list(scenarios.values()), folder / "ranks"), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "meetings"),
+    [
+        # Choose, prepare, fetch, place.
+        ("same", ["decide"] * 4),
+        # The items of all saved ranks are shared out.
+        ("other", ["decide"] * 5),
+        # Protect the checkpoint; then the manifest goes from rank 0 to all, and so do the ranks' needs, in two.
+        ("exchange", ["decide"] * 2 + ["broadcast"] + ["decide"] * 5),
+    ],
+)
+def test_a_restore_meets_a_few_times(outcomes: dict[object, Outcome], name: str, meetings: list[str]) -> None:
+    for result in outcomes[name].result():
+        assert result == {"meetings": meetings, "values": [7.0] * 3}
+
+
+def test_all_ranks_get_all_reports_and_what_rank_0_chooses(outcomes: dict[object, Outcome]) -> None:
+    for rank, result in enumerate(outcomes["none"].result()):
+        assert (result["answers"], result["result"]) == ([[0], [1]], "first")
+        assert result["chosen"] == (rank == 0)
+        assert result["later"] == [[0, 1], "again"]
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "message"),
+    [
+        ("the earliest step", "corrupt", "damaged on rank 1"),
+        ("no other checkpoint helps", "state_mismatch", "unfit on rank 1"),
+        ("deleted meanwhile", "no_checkpoint", "deleted on rank 0"),
+        ("unfit before it was deleted", "state_mismatch", "unfit on rank 1"),
+        ("a bug", "restore_failed", "rank 1 cannot restore: ValueError('bug on rank 1')"),
+        ("in the choice", "corrupt", "damaged on rank 0"),
+    ],
+)
+def test_one_error_is_raised_on_all_ranks(outcomes: dict[object, Outcome], name: str, code: str, message: str) -> None:
+    for rank, result in enumerate(outcomes[name].result()):
+        assert (result["code"], result["message"]) == (code, message)
+        assert result["chosen"] == (name == "in the choice" and rank == 0)
+        assert result["later"] == [[0, 1], "again"]
+
+
+@pytest.mark.parametrize("mode", _MODES)
+def test_what_a_deleted_checkpoint_lacks_is_not_damage(outcomes: dict[object, Outcome], mode: str) -> None:
+    for result in outcomes[mode].result():
+        assert result["code"] == "no_checkpoint"
+        assert "is being deleted" in result["message"]
+
+
+@pytest.fixture(autouse=True)
+def searches_go_on() -> Iterator[None]:
+    assert gc.isenabled()
+    yield
+    gc.enable()
+
+
+@gc_paused()
+def is_searching(fail: bool = False) -> bool:
+    if fail:
+        raise CorruptObject("damaged")
+    return gc.isenabled()
+
+
+def test_searches_rest_until_the_call_ends() -> None:
+    assert [is_searching(), gc.isenabled(), is_searching()] == [False, True, False]
+
+
+def test_searches_go_on_after_an_error() -> None:
+    with pytest.raises(CorruptObject):
+        is_searching(fail=True)
+    assert gc.isenabled()
+
+
+def test_searches_that_the_caller_stopped_stay_stopped() -> None:
+    gc.disable()
+    assert not is_searching()
+    assert not gc.isenabled()
+
+
+def open_run(folder: Path) -> Checkpointer:
+    return Checkpointer(str(folder), run="r", writer="thread")
+
+
+def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    seed_all(seed)
+    model = nn.Linear(3, 2)
+    optim = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(3)).sum().backward()
+    optim.step()
+    return model, optim
+
+
+def leases(folder: Path) -> int:
+    return sum(1 for _ in open_store(str(folder)).list(Run(open_store(str(folder)), "r").keys.leases))
+
+
+def test_objects_are_restored_as_they_are_built(tmp_path: Path) -> None:
+    model, optim = trained(0)
+    batches: Any = ckpt.data.resumable(DataLoader(Samples(), batch_size=4, shuffle=True))
+    going = iter(batches)
+    next(going)
+    with open_run(tmp_path) as checkpointer:
+        checkpointer.save(model, optim, 1, loader=batches, shared={"note": "x"})
+        checkpointer.save(model, optim, 2, loader=batches, shared={"note": "y"})
+        expected = [batch.tolist() for batch in going] + [random.random(), float(torch.rand(()))]
+    other, _ = trained(5)
+    loader: Any = ckpt.data.resumable(DataLoader(Samples(), batch_size=4, shuffle=True))
+    with open_run(tmp_path) as checkpointer:
+        with checkpointer.restore_in_stages(checkpoint=1) as stages:
+            stages.model(other)
+            assert same_state(other.state_dict(), model.state_dict())
+            with torch.no_grad():
+                other.get_parameter("weight").zero_()
+            late = torch.optim.AdamW(other.parameters(), lr=0.5)
+            stages.optimizers(late)
+            restored = stages.extras(loader=loader, shared={"note": None})
+            assert restored is not None
+            assert restored.values == {"note": "x"}
+            assert stages.restored is restored
+            wait_until(lambda: leases(tmp_path) == 1)  # of the extras; that of the model is released in a thread
+            seed_all(9)
+        assert torch.count_nonzero(other.get_parameter("weight")) == 0, "the model is not read again"
+        assert same_state(late.state_dict(), optim.state_dict())
+        seed_all(9)
+        found = [batch.tolist() for batch in loader] + [random.random(), float(torch.rand(()))]
+        assert found == expected
+        checkpointer.save(other, late, 2)  # after the restored step: the same lineage
+
+
+def test_random_state_is_put_back_when_it_is_asked_for_or_at_the_end(tmp_path: Path) -> None:
+    model, optim = trained(0)
+    with open_run(tmp_path) as checkpointer:
+        checkpointer.save(model, optim, 1)
+        expected = random.random()
+        with checkpointer.restore_in_stages() as stages:
+            stages.model(model)
+            assert random.random() != expected
+        assert random.random() == expected
+        with checkpointer.restore_in_stages() as stages:
+            stages.model(model)
+            stages.rng()
+            assert random.random() == expected
+        assert random.random() != expected
+        with contextlib.suppress(ZeroDivisionError), checkpointer.restore_in_stages() as stages:
+            stages.model(model)
+            raise ZeroDivisionError
+        assert random.random() != expected
+
+
+def test_a_run_without_a_checkpoint_and_stages_in_a_wrong_order(tmp_path: Path) -> None:
+    model, optim = trained(0)
+    with open_run(tmp_path) as checkpointer:
+        with checkpointer.restore_in_stages() as stages:
+            assert stages.model(model) is None
+            checkpointer.save(model, optim, 1)  # the first stage has decided
+            assert stages.optimizers(optim) is None
+            assert stages.restored is None
+        with (
+            checkpointer.restore_in_stages() as stages,
+            pytest.raises(InvalidRequest, match="names of the model's parameters"),
+        ):
+            stages.optimizers(optim)
+
+
+def test_a_shared_loader_also_puts_random_state_back_at_its_position(tmp_path: Path) -> None:
+    batches: Any = ckpt.data.resumable(DataLoader(Samples(), batch_size=4, shuffle=True))
+    going = iter(batches)
+    next(going)
+    with open_run(tmp_path) as checkpointer:
+        checkpointer.save(None, None, 1, shared={"loader": batches})
+        expected = [batch.tolist() for batch in going]
+    loader: Any = ckpt.data.resumable(DataLoader(Samples(), batch_size=4, shuffle=True))
+    with open_run(tmp_path) as checkpointer:
+        with checkpointer.restore_in_stages() as stages:
+            stages.extras(shared={"loader": loader})
+        seed_all(9)
+        assert [batch.tolist() for batch in loader] == expected

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ckpt.restoring.ranks import share_out
+from ckpt.restoring.plan import share_out
 from ckptstore.errors import StateMismatch
 from ckptstore.format.documents import JSON
 from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
