@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -28,7 +27,7 @@ from bench.peers import open_codecs
 from bench.peers.peer import Codec
 from bench.report import Goal, Report
 from bench.state import trained, wanted_bytes
-from ckpt.saver.statistics import Sampled, chunk_extremes, sample_chunk, tabulate
+from ckpt.saver.statistics import chunk_extremes, chunk_table
 from ckptstore.codecs.chunk_codecs import decode, encode, fast, smallest
 from ckptstore.codecs.dtypes import ITEM_BYTES
 from ckptstore.format.shards import CHUNK_BYTES
@@ -64,15 +63,7 @@ class Ours:
 
 
 class OursWithStatistics(Ours):
-    """Our codec, and the statistics that a save takes of each chunk; evaluated in batches, as in a save."""
-
-    _BATCH = 64
-
-    def __init__(self, level: int) -> None:
-        super().__init__(level)
-        self._waiting: dict[str, list[Sampled]] = defaultdict(list)
-        self.last_s = 0.0
-        """Processor time per chunk of the last evaluation."""
+    """Our codec, and the statistics that a save takes of each chunk."""
 
     def encode(self, raw: memoryview | bytearray, dtype: str) -> bytes | bytearray | memoryview:
         """One chunk of one slice."""
@@ -80,13 +71,7 @@ class OursWithStatistics(Ours):
         extremes = chunk_extremes(dtype, sizes)
         encoded = encode(fast(dtype).codec, given, self._level, extremes)[1]
         self._raw_bytes = len(raw)
-        waiting = self._waiting[dtype]
-        waiting.append(sample_chunk(dtype, given, sizes, extremes))
-        if len(waiting) == self._BATCH:
-            began = time.thread_time()
-            tabulate(dtype, waiting)
-            waiting.clear()
-            self.last_s = (time.thread_time() - began) / self._BATCH
+        chunk_table(dtype, given, sizes, extremes)
         return encoded
 
 
@@ -174,7 +159,7 @@ def _costs_of_statistics(found: list[Kind], pairs: int) -> dict[str, float]:
         without, with_them = (np.array(results[name]) for name in (OURS, SURVEYED))
         quiet = without + with_them <= np.median(without + with_them)
         total = sums.setdefault(kind.dtype, [0.0, 0.0])
-        total[0] += float(np.median((with_them - without)[quiet])) + surveyed.last_s
+        total[0] += float(np.median((with_them - without)[quiet]))
         total[1] += float(np.median(without[quiet]))
     return {dtype: 1 + more / alone for dtype, (more, alone) in sums.items()}
 

@@ -182,10 +182,8 @@ RULES: dict[tuple[str, str], AccessRule] = {
     # Pages
     ("GET", "/"): AccessRule(Scope.READ, filters=True),
     ("GET", "/runs/{run}"): AccessRule(Scope.READ, in_path),
-    ("GET", "/runs/{run}/state"): AccessRule(Scope.READ, in_path),
     ("GET", "/runs/{run}/goodput"): AccessRule(Scope.READ, in_path),
     ("GET", "/checkpoints/{id}"): AccessRule(Scope.READ, of_checkpoint),
-    ("GET", "/checkpoints/{id}/state"): AccessRule(Scope.READ, of_checkpoint),
     ("GET", "/attempts"): AccessRule(Scope.READ, in_query, filters=True),
     ("GET", "/restores"): AccessRule(Scope.READ, in_query, filters=True),
     ("GET", "/restores/{id}"): AccessRule(Scope.READ, of_restore),

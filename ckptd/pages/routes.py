@@ -20,7 +20,6 @@ from ckptd.pages.rendering import page
 from ckptd.pages.restores import session_view
 from ckptd.pages.runs import Progress, RunRow, chosen_runs, progress, run_row, run_view
 from ckptd.pages.sessions import VISIT, Visit, read_form
-from ckptd.pages.state import checkpoint_state_view, difference_view, run_state_view
 from ckptd.pages.timeline import goodput_view
 from ckptd.services.retention import RetentionView
 from ckptd.services.tokens import Caller
@@ -28,7 +27,6 @@ from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import CkptError, Damaged, NoCheckpoint, Unavailable
 from ckptstore.names import Reference, check_run
-from ckptstore.reading.statistics import CheckpointStatistics
 from ckptstore.stores.checks import StoreReport
 
 _RUNS_A_PAGE = 50
@@ -272,17 +270,6 @@ async def goodput(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Re
     return page("goodput.html", **frame(request, visitor), view=goodput_view(account, checkpoints))
 
 
-@router.get("/runs/{run}/state")
-async def run_state(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Response:
-    """How the tensors of a run developed, and where they went wrong."""
-    checkpoints = await ctx.threads.index(newest, ctx, run, MOST_CHECKPOINTS)
-    if not checkpoints:
-        raise _nothing_here(run)
-    found = await ctx.threads.store(ctx.services.state_history.of_run, run, checkpoints)
-    view = run_state_view(run, found, request.query_params.get("tensor", "")[:4096])
-    return page("run_state.html", **frame(request, visitor), view=view)
-
-
 def _nothing_here(run: str) -> NoCheckpoint:
     return NoCheckpoint(f"run {run[:200]!r} has no checkpoint", "Its first save may be in progress: see the uploads")
 
@@ -336,48 +323,6 @@ async def checkpoint(request: Request, ctx: Ctx, visitor: Visiting, id: str) -> 
         restores=[view.restore for view in restores if view.restore.checkpoint.id == found.id],
         events=await ctx.threads.index(ctx.services.events.of_checkpoint, found.id),
     )
-
-
-@router.get("/checkpoints/{id}/state")
-async def checkpoint_state(request: Request, ctx: Ctx, visitor: Visiting, id: str) -> Response:
-    """The statistics of the tensors of a checkpoint, and what changed since the one before it, or another one."""
-    found = await ctx.threads.index(ctx.services.catalog.find, Reference.parse(id))
-    against = request.query_params.get("against", "")[:400]
-    if against:
-        base = Reference.parse(against)
-        if not visitor.caller.sees(base.run):
-            raise NoCheckpoint(
-                f"run {base.run!r} has no checkpoint", "Compare with a checkpoint that the token may see"
-            )
-        before: Checkpoint | None = await ctx.threads.index(ctx.services.catalog.find, base)
-    else:
-        listed = await ctx.threads.index(newest, ctx, found.run, MOST_CHECKPOINTS)
-        before = max((c for c in listed if c.attempt < found.attempt), key=lambda c: c.attempt, default=None)
-    view, unread = await _state(ctx, found)
-    old = (await _state(ctx, before))[0] if before is not None else None
-    difference = None
-    if before is not None:
-        try:
-            changed = await ctx.threads.store(ctx.services.state_history.unequal, before, found)
-            difference = difference_view(old, view, before.id, changed)
-        except CkptError as error:
-            unread = unread or error.message
-    return page(
-        "checkpoint_state.html",
-        **frame(request, visitor),
-        checkpoint=found,
-        view=checkpoint_state_view(view) if view is not None else None,
-        unread=unread,
-        difference=difference,
-    )
-
-
-async def _state(ctx: Context, found: Checkpoint) -> tuple[CheckpointStatistics | None, str]:
-    """The statistics of a checkpoint, or the reason why they are not shown."""
-    try:
-        return await ctx.threads.store(ctx.services.state_history.of_checkpoint, found), ""
-    except CkptError as error:
-        return None, error.message
 
 
 async def _contents(ctx: Context, found: Checkpoint) -> tuple[ContentsView | None, str]:

@@ -11,7 +11,6 @@ from ckptd.services.jobs import Jobs
 from ckptd.services.remote_create import RemoteCreateService
 from ckptd.services.restores import Restores
 from ckptd.services.retention import RetentionViews
-from ckptd.services.state_history import StateHistory
 from ckptd.services.store_sync import StoreSync
 from ckptd.services.tokens import Tokens
 from ckptd.services.uploads import Uploads
@@ -39,7 +38,6 @@ class Services:
     restores: Restores
     retention_views: RetentionViews
     source: StoreSource
-    state_history: StateHistory
     store_sync: StoreSync
     tokens: Tokens
     uploads: Uploads
@@ -57,7 +55,6 @@ __all__ = [
     "Restores",
     "RetentionViews",
     "Services",
-    "StateHistory",
     "StoreSync",
     "Tokens",
     "Uploads",

@@ -87,8 +87,8 @@ class Config:
     dedup_casts: do not store bfloat16 and float16 tensors that are exactly the casts of float32 tensors in the same
         state (the masters of mixed precision); every save compares each element. Applies to tensors of 64 KiB or more
         whose master has the same shape, is sharded alike and is written by the same rank.
-    statistics: save statistics of each tensor with it: extremes, mean, rms, zeros, NaN, Inf, and a histogram of
-        exponents. `ckptctl stats` and `ckptctl why` show them. Costs 5 to 7 % of encoding.
+    statistics: save statistics of each tensor with it: extremes, NaN and Inf. `ckptctl stats` and `ckptctl why`
+        show them. Costs about 3 % of encoding.
     cpu_budget: share of one core that the saver process may use, such as 0.5. None: what other processes leave. Does
         not apply to writer="thread".
     overlap: copy parameters and optimizer state while training continues; `optim.step()` waits for the copy. verify:

@@ -111,7 +111,7 @@ def write_rank(
 
 def _statistics(attempt: Attempt, rank: int, rows: int, offset: int | None) -> tuple[bytes, dict[str, JSON]]:
     """The document of so many slices, and what a receipt says about it."""
-    table = Table.empty(rows)
+    table = Table.finite(np.zeros(rows, np.int64), np.zeros(rows), np.zeros(rows))
     data = seal(Statistics.of(attempt, rank, table))
     side = named_document(data, table, [""] * rows)
     return data, side_extension(rank, msgspec.structs.replace(side, offset=offset))

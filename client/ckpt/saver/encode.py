@@ -16,7 +16,7 @@ from types import TracebackType
 
 from ckpt.saver.throttle import CpuThrottle
 from ckptstore.codecs.chunk_codecs import CodingPolicy
-from ckptstore.codecs.extremes import BlockExtremes
+from ckptstore.codecs.extremes import Extremes
 from ckptstore.format.shards import ChunkSpan, EncodedChunk, encode_chunk
 
 THREADS = min(4, max(1, (os.cpu_count() or 2) - 1))
@@ -27,7 +27,7 @@ _GROUP_BYTES = 4 << 20
 
 
 Encode = Callable[..., EncodedChunk]
-"""Encodes the bytes of one chunk, given its span of the raw stream and perhaps BlockExtremes to fill (codecs.encode);
+"""Encodes the bytes of one chunk, given its span of the raw stream and perhaps Extremes to fill (codecs.encode);
 called in several threads."""
 ChunkStream = Iterable[tuple[memoryview, ChunkSpan]]
 """The bytes of the chunks to encode, in order, and their spans of the raw stream."""
@@ -42,7 +42,7 @@ def encode_by(policy: CodingPolicy, hashes_raw: bool = False) -> Encode:
     hashes_raw: chunks get the digest of their bytes before encoding, too.
     """
 
-    def encode(raw: memoryview, span: ChunkSpan, extremes: BlockExtremes | None = None) -> EncodedChunk:
+    def encode(raw: memoryview, span: ChunkSpan, extremes: Extremes | None = None) -> EncodedChunk:
         return encode_chunk(raw, policy(span.dtype), extremes, hashes_raw)
 
     return encode

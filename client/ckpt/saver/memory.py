@@ -31,7 +31,6 @@ from ckpt.saver.lock import host_path
 from ckpt.saver.messages import Channel, SaveJob, Setup
 from ckpt.saver.segment import Segment
 from ckptstore.clock import system_clock
-from ckptstore.codecs.extremes import BlockExtremes
 from ckptstore.errors import CkptError
 from ckptstore.format.documents import DIGEST_BYTES, Shard
 from ckptstore.format.shards import ChunkSpan, EncodedChunk
@@ -126,8 +125,8 @@ class SlotContents:
             return encode
         digests = self._digests[job.number] = {}
 
-        def encode_and_record(raw: memoryview, span: ChunkSpan, extremes: BlockExtremes | None = None) -> EncodedChunk:
-            chunk: EncodedChunk = encode(raw, span, extremes)
+        def encode_and_record(raw: memoryview, span: ChunkSpan) -> EncodedChunk:
+            chunk: EncodedChunk = encode(raw, span)
             digests[span.at] = chunk.raw_digest
             return chunk
 

@@ -27,7 +27,7 @@ from ckpt.saver.messages import Done, NearOnly, Released, Report, SaveJob, SaveP
 from ckpt.saver.notify import Notifier
 from ckpt.saver.numbering import Numbering
 from ckpt.saver.room import Room
-from ckpt.saver.surveying import Survey, Surveyor
+from ckpt.saver.statistics import ChunkTables, ShardStatistics
 from ckpt.saver.throttle import CpuThrottle
 from ckpt.saver.upload import Uploaded, seldom, upload_shard
 from ckptapi.remote_create import with_remote_create
@@ -71,8 +71,8 @@ class _RunningJob:
     """The slices that are not stored, since they are casts of stored ones."""
     incremental: IncrementalSave
     encoding: Encoding
-    survey: Survey | None
-    """None: no statistics are taken."""
+    statistics: ShardStatistics | None
+    """None: none are taken."""
     received_at: float
 
     @property
@@ -133,7 +133,8 @@ class SavePipeline:
         self._committer = Committer(self._run, setup)
         self._background = ThreadPoolExecutor(1, thread_name_prefix="ckpt-background")
         self._chunk_index = ChunkIndex(self._run, setup, self._background.submit)
-        self._surveyor = Surveyor() if setup.statistics else None
+        self._known_statistics: ChunkTables = {}
+        """Those of the chunks of the last save."""
 
     def submit(self, job: SaveJob, raw: memoryview) -> None:
         """Accept a snapshot; its slot stays in use until Released or Failed is reported."""
@@ -160,12 +161,14 @@ class SavePipeline:
     ) -> None:
         spans = plan_chunks(placed)
         plain = encode_by(self._policy, self._contents.enabled)
-        survey = self._surveyor.begin(raw, placed, spans, derived) if self._surveyor is not None else None
-        encode = survey.observing(plain) if survey is not None else plain
-        unchanged = survey.unchanged if survey is not None else ignore
+        statistics, encode, unchanged = None, plain, ignore
+        if self._setup.statistics:
+            statistics = ShardStatistics(self._known_statistics, raw, placed, spans, derived)
+            self._known_statistics = statistics.chunks
+            encode, unchanged = statistics.observing(plain), statistics.unchanged
         incremental = self._chunk_index.begin(job.attempt, placed, spans, plain, unchanged)
         encoding = self._encoder.begin(incremental.changed(raw), self._contents.recording(job, encode))
-        running = _RunningJob(job, placed, derived, incremental, encoding, survey, received_at)
+        running = _RunningJob(job, placed, derived, incremental, encoding, statistics, received_at)
         with self._lock:
             self._waiting[job.number] = running
         # The memory of the slot must not outlive its use: the job does not hold it.
@@ -253,9 +256,9 @@ class SavePipeline:
         uploaded = self._upload_shard(running, attempt, again)
         shard = running.incremental.shard(uploaded.chunks if uploaded else None) if placed else None
         extensions: dict[str, JSON] = {}
-        if running.survey is not None and placed:
+        if running.statistics is not None and placed:
             offset = uploaded.stored_bytes if uploaded else None
-            extensions = running.survey.extensions(self._run, attempt, self._setup.rank, offset)
+            extensions = running.statistics.extensions(self._run, attempt, self._setup.rank, offset)
         receipt = write_receipt(self._run, self._setup, attempt, job, placed, running.derived, shard, extensions)
         self._contents.uploaded(job, attempt, shard, running.incremental.raw_digests())
         total, upload_s = time.perf_counter() - started, uploaded.upload_s if uploaded else 0.0
@@ -278,8 +281,8 @@ class SavePipeline:
         if first is None:
             return None
         key, tries = self._run.keys.shard(attempt, names.shard_name(self._setup.rank)), count()
-        survey = running.survey
-        tail = partial(survey.document, attempt, self._setup.rank) if survey is not None else bytes
+        statistics = running.statistics
+        tail = partial(statistics.document, attempt, self._setup.rank) if statistics is not None else bytes
 
         def upload() -> Uploaded:
             chunks: Iterable[EncodedChunk] = chain([first], ahead)

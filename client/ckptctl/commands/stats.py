@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -12,15 +11,15 @@ import typer
 
 from ckptctl.commands.show import find_readable
 from ckptctl.completion import checkpoint_names
-from ckptctl.render import Block, Row, Table, TableColumn, write_file
+from ckptctl.render import Block, Row, Table, TableColumn
 from ckptctl.session import Session
-from ckptstore.charts import Point, plot, svg
+from ckptstore.codecs.dtypes import is_float
 from ckptstore.errors import InvalidRequest
 from ckptstore.names import check_run
 from ckptstore.reading.history import series
 from ckptstore.reading.statistics import CheckpointStatistics, TensorStatistics, read_statistics
 
-_CURVES = 12
+_TABLES = 12
 
 
 class StatisticsBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,18 +47,13 @@ def stats(
         str | None,
         typer.Option(metavar="PATTERN", help="Only matching tensors, such as 'model/*'.", show_default=False),
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw curves over the steps, as SVG.", show_default=False)
-    ] = None,
 ) -> None:
-    """Show extremes, moments, NaN and Inf of tensors: of one checkpoint, or for each checkpoint of a run.
+    """Show extremes, NaN and Inf of tensors: of one checkpoint, or for each checkpoint of a run.
 
-    Statistics are saved with a checkpoint, so its data is not read. zeros, mean and rms of large tensors are estimates.
+    Statistics are saved with a checkpoint, so its data is not read.
     """
     session: Session = ctx.obj
     if "@" in target:
-        if plot is not None:
-            raise InvalidRequest("--plot draws curves over the steps of a run", "Give the run without a step")
         found = [read_statistics(session.source, find_readable(session.source, target))]
     else:
         found, skipped = read_series(session, check_run(target))
@@ -68,8 +62,6 @@ def stats(
     bodies = [_body(one, names) for one in found]
     if names is not None and not any(body.tensors for body in bodies):
         raise InvalidRequest(f"no tensor of {target} matches {names!r}", "Leave out --names to show all")
-    if plot is not None:
-        write_file(plot, _curves(f"{target}: rms by step", bodies))
     ids = [body.checkpoint for body in bodies]
     session.screen.emit(bodies[0] if "@" in target else bodies, ids, _blocks(bodies, one="@" in target))
 
@@ -96,7 +88,7 @@ def _blocks(bodies: Sequence[StatisticsBody], one: bool) -> Iterator[Block]:
         yield _table(TableColumn("TENSOR"), [(tensor.name, tensor) for tensor in bodies[0].tensors])
     else:
         names = dict.fromkeys(tensor.name for body in bodies for tensor in body.tensors)
-        if len(names) > _CURVES:
+        if len(names) > _TABLES:
             yield _summary(bodies)
         else:
             for name in names:
@@ -109,28 +101,11 @@ def _blocks(bodies: Sequence[StatisticsBody], one: bool) -> Iterator[Block]:
 
 
 def _table(first: TableColumn, rows: Sequence[tuple[str, TensorStatistics]]) -> Table:
-    columns = (
-        first,
-        *(TableColumn(title, right=True, drop=drop) for title, drop in _COLUMNS),
-    )
+    columns = (first, *(TableColumn(title, right=True) for title in ("MIN", "MAX", "NAN", "INF", "ELEMENTS")))
     cells = [
-        (
-            name,
-            number(t.minimum),
-            number(t.maximum),
-            number(t.rms),
-            number(t.mean),
-            f"{t.zeros:.1%}",
-            f"{t.nan:,}",
-            f"{t.inf:,}",
-            f"{t.elements:,}",
-        )
-        for name, t in rows
+        (name, number(t.minimum), number(t.maximum), f"{t.nan:,}", f"{t.inf:,}", f"{t.elements:,}") for name, t in rows
     ]
     return Table(columns, [Row(c, "" if t.is_finite else "red") for c, (_, t) in zip(cells, rows, strict=True)])
-
-
-_COLUMNS = (("MIN", 0), ("MAX", 0), ("RMS", 0), ("MEAN", 2), ("ZEROS", 3), ("NAN", 0), ("INF", 0), ("ELEMENTS", 4))
 
 
 def _summary(bodies: Sequence[StatisticsBody]) -> Table:
@@ -145,37 +120,10 @@ def _summary(bodies: Sequence[StatisticsBody]) -> Table:
     )
     rows = []
     for body in bodies:
-        floats = [tensor for tensor in body.tensors if tensor.exponents]
+        floats = [tensor for tensor in body.tensors if is_float(tensor.dtype)]
         top = max(floats, key=lambda tensor: tensor.largest, default=None)
         nan, inf = sum(t.nan for t in floats), sum(t.inf for t in floats)
         largest, name = (number(top.largest), top.name) if top is not None else ("-", "")
         cells = (f"{body.step:,}", f"{len(body.tensors):,}", f"{nan:,}", f"{inf:,}", largest, name)
         rows.append(Row(cells, "" if all(t.is_finite for t in floats) else "red"))
     return Table(columns, rows)
-
-
-def _curves(title: str, bodies: Sequence[StatisticsBody]) -> str:
-    """An SVG of the rms of the tensors with the largest change, by step."""
-    points: dict[str, list[Point]] = {}
-    bad: dict[str, list[int]] = {}
-    for body in bodies:
-        for tensor in body.tensors:
-            if tensor.exponents and tensor.rms is not None:
-                point = Point(body.step, tensor.rms, f"{tensor.name}: {number(tensor.rms)} at step {body.step:,}")
-                points.setdefault(tensor.name, []).append(point)
-            if not tensor.is_finite:
-                bad.setdefault(tensor.name, []).append(body.step)
-    names = sorted(points, key=lambda name: (name not in bad, -_spread(points[name])))[:_CURVES]
-    top = max((point.y for name in names for point in points[name]), default=1.0)
-    for name in names:
-        known = {point.x: point.y for point in points[name]}
-        points[name] += [
-            Point(step, known.get(step, top), f"{name}: NaN or Inf at step {step:,}", "bad", on_line=False)
-            for step in bad.get(name, [])
-        ]
-    return svg(title, plot([points[name] for name in names], width=600, height=420, log=True), names)
-
-
-def _spread(points: Sequence[Point]) -> float:
-    values = [point.y for point in points if point.y > 0]
-    return max(values) / min(values) if values else 0.0

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ckptstore.codecs import float_split
-from ckptstore.codecs.extremes import BlockExtremes, Seen, ignore
+from ckptstore.codecs.extremes import Extremes, Seen, ignore
 from ckptstore.codecs.frames import Buffer as Buffer
 from ckptstore.codecs.frames import pack, unpack
 from ckptstore.errors import CorruptObject
@@ -40,13 +40,13 @@ def encode(
     codec: str,
     raw: memoryview,
     level: int = 1,
-    extremes: BlockExtremes | None = None,
+    extremes: Extremes | None = None,
     seen: Seen = ignore,
 ) -> tuple[str, Buffer]:
     """Encode one chunk.
 
-    raw: contiguous bytes, whole elements. level: higher levels are slower and smaller. extremes: gets the blocks of
-    float-split and raw, which hold all words but the last few; zstd adds none. seen: gets `raw`, each part before it is
+    raw: contiguous bytes, whole elements. level: higher levels are slower and smaller. extremes: float-split
+    and raw add all words to it; zstd adds none. seen: gets `raw`, each part before it is
     encoded, unless the codec is "raw" and there are no extremes. Returns the codec that was used and the encoded bytes:
     codec "raw" and `raw` itself if the requested codec would not save space.
     """

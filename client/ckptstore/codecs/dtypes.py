@@ -1,12 +1,10 @@
-"""The element types of checkpoints, by their names in torch: sizes, bit layouts, and how words decode to numbers. Pure.
+"""The element types of checkpoints, by their names in torch: sizes, and the numbers in their bytes. Pure.
 
 Types that numpy lacks (bfloat16, float8) are decoded by shifts or by tables. A complex number counts as two numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -46,122 +44,53 @@ NUMPY: dict[str, np.dtype[Any]] = {
 }  # fmt: skip
 """The types that numpy supports too; arrays of other types can be neither captured nor restored."""
 
-Words = np.ndarray[Any, np.dtype[Any]]
-Numbers = np.ndarray[Any, np.dtype[np.float64]]
+Numbers = np.ndarray[Any, np.dtype[Any]]
 
-
-@dataclass(frozen=True, slots=True)
-class FloatLayout:
-    """The bit layout of a floating-point type. Words that differ only in the sign bit have opposite values."""
-
-    word: np.dtype[Any]
-    """Unsigned integer of the type's size."""
-    sign: int
-    """Mask of the sign bit; 0: the type has no sign."""
-    mantissa: int
-    """Number of bits of the mantissa."""
-    bias: int
-    """The exponent of a number is its exponent field minus this."""
-    last: int
-    """The largest word of a finite number, without the sign bit."""
-    infinity: int | None
-    """The word of infinity; None: the type has none."""
-    nan: int | None = None
-    """The only word of NaN, if it is not above `last` and `infinity`: that of -0 in the `fnuz` types."""
-
-    @property
-    def exponents(self) -> int:
-        """Number of different exponent fields."""
-        bits = 8 * self.word.itemsize - self.mantissa - bool(self.sign)
-        return 1 << bits
-
-
-def _ieee(bits: int, mantissa: int) -> FloatLayout:
-    infinity = (1 << (bits - 1)) - (1 << mantissa)
-    bias = (1 << (bits - mantissa - 2)) - 1
-    return FloatLayout(np.dtype(f"u{bits // 8}"), 1 << (bits - 1), mantissa, bias, infinity - 1, infinity)
-
-
-_BYTE = np.dtype(np.uint8)
-FLOATS: dict[str, FloatLayout] = {
-    "float64": _ieee(64, 52),
-    "float32": _ieee(32, 23),
-    "float16": _ieee(16, 10),
-    "bfloat16": _ieee(16, 7),
-    "float8_e5m2": _ieee(8, 2),
-    "float8_e4m3fn": FloatLayout(_BYTE, 0x80, 3, 7, 0x7E, None),
-    "float8_e4m3fnuz": FloatLayout(_BYTE, 0x80, 3, 8, 0x7F, None, nan=0x80),
-    "float8_e5m2fnuz": FloatLayout(_BYTE, 0x80, 2, 16, 0x7F, None, nan=0x80),
-    "float8_e8m0fnu": FloatLayout(_BYTE, 0, 0, 127, 0xFE, None),
-}
-"""By element type. Of 8 bits: arXiv 2209.05433, arXiv 2206.02915, and the OCP specification of microscaling formats."""
-COMPONENTS = {"complex128": "float64", "complex64": "float32", "complex32": "float16"}
+_COMPONENTS = {"complex128": "float64", "complex64": "float32", "complex32": "float16"}
 """The type of the two numbers of a complex one."""
+_BYTES: dict[str, tuple[int, int, int]] = {
+    "float8_e5m2": (2, 15, 0x7B),
+    "float8_e4m3fn": (3, 7, 0x7E),
+    "float8_e4m3fnuz": (3, 8, 0x7F),
+    "float8_e5m2fnuz": (2, 16, 0x7F),
+}
+"""Of floats of 8 bits: bits of the mantissa, bias of the exponent, and the largest finite word without the sign bit
+(arXiv 2209.05433, arXiv 2206.02915)."""
 
 
-def number_type(dtype: str) -> str:
-    """The type of the numbers that an element of `dtype` consists of."""
-    return COMPONENTS.get(dtype, dtype)
+def is_float(dtype: str) -> bool:
+    """Whether its elements are floating-point or complex numbers."""
+    return "float" in dtype or dtype in _COMPONENTS
 
 
-def layout_of(dtype: str) -> FloatLayout | None:
-    """The bit layout of the numbers of a type; None for integers."""
-    return FLOATS.get(number_type(dtype))
-
-
-def words_of(dtype: str, raw: memoryview) -> Words:
-    """The bytes of whole elements as words: unsigned integers for floats, else the integers themselves."""
-    kind = number_type(dtype)
-    if kind in FLOATS:
-        return np.frombuffer(raw, FLOATS[kind].word)
-    return np.frombuffer(raw, np.uint8 if kind == "bool" else NUMPY[kind])
-
-
-def decode_words(dtype: str, words: Words) -> Numbers:
-    """The numbers of some words, as float64: exact but for integers beyond 2^53."""
-    return _DECODERS.get(number_type(dtype), _integers)(words)
-
-
-def _integers(words: Words) -> Numbers:
-    return words.astype(np.float64)
-
-
-def _bfloat16(words: Words) -> Numbers:
-    return _quiet((words.astype(np.uint32) << np.uint32(16)).view(np.float32))
-
-
-def _quiet(numbers: Words) -> Numbers:
-    with np.errstate(invalid="ignore"):  # a signalling NaN
-        return numbers.astype(np.float64)
-
-
-def _by_table(dtype: str) -> Callable[[Words], Numbers]:
-    return lambda words: _table(dtype)[words]
+def numbers_of(dtype: str, raw: memoryview) -> Numbers:
+    """The numbers in the bytes of whole elements, exact, in a type that numpy computes with fast."""
+    kind = _COMPONENTS.get(dtype, dtype)
+    if kind == "bfloat16":
+        return (np.frombuffer(raw, np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if kind == "float16":
+        with np.errstate(invalid="ignore"):  # a signalling NaN
+            return np.frombuffer(raw, np.float16).astype(np.float32)
+    if kind in NUMPY:
+        return np.frombuffer(raw, np.uint8 if kind == "bool" else NUMPY[kind])
+    numbers: Numbers = _numbers_of_bytes(kind)[np.frombuffer(raw, np.uint8)]
+    return numbers
 
 
 @cache
-def _table(dtype: str) -> Any:
+def _numbers_of_bytes(dtype: str) -> Any:
     """The numbers of all words of an 8-bit type."""
-    layout = FLOATS[dtype]
     words = np.arange(256)
-    field = (words & ~layout.sign) >> layout.mantissa
-    fraction = (words & ((1 << layout.mantissa) - 1)) / (1 << layout.mantissa)
-    is_normal = (field > 0) | (layout.sign == 0)
-    size = np.ldexp(is_normal + fraction, np.where(is_normal, field, 1) - layout.bias)
-    found = np.where((words & layout.sign) > 0, -size, size).astype(np.float64)
-    magnitude = words & ~layout.sign
-    found[magnitude > layout.last] = np.nan
-    if layout.infinity is not None:
-        found[layout.infinity], found[layout.infinity | layout.sign] = np.inf, -np.inf
-    if layout.nan is not None:
-        found[layout.nan] = np.nan
-    return found
-
-
-_DECODERS: dict[str, Callable[[Words], Numbers]] = {
-    "float64": lambda words: words.view(np.float64),
-    "float32": lambda words: _quiet(words.view(np.float32)),
-    "float16": lambda words: _quiet(words.view(np.float16)),
-    "bfloat16": _bfloat16,
-    **{dtype: _by_table(dtype) for dtype, layout in FLOATS.items() if layout.word == _BYTE},
-}
+    if dtype == "float8_e8m0fnu":  # an exponent alone, of the OCP specification of microscaling formats
+        return np.where(words < 0xFF, np.ldexp(1.0, words - 127), np.nan).astype(np.float32)
+    mantissa, bias, last = _BYTES[dtype]
+    magnitude = words & 0x7F
+    exponent, fraction = magnitude >> mantissa, (magnitude & ((1 << mantissa) - 1)) / (1 << mantissa)
+    numbers = np.ldexp((exponent > 0) + fraction, np.maximum(exponent, 1) - bias)
+    numbers[magnitude > last] = np.nan
+    if dtype == "float8_e5m2":
+        numbers[magnitude == last + 1] = np.inf
+    numbers = np.where(words > 0x7F, -numbers, numbers)
+    if dtype.endswith("fnuz"):
+        numbers[0x80] = np.nan  # there is no -0
+    return numbers.astype(np.float32)

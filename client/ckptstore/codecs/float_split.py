@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from ckptstore.codecs import fused, passes
-from ckptstore.codecs.extremes import BlockExtremes, Seen, ignore
+from ckptstore.codecs.dtypes import ITEM_BYTES
+from ckptstore.codecs.extremes import Extremes, Seen, ignore
 from ckptstore.codecs.frames import Buffer, pack, pack_huffman, unpack
 from ckptstore.codecs.passes import BLOCK_BYTES, SAMPLE, Codes, Plane
 from ckptstore.errors import CorruptObject
@@ -45,10 +46,10 @@ class Loops(Protocol):
     NEEDS_ALIGNED: bool
 
     def split(
-        self, words: Plane, half_precision: bool, base: int, low: Plane, rest: Plane, extremes: BlockExtremes | None
+        self, words: Plane, half_precision: bool, base: int, low: Plane, rest: Plane, extremes: Extremes | None
     ) -> Codes: ...
 
-    def survey(self, words: Plane, extremes: BlockExtremes) -> None: ...
+    def survey(self, words: Plane, extremes: Extremes) -> None: ...
 
     def planes(self, data: Plane) -> Planes: ...
 
@@ -61,13 +62,11 @@ loops: Loops = fused if fused.IS_BUILT else passes
 """Both give the same bytes."""
 
 
-def encode(
-    dtype: str, raw: memoryview, level: int, extremes: BlockExtremes | None = None, seen: Seen = ignore
-) -> Buffer:
+def encode(dtype: str, raw: memoryview, level: int, extremes: Extremes | None = None, seen: Seen = ignore) -> Buffer:
     """Encode one chunk of whole elements. The result may be a few bytes per block longer than `raw`.
 
     level: 1 compresses exponents, and other planes only if they contain repetitions; above 1 tries everything.
-    extremes: gets all blocks of BLOCK_BYTES, in order, while they are in the cache. seen: so does it, and the rest.
+    extremes: gets all words, block by block while they are in the cache. seen: so does it.
     """
     words: Plane = np.frombuffer(raw, np.uint32 if dtype == "float32" else np.uint16)
     encoded = _encode(dtype, words, level, BLOCK_BYTES // words.itemsize, extremes, seen)
@@ -75,7 +74,7 @@ def encode(
 
 
 def _encode(
-    dtype: str, words: Plane, level: int, size: int, extremes: BlockExtremes | None = None, seen: Seen = ignore
+    dtype: str, words: Plane, level: int, size: int, extremes: Extremes | None = None, seen: Seen = ignore
 ) -> Buffer:
     whole = len(words) // GROUP * GROUP
     blocks = -(-whole // size)
@@ -85,26 +84,27 @@ def _encode(
         writer.add(words[start : min(start + size, whole)])
     tail = words[whole:].view(np.uint8)
     seen(tail.data)
+    if extremes is not None and len(tail):
+        loops.survey(words[whole:], extremes)
     end = writer.at + len(tail)
     out[writer.at : end] = tail
     return out[:end].data
 
 
-def survey(raw: memoryview, extremes: BlockExtremes, seen: Seen) -> None:
+def survey(raw: memoryview, extremes: Extremes, seen: Seen = ignore) -> None:
     """Add the extremes of a chunk that is not encoded. seen: gets each part of it while the part is in the cache."""
-    words: Plane = np.frombuffer(raw, f"u{len(raw) // extremes.size}")
-    whole, size = len(words) // GROUP * GROUP, BLOCK_BYTES // words.itemsize
-    for start in range(0, whole, size):
-        block = words[start : min(start + size, whole)]
+    words: Plane = np.frombuffer(raw, f"u{ITEM_BYTES[extremes.dtype]}")
+    size = BLOCK_BYTES // words.itemsize
+    for start in range(0, len(words), size):
+        block = words[start : start + size]
         seen(block.data)
         loops.survey(block, extremes)
-    seen(words[whole:].data)
 
 
 class _Writer:
     """Writes blocks in order."""
 
-    def __init__(self, dtype: str, level: int, out: Plane, extremes: BlockExtremes | None, seen: Seen) -> None:
+    def __init__(self, dtype: str, level: int, out: Plane, extremes: Extremes | None, seen: Seen) -> None:
         self._half_precision = dtype == "float16"
         self._level = level
         self._out = out

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptstore.codecs.extremes import BlockExtremes
+from ckptstore.codecs.extremes import Extremes
 from ckptstore.codecs.passes import BLOCK_BYTES, LIMITS, Codes, Plane
 
 LIBRARY = Path(__file__).with_name("libfused.so.1")  # Python imports no module of this name
@@ -63,8 +63,8 @@ class _Found(ctypes.Structure):
     """What a block is like."""
 
     _fields_ = (
-        ("unsigned", ctypes.c_uint32), ("signed", ctypes.c_int32), ("least", ctypes.c_uint32), ("any", ctypes.c_uint32),
-        ("top_bytes", ctypes.c_uint32), ("base", ctypes.c_uint32), ("pairs", ctypes.c_uint32),
+        ("unsigned", ctypes.c_uint32), ("signed", ctypes.c_int32), ("smallest", ctypes.c_uint32),
+        ("any", ctypes.c_uint32), ("top_bytes", ctypes.c_uint32), ("base", ctypes.c_uint32), ("pairs", ctypes.c_uint32),
         ("equal_low", ctypes.c_uint32), ("equal_rest", ctypes.c_uint32),
     )  # fmt: skip
 
@@ -90,9 +90,7 @@ _scratch = _Scratch()
 _limits = (ctypes.c_size_t * len(LIMITS))(*LIMITS)
 
 
-def split(
-    words: Plane, half_precision: bool, base: int, low: Plane, rest: Plane, extremes: BlockExtremes | None
-) -> Codes:
+def split(words: Plane, half_precision: bool, base: int, low: Plane, rest: Plane, extremes: Extremes | None) -> Codes:
     """As in passes.py."""
     assert _library is not None
     scratch, count, wide = _scratch, len(words), words.itemsize == 4
@@ -101,7 +99,7 @@ def split(
     )
     found = scratch.found
     if extremes is not None:
-        _add(extremes, words, found)
+        extremes.add(found.unsigned, found.signed, found.smallest)
     pairs = found.pairs
     return Codes(
         bool(found.top_bytes), found.base, scratch.codes[: count // 2 if pairs else count],
@@ -109,17 +107,12 @@ def split(
     )  # fmt: skip
 
 
-def survey(words: Plane, extremes: BlockExtremes) -> None:
+def survey(words: Plane, extremes: Extremes) -> None:
     """As in passes.py."""
     assert _library is not None
     found = _scratch.found
     _library.ckpt_survey(_address(words), words.itemsize == 4, len(words), ctypes.addressof(found))
-    _add(extremes, words, found)
-
-
-def _add(extremes: BlockExtremes, words: Plane, found: _Found) -> None:
-    is_positive = found.unsigned < 1 << (8 * words.itemsize - 1)
-    extremes.add_found(words, found.unsigned, found.signed, found.least if is_positive else None)
+    extremes.add(found.unsigned, found.signed, found.smallest)
 
 
 class Planes:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckptstore.codecs.extremes import BlockExtremes
+from ckptstore.codecs.extremes import Extremes
 
 Plane = npt.NDArray[Any]
 
@@ -101,9 +101,7 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def split(
-    words: Plane, half_precision: bool, base: int, low: Plane, rest: Plane, extremes: BlockExtremes | None
-) -> Codes:
+def split(words: Plane, half_precision: bool, base: int, low: Plane, rest: Plane, extremes: Extremes | None) -> Codes:
     """Split a block into `low`, which is empty for 16-bit words, `rest`, and codes, valid until the next call here.
 
     base: that of the block before. half_precision: the words are float16.
@@ -113,7 +111,7 @@ def split(
     highest = int(high.max())
     fields = _EXPONENT if highest > _LARGEST_POSITIVE and not half_precision else _TOP_BYTE
     if extremes is not None:
-        extremes.add(words, high, highest)
+        survey(words, extremes)
     places, base = (None, base) if half_precision else _window(high, base, fields)
     top_bytes = fields is _TOP_BYTE
     lanes = high if places is None else _scratch.words[: len(high)]
@@ -125,10 +123,10 @@ def split(
     return Codes(top_bytes, base, _split_pairs(lanes, fields), places.astype(np.uint32), high[places], *equal)
 
 
-def survey(words: Plane, extremes: BlockExtremes) -> None:
+def survey(words: Plane, extremes: Extremes) -> None:
     """Add the extremes of a block that is not split."""
-    unsigned, signed = int(words.max()), int(words.view(f"i{words.itemsize}").max())
-    extremes.add_found(words, unsigned, signed, int(words.min()) if unsigned == signed else None)
+    signed = words.view(f"i{words.itemsize}")
+    extremes.add(int(words.max()), int(signed.max()), int(words.min()))
 
 
 class Planes:

@@ -16,7 +16,7 @@ import xxhash
 
 from ckptstore.codecs.chunk_codecs import RAW, Buffer, Coding, encode
 from ckptstore.codecs.dtypes import ITEM_BYTES
-from ckptstore.codecs.extremes import BlockExtremes, ignore
+from ckptstore.codecs.extremes import Extremes, ignore
 from ckptstore.format import boxes
 from ckptstore.format.boxes import Box
 from ckptstore.format.columns import column
@@ -149,7 +149,7 @@ def _even_cuts(piece: Slice) -> list[int]:
 
 
 def encode_chunk(
-    raw: memoryview, coding: Coding, extremes: BlockExtremes | None = None, hashes_raw: bool = False
+    raw: memoryview, coding: Coding, extremes: Extremes | None = None, hashes_raw: bool = False
 ) -> EncodedChunk:
     """Encode and hash the bytes of one chunk. The result may alias them. extremes: see codecs.encode.
 

@@ -1,30 +1,34 @@
-"""Statistics of tensors: a table with a row per slice or entry, which rows merge into exactly, and its document. Pure.
-
-Counts add up, and extremes combine. Means and root mean squares are weighted by the number of finite elements and
-scaled before they are squared, so that neither many nor large elements overflow.
-"""
+"""Statistics of tensors: exact extremes, and counts of NaN and Inf, as a table whose rows merge; its document. Pure."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 
-from ckptstore.codecs.dtypes import Numbers
 from ckptstore.errors import CorruptObject
-from ckptstore.format.columns import Column, column
+from ckptstore.format.columns import Column
 from ckptstore.format.decoding import convert
 from ckptstore.format.documents import FORMAT, JSON, Manifest, Outcome, Receipt, StoredDocument, digest
 from ckptstore.names import Attempt
 
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
+Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 _EXTENSION = "statistics/{:05d}"
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 MOST_NAMED = 8
 """Entries that an extension names."""
+_COUNTS = ("elements", "nan", "positive_inf", "negative_inf")
+_MERGED: dict[str, tuple[np.ufunc, float]] = {
+    **dict.fromkeys(_COUNTS, (np.add, 0)),
+    "minimum": (np.fmin, np.nan),
+    "maximum": (np.fmax, np.nan),
+}
+"""How the columns of rows are merged, and what they are without rows."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,33 +36,18 @@ class Table:
     """Statistics, a row per tensor or part of one."""
 
     elements: Column
-    sampled: Column
-    """The elements that `zeros`, `mean`, `rms` and the histogram are taken from; the other columns are of all."""
     nan: Column
     positive_inf: Column
     negative_inf: Column
-    zeros: Numbers
-    """Number of zeros, extrapolated from the sample."""
     minimum: Numbers
+    """Of the finite elements; NaN if there are none."""
     maximum: Numbers
-    """These, mean and rms describe the finite elements; NaN if there are none."""
-    mean: Numbers
-    rms: Numbers
-    """Root mean square."""
-    row: Column
-    """The row of each bucket of the histograms, ascending."""
-    exponent: Column
-    """Its exponent field, as in the words of the type: ascending in each row."""
-    count: Numbers
-    """Number of elements with this exponent field, extrapolated from the sample."""
 
     @staticmethod
-    def empty(rows: int) -> Table:
-        """Rows without elements."""
-        zeros, none = np.zeros(rows, np.int64), np.full(rows, np.nan)
-        nothing = column()
-        return Table(zeros, zeros, zeros, zeros, zeros, np.zeros(rows), none, none, none, none, nothing, nothing,
-                     np.zeros(0))  # fmt: skip
+    def finite(elements: Column, minimum: Numbers, maximum: Numbers) -> Table:
+        """Rows without NaN and Inf."""
+        none = np.zeros(len(elements), np.int64)
+        return Table(elements, none, none, none, minimum, maximum)
 
     @property
     def inf(self) -> Column:
@@ -66,157 +55,55 @@ class Table:
         return self.positive_inf + self.negative_inf
 
     @property
-    def finite(self) -> Column:
-        """Number of finite elements."""
-        return self.elements - self.nan - self.inf
-
-    @property
     def not_finite(self) -> Flags:
         """The rows with NaN or Inf that are not masks: tensors that hold nothing but zeros and -Inf."""
-        is_empty = self.finite == 0
-        only_zeros = is_empty | ((self.minimum == 0) & (self.maximum == 0))
+        only_zeros = np.isnan(self.minimum) | ((self.minimum == 0) & (self.maximum == 0))
         is_mask = (self.nan == 0) & (self.positive_inf == 0) & only_zeros
         flags: Flags = ((self.nan > 0) | (self.inf > 0)) & ~is_mask
         return flags
 
 
-def join(tables: list[Table]) -> Table:
-    """The rows of all tables, one table after the other."""
-    starts = np.cumsum([0, *(len(table.elements) for table in tables)])
-    shifted = [table.row + start for table, start in zip(tables, starts[:-1].tolist(), strict=True)]
-    joined = {
-        field.name: np.concatenate([getattr(table, field.name) for table in tables])
-        for field in fields(Table)
-        if field.name != "row"
-    }
-    return Table(**joined, row=np.concatenate(shifted))
+def merge(tables: Sequence[Table], group: Column, groups: int) -> Table:
+    """The rows of some tables, one table after the other, merged into one row per group. group: of each row."""
+    columns: dict[str, Any] = {}
+    for name, (function, none) in _MERGED.items():
+        merged = np.full(groups, none)
+        function.at(merged, group, np.concatenate([merged[:0], *(getattr(table, name) for table in tables)]))
+        columns[name] = merged
+    return Table(**columns)
 
 
-def merge(table: Table, group: Column, groups: int) -> Table:
-    """The rows of each group merged into one row. group: of each row, below `groups`; -1: the row is left out."""
-    order = np.argsort(group, kind="stable")
-    order = order[np.searchsorted(group[order], 0) :]
-    if not len(order):
-        return Table.empty(groups)
-    present, first = np.unique(group[order], return_index=True)
-
-    def reduced(function: np.ufunc, values: np.ndarray[Any, Any], default: float) -> Any:
-        found = np.full(groups, default, values.dtype)
-        found[present] = function.reduceat(values[order], first)
-        return found
-
-    def total(values: np.ndarray[Any, Any]) -> Any:
-        return reduced(np.add, values, 0)
-
-    finite = table.finite
-    weight = total(finite)
-    largest = reduced(np.fmax, table.rms, np.nan)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        share = np.where(finite > 0, finite / weight[group], 0.0)
-        scaled = np.where(largest[group] > 0, table.rms / largest[group], 0.0)
-    mean = total(np.where(finite > 0, table.mean, 0.0) * share)
-    square = total(np.where(finite > 0, scaled, 0.0) ** 2 * share)
-    row, exponent, count = _merge_histograms(table, group)
-    return Table(
-        elements=total(table.elements),
-        sampled=total(table.sampled),
-        nan=total(table.nan),
-        positive_inf=total(table.positive_inf),
-        negative_inf=total(table.negative_inf),
-        zeros=total(table.zeros),
-        minimum=reduced(np.fmin, table.minimum, np.nan),
-        maximum=reduced(np.fmax, table.maximum, np.nan),
-        mean=np.where(weight > 0, mean, np.nan),
-        rms=np.where(weight > 0, largest * np.sqrt(square), np.nan),
-        row=row,
-        exponent=exponent,
-        count=count,
-    )
-
-
-_EXPONENTS = 1 << 11  # float64 has the most
-
-
-def _merge_histograms(table: Table, group: Column) -> tuple[Column, Column, Numbers]:
-    given = group[table.row] * _EXPONENTS + table.exponent
-    keys, place = np.unique(given[given >= 0], return_inverse=True)
-    count: Numbers = np.bincount(place, weights=table.count[given >= 0], minlength=len(keys)).astype(np.float64)
-    return keys // _EXPONENTS, keys % _EXPONENTS, count
-
-
-class Statistics(StoredDocument, frozen=True, eq=False):
-    """The statistics of the slices in one receipt, as columns: row i is of slice i."""
+class Statistics(StoredDocument, frozen=True, eq=False, forbid_unknown_fields=False):
+    """The statistics of the slices in one receipt, as columns: row i is of slice i. Earlier writers added more."""
 
     format: int
     kind: Literal["statistics"]
     attempt: str
     rank: int
     elements: Column
-    sampled: Column
     nan: Column
     positive_inf: Column
     negative_inf: Column
-    zeros: Column
     minimum: bytes
-    """float64, little-endian, 8 bytes per row, like the next three."""
+    """float64, little-endian, 8 bytes per row, like the next one."""
     maximum: bytes
-    mean: bytes
-    rms: bytes
-    buckets: Column
-    """Number of buckets of each row's histogram."""
-    exponent: Column
-    """The exponent fields of all buckets, row by row."""
-    count: Column
 
     @staticmethod
     def of(attempt: Attempt, rank: int, table: Table) -> Statistics:
         """The document of a table."""
+        minimum, maximum = ((one + 0.0).astype("<f8").tobytes() for one in (table.minimum, table.maximum))  # not -0.0
         return Statistics(
-            format=FORMAT,
-            kind="statistics",
-            attempt=str(attempt),
-            rank=rank,
-            elements=table.elements,
-            sampled=table.sampled,
-            nan=table.nan,
-            positive_inf=table.positive_inf,
-            negative_inf=table.negative_inf,
-            zeros=_whole(table.zeros),
-            minimum=_pack(table.minimum),
-            maximum=_pack(table.maximum),
-            mean=_pack(table.mean),
-            rms=_pack(table.rms),
-            buckets=np.bincount(table.row, minlength=len(table.elements)),
-            exponent=table.exponent,
-            count=_whole(table.count),
-        )
+            format=FORMAT, kind="statistics", attempt=str(attempt), rank=rank, elements=table.elements, nan=table.nan,
+            positive_inf=table.positive_inf, negative_inf=table.negative_inf, minimum=minimum, maximum=maximum,
+        )  # fmt: skip
 
     def table(self, key: str) -> Table:
         """The table of a document that was read from `key`. Raises CorruptObject unless its columns fit together."""
+        counts = [getattr(self, name) for name in _COUNTS]
         rows = len(self.elements)
-        columns = (self.sampled, self.nan, self.positive_inf, self.negative_inf, self.zeros, self.buckets)
-        numbers = (self.minimum, self.maximum, self.mean, self.rms)
-        fits = all(len(one) == rows for one in columns) and all(len(one) == 8 * rows for one in numbers)
-        # Added as numbers of Python, which do not overflow.
-        buckets = sum(self.buckets.tolist())
-        if not fits or not buckets == len(self.exponent) == len(self.count):
+        if any(len(one) != rows for one in counts) or any(len(one) != 8 * rows for one in (self.minimum, self.maximum)):
             raise CorruptObject(f"the columns of {key} do not fit together")
-        if self.exponent.max(initial=0) >= _EXPONENTS:
-            raise CorruptObject(f"{key} has an exponent field of {self.exponent.max()}")
-        minimum, maximum, mean, rms = (np.frombuffer(one, "<f8").astype(np.float64) for one in numbers)
-        return Table(
-            self.elements, self.sampled, self.nan, self.positive_inf, self.negative_inf,
-            self.zeros.astype(np.float64), minimum, maximum, mean, rms,
-            np.repeat(np.arange(rows), self.buckets), self.exponent, self.count.astype(np.float64),
-        )  # fmt: skip
-
-
-def _whole(numbers: Numbers) -> Column:
-    return np.rint(numbers).astype(np.int64)
-
-
-def _pack(numbers: Numbers) -> bytes:
-    return numbers.astype("<f8").tobytes()
+        return Table(*counts, *(np.frombuffer(one, "<f8").astype(np.float64) for one in (self.minimum, self.maximum)))
 
 
 class Health(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
 """When a run began to go wrong: the first checkpoint whose tensors have NaN or Inf, or left their range. Pure.
 
-A tensor leaves its range if its largest magnitude or its rms exceeds everything before by a factor of 16, times the
-factor by which it has varied so far; so a state that grows steadily does not. A tensor that becomes all zeros does too.
+A tensor leaves its range if its largest magnitude exceeds all before by a factor of 16, times the factor by which it
+has varied so far; so a state that grows steadily does not. A tensor that becomes all zeros does too.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from math import log2
 
 import msgspec
 
+from ckptstore.codecs.dtypes import is_float
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import Damaged, InvalidRequest, NoCheckpoint, ObjectMissing
 from ckptstore.reading.source import Source
@@ -51,13 +52,13 @@ class RunFinding(msgspec.Struct, frozen=True, kw_only=True):
     """Checkpoints whose statistics were compared."""
     skipped: list[str]
     """Checkpoints that have no statistics, and why."""
-    checkpoint: str | None
-    step: int | None
-    before: str | None
-    after: str | None
-    num_tensors: int
+    checkpoint: str | None = None
+    step: int | None = None
+    before: str | None = None
+    after: str | None = None
+    num_tensors: int = 0
     """Tensors that went wrong in this checkpoint."""
-    tensors: list[TensorFinding]
+    tensors: list[TensorFinding] = []
     """The worst of them, 50 at most: first those with NaN or Inf."""
 
 
@@ -82,59 +83,49 @@ def series(source: Source, run: str, checkpoints: Iterable[Checkpoint]) -> tuple
 def first_trouble(run: str, steps: Sequence[CheckpointStatistics], skipped: Sequence[str] = ()) -> RunFinding:
     """The first of some checkpoints, given oldest first, in which a tensor went wrong. Pure."""
     history: dict[str, list[TensorStatistics]] = defaultdict(list)
+    healthy = RunFinding(run=run, num_checkpoints=len(steps), skipped=list(skipped))
     for number, one in enumerate(steps):
         wrong = [(tensor, *cause) for tensor in one.tensors.values() if (cause := _cause(tensor, history[tensor.name]))]
         if wrong:
             wrong.sort(key=lambda item: -item[2])
-            before = steps[number - 1] if number else None
-            after = steps[number + 1] if number + 1 < len(steps) else None
-            return RunFinding(
-                run=run,
-                num_checkpoints=len(steps),
-                skipped=list(skipped),
+            before, after = (steps[at] if 0 <= at < len(steps) else None for at in (number - 1, number + 1))
+            old, new = ({} if step is None else step.tensors for step in (before, after))
+            return msgspec.structs.replace(
+                healthy,
                 checkpoint=one.checkpoint.id,
                 step=one.checkpoint.step,
-                before=before.checkpoint.id if before is not None else None,
-                after=after.checkpoint.id if after is not None else None,
+                before=before and before.checkpoint.id,
+                after=after and after.checkpoint.id,
                 num_tensors=len(wrong),
                 tensors=[
                     TensorFinding(
                         tensor=tensor.name,
                         cause=cause,
                         text=text,
-                        before=before.tensors.get(tensor.name) if before is not None else None,
+                        before=old.get(tensor.name),
                         found=tensor,
-                        after=after.tensors.get(tensor.name) if after is not None else None,
+                        after=new.get(tensor.name),
                     )
                     for tensor, cause, _, text in wrong[:_MOST_TENSORS]
                 ],
             )
         for tensor in one.tensors.values():
             history[tensor.name].append(tensor)
-    return RunFinding(
-        run=run, num_checkpoints=len(steps), skipped=list(skipped), checkpoint=None, step=None, before=None,
-        after=None, num_tensors=0, tensors=[],
-    )  # fmt: skip
+    return healthy
 
 
 def _cause(tensor: TensorStatistics, history: Sequence[TensorStatistics]) -> tuple[Cause, float, str] | None:
     """Why a tensor went wrong, how badly, and in words; None if it did not."""
     if not tensor.is_finite:
         return Cause.NOT_FINITE, float("inf"), f"{tensor.nan:,} NaN and {tensor.inf:,} Inf of {tensor.elements:,}"
-    if not tensor.exponents:
+    known = [log2(one.largest) for one in history if one.largest > 0]
+    if not is_float(tensor.dtype) or len(known) < _LEAST_HISTORY:
         return None
-    worst: tuple[Cause, float, str] | None = None
-    for name, value, earlier in (
-        ("largest magnitude", tensor.largest, [one.largest for one in history]),
-        ("rms", tensor.rms or 0.0, [one.rms or 0.0 for one in history]),
-    ):
-        known = [log2(one) for one in earlier if one > 0]
-        if len(known) < _LEAST_HISTORY:
-            continue
-        if value == 0 and len(known) == len(earlier):
-            return Cause.ALL_ZEROS, 0.0, f"all {tensor.elements:,} elements are 0"
-        excess = log2(value) - max(known) - (max(known) - min(known)) - _MARGIN if value > 0 else -1.0
-        if excess > 0 and (worst is None or excess > worst[1]):
-            low, high = (2.0**power for power in (min(known), max(known)))
-            worst = Cause.LEFT_RANGE, excess, f"{name} {value:.3g}, from {low:.3g} to {high:.3g} before"
-    return worst
+    if tensor.largest == 0:
+        is_new = len(known) == len(history)
+        return (Cause.ALL_ZEROS, 0.0, f"all {tensor.elements:,} elements are 0") if is_new else None
+    excess = log2(tensor.largest) - max(known) - (max(known) - min(known)) - _MARGIN
+    if excess <= 0:
+        return None
+    low, high = 2.0 ** min(known), 2.0 ** max(known)
+    return Cause.LEFT_RANGE, excess, f"largest magnitude {tensor.largest:.3g}, from {low:.3g} to {high:.3g} before"

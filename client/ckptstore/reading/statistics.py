@@ -10,43 +10,31 @@ from math import isfinite
 import msgspec
 import numpy as np
 
-from ckptstore.codecs.dtypes import layout_of
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CorruptObject, Damaged, InvalidRequest, ObjectMissing
 from ckptstore.format.documents import Content, Manifest, digest
 from ckptstore.format.parsing import parse_sealed
-from ckptstore.format.statistics import SideDocument, Statistics, Table, join, merge, side_documents
+from ckptstore.format.statistics import SideDocument, Statistics, Table, merge, side_documents
 from ckptstore.reading.source import Source, read_manifest
 
 _THREADS = 16
 
 
 class TensorStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """The statistics of one tensor. Both parts of a complex element count as elements.
-
-    minimum, maximum, mean and rms (root mean square) are of the finite elements; null: there are none.
-    """
+    """The statistics of one tensor. Both parts of a complex element count as elements."""
 
     name: str
     dtype: str
     shape: list[int]
     elements: int
-    sampled: int
-    """The number of elements from which zeros, mean, rms and exponents are extrapolated."""
     nan: int
     positive_inf: int
     negative_inf: int
-    zeros: float
-    """Fraction of the elements."""
     minimum: float | None
+    """Of the finite elements; null: there are none."""
     maximum: float | None
-    mean: float | None
-    rms: float | None
     is_finite: bool
     """Whether it has neither NaN nor Inf, or is a mask: nothing but zeros and -Inf."""
-    exponents: dict[int, int]
-    """Number of elements by exponent to the base 2. The lowest one includes zeros and subnormal numbers, the highest
-    one Inf and NaN. Empty for integers."""
 
     @property
     def inf(self) -> int:
@@ -93,7 +81,7 @@ def read_statistics(source: Source, checkpoint: Checkpoint) -> CheckpointStatist
     rows = [np.flatnonzero(content.slices.shard == number) for number in range(len(content.shards))]
     known = [(table, of) for table, of in zip(tables, rows, strict=True) if table is not None]
     entry = np.concatenate([np.zeros(0, np.int64), *(content.slices.entry[of] for _, of in known)])
-    merged = merge(join([Table.empty(0), *(table for table, _ in known)]), entry, len(content.entries.name))
+    merged = merge([table for table, _ in known], entry, len(content.entries.name))
     left_out = {int(n) for t, of in zip(tables, rows, strict=True) if t is None for n in content.slices.entry[of]}
     return CheckpointStatistics(checkpoint, _tensors(content, merged, left_out), sorted(missing))
 
@@ -137,35 +125,24 @@ def _checked(source: Source, checkpoint: Checkpoint, rank: int, side: SideDocume
 
 
 def _tensors(content: Content, table: Table, left_out: set[int]) -> dict[str, TensorStatistics]:
-    ends = np.searchsorted(table.row, np.arange(len(table.elements)), "right").tolist()
-    starts = [0, *ends[:-1]]
     healthy = ~table.not_finite
-    found = {}
-    for number, name in enumerate(content.entries.name):
-        if number in left_out:
-            continue
-        dtype, part = content.entries.dtype[number], slice(starts[number], ends[number])
-        layout = layout_of(dtype)
-        exponents = (table.exponent[part] - (layout.bias if layout is not None else 0)).tolist()
-        elements = int(table.elements[number])
-        found[name] = TensorStatistics(
+    entries = content.entries
+    return {
+        name: TensorStatistics(
             name=name,
-            dtype=dtype,
-            shape=content.entries.shape[number],
-            elements=elements,
-            sampled=int(table.sampled[number]),
+            dtype=entries.dtype[number],
+            shape=entries.shape[number],
+            elements=int(table.elements[number]),
             nan=int(table.nan[number]),
             positive_inf=int(table.positive_inf[number]),
             negative_inf=int(table.negative_inf[number]),
-            zeros=min(1.0, float(table.zeros[number]) / max(1, elements)),
             minimum=_number(table.minimum[number]),
             maximum=_number(table.maximum[number]),
-            mean=_number(table.mean[number]),
-            rms=_number(table.rms[number]),
             is_finite=bool(healthy[number]),
-            exponents=dict(zip(exponents, np.rint(table.count[part]).astype(np.int64).tolist(), strict=True)),
         )
-    return found
+        for number, name in enumerate(entries.name)
+        if number not in left_out
+    }
 
 
 def _number(value: float) -> float | None:

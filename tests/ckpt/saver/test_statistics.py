@@ -1,32 +1,246 @@
-"""Statistics of chunks against the numbers themselves, for every element type and for hostile values."""
+"""Statistics of chunks against the numbers themselves; those that saves write; and saves whose statistics fail."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from torch import nn
 
-from ckpt.saver.statistics import WHOLE, chunk_extremes, sample_chunk, tabulate
+from ckpt import Checkpointer
+from ckpt.saver import statistics as module
+from ckpt.saver.messages import Report, Setup
+from ckpt.saver.pipeline import SavePipeline
+from ckpt.saver.statistics import chunk_extremes, chunk_table
 from ckptstore.codecs.chunk_codecs import encode, fast, smallest
-from ckptstore.codecs.dtypes import COMPONENTS, FLOATS, ITEM_BYTES, decode_words, number_type, words_of
+from ckptstore.codecs.dtypes import ITEM_BYTES
+from ckptstore.commits.catalog import latest, list_checkpoints
+from ckptstore.errors import CorruptObject, InvalidRequest
 from ckptstore.format.statistics import Table, merge
+from ckptstore.names import RunKeys, shard_name
+from ckptstore.reading.source import StoreSource, read_manifest
+from ckptstore.reading.statistics import CheckpointStatistics, read_statistics
+from ckptstore.reading.verify import verify
+from ckptstore.retention.deletion import delete_checkpoint
+from ckptstore.run import Run
+from ckptstore.stores import Store, open_store
+from ckptstore.tiers.copying import copy_checkpoint
+from tests.ckpt.saver.attempts import new_attempt
+from tests.ckpt.saver.test_pipeline import COUNT, RAW, job
+from tests.ckptstore.codecs.test_dtypes import COMPONENTS
 
-FLOAT_TYPES = [name for name in FLOATS if name != "float8_e8m0fnu"]
 Words = npt.NDArray[Any]
+
+
+def model(seed: int = 0, width: int = 96) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(64, width), nn.LayerNorm(width), nn.Linear(width, 600)).to(torch.float32)
+
+
+def statistics(store: Path | Store) -> CheckpointStatistics:
+    opened = open_store(str(store)) if isinstance(store, Path) else store
+    return read_statistics(StoreSource(opened), latest(Run(opened, "r")))
+
+
+def check(found: CheckpointStatistics, state: dict[str, torch.Tensor]) -> None:
+    assert not found.missing
+    for name, tensor in state.items():
+        row, numbers = found.tensors[name], tensor.double()
+        assert (row.elements, row.shape) == (tensor.numel(), list(tensor.shape))
+        finite = numbers[numbers.isfinite()]
+        assert (row.minimum, row.maximum) == (finite.min().item(), finite.max().item())
+        assert row.nan == numbers.isnan().sum().item()
+        assert row.inf == numbers.isinf().sum().item()
+
+
+def named(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {f"model/{name}": value for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("knobs", [{}, {"incremental": False}, {"compress": "off"}, {"compress": "max"}])
+def test_statistics_of_a_training_state(tmp_path: Path, knobs: dict[str, Any]) -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    with Checkpointer(str(tmp_path), run="r", writer="thread", **knobs) as checkpointer:
+        for step in (1, 2, 3):
+            net(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+            if step == 3:
+                net.state_dict()["0.weight"][5, 7] = torch.nan
+                net.state_dict()["2.bias"][599] = torch.inf
+            checkpointer.save(net, optimizer, step=step)
+            found = statistics(tmp_path)
+            check(found, named(net))
+    moments = [row for name, row in found.tensors.items() if name.startswith("optim/") and "exp_avg_sq" in name]
+    assert len(moments) == 6
+    assert all(row.minimum is not None and row.minimum >= 0 for row in moments)
+    assert not found.tensors["model/0.weight"].is_finite
+    assert not [key for key in files(tmp_path) if "statistics" in key], "they are in the shard"
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_statistics_of_a_rank_that_stores_no_chunk_are_an_object_of_their_own(tmp_path: Path) -> None:
+    net = model()
+    with Checkpointer(str(tmp_path / "one"), run="r", writer="thread") as checkpointer:
+        checkpointer.save(net, None, step=1)
+        checkpointer.save(net, None, step=2)
+    one, two = StoreSource(open_store(str(tmp_path / "one"))), open_store(str(tmp_path / "two"))
+    [key] = [key for key in files(tmp_path) if "statistics" in key]
+    assert key.endswith("/shard-00000.statistics.json")
+    check(read_statistics(one, one.latest("r")), named(net))
+    copied = copy_checkpoint(one, one.latest("r"), Run(two, "r"), lambda _: None).checkpoint
+    check(read_statistics(StoreSource(two), copied), named(net))
+    assert [key for key in files(tmp_path) if "statistics" in key] == [key], "the copy has the chunks, and all in one"
+    delete_checkpoint(Run(one.store, "r"), one.latest("r").attempt, "test", force=True)
+    assert key not in files(tmp_path), "they are deleted with their checkpoint"
+
+
+def test_statistics_can_be_switched_off(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path), run="r", writer="thread", statistics=False) as checkpointer:
+        checkpointer.save(model(), None, step=1)
+    with pytest.raises(InvalidRequest, match="saved without statistics"):
+        statistics(tmp_path)
+
+
+def test_unchanged_chunks_keep_their_statistics_and_are_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampled: list[int] = []
+    taken = chunk_table
+
+    def counting(dtype: str, raw: memoryview, *rest: Any) -> Any:
+        sampled.append(len(raw))
+        return taken(dtype, raw, *rest)
+
+    monkeypatch.setattr(module, "chunk_table", counting)
+    net = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(6)))
+    state_bytes = 6 * 512 * 512 * 4
+    for process in range(2):
+        with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
+            if process:
+                checkpointer.restore(net)
+            for step in (1, 2, 3):
+                net.state_dict()["0.weight"][0, 0] += 0.01
+                sampled.clear()
+                checkpointer.save(net, None, step=10 * process + step)
+                # The first save of a process looks at everything; later ones only at what they encode.
+                looked_at = sum(sampled)
+                assert looked_at == state_bytes if step == 1 else looked_at < state_bytes / 4
+                check(statistics(tmp_path), named(net))
+    assert latest(Run(open_store(str(tmp_path)), "r")).referenced_bytes > 0
+
+
+def test_casts_that_are_not_stored_have_statistics(tmp_path: Path) -> None:
+    net = nn.Linear(512, 160).bfloat16()
+    optimizer = torch.optim.AdamW(net.parameters())
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            master = parameter.detach().float() + 1e-6
+            optimizer.state[parameter]["master"] = master
+            parameter.data.copy_(master)
+    with Checkpointer(str(tmp_path), run="r", writer="thread", dedup_casts=True) as checkpointer:
+        checkpointer.save(net, optimizer, step=1)
+    source = StoreSource(open_store(str(tmp_path)))
+    manifest = read_manifest(source, source.latest("r"))
+    assert len(manifest.content.slices.derived_rows)
+    check(statistics(tmp_path), named(net))
+
+
+def setup(store: Store, **changed: Any) -> Setup:
+    return Setup(
+        store=store.url, options={}, run="r", rank=0, world_size=1, compress="fast", commit_timeout_s=20,
+        daemon=None, token=None, **changed,
+    )  # fmt: skip
+
+
+def save(store: Store, step: int = 1, **changed: Any) -> list[Report]:
+    reports: list[Report] = []
+    pipeline = SavePipeline(store, setup(store, **changed), reports.append)
+    pipeline.submit(job(new_attempt(step)), RAW)
+    pipeline.close()
+    return reports
+
+
+def test_a_save_survives_an_error_in_its_statistics(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store("memory://survey-error")
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("injected")
+
+    monkeypatch.setattr(module, "chunk_table", broken)
+    save(store)
+    assert latest(Run(store, "r")).raw_bytes == len(RAW)
+    assert "could not be taken" in caplog.text
+    with pytest.raises(InvalidRequest, match="saved without statistics"):
+        statistics(store)
+
+
+def test_a_save_survives_a_store_that_takes_no_statistics(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    class Refusing(type(open_store(str(tmp_path)))):  # type: ignore[misc]
+        def put(self, key: str, data: bytes) -> None:
+            if "statistics" in key:
+                raise CorruptObject("injected")
+            super().put(key, data)
+
+    store = Refusing(str(tmp_path))
+    pipeline = SavePipeline(store, setup(store), lambda _: None)
+    for step in (1, 2):
+        pipeline.submit(job(new_attempt(step)), RAW)
+    pipeline.close()
+    assert [one.step for one in list_checkpoints(Run(open_store(str(tmp_path)), "r"))] == [2, 1]
+    assert latest(Run(open_store(str(tmp_path)), "r")).raw_bytes == len(RAW)
+    assert "could not be written" in caplog.text
+
+
+def test_damaged_and_missing_statistics_are_reported_and_harm_nothing_else() -> None:
+    store = open_store("memory://survey-damage")
+    save(store)
+    run = Run(store, "r")
+    checkpoint = latest(run)
+    key = RunKeys("r").shard(checkpoint.attempt, shard_name(0))
+    good = store.get(key)
+    assert statistics(store).tensors["model/w"].elements == COUNT
+    for at in range(checkpoint.stored_bytes, len(good), 41):
+        damaged = bytearray(good)
+        damaged[at] ^= 1
+        store.put(key, bytes(damaged))
+        with pytest.raises(CorruptObject, match="checksum"):
+            statistics(store)
+        assert verify(StoreSource(store), checkpoint).ok
+    store.put(key, good[:-1])
+    with pytest.raises(CorruptObject, match="no statistics of"):
+        statistics(store)
+    copied = copy_checkpoint(StoreSource(store), checkpoint, Run(store, "copy"), lambda _: None).checkpoint
+    assert verify(StoreSource(store), copied).ok
+    with pytest.raises(InvalidRequest, match="saved without statistics"):
+        read_statistics(StoreSource(store), copied)
+
+
+def test_extremes_of_the_pipeline_are_exact() -> None:
+    store = open_store("memory://survey-exact")
+    save(store)
+    row, numbers = statistics(store).tensors["model/w"], np.frombuffer(RAW, np.float32)
+    assert (row.minimum, row.maximum, row.elements) == (numbers.min(), numbers.max(), COUNT)
 
 
 def of(dtype: str, raw: bytes | bytearray | memoryview, sizes: Sequence[int], level: int = 1) -> Table:
     extremes = chunk_extremes(dtype, sizes)
     encode(fast(dtype).codec, memoryview(raw), level, extremes)
-    return tabulate(dtype, [sample_chunk(dtype, memoryview(raw), sizes, extremes)])
+    return chunk_table(dtype, memoryview(raw), sizes, extremes)
 
 
 def truth(dtype: str, raw: bytes | memoryview) -> Any:
-    kind = getattr(torch, number_type(dtype))
+    kind = getattr(torch, COMPONENTS.get(dtype, dtype))
     return torch.frombuffer(bytearray(raw), dtype=kind).to(torch.float64).numpy()
 
 
@@ -40,18 +254,10 @@ def check_exact(table: Table, row: int, numbers: Any) -> None:
     assert np.array_equal([table.minimum[row], table.maximum[row]], extremes, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", [*FLOAT_TYPES, "float8_e8m0fnu"])
-def test_words_decode_as_torch_decodes_them(dtype: str) -> None:
-    size = ITEM_BYTES[dtype]
-    words = np.arange(256 if size == 1 else 1 << 16, dtype=FLOATS[dtype].word) * (1 << max(0, 8 * size - 16))
-    raw = words.astype(FLOATS[dtype].word).data.cast("B")
-    assert np.array_equal(decode_words(dtype, words_of(dtype, raw)), truth(dtype, raw), equal_nan=True)
-
-
 @pytest.mark.parametrize("dtype", sorted(ITEM_BYTES))
 def test_all_bit_patterns_in_slices_of_all_sizes(dtype: str) -> None:
     rng = np.random.default_rng(0)
-    sizes = [1, 2, 3, 7, 64, 1000, WHOLE, WHOLE + 1, 5000]
+    sizes = [1, 2, 3, 7, 64, 1000, 1024, 1025, 5000]
     raw = rng.integers(0, 2 if dtype == "bool" else 256, sum(sizes) * ITEM_BYTES[dtype], dtype=np.uint8).tobytes()
     table = of(dtype, raw, sizes)
     numbers = truth(dtype, raw)
@@ -59,36 +265,6 @@ def test_all_bit_patterns_in_slices_of_all_sizes(dtype: str) -> None:
     ends = np.cumsum(sizes) * parts
     for row, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
         check_exact(table, row, numbers[begin:end])
-        if end - begin <= WHOLE:
-            check_moments(table, row, numbers[begin:end])
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
-@pytest.mark.parametrize("cuts", [1, 3, 8])
-def test_the_chunks_of_a_slice_share_its_sample(dtype: str, cuts: int) -> None:
-    numbers = torch.randn(1 << 18, generator=torch.Generator().manual_seed(cuts)) * 1000
-    raw = numbers.to(getattr(torch, dtype)).view(torch.uint8).numpy().data
-    size = len(raw) // cuts // 64 * 64
-    chunks = []
-    for at in range(0, cuts * size, size):
-        part, sizes = raw[at : at + size], (size // ITEM_BYTES[dtype],)
-        extremes = chunk_extremes(dtype, sizes, of=len(numbers))
-        encode("raw", part, 1, extremes)
-        chunks.append(sample_chunk(dtype, part, sizes, extremes, of=len(numbers)))
-    table = merge(tabulate(dtype, chunks), np.zeros(cuts, np.int64), 1)
-    assert WHOLE - 32 * cuts <= table.sampled[0] <= WHOLE
-    assert table.rms[0] == pytest.approx(1000, rel=0.12)
-
-
-def check_moments(table: Table, row: int, numbers: Any) -> None:
-    finite = numbers[np.isfinite(numbers)]
-    assert table.sampled[row] == len(numbers)
-    assert table.zeros[row] == (numbers == 0).sum()
-    largest = np.abs(finite).max() if len(finite) else np.nan
-    scale = largest if largest > 0 else 1.0
-    expected = [(finite / scale).mean(), np.sqrt(np.square(finite / scale).mean())] if len(finite) else [np.nan] * 2
-    found = np.array([table.mean[row], table.rms[row]]) / scale
-    assert np.allclose(found, expected, rtol=1e-9, atol=1e-12, equal_nan=True)
 
 
 def place(words: Words, bits: Sequence[int], places: Sequence[int]) -> None:
@@ -103,46 +279,28 @@ def test_extremes_that_the_encoder_finds_are_exact(dtype: str, sign: str, level:
     count = 300_003  # several blocks, and words after the last one
     numbers = torch.from_numpy(rng.standard_normal(count) * 1e-3)
     numbers = {"both": numbers, "positive": numbers**2, "negative": -(numbers**2), "zero": numbers * -0.0}[sign]
-    words = numbers.to(getattr(torch, dtype)).view(torch.uint8).numpy().view(FLOATS[dtype].word).copy()
-    layout = FLOATS[dtype]
-    infinity = layout.infinity
-    assert infinity is not None
-    top = layout.word.type(infinity)
+    word = np.dtype(f"u{ITEM_BYTES[dtype]}")
+    words = numbers.to(getattr(torch, dtype)).view(torch.uint8).numpy().view(word).copy()
+    infinity = int(torch.tensor([np.inf], dtype=getattr(torch, dtype)).view(torch.uint8).numpy().view(word)[0])
+    last, negative = infinity - 1, 1 << (8 * word.itemsize - 1)
     for changed in (
         {},
         {count - 1: 0},
-        {count - 1: layout.last},
-        {0: layout.last | layout.sign, 200_000: layout.last},
-        {17: layout.sign},
+        {count - 1: last},
+        {0: last | negative, 200_000: last},
+        {17: negative},
         {150_000: infinity},
-        {150_000: infinity | layout.sign, 3: infinity | layout.sign},
+        {150_000: infinity | negative, 3: infinity | negative},
         {count - 2: infinity + 1},
-        {299_999: infinity + 1 | layout.sign, 5: (1 << (8 * layout.word.itemsize)) - 1},
+        {299_999: infinity + 1 | negative, 5: (1 << (8 * word.itemsize)) - 1},
     ):
         given = words.copy()
         place(given, list(changed.values()), list(changed))
         raw = given.data.cast("B")
         check_exact(of(dtype, raw, (count,), level), 0, truth(dtype, raw))
-    for bits in (top, top + 1, layout.last, layout.sign):  # nothing else
-        raw = np.full(70_000, bits, layout.word).data.cast("B")
+    for bits in (infinity, infinity + 1, last, negative):  # nothing else
+        raw = np.full(70_000, bits, word).data.cast("B")
         check_exact(of(dtype, raw, (70_000,), level), 0, truth(dtype, raw))
-
-
-def test_large_slices_are_sampled_evenly() -> None:
-    rng = np.random.default_rng(2)
-    numbers = (rng.standard_normal(1 << 21) * 0.5 + 0.25).astype(np.float32)
-    numbers[rng.random(1 << 21) < 0.3] = 0
-    table = of("float32", numbers.data.cast("B"), (len(numbers),))
-    assert table.sampled[0] < len(numbers) / 100
-    wide = numbers.astype(np.float64)
-    assert table.mean[0] == pytest.approx(wide.mean(), abs=0.05)
-    assert table.rms[0] == pytest.approx(np.sqrt((wide**2).mean()), rel=0.05)
-    assert table.zeros[0] / len(numbers) == pytest.approx(0.3, abs=0.05)
-    buckets = dict(zip(table.exponent.tolist(), table.count.tolist(), strict=True))
-    assert sum(buckets.values()) == pytest.approx(len(numbers))
-    assert buckets[0] / len(numbers) == pytest.approx(0.3, abs=0.05)
-    quarter_to_half = ((np.abs(wide) >= 0.25) & (np.abs(wide) < 0.5)).mean()
-    assert buckets[127 - 2] / len(numbers) == pytest.approx(quarter_to_half, abs=0.05)
 
 
 def test_merging_does_not_depend_on_how_a_tensor_was_cut() -> None:
@@ -150,20 +308,13 @@ def test_merging_does_not_depend_on_how_a_tensor_was_cut() -> None:
     numbers = (rng.standard_normal(600) * 10.0 ** rng.integers(-12, 12, 600)).astype(np.float64)
     numbers[[3, 77, 500]] = np.nan, np.inf, -np.inf
     numbers[100:140] = 0
-    numbers[150] = 1e308  # its square is no number
     whole = of("float64", numbers.data.cast("B"), (600,))
     check_exact(whole, 0, numbers)
-    check_moments(whole, 0, numbers)
     for _ in range(50):
         cuts = np.sort(rng.choice(np.arange(1, 600), rng.integers(1, 20), replace=False))
         sizes = np.diff([0, *cuts, 600]).tolist()
-        merged = merge(of("float64", numbers.data.cast("B"), sizes), np.zeros(len(sizes), np.int64), 1)
+        merged = merge([of("float64", numbers.data.cast("B"), sizes)], np.zeros(len(sizes), np.int64), 1)
         check_exact(merged, 0, numbers)
-        check_moments(merged, 0, numbers)
-        assert np.array_equal(merged.exponent, whole.exponent)
-        assert np.array_equal(merged.count, whole.count)
-        left_out = merge(of("float64", numbers.data.cast("B"), sizes), np.full(len(sizes), -1), 2)
-        assert left_out.elements.tolist() == [0, 0]
 
 
 def test_only_zeros_and_negative_infinities_are_a_mask() -> None:

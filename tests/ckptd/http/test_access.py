@@ -132,15 +132,6 @@ def test_a_bound_token_gets_nowhere_with_another_run(guarded: Guarded, key: tupl
             assert answer.status_code in (403, 404, 422), (body, query, answer.text)
 
 
-def test_a_bound_token_compares_with_no_checkpoint_of_another_run(guarded: Guarded) -> None:
-    path = f"/checkpoints/{guarded.mine.id}/state"
-    assert guarded.ask("bound", "GET", path, params={"against": guarded.mine.id}).status_code == 200
-    for against in (guarded.other.id, "bert@latest", "bert@1"):
-        answer = guarded.ask("bound", "GET", path, params={"against": against})
-        assert (answer.status_code, guarded.other.attempt.ulid in answer.text) == (404, False), against
-        assert guarded.ask("bootstrap", "GET", path, params={"against": against}).status_code == 200
-
-
 def test_a_bound_token_does_its_work_on_its_own_run(guarded: Guarded) -> None:
     def works(method: str, path: str, **options: Any) -> Any:
         answer = guarded.ask("bound", method, path, **options)

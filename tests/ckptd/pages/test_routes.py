@@ -93,9 +93,6 @@ class _Outline(HTMLParser):
         "/jobs",
         "/store",
         "/runs/none",
-        "/runs/gpt/state",
-        "/runs/none/state",
-        "/checkpoints/gpt@30/state?against=gpt@10",
     ],
 )
 def test_pages_are_well_formed_and_bring_nothing_inline(served: Served, path: str) -> None:
@@ -113,7 +110,7 @@ def test_every_page_has_a_rule() -> None:
     found = [route for route in routes.router.routes if isinstance(route, APIRoute)]
     pages = {(method, route.path) for route in found for method in route.methods or ()}
     assert pages - RULES.keys() == set()
-    assert len(pages) == 13
+    assert len(pages) == 11
 
 
 def test_pages_are_no_part_of_the_api(served: Served) -> None:
@@ -181,9 +178,7 @@ def test_the_store_is_probed_for_a_form_of_the_page_only(served: Served) -> None
     assert served.daemon.post("/store", {"csrf": ""}).status_code == 403
 
 
-@pytest.mark.parametrize(
-    "path", ["/", "/runs/gpt", "/runs/gpt/state", "/checkpoints/gpt@30", "/attempts", "/restores", "/jobs"]
-)
+@pytest.mark.parametrize("path", ["/", "/runs/gpt", "/checkpoints/gpt@30", "/attempts", "/restores", "/jobs"])
 def test_without_a_login_pages_lead_to_it_and_tell_nothing(guarded: Daemon, path: str) -> None:
     for cookies in ({}, {"ckptd_session": "0" * 43}, {"ckptd_session": ADMIN}):
         answer = guarded.get(path, cookies=cookies)

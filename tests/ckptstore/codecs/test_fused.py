@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ckptstore.codecs import float_split, fused, passes
 from ckptstore.codecs.chunk_codecs import FLOAT_SPLIT, Coding
 from ckptstore.codecs.dtypes import ITEM_BYTES
-from ckptstore.codecs.extremes import BlockExtremes
+from ckptstore.codecs.extremes import Extremes
 from ckptstore.codecs.float_split import Loops
 from ckptstore.errors import CorruptObject
 from ckptstore.format.documents import digest
@@ -47,10 +47,9 @@ def both(dtype: str, raw: memoryview, level: int = 1) -> bytes:
     for name, loops in LOOPS.items():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(float_split, "loops", loops)
-            extremes = BlockExtremes(len(raw) // ITEM_BYTES[dtype], [None] * (len(raw) // passes.BLOCK_BYTES + 2))
+            extremes = Extremes(dtype)
             stored = bytes(float_split.encode(dtype, raw, level, extremes))
-            is_negative = bool(extremes.unsigned > extremes.signed)
-            found[name] = stored, (extremes.added, extremes.bounds[:2] if is_negative else extremes.bounds)
+            found[name] = stored, (extremes.unsigned, extremes.signed, extremes.smallest)
             for other in (stored, b"x" + stored):  # at any address
                 into = bytearray(len(raw) + 2)
                 float_split.decode(dtype, memoryview(other)[len(other) - len(stored) :], memoryview(into)[1:-1])
@@ -67,10 +66,9 @@ def test_chunks_that_are_not_encoded_have_the_same_extremes(dtype: str, kind: st
     for loops, coding in ((fused, "raw"), (passes, "raw"), (passes, FLOAT_SPLIT[dtype])):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(float_split, "loops", loops)
-            extremes = BlockExtremes(len(raw) // ITEM_BYTES[dtype], [None] * 4)
+            extremes = Extremes(dtype)
             chunk = encode_chunk(raw, Coding(coding), extremes)
-        is_negative = bool(extremes.unsigned > extremes.signed)
-        found.append((extremes.added, extremes.bounds[:2] if is_negative else extremes.bounds))
+        found.append((extremes.unsigned, extremes.signed, extremes.smallest))
         if coding == "raw":
             assert chunk.digest == chunk.raw_digest == digest(raw)
     assert found[0] == found[1] == found[2]

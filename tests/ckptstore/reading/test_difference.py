@@ -14,7 +14,7 @@ from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, latest
 from ckptstore.commits.generations import NewAttempt, Session
 from ckptstore.names import new_ulid
-from ckptstore.reading.difference import Difference, Side, compare, unequal
+from ckptstore.reading.difference import Difference, Side, compare
 from ckptstore.reading.source import StoreSource
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
@@ -51,10 +51,6 @@ def test_added_removed_reshaped_and_changed() -> None:
     assert changed["count"].changed == 4
     assert changed["count"].relative_norm == pytest.approx(1.0)
     assert changed["flag"].largest == 1
-    source = StoreSource(store)
-    known = unequal(Side.open(source, before), Side.open(source, after))
-    assert (known.added, known.removed, known.reshaped) == (["new"], ["gone"], ["cut"])
-    assert {"w", "count", "flag"} <= known.changed.keys() <= {"w", "count", "flag", "same"}
     assert difference(store, before, before).changed == []
     assert difference(store, before, before).read_bytes == 0
 
