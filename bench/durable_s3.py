@@ -94,7 +94,7 @@ def measured(service: Service, save: Save) -> Callable[[], Timed]:
 def saver(service: Service, state: State, compress: str, stack: ExitStack) -> Save:
     """Our savers. Process and memory exist from the first save on."""
     # Unchanged chunks would not be stored again.
-    options: Any = {"run": compress, "compress": compress, "options": service.options, "slots": 1, "incremental": False}
+    options: Any = {"run": compress, "compress": compress, "options": service.options, "slots": 1, "max_references": 0}
     checkpointer = stack.enter_context(Checkpointer(service.url(FOLDER), **options))
     steps = iter(range(1, 1000))
     return lambda: checkpointer.save_async(state.model, state.optim, next(steps)).result()

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+import ckpt.config
 from ckpt import Checkpointer
 
 STEP_S = 0.1
@@ -28,7 +29,8 @@ def main() -> None:
 
     model = nn.ParameterDict({"w": torch.randn(SIZE)})
     optim = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    with Checkpointer(store, run="run", heartbeat_s=1.0, compress="fast") as checkpointer:
+    ckpt.config.HEARTBEAT_S = 1.0
+    with Checkpointer(store, run="run", compress="fast") as checkpointer:
         started = time.perf_counter()
         restored = checkpointer.restore(model, optim)
         first = restored.step if restored else 0

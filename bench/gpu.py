@@ -216,7 +216,7 @@ def _saves(gpu: Gpu, scale: Scale, training: Training, store: str, overlap: bool
     """Stalls; and steps while a save is under way, each round next to as many without one."""
     found: Seconds = defaultdict(list)
     name = "overlap" if overlap else "eager"
-    with Checkpointer(store, run="gpu", overlap=overlap, slots=1, compress="off", incremental=False) as checkpointer:
+    with Checkpointer(store, run="gpu", overlap=overlap, slots=1, compress="off", max_references=0) as checkpointer:
         checkpointer.prepare(training.model, training.optim)
         training.step()
         for round_ in range(3 + scale.repetitions):
@@ -245,7 +245,7 @@ def _busy_stalls(gpu: Gpu, scale: Scale, num_leaves: int, store: str) -> Seconds
     model = nn.ParameterList(nn.Parameter(torch.ones(1024, device=gpu.device)) for _ in range(count))
     optim = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     stalls = []
-    with Checkpointer(store, run="gpu", slots=2, compress="off", incremental=False) as checkpointer:
+    with Checkpointer(store, run="gpu", slots=2, compress="off", max_references=0) as checkpointer:
         checkpointer.prepare(model, optim)
         for round_ in range(3 + scale.repetitions):
             for parameter in model:

@@ -28,7 +28,7 @@ from ckpt.snapshot.handle import SaveHandle
 GOAL = 1.5
 ROUNDS, QUICK_ROUNDS, WARM = 10, 10, 1
 """Saves of each contestant; the first one allocates memory and starts a process."""
-KNOBS: dict[str, Any] = {"incremental": False, "repeat_steps": True}
+KNOBS: dict[str, Any] = {"max_references": 0}
 
 Save = Callable[[], SaveHandle | None]
 

@@ -93,7 +93,7 @@ def _round(num_leaves: int, found: Seconds) -> None:
         _plugged_in(),
         patch.object(run_saves, "take_snapshot", timed),
         tempfile.TemporaryDirectory() as folder,
-        Checkpointer(folder, run="leaves", slots=1, compress="off", incremental=False) as checkpointer,
+        Checkpointer(folder, run="leaves", slots=1, compress="off", max_references=0) as checkpointer,
     ):
         checkpointer.prepare(model, optim)
         for step, name in enumerate(_SAVES):

@@ -32,7 +32,7 @@ class Ours(Peer):
         if near:
             options |= {"near": tempfile.mkdtemp(prefix="near-", dir=folder), "near_keep": 1}
         # Benchmarks save the same state again and again, and want all of it written.
-        self.checkpointer = Checkpointer(self.store, run="bench", **({"slots": 1, "incremental": False} | options))
+        self.checkpointer = Checkpointer(self.store, run="bench", **({"slots": 1, "max_references": 0} | options))
         self.steps = 0
         self.saved: dict[Path, Checkpoint] = {}
         self.discarded: list[Checkpoint] = []

@@ -89,7 +89,7 @@ def measure(quick: bool) -> Report:
         ("states themselves", human.size(SAVES * state_bytes), f"{SAVES * state_bytes / changed:.2f}"),
         ("stored by one more save of the same", human.size(again), ""),
         ("saver, all changes, incremental=True", f"{cost['True']:.3f} core-s/GB", ""),
-        ("saver, all changes, incremental=False", f"{cost['False']:.3f} core-s/GB", ""),
+        ("saver, all changes, max_references=0", f"{cost['False']:.3f} core-s/GB", ""),
     ]
     return Report(
         bench="references",
@@ -153,7 +153,7 @@ def _cost(num_bytes: int) -> dict[str, list[float]]:
         tempfile.TemporaryDirectory() as folder,
         Checkpointer(folder, run="True", slots=1, compress="fast") as with_them,
     ):
-        without = Checkpointer(folder, run="False", slots=1, compress="fast", incremental=False)
+        without = Checkpointer(folder, run="False", slots=1, compress="fast", max_references=0)
         with without:
             savers: dict[str, Callable[[int], float]] = {
                 name: _saver(checkpointer, model) for name, checkpointer in (("True", with_them), ("False", without))

@@ -174,7 +174,7 @@ class Save:
     def _setup(self, rank: int) -> Setup:
         return Setup(
             store=self.store.url, options={}, run=self.run.name, rank=rank, world_size=self.ranks, compress="off",
-            commit_timeout_s=1800.0, daemon=None, token=None,
+            peer_timeout_s=1800.0, daemon=None, token=None,
         )  # fmt: skip
 
     def _named_statistics(self, rank: int) -> dict[str, JSON]:

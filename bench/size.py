@@ -101,7 +101,7 @@ def _stored_bytes(state: State, knobs: Mapping[str, Any]) -> int:
     digest = state.digest()
     with (
         tempfile.TemporaryDirectory() as folder,
-        Checkpointer(folder, run="size", incremental=False, overlap=False, **knobs) as checkpointer,
+        Checkpointer(folder, run="size", max_references=0, overlap=False, **knobs) as checkpointer,
     ):
         saved = checkpointer.save(state.model, state.optim, step=1)
         state.forget()

@@ -48,7 +48,7 @@ class Checkpointer:
             _load_modules_of_torch()
         self.config = config
         self._source: Source = open_source(
-            config.source, config.token, config.options, patience_s=config.patience_s, near=config.near
+            config.source, config.token, config.options, patience_s=config.retry_s, near=config.near
         )
         self._saves = RunSaves(config, self._source, self._world)
         self._lease: str | None = None
@@ -90,6 +90,7 @@ class Checkpointer:
         grads: bool = False,
         metrics: Mapping[str, float] | None = None,
         shared: Mapping[str, Any] | None = None,
+        repeat_step: bool = False,
         **extras: Any,
     ) -> SaveHandle:
         """Copy the state to host memory and return; it becomes durable in the background.
@@ -123,10 +124,12 @@ class Checkpointer:
         Under a process group every rank calls it with the same step; the first call is a collective, later ones are
         not. With on_busy="skip" or "supersede" a save may be skipped (see the handle's `skipped`). Raises the error of
         an earlier background save of this rank; Superseded, until a restore, after another trainer began to save this
-        run; InvalidRequest, also for a step saved since the last restore (see `repeat_steps`); UnsupportedObject,
+        run; InvalidRequest, also for a step saved since the last restore without repeat_step; UnsupportedObject,
         LayoutChanged, or at the first save RankLost. Then nothing was copied; other ranks' handles raise RankFailed.
         """
-        return self._save(TrainState.of(model, optim, extras, shared), step, grads, metrics, self.config.on_busy)
+        return self._save(
+            TrainState.of(model, optim, extras, shared), step, grads, metrics, self.config.on_busy, repeat_step
+        )
 
     def save(
         self,
@@ -138,18 +141,25 @@ class Checkpointer:
         grads: bool = False,
         metrics: Mapping[str, float] | None = None,
         shared: Mapping[str, Any] | None = None,
+        repeat_step: bool = False,
         **extras: Any,
     ) -> Checkpoint:
         """As save_async, but return when the checkpoint of all ranks is durable; waits for a slot if none is idle."""
-        handle = self._save(TrainState.of(model, optim, extras, shared), step, grads, metrics, "wait")
+        handle = self._save(TrainState.of(model, optim, extras, shared), step, grads, metrics, "wait", repeat_step)
         with self._saves.steps.waiting():
             return handle.result()
 
     def _save(
-        self, state: TrainState, step: int, grads: bool, metrics: Mapping[str, float] | None, on_busy: OnBusy
+        self,
+        state: TrainState,
+        step: int,
+        grads: bool,
+        metrics: Mapping[str, float] | None,
+        on_busy: OnBusy,
+        repeat_step: bool,
     ) -> SaveHandle:
         cost_before = partial(cost_of, self._saves.newest, self._schedules)
-        handle, taken = self._saves.save(state, step, grads, metrics, on_busy, self._lease, cost_before)
+        handle, taken = self._saves.save(state, step, grads, metrics, on_busy, self._lease, cost_before, repeat_step)
         self._lease = None if taken else self._lease
         return handle
 

@@ -1,4 +1,4 @@
-"""Every knob of a Checkpointer, written and validated once; environment variables fill what is not given."""
+"""The settings of a Checkpointer, written and validated once; environment variables fill what is not given."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ _P = ParamSpec("_P")
 _S = TypeVar("_S")
 _T = TypeVar("_T")
 
+HEARTBEAT_S = 60.0
+"""Rank 0's saver writes the step that training has reached at this interval, for `ckptctl goodput`."""
+
 OverlapMode = Literal[True, False, "verify"]
 Writer = Literal["process", "thread"]
 Compress = Literal["auto", "off", "fast", "max"]
@@ -58,101 +61,57 @@ ReplicaReads = Literal["auto", "broadcast", "daemon", "none"]
 class Config:
     """How one run is saved and restored.
 
-    store: where checkpoints are: a path, file://, s3://, memory:// or any other fsspec URL. Default: CKPT_STORE. A
-        relative path is resolved at once; a later change of the working directory has no effect.
-    run: the training lineage. Default: CKPT_RUN.
-    near: a store near the trainer, such as file:///mnt/nvme, that all ranks share. Saves are committed there, and
-        carried to `store` in the background. Default: CKPT_NEAR. None: saves are committed in `store`.
-    far_every: every how many saves one is carried to `store`; the first after a start or restore, and the last, always.
-    near_keep: how many of the newest checkpoints stay near. What is to be carried stays, too, until it is.
-    near_bytes: most bytes of the run in the near store. If it is full, or its disk is, `on_busy` decides: wait until
-        checkpoints are carried, or skip the save. Each rank looks before it writes its shard. None: no limit.
-    spill: a folder for what waits while `store` is away, of at most `spill_bytes`: the same as near=spill, far_every=1,
-        near_keep=1 and near_bytes=spill_bytes. Every save passes through it, also while `store` answers.
-    spill_bytes: most bytes of the run in the spill folder.
-    daemon: URL of ckptd. Notified of commits; used for reads if `store` is unset. Default: CKPTD_URL.
-    token: bearer token for the daemon. Default: CKPT_TOKEN.
-    options: storage options of the fsspec file system.
-    writer: whether a saver process or threads of the trainer encode and upload. The process outlives the trainer.
-    slots: maximum number of snapshots in host memory; each takes the size of the state.
-    compress: off: bytes as they are; fast: float-split and zstd; max: the smallest, at any price. All are lossless.
-        auto: off for a store in a folder of this host, fast for any other.
-    on_busy: when all slots are in use: wait for one, skip the save, or supersede (drop) the oldest snapshot whose
-        upload has not begun. `save` always waits.
-    incremental: do not store chunks that are unchanged since the last committed checkpoint of the run, but reference
-        them there. The checkpoint that holds them is kept as long as one that references it.
-    max_references: how many checkpoints may reference the same stored chunk. It is then stored again, in parts over a
-        few saves, so that one damaged byte does not cost more checkpoints than these. A checkpoint of an earlier
-        process that is older than a week is not referenced either.
-    dedup_casts: do not store bfloat16 and float16 tensors that are exactly the casts of float32 tensors in the same
-        state (the masters of mixed precision); every save compares each element. Applies to tensors of 64 KiB or more
-        whose master has the same shape, is sharded alike and is written by the same rank.
-    statistics: save statistics of each tensor with it: extremes, NaN and Inf. `ckptctl stats` and `ckptctl why`
-        show them. Costs about 3 % of encoding.
-    cpu_budget: share of one core that the saver process may use, such as 0.5. None: what other processes leave. Does
-        not apply to writer="thread".
-    overlap: copy parameters and optimizer state while training continues; `optim.step()` waits for the copy. verify:
-        also hash them at the call, in place, so that no change before their copy is missed; takes about 40 % of the
-        time of copying them. GPUs then copy before they continue to train. False: `save_async` returns when everything
-        is copied. Applies to saves that are given an optimizer.
-    commit_timeout_s: how long a committer waits for the receipts of all ranks.
-    orphan_saver_timeout_s: how long a restore waits for the saver of a killed predecessor on this host.
-    peer_timeout_s: how long ranks wait for a rank that sends no heartbeat, at the first save and in restores.
-    daemon_timeout_s: how long reads through a daemon that does not answer are retried, which hides a restart.
-    store_retry_s: how long savers and restores repeat a request to a store that does not answer, before they fail. What
-        cannot succeed fails at once: no such bucket, no permission, no space. 0: no retries.
-    linger_s: how long the saver process keeps the newest committed snapshot in memory after this trainer has died and
-        all saves are durable. A trainer that restarts on this host meanwhile restores from there. The memory is freed
-        before, when that trainer starts to save, when the host runs short of memory, or at SIGTERM. 0: not at all.
-        Default: CKPT_LINGER_S, or 120.
-    heartbeat_s: rank 0's saver writes the step that training has reached at this interval, for `ckptctl goodput`. One
-        small object per start of a trainer or restore, written again each time. 0: none.
-    split_replicas: divide the writing of replicated tensors among the ranks that hold copies. False: the lowest rank
-        writes all of them, into one file.
-    repeat_steps: allow a step to be saved more than once between two restores; the later commit counts.
-    group: the processes that save and restore together. all: those of the default process group. A process group of
-        torch.distributed: its processes, such as one pipeline stage; all of them make the same calls, and others none.
-        solo: this one, for hooks that run on one rank; no call waits for others. State of which no rank of the group
-        holds a part is refused. Groups that save at the same time need a run each.
-    replica_reads: how ranks that restore the same bytes get them. broadcast: one rank reads and sends them to the
-        others. daemon: all ranks read through the daemon's cache. none: each rank reads for itself. auto: none if
-        the store is on a disk of the ranks' host; else broadcast within a process group; without one, daemon if one is
-        given and the environment names several ranks.
+    store: where checkpoints are: a path, file://, s3://, memory:// or any other fsspec URL. run: the training lineage.
+    Both come from CKPT_STORE and CKPT_RUN if they are not given. docs/reference/settings.md explains every setting.
     """
 
     store: str | None = None
+    """A relative path is resolved at once."""
     _: KW_ONLY
     run: str | None = None
     near: str | None = None
+    """A store that all ranks share, where saves are committed; they are carried to `store` in the background."""
     far_every: int = 1
+    """Every how many saves one is carried; the first after a start or restore, and the last, always."""
     near_keep: int = 2
+    """How many of the newest checkpoints stay near. What is to be carried stays, too."""
     near_bytes: int | None = None
-    spill: str | None = None
-    spill_bytes: int | None = None
+    """Most bytes of the run in the near store."""
     daemon: str | None = None
+    """URL of ckptd. Notified of commits; used for reads if `store` is unset."""
     token: str | None = field(default=None, repr=False)
     options: Mapping[str, Any] | None = field(default=None, repr=False)
+    """Storage options of the fsspec file system."""
     writer: Writer = "process"
+    """A saver process, which outlives the trainer, or threads of the trainer."""
     slots: int = 2
+    """Most snapshots in host memory."""
     compress: Compress = "auto"
+    """auto: off for a store in a folder of this host, fast for any other."""
     on_busy: OnBusy = "wait"
-    incremental: bool = True
+    """When all slots are in use."""
     max_references: int = 32
+    """How many checkpoints may reference the same stored chunk; 0: each stores all."""
     dedup_casts: bool = False
+    """Do not store tensors that are exactly the casts of float32 tensors in the same state."""
     statistics: bool = True
+    """Save statistics of each tensor with it."""
     cpu_budget: float | None = None
+    """Share of one core that the saver process may use."""
     overlap: OverlapMode = True
-    commit_timeout_s: float = 1800.0
-    orphan_saver_timeout_s: float = 120.0
-    peer_timeout_s: float = 600.0
-    daemon_timeout_s: float = 60.0
-    store_retry_s: float = RETRY_S
+    """Copy parameters and optimizer state while training continues; verify: also hash them at the call."""
+    peer_timeout_s: float = 1800.0
+    """How long ranks wait for each other."""
+    retry_s: float = RETRY_S
+    """How long requests to a store or daemon that does not answer are repeated."""
     linger_s: float | None = None
-    heartbeat_s: float = 60.0
+    """How long the saver of a trainer that died keeps its newest committed snapshot in memory."""
     split_replicas: bool = False
-    repeat_steps: bool = False
+    """Divide the writing of replicated tensors among the ranks that hold copies."""
     group: Group = "all"
+    """The processes that save and restore together."""
     replica_reads: ReplicaReads = "auto"
+    """How ranks that restore the same bytes get them."""
 
     def __post_init__(self) -> None:
         """Raises InvalidName or InvalidRequest."""
@@ -185,28 +144,16 @@ class Config:
     def _check_amounts(self) -> None:
         if self.peer_timeout_s <= 0:
             raise InvalidRequest(f"peer_timeout_s {self.peer_timeout_s} is not positive", "Give seconds")
-        if not 0 <= self.heartbeat_s < math.inf:
-            raise InvalidRequest(f"heartbeat_s {self.heartbeat_s} is no interval", "Give seconds, or 0 for none")
-        if not 0 <= self.store_retry_s < math.inf:
-            raise InvalidRequest(f"store_retry_s {self.store_retry_s} is no time", "Give seconds, or 0 for no retries")
+        if not 0 <= self.retry_s < math.inf:
+            raise InvalidRequest(f"retry_s must be at least 0, not {self.retry_s}", "Give seconds, or 0 for no retries")
         if self.cpu_budget is not None and not 0 < self.cpu_budget < math.inf:
             raise InvalidRequest(f"cpu_budget {self.cpu_budget} is not positive", "Give cores, such as 0.5")
-        if self.max_references < 1:
-            raise InvalidRequest(
-                f"max_references {self.max_references} is not positive", "Pass incremental=False to reference nothing"
-            )
+        if self.max_references < 0:
+            raise InvalidRequest(f"max_references {self.max_references} is negative", "Use 0 to reference nothing")
         if self.slots < 1:
             raise InvalidRequest(f"{self.slots} slots cannot hold a snapshot", "Use at least 1")
 
     def _check_near(self) -> None:
-        if self.spill is not None:
-            if self.near not in (None, resolve_url(self.spill)) or self.spill_bytes is None:
-                raise InvalidRequest(
-                    f"spill={self.spill!r} needs spill_bytes=, and no near=", "A near store is a spill folder as well"
-                )
-            once = {"near": self.spill, "far_every": 1, "near_keep": 1, "near_bytes": self.spill_bytes}
-            for name, value in once.items():
-                object.__setattr__(self, name, value)
         if self.near is None:
             return
         object.__setattr__(self, "near", resolve_url(self.near))
@@ -239,11 +186,6 @@ class Config:
         return self.source.startswith(("http://", "https://"))
 
     @property
-    def patience_s(self) -> float:
-        """How long reads are repeated while their source does not answer."""
-        return self.daemon_timeout_s if self.read_only else self.store_retry_s
-
-    @property
     def in_process(self) -> bool:
         """Whether the pipeline runs in threads here; memory:// exists in this process only."""
         return self.writer == "thread" or (self.near or self.source).startswith("memory://")
@@ -251,7 +193,7 @@ class Config:
     def setup(self, rank: int, world_size: int) -> Setup:
         """The first message to the saver of a rank: its fields that are knobs have the knobs' names."""
         knobs = {name: getattr(self, name) for name in Setup.__struct_fields__ if hasattr(self, name)}
-        ranks = {"rank": rank, "world_size": world_size, "trainer": os.getpid()}
+        ranks = {"rank": rank, "world_size": world_size, "trainer": os.getpid(), "heartbeat_s": HEARTBEAT_S}
         stores: dict[str, Any] = {"store": self.source}
         if self.near is not None:
             stores = {"store": self.near, "options": {}, "far": self.source, "far_options": self.options}
@@ -266,7 +208,7 @@ def _linger_s(given: float | None) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 <= seconds < math.inf:
-        raise InvalidRequest(f"linger_s {text} is no time", "Give seconds, or 0 to keep nothing in memory")
+        raise InvalidRequest(f"linger_s must be at least 0, not {text}", "Give seconds, or 0 to keep nothing in memory")
     return seconds
 
 

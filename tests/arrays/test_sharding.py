@@ -33,7 +33,7 @@ class Moments(NamedTuple):
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Checkpointer]:
-    with Checkpointer(str(tmp_path), run="r", writer="thread", repeat_steps=True) as checkpointer:
+    with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
         yield checkpointer
 
 

@@ -91,7 +91,7 @@ def main(store: str, num_steps: int, kill_at: int, rank: int, processes: int, po
     rng = np.random.default_rng(0)
     data, labels = rng.standard_normal((SAMPLES, 16)).astype(np.float32), rng.integers(0, 8, SAMPLES)
     state = begin(mesh)
-    ckpt.init(store, run="jax", heartbeat_s=0, peer_timeout_s=120)
+    ckpt.init(store, run="jax", peer_timeout_s=120)
     state, start = restore(state)
     for step in steps(lambda: state, start, num_steps, schedule=1):  # noqa: B023 - the newest state is meant
         if step - 1 == kill_at >= 0:

@@ -143,7 +143,7 @@ def main(folder: str, run: str, kill_at: int, *options: str) -> None:
         model = build(dropout="central" not in options)
     callbacks: list[Any] = [Report(kill_at)]
     if "plain" not in options:
-        callbacks.insert(0, Backup(folder, run=run, save_freq=4, endless="endless" in options, heartbeat_s=0))
+        callbacks.insert(0, Backup(folder, run=run, save_freq=4, endless="endless" in options))
     model.fit(**data(options), epochs=EPOCHS, verbose=0, callbacks=callbacks)
     report_end(model, folder, run)
 

@@ -115,7 +115,7 @@ def main(folder: str, run: str, kill_at: int, name: str) -> None:
     keras.utils.set_random_seed(1)
     with strategy.scope():
         model = build()
-    ckpt.init(folder, run=run, heartbeat_s=0)
+    ckpt.init(folder, run=run)
     if name == "multi":
         with pytest.raises(InvalidRequest, match="no schedule in common"):
             steps(model, STEPS)

@@ -89,7 +89,7 @@ def report(client: DaemonClient, id: str, rank: int, fraction: float) -> None:
 def _diverged(store: Store) -> None:
     """A run with statistics, and a NaN at step 40."""
     setup = Setup(
-        store=store.url, options={}, run="unstable", rank=0, world_size=1, compress="fast", commit_timeout_s=60,
+        store=store.url, options={}, run="unstable", rank=0, world_size=1, compress="fast", peer_timeout_s=60,
         daemon=None, token=None,
     )  # fmt: skip
     rng = np.random.default_rng(0)

@@ -20,7 +20,7 @@ def restore_after_damage(store: str) -> list[int]:
     """
     rank = dist.get_rank()
     model = nn.ModuleDict({f"stage{rank}": nn.Linear(64, 64)})
-    with Checkpointer(store, run=RUN, writer="thread", incremental=False) as checkpointer:
+    with Checkpointer(store, run=RUN, writer="thread", max_references=0) as checkpointer:
         newest = [checkpointer.save(model, None, step) for step in (1, 2)][-1]
         if rank == 1:
             path = Path(store) / RunKeys(RUN).shard(newest.attempt, shard_name(rank))

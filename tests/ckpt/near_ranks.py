@@ -22,7 +22,7 @@ def save_and_restore(folder: str, own: bool) -> dict[str, Any]:
     near, far = Path(folder) / (f"near-{rank}" if own else "near"), Path(folder) / f"far-{own}"
     model = nn.ParameterDict({f"part-{rank}": torch.zeros(1000)})
     steps: list[int] = []
-    with Checkpointer(str(far), run="gpt", near=str(near), store_retry_s=5.0) as checkpointer:
+    with Checkpointer(str(far), run="gpt", near=str(near), retry_s=5.0) as checkpointer:
         for step in (1, 2):
             with torch.no_grad():
                 model[f"part-{rank}"].fill_(step + rank)

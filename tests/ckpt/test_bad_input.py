@@ -63,7 +63,7 @@ def test_neither_store_nor_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unreachable_daemon() -> None:
-    with Checkpointer("http://127.0.0.1:9", run="r", daemon_timeout_s=0.2) as checkpointer:
+    with Checkpointer("http://127.0.0.1:9", run="r", retry_s=0.2) as checkpointer:
         with pytest.raises(DaemonUnavailable, match=r"127\.0\.0\.1:9"):
             checkpointer.restore(nn.Linear(2, 2))
         with pytest.raises(InvalidRequest, match="daemon"):
@@ -233,7 +233,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_full_disk_fails_the_save_and_keeps_the_others(small_disk: Path) -> None:
     model = nn.Linear(1024, 1536, bias=False)  # 6 MiB
-    with Checkpointer(str(small_disk), run="r", compress="off", incremental=False) as checkpointer:
+    with Checkpointer(str(small_disk), run="r", compress="off", max_references=0) as checkpointer:
         committed, failure = [], None
         for step in range(5):
             try:

@@ -19,6 +19,11 @@ from tests.support.trainers import is_alive, trainer_on
 from tests.support.waiting import wait_until
 
 
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt.config.HEARTBEAT_S", 0.05)
+
+
 def _run(folder: Path, name: str) -> Run:
     return Run(open_store(str(folder)), name)
 
@@ -48,7 +53,7 @@ def test_a_rewind_in_place_is_another_attempt(tmp_path: Path, monkeypatch: pytes
     model = nn.Linear(64, 64)
     optim = torch.optim.AdamW(model.parameters())
     run = _run(tmp_path, "r")
-    with Checkpointer(str(tmp_path), run="r", heartbeat_s=0.05) as checkpointer:
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
         for step in (10, 20):
             checkpointer.save(model, optim, step)
         wait_until(lambda: [one.step[-1:] for one in read_heartbeats(run)] == [[20]], "the first heartbeat")
@@ -77,7 +82,7 @@ def test_steps_are_counted_where_nothing_names_them(tmp_path: Path) -> None:
     model = nn.Linear(64, 64)
     optim = torch.optim.AdamW(model.parameters())
     run = _run(tmp_path, "r")
-    with Checkpointer(str(tmp_path), run="r", heartbeat_s=0.05) as checkpointer:
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
         checkpointer.prepare(model, optim)
 
         def train(steps: int) -> None:
@@ -94,27 +99,10 @@ def test_steps_are_counted_where_nothing_names_them(tmp_path: Path) -> None:
 def test_an_exception_ends_an_attempt_with_an_error(tmp_path: Path) -> None:
     run = _run(tmp_path, "r")
     try:
-        with Checkpointer(str(tmp_path), run="r", heartbeat_s=0.01) as checkpointer:
+        with Checkpointer(str(tmp_path), run="r") as checkpointer:
             checkpointer.save(nn.Linear(4, 4), None, 1)
             wait_until(lambda: read_heartbeats(run) != [], "a heartbeat")
             raise ZeroDivisionError
     except ZeroDivisionError:
         pass
     assert [one.ended for one in read_account(run).attempts] == [EndOf.ERROR]
-
-
-def test_without_heartbeats_the_checkpoints_are_what_is_known(tmp_path: Path) -> None:
-    run = _run(tmp_path, "r")
-    with Checkpointer(str(tmp_path), run="r", heartbeat_s=0) as checkpointer:
-        for step in (1, 2):
-            checkpointer.save(nn.Linear(4, 4), None, step)
-    assert read_heartbeats(run) == []
-    found = read_account(run)
-    assert [(one.measured, one.last_step) for one in found.attempts] == [(False, 2)]
-
-
-def test_a_preemption_before_the_first_save(tmp_path: Path) -> None:
-    with Checkpointer(str(tmp_path), run="r") as checkpointer:
-        checkpointer.every(60).request()
-        checkpointer.save(nn.Linear(4, 4), None, 1)
-    assert [one.ended for one in read_heartbeats(_run(tmp_path, "r"))] == [Ended.REQUESTED]

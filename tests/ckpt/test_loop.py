@@ -31,7 +31,7 @@ def store(tmp_path: Path) -> Iterator[Path]:
 
 def begin(store: Path, seed: int = 0) -> Run:
     """A run in a process of its own, as far as the store knows."""
-    ckpt.init(str(store), run="r", writer="thread", heartbeat_s=0)
+    ckpt.init(str(store), run="r", writer="thread")
     return Run(make, seed)
 
 
@@ -151,7 +151,7 @@ def test_the_sampler_may_be_given_the_epoch_as_without_this_project(store: Path)
         return DataLoader(Samples(), batch_size=4, sampler=sampler)
 
     def train(folder: Path, stop_at: int = -1) -> list[list[int]]:
-        ckpt.init(str(folder), run="r", writer="thread", heartbeat_s=0)
+        ckpt.init(str(folder), run="r", writer="thread")
         run = Run(split)
         loop = ckpt.epochs(run.model, run.optim, NUM_EPOCHS, **run.extras, schedule=2)
         for epoch in loop:

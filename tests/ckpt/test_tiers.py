@@ -40,7 +40,7 @@ class Host:
         self.model = nn.ParameterDict({"w": torch.zeros(50_000), "frozen": torch.ones(50_000, dtype=torch.float64)})
 
     def start(self, **knobs: Any) -> Checkpointer:
-        knobs = {"store_retry_s": 0.5, "heartbeat_s": 0} | self.knobs | knobs
+        knobs = {"retry_s": 0.5} | self.knobs | knobs
         return Checkpointer(str(self.far), run="gpt", **{"near": str(self.near), **knobs})
 
     def save(self, checkpointer: Checkpointer, step: int) -> None:
@@ -170,8 +170,6 @@ def test_nothing_near_and_the_far_store_away_is_an_error(host: Host) -> None:
         ({"near": "http://localhost:1"}, "two stores"),
         ({"near": "/far"}, "the same"),
         ({"far_every": 0}, "far_every 0"),
-        ({"spill": "/other", "spill_bytes": 1}, "no near="),
-        ({"near": None, "spill": "/other"}, "spill_bytes"),
         ({"near_keep": 0}, "near_keep 0"),
     ],
 )
@@ -213,8 +211,8 @@ def away(host: Host) -> Callable[[], object]:
 
 
 def test_a_full_near_store_skips_saves_if_asked_to(host: Host, away: Callable[[], object]) -> None:
-    host.knobs = {"spill": str(host.near), "spill_bytes": 3 * SIZE, "compress": "off", "incremental": False}
-    with host.start(near=None, on_busy="skip") as checkpointer:
+    host.knobs = {"near_bytes": 3 * SIZE, "near_keep": 1, "compress": "off", "max_references": 0}
+    with host.start(on_busy="skip") as checkpointer:
         host.save(checkpointer, 1)
         host.save(checkpointer, 2)
         with pytest.raises(SaveSkipped, match="at most"):
@@ -234,7 +232,7 @@ def test_a_full_near_store_skips_saves_if_asked_to(host: Host, away: Callable[[]
 
 
 def test_a_full_near_store_is_waited_for(host: Host, away: Callable[[], object]) -> None:
-    knobs = {"near_bytes": 3 * SIZE, "near_keep": 1, "compress": "off", "incremental": False}
+    knobs = {"near_bytes": 3 * SIZE, "near_keep": 1, "compress": "off", "max_references": 0}
     with host.start(**knobs) as checkpointer:
         for step in (1, 2):
             host.save(checkpointer, step)
@@ -255,7 +253,7 @@ def test_a_near_store_that_can_never_hold_the_state(host: Host, monkeypatch: pyt
 def test_a_full_disk_is_waited_for(host: Host, away: Callable[[], object]) -> None:
     with (
         small_file_system(host.near, "1500k"),
-        host.start(near_keep=1, compress="off", incremental=False) as checkpointer,
+        host.start(near_keep=1, compress="off", max_references=0) as checkpointer,
     ):
         for step in (1, 2):
             host.save(checkpointer, step)
@@ -268,7 +266,7 @@ def test_a_full_disk_is_waited_for(host: Host, away: Callable[[], object]) -> No
 
 
 def test_the_command_line_shows_where_checkpoints_are(host: Host) -> None:
-    with host.start(far_every=2, near_keep=1, incremental=False) as checkpointer:
+    with host.start(far_every=2, near_keep=1, max_references=0) as checkpointer:
         for step in (1, 2, 3):
             host.save(checkpointer, step)
         wait_until(lambda: host.steps("far") == [3, 1])

@@ -40,7 +40,7 @@ import ckpt
 
 store, kill_at = sys.argv[1], int(sys.argv[2])
 weights, velocity = np.ones((300, 70), np.float32), np.zeros((300, 70), np.float32)
-checkpointer = ckpt.init(store, run="numpy", heartbeat_s=0)
+checkpointer = ckpt.init(store, run="numpy")
 template = {"weights": weights, "velocity": velocity}
 if (restored := ckpt.restore(shared={"state": template}, place=None)) is not None:
     weights, velocity = restored.values["state"]["weights"], restored.values["state"]["velocity"]

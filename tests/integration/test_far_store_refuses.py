@@ -36,7 +36,7 @@ class Far:
 
     def start(self, **knobs: Any) -> Checkpointer:
         given: dict[str, Any] = {"near": self.near.store.url, "near_keep": 1, "options": self.options}
-        given |= {"store_retry_s": 0.2, "heartbeat_s": 0, "writer": "thread"} | knobs
+        given |= {"retry_s": 0.2, "writer": "thread"} | knobs
         return Checkpointer(self.url, run="gpt", **given)
 
     def far_steps(self) -> list[int]:
@@ -134,7 +134,7 @@ def test_without_a_near_store_missing_credentials_fail_at_once(far: Far, proxy: 
     options = {"endpoint_url": proxy.url, **IMPATIENT}
     for knobs in ({"options": options}, {}):
         proxy.refuses = lambda _: True
-        with far.start(near=None, store_retry_s=600.0, **knobs) as checkpointer:
+        with far.start(near=None, retry_s=600.0, **knobs) as checkpointer:
             with pytest.raises(StoreReadOnly, match="cannot") as caught:
                 checkpointer.save(nn.Linear(2, 2), None, 1)
             assert "credentials" in caught.value.hint

@@ -144,7 +144,7 @@ def test_the_first_nan_is_logged_and_an_event(tmp_path: Path) -> None:
     reports: list[Report] = []
     with running_daemon((tmp_path / "store").as_uri()) as daemon:
         setup = Setup(
-            store=store.url, options={}, run="r", rank=0, world_size=1, compress="fast", commit_timeout_s=60,
+            store=store.url, options={}, run="r", rank=0, world_size=1, compress="fast", peer_timeout_s=60,
             daemon=daemon.url, token=None,
         )  # fmt: skip
         pipeline = SavePipeline(store, setup, reports.append)

@@ -68,7 +68,7 @@ def test_s3_from_the_environment_alone(s3_store: S3Location) -> None:
 def test_unreachable_s3_is_an_error_not_an_empty_run() -> None:
     options = {"endpoint_url": "http://127.0.0.1:9", "key": "x", "secret": "y"}
     options["config_kwargs"] = {"retries": {"max_attempts": 0}, "connect_timeout": 2}  # type: ignore[assignment]
-    checkpointer = Checkpointer("s3://nowhere/x", run="r", options=options, store_retry_s=1)
+    checkpointer = Checkpointer("s3://nowhere/x", run="r", options=options, retry_s=1)
     with pytest.raises(StoreUnavailable, match="s3://nowhere/x"):
         checkpointer.restore(nn.Linear(2, 2))
 

@@ -18,7 +18,7 @@ from tests.support.kill_train import resumed, say, weights
 
 def main() -> None:
     """Train until killed."""
-    checkpointer = Checkpointer(sys.argv[1], run="kill", near=sys.argv[2], near_keep=1, store_retry_s=1.0)
+    checkpointer = Checkpointer(sys.argv[1], run="kill", near=sys.argv[2], near_keep=1, retry_s=1.0)
     model, step = resumed(checkpointer)
     while True:
         step += 1

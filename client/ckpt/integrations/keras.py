@@ -57,7 +57,7 @@ class Backup(keras.callbacks.Callback):
             raise InvalidRequest(f"save_freq is {save_freq!r}", "Give 'epoch', 'auto' or a number of batches")
         if endless and keras.backend.backend() == "torch":
             raise InvalidRequest("the torch back end has no iterator to skip in", "Give `fit` data with an end")
-        self._checkpointer = Checkpointer(store, run=run, **{"repeat_steps": True, **options})
+        self._checkpointer = Checkpointer(store, run=run, **options)
         self._schedule = self._checkpointer.every() if save_freq == "auto" else None
         self._interval = save_freq if isinstance(save_freq, int) else math.inf
         self._each_epoch, self._endless = save_freq == "epoch", endless
@@ -125,7 +125,9 @@ class Backup(keras.callbacks.Callback):
     def _save(self, logs: Mapping[str, float] | None) -> None:
         _sync(self.model)
         metrics = {name: float(value) for name, value in (logs or {}).items() if np.ndim(value) == 0}
-        save_async(self.model, self._step, checkpointer=self._checkpointer, metrics=metrics, data=self._place)
+        save_async(
+            self.model, self._step, checkpointer=self._checkpointer, metrics=metrics, repeat_step=True, data=self._place
+        )
         self._saved_step, self._saved_epoch = self._step, self._place.epoch
 
     def _train(self, train: Callable[..., Any], *arguments: Any) -> Any:

@@ -58,7 +58,7 @@ class CkptdCheckpoint(ModelCheckpoint):
         **options: Any,
     ) -> None:
         super().__init__(monitor=monitor, mode=mode, save_top_k=save_top_k if monitor else -1)
-        self._open = partial(Checkpointer, store, run=run, **{"repeat_steps": True, **options})
+        self._open = partial(Checkpointer, store, run=run, **options)
         self._checkpointer = self._open()
         self._every_steps, self._every_epochs = every_n_train_steps, every_n_epochs
         keep_best = (f"{monitor}:{mode}:{save_top_k}",) if monitor and save_top_k > 0 else ()
@@ -206,6 +206,7 @@ class CkptdCheckpoint(ModelCheckpoint):
             grads=trainer.fit_loop.epoch_loop._should_accumulate(),
             metrics=self._metrics(trainer),
             shared={"trainer": trainer_state(trainer)},
+            repeat_step=True,
             **loaders(trainer),
         )
         if self._keeper is not None:

@@ -42,7 +42,7 @@ class CkptdCheckpointIO(TorchCheckpointIO):
 
     def __init__(self, store: str | None = None, run: str | None = None, **options: Any) -> None:
         super().__init__()
-        self._open = partial(Checkpointer, store, run=run, **{"repeat_steps": True, **options, "group": "solo"})
+        self._open = partial(Checkpointer, store, run=run, **{**options, "group": "solo"})
         self._checkpointer = self._open()
         self._resumed: Checkpointer | None = None
         """Restored what was loaded last: the next save continues from there, unless a teardown comes before it."""
@@ -78,7 +78,7 @@ class CkptdCheckpointIO(TorchCheckpointIO):
         tensors: dict[str, Any] = {
             name: others.pop(name) for name in ("state_dict", "optimizer_states") if name in others
         }
-        saved = self._checkpointer.save(None, None, step, shared={**tensors, "trainer": others})
+        saved = self._checkpointer.save(None, None, step, shared={**tensors, "trainer": others}, repeat_step=True)
         self._newest = _Saved(step, marks, saved.id)
         return saved.id
 

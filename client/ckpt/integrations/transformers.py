@@ -49,7 +49,7 @@ def keep_checkpoints(trainer: _T, store: str | None = None, run: str | None = No
     cls = type(trainer)
     trainer.__class__ = type(f"Ckptd{cls.__name__}", (_CkptdTrainer, cls), {})
     assert isinstance(trainer, _CkptdTrainer)
-    trainer._begin(Checkpointer(store, run=run, **{"repeat_steps": True, **options}))
+    trainer._begin(Checkpointer(store, run=run, **options))
     return trainer
 
 
@@ -146,6 +146,7 @@ class _CkptdTrainer(Trainer):
             step,
             metrics=_metrics(self.state.log_history, step),
             shared={"trainer": self._trainer_state()},
+            repeat_step=True,
         )
         self._last_saved = step
         if self._keeper is not None:

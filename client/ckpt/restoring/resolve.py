@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 _SIMILAR = 0.85
 """The least ratio of difflib: one letter of seven differs."""
+ORPHAN_TIMEOUT_S = 120.0
+"""How long a restore waits for the saver of a killed predecessor on this host: as long as that repeats its requests."""
 LEASE_S = 24 * 3600.0
 """Longest protection of the restored checkpoint; it ends earlier at the resumed run's first commit."""
 
@@ -35,12 +37,12 @@ def wait_for_orphan_saver(config: Config) -> None:
     """Wait until the saver of a killed predecessor on this host has finished its uploads."""
     if config.read_only:
         return
-    if not wait_for_orphans(config.source, config.run_name, config.orphan_saver_timeout_s):
+    if not wait_for_orphans(config.source, config.run_name, ORPHAN_TIMEOUT_S):
         logger.warning(
             "a saver of run %r is still running on this host after %.0f s, or other processes keep looking for one; "
             "its later commits are not restored",
             config.run_name,
-            config.orphan_saver_timeout_s,
+            ORPHAN_TIMEOUT_S,
         )
 
 

@@ -104,7 +104,7 @@ class Carrier:
     def finish(self) -> None:
         """Nothing more is committed: the newest checkpoint joins the backlog. Returns when the backlog is empty.
 
-        Returns earlier if the far store is away for `store_retry_s`, or another carrier of this host is at work.
+        Returns earlier if the far store is away for `retry_s`, or another carrier of this host is at work.
         """
         if self._newest is not None:
             self._enqueue(self._newest)
@@ -141,7 +141,7 @@ class Carrier:
             except Exception as error:
                 self._failed(error, first=not away)
                 away = True
-                if ending and time.monotonic() - self._answered_at >= self._setup.store_retry_s:
+                if ending and time.monotonic() - self._answered_at >= self._setup.retry_s:
                     return
                 self._pause(pause_s, ending)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

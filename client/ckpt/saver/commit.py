@@ -189,7 +189,7 @@ class Committer:
                 ahead = one in self._waiting[-_READ_AHEAD:]
                 under_way = any(other.attempt in one.earlier for other in self._waiting)
             result = None if under_way else self._try_commit(one, ahead)
-            now, timeout_s = time.monotonic(), self._setup.commit_timeout_s
+            now, timeout_s = time.monotonic(), self._setup.peer_timeout_s
             waited_s, idle_s = now - one.since, now - one.changed_at
             if result is None and idle_s >= _LOST_S[min(1, self._setup.rank)]:
                 end_if_superseded(self._run, one.attempt)
@@ -278,13 +278,13 @@ def _gather(run: Run, setup: Setup, one: _Waiting, ahead: bool) -> bool:
 def _timed_out(run: Run, setup: Setup, attempt: Attempt) -> SaveFailed:
     if setup.rank:
         return SaveFailed(
-            f"attempt {attempt} of run {run.name!r} was not committed within {setup.commit_timeout_s:.0f} s",
+            f"attempt {attempt} of run {run.name!r} was not committed within {setup.peer_timeout_s:.0f} s",
             "Check rank 0: its saver commits for all ranks",
         )
     missing = sorted(set(range(1, setup.world_size)) - receipt_ranks(run, attempt))
     return SaveFailed(
         f"ranks {missing[:8]} of {setup.world_size} did not finish attempt {attempt} of run {run.name!r} "
-        f"within {setup.commit_timeout_s:.0f} s",
+        f"within {setup.peer_timeout_s:.0f} s",
         "Check those ranks. Nothing was committed, and earlier checkpoints are unchanged",
     )
 

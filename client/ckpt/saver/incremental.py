@@ -77,7 +77,7 @@ class ChunkIndex:
         """run_soon: runs a function in another thread. It reads the checkpoint that the next save is compared with."""
         self._run = run
         self._setup = setup
-        self.enabled, self.rank, self.most = setup.incremental, setup.rank, setup.max_references
+        self.enabled, self.rank, self.most = setup.max_references > 0, setup.rank, setup.max_references
         self._base: BaseCheckpoint | None = None
         self._base_number = 0
         """The number of the save that is the base; less than `_first`: it was committed before the session began."""
@@ -87,7 +87,7 @@ class ChunkIndex:
         self._last: IncrementalSave | None = None
         self._changed = threading.Condition()
         """Guards `uploaded` and `ended` of all saves."""
-        self._loaded: Future[None] | None = run_soon(self._load) if setup.incremental else None
+        self._loaded: Future[None] | None = run_soon(self._load) if self.enabled else None
 
     def begin(
         self,
@@ -149,7 +149,7 @@ class ChunkIndex:
         Raises NoCheckpoint if the base is being deleted, or Unavailable.
         """
         run = self._run
-        ttl_s = self._setup.commit_timeout_s + _LEASE_S
+        ttl_s = self._setup.peer_timeout_s + _LEASE_S
         lease = take_lease(run, base.attempt, f"{holder} by rank {self._setup.rank}", ttl_s)
         unfit = set(quarantined_attempts(run))
         if self._setup.far is not None:

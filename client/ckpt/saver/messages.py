@@ -34,17 +34,16 @@ class Setup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     rank: int
     world_size: int
     compress: str
-    commit_timeout_s: float
+    peer_timeout_s: float
     daemon: str | None
     token: str | None
     cpu_budget: float | None = None
     """Limit on the CPU time of a saver process, as a fraction of one core; None: no limit."""
-    incremental: bool = True
     max_references: int = 32
     dedup_casts: bool = False
     statistics: bool = True
     heartbeat_s: float = 60.0
-    store_retry_s: float = 0.0
+    retry_s: float = 0.0
     linger_s: float = 0.0
     """How long a saver process keeps the newest committed snapshot after its trainer has died; 0: it does not."""
     trainer: int = 0

@@ -102,7 +102,7 @@ class SavePipeline:
         store: that of `setup`.
         contents: what the slots hold, to be kept up to date; None: their memory is of no use after an upload.
         """
-        self._store = RetryingStore(store, setup.store_retry_s)
+        self._store = RetryingStore(store, setup.retry_s)
         # Where a store ignores If-None-Match, the daemon decides: for its own store, the far one if there are two.
         daemon = setup.daemon if setup.far is None else None
         self._run = Run(with_remote_create(self._store, daemon, setup.token), setup.run, clock)
@@ -339,7 +339,7 @@ class SavePipeline:
 
     def _far_run(self, setup: Setup, url: str, clock: Clock) -> Run:
         far = open_store(url, setup.far_options, retried=True)
-        store = RetryingStore(far, min(setup.store_retry_s, REQUEST_RETRY_S))
+        store = RetryingStore(far, min(setup.retry_s, REQUEST_RETRY_S))
         return Run(with_remote_create(store, setup.daemon, setup.token), setup.run, clock)
 
     def _warn_of(self, outcome: Outcome) -> None:

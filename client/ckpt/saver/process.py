@@ -78,7 +78,7 @@ def main(sock: int, lock: int) -> int:
     note = SaverNote(setup)
     report = _Reporter(channel, note)
     contents = SlotContents() if setup.linger_s else None
-    store = open_store(setup.store, setup.options, retried=setup.store_retry_s > 0)
+    store = open_store(setup.store, setup.options, retried=setup.retry_s > 0)
     pipeline = SavePipeline(store, setup, report, own_process=True, contents=contents)
     segments: dict[int, Segment] = {}
     stop = _serve(channel, pipeline, segments, note)

@@ -32,11 +32,11 @@ class Room:
         self._near = near
         self._limit = setup.near_bytes
         self._waits = setup.on_busy == "wait"
-        self._patience_s = setup.store_retry_s
+        self._patience_s = setup.retry_s
         self._ending_since: float | None = None
 
     def end(self) -> None:
-        """The trainer has ended: waits last at most `store_retry_s` from now on."""
+        """The trainer has ended: waits last at most `retry_s` from now on."""
         self._ending_since = self._ending_since or time.monotonic()
 
     def fit(self, num_bytes: int, write: Callable[[], _T]) -> _T:

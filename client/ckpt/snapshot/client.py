@@ -67,7 +67,7 @@ class SaveClient:
     ) -> None:
         """steps: for heartbeats."""
         self._setup = setup
-        self._steps = steps if setup.rank == 0 and setup.heartbeat_s else None
+        self._steps = steps if setup.rank == 0 else None
         self._counters = counters
         self._in_process = in_process
         self._arena = Arena(num_slots, self)
@@ -273,9 +273,7 @@ class SaveClient:
 
     def _abort_attempts(self, attempts: Sequence[NewAttempt], failure: str) -> None:
         setup = self._setup
-        opened = RetryingStore(
-            open_store(setup.store, setup.options, retried=setup.store_retry_s > 0), setup.store_retry_s
-        )
+        opened = RetryingStore(open_store(setup.store, setup.options, retried=setup.retry_s > 0), setup.retry_s)
         store = with_remote_create(opened, setup.daemon, setup.token)
         abort_attempts(Numbering(Run(store, setup.run), logger.warning), setup.rank, attempts, failure)
 

@@ -50,7 +50,7 @@ class RunSaves:
         """None before the first save, and after `close`."""
         near_id = source.near_id if isinstance(source, TieredSource) else None
         self.agreed = AgreedLayout(world, config.split_replicas, near_id)
-        self.session = TrainerSession(config.run_name, config.repeat_steps)
+        self.session = TrainerSession(config.run_name)
         self.overlap: Overlap | None = None
         self.steps = StepClock()
         self.newest: SaveHandle | None = None
@@ -88,6 +88,7 @@ class RunSaves:
         on_busy: OnBusy,
         lease: str | None,
         cost_before: Callable[[], SaveCost | None],
+        repeat_step: bool = False,
     ) -> tuple[SaveHandle, bool]:
         """The handle of a save that has begun, and whether its state was copied: otherwise it was skipped.
 
@@ -101,7 +102,7 @@ class RunSaves:
         with client.declining(attempt):
             client.start()  # replaces a client that died, so that saves work again after the error
             client.raise_failure(of_other_ranks=False)
-            self.session.check(step)
+            self.session.check(step, repeat_step)
             if (stranded := client.stranded.get(attempt.session.id)) is not None:
                 raise stranded
             captured = self.agreed.capture(state, grads)

@@ -17,10 +17,8 @@ from ckptstore.names import Attempt, derive_ulid
 class TrainerSession:
     """The current session: its parent, and the steps that were saved in it."""
 
-    def __init__(self, run: str, repeat_steps: bool) -> None:
-        """repeat_steps: a step may be saved more than once in a session."""
+    def __init__(self, run: str) -> None:
         self._run = run
-        self._repeat_steps = repeat_steps
         self._restores = 0
         self._continues = False
         """Whether it has resumed a training run, or saved."""
@@ -69,8 +67,11 @@ class TrainerSession:
         self._calls[step] += 1
         return NewAttempt(self._session, step, derive_ulid(self._session.id, step, number), number)
 
-    def check(self, step: int) -> None:
-        """Raises Superseded if another trainer has superseded the session, or InvalidRequest if the step was saved."""
+    def check(self, step: int, repeat: bool = False) -> None:
+        """Raises Superseded if another trainer has superseded the session, or InvalidRequest if the step was saved.
+
+        repeat: it may be saved more than once in a session.
+        """
         ended = [updates for updates in self._pending if updates.handle.done()]
         self._pending = [updates for updates in self._pending if updates not in ended]
         for updates in ended:
@@ -81,10 +82,10 @@ class TrainerSession:
         if self._superseded is not None:
             raise self._superseded
         under_way = any(updates.handle.step == step for updates in self._pending)
-        if (under_way or step in self._committed) and not self._repeat_steps:
+        if (under_way or step in self._committed) and not repeat:
             raise InvalidRequest(
                 f"step {step} of run {self._run!r} was saved already, and nothing was restored since",
-                "Save each step once, or pass repeat_steps=True to the Checkpointer",
+                "Save each step once, or pass repeat_step=True",
             )
 
     def saved(self, updates: HandleUpdates) -> None:

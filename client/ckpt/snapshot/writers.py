@@ -92,7 +92,7 @@ class ThreadWriter:
 
     def __init__(self, setup: Setup, on_report: OnReport) -> None:
         self._pipeline = SavePipeline(
-            open_store(setup.store, setup.options, retried=setup.store_retry_s > 0), setup, on_report
+            open_store(setup.store, setup.options, retried=setup.retry_s > 0), setup, on_report
         )
         self._segments: dict[int, Segment] = {}
 

@@ -29,7 +29,7 @@ def save(checkpointer: Checkpointer, keeper: Keeper, step: int) -> list[int]:
 def test_a_limit_on_a_long_run_takes_effect_within_a_few_saves(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Checkpointer(str(tmp_path), run="gpt", writer="thread", incremental=False) as checkpointer:
+    with Checkpointer(str(tmp_path), run="gpt", writer="thread", max_references=0) as checkpointer:
         for step in range(30):
             checkpointer.save(MODEL, None, step)
         keeper = Keeper(checkpointer.config, Policy(keep_last=1))
@@ -56,7 +56,7 @@ class Failing(WrappedStore):
 def test_an_error_that_is_not_ours_is_logged_and_the_next_save_is_followed_by_a_prune(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Checkpointer(str(tmp_path), run="gpt", writer="thread", incremental=False) as checkpointer:
+    with Checkpointer(str(tmp_path), run="gpt", writer="thread", max_references=0) as checkpointer:
         keeper = Keeper(checkpointer.config, Policy(keep_last=1))
         save(checkpointer, keeper, 1)
         keeper._operator = StoreOperator(Failing(open_store(str(tmp_path))))

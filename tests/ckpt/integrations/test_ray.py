@@ -18,7 +18,7 @@ from tests.support.training import same_state
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Path]:
-    ckpt.init(str(tmp_path / "store"), run="r", writer="thread", heartbeat_s=0)
+    ckpt.init(str(tmp_path / "store"), run="r", writer="thread")
     yield tmp_path
     ckpt.close()
 
@@ -39,7 +39,7 @@ def test_the_run_goes_on_from_the_checkpoint_that_ray_has_registered(store: Path
         shutil.copytree(folder, store / f"kept{step}")
         assert [one.name for one in (store / f"kept{step}").iterdir()] == ["ckptd"]
     expected = run.step(next(batches))
-    ckpt.init(str(store / "store"), run="r", writer="thread", heartbeat_s=0)
+    ckpt.init(str(store / "store"), run="r", writer="thread")
     last, earlier = new_run(1), new_run(2)
     assert load(store / "kept1", earlier.model, earlier.optim, **earlier.extras).step == 1
     assert same_state(dict(earlier.model.state_dict()), states[1])

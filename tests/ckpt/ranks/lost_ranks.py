@@ -59,11 +59,11 @@ def first_save(folder: str, lost: int, timeout_s: float) -> dict[str, Any]:
     return {"said": "saved"}
 
 
-def save(folder: str, lost: int, how: str, commit_timeout_s: float) -> dict[str, Any]:
+def save(folder: str, lost: int, how: str, peer_timeout_s: float) -> dict[str, Any]:
     """One rank and its saver are lost during the second save; the others go on to a third."""
     found: dict[str, Any] = {"errors": [], "done": []}
     net, step = model(), 1
-    with Checkpointer(f"{folder}/{how}", run=RUN, commit_timeout_s=commit_timeout_s) as checkpointer:
+    with Checkpointer(f"{folder}/{how}", run=RUN, peer_timeout_s=peer_timeout_s) as checkpointer:
         checkpointer.save(net, None, step, position=dist.get_rank())
         for step in (2, 3):
             if dist.get_rank() == lost:

@@ -63,7 +63,7 @@ def lost(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lost]:
         }
         scenarios[case] = Scenario("tests.ckpt.ranks.lost_ranks:restore", 3, arguments, lost=(rank,))
     for how in _HOW:
-        arguments = {**at, "lost": 2, "how": how, "commit_timeout_s": _COMMIT_TIMEOUT_S}
+        arguments = {**at, "lost": 2, "how": how, "peer_timeout_s": _COMMIT_TIMEOUT_S}
         scenarios[how] = Scenario("tests.ckpt.ranks.lost_ranks:save", 3, arguments, lost=(2,))
     arguments = {**at, "lost": 1, "timeout_s": _TIMEOUT_S}
     scenarios["first"] = Scenario("tests.ckpt.ranks.lost_ranks:first_save", 3, arguments, lost=(1,))

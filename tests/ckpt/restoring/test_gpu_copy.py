@@ -62,7 +62,7 @@ def make(seed: int) -> tuple[Any, torch.optim.Optimizer]:
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
     """A store with checkpoints of two steps, and the state of the second."""
     store = str(tmp_path_factory.mktemp(request.param))
-    with Checkpointer(store, run="r", writer="thread", compress=request.param, incremental=False) as checkpointer:
+    with Checkpointer(store, run="r", writer="thread", compress=request.param, max_references=0) as checkpointer:
         checkpointer.save(*make(1), 1)
         model, optim = make(2)
         checkpointer.save(model, optim, 2)

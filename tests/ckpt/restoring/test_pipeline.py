@@ -230,10 +230,10 @@ def test_a_lease_ends_with_a_run_that_saves_nothing(tmp_path: Path) -> None:
 
 def test_same_step_saved_again_supersedes(tmp_path: Path) -> None:
     model = nn.Linear(8, 8)
-    with Checkpointer(str(tmp_path), run="r", repeat_steps=True) as checkpointer:
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
         checkpointer.save(model, None, 5)
         nn.init.ones_(model.weight)
-        checkpointer.save(model, None, 5)
+        checkpointer.save(model, None, 5, repeat_step=True)
         nn.init.zeros_(model.weight)
         checkpointer.restore(model)
     assert bool((model.weight == 1).all())

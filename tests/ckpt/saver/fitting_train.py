@@ -23,7 +23,7 @@ def main() -> None:
     """Save, then wait for the end."""
     logging.basicConfig(stream=sys.stderr)
     store, megabytes, saves, grace_s = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
-    checkpointer = Checkpointer(store, run="r", compress="off", incremental=False)
+    checkpointer = Checkpointer(store, run="r", compress="off", max_references=0)
     for step in range(1, saves + 2):
         weights = np.full(megabytes << 18, step, np.float32)
         handle = checkpointer.save_async(None, None, step, shared={"w": weights})

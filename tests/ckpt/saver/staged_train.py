@@ -26,8 +26,8 @@ def main() -> None:
     store, megabytes, saves = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     count = megabytes << 18
     setup = Setup(
-        store=store, options={}, run="r", rank=0, world_size=1, compress="off", commit_timeout_s=60.0, daemon=None,
-        token=None, incremental=False, statistics=False, trainer=os.getpid(),
+        store=store, options={}, run="r", rank=0, world_size=1, compress="off", peer_timeout_s=60.0, daemon=None,
+        token=None, max_references=0, statistics=False, trainer=os.getpid(),
     )  # fmt: skip
     writer = ProcessWriter(setup, lambda report: None, lambda error: None)
     print("saver", writer.pid, flush=True)

@@ -146,7 +146,7 @@ def test_nothing_is_carried_while_a_save_is_urgent(host: Host) -> None:
     near, paused, events = host.run("near"), threading.Event(), list[str]()
     far_store = FaultyStore(host.run("far").store, Interleaving(0, lambda: paused.wait(60)))
     setup = Setup(
-        store=near.store.url, options={}, run="gpt", rank=0, world_size=1, compress="off", commit_timeout_s=20.0,
+        store=near.store.url, options={}, run="gpt", rank=0, world_size=1, compress="off", peer_timeout_s=20.0,
         daemon=None, token=None, far=far_store.url, near_keep=9,
     )  # fmt: skip
     carrier = Carrier(
@@ -170,7 +170,7 @@ def test_what_a_killed_saver_has_not_pinned_is_carried_though_the_next_one_has_s
     resumed = NewAttempt(Session(new_ulid(system_clock()), last.attempt, 0), 2, new_ulid(system_clock()))
     tiers.save(2, numbering.attempt(resumed).generation)
     setup = Setup(
-        store="", options={}, run="gpt", rank=0, world_size=1, compress="off", commit_timeout_s=1.0, daemon=None,
+        store="", options={}, run="gpt", rank=0, world_size=1, compress="off", peer_timeout_s=1.0, daemon=None,
         token=None, far=f"file://{tmp_path}", near_keep=1,
     )  # fmt: skip
     Carrier(tiers.near, tiers.far, setup, numbering, lambda _: None, lambda _: None).finish()

@@ -175,7 +175,7 @@ def save_halves(store: Store, cut: int) -> tuple[Content, Words]:
             SliceRow("model/w", "bfloat16", SHAPE, box, 2 * third),
         ]
         setup = Setup(
-            store=store.url, options={}, run="r", rank=rank, world_size=2, compress="fast", commit_timeout_s=20.0,
+            store=store.url, options={}, run="r", rank=rank, world_size=2, compress="fast", peer_timeout_s=20.0,
             daemon=None, token=None, dedup_casts=True,
         )  # fmt: skip
         job = SaveJob(

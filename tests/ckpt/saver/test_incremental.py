@@ -170,7 +170,7 @@ def test_another_process_goes_on_where_the_last_one_ended(tmp_path: Path) -> Non
 
 def test_references_can_be_switched_off(tmp_path: Path) -> None:
     training = Training()
-    with Checkpointer(str(tmp_path), run=RUN, writer="thread", incremental=False) as checkpointer:
+    with Checkpointer(str(tmp_path), run=RUN, writer="thread", max_references=0) as checkpointer:
         assert [training.save(checkpointer).referenced_bytes for _ in range(3)] == [0, 0, 0]
     assert marks(Run(open_store(str(tmp_path)), RUN)) == []
 

@@ -337,7 +337,7 @@ def test_what_the_slots_hold_follows_commits_failures_and_reuse() -> None:
 
 
 SETUP = Setup(
-    store="file:///somewhere", options={}, run=RUN, rank=0, world_size=1, compress="off", commit_timeout_s=1.0,
+    store="file:///somewhere", options={}, run=RUN, rank=0, world_size=1, compress="off", peer_timeout_s=1.0,
     daemon=None, token=None, linger_s=600.0,
 )  # fmt: skip
 

@@ -39,7 +39,7 @@ RAW = np.random.default_rng(0).standard_normal(COUNT).astype(np.float32).data.ca
 def setup(store: Store, rank: int = 0, world_size: int = 1, timeout: float = 20.0) -> Setup:
     return Setup(
         store=store.url, options={}, run="r", rank=rank, world_size=world_size, compress="fast",
-        commit_timeout_s=timeout, daemon=None, token=None,
+        peer_timeout_s=timeout, daemon=None, token=None,
     )  # fmt: skip
 
 
@@ -205,7 +205,7 @@ def test_any_one_lost_request_fails_no_save(tmp_path: Path, mode: Literal["befor
     def save(number: int, fail_at: int) -> tuple[list[Report], Faults]:
         folder = open_store(str(tmp_path / f"{number}"))
         reports, faults = list[Report](), Faults(fail_at, mode)
-        patient = replace(setup(folder), store_retry_s=60.0)
+        patient = replace(setup(folder), retry_s=60.0)
         pipeline = SavePipeline(FaultyStore(folder, faults), patient, reports.append)
         small = replace(job(new_attempt(7)), slices=[SliceRow("model/w", "float32", (1 << 16,), (0, 1 << 16), 0)])
         pipeline.submit(small, raw)
@@ -229,12 +229,12 @@ def test_a_save_waits_for_a_store_that_is_away_and_not_longer_than_its_limit(tmp
     reports = run(store, setup(store), [job(new_attempt(7))])
     assert isinstance(reports[-1], Done)
     folder.rename(away)
-    failed = run(store, replace(setup(store), store_retry_s=0.2), [job(new_attempt(8))])[-1]
+    failed = run(store, replace(setup(store), retry_s=0.2), [job(new_attempt(8))])[-1]
     assert isinstance(failed, Failed)
     assert (failed.code, "vanished" in failed.message) == ("store_unavailable", True)
     back = threading.Timer(0.5, away.rename, [folder])
     back.start()
-    released, done = run(store, replace(setup(store), store_retry_s=60.0), [job(new_attempt(9))])[-2:]
+    released, done = run(store, replace(setup(store), retry_s=60.0), [job(new_attempt(9))])[-2:]
     back.join()
     assert isinstance(done, Done)
     assert isinstance(released, Released)

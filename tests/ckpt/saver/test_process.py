@@ -34,7 +34,7 @@ def test_an_orphan_that_waits_for_another_rank_holds_neither_memory_nor_the_next
     run = Run(store, "r")
     attempt = new_attempt(3)
     setup = Setup(
-        store=str(tmp_path), options={}, run="r", rank=0, world_size=2, compress="off", commit_timeout_s=60.0,
+        store=str(tmp_path), options={}, run="r", rank=0, world_size=2, compress="off", peer_timeout_s=60.0,
         daemon=None, token=None,
     )  # fmt: skip
     job = SaveJob(
@@ -77,7 +77,7 @@ def test_an_orphan_that_waits_for_another_rank_holds_neither_memory_nor_the_next
 
 def test_signals_to_the_whole_job_do_not_end_a_saver_that_begins(tmp_path: Path) -> None:
     setup = Setup(
-        store=str(tmp_path), options={}, run="r", rank=0, world_size=1, compress="off", commit_timeout_s=60.0,
+        store=str(tmp_path), options={}, run="r", rank=0, world_size=1, compress="off", peer_timeout_s=60.0,
         daemon=None, token=None,
     )  # fmt: skip
     ours, theirs = socket.socketpair()

@@ -156,7 +156,7 @@ def test_casts_that_are_not_stored_have_statistics(tmp_path: Path) -> None:
 
 def setup(store: Store, **changed: Any) -> Setup:
     return Setup(
-        store=store.url, options={}, run="r", rank=0, world_size=1, compress="fast", commit_timeout_s=20,
+        store=store.url, options={}, run="r", rank=0, world_size=1, compress="fast", peer_timeout_s=20,
         daemon=None, token=None, **changed,
     )  # fmt: skip
 

@@ -35,7 +35,7 @@ def rank_one_is_busy(store: str, on_busy: Literal["skip", "supersede"]) -> dict[
     with (
         patch.object(writers, "open_store", gated(gate)),
         Checkpointer(
-            store, run=RUN, writer="thread", slots=2 if rank else 8, on_busy=on_busy, commit_timeout_s=_COMMIT_TIMEOUT_S
+            store, run=RUN, writer="thread", slots=2 if rank else 8, on_busy=on_busy, peer_timeout_s=_COMMIT_TIMEOUT_S
         ) as checkpointer,
     ):
         checkpointer.save(model, None, 1)
@@ -62,7 +62,7 @@ def rank_one_fails(store: str) -> dict[str, Any]:
     rank, errors = dist.get_rank(), {}
     model = nn.ModuleDict({f"stage{rank}": nn.Linear(128, 128)})  # of a size that is copied beside training
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Checkpointer(store, run=RUN, commit_timeout_s=_COMMIT_TIMEOUT_S) as checkpointer:
+    with Checkpointer(store, run=RUN, peer_timeout_s=_COMMIT_TIMEOUT_S) as checkpointer:
         checkpointer.save(model, optim, 1)
         for step, fail in ((2, _kill_saver), (3, _block_shard), (4, _tear)):
             nn.init.constant_(model.get_parameter(f"stage{rank}.weight"), step)
@@ -81,7 +81,7 @@ def rank_one_loses_its_idle_saver(store: str) -> dict[str, Any]:
     """Rank 1's saver is killed between two saves. The loop logs what save_async raises, and goes on."""
     rank, raised, failed, committed = dist.get_rank(), {}, {}, []
     model = nn.ModuleDict({f"stage{rank}": nn.Linear(4, 4)})
-    with Checkpointer(store, run=RUN, commit_timeout_s=_COMMIT_TIMEOUT_S) as checkpointer:
+    with Checkpointer(store, run=RUN, peer_timeout_s=_COMMIT_TIMEOUT_S) as checkpointer:
         checkpointer.save(model, None, 1)
         if rank == 1 and checkpointer.saver_pid is not None:
             os.kill(checkpointer.saver_pid, signal.SIGKILL)

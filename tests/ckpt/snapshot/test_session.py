@@ -28,7 +28,7 @@ def save(session: TrainerSession, step: int) -> HandleUpdates:
 
 
 def test_all_ranks_derive_the_same_attempts() -> None:
-    ranks = [TrainerSession("gpt", repeat_steps=False) for _ in range(2)]
+    ranks = [TrainerSession("gpt") for _ in range(2)]
     resumed = checkpoint(300)
     before = [rank.new_attempt(AGREED, 1) for rank in ranks]
     again = [rank.new_attempt(AGREED, 1) for rank in ranks]
@@ -43,7 +43,7 @@ def test_all_ranks_derive_the_same_attempts() -> None:
 
 
 def test_a_step_is_saved_once_unless_its_save_failed() -> None:
-    session = TrainerSession("gpt", repeat_steps=False)
+    session = TrainerSession("gpt")
     first = save(session, 1)
     with pytest.raises(InvalidRequest, match="step 1"):
         session.check(1)
@@ -56,7 +56,7 @@ def test_a_step_is_saved_once_unless_its_save_failed() -> None:
 
 
 def test_a_superseded_session_ends_with_a_restore() -> None:
-    session = TrainerSession("gpt", repeat_steps=True)
+    session = TrainerSession("gpt")
     save(session, 1).fail(Superseded("generation 2 has begun"))
     for step in (2, 3):
         with pytest.raises(Superseded):
@@ -66,7 +66,7 @@ def test_a_superseded_session_ends_with_a_restore() -> None:
 
 
 def test_saves_that_have_ended_are_released() -> None:
-    session = TrainerSession("gpt", repeat_steps=False)
+    session = TrainerSession("gpt")
     ended = save(session, 1)
     ended.succeed(checkpoint(1))
     known = weakref.ref(ended.handle)

@@ -65,7 +65,7 @@ def save(store: Store, run: str, array: Array, ranks: int, axis: int) -> Checkpo
         offsets[axis], sizes[axis] = int(cut[0]), len(cut)
         row = SliceRow("w", str(array.dtype), array.shape, (*offsets, *sizes), 0)
         setup = Setup(
-            store=store.url, options={}, run=run, rank=rank, world_size=ranks, compress="fast", commit_timeout_s=60,
+            store=store.url, options={}, run=run, rank=rank, world_size=ranks, compress="fast", peer_timeout_s=60,
             daemon=None, token=None,
         )  # fmt: skip
         job = SaveJob(
