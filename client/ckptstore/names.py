@@ -20,7 +20,7 @@ MAX_RANKS = 100_000
 """Names of shards and receipts have five digits."""
 LATEST = "latest"
 
-_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_RUN = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _ATTEMPT = re.compile(r"(?:(?P<generation>[0-9]{6})-)?(?P<step>[0-9]{12})-(?P<ulid>[0-9A-Z]{26})")
 _GENERATION = re.compile(r".*/generations/([0-9]{6})\.json")
 _DEAD = re.compile(r".*/dead/([0-9]{6})\.([0-9]{8})\.json")
@@ -33,26 +33,25 @@ _REFERENCE = re.compile(r"(?P<run>[^@/]+)@(?P<step>latest|[0-9]{1,12})(?:\.(?P<u
 
 def check_run(run: str) -> str:
     """`run` itself, or InvalidName."""
-    if not isinstance(run, str) or not _RUN.fullmatch(run) or ".." in run:
-        raise InvalidName(
-            f"run name {run!r} is not allowed",
-            "Use 1 to 128 letters, digits, '.', '_' or '-', starting with a letter or digit, without '..'",
-        )
-    return run
+    allowed = "Use 1 to 128 letters, digits, '.', '_' or '-', starting with a letter or digit, without '..'"
+    return _check(_RUN, run, "run name", allowed)
 
 
-def check_step(step: int) -> int:
-    """`step` itself, or InvalidName."""
-    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP:
-        raise InvalidName(f"step {step!r} is not allowed", f"Use an integer from 0 to {MAX_STEP}")
-    return step
+def check_pin(name: str) -> str:
+    """`name` itself, or InvalidName."""
+    return _check(
+        _PIN, name, "pin name", "Use 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or digit"
+    )
+
+
+def check_shard(name: str) -> str:
+    """`name` itself, or InvalidName."""
+    return _check(_SHARD, name, "shard name", "Shards are named shard-00000.ckpt")
 
 
 def check_ulid(ulid: str) -> str:
     """`ulid` itself, or InvalidName."""
-    if not isinstance(ulid, str) or not _ULID.fullmatch(ulid):
-        raise InvalidName(f"{ulid!r} is not a ULID", "A ULID is 26 characters of Crockford's base 32")
-    return ulid
+    return _check(_ULID, ulid, "ULID", "A ULID is 26 characters of Crockford's base 32")
 
 
 def is_ulid(text: str) -> bool:
@@ -60,27 +59,25 @@ def is_ulid(text: str) -> bool:
     return _ULID.fullmatch(text) is not None
 
 
-def check_shard(name: str) -> str:
-    """`name` itself, or InvalidName."""
-    if not isinstance(name, str) or not _SHARD.fullmatch(name):
-        raise InvalidName(f"shard name {name!r} is not allowed", "Shards are named shard-00000.ckpt")
-    return name
-
-
-def check_pin(name: str) -> str:
-    """`name` itself, or InvalidName."""
-    if not isinstance(name, str) or not _PIN.fullmatch(name):
-        raise InvalidName(
-            f"pin name {name!r} is not allowed",
-            "Use 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or digit",
-        )
-    return name
+def check_step(step: int) -> int:
+    """`step` itself, or InvalidName."""
+    return _check_number(step, MAX_STEP, "step")
 
 
 def check_generation(number: int) -> int:
     """`number` itself, or InvalidName."""
-    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= MAX_GENERATION:
-        raise InvalidName(f"generation {number!r} is not allowed", f"Use an integer from 0 to {MAX_GENERATION}")
+    return _check_number(number, MAX_GENERATION, "generation")
+
+
+def _check(allowed: re.Pattern[str], text: str, what: str, hint: str) -> str:
+    if not isinstance(text, str) or not allowed.fullmatch(text):
+        raise InvalidName(f"{what} {text!r} is not allowed", hint)
+    return text
+
+
+def _check_number(number: int, most: int, what: str) -> int:
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= most:
+        raise InvalidName(f"{what} {number!r} is not allowed", f"Use an integer from 0 to {most}")
     return number
 
 
@@ -178,84 +175,53 @@ def shard_name(rank: int) -> str:
     return f"shard-{rank:05d}.ckpt"
 
 
+class _Folder:
+    """The prefix of a folder of a run."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, keys: RunKeys, owner: type[RunKeys]) -> str:
+        return f"{keys.run}/{self._name}/"
+
+
 @dataclass(frozen=True, slots=True)
 class RunKeys:
     """Keys and prefixes of the objects of one run, relative to the store's root. Raises InvalidName."""
 
     run: str
 
+    commits = _Folder("commits")
+    """All outcomes."""
+    attempts = _Folder("attempts")
+    """All attempts."""
+    generations = _Folder("generations")
+    """All generations."""
+    leases = _Folder("leases")
+    """All leases."""
+    tombstones = _Folder("tombstones")
+    """All tombstones."""
+    fates = _Folder("fates")
+    """All decisions about tombstones."""
+    dead = _Folder("dead")
+    """All lists of the dead."""
+    pins = _Folder("pins")
+    """All pins."""
+    labels = _Folder("labels")
+    """All labels."""
+    references = _Folder("references")
+    """All marks of references between attempts."""
+    verified = _Folder("verified")
+    """The records of checkpoints that a scrub found intact."""
+    quarantine = _Folder("quarantine")
+    """The records of checkpoints that a scrub or a restore found damaged."""
+    heartbeats = _Folder("heartbeats")
+    """The heartbeats of trainers."""
+    audit = _Folder("audit")
+    """The audit log."""
+
     def __post_init__(self) -> None:
         check_run(self.run)
-
-    @property
-    def commits(self) -> str:
-        """Prefix of all outcomes."""
-        return f"{self.run}/commits/"
-
-    @property
-    def attempts(self) -> str:
-        """Prefix of all attempts."""
-        return f"{self.run}/attempts/"
-
-    @property
-    def generations(self) -> str:
-        """Prefix of all generations."""
-        return f"{self.run}/generations/"
-
-    @property
-    def leases(self) -> str:
-        """Prefix of all leases."""
-        return f"{self.run}/leases/"
-
-    @property
-    def tombstones(self) -> str:
-        """Prefix of all tombstones."""
-        return f"{self.run}/tombstones/"
-
-    @property
-    def fates(self) -> str:
-        """Prefix of all decisions about tombstones."""
-        return f"{self.run}/fates/"
-
-    @property
-    def dead(self) -> str:
-        """Prefix of all lists of the dead."""
-        return f"{self.run}/dead/"
-
-    @property
-    def pins(self) -> str:
-        """Prefix of all pins."""
-        return f"{self.run}/pins/"
-
-    @property
-    def labels(self) -> str:
-        """Prefix of all labels."""
-        return f"{self.run}/labels/"
-
-    @property
-    def references(self) -> str:
-        """Prefix of all marks of references between attempts."""
-        return f"{self.run}/references/"
-
-    @property
-    def verified(self) -> str:
-        """Prefix of the records of checkpoints that a scrub found intact."""
-        return f"{self.run}/verified/"
-
-    @property
-    def quarantine(self) -> str:
-        """Prefix of the records of checkpoints that a scrub or a restore found damaged."""
-        return f"{self.run}/quarantine/"
-
-    @property
-    def heartbeats(self) -> str:
-        """Prefix of the heartbeats of trainers."""
-        return f"{self.run}/heartbeats/"
-
-    @property
-    def audit(self) -> str:
-        """Prefix of the audit log."""
-        return f"{self.run}/audit/"
 
     def outcome(self, attempt: Attempt) -> str:
         """The create-only object that decides an attempt."""
