@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.errors import (
@@ -32,6 +32,9 @@ from ckptstore.errors import (
     StoreReadOnly,
     StoreUnavailable,
 )
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 PARALLEL_READS = min(8, max(2, os.cpu_count() or 2))
 """Concurrent reads of a store whose reads keep a core busy."""
@@ -254,7 +257,7 @@ class Store(ABC):
 
 
 class WrappedStore(Store):
-    """Forwards every method to another store."""
+    """Forwards every method to another store; requests by `_request`, which a subclass may repeat."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -276,10 +279,10 @@ class WrappedStore(Store):
         self._store.reconnect()
 
     def put(self, key: str, data: Buffer) -> None:
-        self._store.put(key, data)
+        self._request(self._store.put, key, data)
 
     def put_if_absent(self, key: str, data: Buffer) -> bool:
-        return self._store.put_if_absent(key, data)
+        return self._request(self._store.put_if_absent, key, data)
 
     def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
         return self._store.open_writer(key, size_hint)
@@ -288,28 +291,31 @@ class WrappedStore(Store):
         return self._store.open_replacement(key, size_hint)
 
     def get(self, key: str) -> bytes:
-        return self._store.get(key)
+        return self._request(self._store.get, key)
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
-        return self._store.read_into(key, offset, buffer)
+        return self._request(self._store.read_into, key, offset, buffer)
 
     def size(self, key: str) -> int:
-        return self._store.size(key)
+        return self._request(self._store.size, key)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return self._store.list(prefix)
+        return self._request(self._store.list, prefix)
 
     def list_folders(self, prefix: str) -> Iterator[str]:
-        return self._store.list_folders(prefix)
+        return self._request(self._store.list_folders, prefix)
 
     def delete_many(self, keys: Iterable[str]) -> None:
-        self._store.delete_many(keys)
+        self._request(self._store.delete_many, keys)
 
     def abort_uploads(self, prefix: str, begun_before: float) -> int:
-        return self._store.abort_uploads(prefix, begun_before)
+        return self._request(self._store.abort_uploads, prefix, begun_before)
 
     def open_reader(self, key: str) -> ObjectReader:
         return self._store.open_reader(key)
+
+    def _request(self, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return call(*args, **kwargs)
 
 
 def too_short(url: str, offset: int, count: int, expected: int) -> CorruptObject:

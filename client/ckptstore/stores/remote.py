@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import datetime
 from typing import Any
 
@@ -45,12 +45,12 @@ class FsspecStore(Store):
 
     def put(self, key: str, data: Buffer) -> None:
         """One PUT."""
-        with self._lock, store_errors("write", self.object_url(key)):
+        with self._errors("write", key):
             self._fs.pipe_file(self._path(key), bytes(data))
 
     def put_if_absent(self, key: str, data: Buffer) -> bool:
         """One conditional PUT."""
-        with self._lock, store_errors("create", self.object_url(key)):
+        with self._errors("create", key):
             try:
                 self._fs.pipe_file(self._path(key), bytes(data), mode="create")
             except OSError as error:
@@ -64,20 +64,20 @@ class FsspecStore(Store):
     def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
         """A multipart upload if the service supports them."""
         part_bytes = max(_MIN_PART_BYTES, -(-size_hint // _MAX_PARTS))
-        with self._lock, store_errors("write", self.object_url(key)):
+        with self._errors("write", key):
             file = self._fs.open(self._path(key), "wb", block_size=part_bytes, autocommit=False)
         return _FsspecWriter(file, self.object_url(key), self._lock)
 
     def get(self, key: str) -> bytes:
         """One GET."""
-        with self._lock, store_errors("read", self.object_url(key)):
+        with self._errors("read", key):
             return bytes(self._fs.cat_file(self._path(key)))
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
         """One ranged GET, copied into the buffer."""
         if not len(buffer):
             return 0
-        with self._lock, store_errors("read", self.object_url(key)):
+        with self._errors("read", key):
             try:
                 data = self._fs.cat_file(self._path(key), start=offset, end=offset + len(buffer))
             except OSError as error:
@@ -90,12 +90,12 @@ class FsspecStore(Store):
 
     def size(self, key: str) -> int:
         """One HEAD."""
-        with self._lock, store_errors("look at", self.object_url(key)):
+        with self._errors("look at", key):
             return int(self._fs.size(self._path(key)))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """A recursive listing; fsspec reads it page by page."""
-        with self._lock, store_errors("list", self.object_url(prefix)):
+        with self._errors("list", prefix):
             try:
                 found = self._fs.find(self._path(prefix).rpartition("/")[0], detail=True)
             except FileNotFoundError:
@@ -108,7 +108,7 @@ class FsspecStore(Store):
 
     def list_folders(self, prefix: str) -> Iterator[str]:
         """One level of a listing."""
-        with self._lock, store_errors("list", self.object_url(prefix)):
+        with self._errors("list", prefix):
             try:
                 found = self._fs.ls(self._path(prefix).rstrip("/"), detail=True)
             except FileNotFoundError:
@@ -118,11 +118,17 @@ class FsspecStore(Store):
     def delete_many(self, keys: Iterable[str]) -> None:
         """One DELETE per object: bulk deletes hide which key failed, and some servers reject them."""
         for key in keys:
-            with self._lock, store_errors("delete", self.object_url(key)):
+            with self._errors("delete", key):
                 try:
                     self._fs.rm_file(self._path(key))
                 except FileNotFoundError:
                     pass  # deleted already
+
+    @contextmanager
+    def _errors(self, what: str, key: str) -> Iterator[None]:
+        """Translate errors on an object; at the same time no other thread uses a store in memory."""
+        with self._lock, store_errors(what, self.object_url(key)):
+            yield
 
     def _exists(self, key: str) -> bool:
         return bool(self._fs.exists(self._path(key)))
@@ -153,14 +159,8 @@ class _FsspecWriter(ObjectWriter):
                 self._file.commit()
             except Exception:
                 # The upload may be complete with its reply lost: completing it again fails on some servers.
-                if not self._is_there():
+                if not is_there(self._file.fs, self._file.path, self._bytes):
                     raise
-
-    def _is_there(self) -> bool:
-        try:
-            return bool(self._file.fs.size(self._file.path) == self._bytes)
-        except Exception:
-            return False
 
     def abort(self) -> None:
         try:
@@ -175,6 +175,14 @@ class _FsspecWriter(ObjectWriter):
                 self._file.fs.rm_file(self._file.path)
         except Exception:
             pass  # an object without a receipt is collected with its attempt
+
+
+def is_there(fs: Any, path: str, num_bytes: int) -> bool:
+    """Whether a file system has an object of this size; False if it does not answer."""
+    try:
+        return bool(fs.size(path) == num_bytes)
+    except Exception:
+        return False
 
 
 def _protocols(fs: Any) -> tuple[str, ...]:

@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import repeat
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
-from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.errors import StoreUnavailable
 from ckptstore.retry import outage_pauses, retry
 from ckptstore.stores.base import ObjectInfo, ObjectReader, Store, WrappedStore, is_lasting
@@ -24,6 +23,7 @@ logger = logging.getLogger(__name__)
 RETRY_S = 120.0
 """How long training retries by default."""
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 _TRIES = 3
 
@@ -65,21 +65,6 @@ class RetryingStore(WrappedStore):
         self._answered()
         return result
 
-    def put(self, key: str, data: Buffer) -> None:
-        self.repeat(lambda: self._store.put(key, data))
-
-    def put_if_absent(self, key: str, data: Buffer) -> bool:
-        return self.repeat(lambda: self._store.put_if_absent(key, data))
-
-    def get(self, key: str) -> bytes:
-        return self.repeat(lambda: self._store.get(key))
-
-    def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
-        return self.repeat(lambda: self._store.read_into(key, offset, buffer))
-
-    def size(self, key: str) -> int:
-        return self.repeat(lambda: self._store.size(key))
-
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         return iter(self.repeat(lambda: [*self._store.list(prefix)]))
 
@@ -87,14 +72,13 @@ class RetryingStore(WrappedStore):
         return iter(self.repeat(lambda: [*self._store.list_folders(prefix)]))
 
     def delete_many(self, keys: Iterable[str]) -> None:
-        names = [*keys]
-        self.repeat(lambda: self._store.delete_many(names))
-
-    def abort_uploads(self, prefix: str, begun_before: float) -> int:
-        return self.repeat(lambda: self._store.abort_uploads(prefix, begun_before))
+        super().delete_many([*keys])
 
     def open_reader(self, key: str) -> ObjectReader:
         return _RetryingReader(self, partial(self._store.open_reader, key))
+
+    def _request(self, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return self.repeat(partial(call, *args, **kwargs))
 
     def _pause(self, seconds: float) -> None:
         with self._lock:

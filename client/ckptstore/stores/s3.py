@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from ckptstore.stores.base import (
     store_errors,
     too_short,
 )
-from ckptstore.stores.remote import FsspecStore
+from ckptstore.stores.remote import FsspecStore, is_there
 from ckptstore.stores.transfers import Transfers, UploadPart
 
 PART_BYTES = 8 << 20
@@ -159,7 +159,7 @@ class MultipartWriter(ObjectWriter):
                 self._transfers.complete(self._path, upload, parts)
             except Exception:
                 # The upload may be complete with its reply lost: completing it again fails on some servers.
-                if not self._is_there():
+                if not is_there(self._fs, self._path, self._bytes):
                     raise
 
         self._repeat(complete)
@@ -174,12 +174,6 @@ class MultipartWriter(ObjectWriter):
         return retry(
             translated, StoreUnavailable, outage_pauses(self._retry_s), unless=is_lasting, sleep=self._stop.wait
         )
-
-    def _is_there(self) -> bool:
-        try:
-            return bool(self._fs.size(self._path) == self._bytes)
-        except Exception:
-            return False
 
 
 _LONGEST_READ = 64 << 20
@@ -220,7 +214,7 @@ class S3Store(FsspecStore):
         """One ranged GET, retried and resumed where it broke off."""
         if not len(buffer):
             return 0
-        with store_errors("read", self.object_url(key)):
+        with self._errors("read", key):
             return self._transfers.read_into(self._path(key), offset, buffer)
 
     def open_reader(self, key: str) -> ObjectReader:
@@ -229,19 +223,18 @@ class S3Store(FsspecStore):
 
     def get(self, key: str) -> bytes:
         """One GET; s3fs would request the size first."""
-        with store_errors("read", self.object_url(key)):
+        with self._errors("read", key):
             return self._transfers.read(self._path(key))
 
     def size(self, key: str) -> int:
         """One HEAD; s3fs would look for a folder as well if there is no object."""
         bucket, _, name = self._path(key).partition("/")
-        with store_errors("look at", self.object_url(key)):
+        with self._errors("look at", key):
             return int(self._fs.call_s3("head_object", self._fs.kwargs, Bucket=bucket, Key=name)["ContentLength"])
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """One request per thousand objects; s3fs makes three for an empty folder."""
-        with store_errors("list", self.object_url(prefix)):
-            found = [each for page in self._pages(prefix, "") for each in page.get("Contents", [])]
+        found = (each for page in self._listed(prefix, "") for each in page.get("Contents", []))
         for each in sorted(found, key=lambda each: str(each["Key"])):
             # SeaweedFS briefly lists a folder after its last object is deleted.
             if not each["Key"].endswith("/"):
@@ -249,43 +242,40 @@ class S3Store(FsspecStore):
 
     def list_folders(self, prefix: str) -> Iterator[str]:
         """The same for one level."""
-        with store_errors("list", self.object_url(prefix)):
-            found = [each["Prefix"] for page in self._pages(prefix, "/") for each in page.get("CommonPrefixes", [])]
+        found = (each["Prefix"] for page in self._listed(prefix, "/") for each in page.get("CommonPrefixes", []))
         yield from sorted(folder.rstrip("/").rpartition("/")[2] for folder in found)
-
-    def _pages(self, prefix: str, delimiter: str) -> Iterator[dict[str, Any]]:
-        bucket, _, folder = self._path(prefix).partition("/")
-        position: dict[str, str] = {}
-        try:
-            while True:
-                where = {"Bucket": bucket, "Prefix": folder, "Delimiter": delimiter, **position}
-                page = self._fs.call_s3("list_objects_v2", **where)
-                yield page
-                if not page.get("IsTruncated"):
-                    return
-                position = {"ContinuationToken": page["NextContinuationToken"]}
-        except FileNotFoundError as error:
-            raise no_such_bucket(self.object_url(prefix)) from error  # an empty folder is an empty list
-
-    def _key_of(self, name: str) -> str:
-        """The key of the object with this name in the bucket."""
-        return name.removeprefix(self._root.partition("/")[2]).lstrip("/")
 
     def abort_uploads(self, prefix: str, begun_before: float) -> int:
         """Parts of unfinished uploads do not appear in object listings."""
-        bucket, _, folder = self._path(prefix).partition("/")
-        with store_errors("abort uploads in", self.object_url(prefix)):
-            aborted = 0
-            position: dict[str, str] = {}
-            while True:
-                page = self._fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=folder, **position)
+        bucket, aborted = self._path(prefix).partition("/")[0], 0
+        with self._errors("abort uploads in", prefix):
+            for page in self._pages("list_multipart_uploads", prefix, "KeyMarker", "UploadIdMarker"):
                 for upload in page.get("Uploads", []):
                     if upload["Initiated"].timestamp() < begun_before:
                         self._transfers.abort(f"{bucket}/{upload['Key']}", upload["UploadId"])
                         aborted += 1
-                if not page.get("IsTruncated"):
-                    return aborted
-                position = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+        return aborted
+
+    def _listed(self, prefix: str, delimiter: str) -> Sequence[dict[str, Any]]:
+        with self._errors("list", prefix):
+            try:
+                return [*self._pages("list_objects_v2", prefix, "ContinuationToken", Delimiter=delimiter)]
+            except FileNotFoundError as error:
+                raise no_such_bucket(self.object_url(prefix)) from error  # an empty folder is an empty list
+
+    def _pages(self, method: str, prefix: str, *markers: str, **parameters: str) -> Iterator[dict[str, Any]]:
+        """The replies to a request for all objects below a prefix. markers: where the next page begins."""
+        bucket, _, folder = self._path(prefix).partition("/")
+        while True:
+            page = self._fs.call_s3(method, Bucket=bucket, Prefix=folder, **parameters)
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            parameters |= {marker: page[f"Next{marker}"] for marker in markers}
+
+    def _key_of(self, name: str) -> str:
+        """The key of the object with this name in the bucket."""
+        return name.removeprefix(self._root.partition("/")[2]).lstrip("/")
 
 
 class _S3Reader(ObjectReader):

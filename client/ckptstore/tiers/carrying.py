@@ -11,7 +11,6 @@ nothing of the near store may be committed there any more. docs/decisions/0037 h
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -34,7 +33,6 @@ from ckptstore.errors import AttemptAborted, Conflict, CorruptObject, Damaged, N
 from ckptstore.format.documents import FORMAT, Generation, Manifest, Outcome, Receipt, digest
 from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import parse_sealed, seal
-from ckptstore.format.planning import plan_all
 from ckptstore.format.records import Pin
 from ckptstore.format.statistics import side_documents
 from ckptstore.names import Attempt, derive_ulid
@@ -44,7 +42,7 @@ from ckptstore.reading.statistics import stored_statistics
 from ckptstore.retention.deletion import hide, sweep
 from ckptstore.retention.pins import active_holds, pinned
 from ckptstore.run import Run
-from ckptstore.tiers.copying import copy_labels, copy_shard
+from ckptstore.tiers.copying import chunks_by_shard, copy_labels, copy_shard
 
 QUEUED = "far"
 """The pin of the backlog."""
@@ -240,14 +238,11 @@ def _copy(near: Run, far: Run, original: Checkpoint, progress: Progress) -> list
     for needed in referenced_attempts(manifest.content):
         if _committed(far, needed) is None and carry(near, far, needed, progress) is None:
             raise reference_lost(far, attempt, needed)
-    own = defaultdict(list)
-    for read in sorted(plan_all(manifest.content), key=lambda read: read.index):
-        if read.attempt is None:
-            own[read.shard].append(read)
+    chunks = chunks_by_shard(manifest)
     for shard, side in zip(manifest.content.shards, side_documents(manifest), strict=True):
         statistics = stored_statistics(source, original, shard.rank, side)
         apart = side is None or side.offset is None
-        if reads := own[shard.name]:
+        if reads := [read for read in chunks[shard.name] if read.attempt is None]:
             tail = b"" if apart else statistics
             copy_shard(source, original, reads, far, keys.shard(attempt, shard.name), progress, tail)
         if apart and statistics:

@@ -8,7 +8,7 @@ continues where it stopped. Chunks that the original references are stored with 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -60,9 +60,7 @@ def copy_checkpoint(source: Source, original: Checkpoint, target: Run, progress:
         return Copied(copy_labels(source, original, target, there), existed=True)
     attempt = _new_attempt(target, original)
     manifest = read_manifest(source, original)
-    reads = defaultdict(list)
-    for read in sorted(plan_all(manifest.content), key=lambda read: read.index):
-        reads[read.shard].append(read)
+    reads = chunks_by_shard(manifest)
     sides = dict[int, dict[str, JSON]]()
     for shard, side in zip(manifest.content.shards, side_documents(manifest), strict=True):
         sides[shard.rank] = _copy_data(source, original, shard, reads[shard.name], side, target, attempt, progress)
@@ -141,6 +139,14 @@ def _copy_data(
     offset = sum(read.stored for read in reads) if reads else None
     named = msgspec.structs.replace(side, digest=digest(data), bytes=len(data), offset=offset)
     return side_extension(shard.rank, named)
+
+
+def chunks_by_shard(manifest: Manifest) -> Mapping[str, Sequence[ChunkRead]]:
+    """The chunks that a checkpoint needs, by the shard in whose table they are, in its order. Pure."""
+    found = defaultdict[str, list[ChunkRead]](list)
+    for read in sorted(plan_all(manifest.content), key=lambda read: read.index):
+        found[read.shard].append(read)
+    return found
 
 
 def copy_shard(
