@@ -23,8 +23,7 @@ from uuid import uuid4
 
 from bench.report import Goal, Report
 from bench.slow_store import slow_service
-from ckptstore.commits.goodput import Account
-from ckptstore.commits.heartbeats import read_account
+from ckptstore.analysis.goodput import Account, read_account
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from tests.support import seaweed

@@ -11,8 +11,8 @@ from starlette.types import Scope
 
 from ckptapi.bodies import EventKind, RestoreState
 from ckptd.index import Event, Index, RestoreIndex
+from ckptstore.analysis.goodput import Account
 from ckptstore.clock import Clock
-from ckptstore.commits.goodput import Account
 from ckptstore.errors import IndexUnavailable
 
 _SLOW = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)

@@ -16,7 +16,7 @@ from ckptd.http.context import Ctx
 from ckptd.http.openapi import documented
 from ckptd.index import Job
 from ckptd.services.jobs import job_values
-from ckptstore.commits.goodput import Account
+from ckptstore.analysis.goodput import Account
 from ckptstore.stores.checks import StoreReport
 
 router = APIRouter()

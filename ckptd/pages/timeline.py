@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ckptstore import human
+from ckptstore.analysis.goodput import Account, AttemptAccount, Spent
 from ckptstore.charts import Tick
 from ckptstore.commits.catalog import Checkpoint
-from ckptstore.commits.goodput import Account, AttemptAccount, Spent
 
 MOST_ROWS = 40
 _MOST_SAVES = 400

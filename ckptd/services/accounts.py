@@ -6,10 +6,9 @@ import logging
 
 from ckptapi.listing import Filter, Sort
 from ckptd.services.catalog import Catalog
+from ckptstore.analysis.goodput import Account, EndOf, read_account
 from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint
-from ckptstore.commits.goodput import Account, EndOf
-from ckptstore.commits.heartbeats import read_account
 from ckptstore.errors import CkptError
 from ckptstore.names import check_run
 from ckptstore.run import Run

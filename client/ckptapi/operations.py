@@ -13,9 +13,9 @@ import msgspec
 
 from ckptapi import bodies
 from ckptapi.connection import Connection
+from ckptstore.analysis.goodput import Account
 from ckptstore.commits.audit import AuditEntry
 from ckptstore.commits.catalog import Checkpoint
-from ckptstore.commits.goodput import Account
 from ckptstore.commits.labels import LabelChange
 from ckptstore.errors import DaemonUnavailable, InvalidRequest, PartlyDone, error_from_code
 from ckptstore.format.decoding import convert, decode_json

@@ -19,6 +19,7 @@ CHECKED = (
     "bench/**/*.py",
     "examples/*.py",
     "client/ckptstore/*.py",
+    "client/ckptstore/analysis/*.py",
     "client/ckptstore/commits/*.py",
     "client/ckptstore/codecs/*.py",
     "client/ckptstore/format/*.py",

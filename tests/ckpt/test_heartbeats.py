@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ckpt import Checkpointer
+from ckptstore.analysis.goodput import EndOf, read_account
 from ckptstore.commits.audit import operator
-from ckptstore.commits.goodput import EndOf
-from ckptstore.commits.heartbeats import read_account, read_heartbeats
+from ckptstore.commits.heartbeats import read_heartbeats
 from ckptstore.format.records import Ended
 from ckptstore.run import Run, origin
 from ckptstore.stores import open_store

@@ -11,9 +11,9 @@ import pytest
 from ckpt.saver.messages import Report, SaveJob, Setup, SliceRow, Warned
 from ckpt.saver.pipeline import SavePipeline
 from ckptapi.client import DaemonClient
+from ckptstore.analysis.difference import Side, compare
 from ckptstore.clock import system_clock
 from ckptstore.names import Reference
-from ckptstore.reading.difference import Side, compare
 from ckptstore.reading.source import StoreSource
 from ckptstore.stores import open_store
 from tests.ckpt.saver.attempts import new_attempt

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ckpt.saver.heart import Life as RecordedLife
 from ckpt.saver.messages import Began
 from ckpt.saver.pulse import Ending, Reading
-from ckptstore.commits.goodput import Spent
+from ckptstore.analysis.goodput import Spent
 from ckptstore.format.records import Ended, Heartbeat
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.run import Run

@@ -14,7 +14,7 @@ from ckptctl.completion import checkpoint_names
 from ckptctl.render import Block, Facts, Row, Table, TableColumn
 from ckptctl.session import Session, leased
 from ckptstore import human
-from ckptstore.reading.difference import Difference, Side, compare
+from ckptstore.analysis.difference import Difference, Side, compare
 
 _SHOWN = 40
 

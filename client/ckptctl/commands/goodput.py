@@ -10,8 +10,7 @@ import typer
 from ckptctl.render import Block, Facts, Row, Table, TableColumn
 from ckptctl.session import Session
 from ckptstore import human
-from ckptstore.commits.goodput import Account, AttemptAccount, EndOf, Spent, openmetrics
-from ckptstore.commits.heartbeats import read_account
+from ckptstore.analysis.goodput import Account, AttemptAccount, EndOf, Spent, openmetrics, read_account
 from ckptstore.names import check_run
 from ckptstore.run import Run
 

@@ -13,11 +13,11 @@ from ckptctl.commands.show import find_readable
 from ckptctl.completion import checkpoint_names
 from ckptctl.render import Block, Row, Table, TableColumn
 from ckptctl.session import Session
+from ckptstore.analysis.history import series
+from ckptstore.analysis.statistics import CheckpointStatistics, TensorStatistics, read_statistics
 from ckptstore.codecs.dtypes import is_float
 from ckptstore.errors import InvalidRequest
 from ckptstore.names import check_run
-from ckptstore.reading.history import series
-from ckptstore.reading.statistics import CheckpointStatistics, TensorStatistics, read_statistics
 
 _TABLES = 12
 

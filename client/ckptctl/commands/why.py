@@ -11,9 +11,9 @@ from ckptctl.commands.stats import number, read_series
 from ckptctl.completion import run_names
 from ckptctl.render import Block, Facts, Row, Table, TableColumn
 from ckptctl.session import Session
+from ckptstore.analysis.history import RunFinding, TensorFinding, first_trouble
+from ckptstore.analysis.statistics import TensorStatistics
 from ckptstore.names import check_run
-from ckptstore.reading.history import RunFinding, TensorFinding, first_trouble
-from ckptstore.reading.statistics import TensorStatistics
 
 _SHOWN = 12
 

@@ -13,7 +13,7 @@ from ckptstore.commits import catalog, leases
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.generations import read_generation
 from ckptstore.commits.labels import with_labels
-from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint
+from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint, ObjectMissing
 from ckptstore.format.documents import JSON, Manifest, Receipt, digest
 from ckptstore.format.parsing import parse_local, parse_manifest, parse_sealed
 from ckptstore.format.statistics import SideDocument
@@ -211,3 +211,25 @@ def _receipt_data(source: Source, checkpoint: Checkpoint, manifest: Manifest, ra
 
 def _first(checkpoints: Iterator[Checkpoint]) -> list[Checkpoint]:
     return list(islice(checkpoints, 1))
+
+
+def stored_statistics(source: Source, checkpoint: Checkpoint, rank: int, side: SideDocument | None) -> bytes:
+    """The document with the statistics of a rank; empty if there are none, or they are missing or damaged. side: what
+    the manifest says about them. Raises Unavailable."""
+    try:
+        return checked_statistics(source, checkpoint, rank, side) if side is not None else b""
+    except (ObjectMissing, CorruptObject):
+        return b""
+
+
+def statistics_name(checkpoint: Checkpoint, rank: int) -> str:
+    """The name of the statistics of a rank, for messages."""
+    return f"{checkpoint.id}/statistics of rank {rank}"
+
+
+def checked_statistics(source: Source, checkpoint: Checkpoint, rank: int, side: SideDocument) -> bytes:
+    """The document with the statistics of a rank. Raises CorruptObject, ObjectMissing or Unavailable."""
+    data = source.statistics_data(checkpoint, rank, side)
+    if digest(data) != side.digest:
+        raise CorruptObject(f"{statistics_name(checkpoint, rank)} do not match the checksum in the manifest")
+    return data

@@ -24,8 +24,7 @@ from ckptstore.format.records import Action
 from ckptstore.format.statistics import side_documents
 from ckptstore.names import Attempt
 from ckptstore.reading.fetch import Progress, check_chunk, fetch_stored
-from ckptstore.reading.source import StoreSource, check_manifest_data, read_manifest
-from ckptstore.reading.statistics import stored_statistics
+from ckptstore.reading.source import StoreSource, check_manifest_data, read_manifest, stored_statistics
 from ckptstore.reading.verify import Verification, verify
 from ckptstore.run import Run
 from ckptstore.stores import Store

@@ -37,8 +37,7 @@ from ckptstore.format.records import Pin
 from ckptstore.format.statistics import side_documents
 from ckptstore.names import Attempt, derive_ulid
 from ckptstore.reading.fetch import Progress
-from ckptstore.reading.source import StoreSource, check_manifest_data
-from ckptstore.reading.statistics import stored_statistics
+from ckptstore.reading.source import StoreSource, check_manifest_data, stored_statistics
 from ckptstore.retention.deletion import hide, sweep
 from ckptstore.retention.pins import active_holds, pinned
 from ckptstore.run import Run

@@ -27,9 +27,8 @@ from ckptstore.format.planning import ChunkRead, ShardRead, join, plan_all
 from ckptstore.format.statistics import SideDocument, Statistics, extension_name, side_documents, side_extension
 from ckptstore.names import Attempt, Reference, derive_ulid
 from ckptstore.reading.fetch import Progress, check_chunk, fetch_stored
-from ckptstore.reading.source import Source, read_manifest
+from ckptstore.reading.source import Source, read_manifest, statistics_name, stored_statistics
 from ckptstore.reading.source import read_receipt as read_source_receipt
-from ckptstore.reading.statistics import name_of, stored_statistics
 from ckptstore.run import Run
 
 _THREADS = 8
@@ -128,7 +127,7 @@ def _copy_data(
     """
     data = stored_statistics(source, original, shard.rank, side)
     if data:
-        document = parse_sealed(data, Statistics, name_of(original, shard.rank))
+        document = parse_sealed(data, Statistics, statistics_name(original, shard.rank))
         data = seal(msgspec.structs.replace(document, attempt=str(attempt)))
     if reads:
         copy_shard(source, original, reads, target, target.keys.shard(attempt, shard.name), progress, data)

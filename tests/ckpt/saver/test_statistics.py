@@ -17,6 +17,7 @@ from ckpt.saver import statistics as module
 from ckpt.saver.messages import Report, Setup
 from ckpt.saver.pipeline import SavePipeline
 from ckpt.saver.statistics import chunk_extremes, chunk_table
+from ckptstore.analysis.statistics import CheckpointStatistics, read_statistics
 from ckptstore.codecs.chunk_codecs import encode, fast, smallest
 from ckptstore.codecs.dtypes import ITEM_BYTES
 from ckptstore.commits.catalog import latest, list_checkpoints
@@ -24,7 +25,6 @@ from ckptstore.errors import CorruptObject, InvalidRequest
 from ckptstore.format.statistics import Table, merge
 from ckptstore.names import RunKeys, shard_name
 from ckptstore.reading.source import StoreSource, read_manifest
-from ckptstore.reading.statistics import CheckpointStatistics, read_statistics
 from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.run import Run

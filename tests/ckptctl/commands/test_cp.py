@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from ckptstore.analysis.statistics import read_statistics
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, latest, list_checkpoints
 from ckptstore.commits.generations import Session, begin_generation
@@ -20,7 +21,6 @@ from ckptstore.format.planning import entry_bytes, plan_reads, whole_entries
 from ckptstore.names import Reference, new_ulid
 from ckptstore.reading.fetch import fetch
 from ckptstore.reading.source import StoreSource, read_local, read_manifest
-from ckptstore.reading.statistics import read_statistics
 from ckptstore.reading.verify import verify
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store

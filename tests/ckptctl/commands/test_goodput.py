@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from ckptstore.commits.goodput import BADPUT, Spent
+from ckptstore.analysis.goodput import BADPUT, Spent
 from ckptstore.format.parsing import seal
 from ckptstore.run import Run
 from ckptstore.stores import Store

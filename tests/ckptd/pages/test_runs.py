@@ -12,8 +12,8 @@ from ckptd.index import RunSummary
 from ckptd.pages.curves import SIZE
 from ckptd.pages.queries import RunOrder, RunPageQuery
 from ckptd.pages.runs import PAGE_ROWS, branches, chosen_runs, progress, run_row, run_view
+from ckptstore.analysis.goodput import Beat, Life, account
 from ckptstore.commits.catalog import Checkpoint, State
-from ckptstore.commits.goodput import Beat, Life, account
 from ckptstore.format.records import Ended, Origin, Policy
 from ckptstore.names import Attempt
 from ckptstore.retention.policy import evaluate

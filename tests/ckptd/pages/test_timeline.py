@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from ckptd.pages.timeline import MOST_ROWS, goodput_view
-from ckptstore.commits.goodput import Account, Spent, account
-from ckptstore.commits.heartbeats import SILENT_S, lives_of
+from ckptstore.analysis.goodput import SILENT_S, Account, Spent, account, lives_of
 from ckptstore.run import Run
 from ckptstore.stores import open_store
 from tests.support.checkpoints import write_checkpoint

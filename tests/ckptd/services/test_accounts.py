@@ -10,8 +10,8 @@ from ckptd.metrics import Metrics
 from ckptd.services import Accounts
 from ckptd.services.catalog import Catalog, Freshness
 from ckptd.services.store_sync import StoreSync
+from ckptstore.analysis.goodput import SILENT_S
 from ckptstore.clock import system_clock
-from ckptstore.commits.heartbeats import SILENT_S
 from ckptstore.format.documents import FORMAT
 from ckptstore.format.parsing import seal
 from ckptstore.format.records import NEAR_ONLY, Ended, Heartbeat, NearOnly

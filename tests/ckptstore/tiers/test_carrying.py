@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckptstore.analysis.statistics import read_statistics
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, State, latest, list_checkpoints
 from ckptstore.commits.generations import Session, begin_generation, list_generations, newest_generation
@@ -20,7 +21,6 @@ from ckptstore.commits.leases import active_leases
 from ckptstore.errors import AttemptAborted, CorruptObject, StoreUnavailable, Superseded
 from ckptstore.names import Attempt, Reference, new_ulid, shard_name
 from ckptstore.reading.source import StoreSource
-from ckptstore.reading.statistics import read_statistics
 from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import collect
 from ckptstore.retention.pins import pinned

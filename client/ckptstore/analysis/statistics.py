@@ -12,10 +12,10 @@ import numpy as np
 
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CorruptObject, Damaged, InvalidRequest, ObjectMissing
-from ckptstore.format.documents import Content, Manifest, digest
+from ckptstore.format.documents import Content, Manifest
 from ckptstore.format.parsing import parse_sealed
-from ckptstore.format.statistics import SideDocument, Statistics, Table, merge, side_documents
-from ckptstore.reading.source import Source, read_manifest
+from ckptstore.format.statistics import Statistics, Table, merge, side_documents
+from ckptstore.reading.source import Source, checked_statistics, read_manifest, statistics_name
 
 _THREADS = 16
 
@@ -92,8 +92,8 @@ def _read_rank(source: Source, checkpoint: Checkpoint, manifest: Manifest, numbe
     expected = side_documents(manifest)[number]
     if expected is None:
         return None
-    key = name_of(checkpoint, shard.rank)
-    data = _checked(source, checkpoint, shard.rank, expected)
+    key = statistics_name(checkpoint, shard.rank)
+    data = checked_statistics(source, checkpoint, shard.rank, expected)
     document = parse_sealed(data, Statistics, key)
     if (document.attempt, document.rank) != (str(checkpoint.attempt), shard.rank):
         raise CorruptObject(f"{key} are those of another rank or attempt")
@@ -101,27 +101,6 @@ def _read_rank(source: Source, checkpoint: Checkpoint, manifest: Manifest, numbe
     if len(table.elements) != np.count_nonzero(manifest.content.slices.shard == number):
         raise CorruptObject(f"{key} have {len(table.elements)} rows, which does not fit the manifest")
     return table
-
-
-def stored_statistics(source: Source, checkpoint: Checkpoint, rank: int, side: SideDocument | None) -> bytes:
-    """The document with the statistics of a rank; empty if there are none, or they are missing or damaged. side: what
-    the manifest says about them. Raises Unavailable."""
-    try:
-        return _checked(source, checkpoint, rank, side) if side is not None else b""
-    except (ObjectMissing, CorruptObject):
-        return b""
-
-
-def name_of(checkpoint: Checkpoint, rank: int) -> str:
-    """The name of the statistics of a rank, for messages."""
-    return f"{checkpoint.id}/statistics of rank {rank}"
-
-
-def _checked(source: Source, checkpoint: Checkpoint, rank: int, side: SideDocument) -> bytes:
-    data = source.statistics_data(checkpoint, rank, side)
-    if digest(data) != side.digest:
-        raise CorruptObject(f"{name_of(checkpoint, rank)} do not match the checksum in the manifest")
-    return data
 
 
 def _tensors(content: Content, table: Table, left_out: set[int]) -> dict[str, TensorStatistics]:

@@ -10,11 +10,11 @@ import pytest
 
 from ckpt.saver.messages import SaveJob, Setup, SliceRow
 from ckpt.saver.pipeline import SavePipeline
+from ckptstore.analysis.difference import Difference, Side, compare
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, latest
 from ckptstore.commits.generations import NewAttempt, Session
 from ckptstore.names import new_ulid
-from ckptstore.reading.difference import Difference, Side, compare
 from ckptstore.reading.source import StoreSource
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ckptstore.commits.goodput import BADPUT, Account, Beat, EndOf, Life, Spent, account
-from ckptstore.commits.heartbeats import SILENT_S, lives_of
+from ckptstore.analysis.goodput import BADPUT, SILENT_S, Account, Beat, EndOf, Life, Spent, account, lives_of
 from ckptstore.format.records import Ended
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.run import Run

@@ -13,11 +13,11 @@ from math import log2
 
 import msgspec
 
+from ckptstore.analysis.statistics import CheckpointStatistics, TensorStatistics, read_statistics
 from ckptstore.codecs.dtypes import is_float
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import Damaged, InvalidRequest, NoCheckpoint, ObjectMissing
 from ckptstore.reading.source import Source
-from ckptstore.reading.statistics import CheckpointStatistics, TensorStatistics, read_statistics
 
 _MARGIN = 4.0  # powers of two
 _LEAST_HISTORY = 2  # earlier checkpoints, of which at least this many have numbers other than zero
