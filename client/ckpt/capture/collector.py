@@ -6,9 +6,9 @@ Nothing is copied here: leaves alias live memory until they are staged.
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from functools import partial
-from typing import Any, ClassVar, Self, cast
+from typing import Any, Self, cast
 
 import numpy as np
 
@@ -21,24 +21,59 @@ from ckpt.capture.arrays import (
     is_distributed,
     is_template,
     loaded_jax,
+    numpy_type,
 )
 from ckpt.capture.leaves import Captured, Change, StateLeaf
 from ckpt.capture.ownership import Ownership
 from ckpt.lazily import is_tensor, torch
 from ckptstore.codecs.dtypes import NUMPY
-from ckptstore.errors import UnsupportedObject
+from ckptstore.errors import CorruptObject, UnsupportedObject
 from ckptstore.format.documents import JSON
 from ckptstore.format.shards import Slice
-from ckptstore.format.trees import TAG, EncodeLeaf, encode_bytes, encode_tree, merge_trees, unsupported, with_records
+from ckptstore.format.trees import TAG, decode_bytes, encode_bytes, encode_tree, merge_trees, unsupported, with_records
 
 INLINE_BYTES = 64 << 10
 """Rank-local arrays up to this size lie in the receipt, so that a rank without other state writes no shard."""
 
 
+def small_leaf(path: str, value: Any) -> JSON:
+    """The tree of a small value that is no plain Python. Raises UnsupportedObject."""
+    if is_array(value):
+        dtype, shape, data = inline_array(path, value)
+        return {TAG: "array", "dtype": dtype, "shape": shape, "data": encode_bytes(data), **array_fields(value)}
+    if isinstance(value, np.generic) and value.dtype.name in NUMPY:
+        return {TAG: "scalar", "dtype": value.dtype.name, "v": encode_bytes(value.tobytes())}
+    raise unsupported(path, value)
+
+
+def check_leaf(path: str, value: Any) -> JSON:
+    """Raise UnsupportedObject for a leaf that cannot be saved. Copies nothing."""
+    return array_bytes(path, value) if is_array(value) or is_template(value) else small_leaf(path, value)
+
+
+_PLAIN: Mapping[str, Callable[[Any], Any]] = {"size": tuple, "dtype": str, "device": str}
+
+
+def small_value(path: str, leaf: Mapping[str, Any], kinds: Mapping[str, Callable[[Any], Any]] = _PLAIN) -> Any:
+    """The value of a tag that `small_leaf` wrote. Raises CorruptObject.
+
+    kinds: makes objects of torch; by default they come back as plain data.
+    """
+    try:
+        tag, value = leaf[TAG], leaf["v"]
+        if tag == "scalar":
+            return np.frombuffer(decode_bytes(value), numpy_type(leaf["dtype"]))[0]
+        if tag in kinds:
+            return kinds[tag](value)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CorruptObject(f"tree at {path!r} holds a malformed value: {error}") from error
+    raise CorruptObject(f"tree at {path!r} holds the unknown tag {tag!r}")
+
+
 class Collector:
     """Builds a Captured, item by item. Used by one thread for one save. TensorCollector also knows tensors."""
 
-    small: ClassVar[EncodeLeaf]
+    small = staticmethod(small_leaf)
     """The tree of a leaf that lies in the tree itself."""
 
     def __init__(self, ownership: Ownership) -> None:
@@ -72,7 +107,7 @@ class Collector:
 
     def add_unchanging(self, item: str, value: Any) -> None:
         """Small state of this rank alone that no longer changes: its tree is made after the call."""
-        self.captured.unwritten[item] = partial(encode_tree, value, item, with_records(type(self).small))
+        self.captured.unwritten[item] = partial(encode_tree, value, item, with_records(self.small))
 
     def add_shared(self, item: str, value: Any) -> None:
         """State that all ranks hold alike, every array of it as an entry: rank 0 keeps it, and every rank its part of
@@ -101,7 +136,7 @@ class Collector:
         return None
 
     def _inline_leaf(self, path: str, value: Any) -> JSON:
-        return type(self).small(path, value)
+        return self.small(path, value)
 
     def _bytes(self, path: str, value: Any) -> int:
         return array_bytes(path, value) if is_array(value) else 0
@@ -109,7 +144,7 @@ class Collector:
     def _leaf(self, path: str, value: Any, name: str) -> JSON:
         """The tree of an array that becomes an entry of this name, or of another small value."""
         if not is_array(value):
-            return type(self).small(path, value)
+            return self.small(path, value)
         part, name = array_part(path, value), self._unique(name)
         if (first := self._seen.setdefault(part.key, name)) != name:
             self.captured.aliases[name] = first
@@ -128,21 +163,3 @@ class Collector:
             name = f"{path}#{count}"
         self._names[name] = None
         return name
-
-
-def small_leaf(path: str, value: Any) -> JSON:
-    """The tree of a small value that is no plain Python. Raises UnsupportedObject."""
-    if is_array(value):
-        dtype, shape, data = inline_array(path, value)
-        return {TAG: "array", "dtype": dtype, "shape": shape, "data": encode_bytes(data), **array_fields(value)}
-    if isinstance(value, np.generic) and value.dtype.name in NUMPY:
-        return {TAG: "scalar", "dtype": value.dtype.name, "v": encode_bytes(value.tobytes())}
-    raise unsupported(path, value)
-
-
-def check_leaf(path: str, value: Any) -> JSON:
-    """Raise UnsupportedObject for a leaf that cannot be saved. Copies nothing."""
-    return array_bytes(path, value) if is_array(value) or is_template(value) else small_leaf(path, value)
-
-
-Collector.small = staticmethod(small_leaf)

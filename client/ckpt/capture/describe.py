@@ -74,9 +74,8 @@ def _optimizer_units(optimizer: NamedOptimizer, sampled: bool, members: Abstract
     """Parameters whose state is not kept where they are, or that belong to no module."""
     units = {}
     for leaf in optimizer.leaves.values():
-        keeper = optimizer.keeper(leaf)
-        if members is not None and keeper is not None:
-            check_within(leaf.path, ((keeper,),), members)
+        if members is not None:
+            check_within(leaf.path, optimizer.keepers(leaf), members)
         if leaf.unit != leaf.path:
             continue
         if optimizer.holder is not optimizer.optimizer:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from ckpt.capture.leaves import Change
 from ckpt.capture.parameters import Leaf, OptimizerState, Parameters
+from ckpt.capture.parts import Ranks
 from ckptstore.errors import StateMismatch, UnsupportedObject
 
 CLASS = "optimizer_class"
@@ -32,6 +33,7 @@ class NamedOptimizer:
     def __init__(self, item: str, optimizer: Optimizer, parameters: Parameters) -> None:
         self.item = item
         self.optimizer = optimizer
+        self._zero = _as_zero(optimizer)
         self.holder = state_holder(optimizer)
         """The optimizer that keeps the state."""
         self.groups: list[list[list[Leaf]]] = []
@@ -62,15 +64,14 @@ class NamedOptimizer:
 
     def keeps_state_here(self, leaf: Leaf) -> bool:
         """Whether this rank keeps the state of a parameter: ZeroRedundancyOptimizer gives each to one rank."""
-        zero = _as_zero(self.optimizer)
-        return zero is None or bool(zero._param_to_rank[leaf.value] == zero.rank)
+        return self._zero is None or bool(self._zero._param_to_rank[leaf.value] == self._zero.rank)
 
-    def keeper(self, leaf: Leaf) -> int | None:
-        """The global rank that alone keeps the state of a parameter; None: each rank that has the parameter does."""
-        zero = _as_zero(self.optimizer)
-        if zero is None:
-            return None
-        return torch.distributed.get_global_rank(zero.process_group, zero._param_to_rank[leaf.value])
+    def keepers(self, leaf: Leaf) -> tuple[Ranks, ...]:
+        """The global rank that alone keeps the state of a parameter; none if each rank that has the parameter does."""
+        if self._zero is None:
+            return ()
+        rank = self._zero._param_to_rank[leaf.value]
+        return ((torch.distributed.get_global_rank(self._zero.process_group, rank),),)
 
     def live_state(self, leaf: Leaf) -> OptimizerState:
         """What the optimizer keeps now for one parameter; tensors alias the live ones."""
@@ -97,7 +98,7 @@ class NamedOptimizer:
             for leaf in stands_for:
                 if leaf.value.numel():  # others keep the state of what this rank has nothing of
                     named[leaf.name] = self._packs[id(leaf.value)].take(leaf.value, value)
-        frame = _described(self.optimizer, self.names, state["param_groups"])
+        frame = describe_groups(self.optimizer, self.names, state["param_groups"])
         extra = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
         return {"state": named, "groups": frame, **extra}
 
@@ -176,15 +177,11 @@ def check_sharded_alike(path: str, parameter: torch.Tensor, state: Any) -> None:
             )
 
 
-def describe_groups(optimizer: Optimizer, names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    """The options of each group, the names of its parameters, and the class of the optimizer."""
-    return _described(optimizer, names, optimizer.param_groups)
-
-
-def _described(
-    optimizer: Optimizer, names: Sequence[Sequence[str]], groups: Sequence[dict[str, Any]]
+def describe_groups(
+    optimizer: Optimizer, names: Sequence[Sequence[str]], groups: Sequence[dict[str, Any]] | None = None
 ) -> list[dict[str, Any]]:
-    kind = _class_of(optimizer)
+    """The options of each group, the names of its parameters, and the class of the optimizer."""
+    kind, groups = _class_of(optimizer), groups or optimizer.param_groups
     return [{"params": n, CLASS: kind, **_options(group)} for n, group in zip(names, groups, strict=True)]
 
 

@@ -33,22 +33,7 @@ from ckptstore.format.documents import JSON
 from ckptstore.format.trees import mapping
 
 
-@torch.no_grad()
-def capture(state: TrainState, ownership: Ownership, grads: bool) -> Captured:
-    """Name every leaf of the state, and what of it this rank writes.
-
-    grads: also capture the gradients, for a save in the middle of an accumulation window; they differ between ranks,
-    except those of sharded parameters. Raises UnsupportedObject for what cannot be stored, or LayoutChanged.
-    """
-    state.reshard()
-    collector = capture_objects(state, ownership)
-    if grads:
-        _capture_gradients(collector, state)
-    capture_values(collector, state)
-    return collector.captured
-
-
-def capture_objects(state: TrainState, ownership: Ownership) -> TensorCollector:
+def _capture_objects(state: TrainState, ownership: Ownership) -> TensorCollector:
     """The state of modules and optimizers."""
     collector = TensorCollector(ownership)
     for item in state.modules:
@@ -214,15 +199,22 @@ class Capturer:
 
     @torch.no_grad()
     def capture(self, state: TrainState, ownership: Ownership, grads: bool) -> Captured:
-        """See ckpt.capture.state.capture, which returns the same."""
-        if grads:  # gradients come and go
-            return capture(state, ownership, grads)
+        """Name every leaf of the state, and what of it this rank writes.
+
+        grads: also capture the gradients, for a save in the middle of an accumulation window; they differ between
+        ranks, except those of sharded parameters. Raises UnsupportedObject for what cannot be stored, or LayoutChanged.
+        """
         state.reshard()
+        if grads:  # they come and go
+            collector = _capture_objects(state, ownership)
+            _capture_gradients(collector, state)
+            capture_values(collector, state)
+            return collector.captured
         made, last = StateFingerprint(state), self._last
         if last is not None and last.collector.ownership is ownership and made.complete and made.marks == last.marks:
             collector, captured = last.collector, _again(last, state, made)
         else:
-            collector = capture_objects(state, ownership)
+            collector = _capture_objects(state, ownership)
             captured = collector.captured
             last = self._last = _describe(state, made, collector) if made.complete else None
         shared = len(captured.leaves)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,12 +25,36 @@ from ckptstore.format.documents import JSON
 from ckptstore.format.shards import Slice
 from ckptstore.format.trees import TAG, decode_bytes, encode_bytes, encode_tree, with_records
 
+_KINDS: Mapping[str, Callable[[Any], Any]] = {"size": torch.Size, "dtype": BY_NAME.__getitem__, "device": torch.device}
 _BUFFER_TYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.uint8})
 """Those that Python's own views of memory know; there are more."""
 
 
+def small_leaf(path: str, value: Any) -> JSON:
+    """The tree of a leaf that lies in the tree itself: tensors and all. Raises UnsupportedObject."""
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        return {TAG: "tensor", **_inline(path, value), **_device(value)}
+    if isinstance(value, Number):
+        return encode_tree(value.tensor.item(), path, small_leaf)
+    if kind is torch.Size:
+        return {TAG: "size", "v": list(value)}
+    if kind is torch.dtype and value in NAMES:
+        return {TAG: "dtype", "v": NAMES[value]}
+    if kind is torch.device:
+        return {TAG: "device", "v": str(value)}
+    if isinstance(value, DataLoader) and not hasattr(value, "state_dict"):
+        raise UnsupportedObject(
+            f"the {kind.__name__} at {path!r} has no state_dict, so that its position cannot be saved",
+            "Iterate over ckpt.data.resumable(loader) and pass that, or use StatefulDataLoader of torchdata",
+        )
+    return collector.small_leaf(path, value)
+
+
 class TensorCollector(Collector):
     """Also collects tensors: those of values, and the state of modules and optimizers."""
+
+    small = staticmethod(small_leaf)
 
     def shared(self, leaf: Leaf, path: str, value: Any) -> JSON:
         """The tree of a leaf's state, which belongs to no single rank. Of its tensors the shard gets what this rank
@@ -112,30 +137,6 @@ def _complete(leaf: dict[str, JSON], host: torch.Tensor) -> None:
     leaf["data"] = encode_bytes(tensor_bytes(host))
 
 
-def small_leaf(path: str, value: Any) -> JSON:
-    """The tree of a leaf that lies in the tree itself: tensors and all. Raises UnsupportedObject."""
-    kind = type(value)
-    if isinstance(value, torch.Tensor):
-        return {TAG: "tensor", **_inline(path, value), **_device(value)}
-    if isinstance(value, Number):
-        return encode_tree(value.tensor.item(), path, small_leaf)
-    if kind is torch.Size:
-        return {TAG: "size", "v": list(value)}
-    if kind is torch.dtype and value in NAMES:
-        return {TAG: "dtype", "v": NAMES[value]}
-    if kind is torch.device:
-        return {TAG: "device", "v": str(value)}
-    if isinstance(value, DataLoader) and not hasattr(value, "state_dict"):
-        raise UnsupportedObject(
-            f"the {kind.__name__} at {path!r} has no state_dict, so that its position cannot be saved",
-            "Iterate over ckpt.data.resumable(loader) and pass that, or use StatefulDataLoader of torchdata",
-        )
-    return collector.small_leaf(path, value)
-
-
-TensorCollector.small = staticmethod(small_leaf)
-
-
 def check_leaf(path: str, value: Any) -> JSON:
     """Raise UnsupportedObject for a leaf that cannot be saved. Copies nothing."""
     if isinstance(value, torch.Tensor):
@@ -165,21 +166,9 @@ def inline_tensor(path: str, leaf: dict[str, Any]) -> torch.Tensor:
         raise CorruptObject(f"tree at {path!r} holds a malformed tensor: {error}") from error
 
 
-def small_value(path: str, leaf: dict[str, Any]) -> Any:
+def small_value(path: str, leaf: Mapping[str, Any]) -> Any:
     """The value of a tag that `small_leaf` wrote. Raises CorruptObject."""
-    try:
-        tag, value = leaf[TAG], leaf["v"]
-        if tag == "size":
-            return torch.Size(value)
-        if tag == "dtype":
-            return BY_NAME[value]
-        if tag == "device":
-            return torch.device(value)
-        if tag == "scalar":
-            return np.frombuffer(decode_bytes(value), dtype=NUMPY[leaf["dtype"]])[0]
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CorruptObject(f"tree at {path!r} holds a malformed value: {error}") from error
-    raise CorruptObject(f"tree at {path!r} holds the unknown tag {tag!r}")
+    return collector.small_value(path, leaf, _KINDS)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.capture.arrays import Array, byte_view, numpy_type
+from ckpt.capture.collector import small_value
 from ckpt.lazily import torch
 from ckptstore.errors import CorruptObject, UnsupportedFormat
 from ckptstore.format import boxes
@@ -101,18 +102,3 @@ def inline_array(path: str, leaf: Mapping[str, Any]) -> Array:
         raise CorruptObject(f"tree at {path!r} holds a malformed array: {error}") from error
     except UnsupportedFormat as error:
         raise UnsupportedFormat(f"array at {path!r}: {error.message}", error.hint) from None
-
-
-def small_value(path: str, leaf: Mapping[str, Any]) -> Any:
-    """The value of a small leaf; what stands for an object of torch comes back as plain data. Raises CorruptObject."""
-    try:
-        tag, value = leaf[TAG], leaf["v"]
-        if tag == "scalar":
-            return np.frombuffer(decode_bytes(value), numpy_type(leaf["dtype"]))[0]
-        if tag == "size":
-            return tuple(value)
-        if tag in ("dtype", "device"):
-            return str(value)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CorruptObject(f"tree at {path!r} holds a malformed value: {error}") from error
-    raise CorruptObject(f"tree at {path!r} holds the unknown tag {tag!r}")
