@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ckpt.capture.train_state import TrainState
 from ckpt.capture.values import check_others
 from ckpt.checkpointer import Checkpointer
-from ckpt.integrations.notes import noted, noted_beside, write_note
+from ckpt.integrations.keeping import noted, noted_beside, write_note
 from ckptstore.errors import CheckpointHeld, NoCheckpoint, UnsupportedObject
 from ckptstore.names import Reference
 from ckptstore.operator import StoreOperator

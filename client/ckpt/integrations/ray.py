@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt import default
 from ckpt.checkpointer import Checkpointer
-from ckpt.integrations.notes import noted, write_note
+from ckpt.integrations.keeping import noted, write_note
 from ckpt.restoring.pipeline import Restored
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import NoCheckpoint
