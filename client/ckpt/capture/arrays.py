@@ -35,11 +35,10 @@ class HostArray:
     is_cpu, is_cuda = True, False
     device = SimpleNamespace(type="host")
 
-    def __init__(self, raw: Array, item_bytes: int, origin: object = None) -> None:
+    def __init__(self, raw: Array, origin: object = None) -> None:
         """raw: one dimension of bytes, which own the memory or refer to its owner. origin: kept alive too."""
         self._raw = raw
         self._origin = origin
-        self._item_bytes = item_bytes
         self.nbytes = raw.nbytes
 
     @property
@@ -51,10 +50,6 @@ class HostArray:
         """The address of the first byte."""
         return int(self.raw.__array_interface__["data"][0])
 
-    def element_size(self) -> int:
-        """Bytes of one element."""
-        return self._item_bytes
-
     def is_contiguous(self) -> bool:
         """Always."""
         return True
@@ -65,30 +60,13 @@ class HostArray:
 
     is_neg = is_conj
 
-    def detach(self) -> HostArray:
-        """Itself."""
-        return self
-
-    def reshape(self, _: int) -> HostArray:
-        """Itself: it has one dimension."""
-        return self
-
-    def clone(self) -> HostArray:
-        """A copy."""
-        return HostArray(self.raw.copy(), self._item_bytes)
-
-    def __getitem__(self, elements: slice) -> HostArray:
-        size = self._item_bytes
-        return HostArray(self.raw[elements.start * size : elements.stop * size], size)
-
 
 class _DeviceArray(HostArray):
     """The elements of an array of JAX on one device. They are on their way to the host until they are asked for."""
 
-    def __init__(self, array: Any, item_bytes: int) -> None:
+    def __init__(self, array: Any, num_bytes: int) -> None:
         self._array = _in_host_memory(array)
-        self._item_bytes = item_bytes
-        self.nbytes = array.size * item_bytes
+        self.nbytes = num_bytes
 
     @property
     def raw(self) -> Array:
@@ -118,8 +96,6 @@ class ArrayPart(NamedTuple):
     pieces: Sequence[ArrayPiece]
     key: object
     """Equal for parts that lie in the same memory."""
-    distributed: bool = False
-    """Every process writes a part of its own."""
 
 
 def is_array(value: object) -> bool:
@@ -189,7 +165,7 @@ def inline_array(path: str, value: Any) -> tuple[str, list[int], memoryview]:
 
 def _numpy_part(path: str, array: Array) -> ArrayPart:
     name = _numpy_name(path, array)
-    memory = HostArray(byte_view(np.ascontiguousarray(array)), array.itemsize, array)
+    memory = HostArray(byte_view(np.ascontiguousarray(array)), array)
     key = ("numpy", array.__array_interface__["data"][0], name, array.shape, array.strides) if array.size else object()
     return ArrayPart(name, array.shape, (ArrayPiece(boxes.whole(array.shape), memory),), key)
 
@@ -231,9 +207,12 @@ def _checked(path: str, value: Any) -> Any:
 
 def _jax_part(array: Any, key: object) -> ArrayPart:
     name, shape = array.dtype.name, tuple(array.shape)
-    mine = [shard for shard in array.addressable_shards if shard.replica_id == 0]
-    pieces = [ArrayPiece(box_of(shard.index, shape), _DeviceArray(shard.data, ITEM_BYTES[name])) for shard in mine]
-    return ArrayPart(name, shape, pieces, key, is_distributed(array))
+    pieces = [
+        ArrayPiece(box_of(shard.index, shape), _DeviceArray(shard.data, shard.data.size * ITEM_BYTES[name]))
+        for shard in array.addressable_shards
+        if shard.replica_id == 0
+    ]
+    return ArrayPart(name, shape, pieces, key)
 
 
 def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from functools import partial
 from typing import Any, Self, cast
 
 import numpy as np
@@ -90,15 +89,11 @@ class Collector:
         other.captured, other._names, other._seen = captured, ChainMap({}, self._names), ChainMap({}, self._seen)
         return other
 
-    def inline(self, path: str, value: Any) -> JSON:
-        """The tree of small state, arrays and all."""
-        return encode_tree(value, path, with_records(self._inline_leaf))
-
     def joined(self, path: str, values: Iterable[Any]) -> JSON:
-        """The trees of small states as one tree."""
+        """The trees of small states, arrays and all, as one tree."""
         merged: JSON = {}
         for value in values:
-            merged = merge_trees(merged, self.inline(path, value), path)
+            merged = merge_trees(merged, encode_tree(value, path, with_records(self._inline_leaf)), path)
         return merged
 
     def add_local(self, item: str, value: Any) -> None:
@@ -107,7 +102,8 @@ class Collector:
 
     def add_unchanging(self, item: str, value: Any) -> None:
         """Small state of this rank alone that no longer changes: its tree is made after the call."""
-        self.captured.unwritten[item] = partial(encode_tree, value, item, with_records(self.small))
+        local, leaf = self.captured.local, with_records(self.small)
+        self.captured.late.append(lambda: local.update({item: encode_tree(value, item, leaf)}))
 
     def add_shared(self, item: str, value: Any) -> None:
         """State that all ranks hold alike, every array of it as an entry: rank 0 keeps it, and every rank its part of

@@ -125,11 +125,9 @@ class Captured:
     leaves: Leaves = field(default_factory=Leaves)
     trees: dict[str, JSON] = field(default_factory=dict)
     local: dict[str, JSON] = field(default_factory=dict)
-    unwritten: dict[str, Callable[[], JSON]] = field(default_factory=dict)
-    """More of `local`, made of values that no longer change."""
     reads: SmallReads = field(default_factory=SmallReads)
-    late: list[Callable[[], None]] = field(default_factory=list)
-    """Completes tensors of trees that are still being read from a GPU."""
+    late: list[Callable[[], object]] = field(default_factory=list)
+    """Completes `local`, and tensors of trees that are still being read from a GPU."""
     aliases: dict[str, str] = field(default_factory=dict)
     sameness: object | None = None
     """If two captures have the same object here, their leaves are the same slices and lie in the same memory."""
@@ -140,7 +138,4 @@ class Captured:
         for complete in self.late:
             complete()
         self.late = []
-        for item, made in self.unwritten.items():
-            self.local[item] = made()
-        self.unwritten = {}
         return self.local

@@ -32,6 +32,8 @@ _Key = tuple[str, Box, torch.device | None]
 class Destinations(HostDestinations):
     """Collects the parts of a checkpoint that a restore needs. Live tensors stay unchanged until bytes are received."""
 
+    small = staticmethod(small_value)
+
     def __init__(self, content: Content) -> None:
         super().__init__(content)
         self._targets: dict[_Key, list[torch.Tensor]] = defaultdict(list)
@@ -59,8 +61,11 @@ class Destinations(HostDestinations):
         """A new tensor that receives the whole entry."""
         dtype, shape = self.describe(name)
         target = torch.empty(shape, dtype=dtype, device=device)
-        self.fill(name, part_of(name, target))
+        self._fill_whole(name, target)
         return target
+
+    def _fill_whole(self, name: str, target: torch.Tensor) -> None:
+        self.fill(name, part_of(name, target))
 
     def new_beside(self, name: str, leaf: Leaf, device: torch.device | str) -> torch.Tensor:
         """A new tensor for optimizer state of a parameter, with the parameter's device and layout if it has its shape.
@@ -110,7 +115,7 @@ class Destinations(HostDestinations):
             if target is None or not fits or used.setdefault(_memory(target), source) != source:
                 return self._unleaf(at, leaf, None)
             if "name" in leaf:
-                self.fill(source, part_of(source, target))
+                self._fill_whole(source, target)
             else:
                 self._copies.append((inline_tensor(at, leaf), [target]))
             filled.append(at)
@@ -133,10 +138,6 @@ class Destinations(HostDestinations):
     def load(self, name: str) -> torch.Tensor:
         """A new tensor on the CPU."""
         return self.new(name)
-
-    def small(self, at: str, leaf: dict[str, Any]) -> Any:
-        """The value of a small leaf."""
-        return small_value(at, leaf)
 
     def _unleaf(self, at: str, leaf: dict[str, Any], device: torch.device | None) -> Any:
         """Tensors saved from a GPU go to `device`; by default to the current GPU of their kind, or the CPU if there is

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,9 @@ from ckptstore.reading.fetch import Buffers
 
 class HostDestinations:
     """Collects the parts of a checkpoint that a restore needs, as arrays. `Destinations` also fills tensors."""
+
+    small: Callable[[str, Mapping[str, Any]], Any] = staticmethod(small_value)
+    """The value of a small leaf; what stands for an object of torch comes back as plain data."""
 
     def __init__(self, content: Content) -> None:
         entries = content.entries
@@ -65,10 +68,6 @@ class HostDestinations:
     def array_of(self, at: str, leaf: Mapping[str, Any]) -> Array:
         """The array of a leaf: a new one, or what lies in the tree itself."""
         return self.new_array(leaf["name"]) if "name" in leaf else inline_array(at, leaf)
-
-    def small(self, at: str, leaf: dict[str, Any]) -> Any:
-        """The value of a small leaf; what stands for an object of torch comes back as plain data."""
-        return small_value(at, leaf)
 
     def wants(self) -> list[Want]:
         """The ranges to read; each want has its own buffer."""

@@ -5,6 +5,7 @@ Loaded only in processes that have loaded JAX. Its arrays cannot be filled in pl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from ckpt.restoring.plan import RestorePlan
 from ckptstore.format import boxes
 from ckptstore.format.boxes import Box
 from ckptstore.format.documents import JSON
-from ckptstore.format.trees import TAG, children, decode_tree, in_types_of, value_leaves
+from ckptstore.format.trees import TAG, decode_tree, in_types_of, value_leaves
 
 
 class _Coming:
@@ -25,7 +26,7 @@ class _Coming:
     def __init__(self, path: str, leaf: dict[str, Any]) -> None:
         self.path = path
         self.leaf = leaf
-        self.made: Any = None
+        self.make: Callable[[], Any] | None = None
 
 
 def has_templates(value: Any) -> bool:
@@ -40,13 +41,17 @@ def plan_arrays(plan: RestorePlan, item: str, template: Any, tree: JSON) -> None
     """
     coming: list[_Coming] = []
 
-    def unleaf(at: str, leaf: dict[str, Any]) -> Any:
-        if leaf[TAG] not in ("tensor", "array"):
-            return plan.destinations.small(at, leaf)
+    def decode(array: Callable[[str, dict[str, Any]], Any]) -> Any:
+        def unleaf(at: str, leaf: dict[str, Any]) -> Any:
+            return array(at, leaf) if leaf[TAG] in ("tensor", "array") else plan.destinations.small(at, leaf)
+
+        return in_types_of(template, decode_tree(tree, item, unleaf))
+
+    def note(at: str, leaf: dict[str, Any]) -> _Coming:
         coming.append(_Coming(at, leaf))
         return coming[-1]
 
-    decoded = in_types_of(template, decode_tree(tree, item, unleaf))
+    decoded = decode(note)
     found = {path: leaf for path, leaf in value_leaves(decoded, item) if isinstance(leaf, _Coming)}
     wanted = {path: leaf for path, leaf in value_leaves(template, item) if is_template(leaf) or is_array(leaf)}
     plan.missing += [path for path in wanted if path not in found]
@@ -55,10 +60,17 @@ def plan_arrays(plan: RestorePlan, item: str, template: Any, tree: JSON) -> None
             plan.unexpected.append(path)
         elif is_template(wanted[path]):
             _plan_array(plan, path, one, wanted[path])
-    for one in coming:
-        if one.made is None:
-            one.made = plan.destinations.array_of(one.path, one.leaf)
-    plan.finish.append(lambda: plan.values.update({item: _finished(decoded)}))
+    makers = [one.make or partial(_same, plan.destinations.array_of(one.path, one.leaf)) for one in coming]
+
+    def finish() -> None:
+        left = iter(makers)  # a tree is decoded in the same order each time
+        plan.values[item] = decode(lambda *_: next(left)())
+
+    plan.finish.append(finish)
+
+
+def _same(array: Any) -> Any:
+    return array
 
 
 def _plan_array(plan: RestorePlan, path: str, one: _Coming, template: Any) -> None:
@@ -80,7 +92,7 @@ def _plan_array(plan: RestorePlan, path: str, one: _Coming, template: Any) -> No
     for _, box in placed:
         if box not in parts:
             parts[box] = _cut(small, box) if small is not None else destinations.new_array(leaf["name"], box)
-    one.made = partial(_assemble, template, shape, placed, parts, leaf.get("key"))
+    one.make = partial(_assemble, template, shape, placed, parts, leaf.get("key"))
 
 
 def _index_map(template: Any, shape: tuple[int, ...]) -> list[tuple[Any, Box]]:
@@ -112,23 +124,3 @@ def _assemble(
         here = [jax.device_put(parts[box], place, may_alias=False) for place, box in places]
         array = jax.make_array_from_single_device_arrays(shape, sharding, here)
     return array if key is None else jax.random.wrap_key_data(array, impl=key)
-
-
-def _finished(value: Any) -> Any:
-    """The value with its arrays in place of what stands for them."""
-    if isinstance(value, _Coming):
-        return value.made() if isinstance(value.made, partial) else value.made
-    within = children(value)
-    if within is None:
-        return value
-    made = [(key, _finished(child)) for key, child in within]
-    if isinstance(value, dict):
-        value.update(made)
-        return value
-    if isinstance(value, tuple):
-        return tuple.__new__(type(value), [child for _, child in made])
-    if isinstance(value, list):
-        return [child for _, child in made]
-    for name, child in made:
-        object.__setattr__(value, str(name), child)
-    return value
