@@ -1,0 +1,91 @@
+"""The leaves of a training state: each value once, with the unit of its parameter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt.capture.describe import describe
+from ckpt.capture.leaves import Change
+from ckpt.capture.ownership import agree
+from ckpt.capture.state import Capturer
+from ckpt.capture.train_state import TrainState
+from ckptstore.errors import InvalidRequest
+
+
+class Counted(nn.Module):
+    """A model with a tied weight, a frozen one and a buffer, that counts the calls of its state_dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+        self.register_buffer("mean", torch.zeros(2))
+        self.calls = 0
+        self.register_state_dict_pre_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.calls += 1
+
+
+def trained(model: nn.Module) -> torch.optim.Optimizer:
+    own = nn.Parameter(torch.zeros(3))  # belongs to no module
+    optim = torch.optim.AdamW([*(p for p in model.parameters() if p.requires_grad), own])
+    for group in optim.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    optim.step()
+    return optim
+
+
+def test_leaves_know_their_names_and_when_they_change() -> None:
+    model = Counted()
+    state = TrainState.of(model, trained(model), {})
+    assert [(leaf.name, leaf.change) for leaf in state.leaves("model")] == [
+        ("frozen", Change.NEVER),
+        ("mean", Change.ANY_TIME),
+        ("first.weight", Change.STEP),
+        ("second.weight", Change.STEP),
+    ]
+
+
+def test_the_leaves_of_an_optimizer_have_the_units_of_their_parameters() -> None:
+    model = Counted()
+    (optimizer,) = TrainState.of(model, trained(model), {}).named_optimizers["optim"]
+    assert {name: leaf.unit for name, leaf in optimizer.leaves.items()} == {
+        "first.weight": "model/first.weight",
+        "group0.param1": "optim/group0.param1",
+    }
+
+
+def test_parameters_of_other_modules_have_the_name_of_their_item_in_optimizers() -> None:
+    other = nn.Linear(2, 2)
+    state = TrainState.of(Counted(), {"d": torch.optim.SGD(other.parameters(), lr=0.1)}, {"disc": other})
+    (optimizer,) = state.named_optimizers["optim.d"]
+    assert {name: leaf.unit for name, leaf in optimizer.leaves.items()} == {
+        "disc.weight": "disc/weight",
+        "disc.bias": "disc/bias",
+    }
+
+
+def test_a_save_asks_a_module_for_its_state_once() -> None:
+    model = Counted()
+    state = TrainState.of(model, trained(model), {})
+    ownership, _ = agree(0, [describe(state, sampled=True)], split_replicas=False)
+    assert model.calls == 1
+    captured = Capturer().capture(state, ownership, grads=True)
+    assert model.calls == 2
+    assert captured.aliases == {"model/second.weight": "model/first.weight"}
+    assert {entry.entry for entry in captured.leaves.slices} >= {"model/mean", "optim/state/group0.param1/exp_avg"}
+
+
+def test_chunks_may_share_a_tensor_and_not_a_name() -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    with pytest.raises(InvalidRequest, match="different tensors under the name 'weight'"):
+        TrainState.of([first, second], None, {}).leaves("model")
+    second.weight, second.bias = first.weight, first.bias
+    assert [leaf.name for leaf in TrainState.of([first, second], None, {}).leaves("model")] == ["weight", "bias"]
