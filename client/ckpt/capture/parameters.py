@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 from torch import nn
 
 from ckpt.capture.leaves import Change
@@ -50,8 +52,7 @@ class Pack:
         return flat[at : at + view.numel()]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Leaf:
+class Leaf(Struct, frozen=True, eq=False, gc=False):
     """A value of a module under its canonical name, or a parameter under the name that its optimizer state has."""
 
     item: str

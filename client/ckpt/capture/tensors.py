@@ -61,15 +61,14 @@ class TensorCollector(Collector):
         writes. A wrapper is a dict of its inner tensors.
         """
 
-        array_leaf = Leaf(leaf.item, leaf.name, None, leaf.unit)  # FSDP1 does not cut arrays
-
         def node(at: str, found: Any) -> JSON:
             if isinstance(found, torch.Tensor):
                 if (inner := inner_tensors(at, found)) is not None:
                     return encode_tree(inner, at, node)
                 return {TAG: "tensor", "name": self._store(at, found, leaf), **_device(found)}
             if isinstance(found, np.ndarray):
-                return {TAG: "array", "name": self._store(at, _from_array(at, found), array_leaf)}
+                whole = Leaf(leaf.item, leaf.name, found, leaf.unit)  # FSDP1 does not cut arrays
+                return {TAG: "array", "name": self._store(at, _from_array(at, found), whole)}
             return small_leaf(at, found)
 
         return encode_tree(value, path, with_records(node))

@@ -26,7 +26,7 @@ class Counted(nn.Module):
         self.frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
         self.register_buffer("mean", torch.zeros(2))
         self.calls = 0
-        self.register_state_dict_pre_hook(self._count)
+        self.register_state_dict_pre_hook(self._count)  # type: ignore[no-untyped-call]
 
     def _count(self, *_: Any) -> None:
         self.calls += 1
