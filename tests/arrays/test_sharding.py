@@ -192,6 +192,18 @@ def test_what_cannot_be_stored_is_refused_by_name(run: Checkpointer) -> None:
         run.save({"w": jnp.ones(3)}, None, 1)  # type: ignore[arg-type]
 
 
+def test_a_state_without_memory_for_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000000000")
+    state = {
+        "big": put(np.random.default_rng(1).standard_normal((4096, 1500)).astype(np.float32), "a"),
+        "s": jnp.ones(3),
+    }
+    with Checkpointer(str(tmp_path), run="r") as run:
+        run.save(None, None, 1, shared={"state": state})
+        assert run.saver_pid is None
+        assert same(restored(run, state), state)
+
+
 def test_torch_reads_what_jax_wrote_and_jax_what_torch_wrote(tmp_path: Path) -> None:
     python = ROOT / ".venv/bin/python"
     if not python.exists():

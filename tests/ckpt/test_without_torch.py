@@ -115,6 +115,21 @@ def test_tensors_are_arrays_in_an_interpreter_without_torch(tmp_path: Path) -> N
     assert kinds == "{'size': (2,), 'dtype': 'float16', 't': array([0, 1, 2, 3, 4])} [0 1 2 3]"
 
 
+def test_a_state_without_memory_for_a_copy(tmp_path: Path) -> None:
+    script = (
+        "import os\n"
+        "os.environ['LOCAL_WORLD_SIZE'] = '1000000000'\n"
+        "import numpy as np, ckpt, sys\n"
+        "big = np.random.standard_normal(6_000_000)\n"
+        "state = {'big': big, 'turned': np.arange(9.).reshape(3, 3).T, 's': np.ones(1)}\n"
+        "with ckpt.Checkpointer(sys.argv[1], run='r') as one:\n"
+        "    print(one.save_async(None, None, 1, shared=state).staged(), one.saver_pid)\n"
+        "    found = one.restore(shared=dict.fromkeys(state)).values\n"
+        "print(all(np.array_equal(found[name], state[name]) for name in state))"
+    )
+    assert run(script, str(tmp_path)).split() == ["True", "None", "True"]
+
+
 def test_a_model_without_torch_is_refused_by_name(tmp_path: Path) -> None:
     script = (
         "import numpy as np, ckpt, sys\n"

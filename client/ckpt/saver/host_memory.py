@@ -16,15 +16,19 @@ _V1 = "sys/fs/cgroup/memory"
 _V2 = "sys/fs/cgroup"
 
 
-def available_bytes(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> int | None:
+def available_bytes(
+    root: Path = Path("/"), environ: Mapping[str, str] = os.environ, ranks: int | None = None
+) -> int | None:
     """Memory that this rank can use without swapping and below the limits of its cgroups. None if nothing is known.
 
     The ranks of a host ask at the same time, so each gets an equal part: torchrun sets LOCAL_WORLD_SIZE. root: of the
-    file system.
+    file system. ranks: divide among so many.
     """
     found = [free for free in (_system_free(root), *_cgroups_free(root)) if free is not None]
-    ranks = environ.get("LOCAL_WORLD_SIZE", "")
-    return min(found) // max(1, int(ranks) if ranks.isdecimal() else 1) if found else None
+    if ranks is None:
+        local = environ.get("LOCAL_WORLD_SIZE", "")
+        ranks = int(local) if local.isdecimal() else 1
+    return min(found) // max(1, ranks) if found else None
 
 
 @contextmanager

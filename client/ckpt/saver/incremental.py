@@ -43,7 +43,7 @@ from ckptstore.commits.references import marks
 from ckptstore.errors import CkptError, NoCheckpoint
 from ckptstore.format.columns import column
 from ckptstore.format.documents import Chunks, Receipt, References, Shard
-from ckptstore.format.shards import ChunkSpan, EncodedChunk, Placed, chunk_table
+from ckptstore.format.shards import ChunkSpan, EncodedChunk, Placed, RawStream, chunk_table
 from ckptstore.names import Attempt, ulid_time
 from ckptstore.run import Run
 from ckptstore.tiers.carrying import stranded
@@ -223,7 +223,7 @@ class IncrementalSave:
         self._holders: Mapping[Attempt, Holder] = {}
         self._lease: str | None = None
 
-    def changed(self, raw: memoryview) -> Iterator[tuple[memoryview, ChunkSpan]]:
+    def changed(self, raw: RawStream) -> Iterator[tuple[memoryview, ChunkSpan]]:
         """The chunks of a raw stream to store, in order, each with its memory. Compares all chunks first."""
         try:
             self._matches.set_result(self._compare(raw))
@@ -236,7 +236,7 @@ class IncrementalSave:
             else:
                 self._unchanged(span.of(raw), span, match.known.chunk)
 
-    def again(self, raw: memoryview) -> Iterator[tuple[memoryview, ChunkSpan]]:
+    def again(self, raw: RawStream) -> Iterator[tuple[memoryview, ChunkSpan]]:
         """The chunks that `changed` returned, once more."""
         for span, match in zip(self._spans, self._matches.result(), strict=True):
             if match.known is None:
@@ -300,7 +300,7 @@ class IncrementalSave:
         if lease is not None:
             self._index.release(lease)
 
-    def _compare(self, raw: memoryview) -> list[Match]:
+    def _compare(self, raw: RawStream) -> list[Match]:
         base = self._wait_for_base()
         known = base.chunks if base is not None else {}
         matches = []

@@ -40,7 +40,7 @@ from ckptstore.errors import CkptError, CorruptObject, ReferenceLost, SaveSkippe
 from ckptstore.format.documents import JSON, Outcome
 from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import seal
-from ckptstore.format.shards import EncodedChunk, Placed, Slice, plan_chunks
+from ckptstore.format.shards import EncodedChunk, Placed, RawStream, Slice, plan_chunks
 from ckptstore.format.statistics import warning_of
 from ckptstore.names import Attempt
 from ckptstore.run import Run
@@ -136,16 +136,18 @@ class SavePipeline:
         self._known_statistics: ChunkTables = {}
         """Those of the chunks of the last save."""
 
-    def submit(self, job: SaveJob, raw: memoryview) -> None:
-        """Accept a snapshot; its slot stays in use until Released or Failed is reported."""
+    def submit(self, job: SaveJob, raw: RawStream) -> None:
+        """Accept a snapshot; its slot stays in use until Released or Failed is reported.
+
+        raw: read only; masters and casts of a state that is not in memory as a whole are not compared.
+        """
         received_at = time.perf_counter()
         self.heart.captured(job.attempt.step, job.created_at)
         if job.lease is not None:
             self._leases.add(job.lease)
         self._contents.submitted(job)
-        raw = raw.toreadonly()  # the trainer does not write to the slot before it is released
         placed = [Placed(Slice(row.entry, row.dtype, row.shape, row.box), row.at) for row in job.slices]
-        if self._setup.dedup_casts:
+        if self._setup.dedup_casts and isinstance(raw, memoryview):
             self._derivations.submit(self._derive, job, raw, placed, received_at)
         else:
             self._begin(job, raw, placed, [], received_at)
@@ -157,7 +159,7 @@ class SavePipeline:
             self._abort_job(job, error)
 
     def _begin(
-        self, job: SaveJob, raw: memoryview, placed: list[Placed], derived: list[Derived], received_at: float
+        self, job: SaveJob, raw: RawStream, placed: list[Placed], derived: list[Derived], received_at: float
     ) -> None:
         spans = plan_chunks(placed)
         plain = encode_by(self._policy, self._contents.enabled)

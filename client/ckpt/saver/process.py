@@ -121,7 +121,7 @@ def _serve(channel: Channel, pipeline: SavePipeline, segments: dict[int, Segment
         elif isinstance(command, Forget):
             segments.pop(command.slot).close()
         elif isinstance(command, SaveJob):
-            raw = segments[command.slot].view if command.slot is not None else memoryview(b"")
+            raw = segments[command.slot].view.toreadonly() if command.slot is not None else memoryview(b"")
             note.accepted(command)
             pipeline.submit(command, raw)
         elif isinstance(command, Began):

@@ -25,7 +25,7 @@ from ckptstore.codecs.float_split import survey
 from ckptstore.errors import CkptError
 from ckptstore.format.documents import JSON
 from ckptstore.format.parsing import seal
-from ckptstore.format.shards import ChunkSpan, EncodedChunk, Placed, plan_chunks
+from ckptstore.format.shards import ChunkSpan, EncodedChunk, Placed, RawStream, plan_chunks
 from ckptstore.format.statistics import SideDocument, Statistics, Table, merge, named_document, side_extension
 from ckptstore.names import Attempt
 from ckptstore.run import Run
@@ -50,7 +50,7 @@ class ShardStatistics:
     def __init__(
         self,
         known: ChunkTables,
-        raw: memoryview,
+        raw: RawStream,
         placed: Sequence[Placed],
         spans: Sequence[ChunkSpan],
         derived: Sequence[Derived] = (),
@@ -59,7 +59,7 @@ class ShardStatistics:
         self.chunks: ChunkTables = {}
         """Those that were added so far."""
         self._known = known
-        self._raw = raw if derived else memoryview(b"")
+        self._raw: RawStream = raw if derived else memoryview(b"")
         self._placed = placed
         self._derived = [one.place for one in derived]
         self._parts = dict(zip((span.at for span in spans), _parts(placed, spans), strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
@@ -13,6 +14,7 @@ from ckpt.lazily import torch
 from ckpt.saver.host_memory import available_bytes, on_node
 from ckpt.saver.segment import Segment, populate
 from ckpt.snapshot.stage import Stager
+from ckptstore import human
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,8 @@ class Arena:
         self._wanted_bytes = 0
         self._gpu: torch.device | None = None
         self._background: threading.Thread | None = None
+        self._share = available_bytes()
+        """Of this rank when the ranks of the host began to save: none had a slot yet."""
 
     @property
     def segments(self) -> dict[int, Segment]:
@@ -159,6 +163,7 @@ class Arena:
 
     def _make(self, num_bytes: int, idle: bool) -> ArenaSlot:
         try:
+            self._check_memory(num_bytes)
             segment = Segment(num_bytes)
             gpu = self._pinning_for()
             with on_node(None if gpu is None else DEVICES[gpu.type](gpu).numa_node()):
@@ -181,6 +186,14 @@ class Arena:
                 self._idle[slot.number] = None
             self._changed.notify_all()
         return slot
+
+    def _check_memory(self, num_bytes: int) -> None:
+        """Raises OSError where the kernel would kill this process for a slot of this size."""
+        free, share = available_bytes(ranks=1), available_bytes()
+        if free is None or share is None or num_bytes <= min(free, max(share, self._share or 0)):
+            return
+        left = human.size(min(free, share))
+        raise OSError(errno.ENOMEM, f"a snapshot takes {human.size(num_bytes)} of host memory, and {left} is available")
 
     def _pinning_for(self) -> torch.device | None:
         """A GPU that snapshots are copied from; None if none is known."""

@@ -16,12 +16,13 @@ from dataclasses import dataclass, replace
 from ckpt.config import OnBusy
 from ckpt.lazily import torch
 from ckpt.saver.commit import abort_attempts, describe
-from ckpt.saver.messages import Done, Failed, NearOnly, Released, Report, SaveProgress, Setup, Stranded, Warned
+from ckpt.saver.messages import Done, Failed, NearOnly, Released, Report, SaveJob, SaveProgress, Setup, Stranded, Warned
 from ckpt.saver.numbering import Numbering
 from ckpt.saver.segment import Segment
 from ckpt.snapshot.arena import Arena, ArenaSlot
 from ckpt.snapshot.counters import LiveCounters
 from ckpt.snapshot.handle import HandleUpdates, SaveHandle
+from ckpt.snapshot.live import LiveState
 from ckpt.snapshot.request import Snapshot
 from ckpt.snapshot.step_clock import StepClock
 from ckpt.snapshot.writers import ProcessWriter, SaveWriter, ThreadWriter
@@ -78,6 +79,8 @@ class SaveClient:
         self.stranded: dict[str, Superseded] = {}
         """By session: why what it has saved near is not committed far."""
         self._numbers = 0
+        self._live = False
+        """A state was saved without a copy."""
         self._writer: SaveWriter | None = None
 
     @property
@@ -187,13 +190,42 @@ class SaveClient:
     def submit(self, snapshot: Snapshot) -> None:
         """Submit a staged snapshot: from now on its slot belongs to the writer. Also called by the copier thread."""
         job, writer = snapshot.job(), self.start()
-        with self._lock:
-            self._jobs[job.number] = _UnfinishedJob(snapshot.updates, job.attempt, job.slot)
+        self._register(snapshot, job)
         writer.submit(job)
         if self._writer is not writer:
             self._on_missed_death(job.number)
         snapshot.updates.staged()
         self._arena.prepare_rest()
+
+    def save_live(self, snapshot: Snapshot, state: LiveState, cause: OSError) -> None:
+        """Save without a copy: return when the writer, in threads of this process, no longer reads the state.
+
+        cause: why there is no memory for a copy; logged once.
+        """
+        if not isinstance(self._writer, ThreadWriter):
+            writer, self._writer, self._in_process = self._writer, None, True
+            if writer is not None:
+                writer.close(None)
+        if not self._live:
+            self._live = True
+            logger.warning(
+                "%s: save_async copies nothing, and returns when the state itself is uploaded", cause.strerror
+            )
+        job, writer = snapshot.job(), self.start()
+        assert isinstance(writer, ThreadWriter)
+        self._register(snapshot, job)
+        handle = snapshot.updates.handle
+        try:
+            writer.submit_live(job, state)
+            handle.wait_staged()
+        finally:
+            state.close()  # an interrupted save fails, unless everything was read already
+            handle.wait_staged()
+            snapshot.release()
+
+    def _register(self, snapshot: Snapshot, job: SaveJob) -> None:
+        with self._lock:
+            self._jobs[job.number] = _UnfinishedJob(snapshot.updates, job.attempt, job.slot)
 
     def close(self, timeout_s: float | None, lingers: bool = False) -> None:
         """Wait until every save is durable or has failed, then stop the writer and free the arena. lingers: see Stop.
@@ -238,6 +270,7 @@ class SaveClient:
             slot = job.slot
             if isinstance(report, Released):
                 job.slot, job.released = None, True
+                job.updates.staged()
             elif isinstance(report, Done | Failed):
                 del self._jobs[report.number]
                 self._finished.append(job.updates)

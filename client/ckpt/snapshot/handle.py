@@ -181,8 +181,9 @@ class HandleUpdates:
 
     def staged(self) -> None:
         """The saver has the whole snapshot."""
-        self._note_progress()
-        self.handle._staged.set()
+        if not self.handle._staged.is_set():
+            self._note_progress()
+            self.handle._staged.set()
 
     def _note_progress(self) -> None:
         handle, now = self.handle, time.perf_counter()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ckpt.config import OnBusy
 from ckpt.snapshot.client import SaveClient
 from ckpt.snapshot.handle import HandleUpdates
+from ckpt.snapshot.live import LiveState
 from ckpt.snapshot.request import SaveRequest, Snapshot
 from ckptstore.clock import system_clock
 
@@ -21,11 +22,17 @@ def take_snapshot(
     """Copy the state and make it durable in the background. False if the save is skipped instead.
 
     On return the state is copied; with overlap, state that changes only in `optim.step()` may be copied after return.
-    Raises OSError if no slot can be allocated. Then nothing was saved, and the slot is released.
+    Where the host has no memory for a copy, the state itself is durable on return. An error means that nothing was
+    saved, and the slot is released.
     """
     slot, started = None, time.perf_counter()
     if request.captured.leaves:
-        slot = client.acquire(request.layout.num_bytes, on_busy, request.attempt.step)
+        try:
+            slot = client.acquire(request.layout.num_bytes, on_busy, request.attempt.step)
+        except OSError as error:
+            snapshot = Snapshot(client.next_number(), request, None, system_clock(), updates)
+            client.save_live(snapshot, LiveState(request.captured.leaves, request.layout), error)
+            return True
         if slot is None:
             client.skip(request.attempt, updates)
             return False

@@ -41,6 +41,7 @@ from ckpt.saver.pulse import Pulse
 from ckpt.saver.segment import Segment, close_after_fork, no_fork
 from ckptstore.commits.generations import NewAttempt
 from ckptstore.errors import SaverDied
+from ckptstore.format.shards import RawStream
 from ckptstore.stores import open_store
 
 OnReport = Callable[[Report], None]
@@ -94,20 +95,23 @@ class ThreadWriter:
         self._pipeline = SavePipeline(
             open_store(setup.store, setup.options, retried=setup.retry_s > 0), setup, on_report
         )
-        self._segments: dict[int, Segment] = {}
+        self._memory: dict[int, RawStream] = {}
 
     def begin(self, began: Began, pulse: Pulse) -> None:
         self._pipeline.heart.begin(began, pulse)
 
     def add_slot(self, number: int, segment: Segment) -> None:
-        self._segments[number] = segment
+        self._memory[number] = segment.view.toreadonly()
 
     def forget_slot(self, number: int) -> None:
-        del self._segments[number]
+        del self._memory[number]
 
     def submit(self, job: SaveJob) -> None:
-        raw = self._segments[job.slot].view if job.slot is not None else memoryview(b"")
-        self._pipeline.submit(job, raw)
+        self._pipeline.submit(job, memoryview(b"") if job.slot is None else self._memory[job.slot])
+
+    def submit_live(self, job: SaveJob, state: RawStream) -> None:
+        """Accept a state that is not in a slot; it is read until the job is released or has failed."""
+        self._pipeline.submit(job, state)
 
     def withdraw(self, step: int) -> None:
         self._pipeline.withdraw(step)

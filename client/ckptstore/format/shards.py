@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
+from typing import Protocol
 
 import numpy as np
 import xxhash
@@ -64,6 +65,13 @@ class Placed:
     at: int
 
 
+class RawStream(Protocol):
+    """The raw stream of a shard: memory, or state that is read where it lies."""
+
+    def __getitem__(self, part: slice, /) -> memoryview:
+        """The bytes of a range, whose start and stop are given."""
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkSpan:
     """A range of the raw stream that becomes one chunk."""
@@ -79,7 +87,7 @@ class ChunkSpan:
         adjoins = self.shared and self.dtype == dtype and self.at + self.bytes == at
         return adjoins and self.bytes + size <= _SHARED_CHUNK_BYTES
 
-    def of(self, raw: memoryview) -> memoryview:
+    def of(self, raw: RawStream) -> memoryview:
         """The chunk's bytes of the raw stream."""
         return raw[self.at : self.at + self.bytes]
 

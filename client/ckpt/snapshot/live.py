@@ -1,0 +1,69 @@
+"""LiveState: the state of a save that is not copied, because the host has no memory for a snapshot."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from ckpt.capture.leaves import Leaves
+from ckpt.device import DEVICES, has_device, poll
+from ckpt.lazily import torch
+from ckpt.snapshot.guard import memory_at
+from ckpt.snapshot.stage import SnapshotLayout, is_plain
+from ckptstore.errors import SaveFailed
+
+
+class LiveState:
+    """The raw stream of a shard, read from the tensors of the training loop, which must not change until `close`.
+
+    The training thread waits meanwhile. Each read returns memory of a tensor in place, or a copy of the range that was
+    asked for. For any thread.
+    """
+
+    def __init__(self, leaves: Leaves, layout: SnapshotLayout) -> None:
+        """Waits until GPUs have done the work that was queued before."""
+        found = [(place.at, leaves.tensors[i].detach()) for place, i in zip(layout.placed, layout.order, strict=True)]
+        found = [(at, tensor) for at, tensor in found if tensor.nbytes]
+        self._begins = [at for at, _ in found]
+        self._tensors = [tensor for _, tensor in found]
+        self._closed = False
+        for device in {tensor.device for tensor in self._tensors if has_device(tensor)}:
+            poll(DEVICES[device.type](device).mark(side=False).done)
+
+    def __getitem__(self, part: slice) -> memoryview:
+        """The bytes of a range. Raises SaveFailed after `close`."""
+        if self._closed:
+            raise SaveFailed("the save was interrupted before the state was read")
+        pieces, at = [], part.start
+        while at < part.stop:
+            number = bisect_right(self._begins, at) - 1
+            tensor, begin = self._tensors[number], self._begins[number]
+            end = min(part.stop, begin + tensor.nbytes)
+            pieces.append(_read(tensor, at - begin, end - begin))
+            at = end
+        return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
+
+    def close(self) -> None:
+        """Refuse further reads."""
+        self._closed = True
+
+
+def _read(tensor: torch.Tensor, begin: int, end: int) -> memoryview:
+    """Some bytes of a tensor's elements, in order."""
+    if is_plain(tensor):
+        return memoryview(memory_at(tensor.data_ptr() + begin, end - begin)).cast("B").toreadonly()
+    size = tensor.element_size()
+    elements = _elements(tensor, begin // size, end // size)
+    copy = torch.empty(elements.shape, dtype=elements.dtype, device="cpu").copy_(elements)
+    return copy.view(torch.uint8).numpy().data.toreadonly()
+
+
+def _elements(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """Some elements of a tensor in one dimension. Copies at most the rows that they lie in."""
+    while tensor.dim() > 1 and not tensor.is_contiguous():
+        row = tensor[0].numel()
+        first, last = begin // row, -(-end // row)
+        tensor, begin, end = tensor[first:last], begin - first * row, end - first * row
+        if last - first > 1:
+            break
+        tensor = tensor[0]
+    return tensor.reshape(-1)[begin:end]
