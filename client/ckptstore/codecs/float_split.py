@@ -32,18 +32,8 @@ _REPEATS = 16  # a plane is searched for repetitions if one lane in N equals the
 _NO_LOW: Plane = np.empty(0, np.uint32)
 
 
-class Planes(Protocol):
-    """Planes in the bytes of a chunk, in the form in which `join` takes them."""
-
-    def at(self, begin: int, num_bytes: int, kind: Any) -> Any: ...
-
-    def unpacked(self, data: bytes, kind: Any) -> Any: ...
-
-
 class Loops(Protocol):
     """The loops over one block: passes.py describes them."""
-
-    NEEDS_ALIGNED: bool
 
     def split(
         self, words: Plane, half_precision: bool, base: int, low: Plane, rest: Plane, extremes: Extremes | None
@@ -51,7 +41,7 @@ class Loops(Protocol):
 
     def survey(self, words: Plane, extremes: Extremes) -> None: ...
 
-    def planes(self, data: Plane) -> Planes: ...
+    def planes(self, data: Plane) -> Any: ...
 
     def join(
         self, words: Any, count: int, block: Codes, low: Any | None, is_mixed: bool, rest: Any, escapes: int
@@ -202,8 +192,6 @@ class _Reader:
     def __init__(self, stored: memoryview, into: Plane, item: int) -> None:
         """into: whole groups of words. item: bytes of a word."""
         data: Plane = np.frombuffer(stored, np.uint8)
-        if loops.NEEDS_ALIGNED and data.ctypes.data % _ALIGN:
-            data = data.copy()
         self._stored, self._size, self._at = data.data, len(data), 0
         self._planes, self._into = loops.planes(data), loops.planes(into)
         self._words, self._item, self._kind = len(into) // item, item, np.dtype(f"u{item}")

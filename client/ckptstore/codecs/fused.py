@@ -21,7 +21,6 @@ from ckptstore.codecs.passes import BLOCK_BYTES, LIMITS, Codes, Plane
 
 LIBRARY = Path(__file__).with_name("libfused.so.1")  # Python imports no module of this name
 SOURCE = LIBRARY.with_name("fused.c")
-NEEDS_ALIGNED = False
 
 _GROUP_WORDS, _STRETCH = 8, 128
 """Words that count as one escape, and words that are searched at once: they bound the number of places written."""
