@@ -30,7 +30,7 @@ from bench.gpu_device import Gpu, Stamp, launching
 from bench.report import Goal, Report
 from ckpt import Checkpointer
 from ckpt.device import DEVICES
-from ckpt.saver.segment import Segment, populate
+from ckpt.host.segment import Segment, populate
 from ckpt.snapshot.device_copies import pin_segment
 from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.run import Run

@@ -42,7 +42,7 @@ for part in ("connect", "read", "write", "pool"):
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Remove the notes of earlier sessions (ckpt.saver.lock): they name folders that this session may use again.
+    """Remove the notes of earlier sessions (ckpt.host.lock): they name folders that this session may use again.
 
     A shell that starts this in the background ignores SIGINT, and processes that tests interrupt would inherit that.
     """

@@ -21,8 +21,8 @@ from typing import (
     runtime_checkable,
 )
 
-from ckpt.saver.memory import LINGER_S
 from ckpt.saver.messages import Setup
+from ckpt.saver.retained import LINGER_S
 from ckptstore.errors import InvalidRequest
 from ckptstore.names import check_run
 from ckptstore.stores import resolve_url

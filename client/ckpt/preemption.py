@@ -20,7 +20,7 @@ from http.client import HTTPException
 from types import FrameType
 from typing import Literal
 
-from ckpt.saver.segment import close_after_fork
+from ckpt.host.segment import close_after_fork
 from ckpt.snapshot.handle import SaveHandle
 from ckptstore.clock import Clock, system_clock
 from ckptstore.errors import CkptError, InvalidRequest

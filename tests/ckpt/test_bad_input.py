@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from ckpt import Checkpointer
 from ckpt.config import Config
-from ckpt.saver.memory import LINGER_S
+from ckpt.saver.retained import LINGER_S
 from ckptstore.errors import (
     BadInput,
     CkptError,

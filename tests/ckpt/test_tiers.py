@@ -245,7 +245,7 @@ def test_a_full_near_store_is_waited_for(host: Host, away: Callable[[], object])
 
 
 def test_a_near_store_that_can_never_hold_the_state(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.saver.room._IDLE_S", 0.0)
+    monkeypatch.setattr("ckpt.saver.carrier._IDLE_S", 0.0)
     with host.start(near_bytes=1000, writer="thread") as checkpointer, pytest.raises(StoreFull, match="needs up to"):
         host.save(checkpointer, 1)
 

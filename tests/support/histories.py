@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from ckpt.saver.heart import Ending, Reading
 from ckpt.saver.heart import Life as RecordedLife
 from ckpt.saver.messages import Began
-from ckpt.saver.pulse import Ending, Reading
 from ckptstore.analysis.goodput import Spent
 from ckptstore.format.records import Ended, Heartbeat
 from ckptstore.names import Attempt, new_ulid

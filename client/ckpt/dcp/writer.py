@@ -23,7 +23,7 @@ from torch.futures import Future
 from ckpt.dcp.items import RankItems
 from ckpt.dcp.naming import nest, parse_checkpoint_id
 from ckpt.saver.encode import encode_by, encode_stream
-from ckpt.saver.upload import upload_shard
+from ckpt.saver.pipeline import upload_shard
 from ckptapi.remote_create import with_remote_create
 from ckptstore import names
 from ckptstore.clock import system_clock

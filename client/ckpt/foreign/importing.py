@@ -18,7 +18,7 @@ import msgspec
 from ckpt.foreign.exporting import INDEX, ONLY, missing_torch
 from ckpt.foreign.parts import ForeignSlice, ForeignState, Read, file_read
 from ckpt.foreign.safetensors_file import StoredTensor, read_header
-from ckpt.saver.upload import Uploaded, upload_shard
+from ckpt.saver.pipeline import Uploaded, upload_shard
 from ckptstore import names
 from ckptstore.clock import Clock
 from ckptstore.codecs.chunk_codecs import fast

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from functools import partial
 
 from ckpt.config import Config
-from ckpt.saver.lock import note_checkpoint, noted_checkpoint, wait_for_orphans
+from ckpt.host.lock import note_checkpoint, noted_checkpoint, wait_for_orphans
 from ckptapi.remote_create import with_remote_create
 from ckptstore.commits import catalog
 from ckptstore.commits.catalog import Checkpoint, State

@@ -4,6 +4,9 @@ Rank 0 polls the store for the receipts of the other ranks, which poll it for th
 polled by one thread, so that one which lacks a rank does not delay later ones that are complete. Rank 0 reads receipts
 as they appear: when the last one is there, only that one is left to read. Pauses grow with the number of ranks, because
 all of them send requests to the same prefix of the store (docs/decisions/0041).
+
+Numbering finds the generation of the attempts. Notifier tells the daemon of commits: the daemon finds them later by
+listing, so nothing waits for a notification.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from ckpt.saver.deriving import Derived, in_stream
 from ckpt.saver.messages import Failed, SaveJob, Setup
-from ckpt.saver.numbering import Numbering
+from ckptstore.commits.catalog import newest_first
 from ckptstore.commits.commit import (
     Known,
     abort_attempt,
@@ -31,7 +34,7 @@ from ckptstore.commits.commit import (
     receipt_ranks,
     superseded,
 )
-from ckptstore.commits.generations import NewAttempt
+from ckptstore.commits.generations import NewAttempt, Session, begin_generation
 from ckptstore.errors import AttemptAborted, CkptError, ObjectMissing, RankFailed, SaveFailed, SaveSkipped
 from ckptstore.format.documents import FORMAT, JSON, Content, Outcome, Receipt, Shard
 from ckptstore.format.merging import StoredReceipt
@@ -41,6 +44,98 @@ from ckptstore.names import Attempt
 from ckptstore.run import Run
 
 logger = logging.getLogger(__name__)
+
+
+class Numbering:
+    """The generations of the sessions of one saver. For any thread."""
+
+    def __init__(self, run: Run, warn: Callable[[str], object]) -> None:
+        """warn: called with a message for the user, if a session leaves all checkpoints of the run behind."""
+        self.run = run
+        self._warn = warn
+        self._lock = threading.Lock()
+        self._numbers: dict[str, int] = {}
+
+    def attempt(self, new: NewAttempt) -> Attempt:
+        """The attempt with its generation, which is durable on return. Raises Unavailable."""
+        session = new.session
+        with self._lock:
+            if session.id not in self._numbers:
+                self._numbers[session.id] = self._begin(session)
+            return new.of(self._numbers[session.id])
+
+    def session_of(self, generation: int) -> str | None:
+        """The session of this saver with that generation."""
+        with self._lock:
+            return next((session for session, number in self._numbers.items() if number == generation), None)
+
+    def _begin(self, session: Session) -> int:
+        begun = begin_generation(self.run, session)
+        if begun.created and session.parent is None:
+            self._warn_of_abandoned(begun.number)
+        return begun.number
+
+    def _warn_of_abandoned(self, number: int) -> None:
+        newest = next((c for c in newest_first(self.run) if c.attempt.generation < number), None)
+        if newest is not None:
+            self._warn(
+                f"run {self.run.name!r} has checkpoints, the newest is {newest.id}, and this trainer restored none of "
+                f"them. From its first commit on it is the run's newest generation ({number}), and all earlier "
+                "checkpoints are abandoned: they are not restored unless they are named. Restore before the first save "
+                "to continue the run, or use another run"
+            )
+
+
+_TIMEOUT_S = 5.0
+_CLOSE_TIMEOUT_S = 1.0
+
+
+class Notifier:
+    """Sends the newest commit on its own thread. commit and close may be called from any thread."""
+
+    def __init__(self, daemon: str, token: str | None, run: str) -> None:
+        self._daemon = daemon
+        self._token = token
+        self._run = run
+        self._changed = threading.Condition()
+        self._newest: Attempt | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, name="ckpt-notify", daemon=True)
+        self._thread.start()
+
+    def commit(self, attempt: Attempt) -> None:
+        """Enqueue a notification of this commit; it replaces an older one that was not sent yet."""
+        with self._changed:
+            self._newest = attempt
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Stop; waits at most _CLOSE_TIMEOUT_S for the last notification."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def _serve(self) -> None:
+        # Imported here, so that savers without a daemon do not load the HTTP client.
+        import httpx
+
+        from ckptapi.client import DaemonClient
+
+        client = DaemonClient(self._daemon, self._token, timeout=httpx.Timeout(_TIMEOUT_S), retries=0)
+        while (attempt := self._next()) is not None:
+            try:
+                client.notify(self._run, attempt)
+            except CkptError as error:
+                logger.warning("could not notify the daemon of %s: %s", attempt, error)
+        client.close()
+
+    def _next(self) -> Attempt | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._newest is not None or self._closing)
+            attempt, self._newest = self._newest, None
+            return attempt
+
 
 _SHORTEST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 2.0

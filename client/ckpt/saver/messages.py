@@ -63,7 +63,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Began(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Rank 0 begins to train; the descriptor of its pulse (pulse.py) is sent with the message."""
+    """Rank 0 begins to train; the descriptor of its pulse (heart.Pulse) is sent with the message."""
 
     id: str
     parent: str | None

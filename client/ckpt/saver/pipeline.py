@@ -15,21 +15,16 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
 
-from ckpt.saver.carrier import REQUEST_RETRY_S, Carrier
-from ckpt.saver.commit import Committer, abort_attempts, describe, failed, write_receipt
+from ckpt.host.lock import note_checkpoint
+from ckpt.saver.carrier import REQUEST_RETRY_S, Carrier, Room
+from ckpt.saver.commit import Committer, Notifier, Numbering, abort_attempts, describe, failed, write_receipt
 from ckpt.saver.deriving import Derived, divide
-from ckpt.saver.encode import Encoder, Encoding, encode_by
+from ckpt.saver.encode import CpuThrottle, Encoder, Encoding, encode_by
 from ckpt.saver.heart import Heart
 from ckpt.saver.incremental import ChunkIndex, IncrementalSave, ignore
-from ckpt.saver.lock import note_checkpoint
-from ckpt.saver.memory import SlotContents
 from ckpt.saver.messages import Done, NearOnly, Released, Report, SaveJob, SaveProgress, Setup, Warned
-from ckpt.saver.notify import Notifier
-from ckpt.saver.numbering import Numbering
-from ckpt.saver.room import Room
+from ckpt.saver.retained import SlotContents
 from ckpt.saver.statistics import ChunkTables, ShardStatistics
-from ckpt.saver.throttle import CpuThrottle
-from ckpt.saver.upload import Uploaded, seldom, upload_shard
 from ckptapi.remote_create import with_remote_create
 from ckptstore import names
 from ckptstore.clock import Clock, system_clock
@@ -37,10 +32,10 @@ from ckptstore.codecs.chunk_codecs import POLICIES, CodingPolicy
 from ckptstore.commits.generations import NewAttempt
 from ckptstore.commits.leases import release_lease
 from ckptstore.errors import CkptError, CorruptObject, ReferenceLost, SaveSkipped
-from ckptstore.format.documents import JSON, Outcome
+from ckptstore.format.documents import JSON, Chunks, Outcome
 from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import seal
-from ckptstore.format.shards import EncodedChunk, Placed, RawStream, Slice, plan_chunks
+from ckptstore.format.shards import CHUNK_BYTES, EncodedChunk, Placed, RawStream, Slice, chunk_table, plan_chunks
 from ckptstore.format.statistics import warning_of
 from ckptstore.names import Attempt
 from ckptstore.run import Run
@@ -49,6 +44,64 @@ from ckptstore.stores.retrying import RetryingStore
 from ckptstore.tiers.source import FAR, NEAR, part_of_lease
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Uploaded:
+    """A durable shard."""
+
+    chunks: Chunks
+    stored_bytes: int
+    """Without the tail, which begins there."""
+    upload_s: float
+    """Seconds spent in calls of the store; waiting for chunks is not included."""
+
+
+def upload_shard(
+    store: Store,
+    key: str,
+    raw_bytes: int,
+    chunks: Iterable[EncodedChunk],
+    progress: Callable[[int], None],
+    tail: Callable[[], bytes] = bytes,
+) -> Uploaded:
+    """Write the shard; durable on return, removed on an error.
+
+    progress: called with the raw bytes written so far. tail: called after the last chunk; what it returns is written
+    behind it.
+    """
+    written: list[EncodedChunk] = []
+    spent, done = 0.0, 0
+    started = time.perf_counter()
+    with store.open_writer(key, size_hint=raw_bytes) as writer:
+        spent += time.perf_counter() - started
+        for chunk in chunks:
+            started = time.perf_counter()
+            writer.write(chunk.data)
+            spent += time.perf_counter() - started
+            done += chunk.raw
+            written.append(EncodedChunk(b"", chunk.raw, chunk.stored, chunk.codec, chunk.digest))
+            progress(done)
+        last = tail()
+        started = time.perf_counter()
+        writer.write(last)
+    spent += time.perf_counter() - started
+    table = chunk_table(written)
+    return Uploaded(table, int(table.stored.sum()), spent)
+
+
+def seldom(progress: Callable[[int], None], total: int) -> Callable[[int], None]:
+    """Calls `progress` about once per CHUNK_BYTES, and with the total: a message costs as much as hashing 1 MB."""
+    due = 0
+
+    def passed(done: int) -> None:
+        nonlocal due
+        if done >= due or done == total:
+            due = done + CHUNK_BYTES
+            progress(done)
+
+    return passed
+
 
 _Again = Callable[[], Iterator[EncodedChunk]]
 

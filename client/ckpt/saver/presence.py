@@ -1,8 +1,8 @@
 """Presence: what the savers of this host still have to make durable, for `ckpt-run` and `ckptctl drain`.
 
-Each saver keeps a note about itself in the folder of the locks (lock.py). It holds a lock on the note while it lives,
-so that a note whose saver was killed is recognized, and removed. A note is one line of JSON, written at one place by
-one call. Without notes nothing is lost but the wait.
+Each saver keeps a note about itself in the folder of the locks (ckpt.host.lock). It holds a lock on the note while it
+lives, so that a note whose saver was killed is recognized, and removed. A note is one line of JSON, written at one
+place by one call. Without notes nothing is lost but the wait.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from ckpt.saver.lock import hold_folder, host_folder, temporary_folder, touch_locks
+from ckpt.host.lock import hold_folder, host_folder, temporary_folder, touch_locks
 from ckpt.saver.messages import Done, Failed, NearOnly, Released, Report, SaveJob, SaveProgress, Setup
 from ckptstore.clock import system_clock
 from ckptstore.codecs.dtypes import ITEM_BYTES
@@ -65,7 +65,7 @@ class SaverState(msgspec.Struct, frozen=True, kw_only=True):
     orphaned: bool = False
     """Its trainer is gone, and it has read all that the trainer had sent."""
     lingers: bool = False
-    """All its work is done: it only keeps memory for the next trainer (memory.py)."""
+    """All its work is done: it only keeps memory for the next trainer (retained.py)."""
 
 
 class SaverNote:

@@ -2,7 +2,7 @@
 
 It runs in its own session and holds descriptors of the arena. When the trainer dies, the socket reaches end of file;
 the saver finishes every job it has received, then exits. Until its uploads are done it holds an inherited lock
-(lock.py), so that the next trainer on this host waits for them.
+(ckpt.host.lock), so that the next trainer on this host waits for them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from ckpt.saver.memory import SlotContents, linger
+from ckpt.host.segment import Segment
+from ckpt.saver.encode import lower_priority
+from ckpt.saver.heart import NUM_BYTES, Pulse
 from ckpt.saver.messages import (
     Abort,
     Began,
@@ -36,9 +38,7 @@ from ckpt.saver.messages import (
 )
 from ckpt.saver.pipeline import SavePipeline
 from ckpt.saver.presence import SaverNote
-from ckpt.saver.pulse import NUM_BYTES, Pulse
-from ckpt.saver.segment import Segment
-from ckpt.saver.throttle import lower_priority
+from ckpt.saver.retained import SlotContents, linger
 from ckptstore.errors import CkptError
 from ckptstore.stores import open_store
 
@@ -67,7 +67,7 @@ class _Reporter:
 def main(sock: int, lock: int) -> int:
     """Serve the trainer at the other end of a socket until it stops or dies. Returns the exit status.
 
-    lock: the inherited descriptor of the saver's lock (lock.py).
+    lock: the inherited descriptor of the saver's lock (ckpt.host.lock).
     """
     logging.basicConfig(format="%(asctime)s ckpt saver %(process)d: %(message)s", stream=sys.stderr)
     lower_priority()

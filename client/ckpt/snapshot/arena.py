@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ckpt.device import DEVICES
+from ckpt.host.memory import available_bytes, on_node
+from ckpt.host.segment import Segment, populate
 from ckpt.lazily import torch
-from ckpt.saver.host_memory import available_bytes, on_node
-from ckpt.saver.segment import Segment, populate
 from ckpt.snapshot.stage import Stager
 from ckptstore import human
 

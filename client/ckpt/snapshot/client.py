@@ -14,11 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from ckpt.config import OnBusy
+from ckpt.host.segment import Segment
 from ckpt.lazily import torch
-from ckpt.saver.commit import abort_attempts, describe
+from ckpt.saver.commit import Numbering, abort_attempts, describe
 from ckpt.saver.messages import Done, Failed, NearOnly, Released, Report, SaveJob, SaveProgress, Setup, Stranded, Warned
-from ckpt.saver.numbering import Numbering
-from ckpt.saver.segment import Segment
 from ckpt.snapshot.arena import Arena, ArenaSlot
 from ckpt.snapshot.counters import LiveCounters
 from ckpt.snapshot.handle import HandleUpdates, SaveHandle

@@ -20,8 +20,8 @@ from itertools import chain
 from typing import TypeAlias
 
 from ckpt.device import Device, Mark, Patience, poll
+from ckpt.host.segment import Segment
 from ckpt.lazily import torch
-from ckpt.saver.segment import Segment
 from ckpt.snapshot.device_guard import DeviceGuard, SamplePlaces, Watch
 from ckpt.snapshot.gathered import GatheredLeaves, Pairs, by_size, num_bytes
 from ckpt.snapshot.progress import Part

@@ -12,8 +12,8 @@ import numpy as np
 import xxhash
 
 from ckpt.capture.leaves import Leaves
+from ckpt.host.segment import Segment
 from ckpt.lazily import torch
-from ckpt.saver.segment import Segment
 from ckptstore.format.shards import Placed, Slice
 
 RawMemory = ctypes.Array[ctypes.c_char]

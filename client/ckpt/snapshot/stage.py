@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from ckpt.capture.leaves import Change, Leaves
 from ckpt.device import DEVICES, has_device
+from ckpt.host.segment import Segment
 from ckpt.lazily import torch
 from ckpt.saver.messages import SliceRow
-from ckpt.saver.segment import Segment
 from ckpt.snapshot.device_copies import pin_segment
 from ckpt.snapshot.device_guard import SamplePlaces, Watch, sample_places
 from ckpt.snapshot.guard import FROZEN_BYTES, RawMemory, Sample, memory_at, sample, unread

@@ -1,7 +1,7 @@
 """StepClock: the step that training has reached and what saves have cost it so far, for the heartbeats of rank 0.
 
 The training thread calls it once per step: with the step from `Schedule.due`, or without it from the hook before
-`optim.step()`. Both take microseconds: a few numbers are written to shared memory (pulse.py).
+`optim.step()`. Both take microseconds: a few numbers are written to shared memory (saver/heart.py).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckpt.lazily import torch
+from ckpt.saver.heart import Ending, Pulse
 from ckpt.saver.messages import Began
-from ckpt.saver.pulse import Ending, Pulse
 from ckpt.snapshot.costs import Costs
 from ckpt.snapshot.handle import SaveHandle
 from ckpt.snapshot.writers import SaveWriter

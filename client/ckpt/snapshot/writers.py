@@ -17,9 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
+from ckpt.host.lock import SaverLock
+from ckpt.host.segment import Segment, close_after_fork, no_fork
+from ckpt.saver.heart import Pulse
 from ckpt.saver.launcher import warn_without_launcher
-from ckpt.saver.lock import SaverLock
-from ckpt.saver.memory import release
 from ckpt.saver.messages import (
     Abort,
     Began,
@@ -37,8 +38,7 @@ from ckpt.saver.messages import (
 )
 from ckpt.saver.pipeline import SavePipeline
 from ckpt.saver.process import IGNORED
-from ckpt.saver.pulse import Pulse
-from ckpt.saver.segment import Segment, close_after_fork, no_fork
+from ckpt.saver.retained import release
 from ckptstore.commits.generations import NewAttempt
 from ckptstore.errors import SaverDied
 from ckptstore.format.shards import RawStream
@@ -84,7 +84,7 @@ class SaveWriter(Protocol):
     def close(self, timeout_s: float | None, lingers: bool = False) -> None:
         """Finish all jobs and stop. Raises TimeoutError if that takes longer.
 
-        lingers: the trainer ends because of an error; a saver process keeps memory for the next one (saver/memory.py).
+        lingers: the trainer ends because of an error; a saver process keeps memory for the next one (retained.py).
         """
 
 

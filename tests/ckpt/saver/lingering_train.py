@@ -1,4 +1,4 @@
-"""Trainers of test_memory: `lingering_train train STORE LINGER_S` saves two steps, says so, and waits to be killed.
+"""Trainers of test_retained: `lingering_train train STORE LINGER_S` saves two steps, says so, and waits to be killed.
 
 `lingering_train restore STORE FOLDER NAME` restores when there is a file `go` in the folder, and prints as JSON what it
 read from where, and the digest of the state. The file `NAME` shows that it is ready.

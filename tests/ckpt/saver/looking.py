@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from ckpt.saver.lock import try_lock, wait_for_orphans
+from ckpt.host.lock import try_lock, wait_for_orphans
 
 RUN = "r"
 LOCKS = ("testing", "trainer", "saver")

@@ -12,8 +12,8 @@ import time
 
 import numpy as np
 
+from ckpt.host.segment import Segment
 from ckpt.saver.messages import SaveJob, Setup, SliceRow
-from ckpt.saver.segment import Segment
 from ckpt.snapshot.writers import ProcessWriter
 from ckptstore.clock import system_clock
 from ckptstore.commits.generations import NewAttempt, Session

@@ -10,8 +10,8 @@ import pytest
 
 from ckpt import Checkpointer
 from ckpt.saver.carrier import Carrier
+from ckpt.saver.commit import Numbering
 from ckpt.saver.messages import Setup
-from ckpt.saver.numbering import Numbering
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.commits.generations import NewAttempt, Session

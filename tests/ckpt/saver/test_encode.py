@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckpt.saver.encode import BUDGET_BYTES, Encoder, _groups, encode_stream
-from ckpt.saver.throttle import CpuThrottle
+from ckpt.saver.encode import BUDGET_BYTES, CpuThrottle, Encoder, _groups, encode_stream
 from ckptstore.format.shards import ChunkSpan, EncodedChunk
 from tests.support.waiting import wait_until
 

@@ -4,9 +4,8 @@ import threading
 
 import pytest
 
-from ckpt.saver.heart import MOST_BEATS, Heart, Life
+from ckpt.saver.heart import MOST_BEATS, Ending, Heart, Life, Pulse, Reading
 from ckpt.saver.messages import Began, NearOnly
-from ckpt.saver.pulse import Ending, Pulse, Reading
 from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.commits.heartbeats import read_heartbeats
 from ckptstore.errors import StoreUnavailable

@@ -18,7 +18,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckpt import Checkpointer
-from ckpt.saver.matching import LEAST_SHARE, MOST_ATTEMPTS, SAMPLE_BYTES, Holder, KnownChunk, compare, keys, worthwhile
+from ckpt.saver.incremental import (
+    LEAST_SHARE,
+    MOST_ATTEMPTS,
+    SAMPLE_BYTES,
+    Holder,
+    KnownChunk,
+    compare,
+    keys,
+    worthwhile,
+)
 from ckptstore import names
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, list_checkpoints

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from ckpt import Checkpointer
-from ckpt.saver.lock import SaverLock, wait_for_orphans
+from ckpt.host.lock import SaverLock, wait_for_orphans
+from ckpt.host.segment import Segment
 from ckpt.saver.messages import Channel, SaveJob, Setup, SliceRow, Slot, Stop
 from ckpt.saver.process import IGNORED
-from ckpt.saver.segment import Segment
 from ckpt.snapshot.writers import _start
 from ckptstore.clock import system_clock
 from ckptstore.commits.commit import receipt_ranks, roll_forward

@@ -23,7 +23,7 @@ import torch
 from torch.optim import Optimizer
 
 from ckpt import device
-from ckpt.saver.segment import Segment
+from ckpt.host.segment import Segment
 from ckpt.snapshot.arena import Arena
 
 DEFAULT, SIDE = "default", "side"

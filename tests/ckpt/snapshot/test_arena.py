@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ckpt import Checkpointer
-from ckpt.saver import segment as segments
-from ckpt.saver.segment import Segment, make_shared_memory, memfd, populate, posix_shared_memory
+from ckpt.host import segment as segments
+from ckpt.host.segment import Segment, make_shared_memory, memfd, populate, posix_shared_memory
 from ckpt.snapshot.arena import Arena
 from tests.support.training import same_state
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from ckpt import Checkpointer
 from ckpt.device import DEVICES
-from ckpt.saver.segment import Segment
+from ckpt.host.segment import Segment
 from ckpt.snapshot.arena import Arena
 from ckpt.snapshot.device_copies import pin_segment
 from ckpt.snapshot.gathered import SMALL_BYTES

@@ -14,7 +14,7 @@ import pytest
 from torch import nn
 
 from ckpt import Checkpointer
-from ckpt.saver.lock import try_lock
+from ckpt.host.lock import try_lock
 from ckpt.snapshot import writers
 from ckptstore.errors import SaverDied
 from tests.ckpt.saver.looking import RUN, forked

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt.saver.host_memory import available_bytes, on_node
-from ckpt.saver.segment import Segment
+from ckpt.host.memory import available_bytes, on_node
+from ckpt.host.segment import Segment
 from ckpt.snapshot import arena
 from tests.ckpt.snapshot.simulated import plugged_in
 

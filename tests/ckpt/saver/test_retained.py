@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 from ckpt import Checkpointer
-from ckpt.saver import memory
-from ckpt.saver.lock import host_folder
-from ckpt.saver.memory import Attach, HeldSnapshot, Lingering, Refused, SlotContents, ask, socket_path
+from ckpt.host.lock import host_folder
+from ckpt.host.segment import Segment
+from ckpt.saver import retained
 from ckpt.saver.messages import SaveJob, Setup
 from ckpt.saver.presence import savers
-from ckpt.saver.segment import Segment
+from ckpt.saver.retained import Attach, HeldSnapshot, Lingering, Refused, SlotContents, ask, socket_path
 from ckptstore.format.documents import Shard
 from ckptstore.format.shards import ChunkSpan, EncodedChunk, chunk_table
 from ckptstore.names import Attempt, new_ulid, shard_name
@@ -171,7 +171,7 @@ def test_another_run_store_or_attempt_is_refused(tmp_path: Path) -> None:
             (Attach(url, "other", str(newest.attempt)), "has saved run"),
             (Attach("file:///elsewhere", RUN, str(newest.attempt)), "has saved run"),
             (Attach(url, RUN, str(first.attempt)), "is not in memory here"),
-            (memory.Release(url, RUN, 3), "the memory of rank 0"),
+            (retained.Release(url, RUN, 3), "the memory of rank 0"),
         ):
             [(answer, _)] = ask(url, RUN, question)
             assert isinstance(answer, Refused)
@@ -187,7 +187,7 @@ def test_another_run_store_or_attempt_is_refused(tmp_path: Path) -> None:
 
 OTHER_USER = """
 import contextlib, os, socket, sys
-from ckpt.saver.memory import Answer, Attach
+from ckpt.saver.retained import Answer, Attach
 from ckpt.saver.messages import Channel
 
 folder, name, store, run, attempt = sys.argv[1:]
@@ -251,7 +251,7 @@ def test_a_saver_that_lingers_holds_up_nothing_and_ends_by_itself(tmp_path: Path
         os.kill(saver, signal.SIGTERM)
         wait_until(lambda: not is_alive(saver), "the end by a signal")
         # Its socket is removed by the next one that looks.
-        assert list(ask(open_store(str(tmp_path / "store2")).url, RUN, memory.Release("", RUN, 0))) == []
+        assert list(ask(open_store(str(tmp_path / "store2")).url, RUN, retained.Release("", RUN, 0))) == []
         assert sockets(tmp_path / "store2") == []
 
 
@@ -342,14 +342,14 @@ SETUP = Setup(
 )  # fmt: skip
 
 
-def ask_for_one() -> list[memory.Answer]:
+def ask_for_one() -> list[retained.Answer]:
     return [answer for answer, _ in ask(SETUP.store, RUN, Attach(SETUP.store, RUN, str(ONE)))]
 
 
 @pytest.mark.parametrize("cause", ["little memory", "an error"])
 def test_the_memory_is_freed_when_the_host_needs_it(cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
     available = [1 << 40]
-    monkeypatch.setattr(memory, "available_bytes", lambda environ: available[0])
+    monkeypatch.setattr(retained, "available_bytes", lambda environ: available[0])
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     contents, segments = SlotContents(), {0: Segment(SIZE), 1: Segment(SIZE)}
     hold(contents, 1, 1, ONE)
@@ -367,7 +367,7 @@ def test_the_memory_is_freed_when_the_host_needs_it(cause: str, monkeypatch: pyt
 
 def test_a_socket_is_found_only_once_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that refuses connections counts as left behind, and is removed."""
-    listen, early = socket.socket.listen, list[memory.Answer]()
+    listen, early = socket.socket.listen, list[retained.Answer]()
 
     def ask_and_listen(self: socket.socket) -> None:
         early.extend(ask_for_one())
@@ -380,5 +380,5 @@ def test_a_socket_is_found_only_once_it_listens(monkeypatch: pytest.MonkeyPatch)
         lingering = Lingering(SETUP, contents, segments)
     assert early == []
     assert ask_for_one() == [held(ONE)]
-    memory.release(SETUP.store, RUN, SETUP.rank)
+    retained.release(SETUP.store, RUN, SETUP.rank)
     lingering.wait()

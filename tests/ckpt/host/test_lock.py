@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from ckpt import Checkpointer
-from ckpt.saver.lock import SaverLock, host_path, temporary_folder, touch_locks, try_lock, wait_for_orphans
+from ckpt.host.lock import SaverLock, host_path, temporary_folder, touch_locks, try_lock, wait_for_orphans
 from ckptstore.errors import InvalidRequest, RunVanished, Unavailable
 from ckptstore.operator import StoreOperator
 from ckptstore.stores import open_store
@@ -163,7 +163,7 @@ def test_prepare_before_restore_waits_for_the_orphan(
         waits.set()
         time.sleep(seconds)
 
-    monkeypatch.setattr("ckpt.saver.lock.time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    monkeypatch.setattr("ckpt.host.lock.time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
 
     def save_and_end() -> None:
         waits.wait()

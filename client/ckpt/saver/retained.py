@@ -25,11 +25,11 @@ from pathlib import Path
 
 import msgspec
 
+from ckpt.host.lock import host_path
+from ckpt.host.memory import available_bytes
+from ckpt.host.segment import Segment
 from ckpt.saver.encode import Encode
-from ckpt.saver.host_memory import available_bytes
-from ckpt.saver.lock import host_path
 from ckpt.saver.messages import Channel, SaveJob, Setup
-from ckpt.saver.segment import Segment
 from ckptstore.clock import system_clock
 from ckptstore.errors import CkptError
 from ckptstore.format.documents import DIGEST_BYTES, Shard

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import xxhash
 
-from ckpt.saver.segment import close_after_fork, no_fork
+from ckpt.host.segment import close_after_fork, no_fork
 from ckptstore.errors import CkptError, InvalidRequest, Unavailable
 from ckptstore.retry import pauses
 

@@ -1,0 +1,1 @@
+"""Locks, shared memory and free memory of this host."""
