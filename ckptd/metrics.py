@@ -9,8 +9,8 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 from starlette.types import Scope
 
-from ckptapi.bodies import EventKind, RestoreState
-from ckptd.index import Event, Index, RestoreIndex
+from ckptapi.bodies import EventBody, EventKind, RestoreState
+from ckptd.index import Index, RestoreIndex
 from ckptstore.analysis.goodput import Account
 from ckptstore.clock import Clock
 from ckptstore.errors import IndexUnavailable
@@ -209,18 +209,18 @@ class EventMetrics:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
 
-    def count(self, events: Sequence[Event]) -> None:
+    def count(self, events: Sequence[EventBody]) -> None:
         """Add events to the metrics. Any thread may call."""
         for event in events:
-            detail = event.content.detail
-            if event.content.kind is EventKind.COMMITTED and "save_seconds" in detail:
+            detail = event.detail
+            if event.kind == EventKind.COMMITTED and "save_seconds" in detail:
                 self._metrics.commit_seconds.observe(detail["save_seconds"])
                 self._metrics.upload_bytes.inc(detail["stored_bytes"])
-            elif event.content.kind is EventKind.PRUNED:
+            elif event.kind == EventKind.PRUNED:
                 self._metrics.prune_deleted.inc(detail["removed"])
                 self._metrics.prune_freed_bytes.inc(detail["freed_bytes"])
-            elif event.content.kind is EventKind.CORRUPT:
+            elif event.kind == EventKind.CORRUPT:
                 self._metrics.verify_failures.inc()
-            elif event.content.kind is EventKind.RESTORE_ENDED and detail["state"] == RestoreState.RESTORED:
+            elif event.kind == EventKind.RESTORE_ENDED and detail["state"] == RestoreState.RESTORED:
                 self._metrics.restore_seconds.observe(detail["seconds"])
                 self._metrics.restore_bytes_per_second.set(detail["bytes"] / max(detail["seconds"], 1e-3))

@@ -21,9 +21,7 @@ from ckptd.http.concurrency import happens
 from ckptd.http.context import Context, Ctx, Ref
 from ckptd.http.openapi import documented
 from ckptd.http.streaming import client_of
-from ckptd.index import Event
 from ckptd.services.events import ANY, EventPage
-from ckptstore import human
 from ckptstore.errors import CkptError, InvalidRequest
 from ckptstore.names import check_run
 
@@ -56,8 +54,7 @@ async def events(
     if bodies.EVENT_STREAM in request.headers.get("accept", ""):
         return await _stream(request, ctx, run, _position(last_event_id, after))
     page = await ctx.threads.index(ctx.services.events.page, after or 0, run, limit)
-    items = [event_body(event) for event in page.events]
-    return json_response(bodies.EventsBody(items=items, last_id=page.last_id, gap=page.gap))
+    return json_response(bodies.EventsBody(items=page.events, last_id=page.last_id, gap=page.gap))
 
 
 @router.post(bodies.RUNS + "/{run}/preempt", **documented(bodies.EventBody, status=201, body=bodies.PreemptRequest))
@@ -67,7 +64,7 @@ async def preempt(request: Request, ctx: Ctx, caller: CallerDep, run: Annotated[
     event = await ctx.threads.index(
         ctx.services.events.preempted, check_run(run), body.grace_s, body.reason, caller.name
     )
-    return json_response(event_body(event), 201)
+    return json_response(event, 201)
 
 
 @router.get(bodies.CHECKPOINTS + "/{id}/events", **documented(bodies.EventsBody))
@@ -76,22 +73,8 @@ async def of_checkpoint(ctx: Ctx, reference: Ref) -> Response:
     id = str(reference)
     if reference.ulid is None:
         id = (await ctx.threads.index(ctx.services.catalog.find, reference)).id
-    items = [event_body(event) for event in await ctx.threads.index(ctx.services.events.of_checkpoint, id)]
+    items = await ctx.threads.index(ctx.services.events.of_checkpoint, id)
     return json_response(bodies.EventsBody(items=items, last_id=items[-1].id if items else 0))
-
-
-def event_body(event: Event) -> bodies.EventBody:
-    """The JSON body of an event."""
-    content = event.content
-    return bodies.EventBody(
-        id=event.id,
-        at=event.at,
-        time=human.rfc3339(event.at),
-        kind=content.kind,
-        run=content.run,
-        checkpoint=content.checkpoint,
-        detail=content.detail,
-    )
 
 
 def _position(last_event_id: str | None, after: int | None) -> int | None:
@@ -139,7 +122,7 @@ async def _messages(
 
 def _texts(page: EventPage) -> list[bytes]:
     gap = [_message(bodies.GAP, page.events[0].id - 1 if page.events else page.last_id, {})] if page.gap else []
-    return gap + [_message(event.content.kind, event.id, event_body(event)) for event in page.events]
+    return gap + [_message(event.kind, event.id, event) for event in page.events]
 
 
 def _message(kind: str, id: int, data: Any) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Path, Query, Request
+from msgspec.structs import replace
 from starlette.responses import Response
 
 from ckptapi import bodies
@@ -14,8 +15,6 @@ from ckptd.http.access import CallerDep
 from ckptd.http.bodies import json_response, read_body
 from ckptd.http.context import Ctx
 from ckptd.http.openapi import documented
-from ckptd.index import Job
-from ckptd.services.jobs import job_values
 from ckptstore.analysis.goodput import Account
 from ckptstore.stores.checks import StoreReport
 
@@ -31,26 +30,26 @@ async def start(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
     if getattr(body, "run", None) is not None:
         check_glob(body.run)
     job = await ctx.threads.index(ctx.services.jobs.submit, body, caller.name)
-    return json_response(_body(job), 202, {"Location": f"{bodies.JOBS}/{job.id}"})
+    return json_response(job, 202, {"Location": f"{bodies.JOBS}/{job.id}"})
 
 
 @router.get(bodies.JOBS, **documented(bodies.JobsBody))
 async def newest(ctx: Ctx, limit: Annotated[int, Query(ge=1, le=bodies.MAX_PAGE)] = 100) -> Response:
     """Jobs, newest first, without their logs."""
     found = await ctx.threads.index(ctx.services.jobs.newest, limit)
-    return json_response(bodies.JobsBody([_body(job, with_log=False) for job in found]))
+    return json_response(bodies.JobsBody([replace(job, log=None) for job in found]))
 
 
 @router.get(bodies.JOBS + "/{id}", **documented(bodies.JobBody, 404))
 async def job(ctx: Ctx, id: JobId) -> Response:
     """One job, with the last lines of its log."""
-    return json_response(_body(await ctx.threads.index(ctx.services.jobs.find, id)))
+    return json_response(await ctx.threads.index(ctx.services.jobs.find, id))
 
 
 @router.delete(bodies.JOBS + "/{id}", **documented(bodies.JobBody, 404))
 async def cancel(ctx: Ctx, id: JobId) -> Response:
     """Cancel a job; its effects so far remain. A job that has ended is not changed."""
-    return json_response(_body(await ctx.threads.index(ctx.services.jobs.cancel, id)))
+    return json_response(await ctx.threads.index(ctx.services.jobs.cancel, id))
 
 
 @router.get(bodies.ATTEMPTS, **documented(bodies.AttemptsBody))
@@ -70,8 +69,3 @@ async def probe(ctx: Ctx) -> Response:
     """Check the store with a few small objects: conditional writes, clock, speed."""
     async with ctx.locks.of("probe"):
         return json_response(await ctx.threads.store(ctx.services.probe))
-
-
-def _body(job: Job, with_log: bool = True) -> bodies.JobBody:
-    values = job_values(job)
-    return bodies.JobBody(**{**values, "log": job.log if with_log else None})

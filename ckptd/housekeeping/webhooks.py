@@ -17,9 +17,7 @@ import httpx
 import msgspec
 
 from ckptapi.bodies import EventBody, EventKind
-from ckptd.index import Event
 from ckptd.metrics import Metrics
-from ckptstore import human
 from ckptstore.clock import Clock
 from ckptstore.errors import InvalidRequest
 from ckptstore.retry import pauses
@@ -57,9 +55,9 @@ class Webhooks:
             )
         self._hooks = [_Hook(url, secret, metrics, clock, pause) for url in urls]
 
-    def offer(self, events: Sequence[Event]) -> None:
+    def offer(self, events: Sequence[EventBody]) -> None:
         """Queue events for posting."""
-        wanted = [event for event in events if event.content.kind in KINDS]
+        wanted = [event for event in events if event.kind in KINDS]
         for hook in self._hooks:
             hook.offer(wanted)
 
@@ -109,7 +107,7 @@ class _Hook:
         self._metrics = metrics
         self._clock = clock
         self._pause = pause
-        self._queue: deque[Event] = deque(maxlen=QUEUED)
+        self._queue: deque[EventBody] = deque(maxlen=QUEUED)
         self._lock = threading.Lock()
         self._filled = threading.Event()
 
@@ -118,7 +116,7 @@ class _Hook:
             self.stopping.set()
             self._filled.set()
 
-    def offer(self, events: Sequence[Event]) -> None:
+    def offer(self, events: Sequence[EventBody]) -> None:
         with self._lock:
             too_many = max(0, len(self._queue) + len(events) - QUEUED)
             self._queue.extend(events)
@@ -140,7 +138,7 @@ class _Hook:
                 else:
                     self._deliver(client, event)
 
-    def _deliver(self, client: httpx.Client, event: Event) -> None:
+    def _deliver(self, client: httpx.Client, event: EventBody) -> None:
         waits = pauses(_FIRST_PAUSE_S, tries=TRIES)
         problem, again = self._post(client, event)
         while again and not self.stopping.is_set() and (pause := next(waits, None)) is not None:
@@ -150,24 +148,13 @@ class _Hook:
         if problem:
             _LOG.warning("webhook %s did not accept event %d: %s", self._host, event.id, problem)
 
-    def _post(self, client: httpx.Client, event: Event) -> tuple[str, bool]:
+    def _post(self, client: httpx.Client, event: EventBody) -> tuple[str, bool]:
         """The problem (empty on success), and whether to try again."""
-        content = event.content
-        body = msgspec.json.encode(
-            EventBody(
-                id=event.id,
-                at=event.at,
-                time=human.rfc3339(event.at),
-                kind=content.kind,
-                run=content.run,
-                checkpoint=content.checkpoint,
-                detail=content.detail,
-            )
-        )
+        body = msgspec.json.encode(event)
         headers = {
             "Content-Type": "application/json",
             "User-Agent": "ckptd",
-            "X-Ckptd-Event": content.kind,
+            "X-Ckptd-Event": event.kind,
             "X-Ckptd-Delivery": str(event.id),
             "X-Ckptd-Signature": sign(self._secret, int(self._clock()), body),
         }

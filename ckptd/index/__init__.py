@@ -3,8 +3,8 @@
 from ckptd.index.checkpoints import BegunGeneration, Index, IndexedAttempts, Reading, RunChanged, RunSummary, Stamp
 from ckptd.index.database import Database, Fence
 from ckptd.index.decisions import Decision, DecisionIndex
-from ckptd.index.events import Event, EventContent, EventLog
-from ckptd.index.jobs import Job, JobIndex
+from ckptd.index.events import EventLog
+from ckptd.index.jobs import JobIndex
 from ckptd.index.leaders import LeaderIndex, Tenure
 from ckptd.index.listing import Found, Listing, PageKey, key_types
 from ckptd.index.restores import RankProgress, Restore, RestoreIndex
@@ -15,14 +15,11 @@ __all__ = [
     "Database",
     "Decision",
     "DecisionIndex",
-    "Event",
-    "EventContent",
     "EventLog",
     "Fence",
     "Found",
     "Index",
     "IndexedAttempts",
-    "Job",
     "JobIndex",
     "LeaderIndex",
     "Listing",

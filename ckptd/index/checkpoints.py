@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from sqlalchemy import (
@@ -25,8 +24,9 @@ from sqlalchemy import (
     update,
 )
 
+from ckptapi.bodies import EventBody
 from ckptd.index.database import Database, retried
-from ckptd.index.events import Event, EventLog, content_of
+from ckptd.index.events import EventLog, content_of
 from ckptd.index.tables import aborted, checkpoints, decisions, generations, origin, restores, revision, runs
 from ckptstore.commits.catalog import Checkpoint, State, with_parents, with_states
 from ckptstore.commits.generations import Lineage
@@ -36,6 +36,9 @@ from ckptstore.names import Attempt, Reference
 _STAMPED = ("generation", "step", "ulid", "object_bytes", "object_modified_at")
 _KNOWN = tuple(checkpoints.c[name] for name in (*_STAMPED, "labels_version", "state"))
 _ABORTED = tuple(aborted.c[name] for name in _STAMPED)
+_FIELDS = {field.name for field in fields(Checkpoint)} - {"parent"}
+_SAME = tuple(column.name for column in checkpoints.c if column.name in _FIELDS)
+"""Columns that are fields of a checkpoint."""
 
 
 class RunChanged(Exception):
@@ -242,7 +245,7 @@ class Index:
             self._seen = max(self._seen, revision)
         return revision
 
-    def _record(self, connection: Connection, run: str, reading: Reading) -> list[Event]:
+    def _record(self, connection: Connection, run: str, reading: Reading) -> list[EventBody]:
         if self._log is None:
             return []
         known = _states(connection, run, _touched(reading))
@@ -284,7 +287,7 @@ def _states(connection: Connection, run: str, attempts: Collection[Attempt]) -> 
         return {}
     columns = [c.generation, c.step, c.ulid, c.state]
     query = select(*columns).where(c.run == run, c.step.between(min(steps), max(steps)))
-    return {attempt_of(row): State(row.state) for row in connection.execute(query)}
+    return {attempt_of(row): row.state for row in connection.execute(query)}
 
 
 def _changes_lineage(connection: Connection, run: str, reading: Reading, heads: Heads) -> bool:
@@ -298,7 +301,7 @@ def _write(connection: Connection, run: str, reading: Reading) -> None:
         _delete(connection, table, run, touched)
     if reading.found:
         rows = [
-            _row(checkpoint) | _stamp(reading, checkpoint.attempt) | _labels(reading, checkpoint)
+            _row(checkpoint) | _stamp(reading, checkpoint.attempt) | _labels_version(reading, checkpoint.attempt)
             for checkpoint in reading.found
         ]
         connection.execute(insert(checkpoints), rows)
@@ -351,31 +354,20 @@ def _stamp(reading: Reading, attempt: Attempt) -> dict[str, Any]:
     return {"object_bytes": size, "object_modified_at": modified_at}
 
 
-def _labels(reading: Reading, checkpoint: Checkpoint) -> dict[str, Any]:
-    stamp = reading.stamps.get(checkpoint.attempt)
-    return {"labels_version": stamp.labels_version if stamp else 0, "tags": json.dumps(checkpoint.tags)}
+def _labels_version(reading: Reading, attempt: Attempt) -> dict[str, int]:
+    stamp = reading.stamps.get(attempt)
+    return {"labels_version": stamp.labels_version if stamp else 0}
 
 
 def _row(checkpoint: Checkpoint) -> dict[str, Any]:
-    row = {name: getattr(checkpoint, name) for name in PLAIN_COLUMNS}
     # Text from a damaged outcome; PostgreSQL stores neither NUL nor unpaired surrogates.
     problem = checkpoint.problem.replace("\0", "?").encode(errors="replace").decode()
-    return row | {
-        "problem": problem,
-        **_names(checkpoint.attempt),
-        "metrics": json.dumps(checkpoint.metrics),
-    }
+    return {name: getattr(checkpoint, name) for name in _SAME} | _names(checkpoint.attempt) | {"problem": problem}
 
 
 NEWEST_FIRST = (
     checkpoints.c.run, *(checkpoints.c[name].desc() for name in ("generation", "step", "committed_at", "ulid"))
 )  # fmt: skip
-PLAIN_COLUMNS = (
-    "run", "state", "committed_at", "created_at", "world_size", "raw_bytes", "stored_bytes", "referenced_bytes",
-    "num_entries", "num_shards", "manifest_digest", "manifest_bytes", "problem", "abandoned_at",
-    "not_finite",
-)  # fmt: skip
-
 Heads = list[tuple[int, bool]]
 """Generations with a checkpoint, newest first, up to the first of which one is readable; and whether one is."""
 
@@ -474,13 +466,6 @@ def attempt_of(row: Row[Any]) -> Attempt:
 
 def read_checkpoint(row: Row[Any]) -> Checkpoint:
     """The checkpoint in a row of the table."""
-    values: Mapping[str, Any] = {name: row._mapping[name] for name in PLAIN_COLUMNS}
-    decoded = {
-        "attempt": attempt_of(row),
-        "state": State(row.state),
-        "metrics": json.loads(row.metrics),
-        "tags": json.loads(row.tags),
-        "written_at": row.object_modified_at or 0.0,
-        "parent": Attempt.parse(row.parent) if row.parent is not None else None,
-    }
-    return Checkpoint(**{**values, **decoded})
+    values = {name: row._mapping[name] for name in _SAME}
+    parent = Attempt.parse(row.parent) if row.parent is not None else None
+    return Checkpoint(attempt=attempt_of(row), parent=parent, written_at=row.object_modified_at or 0.0, **values)

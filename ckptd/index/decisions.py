@@ -5,9 +5,9 @@ Unlike the rest of the index, this table is not a cache while a decision is pend
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-from sqlalchemy import Connection, Row, delete, insert, select, update
+from sqlalchemy import Connection, delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from ckptd.index.database import Database, retried
@@ -41,7 +41,9 @@ class DecisionIndex:
     def unstored(self) -> list[Decision]:
         """Decisions that are not marked as written to the store."""
         with self._database.read() as connection:
-            return [_decision(row) for row in connection.execute(select(decisions).where(~decisions.c.stored))]
+            return [
+                Decision(**row._mapping) for row in connection.execute(select(decisions).where(~decisions.c.stored))
+            ]
 
     @retried
     def create(self, proposal: Decision) -> Decision:
@@ -49,14 +51,7 @@ class DecisionIndex:
         with self._database.write() as connection:
             try:
                 with connection.begin_nested():
-                    connection.execute(
-                        insert(decisions).values(
-                            key=proposal.key,
-                            document=proposal.document,
-                            decided_at=proposal.decided_at,
-                            stored=proposal.stored,
-                        )
-                    )
+                    connection.execute(insert(decisions).values(asdict(proposal)))
             except IntegrityError:
                 pass
             return _find(connection, proposal.key) or proposal
@@ -76,8 +71,4 @@ class DecisionIndex:
 
 def _find(connection: Connection, key: str) -> Decision | None:
     row = connection.execute(select(decisions).where(decisions.c.key == key)).one_or_none()
-    return _decision(row) if row is not None else None
-
-
-def _decision(row: Row[tuple[object, ...]]) -> Decision:
-    return Decision(row.key, bytes(row.document), row.decided_at, row.stored)
+    return Decision(**row._mapping) if row is not None else None

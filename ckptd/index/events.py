@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
-from sqlalchemy import Connection, Row, delete, func, insert, select
+from msgspec.structs import asdict, replace
+from sqlalchemy import Connection, delete, func, insert, select
 
-from ckptapi.bodies import EventKind
+from ckptapi.bodies import EventBody, EventKind
 from ckptd.index.database import Database, retried
 from ckptd.index.tables import events, origin
 from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint, State
+from ckptstore.human import rfc3339
 from ckptstore.names import Attempt, checkpoint_id
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EventContent:
-    """An event before it has an id and a time."""
-
-    kind: EventKind
-    run: str | None = None
-    checkpoint: str | None = None
-    detail: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """A recorded event."""
-
-    id: int
-    at: float
-    content: EventContent
 
 
 class EventLog:
@@ -42,21 +22,21 @@ class EventLog:
     def __init__(self, database: Database, clock: Clock) -> None:
         self._database = database
         self._clock = clock
-        self._listeners: list[Callable[[Sequence[Event]], None]] = []
+        self._listeners: list[Callable[[Sequence[EventBody]], None]] = []
 
-    def subscribe(self, listener: Callable[[Sequence[Event]], None]) -> None:
+    def subscribe(self, listener: Callable[[Sequence[EventBody]], None]) -> None:
         """Call a listener with each batch of events after it is committed; from any thread."""
         self._listeners.append(listener)
 
     @retried
-    def add(self, content: EventContent) -> Event:
+    def add(self, content: EventBody) -> EventBody:
         """Record one event; durable on return."""
         with self._database.write() as connection:
             recorded = self.record(connection, [content])
         self.announce(recorded)
         return recorded[0]
 
-    def record(self, connection: Connection, contents: Sequence[EventContent]) -> list[Event]:
+    def record(self, connection: Connection, contents: Sequence[EventBody]) -> list[EventBody]:
         """Record events within a write transaction. Call `announce` after it is committed."""
         if not contents:
             return []
@@ -66,11 +46,11 @@ class EventLog:
         newest: int = connection.scalar(select(func.coalesce(func.max(events.c.id), 0)))  # type: ignore[assignment]
         # Milliseconds, so that ids keep growing after the database was deleted.
         first = max(newest + 1, int(now * 1000))
-        recorded = [Event(first + place, now, item) for place, item in enumerate(contents)]
-        connection.execute(insert(events), [_values(event) for event in recorded])
+        recorded = [replace(item, id=first + place, at=now, time=rfc3339(now)) for place, item in enumerate(contents)]
+        connection.execute(insert(events), [asdict(event) for event in recorded])
         return recorded
 
-    def announce(self, recorded: Sequence[Event]) -> None:
+    def announce(self, recorded: Sequence[EventBody]) -> None:
         """Call the listeners with committed events."""
         if recorded:
             for listener in self._listeners:
@@ -80,7 +60,7 @@ class EventLog:
         """When this index began to follow its store. Earlier commits are not recorded as events."""
         return connection.scalar(select(origin.c.adopted_at)) or 0.0
 
-    def after(self, id: int, limit: int, run: str | None = None, checkpoint: str | None = None) -> list[Event]:
+    def after(self, id: int, limit: int, run: str | None = None, checkpoint: str | None = None) -> list[EventBody]:
         """Events after an id, oldest first."""
         query = select(events).where(events.c.id > id).order_by(events.c.id).limit(limit)
         if run is not None:
@@ -88,7 +68,7 @@ class EventLog:
         if checkpoint is not None:
             query = query.where(events.c.checkpoint == checkpoint)
         with self._database.read() as connection:
-            return [_event(row) for row in connection.execute(query)]
+            return [EventBody(**row._mapping, time=rfc3339(row.at)) for row in connection.execute(query)]
 
     def bounds(self) -> tuple[int, int]:
         """The ids of the oldest and the newest stored event; zeros without events."""
@@ -105,26 +85,6 @@ class EventLog:
                 connection.execute(delete(events).where(events.c.id <= last))
 
 
-def _values(event: Event) -> dict[str, Any]:
-    content = event.content
-    detail = json.dumps(content.detail)
-    return {
-        "id": event.id,
-        "at": event.at,
-        "kind": content.kind,
-        "run": content.run,
-        "checkpoint": content.checkpoint,
-        "detail": detail,
-    }
-
-
-def _event(row: Row[Any]) -> Event:
-    content = EventContent(
-        kind=EventKind(row.kind), run=row.run, checkpoint=row.checkpoint, detail=json.loads(row.detail)
-    )
-    return Event(row.id, row.at, content)
-
-
 def content_of(
     run: str,
     known: Mapping[Attempt, State],
@@ -132,7 +92,7 @@ def content_of(
     gone: Collection[Attempt],
     since: float,
     was_finite: bool = True,
-) -> Iterator[EventContent]:
+) -> Iterator[EventBody]:
     """Events for checkpoints that were read or are gone. since: earlier commits give no event.
 
     was_finite: whether no other checkpoint of the run has NaN or Inf.
@@ -151,7 +111,7 @@ def content_of(
         yield _content(EventKind.DELETED, run, attempt)
 
 
-def _committed(checkpoint: Checkpoint) -> EventContent:
+def _committed(checkpoint: Checkpoint) -> EventBody:
     return _content(
         EventKind.COMMITTED,
         checkpoint.run,
@@ -166,6 +126,6 @@ def _committed(checkpoint: Checkpoint) -> EventContent:
     )
 
 
-def _content(kind: EventKind, run: str, attempt: Attempt, **detail: object) -> EventContent:
+def _content(kind: EventKind, run: str, attempt: Attempt, **detail: object) -> EventBody:
     detail = {"step": attempt.step, **detail}
-    return EventContent(kind=kind, run=run, checkpoint=checkpoint_id(run, attempt), detail=detail)
+    return EventBody(kind=kind, run=run, checkpoint=checkpoint_id(run, attempt), detail=detail)

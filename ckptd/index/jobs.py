@@ -2,40 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import asdict
 from sqlalchemy import ColumnElement, Row, delete, insert, select, update
 
-from ckptapi.bodies import JobState
+from ckptapi.bodies import JobBody, JobState
 from ckptd.index.database import Database, retried
 from ckptd.index.tables import jobs
 
 _LIVE = (JobState.QUEUED, JobState.RUNNING)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One job."""
-
-    id: str
-    kind: str
-    request: dict[str, Any]
-    state: JobState
-    created_at: float
-    heartbeat_at: float
-    """Time of the last heartbeat of its daemon."""
-    started_at: float | None = None
-    ended_at: float | None = None
-    done: float = 0.0
-    total: float = 0.0
-    unit: str = ""
-    cancelling: bool = False
-    code: str = ""
-    problem: str = ""
-    result: dict[str, Any] | None = None
-    log: str = ""
 
 
 class JobIndex:
@@ -45,33 +21,33 @@ class JobIndex:
         self._database = database
 
     @retried
-    def find(self, id: str) -> Job | None:
+    def find(self, id: str) -> JobBody | None:
         """One job."""
         with self._database.read() as connection:
             row = connection.execute(select(jobs).where(jobs.c.id == id)).one_or_none()
         return _job(row) if row is not None else None
 
     @retried
-    def newest(self, limit: int) -> list[Job]:
+    def newest(self, limit: int) -> list[JobBody]:
         """Jobs, newest first."""
         return self._all(None, limit)
 
     @retried
-    def live(self, limit: int) -> list[Job]:
+    def live(self, limit: int) -> list[JobBody]:
         """Jobs that have not ended, newest first."""
         return self._all(jobs.c.state.in_(_LIVE), limit)
 
     @retried
-    def add(self, job: Job) -> None:
+    def add(self, job: JobBody) -> None:
         """Insert a new job."""
         with self._database.write() as connection:
-            connection.execute(insert(jobs).values(_values(job)))
+            connection.execute(
+                insert(jobs).values({**asdict(job), "log": job.log or "", "heartbeat_at": job.created_at})
+            )
 
     @retried
     def change(self, id: str, **values: Any) -> bool:
         """Change a job that has not ended. False if it has ended or was cancelled."""
-        if values.get("result") is not None:
-            values["result"] = json.dumps(values["result"])
         with self._database.write() as connection:
             same = (jobs.c.id == id, jobs.c.state.in_(_LIVE))
             changed = connection.execute(update(jobs).where(*same).values(values)).rowcount == 1
@@ -98,35 +74,14 @@ class JobIndex:
             if crowded_out is not None:
                 connection.execute(delete(jobs).where(ended_at <= crowded_out))
 
-    def _all(self, condition: ColumnElement[bool] | None, limit: int) -> list[Job]:
+    def _all(self, condition: ColumnElement[bool] | None, limit: int) -> list[JobBody]:
         query = select(jobs).order_by(jobs.c.created_at.desc(), jobs.c.id.desc()).limit(limit)
         with self._database.read() as connection:
             rows = connection.execute(query if condition is None else query.where(condition))
             return [_job(row) for row in rows]
 
 
-_PLAIN = (
-    "id", "kind", "created_at", "heartbeat_at", "started_at", "ended_at", "done", "total", "unit", "code", "problem",
-    "log",
-)  # fmt: skip
-
-
-def _values(job: Job) -> dict[str, Any]:
-    values = {name: getattr(job, name) for name in _PLAIN}
-    result = json.dumps(job.result) if job.result is not None else None
-    return values | {
-        "state": job.state,
-        "cancelling": int(job.cancelling),
-        "request": json.dumps(job.request),
-        "result": result,
-    }
-
-
-def _job(row: Row[Any]) -> Job:
-    return Job(
-        **{name: row._mapping[name] for name in _PLAIN},
-        state=JobState(row.state),
-        cancelling=bool(row.cancelling),
-        request=json.loads(row.request),
-        result=json.loads(row.result) if row.result is not None else None,
-    )
+def _job(row: Row[Any]) -> JobBody:
+    values = dict(row._mapping)
+    del values["heartbeat_at"]
+    return JobBody(**values)

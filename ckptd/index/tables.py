@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from enum import StrEnum
 from typing import Any
 
 from sqlalchemy import (
@@ -9,6 +11,7 @@ from sqlalchemy import (
     Boolean,
     Column,
     Double,
+    Enum,
     ForeignKey,
     Index,
     LargeBinary,
@@ -16,10 +19,33 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    TypeDecorator,
     UniqueConstraint,
 )
 
+from ckptapi.bodies import JobState
+from ckptstore.commits.catalog import State
+
 METADATA = MetaData()
+
+
+class _Json(TypeDecorator[Any]):
+    """A value as JSON text."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: Any, dialect: object) -> str | None:
+        return None if value is None else json.dumps(value)
+
+    def process_result_value(self, value: str | None, dialect: object) -> Any:
+        return None if value is None else json.loads(value)
+
+
+def _words(kind: type[StrEnum]) -> Enum:
+    """One of the words of an enumeration, as text."""
+    return Enum(kind, native_enum=False, length=16, values_callable=list)
+
 
 origin = Table(
     "origin",
@@ -78,7 +104,7 @@ checkpoints = Table(
     Column("generation", BigInteger, nullable=False),
     Column("step", BigInteger, primary_key=True),
     Column("ulid", String(26), primary_key=True),
-    Column("state", String(16), nullable=False),
+    Column("state", _words(State), nullable=False),
     Column("committed_at", Double, nullable=False),
     Column("created_at", Double, nullable=False),
     Column("world_size", BigInteger, nullable=False),
@@ -89,8 +115,8 @@ checkpoints = Table(
     Column("num_shards", BigInteger, nullable=False),
     Column("manifest_digest", String(32), nullable=False),
     Column("manifest_bytes", BigInteger, nullable=False),
-    Column("metrics", Text, nullable=False, comment="JSON"),
-    Column("tags", Text, nullable=False, server_default="{}", comment="JSON"),
+    Column("metrics", _Json, nullable=False),
+    Column("tags", _Json, nullable=False),
     Column("problem", Text, nullable=False),
     Column("not_finite", BigInteger, comment="Elements that are NaN or Inf; NULL: not known"),
     Column("abandoned_at", Double, comment="By the store's clock; NULL: not abandoned, or not known"),
@@ -131,8 +157,8 @@ tokens = Table(
     Column("digest", String(64), nullable=False, comment="SHA-256 of the secret"),
     Column("previous", String(64), comment="The one before it, accepted until previous_until"),
     Column("previous_until", Double),
-    Column("scopes", Text, nullable=False, comment="JSON"),
-    Column("runs", Text, nullable=False, comment="JSON; globs"),
+    Column("scopes", _Json, nullable=False),
+    Column("runs", _Json, nullable=False, comment="Globs"),
     Column("created_at", Double, nullable=False),
     Column("created_by", String(64), nullable=False),
     Column("expires_at", Double),
@@ -192,7 +218,7 @@ events = Table(
     Column("kind", String(32), nullable=False),
     Column("run", String(128), comment="Not a key of runs: an event outlives its run"),
     Column("checkpoint", String(200)),
-    Column("detail", Text, nullable=False, comment="JSON"),
+    Column("detail", _Json, nullable=False),
 )
 Index("events_of_a_run", events.c.run, events.c.id)
 Index("events_of_a_checkpoint", events.c.checkpoint, events.c.id)
@@ -202,8 +228,8 @@ jobs = Table(
     METADATA,
     Column("id", String(26), primary_key=True),
     Column("kind", String(32), nullable=False),
-    Column("request", Text, nullable=False, comment="JSON"),
-    Column("state", String(16), nullable=False),
+    Column("request", _Json, nullable=False),
+    Column("state", _words(JobState), nullable=False),
     Column("created_at", Double, nullable=False),
     Column("heartbeat_at", Double, nullable=False, comment="The last heartbeat of the daemon that runs it"),
     Column("started_at", Double),
@@ -211,9 +237,9 @@ jobs = Table(
     Column("done", Double, nullable=False),
     Column("total", Double, nullable=False),
     Column("unit", String(32), nullable=False),
-    Column("cancelling", BigInteger, nullable=False),
+    Column("cancelling", Boolean, nullable=False),
     Column("code", String(64), nullable=False),
     Column("problem", Text, nullable=False),
-    Column("result", Text, comment="JSON"),
+    Column("result", _Json),
     Column("log", Text, nullable=False),
 )

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import msgspec
 from sqlalchemy import Row, delete, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
@@ -14,7 +13,6 @@ from ckptapi.bodies import Scope
 from ckptd.index.database import Database, retried
 from ckptd.index.tables import tokens
 from ckptstore.errors import Conflict, NotFound
-from ckptstore.format.decoding import decode_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +53,7 @@ class TokenIndex:
             if connection.scalar(select(tokens.c.name).where(tokens.c.name == token.name)) is not None:
                 raise _exists(token.name)
             try:
-                connection.execute(insert(tokens).values(_values(token)))
+                connection.execute(insert(tokens).values({**asdict(token), "scopes": sorted(token.scopes)}))
             except IntegrityError as error:
                 raise _exists(token.name) from error  # created by another daemon at the same time
 
@@ -88,26 +86,8 @@ class TokenIndex:
                 connection.execute(update(tokens).where(tokens.c.name == name, later).values(used_at=at))
 
 
-def _values(token: Token) -> dict[str, Any]:
-    return {
-        "name": token.name,
-        "digest": token.digest,
-        "previous": token.previous,
-        "previous_until": token.previous_until,
-        "scopes": msgspec.json.encode(sorted(token.scopes)).decode(),
-        "runs": msgspec.json.encode(token.runs).decode(),
-        "created_at": token.created_at,
-        "created_by": token.created_by,
-        "expires_at": token.expires_at,
-        "used_at": token.used_at,
-    }
-
-
 def _token(row: Row[Any]) -> Token:
-    values = dict(row._mapping)
-    scopes = decode_json(values.pop("scopes"), frozenset[Scope])
-    runs = decode_json(values.pop("runs"), tuple[str, ...])
-    return Token(scopes=scopes, runs=runs, **values)
+    return Token(**{**row._mapping, "scopes": frozenset(map(Scope, row.scopes)), "runs": tuple(row.runs)})
 
 
 def _exists(name: str) -> Conflict:

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ckptapi.bodies import MAX_EVENTS, EventKind
-from ckptd.index import Event, EventContent, EventLog, Job, RestoreIndex
+from ckptapi.bodies import MAX_EVENTS, EventBody, EventKind, JobBody
+from ckptd.index import EventLog, RestoreIndex
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CkptError, InvalidRequest
 from ckptstore.names import check_run
@@ -27,7 +27,7 @@ CHECKPOINTS = "checkpoints"
 class EventPage:
     """Events after an id, oldest first."""
 
-    events: list[Event]
+    events: list[EventBody]
     last_id: int
     gap: bool
     """Whether some events after the id have been deleted."""
@@ -55,7 +55,7 @@ class Events:
             last = max(last, newest)  # those of other runs as well; an event since then may be newer
         return EventPage(found, last, gap=after < oldest - 1 and after != 0)
 
-    def of_checkpoint(self, id: str) -> list[Event]:
+    def of_checkpoint(self, id: str) -> list[EventBody]:
         """The events of one checkpoint, oldest first."""
         return self._log.after(0, MAX_EVENTS, checkpoint=id)
 
@@ -77,7 +77,7 @@ class Events:
         except CkptError as error:
             _LOG.warning("cannot record the end of restore %s: %s", id, error)
 
-    def preempted(self, run: str, grace_s: float, reason: str, by: str) -> Event:
+    def preempted(self, run: str, grace_s: float, reason: str, by: str) -> EventBody:
         """Record that the job of a run will be killed in `grace_s` seconds. Raises InvalidRequest."""
         if not 0 < grace_s <= MOST_GRACE_S or len(reason) > MOST_REASON:
             raise InvalidRequest(
@@ -85,12 +85,12 @@ class Events:
                 "Give the seconds until the processes are killed",
             )
         detail = {"grace_s": grace_s, "reason": reason, "by": by}
-        return self._log.add(EventContent(kind=EventKind.PREEMPTED, run=run, detail=detail))
+        return self._log.add(EventBody(kind=EventKind.PREEMPTED, run=run, detail=detail))
 
-    def job_ended(self, job: Job) -> None:
+    def job_ended(self, job: JobBody) -> None:
         """Record the end of a job."""
         detail = {"job": job.id, "kind": job.kind, "state": job.state, "code": job.code, "problem": job.problem}
-        self._log.add(EventContent(kind=EventKind.JOB_ENDED, run=job.request.get("run"), detail=detail))
+        self._log.add(EventBody(kind=EventKind.JOB_ENDED, run=job.request.get("run"), detail=detail))
 
     def pruned(self, removed: Sequence[Checkpoint]) -> None:
         """Record the checkpoints that a prune removed, per run. Never raises CkptError: the prune is already done."""
@@ -101,7 +101,7 @@ class Events:
             for run, gone in by_run.items():
                 freed = sum(checkpoint.stored_bytes for checkpoint in gone)
                 detail = {"removed": len(gone), "freed_bytes": freed}
-                self._log.add(EventContent(kind=EventKind.PRUNED, run=run, detail=detail))
+                self._log.add(EventBody(kind=EventKind.PRUNED, run=run, detail=detail))
         except CkptError as error:
             _LOG.warning("cannot record a prune: %s", error)
 
@@ -110,7 +110,7 @@ class Events:
         if restore is None or restore.live:
             return
         known = self._log.after(0, MAX_EVENTS, checkpoint=restore.checkpoint.id)
-        if any(event.content.detail.get("restore") == id for event in known):
+        if any(event.detail.get("restore") == id for event in known):
             return  # recorded by this daemon before a restart, or by another daemon
         detail = {
             "restore": id,
@@ -122,20 +122,20 @@ class Events:
             "problem": restore.problem,
         }
         self._log.add(
-            EventContent(kind=EventKind.RESTORE_ENDED, run=restore.run, checkpoint=restore.checkpoint.id, detail=detail)
+            EventBody(kind=EventKind.RESTORE_ENDED, run=restore.run, checkpoint=restore.checkpoint.id, detail=detail)
         )
 
-    def publish(self, events: Sequence[Event]) -> None:
+    def publish(self, events: Sequence[EventBody]) -> None:
         """Wake the requests that wait for one of these events."""
         self._wake(ANY)
-        changed = {event.content.run for event in events if event.content.kind in _OF_CHECKPOINTS}
+        changed = {event.run for event in events if event.kind in _OF_CHECKPOINTS}
         if changed:
             self._wake(CHECKPOINTS)
         for run in changed:
             self._wake(f"{CHECKPOINTS}/{run}")
         for event in events:
-            if event.content.kind is EventKind.RESTORE_ENDED:
-                self._wake(event.content.detail["restore"])
+            if event.kind == EventKind.RESTORE_ENDED:
+                self._wake(event.detail["restore"])
 
     def follow(self, refresh: Callable[[], object]) -> None:
         """Publish events that other daemons on the same database have recorded. For one background thread.

@@ -6,13 +6,12 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from typing import Any
 
 import msgspec
 
-from ckptapi.bodies import JobRequest, JobState
-from ckptd.index import Job, JobIndex
+from ckptapi.bodies import JobBody, JobRequest, JobState
+from ckptd.index import JobIndex
 from ckptd.services.events import Events
 from ckptstore.clock import Clock
 from ckptstore.errors import CkptError, NotFound, TooManyRequests
@@ -127,7 +126,7 @@ class Jobs:
         for thread in self._threads:
             thread.join(timeout_s / WORKERS)
 
-    def submit(self, request: JobRequest, by: str = "ckptd") -> Job:
+    def submit(self, request: JobRequest, by: str = "ckptd") -> JobBody:
         """Enqueue a job; it runs when a worker is free. by: the caller that submits it. Raises TooManyRequests."""
         if len(self._index.live(MAX_LIVE)) >= MAX_LIVE:
             raise TooManyRequests(
@@ -136,14 +135,14 @@ class Jobs:
         now = self._clock()
         body: dict[str, Any] = msgspec.to_builtins(request)
         kind = body.pop("kind")
-        job = Job(id=new_ulid(now), kind=kind, request=body, state=JobState.QUEUED, created_at=now, heartbeat_at=now)
+        job = JobBody(id=new_ulid(now), kind=kind, request=body, state=JobState.QUEUED, created_at=now)
         with self._lock:
             self._waiting.add(job.id)
         self._index.add(job)
         self._queue.put((job.id, request, by))
         return job
 
-    def find(self, id: str) -> Job:
+    def find(self, id: str) -> JobBody:
         """One job. Raises NotFound."""
         found = self._index.find(check_ulid(id))
         if found is None:
@@ -153,17 +152,17 @@ class Jobs:
             )
         return found
 
-    def newest(self, limit: int) -> list[Job]:
+    def newest(self, limit: int) -> list[JobBody]:
         """Jobs, newest first."""
         return self._index.newest(limit)
 
-    def cancel(self, id: str) -> Job:
+    def cancel(self, id: str) -> JobBody:
         """Cancel a job: it ends at its next report, on any daemon. An ended job is unchanged. Raises NotFound."""
         job = self.find(id)
         if job.state is JobState.QUEUED:
             self._end(id, JobState.CANCELLED)
         elif job.state is JobState.RUNNING:
-            self._index.change(id, cancelling=1)
+            self._index.change(id, cancelling=True)
             with self._lock:
                 progress = self._running.get(id)
             if progress is not None:
@@ -218,10 +217,3 @@ class Jobs:
         job = self.find(id)
         if job.state is state:
             self._events.job_ended(job)
-
-
-def job_values(job: Job) -> dict[str, Any]:
-    """A job as it is sent over HTTP."""
-    values = asdict(job)
-    del values["heartbeat_at"]
-    return values

@@ -11,7 +11,7 @@ import re
 import secrets
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from hashlib import sha256
 from hmac import compare_digest
@@ -21,6 +21,7 @@ from ckptapi.bodies import NewTokenBody, RotateRequest, Scope, TokenBody, TokenR
 from ckptd.index import Token, TokenIndex
 from ckptstore.clock import Clock
 from ckptstore.errors import Forbidden, IndexUnavailable, InvalidName, InvalidRequest
+from ckptstore.format.decoding import convert
 
 BOOTSTRAP = "bootstrap"
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")
@@ -152,15 +153,7 @@ def _digest(secret: str) -> str:
 
 
 def _body(token: Token) -> TokenBody:
-    return TokenBody(
-        name=token.name,
-        scopes=sorted(token.scopes),
-        runs=list(token.runs),
-        created_at=token.created_at,
-        created_by=token.created_by,
-        expires_at=token.expires_at,
-        used_at=token.used_at,
-    )
+    return convert({**asdict(token), "scopes": sorted(token.scopes)}, TokenBody)
 
 
 _WILD = frozenset("*?")

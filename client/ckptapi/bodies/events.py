@@ -38,9 +38,9 @@ class EventKind(StrEnum):
 class EventBody(msgspec.Struct, frozen=True, kw_only=True):
     """One event as JSON."""
 
-    id: int
+    id: int = 0
     """Strictly increasing, also across restarts; not consecutive."""
-    at: float
+    at: float = 0.0
     time: str = ""
     """`at` as in RFC 3339."""
     kind: str

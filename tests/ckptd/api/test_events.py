@@ -15,9 +15,9 @@ import httpx
 import pytest
 
 from ckptapi import bodies
-from ckptapi.bodies import EventKind, RotateRequest, Scope, TokenRequest
+from ckptapi.bodies import EventBody, EventKind, RotateRequest, Scope, TokenRequest
 from ckptapi.client import DaemonClient
-from ckptd.index import Database, EventContent, EventLog, Index
+from ckptd.index import Database, EventLog, Index
 from ckptd.services.events import Events
 from ckptstore.clock import system_clock
 from ckptstore.names import new_ulid
@@ -276,7 +276,7 @@ def test_events_of_other_daemons_on_the_database_wake_waiters(db_url: str) -> No
     woken: list[str] = []
     ours, theirs = EventLog(database, system_clock), EventLog(database, system_clock)
     events = Events(ours, _NoRestores(), woken.append)  # type: ignore[arg-type]
-    committed = EventContent(kind=EventKind.COMMITTED, run="gpt", checkpoint=f"gpt@1.{new_ulid(0)}")
+    committed = EventBody(kind=EventKind.COMMITTED, run="gpt", checkpoint=f"gpt@1.{new_ulid(0)}")
     theirs.add(committed)
     assert woken == []
     events.follow(lambda: woken.append("refreshed"))
@@ -297,12 +297,12 @@ def test_old_events_are_dropped_and_the_gap_is_reported(db_url: str) -> None:
     now = [1000.0]
     log = EventLog(database, lambda: now[0])
     for step in range(10):
-        log.add(EventContent(kind=EventKind.COMMITTED, run="gpt", detail={"step": step}))
+        log.add(EventBody(kind=EventKind.COMMITTED, run="gpt", detail={"step": step}))
         now[0] -= 50  # a clock that runs backwards does not turn the order
     ids = [event.id for event in log.after(0, 100)]
     assert ids == sorted(set(ids))
     log.trim(3)
-    assert [event.content.detail["step"] for event in log.after(0, 100)] == [7, 8, 9]
+    assert [event.detail["step"] for event in log.after(0, 100)] == [7, 8, 9]
     events = Events(log, _NoRestores(), lambda _: None)  # type: ignore[arg-type]
     assert events.page(ids[2]).gap
     assert not events.page(ids[6]).gap
@@ -327,7 +327,7 @@ class _Busy(EventLog):
 
     def bounds(self) -> tuple[int, int]:
         found = super().bounds()
-        self.add(EventContent(kind=EventKind.COMMITTED, run="gpt"))
+        self.add(EventBody(kind=EventKind.COMMITTED, run="gpt"))
         return found
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from ckptapi import bodies
-from ckptapi.bodies import EventKind, JobState
+from ckptapi.bodies import EventKind, JobBody, JobState
 from ckptapi.client import DaemonClient
-from ckptd.index import Database, EventLog, Index, Job, JobIndex
+from ckptd.index import Database, EventLog, Index, JobIndex
 from ckptd.services.events import Events
 from ckptd.services.jobs import MAX_LIVE, JobProgress, Jobs
 from ckptstore import names
@@ -166,7 +166,7 @@ class Bench:
     def clock(self) -> float:
         return self.now
 
-    def ended(self, job: Job) -> Job:
+    def ended(self, job: JobBody) -> JobBody:
         """The job when it has ended."""
         wait_until(lambda: not self.jobs.find(job.id).state.live, "the end of the job")
         return self.jobs.find(job.id)
@@ -244,17 +244,15 @@ def test_a_mistake_of_ours_fails_the_job_and_no_other(bench: Any) -> None:
 @on_both
 def test_jobs_of_a_daemon_that_is_gone_are_interrupted(bench: Any) -> None:
     made = bench(lambda _request, _progress: None)
-    left = Job(
-        id=ULID, kind="gc", request={}, state=JobState.RUNNING, created_at=900.0, heartbeat_at=990.0, started_at=901.0
-    )
-    made.index.add(left)
+    made.index.add(JobBody(id=ULID, kind="gc", request={}, state=JobState.RUNNING, created_at=900.0, started_at=901.0))
+    made.index.change(ULID, heartbeat_at=990.0)
     made.jobs.watch()
     assert made.jobs.find(ULID).state is JobState.RUNNING
     made.now += 10
     made.jobs.watch()
     found = made.jobs.find(ULID)
     assert (found.state, found.ended_at) == (JobState.INTERRUPTED, made.now)
-    assert [event.content.detail["state"] for event in made.log.after(0, 10)] == ["interrupted"]
+    assert [event.detail["state"] for event in made.log.after(0, 10)] == ["interrupted"]
 
 
 @on_both
@@ -301,7 +299,7 @@ def test_a_restart_interrupts_what_ran(tmp_path: Path) -> None:
     old = system_clock() - 60
     with running_daemon(store.url, db):
         JobIndex(database).add(
-            Job(id=ULID, kind="verify", request={}, state=JobState.RUNNING, created_at=old, heartbeat_at=system_clock())
+            JobBody(id=ULID, kind="verify", request={}, state=JobState.RUNNING, created_at=system_clock())
         )
     JobIndex(database).change(ULID, heartbeat_at=old)
     with running_daemon(store.url, db) as daemon, daemon.client() as client:

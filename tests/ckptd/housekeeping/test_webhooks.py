@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from ckptapi.bodies import EventKind
+from ckptapi.bodies import EventBody, EventKind
 from ckptd.housekeeping.webhooks import QUEUED, TRIES, Webhooks
-from ckptd.index import Event, EventContent
 from ckptd.metrics import Metrics
 from ckptstore.errors import InvalidRequest
 from ckptstore.stores import open_store
@@ -66,10 +65,9 @@ def receiver() -> Iterator[Receiver]:
     made.close()
 
 
-def events(count: int, kind: EventKind = EventKind.COMMITTED) -> list[Event]:
+def events(count: int, kind: EventKind = EventKind.COMMITTED) -> list[EventBody]:
     return [
-        Event(1000 + number, 5.0, EventContent(kind=kind, run="gpt", detail={"step": number}))
-        for number in range(count)
+        EventBody(id=1000 + number, at=5.0, kind=kind, run="gpt", detail={"step": number}) for number in range(count)
     ]
 
 
