@@ -13,8 +13,8 @@ from ckptd.http.bodies import json_response, read_body
 from ckptd.http.concurrency import happens
 from ckptd.http.context import Context, Ctx
 from ckptd.http.openapi import documented
-from ckptd.index import RankProgress, Restore
-from ckptd.services.restores import RestoreView
+from ckptd.index import Restore
+from ckptstore.format.decoding import convert
 
 router = APIRouter()
 
@@ -32,7 +32,7 @@ async def join(request: Request, ctx: Ctx) -> Response:
     body = await read_body(request, bodies.RestoreRequest)
     restore, created = await _join(ctx, body)
     view = await ctx.threads.index(ctx.services.restores.view, restore.id, False)
-    return json_response(_body(view), 201 if created else 200)
+    return json_response(view, 201 if created else 200)
 
 
 @router.put(bodies.RESTORES + "/{id}/ranks/{rank}", **documented(bodies.RestoreStatus, 404, body=bodies.RankReport))
@@ -42,7 +42,7 @@ async def report(
     """Report the progress of a rank. Returns the status of the session, also after it has ended."""
     body = await read_body(request, bodies.RankReport)
     restore = await ctx.threads.index(ctx.services.restores.report, id, rank, body)
-    return json_response(_status(restore))
+    return json_response(convert(restore, bodies.RestoreStatus, from_attributes=True))
 
 
 @router.get(bodies.RESTORES + "/{id}", **documented(bodies.RestoreBody, 404))
@@ -60,7 +60,7 @@ async def restore(
         with ctx.waiting.listen(id) as ended:
             if (await ctx.threads.index(restores.find, id)).live:
                 await happens(ended, wait)
-    return json_response(_body(await ctx.threads.index(restores.view, id, ranks)))
+    return json_response(await ctx.threads.index(restores.view, id, ranks))
 
 
 @router.get(bodies.RESTORES, **documented(bodies.RestoresBody))
@@ -69,14 +69,14 @@ async def newest(
 ) -> Response:
     """Sessions of one run or all runs, newest first, without their ranks."""
     found = await ctx.threads.index(ctx.services.restores.newest, run, limit)
-    return json_response(bodies.RestoresBody([_body(view, with_ranks=False) for view in found]))
+    return json_response(bodies.RestoresBody(found))
 
 
 @router.delete(bodies.RESTORES + "/{id}", **documented(bodies.RestoreBody, 404))
 async def cancel(ctx: Ctx, id: RestoreId) -> Response:
     """End a session and release its lease. A session that has ended is not changed."""
     restore = await ctx.threads.store(ctx.services.restores.cancel, id)
-    return json_response(_body(await ctx.threads.index(ctx.services.restores.view, restore.id, True)))
+    return json_response(await ctx.threads.index(ctx.services.restores.view, restore.id, True))
 
 
 async def _join(ctx: Context, body: bodies.RestoreRequest) -> tuple[Restore, bool]:
@@ -88,52 +88,3 @@ async def _join(ctx: Context, body: bodies.RestoreRequest) -> tuple[Restore, boo
         if joined := await ctx.threads.index(restores.join, body):
             return joined, False
         return await ctx.threads.store(restores.open, body)
-
-
-def _status(restore: Restore) -> bodies.RestoreStatus:
-    return bodies.RestoreStatus(
-        id=restore.id,
-        state=restore.state,
-        world_size=restore.world_size,
-        num_joined=restore.num_joined,
-        num_restored=restore.num_restored,
-        problem=restore.problem,
-    )
-
-
-def _body(view: RestoreView, with_ranks: bool = True) -> bodies.RestoreBody:
-    restore = view.restore
-    ranks = [_rank(progress) for progress in view.ranks] if with_ranks and view.ranks is not None else None
-    return bodies.RestoreBody(
-        id=restore.id,
-        run=restore.run,
-        key=restore.key,
-        checkpoint=bodies.CheckpointBody.of(restore.checkpoint),
-        world_size=restore.world_size,
-        ttl_s=restore.ttl_s,
-        state=restore.state,
-        created_at=restore.created_at,
-        expires_at=view.expires_at,
-        ended_at=restore.ended_at,
-        num_joined=restore.num_joined,
-        num_restored=restore.num_restored,
-        done_bytes=int(restore.done_bytes),
-        total_bytes=int(restore.total_bytes),
-        problem=restore.problem,
-        host=restore.host,
-        progress=view.progress,
-        stragglers=list(view.stragglers),
-        slowest=_rank(view.slowest) if view.slowest is not None else None,
-        ranks=ranks,
-    )
-
-
-def _rank(progress: RankProgress) -> bodies.RankBody:
-    return bodies.RankBody(
-        rank=progress.rank,
-        phase=progress.phase,
-        done_bytes=progress.done_bytes,
-        total_bytes=progress.total_bytes,
-        updated_at=progress.reported_at,
-        problem=progress.problem,
-    )

@@ -7,7 +7,7 @@ from ckptd.index.events import EventLog
 from ckptd.index.jobs import JobIndex
 from ckptd.index.leaders import LeaderIndex, Tenure
 from ckptd.index.listing import Found, Listing, PageKey, key_types
-from ckptd.index.restores import RankProgress, Restore, RestoreIndex
+from ckptd.index.restores import Restore, RestoreIndex
 from ckptd.index.tokens import Token, TokenIndex
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "LeaderIndex",
     "Listing",
     "PageKey",
-    "RankProgress",
     "Reading",
     "Restore",
     "RestoreIndex",

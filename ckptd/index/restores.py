@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-import msgspec
+from msgspec.structs import asdict
 from sqlalchemy import Connection, Row, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from ckptapi.bodies import CheckpointBody, Phase, RestoreState
+from ckptapi.bodies import Phase, RankBody, RestoreState
 from ckptd.index.database import Database, retried
 from ckptd.index.tables import restore_ranks, restores
 from ckptstore.commits.catalog import Checkpoint
-from ckptstore.format.decoding import decode_json
 
 _NEWEST_FIRST = (restores.c.created_at.desc(), restores.c.id.desc())
 
@@ -47,22 +46,10 @@ class Restore:
     @property
     def live(self) -> bool:
         """Not ended."""
-        return self.state is RestoreState.RESTORING
+        return self.state.live
 
 
-@dataclass(frozen=True, slots=True)
-class RankProgress:
-    """The last report of a rank."""
-
-    rank: int
-    phase: Phase
-    done_bytes: int
-    total_bytes: int
-    reported_at: float
-    problem: str = ""
-
-
-RestoreChange = Callable[[Restore, RankProgress | None], tuple[Restore, RankProgress | None]]
+RestoreChange = Callable[[Restore, RankBody | None], tuple[Restore, RankBody | None]]
 """Maps a session and a rank's last report to their new values. Pure."""
 
 
@@ -92,7 +79,7 @@ class RestoreIndex:
         query = select(restores).order_by(*_NEWEST_FIRST).limit(limit)
         with self._database.read() as connection:
             rows = connection.execute(query if run is None else query.where(restores.c.run == run))
-            return [_restore(row) for row in rows]
+            return [Restore(**row._mapping) for row in rows]
 
     @retried
     def live(self) -> list[Restore]:
@@ -105,16 +92,16 @@ class RestoreIndex:
         return self._all(restores.c.lease.is_not(None))
 
     @retried
-    def ranks(self, id: str) -> list[RankProgress]:
+    def ranks(self, id: str) -> list[RankBody]:
         """The ranks that joined, in order."""
         query = select(restore_ranks).where(restore_ranks.c.restore_id == id).order_by(restore_ranks.c.rank)
         with self._database.read() as connection:
-            return [_progress(row) for row in connection.execute(query)]
+            return [_rank(row) for row in connection.execute(query)]
 
     @retried
     def oldest_report(self, id: str) -> float | None:
         """Time of the oldest last report among the ranks that joined and are not restored."""
-        reported = restore_ranks.c.reported_at
+        reported = restore_ranks.c.updated_at
         query = select(func.min(reported)).where(restore_ranks.c.restore_id == id)
         with self._database.read() as connection:
             found: float | None = connection.scalar(query.where(restore_ranks.c.phase != Phase.RESTORED))
@@ -152,7 +139,7 @@ class RestoreIndex:
             if before is None:
                 return None
             row = connection.execute(select(restore_ranks).where(*same_rank)).one_or_none()
-            rank_before = _progress(row) if row is not None else None
+            rank_before = _rank(row) if row is not None else None
             after, rank_after = rule(before, rank_before)
             if rank_after is not None and rank_before is None:
                 connection.execute(insert(restore_ranks).values(restore_id=id, **asdict(rank_after)))
@@ -198,31 +185,20 @@ class RestoreIndex:
 
     def _all(self, condition: Any) -> list[Restore]:
         with self._database.read() as connection:
-            return [_restore(row) for row in connection.execute(select(restores).where(condition))]
+            return [Restore(**row._mapping) for row in connection.execute(select(restores).where(condition))]
 
 
 def _one(connection: Connection, *conditions: Any, lock: bool = False) -> Restore | None:
     query = select(restores).where(*conditions)
     row = connection.execute(query.with_for_update() if lock else query).one_or_none()
-    return _restore(row) if row is not None else None
-
-
-_PLAIN = (
-    "id", "run", "key", "world_size", "ttl_s", "created_at", "lease", "lease_until", "ended_at", "problem",
-    "num_joined", "num_restored", "done_bytes", "total_bytes", "host",
-)  # fmt: skip
+    return Restore(**row._mapping) if row is not None else None
 
 
 def _values(restore: Restore) -> dict[str, Any]:
-    body = msgspec.json.encode(CheckpointBody.of(restore.checkpoint)).decode()
-    return {name: getattr(restore, name) for name in _PLAIN} | {"state": restore.state, "checkpoint": body}
+    return {field.name: getattr(restore, field.name) for field in fields(restore)}
 
 
-def _restore(row: Row[Any]) -> Restore:
-    values = {name: row._mapping[name] for name in _PLAIN}
-    checkpoint = decode_json(row.checkpoint, CheckpointBody).checkpoint()
-    return Restore(**values, state=RestoreState(row.state), checkpoint=checkpoint)
-
-
-def _progress(row: Row[Any]) -> RankProgress:
-    return RankProgress(row.rank, Phase(row.phase), row.done_bytes, row.total_bytes, row.reported_at, row.problem)
+def _rank(row: Row[Any]) -> RankBody:
+    values = dict(row._mapping)
+    del values["restore_id"]
+    return RankBody(**values)

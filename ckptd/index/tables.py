@@ -6,6 +6,7 @@ import json
 from enum import StrEnum
 from typing import Any
 
+import msgspec
 from sqlalchemy import (
     BigInteger,
     Boolean,
@@ -23,8 +24,9 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
-from ckptapi.bodies import JobState
-from ckptstore.commits.catalog import State
+from ckptapi.bodies import CheckpointBody, JobState, Phase, RestoreState
+from ckptstore.commits.catalog import Checkpoint, State
+from ckptstore.format.decoding import decode_json
 
 METADATA = MetaData()
 
@@ -40,6 +42,20 @@ class _Json(TypeDecorator[Any]):
 
     def process_result_value(self, value: str | None, dialect: object) -> Any:
         return None if value is None else json.loads(value)
+
+
+class _Checkpoint(TypeDecorator[Checkpoint]):
+    """A checkpoint as the JSON text of its body."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: Checkpoint | None, dialect: object) -> str:
+        assert value is not None
+        return msgspec.json.encode(CheckpointBody.of(value)).decode()
+
+    def process_result_value(self, value: str | None, dialect: object) -> Checkpoint:
+        return decode_json(value or "", CheckpointBody).checkpoint()
 
 
 def _words(kind: type[StrEnum]) -> Enum:
@@ -181,13 +197,13 @@ restores = Table(
     Column("id", String(26), primary_key=True),
     Column("run", String(128), nullable=False, comment="Not a key of runs: a listing must not end a restore"),
     Column("key", String(128), nullable=False),
-    Column("checkpoint", Text, nullable=False, comment="JSON; the checkpoint itself may be pruned later"),
+    Column("checkpoint", _Checkpoint, nullable=False, comment="A copy: the checkpoint may be pruned later"),
     Column("world_size", BigInteger, nullable=False),
     Column("ttl_s", Double, nullable=False),
     Column("created_at", Double, nullable=False),
     Column("lease", String(26), comment="NULL: released"),
     Column("lease_until", Double, nullable=False),
-    Column("state", String(16), nullable=False),
+    Column("state", _words(RestoreState), nullable=False),
     Column("ended_at", Double),
     Column("problem", Text, nullable=False),
     Column("num_joined", BigInteger, nullable=False),
@@ -203,10 +219,10 @@ restore_ranks = Table(
     METADATA,
     Column("restore_id", String(26), ForeignKey("restores.id", ondelete="CASCADE"), primary_key=True),
     Column("rank", BigInteger, primary_key=True),
-    Column("phase", String(16), nullable=False),
+    Column("phase", _words(Phase), nullable=False),
     Column("done_bytes", BigInteger, nullable=False),
     Column("total_bytes", BigInteger, nullable=False),
-    Column("reported_at", Double, nullable=False),
+    Column("updated_at", Double, nullable=False),
     Column("problem", Text, nullable=False),
 )
 

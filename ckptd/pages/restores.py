@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckptapi.bodies import Phase
-from ckptd.index import RankProgress
-from ckptd.services.restores import RestoreView, fraction
+from ckptapi.bodies import Phase, RankBody, RestoreBody
+from ckptd.services.restores import fraction
 from ckptstore import human
 
 _CELL = 18.0
@@ -36,7 +35,7 @@ class Cell:
 class RankRow:
     """A rank in the table."""
 
-    progress: RankProgress
+    progress: RankBody
     done: float
     """From 0 to 1."""
     silent_s: float
@@ -47,7 +46,7 @@ class RankRow:
 class SessionView:
     """One session."""
 
-    view: RestoreView
+    view: RestoreBody
     done: float
     """From 0 to 1."""
     took_s: float
@@ -63,35 +62,35 @@ class SessionView:
     num_hidden: int
 
 
-def session_view(view: RestoreView, now: float) -> SessionView:
+def session_view(view: RestoreBody, now: float) -> SessionView:
     """One session with its ranks."""
-    restore, ranks = view.restore, view.ranks or ()
+    ranks = view.ranks or ()
     known = {progress.rank: progress for progress in ranks}
-    group = -(-restore.world_size // _MAX_CELLS) or 1
-    spans = [range(at, min(at + group, restore.world_size)) for at in range(0, restore.world_size, group)]
+    group = -(-view.world_size // _MAX_CELLS) or 1
+    spans = [range(at, min(at + group, view.world_size)) for at in range(0, view.world_size, group)]
     cells = [_cell(i, span, known) for i, span in enumerate(spans)]
     columns = min(_COLUMNS, len(cells))
     behind = set(view.stragglers)
     rows = [
-        RankRow(progress, fraction(progress), max(0.0, now - progress.reported_at), progress.rank in behind)
+        RankRow(progress, fraction(progress), max(0.0, now - progress.updated_at), progress.rank in behind)
         for progress in ranks
     ]
     rows.sort(key=lambda row: (row.progress.phase is not Phase.FAILED, not row.behind, row.done, row.progress.rank))
     return SessionView(
         view=view,
-        done=1.0 if restore.num_restored == restore.world_size else view.progress or 0.0,
-        took_s=max(0.0, (restore.ended_at or now) - restore.created_at),
+        done=1.0 if view.num_restored == view.world_size else view.progress or 0.0,
+        took_s=max(0.0, (view.ended_at or now) - view.created_at),
         width=columns * _STEP,
         height=-(-len(cells) // _COLUMNS) * _STEP,
         cells=tuple(cells),
         joined_cells=group,
-        phases=_phases(restore.world_size, ranks),
+        phases=_phases(view.world_size, ranks),
         rows=tuple(rows[:_ROWS_SHOWN]),
         num_hidden=max(0, len(rows) - _ROWS_SHOWN),
     )
 
 
-def _cell(at: int, span: range, known: dict[int, RankProgress]) -> Cell:
+def _cell(at: int, span: range, known: dict[int, RankBody]) -> Cell:
     """A cell, of the kind of its least advanced rank."""
     ranks = [known.get(rank) for rank in span]
     done = sum(fraction(progress) for progress in ranks if progress is not None) / len(span)
@@ -109,7 +108,7 @@ def _cell(at: int, span: range, known: dict[int, RankProgress]) -> Cell:
     return Cell(column * _STEP, row * _STEP, title, kind, round(_CELL * done, 1))
 
 
-def _phases(world_size: int, ranks: Sequence[RankProgress]) -> tuple[tuple[str, int], ...]:
+def _phases(world_size: int, ranks: Sequence[RankBody]) -> tuple[tuple[str, int], ...]:
     counts = {ABSENT: world_size - len(ranks)}
     for phase in _ORDER:
         counts[phase] = sum(1 for progress in ranks if progress.phase is phase)

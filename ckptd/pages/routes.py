@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from ckptapi.bodies import AttemptBody, RestoreState, Scope
+from ckptapi.bodies import AttemptBody, Scope
 from ckptapi.listing import Filter, Sort
 from ckptd.http.access import caller_of
 from ckptd.http.context import Context, Ctx
@@ -151,7 +151,7 @@ async def restores(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
     """Restore sessions."""
     name = request.query_params.get("run")
     found = await ctx.threads.index(ctx.services.restores.newest, name, RESTORES)
-    views = [view for view in found if visitor.caller.sees(view.restore.run)]
+    views = [view for view in found if visitor.caller.sees(view.run)]
     return page("restores.html", **frame(request, visitor, live_s=_LIVE_S), views=views, run=name)
 
 
@@ -159,7 +159,7 @@ async def restores(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
 async def restore(request: Request, ctx: Ctx, visitor: Visiting, id: str) -> Response:
     """One restore session and its ranks."""
     view = await ctx.threads.index(ctx.services.restores.view, id, True)
-    live_s = 1 if view.restore.live else 0
+    live_s = 1 if view.state.live else 0
     return page("restore.html", **frame(request, visitor, live_s), view=session_view(view, visitor.now))
 
 
@@ -217,8 +217,7 @@ async def _uploads(ctx: Context) -> list[str] | None:
 async def _restoring(ctx: Context, caller: Caller) -> list[str]:
     """The run of each restore in progress."""
     found = await ctx.threads.index(ctx.services.restores.newest, None, RESTORES)
-    live = (view.restore for view in found if view.restore.state is RestoreState.RESTORING)
-    return [restore.run for restore in live if caller.sees(restore.run)]
+    return [view.run for view in found if view.state.live and caller.sees(view.run)]
 
 
 @router.get("/runs/{run}")
@@ -320,7 +319,7 @@ async def checkpoint(request: Request, ctx: Ctx, visitor: Visiting, id: str) -> 
         held=kept.holds.get(found.attempt, ()) if kept else (),
         contents=contents,
         unread=unread,
-        restores=[view.restore for view in restores if view.restore.checkpoint.id == found.id],
+        restores=[view for view in restores if view.checkpoint.id == found.id],
         events=await ctx.threads.index(ctx.services.events.of_checkpoint, found.id),
     )
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import fields, replace
 from itertools import islice
+from typing import Any
 
-from ckptapi.bodies import Phase, RankReport, RestoreRequest, RestoreState
-from ckptd.index import RankProgress, Restore, RestoreIndex
+from msgspec import structs
+
+from ckptapi.bodies import CheckpointBody, Phase, RankBody, RankReport, RestoreBody, RestoreRequest, RestoreState
+from ckptd.index import Restore, RestoreIndex
 from ckptd.metrics import Metrics
 from ckptd.services.catalog import Catalog
 from ckptstore.clock import Clock
@@ -42,18 +45,9 @@ _KEPT_ENDED = 1000
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestoreView:
-    """A session with its computed progress, for display."""
-
-    restore: Restore
-    expires_at: float | None
-    """When the session expires without further reports; None once it has ended."""
-    progress: float | None = None
-    stragglers: tuple[int, ...] = ()
-    slowest: RankProgress | None = None
-    ranks: tuple[RankProgress, ...] | None = None
-    """None if the ranks were not read."""
+_FIELDS = {field.name for field in fields(Restore)} - {"checkpoint", "done_bytes", "total_bytes"}
+_SAME = [name for name in RestoreBody.__struct_fields__ if name in _FIELDS]
+"""Fields that a session and its body share."""
 
 
 class Restores:
@@ -110,7 +104,7 @@ class Restores:
         """
         now = self._clock()
 
-        def rule(restore: Restore, before: RankProgress | None) -> tuple[Restore, RankProgress | None]:
+        def rule(restore: Restore, before: RankBody | None) -> tuple[Restore, RankBody | None]:
             _check_rank(rank, restore.world_size)
             return advance(restore, before, rank, report, now)
 
@@ -127,20 +121,18 @@ class Restores:
         """One session. Raises NotFound."""
         return self._known(id, self._index.find(check_ulid(id)))
 
-    def view(self, id: str, with_ranks: bool) -> RestoreView:
+    def view(self, id: str, with_ranks: bool) -> RestoreBody:
         """One session, with its ranks if `with_ranks`. Raises NotFound."""
         restore = self.find(id)
-        if with_ranks:
-            return self._view_ranks(restore)
-        return RestoreView(restore=restore, expires_at=self._expires_at(restore) if restore.live else None)
+        if not with_ranks:
+            return self._body(restore)
+        ranks = self._index.ranks(id)
+        return structs.replace(self._body(restore, ranks), ranks=ranks)
 
-    def newest(self, run: str | None, limit: int) -> list[RestoreView]:
-        """Sessions of one run or all, newest first; live ones with their ranks."""
+    def newest(self, run: str | None, limit: int) -> list[RestoreBody]:
+        """Sessions of one run or all, newest first; live ones with their progress."""
         found = self._index.newest(check_run(run) if run is not None else None, limit)
-        return [
-            self._view_ranks(restore) if restore.live else RestoreView(restore=restore, expires_at=None)
-            for restore in found
-        ]
+        return [self._body(restore, self._index.ranks(restore.id) if restore.live else None) for restore in found]
 
     def watch(self) -> None:
         """End sessions with a silent rank. For one background thread."""
@@ -209,7 +201,7 @@ class Restores:
         now = self._clock()
         host = _host(request)
 
-        def rule(restore: Restore, before: RankProgress | None) -> tuple[Restore, RankProgress | None]:
+        def rule(restore: Restore, before: RankBody | None) -> tuple[Restore, RankBody | None]:
             joined, rank = add_rank(restore, before, request.rank, now)
             return (replace(joined, host=host) if host and not request.rank and joined.live else joined), rank
 
@@ -223,15 +215,19 @@ class Restores:
             )
         return joined
 
-    def _view_ranks(self, restore: Restore) -> RestoreView:
-        ranks = self._index.ranks(restore.id)
-        return RestoreView(
-            restore=restore,
+    def _body(self, restore: Restore, ranks: Sequence[RankBody] | None = None) -> RestoreBody:
+        """The body of a session. ranks: for its progress; None: it is left out."""
+        values: dict[str, Any] = {name: getattr(restore, name) for name in _SAME}
+        if ranks is not None:
+            values["progress"] = mean(restore, ranks)
+            values["stragglers"] = stragglers(restore, ranks, self._clock())
+            values["slowest"] = slowest(ranks) if restore.live else None
+        return RestoreBody(
+            **values,
+            checkpoint=CheckpointBody.of(restore.checkpoint),
             expires_at=self._expires_at(restore) if restore.live else None,
-            progress=mean(restore, ranks),
-            stragglers=tuple(stragglers(restore, ranks, self._clock())),
-            slowest=slowest(ranks) if restore.live else None,
-            ranks=tuple(ranks),
+            done_bytes=int(restore.done_bytes),
+            total_bytes=int(restore.total_bytes),
         )
 
     def _expires_at(self, restore: Restore) -> float:
@@ -302,20 +298,18 @@ _MAX_PROBLEM = 1000
 _NAMED = 16
 
 
-def add_rank(
-    restore: Restore, before: RankProgress | None, rank: int, now: float
-) -> tuple[Restore, RankProgress | None]:
+def add_rank(restore: Restore, before: RankBody | None, rank: int, now: float) -> tuple[Restore, RankBody | None]:
     """Add a rank to a session. A rank that joins again keeps its earlier report."""
     if not restore.live:
         return restore, before
     if before is not None:
-        return restore, replace(before, reported_at=now)
-    return replace(restore, num_joined=restore.num_joined + 1), RankProgress(rank, Phase.JOINED, 0, 0, now)
+        return restore, structs.replace(before, updated_at=now)
+    return replace(restore, num_joined=restore.num_joined + 1), RankBody(rank, Phase.JOINED, 0, 0, now)
 
 
 def advance(
-    restore: Restore, before: RankProgress | None, rank: int, report: RankReport, now: float
-) -> tuple[Restore, RankProgress | None]:
+    restore: Restore, before: RankBody | None, rank: int, report: RankReport, now: float
+) -> tuple[Restore, RankBody | None]:
     """Apply the report of a rank; the last restored rank and the first failed rank end the session.
 
     An ended session does not change. A restored rank can fail but not go back: reports may arrive out of order.
@@ -327,7 +321,7 @@ def advance(
     if joined.phase is Phase.RESTORED and report.phase is not Phase.FAILED:
         return restore, joined
     problem = report.problem.replace("\0", "?")[:_MAX_PROBLEM]
-    latest = RankProgress(rank, report.phase, report.done_bytes, report.total_bytes, now, problem)
+    latest = RankBody(rank, report.phase, report.done_bytes, report.total_bytes, now, problem)
     restore = replace(
         restore,
         num_restored=restore.num_restored + (latest.phase is Phase.RESTORED) - (joined.phase is Phase.RESTORED),
@@ -342,25 +336,25 @@ def advance(
     return restore, latest
 
 
-def fraction(progress: RankProgress) -> float:
+def fraction(progress: RankBody) -> float:
     """The fraction of its restore that a rank has done, from 0 to 1."""
     if progress.phase is Phase.RESTORED:
         return 1.0
     return min(1.0, progress.done_bytes / progress.total_bytes) if progress.total_bytes else 0.0
 
 
-def mean(restore: Restore, ranks: Iterable[RankProgress]) -> float:
+def mean(restore: Restore, ranks: Iterable[RankBody]) -> float:
     """The fraction of a session that is done, from 0 to 1."""
     return sum(map(fraction, ranks)) / restore.world_size
 
 
-def slowest(ranks: Iterable[RankProgress]) -> RankProgress | None:
+def slowest(ranks: Iterable[RankBody]) -> RankBody | None:
     """The rank with the least progress among those that joined and are not restored."""
     waiting = (progress for progress in ranks if progress.phase is not Phase.RESTORED)
     return min(waiting, key=lambda progress: (fraction(progress), progress.rank), default=None)
 
 
-def stragglers(restore: Restore, ranks: Sequence[RankProgress], now: float) -> list[int]:
+def stragglers(restore: Restore, ranks: Sequence[RankBody], now: float) -> list[int]:
     """Ranks that are not restored and are behind: less than half of the median rank's progress, or silent for more
     than a quarter of ttl_s. Sorted, MAX_STRAGGLERS at most.
 
@@ -373,14 +367,14 @@ def stragglers(restore: Restore, ranks: Sequence[RankProgress], now: float) -> l
     behind = [
         progress.rank
         for progress in ranks
-        if progress.phase is not Phase.RESTORED and (fraction(progress) < half or progress.reported_at < late)
+        if progress.phase is not Phase.RESTORED and (fraction(progress) < half or progress.updated_at < late)
     ]
     if half > 0 or restore.created_at < late:
         behind += _absent(restore.world_size, ranks)
     return sorted(behind)[:MAX_STRAGGLERS]
 
 
-def silence(restore: Restore, ranks: Sequence[RankProgress], now: float, since: float) -> str:
+def silence(restore: Restore, ranks: Sequence[RankBody], now: float, since: float) -> str:
     """Why the session expires: the ranks that were silent for all of ttl_s, with their phases. Empty if none was.
 
     since: silence before this time does not count, because no daemon was running to receive reports.
@@ -391,7 +385,7 @@ def silence(restore: Restore, ranks: Sequence[RankProgress], now: float, since: 
     silent = [
         f"rank {progress.rank} ({progress.phase})"
         for progress in ranks
-        if progress.phase is not Phase.RESTORED and progress.reported_at <= last_call
+        if progress.phase is not Phase.RESTORED and progress.updated_at <= last_call
     ]
     num_silent = len(silent)
     if restore.created_at <= last_call:
@@ -410,7 +404,7 @@ def _median(world_size: int, fractions: Sequence[float]) -> float:
     return sum(ordered[i] for i in middle if i >= 0) / 2
 
 
-def _absent(world_size: int, ranks: Sequence[RankProgress]) -> list[int]:
+def _absent(world_size: int, ranks: Sequence[RankBody]) -> list[int]:
     """The first ranks that never joined, MAX_STRAGGLERS at most."""
     present = {progress.rank for progress in ranks}
     return list(islice((rank for rank in range(world_size) if rank not in present), MAX_STRAGGLERS))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import msgspec
 
 from ckptstore import human
@@ -54,29 +56,13 @@ class CheckpointBody(msgspec.Struct, frozen=True, kw_only=True):
     def of(checkpoint: Checkpoint) -> CheckpointBody:
         """The body for a checkpoint."""
         return CheckpointBody(
+            **{name: getattr(checkpoint, name) for name in _SAME},
             id=checkpoint.id,
-            run=checkpoint.run,
             step=checkpoint.step,
             attempt=str(checkpoint.attempt),
             generation=checkpoint.attempt.generation,
-            state=checkpoint.state,
-            abandoned_at=checkpoint.abandoned_at,
             parent=str(checkpoint.parent) if checkpoint.parent is not None else None,
-            committed_at=checkpoint.committed_at,
-            created_at=checkpoint.created_at,
             save_seconds=checkpoint.save_seconds,
-            world_size=checkpoint.world_size,
-            raw_bytes=checkpoint.raw_bytes,
-            stored_bytes=checkpoint.stored_bytes,
-            referenced_bytes=checkpoint.referenced_bytes,
-            num_entries=checkpoint.num_entries,
-            num_shards=checkpoint.num_shards,
-            manifest_digest=checkpoint.manifest_digest,
-            manifest_bytes=checkpoint.manifest_bytes,
-            metrics=checkpoint.metrics,
-            tags=checkpoint.tags,
-            problem=checkpoint.problem,
-            not_finite=checkpoint.not_finite,
             tiers=list(checkpoint.tiers),
             committed=human.rfc3339(checkpoint.committed_at),
             created=human.rfc3339(checkpoint.created_at),
@@ -85,27 +71,19 @@ class CheckpointBody(msgspec.Struct, frozen=True, kw_only=True):
     def checkpoint(self) -> Checkpoint:
         """The checkpoint that this body describes. Raises InvalidName."""
         return Checkpoint(
-            run=self.run,
+            **{name: getattr(self, name) for name in _SAME},
             attempt=Attempt.parse(self.attempt),
-            state=self.state,
-            abandoned_at=self.abandoned_at,
             parent=Attempt.parse(self.parent) if self.parent is not None else None,
-            committed_at=self.committed_at,
-            created_at=self.created_at,
-            world_size=self.world_size,
-            raw_bytes=self.raw_bytes,
-            stored_bytes=self.stored_bytes,
-            referenced_bytes=self.referenced_bytes,
-            num_entries=self.num_entries,
-            num_shards=self.num_shards,
-            manifest_digest=self.manifest_digest,
-            manifest_bytes=self.manifest_bytes,
-            metrics=self.metrics,
-            tags=self.tags,
-            problem=self.problem,
-            not_finite=self.not_finite,
             tiers=tuple(self.tiers),
         )
+
+
+_SAME = {field.name for field in fields(Checkpoint)} & set(CheckpointBody.__struct_fields__) - {
+    "attempt",
+    "parent",
+    "tiers",
+}
+"""The fields that a checkpoint and its body share."""
 
 
 class Page(msgspec.Struct, frozen=True):

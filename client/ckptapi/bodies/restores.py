@@ -28,6 +28,11 @@ class RestoreState(StrEnum):
     """A rank was silent for too long, or never joined."""
     CANCELLED = "cancelled"
 
+    @property
+    def live(self) -> bool:
+        """Not ended."""
+        return self is RestoreState.RESTORING
+
 
 class Phase(StrEnum):
     """The phases of a rank's restore."""
@@ -81,7 +86,7 @@ class RestoreStatus(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
 
 
-class RankBody(msgspec.Struct, frozen=True, kw_only=True):
+class RankBody(msgspec.Struct, frozen=True):
     """The last report of one rank."""
 
     rank: int

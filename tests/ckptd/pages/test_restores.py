@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from ckptapi.bodies import Phase
-from ckptd.index import RankProgress, Restore
+from typing import Any
+
+from ckptapi.bodies import CheckpointBody, Phase, RankBody, RestoreBody, RestoreState
 from ckptd.pages.restores import session_view
-from ckptd.services.restores import RestoreView
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.names import Attempt
 
 _ULID = "01HF7YAT00ABCDEFGHJKMNPQRS"
 
 
-def _session(world_size: int, ranks: list[RankProgress], **of: object) -> RestoreView:
+def _session(world_size: int, ranks: list[RankBody], **of: Any) -> RestoreBody:
     checkpoint = Checkpoint("gpt", Attempt(1, _ULID), State.COMMITTED)
-    restore = Restore(
-        id=_ULID, run="gpt", key="k", checkpoint=checkpoint, world_size=world_size, ttl_s=60, created_at=10,
-        lease=None, lease_until=0, num_joined=len(ranks),
+    return RestoreBody(
+        id=_ULID, run="gpt", key="k", checkpoint=CheckpointBody.of(checkpoint), world_size=world_size, ttl_s=60,
+        state=RestoreState.RESTORING, created_at=10, expires_at=70.0, ended_at=None, num_joined=len(ranks),
+        num_restored=0, done_bytes=0, total_bytes=0, problem="", ranks=ranks, **of,
     )  # fmt: skip
-    return RestoreView(restore=restore, expires_at=70.0, ranks=tuple(ranks), **of)  # type: ignore[arg-type]
 
 
 def test_a_session_shows_first_who_failed_then_who_is_behind() -> None:
     ranks = [
-        RankProgress(0, Phase.RESTORED, 10, 10, 19),
-        RankProgress(1, Phase.FETCHING, 9, 10, 19),
-        RankProgress(2, Phase.FETCHING, 5, 10, 19),
-        RankProgress(3, Phase.FAILED, 8, 10, 19, "no"),
+        RankBody(0, Phase.RESTORED, 10, 10, 19),
+        RankBody(1, Phase.FETCHING, 9, 10, 19),
+        RankBody(2, Phase.FETCHING, 5, 10, 19),
+        RankBody(3, Phase.FAILED, 8, 10, 19, "no"),
     ]
-    view = session_view(_session(5, ranks, progress=0.5, stragglers=(1, 4)), 20.0)
+    view = session_view(_session(5, ranks, progress=0.5, stragglers=[1, 4]), 20.0)
     assert [row.progress.rank for row in view.rows] == [3, 1, 2, 0]
     assert [cell.kind for cell in view.cells] == ["restored", "fetching", "fetching", "failed", "absent"]
     assert view.phases == (("absent", 1), ("failed", 1), ("fetching", 2), ("restored", 1))
@@ -36,8 +36,8 @@ def test_a_session_shows_first_who_failed_then_who_is_behind() -> None:
 
 
 def test_cells_of_thousands_of_ranks_are_of_the_kind_of_the_least_advanced() -> None:
-    ranks = [RankProgress(rank, Phase.RESTORED, 1, 1, 19) for rank in range(4096) if rank != 70]
-    ranks.append(RankProgress(70, Phase.PLANNING, 0, 1, 19))
+    ranks = [RankBody(rank, Phase.RESTORED, 1, 1, 19) for rank in range(4096) if rank != 70]
+    ranks.append(RankBody(70, Phase.PLANNING, 0, 1, 19))
     view = session_view(_session(4096, sorted(ranks, key=lambda p: p.rank)), 20.0)
     assert (view.joined_cells, len(view.cells)) == (7, 586)
     assert [i for i, cell in enumerate(view.cells) if cell.kind != "restored"] == [10]

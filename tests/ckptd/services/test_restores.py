@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
-from ckptapi.bodies import Phase, RankReport, RestoreRequest, RestoreState
-from ckptd.index import Database, Index, RankProgress, Restore, RestoreIndex
+from ckptapi.bodies import Phase, RankBody, RankReport, RestoreRequest, RestoreState
+from ckptd.index import Database, Index, Restore, RestoreIndex
 from ckptd.index.listing import Listing
 from ckptd.metrics import Metrics
 from ckptd.services import restores as module
@@ -97,12 +98,12 @@ def _restore(world_size: int = 4, ttl_s: float = 100) -> Restore:
     )
 
 
-def _fetching(rank: int, done: int, reported_at: float = _BEGAN) -> RankProgress:
-    return RankProgress(rank, Phase.FETCHING, done, 100, reported_at)
+def _fetching(rank: int, done: int, reported_at: float = _BEGAN) -> RankBody:
+    return RankBody(rank, Phase.FETCHING, done, 100, reported_at)
 
 
-def _restored(rank: int, reported_at: float = _BEGAN) -> RankProgress:
-    return RankProgress(rank, Phase.RESTORED, 100, 100, reported_at)
+def _restored(rank: int, reported_at: float = _BEGAN) -> RankBody:
+    return RankBody(rank, Phase.RESTORED, 100, 100, reported_at)
 
 
 _REPORTS = st.builds(
@@ -376,7 +377,11 @@ def test_the_last_rank_to_be_restored_ends_the_session() -> None:
     restore, first = module.advance(restore, None, 0, RankReport(phase=Phase.RESTORED, done_bytes=7), 1001)
     assert (restore.state, restore.num_joined, restore.num_restored) == (RestoreState.RESTORING, 1, 1)
     again, same = module.advance(restore, first, 0, RankReport(phase=Phase.RESTORED, done_bytes=7), 1002)
-    assert (again.num_restored, again.done_bytes, same) == (1, 7, replace(first, reported_at=1002) if first else None)
+    assert (again.num_restored, again.done_bytes, same) == (
+        1,
+        7,
+        structs.replace(first, updated_at=1002) if first else None,
+    )
     restore, _ = module.advance(again, None, 1, RankReport(phase=Phase.RESTORED), 1003)
     assert (restore.state, restore.ended_at, restore.problem) == (RestoreState.RESTORED, 1003, "")
 
@@ -385,7 +390,7 @@ def test_a_late_report_does_not_undo_that_a_rank_is_restored() -> None:
     restore, said = module.advance(_restore(2), None, 0, RankReport(phase=Phase.RESTORED, done_bytes=9), 1001)
     restore, said = module.advance(restore, said, 0, RankReport(phase=Phase.FETCHING, done_bytes=5), 1002)
     assert said is not None
-    assert (said.phase, said.done_bytes, said.reported_at, restore.num_restored) == (Phase.RESTORED, 9, 1002, 1)
+    assert (said.phase, said.done_bytes, said.updated_at, restore.num_restored) == (Phase.RESTORED, 9, 1002, 1)
 
 
 def test_a_restored_rank_can_still_fail() -> None:
@@ -418,7 +423,7 @@ def test_a_long_problem_is_cut_and_a_missing_one_named() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3), _REPORTS), max_size=40))
 def test_sums_are_those_of_the_ranks(reports: list[tuple[int, RankReport]]) -> None:
-    restore, ranks = _restore(4), dict[int, RankProgress]()
+    restore, ranks = _restore(4), dict[int, RankBody]()
     for now, (rank, report) in enumerate(reports):
         restore, said = module.advance(restore, ranks.get(rank), rank, report, float(now))
         assert said is not None or not restore.live
@@ -438,7 +443,7 @@ def test_a_rank_below_half_of_the_median_is_behind() -> None:
 
 
 def test_no_rank_is_behind_before_one_has_begun() -> None:
-    assert module.stragglers(_restore(2), [RankProgress(0, Phase.PLANNING, 0, 0, _BEGAN)], _BEGAN) == []
+    assert module.stragglers(_restore(2), [RankBody(0, Phase.PLANNING, 0, 0, _BEGAN)], _BEGAN) == []
     assert module.stragglers(_restore(2), [], _BEGAN) == []
 
 
@@ -479,5 +484,5 @@ def test_a_silent_crowd_is_counted() -> None:
 
 
 def test_progress_is_a_mean_over_all_ranks() -> None:
-    ranks = [_restored(0), _fetching(1, 50), RankProgress(2, Phase.FETCHING, 500, 100, _BEGAN)]
+    ranks = [_restored(0), _fetching(1, 50), RankBody(2, Phase.FETCHING, 500, 100, _BEGAN)]
     assert module.mean(_restore(5), ranks) == pytest.approx(0.5)
