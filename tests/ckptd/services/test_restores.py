@@ -377,11 +377,8 @@ def test_the_last_rank_to_be_restored_ends_the_session() -> None:
     restore, first = module.advance(restore, None, 0, RankReport(phase=Phase.RESTORED, done_bytes=7), 1001)
     assert (restore.state, restore.num_joined, restore.num_restored) == (RestoreState.RESTORING, 1, 1)
     again, same = module.advance(restore, first, 0, RankReport(phase=Phase.RESTORED, done_bytes=7), 1002)
-    assert (again.num_restored, again.done_bytes, same) == (
-        1,
-        7,
-        structs.replace(first, updated_at=1002) if first else None,
-    )
+    assert first is not None
+    assert (again.num_restored, again.done_bytes, same) == (1, 7, structs.replace(first, updated_at=1002))
     restore, _ = module.advance(again, None, 1, RankReport(phase=Phase.RESTORED), 1003)
     assert (restore.state, restore.ended_at, restore.problem) == (RestoreState.RESTORED, 1003, "")
 

@@ -13,11 +13,14 @@ from ckptapi.bodies import CheckpointBody
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.format.decoding import decode_json
 from ckptstore.names import Attempt
+from ckptstore.retention.pruning import Prune
 
 STRUCTS = [
     body
-    for name in bodies.__all__
-    if inspect.isclass(body := getattr(bodies, name)) and issubclass(body, msgspec.Struct)
+    for body in (Prune, *vars(bodies).values())
+    if inspect.isclass(body)
+    and issubclass(body, msgspec.Struct)
+    and body.__module__ in (bodies.__name__, Prune.__module__)
 ]
 CHECKPOINT = Checkpoint(
     run="gpt",
