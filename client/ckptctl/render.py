@@ -27,16 +27,6 @@ _PATIENCE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class TableColumn:
-    """One column of a table."""
-
-    header: str
-    right: bool = False
-    drop: int = 0
-    """If the terminal is too narrow, columns with the highest value are dropped first; 0 is never dropped."""
-
-
-@dataclass(frozen=True, slots=True)
 class Row:
     """One row of a table."""
 
@@ -49,9 +39,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows under headers. The last column is truncated first."""
+    """Rows under headers. The last column is truncated first.
 
-    columns: tuple[TableColumn, ...]
+    A header that begins with > has its column aligned right. If the terminal is too narrow, columns whose header ends
+    in a slash and a number are dropped, the highest number first. A header that ends in ? is left out if its column is
+    empty.
+    """
+
+    headers: Sequence[str]
     rows: Sequence[Row]
 
 
@@ -219,28 +214,30 @@ def printable(text: str) -> str:
 
 def fitting(table: Table, width: int) -> list[tuple[int, int]]:
     """(index, width) of the columns that fit into `width` characters. Pure."""
-    natural = [
-        max(cell_len(text) for text in (column.header, *(row.cells[i] for row in table.rows)))
-        for i, column in enumerate(table.columns)
-    ]
-    last = len(natural) - 1
-    least = [*natural[:last], min(natural[last], max(len(table.columns[last].header), _SHORTENED))]
-    shown = list(range(len(natural)))
-    while sum(least[i] + _GAP for i in shown) - _GAP > width:
-        droppable = [i for i in shown if table.columns[i].drop]
-        if not droppable:
-            break
-        shown.remove(max(droppable, key=lambda i: table.columns[i].drop))
+    titles = [_title(header) for header in table.headers]
+    natural = [max(map(cell_len, (titles[i], *(row.cells[i] for row in table.rows)))) for i in range(len(titles))]
+    shown = [i for i, header in enumerate(table.headers) if header[-1] != "?" or any(r.cells[i] for r in table.rows)]
+    last = shown[-1]
+    least = natural.copy()
+    least[last] = min(natural[last], max(len(titles[last]), _SHORTENED))
+    dropped = {i: header.removesuffix("?").partition("/")[2] for i, header in enumerate(table.headers)}
+    for i in sorted((i for i in shown if dropped[i]), key=lambda i: dropped[i], reverse=True):
+        if sum(least[k] + _GAP for k in shown) - _GAP > width:
+            shown.remove(i)
     spare = width - sum(least[i] + _GAP for i in shown) + _GAP
     return [(i, least[i] + max(0, min(spare, natural[i] - least[i]))) for i in shown]
 
 
+def _title(header: str) -> str:
+    return header.removeprefix(">").removesuffix("?").partition("/")[0]
+
+
 def table_lines(table: Table, width: int) -> Iterator[Text]:
     """The header and the rows of a table. Pure."""
-    shown = fitting(table, width)
-    yield _line([(table.columns[i], table.columns[i].header, size) for i, size in shown], "bold")
+    shown = [(i, size, table.headers[i].startswith(">")) for i, size in fitting(table, width)]
+    yield _line([(_title(table.headers[i]), size, right) for i, size, right in shown], "bold")
     for row in table.rows:
-        yield _line([(table.columns[i], row.cells[i], size) for i, size in shown], row.style)
+        yield _line([(row.cells[i], size, right) for i, size, right in shown], row.style)
 
 
 def facts_lines(facts: Facts) -> Iterator[Text]:
@@ -250,12 +247,12 @@ def facts_lines(facts: Facts) -> Iterator[Text]:
         yield Text.assemble((name.ljust(indent), "bold"), printable(value))
 
 
-def _line(cells: Sequence[tuple[TableColumn, str, int]], style: str) -> Text:
+def _line(cells: Sequence[tuple[str, int, bool]], style: str) -> Text:
     parts = []
-    for column, text, size in cells:
+    for text, size, right in cells:
         cell = Text(text)
         cell.truncate(size, overflow="ellipsis")
-        cell.align("right" if column.right else "left", size)
+        cell.align("right" if right else "left", size)
         parts.append(cell)
     line = Text(" " * _GAP).join(parts)
     line.rstrip()

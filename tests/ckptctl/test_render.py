@@ -4,16 +4,10 @@ import sys
 import pytest
 
 from ckptctl.output import Output
-from ckptctl.render import Facts, Row, Screen, Table, TableColumn, facts_lines, printable, table_lines
+from ckptctl.render import Facts, Row, Screen, Table, facts_lines, printable, table_lines
 
 TABLE = Table(
-    (
-        TableColumn("NAME"),
-        TableColumn("SIZE", right=True),
-        TableColumn("EXTRA", drop=1),
-        TableColumn("RARE", drop=2),
-        TableColumn("METRICS"),
-    ),
+    ("NAME", ">SIZE", "EXTRA/1", "RARE/2", "METRICS"),
     [Row(("gpt@1", "2.7 MiB", "extra", "rare", "loss=0.1 accuracy=0.9 lr=0.001")), Row(("b", "1 B", "", "", ""))],
 )
 

@@ -8,7 +8,7 @@ import typer
 
 from ckptapi.bodies import MAX_PAGE
 from ckptctl.commands.arguments import RunArgument
-from ckptctl.render import Row, Table, TableColumn
+from ckptctl.render import Row, Table
 from ckptctl.session import Session
 from ckptstore import human
 
@@ -32,13 +32,7 @@ def audit(
     found.sort(key=lambda body: body.at, reverse=True)
     if not found:
         session.screen.note("the audit log is empty")
-    columns = (
-        TableColumn("WHEN, UTC"),
-        TableColumn("WHO", drop=2),
-        TableColumn("DID"),
-        TableColumn("REASON", drop=1),
-        TableColumn("CHECKPOINTS"),
-    )
+    columns = ("WHEN, UTC", "WHO/2", "DID", "REASON/1", "CHECKPOINTS")
     rows = [Row((human.moment(b.at).removesuffix(" UTC"), b.by, b.action, b.reason, _ids(b.ids))) for b in found]
     session.screen.emit(found, [id for body in found for id in body.ids], [Table(columns, rows)] if rows else [])
 

@@ -6,7 +6,7 @@ import msgspec
 import typer
 
 from ckptctl.profiles import load_profiles
-from ckptctl.render import Facts, Row, Table, TableColumn
+from ckptctl.render import Facts, Row, Table
 from ckptctl.session import Session
 from ckptstore.errors import InvalidRequest
 
@@ -55,6 +55,6 @@ def show_config(ctx: typer.Context) -> None:
         ("because of", body.origin),
         ("token", "yes" if body.has_token else "none"),
     ]
-    columns = (TableColumn("PROFILE"), TableColumn("TARGET"), TableColumn("TOKEN"))
+    columns = ("PROFILE", "TARGET", "TOKEN")
     rows = [Row((p.name, p.target, "yes" if p.has_token else "none")) for p in profiles]
     session.screen.emit(body, [p.name for p in profiles], [Facts(pairs), *([Table(columns, rows)] if rows else [])])

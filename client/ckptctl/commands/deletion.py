@@ -11,7 +11,7 @@ from ckptapi.bodies import CheckpointBody
 from ckptctl.commands.arguments import ReasonOption, RunArgument
 from ckptctl.commands.listing import short_id
 from ckptctl.completion import checkpoint_names
-from ckptctl.render import Block, Row, Table, TableColumn
+from ckptctl.render import Block, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint
@@ -145,13 +145,7 @@ def collect_garbage(
 
 
 def _collected_blocks(reports: Sequence[CollectReport]) -> Iterator[Block]:
-    columns = (
-        TableColumn("RUN"),
-        TableColumn("DELETED", right=True),
-        TableColumn("ROLLED FORWARD", right=True),
-        TableColumn("ABORTED", right=True),
-        TableColumn("FREED", right=True),
-    )
+    columns = ("RUN", ">DELETED", ">ROLLED FORWARD", ">ABORTED", ">FREED")
     rows = [
         Row((r.run, *(str(len(ids)) for ids in (r.swept, r.rolled_forward, r.aborted)), human.size(r.freed_bytes)))
         for r in reports
@@ -165,13 +159,7 @@ def _collected_blocks(reports: Sequence[CollectReport]) -> Iterator[Block]:
 
 
 def _deleted_blocks(bodies: Sequence[Deleted], now: float) -> Iterator[Block]:
-    columns = (
-        TableColumn("CHECKPOINT"),
-        TableColumn("DELETED", right=True),
-        TableColumn("LEFT", right=True),
-        TableColumn("BY", drop=1),
-        TableColumn("REASON"),
-    )
+    columns = ("CHECKPOINT", ">DELETED", ">LEFT", "BY/1", "REASON")
     rows = [Row((b.id, human.age(now - b.at), human.age(b.until - now), b.by, b.reason)) for b in bodies]
     if rows:
         yield Table(columns, rows)

@@ -11,7 +11,7 @@ import typer
 from ckptctl.commands.show import find_readable
 from ckptctl.commands.stats import number
 from ckptctl.completion import checkpoint_names
-from ckptctl.render import Block, Facts, Row, Table, TableColumn
+from ckptctl.render import Block, Facts, Row, Table
 from ckptctl.session import Session, leased
 from ckptstore import human
 from ckptstore.analysis.difference import Difference, Side, compare
@@ -72,13 +72,7 @@ def _blocks(result: Difference) -> Iterator[Block]:
 
 
 def _table(result: Difference) -> Table:
-    columns = (
-        TableColumn("CHANGED"),
-        TableColumn("RELATIVE", right=True),
-        TableColumn("LARGEST", right=True),
-        TableColumn("ELEMENTS", right=True),
-        TableColumn("NAN OR INF", right=True),
-    )
+    columns = ("CHANGED", ">RELATIVE", ">LARGEST", ">ELEMENTS", ">NAN OR INF")
     rows = [
         Row(
             (one.name, number(one.relative_norm), number(one.largest), f"{one.changed:,}", f"{one.not_finite:,}"),

@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from ckptctl.exits import Unhealthy
-from ckptctl.render import Block, Row, Table, TableColumn
+from ckptctl.render import Block, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.errors import CkptError, DaemonUnavailable, Unavailable
@@ -197,7 +197,7 @@ def _look_at_runs(session: Session) -> Iterator[HealthFinding]:
 
 
 def _probe_blocks(found: StoreReport) -> Iterator[Block]:
-    columns = (TableColumn("CHECK"), TableColumn("RESULT"), TableColumn("TOOK", right=True), TableColumn("DETAIL"))
+    columns = ("CHECK", "RESULT", ">TOOK", "DETAIL")
     rows = [
         Row(
             (check.name, "ok" if check.ok else "wrong", f"{check.seconds * 1000:.0f} ms", check.detail),
@@ -212,7 +212,7 @@ def _probe_blocks(found: StoreReport) -> Iterator[Block]:
 
 
 def _findings_blocks(findings: list[HealthFinding]) -> Iterator[Block]:
-    columns = (TableColumn("CHECK"), TableColumn("RESULT"), TableColumn("FOUND"))
+    columns = ("CHECK", "RESULT", "FOUND")
     rows = [Row((f.check, f.verdict, f.found), _STYLES[f.verdict] if f.verdict != "ok" else "") for f in findings]
     yield Table(columns, rows)
     for finding in findings:

@@ -11,7 +11,7 @@ import typer
 from ckptapi.listing import is_glob
 from ckptctl.commands.show import find_readable
 from ckptctl.completion import checkpoint_names
-from ckptctl.render import Block, Row, Table, TableColumn
+from ckptctl.render import Block, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint
@@ -120,14 +120,7 @@ def _usage(session: Session, run: str, listed: Iterable[Checkpoint]) -> Iterator
 
 
 def _usage_blocks(found: Sequence[UsageBody]) -> Iterator[Block]:
-    columns = (
-        TableColumn("RUN"),
-        TableColumn("STATE"),
-        TableColumn("CHECKPOINTS", right=True),
-        TableColumn("SIZE", right=True, drop=1),
-        TableColumn("STORED", right=True),
-        TableColumn("SHARE", right=True),
-    )
+    columns = ("RUN", "STATE", ">CHECKPOINTS", ">SIZE/1", ">STORED", ">SHARE")
     total = sum(body.stored_bytes for body in found)
     rows = [
         Row(
@@ -148,12 +141,7 @@ def _usage_blocks(found: Sequence[UsageBody]) -> Iterator[Block]:
 
 def _part_blocks(bodies: Sequence[PartBody]) -> Iterator[Block]:
     total = sum(body.raw_bytes for body in bodies)
-    columns = (
-        TableColumn("PART"),
-        TableColumn("ENTRIES", right=True),
-        TableColumn("SIZE", right=True),
-        TableColumn("SHARE", right=True),
-    )
+    columns = ("PART", ">ENTRIES", ">SIZE", ">SHARE")
     rows = [
         Row((body.part, f"{body.entries:,}", human.size(body.raw_bytes), human.ratio(body.raw_bytes, total)))
         for body in bodies

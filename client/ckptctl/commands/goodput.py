@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ckptctl.render import Block, Facts, Row, Table, TableColumn
+from ckptctl.render import Block, Facts, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.analysis.goodput import Account, AttemptAccount, EndOf, Spent, openmetrics, read_account
@@ -68,9 +68,9 @@ def _blocks(found: Account) -> Iterator[Block]:
         ]
     )
     yield ""
-    columns = (TableColumn("CATEGORY"), TableColumn("TIME", right=True), TableColumn("SHARE", right=True))
+    columns = ("CATEGORY", ">TIME", ">SHARE")
     yield Table(
-        (*columns, TableColumn("WHAT", drop=1)),
+        (*columns, "WHAT/1"),
         [
             Row((kind, human.duration(seconds), _share(seconds / total if total else 0.0), _WORDS[Spent(kind)]))
             for kind, seconds in found.seconds.items()
@@ -78,17 +78,7 @@ def _blocks(found: Account) -> Iterator[Block]:
     )
     yield ""
     yield Table(
-        (
-            TableColumn("ATTEMPT", right=True),
-            TableColumn("BEGAN", drop=3),
-            TableColumn("FROM STEP", right=True),
-            TableColumn("TO STEP", right=True),
-            TableColumn("LOST", right=True),
-            TableColumn("TOOK", right=True, drop=1),
-            TableColumn("STALL", right=True, drop=2),
-            TableColumn("ENDED"),
-            TableColumn("WHERE", drop=4),
-        ),
+        (">ATTEMPT", "BEGAN/3", ">FROM STEP", ">TO STEP", ">LOST", ">TOOK/1", ">STALL/2", "ENDED", "WHERE/4"),
         [Row(_cells(number, one), _STYLES.get(one.ended, "")) for number, one in enumerate(found.attempts, start=1)],
     )
     if not all(one.measured for one in found.attempts):

@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from ckptapi.bodies import MAX_PAGE, JobBody, JobRequest, JobState
-from ckptctl.render import Block, Facts, Row, Table, TableColumn
+from ckptctl.render import Block, Facts, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.errors import InvalidRequest
@@ -70,15 +70,7 @@ def follow(session: Session, daemon: DaemonClient, request: JobRequest) -> JobBo
 
 
 def _table(found: list[JobBody], now: float) -> Iterator[Block]:
-    columns = (
-        TableColumn("JOB"),
-        TableColumn("KIND"),
-        TableColumn("STATE"),
-        TableColumn("DONE", right=True, drop=1),
-        TableColumn("AGE", right=True, drop=2),
-        TableColumn("OF"),
-        TableColumn("PROBLEM"),
-    )
+    columns = ("JOB", "KIND", "STATE", ">DONE/1", ">AGE/2", "OF", "PROBLEM")
     if found:
         yield Table(columns, [Row(_cells(job, now), _STYLES[job.state]) for job in found])
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
-from itertools import compress
 from math import inf, isfinite
 from typing import Annotated
 
@@ -14,7 +13,7 @@ import typer
 from ckptapi.bodies import CheckpointBody, RunBody
 from ckptapi.listing import Bound, Filter, Sort, Tagged, in_order
 from ckptctl.commands.arguments import NearOption, RunArgument
-from ckptctl.render import Block, Facts, Row, Table, TableColumn
+from ckptctl.render import Block, Facts, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, State, has_branches
@@ -180,28 +179,13 @@ def short_id(checkpoint: Checkpoint) -> str:
 
 def checkpoint_table(checkpoints: Iterable[Checkpoint], now: float) -> Table:
     """A table of checkpoints."""
-    columns = [
-        TableColumn("CHECKPOINT"),
-        TableColumn("STATE"),
-        TableColumn("WHERE"),
-        TableColumn("GENERATION", drop=2),
-        TableColumn("AGE", right=True),
-        TableColumn("SIZE", right=True),
-        TableColumn("STORED", right=True, drop=2),
-        TableColumn("SAVED IN", right=True, drop=3),
-        TableColumn("RANKS", right=True, drop=4),
-        TableColumn("METRICS", drop=1),
-        TableColumn("TAGS", drop=1),
-    ]
+    headers = (
+        "CHECKPOINT", "STATE", "WHERE?", "GENERATION/2?", ">AGE", ">SIZE", ">STORED/2", ">SAVED IN/3", ">RANKS/4",
+        "METRICS/1", "TAGS/1?",
+    )  # fmt: skip
     found = list(checkpoints)
-    optional = {
-        "TAGS": any(c.tags for c in found),
-        "GENERATION": has_branches(found),
-        "WHERE": any(c.tiers for c in found),
-    }
-    shown = [optional.get(column.header, True) for column in columns]
-    rows = [Row(tuple(compress(_cells(c, now), shown)), STATE_STYLES[c.state]) for c in found]
-    return Table(tuple(compress(columns, shown)), rows)
+    branches = has_branches(found)
+    return Table(headers, [Row(_cells(c, c.branch if branches else "", now), STATE_STYLES[c.state]) for c in found])
 
 
 def checkpoint_facts(checkpoint: Checkpoint, now: float) -> Facts:
@@ -226,14 +210,14 @@ def checkpoint_facts(checkpoint: Checkpoint, now: float) -> Facts:
     return Facts(pairs)
 
 
-def _cells(c: Checkpoint, now: float) -> tuple[str, ...]:
+def _cells(c: Checkpoint, branch: str, now: float) -> tuple[str, ...]:
     if c.state is State.CORRUPT:
-        return (short_id(c), c.state, _where(c), c.branch, "?", "?", "?", "?", "?", c.problem, "")
+        return (short_id(c), c.state, _where(c), branch, "?", "?", "?", "?", "?", c.problem, "")
     return (
         short_id(c),
         c.state,
         _where(c),
-        c.branch,
+        branch,
         human.age(now - c.committed_at),
         human.size(c.raw_bytes),
         human.size(c.stored_bytes),
@@ -249,16 +233,9 @@ def _where(c: Checkpoint) -> str:
 
 
 def _run_blocks(runs: Iterable[RunBody], now: float) -> Iterator[Block]:
-    columns = (
-        TableColumn("RUN"),
-        TableColumn("CHECKPOINTS", right=True),
-        TableColumn("STORED", right=True),
-        TableColumn("LATEST"),
-        TableColumn("AGE", right=True),
-    )
     rows = [Row(_run_cells(run, now)) for run in runs]
     if rows:
-        yield Table(columns, rows)
+        yield Table(("RUN", ">CHECKPOINTS", ">STORED", "LATEST", ">AGE"), rows)
 
 
 def _run_cells(run: RunBody, now: float) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import typer
 
 from ckptctl.commands.arguments import ReasonOption
 from ckptctl.completion import checkpoint_names
-from ckptctl.render import Row, Table, TableColumn
+from ckptctl.render import Row, Table
 from ckptctl.session import Session
 from ckptstore.errors import InvalidRequest
 from ckptstore.retention.pins import NamedPin
@@ -64,5 +64,5 @@ def _list(session: Session, run: str | None, remove: bool) -> None:
     found = [body for each in session.run_names(run) for body in session.operator.pins(each)]
     if not found:
         session.screen.note("no checkpoint is pinned")
-    table = Table((TableColumn("CHECKPOINT"), TableColumn("PIN")), [Row((body.id, body.name)) for body in found])
+    table = Table(("CHECKPOINT", "PIN"), [Row((body.id, body.name)) for body in found])
     session.screen.emit(found, [body.id for body in found], [table] if found else [])

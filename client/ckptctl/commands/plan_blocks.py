@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptctl.render import Block, Facts, Row, Table, TableColumn
+from ckptctl.render import Block, Facts, Row, Table
 from ckptplan.plan import Bandwidth, Interval, Plan, Ranks, Restore
 from ckptplan.retained import Retained
 from ckptplan.work import TrainingTime
@@ -40,13 +40,7 @@ def plan_blocks(plan: Plan) -> Iterator[Block]:
 
 
 def _term_table(plan: Plan) -> Table:
-    columns = (
-        TableColumn("STATE"),
-        TableColumn("TYPE"),
-        TableColumn("BYTES PER PARAMETER", right=True),
-        TableColumn("SIZE", right=True),
-        TableColumn("STORED SHARE", right=True),
-    )
+    columns = ("STATE", "TYPE", ">BYTES PER PARAMETER", ">SIZE", ">STORED SHARE")
     rows = [
         Row(
             (
@@ -76,12 +70,7 @@ def _sizes(plan: Plan) -> Pairs:
 
 
 def _rank_blocks(ranks: Ranks) -> Iterator[Block]:
-    columns = (
-        TableColumn("WRITES"),
-        TableColumn("RANKS", right=True),
-        TableColumn("WHICH"),
-        TableColumn("EACH, RAW", right=True),
-    )
+    columns = ("WRITES", ">RANKS", "WHICH", ">EACH, RAW")
     rows = [Row((w.what, f"{w.ranks:,}", w.which, human.size(round(w.bytes_per_rank)))) for w in ranks.writers]
     yield Table(columns, rows)
     yield ""

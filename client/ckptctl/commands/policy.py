@@ -12,7 +12,7 @@ import typer
 from ckptapi.bodies import MAX_PAGE
 from ckptctl.commands.struct_options import with_options
 from ckptctl.policy_file import EXAMPLE, parse_policies, write_policies
-from ckptctl.render import Row, Table, TableColumn
+from ckptctl.render import Row, Table
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.errors import CkptError, InvalidRequest, TooMuchToDelete
@@ -137,13 +137,7 @@ def history(
     """List the versions of the policies, newest first."""
     session: Session = ctx.obj
     found = session.operator.policies_history(limit)
-    columns = (
-        TableColumn("VERSION", right=True),
-        TableColumn("WHEN"),
-        TableColumn("WHO"),
-        TableColumn("DEFAULT"),
-        TableColumn("REASON"),
-    )
+    columns = (">VERSION", "WHEN", "WHO", "DEFAULT", "REASON")
     rows = [Row((str(b.version), human.moment(b.at), b.by, _words(b.policies.default), b.reason)) for b in found]
     session.screen.emit(found, [str(body.version) for body in found], [Table(columns, rows)] if rows else [])
 

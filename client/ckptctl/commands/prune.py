@@ -12,7 +12,7 @@ from ckptapi.bodies import PruneBody
 from ckptctl.commands.arguments import RunArgument
 from ckptctl.commands.listing import STATE_STYLES, short_id
 from ckptctl.commands.struct_options import with_options
-from ckptctl.render import Block, Row, Table, TableColumn
+from ckptctl.render import Block, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint
@@ -96,11 +96,11 @@ def _done_blocks(done: PrunePlan, shown: bool) -> Iterator[Block]:
 
 def _table(decisions: Sequence[KeepDecision], now: float) -> Table:
     columns = [
-        TableColumn("  CHECKPOINT"),
-        TableColumn("STATE", drop=1),
-        TableColumn("AGE", right=True),
-        TableColumn("STORED", right=True),
-        TableColumn("REASONS"),
+        "  CHECKPOINT",
+        "STATE/1",
+        ">AGE",
+        ">STORED",
+        "REASONS",
     ]
     rows = []
     for decision in decisions:

@@ -10,7 +10,7 @@ import typer
 
 from ckptapi.bodies import MAX_PAGE, Phase, RankBody, RestoreBody, RestoreState
 from ckptctl.commands.listing import short_id
-from ckptctl.render import Block, Facts, Row, Table, TableColumn
+from ckptctl.render import Block, Facts, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.names import is_ulid
@@ -86,16 +86,7 @@ def _watch(
 
 
 def _list_blocks(restores: Sequence[RestoreBody], now: float) -> Iterator[Block]:
-    columns = (
-        TableColumn("RESTORE"),
-        TableColumn("CHECKPOINT"),
-        TableColumn("STATE"),
-        TableColumn("RANKS", right=True),
-        TableColumn("DONE", right=True, drop=2),
-        TableColumn("AGE", right=True, drop=1),
-        TableColumn("HOST", drop=3),
-        TableColumn("SLOWEST, OR PROBLEM"),
-    )
+    columns = ("RESTORE", "CHECKPOINT", "STATE", ">RANKS", ">DONE/2", ">AGE/1", "HOST/3", "SLOWEST, OR PROBLEM")
     if restores:
         yield Table(columns, [Row(_cells(restore, now), _STYLES[restore.state]) for restore in restores])
 
@@ -149,15 +140,7 @@ def _restore_blocks(restore: RestoreBody, now: float) -> Iterator[Block]:
 
 
 def _rank_table(restore: RestoreBody, ranks: Iterable[RankBody], now: float) -> Table:
-    columns = (
-        TableColumn("RANK", right=True),
-        TableColumn("PHASE"),
-        TableColumn("DONE", right=True),
-        TableColumn("BYTES", right=True, drop=2),
-        TableColumn("OF", right=True, drop=2),
-        TableColumn("REPORTED", right=True, drop=1),
-        TableColumn("PROBLEM"),
-    )
+    columns = (">RANK", "PHASE", ">DONE", ">BYTES/2", ">OF/2", ">REPORTED/1", "PROBLEM")
     behind = set(restore.stragglers)
     ordered = sorted(ranks, key=lambda rank: (rank.phase is not Phase.FAILED, _fraction(rank), rank.rank))
     return Table(columns, [Row(_rank_cells(rank, now), "yellow" if rank.rank in behind else "") for rank in ordered])

@@ -12,7 +12,7 @@ import typer
 from ckptapi.bodies import CheckpointBody
 from ckptctl.commands.arguments import CheckpointArgument, NearOption
 from ckptctl.commands.listing import checkpoint_facts
-from ckptctl.render import Block, Facts, Row, Table, TableColumn
+from ckptctl.render import Block, Facts, Row, Table
 from ckptctl.session import Session, parse_reference
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, State
@@ -163,14 +163,11 @@ def _blocks(found: Checkpoint, body: ContentBody, now: float) -> Iterator[Block]
 
 
 def _entry_table(entries: Sequence[ShownEntry]) -> Table:
-    columns = [TableColumn("ENTRY"), TableColumn("DTYPE"), TableColumn("SHAPE"), TableColumn("SIZE", right=True)]
-    if any(entry.aliases for entry in entries):
-        columns.append(TableColumn("ALSO NAMED"))
     rows = [
-        (entry.name, entry.dtype, _shape(entry.shape), human.size(entry.bytes), ", ".join(entry.aliases))
+        Row((entry.name, entry.dtype, _shape(entry.shape), human.size(entry.bytes), ", ".join(entry.aliases)))
         for entry in entries
     ]
-    return Table(tuple(columns), [Row(cells[: len(columns)]) for cells in rows])
+    return Table(("ENTRY", "DTYPE", "SHAPE", ">SIZE", "ALSO NAMED?"), rows)
 
 
 def _shape(shape: Sequence[int]) -> str:
@@ -178,29 +175,19 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def _shard_table(shards: Sequence[ShownShard]) -> Table:
-    columns = (
-        TableColumn("SHARD"),
-        TableColumn("RANK", right=True),
-        TableColumn("CHUNKS", right=True),
-        TableColumn("SIZE", right=True),
-        TableColumn("STORED", right=True),
-        TableColumn("TO MEAN", right=True),
-        TableColumn("CODECS"),
-        TableColumn("REFERENCED", right=True),
-    )
     rows = [
-        (
-            s.name,
-            str(s.rank),
-            f"{s.num_chunks:,}",
-            human.size(s.raw_bytes),
-            human.size(s.stored_bytes),
-            f"{s.to_mean:.2f}",
-            ", ".join(s.codecs),
-            human.size(s.referenced_bytes),
+        Row(
+            (
+                s.name,
+                str(s.rank),
+                f"{s.num_chunks:,}",
+                human.size(s.raw_bytes),
+                human.size(s.stored_bytes),
+                f"{s.to_mean:.2f}",
+                ", ".join(s.codecs),
+                human.size(s.referenced_bytes) if s.referenced_bytes else "",
+            )
         )
         for s in shards
     ]
-    # The column is left out if there are no references.
-    shown = len(columns) - (not any(s.referenced_bytes for s in shards))
-    return Table(columns[:shown], [Row(cells[:shown]) for cells in rows])
+    return Table(("SHARD", ">RANK", ">CHUNKS", ">SIZE", ">STORED", ">TO MEAN", "CODECS", ">REFERENCED?"), rows)

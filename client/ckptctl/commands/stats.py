@@ -11,7 +11,7 @@ import typer
 
 from ckptctl.commands.show import find_readable
 from ckptctl.completion import checkpoint_names
-from ckptctl.render import Block, Row, Table, TableColumn
+from ckptctl.render import Block, Row, Table
 from ckptctl.session import Session
 from ckptstore.analysis.history import series
 from ckptstore.analysis.statistics import CheckpointStatistics, TensorStatistics, read_statistics
@@ -85,7 +85,7 @@ def _body(one: CheckpointStatistics, names: str | None) -> StatisticsBody:
 
 def _blocks(bodies: Sequence[StatisticsBody], one: bool) -> Iterator[Block]:
     if one:
-        yield _table(TableColumn("TENSOR"), [(tensor.name, tensor) for tensor in bodies[0].tensors])
+        yield _table("TENSOR", [(tensor.name, tensor) for tensor in bodies[0].tensors])
     else:
         names = dict.fromkeys(tensor.name for body in bodies for tensor in body.tensors)
         if len(names) > _TABLES:
@@ -94,30 +94,26 @@ def _blocks(bodies: Sequence[StatisticsBody], one: bool) -> Iterator[Block]:
             for name in names:
                 rows = [(f"{body.step:,}", t) for body in bodies for t in body.tensors if t.name == name]
                 yield name
-                yield _table(TableColumn("STEP", right=True), rows)
+                yield _table(">STEP", rows)
                 yield ""
     for body in bodies:
         yield from (f"{body.checkpoint}: {text}" for text in body.missing)
 
 
-def _table(first: TableColumn, rows: Sequence[tuple[str, TensorStatistics]]) -> Table:
-    columns = (first, *(TableColumn(title, right=True) for title in ("MIN", "MAX", "NAN", "INF", "ELEMENTS")))
-    cells = [
-        (name, number(t.minimum), number(t.maximum), f"{t.nan:,}", f"{t.inf:,}", f"{t.elements:,}") for name, t in rows
+def _table(first: str, tensors: Sequence[tuple[str, TensorStatistics]]) -> Table:
+    rows = [
+        Row(
+            (name, number(t.minimum), number(t.maximum), f"{t.nan:,}", f"{t.inf:,}", f"{t.elements:,}"),
+            "" if t.is_finite else "red",
+        )
+        for name, t in tensors
     ]
-    return Table(columns, [Row(c, "" if t.is_finite else "red") for c, (_, t) in zip(cells, rows, strict=True)])
+    return Table((first, ">MIN", ">MAX", ">NAN", ">INF", ">ELEMENTS"), rows)
 
 
 def _summary(bodies: Sequence[StatisticsBody]) -> Table:
     """A row per checkpoint, for many tensors."""
-    columns = (
-        TableColumn("STEP", right=True),
-        TableColumn("TENSORS", right=True),
-        TableColumn("NAN", right=True),
-        TableColumn("INF", right=True),
-        TableColumn("LARGEST", right=True),
-        TableColumn("IN"),
-    )
+    columns = (">STEP", ">TENSORS", ">NAN", ">INF", ">LARGEST", "IN")
     rows = []
     for body in bodies:
         floats = [tensor for tensor in body.tensors if is_float(tensor.dtype)]

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ckptapi.bodies import NewTokenBody, RotateRequest, Scope, TokenBody, TokenRequest
-from ckptctl.render import Row, Table, TableColumn
+from ckptctl.render import Row, Table
 from ckptctl.session import Session
 from ckptstore import human
 
@@ -78,15 +78,7 @@ def _show(session: Session, made: NewTokenBody) -> None:
 
 
 def _table(found: Sequence[TokenBody], now: float) -> Table:
-    columns = (
-        TableColumn("TOKEN"),
-        TableColumn("SCOPES"),
-        TableColumn("RUNS"),
-        TableColumn("USED", right=True),
-        TableColumn("EXPIRES", right=True),
-        TableColumn("CREATED", right=True, drop=1),
-        TableColumn("BY", drop=2),
-    )
+    columns = ("TOKEN", "SCOPES", "RUNS", ">USED", ">EXPIRES", ">CREATED/1", "BY/2")
     return Table(columns, [Row(_cells(token, now), _style(token, now)) for token in found])
 
 

@@ -10,7 +10,7 @@ import typer
 
 from ckptctl.commands.arguments import ChosenArgument
 from ckptctl.commands.listing import short_id
-from ckptctl.render import Block, Row, Table, TableColumn
+from ckptctl.render import Block, Row, Table
 from ckptctl.session import Session, leased
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, State
@@ -127,12 +127,7 @@ def _verify_leased(
 
 def verification_blocks(results: Sequence[Verification]) -> Iterator[Block]:
     """The results for tables."""
-    columns = (
-        TableColumn("CHECKPOINT"),
-        TableColumn("CHUNKS", right=True),
-        TableColumn("STORED", right=True),
-        TableColumn("RESULT"),
-    )
+    columns = ("CHECKPOINT", ">CHUNKS", ">STORED", "RESULT")
     rows = [
         Row(
             (short_id(r.checkpoint), f"{r.num_chunks:,}", human.size(r.stored_bytes), _verdict(r)),
@@ -156,13 +151,7 @@ def verification_blocks(results: Sequence[Verification]) -> Iterator[Block]:
 
 
 def _estimates(estimates: Sequence[RestoreEstimate]) -> Table:
-    columns = (
-        TableColumn("RANKS", right=True),
-        TableColumn("BUSIEST READS", right=True),
-        TableColumn("ALL READ", right=True, drop=1),
-        TableColumn("ALONE", right=True),
-        TableColumn("TOGETHER", right=True),
-    )
+    columns = (">RANKS", ">BUSIEST READS", ">ALL READ/1", ">ALONE", ">TOGETHER")
     return Table(
         columns,
         [

@@ -9,7 +9,7 @@ import typer
 
 from ckptctl.commands.stats import number, read_series
 from ckptctl.completion import run_names
-from ckptctl.render import Block, Facts, Row, Table, TableColumn
+from ckptctl.render import Block, Facts, Row, Table
 from ckptctl.session import Session
 from ckptstore.analysis.history import RunFinding, TensorFinding, first_trouble
 from ckptstore.analysis.statistics import TensorStatistics
@@ -55,13 +55,7 @@ def _blocks(found: RunFinding) -> Iterator[Block]:
 
 
 def _table(findings: list[TensorFinding]) -> Table:
-    columns = (
-        TableColumn("TENSOR"),
-        TableColumn("LARGEST BEFORE", right=True, drop=2),
-        TableColumn("HERE", right=True, drop=1),
-        TableColumn("AFTER", right=True, drop=3),
-        TableColumn("CAUSE"),
-    )
+    columns = ("TENSOR", ">LARGEST BEFORE/2", ">HERE/1", ">AFTER/3", "CAUSE")
     rows = [
         Row((one.tensor, _largest(one.before), _largest(one.found), _largest(one.after), one.text)) for one in findings
     ]
