@@ -32,8 +32,8 @@ class _Program(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command of a name or an alias; None for an unknown word."""
         name = manual.ALIASES.get(cmd_name, cmd_name)
-        if name not in self.commands and (module := manual.module_of(name)) is not None:
-            self.commands.update(_commands_of(module))
+        if name not in self.commands and (function := manual.function_of(name)) is not None:
+            self.commands[name] = _load(name, function)
         return self.commands.get(name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -57,12 +57,17 @@ class _Program(TyperGroup):
         sys.exit(_exit_code(lambda: super(_Program, self).main(arguments, **extra), arguments))
 
 
-def _commands_of(module: str) -> dict[str, Any]:
-    """The commands that a module of ckptctl.commands registers."""
-    registered = typer.Typer(rich_markup_mode=None, context_settings=_SETTINGS)
-    import_module(f"ckptctl.commands.{module}").register(registered)
-    manual.finish_commands(registered, _Command)
-    return dict(typer.main.get_group(registered).commands)
+def _load(name: str, function: str) -> Any:
+    """The command with this name. function: its module in ckptctl.commands, and its name there."""
+    module, _, attribute = function.partition(".")
+    found = getattr(import_module(f"ckptctl.commands.{module}"), attribute)
+    program = typer.Typer(rich_markup_mode=None, context_settings=_SETTINGS)
+    if isinstance(found, typer.Typer):
+        program.add_typer(found, name=name)
+    else:
+        program.command(name)(found)
+    manual.finish_commands(program, _Command)
+    return typer.main.get_group(program).commands[name]
 
 
 class _Command(TyperCommand):

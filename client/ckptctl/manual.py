@@ -13,57 +13,57 @@ from typer.core import TyperCommand
 
 SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Look": {
-        "ls": ("listing", "List checkpoints; filter and sort them."),
-        "latest": ("listing", "Show the newest checkpoint of a run."),
-        "runs": ("listing", "List runs with their checkpoints and sizes."),
-        "show": ("show", "Show one checkpoint: facts, entries, shards."),
-        "du": ("du", "Show what the bytes of a run belong to."),
-        "stats": ("stats", "Show extremes, moments, NaN and Inf of tensors."),
-        "why": ("why", "Find the first checkpoint that went wrong."),
-        "diff": ("diff", "Compare the tensors of two checkpoints."),
-        "goodput": ("goodput", "Show what became of the time of a run."),
-        "watch": ("watch", "Follow commits, deletions and damage."),
-        "open": ("open", "Open the dashboard in a browser."),
+        "ls": ("listing.list_checkpoints", "List checkpoints; filter and sort them."),
+        "latest": ("listing.show_latest", "Show the newest checkpoint of a run."),
+        "runs": ("listing.list_runs", "List runs with their checkpoints and sizes."),
+        "show": ("show.show", "Show one checkpoint: facts, entries, shards."),
+        "du": ("du.show_usage", "Show what the bytes of a run belong to."),
+        "stats": ("stats.stats", "Show extremes, moments, NaN and Inf of tensors."),
+        "why": ("why.why", "Find the first checkpoint that went wrong."),
+        "diff": ("diff.diff", "Compare the tensors of two checkpoints."),
+        "goodput": ("goodput.goodput", "Show what became of the time of a run."),
+        "watch": ("watch.watch", "Follow commits, deletions and damage."),
+        "open": ("open.open_page", "Open the dashboard in a browser."),
     },
     "Check": {
-        "verify": ("verify", "Verify all checksums, and restores on N ranks."),
-        "scrub": ("scrub", "Verify checkpoints, record the results, heal."),
-        "probe": ("doctor", "Test what a store guarantees, and its speed."),
-        "doctor": ("doctor", "Find what is wrong, or wait until it responds."),
-        "drain": ("drain", "Wait until the savers of this host are done."),
+        "verify": ("verify.verify", "Verify all checksums, and restores on N ranks."),
+        "scrub": ("scrub.scrub_checkpoints", "Verify checkpoints, record the results, heal."),
+        "probe": ("doctor.probe", "Test what a store guarantees, and its speed."),
+        "doctor": ("doctor.doctor", "Find what is wrong, or wait until it responds."),
+        "drain": ("drain.drain", "Wait until the savers of this host are done."),
     },
     "Keep and delete": {
-        "prune": ("prune", "Delete old checkpoints by rules or policies."),
-        "rm": ("deletion", "Delete checkpoints by name."),
-        "undelete": ("deletion", "Undo a deletion, or list what can be undone."),
-        "gc": ("deletion", "Delete data that is due."),
-        "pin": ("pins", "Keep a checkpoint; list and remove pins."),
-        "tag": ("tag", "Set tags, and metrics computed after the save."),
-        "policy": ("policy", "Show and change the retention policies."),
-        "audit": ("audit", "Show who deleted or pinned what, and why."),
+        "prune": ("prune.prune", "Delete old checkpoints by rules or policies."),
+        "rm": ("deletion.remove", "Delete checkpoints by name."),
+        "undelete": ("deletion.undelete", "Undo a deletion, or list what can be undone."),
+        "gc": ("deletion.collect_garbage", "Delete data that is due."),
+        "pin": ("pins.pin", "Keep a checkpoint; list and remove pins."),
+        "tag": ("tag.tag", "Set tags, and metrics computed after the save."),
+        "policy": ("policy.group", "Show and change the retention policies."),
+        "audit": ("audit.audit", "Show who deleted or pinned what, and why."),
     },
     "Move": {
-        "export": ("export", "Write files for other programs."),
-        "import": ("import_", "Store another program's file as a checkpoint."),
-        "cp": ("cp", "Copy checkpoints to another store."),
+        "export": ("export.export", "Write files for other programs."),
+        "import": ("import_.import_checkpoint", "Store another program's file as a checkpoint."),
+        "cp": ("cp.copy_checkpoints", "Copy checkpoints to another store."),
     },
     "Plan": {
-        "plan": ("plan", "Compute sizes, bandwidth, interval and price."),
+        "plan": ("plan.plan", "Compute sizes, bandwidth, interval and price."),
     },
     "Daemon": {
-        "login": ("login", "Store a daemon's address and token as a profile."),
-        "restores": ("restores", "Show restore sessions and their stragglers."),
-        "jobs": ("jobs", "Show, follow and cancel jobs."),
-        "reindex": ("doctor", "Rebuild the index from the store."),
-        "token": ("token", "Manage access tokens."),
+        "login": ("login.login", "Store a daemon's address and token as a profile."),
+        "restores": ("restores.show_restores", "Show restore sessions and their stragglers."),
+        "jobs": ("jobs.jobs", "Show, follow and cancel jobs."),
+        "reindex": ("doctor.reindex", "Rebuild the index from the store."),
+        "token": ("token.group", "Manage access tokens."),
     },
     "This program": {
-        "config": ("config", "Show profiles, and the target in force."),
-        "version": ("program", "Show the versions of program and daemon."),
-        "completion": ("program", "Print the completion script of a shell."),
+        "config": ("config.show_config", "Show profiles, and the target in force."),
+        "version": ("program.version", "Show the versions of program and daemon."),
+        "completion": ("program.completion", "Print the completion script of a shell."),
     },
 }
-"""Commands by section: the module in ckptctl.commands, and a summary for the list of commands."""
+"""Commands by section: module in ckptctl.commands and function, and a summary for the list of commands."""
 
 ALIASES = {"list": "ls", "get": "ls", "describe": "show", "delete": "rm"}
 """Names that users of kubectl type. They work, but are not listed."""
@@ -179,8 +179,8 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 """Examples at the end of the help of every command."""
 
 
-def module_of(command: str) -> str | None:
-    """The module in ckptctl.commands that registers a command; None for an unknown command. Pure."""
+def function_of(command: str) -> str | None:
+    """The module in ckptctl.commands and the function of a command; None for an unknown command. Pure."""
     return next((found[command][0] for found in SECTIONS.values() if command in found), None)
 
 

@@ -13,11 +13,6 @@ from ckptctl.session import Session
 from ckptstore import human
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this file."""
-    app.command("audit")(audit)
-
-
 def audit(
     ctx: typer.Context,
     run: RunArgument = None,

@@ -30,11 +30,6 @@ class ConfigBody(msgspec.Struct, frozen=True):
     has_token: bool
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this file."""
-    app.command("config")(show_config)
-
-
 def show_config(ctx: typer.Context) -> None:
     """Show the profiles of the configuration file, and the target in force.
 

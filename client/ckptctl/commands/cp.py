@@ -32,11 +32,6 @@ class CopyBody(msgspec.Struct, frozen=True, kw_only=True):
     """The copy was there before; nothing was written."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this file."""
-    app.command("cp")(copy_checkpoints)
-
-
 def copy_checkpoints(
     ctx: typer.Context,
     which: ChosenArgument = None,

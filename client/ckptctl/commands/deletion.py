@@ -20,13 +20,6 @@ from ckptstore.names import Reference
 from ckptstore.retention.deletion import UNDELETED, CollectReport, Deleted
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this file."""
-    app.command("rm")(remove)
-    app.command("undelete")(undelete)
-    app.command("gc")(collect_garbage)
-
-
 def remove(
     ctx: typer.Context,
     checkpoints: Annotated[

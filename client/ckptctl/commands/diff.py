@@ -19,11 +19,6 @@ from ckptstore.analysis.difference import Difference, Side, compare
 _SHOWN = 40
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this file."""
-    app.command("diff")(diff)
-
-
 def diff(
     ctx: typer.Context,
     before: Annotated[

@@ -40,13 +40,6 @@ class HealthBody(msgspec.Struct, frozen=True):
     ready: bool
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this file."""
-    app.command("probe")(probe)
-    app.command("doctor")(doctor)
-    app.command("reindex")(reindex)
-
-
 def probe(ctx: typer.Context) -> None:
     """Check a store with a few small objects: conditional writes, listings, its clock, its speed.
 

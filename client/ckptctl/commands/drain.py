@@ -30,11 +30,6 @@ class Drained(msgspec.Struct, frozen=True, kw_only=True):
     """Those that are not done."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this file."""
-    app.command("drain")(drain)
-
-
 def drain(
     ctx: typer.Context,
     run: Annotated[

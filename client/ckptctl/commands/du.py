@@ -44,11 +44,6 @@ class PartBody(msgspec.Struct, frozen=True, kw_only=True):
     raw_bytes: int
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this file."""
-    app.command("du")(show_usage)
-
-
 def show_usage(
     ctx: typer.Context,
     which: Annotated[

@@ -34,11 +34,6 @@ class ExportBody(msgspec.Struct, frozen=True, kw_only=True):
     """Positions in data loaders, which are in no export either."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this file."""
-    app.command("export")(export)
-
-
 def export(
     ctx: typer.Context,
     checkpoint: CheckpointArgument,

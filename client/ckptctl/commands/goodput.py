@@ -26,11 +26,6 @@ _WORDS = {
 }
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this file."""
-    app.command("goodput")(goodput)
-
-
 def goodput(
     ctx: typer.Context,
     run: Annotated[str, typer.Argument(metavar="RUN", show_default=False)],

@@ -29,11 +29,6 @@ class ImportBody(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[str]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this file."""
-    app.command("import")(import_checkpoint)
-
-
 def import_checkpoint(
     ctx: typer.Context,
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A file or folder on this machine.")],

@@ -27,11 +27,6 @@ _STYLES = {
 }
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this file."""
-    app.command("jobs")(jobs)
-
-
 def jobs(
     ctx: typer.Context,
     id: Annotated[

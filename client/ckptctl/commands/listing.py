@@ -40,13 +40,6 @@ SortOption = Annotated[str, typer.Option(metavar="ORDER", help="run, step, time,
 STATE_STYLES = {State.COMMITTED: "", State.SUPERSEDED: "dim", State.ABANDONED: "dim", State.CORRUPT: "red"}
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this file."""
-    app.command("ls")(list_checkpoints)
-    app.command("latest")(show_latest)
-    app.command("runs")(list_runs)
-
-
 def list_checkpoints(
     ctx: typer.Context,
     run: RunArgument = None,

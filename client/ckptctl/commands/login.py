@@ -24,11 +24,6 @@ class LoginBody(msgspec.Struct, frozen=True):
     file: str
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this file."""
-    app.command("login")(login)
-
-
 def login(
     ctx: typer.Context,
     url: Annotated[

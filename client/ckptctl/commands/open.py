@@ -13,11 +13,6 @@ from ckptctl.session import Session, parse_reference
 from ckptstore.names import check_run
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this file."""
-    app.command("open")(open_page)
-
-
 def open_page(
     ctx: typer.Context,
     which: Annotated[

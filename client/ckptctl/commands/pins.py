@@ -14,11 +14,6 @@ from ckptstore.errors import InvalidRequest
 from ckptstore.retention.pins import NamedPin
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this file."""
-    app.command("pin")(pin)
-
-
 def pin(
     ctx: typer.Context,
     checkpoint: Annotated[

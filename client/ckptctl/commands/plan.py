@@ -38,11 +38,6 @@ _MEASURED = 5
 """The newest saves whose cost is read."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this file."""
-    app.command("plan")(with_options(plan, rules=Policy, options=PlanInputs))
-
-
 RunOrCheckpoint = Annotated[
     str | None,
     typer.Argument(
@@ -83,6 +78,7 @@ PlotOption = Annotated[
 ]
 
 
+@with_options(rules=Policy, options=PlanInputs)
 def plan(
     ctx: typer.Context,
     checkpoint: RunOrCheckpoint = None,

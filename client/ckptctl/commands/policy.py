@@ -28,24 +28,17 @@ ExpectOption = Annotated[
 HistoryReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Reason, for the history.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this file."""
-    group = typer.Typer(
-        no_args_is_help=True,
-        rich_markup_mode=None,
-        help="Show and change the retention policies: which checkpoints of which runs stay.\n\n"
-        "The rules of the first override whose pattern matches a run apply to it, else the default rules. A checkpoint "
-        "stays if any rule keeps it. A daemon applies the policies after each commit and once an hour; without a "
-        "daemon, ckptctl prune does. Runs without rules are never pruned.",
-    )
-    group.command("show")(show)
-    group.command("apply", epilog=_EPILOG)(apply)
-    group.command("set")(with_options(change_rules, rules=Policy))
-    group.command("clear")(clear)
-    group.command("history")(history)
-    app.add_typer(group, name="policy")
+group = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Show and change the retention policies: which checkpoints of which runs stay.\n\n"
+    "The rules of the first override whose pattern matches a run apply to it, else the default rules. A checkpoint "
+    "stays if any rule keeps it. A daemon applies the policies after each commit and once an hour; without a "
+    "daemon, ckptctl prune does. Runs without rules are never pruned.",
+)
 
 
+@group.command("show")
 def show(
     ctx: typer.Context,
     run: Annotated[
@@ -69,6 +62,7 @@ def show(
     session.screen.emit(body, [str(body.version)], text.splitlines())
 
 
+@group.command("apply", epilog=_EPILOG)
 def apply(
     ctx: typer.Context,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML; - for standard input.")],
@@ -88,6 +82,8 @@ def apply(
     _change(session, parse_policies(text), expect, reason)
 
 
+@group.command("set")
+@with_options(rules=Policy)
 def change_rules(
     ctx: typer.Context,
     run: Annotated[
@@ -122,6 +118,7 @@ def change_rules(
     _change(session, changed, body.version, reason)
 
 
+@group.command("clear")
 def clear(ctx: typer.Context, expect: ExpectOption = None, reason: HistoryReasonOption = "") -> None:
     """Remove all policies: nothing is pruned automatically any more.
 
@@ -130,6 +127,7 @@ def clear(ctx: typer.Context, expect: ExpectOption = None, reason: HistoryReason
     _change(ctx.obj, PolicySet(), expect, reason)
 
 
+@group.command("history")
 def history(
     ctx: typer.Context,
     limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, metavar="N", help="Show the newest N.")] = 20,

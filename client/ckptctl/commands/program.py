@@ -32,12 +32,6 @@ class VersionBody(msgspec.Struct, frozen=True):
     daemon: str | None
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this file."""
-    app.command("version")(version)
-    app.command("completion")(completion)
-
-
 def version(ctx: typer.Context) -> None:
     """Show the version of this program, and of the daemon if --url is set."""
     session: Session = ctx.obj

@@ -22,11 +22,7 @@ from ckptstore.retention.policy import KeepDecision
 from ckptstore.retention.pruning import Prune, PrunePlan
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this file."""
-    app.command("prune")(with_options(prune, rules=Policy))
-
-
+@with_options(rules=Policy)
 def prune(
     ctx: typer.Context,
     run: RunArgument = None,

@@ -25,11 +25,6 @@ _STYLES = {
 _LOOK_S = 0.5
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this file."""
-    app.command("restores")(show_restores)
-
-
 def show_restores(
     ctx: typer.Context,
     which: Annotated[

@@ -22,11 +22,6 @@ from ckptstore.run import Run
 from ckptstore.stores import open_store
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this file."""
-    app.command("scrub")(scrub_checkpoints)
-
-
 def scrub_checkpoints(
     ctx: typer.Context,
     which: Annotated[

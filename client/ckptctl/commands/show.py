@@ -62,11 +62,6 @@ class ContentBody(msgspec.Struct, frozen=True, kw_only=True):
     references: list[str]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this file."""
-    app.command("show")(show)
-
-
 def show(
     ctx: typer.Context,
     checkpoint: CheckpointArgument,

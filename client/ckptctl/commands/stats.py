@@ -32,11 +32,6 @@ class StatisticsBody(msgspec.Struct, frozen=True, kw_only=True):
     """Why the statistics of some ranks are missing."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this file."""
-    app.command("stats")(stats)
-
-
 def stats(
     ctx: typer.Context,
     target: Annotated[

@@ -90,31 +90,32 @@ class _Input:
         return f"{text}  [default: {shown}]" if shown and not isinstance(shown, bool) else text
 
 
-def with_options(command: Callable[..., None], **structs: type[msgspec.Struct]) -> Callable[..., None]:
-    """The command, with the described fields of structs as options in place of its parameters of these names.
+def with_options(**structs: type[msgspec.Struct]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator of commands: the described fields of structs are options in place of parameters of these names.
 
     Such a parameter gets a dict of the options that are on the command line, by field, converted.
     """
     inputs = {one.name: one for owner, struct in structs.items() for one in _inputs(owner, struct)}
 
-    def wrapper(ctx: typer.Context, **given: Any) -> None:
-        chosen: dict[str, dict[str, Any]] = {owner: {} for owner in structs}
-        for name, one in inputs.items():
-            value = given.pop(name)
-            if value is not None and value != []:
-                chosen[one.owner][name] = one.convert(value)
-        command(ctx, **given, **chosen)
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        def wrapper(ctx: typer.Context, **given: Any) -> None:
+            chosen: dict[str, dict[str, Any]] = {owner: {} for owner in structs}
+            for name, one in inputs.items():
+                value = given.pop(name)
+                if value is not None and value != []:
+                    chosen[one.owner][name] = one.convert(value)
+            command(ctx, **given, **chosen)
 
-    parameters: list[inspect.Parameter] = []
-    for own in inspect.signature(command, eval_str=True).parameters.values():
-        if own.name in structs:
-            parameters += [one.parameter() for one in inputs.values() if one.owner == own.name]
-        else:
-            parameters.append(own)
-    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    wrapper.__annotations__ = {each.name: each.annotation for each in parameters}
-    wrapper.__doc__, wrapper.__name__ = command.__doc__, command.__name__
-    return wrapper
+        parameters: list[inspect.Parameter] = []
+        for own in inspect.signature(command, eval_str=True).parameters.values():
+            options = [one.parameter() for one in inputs.values() if one.owner == own.name]
+            parameters += options or [own]
+        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {each.name: each.annotation for each in parameters}
+        wrapper.__doc__, wrapper.__name__ = command.__doc__, command.__name__
+        return wrapper
+
+    return decorate
 
 
 def _inputs(owner: str, struct: type[msgspec.Struct]) -> Iterator[_Input]:

@@ -31,11 +31,6 @@ MetricOption = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this file."""
-    app.command("tag")(tag)
-
-
 def tag(
     ctx: typer.Context,
     checkpoint: CheckpointArgument,

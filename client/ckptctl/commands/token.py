@@ -17,15 +17,7 @@ TokenNameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of 
 group = typer.Typer(help="Manage the access tokens of a daemon.", no_args_is_help=True, rich_markup_mode=None)
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this file."""
-    group.command("create")(create)
-    group.command("ls")(list_tokens)
-    group.command("rotate")(rotate)
-    group.command("revoke")(revoke)
-    app.add_typer(group, name="token")
-
-
+@group.command("create")
 def create(
     ctx: typer.Context,
     name: TokenNameArgument,
@@ -43,6 +35,7 @@ def create(
     _show(session, session.daemon("token create").create_token(request))
 
 
+@group.command("ls")
 def list_tokens(ctx: typer.Context) -> None:
     """List tokens, without their secrets."""
     session: Session = ctx.obj
@@ -52,6 +45,7 @@ def list_tokens(ctx: typer.Context) -> None:
     session.screen.emit(found, [t.name for t in found], [_table(found, session.clock())] if found else [])
 
 
+@group.command("rotate")
 def rotate(
     ctx: typer.Context,
     name: TokenNameArgument,
@@ -63,6 +57,7 @@ def rotate(
     _show(session, session.daemon("token rotate").rotate_token(name, request))
 
 
+@group.command("revoke")
 def revoke(ctx: typer.Context, name: TokenNameArgument) -> None:
     """Revoke a token. It is refused from now on."""
     session: Session = ctx.obj

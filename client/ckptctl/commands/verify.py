@@ -49,11 +49,6 @@ class VerificationBody(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this file."""
-    app.command("verify")(verify)
-
-
 def verify(
     ctx: typer.Context,
     which: ChosenArgument = None,

@@ -25,11 +25,6 @@ _PAUSE_S = 1.0
 _LOOK_S = 2.0
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this file."""
-    app.command("watch")(watch)
-
-
 def watch(
     ctx: typer.Context,
     run: Annotated[str | None, typer.Argument(metavar="RUN", help="Limit to one run.", show_default=False)] = None,

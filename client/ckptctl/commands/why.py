@@ -18,11 +18,6 @@ from ckptstore.names import check_run
 _SHOWN = 12
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this file."""
-    app.command("why")(why)
-
-
 def why(
     ctx: typer.Context,
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run.", autocompletion=run_names)],
