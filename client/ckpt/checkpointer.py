@@ -253,7 +253,7 @@ class Checkpointer:
         optim.step() hold it up, and what steps take longer while a save is under way. None: any. "auto": 0.01, or any
         with mtbf_s. seconds: from save to save, at least. mtbf_s: mean time between failures of the job in seconds;
         the interval is then the one that loses the least to saves and failures together, by the measured cost
-        (`ckptplan.failures.best_interval`; docs/how-to/planning.md has the formula). The longest of these intervals
+        (`ckptplan.training.best_interval`; docs/how-to/planning.md has the formula). The longest of these intervals
         counts, and never less than twice the time until a save is durable. Without seconds the first save comes soon,
         to see what it costs. The slowest rank's cost is used. Raises InvalidRequest.
         """

@@ -22,7 +22,7 @@ from ckpt.ranks.world import World
 from ckpt.snapshot.costs import FIRST_AFTER_TICKS, Costs
 from ckpt.snapshot.handle import SaveHandle
 from ckpt.snapshot.step_clock import StepClock
-from ckptplan.failures import best_interval
+from ckptplan.training import best_interval
 from ckptstore.errors import InvalidRequest, RankLost
 from ckptstore.format.records import SaveCost
 

@@ -13,8 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ckptctl import manual
-from ckptctl.exits import INTERRUPTED, MEANINGS, OK
-from ckptctl.output import Output
+from ckptctl.output import INTERRUPTED, MEANINGS, OK, Output
 from ckptctl.targets import GLOBAL_OPTIONS, global_options
 from ckptstore.errors import CkptError, InvalidRequest
 

@@ -16,8 +16,7 @@ from rich.cells import cell_len
 from rich.console import Console, Group
 from rich.text import Text
 
-from ckptctl.exits import ConfirmationMissing
-from ckptctl.output import Output
+from ckptctl.output import ConfirmationMissing, Output
 from ckptstore.errors import CkptError, NotWritten
 
 _GAP = 2

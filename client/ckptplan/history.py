@@ -9,8 +9,7 @@ from statistics import median
 
 import msgspec
 
-from ckptplan.model import Model
-from ckptplan.state import Term, measured_terms
+from ckptplan.model import Model, Term, measured_terms
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import NoCheckpoint
 from ckptstore.format.documents import Content

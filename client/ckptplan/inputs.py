@@ -8,11 +8,10 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from ckptplan import failures, work
-from ckptplan.failures import PRESETS
+from ckptplan import training
 from ckptplan.layout import Layout, Sharding
-from ckptplan.model import Architecture, Model, named_model
-from ckptplan.state import Optimizer, Term, state_terms
+from ckptplan.model import Architecture, Model, Optimizer, Term, named_model, state_terms
+from ckptplan.training import PRESETS
 from ckptstore.errors import InvalidRequest
 from ckptstore.format.records import Policy, about
 
@@ -164,13 +163,13 @@ class PlanInputs(msgspec.Struct, frozen=True, kw_only=True):
         if self.mtbf_s is not None:
             return self.mtbf_s, "given"
         if self.failure_rate is not None:
-            return failures.mtbf(nodes, self.failure_rate), f"{self.failure_rate:g} per 1000 node-days"
+            return training.mtbf(nodes, self.failure_rate), f"{self.failure_rate:g} per 1000 node-days"
         if self.failures is None:
             return None, ""
         if self.failures not in PRESETS:
             raise InvalidRequest(f"unknown failure rate {self.failures!r}", f"Rates: {', '.join(PRESETS)}")
         rate = PRESETS[self.failures]
-        return failures.mtbf(nodes, rate.per_1000_node_days), rate.source
+        return training.mtbf(nodes, rate.per_1000_node_days), rate.source
 
     def batch(self, data_parallel: int) -> int | None:
         """Samples per optimizer step; None if not given. Raises InvalidRequest if it is given twice."""
@@ -178,7 +177,7 @@ class PlanInputs(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequest("the batch is given twice", "Give --global-batch or --micro-batch")
         if self.micro_batch is None:
             return self.global_batch
-        return work.global_batch(self.accumulation, data_parallel, self.micro_batch)
+        return training.global_batch(self.accumulation, data_parallel, self.micro_batch)
 
     def num_steps(self, batch: int | None) -> int | None:
         """Optimizer steps of the run; None if not given. Raises InvalidRequest if they are given twice."""
@@ -188,7 +187,7 @@ class PlanInputs(msgspec.Struct, frozen=True, kw_only=True):
             return self.steps
         if batch is None:
             raise InvalidRequest("--samples needs a batch", "Give --global-batch or --micro-batch")
-        return work.num_steps(self.samples, batch, self.epochs)
+        return training.num_steps(self.samples, batch, self.epochs)
 
 
 _POSITIVE = (

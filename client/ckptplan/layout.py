@@ -12,8 +12,7 @@ from enum import StrEnum
 
 import msgspec
 
-from ckptplan.model import Model
-from ckptplan.state import Term
+from ckptplan.model import Model, Term
 from ckptstore.errors import InvalidRequest
 
 

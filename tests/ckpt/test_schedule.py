@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ckpt.schedule import Limits, Schedule
 from ckpt.snapshot.handle import HandleUpdates, SaveHandle
-from ckptplan.failures import best_interval
+from ckptplan.training import best_interval
 from ckptstore.errors import InvalidRequest, SaveFailed
 
 

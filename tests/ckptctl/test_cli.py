@@ -6,8 +6,8 @@ import pytest
 import typer
 
 from ckptctl.cli import app
-from ckptctl.exits import MEANINGS
 from ckptctl.manual import EXAMPLES
+from ckptctl.output import MEANINGS
 from ckptctl.targets import Target, choose_target
 from ckptstore.errors import InvalidRequest
 from tests.support.command_line import invoke

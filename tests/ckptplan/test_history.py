@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from ckptplan.history import contents, history
-from ckptplan.state import per_parameter
+from ckptplan.model import per_parameter
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import NoCheckpoint

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ckptplan.failures import PRESETS
 from ckptplan.inputs import PlanInputs
+from ckptplan.training import PRESETS
 from ckptstore.errors import InvalidRequest
 
 SHAPE: dict[str, Any] = {"layers": 4, "hidden": 192, "ffn": 768, "heads": 6, "vocab": 256}

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from ckptplan.failures import mtbf, young
-from ckptplan.model import MODELS, named_model
-from ckptplan.state import Optimizer, per_parameter, state_terms
+from ckptplan.model import MODELS, Optimizer, named_model, per_parameter, state_terms
+from ckptplan.training import mtbf, young
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from ckptctl.completion import checkpoint_names, run_names
 
 RunArgument = Annotated[
     str | None,
-    typer.Argument(metavar="RUN", help="One run; * and ? are wildcards.", show_default=False, autocompletion=run_names),
+    typer.Argument(metavar="RUN", help="One run; * and ? are wildcards.", autocompletion=run_names),
 ]
 CheckpointArgument = Annotated[
     str,
@@ -22,14 +22,13 @@ CheckpointArgument = Annotated[
 ]
 NearOption = Annotated[
     str | None,
-    typer.Option("--near", metavar="STORE", help="Also a near store: where are they?", show_default=False),
+    typer.Option("--near", metavar="STORE", help="Also a near store: where are they?"),
 ]
 ChosenArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="RUN[@STEP]",
         help="Single checkpoints, or all checkpoints of a run.",
-        show_default=False,
         autocompletion=checkpoint_names,
     ),
 ]

@@ -36,9 +36,7 @@ def copy_checkpoints(
     ctx: typer.Context,
     which: ChosenArgument = None,
     to: Annotated[str, typer.Option("--to", metavar="STORE", help="The other store: a path, file://, s3://, ...")] = "",
-    name: Annotated[
-        str | None, typer.Option("--as", metavar="RUN", help="Name of the run there.", show_default=False)
-    ] = None,
+    name: Annotated[str | None, typer.Option("--as", metavar="RUN", help="Name of the run there.")] = None,
 ) -> None:
     """Copy checkpoints to another store; RUN copies all committed ones of a run, oldest first.
 

@@ -88,7 +88,6 @@ def undelete(
         typer.Argument(
             metavar="RUN@STEP|RUN",
             help="The checkpoint. Otherwise the deletions of runs are listed; * and ? are wildcards.",
-            show_default=False,
         ),
     ] = None,
     reason: ReasonOption = "",
@@ -122,7 +121,6 @@ def collect_garbage(
         typer.Option(
             metavar="TIME",
             help="On a store: keep unfinished saves that wrote within this time: 90s, 30m.  [default: 24h]",
-            show_default=False,
         ),
     ] = None,
 ) -> None:

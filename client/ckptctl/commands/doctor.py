@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from ckptctl.exits import Unhealthy
+from ckptctl.output import Unhealthy
 from ckptctl.render import Block, Row, Table
 from ckptctl.session import Session
 from ckptstore import human

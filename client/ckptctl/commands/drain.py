@@ -32,9 +32,7 @@ class Drained(msgspec.Struct, frozen=True, kw_only=True):
 
 def drain(
     ctx: typer.Context,
-    run: Annotated[
-        str | None, typer.Argument(metavar="RUN", help="Only savers of this run.", show_default=False)
-    ] = None,
+    run: Annotated[str | None, typer.Argument(metavar="RUN", help="Only savers of this run.")] = None,
     timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="Wait at most this long.")] = 25.0,
 ) -> None:
     """Wait until the savers of this host are done: what trainers have saved is durable. For preStop hooks and epilogs.

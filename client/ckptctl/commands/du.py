@@ -51,7 +51,6 @@ def show_usage(
         typer.Argument(
             metavar="RUN[@STEP]",
             help="A run, with * and ? as wildcards, or one checkpoint.",
-            show_default=False,
             autocompletion=checkpoint_names,
         ),
     ] = None,

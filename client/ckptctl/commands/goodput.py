@@ -28,7 +28,7 @@ _WORDS = {
 
 def goodput(
     ctx: typer.Context,
-    run: Annotated[str, typer.Argument(metavar="RUN", show_default=False)],
+    run: Annotated[str, typer.Argument(metavar="RUN")],
     metrics: Annotated[
         bool, typer.Option("--openmetrics", help="Print OpenMetrics, for a node exporter's text files.")
     ] = False,

@@ -29,9 +29,7 @@ _STYLES = {
 
 def jobs(
     ctx: typer.Context,
-    id: Annotated[
-        str | None, typer.Argument(metavar="JOB", help="Show this job with its log.", show_default=False)
-    ] = None,
+    id: Annotated[str | None, typer.Argument(metavar="JOB", help="Show this job with its log.")] = None,
     cancel: Annotated[bool, typer.Option("--cancel", help="Cancel the job.")] = False,
     wait: Annotated[bool, typer.Option("--wait", "-w", help="Wait until the job has ended.")] = False,
     limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, metavar="N", help="Show the newest N.")] = 20,

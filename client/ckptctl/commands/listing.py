@@ -21,21 +21,15 @@ from ckptstore.errors import InvalidRequest
 
 _ORDERS = {"time": "committed_at", "size": "stored_bytes"}
 _TIME = "An age (24h, 7d) or a moment (2026-11-22T10:00:00Z)."
-LimitOption = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Show the first N of each run.", show_default=False)
-]
-StateOption = Annotated[
-    list[State] | None, typer.Option("--state", help="Only these states. Repeatable.", show_default=False)
-]
+LimitOption = Annotated[int | None, typer.Option(min=1, metavar="N", help="Show the first N of each run.")]
+StateOption = Annotated[list[State] | None, typer.Option("--state", help="Only these states. Repeatable.")]
 MetricOption = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME<=NUMBER", help="Only with this metric; also >=. Repeatable.", show_default=False),
+    typer.Option(metavar="NAME<=NUMBER", help="Only with this metric; also >=. Repeatable."),
 ]
-TagOption = Annotated[
-    list[str] | None, typer.Option(metavar="NAME[=VALUE]", help="Only with this tag. Repeatable.", show_default=False)
-]
-StepOption = Annotated[int | None, typer.Option(min=0, metavar="STEP", help="Limit the steps.", show_default=False)]
-MomentOption = Annotated[str | None, typer.Option(metavar="TIME", help=_TIME, show_default=False)]
+TagOption = Annotated[list[str] | None, typer.Option(metavar="NAME[=VALUE]", help="Only with this tag. Repeatable.")]
+StepOption = Annotated[int | None, typer.Option(min=0, metavar="STEP", help="Limit the steps.")]
+MomentOption = Annotated[str | None, typer.Option(metavar="TIME", help=_TIME)]
 SortOption = Annotated[str, typer.Option(metavar="ORDER", help="run, step, time, size, metric:NAME; - descends.")]
 STATE_STYLES = {State.COMMITTED: "", State.SUPERSEDED: "dim", State.ABANDONED: "dim", State.CORRUPT: "red"}
 

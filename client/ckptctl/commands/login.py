@@ -1,19 +1,23 @@
-"""login: stores the address and the token of a daemon as a profile."""
+"""login: stores a daemon's address and token as a profile. open: its dashboard in a browser."""
 
 from __future__ import annotations
 
 import getpass
 import sys
+import webbrowser
 from typing import Annotated
+from urllib.parse import quote
 
 import msgspec
 import typer
 
 from ckptapi.opening import open_source
+from ckptctl.completion import checkpoint_names
 from ckptctl.profiles import save_profile
-from ckptctl.session import Session
+from ckptctl.session import Session, parse_reference
 from ckptctl.targets import choose_target
 from ckptstore.errors import InvalidRequest
+from ckptstore.names import check_run
 
 
 class LoginBody(msgspec.Struct, frozen=True):
@@ -26,9 +30,7 @@ class LoginBody(msgspec.Struct, frozen=True):
 
 def login(
     ctx: typer.Context,
-    url: Annotated[
-        str | None, typer.Argument(metavar="URL", help="The daemon; by default --url.", show_default=False)
-    ] = None,
+    url: Annotated[str | None, typer.Argument(metavar="URL", help="The daemon; by default --url.")] = None,
     name: Annotated[str, typer.Option("--name", metavar="NAME", help="Name of the profile.")] = "default",
 ) -> None:
     """Check a token, and store it with the daemon's address as a profile.
@@ -58,3 +60,36 @@ def _ask() -> str:
     if not token.strip():
         raise InvalidRequest("no token is given", "Pass --token, set CKPT_TOKEN, or type it when asked")
     return token.strip()
+
+
+def open_page(
+    ctx: typer.Context,
+    which: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUN[@STEP]",
+            help="The page of a run or checkpoint; without it, the list of runs.",
+            autocompletion=checkpoint_names,
+        ),
+    ] = None,
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Only print the address.")] = True,
+) -> None:
+    """Open the dashboard of a daemon in a browser, and print its address.
+
+    The environment variable BROWSER names the program. Without a browser, the address is only printed.
+    """
+    session: Session = ctx.obj
+    daemon = session.daemon("open")
+    page = daemon.url + _path(session, which)
+    if browser and not webbrowser.open(page):
+        session.screen.note("no browser was found: open this address yourself")
+    session.screen.emit({"url": page}, [page], [page])
+
+
+def _path(session: Session, which: str | None) -> str:
+    if which is None:
+        return "/"
+    if "@" not in which:
+        return f"/runs/{quote(check_run(which), safe='')}"
+    found = session.source.find(parse_reference(which))
+    return f"/checkpoints/{quote(found.id, safe='@')}"

@@ -29,9 +29,7 @@ def show_restores(
     ctx: typer.Context,
     which: Annotated[
         str | None,
-        typer.Argument(
-            metavar="RUN|RESTORE", help="The sessions of a run, or one session with its ranks.", show_default=False
-        ),
+        typer.Argument(metavar="RUN|RESTORE", help="The sessions of a run, or one session with its ranks."),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, metavar="N", help="Show the newest N.")] = 20,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Follow the sessions until they have ended.")] = False,

@@ -67,9 +67,7 @@ def show(
     checkpoint: CheckpointArgument,
     entries: Annotated[
         str | None,
-        typer.Option(
-            metavar="PATTERN", help="Only entries whose name matches, for example 'model/*'.", show_default=False
-        ),
+        typer.Option(metavar="PATTERN", help="Only entries whose name matches, for example 'model/*'."),
     ] = None,
     near: NearOption = None,
 ) -> None:

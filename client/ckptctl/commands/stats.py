@@ -40,7 +40,7 @@ def stats(
     ],
     names: Annotated[
         str | None,
-        typer.Option(metavar="PATTERN", help="Only matching tensors, such as 'model/*'.", show_default=False),
+        typer.Option(metavar="PATTERN", help="Only matching tensors, such as 'model/*'."),
     ] = None,
 ) -> None:
     """Show extremes, NaN and Inf of tensors: of one checkpoint, or for each checkpoint of a run.

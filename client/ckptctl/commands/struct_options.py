@@ -67,7 +67,7 @@ class _Input:
         flag = extra.get("option") or f"--{self.name.removesuffix('_s').replace('_', '-')}"
         declared = f"{flag}/--no-{flag[2:]}" if self.kind is bool and self.default else flag
         metavar = extra.get("metavar") or _METAVARS.get(self.unit, {int: "N", float: "X", str: "NAME"}.get(value))
-        option = typer.Option(declared, metavar=metavar, help=self._help(), show_default=False)
+        option = typer.Option(declared, metavar=metavar, help=self._help())
         return inspect.Parameter(
             self.name,
             inspect.Parameter.POSITIONAL_OR_KEYWORD,

@@ -27,7 +27,7 @@ _LOOK_S = 2.0
 
 def watch(
     ctx: typer.Context,
-    run: Annotated[str | None, typer.Argument(metavar="RUN", help="Limit to one run.", show_default=False)] = None,
+    run: Annotated[str | None, typer.Argument(metavar="RUN", help="Limit to one run.")] = None,
     count: Annotated[int, typer.Option("--count", "-n", min=0, metavar="N", help="Exit after N events; 0: never.")] = 0,
 ) -> None:
     """Follow commits, deletions and damage until interrupted.

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ckptctl.policy_file import EXAMPLE, parse_policies, write_policies
+from ckptctl.commands.policy import EXAMPLE, parse_policies, write_policies
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.errors import InvalidRequest
 from ckptstore.format.records import Override, Policy, PolicySet

@@ -1,4 +1,4 @@
-"""pin: named holds without expiry."""
+"""pin: named holds without expiry. tag: tags of a checkpoint, and metrics that were computed after its save."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from typing import Annotated
 
 import typer
 
-from ckptctl.commands.arguments import ReasonOption
+from ckptapi.bodies import CheckpointBody
+from ckptctl.commands.arguments import CheckpointArgument, ReasonOption
+from ckptctl.commands.listing import checkpoint_facts
 from ckptctl.completion import checkpoint_names
 from ckptctl.render import Row, Table
 from ckptctl.session import Session
+from ckptstore.commits.labels import LabelChange
 from ckptstore.errors import InvalidRequest
 from ckptstore.retention.pins import NamedPin
 
@@ -21,13 +24,10 @@ def pin(
         typer.Argument(
             metavar="RUN[@STEP]",
             help="The checkpoint; RUN for its newest one. Without NAME: the runs to list; * and ? are wildcards.",
-            show_default=False,
             autocompletion=checkpoint_names,
         ),
     ] = None,
-    name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="Name of the pin, for example: paper.", show_default=False)
-    ] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Name of the pin, for example: paper.")] = None,
     remove: Annotated[bool, typer.Option("--remove", help="Remove the pin; a missing one is ignored.")] = False,
     reason: ReasonOption = "",
 ) -> None:
@@ -61,3 +61,52 @@ def _list(session: Session, run: str | None, remove: bool) -> None:
         session.screen.note("no checkpoint is pinned")
     table = Table(("CHECKPOINT", "PIN"), [Row((body.id, body.name)) for body in found])
     session.screen.emit(found, [body.id for body in found], [table] if found else [])
+
+
+LabelsArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="NAME=VALUE|NAME|NAME-", help="Set a tag, or remove it with a trailing '-'."),
+]
+MetricOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--metric",
+        "-m",
+        metavar="NAME=NUMBER|NAME-",
+        help="Set a metric, or remove a value that was set here.",
+    ),
+]
+
+
+def tag(
+    ctx: typer.Context,
+    checkpoint: CheckpointArgument,
+    labels: LabelsArgument = None,
+    metric: MetricOption = None,
+    reason: ReasonOption = "",
+) -> None:
+    """Set or remove tags and metrics of a checkpoint. Retention by metric (keep best) uses them."""
+    session: Session = ctx.obj
+    change = LabelChange(dict(map(_tag, labels or ())), dict(map(_metric, metric or ())))
+    if not change.tags and not change.metrics:
+        raise InvalidRequest("there is nothing to set or remove", "Pass a tag, or --metric NAME=NUMBER")
+    found = session.find(checkpoint)
+    after = session.operator.label(found, change, reason)
+    session.screen.emit(CheckpointBody.of(after), [after.id], [checkpoint_facts(after, session.clock())])
+
+
+def _tag(text: str) -> tuple[str, str | None]:
+    name, equals, value = text.partition("=")
+    if not equals and name.endswith("-"):
+        return name[:-1], None
+    return name, value
+
+
+def _metric(text: str) -> tuple[str, float | None]:
+    name, equals, value = text.partition("=")
+    if not equals and name.endswith("-"):
+        return name[:-1], None
+    try:
+        return name, float(value)
+    except ValueError:
+        raise InvalidRequest(f"{text!r} is not a metric", "Use NAME=NUMBER, or NAME- to remove it") from None
