@@ -32,6 +32,11 @@ class HealthFinding(msgspec.Struct, frozen=True, kw_only=True):
     found: str
     advice: str = ""
 
+    @classmethod
+    def of(cls, check: str, good: bool, found: str, advice: str = "", bad: str = "wrong") -> HealthFinding:
+        """ok, or bad with the advice."""
+        return cls(check=check, verdict="ok" if good else bad, found=found, advice="" if good else advice)
+
 
 class HealthBody(msgspec.Struct, frozen=True):
     """A target that responds, as JSON."""
@@ -120,7 +125,7 @@ def reindex(ctx: typer.Context) -> None:
 
 def _examine(session: Session) -> Iterator[HealthFinding]:
     kind, of_kind = session.dispatch(lambda: ("daemon", (_look_at_daemon, _compare)), lambda: ("store", ()))
-    yield HealthFinding(check="configuration", verdict="ok", found=f"the {kind} at {session.target.url}")
+    yield HealthFinding.of("configuration", True, f"the {kind} at {session.target.url}")
     checks: list[_Check] = [*of_kind, _look_at_store, _look_at_runs]
     first = ""
     for check in checks:
@@ -137,8 +142,7 @@ def _attempted(check: _Check, session: Session) -> Iterator[HealthFinding]:
     try:
         yield from check(session)
     except CkptError as error:
-        title = _TITLES[check.__name__]
-        yield HealthFinding(check=title, verdict="wrong", found=error.message, advice=error.hint)
+        yield HealthFinding.of(_TITLES[check.__name__], False, error.message, error.hint)
 
 
 _TITLES = {"_look_at_daemon": "daemon", "_compare": "versions", "_look_at_store": "store", "_look_at_runs": "runs"}
@@ -147,46 +151,40 @@ _TITLES = {"_look_at_daemon": "daemon", "_compare": "versions", "_look_at_store"
 def _look_at_daemon(session: Session) -> Iterator[HealthFinding]:
     ready = session.daemon("doctor").readiness()
     for part, state in (("daemon's database", ready.database), ("daemon's view of the store", ready.store)):
-        good = state == "ok"
-        advice = "" if good else "The daemon recovers when the cause is fixed; docs/how-to/daemon.md lists causes"
-        yield HealthFinding(check=part, verdict="ok" if good else "wrong", found=state, advice=advice)
+        advice = "The daemon recovers when the cause is fixed; docs/how-to/daemon.md lists causes"
+        yield HealthFinding.of(part, state == "ok", state, advice)
     if ready.leaving:
-        yield HealthFinding(check="daemon", verdict="warning", found="it is shutting down")
+        yield HealthFinding.of("daemon", False, "it is shutting down", bad="warning")
 
 
 def _compare(session: Session) -> Iterator[HealthFinding]:
     about = session.daemon("doctor").about()
     ours = version("ckptd")
-    same = about.version == ours
-    advice = "" if same else "Different versions usually work together; if there are errors, upgrade the older one"
-    verdict = "ok" if same else "warning"
-    yield HealthFinding(check="versions", verdict=verdict, found=f"daemon {about.version}, here {ours}", advice=advice)
+    advice = "Different versions usually work together; if there are errors, upgrade the older one"
+    found = f"daemon {about.version}, here {ours}"
+    yield HealthFinding.of("versions", about.version == ours, found, advice, bad="warning")
     if about.at is not None:
         skew = about.at - session.clock()
-        good = abs(skew) < _SKEW_S
         found = f"the daemon's clock differs from this machine's by {skew:+.0f} s"
-        advice = "" if good else "Leases and retention depend on the clock: run NTP on both machines"
-        yield HealthFinding(check="clocks", verdict="ok" if good else "wrong", found=found, advice=advice)
+        advice = "Leases and retention depend on the clock: run NTP on both machines"
+        yield HealthFinding.of("clocks", abs(skew) < _SKEW_S, found, advice)
 
 
 def _look_at_store(session: Session) -> Iterator[HealthFinding]:
-    found = session.operator.probe()
     failed = ""
-    for check in found.checks:
+    for check in session.operator.probe().checks:
         name = f"store: {check.name}"
-        if check.ok:
-            yield HealthFinding(check=name, verdict="ok", found=human.duration(check.seconds))
-        elif failed:
+        if failed and not check.ok:
             yield HealthFinding(check=name, verdict="skipped", found=f"not reported, because of: {failed}")
-        else:
-            failed = name
-            advice = "docs/decisions/0002 lists the requirements on stores"
-            yield HealthFinding(check=name, verdict="wrong", found=check.detail, advice=advice)
+            continue
+        failed = failed or ("" if check.ok else name)
+        found = human.duration(check.seconds) if check.ok else check.detail
+        yield HealthFinding.of(name, check.ok, found, "docs/decisions/0002 lists the requirements on stores")
 
 
 def _look_at_runs(session: Session) -> Iterator[HealthFinding]:
     runs = session.source.runs()
-    yield HealthFinding(check="runs", verdict="ok", found=human.count(len(runs), "run") if runs else "none yet")
+    yield HealthFinding.of("runs", True, human.count(len(runs), "run") if runs else "none yet")
 
 
 def _probe_blocks(found: StoreReport) -> Iterator[Block]:

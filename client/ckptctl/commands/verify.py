@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -84,15 +83,22 @@ def verify(
     session: Session = ctx.obj
     session.operator.read_past_caches()  # bytes from a cache prove nothing about the store
     chosen = _choose(session, which or [], everything)
-    results = list(_verify_each(session, chosen, ranks))
-    damaged = [result for result in results if not result.ok]
-    bodies = [VerificationBody.of(result) for result in results]
-    session.screen.emit(bodies, [r.checkpoint.id for r in damaged], verification_blocks(results))
-    if damaged:
-        raise CorruptObject(
-            f"{len(damaged)} of {human.count(len(results), 'checkpoint')} damaged",
-            "Restores skip them. Restore the bytes from a copy, or delete the checkpoints",
-        )
+    _report(
+        session,
+        list(_verify_each(session, chosen, ranks)),
+        "Restores skip them. Restore the bytes from a copy, or delete the checkpoints",
+    )
+
+
+def _report(session: Session, results: Sequence[Verification], hint: str) -> None:
+    damaged = [result.checkpoint.id for result in results if not result.ok]
+    session.screen.emit([VerificationBody.of(result) for result in results], damaged, _blocks(results))
+    _raise_if_damaged(len(damaged), len(results), hint)
+
+
+def _raise_if_damaged(num_damaged: int, num_checked: int, hint: str) -> None:
+    if num_damaged:
+        raise CorruptObject(f"{num_damaged} of {human.count(num_checked, 'checkpoint')} damaged", hint)
 
 
 def _choose(session: Session, which: Sequence[str], everything: bool) -> list[Checkpoint]:
@@ -129,8 +135,7 @@ def _verify_leased(
         return verify_checkpoint(source, checkpoint, progress, ranks=ranks)
 
 
-def verification_blocks(results: Sequence[Verification]) -> Iterator[Block]:
-    """The results for tables."""
+def _blocks(results: Sequence[Verification]) -> Iterator[Block]:
     columns = ("CHECKPOINT", ">CHUNKS", ">STORED", "RESULT")
     rows = [
         Row(
@@ -217,59 +222,38 @@ def scrub_checkpoints(
     session: Session = ctx.obj
     if copy is not None and not heal:
         raise InvalidRequest("--from is given without --heal", "Add --heal")
-    checkpoint, run = (which, None) if which is not None and "@" in which else (None, which)
-    wanted = _Wanted(checkpoint, run, older, limit, rate, heal, copy)
-    session.dispatch(lambda: _scrub_by_job(session, wanted), lambda: _scrub_here(session, wanted))
+    named: dict[str, Any] = {"checkpoint" if which is not None and "@" in which else "run": which}
+
+    def by_job() -> None:
+        if (older, limit, rate, copy) != (None, None, None, None):
+            raise InvalidRequest(
+                "--older, --limit, --rate and --from work on stores only", "For a daemon, use ckptd --scrub-days"
+            )
+        job = follow(session, session.daemon("scrub"), HealJob(**named) if heal else VerifyJob(**named))
+        result = job.result or {}
+        session.screen.emit(job, result.get("corrupt", []), job_blocks(job, session.clock()))
+        _raise_if_damaged(result.get("num_corrupt", 0), result.get("checked", 0), _QUARANTINED)
+
+    def here() -> None:
+        due = _due(session, which, older, heal)[:limit]
+        throttle = RateLimiter(human.parse_size(rate) if rate else 0, session.clock, time.sleep)
+        heal_from = ([] if copy is None else [open_store(copy)]) if heal else None
+        with session.screen.progress("scrubbing", sum(checkpoint.needed_bytes for checkpoint in due)) as progress:
+            store = session.store("scrub")
+            results = list(scrub(store, due, operator(), session.clock, progress, throttle, heal_from=heal_from))
+        if not results:
+            session.screen.note("no checkpoint is due")
+        _report(session, results, _QUARANTINED)
+
+    session.dispatch(by_job, here)
 
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    checkpoint: str | None
-    run: str | None
-    older: str | None
-    limit: int | None
-    rate: str | None
-    heal: bool
-    copy: str | None
+_QUARANTINED = "They are now listed as corrupt. Try ckptctl scrub --heal, with --from if there is a copy, or ckptctl rm"
 
 
-def _scrub_here(session: Session, wanted: _Wanted) -> None:
-    store = session.store("scrub")
-    before = session.clock() - human.parse_duration(wanted.older) if wanted.older else float("inf")
-    if wanted.checkpoint is not None:
-        due = [session.source.find(Reference.parse(wanted.checkpoint))]
-    else:
-        runs = [Run(store, name, session.clock) for name in session.run_names(wanted.run)]
-        due = due_for_scrub(runs, before, damaged=wanted.heal)[: wanted.limit]
-    throttle = RateLimiter(human.parse_size(wanted.rate) if wanted.rate else 0, session.clock, time.sleep)
-    copies = [open_store(wanted.copy)] if wanted.copy is not None else []
-    with session.screen.progress("scrubbing", sum(checkpoint.needed_bytes for checkpoint in due)) as progress:
-        heal_from = copies if wanted.heal else None
-        results = list(scrub(store, due, operator(), session.clock, progress, throttle, heal_from=heal_from))
-    damaged = [result for result in results if not result.ok]
-    if not results:
-        session.screen.note("no checkpoint is due")
-    bodies = [VerificationBody.of(result) for result in results]
-    session.screen.emit(bodies, [r.checkpoint.id for r in damaged], verification_blocks(results))
-    _raise_if_damaged(len(damaged), len(results))
-
-
-def _scrub_by_job(session: Session, wanted: _Wanted) -> None:
-    if (wanted.older, wanted.limit, wanted.rate, wanted.copy) != (None, None, None, None):
-        raise InvalidRequest(
-            "--older, --limit, --rate and --from work on stores only", "For a daemon, use ckptd --scrub-days"
-        )
-    kind = HealJob if wanted.heal else VerifyJob
-    request = kind(checkpoint=wanted.checkpoint, run=None if wanted.checkpoint else wanted.run)
-    job = follow(session, session.daemon("scrub"), request)
-    result = job.result or {}
-    session.screen.emit(job, result.get("corrupt", []), job_blocks(job, session.clock()))
-    _raise_if_damaged(result.get("num_corrupt", 0), result.get("checked", 0))
-
-
-def _raise_if_damaged(num_damaged: int, num_checked: int) -> None:
-    if num_damaged:
-        raise CorruptObject(
-            f"{num_damaged} of {human.count(num_checked, 'checkpoint')} damaged",
-            "They are now listed as corrupt. Try ckptctl scrub --heal, with --from if there is a copy, or ckptctl rm",
-        )
+def _due(session: Session, which: str | None, older: str | None, damaged: bool) -> list[Checkpoint]:
+    if which is not None and "@" in which:
+        return [session.source.find(Reference.parse(which))]
+    before = session.clock() - human.parse_duration(older) if older else float("inf")
+    runs = [Run(session.store("scrub"), name, session.clock) for name in session.run_names(which)]
+    return due_for_scrub(runs, before, damaged=damaged)
