@@ -19,7 +19,7 @@ from enum import IntEnum
 import msgspec
 
 from ckpt.host.segment import Segment
-from ckpt.saver.messages import Began, NearOnly
+from ckpt.saver.messages import PULSE_BYTES, Began, NearOnly
 from ckptstore.errors import CkptError
 from ckptstore.format.documents import FORMAT
 from ckptstore.format.parsing import seal
@@ -27,9 +27,6 @@ from ckptstore.format.records import NEAR_ONLY, ORIGIN, Ended, Heartbeat
 from ckptstore.run import Run, origin
 
 logger = logging.getLogger(__name__)
-
-
-NUM_BYTES = 4096
 
 
 class Ending(IntEnum):
@@ -59,7 +56,7 @@ class Pulse:
 
     def __init__(self, segment: Segment | None = None) -> None:
         """segment: that of a received descriptor; None: create it."""
-        self.segment = segment or Segment(NUM_BYTES)
+        self.segment = segment or Segment(PULSE_BYTES)
         self._numbers = self.segment.view.cast("d")
 
     def write(self, at: float, step: int, stalled_s: float, slowed_s: float) -> None:
@@ -241,8 +238,7 @@ class Heart:
     def _write(self, document: Heartbeat, near_only: NearOnly | None) -> None:
         short = document.ended_at - document.began_at < self._every_s
         known = self._newest is not None and self._newest.id == document.id
-        waits = near_only is not None and near_only.checkpoints
-        if short and document.ended is Ended.CLOSED and not waits and not known:
+        if short and document.ended is Ended.CLOSED and not known:
             return  # a test, or a script that saves once
         if near_only is not None:
             found = {

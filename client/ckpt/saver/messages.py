@@ -23,6 +23,7 @@ from ckptstore.format.documents import JSON
 
 _LENGTH = struct.Struct("<Q")
 _MAX_FDS = 4
+PULSE_BYTES = 4096
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -63,17 +64,18 @@ class Setup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Began(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Rank 0 begins to train; the descriptor of its pulse (heart.Pulse) is sent with the message."""
+    """Rank 0 begins to train; the memory of its pulse (heart.Pulse) comes with the message."""
 
     id: str
     parent: str | None
     began_at: float
     trains_at: float
     restored_s: float
+    num_bytes: int = PULSE_BYTES
 
 
 class Slot(msgspec.Struct, frozen=True, tag=True):
-    """A new slot of the arena; its descriptor is sent with the message."""
+    """A new slot of the arena; its memory comes with the message."""
 
     number: int
     num_bytes: int

@@ -14,15 +14,33 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
+from typing import Any
 
 from ckpt.host.lock import note_checkpoint
+from ckpt.host.segment import Segment
 from ckpt.saver.carrier import REQUEST_RETRY_S, Carrier, Room
 from ckpt.saver.commit import Committer, Notifier, Numbering, abort_attempts, describe, failed, write_receipt
 from ckpt.saver.deriving import Derived, divide
 from ckpt.saver.encode import CpuThrottle, Encoder, Encoding, encode_by
-from ckpt.saver.heart import Heart
+from ckpt.saver.heart import Heart, Pulse
 from ckpt.saver.incremental import ChunkIndex, IncrementalSave, ignore
-from ckpt.saver.messages import Done, NearOnly, Released, Report, SaveJob, SaveProgress, Setup, Warned
+from ckpt.saver.messages import (
+    Abort,
+    Began,
+    Command,
+    Done,
+    Forget,
+    Hurry,
+    NearOnly,
+    Released,
+    Report,
+    SaveJob,
+    SaveProgress,
+    Setup,
+    Slot,
+    Warned,
+    Withdraw,
+)
 from ckpt.saver.retained import SlotContents
 from ckpt.saver.statistics import ChunkTables, ShardStatistics
 from ckptapi.remote_create import with_remote_create
@@ -426,3 +444,33 @@ class SavePipeline:
             logger.error("save of step %d failed", job.attempt.step, exc_info=error)
         self._contents.ended(job.number, committed=False)
         self._report(failed(job.number, slot, error))
+
+
+class Commands:
+    """Carries out the commands of one trainer, except for Setup and Stop. Any thread may call it."""
+
+    def __init__(self, pipeline: SavePipeline) -> None:
+        self._pipeline = pipeline
+        self.segments: dict[int, Segment] = {}
+        """The memory of the slots."""
+
+    def carry_out(self, command: Command, memory: Any = None) -> None:
+        """memory: the Segment of a Slot or Began, or the RawStream of a SaveJob whose state is not in a slot."""
+        pipeline = self._pipeline
+        match command:
+            case SaveJob():
+                if command.slot is not None:
+                    memory = self.segments[command.slot].view.toreadonly()
+                pipeline.submit(command, memoryview(b"") if memory is None else memory)
+            case Slot():
+                self.segments[command.number] = memory
+            case Forget():
+                self.segments.pop(command.slot).close()
+            case Began():
+                pipeline.heart.begin(command, Pulse(memory))
+            case Withdraw():
+                pipeline.withdraw(command.step)
+            case Hurry():
+                pipeline.hurry()
+            case Abort():
+                pipeline.abort(command.attempt, command.failure)

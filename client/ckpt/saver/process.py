@@ -14,18 +14,13 @@ import socket
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 from ckpt.host.segment import Segment
 from ckpt.saver.encode import lower_priority
-from ckpt.saver.heart import NUM_BYTES, Pulse
 from ckpt.saver.messages import (
-    Abort,
     Began,
     Channel,
     Command,
-    Forget,
-    Hurry,
     Parted,
     Report,
     SaveJob,
@@ -34,9 +29,8 @@ from ckpt.saver.messages import (
     Stop,
     Stranded,
     Warned,
-    Withdraw,
 )
-from ckpt.saver.pipeline import SavePipeline
+from ckpt.saver.pipeline import Commands, SavePipeline
 from ckpt.saver.presence import SaverNote
 from ckpt.saver.retained import SlotContents, linger
 from ckptstore.errors import CkptError
@@ -80,14 +74,14 @@ def main(sock: int, lock: int) -> int:
     contents = SlotContents() if setup.linger_s else None
     store = open_store(setup.store, setup.options, retried=setup.retry_s > 0)
     pipeline = SavePipeline(store, setup, report, own_process=True, contents=contents)
-    segments: dict[int, Segment] = {}
-    stop = _serve(channel, pipeline, segments, note)
+    commands = Commands(pipeline)
+    stop = _serve(channel, commands, note)
     pipeline.heart.stop(closed=stop is not None)
     note.orphaned()
     pipeline.finish_uploads()
     # From here on the saver may only wait for other ranks, and any process that sees all receipts can commit. Free the
     # lock for the next trainer, which need not wait for that, and all memory that it cannot use.
-    lingering = linger(setup, contents if stop is None or stop.lingers else None, segments)
+    lingering = linger(setup, contents if stop is None or stop.lingers else None, commands.segments)
     os.close(lock)
     pipeline.close()
     if lingering is not None:
@@ -113,34 +107,16 @@ def _yield_to_all() -> None:
         pass  # the system has no such choice
 
 
-def _serve(channel: Channel, pipeline: SavePipeline, segments: dict[int, Segment], note: SaverNote) -> Stop | None:
+def _serve(channel: Channel, commands: Commands, note: SaverNote) -> Stop | None:
     """Carry out commands until the trainer stops this saver, or dies: then the result is None."""
     while (command := channel.receive(Command)) is not None:
-        if isinstance(command, Slot):
-            segments[command.number] = Segment(command.num_bytes, channel.take_fd())
-        elif isinstance(command, Forget):
-            segments.pop(command.slot).close()
-        elif isinstance(command, SaveJob):
-            raw = segments[command.slot].view.toreadonly() if command.slot is not None else memoryview(b"")
-            note.accepted(command)
-            pipeline.submit(command, raw)
-        elif isinstance(command, Began):
-            pipeline.heart.begin(command, Pulse(Segment(NUM_BYTES, channel.take_fd())))
-        elif isinstance(command, Stop):
+        if isinstance(command, Stop):
             return command
-        else:
-            _steer(pipeline, command)
+        if isinstance(command, SaveJob):
+            note.accepted(command)
+        with_memory = isinstance(command, Slot | Began)
+        commands.carry_out(command, Segment(command.num_bytes, channel.take_fd()) if with_memory else None)
     return None
-
-
-def _steer(pipeline: SavePipeline, command: Any) -> None:
-    """Carry out a command about jobs that the pipeline has."""
-    if isinstance(command, Withdraw):
-        pipeline.withdraw(command.step)
-    elif isinstance(command, Hurry):
-        pipeline.hurry()
-    elif isinstance(command, Abort):
-        pipeline.abort(command.attempt, command.failure)
 
 
 def run(sock: int, lock: int) -> None:

@@ -17,7 +17,23 @@ from ckpt.config import OnBusy
 from ckpt.host.segment import Segment
 from ckpt.lazily import torch
 from ckpt.saver.commit import Numbering, abort_attempts, describe
-from ckpt.saver.messages import Done, Failed, NearOnly, Released, Report, SaveJob, SaveProgress, Setup, Stranded, Warned
+from ckpt.saver.messages import (
+    Abort,
+    Done,
+    Failed,
+    Forget,
+    Hurry,
+    NearOnly,
+    Released,
+    Report,
+    SaveJob,
+    SaveProgress,
+    Setup,
+    Slot,
+    Stranded,
+    Warned,
+    Withdraw,
+)
 from ckpt.snapshot.arena import Arena, ArenaSlot
 from ckpt.snapshot.counters import LiveCounters
 from ckpt.snapshot.handle import HandleUpdates, SaveHandle
@@ -103,7 +119,7 @@ class SaveClient:
             else:
                 writer = ProcessWriter(self._setup, self._on_report, self._on_death)
             for number, segment in self._arena.segments.items():
-                writer.add_slot(number, segment)
+                writer.send(Slot(number, segment.num_bytes), segment)
             self._writer = writer
         if self._steps is not None:
             self._steps.announce(writer)
@@ -143,7 +159,7 @@ class SaveClient:
             slot = self._arena.acquire(num_bytes, 0.0)
             if slot is not None or on_busy == "skip":
                 return slot
-            self.start().withdraw(step)
+            self.start().send(Withdraw(step))
         while (slot := self._arena.acquire(num_bytes, _WARN_AFTER_S)) is None:
             logger.warning("training waits for an idle slot: saves take longer than the interval between them")
         return slot
@@ -154,11 +170,11 @@ class SaveClient:
 
     def hurry(self) -> None:
         """Make the next save durable as soon as possible."""
-        self.start().hurry()
+        self.start().send(Hurry())
 
     def skip(self, attempt: NewAttempt, updates: HandleUpdates) -> None:
         """Finish a handle as skipped, and abort the attempt for the other ranks."""
-        self.start().abort(attempt)
+        self.start().send(Abort(attempt))
         self._fail_handle(updates, SaveSkipped("the save was skipped: all slots were in use by earlier saves"))
 
     @contextmanager
@@ -177,7 +193,7 @@ class SaveClient:
         with self._lock:
             self._finished.append(snapshot.updates)
         self._fail_handle(snapshot.updates, error)
-        self.start().abort(snapshot.attempt, describe(error))
+        self.start().send(Abort(snapshot.attempt, describe(error)))
         if snapshot.slot is not None and not keep_slot:
             self._arena.release(snapshot.slot.number)
 
@@ -190,7 +206,7 @@ class SaveClient:
         """Submit a staged snapshot: from now on its slot belongs to the writer. Also called by the copier thread."""
         job, writer = snapshot.job(), self.start()
         self._register(snapshot, job)
-        writer.submit(job)
+        writer.send(job)
         if self._writer is not writer:
             self._on_missed_death(job.number)
         snapshot.updates.staged()
@@ -202,9 +218,9 @@ class SaveClient:
         cause: why there is no memory for a copy; logged once.
         """
         if not isinstance(self._writer, ThreadWriter):
-            writer, self._writer, self._in_process = self._writer, None, True
-            if writer is not None:
-                writer.close(None)
+            process, self._writer, self._in_process = self._writer, None, True
+            if process is not None:
+                process.close(None)
         if not self._live:
             self._live = True
             logger.warning(
@@ -215,7 +231,7 @@ class SaveClient:
         self._register(snapshot, job)
         handle = snapshot.updates.handle
         try:
-            writer.submit_live(job, state)
+            writer.send(job, state)
             handle.wait_staged()
         finally:
             state.close()  # an interrupted save fails, unless everything was read already
@@ -243,12 +259,12 @@ class SaveClient:
     def add_slot(self, number: int, segment: Segment) -> None:
         """Announce a new slot to the writer."""
         if self._writer is not None:
-            self._writer.add_slot(number, segment)
+            self._writer.send(Slot(number, segment.num_bytes), segment)
 
     def forget_slot(self, number: int) -> None:
         """Announce to the writer that a slot is gone."""
         if self._writer is not None:
-            self._writer.forget_slot(number)
+            self._writer.send(Forget(number))
 
     # Called by the writer, on its own threads.
 

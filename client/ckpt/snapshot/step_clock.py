@@ -66,7 +66,7 @@ class StepClock:
             self._pulse = Pulse()
             if self._requests:
                 self._end_with(Ending.REQUESTED)  # before the first save
-        writer.begin(self._began, self._pulse)
+        writer.send(self._began, self._pulse.segment)
         self._announced = (writer, self._began.id)
 
     def close(self) -> None:

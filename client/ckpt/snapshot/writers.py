@@ -1,6 +1,7 @@
-"""SaveWriter: runs the save pipeline in a saver process, or in threads of this process.
+"""Writers: run the save pipeline in a saver process, or in threads of this process.
 
-A writer accepts jobs from the trainer's threads and delivers reports on its own threads.
+The messages (ckpt.saver.messages) are their interface: `send` takes a command, from any thread of the trainer, and
+reports arrive on threads of the writer.
 """
 
 from __future__ import annotations
@@ -13,33 +14,24 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 from ckpt.host.lock import SaverLock
 from ckpt.host.segment import Segment, close_after_fork, no_fork
-from ckpt.saver.heart import Pulse
 from ckpt.saver.launcher import warn_without_launcher
 from ckpt.saver.messages import (
-    Abort,
-    Began,
     Channel,
     Command,
-    Forget,
-    Hurry,
     Parted,
     Report,
-    SaveJob,
     Setup,
-    Slot,
     Stop,
-    Withdraw,
 )
-from ckpt.saver.pipeline import SavePipeline
+from ckpt.saver.pipeline import Commands, SavePipeline
 from ckpt.saver.process import IGNORED
 from ckpt.saver.retained import release
-from ckptstore.commits.generations import NewAttempt
 from ckptstore.errors import SaverDied
 from ckptstore.format.shards import RawStream
 from ckptstore.stores import open_store
@@ -51,43 +43,6 @@ _SEND_TIMEOUT_S = 60.0
 _STDERR_TAIL_CHARACTERS = 2000
 
 
-class SaveWriter(Protocol):
-    """Makes snapshots durable. Methods may be called from any thread."""
-
-    def begin(self, began: Began, pulse: Pulse) -> None:
-        """A life of the trainer begins."""
-
-    def add_slot(self, number: int, segment: Segment) -> None:
-        """Announce a slot of the arena, before the first job that uses it."""
-
-    def forget_slot(self, number: int) -> None:
-        """No further job uses this slot."""
-
-    def submit(self, job: SaveJob) -> None:
-        """Accept a snapshot. With a saver process, after return it becomes durable even if this process is killed."""
-
-    def withdraw(self, step: int) -> None:
-        """Skip the oldest job whose upload has not begun, if there is one, in favour of a save of `step`.
-
-        A saver process does so after return, and reports it.
-        """
-
-    def hurry(self) -> None:
-        """Make the next save durable as soon as possible; earlier ones whose upload has not begun are skipped."""
-
-    def abort(self, attempt: NewAttempt, failure: str | None = None) -> None:
-        """Abort an attempt, so that other ranks do not wait for this one. It may be done after return.
-
-        failure: what went wrong; None if this rank skips the attempt.
-        """
-
-    def close(self, timeout_s: float | None, lingers: bool = False) -> None:
-        """Finish all jobs and stop. Raises TimeoutError if that takes longer.
-
-        lingers: the trainer ends because of an error; a saver process keeps memory for the next one (retained.py).
-        """
-
-
 class ThreadWriter:
     """The pipeline in threads of this process: for in-process stores, and where no process can be started."""
 
@@ -95,34 +50,15 @@ class ThreadWriter:
         self._pipeline = SavePipeline(
             open_store(setup.store, setup.options, retried=setup.retry_s > 0), setup, on_report
         )
-        self._memory: dict[int, RawStream] = {}
+        self._commands = Commands(self._pipeline)
 
-    def begin(self, began: Began, pulse: Pulse) -> None:
-        self._pipeline.heart.begin(began, pulse)
-
-    def add_slot(self, number: int, segment: Segment) -> None:
-        self._memory[number] = segment.view.toreadonly()
-
-    def forget_slot(self, number: int) -> None:
-        del self._memory[number]
-
-    def submit(self, job: SaveJob) -> None:
-        self._pipeline.submit(job, memoryview(b"") if job.slot is None else self._memory[job.slot])
-
-    def submit_live(self, job: SaveJob, state: RawStream) -> None:
-        """Accept a state that is not in a slot; it is read until the job is released or has failed."""
-        self._pipeline.submit(job, state)
-
-    def withdraw(self, step: int) -> None:
-        self._pipeline.withdraw(step)
-
-    def hurry(self) -> None:
-        self._pipeline.hurry()
-
-    def abort(self, attempt: NewAttempt, failure: str | None = None) -> None:
-        self._pipeline.abort(attempt, failure)
+    def send(self, command: Command, memory: Segment | RawStream | None = None) -> None:
+        """Carry out a command. memory: that comes with it; also a state that is not in a slot, which is read until its
+        job is released or has failed."""
+        self._commands.carry_out(command, memory)
 
     def close(self, timeout_s: float | None, lingers: bool = False) -> None:
+        """Finish all jobs and stop. Raises TimeoutError if that takes longer."""
         self._pipeline.heart.stop(closed=True)
         closer = threading.Thread(target=self._pipeline.close, daemon=True)
         closer.start()
@@ -158,47 +94,35 @@ class ProcessWriter:
             started.pop_all()  # the listener closes them
         self._listener = threading.Thread(target=self._listen, name="ckpt-reports", daemon=True)
         self._listener.start()
-        self._send(setup)
+        self.send(setup)
 
     @property
     def pid(self) -> int:
         """The saver's process id."""
         return self._process.pid
 
-    def begin(self, began: Began, pulse: Pulse) -> None:
-        self._send(began, fds=[pulse.segment.fd])
+    def send(self, command: Command, memory: Segment | None = None) -> None:
+        """Send a command to the saver, with a descriptor of the memory that comes with it.
 
-    def add_slot(self, number: int, segment: Segment) -> None:
-        self._send(Slot(number, segment.num_bytes), fds=[segment.fd])
-
-    def forget_slot(self, number: int) -> None:
-        self._send(Forget(number))
-
-    def submit(self, job: SaveJob) -> None:
-        self._send(job)  # on return the message is in the socket's buffer, which outlives this process
-
-    def withdraw(self, step: int) -> None:
-        self._send(Withdraw(step))
-
-    def hurry(self) -> None:
-        self._send(Hurry())
-
-    def abort(self, attempt: NewAttempt, failure: str | None = None) -> None:
-        self._send(Abort(attempt, failure))
-
-    def close(self, timeout_s: float | None, lingers: bool = False) -> None:
-        self._closing = True
-        self._send(Stop(lingers))
-        if not self._ended.wait(timeout_s):
-            raise TimeoutError(f"saves are not durable after {timeout_s} s; the saver goes on")
-
-    def _send(self, command: Command, fds: Sequence[int] = ()) -> None:
+        On return the message is in the socket's buffer, which outlives this process: a SaveJob becomes durable even if
+        it is killed.
+        """
         try:
             with self._sending:
-                self._channel.send(command, fds)
+                self._channel.send(command, [memory.fd] if memory is not None else ())
         except OSError:
             # A saver that has not read for a minute counts as dead. The listener sees it end and reports its death.
             self._process.kill()
+
+    def close(self, timeout_s: float | None, lingers: bool = False) -> None:
+        """Finish all jobs and stop. Raises TimeoutError if that takes longer.
+
+        lingers: the trainer ends because of an error; the saver keeps memory for the next one (retained.py).
+        """
+        self._closing = True
+        self.send(Stop(lingers))
+        if not self._ended.wait(timeout_s):
+            raise TimeoutError(f"saves are not durable after {timeout_s} s; the saver goes on")
 
     def _listen(self) -> None:
         try:
@@ -231,6 +155,9 @@ class ProcessWriter:
             + (f", with this output: {stderr_tail}" if stderr_tail else ""),
             "Unfinished saves are lost, committed checkpoints are safe. The next save starts a new saver",
         )
+
+
+SaveWriter = ThreadWriter | ProcessWriter
 
 
 def _start(sock: int, lock: int, stderr: int) -> subprocess.Popen[bytes]:

@@ -13,7 +13,7 @@ import time
 import numpy as np
 
 from ckpt.host.segment import Segment
-from ckpt.saver.messages import SaveJob, Setup, SliceRow
+from ckpt.saver.messages import SaveJob, Setup, SliceRow, Slot
 from ckpt.snapshot.writers import ProcessWriter
 from ckptstore.clock import system_clock
 from ckptstore.commits.generations import NewAttempt, Session
@@ -35,9 +35,9 @@ def main() -> None:
     for step in range(1, saves + 1):
         segment = Segment(count * 4)
         np.frombuffer(segment.view, np.float32)[:] = step
-        writer.add_slot(step, segment)
+        writer.send(Slot(step, segment.num_bytes), segment)
         attempt = NewAttempt(session, step, new_ulid(system_clock()))
-        writer.submit(
+        writer.send(
             SaveJob(
                 number=step, slot=step, attempt=attempt, created_at=system_clock(),
                 slices=[SliceRow("model/w", "float32", (count,), (0, count), 0)], aliases={},
