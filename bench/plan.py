@@ -20,9 +20,9 @@ import numpy as np
 
 from bench.report import Goal, Report
 from ckptstore import names
+from ckptstore.format.boxes import Want
 from ckptstore.format.columns import column
 from ckptstore.format.documents import FORMAT, Chunks, Content, Entries, Manifest, ReceiptRef, Shard, Slices
-from ckptstore.format.overlaps import Want
 from ckptstore.format.parsing import pack_manifest, parse_manifest
 from ckptstore.format.planning import plan_reads
 from ckptstore.names import Attempt, new_ulid

@@ -33,9 +33,9 @@ from ckpt.saver import commit as saver
 from ckpt.saver.messages import SaveJob, Setup
 from ckptstore.commits import commit
 from ckptstore.commits.generations import NewAttempt, Session
+from ckptstore.format.boxes import Want
 from ckptstore.format.documents import JSON, Outcome, Shard
 from ckptstore.format.merging import StoredReceipt
-from ckptstore.format.overlaps import Want
 from ckptstore.format.parsing import parse_manifest, seal
 from ckptstore.format.planning import plan_reads
 from ckptstore.format.shards import EncodedChunk, Placed, Slice, chunk_table, place_slices, plan_chunks

@@ -18,9 +18,9 @@ from ckptstore.format.columns import column
 from ckptstore.format.documents import FORMAT, JSON, Content, Receipt, References, Shard
 from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import seal
-from ckptstore.format.places import Places
 from ckptstore.format.shards import (
     EncodedChunk,
+    Places,
     Slice,
     chunk_table,
     encode_chunk,

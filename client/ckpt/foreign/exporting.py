@@ -27,8 +27,8 @@ from ckptstore import human
 from ckptstore.codecs.dtypes import ITEM_BYTES
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import InvalidRequest, NotWritten
+from ckptstore.format.boxes import Want
 from ckptstore.format.documents import JSON, Content
-from ckptstore.format.overlaps import Want
 from ckptstore.format.planning import entry_bytes, plan_reads
 from ckptstore.format.trees import leaves
 from ckptstore.reading.fetch import DEFAULT_THREADS, Progress, fetch

@@ -25,11 +25,10 @@ from ckptstore.codecs.chunk_codecs import fast
 from ckptstore.commits.catalog import Checkpoint, find, from_outcome, joined_generation
 from ckptstore.commits.commit import commit_attempt
 from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint
-from ckptstore.format.boxes import Box
+from ckptstore.format.boxes import Box, check_cover
 from ckptstore.format.decoding import decode_json
 from ckptstore.format.documents import FORMAT, JSON, Content, Receipt, Shard
 from ckptstore.format.merging import StoredReceipt
-from ckptstore.format.overlaps import check_cover
 from ckptstore.format.parsing import seal
 from ckptstore.format.shards import (
     ChunkSpan,

@@ -18,9 +18,8 @@ from ckpt.dtypes import BY_NAME
 from ckpt.restoring.gpu_copy import GpuReceiver, GpuTarget, is_direct
 from ckpt.restoring.host_destinations import HostDestinations
 from ckptstore.errors import UnsupportedFormat
-from ckptstore.format.boxes import Box, sizes
+from ckptstore.format.boxes import Box, Want, sizes
 from ckptstore.format.documents import JSON, Content
-from ckptstore.format.overlaps import Want
 from ckptstore.format.planning import ShardRead
 from ckptstore.format.trees import TAG, decode_tree, value_leaves
 from ckptstore.reading.fetch import Buffers

@@ -14,9 +14,8 @@ from ckpt.capture.collector import small_value
 from ckpt.lazily import torch
 from ckptstore.errors import CorruptObject, UnsupportedFormat
 from ckptstore.format import boxes
-from ckptstore.format.boxes import Box
+from ckptstore.format.boxes import Box, Want
 from ckptstore.format.documents import JSON, Content
-from ckptstore.format.overlaps import Want
 from ckptstore.format.planning import ShardRead
 from ckptstore.format.trees import TAG, decode_bytes, decode_tree
 from ckptstore.reading.fetch import Buffers

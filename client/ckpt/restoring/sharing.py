@@ -23,8 +23,8 @@ from ckpt.ranks.world import World
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CorruptObject, RankLost
 from ckptstore.format.documents import Content
-from ckptstore.format.places import Places
 from ckptstore.format.planning import READ_BYTES, ChunkRead, ShardRead, coalesce
+from ckptstore.format.shards import Places
 from ckptstore.reading.fetch import DEFAULT_THREADS, Buffers, fetch, fetch_stored, place_chunk, received
 from ckptstore.reading.source import ShardSource
 

@@ -31,8 +31,7 @@ from ckptstore.errors import CkptError, NoCheckpoint
 from ckptstore.format.boxes import Box, same_dimensions
 from ckptstore.format.columns import column
 from ckptstore.format.documents import DIGEST_BYTES, Chunks, Content, Receipt, References, Shard
-from ckptstore.format.places import Places
-from ckptstore.format.shards import ChunkSpan, EncodedChunk, Placed, RawStream, chunk_table
+from ckptstore.format.shards import ChunkSpan, EncodedChunk, Placed, Places, RawStream, chunk_table
 from ckptstore.names import Attempt, ulid_time
 from ckptstore.run import Run
 from ckptstore.tiers.carrying import stranded

@@ -18,11 +18,10 @@ from ckptstore.codecs.casting import SOURCE
 from ckptstore.codecs.dtypes import ITEM_BYTES, numbers_of
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.format import boxes
-from ckptstore.format.boxes import Box
+from ckptstore.format.boxes import Box, Want
 from ckptstore.format.documents import Content
-from ckptstore.format.overlaps import Want
-from ckptstore.format.places import ChunkTable
 from ckptstore.format.planning import plan_reads
+from ckptstore.format.shards import ChunkTable
 from ckptstore.reading.fetch import Progress, fetch
 from ckptstore.reading.source import Source, read_manifest
 

@@ -5,7 +5,7 @@ docs/explanation/format.md specifies them. parsing.py reads and writes them.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -13,13 +13,21 @@ import xxhash
 
 from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.format.columns import Column
-from ckptstore.names import Attempt
+from ckptstore.names import MAX_RANKS, Attempt
 
 FORMAT = 2
 """Format version of all documents. A reader rejects newer versions and reads all older ones."""
 
 DIGEST_BYTES = 16
 """Length of a checksum in bytes."""
+
+MAX_BYTES = 1 << 62
+"""No size or count in a document is larger."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
+WorldSize = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
+Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 
 JSON = Any
 """A JSON value: None, bool, int, float, str, list or dict of them."""
@@ -92,7 +100,7 @@ class Shard(Document, frozen=True, omit_defaults=True):
     """The data of one rank: a file of chunks, and references to chunks of earlier checkpoints."""
 
     name: str
-    rank: int
+    rank: Rank
     chunks: Chunks
     references: References | None = None
 
@@ -157,8 +165,8 @@ class Receipt(StoredDocument, frozen=True):
     run: str
     step: int
     attempt: str
-    rank: int
-    world_size: int
+    rank: Rank
+    world_size: WorldSize
     created_at: float
     content: Content
     local: dict[str, JSON]
@@ -178,9 +186,9 @@ class LocalState(msgspec.Struct, frozen=True):
 class ReceiptRef(Document, frozen=True):
     """The manifest's reference to a receipt."""
 
-    rank: int
-    digest: str
-    bytes: int
+    rank: Rank
+    digest: Digest
+    bytes: Count
 
 
 class Manifest(StoredDocument, frozen=True):
@@ -191,7 +199,7 @@ class Manifest(StoredDocument, frozen=True):
     run: str
     step: int
     attempt: str
-    world_size: int
+    world_size: WorldSize
     created_at: float
     receipts: list[ReceiptRef]
     content: Content
@@ -201,22 +209,22 @@ class Manifest(StoredDocument, frozen=True):
 class Summary(Document, frozen=True, omit_defaults=True):
     """The facts that listings show without reading a manifest."""
 
-    world_size: int
+    world_size: WorldSize
     created_at: float
-    raw_bytes: int
-    stored_bytes: int
-    num_entries: int
-    num_shards: int
+    raw_bytes: Count
+    stored_bytes: Count
+    num_entries: Count
+    num_shards: Count
     metrics: dict[str, float]
-    referenced_bytes: int = 0
+    referenced_bytes: Count = 0
     """Stored bytes in earlier checkpoints, in addition to stored_bytes."""
 
 
 class Committed(Document, frozen=True):
     """The manifest of a committed attempt."""
 
-    digest: str
-    bytes: int
+    digest: Digest
+    bytes: Count
     summary: Summary
 
 

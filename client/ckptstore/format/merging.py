@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from msgspec import Raw
 
 from ckptstore.errors import CorruptObject
+from ckptstore.format.boxes import check_cover
 from ckptstore.format.columns import Column, column, concatenate
 from ckptstore.format.documents import (
     FORMAT,
@@ -25,7 +26,6 @@ from ckptstore.format.documents import (
     Slices,
     digest,
 )
-from ckptstore.format.overlaps import check_cover
 from ckptstore.format.parsing import check_content, check_receipt, check_together, encode_shard
 from ckptstore.format.trees import leaves, merge_trees
 

@@ -19,11 +19,10 @@ from ckptstore.codecs.casting import SOURCE
 from ckptstore.codecs.dtypes import ITEM_BYTES
 from ckptstore.errors import CorruptObject
 from ckptstore.format import boxes
-from ckptstore.format.boxes import Box
+from ckptstore.format.boxes import Box, Overlaps, Want, overlaps
 from ckptstore.format.columns import Column, column, concatenate, distinct
 from ckptstore.format.documents import Content
-from ckptstore.format.overlaps import Overlaps, Want, overlaps
-from ckptstore.format.places import ChunkTable
+from ckptstore.format.shards import ChunkTable
 
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 _Strided = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]

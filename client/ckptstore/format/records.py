@@ -46,7 +46,7 @@ class DeadList(StoredDocument, frozen=True):
     format: int
     kind: Literal["dead"]
     generation: int
-    version: int
+    version: Annotated[int, msgspec.Meta(ge=1, lt=10**8)]
     attempts: list[str]
     """In ascending order."""
     by: str

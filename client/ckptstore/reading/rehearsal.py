@@ -18,8 +18,8 @@ import numpy as np
 
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import Damaged, NoCheckpoint, ObjectMissing
+from ckptstore.format.boxes import Want
 from ckptstore.format.documents import Content
-from ckptstore.format.overlaps import Want
 from ckptstore.format.planning import ShardRead, coalesce, entry_bytes, plan_reads
 from ckptstore.reading.fetch import fetch
 from ckptstore.reading.source import Source, read_local, read_manifest

@@ -10,7 +10,7 @@ from hashlib import blake2b
 
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import Damaged, ObjectMissing
-from ckptstore.format.overlaps import check_cover
+from ckptstore.format.boxes import check_cover
 from ckptstore.format.planning import ChunkRead, ShardRead, plan_all
 from ckptstore.names import Attempt
 from ckptstore.reading.fetch import DEFAULT_THREADS, Progress, check_chunk, check_decoded, fetch_stored

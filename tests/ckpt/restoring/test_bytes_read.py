@@ -13,10 +13,9 @@ from torch import nn
 
 from ckpt import Checkpointer
 from ckptstore.format import boxes
-from ckptstore.format.boxes import Box
+from ckptstore.format.boxes import Box, Want
 from ckptstore.format.columns import column
 from ckptstore.format.documents import Content, Entries, Shard, Slices
-from ckptstore.format.overlaps import Want
 from ckptstore.format.planning import plan_reads
 from ckptstore.format.shards import EncodedChunk, Slice, chunk_table, place_slices, plan_chunks
 from ckptstore.names import shard_name

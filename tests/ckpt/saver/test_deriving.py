@@ -19,10 +19,9 @@ from ckpt.saver.pipeline import SavePipeline
 from ckptstore.clock import system_clock
 from ckptstore.codecs.casting import CAST_TYPES, cast, cast_into, is_cast
 from ckptstore.errors import CorruptObject
-from ckptstore.format.boxes import Box
+from ckptstore.format.boxes import Box, Want
 from ckptstore.format.columns import column
 from ckptstore.format.documents import Content
-from ckptstore.format.overlaps import Want
 from ckptstore.format.parsing import check_manifest
 from ckptstore.format.planning import derived_bytes, plan_reads
 from ckptstore.names import new_ulid

@@ -21,9 +21,9 @@ from ckptstore.format.columns import column
 from ckptstore.format.documents import References
 from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import parse_sealed, seal
-from ckptstore.format.places import Places
 from ckptstore.format.planning import entry_bytes, plan_all, plan_reads, whole_entries
 from ckptstore.format.records import Policy
+from ckptstore.format.shards import Places
 from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.reading.fetch import fetch
 from ckptstore.reading.source import StoreSource, read_manifest

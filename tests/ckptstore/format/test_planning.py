@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import CorruptObject
 from ckptstore.format import boxes, planning
-from ckptstore.format.boxes import Box
-from ckptstore.format.checks import check_content
+from ckptstore.format.boxes import Box, Want, check_cover
 from ckptstore.format.columns import column, concatenate
 from ckptstore.format.documents import Chunks, Content, Entries, Shard, Slices
-from ckptstore.format.overlaps import Want, check_cover
+from ckptstore.format.parsing import check_content
 from ckptstore.format.planning import (
     READ_BYTES,
     ShardRead,
@@ -67,7 +66,7 @@ def apply(layout: Layout, reads: list[ShardRead], buffers: dict[str, bytearray])
 @given(wanted())
 def test_a_plan_brings_numpys_slices(drawn: tuple[Layout, list[Want], dict[str, int]]) -> None:
     layout, wants, sizes = drawn
-    check_content(layout.content)
+    check_content(str(Attempt(1, new_ulid(1.0))), layout.content, "the layout")
     check_cover(layout.content)
     reads = plan_reads(layout.content, wants)
     buffers = {name: bytearray(b"\xaa" * size) for name, size in sizes.items()}
@@ -211,7 +210,7 @@ def merged(tables: list[Any]) -> Layout:
 @pytest.mark.parametrize("readers", [1, 2, 4, 8])
 def test_a_rank_fetches_its_part_and_little_else(ranks: int, readers: int) -> None:
     content = saved(TRANSFORMER, ranks).content
-    check_content(content)
+    check_content(str(Attempt(1, new_ulid(1.0))), content, "the layout")
     for reader in range(readers):
         wants = [Want(name, part(shape, readers, reader), name) for name, shape in TRANSFORMER.items()]
         fetched = sum(read.bytes for read in plan_reads(content, wants))

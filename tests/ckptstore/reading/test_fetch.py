@@ -16,7 +16,7 @@ from ckptstore.commits.catalog import Checkpoint, latest
 from ckptstore.commits.commit import commit_attempt
 from ckptstore.errors import CorruptObject, ObjectMissing
 from ckptstore.format import planning
-from ckptstore.format.overlaps import Want
+from ckptstore.format.boxes import Want
 from ckptstore.format.planning import ShardRead, entry_bytes, plan_all, plan_reads, whole_entries
 from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.reading.fetch import fetch
