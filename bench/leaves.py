@@ -31,7 +31,7 @@ from bench.report import Goal, Report
 from ckpt import Checkpointer
 from ckpt.device import DEVICES, Addresses, digests, rows
 from ckpt.snapshot import run_saves
-from ckpt.snapshot.take import take_snapshot
+from ckpt.snapshot.run_saves import take_snapshot
 
 LEAVES = (1268, 10_000)
 _LEAVES_PER_PARAMETER = 4

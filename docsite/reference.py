@@ -22,7 +22,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "Restored": "ckpt.restoring.pipeline.Restored",
         "Schedule": "ckpt.schedule.Schedule",
         "Fit": "ckpt.preemption.Fit",
-        "Counters": "ckpt.snapshot.counters.Counters",
+        "Counters": "ckpt.snapshot.handle.Counters",
         "CkptError": "ckptstore.errors.CkptError",
     },
 }

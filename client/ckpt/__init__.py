@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from ckpt.preemption import Fit
     from ckpt.restoring.pipeline import Restored
     from ckpt.schedule import Schedule
-    from ckpt.snapshot.counters import Counters
-    from ckpt.snapshot.handle import SaveHandle, Timings
+    from ckpt.snapshot.handle import Counters, SaveHandle, Timings
     from ckptplan.plan import plan
     from ckptstore.commits.catalog import Checkpoint
     from ckptstore.errors import CkptError
@@ -79,7 +78,7 @@ _HOME = {
     "Checkpoint": "ckptstore.commits.catalog",
     "Checkpointer": "ckpt.checkpointer",
     "CkptError": "ckptstore.errors",
-    "Counters": "ckpt.snapshot.counters",
+    "Counters": "ckpt.snapshot.handle",
     "Fit": "ckpt.preemption",
     "Restored": "ckpt.restoring.pipeline",
     "SaveHandle": "ckpt.snapshot.handle",

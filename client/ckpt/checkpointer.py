@@ -20,8 +20,7 @@ from ckpt.ranks.world import World, is_grouped
 from ckpt.restoring.pipeline import Restored, Restorer, StagedRestore, load_tensors
 from ckpt.restoring.resolve import check_present, release_lease, wait_for_orphan_saver
 from ckpt.schedule import Limits, Schedule, cost_of
-from ckpt.snapshot.counters import Counters
-from ckpt.snapshot.handle import SaveHandle
+from ckpt.snapshot.handle import Counters, SaveHandle
 from ckpt.snapshot.run_saves import RunSaves
 from ckptapi.opening import open_source
 from ckptstore.commits.catalog import Checkpoint

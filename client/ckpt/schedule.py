@@ -19,9 +19,8 @@ from ckpt.config import Group
 from ckpt.preemption import EXIT_BEHIND, EXIT_SAVED, Fit, Preemption
 from ckpt.ranks.broadcast import Cost, SaveBroadcast, SaveDecision
 from ckpt.ranks.world import World
-from ckpt.snapshot.costs import FIRST_AFTER_TICKS, Costs
+from ckpt.snapshot.costs import FIRST_AFTER_TICKS, Costs, StepClock
 from ckpt.snapshot.handle import SaveHandle
-from ckpt.snapshot.step_clock import StepClock
 from ckptplan.training import best_interval
 from ckptstore.errors import InvalidRequest, RankLost
 from ckptstore.format.records import SaveCost

@@ -72,7 +72,7 @@ def test_a_trainer_loads_no_web_framework_and_no_sql() -> None:
 
 def test_the_public_functions_load_no_torch() -> None:
     loaded = loaded_by("import ckpt; ckpt.Checkpointer, ckpt.save_async, ckpt.restore, ckpt.load, ckpt.every")
-    assert "ckpt.snapshot.transfer" in loaded
+    assert "ckpt.snapshot.stage" in loaded
     assert loaded & {"torch", "jax", "httpx"} == set()
 
 

@@ -60,7 +60,7 @@ class Arena:
         self._gpu: torch.device | None = None
         self._background: threading.Thread | None = None
         self._share = available_bytes()
-        """Of this rank when the ranks of the host began to save: none had a slot yet."""
+        """Available memory per rank when the ranks of the host began to save: none had a slot yet."""
 
     @property
     def segments(self) -> dict[int, Segment]:

@@ -8,11 +8,15 @@ overlap (`before_step` does not call the client). Reports arrive on the writer's
 from __future__ import annotations
 
 import logging
+import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import msgspec
+
+from ckpt.capture.leaves import Captured
 from ckpt.config import OnBusy
 from ckpt.host.segment import Segment
 from ckpt.lazily import torch
@@ -35,11 +39,10 @@ from ckpt.saver.messages import (
     Withdraw,
 )
 from ckpt.snapshot.arena import Arena, ArenaSlot
-from ckpt.snapshot.counters import LiveCounters
-from ckpt.snapshot.handle import HandleUpdates, SaveHandle
+from ckpt.snapshot.costs import StepClock
+from ckpt.snapshot.handle import HandleUpdates, LiveCounters, SaveHandle
 from ckpt.snapshot.live import LiveState
-from ckpt.snapshot.request import Snapshot
-from ckpt.snapshot.step_clock import StepClock
+from ckpt.snapshot.stage import SnapshotLayout
 from ckpt.snapshot.writers import ProcessWriter, SaveWriter, ThreadWriter
 from ckptapi.remote_create import with_remote_create
 from ckptstore import human
@@ -48,12 +51,80 @@ from ckptstore.commits.generations import NewAttempt
 from ckptstore.errors import CkptError, RankFailed, SaverDied, SaveSkipped, Superseded, error_from_code
 from ckptstore.format.documents import Outcome
 from ckptstore.format.parsing import parse_sealed
+from ckptstore.format.records import SAVE_COST, SaveCost
 from ckptstore.run import Run
 from ckptstore.stores import open_store
 from ckptstore.stores.retrying import RetryingStore
 from ckptstore.tiers.source import NEAR
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """The state and metadata of one save."""
+
+    attempt: NewAttempt
+    captured: Captured
+    layout: SnapshotLayout
+    metrics: Mapping[str, float]
+    lease: str | None
+    """A lease to release once this save is committed."""
+    cost_before: SaveCost | None = None
+    """What the save before this one cost."""
+
+
+def finite(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    """The finite metrics: a diverged loss must not lose the checkpoint."""
+    numbers = {name: float(value) for name, value in (metrics or {}).items()}
+    kept = {name: value for name, value in numbers.items() if math.isfinite(value)}
+    if len(kept) < len(numbers):
+        logger.warning("metrics that are not finite are not kept: %s", sorted(numbers.keys() - kept.keys()))
+    return kept
+
+
+class Snapshot:
+    """One save and its slot, until the saver has all of it. Used by one thread at a time."""
+
+    def __init__(
+        self, number: int, request: SaveRequest, slot: ArenaSlot | None, created_at: float, updates: HandleUpdates
+    ) -> None:
+        """slot: None if this rank has no shard."""
+        self.number = number
+        self.attempt = request.attempt
+        self.slot = slot
+        self.updates = updates
+        self._created_at = created_at
+        self._request: SaveRequest | None = request
+
+    @property
+    def request(self) -> SaveRequest:
+        """The request; not available after `release`."""
+        assert self._request is not None
+        return self._request
+
+    def job(self) -> SaveJob:
+        """The message to the saver. Encodes the state that is not in tensors, so call it off the training thread if
+        possible."""
+        request = self.request
+        return SaveJob(
+            number=self.number,
+            slot=self.slot.number if self.slot is not None else None,
+            attempt=self.attempt,
+            created_at=self._created_at,
+            slices=request.layout.rows,
+            aliases=request.captured.aliases,
+            trees=request.captured.trees,
+            local=request.captured.write(),
+            metrics=dict(request.metrics),
+            extensions={SAVE_COST: msgspec.to_builtins(cost)} if (cost := request.cost_before) is not None else {},
+            lease=request.lease,
+        )
+
+    def release(self) -> None:
+        """Release the captured tensors; the copy is complete."""
+        self._request = None
+
 
 _WARN_AFTER_S = 30.0
 

@@ -1,12 +1,29 @@
-"""Costs: what saves cost a loop, from the times between its calls. For the training thread."""
+"""Costs: what saves cost a loop, from the times between its calls. StepClock: the step that training has reached and
+what saves have cost it, for the heartbeats of rank 0. For the training thread.
+
+The clock is called once per step: with the step from `Schedule.due`, or without it from the hook before
+`optim.step()`. Both take microseconds: a few numbers are written to shared memory (saver/heart.py).
+"""
 
 from __future__ import annotations
 
+import os
+import sys
+import time
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
 
+from ckpt.lazily import torch
+from ckpt.saver.heart import Ending, Pulse
+from ckpt.saver.messages import Began
 from ckpt.snapshot.handle import SaveHandle
+from ckpt.snapshot.writers import SaveWriter
+from ckptstore.clock import Clock, system_clock
+from ckptstore.names import new_ulid
 
 _WINDOW = 64
 _ENOUGH = 5  # intervals of a kind, before their median is believed
@@ -102,3 +119,143 @@ class Costs:
         if not self._known and seconds is None:
             return self._ticks > FIRST_AFTER_TICKS or now - self._since >= FIRST_AFTER_S
         return now - self._since >= interval_s(max(self.cost_s, others_s), self._durable_s)
+
+
+class StepClock:
+    """The life of a trainer: from its start, or a restore, to its end or the next restore. For the training thread."""
+
+    def __init__(self, clock: Clock = system_clock) -> None:
+        self._newest: SaveHandle | None = None
+        self._clock = clock
+        self._announced: tuple[SaveWriter, str] | None = None
+        self._pulse: Pulse | None = None
+        self._counted: Callable[[], object] = _nothing
+        self._begin(process_started_at(), None, 0, 0.0)
+
+    def _begin(self, began_at: float, parent: str | None, step: int, restored_s: float) -> None:
+        now = self._clock()
+        self._began = Began(
+            id=new_ulid(now), parent=parent, began_at=began_at, trains_at=now, restored_s=restored_s
+        )  # fmt: skip
+        self.close()
+        self._costs = Costs()
+        self._waited_s = 0.0
+        self._step = self._saved_step = step
+        self._steps_since = 0
+        self._stride = 1.0
+        self._named = False
+        """`reached` is called, so that steps need not be counted."""
+        self._requests = 0
+        self._ticks = 0
+
+    def restored(self, parent: str | None, step: int, seconds: float) -> None:
+        """Training continues from this step. seconds: the duration of the restore, which has just ended."""
+        in_place = self._announced is not None
+        now = self._clock()
+        began_at = now - seconds if in_place or self._ticks else self._began.began_at
+        self._begin(began_at, parent, step, seconds)
+
+    def announce(self, writer: SaveWriter) -> None:
+        """Send the pulse to a writer that does not have it. Any thread that submits jobs may call it."""
+        if self._announced is not None and self._announced == (writer, self._began.id):
+            return
+        if self._pulse is None:
+            self._pulse = Pulse()
+            if self._requests:
+                self._end_with(Ending.REQUESTED)  # before the first save
+        writer.send(self._began, self._pulse.segment)
+        self._announced = (writer, self._began.id)
+
+    def close(self) -> None:
+        """Close the pulse. A saver that has it reads on; the next announcement creates another."""
+        pulse, self._pulse = self._pulse, None
+        if pulse is not None:
+            pulse.close()
+
+    def reached(self, step: int) -> None:
+        """The loop has reached a step."""
+        self._named = True
+        self._step = step
+        self._tick()
+
+    def count(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Count the steps of the first one of these optimizers, those of a save."""
+        first = next(iter(optimizers), None)
+        self._counted = _nothing if first is None else weakref.ref(first)
+
+    def stepping(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step. Steps between saves are counted if nothing names them."""
+        if self._named or optimizer is not self._counted():
+            return
+        self._steps_since += 1
+        self._step = self._saved_step + round(self._steps_since * self._stride)
+        self._tick()
+
+    def saving(self, handle: SaveHandle) -> None:
+        """A save has begun."""
+        step, self._newest = handle.step, handle
+        if not self._named and self._steps_since and step > self._saved_step:
+            self._stride = (step - self._saved_step) / self._steps_since
+        self._step = self._saved_step = step
+        self._steps_since = 0
+        if self._requests:
+            self._requests -= 1
+            if not self._requests:
+                self._end_with(Ending.NONE)  # the second save since: training went on
+        if self._pulse is not None:
+            self._write(self._clock())
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The training thread waits for saves, outside of `save_async` and the gate."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - started
+            self._waited_s += seconds
+            self._costs.skip(seconds)
+
+    def requested(self) -> None:
+        """A save was requested: if training ends after it, it was preempted. For any thread and signal handlers."""
+        self._requests = 2
+        self._end_with(Ending.REQUESTED)
+
+    def closing(self) -> bool:
+        """The Checkpointer is closed. Returns whether that is because of an exception; sys.exit() is none."""
+        # The second is that of an exception that ends the interpreter.
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        failed = error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
+        if failed:
+            self._end_with(Ending.ERROR)
+        return failed
+
+    def _end_with(self, ending: Ending) -> None:
+        if (pulse := self._pulse) is not None:
+            pulse.write_ending(ending)
+
+    def _tick(self) -> None:
+        self._ticks += 1
+        self._costs.tick(time.perf_counter(), self._newest)
+        if self._pulse is not None:
+            self._write(self._clock())
+
+    def _write(self, now: float) -> None:
+        assert self._pulse is not None
+        stalled_s, slowed_s = self._costs.totals
+        self._pulse.write(now, self._step, stalled_s + self._waited_s, slowed_s)
+
+
+def _nothing() -> None:
+    """A reference to nothing."""
+
+
+def process_started_at() -> float:
+    """When this process started, in seconds since the epoch; now, where the system does not say."""
+    now = system_clock()
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        up_s = float(Path("/proc/uptime").read_text().split()[0])
+        return now - max(0.0, up_s - ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError):
+        return now

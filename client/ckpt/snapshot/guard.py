@@ -1,20 +1,67 @@
-"""Guards detect changes to state that is copied while training continues. FrozenTracker finds frozen state."""
+"""Guards detect changes to state that is copied while training continues. FrozenTracker finds frozen state.
+
+ChangeGuard compares counters and samples, DigestGuard all bytes in host memory. DeviceGuard does so for leaves on a
+device, by samples in every save, and by digests in the first overlapped saves of a layout: a loop that changes state at
+the wrong time does so in each of its steps. CopyProgress tells optimizers which parts are copied.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import logging
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from ckpt.capture.leaves import Leaves
+from ckpt.device import Addresses, Device, digests, rows
 from ckpt.host.segment import Segment
 from ckpt.lazily import torch
+from ckptstore.format.columns import distinct
 from ckptstore.format.shards import Placed, Slice
+
+logger = logging.getLogger(__name__)
+
+Part = frozenset[int]
+"""The numbers of the optimizers that change some leaves of a save, and wait for their copies."""
+EVERYONE: Part = frozenset()
+"""The part of the leaves that every optimizer waits for."""
+
+
+class CopyProgress:
+    """Which parts of one snapshot are copied. For any thread."""
+
+    def __init__(self, parts: Iterable[Part]) -> None:
+        self._copied = {part: threading.Event() for part in parts}
+        self._wanted: set[Part] = set()
+
+    def wait_for(self, parts: Iterable[Part]) -> None:
+        """Return when these parts are copied, or the copy has failed. They are copied before others."""
+        self._wanted.update(parts)
+        for part in parts:
+            self._copied[part].wait()
+
+    def next(self, left: Mapping[Part, Any]) -> Part:
+        """The part among these to copy next."""
+        return next((part for part in left if part in self._wanted), next(iter(left)))
+
+    def copied(self, part: Part) -> None:
+        """A part is copied."""
+        self._copied[part].set()
+
+    def end(self) -> None:
+        """No optimizer waits for the copy any more."""
+        for event in self._copied.values():
+            event.set()
+
 
 RawMemory = ctypes.Array[ctypes.c_char]
 
@@ -182,3 +229,165 @@ def _digest(data: memoryview) -> int:
     """The digest of some pages of the data."""
     stride = max(_PAGE_BYTES, len(data) // _PAGES)
     return xxhash.xxh3_64_intdigest(b"".join(data[at : at + _PAGE_BYTES] for at in range(0, len(data), stride)))
+
+
+class DigestGuard(Guard):
+    """Compares the digest of each leaf's memory at the call with that of the bytes that were copied.
+
+    Equal digests (xxh3-128) show that the copy is the state of the call, whatever happened to the memory meanwhile. For
+    contiguous leaves in host memory only. The bytes of a leaf are copied in order, one leaf after the other.
+    """
+
+    def __init__(self, leaves: Leaves, samples: Sequence[Sample], storages: Sequence[torch.UntypedStorage]) -> None:
+        """Reads all leaves, with as many threads as torch uses."""
+        super().__init__(leaves, samples, storages)
+        self._digests = _digests(leaves.tensors)
+        self._sizes = [tensor.nbytes for tensor in leaves.tensors]
+        self._same = {index for index, size in enumerate(self._sizes) if not size}
+        """The leaves whose copies are complete and equal."""
+        self._copying: int | None = None
+        self._copied_bytes = 0
+        self._hash = xxhash.xxh3_128()
+
+    def copied(self, index: int, address: int, num_bytes: int) -> bool:
+        """Hash the copied bytes; with the last ones of the leaf, compare digests."""
+        if index != self._copying:
+            self._copying, self._copied_bytes, self._hash = index, 0, xxhash.xxh3_128()
+        self._hash.update(memory_at(address, num_bytes))
+        self._copied_bytes += num_bytes
+        if self._copied_bytes == self._sizes[index]:
+            (self._same if self._hash.digest() == self._digests[index] else self._torn).add(index)
+        return index not in self._torn
+
+    def changed(self, indexes: Iterable[int]) -> list[str]:
+        """The entries whose copies differ from the call; if there are none, those that were not copied."""
+        among = set(indexes)
+        torn = self._torn & among if self._torn else among - self._same
+        return [self._leaves.slices[index].entry for index in sorted(torn)]
+
+
+def _digests(tensors: Sequence[torch.Tensor]) -> list[bytes]:
+    """The digest of each tensor's memory."""
+    digests = [b""] * len(tensors)
+    left = iter(range(len(tensors)))  # shared by all threads, each of which takes the next tensor
+
+    def work() -> None:
+        for index in left:
+            tensor = tensors[index]
+            digests[index] = xxhash.xxh3_128_digest(memory_at(tensor.data_ptr(), tensor.nbytes))
+
+    num_threads = min(torch.get_num_threads(), len(tensors))
+    if num_threads <= 1:
+        work()
+        return digests
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="ckpt-digest") as threads:
+        for working in [threads.submit(work) for _ in range(num_threads)]:
+            working.result()
+    return digests
+
+
+_SAMPLE_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """How closely the leaves of a device are watched."""
+
+    digests: bool = False
+    """Compare all bytes, from when the device begins to copy."""
+    ahead: bool = False
+    """Leaves that cannot wait at the gate may be copied on the device first: it is known what training needs."""
+
+
+class SamplePlaces(NamedTuple):
+    """Where some leaves are sampled, by address: 64 bytes of each, or all of a smaller one."""
+
+    size: int
+    """Bytes of each sample."""
+    numbers: npt.NDArray[np.int64]
+    """The numbers of the leaves."""
+    sources: Addresses
+    """Addresses on the device."""
+    copies: Addresses
+    """Addresses in the slot."""
+
+
+def sample_places(copies: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[SamplePlaces]:
+    """The middle of each leaf, by size of the sample. copies: addresses in the slot.
+
+    Leaves whose bytes on the device are not their elements in order are not sampled.
+    """
+    if not tensors:
+        return []
+    in_order = np.fromiter(map(torch.Tensor.is_contiguous, tensors), bool)
+    for differs in (torch.Tensor.is_conj, torch.Tensor.is_neg):
+        in_order &= ~np.fromiter(map(differs, tensors), bool)
+    sizes = np.array([tensor.nbytes for tensor in tensors])
+    begins = np.minimum(sizes // 2, np.maximum(sizes - _SAMPLE_BYTES, 0))
+    sources = np.fromiter(map(torch.Tensor.data_ptr, tensors), np.int64) + begins
+    to, sampled = np.array(copies) + begins, np.minimum(sizes, _SAMPLE_BYTES) * in_order
+    chosen = [(size, np.flatnonzero(sampled == size)) for size in distinct(sampled[sampled > 0]).tolist()]
+    return [SamplePlaces(size, numbers, sources[numbers], to[numbers]) for size, numbers in chosen]
+
+
+class DeviceGuard:
+    """Compares leaves of a device before their copy with the copies."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._samples: list[tuple[SamplePlaces, torch.Tensor]] = []
+        self._digests: torch.Tensor | None = None
+
+    def sample(self, found: Sequence[SamplePlaces]) -> None:
+        """Read samples in the order of the current stream. The training thread waits for this, so it is no loop."""
+
+        def read() -> None:
+            for places in found:
+                self._samples.append((places, self._device.read(places.sources, places.size)))
+
+        _attempt(read, "samples")
+
+    def digest(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Read everything on the side stream."""
+
+        def read() -> None:
+            memory = self._device.pinned(8 * len(tensors)).view(torch.int64)
+            self._device.digest(memory, tensors)
+            self._digests = memory
+
+        _attempt(read, "digests")
+
+    def torn(self, views: Sequence[torch.Tensor]) -> list[int]:
+        """Numbers of leaves that had changed when they were copied. The device has finished. views: the copies."""
+        found = set[int]()
+        for places, samples in self._samples:
+            differ = (_rows_at(places.copies, places.size) != samples).any(1)
+            found.update(places.numbers[differ.numpy()].tolist())
+        if self._digests is not None:
+            differ = self._digests != digests(views)
+            found.update(differ.nonzero().view(-1).tolist())
+        return sorted(found)
+
+
+def _attempt(read: Callable[[], None], kind: str) -> None:
+    """Read what only finds mistakes of the training loop: an error, such as missing memory, must not fail a save."""
+    try:
+        read()
+    except Exception as error:
+        _warn_once(kind, type(error).__name__)
+
+
+@cache
+def _warn_once(kind: str, _: str) -> None:
+    """Called where the error is handled."""
+    logger.warning(
+        "%s of leaves on a GPU cannot be read. Saves go on, and are compared with the state at the call by less", kind,
+        exc_info=True,
+    )  # fmt: skip
+
+
+def _rows_at(addresses: Addresses, size: int) -> torch.Tensor:
+    """`size` bytes at each of these addresses of host memory."""
+    first = int(addresses.min())
+    spanned = (ctypes.c_char * (int(addresses.max()) + size - first)).from_address(first)
+    return rows(torch.frombuffer(spanned, dtype=torch.uint8), torch.from_numpy(addresses - first), size)

@@ -2,7 +2,7 @@
 
 State that changes only in `optim.step()` (parameters and optimizer state) is copied by another thread, or by the GPU
 itself, during the next forward and backward. A hook before the step of any optimizer waits for the copy of what it
-changes (gate.py): on a GPU the stream waits, not the CPU. A guard detects state that was changed in another way while
+changes: on a GPU the stream waits, not the CPU. A guard detects state that was changed in another way while
 it was copied.
 
     unchanged  the job is submitted to the saver
@@ -10,40 +10,247 @@ it was copied.
 
 A changed state is not copied again: it would be another state than that of the call, and on each rank that of another
 moment.
+
+Gate: an optimizer of the save waits for the leaves in storages that it changes, and no others: a discriminator steps
+while the generator is still copied. Any other optimizer waits for everything, because wrappers hide optimizers. So does
+every optimizer for leaves whose own optimizer has not come to the gate by itself: some steps call no hook.
+
+StorageHold: holding a storage keeps its memory from being freed, but some calls replace the memory inside the storage
+and free the old one: sharing with other processes (`share_memory_`, torch.multiprocessing) and `resize_`. While a copy
+is pending, these calls wait for it if they concern a storage that it reads.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckpt.capture.leaves import Captured, Change, Leaves
+from ckpt.capture.optimizers import state_holder
+from ckpt.capture.parts import inner_tensors
 from ckpt.device import Patience, has_device, is_capturing
-from ckpt.snapshot.client import SaveClient
-from ckpt.snapshot.device_guard import Watch
-from ckpt.snapshot.gate import Gate
-from ckpt.snapshot.guard import FROZEN_BYTES, ChangeGuard, FrozenTracker, Guard, Sample
-from ckpt.snapshot.holds import StorageHold, hold_storages, release_storages
-from ckpt.snapshot.progress import EVERYONE, Part
-from ckpt.snapshot.request import Snapshot
-from ckpt.snapshot.stage import is_plain
-from ckpt.snapshot.transfer import Transfer
-from ckpt.snapshot.verify import DigestGuard
+from ckpt.snapshot.client import SaveClient, Snapshot
+from ckpt.snapshot.guard import (
+    EVERYONE,
+    FROZEN_BYTES,
+    ChangeGuard,
+    DigestGuard,
+    FrozenTracker,
+    Guard,
+    Part,
+    Sample,
+    Watch,
+)
+from ckpt.snapshot.stage import Transfer, is_plain
 from ckptstore.errors import CkptError, InvalidRequest, SaveFailed, SnapshotTorn
 from ckptstore.format.shards import Slice
 
 logger = logging.getLogger(__name__)
+
+_REPLACING = ("_share_fd_cpu_", "_share_filename_cpu_", "resize_")
+"""The methods of storages that replace memory; `share_memory_` calls one of the first two."""
+
+
+class StorageHold:
+    """The storages that one pending copy reads."""
+
+    def __init__(self, storages: Callable[[], Iterable[torch.UntypedStorage]], wait: Callable[[], object]) -> None:
+        """wait: returns when the memory is no longer read. For any thread."""
+        self._storages = storages
+        self._addresses: frozenset[int] | None = None
+        self._wait = wait
+
+    def wait_for(self, storage: torch.UntypedStorage) -> None:
+        """Return when the copy no longer reads the memory of a storage."""
+        if storage.device.type not in ("cpu", "cuda"):
+            return  # a storage without memory, of a meta or fake tensor
+        if self._addresses is None:  # computed by the first caller only: most copies see none
+            self._addresses = frozenset(held.data_ptr() for held in self._storages())
+        if storage.data_ptr() in self._addresses:
+            self._wait()
+
+
+class _Holds:
+    """The holds of all pending copies of this process. The methods of storages are wrapped while there are any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holds: tuple[StorageHold, ...] = ()
+        self._originals: dict[str, Any] = {}
+        self._wrappers: dict[str, Any] = {}
+        self._pid = os.getpid()
+
+    def add(self, hold: StorageHold) -> None:
+        with self._lock:
+            if not self._holds:
+                self._wrap()
+            self._holds = (*self._holds, hold)
+
+    def remove(self, hold: StorageHold) -> None:
+        with self._lock:
+            self._holds = tuple(held for held in self._holds if held is not hold)
+            if not self._holds:
+                self._unwrap()
+
+    def wait_for(self, storage: torch.UntypedStorage) -> None:
+        if os.getpid() == self._pid:  # the copies of a forked child's parent do not read the child's memory
+            for hold in self._holds:
+                hold.wait_for(storage)
+
+    def _wrap(self) -> None:
+        self._pid = os.getpid()
+        for name in _REPLACING:
+            self._originals[name] = vars(torch.UntypedStorage).get(name)  # None: inherited
+            self._wrappers[name] = self._waiting(getattr(torch.UntypedStorage, name))
+            setattr(torch.UntypedStorage, name, self._wrappers[name])
+
+    def _unwrap(self) -> None:
+        for name in _REPLACING:
+            if vars(torch.UntypedStorage).get(name) is not self._wrappers[name]:
+                continue  # other code has wrapped it meanwhile
+            if self._originals[name] is None:
+                delattr(torch.UntypedStorage, name)
+            else:
+                setattr(torch.UntypedStorage, name, self._originals[name])
+
+    def _waiting(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def wait_first(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+            self.wait_for(storage)
+            return method(storage, *args, **kwargs)
+
+        return wait_first
+
+
+_holds = _Holds()
+
+
+def hold_storages(hold: StorageHold) -> None:
+    """From now on, calls that replace the memory of these storages wait first."""
+    _holds.add(hold)
+
+
+def release_storages(hold: StorageHold) -> None:
+    """The copy no longer reads them."""
+    _holds.remove(hold)
+
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+_captured: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""The optimizers whose step is in a CUDA graph: a replay changes state and calls no hook."""
+
+
+class Gate:
+    """The optimizers of one Checkpointer's saves, and what they change. Belongs to the training thread."""
+
+    def __init__(self) -> None:
+        self._came: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Those that were about to step since the last save."""
+        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Those that ever were."""
+        self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._owners: dict[int, Part] | None = None
+        """By address of a storage: the optimizers that change it. None: not computed yet."""
+        self.hooked: Part = EVERYONE
+        """The optimizers of the next save whose every step calls the hook."""
+
+    def come(self, optimizer: Optimizer, capturing: bool) -> None:
+        """An optimizer is about to step; or the step is captured into a graph."""
+        self._came.add(optimizer)
+        if capturing:
+            _captured.add(optimizer)
+        else:
+            self._known.add(optimizer)
+
+    def expect(self, optimizers: Iterable[Optimizer]) -> None:
+        """These are the optimizers of the next save.
+
+        A step that is replayed from a CUDA graph calls no hook, and no version counter moves. So an optimizer counts as
+        hooked if it has called the hook, and was never captured. One with `capturable=True` is likely to be in a graph
+        that was captured before: it must have called the hook since the last save.
+        """
+        self._numbers = weakref.WeakKeyDictionary({one: number for number, one in enumerate(optimizers)})
+        self._owners = None
+        self.hooked = frozenset(number for one, number in self._numbers.items() if self._is_hooked(one))
+
+    def saved(self) -> bool:
+        """A save begins. Whether an optimizer was about to step since the last one."""
+        stepped = bool(self._came)
+        self._came.clear()
+        return stepped
+
+    def part(self, tensor: torch.Tensor) -> Part:
+        """The part that a leaf belongs to."""
+        owners = self._owners_of(tensor)
+        return owners if owners <= self.hooked else EVERYONE
+
+    def waits(self, optimizer: Optimizer, parts: Iterable[Part]) -> list[Part]:
+        """The parts that an optimizer waits for."""
+        number = self._numbers.get(optimizer)
+        return [part for part in parts if number is None or number in part or not part]
+
+    def _is_hooked(self, optimizer: Optimizer) -> bool:
+        if optimizer in _captured or optimizer not in self._known:
+            return False
+        return optimizer in self._came or not any(group.get("capturable") for group in optimizer.param_groups)
+
+    def _owners_of(self, tensor: torch.Tensor) -> Part:
+        if self._owners is None:
+            self._owners = _owners(self._numbers)
+        return self._owners.get(tensor.untyped_storage().data_ptr(), EVERYONE)
+
+
+def _owners(numbers: Mapping[Optimizer, int]) -> dict[int, Part]:
+    owners: dict[int, Part] = {}
+    for optimizer, number in numbers.items():
+        held = [group["params"] for group in optimizer.param_groups]
+        found = set(map(_storage, _tensors([held, list(state_holder(optimizer).state.values())])))
+        alone = frozenset((number,))  # one object for all of its tensors
+        for address in found:
+            owners[address] = owners[address] | alone if address in owners else alone
+    owners.pop(0, None)
+    return owners
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors with memory of their own in nested containers."""
+    if type(value) in _PLAIN:
+        yield value
+    elif isinstance(value, torch.Tensor):
+        if inner := inner_tensors("", value):
+            yield from _tensors(inner)
+        else:
+            yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """The address of a tensor's storage; 0 if it has none."""
+    local = tensor._local_tensor if type(tensor) not in _PLAIN and isinstance(tensor, DTensor) else tensor
+    try:
+        return local.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # a sparse or fake tensor, which is in no save
+        return 0
+
 
 _SMALL_BYTES = 16 << 10
 """Smaller tensors in host memory are copied at once: handing them to another thread takes as long."""

@@ -1,4 +1,7 @@
-"""RunSaves: the saves of one run by this process, from the agreement of the ranks to the end of the saver."""
+"""RunSaves: the saves of one run by this process, from the agreement of the ranks to the end of the saver.
+
+All ranks make the same calls in the same order, so each derives the same session and the same attempts.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import chain
@@ -17,16 +21,16 @@ from ckpt.config import Config, OnBusy
 from ckpt.lazily import torch_loaded
 from ckpt.ranks.world import World
 from ckpt.snapshot.agreed import AgreedLayout
-from ckpt.snapshot.client import SaveClient
-from ckpt.snapshot.counters import LiveCounters
-from ckpt.snapshot.handle import HandleUpdates, SaveHandle
-from ckpt.snapshot.request import SaveRequest, finite
-from ckpt.snapshot.session import TrainerSession
-from ckpt.snapshot.step_clock import StepClock
-from ckpt.snapshot.take import take_snapshot
-from ckptstore.errors import BadInput, InvalidRequest, SaveSkipped
+from ckpt.snapshot.client import SaveClient, SaveRequest, Snapshot, finite
+from ckpt.snapshot.costs import StepClock
+from ckpt.snapshot.handle import HandleUpdates, LiveCounters, SaveHandle
+from ckpt.snapshot.live import LiveState
+from ckptstore.clock import system_clock
+from ckptstore.commits.catalog import Checkpoint
+from ckptstore.commits.generations import NewAttempt, Session
+from ckptstore.errors import BadInput, InvalidRequest, SaveSkipped, Superseded
 from ckptstore.format.records import SaveCost
-from ckptstore.names import check_step
+from ckptstore.names import Attempt, check_step, derive_ulid
 from ckptstore.reading.source import Source, StoreSource
 from ckptstore.tiers.source import TieredSource
 
@@ -34,6 +38,141 @@ if TYPE_CHECKING:
     from ckpt.snapshot.overlap import Overlap
 
 logger = logging.getLogger(__name__)
+
+
+class TrainerSession:
+    """The current session: its parent, and the steps that were saved in it."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._restores = 0
+        self._continues = False
+        """Whether it has resumed a training run, or saved."""
+        self._parent: Attempt | None = None
+        self.seen = 0
+        """The newest generation that a restore saw in the far store; see Session."""
+        self._begin()
+
+    def _begin(self) -> None:
+        self._session: Session | None = None
+        """Known from the first save on."""
+        self._calls: Counter[int] = Counter()
+        self._committed: set[int] = set()
+        self._pending: list[HandleUpdates] = []
+        """The saves that had not ended at the last call. Ended ones are released: a job may run for months."""
+        self._superseded: Superseded | None = None
+
+    def restored(self, checkpoint: Checkpoint, trains: bool) -> bool:
+        """Begin a new session: training continues from this checkpoint. Returns whether it does.
+
+        trains: an optimizer was restored, on any rank. Without one, only the first restore of a trainer counts: later
+        ones are of other models, such as a teacher or an average, and change nothing.
+        """
+        if self._continues and not trains:
+            return False
+        self._restores += 1
+        self._continues = trains
+        self._parent = checkpoint.attempt if checkpoint.run == self._run else None
+        self._begin()
+        return True
+
+    @property
+    def parent(self) -> str | None:
+        """The attempt of this run from which training continues."""
+        return str(self._parent) if self._parent is not None else None
+
+    def new_attempt(self, agreed: str, step: int) -> NewAttempt:
+        """The attempt of a call that saves `step`, even if it fails: all ranks count their calls.
+
+        agreed: the ULID that the ranks agreed on.
+        """
+        if self._session is None:
+            id = derive_ulid(agreed, "session", self._restores) if self._restores else agreed
+            self._session = Session(id, self._parent, self.seen)
+        number = self._calls[step]
+        self._calls[step] += 1
+        return NewAttempt(self._session, step, derive_ulid(self._session.id, step, number), number)
+
+    def check(self, step: int, repeat: bool = False) -> None:
+        """Raises Superseded if another trainer has superseded the session, or InvalidRequest if the step was saved.
+
+        repeat: it may be saved more than once in a session.
+        """
+        ended = [updates for updates in self._pending if updates.handle.done()]
+        self._pending = [updates for updates in self._pending if updates not in ended]
+        for updates in ended:
+            if updates.error is None:
+                self._committed.add(updates.handle.step)
+            elif isinstance(updates.error, Superseded):
+                self._superseded = updates.error
+        if self._superseded is not None:
+            raise self._superseded
+        under_way = any(updates.handle.step == step for updates in self._pending)
+        if (under_way or step in self._committed) and not repeat:
+            raise InvalidRequest(
+                f"step {step} of run {self._run!r} was saved already, and nothing was restored since",
+                "Save each step once, or pass repeat_step=True",
+            )
+
+    def saved(self, updates: HandleUpdates) -> None:
+        """A save has begun."""
+        self._continues = True
+        self._pending.append(updates)
+
+
+def take_snapshot(
+    client: SaveClient, request: SaveRequest, updates: HandleUpdates, overlap: Overlap | None, on_busy: OnBusy
+) -> bool:
+    """Copy the state and make it durable in the background. False if the save is skipped instead.
+
+    On return the state is copied; with overlap, state that changes only in `optim.step()` may be copied after return.
+    Where the host has no memory for a copy, the state itself is durable on return. An error means that nothing was
+    saved, and the slot is released.
+    """
+    slot, started = None, time.perf_counter()
+    if request.captured.leaves:
+        try:
+            slot = client.acquire(request.layout.num_bytes, on_busy, request.attempt.step)
+        except OSError as error:
+            snapshot = Snapshot(client.next_number(), request, None, system_clock(), updates)
+            client.save_live(snapshot, LiveState(request.captured.leaves, request.layout), error)
+            return True
+        if slot is None:
+            client.skip(request.attempt, updates)
+            return False
+    updates.measure(wait_s=time.perf_counter() - started)
+    snapshot = Snapshot(client.next_number(), request, slot, system_clock(), updates)
+    if slot is None:
+        client.submit(snapshot)
+    else:
+        try:
+            _copy_snapshot(client, snapshot, overlap)
+        except BaseException:
+            client.release(slot)
+            raise
+    return True
+
+
+def _copy_snapshot(client: SaveClient, snapshot: Snapshot, overlap: Overlap | None) -> None:
+    """Copy the leaves into the slot and submit the job once all are copied: now, or in the background."""
+    assert snapshot.slot is not None
+    captured, layout, stager = snapshot.request.captured, snapshot.request.layout, snapshot.slot.stager
+    started = time.perf_counter()
+    if overlap is not None and overlap.on:
+        sameness, watch = overlap.sameness(captured), overlap.watch(layout)
+        transfer = stager.begin(captured.leaves, layout, overlap.parts, sameness, watch)
+        overlap.began(transfer, layout)
+        if transfer.under_way:
+            from ckpt.snapshot.overlap import PendingCopy  # loads torch
+
+            guard = overlap.guard(transfer.later, transfer.samples, transfer.storages)
+            overlap.begin(client, PendingCopy(transfer, guard, snapshot))
+            return
+        transfer.finish()
+    else:
+        stager.stage(captured.leaves, layout, captured.sameness)
+    snapshot.updates.measure(stage_s=time.perf_counter() - started)
+    client.submit(snapshot)
 
 
 class RunSaves:

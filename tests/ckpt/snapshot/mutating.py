@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ckpt import Checkpointer, SaveHandle
 from ckpt.capture.leaves import Leaves
-from ckpt.snapshot import transfer
+from ckpt.snapshot import stage
 from ckpt.snapshot.guard import Guard, Sample
 from ckpt.snapshot.overlap import Overlap
 from ckptstore.errors import CkptError
@@ -167,7 +167,7 @@ def _live(life: Life, store: Path) -> str:
     options: dict[str, Any] = {"overlap": life.overlap, "writer": "thread", "compress": "off", "split_replicas": True}
     with (
         patch.object(Overlap, "guard", guard),
-        patch.object(transfer, "_MOVED_BYTES", life.piece_bytes),
+        patch.object(stage, "_MOVED_BYTES", life.piece_bytes),
         Checkpointer(str(store), run="life", **options) as checkpointer,
     ):
         for step in range(life.saves):

@@ -19,7 +19,7 @@ from ckpt.snapshot import overlap
 from ckpt.snapshot.client import SaveClient
 from ckpt.snapshot.guard import ChangeGuard
 from ckpt.snapshot.overlap import Overlap, PendingCopy
-from ckpt.snapshot.transfer import Transfer
+from ckpt.snapshot.stage import Transfer
 from ckptstore.reading.source import StoreSource
 from ckptstore.stores import open_store
 from tests.support.parallel.built import Built, Setup

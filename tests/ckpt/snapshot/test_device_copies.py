@@ -18,8 +18,7 @@ from ckpt import Checkpointer
 from ckpt.device import DEVICES
 from ckpt.host.segment import Segment
 from ckpt.snapshot.arena import Arena
-from ckpt.snapshot.device_copies import pin_segment
-from ckpt.snapshot.gathered import SMALL_BYTES
+from ckpt.snapshot.device_copies import SMALL_BYTES, pin_segment
 from ckptstore.errors import CkptError, InvalidRequest, SaveFailed, SnapshotTorn
 from tests.ckpt.snapshot.simulated import DEFAULT, SIDE, SimulatedDevice, SimulatedSGD, add_one, plugged_in
 from tests.ckpt.snapshot.test_arena import NoListener

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckpt.device import _DIGEST_BYTES, digests
-from ckpt.snapshot.device_guard import _warn_once, sample_places
+from ckpt.snapshot.guard import _warn_once, sample_places
 from ckptstore.errors import SnapshotTorn
 from tests.ckpt.snapshot.simulated import DEFAULT, SIDE, SimulatedDevice, add_one, plugged_in
 from tests.ckpt.snapshot.test_device_copies import PATIENCE_S, Training, open_run
@@ -129,7 +129,7 @@ def test_what_cannot_be_read_costs_no_save_and_is_said_once(tmp_path: Path, capl
             training.step()
             training.save(checkpointer, step).result(PATIENCE_S)
         simulated.synchronize()
-    said = [record for record in caplog.records if record.name == "ckpt.snapshot.device_guard"]
+    said = [record for record in caplog.records if record.name == "ckpt.snapshot.guard"]
     assert [record.getMessage().split()[0] for record in said] == ["samples", "digests"]
     assert ["pointer resides" in str(record.exc_text) for record in said] == [True, False]
 

@@ -16,11 +16,9 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from ckpt.snapshot.client import SaveClient
-from ckpt.snapshot.gate import Gate
-from ckpt.snapshot.guard import Guard
-from ckpt.snapshot.overlap import Overlap, PendingCopy
-from ckpt.snapshot.progress import CopyProgress, Part
-from ckpt.snapshot.transfer import Transfer
+from ckpt.snapshot.guard import CopyProgress, Guard, Part
+from ckpt.snapshot.overlap import Gate, Overlap, PendingCopy
+from ckpt.snapshot.stage import Transfer
 from tests.ckpt.loops import open_run
 from tests.ckpt.snapshot.simulated import DEFAULT, SIDE, SimulatedDevice, plugged_in
 from tests.ckpt.snapshot.test_device_copies import PATIENCE_S, SCHEDULES, Training

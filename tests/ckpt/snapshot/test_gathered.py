@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt.snapshot.gathered import SMALL_BYTES, by_size
+from ckpt.snapshot.device_copies import SMALL_BYTES, by_size
 from tests.ckpt.snapshot.simulated import DEFAULT, SIDE, add_one, plugged_in
 from tests.ckpt.snapshot.test_device_copies import PATIENCE_S, SCHEDULES, Training, open_run
 from tests.support.waiting import wait_until

@@ -22,7 +22,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from ckpt import Checkpointer
 from ckpt.capture.leaves import Captured
-from ckpt.snapshot.transfer import Transfer
+from ckpt.snapshot.stage import Transfer
 from ckptstore.errors import SaveFailed, SnapshotTorn
 from ckptstore.names import Attempt
 from ckptstore.reading.source import StoreSource

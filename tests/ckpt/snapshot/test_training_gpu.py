@@ -20,7 +20,7 @@ from torch.optim import SGD, AdamW
 
 from ckpt import Checkpointer
 from ckpt.device import CudaDevice, digests
-from ckpt.snapshot.device_guard import _warn_once
+from ckpt.snapshot.guard import _warn_once
 from tests.support.parallel.runner import Scenario, run_scenarios
 from tests.support.training import same_state
 

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from ckpt.capture.leaves import Change, Leaves, StateLeaf
-from ckpt.snapshot.guard import memory_at, sample
-from ckpt.snapshot.verify import DigestGuard
+from ckpt.snapshot.guard import DigestGuard, memory_at, sample
 from ckptstore.errors import InvalidRequest, SnapshotTorn
 from ckptstore.format.shards import Slice
 from tests.ckpt.loops import OPTIMIZERS, Loop, open_run

@@ -8,7 +8,7 @@ import weakref
 import pytest
 
 from ckpt.snapshot.handle import HandleUpdates
-from ckpt.snapshot.session import TrainerSession
+from ckpt.snapshot.run_saves import TrainerSession
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import InvalidRequest, SaveFailed, Superseded
 from ckptstore.names import Attempt, new_ulid
