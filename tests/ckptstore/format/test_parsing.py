@@ -84,7 +84,7 @@ WRONG: list[Any] = [
     {"$": "tuple"}, [0] * 100, "u1:", "u1:!", "u8:" + "/" * 10 + "8=", "u1:AA==", "u9:AA==", "u2:AA==", "i8:AA==",
 ]  # fmt: skip
 FREE = {"trees", "local", "metrics"}  # any JSON, or any names, are legal inside
-FREE |= {"policies"}  # checked by those who read them (test_policies.py)
+FREE |= {"policies"}  # checked by those who read them (retention/test_policy.py)
 
 
 _FIGURES = {

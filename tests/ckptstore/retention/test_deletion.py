@@ -1,17 +1,17 @@
-"""Pruning, collecting and tombstones, on a clock that moves and with calls that fail."""
+"""Deletions, collections and tombstones, on a clock that moves and with calls that fail."""
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from functools import partial
 from typing import Literal
 
 import pytest
 
 from ckptstore.clock import system_clock
-from ckptstore.commits.audit import AuditEntry, read_log
-from ckptstore.commits.catalog import Checkpoint, State, decided_attempts, latest, list_checkpoints
-from ckptstore.commits.commit import commit_attempt, decide, read_outcome
-from ckptstore.commits.generations import Session, begin_generation
+from ckptstore.commits.catalog import Checkpoint, decided_attempts, latest, list_checkpoints
+from ckptstore.commits.commit import decide, read_outcome
 from ckptstore.commits.hidden import hidden_attempts
 from ckptstore.commits.leases import take_lease
 from ckptstore.errors import CheckpointHeld, StoreUnavailable
@@ -30,11 +30,11 @@ from ckptstore.retention.deletion import (
     undecided_attempts,
     undelete_checkpoint,
 )
-from ckptstore.retention.pins import pin
 from ckptstore.retention.pruning import apply_prune, plan_prune
 from ckptstore.retention.scrubbing import record_finding
 from ckptstore.run import Run
 from ckptstore.stores import Store
+from ckptstore.stores.base import WrappedStore
 from tests.support.checkpoints import write_checkpoint, write_rank
 from tests.support.clocked import DictStore, FakeClock
 from tests.support.runs import RUN, SMALL, clear, count_calls, intact, keys, prune, steps, write
@@ -44,129 +44,6 @@ in_memory = pytest.mark.parametrize("store", ["memory"], indirect=True)
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S
 here_and_in_memory = pytest.mark.parametrize("store", ["local", "memory"], indirect=True)
-
-
-# Pruning.
-
-
-def test_prune_keeps_the_newest_steps_and_deletes_the_bytes_of_the_rest(store: Store) -> None:
-    run = Run(store, RUN)
-    written = write(store, *range(10))
-    plan = plan_prune(run, Policy(3))
-    assert [(v.checkpoint.step, v.reasons) for v in plan.keep] == [(9, ("last-1",)), (8, ("last-2",)), (7, ("last-3",))]
-    assert [c.step for c in plan.remove] == [6, 5, 4, 3, 2, 1, 0]
-    assert steps(store) == [9, 8, 7, 6, 5, 4, 3, 2, 1, 0], "planning deletes nothing"
-    assert prune(store, 3) == []
-    assert steps(store) == [9, 8, 7]
-    for checkpoint in written:
-        left = keys(store, run.keys.attempt(checkpoint.attempt))
-        assert bool(left) == (checkpoint.step >= 7)
-    assert all(intact(store, checkpoint) for checkpoint in list_checkpoints(run))
-    assert prune(store, 3) == []
-    assert steps(store) == [9, 8, 7]
-
-
-@pytest.mark.parametrize("off_s", [-7200, -1000, 0, 1000, 7200])
-def test_ages_count_by_the_stores_clock_not_the_committers(off_s: float) -> None:
-    clock = FakeClock()
-    store = DictStore(clock)
-    for step in range(4):
-        write_checkpoint(store, RUN, step, SMALL, clock=lambda: clock() + off_s)
-        clock.now += 1800
-    plan = plan_prune(Run(store, RUN, clock), Policy(keep_within_s=3600, keep_hourly=2))
-    assert [(v.checkpoint.step, v.reasons) for v in plan.keep] == [
-        (3, ("hourly-1", "within")),
-        (2, ("within",)),
-        (1, ("hourly-2",)),
-    ]
-
-
-def zombie_and_successor(store: Store, clock: FakeClock) -> Run:
-    """An old job commits 400 in time, and 500 after its successor has begun and committed 310 and 320."""
-    run = Run(store, RUN, clock)
-    save = partial(write_checkpoint, store, RUN, arrays=SMALL, clock=clock)
-    one = begin_generation(run, Session(new_ulid(clock()), None)).number
-    *_, at_300, _ = [save(step, generation=one) for step in (100, 200, 300, 400)]
-    attempt = Attempt(500, new_ulid(clock()), generation=one)
-    late = write_rank(store, RUN, attempt, SMALL, clock=clock)
-    clock.now += HOUR_S
-    two = begin_generation(run, Session(new_ulid(clock()), at_300.attempt)).number
-    document, begun_at = store.get(run.keys.generation(two)), clock.now
-    clock.now += HOUR_S
-    store.delete_many([run.keys.generation(two)])  # not there yet when the old job looked
-    commit_attempt(run, [late])
-    clock.now = begun_at
-    store.put(run.keys.generation(two), document)
-    for step in (310, 320):
-        save(step, generation=two)
-    clock.now = begun_at + HOUR_S
-    return run
-
-
-def test_abandoned_checkpoints_have_a_rule_of_their_own() -> None:
-    """And the newest steps are counted within the live lineage: an old job that came back costs none of it."""
-    clock = FakeClock()
-    run = zombie_and_successor(DictStore(clock), clock)
-    begun_at = clock.now - HOUR_S
-    listed = {c.step: c.abandoned_at for c in list_checkpoints(run) if c.state is State.ABANDONED}
-    assert listed == {400: begun_at, 500: begun_at + HOUR_S}, "500 was committed after its successor began"
-
-    def kept(**rules: float) -> dict[int, tuple[str, ...]]:
-        plan = plan_prune(run, Policy(keep_last=2, **rules))  # type: ignore[arg-type]
-        assert {d.why_removed for d in plan.decisions if not d.reasons and d.checkpoint.step >= 400} <= {"abandoned"}
-        return {d.checkpoint.step: d.reasons for d in plan.keep}
-
-    live, recently = {320: ("last-1",), 310: ("last-2",)}, ("abandoned-within",)
-    assert kept() == live | {400: recently, 500: recently}
-    assert kept(keep_abandoned_s=0) == live
-    clock.now = begun_at + 7 * DAY_S + 1
-    assert kept() == live | {500: recently}
-    assert kept(keep_abandoned_s=8 * DAY_S) == live | {400: recently, 500: recently}
-    pin(run, next(c.attempt for c in list_checkpoints(run) if c.step == 500), "look")
-    clock.now += HOUR_S
-    assert kept() == live | {500: ("pin:look",)}
-    ids = {c.step: c.id for c in list_checkpoints(run)}
-    assert apply_prune(run, plan_prune(run, Policy(keep_last=2))) == []
-    assert [c.step for c in list_checkpoints(run)] == [320, 310, 500]
-    assert latest(run).step == 320
-    log = {entry.reason: entry.ids for entry in (AuditEntry.of(RUN, record) for record in read_log(run))}
-    assert log["prune"] == [ids[300], ids[200], ids[100]]
-    assert log["prune: abandoned"] == [ids[400]]
-
-
-def test_a_damaged_generation_costs_no_abandoned_checkpoint() -> None:
-    clock = FakeClock()
-    run = zombie_and_successor(DictStore(clock), clock)
-    run.store.put(run.keys.generation(2), b"noise")
-    clock.now += 30 * DAY_S
-    plan = plan_prune(run, Policy(keep_last=100))
-    assert plan.remove == []
-    assert {d.checkpoint.state for d in plan.keep} == {State.COMMITTED}
-
-
-def test_prune_of_a_run_that_does_not_exist(store: Store) -> None:
-    run = Run(store, RUN)
-    assert plan_prune(run, Policy(1)).decisions == ()
-    assert collect(run).freed_bytes == 0
-    assert keys(store) == []
-
-
-def test_prune_reports_each_checkpoint(store: Store) -> None:
-    run = Run(store, RUN)
-    write(store, 1, 2, 3)
-    seen: list[Checkpoint] = []
-    apply_prune(run, plan_prune(run, Policy(1)), progress=seen.append)
-    assert [checkpoint.step for checkpoint in seen] == [2, 1]
-
-
-def test_an_old_plan_may_be_applied_twice_and_late(store: Store) -> None:
-    run = Run(store, RUN)
-    write(store, 1, 2, 3)
-    plan = plan_prune(run, Policy(1))
-    write(store, 4)
-    for _ in range(2):
-        assert apply_prune(run, plan) == []
-        assert steps(store) == [4, 3]
 
 
 # Deletions of single checkpoints.
@@ -389,3 +266,30 @@ def test_a_reference_means_the_deletion_that_can_be_undone(store: Store) -> None
     store.put(run.keys.fates + "note.txt", b"an operator's note")
     assert [one.id for one in list_deleted(run)] == [older.id]
     assert undelete_checkpoint(run, Reference(RUN, 7)).ulid == older.attempt.ulid
+
+
+class _Meeting(WrappedStore):
+    """Each read of an outcome waits until another one is under way."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self.read: Counter[str] = Counter()
+        self._two = threading.Barrier(2)
+
+    def get(self, key: str) -> bytes:
+        if "/commits/" in key:
+            self.read[key] += 1
+            self._two.wait(30)
+        return super().get(key)
+
+
+def test_outcomes_of_checkpoints_that_stay_are_read_once_and_in_parallel() -> None:
+    clock = FakeClock()
+    store = DictStore(clock)
+    write(store, *range(8))
+    clock.now += 2 * TOMBSTONE_KEPT_S
+    meeting = _Meeting(store)
+    done = collect(Run(meeting, RUN, clock))
+    assert (done.swept, done.aborted, done.rolled_forward) == ([], [], [])
+    assert sorted(meeting.read.values()) == [1] * 8
+    assert len(steps(store)) == 8

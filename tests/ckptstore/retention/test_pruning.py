@@ -1,0 +1,149 @@
+"""Plans of prunes and what they delete, on a clock that moves."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from ckptstore.commits.audit import AuditEntry, read_log
+from ckptstore.commits.catalog import Checkpoint, State, latest, list_checkpoints
+from ckptstore.commits.commit import commit_attempt
+from ckptstore.commits.generations import Session, begin_generation
+from ckptstore.format.records import Policy
+from ckptstore.names import Attempt, new_ulid
+from ckptstore.retention.deletion import (
+    collect,
+)
+from ckptstore.retention.pins import pin
+from ckptstore.retention.pruning import apply_prune, plan_prune
+from ckptstore.run import Run
+from ckptstore.stores import Store
+from tests.support.checkpoints import write_checkpoint, write_rank
+from tests.support.clocked import DictStore, FakeClock
+from tests.support.runs import RUN, SMALL, intact, keys, prune, steps, write
+
+in_memory = pytest.mark.parametrize("store", ["memory"], indirect=True)
+HOUR_S = 3600.0
+DAY_S = 24 * HOUR_S
+here_and_in_memory = pytest.mark.parametrize("store", ["local", "memory"], indirect=True)
+
+
+def test_prune_keeps_the_newest_steps_and_deletes_the_bytes_of_the_rest(store: Store) -> None:
+    run = Run(store, RUN)
+    written = write(store, *range(10))
+    plan = plan_prune(run, Policy(3))
+    assert [(v.checkpoint.step, v.reasons) for v in plan.keep] == [(9, ("last-1",)), (8, ("last-2",)), (7, ("last-3",))]
+    assert [c.step for c in plan.remove] == [6, 5, 4, 3, 2, 1, 0]
+    assert steps(store) == [9, 8, 7, 6, 5, 4, 3, 2, 1, 0], "planning deletes nothing"
+    assert prune(store, 3) == []
+    assert steps(store) == [9, 8, 7]
+    for checkpoint in written:
+        left = keys(store, run.keys.attempt(checkpoint.attempt))
+        assert bool(left) == (checkpoint.step >= 7)
+    assert all(intact(store, checkpoint) for checkpoint in list_checkpoints(run))
+    assert prune(store, 3) == []
+    assert steps(store) == [9, 8, 7]
+
+
+@pytest.mark.parametrize("off_s", [-7200, -1000, 0, 1000, 7200])
+def test_ages_count_by_the_stores_clock_not_the_committers(off_s: float) -> None:
+    clock = FakeClock()
+    store = DictStore(clock)
+    for step in range(4):
+        write_checkpoint(store, RUN, step, SMALL, clock=lambda: clock() + off_s)
+        clock.now += 1800
+    plan = plan_prune(Run(store, RUN, clock), Policy(keep_within_s=3600, keep_hourly=2))
+    assert [(v.checkpoint.step, v.reasons) for v in plan.keep] == [
+        (3, ("hourly-1", "within")),
+        (2, ("within",)),
+        (1, ("hourly-2",)),
+    ]
+
+
+def zombie_and_successor(store: Store, clock: FakeClock) -> Run:
+    """An old job commits 400 in time, and 500 after its successor has begun and committed 310 and 320."""
+    run = Run(store, RUN, clock)
+    save = partial(write_checkpoint, store, RUN, arrays=SMALL, clock=clock)
+    one = begin_generation(run, Session(new_ulid(clock()), None)).number
+    *_, at_300, _ = [save(step, generation=one) for step in (100, 200, 300, 400)]
+    attempt = Attempt(500, new_ulid(clock()), generation=one)
+    late = write_rank(store, RUN, attempt, SMALL, clock=clock)
+    clock.now += HOUR_S
+    two = begin_generation(run, Session(new_ulid(clock()), at_300.attempt)).number
+    document, begun_at = store.get(run.keys.generation(two)), clock.now
+    clock.now += HOUR_S
+    store.delete_many([run.keys.generation(two)])  # not there yet when the old job looked
+    commit_attempt(run, [late])
+    clock.now = begun_at
+    store.put(run.keys.generation(two), document)
+    for step in (310, 320):
+        save(step, generation=two)
+    clock.now = begun_at + HOUR_S
+    return run
+
+
+def test_abandoned_checkpoints_have_a_rule_of_their_own() -> None:
+    """And the newest steps are counted within the live lineage: an old job that came back costs none of it."""
+    clock = FakeClock()
+    run = zombie_and_successor(DictStore(clock), clock)
+    begun_at = clock.now - HOUR_S
+    listed = {c.step: c.abandoned_at for c in list_checkpoints(run) if c.state is State.ABANDONED}
+    assert listed == {400: begun_at, 500: begun_at + HOUR_S}, "500 was committed after its successor began"
+
+    def kept(**rules: float) -> dict[int, tuple[str, ...]]:
+        plan = plan_prune(run, Policy(keep_last=2, **rules))  # type: ignore[arg-type]
+        assert {d.why_removed for d in plan.decisions if not d.reasons and d.checkpoint.step >= 400} <= {"abandoned"}
+        return {d.checkpoint.step: d.reasons for d in plan.keep}
+
+    live, recently = {320: ("last-1",), 310: ("last-2",)}, ("abandoned-within",)
+    assert kept() == live | {400: recently, 500: recently}
+    assert kept(keep_abandoned_s=0) == live
+    clock.now = begun_at + 7 * DAY_S + 1
+    assert kept() == live | {500: recently}
+    assert kept(keep_abandoned_s=8 * DAY_S) == live | {400: recently, 500: recently}
+    pin(run, next(c.attempt for c in list_checkpoints(run) if c.step == 500), "look")
+    clock.now += HOUR_S
+    assert kept() == live | {500: ("pin:look",)}
+    ids = {c.step: c.id for c in list_checkpoints(run)}
+    assert apply_prune(run, plan_prune(run, Policy(keep_last=2))) == []
+    assert [c.step for c in list_checkpoints(run)] == [320, 310, 500]
+    assert latest(run).step == 320
+    log = {entry.reason: entry.ids for entry in (AuditEntry.of(RUN, record) for record in read_log(run))}
+    assert log["prune"] == [ids[300], ids[200], ids[100]]
+    assert log["prune: abandoned"] == [ids[400]]
+
+
+def test_a_damaged_generation_costs_no_abandoned_checkpoint() -> None:
+    clock = FakeClock()
+    run = zombie_and_successor(DictStore(clock), clock)
+    run.store.put(run.keys.generation(2), b"noise")
+    clock.now += 30 * DAY_S
+    plan = plan_prune(run, Policy(keep_last=100))
+    assert plan.remove == []
+    assert {d.checkpoint.state for d in plan.keep} == {State.COMMITTED}
+
+
+def test_prune_of_a_run_that_does_not_exist(store: Store) -> None:
+    run = Run(store, RUN)
+    assert plan_prune(run, Policy(1)).decisions == ()
+    assert collect(run).freed_bytes == 0
+    assert keys(store) == []
+
+
+def test_prune_reports_each_checkpoint(store: Store) -> None:
+    run = Run(store, RUN)
+    write(store, 1, 2, 3)
+    seen: list[Checkpoint] = []
+    apply_prune(run, plan_prune(run, Policy(1)), progress=seen.append)
+    assert [checkpoint.step for checkpoint in seen] == [2, 1]
+
+
+def test_an_old_plan_may_be_applied_twice_and_late(store: Store) -> None:
+    run = Run(store, RUN)
+    write(store, 1, 2, 3)
+    plan = plan_prune(run, Policy(1))
+    write(store, 4)
+    for _ in range(2):
+        assert apply_prune(run, plan) == []
+        assert steps(store) == [4, 3]
