@@ -94,37 +94,15 @@ class Checkpointer:
     ) -> SaveHandle:
         """Copy the state to host memory and return; it becomes durable in the background.
 
-        model: any module, under any parallelism whose parameters are replicas, DTensors (fully_shard, tensor
-        parallel), FSDP1's, or this rank's alone (pipeline stages, experts) under names of their own; or several
-        chunks of one. optim: an optimizer, or a sequence or mapping of them. Either may be None. grads: also keep
-        the gradients, for a save in the middle of an accumulation window. metrics: numbers for listings and
-        retention; those that are not finite are left out with a warning. extras: further modules (EMA), objects
-        with state_dict/load_state_dict, or plain data; all but modules are kept per rank. shared: more such objects and
-        data by name, which all ranks hold alike: rank 0's are kept, once, and their tensors are entries of the
-        checkpoint, which exports contain. RNG state is always kept.
+        Training may continue. With an optimizer and overlap=True, its parameters and state are copied meanwhile, and
+        `optim.step()` waits for the copy. A committed checkpoint is the state at the call, on every rank; otherwise
+        nothing is committed.
 
-        Training may continue on return. With an optimizer and overlap=True, its parameters and state are copied during
-        the next forward and backward, and `optim.step()` waits for the copy; everything else is copied on return. From
-        the end of the copy the snapshot survives SIGKILL of this process (writer="process"): when `SaveHandle.staged()`
-        returns True, which is soon after the last `optim.step()` begins at the latest; `wait_staged()` waits for it.
-        Without overlap it does so on return.
-
-        A committed checkpoint is the state at the moment of the call, on every rank; otherwise nothing is committed,
-        and SnapshotTorn names the tensor that changed. If anything but `optim.step()` changes a parameter or optimizer
-        state before its copy, the handle and the next call raise SnapshotTorn, handles of other ranks RankFailed, and
-        later saves of this rank are copied before they return. Detection compares version counters, and samples at 16
-        places of each tensor. It misses a change that bypasses the counters (`.data`, a numpy view) and lies between
-        samples, or is undone before the copy. On a GPU 64 bytes of every leaf, as they are at the call, are compared
-        with its copy, and in the first two overlapped saves of a layout a digest. The sample misses a change by a
-        kernel on a stream that is not ordered with the training stream and runs before it.
-        overlap="verify" misses none. Calls that replace the memory of a storage (`share_memory_()`, `resize_()`) wait
-        for the copy.
-
-        Under a process group every rank calls it with the same step; the first call is a collective, later ones are
-        not. With on_busy="skip" or "supersede" a save may be skipped (see the handle's `skipped`). Raises the error of
-        an earlier background save of this rank; Superseded, until a restore, after another trainer began to save this
-        run; InvalidRequest, also for a step saved since the last restore without repeat_step; UnsupportedObject,
-        LayoutChanged, or at the first save RankLost. Then nothing was copied; other ranks' handles raise RankFailed.
+        model: any module. optim: one, or several; either may be None. grads: also keep gradients. metrics: for listings
+        and retention. extras: modules, objects with state_dict, or data, kept per rank. shared: such objects that all
+        ranks hold alike. repeat_step: the step may have been saved. Every rank calls it with the same step. Raises the
+        error of an earlier save, Superseded, InvalidRequest, UnsupportedObject, LayoutChanged, RankLost.
+        docs/explanation/saves.md says more.
         """
         return self._save(
             TrainState.of(model, optim, extras, shared), step, grads, metrics, self.config.on_busy, repeat_step
@@ -176,28 +154,14 @@ class Checkpointer:
     ) -> Restored | None:
         """Restore a checkpoint into the objects, in place; None if the run has none yet.
 
-        checkpoint: a step or an id; by default the newest, or the one before it if the newest turns out
-        to be corrupt (`Restored.skipped` lists it). strict: every tensor and every keyword must be in the
-        checkpoint with the same shape, and no tensor may be left over; otherwise differences are reported. Items of the
-        checkpoint that are not asked for are in `Restored.unused`, and logged if an optimizer is restored.
-        rng: put random state back, last, and once more when a `ckpt.data.resumable` loader in mid-epoch has reached its
-        position. With rng=False call `Restored.restore_rng` yourself, after all else that draws random numbers.
-        shared: objects and data that were saved as shared. Values of keywords and of `shared` that are plain data come
-        back in `Restored.values`, with dataclasses and named tuples in the types of the values given here. Tensors in
-        them that have the saved type, shape and kind of device, and memory of torch for themselves, are filled in
-        place: they are the ones in `Restored.values`. Without any object to restore into, the whole checkpoint comes
-        back there: nested dicts, with tensors on the CPU.
-        Raises UnsupportedObject for a value that a later save would refuse, such as a plain DataLoader; RunVanished if
-        the run was seen here and is gone.
+        checkpoint: a step or an id; default: the newest that is not corrupt. strict: names and shapes must agree;
+        otherwise differences are reported. rng: put random state back. Plain data comes back in `Restored.values`;
+        without any object, the whole checkpoint does.
 
-        Every chunk is verified before it is placed. Under a process group this is a collective and all ranks get
-        the same checkpoint. Optimizer state that the checkpoint does not have is removed. Raises StateMismatch
-        before anything is changed; after CorruptObject or an unreachable store, the objects may hold a mixture and
-        must not be trained on. CorruptObject is also raised if the newest checkpoint is damaged and the one before it
-        does not fit, or with strict=False lacks a tensor that was already overwritten.
-
-        After a restore with an optimizer, or the first one, saves continue from this checkpoint: once one is committed,
-        checkpoints that came after this one are abandoned, and restored only if they are named.
+        Every chunk is verified before it is placed. Under a process group this is a collective. Saves continue from
+        this checkpoint. Raises StateMismatch before anything is changed, UnsupportedObject, RunVanished; CorruptObject
+        or Unavailable, after which the objects may hold a mixture and must not be trained on.
+        docs/explanation/saves.md says more.
         """
         state = TrainState.to_restore(model, optim, extras, shared)
         restored = self._restore(state, checkpoint, strict=strict, rng=rng)

@@ -60,7 +60,7 @@ def test_a_device_has_queued_its_copy_before_that_change(tmp_path: Path) -> None
 
 
 def test_the_default_misses_that_change(tmp_path: Path) -> None:
-    """The documented limit of samples; if it goes, so does its description in save_async."""
+    """The documented limit of samples; if it goes, so does its description in docs/explanation/saves.md."""
     model, optim = _linear()
     with open_run(tmp_path) as checkpointer, held_copies(release_at_gate=True):
         handle = checkpointer.save_async(model, optim, 1)
