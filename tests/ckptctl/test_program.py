@@ -16,7 +16,7 @@ import pytest
 from ckptstore.commits.catalog import Checkpoint, latest, list_checkpoints
 from ckptstore.commits.leases import release_lease, take_lease
 from ckptstore.format import planning
-from ckptstore.format.planning import entry_bytes, plan_reads, whole_entries
+from ckptstore.format.planning import entry_bytes, plan_reads
 from ckptstore.names import RunKeys
 from ckptstore.reading.fetch import fetch
 from ckptstore.reading.source import StoreSource, read_manifest
@@ -24,7 +24,7 @@ from ckptstore.reading.verify import verify
 from ckptstore.run import Run
 from ckptstore.stores import ObjectReader, RangeReader, Store, open_store
 from tests.conftest import S3Location
-from tests.support.checkpoints import write_checkpoint
+from tests.support.checkpoints import whole_entries, write_checkpoint
 from tests.support.command_line import PROGRAM, Terminal, clean_environment, run, run_program
 
 

@@ -17,7 +17,7 @@ import pytest
 from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints
 from ckptstore.commits.heartbeats import read_heartbeats
 from ckptstore.errors import CkptError
-from ckptstore.format.records import near_only_of
+from ckptstore.format.records import NEAR_ONLY, NearOnly
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
 from ckptstore.run import Run
@@ -111,7 +111,7 @@ def test_all_is_near_at_once_and_far_afterwards(tmp_path: Path, monkeypatch: pyt
         # The saver outlives the trainer, carries the backlog, and ends.
         wait_until(lambda: invoke("drain", "kill", "--timeout", "60").code == 0, deadline_s=LIMIT_S + 3 * AWAY_S)
         wait_until(lambda: not is_alive(second.saver), deadline_s=LIMIT_S)
-        reported = near_only_of(read_heartbeats(far)[-1])
+        reported = read_heartbeats(far)[-1].extension(NEAR_ONLY, NearOnly)
         assert reported is not None
         assert (reported.checkpoints, reported.since) == (0, None)
         check_that_all_is_far(near, far, second.saved)

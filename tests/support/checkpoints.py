@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -14,6 +14,7 @@ from ckptstore.clock import Clock, system_clock
 from ckptstore.codecs.chunk_codecs import CodingPolicy, fast
 from ckptstore.commits.catalog import Checkpoint, from_outcome
 from ckptstore.commits.commit import commit_attempt, read_receipt
+from ckptstore.format.boxes import Want
 from ckptstore.format.columns import column
 from ckptstore.format.documents import FORMAT, JSON, Content, Receipt, References, Shard
 from ckptstore.format.merging import StoredReceipt
@@ -155,3 +156,8 @@ def write_checkpoint(
     checkpoint = from_outcome(commit_attempt(Run(store, run, clock), [receipt]))
     assert checkpoint is not None
     return checkpoint
+
+
+def whole_entries(names: Iterable[str]) -> list[Want]:
+    """Requests for whole entries, each into a buffer of its name."""
+    return [Want(name, None, name) for name in names]

@@ -21,7 +21,7 @@ from ckptstore.commits.generations import read_generations
 from ckptstore.commits.heartbeats import read_heartbeats
 from ckptstore.errors import NoCheckpoint
 from ckptstore.format.documents import Generation
-from ckptstore.format.records import Ended, Heartbeat, NearOnly, Origin, near_only_of, origin_of
+from ckptstore.format.records import NEAR_ONLY, ORIGIN, Ended, Heartbeat, NearOnly, Origin
 from ckptstore.names import Attempt
 from ckptstore.run import Run
 
@@ -181,7 +181,7 @@ def read_account(run: Run, checkpoints: Sequence[Checkpoint] | None = None) -> A
             "The first heartbeat comes a minute after training began",
         )
     # What another host still has to carry does not count: its generation is superseded.
-    near_only = near_only_of(heartbeats[-1]) if heartbeats else None
+    near_only = heartbeats[-1].extension(NEAR_ONLY, NearOnly) if heartbeats else None
     return msgspec.structs.replace(account(run.name, lives, run.clock(), SILENT_S), near_only=near_only)
 
 
@@ -212,7 +212,7 @@ def _of_heartbeat(found: Heartbeat) -> Life:
         restored_s=max(0.0, found.restored_s), generation=found.generation,
         parent=Attempt.parse(found.parent) if found.parent is not None else None,
         beats=sorted((Beat(*beat) for beat in beats), key=lambda beat: beat.at), ended=found.ended,
-        ended_at=max(found.ended_at, found.began_at), origin=origin_of(found),
+        ended_at=max(found.ended_at, found.began_at), origin=found.extension(ORIGIN, Origin),
     )  # fmt: skip
 
 
@@ -230,7 +230,7 @@ def _of_generation(number: int, document: Generation | None, captures: Sequence[
         id=document.session if document is not None else f"generation {number}", began_at=began_at, trains_at=began_at,
         restored_s=0.0, parent=Attempt.parse(document.parent) if document is not None and document.parent else None,
         generation=number, beats=[Beat(at, step) for at, step in captures], ended=Ended.NOT, ended_at=ended_at,
-        measured=False, origin=origin_of(document) if document is not None else None,
+        measured=False, origin=document.extension(ORIGIN, Origin) if document is not None else None,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ zstd release the GIL.
 from __future__ import annotations
 
 import struct
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -32,24 +32,8 @@ _REPEATS = 16  # a plane is searched for repetitions if one lane in N equals the
 _NO_LOW: Plane = np.empty(0, np.uint32)
 
 
-class Loops(Protocol):
-    """The loops over one block: passes.py describes them."""
-
-    def split(
-        self, words: Plane, half_precision: bool, base: int, low: Plane, rest: Plane, extremes: Extremes | None
-    ) -> Codes: ...
-
-    def survey(self, words: Plane, extremes: Extremes) -> None: ...
-
-    def planes(self, data: Plane) -> Any: ...
-
-    def join(
-        self, words: Any, count: int, block: Codes, low: Any | None, is_mixed: bool, rest: Any, escapes: int
-    ) -> None: ...
-
-
-loops: Loops = fused if fused.IS_BUILT else passes
-"""Both give the same bytes."""
+loops = fused if fused.IS_BUILT else passes
+"""The loops over one block; both modules give the same bytes."""
 
 
 def encode(dtype: str, raw: memoryview, level: int, extremes: Extremes | None = None, seen: Seen = ignore) -> Buffer:

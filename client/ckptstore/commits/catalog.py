@@ -28,7 +28,7 @@ from ckptstore.commits.generations import (
 from ckptstore.commits.hidden import HiddenAttempts, hidden_attempts, listed_attempts, without_hidden
 from ckptstore.errors import CorruptObject, InvalidName, InvalidRequest, NoCheckpoint
 from ckptstore.format.documents import Outcome
-from ckptstore.format.statistics import health_of
+from ckptstore.format.statistics import HEALTH, Health
 from ckptstore.names import Attempt, Reference, checkpoint_id
 from ckptstore.run import Run
 from ckptstore.stores import Store
@@ -287,7 +287,7 @@ def from_outcome(outcome: Outcome) -> Checkpoint | None:
     """The checkpoint of a committed outcome; None if it is aborted."""
     if outcome.committed is None:
         return None
-    summary, health = outcome.committed.summary, health_of(outcome)
+    summary, health = outcome.committed.summary, outcome.extension(HEALTH, Health)
     return Checkpoint(
         run=outcome.run,
         attempt=Attempt.parse(outcome.attempt),

@@ -5,7 +5,7 @@ docs/explanation/format.md specifies them. parsing.py reads and writes them.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -13,7 +13,10 @@ import xxhash
 
 from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.format.columns import Column
+from ckptstore.format.decoding import convert
 from ckptstore.names import MAX_RANKS, Attempt
+
+_T = TypeVar("_T")
 
 FORMAT = 2
 """Format version of all documents. A reader rejects newer versions and reads all older ones."""
@@ -56,6 +59,13 @@ class StoredDocument(Document, frozen=True, kw_only=True, omit_defaults=True):
     extensions: dict[str, JSON] = {}
     """Additions that have no field, by name. A reader refuses names that begin with `critical.` unless it knows them,
     and ignores other names that it does not know."""
+
+    def extension(self, name: str, kind: type[_T]) -> _T | None:
+        """An addition as this type; None if there is none, or none that is valid."""
+        try:
+            return convert(self.extensions.get(name), kind)
+        except msgspec.ValidationError:
+            return None
 
 
 class Chunks(Document, frozen=True, eq=False, omit_defaults=True):

@@ -112,11 +112,6 @@ class ShardRead:
         return last.offset + last.stored - self.offset
 
 
-def whole_entries(names: Iterable[str]) -> list[Want]:
-    """Requests for whole entries, each into a buffer of its name."""
-    return [Want(name, None, name) for name in names]
-
-
 def entry_bytes(content: Content) -> dict[str, int]:
     """Raw bytes of each entry."""
     entries = content.entries
@@ -208,8 +203,8 @@ def _pieces(content: Content, wants: Sequence[Want], table: ChunkTable, found: O
     rows: list[int] = []
     strided = zip(*(c[~is_flat].tolist() for c in columns), strict=True)
     for chunk, one, at, _, size, to_size, begin, end in strided:
-        meeting = _Meeting(*(tuple(matrix[one].tolist()) for matrix in (found.slices, found.wanted, found.box)))
-        for source, goal, merged in meeting.strided(begin, end, (size, to_size)):
+        held, wanted, shared = (tuple(matrix[one].tolist()) for matrix in (found.slices, found.wanted, found.box))
+        for source, goal, merged in _strided(held, wanted, shared, begin, end, (size, to_size)):
             shift, place = at + (source - begin) * size, goals[one].at + goal * to_size
             pieces.append(Piece(goals[one].buffer, shift, place, size, *merged, casts[one]))
             rows.append(chunk)
@@ -246,31 +241,23 @@ def _check_whole(
         raise CorruptObject(f"chunk {table.index[row[number]]} cuts an element of entry {entry!r}")
 
 
-class _Meeting(Struct, frozen=True, gc=False):
-    """A slice and a requested box whose shared elements are contiguous in neither of them."""
+def _strided(
+    held: Box, wanted: Box, shared: Box, start: int, stop: int, items: tuple[int, int]
+) -> Iterator[tuple[int, int, _Strided]]:
+    """The copies of the elements [start, stop) of a slice into a requested box. shared: their intersection.
 
-    slice: Box
-    wanted: Box
-    box: Box
-
-    def strided(self, start: int, stop: int, items: tuple[int, int]) -> Iterator[tuple[int, int, _Strided]]:
-        """The copies of the elements [start, stop) of the slice into the requested box.
-
-        Each is the first element in the slice and in the requested box, then shape and strides of both arrays.
-        """
-        steps, to_steps = boxes.strides(boxes.sizes(self.slice)), boxes.strides(boxes.sizes(self.wanted))
-        begin, length = _minus(self.box, self.slice), boxes.sizes(self.box)
-        shift = _minus(self.slice, self.wanted)
-        strides, to_strides = (
-            [step * item for step in each] for each, item in zip((steps, to_steps), items, strict=True)
-        )
-        for part in boxes.flat_boxes(boxes.sizes(self.slice), start, stop):
-            corner = [max(a, b) for a, b in zip(boxes.offsets(part), begin, strict=True)]
-            ends = zip(boxes.offsets(part), boxes.sizes(part), begin, length, corner, strict=True)
-            sizes = [min(a + n, b + m) - c for a, n, b, m, c in ends]
-            if all(size > 0 for size in sizes):
-                into = [c + s for c, s in zip(corner, shift, strict=True)]
-                yield _dot(corner, steps), _dot(into, to_steps), _merge(sizes, strides, to_strides, items)
+    Each is the first element in the slice and in the requested box, then shape and strides of both arrays.
+    """
+    steps, to_steps = boxes.strides(boxes.sizes(held)), boxes.strides(boxes.sizes(wanted))
+    begin, length, shift = _minus(shared, held), boxes.sizes(shared), _minus(held, wanted)
+    strides, to_strides = ([step * item for step in each] for each, item in zip((steps, to_steps), items, strict=True))
+    for part in boxes.flat_boxes(boxes.sizes(held), start, stop):
+        corner = [max(a, b) for a, b in zip(boxes.offsets(part), begin, strict=True)]
+        ends = zip(boxes.offsets(part), boxes.sizes(part), begin, length, corner, strict=True)
+        sizes = [min(a + n, b + m) - c for a, n, b, m, c in ends]
+        if all(size > 0 for size in sizes):
+            into = [c + s for c, s in zip(corner, shift, strict=True)]
+            yield _dot(corner, steps), _dot(into, to_steps), _merge(sizes, strides, to_strides, items)
 
 
 def _merge(sizes: Sequence[int], strides: Sequence[int], to_strides: Sequence[int], items: tuple[int, int]) -> _Strided:

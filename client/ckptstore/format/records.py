@@ -12,7 +12,6 @@ from typing import Annotated, Literal
 import msgspec
 
 from ckptstore.errors import InvalidRequest
-from ckptstore.format.decoding import convert
 from ckptstore.format.documents import Document, StoredDocument
 
 
@@ -120,14 +119,6 @@ class Origin(Document, frozen=True, omit_defaults=True):
         return " · ".join(part for part in (f"{self.user}@{self.host}".strip("@"), self.job) if part)
 
 
-def origin_of(document: StoredDocument) -> Origin | None:
-    """The origin of a document; None if it has none, or one that cannot be read."""
-    try:
-        return convert(document.extensions.get(ORIGIN), Origin)
-    except msgspec.ValidationError:
-        return None
-
-
 NEAR_ONLY = "near_only"
 """The extension of heartbeats with a NearOnly."""
 
@@ -141,14 +132,6 @@ class NearOnly(Document, frozen=True):
     """When the oldest of them was committed near, by the clock of its committer; None: there is none."""
     at: float
     """When the saver wrote this."""
-
-
-def near_only_of(document: StoredDocument) -> NearOnly | None:
-    """What is near only, by a heartbeat; None if it does not say."""
-    try:
-        return convert(document.extensions.get(NEAR_ONLY), NearOnly)
-    except msgspec.ValidationError:
-        return None
 
 
 class Heartbeat(StoredDocument, frozen=True):

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
 from ckptstore.errors import CorruptObject
 from ckptstore.format.columns import Column
-from ckptstore.format.decoding import convert
-from ckptstore.format.documents import FORMAT, JSON, Manifest, Outcome, Receipt, StoredDocument, digest
+from ckptstore.format.documents import FORMAT, JSON, Count, Manifest, Outcome, Receipt, StoredDocument, digest
 from ckptstore.names import Attempt
 
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 _EXTENSION = "statistics/{:05d}"
-_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 MOST_NAMED = 8
 """Entries that an extension names."""
 _COUNTS = ("elements", "nan", "positive_inf", "negative_inf")
@@ -109,8 +107,8 @@ class Statistics(StoredDocument, frozen=True, eq=False, forbid_unknown_fields=Fa
 class Health(msgspec.Struct, frozen=True):
     """How many elements of a checkpoint are NaN and Inf. Masks do not count."""
 
-    nan: _Count
-    inf: _Count
+    nan: Count
+    inf: Count
     entries: list[str]
     """The first entries with NaN or Inf, MOST_NAMED at most."""
 
@@ -124,11 +122,11 @@ class SideDocument(msgspec.Struct, frozen=True, omit_defaults=True):
     """The extension of a receipt that names the document with the statistics of its slices."""
 
     digest: str
-    bytes: _Count
-    nan: _Count
-    inf: _Count
+    bytes: Count
+    nan: Count
+    inf: Count
     entries: list[str]
-    offset: _Count | None = None
+    offset: Count | None = None
     """Where the document begins in the shard, behind the last chunk; None: it is an object of its own."""
 
 
@@ -148,10 +146,7 @@ def side_extension(rank: int, side: SideDocument) -> dict[str, JSON]:
 
 def side_document(document: Manifest | Receipt, rank: int) -> SideDocument | None:
     """What a manifest or receipt says about the statistics of a rank; None: nothing, or nothing that is valid."""
-    try:
-        return convert(document.extensions.get(extension_name(rank)), SideDocument)
-    except msgspec.ValidationError:
-        return None
+    return document.extension(extension_name(rank), SideDocument)
 
 
 def side_documents(manifest: Manifest) -> list[SideDocument | None]:
@@ -170,17 +165,9 @@ def health_extension(manifest: Manifest) -> dict[str, JSON]:
     return {HEALTH: msgspec.to_builtins(health)}
 
 
-def health_of(outcome: Outcome) -> Health | None:
-    """What an outcome says about NaN and Inf; None: it is not known."""
-    try:
-        return convert(outcome.extensions.get(HEALTH), Health)
-    except msgspec.ValidationError:
-        return None
-
-
 def warning_of(outcome: Outcome) -> str:
     """A warning of NaN and Inf in a checkpoint; empty without any."""
-    health = health_of(outcome)
+    health = outcome.extension(HEALTH, Health)
     if health is None or health.is_healthy:
         return ""
     return (

@@ -9,7 +9,8 @@ from ckpt.saver.messages import Began, NearOnly
 from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.commits.heartbeats import read_heartbeats
 from ckptstore.errors import StoreUnavailable
-from ckptstore.format.records import Ended, near_only_of
+from ckptstore.format.records import NEAR_ONLY, Ended
+from ckptstore.format.records import NearOnly as StoredNearOnly
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
@@ -98,7 +99,7 @@ def test_what_is_near_only_is_reported_also_after_the_end_of_the_trainer(store: 
 
     def reported() -> tuple[int, float | None] | None:
         found = read_heartbeats(run)
-        known = near_only_of(found[-1]) if found else None
+        known = found[-1].extension(NEAR_ONLY, StoredNearOnly) if found else None
         return (known.checkpoints, known.since) if known is not None else None
 
     heart.near_only(NearOnly(2, 2000, _T))

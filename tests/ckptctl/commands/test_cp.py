@@ -17,7 +17,7 @@ from ckptstore.commits.catalog import Checkpoint, latest, list_checkpoints
 from ckptstore.commits.generations import Session, begin_generation
 from ckptstore.commits.labels import LabelChange, change_labels
 from ckptstore.errors import StoreUnavailable
-from ckptstore.format.planning import entry_bytes, plan_reads, whole_entries
+from ckptstore.format.planning import entry_bytes, plan_reads
 from ckptstore.names import Reference, new_ulid
 from ckptstore.reading.fetch import fetch
 from ckptstore.reading.source import StoreSource, read_local, read_manifest
@@ -25,7 +25,7 @@ from ckptstore.reading.verify import verify
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from ckptstore.tiers.copying import copy_checkpoint
-from tests.support.checkpoints import write_checkpoint
+from tests.support.checkpoints import whole_entries, write_checkpoint
 from tests.support.command_line import PROGRAM, clean_environment, invoke
 from tests.support.daemons import running_daemon
 from tests.support.stores import Faults, FaultyStore

@@ -14,14 +14,14 @@ from ckptapi import bodies
 from ckptapi.client import DaemonClient
 from ckptapi.opening import open_source
 from ckptstore.errors import InvalidRequest, NoCheckpoint
-from ckptstore.format.planning import entry_bytes, plan_reads, whole_entries
+from ckptstore.format.planning import entry_bytes, plan_reads
 from ckptstore.names import Reference, RunKeys
 from ckptstore.reading.fetch import fetch
 from ckptstore.reading.source import StoreSource, read_manifest, read_receipt
 from ckptstore.reading.verify import verify
 from ckptstore.stores import open_store
 from tests.ckptd.conftest import Served
-from tests.support.checkpoints import sample_arrays, write_checkpoint
+from tests.support.checkpoints import sample_arrays, whole_entries, write_checkpoint
 from tests.support.daemons import running_daemon
 from tests.support.waiting import wait_until
 

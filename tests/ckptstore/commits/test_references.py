@@ -21,7 +21,7 @@ from ckptstore.format.columns import column
 from ckptstore.format.documents import References
 from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import parse_sealed, seal
-from ckptstore.format.planning import entry_bytes, plan_all, plan_reads, whole_entries
+from ckptstore.format.planning import entry_bytes, plan_all, plan_reads
 from ckptstore.format.records import Policy
 from ckptstore.format.shards import Places
 from ckptstore.names import Attempt, RunKeys, new_ulid
@@ -34,7 +34,7 @@ from ckptstore.retention.pruning import apply_prune, plan_prune
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.ckptstore.format import independent_reader
-from tests.support.checkpoints import write_checkpoint, write_rank
+from tests.support.checkpoints import whole_entries, write_checkpoint, write_rank
 from tests.support.stores import FaultyStore, Interleaving, MovableClock
 
 RUN = "gpt"

@@ -12,14 +12,14 @@ from ckptstore import names
 from ckptstore.codecs.chunk_codecs import CODECS
 from ckptstore.codecs.dtypes import ITEM_BYTES
 from ckptstore.commits.catalog import latest
-from ckptstore.format.planning import entry_bytes, plan_reads, whole_entries
+from ckptstore.format.planning import entry_bytes, plan_reads
 from ckptstore.reading.fetch import fetch
 from ckptstore.reading.source import StoreSource, read_manifest, read_receipt
 from ckptstore.reading.verify import verify
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from tests.ckptstore.format import frozen, independent_reader
-from tests.support.checkpoints import sample_arrays, write_checkpoint
+from tests.support.checkpoints import sample_arrays, whole_entries, write_checkpoint
 
 ROOT = Path(__file__).parents[3]
 FORMAT_1 = ROOT / "tests/data/format-1"

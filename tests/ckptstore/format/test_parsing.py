@@ -22,11 +22,11 @@ from ckptstore.format.columns import column, pack, unpack
 from ckptstore.format.documents import FORMAT, Lease, Manifest, Receipt
 from ckptstore.format.merging import StoredReceipt, merge
 from ckptstore.format.parsing import manifest_bytes, pack_manifest, parse_manifest, parse_sealed, seal
-from ckptstore.format.planning import plan_reads, whole_entries
+from ckptstore.format.planning import plan_reads
 from ckptstore.names import MAX_RANKS, Attempt, new_ulid
 from ckptstore.stores import open_store
 from tests.ckptstore.format.sealed import KEY, KINDS, SAMPLES
-from tests.support.checkpoints import sample_arrays, write_rank
+from tests.support.checkpoints import sample_arrays, whole_entries, write_rank
 
 every_kind = pytest.mark.parametrize("kind", SAMPLES)
 

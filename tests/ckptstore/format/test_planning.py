@@ -26,11 +26,11 @@ from ckptstore.format.planning import (
     join,
     plan_all,
     plan_reads,
-    whole_entries,
 )
 from ckptstore.format.shards import CHUNK_BYTES, Slice, place_slices, plan_chunks, slice_tables
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.reading.fetch import place_chunk
+from tests.support.checkpoints import whole_entries
 from tests.support.layouts import Layout, box_of, boxes_within, deal, layouts, region, with_slices
 
 CHECKPOINT = Checkpoint("gpt", Attempt(1, new_ulid(1_700_000_000.0)), State.COMMITTED)

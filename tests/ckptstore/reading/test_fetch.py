@@ -17,13 +17,13 @@ from ckptstore.commits.commit import commit_attempt
 from ckptstore.errors import CorruptObject, ObjectMissing
 from ckptstore.format import planning
 from ckptstore.format.boxes import Want
-from ckptstore.format.planning import ShardRead, entry_bytes, plan_all, plan_reads, whole_entries
+from ckptstore.format.planning import ShardRead, entry_bytes, plan_all, plan_reads
 from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.reading.fetch import fetch
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.run import Run
 from ckptstore.stores import Store
-from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
+from tests.support.checkpoints import sample_arrays, whole_entries, write_checkpoint, write_rank
 
 
 def load(store: Store, checkpoint: Checkpoint, threads: int = 4) -> dict[str, bytes]:

@@ -11,12 +11,12 @@ import pytest
 from ckptstore.codecs.chunk_codecs import CodingPolicy, fast, off
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CorruptObject
-from ckptstore.format.planning import ShardRead, entry_bytes, plan_reads, whole_entries
+from ckptstore.format.planning import ShardRead, entry_bytes, plan_reads
 from ckptstore.reading.fetch import fetch
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.reading.sources import StoredChunks, fetch_from
 from ckptstore.stores import open_store
-from tests.support.checkpoints import sample_arrays, write_checkpoint
+from tests.support.checkpoints import sample_arrays, whole_entries, write_checkpoint
 
 ARRAYS = {**sample_arrays(), "model/large": np.arange(5_000_000, dtype=np.float32)}
 
