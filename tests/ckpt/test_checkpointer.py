@@ -286,7 +286,7 @@ def test_linger_s_is_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Config("/store", run="r").linger_s == 7
     assert Config("/store", run="r", linger_s=0).linger_s == 0
     monkeypatch.setenv("CKPT_LINGER_S", "soon")
-    with pytest.raises(InvalidRequest, match="linger_s soon is no time"):
+    with pytest.raises(InvalidRequest, match="linger_s must be at least 0, not soon"):
         Config("/store", run="r")
-    with pytest.raises(InvalidRequest, match="linger_s -1 is no time"):
+    with pytest.raises(InvalidRequest, match="linger_s must be at least 0, not -1"):
         Config("/store", run="r", linger_s=-1)

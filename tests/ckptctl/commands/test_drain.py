@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.saver.presence import parent_of, read_loaded, savers
+from ckpt.saver.presence import parent_of, savers
 from ckptstore.reading.source import StoreSource
 from ckptstore.stores import open_store
 from tests.ckpt.saver.test_launcher import ROOT, TRAINER, Printing, environment, wait_for_line
@@ -94,24 +94,3 @@ def test_no_saver_is_no_error(tmp_path: Path) -> None:
     assert (done.returncode, json.loads(done.stdout)) == (
         0, {"durable": True, "seconds": json.loads(done.stdout)["seconds"], "savers": 0, "left": []},
     )  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ["cmdline", "environ"])
-def test_a_saver_that_is_being_loaded_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its command line and environment are empty for a moment, and a launcher that saw no saver would leave."""
-    command = [sys.executable, "-S", "-c", "input()  # from ckpt.saver.process import run"]
-    read, empty = Path.read_bytes, [b"", b""]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as saver:
-        path = Path(f"/proc/{saver.pid}/{name}")
-        wait_until(lambda: read(path))
-        monkeypatch.setattr(Path, "read_bytes", lambda one: empty.pop() if one == path and empty else read(one))
-        assert saver.pid in [state.pid for state in savers()]
-        saver.kill()
-    assert not empty
-
-
-def test_processes_without_a_program_are_not_waited_for() -> None:
-    with subprocess.Popen(["true"]) as ended:
-        wait_until(lambda: Path(f"/proc/{ended.pid}/stat").read_text().split()[2] == "Z")
-        with pytest.raises(OSError, match="exe"):
-            read_loaded(Path(f"/proc/{ended.pid}/cmdline"))

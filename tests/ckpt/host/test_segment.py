@@ -1,0 +1,53 @@
+"""Shared memory: descriptors, forks, and both ways to make it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+
+import pytest
+
+from ckpt.host import segment as segments
+from ckpt.host.segment import Segment, make_shared_memory, memfd, populate, posix_shared_memory
+from tests.ckpt.snapshot.test_arena import arena_descriptors
+
+
+@pytest.mark.parametrize("make", [memfd, posix_shared_memory])
+def test_memory_is_shared_through_the_descriptor_and_has_no_name(make: object) -> None:
+    before = set(os.listdir("/dev/shm"))
+    fd = make_shared_memory(10_000, make)  # type: ignore[arg-type]
+    assert set(os.listdir("/dev/shm")) == before
+    assert not os.get_inheritable(fd)
+    one = Segment(10_000, fd)
+    two = Segment(10_000, os.dup(fd))
+    populate(one)
+    one.view[9_999] = 7
+    assert two.view[9_999] == 7
+    one.close()
+    two.close()
+
+
+def test_a_segment_that_is_forgotten_or_closed_twice_leaves_no_descriptor_in_children() -> None:
+    before = arena_descriptors()
+    Segment(100)
+    assert arena_descriptors() == before
+    segments = [Segment(100) for _ in range(8)]
+    os.close(segments[3].fd)  # the order in which a child closes them is not known
+    context = multiprocessing.get_context("fork")
+    left: multiprocessing.queues.Queue[int] = context.Queue()
+    process = context.Process(target=lambda: left.put(arena_descriptors()))
+    process.start()
+    segments[3].fd = -1
+    assert left.get(timeout=60) == 0
+    process.join(60)
+
+
+def test_resources_of_a_fork_are_closed_without_touching_the_parent() -> None:
+    segment = Segment(100)
+    assert segment in segments._after_fork
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if segment.fd == -1 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    segment.view[0] = 1
+    segment.close()
