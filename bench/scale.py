@@ -31,7 +31,7 @@ from bench.report import Goal, Report
 from bench.virtual_store import Clock, Limits, Requests, VirtualStore, lanes_of
 from ckpt.saver import commit as saver
 from ckpt.saver.messages import SaveJob, Setup
-from ckptstore.commits import commit
+from ckptstore import threads as parallel
 from ckptstore.commits.generations import NewAttempt, Session
 from ckptstore.format.boxes import Want
 from ckptstore.format.documents import JSON, Outcome, Shard
@@ -229,7 +229,7 @@ def in_virtual_time(clock: Clock) -> Iterator[None]:
     """The code of a commit takes its time and its threads from the simulation."""
     threads = lanes_of(clock)
     with (
-        patch.object(commit, "ThreadPoolExecutor", threads),
+        patch.object(parallel, "ThreadPoolExecutor", threads),
         patch.object(saver, "ThreadPoolExecutor", threads),
         patch.object(saver, "time", clock),
     ):

@@ -274,7 +274,7 @@ def test_no_torch_is_needed_for_safetensors(empty: Path, tmp_path: Path) -> None
         "print(a, b, c); sys.exit((a.code, b.code, c.code) != (0, 0, 2) or 'ckptd[torch]' not in c.stderr)"
     )
     (tmp_path / "x.pt").touch()
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     done = subprocess.run(
         [sys.executable, "-c", script], env=clean_environment({"PYTHONPATH": str(root)}), capture_output=True, text=True
     )

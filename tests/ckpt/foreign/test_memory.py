@@ -52,7 +52,7 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path, kind: str, to:
     (tmp_path / "store").mkdir()
     write_zeros(tmp_path / "small.safetensors", 1 << 20)
     write_zeros(tmp_path / "large.safetensors", LARGE)
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     with subprocess.Popen(
         [sys.executable, "-W", "error", "-c", COMMANDS, kind, to],
         env=clean_environment({"PYTHONPATH": str(root)}),

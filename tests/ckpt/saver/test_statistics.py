@@ -62,7 +62,7 @@ def named(module: nn.Module) -> dict[str, torch.Tensor]:
     return {f"model/{name}": value for name, value in module.state_dict().items()}
 
 
-@pytest.mark.parametrize("knobs", [{}, {"incremental": False}, {"compress": "off"}, {"compress": "max"}])
+@pytest.mark.parametrize("knobs", [{}, {"max_references": 0}, {"compress": "off"}, {"compress": "max"}])
 def test_statistics_of_a_training_state(tmp_path: Path, knobs: dict[str, Any]) -> None:
     net = model()
     optimizer = torch.optim.AdamW(net.parameters())
