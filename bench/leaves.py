@@ -18,7 +18,6 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 from unittest.mock import patch
@@ -29,7 +28,7 @@ from torch import nn
 
 from bench.report import Goal, Report
 from ckpt import Checkpointer
-from ckpt.device import DEVICES, Addresses, digests, rows
+from ckpt.device import DEVICES, Addresses, Device, Mark, digests, rows
 from ckpt.snapshot import run_saves
 from ckpt.snapshot.run_saves import take_snapshot
 
@@ -109,20 +108,20 @@ def _round(num_leaves: int, found: Seconds) -> None:
             found[num_leaves, save, "snapshot"].append(snapshots[-1])
 
 
-@dataclass(frozen=True, slots=True)
-class _Done:
+class _Done(Mark):
     """A point in the work of the thread."""
 
-    future: Future[Any]
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
 
     def done(self) -> bool:
-        if not self.future.done():
+        if not self._future.done():
             return False
-        self.future.result()
+        self._future.result()
         return True
 
 
-class _ThreadDevice:
+class _ThreadDevice(Device):
     """A thread that executes what is queued, in order. Queueing costs what it costs for a GPU, without its driver."""
 
     def __init__(self, thread: ThreadPoolExecutor) -> None:
@@ -134,14 +133,14 @@ class _ThreadDevice:
     def mark(self, side: bool) -> _Done:
         return _Done(self._thread.submit(bool))
 
-    def wait(self, mark: object, side: bool) -> None:
+    def wait(self, mark: Mark, side: bool) -> None:
         pass
 
     def copy(self, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], side: bool) -> None:
         if tensors:
             self._queue(lambda: torch._foreach_copy_(list(views), list(tensors)))
 
-    def run(self, work: Callable[[], None]) -> None:
+    def run(self, work: Callable[[], object]) -> None:
         self._queue(work)
 
     def gather(self, tensors: Sequence[torch.Tensor], side: bool) -> torch.Tensor:

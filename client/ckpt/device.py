@@ -1,8 +1,8 @@
 """Devices: the streams, events and pins of a GPU, as far as saves and restores use them.
 
 The rules of order are in snapshot/device_copies.py, snapshot/overlap.py and restoring/gpu_copy.py. They use nothing of
-CUDA but this interface, so tests run them on a device that is simulated in host memory. CUDA is not initialized before
-a device is used.
+CUDA but `Device` and `Mark`, so tests run them on a device that is simulated in host memory. CUDA is not initialized
+before a device is used.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,84 +32,41 @@ _WEIGHT = 0x1E3779B97F4A7C15
 Addresses = npt.NDArray[np.int64]
 
 
-class Mark(Protocol):
-    """A point in the work of a stream."""
+class Mark:
+    """A point in the work of a stream: an event."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.event.record(stream)
 
     def done(self) -> bool:
         """Whether the device has reached it. Raises the errors of the device."""
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
 
 
-class Device(Protocol):
+class Device:
     """One GPU. For any thread; the current stream is that of the calling thread, the side stream the same for all."""
-
-    def current(self) -> Hashable:
-        """The current stream."""
-
-    def mark(self, side: bool) -> Mark:
-        """A point after everything queued so far on the side stream, or on the current stream."""
-
-    def wait(self, mark: Mark, side: bool) -> None:
-        """Order later work of the side stream, or of the current stream, after a mark. The CPU does not wait."""
-
-    def copy(self, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], side: bool) -> None:
-        """Queue copies from tensors of the device into pinned memory, on the side stream or on the current stream."""
-
-    def run(self, work: Callable[[], None]) -> None:
-        """Queue the operations of `work` on the side stream."""
-
-    def gather(self, tensors: Sequence[torch.Tensor], side: bool) -> torch.Tensor:
-        """New memory of the device, for the elements of tensors of one type, one after the other. Raises RuntimeError.
-
-        Keep it until the work on it is done: it is reused in the order of the stream that it was made on.
-        """
-
-    def read(self, addresses: Addresses, size: int) -> torch.Tensor:
-        """Queue a read of `size` bytes at each of these addresses of the device, in the order of the current stream.
-
-        Returns pinned memory, with a row for each. Keep the memory at the addresses until the read is done. Raises
-        RuntimeError.
-        """
-
-    def digest(self, into: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-        """Queue `digests` of tensors on the side stream, into pinned memory. Raises RuntimeError."""
-
-    def free_bytes(self) -> int:
-        """Memory that may be used beside training, which will need as much again as it ever did."""
-
-    def pinned(self, num_bytes: int) -> torch.Tensor:
-        """New pinned memory. Raises RuntimeError."""
-
-    def pin(self, address: int, num_bytes: int) -> int:
-        """Page-lock memory, so that copies into it are asynchronous. Returns an error code; 0: success."""
-
-    def unpin(self, address: int) -> int:
-        """Undo `pin`. Returns an error code; 0: success."""
-
-    def numa_node(self) -> int | None:
-        """The NUMA node that the device is connected to. None if that is not known."""
-
-
-class CudaDevice:
-    """A CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def current(self) -> Hashable:
-        """The handle of the current stream."""
+        """The current stream."""
         return int(torch.cuda.current_stream(self._device).cuda_stream)
 
     def mark(self, side: bool) -> Mark:
-        """An event."""
-        return _EventMark(self._stream(side))
+        """A point after everything queued so far on the side stream, or on the current stream."""
+        return Mark(self._stream(side))
 
     def wait(self, mark: Mark, side: bool) -> None:
-        """Make a stream wait for an event."""
-        assert isinstance(mark, _EventMark)
+        """Order later work of the side stream, or of the current stream, after a mark. The CPU does not wait."""
         self._stream(side).wait_event(mark.event)
 
     def copy(self, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], side: bool) -> None:
-        """Queue all copies in one call, which releases the GIL once."""
+        """Queue copies from tensors of the device into pinned memory, on the side stream or on the current stream.
+
+        All in one call, which releases the GIL once.
+        """
         if not tensors:
             return
         with self._on(side):
@@ -117,20 +74,28 @@ class CudaDevice:
             resolved = [tensor.resolve_conj().resolve_neg() for tensor in tensors]
             torch._foreach_copy_(list(views), resolved, non_blocking=True)
 
-    def run(self, work: Callable[[], None]) -> None:
-        """Do the work while the side stream is the current one."""
+    def run(self, work: Callable[[], object]) -> None:
+        """Queue the operations of `work` on the side stream."""
         with self._on(side=True):
             work()
 
     def gather(self, tensors: Sequence[torch.Tensor], side: bool) -> torch.Tensor:
-        """Memory of torch's allocator, filled by one kernel for about a hundred tensors."""
+        """New memory of the device, for the elements of tensors of one type, one after the other. Raises RuntimeError.
+
+        One kernel fills it for about a hundred tensors. Keep it until the work on it is done: it is reused in the order
+        of the stream that it was made on.
+        """
         with self._on(side):
             if any(map(torch.Tensor.is_conj, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
                 tensors = [tensor.resolve_conj().resolve_neg() for tensor in tensors]
             return torch.cat(list(map(torch.ravel, tensors)))
 
     def read(self, addresses: Addresses, size: int) -> torch.Tensor:
-        """One kernel, over a tensor that spans all of these addresses."""
+        """Queue a read of `size` bytes at each of these addresses of the device, in the order of the current stream.
+
+        Returns pinned memory, with a row for each. Keep the memory at the addresses until the read is done: one kernel
+        reads a tensor that spans them all. Raises RuntimeError.
+        """
         with torch.cuda.device(self._device):
             first, end = int(addresses.min()), int(addresses.max()) + size
             offsets = self.pinned(addresses.nbytes).view(torch.int64)
@@ -141,36 +106,36 @@ class CudaDevice:
             return memory.copy_(found, non_blocking=True)
 
     def digest(self, into: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-        """A few kernels for each tensor."""
-        with self._on(side=True):
-            into.copy_(digests(tensors), non_blocking=True)
+        """Queue `digests` of tensors on the side stream, into pinned memory. Raises RuntimeError."""
+        self.run(lambda: into.copy_(digests(tensors), non_blocking=True))
 
     def free_bytes(self) -> int:
-        """What CUDA and torch's allocator have free, less what training has used in addition at its peak, and a margin.
+        """Memory that may be used beside training, which will need as much again as it ever did.
 
-        The margin is for fragments, and for a peak that is yet to come.
+        What CUDA and torch's allocator have free, less what training has used in addition at its peak, and a margin for
+        fragments, and for a peak that is yet to come.
         """
         free, total = torch.cuda.mem_get_info(self._device)
         cached = torch.cuda.memory_reserved(self._device) - torch.cuda.max_memory_allocated(self._device)
         return int(free + cached - _MARGIN * total)
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
-        """Pinned memory of torch."""
+        """New pinned memory. Raises RuntimeError."""
         with torch.cuda.device(self._device):
             return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def pin(self, address: int, num_bytes: int) -> int:
-        """Register host memory, for all devices."""
+        """Page-lock memory, so that copies into it are asynchronous. Returns an error code; 0: success."""
         with torch.cuda.device(self._device):
             return int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 1))  # type: ignore[no-untyped-call]
 
     def unpin(self, address: int) -> int:
-        """Unregister host memory."""
+        """Undo `pin`. Returns an error code; 0: success."""
         with torch.cuda.device(self._device):
             return int(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
 
     def numa_node(self) -> int | None:
-        """As Linux reports it. Copies to the memory of another node are slower."""
+        """The NUMA node that the device is connected to, as Linux reports it. None if that is not known."""
         found: Any = torch.cuda.get_device_properties(self._device)
         address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
         try:
@@ -212,21 +177,12 @@ class _CudaMemory:
         }  # fmt: skip
 
 
-class _EventMark:
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.event.record(stream)
-
-    def done(self) -> bool:
-        return bool(self.event.query())  # type: ignore[no-untyped-call]
-
-
 def _cuda_is_capturing() -> bool:
     # Both calls fail in a torch without CUDA; neither initializes it.
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
-DEVICES: dict[str, Callable[[torch.device], Device]] = {"cuda": CudaDevice}
+DEVICES: dict[str, Callable[[torch.device], Device]] = {"cuda": Device}
 """By device type. Tensors of other types, such as XPU and MPS, are copied at the call."""
 CAPTURING: list[Callable[[], bool]] = [_cuda_is_capturing]
 

@@ -28,6 +28,8 @@ from ckpt.ranks.job_store import Guest, Host, JaxStore, jax_job, prefixed
 from ckptstore.errors import InvalidRequest, RankLost
 from ckptstore.retry import pauses
 
+logger = logging.getLogger(__name__)
+
 _FIRST_POLL_S = 0.001
 _LONGEST_POLL_S = 0.25
 _GROWTH = 1.2  # a meeting is noticed late by a fifth of the wait at most
@@ -377,8 +379,6 @@ def _members(group: Group, own: int, everyone: int) -> tuple[int, ...]:
         )
     return members
 
-
-logger = logging.getLogger(__name__)
 
 NOTICE_S = 10.0
 """A wait for other ranks is logged after this time."""

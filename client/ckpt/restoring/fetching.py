@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -178,23 +177,6 @@ def how_to_share(
     return "none"
 
 
-@dataclass(frozen=True, slots=True)
-class _Attached:
-    """The snapshot of one rank, mapped into this process."""
-
-    snapshot: HeldSnapshot
-    view: memoryview
-
-    def find(self, chunk: ChunkRead) -> ChunkRead | None:
-        """The chunk as it is in memory; None if it is not the same one."""
-        held, index = self.snapshot, chunk.index
-        part = slice(DIGEST_BYTES * index, DIGEST_BYTES * (index + 1))
-        if index >= len(held.at) or held.raw[index] != chunk.raw or held.digests[part].hex() != chunk.digest:
-            return None
-        raw, digest = held.raw[index], held.raw_digests[part].hex()
-        return replace(chunk, attempt=None, offset=held.at[index], stored=raw, codec=RAW, digest=digest)
-
-
 class SaverMemory:
     """Snapshots of one checkpoint in the memory of this host. It stays mapped as long as this object exists.
 
@@ -206,7 +188,8 @@ class SaverMemory:
     parallel_reads = PARALLEL_READS
     longest_read = 0
 
-    def __init__(self, checkpoint: Checkpoint, shards: Mapping[str, _Attached]) -> None:
+    def __init__(self, checkpoint: Checkpoint, shards: Mapping[str, tuple[HeldSnapshot, memoryview]]) -> None:
+        """shards: the snapshot of each rank, and its memory, mapped into this process."""
         self._checkpoint = checkpoint
         self._shards = shards
 
@@ -225,11 +208,18 @@ class SaverMemory:
 
     def open_shard(self, checkpoint: Checkpoint, shard: str) -> ObjectReader:
         """A reader of the bytes before encoding."""
-        return _MemoryReader(self._shards[shard].view)
+        return _MemoryReader(self._shards[shard][1])
 
     def _find(self, chunk: ChunkRead) -> ChunkRead | None:
-        attached = self._shards.get(chunk.shard)
-        return attached.find(chunk) if attached is not None else None
+        """The chunk as it is in memory; None if it is not the same one."""
+        if chunk.shard not in self._shards:
+            return None
+        held, index = self._shards[chunk.shard][0], chunk.index
+        part = slice(DIGEST_BYTES * index, DIGEST_BYTES * (index + 1))
+        if index >= len(held.at) or held.raw[index] != chunk.raw or held.digests[part].hex() != chunk.digest:
+            return None
+        raw, digest = held.raw[index], held.raw_digests[part].hex()
+        return replace(chunk, attempt=None, offset=held.at[index], stored=raw, codec=RAW, digest=digest)
 
 
 class _MemoryReader(ObjectReader):
@@ -257,13 +247,13 @@ def attach(store: str, checkpoint: Checkpoint) -> SaverMemory | None:
     store: URL of the store, as the trainer that saved was given it.
     """
     question = Attach(store, checkpoint.run, str(checkpoint.attempt))
-    shards: dict[str, _Attached] = {}
+    shards: dict[str, tuple[HeldSnapshot, memoryview]] = {}
     for answer, channel in ask(store, checkpoint.run, question):
         if not isinstance(answer, HeldSnapshot):
             logger.debug("no memory: %s", answer)
             continue
         try:
-            shards[answer.shard] = _Attached(answer, _mapped(answer, channel))
+            shards[answer.shard] = answer, _mapped(answer, channel)
         except OSError as error:
             logger.warning("the memory of a saver cannot be used, its part is read from elsewhere: %s", error)
     return SaverMemory(checkpoint, shards) if shards else None

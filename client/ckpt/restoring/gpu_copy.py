@@ -42,25 +42,30 @@ _T = TypeVar("_T")
 
 
 class BufferPool(Generic[_T]):
-    """At most `num_buffers` buffers, made on demand. The caller must give each one back, also after an error."""
+    """A few reused buffers: filled, emptied asynchronously, and filled again. Thread-safe.
+
+    At most `num_buffers`, made on demand. The caller must give each one back, also after an error.
+    """
 
     def __init__(self, num_buffers: int, make: Callable[[], _T]) -> None:
         self._to_make = num_buffers
         self._make = make
         self._changed = threading.Condition()
-        self._empty: list[_T] = []
-        self._full: deque[tuple[_T, Sequence[Mark]]] = deque()
+        self._given: deque[tuple[_T, Sequence[Mark]]] = deque()
 
     def take(self) -> _T:
         """An unused buffer. If none is empty and none can be made, waits for the one that was given back first.
 
         Raises the error of making or emptying a buffer. That buffer is dropped, and a later call makes another.
         """
-        buffer, marks = self._next()
+        found = self._next()
         try:
+            if found is None:
+                return self._make()
+            buffer, marks = found
             for mark in marks:
                 poll(mark.done)
-            return self._make() if buffer is None else buffer
+            return buffer
         except BaseException:
             with self._changed:
                 self._to_make += 1
@@ -68,34 +73,29 @@ class BufferPool(Generic[_T]):
             raise
 
     def give(self, buffer: _T, marks: Sequence[Mark]) -> None:
-        """Give a buffer back; it is empty once these marks are done."""
+        """Give a buffer back; it is empty once the device has reached these marks."""
         with self._changed:
             if marks:
-                self._full.append((buffer, marks))
+                self._given.append((buffer, marks))
             else:
-                self._empty.append(buffer)
+                self._given.appendleft((buffer, ()))
             self._changed.notify()
 
     def drain(self) -> None:
         """Return when all buffers that were given back are empty. Raises the error of emptying one."""
-        with self._changed:
-            full, self._full = self._full, deque()
-        for buffer, marks in full:
+        for _, marks in list(self._given):
             for mark in marks:
                 poll(mark.done)
-            self.give(buffer, ())
 
-    def _next(self) -> tuple[_T | None, Sequence[Mark]]:
+    def _next(self) -> tuple[_T, Sequence[Mark]] | None:
         """A buffer and the marks to wait for; None if the caller must make one."""
         with self._changed:
             while True:
-                if self._empty:
-                    return self._empty.pop(), ()
-                if self._full and (not self._to_make or all(mark.done() for mark in self._full[0][1])):
-                    return self._full.popleft()
+                if self._given and (not self._to_make or all(mark.done() for mark in self._given[0][1])):
+                    return self._given.popleft()
                 if self._to_make:
                     self._to_make -= 1
-                    return None, ()
+                    return None
                 self._changed.wait()
 
 

@@ -22,7 +22,7 @@ from ckpt.config import Config
 from ckpt.ranks.world import World
 from ckpt.restoring.fetching import Fetcher, is_near
 from ckpt.restoring.jax_arrays import has_templates
-from ckpt.restoring.plan import Fit, RankState, RestorePlan
+from ckpt.restoring.plan import Fit, RestorePlan, require_fits
 from ckpt.restoring.preparing import PreparedRestore, make_destinations
 from ckpt.restoring.resolve import (
     candidates,
@@ -170,7 +170,7 @@ class Restorer:
         while candidate is not None:
             checkpoint = candidate.checkpoint()
             try:
-                plan, rank_state, lease = self._try(state, checkpoint, strict)
+                plan, lease = self._try(state, checkpoint, strict)
             except TRY_NEXT as error:
                 if self._world.rank == 0:
                     note_damage(self._source, checkpoint, error, lambda _: self._world.beat())
@@ -178,7 +178,7 @@ class Restorer:
                     raise
                 logger.error("cannot restore %s: %s; trying the checkpoint before it", checkpoint.id, error)
                 skipped.append((checkpoint.id, str(error)))
-                candidate = self._candidate(self._together.choose(partial(self._next, found)))
+                candidate = self._choose((), lambda: None, found)[1]
                 continue
             except StateMismatch as error:
                 if not self._begun:
@@ -189,7 +189,7 @@ class Restorer:
             restored = Restored(
                 checkpoint=checkpoint, values=plan.values, skipped=skipped, missing=plan.missing,
                 unexpected=plan.unexpected, mismatched=plan.mismatched, unused=plan.unused,
-                notes=list(rank_state.notes), seconds=seconds, lease=lease, read=plan.read, rng=plan.restore_rng,
+                notes=list(plan.notes), seconds=seconds, lease=lease, read=plan.read, rng=plan.restore_rng,
             )  # fmt: skip
             if self._world.rank == 0:
                 logger.info("restored %s", restored)
@@ -222,23 +222,25 @@ class Restorer:
 
         checks = () if self._config.read_only else (partial(check_others, state),)
         steps = (*checks, partial(wait_for_orphan_saver, self._config))
-        answers, chosen = self._together.do_and_choose(steps, report, partial(self._next, found))
+        answers, candidate = self._choose(steps, report, found)
         self.trains, self._near = any(trains for trains, _ in answers), all(near for _, near in answers)
-        return self._candidate(chosen)
+        return candidate
 
-    def _next(self, found: Iterator[Checkpoint]) -> Any:
-        """Rank 0's next candidate, the newest generation that it has seen, and a name for a session at the daemon."""
-        checkpoint = next(found, None)
-        body = None if checkpoint is None else msgspec.to_builtins(CheckpointBody.of(checkpoint))
-        return body, newest_far_generation(self._source, self._config, checkpoint), new_ulid(system_clock())
+    def _choose(
+        self, steps: tuple[Callable[[], object], ...], report: Callable[[], Any], found: Iterator[Checkpoint]
+    ) -> tuple[list[Any], CheckpointBody | None]:
+        """Do the steps, and agree on the next candidate of rank 0. Returns every rank's report, and the candidate."""
 
-    def _candidate(self, chosen: Any) -> CheckpointBody | None:
-        body, self.seen, self._key = chosen
-        return None if body is None else convert(body, CheckpointBody)
+        def choose() -> Any:
+            """The candidate, the newest generation that rank 0 has seen, and a name for a session at the daemon."""
+            checkpoint = next(found, None)
+            body = None if checkpoint is None else msgspec.to_builtins(CheckpointBody.of(checkpoint))
+            return body, newest_far_generation(self._source, self._config, checkpoint), new_ulid(system_clock())
 
-    def _try(
-        self, state: TrainState, checkpoint: Checkpoint, strict: bool
-    ) -> tuple[RestorePlan, RankState, str | None]:
+        answers, (body, self.seen, self._key) = self._together.do_and_choose(steps, report, choose)
+        return answers, None if body is None else convert(body, CheckpointBody)
+
+    def _try(self, state: TrainState, checkpoint: Checkpoint, strict: bool) -> tuple[RestorePlan, str | None]:
         """Restore one checkpoint on all ranks. The caller must release the lease, if this rank holds one."""
         session = RestoreSession(self._config, self._world.rank, self._world.size)
         leases: list[str] = []
@@ -257,7 +259,7 @@ class Restorer:
             for lease in leases:
                 release_lease(self._source, checkpoint.run, lease)
             raise
-        return plan, prepared.rank_state, leases[0] if leases else None
+        return plan, leases[0] if leases else None
 
     def _prepare(
         self,
@@ -291,11 +293,11 @@ class Restorer:
         else:
             share = partial(prepared.share_out, reports[0][1], world, strict)
             fits = self._together.do(share, prepared.plan_reads, report=partial(self._fit, prepared))
-        prepared.require(fits, strict)
+        prepared.plan.unexpected = require_fits(fits, strict)
         return prepared
 
     def _fit(self, prepared: PreparedRestore) -> Fit | None:
-        return prepared.fit(self._overwritten)
+        return None if prepared.rank_state is None else prepared.plan.fit(self._overwritten)
 
     def _fetch(self, fetcher: Fetcher, prepared: PreparedRestore, session: RestoreSession) -> None:
         def progress(num_bytes: int) -> None:
@@ -306,17 +308,16 @@ class Restorer:
         total = sum(chunk.raw for read in reads for chunk in read.chunks)
 
         def fetch() -> None:
+            session.enter(Phase.FETCHING, total)
             with plan.destinations.receiving(reads) as buffers:
                 fetcher.fetch(content, reads, buffers, progress)
 
-        session.enter(Phase.FETCHING, total)
         try:
             self._together.do(fetch)
         except CorruptObject as error:
             if not fetcher.read_past_caches():
                 raise
             logger.warning("reading again, bypassing the daemon's cache: %s", error)
-            session.enter(Phase.FETCHING, total)
             self._together.do(fetch)
         plan.read = dict(fetcher.read)
 
@@ -384,12 +385,6 @@ class Together:
 
         *answers, chosen = self._checked(self._world.decide(self._answer(steps, report), decide))
         return [answer.report for answer in answers], chosen.report
-
-    def choose(self, choose: Callable[[], Any]) -> Any:
-        """What rank 0 chooses, or its error, on all ranks."""
-        answer = self._answer((), choose) if self._world.rank == 0 else None
-        [chosen] = self._checked([self._world.broadcast(answer)])
-        return chosen.report
 
     def _answer(self, steps: tuple[Callable[[], object], ...], report: Callable[[], Any]) -> _Answer:
         done = 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import msgspec
 import xxhash
@@ -48,12 +48,22 @@ class RestorePlan:
     """Live state that is overwritten: tensors of modules, and items of optimizers that have state."""
     refused: StateMismatch | None = None
     """The reason why it cannot be restored, even with strict=False."""
+    notes: Sequence[str] = ()
+    """How state of ranks was redistributed, for the user."""
 
     def has(self, trees: Mapping[str, JSON], item: str) -> bool:
         """Whether the checkpoint has an item that was requested; records it as missing otherwise."""
         if item not in trees:
             self.missing.append(item)
         return item in trees
+
+    def fit(self, overwritten: Collection[str]) -> Fit:
+        """overwritten: what earlier plans that failed have overwritten on this rank."""
+        left = sorted(set(overwritten) - self.overwritten - set(self.items))
+        refused = None if self.refused is None else (self.refused.message, self.refused.hint)
+        return Fit(
+            self.unexpected, _names(self.missing), _names(self.mismatched), ", ".join(self.items), refused, _names(left)
+        )
 
 
 class Fit(NamedTuple):
@@ -68,15 +78,6 @@ class Fit(NamedTuple):
     """Message and hint of `RestorePlan.refused`."""
     left: str
     """Live state that an earlier, failed plan overwrote and this one does not refill."""
-
-
-def fit(plan: RestorePlan, overwritten: Collection[str]) -> Fit:
-    """overwritten: what earlier plans that failed have overwritten on this rank."""
-    left = sorted(set(overwritten) - plan.overwritten - set(plan.items))
-    refused = None if plan.refused is None else (plan.refused.message, plan.refused.hint)
-    return Fit(
-        plan.unexpected, _names(plan.missing), _names(plan.mismatched), ", ".join(plan.items), refused, _names(left)
-    )
 
 
 def require_fits(fits: Iterable[Sequence[Any]], strict: bool) -> list[str]:
@@ -122,14 +123,6 @@ def _names(found: Sequence[str]) -> str:
 Items = Mapping[str, JSON]
 
 
-@runtime_checkable
-class Redistributable(Protocol):
-    """An object that can redistribute its state to another number of ranks, such as a data loader."""
-
-    def load_state_dicts(self, states: Sequence[Any]) -> Any:
-        """Take this rank's share of the states of all saved ranks, given in rank order."""
-
-
 @dataclass(frozen=True, slots=True)
 class RankState:
     """The saved state that one rank restores."""
@@ -166,7 +159,7 @@ def share_out(
                 chosen[item] = tree
         elif alike:
             chosen[item] = tree
-        elif isinstance(objects.get(item), Redistributable) and all(item in other for other in saved):
+        elif hasattr(objects.get(item), "load_state_dicts") and all(item in other for other in saved):
             redistributed[item] = [other[item] for other in saved]
         else:
             chosen[item] = tree

@@ -9,7 +9,7 @@ a destination on one rank may have one on another.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from ckpt.ranks.world import World
 from ckpt.restoring.fetching import Fetcher
 from ckpt.restoring.host_destinations import HostDestinations
 from ckpt.restoring.jax_arrays import has_templates, plan_arrays
-from ckpt.restoring.plan import Fit, RankState, RestorePlan, fit, require_fits, share_out
+from ckpt.restoring.plan import RankState, RestorePlan, share_out
 from ckptstore.format.documents import JSON, Content, Manifest
 from ckptstore.format.planning import ShardRead, plan_reads
 from ckptstore.format.trees import in_types_of, merge_trees
@@ -33,9 +33,12 @@ class PreparedRestore:
     """One checkpoint for the objects of this rank."""
 
     manifest: Manifest
-    rank_state: RankState
+    rank_state: RankState | None = None
+    """None until the items of this rank are known."""
     plan: RestorePlan
     reads: list[ShardRead]
+    states: Sequence[dict[str, JSON]] = ()
+    """The items of all saved ranks, on rank 0 and under another world size."""
 
     def __init__(self, source: Source, fetcher: Fetcher, state: TrainState, rng: bool) -> None:
         """rng: also put random state back."""
@@ -43,9 +46,6 @@ class PreparedRestore:
         self._fetcher = fetcher
         self._state = state
         self._rng = rng
-        self._known = False
-        self.states: list[dict[str, JSON]] = []
-        """The items of all saved ranks, on rank 0 and under another world size."""
 
     def read_manifest(self) -> None:
         """Raises Damaged, ObjectMissing, Unavailable or RankLost."""
@@ -55,32 +55,30 @@ class PreparedRestore:
         """The items of this rank. Under another world size rank 0 reads all items, for every rank."""
         checkpoint = self._fetcher.checkpoint
         if self.manifest.world_size == world.size:
-            self._use(RankState(read_local(self._source, checkpoint, self.manifest, world.rank)))
+            self.rank_state = RankState(read_local(self._source, checkpoint, self.manifest, world.rank))
         elif world.rank == 0:
             self.states = read_all_local(self._source, checkpoint, self.manifest)
 
     def share_out(self, states: Sequence[dict[str, JSON]], world: World, strict: bool) -> None:
         """This rank's part of the items of all saved ranks. Raises StateMismatch."""
         others = self._state.others_among(states[0])
-        self._use(share_out(states, world.rank, world.size, others, strict))
+        self.rank_state = share_out(states, world.rank, world.size, others, strict)
         if world.rank == 0:
             for note in self.rank_state.notes:
                 logger.warning("%s: %s", self._fetcher.checkpoint.id, note)
 
-    def _use(self, rank_state: RankState) -> None:
-        self.rank_state, self._known = rank_state, True
-
     def plan_reads(self) -> None:
         """Match, plan and allocate; does nothing before the items of this rank are known."""
-        if not self._known:
+        if self.rank_state is None:
             return
-        self.plan = plan = self._planned()
+        self.plan = plan = self._planned(self.rank_state)
         plan.destinations.allocate()
         self.reads = plan_reads(self.manifest.content, plan.destinations.wants())
 
-    def _planned(self) -> RestorePlan:
-        rank_state, others = self.rank_state, self._state.others
+    def _planned(self, rank_state: RankState) -> RestorePlan:
+        others = self._state.others
         plan = plan_restore(self.manifest.content, rank_state.items, self._state)
+        plan.notes = rank_state.notes
         for item, trees in rank_state.redistributed.items():
             states = [plan.destinations.decode(tree, item) for tree in trees]
             if isinstance(others[item], Resumable):
@@ -92,14 +90,6 @@ class PreparedRestore:
         if self._rng:
             plan.finish.append(partial(_restore_rng, self._state, plan))
         return plan
-
-    def fit(self, overwritten: Collection[str]) -> Fit | None:
-        """How the plan fits, for all ranks to know; None before there is one. overwritten: see `require_fits`."""
-        return fit(self.plan, overwritten) if self._known else None
-
-    def require(self, fits: Sequence[Fit], strict: bool) -> None:
-        """Raise StateMismatch unless the checkpoint fits on every rank: the same error on all."""
-        self.plan.unexpected = require_fits(fits, strict)
 
 
 def _restore_rng(state: TrainState, plan: RestorePlan) -> None:

@@ -25,7 +25,7 @@ from ckptstore.errors import CorruptObject, RankLost
 from ckptstore.format.documents import Content
 from ckptstore.format.planning import READ_BYTES, ChunkRead, ShardRead, coalesce
 from ckptstore.format.shards import Places
-from ckptstore.reading.fetch import DEFAULT_THREADS, Buffers, fetch, fetch_stored, place_chunk, received
+from ckptstore.reading.fetch import DEFAULT_THREADS, Buffers, Progress, fetch, fetch_stored, place_chunk, received
 from ckptstore.reading.source import ShardSource
 
 ROUND_BYTES = 64 << 20
@@ -129,7 +129,7 @@ def fetch_shared(
     content: Content,
     reads: Sequence[ShardRead],
     buffers: Buffers,
-    progress: Callable[[int], None],
+    progress: Progress,
     local: bool = False,
 ) -> None:
     """Like `fetch`, but a collective of all ranks: bytes that several ranks need are read from the store once.
@@ -149,9 +149,8 @@ def fetch_shared(
         if key not in shared
     )
     if rounds:
-        exchange = _Exchange(world, source, checkpoint, content, own, buffers, progress)
-        exchange.device = None if local else _group_device(world)
-        exchange.run(rounds)
+        device = None if local else _group_device(world)
+        _Exchange(world, source, checkpoint, own, buffers, progress, device).run(rounds)
     fetch(source, checkpoint, alone, buffers, progress)
 
 
@@ -176,30 +175,20 @@ def _unpack(packed: Mapping[bytes, Ranks]) -> dict[Ranks, list[ChunkId]]:
     return {ranks: [(shard, chunk) for shard, chunk in pairs] for ranks, pairs in found.items()}
 
 
+@dataclass
 class _Exchange:
     """One rank's part in the rounds of one restore."""
 
-    def __init__(
-        self,
-        world: World,
-        source: ShardSource,
-        checkpoint: Checkpoint,
-        content: Content,
-        own: Mapping[ChunkId, ChunkRead],
-        buffers: Buffers,
-        progress: Callable[[int], None],
-    ) -> None:
-        self._world = world
-        self._source = source
-        self._checkpoint = checkpoint
-        self._content = content
-        self._own = own
-        self._buffers = buffers
-        self._progress = progress
-        self._error: Exception | None = None
-        self._exchanges = 0
-        self.device: torch.device | None = None
-        """Bytes are exchanged from its memory; None: from host memory."""
+    _world: World
+    _source: ShardSource
+    _checkpoint: Checkpoint
+    _own: Mapping[ChunkId, ChunkRead]
+    _buffers: Buffers
+    _progress: Progress
+    _device: torch.device | None
+    """Bytes are exchanged from its memory; None: from host memory."""
+    _error: Exception | None = None
+    _exchanges: int = 0
 
     def run(self, rounds: Sequence[Round]) -> None:
         """Raises the first error of this rank, after the last round."""
@@ -288,13 +277,13 @@ class _Exchange:
 
     def _all_to_all(self, outgoing: torch.Tensor, parts: list[int], sizes: list[int]) -> torch.Tensor:
         """What the ranks send this one, in host memory. Raises RankLost if devices do not finish in time."""
-        into = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-        if self.device is None:
+        into = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+        if self._device is None:
             dist.all_to_all_single(into, outgoing, sizes, parts, group=self._world.exchange_group())
             return into
         # Without a limit, a lost rank would hang the others until the watchdog of the backend ends their processes.
         deadline = time.monotonic() + self._world.exchange_s
-        work: Any = dist.all_to_all_single(into, outgoing.to(self.device), sizes, parts, async_op=True)
+        work: Any = dist.all_to_all_single(into, outgoing.to(self._device), sizes, parts, async_op=True)
         if not poll(work.is_completed, lambda: time.monotonic() > deadline):
             raise RankLost(
                 f"an exchange between the devices of {self._world.size} ranks is not complete after "

@@ -47,7 +47,7 @@ class Lost:
 def lost(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lost]:
     """All at the same time: most of it is waiting."""
     folder = tmp_path_factory.mktemp("lost")
-    with Checkpointer(str(folder / "store"), run=RUN, writer="thread") as checkpointer:
+    with Checkpointer(str(folder / "store"), run=RUN, writer="thread", compress="fast") as checkpointer:
         checkpointer.save(model(), None, 1)
     at = {"folder": str(folder)}
     scenarios: dict[object, Scenario] = {}

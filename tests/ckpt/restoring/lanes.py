@@ -8,8 +8,9 @@ from unittest.mock import patch
 
 import torch
 
+from ckpt.device import Mark
 from ckpt.restoring import gpu_copy
-from tests.ckpt.snapshot.simulated import DEFAULT, SimulatedDevice, SimulatedMark, plugged_in
+from tests.ckpt.snapshot.simulated import DEFAULT, SimulatedDevice, plugged_in
 
 BUFFER_BYTES = 64 << 10
 
@@ -29,7 +30,7 @@ class LandingDevice(SimulatedDevice):
             self.staged.append(num_bytes)
         return super().pinned(num_bytes).fill_(0xEE)
 
-    def wait(self, mark: SimulatedMark, side: bool) -> None:
+    def wait(self, mark: Mark, side: bool) -> None:
         self.ends += not side and self.current() == DEFAULT
         super().wait(mark, side)
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from ckpt import Checkpointer
 from ckpt.capture.parts import TensorPart, TensorPiece
+from ckpt.device import Mark
 from ckpt.restoring.destinations import Destinations
 from ckpt.restoring.gpu_copy import BufferPool
 from ckptstore.errors import RestoreFailed
@@ -158,7 +159,7 @@ def test_a_device_that_fails_fails_the_restore(saved: tuple[str, Any]) -> None:
         restore(saved[0])
 
 
-class Flag:
+class Flag(Mark):
     """A mark that is passed when a test says so."""
 
     def __init__(self, error: Exception | None = None) -> None:

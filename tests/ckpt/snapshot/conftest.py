@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from ckpt.device import CudaDevice
+from ckpt.device import Device
 from tests.ckpt.snapshot.simulated import PromptDevice, plugged_in
 
 _SCHEDULES = int(os.environ.get("CKPTD_SCHEDULES", 1))
@@ -31,20 +31,20 @@ def everywhere(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def delayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every copy on the side stream of a GPU begins 0.05 s late, so that work that does not wait for it tears it."""
-    copy, gather = CudaDevice.copy, CudaDevice.gather
+    copy, gather = Device.copy, Device.gather
 
-    def occupy(device: CudaDevice) -> None:
+    def occupy(device: Device) -> None:
         device.run(lambda: torch.cuda._sleep(100_000_000))  # type: ignore[no-untyped-call]
 
-    def late_gather(device: CudaDevice, tensors: Sequence[torch.Tensor], side: bool) -> torch.Tensor:
+    def late_gather(device: Device, tensors: Sequence[torch.Tensor], side: bool) -> torch.Tensor:
         if side:
             occupy(device)
         return gather(device, tensors, side)
 
-    def late(device: CudaDevice, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], side: bool) -> None:
+    def late(device: Device, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], side: bool) -> None:
         if side:
             occupy(device)
         copy(device, views, tensors, side)
 
-    monkeypatch.setattr(CudaDevice, "copy", late)
-    monkeypatch.setattr(CudaDevice, "gather", late_gather)
+    monkeypatch.setattr(Device, "copy", late)
+    monkeypatch.setattr(Device, "gather", late_gather)

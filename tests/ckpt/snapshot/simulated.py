@@ -31,7 +31,7 @@ POISON = -77
 _Operation = Callable[[], object]
 
 
-class SimulatedMark:
+class SimulatedMark(device.Mark):
     """An event."""
 
     def __init__(self, simulated: SimulatedDevice) -> None:
@@ -47,7 +47,7 @@ class SimulatedMark:
         return self.reached
 
 
-class SimulatedDevice:
+class SimulatedDevice(device.Device):
     """The device. Everything that is random follows from the seed and from the order of the calls."""
 
     def __init__(self, seed: int) -> None:
@@ -81,7 +81,8 @@ class SimulatedDevice:
     def mark(self, side: bool) -> SimulatedMark:
         return self.record(SIDE if side else self.current())
 
-    def wait(self, mark: SimulatedMark, side: bool) -> None:
+    def wait(self, mark: device.Mark, side: bool) -> None:
+        assert isinstance(mark, SimulatedMark)
         with self._lock:
             self._streams[SIDE if side else self.current()].append(mark)
 
@@ -280,7 +281,7 @@ class PromptDevice(SimulatedDevice):
         super().copy(views, tensors, side)
         self._drain(side)
 
-    def wait(self, mark: SimulatedMark, side: bool) -> None:
+    def wait(self, mark: device.Mark, side: bool) -> None:
         super().wait(mark, side)
         self._drain(side)
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
 from ckpt import Checkpointer
-from ckpt.device import CudaDevice, digests
+from ckpt.device import Device, digests
 from ckpt.snapshot.guard import _warn_once
 from tests.support.parallel.runner import Scenario, run_scenarios
 from tests.support.training import same_state
@@ -172,7 +172,7 @@ def test_reads_of_the_gpu_are_in_the_order_of_the_current_stream() -> None:
     addresses = np.array([tensor.data_ptr() + at for tensor, at in zip(tensors, middles, strict=True)])
     expected = [tensor[at : at + 64].tolist() for tensor, at in zip(tensors, middles, strict=True)]
     torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]
-    found = CudaDevice(tensors[0].device).read(addresses, 64)
+    found = Device(tensors[0].device).read(addresses, 64)
     for tensor in tensors:
         tensor.zero_()
     torch.cuda.synchronize()
@@ -215,7 +215,7 @@ def test_a_step_that_is_compiled(tmp_path: Path) -> None:
 def test_memory_that_cannot_be_pinned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(CudaDevice, "pin", lambda *_: 2)
+    monkeypatch.setattr(Device, "pin", lambda *_: 2)
     model = make_linear()
     optim = AdamW(model.parameters(), lr=0.01, fused=True)
     weights = []
