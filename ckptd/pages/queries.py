@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from itertools import islice
+from typing import Annotated, TypeVar
 from urllib.parse import urlencode
 
 import msgspec
@@ -19,6 +19,11 @@ MOST_LINES = 5
 """Maximum number of lines of one run in its plot."""
 
 
+Text = Annotated[str, msgspec.Meta(max_length=400)]
+Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)]
+_Q = TypeVar("_Q")
+
+
 class RunOrder(StrEnum):
     """Orders of the list of runs."""
 
@@ -29,27 +34,37 @@ class RunOrder(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunsQuery:
+    """The query of the list of runs."""
+
+    q: Text = ""
+    """Text to find."""
+    sort: RunOrder = RunOrder.NAME
+    page: Number = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunPageQuery:
     """The query of a run's page."""
 
-    metric: str = ""
-    also: tuple[str, ...] = ()
+    metric: Text = ""
+    also: tuple[Text, ...] = ()
     """Further metrics in the plot."""
-    other: str = ""
+    other: Text = ""
     """Another run whose metric is in the plot."""
     log: bool = False
     """Whether the plot has a logarithmic scale."""
     state: State | None = None
-    min_step: int | None = None
-    max_step: int | None = None
-    page: int = 1
-    keep: int | None = None
+    min_step: Number | None = None
+    max_step: Number | None = None
+    page: Number = 1
+    keep: Number | None = None
     """Preview of a prune: number of newest checkpoints to keep."""
-    every: int | None = None
+    every: Number | None = None
     """Step interval of checkpoints to keep."""
-    best: str = ""
+    best: Text = ""
     """The best by a metric: METRIC:min:N or METRIC:max:N."""
-    abandoned: int | None = None
+    abandoned: Number | None = None
     """Days for which abandoned checkpoints are kept; None: the default of a policy."""
     healthy: bool = False
     """Keep the newest checkpoint without NaN and Inf, too."""
@@ -83,77 +98,36 @@ class RunPageQuery:
 
     def values(self, name: str) -> list[str]:
         """The values of a parameter, as in a query string."""
-        value = self._parameters()[name]
-        several = value if isinstance(value, tuple) else (value,)
-        return [str(one) for one in several if one not in (None, "")]
+        value = self._parameters().get(name, ())
+        return [str(one) for one in (value if isinstance(value, tuple) else (value,))]
 
     def link(self, **changed: object) -> str:
         """A query string like this one, with some values changed."""
         query = replace(self, **changed)  # type: ignore[arg-type]
-        wanted = {name: value for name, value in query._parameters().items() if value not in (None, "", ())}
-        return "?" + urlencode(wanted, doseq=True)
+        return "?" + urlencode(query._parameters(), doseq=True)
 
     def _parameters(self) -> dict[str, object]:
-        return {
-            "metric": self.metric,
-            "also": self.also,
-            "other": self.other,
-            "log": 1 if self.log else None,
-            "state": self.state,
-            "min_step": self.min_step,
-            "max_step": self.max_step,
-            "page": self.page if self.page > 1 else None,
-            "keep": self.keep,
-            "every": self.every,
-            "best": self.best,
-            "abandoned": self.abandoned,
-            "healthy": 1 if self.healthy else None,
-            "plan": 1 if self.plan else None,
-        }
+        """The values that are not the default."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        wanted = {field.name: given[field.name] for field in fields(self) if given[field.name] != field.default}
+        return {name: 1 if value is True else value for name, value in wanted.items()}
+
+
+def runs_query(request: Request) -> RunsQuery:
+    """The query of the list of runs. Raises InvalidRequest."""
+    return _converted(request, RunsQuery)
 
 
 def page_query(request: Request) -> RunPageQuery:
     """The query of the page of a run. Raises InvalidRequest."""
-    state = request.query_params.get("state", "")
-    if state and state not in tuple(State):
-        raise InvalidRequest(f"{state[:40]!r} is not a state of a checkpoint", f"Use one of {', '.join(State)}")
-    return RunPageQuery(
-        metric=request.query_params.get("metric", "")[:400],
-        also=_several(request, "also"),
-        other=request.query_params.get("other", "")[:128],
-        log=bool(number(request, "log")),
-        state=State(state) if state else None,
-        min_step=number(request, "min_step"),
-        max_step=number(request, "max_step"),
-        page=number(request, "page") or 1,
-        keep=number(request, "keep"),
-        every=number(request, "every"),
-        best=request.query_params.get("best", "")[:400],
-        abandoned=number(request, "abandoned"),
-        healthy=bool(number(request, "healthy")),
-        plan=bool(number(request, "plan")),
-    )
+    also = dict.fromkeys(text for text in request.query_params.getlist("also") if text)
+    return _converted(request, RunPageQuery, also=tuple(also)[: MOST_LINES - 1])
 
 
-def _several(request: Request, name: str) -> tuple[str, ...]:
-    """The values of a parameter that may be repeated: the first ones, each once."""
-    given = (text[:400] for text in request.query_params.getlist(name) if text)
-    return tuple(islice(dict.fromkeys(given), MOST_LINES - 1))
-
-
-def search(request: Request) -> tuple[str, RunOrder]:
-    """The text and the order of the list of runs. Raises InvalidRequest."""
-    order = request.query_params.get("sort", "") or RunOrder.NAME
-    if order not in tuple(RunOrder):
-        raise InvalidRequest(f"{order[:40]!r} is not an order of runs", f"Use one of {', '.join(RunOrder)}")
-    return request.query_params.get("q", "")[:200].strip(), RunOrder(order)
-
-
-def number(request: Request, name: str, default: int | None = None) -> int | None:
-    """A whole number in the query; `default` if it is absent. Raises InvalidRequest."""
-    text = request.query_params.get(name, "")
-    if not text:
-        return default
-    if not (text.isascii() and text.isdigit() and len(text) <= len(str(MAX_STEP))):
-        raise InvalidRequest(f"{name} is {text[:40]!r}", "Use a whole number")
-    return int(text)
+def _converted(request: Request, kind: type[_Q], **others: object) -> _Q:
+    # A form sends its empty fields, too.
+    given = {name: value for name, value in request.query_params.items() if value}
+    try:
+        return msgspec.convert({**given, **others}, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"the query is not valid: {error}", "Use the form of the page") from error

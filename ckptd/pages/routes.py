@@ -15,7 +15,7 @@ from ckptapi.listing import Filter, Sort
 from ckptd.http.access import caller_of
 from ckptd.http.context import Context, Ctx
 from ckptd.pages.contents import ContentsView, contents_view
-from ckptd.pages.queries import RunOrder, number, page_query, search
+from ckptd.pages.queries import RunOrder, page_query, runs_query
 from ckptd.pages.rendering import page
 from ckptd.pages.restores import session_view
 from ckptd.pages.runs import Progress, RunRow, chosen_runs, progress, run_row, run_view
@@ -97,12 +97,11 @@ def newest(ctx: Context, run: str, limit: int) -> list[Checkpoint]:
 async def overview(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
     """All runs that the visitor may see."""
     seen = [s for s in await ctx.threads.index(ctx.services.catalog.runs) if visitor.caller.sees(s.run)]
-    wanted, order = search(request)
+    query = runs_query(request)
     accounts = ctx.services.accounts.known()
-    summaries = chosen_runs(seen, wanted, order, accounts)
-    at = number(request, "page", 1) or 1
+    summaries = chosen_runs(seen, query.q.strip(), query.sort, accounts)
     num_pages = -(-len(summaries) // _RUNS_A_PAGE) or 1
-    at = min(max(1, at), num_pages)
+    at = min(max(1, query.page), num_pages)
     shown = summaries[(at - 1) * _RUNS_A_PAGE : at * _RUNS_A_PAGE]
     restoring = await _restoring(ctx, visitor.caller)
     uploads = await _uploads(ctx) if len(summaries) <= _RUNS_A_PAGE else None
@@ -126,8 +125,8 @@ async def overview(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
         rows=await ctx.threads.index(look),
         page=at,
         num_pages=num_pages,
-        wanted=wanted,
-        order=order,
+        wanted=query.q.strip(),
+        order=query.sort,
         orders=tuple(RunOrder),
         num_runs=len(seen),
         num_checkpoints=sum(s.num_checkpoints for s in seen),
