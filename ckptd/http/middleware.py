@@ -106,36 +106,48 @@ class Authentication:
     def __init__(self, app: ASGIApp, tokens: Tokens | None, metrics: Metrics) -> None:
         """tokens: None if authentication is off."""
         self._app = app
-        self._tokens = tokens
-        self._failures = metrics.auth_failures
-        self._throttle = Throttle()
+        self._gate = TokenGate(tokens, metrics) if tokens is not None else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         if scope["type"] == "http" and scope["path"] not in PROBES:
             scope[STILL_VALID] = lambda: True
-            scope[CALLER] = self._recognized(scope, self._tokens) if self._tokens else _local(scope)
+            scope[CALLER] = _recognized(scope, self._gate) if self._gate is not None else _local(scope)
         await self._app(scope, receive, send)
 
-    def _recognized(self, scope: Scope, tokens: Tokens) -> Caller:
-        given = Headers(scope=scope).get("authorization")
-        if given is None:
-            raise Unauthorized("this daemon requires a token", _HOW)
-        address = scope["client"][0] if scope["client"] else "?"
-        secret = given.removeprefix(_BEARER) if given.startswith(_BEARER) else ""
+
+class TokenGate:
+    """Recognizes callers by their tokens, and blocks addresses that send too many wrong ones."""
+
+    def __init__(self, tokens: Tokens, metrics: Metrics) -> None:
+        self.tokens = tokens
+        self._failures = metrics.auth_failures
+        self._throttle = Throttle()
+
+    def enter(self, address: str, secret: str) -> Caller:
+        """The caller with this secret. Raises Unauthorized or TooManyFailures."""
         try:
             self._throttle.check(address, secret)
         except TooManyFailures:
             self._failures.labels("throttled").inc()
             raise
-        caller = tokens.recognize(secret)
+        caller = self.tokens.recognize(secret)
         if caller is None:
             self._throttle.failed(address)
             self._failures.labels("wrong_token").inc()
             raise Unauthorized("this token is unknown, revoked or expired", _HOW)
         self._throttle.succeeded(address, secret)
-        scope[STILL_VALID] = lambda: tokens.recognize(secret) is not None
         return caller
+
+
+def _recognized(scope: Scope, gate: TokenGate) -> Caller:
+    given = Headers(scope=scope).get("authorization")
+    if given is None:
+        raise Unauthorized("this daemon requires a token", _HOW)
+    secret = given.removeprefix(_BEARER) if given.startswith(_BEARER) else ""
+    caller = gate.enter(scope["client"][0] if scope["client"] else "?", secret)
+    scope[STILL_VALID] = lambda: gate.tokens.recognize(secret) is not None
+    return caller
 
 
 def _local(scope: Scope) -> Caller:

@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ckptd.http.middleware import Throttle
+from ckptd.http.middleware import TokenGate
 from ckptd.logs import REQUEST_ID
 from ckptd.metrics import Metrics
 from ckptd.pages.rendering import page
@@ -48,11 +48,9 @@ class PageSessions:
     def __init__(self, app: ASGIApp, tokens: Tokens | None, metrics: Metrics, clock: Clock) -> None:
         """tokens: None if authentication is off."""
         self._app = app
-        self._tokens = tokens
-        self._failures = metrics.auth_failures
+        self._gate = TokenGate(tokens, metrics) if tokens is not None else None
         self._sessions = Sessions(clock)
         self._clock = clock
-        self._throttle = Throttle()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -80,28 +78,21 @@ class PageSessions:
             await _problem(error)(scope, receive, send)
 
     async def _answer(self, request: Request) -> Response:
-        if self._tokens is None:
+        if self._gate is None:
             return RedirectResponse("/", 303)
         if request.method == "POST":
             form = await read_form(request)
             if request.url.path == _LOGOUT:
                 return self._log_out(request)
-            return self._log_in(request, self._tokens, form)
+            return self._log_in(request, self._gate, form)
         return _login_page(request, _local_path(request.query_params.get("next", "/")))
 
-    def _log_in(self, request: Request, tokens: Tokens, form: dict[str, str]) -> Response:
+    def _log_in(self, request: Request, gate: TokenGate, form: dict[str, str]) -> Response:
         secret, following = form.get("token", "").strip(), _local_path(form.get("next", "/"))
-        address = request.client.host if request.client else "?"
         try:
-            self._throttle.check(address, secret)
-        except TooManyFailures as error:
-            self._failures.labels("throttled").inc()
+            gate.enter(request.client.host if request.client else "?", secret)
+        except (TooManyFailures, Unauthorized) as error:
             return _login_page(request, following, error.message, error.http_status)
-        if tokens.recognize(secret) is None:
-            self._throttle.failed(address)
-            self._failures.labels("wrong_token").inc()
-            return _login_page(request, following, "This token is unknown, revoked or expired.", 401)
-        self._throttle.succeeded(address, secret)
         answer = RedirectResponse(following, 303)
         id = self._sessions.begin(secret)
         answer.raw_headers.append(cookie(SESSION, id, LIFETIME_S, request.url.scheme == "https"))
