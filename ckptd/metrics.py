@@ -123,10 +123,6 @@ class Gauges(Collector):
         self._lag_s = lag_s
         self._clock = clock
 
-    def describe(self) -> list[Metric]:
-        """Empty, so that registration does not query the database."""
-        return []
-
     def collect(self) -> Iterator[Metric]:
         """Read the index; if the database is unavailable, only the lag is returned."""
         lag = GaugeMetricFamily("ckptd_index_lag_seconds", "Time since the index was known to equal the store.")
@@ -162,10 +158,6 @@ class GoodputGauges(Collector):
     def __init__(self, known: Callable[[], Mapping[str, Account]], clock: Clock) -> None:
         self._known = known
         self._clock = clock
-
-    def describe(self) -> list[Metric]:
-        """Empty: there are no series before the first account."""
-        return []
 
     def collect(self) -> Iterator[Metric]:
         """From memory: the store is not read."""
