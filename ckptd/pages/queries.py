@@ -12,6 +12,7 @@ from fastapi import Request
 
 from ckptstore.commits.catalog import State
 from ckptstore.errors import InvalidRequest
+from ckptstore.format.decoding import convert
 from ckptstore.format.records import Policy
 from ckptstore.names import MAX_STEP
 
@@ -128,6 +129,6 @@ def _converted(request: Request, kind: type[_Q], **others: object) -> _Q:
     # A form sends its empty fields, too.
     given = {name: value for name, value in request.query_params.items() if value}
     try:
-        return msgspec.convert({**given, **others}, kind, strict=False)
+        return convert({**given, **others}, kind, strict=False)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"the query is not valid: {error}", "Use the form of the page") from error

@@ -32,10 +32,13 @@ def decode_msgpack(data: Buffer, kind: type[_T]) -> _T:
     return msgspec.msgpack.decode(data, type=kind)
 
 
-def convert(value: object, kind: type[_T], *, from_attributes: bool = False) -> _T:
-    """Convert decoded JSON to `kind`. from_attributes: objects as well. Raises msgspec's errors."""
+def convert(value: object, kind: type[_T], *, from_attributes: bool = False, strict: bool = True) -> _T:
+    """Convert decoded JSON to `kind`. from_attributes: objects as well. strict: no numbers in strings.
+
+    Raises msgspec's errors.
+    """
     _decoder(kind)
-    return msgspec.convert(value, kind, from_attributes=from_attributes)
+    return msgspec.convert(value, kind, from_attributes=from_attributes, strict=strict)
 
 
 def _decoder(kind: Any, hook: Hook | None = None) -> msgspec.json.Decoder[Any]:
