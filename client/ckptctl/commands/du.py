@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated
 
 import msgspec
@@ -16,7 +17,7 @@ from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import NoCheckpoint
-from ckptstore.format.planning import part_bytes
+from ckptstore.format.planning import entry_bytes
 from ckptstore.reading.source import read_manifest
 from ckptstore.retention.deletion import measure_waste
 from ckptstore.run import Run
@@ -75,11 +76,19 @@ def show_usage(
 
 def _show_parts(session: Session, which: str, depth: int) -> None:
     checkpoint = find_readable(session.source, which)
-    parts = part_bytes(read_manifest(session.source, checkpoint).content, depth)
-    bodies = [PartBody(part=part, entries=entries, raw_bytes=size) for part, (entries, size) in parts.items()]
+    bodies = _parts(entry_bytes(read_manifest(session.source, checkpoint).content), depth)
     if not bodies:
         session.screen.note(f"{checkpoint.id} has no tensors")
     session.screen.emit(bodies, [body.part for body in bodies], _part_blocks(bodies))
+
+
+def _parts(sizes: Mapping[str, int], depth: int) -> list[PartBody]:
+    """The parts of a state, the largest first. A part is named by the first segments of its entries: model, optim."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for name, size in sizes.items():
+        found["/".join(name.split("/")[:depth])].append(size)
+    bodies = [PartBody(part=part, entries=len(of), raw_bytes=sum(of)) for part, of in found.items()]
+    return sorted(bodies, key=lambda body: (-body.raw_bytes, body.part))
 
 
 def _usages(session: Session, which: str | None) -> list[UsageBody]:

@@ -121,19 +121,6 @@ def entry_bytes(content: Content) -> dict[str, int]:
     }
 
 
-def part_bytes(content: Content, depth: int = 1) -> dict[str, tuple[int, int]]:
-    """By part of the state: number of entries and raw bytes, the largest part first.
-
-    A part is named by the first `depth` segments of its entries: model, optim for 1.
-    """
-    found: dict[str, tuple[int, int]] = {}
-    for name, size in entry_bytes(content).items():
-        part = "/".join(name.split("/")[:depth])
-        entries, total = found.get(part, (0, 0))
-        found[part] = entries + 1, total + size
-    return dict(sorted(found.items(), key=lambda item: (-item[1][1], item[0])))
-
-
 def derived_bytes(content: Content) -> dict[str, int]:
     """Raw bytes of each entry that are derived, not stored; entries without derived bytes are omitted."""
     found: dict[str, int] = {}
