@@ -45,9 +45,9 @@ def small_leaf(path: str, value: Any) -> JSON:
     raise unsupported(path, value)
 
 
-def check_leaf(path: str, value: Any) -> JSON:
-    """Raise UnsupportedObject for a leaf that cannot be saved. Copies nothing."""
-    return array_bytes(path, value) if is_array(value) or is_template(value) else small_leaf(path, value)
+def num_bytes(path: str, value: Any) -> int:
+    """The size of an array, about; 0 for other values. Raises UnsupportedObject for one that cannot be saved."""
+    return array_bytes(path, value) if is_array(value) or is_template(value) else 0
 
 
 _PLAIN: Mapping[str, Callable[[Any], Any]] = {"size": tuple, "dtype": str, "device": str}
@@ -74,6 +74,8 @@ class Collector:
 
     small = staticmethod(small_leaf)
     """The tree of a leaf that lies in the tree itself."""
+    num_bytes = staticmethod(num_bytes)
+    """The size of a leaf that may lie in the shard; 0 for others."""
 
     def __init__(self, ownership: Ownership) -> None:
         self.captured = Captured()
@@ -120,7 +122,7 @@ class Collector:
                 f"the array at {path!r} is distributed over processes, and this state is kept per process",
                 "Pass it as shared={...}",
             )
-        large = self._bytes(path, value) > INLINE_BYTES
+        large = self.num_bytes(path, value) > INLINE_BYTES
         return self._leaf(path, value, self._prefix + path) if large else self._inline_leaf(path, value)
 
     def _part_leaf(self, path: str, value: Any) -> JSON:
@@ -133,9 +135,6 @@ class Collector:
 
     def _inline_leaf(self, path: str, value: Any) -> JSON:
         return self.small(path, value)
-
-    def _bytes(self, path: str, value: Any) -> int:
-        return array_bytes(path, value) if is_array(value) else 0
 
     def _leaf(self, path: str, value: Any, name: str) -> JSON:
         """The tree of an array that becomes an entry of this name, or of another small value."""

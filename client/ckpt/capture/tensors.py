@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from ckpt.capture import collector
-from ckpt.capture.arrays import is_array, is_template
 from ckpt.capture.collector import Collector
 from ckpt.capture.leaves import Change, Number, StateLeaf
 from ckpt.capture.parameters import Leaf
@@ -51,10 +50,18 @@ def small_leaf(path: str, value: Any) -> JSON:
     return collector.small_leaf(path, value)
 
 
+def num_bytes(path: str, value: Any) -> int:
+    """The size of a tensor or array, about; 0 for other values. Raises UnsupportedObject for what cannot be saved."""
+    if not isinstance(value, torch.Tensor):
+        return collector.num_bytes(path, value)
+    dtype_name(path, whole(path, value))
+    return value.nbytes
+
+
 class TensorCollector(Collector):
     """Also collects tensors: those of values, and the state of modules and optimizers."""
 
-    small = staticmethod(small_leaf)
+    small, num_bytes = staticmethod(small_leaf), staticmethod(num_bytes)
 
     def shared(self, leaf: Leaf, path: str, value: Any) -> JSON:
         """The tree of a leaf's state, which belongs to no single rank. Of its tensors the shard gets what this rank
@@ -80,11 +87,6 @@ class TensorCollector(Collector):
         leaf |= _device(value)
         self.captured.late.append(partial(_complete, leaf, self.captured.reads.read(value)))
         return leaf
-
-    def _bytes(self, path: str, value: Any) -> int:
-        if isinstance(value, torch.Tensor):
-            return whole(path, value).numel() * value.element_size()
-        return super()._bytes(path, value)
 
     def _leaf(self, path: str, value: Any, name: str) -> JSON:
         """The tree of a tensor or array that becomes an entry of this name, or of another small value."""
@@ -134,14 +136,6 @@ class TensorCollector(Collector):
 
 def _complete(leaf: dict[str, JSON], host: torch.Tensor) -> None:
     leaf["data"] = encode_bytes(tensor_bytes(host))
-
-
-def check_leaf(path: str, value: Any) -> JSON:
-    """Raise UnsupportedObject for a leaf that cannot be saved. Copies nothing."""
-    if isinstance(value, torch.Tensor):
-        return dtype_name(path, whole(path, value))
-    values = is_array(value) or is_template(value)
-    return collector.check_leaf(path, value) if values else small_leaf(path, value)
 
 
 def whole(path: str, tensor: torch.Tensor) -> torch.Tensor:

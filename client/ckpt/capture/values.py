@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from ckpt.capture import collector as arrays
-from ckpt.capture.arrays import is_array, is_distributed
+from ckpt.capture.arrays import is_distributed
 from ckpt.capture.collector import INLINE_BYTES, Collector
 from ckpt.capture.leaves import Captured, Number, SmallReads
 from ckpt.capture.ownership import Ownership
 from ckpt.capture.rng import rng_state
 from ckpt.capture.train_state import RNG, Stateful, TrainState
 from ckpt.device import has_device
-from ckpt.lazily import is_tensor, torch, torch_loaded
-from ckptstore.format.trees import encode_tree, value_leaves, with_records
+from ckpt.lazily import torch, torch_loaded
+from ckptstore.format.documents import JSON
+from ckptstore.format.trees import encode_tree, with_records
 
 
 def capture_alone(state: TrainState, ownership: Ownership) -> Captured:
@@ -36,33 +36,33 @@ def capture_values(collector: Collector, state: TrainState) -> None:
         collector.add_shared(item, value.state_dict() if isinstance(value, Stateful) else value)
 
 
-def check_others(state: TrainState) -> None:
-    """UnsupportedObject if plain data cannot be saved; objects with a state_dict are not asked for it."""
-    check = arrays.check_leaf
-    if torch_loaded():
-        from ckpt.capture import tensors
+def check_others(state: TrainState, rank: int = 0) -> int:
+    """The bytes that tensors and arrays of plain data take in this rank's snapshots, about. Copies nothing.
 
-        check = tensors.check_leaf
-    for item, value in (*state.others.items(), *state.shared.items()):
+    Objects with a state_dict are not asked for it: they are known from the first save on. Raises UnsupportedObject for
+    plain data that cannot be saved.
+    """
+    own, shared = _sizes(state.others), _sizes(state.shared)
+    return sum(size for size in own if size > INLINE_BYTES) + (sum(shared) if rank == 0 else 0)
+
+
+def _sizes(values: Mapping[str, Any]) -> list[int]:
+    """Bytes of each tensor and whole array in those that are plain."""
+    kind, sizes = Collector, list[int]()
+    if torch_loaded():
+        from ckpt.capture.tensors import TensorCollector
+
+        kind = TensorCollector
+
+    def check(path: str, value: Any) -> JSON:
+        size = kind.num_bytes(path, value)
+        sizes.append(0 if is_distributed(value) else size)
+        return None if size else kind.small(path, value)
+
+    for item, value in values.items():
         if not isinstance(value, Stateful):
             encode_tree(value, item, with_records(check))
-
-
-def large_bytes(state: TrainState, rank: int) -> int:
-    """The bytes that tensors and arrays of plain values take in this rank's snapshots, about. Copies nothing.
-
-    Objects with a state_dict are not asked for it: they are known from the first save on.
-    """
-    own = (size for size in _sizes(state.others) if size > INLINE_BYTES)
-    return sum(own) + (sum(_sizes(state.shared)) if rank == 0 else 0)
-
-
-def _sizes(values: Mapping[str, Any]) -> Iterator[int]:
-    """Bytes of each tensor and whole array in those that are plain."""
-    for item, value in values.items():
-        for _, leaf in () if isinstance(value, Stateful) else value_leaves(value, item):
-            if is_tensor(leaf) or (is_array(leaf) and not is_distributed(leaf)):
-                yield leaf.nbytes
+    return sizes
 
 
 def scaler_state(value: object, reads: SmallReads) -> dict[str, Any] | None:

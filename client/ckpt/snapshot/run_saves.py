@@ -16,7 +16,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from ckpt.capture.train_state import TrainState
-from ckpt.capture.values import large_bytes
+from ckpt.capture.values import check_others
 from ckpt.config import Config, OnBusy
 from ckpt.lazily import torch_loaded
 from ckpt.ranks.world import World
@@ -212,7 +212,7 @@ class RunSaves:
         self._join()
         client.start()
         self.agreed.agree(state, check)
-        besides = large_bytes(state, self._world().rank)
+        besides = check_others(state, self._world().rank)
         state = state.without_others()
         self._gate(state)  # before the first step, so that its hooks are in place
         captured, num_bytes = self.agreed.estimate(state)
