@@ -315,8 +315,8 @@ class Checkpointer:
 
 def _load_modules_of_torch() -> None:
     """Load in advance what the first save and restore of tensors will use."""
-    import ckpt.capture.forgotten
     import ckpt.capture.state
+    import ckpt.capture.unsaved_objects
     import ckpt.restoring.objects
     import ckpt.restoring.sharing
     import ckpt.snapshot.overlap  # noqa: F401

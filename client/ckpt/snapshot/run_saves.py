@@ -252,7 +252,7 @@ class RunSaves:
             taken = take_snapshot(client, save, updates, self._gate(state), on_busy)
         self.session.saved(updates)
         if self.newest is None and torch_loaded():
-            self._look_for_forgotten(state, updates)
+            self._look_for_unsaved(state, updates)
         self._measured = self.measured
         self.newest = handle = updates.handle
         updates.measure(blocked_s=time.perf_counter() - started)
@@ -260,17 +260,17 @@ class RunSaves:
         self.tally.add(blocked_s=handle.timings.blocked_s, wait_s=handle.timings.wait_s)
         return handle, taken
 
-    def _look_for_forgotten(self, state: TrainState, updates: HandleUpdates) -> None:
+    def _look_for_unsaved(self, state: TrainState, updates: HandleUpdates) -> None:
         """Once the first save has ended: the interpreter runs nothing else meanwhile, and a save must be short."""
-        from ckpt.capture.forgotten import look_for_forgotten
+        from ckpt.capture.unsaved_objects import look_for_unsaved
 
-        look = look_for_forgotten(state)
+        look = look_for_unsaved(state)
 
         def look_later() -> None:
             updates.wait_ended()
             look()
 
-        self._looking = threading.Thread(target=look_later, name="ckpt-forgotten", daemon=True)
+        self._looking = threading.Thread(target=look_later, name="ckpt-unsaved", daemon=True)
         self._looking.start()
 
     def make_ready(self, state: TrainState) -> None:

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 _KINDS = (GradScaler, DataLoader)
 
 
-def look_for_forgotten(state: TrainState) -> Callable[[], None]:
+def look_for_unsaved(state: TrainState) -> Callable[[], None]:
     """A look for objects that this state does not have, for any thread: it holds nothing of the state but scalers.
 
     It logs a warning for a GradScaler that scales, and for a shuffled DataLoader if no loader is saved. It visits all

@@ -46,14 +46,14 @@ def warnings_of(folder: Path, caplog: pytest.LogCaptureFixture, **extras: Any) -
     with caplog.at_level(logging.WARNING), Checkpointer(str(folder), run="r", writer="thread") as checkpointer:
         for step in (1, 2):
             checkpointer.save(nn.Linear(2, 2), None, step, **extras)
-    return [record.getMessage() for record in caplog.records if record.name == "ckpt.capture.forgotten"]
+    return [record.getMessage() for record in caplog.records if record.name == "ckpt.capture.unsaved_objects"]
 
 
 def test_a_scaler_in_use(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     scaler = GradScaler("cpu")
     assert warnings_of(tmp_path / "unused", caplog) == []
     scaler.scale(torch.ones(1))
-    (found,) = warnings_of(tmp_path / "forgotten", caplog)
+    (found,) = warnings_of(tmp_path / "unsaved", caplog)
     assert "pass scaler=scaler" in found
     assert warnings_of(tmp_path / "given", caplog, scaler=scaler) == []
     assert warnings_of(tmp_path / "held", caplog, progress=Progress(scaler)) == []
@@ -65,7 +65,7 @@ def test_a_shuffled_loader(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     validation = DataLoader(numbers)
     assert warnings_of(tmp_path / "in order", caplog) == []
     loader = DataLoader(numbers, shuffle=True)
-    (found,) = warnings_of(tmp_path / "forgotten", caplog)
+    (found,) = warnings_of(tmp_path / "unsaved", caplog)
     assert "ckpt.data.resumable(loader)" in found
     assert warnings_of(tmp_path / "given", caplog, loader=ckpt.data.resumable(loader)) == []
     assert validation is not loader
