@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +25,7 @@ from ckptstore.reading.source import StoreSource
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from tests.ckpt.dcp_state import dcp, failing, flat_optimizer_state, load, make_model, make_optimizer, same, save
+from tests.ckpt.restoring.lanes import landing
 from tests.support.stores import Faults, FaultyStore
 
 MODES: tuple[Literal["before", "after"], ...] = ("before", "after")
@@ -42,7 +45,8 @@ def flip_a_bit(store: Store, checkpoint: str) -> None:
     path.write_bytes(data)
 
 
-def test_tensors_of_all_shapes_and_types_come_back_bit_exact(store: Store) -> None:
+@pytest.mark.parametrize("place", [nullcontext, landing], ids=["host", "device"])
+def test_tensors_of_all_shapes_and_types_come_back_bit_exact(store: Store, place: Callable[[], Any]) -> None:
     torch.manual_seed(1)
     state = {
         "scalar": torch.tensor(3.5),
@@ -55,7 +59,8 @@ def test_tensors_of_all_shapes_and_types_come_back_bit_exact(store: Store) -> No
         "nan": torch.tensor([math.nan, -0.0]),
     }
     save(store, state)
-    loaded = load(store, {name: torch.zeros_like(tensor) for name, tensor in state.items()})
+    with place():
+        loaded = load(store, {name: torch.zeros_like(tensor) for name, tensor in state.items()})
     for name, tensor in state.items():
         assert loaded[name].dtype == tensor.dtype
         both = [each.resolve_conj().contiguous().reshape(-1).view(torch.uint8) for each in (loaded[name], tensor)]
