@@ -181,7 +181,7 @@ def plot(
 def svg(title: str, drawn: Plot, names: Sequence[str], notes: Sequence[str] = ()) -> str:
     """A plot as an SVG file for light and dark pages, with its title, a legend and notes below it.
 
-    names: one per line. Marks with a title are dots that show it; those of kind "bad" are large and red.
+    names: one per line. Marks with a title are dots that show it.
     """
     return "\n".join(_svg_lines(title, drawn, names, notes)) + "\n"
 
@@ -201,8 +201,7 @@ def _svg_lines(title: str, drawn: Plot, names: Sequence[str], notes: Sequence[st
         color, at = _COLORS[number % len(_COLORS)], drawn.top + 18 * number
         yield f'<polyline fill="none" stroke="{color}" stroke-width="1.5" points="{line.points}"/>'
         for mark in (mark for mark in line.marks if mark.title):
-            size, fill = (5, "#dc2626") if mark.kind == "bad" else (3, color)
-            dot = f'<circle cx="{mark.x}" cy="{mark.y}" r="{size}" fill="{fill}">'
+            dot = f'<circle cx="{mark.x}" cy="{mark.y}" r="4" fill="{color}">'
             yield f"{dot}<title>{escape(mark.title)}</title></circle>"
         yield f'<rect x="{drawn.width}" y="{at}" width="10" height="10" fill="{color}"/>'
         shown = name if len(name) <= 44 else f"…{name[-43:]}"
