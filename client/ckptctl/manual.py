@@ -18,7 +18,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "runs": ("listing.list_runs", "List runs with their checkpoints and sizes."),
         "show": ("show.show", "Show one checkpoint: facts, entries, shards."),
         "du": ("du.show_usage", "Show what the bytes of a run belong to."),
-        "stats": ("stats.stats", "Show extremes, moments, NaN and Inf of tensors."),
+        "stats": ("stats.stats", "Show extremes, NaN and Inf of tensors."),
         "why": ("why.why", "Find the first checkpoint that went wrong."),
         "diff": ("diff.diff", "Compare the tensors of two checkpoints."),
         "goodput": ("goodput.goodput", "Show what became of the time of a run."),
@@ -112,7 +112,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "open": ("ckptctl open gpt-small", "ckptctl open gpt-small@1000 --no-browser -o id"),
     "cp": ("ckptctl cp gpt-small@1000 --to s3://archive/ckpts", "ckptctl cp gpt-small --to /mnt/usb --as gpt-copy"),
     "login": ("ckptctl login https://ckptd.example.com --name lab",),
-    "stats": ("ckptctl stats gpt-small@1000 --names 'model/*'", "ckptctl stats gpt-small --plot gpt-small.svg"),
+    "stats": ("ckptctl stats gpt-small@1000 --names 'model/*'", "ckptctl stats gpt-small"),
     "why": ("ckptctl why gpt-small", "ckptctl why gpt-small -o json"),
     "diff": ("ckptctl diff gpt-small@900 gpt-small@1000", "ckptctl diff gpt-small@1000 fine-tuned@50 -o json"),
     "verify": (
