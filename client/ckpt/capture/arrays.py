@@ -60,6 +60,10 @@ class HostArray:
 
     is_neg = is_conj
 
+    def detach(self) -> HostArray:
+        """Itself."""
+        return self
+
 
 class _DeviceArray(HostArray):
     """The elements of an array of JAX on one device. They are on their way to the host until they are asked for."""

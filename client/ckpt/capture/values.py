@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt.capture.arrays import is_distributed
+from ckpt.capture.arrays import is_distributed, is_template
 from ckpt.capture.collector import INLINE_BYTES, Collector
 from ckpt.capture.leaves import Captured, Number, SmallReads
 from ckpt.capture.ownership import Ownership
@@ -57,7 +57,7 @@ def _sizes(values: Mapping[str, Any]) -> list[int]:
     def check(path: str, value: Any) -> JSON:
         size = kind.num_bytes(path, value)
         sizes.append(0 if is_distributed(value) else size)
-        return None if size else kind.small(path, value)
+        return None if size or is_template(value) else kind.small(path, value)
 
     for item, value in values.items():
         if not isinstance(value, Stateful):
