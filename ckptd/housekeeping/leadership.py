@@ -18,6 +18,7 @@ from itertools import islice
 from math import inf
 
 from sqlalchemy import Connection
+from typing_extensions import override
 
 from ckptd.index import LeaderIndex, Tenure
 from ckptstore.clock import system_clock
@@ -137,23 +138,23 @@ class LeaderStore(WrappedStore):
         super().__init__(store)
         self._check = leadership.check
 
+    @override
     def put(self, key: str, data: Buffer) -> None:
-        """As the leader."""
         self._check()
         self._store.put(key, data)
 
+    @override
     def put_if_absent(self, key: str, data: Buffer) -> bool:
-        """As the leader."""
         self._check()
         return self._store.put_if_absent(key, data)
 
+    @override
     def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
-        """As the leader."""
         self._check()
         return self._store.open_writer(key, size_hint)
 
+    @override
     def open_replacement(self, key: str, size_hint: int = 0) -> ObjectWriter:
-        """As the leader."""
         self._check()
         return self._store.open_replacement(key, size_hint)
 
@@ -163,8 +164,8 @@ class LeaderStore(WrappedStore):
         while batch := list(islice(left, _DELETES)):
             self._store.delete_many(self._checked(batch))
 
+    @override
     def abort_uploads(self, prefix: str, begun_before: float) -> int:
-        """As the leader."""
         self._check()
         return self._store.abort_uploads(prefix, begun_before)
 

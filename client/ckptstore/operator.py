@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
+from typing_extensions import override
+
 from ckptstore.clock import Clock, system_clock
 from ckptstore.commits import audit, catalog
 from ckptstore.commits.audit import AuditEntry
@@ -104,7 +106,7 @@ class Operator(Protocol):
         """Run the checks of the store, with a few small objects."""
 
 
-class StoreOperator:
+class StoreOperator(Operator):
     """Operates directly on a store."""
 
     def __init__(
@@ -129,59 +131,74 @@ class StoreOperator:
         """One run, with this operator's clock and name. Raises InvalidName."""
         return Run(self.store, name, self._clock, self._by)
 
+    @override
     def read_past_caches(self) -> None:
         pass
 
+    @override
     def checkpoints(self, run: str) -> list[Checkpoint]:
         named = self.run(run)
         return with_labels(named, catalog.list_checkpoints(named))
 
+    @override
     def delete(self, checkpoint: Checkpoint, grace_s: float, reason: str = "", force: bool = False) -> None:
         if self._check_deletes:
             self.check()
         with self._changing(checkpoint.run) as run:
             deletion.delete_checkpoint(run, checkpoint.attempt, reason, grace_s, force)
 
+    @override
     def undelete(self, reference: Reference, reason: str = "") -> Checkpoint:
         with self._changing(reference.run) as run:
             found = deletion.undelete_checkpoint(run, reference, reason)
         return self._find(found)
 
+    @override
     def deleted(self, run: str) -> list[Deleted]:
         return deletion.list_deleted(self.run(run))
 
+    @override
     def pin(self, checkpoint: Checkpoint, name: str, reason: str = "") -> None:
         pins.pin(self.run(checkpoint.run), checkpoint.attempt, name, reason)
 
+    @override
     def unpin(self, checkpoint: Checkpoint, name: str) -> None:
         pins.unpin(self.run(checkpoint.run), checkpoint.attempt, name)
 
+    @override
     def pins(self, run: str) -> list[NamedPin]:
         return pins.list_pins(self.run(run))
 
+    @override
     def label(self, checkpoint: Checkpoint, change: LabelChange, reason: str = "") -> Checkpoint:
         run, attempt = self.run(checkpoint.run), checkpoint.attempt
         change_labels(run, attempt, change, reason)
         self._on_change(run.name)
         return self._find(Reference(run.name, attempt.step, attempt.ulid))
 
+    @override
     def audit(self, run: str, limit: int = 100) -> list[AuditEntry]:
         records = islice(audit.read_log(self.run(run), limit), limit)
         return [AuditEntry.of(run, record) for record in records]
 
+    @override
     def policies(self) -> PoliciesInForce:
         return PoliciesInForce.of(policy.read_policies(self.store))
 
+    @override
     def policies_history(self, limit: int = 100) -> list[PoliciesInForce]:
         return [PoliciesInForce.of(version) for version in policy.policies_history(self.store, limit)]
 
+    @override
     def change_policies(self, policies: PolicySet, expected: int, reason: str = "") -> PoliciesInForce:
         done = policy.change_policies(self.store, policies, expected, self._by, self._clock, reason)
         return PoliciesInForce.of(done)
 
+    @override
     def plan_prune(self, prune: Prune) -> PrunePlan:
         return plan_prunes(self.store, prune, self._clock)
 
+    @override
     def prune(self, prune: Prune, plan: PrunePlan | None = None, progress: Progress = lambda _: None) -> PrunePlan:
         plan = plan or self.plan_prune(prune)
         if not plan.remove:
@@ -192,6 +209,7 @@ class StoreOperator:
 
         return apply_prunes(self.store, plan, self._clock, self._by, prune.force, done, self._on_change)
 
+    @override
     def collect(self, run: str | None = None, grace_s: float | None = None) -> list[CollectReport]:
         return list(self.collect_each(self.collectable(run), grace_s))
 
@@ -214,6 +232,7 @@ class StoreOperator:
         """Return if it is safe to delete on this store now. Raises StoreUnsafe or Unavailable."""
         check_store(self.store, self._clock)
 
+    @override
     def probe(self) -> StoreReport:
         return run_store_checks(self.store, self._clock)
 

@@ -22,6 +22,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
+from typing_extensions import override
+
 from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.errors import (
     CkptError,
@@ -150,12 +152,13 @@ class RangeReader(ObjectReader):
     def __init__(self, get_range: Callable[[int, memoryview], None]) -> None:
         self._get_range = get_range
 
+    @override
     def read(self, offset: int, buffer: memoryview) -> None:
-        """One request."""
         self._get_range(offset, buffer)
 
+    @override
     def close(self) -> None:
-        """Does nothing."""
+        pass
 
 
 class Store(ABC):
@@ -272,45 +275,59 @@ class WrappedStore(Store):
         self.remote_create = store.remote_create
 
     @property
+    @override
     def on_this_host(self) -> bool:
         return self._store.on_this_host
 
+    @override
     def reconnect(self) -> None:
         self._store.reconnect()
 
+    @override
     def put(self, key: str, data: Buffer) -> None:
         self._request(self._store.put, key, data)
 
+    @override
     def put_if_absent(self, key: str, data: Buffer) -> bool:
         return self._request(self._store.put_if_absent, key, data)
 
+    @override
     def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
         return self._store.open_writer(key, size_hint)
 
+    @override
     def open_replacement(self, key: str, size_hint: int = 0) -> ObjectWriter:
         return self._store.open_replacement(key, size_hint)
 
+    @override
     def get(self, key: str) -> bytes:
         return self._request(self._store.get, key)
 
+    @override
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
         return self._request(self._store.read_into, key, offset, buffer)
 
+    @override
     def size(self, key: str) -> int:
         return self._request(self._store.size, key)
 
+    @override
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         return self._request(self._store.list, prefix)
 
+    @override
     def list_folders(self, prefix: str) -> Iterator[str]:
         return self._request(self._store.list_folders, prefix)
 
+    @override
     def delete_many(self, keys: Iterable[str]) -> None:
         self._request(self._store.delete_many, keys)
 
+    @override
     def abort_uploads(self, prefix: str, begun_before: float) -> int:
         return self._request(self._store.abort_uploads, prefix, begun_before)
 
+    @override
     def open_reader(self, key: str) -> ObjectReader:
         return self._store.open_reader(key)
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from typing_extensions import override
+
 from ckptstore.clock import system_clock
 from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.errors import StoreUnavailable
@@ -90,13 +92,13 @@ class LocalStore(Store):
             temporary = path.parent / f"{_TEMPORARY}{new_ulid(system_clock())}"
             return _LocalWriter(temporary, self._create(temporary), self.object_url(key), size_hint, replaces=path)
 
+    @override
     def get(self, key: str) -> bytes:
-        """The whole file."""
         with self._errors("read", key):
             return self._path(key).read_bytes()
 
+    @override
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
-        """Positional reads straight into the buffer."""
         with self._errors("read", key):
             fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -109,8 +111,8 @@ class LocalStore(Store):
         with self._errors("read", key):
             return _LocalReader(os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC), self.object_url(key))
 
+    @override
     def size(self, key: str) -> int:
-        """Size of the file in bytes."""
         with self._errors("look at", key):
             return self._path(key).stat().st_size
 

@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import datetime
 from typing import Any
 
+from typing_extensions import override
+
 from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.stores.base import ObjectInfo, ObjectWriter, Store, store_errors
 
@@ -43,13 +45,13 @@ class FsspecStore(Store):
         self.shared_between_processes = not in_memory
         self.creates_by_itself = in_memory
 
+    @override
     def put(self, key: str, data: Buffer) -> None:
-        """One PUT."""
         with self._errors("write", key):
             self._fs.pipe_file(self._path(key), bytes(data))
 
+    @override
     def put_if_absent(self, key: str, data: Buffer) -> bool:
-        """One conditional PUT."""
         with self._errors("create", key):
             try:
                 self._fs.pipe_file(self._path(key), bytes(data), mode="create")
@@ -61,20 +63,20 @@ class FsspecStore(Store):
                 raise
             return True
 
+    @override
     def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
-        """A multipart upload if the service supports them."""
         part_bytes = max(_MIN_PART_BYTES, -(-size_hint // _MAX_PARTS))
         with self._errors("write", key):
             file = self._fs.open(self._path(key), "wb", block_size=part_bytes, autocommit=False)
         return _FsspecWriter(file, self.object_url(key), self._lock)
 
+    @override
     def get(self, key: str) -> bytes:
-        """One GET."""
         with self._errors("read", key):
             return bytes(self._fs.cat_file(self._path(key)))
 
+    @override
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
-        """One ranged GET, copied into the buffer."""
         if not len(buffer):
             return 0
         with self._errors("read", key):
@@ -88,13 +90,13 @@ class FsspecStore(Store):
             buffer[: len(data)] = data
             return len(data)
 
+    @override
     def size(self, key: str) -> int:
-        """One HEAD."""
         with self._errors("look at", key):
             return int(self._fs.size(self._path(key)))
 
+    @override
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """A recursive listing; fsspec reads it page by page."""
         with self._errors("list", prefix):
             try:
                 found = self._fs.find(self._path(prefix).rpartition("/")[0], detail=True)
@@ -106,8 +108,8 @@ class FsspecStore(Store):
             if key.startswith(prefix):
                 yield ObjectInfo(key, int(info["size"]), _modified_at(info))
 
+    @override
     def list_folders(self, prefix: str) -> Iterator[str]:
-        """One level of a listing."""
         with self._errors("list", prefix):
             try:
                 found = self._fs.ls(self._path(prefix).rstrip("/"), detail=True)

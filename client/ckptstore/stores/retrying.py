@@ -14,6 +14,8 @@ from functools import partial
 from itertools import repeat
 from typing import ParamSpec, TypeVar
 
+from typing_extensions import override
+
 from ckptstore.errors import StoreUnavailable
 from ckptstore.retry import outage_pauses, retry
 from ckptstore.stores.base import ObjectInfo, ObjectReader, Store, WrappedStore, is_lasting
@@ -65,15 +67,19 @@ class RetryingStore(WrappedStore):
         self._answered()
         return result
 
+    @override
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         return iter(self.repeat(lambda: [*self._store.list(prefix)]))
 
+    @override
     def list_folders(self, prefix: str) -> Iterator[str]:
         return iter(self.repeat(lambda: [*self._store.list_folders(prefix)]))
 
+    @override
     def delete_many(self, keys: Iterable[str]) -> None:
         super().delete_many([*keys])
 
+    @override
     def open_reader(self, key: str) -> ObjectReader:
         return _RetryingReader(self, partial(self._store.open_reader, key))
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
+from typing_extensions import override
+
 from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.errors import StoreUnavailable
 from ckptstore.retry import outage_pauses, retry
@@ -82,8 +84,8 @@ class MultipartWriter(ObjectWriter):
         if size_hint > self._part.room:
             self._begin()
 
+    @override
     def write(self, data: Buffer) -> None:
-        """Fill parts and send them; waits while the buffer limit is reached."""
         rest = memoryview(data)
         if not rest.readonly:
             rest = memoryview(bytes(rest))
@@ -94,8 +96,8 @@ class MultipartWriter(ObjectWriter):
                     self._send()
                 rest = self._part.take(rest)
 
+    @override
     def commit(self) -> None:
-        """Wait for all parts, then complete the upload."""
         with store_errors("write", self._url):
             if self._upload is None:
                 self._committing = True
@@ -107,8 +109,8 @@ class MultipartWriter(ObjectWriter):
                 self._complete(self._upload.result())
         self._threads.shutdown()
 
+    @override
     def abort(self) -> None:
-        """Abort the upload and free its parts."""
         self._stop.set()
         # A part that arrives after the abort would remain.
         self._threads.shutdown(cancel_futures=True)
@@ -201,8 +203,8 @@ class S3Store(FsspecStore):
         with store_errors("connect to", self.url):
             self._fs.connect(refresh=True)
 
+    @override
     def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
-        """A multipart upload: concurrent parts in bounded memory."""
         path, url = self._path(key), self.object_url(key)
         return MultipartWriter(self._fs, self._transfers, path, url, size_hint, self.upload_bytes, self.retry_s)
 
@@ -240,8 +242,8 @@ class S3Store(FsspecStore):
             if not each["Key"].endswith("/"):
                 yield ObjectInfo(self._key_of(each["Key"]), each["Size"], each["LastModified"].timestamp())
 
+    @override
     def list_folders(self, prefix: str) -> Iterator[str]:
-        """The same for one level."""
         found = (each["Prefix"] for page in self._listed(prefix, "/") for each in page.get("CommonPrefixes", []))
         yield from sorted(folder.rstrip("/").rpartition("/")[2] for folder in found)
 

@@ -18,6 +18,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+from typing_extensions import override
+
 from ckptstore import names
 from ckptstore.clock import Clock, system_clock
 from ckptstore.commits.catalog import (
@@ -65,8 +67,8 @@ class TieredSource(StoreSource):
         self._quick = StoreSource(far, clock)
         self._away_until = 0.0
 
+    @override
     def runs(self) -> list[str]:
-        """Those of both stores."""
         return sorted({*self.near.runs(), *self._far(None, lambda far: far.runs(), list[str]())})
 
     def checkpoints(self, run: str) -> list[Checkpoint]:
@@ -87,8 +89,8 @@ class TieredSource(StoreSource):
         listed = [states.get(c.attempt) or replace(c, state=State.ABANDONED) for c in live]
         return self._with_labels(run, with_parents(listed, generations.get))
 
+    @override
     def candidates(self, run: str) -> Iterator[Checkpoint]:
-        """Reads outcomes, newest step first."""
         seen = {
             NEAR: self._near(lambda: self._visible(self.near, run), _Seen()),
             FAR: self._far(run, lambda far: self._visible(far, run), _Seen()),
@@ -187,8 +189,8 @@ class TieredSource(StoreSource):
             raise error
         return _BOTH.join(taken.values())
 
+    @override
     def release_lease(self, run: str, lease: str) -> None:
-        """Ends the leases in both stores."""
         for tier, source in ((NEAR, self.near), (FAR, self._quick)):
             if part := part_of_lease(lease, tier):
                 source.release_lease(run, part)
