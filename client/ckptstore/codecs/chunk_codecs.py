@@ -31,11 +31,6 @@ CODECS = (RAW, ZSTD, *FLOAT_SPLIT.values())
 _DTYPES = {codec: dtype for dtype, codec in FLOAT_SPLIT.items()}
 
 
-def best_codec(dtype: str) -> str:
-    """The fast codec with the smallest output for `dtype`."""
-    return FLOAT_SPLIT.get(dtype, ZSTD)
-
-
 def encode(
     codec: str,
     raw: memoryview,
@@ -97,12 +92,12 @@ def off(dtype: str) -> Coding:
 
 def fast(dtype: str) -> Coding:
     """The smallest coding that keeps up with disks and networks."""
-    return Coding(best_codec(dtype))
+    return Coding(FLOAT_SPLIT.get(dtype, ZSTD))
 
 
 def smallest(dtype: str) -> Coding:
     """The smallest coding, however slow."""
-    return Coding(best_codec(dtype), 9)
+    return Coding(fast(dtype).codec, 9)
 
 
 POLICIES: dict[str, CodingPolicy] = {"off": off, "fast": fast, "max": smallest}

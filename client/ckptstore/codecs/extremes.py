@@ -43,10 +43,8 @@ class Extremes:
 
     def bounds(self) -> tuple[float, float]:
         """The smallest and the largest number; not finite if any number is not."""
-        has_negative = self.unsigned != self.signed
-        lowest, largest = self.unsigned if has_negative else self.smallest, self.signed
-        if largest < 0:
-            largest = self.smallest
+        lowest = self.unsigned if self.unsigned != self.signed else self.smallest  # a negative one, if there is one
+        largest = self.signed if self.signed >= 0 else self.smallest
         words = np.array([lowest, largest], f"<u{ITEM_BYTES[self.dtype]}")
         low, high = numbers_of(self.dtype, words.data.cast("B")).tolist()
         return low + 0.0, high + 0.0  # not -0.0

@@ -53,7 +53,7 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
-_library = load(LIBRARY)
+_library: Any = load(LIBRARY)
 IS_BUILT = _library is not None
 """Whether the loops can be used."""
 
@@ -91,7 +91,6 @@ _limits = (ctypes.c_size_t * len(LIMITS))(*LIMITS)
 
 def split(words: Plane, half_precision: bool, base: int, low: Plane, rest: Plane, extremes: Extremes | None) -> Codes:
     """As in passes.py."""
-    assert _library is not None
     scratch, count, wide = _scratch, len(words), words.itemsize == 4
     escapes = _library.ckpt_split(
         _address(words), wide, count, half_precision, base, _limits, _address(low), _address(rest), *scratch.addresses
@@ -108,7 +107,6 @@ def split(words: Plane, half_precision: bool, base: int, low: Plane, rest: Plane
 
 def survey(words: Plane, extremes: Extremes) -> None:
     """As in passes.py."""
-    assert _library is not None
     found = _scratch.found
     _library.ckpt_survey(_address(words), words.itemsize == 4, len(words), ctypes.addressof(found))
     extremes.add(found.unsigned, found.signed, found.smallest)
@@ -135,7 +133,6 @@ planes = Planes
 
 def join(words: int, count: int, block: Codes, low: Any | None, is_mixed: bool, rest: Any, escapes: int) -> None:
     """As in passes.py."""
-    assert _library is not None
     if _library.ckpt_join(
         words, low is not None, count, block.top_bytes, block.base, block.places is not None, low, is_mixed,
         rest, block.codes, block.places, block.values, escapes if block.places is not None else 0,

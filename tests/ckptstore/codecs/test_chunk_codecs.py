@@ -13,7 +13,7 @@ import zstandard
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ckptstore.codecs.chunk_codecs import CODECS, FLOAT_SPLIT, RAW, ZSTD, best_codec, decode, encode
+from ckptstore.codecs.chunk_codecs import CODECS, FLOAT_SPLIT, RAW, ZSTD, decode, encode, fast
 from ckptstore.codecs.dtypes import ITEM_BYTES
 from ckptstore.errors import CorruptObject
 
@@ -91,7 +91,7 @@ def test_trained_weights_shrink(dtype: str, limit: float) -> None:
         "bfloat16": (weights.view(np.uint32) >> 16).astype(np.uint16).tobytes(),
         "float16": weights.astype(np.float16).tobytes(),
     }[dtype]
-    used, stored = encoded(best_codec(dtype), raw)
+    used, stored = encoded(fast(dtype).codec, raw)
     assert used == FLOAT_SPLIT[dtype]
     assert len(stored) <= limit * len(raw)
 
