@@ -13,10 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -182,19 +183,35 @@ class World:
         group: torch.distributed.ProcessGroup = meetings.group
         return group
 
-    def watching(self) -> AbstractContextManager[CollectiveWatch]:
-        """For collectives of the exchange group: log which ranks this one waits for. All ranks must call this in the
-        same order."""
+    def watch_collectives(self) -> Callable[[], AbstractContextManager[None]]:
+        """What it returns is called around each collective of the exchange group: if it takes long, a log line names
+        the ranks that this one waits for. All ranks must call both in the same order.
+
+        A collective has no keys that say which ranks have come: a thread sets one after two seconds.
+        """
         self._meetings.count += 1
-        key = str(self._meetings.count)
+        key, numbers = str(self._meetings.count), count()
 
-        def here(number: int) -> None:
-            self._set(f"{key}/{number}/{self.rank}", None)
+        def watch(number: int, ended: threading.Event) -> None:
+            try:
+                if ended.wait(_HERE_S):
+                    return
+                self._set(f"{key}/{number}/{self.rank}", None)
+                if not ended.wait(NOTICE_S - _HERE_S):
+                    self._log_wait(_Wait([f"{key}/{number}/{rank}" for rank in range(self.size)]))
+            except RankLost:
+                logger.debug("the store of the process group is gone", exc_info=True)
 
-        def late(number: int) -> None:
-            self._log_wait(_Wait([f"{key}/{number}/{rank}" for rank in range(self.size)]))
+        @contextmanager
+        def under_way() -> Iterator[None]:
+            ended = threading.Event()
+            threading.Thread(target=watch, args=(next(numbers), ended), name="ckpt-notice", daemon=True).start()
+            try:
+                yield
+            finally:
+                ended.set()
 
-        return CollectiveWatch(here, late).watching()
+        return under_way
 
     def names(self, *ranks: int) -> str:
         """Ranks in messages, by their global numbers: rank 1 of 4."""
@@ -407,67 +424,6 @@ def absent(exist: Callable[..., bool], keys: Sequence[str]) -> list[int]:
     return found
 
 
-class CollectiveWatch:
-    """Watches the collectives of one restore from a thread of its own. `under_way` is for one thread.
-
-    A collective has no keys that say which ranks have come: the thread sets one for this rank when it takes longer than
-    two seconds.
-    """
-
-    def __init__(self, here: Callable[[int], None], late: Callable[[int], None]) -> None:
-        """here: publish that this rank waits in collective n. late: log the ranks that do not. For the thread."""
-        self._here, self._late = here, late
-        self._changed = threading.Condition()
-        self._number: int | None = None
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="ckpt-notice", daemon=True)
-
-    @contextmanager
-    def watching(self) -> Iterator[CollectiveWatch]:
-        """The thread runs during the block."""
-        self._thread.start()
-        try:
-            yield self
-        finally:
-            self._set(None, closed=True)
-            self._thread.join(_HERE_S)  # it may hang in a store that is gone
-
-    @contextmanager
-    def under_way(self, number: int) -> Iterator[None]:
-        """The block is the collective of this number, counted alike on all ranks."""
-        self._set(number)
-        try:
-            yield
-        finally:
-            self._set(None)
-
-    def _set(self, number: int | None, closed: bool = False) -> None:
-        with self._changed:
-            self._number, self._closed = number, closed
-            self._changed.notify()
-
-    def _run(self) -> None:
-        try:
-            while (number := self._next()) is not None:
-                if self._lasts(number, _HERE_S):
-                    self._here(number)
-                    if self._lasts(number, NOTICE_S - _HERE_S):
-                        self._late(number)
-                        self._lasts(number, None)
-        except RankLost:
-            logger.debug("the store of the process group is gone", exc_info=True)
-
-    def _next(self) -> int | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._number is not None)
-            return None if self._closed else self._number
-
-    def _lasts(self, number: int, seconds: float | None) -> bool:
-        """Whether the collective is still under way after this time."""
-        with self._changed:
-            return not self._changed.wait_for(lambda: self._closed or self._number != number, seconds)
-
-
 _IDLE_S = 0.5
 
 _Call = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
@@ -477,45 +433,29 @@ class _Caller:
     """A daemon thread that makes one call at a time."""
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self.calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="ckpt-meeting", daemon=True).start()
 
-    def make(self, call: Callable[..., _T], arguments: tuple[Any, ...]) -> Future[_T]:
-        """Begin a call, after those that were begun before."""
-        answer: Future[_T] = Future()
-        self._calls.put((answer, call, arguments))
-        return answer
-
     def _run(self) -> None:
-        while (made := self._next()) is not None:
-            answer, call, arguments = made
-            try:
-                result = call(*arguments)
-            except Exception as error:
-                self._end(partial(answer.set_exception, error))
-            else:
-                self._end(partial(answer.set_result, result))
-            made = answer = call = arguments = result = None  # type: ignore[assignment]  # must not live until the next
-
-    def _next(self) -> _Call | None:
         while True:
             try:
-                return self._calls.get(timeout=_IDLE_S)
+                self._make(*self.calls.get(timeout=_IDLE_S))
             except queue.Empty:
-                with _lock:
-                    if self in _idle:
-                        _idle.remove(self)
-                        return None
+                with suppress(ValueError):  # another thread has just taken it, for a call
+                    _idle.remove(self)
+                    return
 
-    def _end(self, answer: Callable[[], None]) -> None:
-        """Idle before the caller continues: its next call is made here."""
-        with _lock:
-            _idle.append(self)
-        answer()
+    def _make(self, answer: Future[Any], call: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        try:
+            done = partial(answer.set_result, call(*arguments))
+        except Exception as error:
+            done = partial(answer.set_exception, error)
+        _idle.append(self)  # before the caller continues: its next call is made here
+        done()
 
 
-_lock = threading.Lock()
 _idle: list[_Caller] = []
+os.register_at_fork(after_in_child=_idle.clear)  # a child has none of its parent's threads
 
 
 def call_with_timeout(seconds: float, call: Callable[..., _T], *arguments: Any) -> _T:
@@ -523,16 +463,10 @@ def call_with_timeout(seconds: float, call: Callable[..., _T], *arguments: Any) 
 
     Meetings make many short calls: their threads are used again, and end when they have been idle for a while.
     """
-    with _lock:
-        caller = _idle.pop() if _idle else None
-    return (caller or _Caller()).make(call, arguments).result(seconds)
-
-
-def _after_fork() -> None:
-    """A child has none of its parent's threads, and the lock may have been held."""
-    global _lock
-    _lock = threading.Lock()
-    _idle.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+    try:
+        caller = _idle.pop()
+    except IndexError:
+        caller = _Caller()
+    answer: Future[_T] = Future()
+    caller.calls.put((answer, call, arguments))
+    return answer.result(seconds)

@@ -26,7 +26,7 @@ from ckptstore.errors import CorruptObject, DaemonUnavailable
 from ckptstore.format.documents import DIGEST_BYTES, Content, Manifest
 from ckptstore.format.planning import ChunkRead, ShardRead, coalesce
 from ckptstore.reading.fetch import Buffers, Progress, fetch, fetch_readable
-from ckptstore.reading.source import Source, StoreSource, check_manifest_data
+from ckptstore.reading.source import Source, StoreSource, check_manifest_data, read_manifest
 from ckptstore.reading.sources import ChunkSource, StoredChunks, fetch_from
 from ckptstore.stores import PARALLEL_READS, ObjectReader
 from ckptstore.tiers.source import NEAR, TieredSource
@@ -40,14 +40,7 @@ LOCAL_SCHEMES = ("file://", "memory://")
 class Fetcher:
     """Reads one checkpoint. All ranks call the same methods in the same order."""
 
-    def __init__(
-        self,
-        source: Source,
-        config: Config,
-        world: World,
-        checkpoint: Checkpoint,
-        near: bool = False,
-    ) -> None:
+    def __init__(self, source: Source, config: Config, world: World, checkpoint: Checkpoint, near: bool) -> None:
         """near: all ranks are on the host of the store."""
         self._source = source
         self._config = config
@@ -56,14 +49,14 @@ class Fetcher:
         self._share = how_to_share(config, world.size, is_grouped(), near)
         self._past_caches = False
         self._manifest = b""
-        self.nearer: list[ChunkSource] = []
+        self._nearer: list[ChunkSource] = []
         """Asked first, in this order, by each rank for itself."""
         self._last = source
         """Has all chunks."""
         if isinstance(source, TieredSource):
             self._last = source.farthest(checkpoint)
             if self._last is not source.near:
-                self.nearer.append(StoredChunks(NEAR, source.near, checkpoint))
+                self._nearer.append(StoredChunks(NEAR, source.near, checkpoint))
             elif self._share == "daemon":
                 self._share = "none"  # the daemon serves the far store
         self.read: Counter[str] = Counter()
@@ -92,25 +85,20 @@ class Fetcher:
             leases.append(lease)
 
     def read_ahead(self) -> None:
-        """Read the manifest that `manifest` will share, without the other ranks. Raises what `manifest` does."""
+        """Read the manifest that `manifest` will share (rank 0). Raises ObjectMissing or Unavailable."""
         if self._world.rank == 0:
             self._manifest = self._source.manifest_data(self.checkpoint)
 
     def manifest(self) -> Manifest:
-        """The checked manifest. Raises Damaged, ObjectMissing, Unavailable or RankLost."""
-        if self._share != "broadcast":
-            return check_manifest_data(self.checkpoint, self._manifest_data())
+        """The checked manifest; call `read_ahead` first if ranks exchange what they read.
+
+        Raises Damaged, ObjectMissing, Unavailable or RankLost.
+        """
+        if not self.exchanges:
+            return read_manifest(self._source, self.checkpoint)
         from ckpt.restoring.sharing import share_bytes  # loads torch
 
-        return check_manifest_data(self.checkpoint, share_bytes(self._world, self._manifest_data))
-
-    def _memory(self) -> list[ChunkSource]:
-        """The memory of this host, if a saver still keeps the checkpoint there."""
-        found = attach(self._config.store, self.checkpoint) if self._config.store is not None else None
-        return [found] if found is not None else []
-
-    def _manifest_data(self) -> bytes:
-        return self._manifest or self._source.manifest_data(self.checkpoint)
+        return check_manifest_data(self.checkpoint, share_bytes(self._world, self._manifest))
 
     def read_past_caches(self) -> bool:
         """From now on read from the store itself; False if that is what was done already. The same on all ranks."""
@@ -128,7 +116,9 @@ class Fetcher:
         self, content: Content, reads: Sequence[ShardRead], buffers: Buffers, progress: Callable[[int], None]
     ) -> None:
         """Fill the buffers. Raises Damaged, ObjectMissing, Unavailable or RankLost; buffers then hold a mixture."""
-        reads, found = fetch_from([*self._memory(), *self.nearer], reads, buffers, progress)
+        memory = attach(self._config.store, self.checkpoint) if self._config.store is not None else None
+        sources = [*([memory] if memory is not None else []), *self._nearer]
+        reads, found = fetch_from(sources, reads, buffers, progress)
         self.read.update(found)
         self.read["store"] += sum(chunk.raw for read in reads for chunk in read.chunks)
         if self._share == "broadcast":

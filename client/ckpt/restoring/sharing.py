@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ckpt.device import poll
 from ckpt.ranks.world import World
 from ckptstore.commits.catalog import Checkpoint
-from ckptstore.errors import CorruptObject, RankLost
+from ckptstore.errors import RankLost
 from ckptstore.format.documents import Content
 from ckptstore.format.planning import READ_BYTES, ChunkRead, ShardRead, coalesce
 from ckptstore.format.shards import Places
@@ -55,20 +55,9 @@ class ShardStretch:
 Round = Sequence[ShardStretch]
 
 
-def share_bytes(world: World, read: Callable[[], bytes]) -> bytes:
-    """Broadcast the bytes that rank 0 reads. Raises rank 0's error there, and CorruptObject on the other ranks."""
-    data = b""
-    error: Exception | None = None
-    if world.rank == 0:
-        try:
-            data = read()
-        except Exception as caught:  # of any type: the other ranks wait for an answer
-            error = caught
-    size = world.broadcast(None if error is not None else len(data))
-    if error is not None:
-        raise error
-    if size is None:
-        raise CorruptObject("rank 0 could not read it")
+def share_bytes(world: World, data: bytes) -> bytes:
+    """The bytes that rank 0 has, on every rank; the others pass none. Raises RankLost."""
+    size = world.broadcast(len(data))
     empty = torch.empty(size, dtype=torch.uint8, device="cpu")
     tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else empty
     dist.broadcast(tensor, group=world.exchange_group(), group_src=0)
@@ -188,15 +177,14 @@ class _Exchange:
     _device: torch.device | None
     """Bytes are exchanged from its memory; None: from host memory."""
     _error: Exception | None = None
-    _exchanges: int = 0
 
     def run(self, rounds: Sequence[Round]) -> None:
         """Raises the first error of this rank, after the last round."""
         mine = [stretch for one in rounds for stretch in one if stretch.reader == self._world.rank]
         reading: dict[ShardStretch, Future[memoryview]] = {}
         placing: list[Future[None]] = []
+        self._watch = self._world.watch_collectives()
         with (
-            self._world.watching() as self._watch,
             ThreadPoolExecutor(self._source.parallel_reads, thread_name_prefix="ckpt-fetch") as readers,
             ThreadPoolExecutor(DEFAULT_THREADS, thread_name_prefix="ckpt-decode") as decoders,
         ):
@@ -267,8 +255,7 @@ class _Exchange:
         sizes = [min(step, max(0, len(data) - at)) for data in received]
         empty = torch.empty(0, dtype=torch.uint8, device="cpu")
         outgoing = torch.frombuffer(sent, dtype=torch.uint8) if sent else empty
-        self._exchanges += 1
-        with self._watch.under_way(self._exchanges):
+        with self._watch():
             into = self._all_to_all(outgoing, [len(part) for part in parts], sizes)
         view, begin = into.numpy().data, 0
         for data, size in zip(received, sizes, strict=True):
