@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 import httpx
 import msgspec
+from typing_extensions import override
 
 from ckptapi import bodies
 from ckptapi.connection import Connection
@@ -23,6 +24,7 @@ from ckptstore.format.decoding import convert, decode_json
 from ckptstore.format.records import PolicySet
 from ckptstore.format.statistics import SideDocument
 from ckptstore.names import Attempt, Reference, check_pin, check_ulid
+from ckptstore.operator import Operator
 from ckptstore.reading.fetch import Progress
 from ckptstore.retention.deletion import CollectReport, Deleted
 from ckptstore.retention.pins import NamedPin
@@ -37,7 +39,7 @@ _JOB_POLL_S = 0.5
 _ANSWER_S = 60.0
 
 
-class DaemonClient(Connection):
+class DaemonClient(Connection, Operator):
     """A client of one daemon. Use it from any thread, and close it when done.
 
     Every method raises DaemonUnavailable if the daemon does not respond, or the error that it returned.
@@ -52,8 +54,8 @@ class DaemonClient(Connection):
         """Names of the runs."""
         return [item.run for item in self.run_summaries()]
 
+    @override
     def checkpoints(self, run: str) -> list[Checkpoint]:
-        """All checkpoints of a run, newest step first; reads every page."""
         return list(self._pages(run))
 
     def candidates(self, run: str) -> Iterator[Checkpoint]:
@@ -229,40 +231,37 @@ class DaemonClient(Connection):
 
     # Retention. The audit log records the name of the caller's token.
 
+    @override
     def delete(self, checkpoint: Checkpoint, grace_s: float, reason: str = "", force: bool = False) -> None:
-        """Hide a checkpoint, delete it after the grace; durable on return.
-
-        force: even if it is the newest one of its run. Raises NoCheckpoint or CheckpointHeld.
-        """
         params: dict[str, str | int] = {"grace_s": str(grace_s), "reason": reason}
         if force:
             params["force"] = "true"
         self._request("DELETE", self._path(checkpoint.id), params=params)
 
+    @override
     def undelete(self, reference: Reference, reason: str = "") -> Checkpoint:
-        """Undo a deletion; listed, and pinned as `undeleted`, on return. Raises NoCheckpoint or SweepBegun."""
         body, path = bodies.UndeleteRequest(reason), self._path(str(reference), "undelete")
         return self._json("POST", path, bodies.CheckpointBody, body=body).checkpoint()
 
+    @override
     def deleted(self, run: str) -> list[Deleted]:
-        """Deleted checkpoints of a run that can be undeleted, newest step first."""
         return self._json("GET", bodies.DELETED, bodies.DeletedListBody, params={"run": run}).items
 
+    @override
     def pin(self, checkpoint: Checkpoint, name: str, reason: str = "") -> None:
-        """Keep a checkpoint until the pin is removed; durable on return. Raises InvalidName or NoCheckpoint."""
         self._request("PUT", self._path(checkpoint.id, "pins", check_pin(name)), params={"reason": reason})
 
+    @override
     def unpin(self, checkpoint: Checkpoint, name: str) -> None:
-        """Remove a pin; a missing pin is ignored. Raises InvalidName or NoCheckpoint."""
         self._request("DELETE", self._path(checkpoint.id, "pins", check_pin(name)))
 
+    @override
     def label(self, checkpoint: Checkpoint, change: LabelChange, reason: str = "") -> Checkpoint:
-        """Change tags and metrics; durable on return. Raises InvalidRequest or NoCheckpoint."""
         body = bodies.LabelsRequest(tags=dict(change.tags), metrics=dict(change.metrics), reason=reason)
         return self._json("PATCH", self._path(checkpoint.id), bodies.CheckpointBody, body=body).checkpoint()
 
+    @override
     def pins(self, run: str) -> list[NamedPin]:
-        """All pins of a run, newest step first."""
         return self._json("GET", bodies.PINS, bodies.PinsBody, params={"run": run}).items
 
     def audit(self, run: str, limit: int = 100) -> list[AuditEntry]:
@@ -270,21 +269,21 @@ class DaemonClient(Connection):
         query: dict[str, str | int] = {"run": run, "limit": limit}
         return self._json("GET", bodies.AUDIT, bodies.AuditListBody, params=query).items
 
+    @override
     def policies(self) -> PoliciesInForce:
-        """The policies in force; version 0 if they were never set."""
         return self._json("GET", bodies.POLICIES, PoliciesInForce)
 
     def policies_history(self, limit: int = 100) -> list[PoliciesInForce]:
         """The versions of the policies, newest first; bodies.MAX_PAGE at most."""
         return self._json("GET", f"{bodies.POLICIES}/history", bodies.PoliciesListBody, params={"limit": limit}).items
 
+    @override
     def change_policies(self, policies: PolicySet, expected: int, reason: str = "") -> PoliciesInForce:
-        """Put policies in force in place of version `expected`. Raises InvalidRequest or Conflict."""
         request = bodies.PoliciesRequest(expected=expected, policies=policies, reason=reason)
         return self._json("PUT", bodies.POLICIES, PoliciesInForce, body=request)
 
+    @override
     def plan_prune(self, prune: Prune) -> PrunePlan:
-        """What a prune would delete and what would stay, and why. Raises NoCheckpoint or InvalidRequest."""
         return self._prune(prune, dry_run=True)
 
     def prune(self, prune: Prune, plan: PrunePlan | None = None, progress: Progress = lambda _: None) -> PrunePlan:
@@ -383,8 +382,8 @@ class DaemonClient(Connection):
         """What became of the time of a run. Raises NoCheckpoint if nothing is known of it."""
         return self._json("GET", bodies.GOODPUT, Account, params={"run": run})
 
+    @override
     def probe(self) -> StoreReport:
-        """Run the daemon's check of its store."""
         return self._json("POST", bodies.PROBE, StoreReport, timeout=300)
 
     def shards(self, checkpoint: Checkpoint) -> list[bodies.ShardBody]:
