@@ -25,9 +25,8 @@ from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import CorruptObject, DaemonUnavailable
 from ckptstore.format.documents import DIGEST_BYTES, Content, Manifest
 from ckptstore.format.planning import ChunkRead, ShardRead, coalesce
-from ckptstore.reading.fetch import Buffers, Progress, fetch, fetch_readable
+from ckptstore.reading.fetch import Buffers, ChunkSource, Progress, StoredChunks, fetch, fetch_from, fetch_readable
 from ckptstore.reading.source import Source, StoreSource, check_manifest_data, read_manifest
-from ckptstore.reading.sources import ChunkSource, StoredChunks, fetch_from
 from ckptstore.stores import PARALLEL_READS, ObjectReader
 from ckptstore.tiers.source import NEAR, TieredSource
 

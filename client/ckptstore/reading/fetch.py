@@ -7,17 +7,19 @@ are read together, regardless of the tensors they belong to: the cost is in the 
 
 from __future__ import annotations
 
+import logging
 import threading
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import xxhash
 
+from ckptstore import human
 from ckptstore.codecs.casting import cast_into
 from ckptstore.codecs.chunk_codecs import RAW, decode
 from ckptstore.commits.catalog import Checkpoint
@@ -26,6 +28,8 @@ from ckptstore.format.documents import digest
 from ckptstore.format.planning import READ_BYTES, ChunkRead, Piece, ShardRead, coalesce, join
 from ckptstore.reading.source import ShardSource
 from ckptstore.stores import PARALLEL_READS, ObjectReader
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[int], None]
 """Called with the number of raw bytes just completed; from any thread."""
@@ -379,3 +383,56 @@ class Stretches(Generic[_T]):
                 longest = max(self._rest, key=len)
                 own.extendleft(longest.pop() for _ in range((len(longest) + 1) // 2))
             return own.popleft() if own else None
+
+
+class ChunkSource(Protocol):
+    """Something that may hold chunks of one checkpoint."""
+
+    name: str
+    """For logs: memory, near."""
+
+    def fetch(self, reads: Sequence[ShardRead], buffers: Buffers, progress: Progress) -> list[ShardRead]:
+        """Verify and place the chunks that it has; returns the reads of the others, which include damaged ones.
+
+        Never raises for what it lacks. The buffers of returned chunks may hold anything. progress: called with the raw
+        bytes just placed; from any thread.
+        """
+
+
+def fetch_from(
+    sources: Sequence[ChunkSource], reads: Sequence[ShardRead], buffers: Buffers, progress: Progress
+) -> tuple[list[ShardRead], dict[str, int]]:
+    """Fetch from each source what it has; returns the reads that are left, and the raw bytes by name of the source.
+
+    All verify a chunk by the same digest, which is in the manifest. So a nearer source makes a restore faster, and can
+    neither change its result nor make it fail: what it lacks, or holds damaged, is read from the next one.
+    """
+    left, found = list(reads), Counter[str]()
+    for source in sources:
+        before = _raw_bytes(left)
+        left = source.fetch(left, buffers, progress)
+        found[source.name] += before - _raw_bytes(left)
+    return left, dict(found)
+
+
+class StoredChunks:
+    """The chunks of a checkpoint in another store that has the same objects."""
+
+    def __init__(self, name: str, source: ShardSource, checkpoint: Checkpoint) -> None:
+        self.name = name
+        self._source = source
+        self._checkpoint = checkpoint
+
+    def fetch(self, reads: Sequence[ShardRead], buffers: Buffers, progress: Progress) -> list[ShardRead]:
+        """Fetch what can be read. One warning if anything cannot."""
+        left, error = fetch_readable(self._source, self._checkpoint, reads, buffers, progress)
+        if error is not None:
+            logger.warning(
+                "%s of %s are read from elsewhere, since the %s source does not have them: %s",
+                human.size(_raw_bytes(left)), self._checkpoint.id, self.name, error,
+            )  # fmt: skip
+        return left
+
+
+def _raw_bytes(reads: Sequence[ShardRead]) -> int:
+    return sum(chunk.raw for read in reads for chunk in read.chunks)

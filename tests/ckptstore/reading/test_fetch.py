@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import random
+import shutil
+from functools import partial
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,11 +23,12 @@ from ckptstore.format import planning
 from ckptstore.format.boxes import Want
 from ckptstore.format.planning import ShardRead, entry_bytes, plan_all, plan_reads
 from ckptstore.names import Attempt, RunKeys, new_ulid
-from ckptstore.reading.fetch import fetch
+from ckptstore.reading.fetch import StoredChunks, Stretches, fetch, fetch_from
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.run import Run
-from ckptstore.stores import Store
+from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import sample_arrays, whole_entries, write_checkpoint, write_rank
+from tests.support.stores import race
 
 
 def load(store: Store, checkpoint: Checkpoint, threads: int = 4) -> dict[str, bytes]:
@@ -144,3 +149,110 @@ def test_after_an_error_the_rest_is_given_up(store: Store, monkeypatch: pytest.M
     with pytest.raises(CorruptObject, match="chunk 0 of shard-00000"):
         fetch(source, checkpoint, bad, views, progress=done.append, threads=1)
     assert done == []
+
+
+def take_all(stretches: Stretches[int], thread: int) -> list[int]:
+    taken = []
+    while (item := stretches.take(thread)) is not None:
+        taken.append(item)
+    return taken
+
+
+@pytest.mark.parametrize(("count", "threads"), [(0, 1), (1, 3), (7, 2), (1000, 4)])
+def test_every_item_is_taken_once(count: int, threads: int) -> None:
+    stretches = Stretches(range(count), threads)
+    results = race(*(partial(take_all, stretches, thread) for thread in range(threads)))
+    taken = [result for result in results if isinstance(result, list)]
+    assert sorted(chain.from_iterable(taken)) == list(range(count))
+
+
+def test_threads_go_from_front_to_back() -> None:
+    stretches = Stretches(range(8), 2)
+    order = [(thread, stretches.take(thread)) for thread in (0, 1, 0, 1, 1, 0, 0, 1)]
+    assert [item for thread, item in order if thread == 0] == [0, 1, 2, 3]
+    assert [item for thread, item in order if thread == 1] == [4, 5, 6, 7]
+
+
+def test_who_is_done_takes_the_back_half_of_the_longest_rest() -> None:
+    stretches = Stretches(range(12), 3)
+    assert take_all(stretches, 2)[:4] == [8, 9, 10, 11]
+    stretches = Stretches(range(12), 3)
+    for _ in range(4):
+        stretches.take(2)
+    stretches.take(1)
+    assert [stretches.take(2) for _ in range(2)] == [2, 3], "of the first, which has most to do"
+    assert [stretches.take(0) for _ in range(2)] == [0, 1]
+
+
+ARRAYS = {**sample_arrays(), "model/large": np.arange(5_000_000, dtype=np.float32)}
+
+
+@pytest.fixture(params=[off, fast])
+def written(request: pytest.FixtureRequest, tmp_path: Path) -> Checkpoint:
+    """A checkpoint in the folders far and near, object for object."""
+    coding: CodingPolicy = request.param
+    checkpoint = write_checkpoint(open_store(str(tmp_path / "far")), arrays=ARRAYS, coding=coding)
+    shutil.copytree(tmp_path / "far", tmp_path / "near")
+    return checkpoint
+
+
+def restore(tmp_path: Path, checkpoint: Checkpoint) -> tuple[list[ShardRead], dict[str, int]]:
+    """What is left after the near store, and the bytes read there; checks that all bytes are right in the end."""
+    far, near = (StoreSource(open_store(str(tmp_path / name))) for name in ("far", "near"))
+    content = read_manifest(far, checkpoint).content
+    buffers = {name: memoryview(bytearray(size)) for name, size in entry_bytes(content).items()}
+    reads = plan_reads(content, whole_entries(content.entries.name))
+    done: list[int] = []
+    left, found = fetch_from([StoredChunks("near", near, checkpoint)], reads, buffers, done.append)
+    fetch(far, checkpoint, left, buffers, done.append)
+    assert {name: bytes(buffer) for name, buffer in buffers.items()} == {n: a.tobytes() for n, a in ARRAYS.items()}
+    assert sum(done) == sum(chunk.raw for read in reads for chunk in read.chunks)  # each chunk counts once
+    return left, found
+
+
+def shard_of(tmp_path: Path, tier: str) -> Path:
+    [found] = (tmp_path / tier).rglob("shard-00000.ckpt")
+    return found
+
+
+def test_all_chunks_come_from_the_nearest(tmp_path: Path, written: Checkpoint) -> None:
+    shard_of(tmp_path, "far").unlink()
+    left, found = restore(tmp_path, written)
+    assert left == []
+    assert found == {"near": sum(array.nbytes for array in ARRAYS.values())}
+
+
+def test_a_damaged_chunk_is_read_from_the_next(
+    tmp_path: Path, written: Checkpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    shard = shard_of(tmp_path, "near")
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    left, found = restore(tmp_path, written)
+    assert sum(len(read.chunks) for read in left) == 1
+    assert found["near"] == sum(array.nbytes for array in ARRAYS.values()) - left[0].chunks[0].raw
+    assert "read from elsewhere" in caplog.text
+    buffers = {name: memoryview(bytearray(array.nbytes)) for name, array in ARRAYS.items()}
+    with pytest.raises(CorruptObject):  # without another source it is an error
+        fetch(StoreSource(open_store(str(tmp_path / "near"))), written, left, buffers)
+
+
+def test_a_truncated_or_missing_shard_is_read_from_the_next(tmp_path: Path, written: Checkpoint) -> None:
+    shard = shard_of(tmp_path, "near")
+    shard.write_bytes(shard.read_bytes()[:-1])
+    left, _ = restore(tmp_path, written)
+    assert sum(len(read.chunks) for read in left) == 1
+    shard.unlink()
+    _, found = restore(tmp_path, written)
+    assert found == {"near": 0}
+
+
+def test_a_store_that_is_away_is_not_asked_again(tmp_path: Path, written: Checkpoint) -> None:
+    source = StoreSource(open_store(str(tmp_path / "near")))
+    shutil.rmtree(tmp_path / "near")  # as an unmounted volume
+    content = read_manifest(StoreSource(open_store(str(tmp_path / "far"))), written).content
+    reads = plan_reads(content, whole_entries(content.entries.name))
+    buffers = {name: memoryview(bytearray(size)) for name, size in entry_bytes(content).items()}
+    left = StoredChunks("near", source, written).fetch(reads, buffers, lambda _: None)
+    assert sum(chunk.raw for read in left for chunk in read.chunks) == sum(a.nbytes for a in ARRAYS.values())
