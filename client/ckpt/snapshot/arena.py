@@ -6,13 +6,14 @@ import errno
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from ckpt.device import DEVICES
 from ckpt.host.memory import available_bytes, on_node
 from ckpt.host.segment import Segment, populate
 from ckpt.lazily import torch
+from ckpt.saver.messages import Forget, Slot
 from ckpt.snapshot.stage import Stager
 from ckptstore import human
 
@@ -30,16 +31,6 @@ class ArenaSlot:
     stager: Stager
 
 
-class SlotListener(Protocol):
-    """Receives the changes of an arena's slots."""
-
-    def add_slot(self, number: int, segment: Segment) -> None:
-        """A slot was allocated."""
-
-    def forget_slot(self, number: int) -> None:
-        """A slot was freed."""
-
-
 class Arena:
     """At most `num_slots` slots with all pages populated, reused by every save.
 
@@ -47,9 +38,10 @@ class Arena:
     and close belong to the training thread; the others may be called from any thread.
     """
 
-    def __init__(self, num_slots: int, listener: SlotListener) -> None:
+    def __init__(self, num_slots: int, announce: Callable[[Slot | Forget, Segment | None], None]) -> None:
+        """announce: called with a new slot and its memory, and with one that is gone."""
         self._num_slots = num_slots
-        self._listener = listener
+        self._announce = announce
         self._changed = threading.Condition()
         self._slots: dict[int, ArenaSlot] = {}
         self._idle: dict[int, None] = {}
@@ -181,7 +173,7 @@ class Arena:
             slot = ArenaSlot(self._numbers, segment, stager)
             self._numbers += 1
             self._slots[slot.number] = slot
-            self._listener.add_slot(slot.number, segment)
+            self._announce(Slot(slot.number, num_bytes), segment)
             if idle:
                 self._idle[slot.number] = None
             self._changed.notify_all()
@@ -206,4 +198,4 @@ class Arena:
             if self._slots[number].segment.num_bytes < self._wanted_bytes:
                 del self._idle[number]
                 self._slots.pop(number).segment.close()
-                self._listener.forget_slot(number)
+                self._announce(Forget(number), None)

@@ -60,20 +60,6 @@ from ckptstore.tiers.source import NEAR
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class SaveRequest:
-    """The state and metadata of one save."""
-
-    attempt: NewAttempt
-    captured: Captured
-    layout: SnapshotLayout
-    metrics: Mapping[str, float]
-    lease: str | None
-    """A lease to release once this save is committed."""
-    cost_before: SaveCost | None = None
-    """What the save before this one cost."""
-
-
 def finite(metrics: Mapping[str, float] | None) -> dict[str, float]:
     """The finite metrics: a diverged loss must not lose the checkpoint."""
     numbers = {name: float(value) for name, value in (metrics or {}).items()}
@@ -83,47 +69,44 @@ def finite(metrics: Mapping[str, float] | None) -> dict[str, float]:
     return kept
 
 
+@dataclass(slots=True, eq=False)
 class Snapshot:
-    """One save and its slot, until the saver has all of it. Used by one thread at a time."""
+    """One save, from its capture until the saver has all of it. Used by one thread at a time."""
 
-    def __init__(
-        self, number: int, request: SaveRequest, slot: ArenaSlot | None, created_at: float, updates: HandleUpdates
-    ) -> None:
-        """slot: None if this rank has no shard."""
-        self.number = number
-        self.attempt = request.attempt
-        self.slot = slot
-        self.updates = updates
-        self._created_at = created_at
-        self._request: SaveRequest | None = request
-
-    @property
-    def request(self) -> SaveRequest:
-        """The request; not available after `release`."""
-        assert self._request is not None
-        return self._request
+    attempt: NewAttempt
+    captured: Captured
+    layout: SnapshotLayout
+    updates: HandleUpdates
+    metrics: Mapping[str, float]
+    lease: str | None
+    """A lease to release once this save is committed."""
+    cost_before: SaveCost | None
+    """What the save before this one cost."""
+    number: int
+    created_at: float
+    slot: ArenaSlot | None = None
+    """None: this rank has no shard, or its state is not copied."""
 
     def job(self) -> SaveJob:
         """The message to the saver. Encodes the state that is not in tensors, so call it off the training thread if
         possible."""
-        request = self.request
         return SaveJob(
             number=self.number,
             slot=self.slot.number if self.slot is not None else None,
             attempt=self.attempt,
-            created_at=self._created_at,
-            slices=request.layout.rows,
-            aliases=request.captured.aliases,
-            trees=request.captured.trees,
-            local=request.captured.write(),
-            metrics=dict(request.metrics),
-            extensions={SAVE_COST: msgspec.to_builtins(cost)} if (cost := request.cost_before) is not None else {},
-            lease=request.lease,
+            created_at=self.created_at,
+            slices=self.layout.rows,
+            aliases=self.captured.aliases,
+            trees=self.captured.trees,
+            local=self.captured.write(),
+            metrics=dict(self.metrics),
+            extensions={SAVE_COST: msgspec.to_builtins(cost)} if (cost := self.cost_before) is not None else {},
+            lease=self.lease,
         )
 
     def release(self) -> None:
         """Release the captured tensors; the copy is complete."""
-        self._request = None
+        self.captured = Captured()
 
 
 _WARN_AFTER_S = 30.0
@@ -157,7 +140,7 @@ class SaveClient:
         self._steps = steps if setup.rank == 0 else None
         self._counters = counters
         self._in_process = in_process
-        self._arena = Arena(num_slots, self)
+        self._arena = Arena(num_slots, self._announce)
         self._lock = threading.Lock()
         self._jobs: dict[int, _UnfinishedJob] = {}
         self._finished: list[HandleUpdates] = []
@@ -243,10 +226,10 @@ class SaveClient:
         """Make the next save durable as soon as possible."""
         self.start().send(Hurry())
 
-    def skip(self, attempt: NewAttempt, updates: HandleUpdates) -> None:
+    def skip(self, snapshot: Snapshot) -> None:
         """Finish a handle as skipped, and abort the attempt for the other ranks."""
-        self.start().send(Abort(attempt))
-        self._fail_handle(updates, SaveSkipped("the save was skipped: all slots were in use by earlier saves"))
+        self.start().send(Abort(snapshot.attempt))
+        self._fail_handle(snapshot.updates, SaveSkipped("the save was skipped: all slots were in use by earlier saves"))
 
     @contextmanager
     def declining(self, attempt: NewAttempt) -> Iterator[None]:
@@ -327,15 +310,9 @@ class SaveClient:
 
     # Called by the arena, on the thread that allocates a slot or acquires one.
 
-    def add_slot(self, number: int, segment: Segment) -> None:
-        """Announce a new slot to the writer."""
+    def _announce(self, change: Slot | Forget, segment: Segment | None) -> None:
         if self._writer is not None:
-            self._writer.send(Slot(number, segment.num_bytes), segment)
-
-    def forget_slot(self, number: int) -> None:
-        """Announce to the writer that a slot is gone."""
-        if self._writer is not None:
-            self._writer.send(Forget(number))
+            self._writer.send(change, segment)
 
     # Called by the writer, on its own threads.
 

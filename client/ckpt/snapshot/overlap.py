@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ckpt.capture.leaves import Captured, Change, Leaves
+from ckpt.capture.leaves import Change, Leaves
 from ckpt.capture.optimizers import state_holder
 from ckpt.capture.parts import inner_tensors
 from ckpt.device import Patience, has_device, is_capturing
@@ -55,7 +55,7 @@ from ckpt.snapshot.guard import (
     Sample,
     Watch,
 )
-from ckpt.snapshot.stage import Transfer, is_plain
+from ckpt.snapshot.stage import Stager, Transfer, is_plain
 from ckptstore.errors import CkptError, InvalidRequest, SaveFailed, SnapshotTorn
 from ckptstore.format.shards import Slice
 
@@ -137,16 +137,6 @@ class _Holds:
 
 
 _holds = _Holds()
-
-
-def hold_storages(hold: StorageHold) -> None:
-    """From now on, calls that replace the memory of these storages wait first."""
-    _holds.add(hold)
-
-
-def release_storages(hold: StorageHold) -> None:
-    """The copy no longer reads them."""
-    _holds.remove(hold)
 
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -364,22 +354,29 @@ class Overlap:
             return part if part != EVERYONE else None
         return part if piece.bytes >= _SMALL_BYTES else None
 
-    def sameness(self, captured: Captured) -> object | None:
-        """Equal for captures with the same leaves and the same `parts`; None if that is not known."""
-        return captured.sameness and (captured.sameness, self._frozen.changes, self._gate.hooked)
-
     def guard(self, leaves: Leaves, samples: Sequence[Sample], storages: Sequence[torch.UntypedStorage]) -> Guard:
         """The guard of leaves that are copied from now on; see `Guard`."""
         kind = DigestGuard if self._verify else ChangeGuard
         return kind(leaves, samples, storages)
 
-    def watch(self, layout: object) -> Watch:
-        """How to watch leaves on devices: closely in the first overlapped saves of a layout."""
+    def copy(self, client: SaveClient, snapshot: Snapshot, stager: Stager) -> bool:
+        """Copy what cannot wait, and then the rest in the background. False if nothing is left to copy."""
+        captured, layout = snapshot.captured, snapshot.layout
+        # Equal for captures with the same leaves and the same parts.
+        sameness = captured.sameness and (captured.sameness, self._frozen.changes, self._gate.hooked)
         new = layout is not self._layout or self._watched < _WATCHED_SAVES
-        return Watch(digests=new, ahead=self._saved)
+        watch = Watch(digests=new, ahead=self._saved)
+        transfer = stager.begin(captured.leaves, layout, self.parts, sameness, watch)
+        self._began(transfer, layout)
+        if transfer.under_way:
+            guard = self.guard(transfer.later, transfer.samples, transfer.storages)
+            self.begin(client, PendingCopy(transfer, guard, snapshot))
+            return True
+        transfer.finish()
+        return False
 
-    def began(self, transfer: Transfer, layout: object) -> None:
-        """A transfer with this layout has begun. Logs once what happens to state on devices that cannot overlap."""
+    def _began(self, transfer: Transfer, layout: object) -> None:
+        """Logs once what happens to state on devices that cannot overlap."""
         if transfer.deferred_on_devices:
             self._layout, self._watched = layout, self._watched + 1 if layout is self._layout else 1
         ahead, in_order = transfer.ahead_bytes, transfer.in_order_bytes
@@ -401,11 +398,11 @@ class Overlap:
         self._client, self._pending = client, pending
         stepped, self._saved = self._gate.saved(), True
         hold = StorageHold(pending.transfer.held, pending.wait_until_read)
-        hold_storages(hold)
+        _holds.add(hold)
         try:
             pending.future = self._copier.submit(self._copy, pending, stepped, hold)
         except BaseException:
-            release_storages(hold)
+            _holds.remove(hold)
             raise
 
     def join(self, timeout_s: float | None = None) -> None:
@@ -473,7 +470,7 @@ class Overlap:
         try:
             pending.transfer.copy(pending.guard, pending.patience)
             pending.copied.set()
-            reads = snapshot.request.captured.reads
+            reads = snapshot.captured.reads
             if not pending.transfer.finish(pending.patience.expired) or not reads.finish(pending.patience.expired):
                 raise _stuck_error()
             snapshot.updates.measure(stage_s=time.perf_counter() - started)
@@ -486,7 +483,7 @@ class Overlap:
         finally:
             pending.transfer.progress.end()
             pending.copied.set()
-            release_storages(hold)
+            _holds.remove(hold)
 
     def _submit(self, pending: PendingCopy) -> None:
         assert self._client is not None

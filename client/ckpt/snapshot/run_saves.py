@@ -21,7 +21,7 @@ from ckpt.config import Config, OnBusy
 from ckpt.lazily import torch_loaded
 from ckpt.ranks.world import World
 from ckpt.snapshot.agreed import AgreedLayout
-from ckpt.snapshot.client import SaveClient, SaveRequest, Snapshot, finite
+from ckpt.snapshot.client import SaveClient, Snapshot, finite
 from ckpt.snapshot.costs import StepClock
 from ckpt.snapshot.handle import HandleUpdates, LiveCounters, SaveHandle
 from ckpt.snapshot.live import LiveState
@@ -36,6 +36,7 @@ from ckptstore.tiers.source import TieredSource
 
 if TYPE_CHECKING:
     from ckpt.snapshot.overlap import Overlap
+    from ckpt.snapshot.stage import Stager
 
 logger = logging.getLogger(__name__)
 
@@ -120,57 +121,42 @@ class TrainerSession:
         self._pending.append(updates)
 
 
-def take_snapshot(
-    client: SaveClient, request: SaveRequest, updates: HandleUpdates, overlap: Overlap | None, on_busy: OnBusy
-) -> bool:
+def take_snapshot(client: SaveClient, snapshot: Snapshot, overlap: Overlap | None, on_busy: OnBusy) -> bool:
     """Copy the state and make it durable in the background. False if the save is skipped instead.
 
     On return the state is copied; with overlap, state that changes only in `optim.step()` may be copied after return.
     Where the host has no memory for a copy, the state itself is durable on return. An error means that nothing was
     saved, and the slot is released.
     """
-    slot, started = None, time.perf_counter()
-    if request.captured.leaves:
-        try:
-            slot = client.acquire(request.layout.num_bytes, on_busy, request.attempt.step)
-        except OSError as error:
-            snapshot = Snapshot(client.next_number(), request, None, system_clock(), updates)
-            client.save_live(snapshot, LiveState(request.captured.leaves, request.layout), error)
-            return True
-        if slot is None:
-            client.skip(request.attempt, updates)
-            return False
-    updates.measure(wait_s=time.perf_counter() - started)
-    snapshot = Snapshot(client.next_number(), request, slot, system_clock(), updates)
-    if slot is None:
+    leaves, layout, started = snapshot.captured.leaves, snapshot.layout, time.perf_counter()
+    if not leaves:
         client.submit(snapshot)
-    else:
-        try:
-            _copy_snapshot(client, snapshot, overlap)
-        except BaseException:
-            client.release(slot)
-            raise
+        return True
+    try:
+        slot = snapshot.slot = client.acquire(layout.num_bytes, on_busy, snapshot.attempt.step)
+    except OSError as error:
+        client.save_live(snapshot, LiveState(leaves, layout), error)
+        return True
+    if slot is None:
+        client.skip(snapshot)
+        return False
+    snapshot.updates.measure(wait_s=time.perf_counter() - started)
+    try:
+        _copy_snapshot(client, snapshot, slot.stager, overlap)
+    except BaseException:
+        client.release(slot)
+        raise
     return True
 
 
-def _copy_snapshot(client: SaveClient, snapshot: Snapshot, overlap: Overlap | None) -> None:
+def _copy_snapshot(client: SaveClient, snapshot: Snapshot, stager: Stager, overlap: Overlap | None) -> None:
     """Copy the leaves into the slot and submit the job once all are copied: now, or in the background."""
-    assert snapshot.slot is not None
-    captured, layout, stager = snapshot.request.captured, snapshot.request.layout, snapshot.slot.stager
     started = time.perf_counter()
     if overlap is not None and overlap.on:
-        sameness, watch = overlap.sameness(captured), overlap.watch(layout)
-        transfer = stager.begin(captured.leaves, layout, overlap.parts, sameness, watch)
-        overlap.began(transfer, layout)
-        if transfer.under_way:
-            from ckpt.snapshot.overlap import PendingCopy  # loads torch
-
-            guard = overlap.guard(transfer.later, transfer.samples, transfer.storages)
-            overlap.begin(client, PendingCopy(transfer, guard, snapshot))
+        if overlap.copy(client, snapshot, stager):
             return
-        transfer.finish()
     else:
-        stager.stage(captured.leaves, layout, captured.sameness)
+        stager.stage(snapshot.captured.leaves, snapshot.layout, snapshot.captured.sameness)
     snapshot.updates.measure(stage_s=time.perf_counter() - started)
     client.submit(snapshot)
 
@@ -246,10 +232,11 @@ class RunSaves:
                 raise stranded
             captured = self.agreed.capture(state, grads)
             updates = HandleUpdates(step, self.agreed.layout.num_bytes, started)
-            save = SaveRequest(attempt, captured, self.agreed.layout, finite(metrics), lease, cost_before())
+            number, layout, now = client.next_number(), self.agreed.layout, system_clock()
+            snapshot = Snapshot(attempt, captured, layout, updates, finite(metrics), lease, cost_before(), number, now)
             if self._hurrying:
                 on_busy = "wait"  # the last save: the slots of those that were dropped are released shortly
-            taken = take_snapshot(client, save, updates, self._gate(state), on_busy)
+            taken = take_snapshot(client, snapshot, self._gate(state), on_busy)
         self.session.saved(updates)
         if self.newest is None and torch_loaded():
             self._look_for_unsaved(state, updates)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from ckpt.host.memory import available_bytes, on_node
-from ckpt.host.segment import Segment
 from ckpt.snapshot import arena
 from tests.ckpt.snapshot.simulated import plugged_in
 
@@ -103,17 +102,7 @@ def test_slots_are_populated_on_the_node_of_their_device(monkeypatch: pytest.Mon
     monkeypatch.setattr(arena, "on_node", seen)
     with plugged_in(0) as simulated:
         simulated.node = 3
-        slots = arena.Arena(2, Listener())
+        slots = arena.Arena(2, lambda change, segment: None)
         slots.expect(1 << 20, torch.device("cpu"), wait=True)
         slots.close()
     assert set(nodes) == {3}
-
-
-class Listener:
-    """Nobody is interested in the slots."""
-
-    def add_slot(self, number: int, segment: Segment) -> None:
-        pass
-
-    def forget_slot(self, number: int) -> None:
-        pass

@@ -16,26 +16,27 @@ from torch.utils.data import DataLoader
 from ckpt import Checkpointer
 from ckpt.host import segment as segments
 from ckpt.host.segment import Segment, posix_shared_memory
+from ckpt.saver.messages import Forget, Slot
 from ckpt.snapshot.arena import Arena
 from tests.support.training import same_state
 
 
-class NoListener:
-    """Listens to an arena."""
+class Announced:
+    """The slots that an arena has announced, and no longer those that are gone."""
 
     def __init__(self) -> None:
         self.known: list[int] = []
 
-    def add_slot(self, number: int, segment: Segment) -> None:
-        self.known.append(number)
-
-    def forget_slot(self, number: int) -> None:
-        self.known.remove(number)
+    def __call__(self, change: Slot | Forget, segment: Segment | None) -> None:
+        if isinstance(change, Slot):
+            self.known.append(change.number)
+        else:
+            self.known.remove(change.slot)
 
 
 def test_slots_are_reused_grow_with_the_state_and_wait_when_all_are_in_use() -> None:
-    listener = NoListener()
-    arena = Arena(2, listener)
+    announced = Announced()
+    arena = Arena(2, announced)
     first = arena.acquire(1000, 0)
     second = arena.acquire(1000, 0)
     assert first is not None
@@ -47,7 +48,7 @@ def test_slots_are_reused_grow_with_the_state_and_wait_when_all_are_in_use() -> 
     larger = arena.acquire(5000, 0)
     assert larger is not None
     assert larger.segment.num_bytes == 5000
-    assert listener.known == [second.number, larger.number]
+    assert announced.known == [second.number, larger.number]
     arena.release(second.number)
     arena.release(larger.number)
     assert arena.acquire(5000, 0) is larger

@@ -21,7 +21,7 @@ from ckpt.snapshot.arena import Arena
 from ckpt.snapshot.device_copies import SMALL_BYTES, pin_segment
 from ckptstore.errors import CkptError, InvalidRequest, SaveFailed, SnapshotTorn
 from tests.ckpt.snapshot.simulated import DEFAULT, SIDE, SimulatedDevice, SimulatedSGD, add_one, plugged_in
-from tests.ckpt.snapshot.test_arena import NoListener
+from tests.ckpt.snapshot.test_arena import Announced
 from tests.support.waiting import wait_until
 
 PATIENCE_S = 60
@@ -171,7 +171,7 @@ def test_memory_that_cannot_be_pinned_is_reached_through_a_ring(
 
 def test_all_slots_are_pinned_before_training_begins() -> None:
     with plugged_in(0) as simulated:
-        slots = Arena(2, NoListener())
+        slots = Arena(2, Announced())
         slots.expect(1 << 20, torch.device("cpu"), wait=True)
         assert simulated.registered == {addressof(segment.map) for segment in slots.segments.values()}
         assert len(slots.segments) == 2

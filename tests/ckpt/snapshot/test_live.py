@@ -5,7 +5,9 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Literal
 
 import pytest
@@ -110,6 +112,14 @@ def test_an_upload_that_fails_is_repeated_or_raised_by_the_next_save(
         assert run.save(model, None, 4).step == 4
 
 
+def _calls(thread: int) -> Iterator[str]:
+    """The names of the functions that a thread is in."""
+    frame: FrameType | None = sys._current_frames()[thread]
+    while frame is not None:
+        yield frame.f_code.co_name
+        frame = frame.f_back
+
+
 @pytest.mark.usefixtures("no_memory")
 def test_an_interrupted_save_stores_nothing_that_was_changed_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -118,7 +128,7 @@ def test_an_interrupted_save_stores_nothing_that_was_changed_later(
 
     def interrupt_the_first(state: LiveState, part: slice) -> memoryview:
         if reads.acquire(blocking=False):
-            wait_until(lambda: sys._current_frames()[main].f_code.co_name == "wait")
+            wait_until(lambda: {"wait_staged", "wait"} <= set(_calls(main)))
             signal.pthread_kill(main, signal.SIGINT)
             while not state._closed:
                 threading.Event().wait(0.01)
