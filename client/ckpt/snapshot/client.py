@@ -284,12 +284,14 @@ class SaveClient:
         assert isinstance(writer, ThreadWriter)
         self._register(snapshot, job)
         handle = snapshot.updates.handle
+        sent = False
         try:
             writer.send(job, state)
+            sent = True
             handle.wait_staged()
         finally:
             state.close()  # an interrupted save fails, unless everything was read already
-            handle.wait_staged()
+            handle.wait_staged(None if sent else _WARN_AFTER_S)  # a job that was not accepted reports nothing
             snapshot.release()
 
     def _register(self, snapshot: Snapshot, job: SaveJob) -> None:
