@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ckptapi.bodies import EntryBody, ShardBody
 from ckptstore import human
-from ckptstore.charts import Tick
+from ckptstore.analysis.charts import Tick
 from ckptstore.names import MAX_RANKS
 
 _RIGHT = 20

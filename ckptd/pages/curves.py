@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from ckptd.pages.queries import RunPageQuery
 from ckptstore import human
-from ckptstore.charts import Plot, Point, compact, plot
+from ckptstore.analysis.charts import Plot, Point, compact, plot
 from ckptstore.commits.catalog import Checkpoint, State
 
 SAVE_SECONDS = "save seconds"

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from starlette.responses import HTMLResponse
 
 from ckptstore import human
-from ckptstore.charts import compact
+from ckptstore.analysis.charts import compact
 
 _NEVER_KEPT = {"Cache-Control": "no-store"}
 

@@ -14,8 +14,8 @@ from ckptd.index import RunSummary
 from ckptd.pages.curves import WRITERS, Curves, main_metric, metric_curves, metric_names, time_curves, value_of
 from ckptd.pages.queries import RunOrder, RunPageQuery
 from ckptstore import human
+from ckptstore.analysis.charts import ChartMark, Spark, Tick, sparkline, step_axis
 from ckptstore.analysis.goodput import Account, EndOf
-from ckptstore.charts import ChartMark, Spark, Tick, sparkline, step_axis
 from ckptstore.commits.catalog import Checkpoint, State, has_branches
 from ckptstore.format.records import NearOnly
 from ckptstore.names import Attempt

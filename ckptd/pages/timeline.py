@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ckptstore import human
+from ckptstore.analysis.charts import Tick
 from ckptstore.analysis.goodput import Account, AttemptAccount, Spent
-from ckptstore.charts import Tick
 from ckptstore.commits.catalog import Checkpoint
 
 MOST_ROWS = 40

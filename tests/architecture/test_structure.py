@@ -28,23 +28,23 @@ SMALL = 60
 """A file with fewer lines and a single importer belongs into that importer."""
 MAY_BE_SMALL = ("ckptd.api.", "ckptctl.commands.", "ckptapi.bodies.", "ckptd.index.migrations.")
 
-CEILINGS = {"tokens": 395_606, "files": 418, "knobs": 33, "verbs": 42, "threads": 62}
+CEILINGS = {"tokens": 353_000, "files": 302, "knobs": 24, "verbs": 36, "threads": 50}
 """Sizes of the product, which only fall. A feature that needs more takes away as much elsewhere."""
 
 FOLDER_SHAPES = {
-    "ckpt.snapshot": (11, 60),
-    "ckpt.restoring": (9, 37),
-    "ckpt.saver": (5, 56),
-    "ckpt.capture": (8, 59),
-    "ckptstore.format": (12, 63),
-    "ckptstore.commits": (4, 15),
-    "ckptd.pages": (4, 36),
-    "ckptd.services": (4, 15),
+    "ckpt.snapshot": (7, 25),
+    "ckpt.restoring": (5, 21),
+    "ckpt.saver": (5, 27),
+    "ckpt.capture": (6, 46),
+    "ckptstore.format": (6, 26),
+    "ckptstore.commits": (4, 10),
+    "ckptd.pages": (4, 11),
+    "ckptd.services": (2, 5),
 }
 """Levels (files on the longest chain of imports inside the folder) and arrows (pairs of files, one of which imports
 the other), which only fall."""
 
-TESTED_BY_NAME = 49
+TESTED_BY_NAME = 75
 """Per cent of the files with more than `SMALL` lines that have a test file of their own, which only rises."""
 
 TORCH_FOLDERS = ("ckpt.data", "ckpt.dcp", "ckpt.foreign", "ckpt.integrations")

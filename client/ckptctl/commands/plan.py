@@ -23,7 +23,7 @@ from ckptplan.model import Model, from_config
 from ckptplan.plan import Bandwidth, Interval, Plan, Ranks, Restore, Retained, make_plan
 from ckptplan.training import TrainingTime, ettr
 from ckptstore import human
-from ckptstore.charts import Point, Tick, plot, svg
+from ckptstore.analysis.charts import Point, Tick, plot, svg
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import InvalidRequest, NoCheckpoint
 from ckptstore.format.decoding import convert

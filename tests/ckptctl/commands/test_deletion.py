@@ -1,79 +1,17 @@
 from pathlib import Path
 
-import pytest
-
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import list_checkpoints, visible_attempts
 from ckptstore.commits.leases import take_lease
 from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.run import Run
 from ckptstore.stores import Store
-from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
+from tests.support.checkpoints import sample_arrays, write_rank
 from tests.support.command_line import invoke
 
 
 def steps(store: Store, run: str) -> list[int]:
     return [c.step for c in list_checkpoints(Run(store, run))]
-
-
-def test_a_dry_run_shows_what_would_go_and_stay_and_why_and_deletes_nothing(folder: Path, filled: Store) -> None:
-    done = invoke("prune", "--keep", 2, "--dry-run", "--store", folder)
-    keep, remove = done.stdout.split("\n\n")
-    assert keep.splitlines()[0] == "Keep 3 checkpoints of 2 runs, 6.8 MiB"
-    assert [(line.split()[0], line.split()[-1]) for line in keep.splitlines()[2:]] == [
-        ("gpt@40", "last-1"),
-        ("gpt@30", "last-2"),
-        ("wide@5", "last-1"),
-    ]
-    assert remove.splitlines()[0] == "Remove 3 checkpoints, 6.8 MiB"
-    assert [(line.split()[0].partition(".")[0], line.split()[-1]) for line in remove.splitlines()[2:]] == [
-        ("gpt@30", "superseded"),
-        ("gpt@20", "older"),
-        ("gpt@10", "older"),
-    ]
-    assert (done.code, steps(filled, "gpt"), steps(filled, "wide")) == (0, [40, 30, 30, 20, 10], [5])
-
-
-def test_prune_deletes_run_by_run_and_tells_what_went(folder: Path, filled: Store) -> None:
-    to_delete = [c.id for c in list_checkpoints(Run(filled, "gpt"))[2:]]
-    done = invoke("prune", "--keep", 2, "--yes", "--store", folder)
-    assert done.stdout.splitlines() == [
-        *(f"removed {name}" for name in to_delete),
-        "Hid 3 checkpoints; 6.8 MiB are freed in 24h 00m; ckptctl undelete restores them until then",
-    ]
-    assert (done.code, steps(filled, "gpt"), steps(filled, "wide")) == (0, [40, 30], [5])
-    again = invoke("prune", "--keep", 2, "--yes", "--store", folder)
-    assert (again.code, again.stdout.splitlines()[-1]) == (0, "Nothing to remove")
-
-
-def test_prune_of_one_run_leaves_the_others_alone(folder: Path, filled: Store) -> None:
-    assert invoke("prune", "--keep", 1, "gpt", "--yes", "--store", folder).code == 0
-    assert (steps(filled, "gpt"), steps(filled, "wide")) == ([40], [5])
-
-
-def test_prune_as_json(folder: Path, filled: Store) -> None:
-    plan = invoke("prune", "--keep", 3, "--dry-run", "--store", folder, "-o", "json").json
-    gone = [item["checkpoint"]["step"] for item in plan["items"] if not item["reasons"]]
-    assert (plan["dry_run"], gone, plan["held"]) == (True, [30, 10], [])
-    ids = invoke("prune", "--keep", 3, "--dry-run", "--store", folder, "-o", "id").stdout.split()
-    done = invoke("prune", "--keep", 3, "--yes", "--store", folder, "-o", "json").json
-    assert [i["checkpoint"]["id"] for i in done["items"] if not i["reasons"]] == ids
-    assert (done["dry_run"], done["freed_bytes"]) == (False, plan["freed_bytes"])
-    assert steps(filled, "gpt") == [40, 30, 20]
-
-
-@pytest.mark.parametrize("output", ["table", "json"])
-def test_nothing_is_deleted_without_a_terminal_to_confirm(folder: Path, filled: Store, output: str) -> None:
-    done = invoke("prune", "--keep", 1, "--store", folder, "-o", output)
-    assert done.code == 2
-    assert "--yes" in done.stderr
-    assert len(steps(filled, "gpt")) == 5
-
-
-@pytest.mark.parametrize("keep", ["0", "-1", "many"])
-def test_prune_refuses_to_keep_nothing(folder: Path, filled: Store, keep: str) -> None:
-    assert invoke("prune", "--keep", keep, "--yes", "--store", folder).code == 2
-    assert len(steps(filled, "gpt")) == 5
 
 
 def test_a_run_that_is_named_must_exist(folder: Path) -> None:
@@ -169,34 +107,6 @@ def test_rm_asks(folder: Path, filled: Store) -> None:
     done = invoke("rm", "gpt@20", "--yes", "--store", folder)
     assert "ckptctl undelete restores it for 24h 00m" in done.stdout
     assert steps(filled, "gpt") == [40, 30, 30, 10]
-
-
-def test_rules_add_up_and_give_reasons(folder: Path, filled: Store) -> None:
-    rules = ("--keep-every", 20, "--keep-best", "loss:max:1", "--keep-within", "2h", "--keep-daily", 1)
-    plan = invoke("prune", *rules, "gpt", "--dry-run", "--store", folder, "-o", "json").json
-    found = {item["checkpoint"]["step"]: item["reasons"] for item in plan["items"] if item["reasons"]}
-    assert found.keys() == {40, 20, 10}
-    assert found[10] == ["best-loss-1"]
-    assert {"every-20", "daily-1"} <= set(found[40])
-    small = invoke("prune", "--max-bytes", "3MB", "gpt", "--dry-run", "--store", folder, "-o", "json").json
-    assert small["items"][0]["reasons"] == ["fits"]
-    assert sum(bool(item["reasons"]) for item in small["items"]) == 1
-
-
-@pytest.mark.parametrize("rule", [("--keep-best", "loss"), ("--keep-within", "soon"), ("--max-bytes", "much"), ()])
-def test_rules_that_make_no_sense(folder: Path, filled: Store, rule: tuple[str, ...]) -> None:
-    assert invoke("prune", *rule, "--yes", "--store", folder).code == 2
-    assert len(steps(filled, "gpt")) == 5
-
-
-def test_most_checkpoints_go_only_after_confirmation_or_force(folder: Path, filled: Store) -> None:
-    for step in range(100, 110):
-        write_checkpoint(filled, "gpt", step)
-    done = invoke("prune", "--keep", 1, "--yes", "--store", folder, "-o", "json")
-    assert (done.code, done.error["code"]) == (6, "too_much_to_delete")
-    assert len(steps(filled, "gpt")) == 15
-    assert invoke("prune", "--keep", 1, "--yes", "--force", "--store", folder).code == 0
-    assert steps(filled, "gpt") == [109]
 
 
 def test_several_checkpoints_are_deleted_or_none_if_a_name_is_wrong(folder: Path) -> None:

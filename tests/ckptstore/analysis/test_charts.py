@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.charts import Point, compact, plot, sparkline, svg
+from ckptstore.analysis.charts import Point, compact, plot, sparkline, svg
 
 ANY_FLOAT = st.floats(allow_nan=True, allow_infinity=True)
 

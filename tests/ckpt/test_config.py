@@ -1,0 +1,51 @@
+"""Settings that make no sense are refused by name, and the environment fills what is not given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckpt import Checkpointer
+from ckpt.config import Config
+from ckpt.saver.retained import LINGER_S
+from ckptstore.errors import (
+    BadInput,
+    InvalidRequest,
+)
+
+
+@pytest.mark.parametrize("run", ["../x", "", "a/b", "a..b", ".hidden", "x" * 200, "a b"])
+def test_bad_run_name(run: str, tmp_path: Path) -> None:
+    with pytest.raises(BadInput) as caught:
+        Checkpointer(str(tmp_path), run=run)
+    assert caught.value.code in ("invalid_name", "invalid_request")
+    assert caught.value.hint
+
+
+def test_unknown_scheme_names_the_url_and_the_package() -> None:
+    with pytest.raises(InvalidRequest, match="gopher://x") as caught:
+        Checkpointer("gopher://x", run="r")
+    assert "install" in caught.value.hint
+
+
+def test_neither_store_nor_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CKPT_STORE", "CKPTD_URL"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(InvalidRequest, match="no store"):
+        Checkpointer(run="r")
+
+
+def test_linger_s_is_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CKPT_LINGER_S")
+    assert Config("/store", run="r").linger_s == LINGER_S
+    monkeypatch.setenv("CKPT_LINGER_S", "")
+    assert Config("/store", run="r").linger_s == LINGER_S
+    monkeypatch.setenv("CKPT_LINGER_S", "7")
+    assert Config("/store", run="r").linger_s == 7
+    assert Config("/store", run="r", linger_s=0).linger_s == 0
+    monkeypatch.setenv("CKPT_LINGER_S", "soon")
+    with pytest.raises(InvalidRequest, match="linger_s must be at least 0, not soon"):
+        Config("/store", run="r")
+    with pytest.raises(InvalidRequest, match="linger_s must be at least 0, not -1"):
+        Config("/store", run="r", linger_s=-1)
