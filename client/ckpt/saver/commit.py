@@ -5,7 +5,7 @@ polled by one thread, so that one which lacks a rank does not delay later ones t
 as they appear: when the last one is there, only that one is left to read. Pauses grow with the number of ranks, because
 all of them send requests to the same prefix of the store (docs/decisions/0041).
 
-Numbering finds the generation of the attempts. Notifier tells the daemon of commits: the daemon finds them later by
+Numbering finds the generation of the attempts. Notifier sends commits to the daemon: the daemon finds them later by
 listing, so nothing waits for a notification.
 """
 

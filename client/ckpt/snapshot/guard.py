@@ -2,7 +2,7 @@
 
 ChangeGuard compares counters and samples, DigestGuard all bytes in host memory. DeviceGuard does so for leaves on a
 device, by samples in every save, and by digests in the first overlapped saves of a layout: a loop that changes state at
-the wrong time does so in each of its steps. CopyProgress tells optimizers which parts are copied.
+the wrong time does so in each of its steps. CopyProgress shows optimizers which parts are copied.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class _Input:
 
     @property
     def unit(self) -> str:
-        """Of the text that is converted; "flag" for a number that is 1 or not given; empty otherwise."""
+        """Unit of the text that is converted; "flag" for a number that is 1 or not given; empty otherwise."""
         return str((self.about.extra or {})["unit"])
 
     def convert(self, value: Any) -> Any:

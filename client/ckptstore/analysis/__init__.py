@@ -1,1 +1,1 @@
-"""What a store's documents tell about a run: its goodput, its tensors, and the difference of two checkpoints."""
+"""What a store's documents show of a run: its goodput, its tensors, and the difference of two checkpoints."""

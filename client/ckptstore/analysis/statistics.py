@@ -31,7 +31,7 @@ class TensorStatistics(msgspec.Struct, frozen=True, kw_only=True):
     positive_inf: int
     negative_inf: int
     minimum: float | None
-    """Of the finite elements; null: there are none."""
+    """Least of the finite elements; null: there are none."""
     maximum: float | None
     is_finite: bool
     """Whether it has neither NaN nor Inf, or is a mask: nothing but zeros and -Inf."""

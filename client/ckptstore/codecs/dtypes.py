@@ -54,7 +54,7 @@ _BYTES: dict[str, tuple[int, int, int]] = {
     "float8_e4m3fnuz": (3, 8, 0x7F),
     "float8_e5m2fnuz": (2, 16, 0x7F),
 }
-"""Of floats of 8 bits: bits of the mantissa, bias of the exponent, and the largest finite word without the sign bit
+"""Floats of 8 bits: bits of the mantissa, bias of the exponent, and the largest finite word without the sign bit
 (arXiv 2209.05433, arXiv 2206.02915)."""
 
 

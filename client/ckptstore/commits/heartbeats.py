@@ -1,4 +1,4 @@
-"""Heartbeats: the documents in which each trainer of a run tells that it trains. The saver writes them."""
+"""Heartbeats: the documents in which each trainer of a run records that it trains. The saver writes them."""
 
 from __future__ import annotations
 

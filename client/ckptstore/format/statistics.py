@@ -38,7 +38,7 @@ class Table:
     positive_inf: Column
     negative_inf: Column
     minimum: Numbers
-    """Of the finite elements; NaN if there are none."""
+    """Least of the finite elements; NaN if there are none."""
     maximum: Numbers
 
     @staticmethod
