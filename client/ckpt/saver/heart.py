@@ -122,9 +122,13 @@ class Life:
 class Heart:
     """Beats every `every_s` seconds while a life goes on. Any thread may call it."""
 
-    def __init__(self, run: Run, every_s: float) -> None:
-        """every_s: 0 for no heartbeats."""
-        self._run = run
+    def __init__(self, run: Run, every_s: float, carried: bool = False) -> None:
+        """every_s: 0 for no heartbeats.
+
+        carried: others write the checkpoints to this store. Where it has nothing of the run, its volume may not be
+        mounted, so nothing is written.
+        """
+        self._run, self._carried = run, carried
         self._every_s = every_s
         self._changed = threading.Condition()
         """Guards the fields below."""
@@ -247,6 +251,8 @@ class Heart:
             }  # fmt: skip
             document = msgspec.structs.replace(document, extensions=document.extensions | {NEAR_ONLY: found})
         try:
+            if self._carried and not any(True for _ in self._run.store.list_folders(f"{self._run.name}/")):
+                return
             self._run.store.put(self._run.keys.heartbeat(document.id), seal(document))
             self._newest = document
         except CkptError as error:

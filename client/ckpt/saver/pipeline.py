@@ -178,7 +178,7 @@ class SavePipeline:
         daemon = setup.daemon if setup.far is None else None
         self._run = Run(with_remote_create(self._store, daemon, setup.token), setup.run, clock)
         far = self._far_run(setup, setup.far, clock) if setup.far is not None else None
-        self.heart = Heart(far or self._run, setup.heartbeat_s if setup.rank == 0 else 0.0)
+        self.heart = Heart(far or self._run, setup.heartbeat_s if setup.rank == 0 else 0.0, carried=far is not None)
         self._numbering = Numbering(self._run, lambda message: report(Warned(message)))
         self._setup = setup
         self._report = report

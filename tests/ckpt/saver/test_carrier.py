@@ -52,7 +52,8 @@ def test_saves_after_a_checkpoint_that_cannot_be_carried_are_far_again(host: Hos
     assert verify(StoreSource(host.run("far").store), list_checkpoints(host.run("far"))[0]).ok
 
 
-def test_a_far_volume_that_is_not_mounted_gets_nothing(host: Host) -> None:
+def test_a_far_volume_that_is_not_mounted_gets_nothing(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt.config.HEARTBEAT_S", 0.05)
     with host.start() as checkpointer:
         host.save(checkpointer, 1)
     volume = host.far.rename(host.far.with_name("volume"))
