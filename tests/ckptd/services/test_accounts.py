@@ -71,7 +71,8 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
         )  # fmt: skip
         store.put(run.keys.heartbeat(heartbeat.id), seal(heartbeat))
     with running_daemon(store.url) as daemon:
-        wait_until(lambda: "ckptd_backlog_bytes{" in daemon.get("/metrics").text, "the accounts")
+        accounts = [f"/v1/goodput?run={name}" for name in ("gpt", "bert")]  # the daemon's own look comes once a minute
+        wait_until(lambda: all(daemon.get(account).status_code == 200 for account in accounts), "the accounts")
         yield daemon
 
 
