@@ -27,6 +27,8 @@ BUCKET = "checkpoints"
 ROLES = ("trainer", "operator", "reader")
 """Users who may do only what the policy of a bucket permits."""
 _START_S = 60.0
+# By default it refuses all writes where less than 1 % of a disk is free: of a large one that is more than the tests use.
+_MIN_FREE = "32MiB"
 # A test run that is killed closes the pipe too, so that no server outlives it. SIGTERM drains for half a minute.
 KEEPER = "import subprocess, sys; s = subprocess.Popen(sys.argv[1:]); sys.stdin.read(); s.kill(); s.wait()"
 
@@ -104,8 +106,8 @@ def _server(folder: Path, volume_mb: int) -> tuple[S3Service, list[str]]:
     command = [
         weed, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={folder}", "-master.telemetry=false",
         f"-metricsPort={metrics}", f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}", "-filer",
-        "-volume.max=64", f"-master.volumeSizeLimitMB={volume_mb}", "-s3", f"-s3.port={s3}", "-s3.port.iceberg=0",
-        "-s3.port.lance=0", f"-s3.config={config}",
+        "-volume.max=64", f"-volume.minFreeSpace={_MIN_FREE}", f"-master.volumeSizeLimitMB={volume_mb}", "-s3",
+        f"-s3.port={s3}", "-s3.port.iceberg=0", "-s3.port.lance=0", f"-s3.config={config}",
     ]  # fmt: skip
     return S3Service(*(f"http://127.0.0.1:{port}" for port in (s3, master, metrics))), command
 
@@ -141,6 +143,7 @@ def running_command(folder: Path, arguments: Sequence[str], environment: Mapping
     master, volume, filer, s3 = (free_port() for _ in range(4))
     ours = {"-ip": "127.0.0.1", "-ip.bind": "127.0.0.1", "-dir": str(folder), "-s3.port": str(s3)}
     ours |= {"-master.port": str(master), "-volume.port": str(volume), "-filer.port": str(filer)}
+    ours["-volume.minFreeSpace"] = _MIN_FREE
     given = [argument for argument in arguments if argument.partition("=")[0] not in ours]
     command = [weed, *given, *(f"{name}={value}" for name, value in ours.items())]
     with _running(command, folder, {**os.environ, **environment}, s3):
