@@ -50,11 +50,7 @@ def ids(open_to_all: Dashboard) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_complete_quiet_and_fits(
-    browser: Browser,
-    open_to_all: Dashboard,
-    ids: dict[str, str],
-    keep_picture: Callable[[str], None],
-    name: str,
+    browser: Browser, open_to_all: Dashboard, ids: dict[str, str], keep_picture: Callable[[str], None], name: str
 ) -> None:
     path, expected = PAGES[name]
     browser.open(open_to_all.daemon.url + path.format(**ids))

@@ -9,10 +9,7 @@ import pytest
 from ckpt import Checkpointer
 from ckpt.config import Config
 from ckpt.saver.retained import LINGER_S
-from ckptstore.errors import (
-    BadInput,
-    InvalidRequest,
-)
+from ckptstore.errors import BadInput, InvalidRequest
 
 
 @pytest.mark.parametrize("run", ["../x", "", "a/b", "a..b", ".hidden", "x" * 200, "a b"])

@@ -49,11 +49,7 @@ def test_facts_stand_under_one_another() -> None:
 
 @pytest.mark.parametrize("hostile", ["\x1b[2J", "a\nb", "\x9b31m", "\u202e"])
 def test_names_from_the_store_cannot_steer_the_terminal(hostile: str) -> None:
-    shown = [
-        printable(hostile),
-        Row((hostile,)).cells[0],
-        next(facts_lines(Facts([("name", hostile)]))).plain,
-    ]
+    shown = [printable(hostile), Row((hostile,)).cells[0], next(facts_lines(Facts([("name", hostile)]))).plain]
     assert all(text.isprintable() for text in shown)
 
 

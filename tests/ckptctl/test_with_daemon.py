@@ -123,10 +123,7 @@ def test_a_deletion_is_seen_and_taken_back(daemon: Daemon, folder: Path, filled:
     oldest = list_checkpoints(Run(filled, "gpt"))[-1]
     assert invoke("rm", "gpt@10", "--url", daemon.url).code == 2, "there is no terminal to confirm"
     done = invoke("rm", "gpt@10", "--yes", "--grace", "1h", "--reason", "diverged & blown up", "--url", daemon.url)
-    assert (done.code, done.stdout) == (
-        0,
-        f"deleted {oldest.id}; ckptctl undelete restores it for 1h 00m\n",
-    )
+    assert (done.code, done.stdout) == (0, f"deleted {oldest.id}; ckptctl undelete restores it for 1h 00m\n")
     through, direct = both(daemon, folder, "undelete", "-o", "json")
     assert through.json == direct.json
     assert [(body["id"], body["reason"], body["by"]) for body in through.json] == [

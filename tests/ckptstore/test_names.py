@@ -111,9 +111,5 @@ def test_all_ranks_derive_the_same_ulid() -> None:
 def test_receipts_are_recognised() -> None:
     attempt = Attempt(1, ULID)
     assert names.receipt_rank(RunKeys("gpt").receipt(attempt, 12)) == 12
-    for key in (
-        RunKeys("gpt").shard(attempt, "shard-00012.ckpt"),
-        RunKeys("gpt").manifest(attempt),
-        "shard-1.json",
-    ):
+    for key in (RunKeys("gpt").shard(attempt, "shard-00012.ckpt"), RunKeys("gpt").manifest(attempt), "shard-1.json"):
         assert names.receipt_rank(key) is None

@@ -27,7 +27,7 @@ BUCKET = "checkpoints"
 ROLES = ("trainer", "operator", "reader")
 """Users who may do only what the policy of a bucket permits."""
 _START_S = 60.0
-# By default it refuses all writes where less than 1 % of a disk is free: of a large one that is more than the tests use.
+# By default it refuses all writes where less than 1 % of a disk is free: of a large one more than the tests use.
 _MIN_FREE = "32MiB"
 # A test run that is killed closes the pipe too, so that no server outlives it. SIGTERM drains for half a minute.
 KEEPER = "import subprocess, sys; s = subprocess.Popen(sys.argv[1:]); sys.stdin.read(); s.kill(); s.wait()"

@@ -118,8 +118,7 @@ def test_every_save_may_hold_other_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shared", "said"),
-    [({"model": 1}, "'model' is reserved"), ({"a/b": 1}, "slash"), ({"own": 1}, "given twice")],
+    ("shared", "said"), [({"model": 1}, "'model' is reserved"), ({"a/b": 1}, "slash"), ({"own": 1}, "given twice")]
 )
 def test_names_that_cannot_be(shared: dict[str, Any], said: str, tmp_path: Path) -> None:
     with open_run(tmp_path) as checkpointer:

@@ -48,9 +48,7 @@ def test_a_part_is_what_torch_chunk_gives(case: tuple[list[int], tuple[Placement
 
 
 @given(cases())
-def test_each_copy_on_a_mesh_holds_every_element_once(
-    case: tuple[list[int], tuple[Placement, ...], list[int]],
-) -> None:
+def test_each_copy_on_a_mesh_holds_every_element_once(case: tuple[list[int], tuple[Placement, ...], list[int]]) -> None:
     mesh, given_placements, shape = case
     ranks = torch.arange(prod(mesh)).reshape(mesh)
     copies = prod(n for n, placement in zip(mesh, given_placements, strict=True) if isinstance(placement, Replicate))

@@ -219,10 +219,7 @@ def test_saves_follow_a_structure_that_changes(tmp_path: Path) -> None:
         *(partial(change, loop.optim) for change in (_slow, _replace, _count, _forget)),
         *(nothing, hooked, nothing),
     )
-    with (
-        open_run(tmp_path, overlap=False) as reference,
-        open_run(tmp_path / "again") as checkpointer,
-    ):
+    with open_run(tmp_path, overlap=False) as reference, open_run(tmp_path / "again") as checkpointer:
         for step, change in enumerate(changes):
             change()
             states.append(checkpointer.save(model, loop.optim, step))

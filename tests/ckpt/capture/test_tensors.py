@@ -28,9 +28,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     return dict(zip(_SCENARIOS, run_scenarios(scenarios, folder / "run"), strict=True))
 
 
-def test_sharded_wrappers_of_one_shape_are_restored_each_with_its_optimizer_state(
-    outcomes: dict[str, Outcome],
-) -> None:
+def test_sharded_wrappers_of_one_shape_are_restored_each_with_its_optimizer_state(outcomes: dict[str, Outcome]) -> None:
     for result in outcomes["two_tensors"].result():
         assert result["alike"] == [True, True]
         assert result["names"] == [f"model/w{i}/{inner}" for i in range(3) for inner in "ab"]

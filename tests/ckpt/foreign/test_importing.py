@@ -220,8 +220,7 @@ def test_nothing_is_no_checkpoint(empty: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "tensors",
-    [{"model/a": 1, "model/a/b": 1}, {"model/a/b": 1, "model/a": 1}, {"model": 1, "model/a": 1}, {"m/$": 1}],
+    "tensors", [{"model/a": 1, "model/a/b": 1}, {"model/a/b": 1, "model/a": 1}, {"model": 1, "model/a": 1}, {"m/$": 1}]
 )
 def test_names_that_exclude_each_other_are_damage(empty: Path, tmp_path: Path, tensors: Mapping[str, int]) -> None:
     save_file({name: torch.zeros(n) for name, n in tensors.items()}, tmp_path / "a.safetensors", {"checkpoint": "x"})

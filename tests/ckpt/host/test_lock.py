@@ -135,10 +135,7 @@ def test_a_child_that_is_forked_during_a_test_holds_no_lock(temporary: Path) -> 
 
 def test_all_spellings_of_a_store_have_the_same_files(temporary: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "store")
-    for one, other in (
-        (f"file://{tmp_path}/store", f"file://{tmp_path}/link"),
-        ("s3://bucket/a", "s3://bucket/a/"),
-    ):
+    for one, other in ((f"file://{tmp_path}/store", f"file://{tmp_path}/link"), ("s3://bucket/a", "s3://bucket/a/")):
         assert host_path(one, RUN, "saver") == host_path(other, RUN, "saver")
     assert host_path("s3://bucket/a", RUN, "saver") != host_path("s3://bucket/b", RUN, "saver")
 

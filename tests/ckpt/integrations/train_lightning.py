@@ -164,10 +164,7 @@ def main() -> None:
         default_root_dir=FOLDER, accumulate_grad_batches=3 if "windows" in OPTIONS else 1,
     )  # fmt: skip
     trainer.fit(
-        module,
-        training_data(),
-        DataLoader(SAMPLES, batch_size=8),
-        ckpt_path=None if "plain" in OPTIONS else "last",
+        module, training_data(), DataLoader(SAMPLES, batch_size=8), ckpt_path=None if "plain" in OPTIONS else "last"
     )
     report_weights(trainer.strategy.lightning_module_state_dict(), FOLDER, RUN)
     if "val" in OPTIONS and "plain" not in OPTIONS:

@@ -47,11 +47,7 @@ def save(store: str, steps: list[int]) -> str:
 
 
 def restore(
-    store: str | None,
-    daemon: str | None,
-    replica_reads: Any,
-    layers_of_rank_1: int = 6,
-    peer_timeout_s: float = 60.0,
+    store: str | None, daemon: str | None, replica_reads: Any, layers_of_rank_1: int = 6, peer_timeout_s: float = 60.0
 ) -> dict[str, Any]:
     """What this rank restored, what it read of the store for that, and what it was warned of."""
     model = replica(0, layers_of_rank_1 if dist.get_rank() == 1 else 6)

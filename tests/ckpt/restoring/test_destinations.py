@@ -35,11 +35,7 @@ def tensors(found: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def zeros() -> dict[str, Any]:
-    return {
-        "large": torch.zeros(LARGE),
-        "small": torch.zeros(3),
-        "pair": Pair(torch.zeros(2, LARGE), [torch.zeros(4)]),
-    }
+    return {"large": torch.zeros(LARGE), "small": torch.zeros(3), "pair": Pair(torch.zeros(2, LARGE), [torch.zeros(4)])}
 
 
 def open_run(folder: Path) -> Checkpointer:

@@ -9,10 +9,7 @@ import torch
 
 from tests.support.parallel.runner import Scenario, run_scenarios
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 
 
 def test_nccl_exchanges_what_is_read_far_away(tmp_path: Path) -> None:

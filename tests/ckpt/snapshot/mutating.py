@@ -122,10 +122,7 @@ class PausingGuard(Guard):
     """Another guard, around whose calls the copier can be held."""
 
     def __init__(
-        self,
-        guard: Guard,
-        pauses: Pauses,
-        kept: tuple[Leaves, Sequence[Sample], Sequence[torch.UntypedStorage]],
+        self, guard: Guard, pauses: Pauses, kept: tuple[Leaves, Sequence[Sample], Sequence[torch.UntypedStorage]]
     ) -> None:
         super().__init__(*kept)
         self._guard = guard

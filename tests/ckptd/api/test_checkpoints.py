@@ -134,8 +134,7 @@ def test_the_type_of_a_problem_has_its_code(served: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    "path",
-    ["/livez", "/checkpoints/latest?run=gpt", "/checkpoints/latest?run=none", "/v1/runs", "/"],
+    "path", ["/livez", "/checkpoints/latest?run=gpt", "/checkpoints/latest?run=none", "/v1/runs", "/"]
 )
 def test_head_is_get_without_the_body(served: Served, path: str) -> None:
     whole = served.daemon.get(path)

@@ -202,10 +202,7 @@ def test_killed_while_it_writes_it_serves_the_right_bytes_after(store: Store, tm
 def test_two_daemons_with_one_folder_both_serve(store: Store, tmp_path: Path) -> None:
     checkpoint = _write(store)
     options = ["--cache", str(tmp_path / "cache")]
-    with (
-        running_daemon(store.url, options=options) as first,
-        running_daemon(store.url, options=options) as second,
-    ):
+    with running_daemon(store.url, options=options) as first, running_daemon(store.url, options=options) as second:
         assert "another daemon uses" in second.log()
         assert "another daemon uses" not in first.log()
         for daemon in (first, second):

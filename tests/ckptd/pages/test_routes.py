@@ -83,17 +83,7 @@ class _Outline(HTMLParser):
 
 
 @pytest.mark.parametrize(
-    "path",
-    [
-        "/",
-        "/runs/gpt?keep=1",
-        "/checkpoints/gpt@30",
-        "/attempts",
-        "/restores",
-        "/jobs",
-        "/store",
-        "/runs/none",
-    ],
+    "path", ["/", "/runs/gpt?keep=1", "/checkpoints/gpt@30", "/attempts", "/restores", "/jobs", "/store", "/runs/none"]
 )
 def test_pages_are_well_formed_and_bring_nothing_inline(served: Served, path: str) -> None:
     page = served.daemon.get(path)

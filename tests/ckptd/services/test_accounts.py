@@ -58,10 +58,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     """Of a run that has ended with checkpoints in a near store, and one that carried all."""
     store = open_store(str(tmp_path_factory.mktemp("near") / "store"))
     now = system_clock()
-    for name, near in (
-        ("gpt", NearOnly(3, 3000, now - 7300, now - 7200)),
-        ("bert", NearOnly(0, 0, None, now)),
-    ):
+    for name, near in (("gpt", NearOnly(3, 3000, now - 7300, now - 7200)), ("bert", NearOnly(0, 0, None, now))):
         write_checkpoint(store, name, 5)
         run = Run(store, name)
         heartbeat = Heartbeat(

@@ -194,10 +194,7 @@ def test_a_sweep_and_an_undelete_never_both_win(place: Place) -> None:
         checkpoint = write_checkpoint(deleter, RUN, step, {})
         attempt = checkpoint.attempt
         hide(Run(deleter, RUN, by="deleter"), [attempt], "old")
-        swept, _ = race(
-            partial(sweep, Run(deleter, RUN, by="deleter"), [attempt]),
-            partial(undelete, run, attempt),
-        )
+        swept, _ = race(partial(sweep, Run(deleter, RUN, by="deleter"), [attempt]), partial(undelete, run, attempt))
         assert not isinstance(swept, BaseException), swept
         back = checkpoint in list_checkpoints(run)
         assert back == (read_outcome(run, attempt) is not None)

@@ -215,10 +215,7 @@ def in_chunks(name: str, change: Callable[[list[int]], list[int]]) -> Callable[[
         (in_column("slices", "at", change=lambda n: [1 << 40, *n[1:]]), "leaves its shard"),
         (in_column("slices", "at", change=lambda n: [2**63 - 1, *n[1:]]), "leaves its shard"),
         (in_column("slices", "at", change=lambda n: [0] * len(n)), "share bytes"),
-        (
-            in_column("slices", "at", change=lambda n: [n[1] - 1, *n[1:]]),
-            "share bytes",
-        ),
+        (in_column("slices", "at", change=lambda n: [n[1] - 1, *n[1:]]), "share bytes"),
         (in_column("slices", "box", change=lambda n: n[1:]), "boxes and slices differ"),
         (in_column("slices", "box", change=lambda n: [*n, 1]), "boxes and slices differ"),
         (set_at("slices", "box", to="u1:"), "boxes and slices differ"),

@@ -19,14 +19,7 @@ from ckptstore.format.boxes import Box, Want, check_cover
 from ckptstore.format.columns import column, concatenate
 from ckptstore.format.documents import Chunks, Content, Entries, Shard, Slices
 from ckptstore.format.parsing import check_content
-from ckptstore.format.planning import (
-    READ_BYTES,
-    ShardRead,
-    entry_bytes,
-    join,
-    plan_all,
-    plan_reads,
-)
+from ckptstore.format.planning import READ_BYTES, ShardRead, entry_bytes, join, plan_all, plan_reads
 from ckptstore.format.shards import CHUNK_BYTES, Slice, place_slices, plan_chunks, slice_tables
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.reading.fetch import place_chunk

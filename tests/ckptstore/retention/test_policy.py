@@ -52,22 +52,13 @@ def test_last_counts_steps_that_are_whole() -> None:
     ]
     held = {listed[4].attempt: ["lease:restore"], listed[1].attempt: ["lease:restore", "pin:paper"]}
     found = [verdict.reasons for verdict in evaluate(Policy(2), listed, held, NOW)]
-    assert found == [
-        ("corrupt",),
-        ("last-1", "lease:restore", "pin:paper"),
-        (),
-        ("last-2",),
-        ("lease:restore",),
-    ]
+    assert found == [("corrupt",), ("last-1", "lease:restore", "pin:paper"), (), ("last-2",), ("lease:restore",)]
 
 
 def test_every_takes_the_first_step_from_each_multiple_on() -> None:
     steps = [0, 300, 900, 1000, 1200, 1900, 2100, 2900, 3000, 3100]
     found = reasons(Policy(keep_every=1000), *(checkpoint(step) for step in reversed(steps)))
-    assert found == {
-        **dict.fromkeys((0, 1000, 2100, 3000), ("every-1000",)),
-        3100: ("newest",),
-    }
+    assert found == {**dict.fromkeys((0, 1000, 2100, 3000), ("every-1000",)), 3100: ("newest",)}
     assert reasons(Policy(keep_every=1000), checkpoint(300), checkpoint(200)) == {300: ("newest",)}
 
 

@@ -12,9 +12,7 @@ from ckptstore.commits.commit import commit_attempt
 from ckptstore.commits.generations import Session, begin_generation
 from ckptstore.format.records import Policy
 from ckptstore.names import Attempt, new_ulid
-from ckptstore.retention.deletion import (
-    collect,
-)
+from ckptstore.retention.deletion import collect
 from ckptstore.retention.pins import pin
 from ckptstore.retention.pruning import apply_prune, plan_prune
 from ckptstore.run import Run

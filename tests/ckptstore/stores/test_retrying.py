@@ -13,14 +13,7 @@ import pytest
 from botocore.exceptions import ClientError, NoCredentialsError  # type: ignore[import-untyped]
 from s3fs.errors import translate_boto_error
 
-from ckptstore.errors import (
-    CkptError,
-    NoSuchBucket,
-    ObjectMissing,
-    StoreFull,
-    StoreReadOnly,
-    StoreUnavailable,
-)
+from ckptstore.errors import CkptError, NoSuchBucket, ObjectMissing, StoreFull, StoreReadOnly, StoreUnavailable
 from ckptstore.stores import Store, open_store
 from ckptstore.stores.base import store_errors
 from ckptstore.stores.retrying import RetryingStore
