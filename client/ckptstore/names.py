@@ -147,6 +147,10 @@ class Reference:
         step = LATEST if self.step is None else self.step
         return f"{self.run}@{step}.{self.ulid}" if self.ulid else f"{self.run}@{step}"
 
+    def means(self, attempt: Attempt) -> bool:
+        """Whether it may mean this attempt of its run."""
+        return self.step == attempt.step and self.ulid in (None, attempt.ulid)
+
     @staticmethod
     def of(run: str, checkpoint: str | int | None) -> Reference:
         """A step of the run, any id, or the run's newest checkpoint for None. Raises InvalidName or InvalidRequest."""

@@ -229,7 +229,7 @@ def find(store: Store, reference: Reference) -> Checkpoint:
 def _find(run: Run, reference: Reference) -> list[Checkpoint]:
     """The checkpoints that a reference with a step may mean, best first."""
     visible = visible_attempts(run)
-    meant = [a for a in visible if a.step == reference.step and reference.ulid in (None, a.ulid)]
+    meant = list(filter(reference.means, visible))
     if not meant:
         return []
     damaged = quarantined_attempts(run)

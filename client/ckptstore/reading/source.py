@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain, islice
 from typing import Protocol
@@ -20,8 +19,8 @@ from ckptstore.format.statistics import SideDocument
 from ckptstore.names import Reference, shard_name
 from ckptstore.run import Run
 from ckptstore.stores import ObjectReader, Store
+from ckptstore.threads import in_parallel
 
-_RECEIPT_THREADS = 16
 MOST_NAMED = 20
 """Maximum number of runs that an error lists."""
 
@@ -96,58 +95,59 @@ class StoreSource:
 
     def checkpoints(self, run: str) -> list[Checkpoint]:
         """Reads all outcomes of the run."""
-        named = self._run(run)
+        named = self.run(run)
         return with_labels(named, catalog.list_checkpoints(named))
 
     def candidates(self, run: str) -> Iterator[Checkpoint]:
         """Reads outcomes, newest step first."""
-        return catalog.candidates(self._run(run))
+        return catalog.candidates(self.run(run))
 
     def latest(self, run: str | None = None) -> Checkpoint:
         """Reads outcomes of one run or of every run, newest step first."""
         if run is not None:
-            return self._labelled(catalog.latest(self._run(run)))
-        newest = chain.from_iterable(_first(catalog.newest_first(self._run(name))) for name in self.runs())
+            return self._labelled(catalog.latest(self.run(run)))
+        newest = chain.from_iterable(_first(catalog.newest_first(self.run(name))) for name in self.runs())
         return self._labelled(only_run(list(newest), self.url))
 
     def find(self, reference: Reference) -> Checkpoint:
         """Reads outcomes, newest step first, or only the one that is named; and the document of its generation."""
         found = catalog.find(self.store, reference)
-        [with_parent] = catalog.with_parents([found], partial(read_generation, self._run(found.run)))
+        [with_parent] = catalog.with_parents([found], partial(read_generation, self.run(found.run)))
         return self._labelled(with_parent)
 
     def manifest_data(self, checkpoint: Checkpoint) -> bytes:
         """One read."""
-        return self.store.get(self._run(checkpoint.run).keys.manifest(checkpoint.attempt))
+        return self.store.get(self.run(checkpoint.run).keys.manifest(checkpoint.attempt))
 
     def receipt_data(self, checkpoint: Checkpoint, rank: int) -> bytes:
         """One read."""
-        return self.store.get(self._run(checkpoint.run).keys.receipt(checkpoint.attempt, rank))
+        return self.store.get(self.run(checkpoint.run).keys.receipt(checkpoint.attempt, rank))
 
     def statistics_data(self, checkpoint: Checkpoint, rank: int, side: SideDocument) -> bytes:
         """One read."""
         if side.offset is None:
-            return self.store.get(self._run(checkpoint.run).keys.statistics(checkpoint.attempt, rank))
+            return self.store.get(self.run(checkpoint.run).keys.statistics(checkpoint.attempt, rank))
         with self.open_shard(checkpoint, shard_name(rank)) as shard:
             return bytes(shard.read_once(side.offset, side.bytes))
 
     def open_shard(self, checkpoint: Checkpoint, shard: str) -> ObjectReader:
         """A reader of the store."""
-        return self.store.open_reader(self._run(checkpoint.run).keys.shard(checkpoint.attempt, shard))
+        return self.store.open_reader(self.run(checkpoint.run).keys.shard(checkpoint.attempt, shard))
 
     def take_lease(self, checkpoint: Checkpoint, holder: str, ttl_s: float) -> str:
         """Writes a lease object, then lists tombstones."""
-        return leases.take_lease(self._run(checkpoint.run), checkpoint.attempt, holder, ttl_s)
+        return leases.take_lease(self.run(checkpoint.run), checkpoint.attempt, holder, ttl_s)
 
     def release_lease(self, run: str, lease: str) -> None:
         """Deletes the lease object."""
-        leases.release_lease(self._run(run), lease)
+        leases.release_lease(self.run(run), lease)
 
-    def _run(self, name: str) -> Run:
+    def run(self, name: str) -> Run:
+        """One run of the store."""
         return Run(self.store, name, self._clock)
 
     def _labelled(self, checkpoint: Checkpoint) -> Checkpoint:
-        return with_labels(self._run(checkpoint.run), [checkpoint])[0]
+        return with_labels(self.run(checkpoint.run), [checkpoint])[0]
 
     def close(self) -> None:
         """A store holds no connections of its own: fsspec shares them within the process."""
@@ -197,8 +197,7 @@ def read_local(source: Source, checkpoint: Checkpoint, manifest: Manifest, rank:
 
 def read_all_local(source: Source, checkpoint: Checkpoint, manifest: Manifest) -> list[dict[str, JSON]]:
     """The rank-local state of all ranks, read concurrently."""
-    with ThreadPoolExecutor(_RECEIPT_THREADS, thread_name_prefix="ckpt-receipts") as pool:
-        return list(pool.map(partial(read_local, source, checkpoint, manifest), range(manifest.world_size)))
+    return in_parallel(partial(read_local, source, checkpoint, manifest), range(manifest.world_size))
 
 
 def _receipt_data(source: Source, checkpoint: Checkpoint, manifest: Manifest, rank: int) -> tuple[bytes, str]:

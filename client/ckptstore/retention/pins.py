@@ -15,7 +15,7 @@ from ckptstore.commits.hidden import hidden_attempts
 from ckptstore.errors import NoCheckpoint
 from ckptstore.format.documents import FORMAT
 from ckptstore.format.records import Action, Pin
-from ckptstore.names import Attempt
+from ckptstore.names import Attempt, check_pin
 from ckptstore.run import Run
 
 
@@ -45,10 +45,15 @@ def pin(run: Run, attempt: Attempt, name: str, reason: str = "") -> None:
 
 def write_pin(run: Run, attempt: Attempt, name: str, reason: str = "") -> None:
     """Like `pin`, but also pins a hidden checkpoint, which stays hidden and is not swept. Raises InvalidName."""
-    key = run.keys.pin(attempt, name)
+    check_pin(name)
     audit.record(run, Action.PIN, [attempt], reason or name)
+    hold(run, attempt, name, reason)
+
+
+def hold(run: Run, attempt: Attempt, name: str, reason: str = "") -> None:
+    """Like `write_pin`, without a record in the audit log, which is about what people decide."""
     document = Pin(format=FORMAT, kind="pin", attempt=str(attempt), name=name, by=run.by, at=run.clock(), reason=reason)
-    run.write(key, document)
+    run.write(run.keys.pin(attempt, name), document)
 
 
 def unpin(run: Run, attempt: Attempt, name: str) -> None:

@@ -30,16 +30,15 @@ from ckptstore.commits.labels import with_labels
 from ckptstore.commits.leases import release_lease, renew_lease
 from ckptstore.commits.references import reference_lost, referenced_attempts
 from ckptstore.errors import AttemptAborted, Conflict, CorruptObject, Damaged, NotFound, Superseded
-from ckptstore.format.documents import FORMAT, Generation, Manifest, Outcome, Receipt, digest
+from ckptstore.format.documents import Generation, Manifest, Outcome, Receipt, digest
 from ckptstore.format.merging import StoredReceipt
-from ckptstore.format.parsing import parse_sealed, seal
-from ckptstore.format.records import Pin
+from ckptstore.format.parsing import parse_sealed
 from ckptstore.format.statistics import side_documents
 from ckptstore.names import Attempt, derive_ulid
 from ckptstore.reading.fetch import Progress
 from ckptstore.reading.source import StoreSource, check_manifest_data, stored_statistics
 from ckptstore.retention.deletion import hide, sweep
-from ckptstore.retention.pins import active_holds, pinned
+from ckptstore.retention.pins import active_holds, hold, pinned
 from ckptstore.run import Run
 from ckptstore.tiers.copying import chunks_by_shard, copy_labels, copy_shard
 
@@ -68,7 +67,7 @@ class Backlog:
 
 def enqueue(near: Run, attempt: Attempt) -> None:
     """A checkpoint of the near store is to be carried; durable on return. Idempotent. Raises Unavailable."""
-    _hold(near, attempt, QUEUED)
+    hold(near, attempt, QUEUED)
 
 
 def queued(near: Run) -> list[Attempt]:
@@ -158,7 +157,7 @@ def trim(near: Run, keep: int, known: Known | None = None) -> Sequence[Attempt]:
 
 def strand(near: Run, attempt: Attempt) -> None:
     """A checkpoint can no longer be carried: it stays near, pinned, until an operator decides. Raises Unavailable."""
-    _hold(near, attempt, STRANDED)
+    hold(near, attempt, STRANDED)
     _release(near, attempt)
 
 
@@ -275,12 +274,6 @@ def _committed(run: Run, attempt: Attempt) -> Checkpoint | None:
     """The checkpoint of an attempt, if it exists."""
     found = _decided(run, attempt, {})
     return found if found is not None and attempt not in hidden_attempts(run) else None
-
-
-def _hold(near: Run, attempt: Attempt, name: str) -> None:
-    # Not retention.pins.pin: the audit log is about what people decide.
-    document = Pin(format=FORMAT, kind="pin", attempt=str(attempt), name=name, by=near.by, at=near.clock(), reason="")
-    near.store.put(near.keys.pin(attempt, name), seal(document))
 
 
 def _release(near: Run, attempt: Attempt) -> None:

@@ -21,7 +21,6 @@ from typing import TypeVar
 from typing_extensions import override
 
 from ckptstore import names
-from ckptstore.clock import Clock, system_clock
 from ckptstore.commits.catalog import (
     Checkpoint,
     State,
@@ -39,7 +38,7 @@ from ckptstore.errors import CkptError, Damaged, NoCheckpoint, ObjectMissing, Un
 from ckptstore.format.documents import Generation, digest
 from ckptstore.format.parsing import is_sealed
 from ckptstore.format.statistics import SideDocument
-from ckptstore.names import Attempt, Reference, new_ulid
+from ckptstore.names import Attempt, Reference, checkpoint_id, new_ulid
 from ckptstore.reading.source import StoreSource
 from ckptstore.run import Run
 from ckptstore.stores import ObjectReader, Store
@@ -51,7 +50,7 @@ NEAR, FAR = "near", "far"
 _T = TypeVar("_T")
 _Seen = dict[Attempt, Collection[Attempt]]
 """The visible attempts of a store, each with all that are in quarantine there."""
-_NONE: dict[int, Generation | None] = {}
+_Generations = dict[int, Generation | None]
 _AWAY_S = 10.0
 _BOTH = "+"
 """Between the leases that a reader has in the two stores."""
@@ -60,11 +59,13 @@ _BOTH = "+"
 class TieredSource(StoreSource):
     """Reads from two stores. `store` is the far one. For any thread."""
 
-    def __init__(self, near: Store, far: Store, patient: Store | None = None, clock: Clock = system_clock) -> None:
+    def __init__(self, near: Store, far: Store, patient: Store | None = None) -> None:
         """patient: the far store again, with requests that are repeated: for what is not near."""
-        super().__init__(patient or far, clock)
-        self.near = StoreSource(near, clock)
-        self._quick = StoreSource(far, clock)
+        super().__init__(patient or far)
+        self.near = StoreSource(near)
+        self._quick = StoreSource(far)
+        self._patient = StoreSource(self.store)
+        self._tiers = {NEAR: self.near, FAR: self._quick}
         self._away_until = 0.0
 
     @override
@@ -73,8 +74,7 @@ class TieredSource(StoreSource):
 
     def checkpoints(self, run: str) -> list[Checkpoint]:
         """Reads all outcomes of both stores."""
-        near = self._near(lambda: list_checkpoints(self._of(self.near, run)), list[Checkpoint]())
-        far = self._far(run, lambda far: list_checkpoints(self._of(far, run)), list[Checkpoint]())
+        near, far = self._both(run, list_checkpoints, list[Checkpoint]())
         generations, stray = self._generations(run)
         found: dict[Attempt, Checkpoint] = {}
         for tier, listed in ((NEAR, near), (FAR, far)):
@@ -91,21 +91,18 @@ class TieredSource(StoreSource):
 
     @override
     def candidates(self, run: str) -> Iterator[Checkpoint]:
-        seen = {
-            NEAR: self._near(lambda: self._visible(self.near, run), _Seen()),
-            FAR: self._far(run, lambda far: self._visible(far, run), _Seen()),
-        }
+        listed, far = self._both(run, _visible, _Seen())
         generations, stray = self._generations(run)
-        near = {a: found for a, found in seen[NEAR].items() if a in seen[FAR] or a.generation not in stray}
-        left = max(seen[NEAR].keys() - near.keys(), default=None)
+        near = {a: found for a, found in listed.items() if a in far or a.generation not in stray}
+        left = max(listed.keys() - near.keys(), default=None)
         if left is not None:
             logger.warning(
                 "%s and others that are only near are not restored unless they are named: another trainer has "
-                "continued run %r in %s", self._of(self.near, run).id_of(left), run, self.url,
+                "continued run %r in %s", checkpoint_id(run, left), run, self.url,
             )  # fmt: skip
         return walk(
-            sorted({*near, *seen[FAR]}, reverse=True),
-            partial(self._load, run, {NEAR: near, FAR: seen[FAR]}),
+            sorted({*near, *far}, reverse=True),
+            partial(self._load, run, {NEAR: near, FAR: far}),
             generations.get,
         )
 
@@ -125,11 +122,7 @@ class TieredSource(StoreSource):
         """Reads all outcomes of the run."""
         if reference.step is None:
             return self.latest(reference.run)
-        meant = [
-            c
-            for c in self.checkpoints(reference.run)
-            if c.step == reference.step and reference.ulid in (None, c.attempt.ulid)
-        ]
+        meant = [c for c in self.checkpoints(reference.run) if reference.means(c.attempt)]
         if not meant:
             raise NoCheckpoint(
                 f"run {reference.run!r} has no checkpoint at step {reference.step} in {self.near.url} and {self.url}",
@@ -139,19 +132,25 @@ class TieredSource(StoreSource):
 
     def newest_generation(self, run: str) -> int:
         """The newest generation of the far store; 0 if it has none, or is away."""
-        return max(self._far(run, lambda far: list(list_generations(self._of(far, run))), list[int]()), default=0)
+        return max(self._far(run, lambda far: list(list_generations(far.run(run))), list[int]()), default=0)
 
     def near_id(self) -> str:
-        """A name of the near store, equal for all processes that see the same objects. Raises Unavailable."""
-        return near_id(self.near.store, self._clock)
+        """The id of the near store, equal for all processes that see the same objects: a ULID that the first caller
+        creates. Raises Unavailable."""
+        self.near.store.put_if_absent(names.NEAR_ID, new_ulid(self._clock()).encode())
+        return self.near.store.get(names.NEAR_ID).decode(errors="replace")
 
-    def is_near(self, run: str) -> bool:
-        """Whether the near store has checkpoints of the run."""
-        return self._near(lambda: self._has(run), False)
+    def is_near(self, run: str | None) -> bool:
+        """Whether the near store has checkpoints of the run, or of any run for None."""
+
+        def read() -> bool:
+            return bool(self.near.runs() if run is None else visible_attempts(self.near.run(run)))
+
+        return self._near(read, False)
 
     def farthest(self, checkpoint: Checkpoint) -> StoreSource:
         """The far store, or `near` if the checkpoint is only there."""
-        return self.near if checkpoint.tiers == (NEAR,) else StoreSource(self.store, self._clock)
+        return self.near if checkpoint.tiers == (NEAR,) else self._patient
 
     def manifest_data(self, checkpoint: Checkpoint) -> bytes:
         """One read, or two if the near store has not the right bytes."""
@@ -177,9 +176,9 @@ class TieredSource(StoreSource):
 
     def take_lease(self, checkpoint: Checkpoint, holder: str, ttl_s: float) -> str:
         """In each store that has the checkpoint and answers. Raises NoCheckpoint if none could be taken."""
-        taken = {NEAR: "", FAR: ""}
+        taken = dict.fromkeys(self._tiers, "")
         error: CkptError | None = None
-        for tier, source in ((NEAR, self.near), (FAR, self._quick)):
+        for tier, source in self._tiers.items():
             if tier in checkpoint.tiers:
                 try:
                     taken[tier] = source.take_lease(checkpoint, holder, ttl_s)
@@ -191,14 +190,13 @@ class TieredSource(StoreSource):
 
     @override
     def release_lease(self, run: str, lease: str) -> None:
-        for tier, source in ((NEAR, self.near), (FAR, self._quick)):
+        for tier, source in self._tiers.items():
             if part := part_of_lease(lease, tier):
                 source.release_lease(run, part)
 
-    def _generations(self, run: str) -> tuple[dict[int, Generation | None], set[int]]:
+    def _generations(self, run: str) -> tuple[_Generations, set[int]]:
         """The generations of both stores, the far one's first; and those of which nothing more is carried."""
-        near = self._near(lambda: read_generations(self._of(self.near, run)), _NONE)
-        far = self._far(run, lambda far: read_generations(self._of(far, run)), _NONE)
+        near, far = self._both(run, read_generations, _Generations())
         stray = set()
         for number in near:
             seen = seen_generation(near, number)
@@ -206,19 +204,12 @@ class TieredSource(StoreSource):
                 stray.add(number)
         return {**near, **far}, stray
 
-    def _visible(self, source: StoreSource, run: str) -> _Seen:
-        found = self._of(source, run)
-        visible = visible_attempts(found)
-        damaged = quarantined_attempts(found) if visible else ()
-        return dict.fromkeys(visible, damaged)
-
     def _load(self, run: str, seen: dict[str, _Seen], attempt: Attempt) -> Checkpoint | None:
-        tiers = tuple(tier for tier in (NEAR, FAR) if attempt in seen[tier])
+        tiers = tuple(tier for tier in self._tiers if attempt in seen[tier])
         best: Checkpoint | None = None
         for tier in tiers:
-            source = self.near if tier == NEAR else self._quick
             try:
-                found = read_checkpoint(self._of(source, run), attempt, seen[tier][attempt])
+                found = read_checkpoint(self._tiers[tier].run(run), attempt, seen[tier][attempt])
             except Unavailable as error:
                 if tier == tiers[-1]:
                     raise
@@ -234,15 +225,20 @@ class TieredSource(StoreSource):
         with suppress(ObjectMissing, Unavailable, Damaged):
             if right(data := read(self.near)):
                 return data
-        return read(StoreSource(self.store, self._clock))
+        return read(self._patient)
 
     def _with_labels(self, run: str, listed: list[Checkpoint]) -> list[Checkpoint]:
         for tier, source in ((FAR, self._quick), (NEAR, self.near)):
             there = {c.attempt: c for c in listed if tier in c.tiers and not c.tags}
             with suppress(Unavailable):
-                found = {c.attempt: c for c in with_labels(self._of(source, run), list(there.values()))}
+                found = {c.attempt: c for c in with_labels(source.run(run), list(there.values()))}
                 listed = [found.get(c.attempt, c) for c in listed]
         return listed
+
+    def _both(self, run: str, read: Callable[[Run], _T], otherwise: _T) -> tuple[_T, _T]:
+        """What the near store has of a run, and what the far one has."""
+        near = self._near(lambda: read(self.near.run(run)), otherwise)
+        return near, self._far(run, lambda far: read(far.run(run)), otherwise)
 
     def _near(self, read: Callable[[], _T], otherwise: _T) -> _T:
         try:
@@ -262,27 +258,15 @@ class TieredSource(StoreSource):
             except Unavailable as error:
                 self._away_until = time.monotonic() + _AWAY_S
                 logger.warning("the far store is away: %s", error)
-        if not self._near(lambda: self._has(run), False):
-            return read(StoreSource(self.store, self._clock))
-        return otherwise
-
-    def _has(self, run: str | None) -> bool:
-        """Whether the near store has checkpoints."""
-        return bool(self.near.runs() if run is None else visible_attempts(self._of(self.near, run)))
-
-    def _of(self, source: StoreSource, run: str) -> Run:
-        return Run(source.store, run, self._clock)
+        return otherwise if self.is_near(run) else read(self._patient)
 
 
-def near_id(store: Store, clock: Clock) -> str:
-    """The id of a near store, a ULID that the first caller creates. Raises Unavailable."""
-    store.put_if_absent(names.NEAR_ID, new_ulid(clock()).encode())
-    return store.get(names.NEAR_ID).decode(errors="replace")
+def _visible(run: Run) -> _Seen:
+    visible = visible_attempts(run)
+    return dict.fromkeys(visible, quarantined_attempts(run) if visible else ())
 
 
 def part_of_lease(lease: str, tier: str) -> str:
     """The lease in one of the stores; empty if there is none. Pure."""
-    near, both, far = lease.partition(_BOTH)
-    if not both:  # of a single store
-        return lease if tier == NEAR else ""
+    near, _, far = lease.partition(_BOTH)  # of a single store, all is before it
     return near if tier == NEAR else far
