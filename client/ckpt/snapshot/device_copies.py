@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -127,15 +127,29 @@ Views: TypeAlias = "Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]"
 
 
 class DeviceCopies:
-    """The copies of one snapshot from one device. The training thread adds and begins, another one may copy."""
+    """The copies of one snapshot from one device. The training thread begins, another one may copy."""
 
-    def __init__(self, device: Device, pinned: bool) -> None:
-        """pinned: whether the slot is page-locked."""
+    def __init__(
+        self,
+        device: Device,
+        pinned: bool,
+        watch: Watch,
+        now: Pairs,
+        later: Mapping[Part, tuple[Views, Sequence[torch.Tensor]]],
+        places: Sequence[SamplePlaces],
+    ) -> None:
+        """pinned: whether the slot is page-locked. now: copied in the order of the current stream. later: copied when
+        it is their part's turn; the views are made by the thread that copies. places: where these are sampled, numbered
+        in this order.
+
+        Tensors are kept until `release`: the allocator must not reuse memory that is still to be read.
+        """
         self._device = device
         self._pinned = pinned
-        self._now: Pairs = ([], [])
-        self._later: dict[Part, tuple[Views, list[torch.Tensor]]] = {}
-        self._places: Sequence[SamplePlaces] = ()
+        self._watch = watch
+        self._now: Pairs = (now[0], list(map(torch.Tensor.detach, now[1])))
+        self._later = {part: (views, list(map(torch.Tensor.detach, found))) for part, (views, found) in later.items()}
+        self._places = places
         self._gathered: list[GatheredLeaves] = []
         self._ahead: GatheredLeaves | None = None
         """Leaves that cannot wait at the gate, gathered at the call."""
@@ -149,53 +163,31 @@ class DeviceCopies:
         self._lock = threading.Lock()
 
     @property
-    def parts(self) -> Iterable[Part]:
-        """The parts that are deferred."""
-        return self._later
-
-    @property
     def tensors(self) -> Iterable[torch.Tensor]:
         """All that are read."""
         return chain(self._now[1], *(tensors for _, tensors in self._later.values()))
 
-    def add(self, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-        """Copy tensors in the order of the current stream.
-
-        They are kept until `release`: the allocator must not reuse memory that is still to be read.
-        """
-        to, kept = self._now
-        to += views
-        kept += map(torch.Tensor.detach, tensors)
-
-    def defer(self, views: Views, tensors: Sequence[torch.Tensor], part: Part) -> None:
-        """Copy tensors later. They are kept, too. views: called by the thread that copies."""
-        self._later[part] = (views, list(map(torch.Tensor.detach, tensors)))
-
-    def sample(self, places: Sequence[SamplePlaces]) -> None:
-        """Where to sample the deferred leaves, which are numbered in the order of `defer`."""
-        self._places = places
-
-    def begun(self, watch: Watch) -> None:
+    def begun(self) -> None:
         """Queue what cannot wait, and mark the point of the current stream where the state is complete.
 
         Leaves that were not deferred are copied in the order of this stream: to the host; or to memory of the device,
         if there is enough, and beside training to the host.
         """
         try:
-            self._begin_now(watch.ahead)
+            self._begin_now()
             if self._later:
                 self._guard = DeviceGuard(self._device)
                 self._guard.sample(self._places)
         finally:
             self._ready = self._done = self._device.mark(side=False)
 
-    def _begin_now(self, ahead: bool) -> None:
+    def _begin_now(self) -> None:
         if not self._pinned:
             self._queue(*self._now, side=False)
             return
         small, large = by_size(self._now)
         size = num_bytes(large[0])
-        if ahead and size and self._device.free_bytes() >= size:
+        if self._watch.ahead and size and self._device.free_bytes() >= size:
             with suppress(RuntimeError):  # the device has less memory than it says
                 self._ahead, self.ahead_bytes = GatheredLeaves(self._device, large, side=False), size
         if self._ahead is None:
@@ -203,7 +195,7 @@ class DeviceCopies:
             self._queue(*large, side=False)
         self._gather(small, side=False)
 
-    def start(self, watch: Watch, patience: Patience) -> None:
+    def start(self, patience: Patience) -> None:
         """Wait until the state is complete.
 
         Copies that were queued behind a long backlog would fill the launch queue of the process, and launches of the
@@ -214,7 +206,7 @@ class DeviceCopies:
         assert self._ready is not None
         patience.wait_for(self._ready)
         self._device.wait(self._ready, side=True)
-        if self._guard is None or not watch.digests:
+        if self._guard is None or not self._watch.digests:
             return
         try:
             self._guard.digest([tensor for _, tensors in self._later.values() for tensor in tensors])

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from ckpt.capture.leaves import Change, Leaves, StateLeaf
+from ckpt.capture.leaves import Change, Leaves
 from ckpt.device import DEVICES, Patience, has_device, poll
 from ckpt.host.segment import Segment
 from ckpt.lazily import torch
 from ckpt.saver.messages import SliceRow
-from ckpt.snapshot.device_copies import DeviceCopies, Views, pin_segment
+from ckpt.snapshot.device_copies import DeviceCopies, pin_segment
 from ckpt.snapshot.guard import (
     FROZEN_BYTES,
     CopyProgress,
@@ -47,82 +47,38 @@ GatheredRun = tuple[int, int, int]
 
 
 class Transfer:
-    """The copy of one snapshot: `copy` once, then `finish`.
+    """The copy of one snapshot: `begun` and `copy` once, then `finish`.
 
-    `make_streams_wait` belongs to the training thread.
+    `begun` and `make_streams_wait` belong to the training thread.
     """
 
-    def __init__(self, frozen: Sequence[Placed] = ()) -> None:
-        self.frozen = frozen
+    def __init__(self, plan: _CopyPlan, leaves: Leaves, pinned: bool, watch: Watch) -> None:
+        """Copies small memory that cannot wait. pinned: whether the slot is page-locked."""
+        self._plan = plan
+        self.frozen = plan.frozen
         """The copies in the slot of large leaves that are expected not to change."""
-        self.later = Leaves()
+        self.later = plan.waiting.among(leaves)
         """The leaves deferred to `copy`."""
-        self.samples: list[Sample] = []
+        self.samples = plan.waiting.samples
         """Samples of each deferred leaf, for its guard."""
-        self.storages: list[torch.UntypedStorage] = []
+        self.storages = list(map(torch.Tensor.untyped_storage, self.later.tensors))
         """The storage of each deferred leaf. Holding them keeps the memory alive."""
-        self.parts: dict[Part, list[int]] = {}
+        self.parts = plan.waiting.parts
         """Indexes of the deferred leaves by part."""
-        self.progress = CopyProgress(())
+        self.progress = CopyProgress(self.parts)
         """Which parts are copied: host memory is, and the copies of devices are queued."""
-        self._watch = Watch()
-        self._moves: Sequence[Move] = ()
-        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Copy to, and copy from, by index of the deferred leaf."""
-        self._kept: list[object] = []
-        self._devices: dict[torch.device, DeviceCopies] = {}
-        self._gathered: Sequence[Move] = ()
-        self._deferred: dict[torch.device, list[int]] = {}
-        """Indexes of the deferred leaves of devices, in the order of their copies."""
-
-    def add_moves(
-        self, moves: Sequence[Move], leaves: Leaves, samples: Sequence[Sample], parts: Mapping[Part, Sequence[int]]
-    ) -> None:
-        """Defer copies of host memory; call it before all other add methods. Keeps the memory alive until then.
-
-        leaves: those of the moves, then the leaves of devices that are deferred. parts: their indexes, by part.
-        """
-        self.later, self.samples = leaves, list(samples)
-        self.parts = {part: list(indexes) for part, indexes in parts.items()}
-        self._moves = moves
-        self.storages = list(map(torch.Tensor.untyped_storage, leaves.tensors))
-
-    def add_gathered(self, data: bytes, runs: Sequence[GatheredRun]) -> None:
-        """Defer copying the gathered bytes to their places in the slot."""
-        kept = ctypes.c_char_p(data)
-        self._kept.append(kept)
-        begin = ctypes.cast(kept, ctypes.c_void_p).value or 0
-        self._gathered = [(to, begin + at, size) for to, at, size in runs]
-
-    def add_copy(self, view: torch.Tensor, leaf: StateLeaf, part: Part) -> None:
-        """Defer the copy of a tensor in host memory whose bytes are not its elements in order."""
-        self._copies[len(self.later)] = (view, leaf.tensor.detach())
-        self.parts.setdefault(part, []).append(len(self.later))
-        self.later.append(leaf)
-        self.samples.append(sample(leaf.tensor))
-        self.storages.append(leaf.tensor.untyped_storage())
-
-    def add_device_copies(
-        self, device: torch.device, pinned: bool, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
-    ) -> None:
-        """Copy from a device in the order of the current stream. pinned: whether the slot is."""
-        self._copies_of(device, pinned).add(views, tensors)
-
-    def defer_device_copies(
-        self, device: torch.device, pinned: bool, views: Views, indexes: Sequence[int], part: Part
-    ) -> None:
-        """Defer copies from a device. indexes: those of the leaves among the deferred ones."""
-        self._deferred.setdefault(device, []).extend(indexes)
-        self._copies_of(device, pinned).defer(views, [self.later.tensors[i] for i in indexes], part)
-
-    def sample_on_device(self, device: torch.device, places: Sequence[SamplePlaces]) -> None:
-        """Sample the deferred leaves of a device, which are numbered in the order of their copies."""
-        self._devices[device].sample(places)
-
-    def _copies_of(self, device: torch.device, pinned: bool) -> DeviceCopies:
-        if device not in self._devices:
-            self._devices[device] = DeviceCopies(DEVICES[device.type](device), pinned)
-        return self._devices[device]
+        self._gathered = b"".join(plan.gathered)
+        self._devices = {
+            device: DeviceCopies(
+                DEVICES[device.type](device),
+                pinned,
+                watch,
+                (found.views, [leaves.tensors[i] for i in found.indexes]),
+                {part: (views, self.later.tensors[views.among]) for part, views in found.later.items()},
+                found.samples,
+            )
+            for device, found in plan.devices.items()
+        }
 
     @property
     def on_devices(self) -> bool:
@@ -132,7 +88,7 @@ class Transfer:
     @property
     def deferred_on_devices(self) -> bool:
         """Whether a device copies leaves while training continues."""
-        return bool(self._deferred)
+        return any(found.later for found in self._plan.devices.values())
 
     @property
     def ahead_bytes(self) -> int:
@@ -149,12 +105,10 @@ class Transfer:
         """Whether copies are deferred, or a GPU is copying."""
         return bool(self.later or self._devices)
 
-    def begun(self, watch: Watch) -> None:
+    def begun(self) -> None:
         """Order deferred copies of GPUs after the work enqueued so far."""
-        self._watch = watch
-        self.progress = CopyProgress(self.parts)
         for copies in self._devices.values():
-            copies.begun(watch)
+            copies.begun()
 
     def copy(self, guard: Guard, patience: Patience) -> None:
         """Copy host memory, and start the copies of GPUs. guard: checks the leaves in host memory."""
@@ -164,10 +118,10 @@ class Transfer:
 
     def _copy_host_memory(self, guard: Guard) -> dict[Part, None]:
         """Returns the parts of which devices copy leaves."""
-        move_all(self._gathered)
-        on_host = {part: deque(i for i in found if self._is_on_host(i)) for part, found in self.parts.items()}
-        left = {part: indexes for part, indexes in on_host.items() if indexes}
-        devices = {part for copies in self._devices.values() for part in copies.parts}
+        begin = ctypes.cast(ctypes.c_char_p(self._gathered), ctypes.c_void_p).value or 0
+        move_all((to, begin + at, size) for to, at, size in self._plan.runs)
+        left = {part: deque(indexes) for part, indexes in self._plan.on_host.items()}
+        devices = {part for found in self._plan.devices.values() for part in found.later}
         while left:
             part = self.progress.next(left)
             self._copy_leaf(left[part].popleft(), guard)
@@ -177,17 +131,15 @@ class Transfer:
                     self.progress.copied(part)
         return dict.fromkeys(part for part in self.parts if part in devices)
 
-    def _is_on_host(self, index: int) -> bool:
-        return index < len(self._moves) or index in self._copies
-
     def _copy_leaf(self, index: int, guard: Guard) -> None:
-        if index in self._copies:
-            view, tensor = self._copies[index]
+        moves = self._plan.later
+        if index >= len(moves):
+            view = self._plan.views[index - len(moves)]
             if not guard.moved(index):
-                view.copy_(tensor)
+                view.copy_(self.later.tensors[index])
                 guard.copied(index, view.data_ptr(), view.nbytes)
             return
-        to, source, size = self._moves[index]
+        to, source, size = moves[index]
         for at in range(0, size, _MOVED_BYTES):
             if guard.moved(index):
                 break
@@ -197,7 +149,7 @@ class Transfer:
 
     def _copy_devices(self, left: dict[Part, None], patience: Patience) -> None:
         for copies in self._devices.values():
-            copies.start(self._watch, patience)
+            copies.start(patience)
         while left:
             part = self.progress.next(left)
             for copies in self._devices.values():
@@ -214,8 +166,8 @@ class Transfer:
 
     def torn(self) -> list[str]:
         """Entries that had changed when devices copied them. Call it after `finish`."""
-        found = [self._deferred[device][n] for device, copies in self._devices.items() for n in copies.torn()]
-        return [self.later.slices[index].entry for index in found]
+        torn = {self._plan.devices[device].first: copies.torn() for device, copies in self._devices.items()}
+        return [self.later.slices[first + number].entry for first, numbers in torn.items() for number in numbers]
 
     def finish(self, expired: Callable[[], bool] | None = None) -> bool:
         """Wait until the slot holds what devices copy. False if time has expired before. For any thread."""
@@ -234,8 +186,7 @@ class Transfer:
         """Release the tensors. Call it after `finish`."""
         for copies in self._devices.values():
             copies.release()
-        self.later, self.samples, self.storages, self._moves, self._gathered = Leaves(), [], [], (), ()
-        self._copies, self._kept = {}, []
+        self.later, self.storages, self._gathered = Leaves(), [], b""
 
 
 def move_all(moves: Iterable[Move]) -> None:
@@ -312,6 +263,10 @@ class _SlotViews:
 
     def __init__(self, segment: Segment) -> None:
         self.at: list[int] = []
+        self.indexes: list[int] = []
+        """Of the leaves."""
+        self.among = slice(0)
+        """Where these leaves are among all that are deferred."""
         self._segment = segment
         self._made: list[torch.Tensor] = []
 
@@ -329,12 +284,13 @@ class _DeviceLeaves:
     Every save goes through them column by column: an object for each leaf would cost more than the rest of the save.
     """
 
-    now: tuple[list[torch.Tensor], list[int]] = field(default_factory=lambda: ([], []))
-    """Those that are copied in the order of the current stream."""
-    later: dict[Part, tuple[_SlotViews, list[int]]] = field(default_factory=dict)
+    views: list[torch.Tensor] = field(default_factory=list)
+    """The places of those that are copied in the order of the current stream."""
+    indexes: list[int] = field(default_factory=list)
+    later: dict[Part, _SlotViews] = field(default_factory=dict)
     """Those that are deferred."""
-    places: dict[Part, range] = field(default_factory=dict)
-    """The indexes of the deferred leaves among all that are deferred."""
+    first: int = 0
+    """The index of the first of these among all that are deferred."""
     samples: Sequence[SamplePlaces] = ()
     """Where the deferred leaves are sampled."""
 
@@ -348,14 +304,18 @@ class _CopyPlan:
     gathered: list[RawMemory] = field(default_factory=list)
     """Small memory, which is copied into one buffer now, and from there to its places later."""
     runs: list[GatheredRun] = field(default_factory=list)
+    copied: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    """Places and indexes of leaves in host memory whose bytes are not their elements in order."""
     later: list[Move] = field(default_factory=list)
+    views: list[torch.Tensor] = field(default_factory=list)
+    """The places of such leaves that are deferred."""
     waiting: _DeferredLeaves = field(default_factory=_DeferredLeaves)
-    """The leaves of `later`, then those of devices that are deferred."""
+    """The leaves of `later`, of `views`, and then those of devices that are deferred."""
+    on_host: dict[Part, list[int]] = field(default_factory=dict)
+    """Places in `waiting` of the leaves in host memory, by part."""
     devices: dict[torch.device, _DeviceLeaves] = field(default_factory=dict)
     frozen: list[Placed] = field(default_factory=list)
     """The places of large leaves that are expected not to change."""
-    others: list[tuple[torch.Tensor, int, Part | None]] = field(default_factory=list)
-    """Leaves that are not plain host memory: their place, their index, and their part if they are deferred."""
 
     def gather(self) -> None:
         """Move small copies from `now` to `gathered`, up to a total of _ALL_GATHERED_BYTES."""
@@ -413,15 +373,16 @@ class Stager:
         plan = self._plan
         if plan is None or sameness is None or plan.sameness != sameness:
             plan = self._plan = self._make_plan(leaves, layout, later, sameness)
-        transfer = Transfer(plan.frozen)
+        for device in plan.devices:
+            self.pin(device)
         move_all(plan.now)
-        if plan.waiting.indexes:
-            transfer.add_gathered(b"".join(plan.gathered), plan.runs)
-            transfer.add_moves(plan.later, plan.waiting.among(leaves), plan.waiting.samples, plan.waiting.parts)
+        if plan.copied:
+            with torch.no_grad():
+                for view, i in plan.copied:
+                    view.copy_(leaves.tensors[i])
+        transfer = Transfer(plan, leaves, self.pinned, watch or Watch())
         try:
-            if plan.others or plan.devices:
-                self._begin_others(transfer, plan, leaves)
-            transfer.begun(watch or Watch())
+            transfer.begun()
         except BaseException:
             transfer.finish()  # what was queued is still written, and the slot will be used again
             raise
@@ -432,7 +393,7 @@ class Stager:
     ) -> _CopyPlan:
         plan = _CopyPlan(sameness)
         parts = [None] * len(leaves) if later is None else later(leaves)
-        deferred: tuple[list[int], list[Part]] = ([], [])
+        moved, copied = list[int](), list[int]()
         for place, i in zip(layout.placed, layout.order, strict=True):
             tensor, part = leaves.tensors[i], parts[i]
             if leaves.changes[i] is Change.NEVER and place.slice.bytes >= FROZEN_BYTES:
@@ -440,16 +401,22 @@ class Stager:
             if has_device(tensor):
                 self._plan_device(plan, place, i, tensor, part)
             elif not is_plain(tensor):
-                plan.others.append((_view(self._segment, place.at, tensor), i, part))
+                view = _view(self._segment, place.at, tensor)
+                if part is None:
+                    plan.copied.append((view, i))
+                else:
+                    plan.views.append(view)
+                    copied.append(i)
             else:
                 move = (self._address + place.at, tensor.data_ptr(), tensor.nbytes)
                 if part is None:
                     plan.now.append(move)
                 else:
                     plan.later.append(move)
-                    deferred[0].append(i)
-                    deferred[1].append(part)
-        plan.waiting.add(deferred[0], leaves, deferred[1], sample)
+                    moved.append(i)
+        on_host = moved + copied
+        plan.waiting.add(on_host, leaves, [part for i in on_host if (part := parts[i]) is not None], sample)
+        plan.on_host = {part: list(indexes) for part, indexes in plan.waiting.parts.items()}
         if plan.later:
             plan.gather()
         for of_device in plan.devices.values():
@@ -459,40 +426,24 @@ class Stager:
     def _plan_device(self, plan: _CopyPlan, place: Placed, index: int, tensor: torch.Tensor, part: Part | None) -> None:
         of_device = plan.devices.get(tensor.device) or plan.devices.setdefault(tensor.device, _DeviceLeaves())
         if part is None:
-            views, indexes = of_device.now
-            views.append(_view(self._segment, place.at, tensor))
+            of_device.views.append(_view(self._segment, place.at, tensor))
+            of_device.indexes.append(index)
         else:
-            later = of_device.later.get(part) or of_device.later.setdefault(part, (_SlotViews(self._segment), []))
-            later[0].at.append(place.at)
-            indexes = later[1]
-        indexes.append(index)
+            later = of_device.later.get(part) or of_device.later.setdefault(part, _SlotViews(self._segment))
+            later.at.append(place.at)
+            later.indexes.append(index)
 
     def _plan_deferred(self, plan: _CopyPlan, of_device: _DeviceLeaves, leaves: Leaves) -> None:
         """What is equal in every save of the leaves of a device that are deferred."""
         copies, tensors = list[int](), list[torch.Tensor]()
-        for part, (views, indexes) in of_device.later.items():
+        of_device.first = len(plan.waiting.indexes)
+        for part, views in of_device.later.items():
             first = len(plan.waiting.indexes)
-            of_device.places[part] = range(first, first + len(indexes))
-            plan.waiting.add(indexes, leaves, [part] * len(indexes), unread)
+            views.among = slice(first, first + len(views.indexes))
+            plan.waiting.add(views.indexes, leaves, [part] * len(views.indexes), unread)
             copies += [self._address + at for at in views.at]
-            tensors += [leaves.tensors[i] for i in indexes]
+            tensors += [leaves.tensors[i] for i in views.indexes]
         of_device.samples = sample_places(copies, tensors)
-
-    def _begin_others(self, transfer: Transfer, plan: _CopyPlan, leaves: Leaves) -> None:
-        """Leaves that are not plain host memory."""
-        with torch.no_grad():
-            for view, i, part in plan.others:
-                if part is None:
-                    view.copy_(leaves.tensors[i])
-                else:
-                    transfer.add_copy(view, leaves[i], part)
-            for device, found in plan.devices.items():
-                self.pin(device)
-                views, indexes = found.now
-                transfer.add_device_copies(device, self.pinned, views, [leaves.tensors[i] for i in indexes])
-                for part, (later, _) in found.later.items():
-                    transfer.defer_device_copies(device, self.pinned, later, found.places[part], part)
-                transfer.sample_on_device(device, found.samples)
 
 
 def _view(segment: Segment, at: int, tensor: torch.Tensor) -> torch.Tensor:
