@@ -26,11 +26,11 @@ class Ours(Peer):
     distribution = "ckptd"
     asynchronous = True
 
-    def __init__(self, folder: Path, near: bool = False, **options: Any) -> None:
-        """near: save in a near store first, and carry each save to the other one."""
+    def __init__(self, folder: Path, local: bool = False, **options: Any) -> None:
+        """local: save in a local tier first, and carry each save to the other one."""
         self.store = tempfile.mkdtemp(prefix="ckptd-", dir=folder)
-        if near:
-            options |= {"near": tempfile.mkdtemp(prefix="near-", dir=folder), "near_keep": 1}
+        if local:
+            options |= {"local": tempfile.mkdtemp(prefix="local-", dir=folder), "local_keep": 1}
         # Benchmarks save the same state again and again, and want all of it written.
         self.checkpointer = Checkpointer(self.store, run="bench", **({"slots": 1, "max_references": 0} | options))
         self.steps = 0
@@ -42,13 +42,13 @@ class Ours(Peer):
         self.start_save(state, folder)()
 
     def start_save(self, state: State, folder: Path) -> Callable[[], None]:
-        """Durable when it is committed, with a near store also far. `folder` only names it."""
+        """Durable when it is committed, with a local tier also remote. `folder` only names it."""
         self.steps += 1
         handle = self.checkpointer.save_async(state.model, state.optim, self.steps)
 
         def wait() -> None:
             self.saved[folder] = handle.result()
-            while self.checkpointer.counters.near_only:
+            while self.checkpointer.counters.local_only:
                 time.sleep(_LOOK_S)
 
         return wait

@@ -46,7 +46,7 @@ OURS: dict[str, dict[str, Any]] = {
     "ckptd": {},
     "ckptd, off": {"compress": "off"},
     "ckptd, fast": {"compress": "fast"},
-    "ckptd, near": {"near": True},
+    "ckptd, local tier": {"local": True},
 }
 """The first is the default, and the headline; the second has a goal too."""
 FREE, BUSY = "free cores", "busy cores"

@@ -29,7 +29,7 @@ from bench.slowdown import Trainer
 from bench.state import State, trained, wanted_bytes
 
 EAGER, OVERLAP = "ckptd, overlap=False", "ckptd"
-OURS: dict[str, dict[str, Any]] = {OVERLAP: {}, EAGER: {"overlap": False}, "ckptd, near": {"near": True}}
+OURS: dict[str, dict[str, Any]] = {OVERLAP: {}, EAGER: {"overlap": False}, "ckptd, local tier": {"local": True}}
 PEERS = ("torch.save", "dcp-thread", "dcp-process", "torch_checkpointing", "torchsnapshot")
 MEMCPY = "memcpy"
 GOALS = {EAGER: 1.1, OVERLAP: 0.05}

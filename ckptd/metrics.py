@@ -153,7 +153,7 @@ class Gauges(Collector):
 
 
 class GoodputGauges(Collector):
-    """What became of the time of each run, and what is near only; no series if the daemon is not the leader."""
+    """What became of the time of each run, and what is local only; no series if the daemon is not the leader."""
 
     def __init__(self, known: Callable[[], Mapping[str, Account]], clock: Clock) -> None:
         self._known = known
@@ -171,27 +171,27 @@ class GoodputGauges(Collector):
                 spent.add_metric([run, category], seconds)
             ratio.add_metric([run], account.goodput)
             lost.add_metric([run], account.lost_steps)
-        yield from (spent, ratio, lost, *self._near_only())
+        yield from (spent, ratio, lost, *self._local_only())
 
-    def _near_only(self) -> tuple[Metric, ...]:
+    def _local_only(self) -> tuple[Metric, ...]:
         """The two ages have series only while there is a backlog."""
         count, stored, age, report_age = (
             GaugeMetricFamily(name, text, labels=["run"])
             for name, text in (
-                ("ckptd_backlog_checkpoints", "Checkpoints that are in a near store only, and to be carried."),
+                ("ckptd_backlog_checkpoints", "Checkpoints that are in a local tier only, and to be carried."),
                 ("ckptd_backlog_bytes", "Stored bytes of these checkpoints."),
-                ("ckptd_backlog_age_seconds", "Time since the oldest of them was committed near."),
+                ("ckptd_backlog_age_seconds", "Time since the oldest of them was committed locally."),
                 ("ckptd_backlog_report_age_seconds", "Time since the saver reported the backlog."),
             )
         )
         now = self._clock()
         for run, account in self._known().items():
-            if (near := account.near_only) is not None:
-                count.add_metric([run], near.checkpoints)
-                stored.add_metric([run], near.bytes)
-                if near.since is not None:
-                    age.add_metric([run], max(0.0, now - near.since))
-                    report_age.add_metric([run], max(0.0, now - near.at))
+            if (local := account.local_only) is not None:
+                count.add_metric([run], local.checkpoints)
+                stored.add_metric([run], local.bytes)
+                if local.since is not None:
+                    age.add_metric([run], max(0.0, now - local.since))
+                    report_age.add_metric([run], max(0.0, now - local.at))
         return count, stored, age, report_age
 
 

@@ -17,7 +17,7 @@ from ckptstore import human
 from ckptstore.analysis.charts import ChartMark, Spark, Tick, sparkline, step_axis
 from ckptstore.analysis.goodput import Account, EndOf
 from ckptstore.commits.catalog import Checkpoint, State, has_branches
-from ckptstore.format.records import NearOnly
+from ckptstore.format.records import LocalOnly
 from ckptstore.names import Attempt
 from ckptstore.retention.policy import KeepDecision
 
@@ -193,8 +193,8 @@ class RunRow:
     """None if unknown."""
     num_restores: int
     progress: Progress
-    near_only: NearOnly | None
-    """None if it has no near store."""
+    local_only: LocalOnly | None
+    """None if it has no local tier."""
 
     @property
     def tags(self) -> list[tuple[str, str]]:
@@ -229,8 +229,8 @@ def run_row(
     age_s = max(0.0, now - summary.latest.committed_at) if summary.latest else None
     trend = sparkline(value_of(c, metric) for c in known)
     going = progress(recent, num_uploads, account, now)
-    near_only = account.near_only if account is not None else None
-    return RunRow(summary, age_s, trend, metric, num_uploads, num_restores, going, near_only)
+    local_only = account.local_only if account is not None else None
+    return RunRow(summary, age_s, trend, metric, num_uploads, num_restores, going, local_only)
 
 
 def progress(recent: Sequence[Checkpoint], num_uploads: int | None, account: Account | None, now: float) -> Progress:

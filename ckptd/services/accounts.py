@@ -58,6 +58,6 @@ class Accounts:
         known = self._known.get(name)
         if known is None or known.attempts[-1].ended is EndOf.RUNNING:
             return False
-        if known.near_only is not None and known.near_only.checkpoints:
+        if known.local_only is not None and known.local_only.checkpoints:
             return False  # the saver outlives its trainer
         return latest is None or latest.created_at <= known.until

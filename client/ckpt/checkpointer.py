@@ -47,7 +47,7 @@ class Checkpointer:
             _load_modules_of_torch()
         self.config = config
         self._source: Source = open_source(
-            config.source, config.token, config.options, patience_s=config.retry_s, near=config.near
+            config.source, config.token, config.options, patience_s=config.retry_s, local=config.local
         )
         self._saves = RunSaves(config, self._source, self._world)
         self._lease: str | None = None
@@ -183,7 +183,7 @@ class Checkpointer:
         try:
             restored = restorer.restore(state, Reference.of(self.config.run_name, checkpoint), strict, rng)
         finally:
-            # A restore that fails, or finds the far store away, takes nothing back of what an earlier one saw.
+            # A restore that fails, or finds the remote store away, takes nothing back of what an earlier one saw.
             self._saves.session.seen = max(self._saves.session.seen, restorer.seen)
             self._release_lease()  # of what was restored before, which may be the same checkpoint
         if restored is not None:

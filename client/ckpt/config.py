@@ -69,14 +69,14 @@ class Config:
     """A relative path is resolved at once."""
     _: KW_ONLY
     run: str | None = None
-    near: str | None = None
+    local: str | None = None
     """A store that all ranks share, where saves are committed; they are carried to `store` in the background."""
-    far_every: int = 1
+    replicate_every: int = 1
     """Every how many saves one is carried; the first after a start or restore, and the last, always."""
-    near_keep: int = 2
-    """How many of the newest checkpoints stay near. What is to be carried stays, too."""
-    near_bytes: int | None = None
-    """Most bytes of the run in the near store."""
+    local_keep: int = 2
+    """How many of the newest checkpoints stay local. What is to be carried stays, too."""
+    local_bytes: int | None = None
+    """Most bytes of the run in the local tier."""
     daemon: str | None = None
     """URL of ckptd. Notified of commits; used for reads if `store` is unset."""
     token: str | None = field(default=None, repr=False)
@@ -137,7 +137,7 @@ class Config:
             )
         if self.replica_reads == "daemon" and self.daemon is None:
             raise InvalidRequest("replica_reads='daemon' without a daemon", "Pass daemon= or set CKPTD_URL")
-        self._check_near()
+        self._check_local()
         object.__setattr__(self, "linger_s", _linger_s(self.linger_s))
         self._check_amounts()
 
@@ -153,18 +153,20 @@ class Config:
         if self.slots < 1:
             raise InvalidRequest(f"{self.slots} slots cannot hold a snapshot", "Use at least 1")
 
-    def _check_near(self) -> None:
-        if self.near is None:
+    def _check_local(self) -> None:
+        if self.local is None:
             return
-        object.__setattr__(self, "near", resolve_url(self.near))
-        if self.read_only or self.near.startswith(("http://", "https://")):
-            raise InvalidRequest("near= needs two stores, and a daemon serves reads only", "Pass the URL of a store")
-        if self.near == self.store:
-            raise InvalidRequest(f"near and store are the same: {self.near}", "Leave out near, or use another folder")
-        if self.far_every < 1 or self.near_keep < 1:
+        object.__setattr__(self, "local", resolve_url(self.local))
+        if self.read_only or self.local.startswith(("http://", "https://")):
+            raise InvalidRequest("local= needs two stores, and a daemon serves reads only", "Pass the URL of a store")
+        if self.local == self.store:
             raise InvalidRequest(
-                f"far_every {self.far_every} and near_keep {self.near_keep} must be positive",
-                "Use far_every=1 to carry every save, and near_keep=1 to keep only the newest near",
+                f"local and store are the same: {self.local}", "Leave out local, or use another folder"
+            )
+        if self.replicate_every < 1 or self.local_keep < 1:
+            raise InvalidRequest(
+                f"replicate_every {self.replicate_every} and local_keep {self.local_keep} must be positive",
+                "Use replicate_every=1 to carry every save, and local_keep=1 to keep only the newest one locally",
             )
 
     @property
@@ -188,15 +190,15 @@ class Config:
     @property
     def in_process(self) -> bool:
         """Whether the pipeline runs in threads here; memory:// exists in this process only."""
-        return self.writer == "thread" or (self.near or self.source).startswith("memory://")
+        return self.writer == "thread" or (self.local or self.source).startswith("memory://")
 
     def setup(self, rank: int, world_size: int) -> Setup:
         """The first message to the saver of a rank: its fields that are knobs have the knobs' names."""
         knobs = {name: getattr(self, name) for name in Setup.__struct_fields__ if hasattr(self, name)}
         ranks = {"rank": rank, "world_size": world_size, "trainer": os.getpid(), "heartbeat_s": HEARTBEAT_S}
         stores: dict[str, Any] = {"store": self.source}
-        if self.near is not None:
-            stores = {"store": self.near, "options": {}, "far": self.source, "far_options": self.options}
+        if self.local is not None:
+            stores = {"store": self.local, "options": {}, "remote": self.source, "remote_options": self.options}
         return Setup(**(knobs | ranks | stores))
 
 
@@ -215,7 +217,7 @@ def _linger_s(given: float | None) -> float:
 _VARIABLES = {
     "store": "CKPT_STORE",
     "run": "CKPT_RUN",
-    "near": "CKPT_NEAR",
+    "local": "CKPT_LOCAL",
     "daemon": "CKPTD_URL",
     "token": "CKPT_TOKEN",
 }

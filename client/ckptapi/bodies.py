@@ -88,7 +88,7 @@ class CheckpointBody(msgspec.Struct, frozen=True, kw_only=True):
     not_finite: int | None = None
     """Number of elements that are NaN or Inf; null: it was saved without statistics."""
     tiers: list[str] = []
-    """Where it is: `near`, `far`; empty: it was read from a single store."""
+    """Where it is: `local`, `remote`; empty: it was read from a single store."""
     committed: str = ""
     """`committed_at` as in RFC 3339."""
     created: str = ""

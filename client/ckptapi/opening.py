@@ -17,12 +17,12 @@ def open_source(
     options: Mapping[str, Any] | None = None,
     patience_s: float = 0.0,
     cacert: str | None = None,
-    near: str | None = None,
+    local: str | None = None,
 ) -> Source:
     """The daemon at an http(s):// URL, or the store at any other one.
 
     patience_s: how long requests are repeated if the daemon or the store does not respond. cacert: a file with the
-    certificates of authorities, against which the daemon's certificate is checked instead of the system's. near: a
+    certificates of authorities, against which the daemon's certificate is checked instead of the system's. local: a
     store that is read first; `url` is then that of a store.
     """
     if url.startswith(("http://", "https://")):
@@ -30,8 +30,8 @@ def open_source(
         from ckptapi.client import DaemonClient
 
         return DaemonClient(url, token, patience_s=patience_s, cacert=cacert)
-    # Beside a near store, a restore does not wait for minutes: it uses what is near.
-    store = open_store(url, options, retried=patience_s > 0 or near is not None)
-    if near is not None:
-        return TieredSource(open_store(near), store, RetryingStore(store, patience_s))
+    # Beside a local tier, a restore does not wait for minutes: it uses what is local.
+    store = open_store(url, options, retried=patience_s > 0 or local is not None)
+    if local is not None:
+        return TieredSource(open_store(local), store, RetryingStore(store, patience_s))
     return StoreSource(RetryingStore(store, patience_s) if patience_s else store)

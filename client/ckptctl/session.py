@@ -46,7 +46,7 @@ class Session:
         self.given = given or {}
         self.clock = clock
         self._choose = choose
-        self._near: str | None = None
+        self._local: str | None = None
 
     @cached_property
     def target(self) -> Target:
@@ -56,13 +56,15 @@ class Session:
     @cached_property
     def source(self) -> Source:
         """The target, opened."""
-        return open_target(self.target, self._near)
+        return open_target(self.target, self._local)
 
-    def read_near(self, near: str | None) -> None:
-        """Read this near store too, if there is one. Raises InvalidRequest if the target is a daemon."""
-        if near is not None and self.target.is_daemon:
-            raise InvalidRequest("--near needs a store: a daemon serves the far one", "Use --store instead of --url")
-        self._near = near
+    def add_local_tier(self, local: str | None) -> None:
+        """Read this local tier too, if there is one. Raises InvalidRequest if the target is a daemon."""
+        if local is not None and self.target.is_daemon:
+            raise InvalidRequest(
+                "--local needs a store: a daemon serves the remote one", "Use --store instead of --url"
+            )
+        self._local = local
 
     @cached_property
     def operator(self) -> Operator:
@@ -153,12 +155,12 @@ _LEASE_S = 600.0
 _SLOWEST_BYTES_PER_S = 10 << 20
 
 
-def open_target(target: Target, near: str | None = None) -> Source:
-    """Open the target. near: a store that is read, too.
+def open_target(target: Target, local: str | None = None) -> Source:
+    """Open the target. local: a store that is read, too.
 
-    Raises StoreUnavailable for a local store whose folder does not exist, unless there is a near one.
+    Raises StoreUnavailable for a local store whose folder does not exist, unless there is a local one.
     """
-    source = open_source(target.url, target.token, cacert=target.cacert, near=near)
+    source = open_source(target.url, target.token, cacert=target.cacert, local=local)
     if isinstance(source, TieredSource):
         return source
     if isinstance(source, StoreSource) and isinstance(source.store, LocalStore) and not source.store.root.is_dir():

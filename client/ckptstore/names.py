@@ -344,8 +344,8 @@ def is_decision(key: str) -> bool:
 
 # Store-wide objects. A run name cannot start with an underscore.
 
-NEAR_ID = "_near/id"
-"""The create-only object by which ranks recognize that they save to the same near store."""
+LOCAL_ID = "_near/id"
+"""The create-only object by which ranks recognize that they save to the same local tier."""
 POLICIES_PREFIX = "_policies/"
 PROBES_PREFIX = "_probes/"
 

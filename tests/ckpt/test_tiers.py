@@ -1,4 +1,4 @@
-"""A near store beside the far one: saves are committed near at once, and carried far in the background."""
+"""A local tier beside the remote one: saves are committed locally at once, and replicated in the background."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from tests.support.waiting import wait_until
 
 
 class Host:
-    """A host with a near folder of its own, and the far folder of all hosts."""
+    """A host with a local folder of its own, and the remote folder of all hosts."""
 
-    def __init__(self, folder: Path, name: str = "near", **knobs: Any) -> None:
-        self.near, self.far = folder / name, folder / "far"
+    def __init__(self, folder: Path, name: str = "local", **knobs: Any) -> None:
+        self.local, self.remote = folder / name, folder / "remote"
         self.knobs = knobs
         self.model = nn.ParameterDict({"w": torch.zeros(50_000), "frozen": torch.ones(50_000, dtype=torch.float64)})
 
     def start(self, **knobs: Any) -> Checkpointer:
         knobs = {"retry_s": 0.5} | self.knobs | knobs
-        return Checkpointer(str(self.far), run="gpt", **{"near": str(self.near), **knobs})
+        return Checkpointer(str(self.remote), run="gpt", **{"local": str(self.local), **knobs})
 
     def save(self, checkpointer: Checkpointer, step: int) -> None:
         with torch.no_grad():
             self.model["w"].fill_(step)
         saved = checkpointer.save(self.model, None, step)
-        assert (saved.step, saved.tiers) == (step, ("near",))
+        assert (saved.step, saved.tiers) == (step, ("local",))
 
     def run(self, tier: str) -> Run:
         return Run(open_store(str(getattr(self, tier))), "gpt")
@@ -69,25 +69,25 @@ def host(tmp_path: Path) -> Host:
     return Host(tmp_path)
 
 
-def test_every_save_is_near_and_each_third_and_the_last_far(host: Host) -> None:
-    with host.start(far_every=3, near_keep=2) as checkpointer:
+def test_every_save_is_local_and_each_third_and_the_last_remote(host: Host) -> None:
+    with host.start(replicate_every=3, local_keep=2) as checkpointer:
         for step in range(1, 9):
             host.save(checkpointer, step)
-    assert host.steps("far") == [8, 7, 4, 1]
-    near = host.steps("near")
-    assert near[:2] == [8, 7]
-    assert all(verify(StoreSource(host.run("far").store), c).ok for c in list_checkpoints(host.run("far")))
-    assert backlog(host.run("near")).attempts == ()
+    assert host.steps("remote") == [8, 7, 4, 1]
+    local = host.steps("local")
+    assert local[:2] == [8, 7]
+    assert all(verify(StoreSource(host.run("remote").store), c).ok for c in list_checkpoints(host.run("remote")))
+    assert backlog(host.run("local")).attempts == ()
     with host.start() as checkpointer:
         newest = checkpointer.latest()
         assert newest is not None
-        assert (newest.step, newest.tiers) == (8, ("near", "far"))
+        assert (newest.step, newest.tiers) == (8, ("local", "remote"))
         read = host.resumes(checkpointer, 8)
     assert read["store"] == 0
-    assert read["near"] >= 600_000
+    assert read["local"] >= 600_000
 
 
-def test_a_host_without_near_checkpoints_reads_the_far_ones(host: Host, tmp_path: Path) -> None:
+def test_a_host_without_local_checkpoints_reads_the_remote_ones(host: Host, tmp_path: Path) -> None:
     with host.start() as checkpointer:
         host.save(checkpointer, 1)
         host.save(checkpointer, 2)
@@ -96,19 +96,19 @@ def test_a_host_without_near_checkpoints_reads_the_far_ones(host: Host, tmp_path
         read = other.resumes(checkpointer, 2)
         assert read["store"] >= 600_000
         other.save(checkpointer, 3)
-    assert host.steps("far") == [3, 2, 1]
+    assert host.steps("remote") == [3, 2, 1]
     with host.start() as checkpointer:  # back on the first host
         host.resumes(checkpointer, 3)
         host.save(checkpointer, 4)
-    assert [(c.attempt.generation, c.step, str(c.state)) for c in list_checkpoints(host.run("far"))] == [
+    assert [(c.attempt.generation, c.step, str(c.state)) for c in list_checkpoints(host.run("remote"))] == [
         (3, 4, "committed"), (2, 3, "committed"), (1, 2, "committed"), (1, 1, "committed")
     ]  # fmt: skip
 
 
-def test_a_damaged_near_chunk_is_read_far(host: Host) -> None:
+def test_a_damaged_local_chunk_is_read_remotely(host: Host) -> None:
     with host.start() as checkpointer:
         host.save(checkpointer, 1)
-    [shard] = host.near.rglob("*.ckpt")
+    [shard] = host.local.rglob("*.ckpt")
     data = bytearray(shard.read_bytes())
     data[10] ^= 1
     shard.write_bytes(data)
@@ -117,22 +117,22 @@ def test_a_damaged_near_chunk_is_read_far(host: Host) -> None:
     assert min(read.values()) > 0
     shard.unlink()
     with host.start() as checkpointer:
-        assert host.resumes(checkpointer, 1)["near"] == 0
+        assert host.resumes(checkpointer, 1)["local"] == 0
 
 
-def test_another_trainer_went_on_while_the_far_store_was_away(host: Host, tmp_path: Path) -> None:
+def test_another_trainer_went_on_while_the_remote_store_was_away(host: Host, tmp_path: Path) -> None:
     away = tmp_path / "away"
     with host.start() as checkpointer:
         host.save(checkpointer, 1)
-        wait_until(lambda: host.steps("far") == [1])
-        host.far.rename(away)  # cut off
+        wait_until(lambda: host.steps("remote") == [1])
+        host.remote.rename(away)  # cut off
         other = Host(tmp_path, "other")
-        other.far = away
+        other.remote = away
         with other.start() as elsewhere:
             other.resumes(elsewhere, 1)
             other.save(elsewhere, 2)
         host.save(checkpointer, 5)
-        away.rename(host.far)
+        away.rename(host.remote)
         steps = count(6)
 
         def is_superseded() -> bool:
@@ -143,46 +143,46 @@ def test_another_trainer_went_on_while_the_far_store_was_away(host: Host, tmp_pa
             return False
 
         wait_until(is_superseded)
-    assert [(c.attempt.generation, c.step) for c in list_checkpoints(host.run("far"))] == [(2, 2), (1, 1)]
-    with host.start() as checkpointer:  # what went on counts, although 5 is near
+    assert [(c.attempt.generation, c.step) for c in list_checkpoints(host.run("remote"))] == [(2, 2), (1, 1)]
+    with host.start() as checkpointer:  # what went on counts, although 5 is local
         host.resumes(checkpointer, 2)
         host.save(checkpointer, 3)
         five = checkpointer._source.find(Reference("gpt", 5))
-        assert (str(five.state), five.tiers) == ("abandoned", ("near",))
-    assert host.steps("far") == [3, 2, 1]
+        assert (str(five.state), five.tiers) == ("abandoned", ("local",))
+    assert host.steps("remote") == [3, 2, 1]
 
 
-def test_nothing_near_and_the_far_store_away_is_an_error(host: Host) -> None:
+def test_nothing_local_and_the_remote_store_away_is_an_error(host: Host) -> None:
     with host.start() as checkpointer:
         host.save(checkpointer, 1)
-    shutil.rmtree(host.near)
+    shutil.rmtree(host.local)
     with host.start() as checkpointer:
         source = checkpointer._source
-        host.far.rename(host.far.with_name("away"))
+        host.remote.rename(host.remote.with_name("away"))
         with pytest.raises(StoreUnavailable):
             checkpointer.restore(host.model)
-        assert source.url.endswith("far")
+        assert source.url.endswith("remote")
 
 
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"near": "http://localhost:1"}, "two stores"),
-        ({"near": "/far"}, "the same"),
-        ({"far_every": 0}, "far_every 0"),
-        ({"near_keep": 0}, "near_keep 0"),
+        ({"local": "http://localhost:1"}, "two stores"),
+        ({"local": "/remote"}, "the same"),
+        ({"replicate_every": 0}, "replicate_every 0"),
+        ({"local_keep": 0}, "local_keep 0"),
     ],
 )
 def test_wrong_knobs(knobs: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
-        Config("/far", run="gpt", **{"near": "/near", **knobs})  # type: ignore[arg-type]
+        Config("/remote", run="gpt", **{"local": "/local", **knobs})  # type: ignore[arg-type]
 
 
 def test_the_training_thread_uses_no_store_after_the_first_save(host: Host) -> None:
     with host.start() as checkpointer:
         source, calls = checkpointer._source, Faults()
         assert isinstance(source, TieredSource)
-        source.near.store = FaultyStore(source.near.store, calls)
+        source.local.store = FaultyStore(source.local.store, calls)
         source.store = FaultyStore(source.store, calls)
         source._quick.store = FaultyStore(source._quick.store, calls)
         host.save(checkpointer, 1)
@@ -191,7 +191,7 @@ def test_the_training_thread_uses_no_store_after_the_first_save(host: Host) -> N
         for step in range(2, 6):
             host.save(checkpointer, step)
         assert calls.calls == before
-    assert host.steps("far") == [5, 4, 3, 2, 1]
+    assert host.steps("remote") == [5, 4, 3, 2, 1]
 
 
 SIZE = 600_000
@@ -200,39 +200,39 @@ SIZE = 600_000
 
 @pytest.fixture
 def away(host: Host) -> Callable[[], object]:
-    """The far store is away until the function is called."""
-    host.far.write_text("not a folder")
+    """The remote store is away until the function is called."""
+    host.remote.write_text("not a folder")
 
     def back() -> None:
-        host.far.unlink()
-        host.far.mkdir()
+        host.remote.unlink()
+        host.remote.mkdir()
 
     return back
 
 
-def test_a_full_near_store_skips_saves_if_asked_to(host: Host, away: Callable[[], object]) -> None:
-    host.knobs = {"near_bytes": 3 * SIZE, "near_keep": 1, "compress": "off", "max_references": 0}
+def test_a_full_local_tier_skips_saves_if_asked_to(host: Host, away: Callable[[], object]) -> None:
+    host.knobs = {"local_bytes": 3 * SIZE, "local_keep": 1, "compress": "off", "max_references": 0}
     with host.start(on_busy="skip") as checkpointer:
         host.save(checkpointer, 1)
         host.save(checkpointer, 2)
         with pytest.raises(SaveSkipped, match="at most"):
             host.save(checkpointer, 3)
-        waiting = backlog(host.run("near"))
+        waiting = backlog(host.run("local"))
         assert len(waiting.attempts) == 2
         counted = checkpointer.counters
-        assert (counted.near_only, counted.near_only_bytes) == (2, waiting.bytes)
-        assert counted.near_only_since == waiting.since
+        assert (counted.local_only, counted.local_only_bytes) == (2, waiting.bytes)
+        assert counted.local_only_since == waiting.since
         away()
-        attempts = host.near / "gpt" / "attempts"
-        wait_until(lambda: len(list(attempts.glob("*/*.ckpt"))) == 1)  # 1 is far, and gone here
+        attempts = host.local / "gpt" / "attempts"
+        wait_until(lambda: len(list(attempts.glob("*/*.ckpt"))) == 1)  # 1 is remote, and gone here
         host.save(checkpointer, 4)
-        wait_until(lambda: checkpointer.counters.near_only == 0)
-        assert checkpointer.counters.near_only_since is None
-    assert host.steps("far") == [4, 2, 1]
+        wait_until(lambda: checkpointer.counters.local_only == 0)
+        assert checkpointer.counters.local_only_since is None
+    assert host.steps("remote") == [4, 2, 1]
 
 
-def test_a_full_near_store_is_waited_for(host: Host, away: Callable[[], object]) -> None:
-    knobs = {"near_bytes": 3 * SIZE, "near_keep": 1, "compress": "off", "max_references": 0}
+def test_a_full_local_tier_is_waited_for(host: Host, away: Callable[[], object]) -> None:
+    knobs = {"local_bytes": 3 * SIZE, "local_keep": 1, "compress": "off", "max_references": 0}
     with host.start(**knobs) as checkpointer:
         for step in (1, 2):
             host.save(checkpointer, step)
@@ -241,19 +241,19 @@ def test_a_full_near_store_is_waited_for(host: Host, away: Callable[[], object])
             third.result(timeout=1.0)
         away()
         assert third.result(timeout=60.0).step == 3
-    assert host.steps("far") == [3, 2, 1]
+    assert host.steps("remote") == [3, 2, 1]
 
 
-def test_a_near_store_that_can_never_hold_the_state(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_tier_that_can_never_hold_the_state(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckpt.saver.carrier._IDLE_S", 0.0)
-    with host.start(near_bytes=1000, writer="thread") as checkpointer, pytest.raises(StoreFull, match="needs up to"):
+    with host.start(local_bytes=1000, writer="thread") as checkpointer, pytest.raises(StoreFull, match="needs up to"):
         host.save(checkpointer, 1)
 
 
 def test_a_full_disk_is_waited_for(host: Host, away: Callable[[], object]) -> None:
     with (
-        small_file_system(host.near, "1500k"),
-        host.start(near_keep=1, compress="off", max_references=0) as checkpointer,
+        small_file_system(host.local, "1500k"),
+        host.start(local_keep=1, compress="off", max_references=0) as checkpointer,
     ):
         for step in (1, 2):
             host.save(checkpointer, step)
@@ -262,56 +262,56 @@ def test_a_full_disk_is_waited_for(host: Host, away: Callable[[], object]) -> No
             third.result(timeout=1.0)
         away()
         assert third.result(timeout=60.0).step == 3
-    assert host.steps("far") == [3, 2, 1]
+    assert host.steps("remote") == [3, 2, 1]
 
 
 def test_the_command_line_shows_where_checkpoints_are(host: Host) -> None:
-    with host.start(far_every=2, near_keep=1, max_references=0) as checkpointer:
+    with host.start(replicate_every=2, local_keep=1, max_references=0) as checkpointer:
         for step in (1, 2, 3):
             host.save(checkpointer, step)
-        wait_until(lambda: host.steps("far") == [3, 1])
+        wait_until(lambda: host.steps("remote") == [3, 1])
         host.save(checkpointer, 4)
-        wait_until(lambda: host.steps("near") == [4])
-        stores = ("--store", host.far, "--near", host.near)
+        wait_until(lambda: host.steps("local") == [4])
+        stores = ("--store", host.remote, "--local", host.local)
         listed = invoke("ls", "gpt", *stores, "-o", "json").json
         where = {body["step"]: body["tiers"] for body in listed}
-        assert where == {4: ["near"], 3: ["far"], 1: ["far"]}
+        assert where == {4: ["local"], 3: ["remote"], 1: ["remote"]}
         assert "WHERE" in invoke("ls", "gpt", *stores).stdout
-        assert "WHERE" not in invoke("ls", "gpt", "--store", host.far).stdout
+        assert "WHERE" not in invoke("ls", "gpt", "--store", host.remote).stdout
         shown = invoke("show", "gpt@4", *stores)
         assert shown.code == 0, shown.stderr
-        assert "near" in shown.stdout.split("where")[1].splitlines()[0]
-        away = host.far.rename(host.far.with_name("away"))
-        assert invoke("latest", "gpt", *stores, "-o", "json").json["tiers"] == ["near"]
-        refused = invoke("ls", "gpt", "--url", "http://127.0.0.1:1", "--near", host.near)
-        assert "--near needs a store" in refused.stderr
-        away.rename(host.far)
+        assert "local" in shown.stdout.split("where")[1].splitlines()[0]
+        away = host.remote.rename(host.remote.with_name("away"))
+        assert invoke("latest", "gpt", *stores, "-o", "json").json["tiers"] == ["local"]
+        refused = invoke("ls", "gpt", "--url", "http://127.0.0.1:1", "--local", host.local)
+        assert "--local needs a store" in refused.stderr
+        away.rename(host.remote)
 
 
-def test_a_far_store_that_refuses_for_a_while(host: Host) -> None:
+def test_a_remote_store_that_refuses_for_a_while(host: Host) -> None:
     """As one whose credentials have expired: the error is not an outage, and saves go on all the same."""
 
     def remount(mode: str) -> None:
-        subprocess.run(["mount", "-o", f"remount,{mode}", str(host.far)], check=True)
+        subprocess.run(["mount", "-o", f"remount,{mode}", str(host.remote)], check=True)
 
-    with small_file_system(host.far, "20m"), host.start() as checkpointer:
+    with small_file_system(host.remote, "20m"), host.start() as checkpointer:
         host.save(checkpointer, 1)
-        wait_until(lambda: checkpointer.counters.near_only == 0)
+        wait_until(lambda: checkpointer.counters.local_only == 0)
         remount("ro")
         host.save(checkpointer, 2)
         host.save(checkpointer, 3)
-        assert checkpointer.counters.near_only == 2
+        assert checkpointer.counters.local_only == 2
         remount("rw")
-        wait_until(lambda: checkpointer.counters.near_only == 0)
-        assert host.steps("far") == [3, 2, 1]
+        wait_until(lambda: checkpointer.counters.local_only == 0)
+        assert host.steps("remote") == [3, 2, 1]
 
 
-def test_ranks_on_one_near_store_and_on_two(tmp_path: Path) -> None:
+def test_ranks_on_one_local_tier_and_on_two(tmp_path: Path) -> None:
     (tmp_path / "ranks").mkdir()
     scenarios = [
-        Scenario("tests.ckpt.near_ranks:save_and_restore", 2, {"folder": str(tmp_path), "own": own})
+        Scenario("tests.ckpt.tiered_ranks:save_and_restore", 2, {"folder": str(tmp_path), "own": own})
         for own in (False, True)
     ]
     together, apart = run_scenarios(scenarios, tmp_path / "ranks", together=True)
-    assert together.result() == [{"steps": [1, 2], "far": [2, 1], "near_only": True}] * 2
+    assert together.result() == [{"steps": [1, 2], "remote": [2, 1], "local_only": True}] * 2
     assert [found["error"].partition(" on ")[0] for found in apart.result()] == ["rank 1"] * 2

@@ -28,7 +28,7 @@ from ckptstore.format.planning import ChunkRead, ShardRead, coalesce
 from ckptstore.reading.fetch import Buffers, ChunkSource, Progress, StoredChunks, fetch, fetch_from, fetch_readable
 from ckptstore.reading.source import Source, StoreSource, check_manifest_data, read_manifest
 from ckptstore.stores import PARALLEL_READS, ObjectReader
-from ckptstore.tiers.source import NEAR, TieredSource
+from ckptstore.tiers.source import LOCAL, TieredSource
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +39,13 @@ LOCAL_SCHEMES = ("file://", "memory://")
 class Fetcher:
     """Reads one checkpoint. All ranks call the same methods in the same order."""
 
-    def __init__(self, source: Source, config: Config, world: World, checkpoint: Checkpoint, near: bool) -> None:
-        """near: all ranks are on the host of the store."""
+    def __init__(self, source: Source, config: Config, world: World, checkpoint: Checkpoint, local: bool) -> None:
+        """local: all ranks are on the host of the store."""
         self._source = source
         self._config = config
         self._world = world
         self.checkpoint = checkpoint
-        self._share = how_to_share(config, world.size, is_grouped(), near)
+        self._share = how_to_share(config, world.size, is_grouped(), local)
         self._past_caches = False
         self._manifest = b""
         self._nearer: list[ChunkSource] = []
@@ -53,11 +53,11 @@ class Fetcher:
         self._last = source
         """Has all chunks."""
         if isinstance(source, TieredSource):
-            self._last = source.farthest(checkpoint)
-            if self._last is not source.near:
-                self._nearer.append(StoredChunks(NEAR, source.near, checkpoint))
+            self._last = source.remote_or_local(checkpoint)
+            if self._last is not source.local:
+                self._nearer.append(StoredChunks(LOCAL, source.local, checkpoint))
             elif self._share == "daemon":
-                self._share = "none"  # the daemon serves the far store
+                self._share = "none"  # the daemon serves the remote store
         self.read: Counter[str] = Counter()
         """Raw bytes that this rank placed, by the name of the source; `store` is the last one."""
 
@@ -146,17 +146,17 @@ class Fetcher:
             fetch(self._last, self.checkpoint, reads, buffers, progress)
 
 
-def is_near(source: Source) -> bool:
+def is_local(source: Source) -> bool:
     """Whether this host alone has the store, whose page cache gives replicas the same bytes without an exchange."""
     return isinstance(source, StoreSource) and not isinstance(source, TieredSource) and source.store.on_this_host
 
 
 def how_to_share(
-    config: Config, world_size: int, grouped: bool = True, near: bool = False
+    config: Config, world_size: int, grouped: bool = True, local: bool = False
 ) -> Literal["broadcast", "daemon", "none"]:
     """The meaning of replica_reads="auto" here; a single rank shares with no other. grouped: in a group of torch, which
-    can broadcast. near: all ranks are on the host of the store."""
-    if near and config.replica_reads == "auto":
+    can broadcast. local: all ranks are on the host of the store."""
+    if local and config.replica_reads == "auto":
         return "none"
     if grouped and world_size > 1 and config.replica_reads in ("auto", "broadcast"):
         return "broadcast"

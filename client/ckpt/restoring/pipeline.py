@@ -20,13 +20,13 @@ from ckpt.capture.train_state import MODEL, Resumable, TrainState
 from ckpt.capture.values import check_others
 from ckpt.config import Config
 from ckpt.ranks.world import World
-from ckpt.restoring.fetching import Fetcher, is_near
+from ckpt.restoring.fetching import Fetcher, is_local
 from ckpt.restoring.jax_arrays import has_templates
 from ckpt.restoring.plan import Fit, RestorePlan, require_fits
 from ckpt.restoring.preparing import PreparedRestore, make_destinations
 from ckpt.restoring.resolve import (
     candidates,
-    newest_far_generation,
+    newest_remote_generation,
     note_damage,
     note_restored,
     noting_damage,
@@ -147,9 +147,9 @@ class Restorer:
         self.trains = False
         """Whether any rank restores an optimizer or arrays of JAX, and so will save. Equal on all; set by `restore`."""
         self.seen = 0
-        """The newest generation of the far store, if there is a near one. Equal on all ranks; set by `restore`."""
+        """The newest generation of the remote store, if there is a local one. Equal on all ranks; set by `restore`."""
         self._rng = True
-        self._near = False  # the store is on this host, for all ranks
+        self._local = False  # the store is on this host, for all ranks
         self._key = ""  # of the session at the daemon
         self._together = Together(world)
         self._begun: list[str] = []
@@ -218,12 +218,12 @@ class Restorer:
 
         def report() -> tuple[bool, bool]:
             arrays = not state.modules and any(map(has_templates, state.others.values()))
-            return bool(state.optimizers) or arrays, is_near(self._source)
+            return bool(state.optimizers) or arrays, is_local(self._source)
 
         checks = () if self._config.read_only else (partial(check_others, state),)
         steps = (*checks, partial(wait_for_orphan_saver, self._config))
         answers, candidate = self._choose(steps, report, found)
-        self.trains, self._near = any(trains for trains, _ in answers), all(near for _, near in answers)
+        self.trains, self._local = any(trains for trains, _ in answers), all(local for _, local in answers)
         return candidate
 
     def _choose(
@@ -235,7 +235,7 @@ class Restorer:
             """The candidate, the newest generation that rank 0 has seen, and a name for a session at the daemon."""
             checkpoint = next(found, None)
             body = None if checkpoint is None else msgspec.to_builtins(CheckpointBody.of(checkpoint))
-            return body, newest_far_generation(self._source, self._config, checkpoint), new_ulid(system_clock())
+            return body, newest_remote_generation(self._source, self._config, checkpoint), new_ulid(system_clock())
 
         answers, (body, self.seen, self._key) = self._together.do_and_choose(steps, report, choose)
         return answers, None if body is None else convert(body, CheckpointBody)
@@ -245,7 +245,7 @@ class Restorer:
         session = RestoreSession(self._config, self._world.rank, self._world.size)
         leases: list[str] = []
         try:
-            fetcher = Fetcher(self._source, self._config, self._world, checkpoint, self._near)
+            fetcher = Fetcher(self._source, self._config, self._world, checkpoint, self._local)
             with fetcher.protecting(leases) as await_lease:
                 prepared = self._prepare(state, fetcher, session, await_lease, strict)
             plan = prepared.plan

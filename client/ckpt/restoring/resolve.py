@@ -21,7 +21,7 @@ from ckptstore.reading.source import Source, StoreSource
 from ckptstore.retention.deletion import advance, undecided_and_decided
 from ckptstore.retention.scrubbing import confirm_damage
 from ckptstore.run import Run, identity
-from ckptstore.tiers.source import FAR, TieredSource
+from ckptstore.tiers.source import REMOTE, TieredSource
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +52,8 @@ def _roll_forward(source: Source, config: Config) -> Sequence[Attempt] | None:
     Returns the decided attempts of the run in the source if no attempt was left to decide; None: list them.
     """
     if isinstance(source, TieredSource):
-        # What is incomplete far is the copy of what is near: the next saver continues it.
-        _advance(Run(source.near.store, config.run_name))
+        # What is incomplete remotely is the copy of what is local: the next saver continues it.
+        _advance(Run(source.local.store, config.run_name))
     elif isinstance(source, StoreSource):
         return _advance(Run(with_remote_create(source.store, config.daemon, config.token), config.run_name))
     return None
@@ -102,7 +102,7 @@ def check_present(source: Source, config: Config) -> None:
     """
     if not isinstance(source, StoreSource):
         return
-    if isinstance(source, TieredSource) and source.is_near(config.run_name):
+    if isinstance(source, TieredSource) and source.is_local(config.run_name):
         return
     present = any(True for _ in source.store.list_folders(f"{config.run_name}/"))
     note = noted_checkpoint(config.source, config.run_name)
@@ -130,14 +130,15 @@ def _warn_of_similar(source: Source, config: Config) -> None:
         )
 
 
-def newest_far_generation(source: Source, config: Config, checkpoint: Checkpoint | None) -> int:
-    """The newest generation of the far store, if there is a near one: what the next session of this run has seen.
+def newest_remote_generation(source: Source, config: Config, checkpoint: Checkpoint | None) -> int:
+    """The newest generation of the remote store, if there is a local one: what the next session of this run has seen.
 
-    checkpoint: the one to restore. If it is far its generation was seen, although the far store may be away by now.
+    checkpoint: the one to restore. If it is remote its generation was seen, although the remote store may be away by
+    now.
     """
     if not isinstance(source, TieredSource):
         return 0
-    restored = checkpoint.attempt.generation if checkpoint is not None and FAR in checkpoint.tiers else 0
+    restored = checkpoint.attempt.generation if checkpoint is not None and REMOTE in checkpoint.tiers else 0
     return max(source.newest_generation(config.run_name), restored)
 
 
@@ -170,7 +171,7 @@ def note_damage(source: Source, checkpoint: Checkpoint, error: CkptError, progre
         return
     try:
         if isinstance(source, StoreSource):
-            store = source.farthest(checkpoint).store if isinstance(source, TieredSource) else source.store
+            store = source.remote_or_local(checkpoint).store if isinstance(source, TieredSource) else source.store
             found = confirm_damage(Run(store, checkpoint.run), checkpoint, error.chunks, progress)
             if found is not None and found.ok:
                 logger.warning("%s is not listed as corrupt: a second read of the store found no damage", checkpoint.id)

@@ -1,10 +1,10 @@
-"""Carrier: brings the checkpoints of the near store to the far one, in the saver of rank 0, in a thread of its own.
+"""Carrier: brings the checkpoints of the local tier to the remote one, in the saver of rank 0, in a thread of its own.
 
-No save waits for it. Its work list, the backlog (ckptstore.tiers.carrying), is in the near store, so that the next
+No save waits for it. Its work list, the backlog (ckptstore.tiers.carrying), is in the local tier, so that the next
 saver continues it. One carrier of a host works at a time: a lock decides.
 
-Where the near store is full, with its disk or with the bytes that a run may have there, `on_busy` decides: a save waits
-until the carrier has made room, or it is skipped (Room). What is committed near is never deleted to make room.
+Where the local tier is full, with its disk or with the bytes that a run may have there, `on_busy` decides: a save waits
+until the carrier has made room, or it is skipped (Room). What is committed locally is never deleted to make room.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from ckpt.host.lock import note_checkpoint, noted_checkpoint, try_lock
 from ckpt.saver.commit import Numbering
-from ckpt.saver.messages import NearOnly, Report, Setup, Stranded, Warned
+from ckpt.saver.messages import LocalOnly, Report, Setup, Stranded, Warned
 from ckptstore import human
 from ckptstore.commits.catalog import decided_attempts, newest_first
 from ckptstore.commits.generations import list_generations
@@ -52,11 +52,11 @@ _IDLE_S = 10.0
 
 
 class Room:
-    """The room of one run in its near store. For the uploading thread; `end` for any."""
+    """The room of one run in its local tier. For the uploading thread; `end` for any."""
 
-    def __init__(self, near: Run, setup: Setup) -> None:
-        self._near = near
-        self._limit = setup.near_bytes
+    def __init__(self, local: Run, setup: Setup) -> None:
+        self._local = local
+        self._limit = setup.local_bytes
         self._waits = setup.on_busy == "wait"
         self._patience_s = setup.retry_s
         self._ending_since: float | None = None
@@ -82,7 +82,7 @@ class Room:
             if not self._waits:
                 raise SaveSkipped(f"the save was skipped: {full.message}") from full
             now = time.monotonic()
-            idle_since = None if queued(self._near) else idle_since or now
+            idle_since = None if queued(self._local) else idle_since or now
             if idle_since is not None and now - idle_since > _IDLE_S:
                 raise full
             if self._ending_since is not None and now - self._ending_since > self._patience_s:
@@ -95,18 +95,18 @@ class Room:
     def _lacks(self, num_bytes: int) -> StoreFull | None:
         if self._limit is None:
             return None
-        used = sum(info.bytes for info in self._near.store.list(self._near.keys.attempts))
+        used = sum(info.bytes for info in self._local.store.list(self._local.keys.attempts))
         if used + num_bytes <= self._limit:
             return None
         return StoreFull(
-            f"run {self._near.name!r} has {human.size(used)} of at most {human.size(self._limit)} in "
-            f"{self._near.store.url}, and the save needs up to {human.size(num_bytes)}",
-            "Allow more bytes near, or keep fewer checkpoints there; see why the far store does not answer",
+            f"run {self._local.name!r} has {human.size(used)} of at most {human.size(self._limit)} in "
+            f"{self._local.store.url}, and the save needs up to {human.size(num_bytes)}",
+            "Allow more bytes locally, or keep fewer checkpoints there; see why the remote store does not answer",
         )
 
 
 REQUEST_RETRY_S = 10.0
-"""How long a request to the far store is repeated, before the whole checkpoint is."""
+"""How long a request to the remote store is repeated, before the whole checkpoint is."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 15.0
 _LOOK_S = 0.5
 """How often to look whether another carrier of this host has ended."""
@@ -115,21 +115,21 @@ _LIST_S = 1.0
 
 
 class Carrier:
-    """Carries the checkpoints of one near run to the far one. Any thread may call its methods."""
+    """Carries the checkpoints of one local run to the remote one. Any thread may call its methods."""
 
     def __init__(
-        self, near: Run, far: Run, setup: Setup, numbering: Numbering, report: Callable[[Report], None],
+        self, local: Run, remote: Run, setup: Setup, numbering: Numbering, report: Callable[[Report], None],
         carried: Callable[[Attempt], None],
     ) -> None:  # fmt: skip
-        """carried: called with each attempt that is now far."""
-        self._near = near
-        self._far = far
+        """carried: called with each attempt that is now remote."""
+        self._local = local
+        self._remote = remote
         self._setup = setup
         self._numbering = numbering
         self._report = report
         self._carried = carried
         self._known: Known = {}
-        self._reported: NearOnly | None = None
+        self._reported: LocalOnly | None = None
         self._reporting = threading.Lock()
         self._commits: Counter[int] = Counter()
         """By generation."""
@@ -138,7 +138,7 @@ class Carrier:
         self._unpaused = threading.Event()
         self._unpaused.set()
         self._answered_at = 0.0
-        """When the far store last took something, by the monotonic clock; while nothing fails, when a try began."""
+        """When the remote store last took something, by the monotonic clock; while nothing fails, when a try began."""
         self._changed = threading.Condition()
         """Guards what follows."""
         self._work = True
@@ -147,11 +147,12 @@ class Carrier:
         self._thread.start()
 
     def committed(self, attempt: Attempt) -> None:
-        """A checkpoint is committed near. The first of a generation and each `far_every`-th after it join the backlog.
+        """A checkpoint is committed locally. The first of a generation and each `replicate_every`-th after it join the
+        backlog.
 
         The backlog is durable on return.
         """
-        due = self._commits[attempt.generation] % self._setup.far_every == 0
+        due = self._commits[attempt.generation] % self._setup.replicate_every == 0
         self._commits[attempt.generation] += 1
         self._newest = max(self._newest or attempt, attempt)
         self._unpaused.set()
@@ -165,14 +166,14 @@ class Carrier:
         self._unpaused.clear()
 
     def release(self, lease: str) -> None:
-        """End a lease in the far store, once it answers."""
+        """End a lease in the remote store, once it answers."""
         self._leases.append(lease)
         self._wake()
 
     def finish(self) -> None:
         """Nothing more is committed: the newest checkpoint joins the backlog. Returns when the backlog is empty.
 
-        Returns earlier if the far store is away for `retry_s`, or another carrier of this host is at work.
+        Returns earlier if the remote store is away for `retry_s`, or another carrier of this host is at work.
         """
         if self._newest is not None:
             self._enqueue(self._newest)
@@ -184,9 +185,9 @@ class Carrier:
 
     def _enqueue(self, attempt: Attempt) -> None:
         try:
-            enqueue(self._near, attempt)
+            enqueue(self._local, attempt)
         except CkptError as error:
-            logger.warning("%s may not be carried to %s: %s", attempt, self._far.store.url, error)
+            logger.warning("%s may not be carried to %s: %s", attempt, self._remote.store.url, error)
 
     def _wake(self) -> None:
         with self._changed:
@@ -218,7 +219,7 @@ class Carrier:
                 self._pause(_LOOK_S, ending)
                 continue
             if away and alone:
-                self._report(Warned(f"{self._far.store.url} answers again, and has the whole backlog"))
+                self._report(Warned(f"{self._remote.store.url} answers again, and has the whole backlog"))
             away, pause_s = False, _SHORTEST_PAUSE_S
             if ending:
                 return
@@ -232,12 +233,12 @@ class Carrier:
     def _failed(self, error: Exception, first: bool) -> None:
         """The backlog cannot be carried for now. first: of an outage."""
         if not isinstance(error, CkptError):
-            logger.exception("the backlog of run %s is not carried for now", self._near.name)
+            logger.exception("the backlog of run %s is not carried for now", self._local.name)
         if first:
-            self._report(Warned(f"checkpoints stay near until {self._far.store.url} answers: {error}"))
+            self._report(Warned(f"checkpoints stay local until {self._remote.store.url} answers: {error}"))
         if isinstance(error, StoreReadOnly):
             try:
-                self._far.store.reconnect()  # uses credentials that were renewed meanwhile, such as those in a file
+                self._remote.store.reconnect()  # uses credentials that were renewed meanwhile, such as those in a file
             except CkptError as again:
                 logger.warning("%s", again)
 
@@ -248,36 +249,36 @@ class Carrier:
         """
         try:
             # It may have been killed between commit and pin, and this saver may have committed since.
-            earlier = (c for c in newest_first(self._near) if not self._numbering.session_of(c.attempt.generation))
+            earlier = (c for c in newest_first(self._local) if not self._numbering.session_of(c.attempt.generation))
             last = next(earlier, None)
             if (
                 last is not None
                 and last.attempt.generation
-                and STRANDED not in pinned(self._near).get(last.attempt, ())
+                and STRANDED not in pinned(self._local).get(last.attempt, ())
             ):
-                enqueue(self._near, last.attempt)
-            collect(self._near)
+                enqueue(self._local, last.attempt)
+            collect(self._local)
         except Unavailable:
             raise
         except CkptError as error:
-            logger.warning("cannot look for what earlier savers have left near: %s", error)
+            logger.warning("cannot look for what earlier savers have left locally: %s", error)
 
     def _carry_all(self) -> bool:
         """Carry the backlog. False if another carrier of this host does. Raises Unavailable."""
         while True:
             with try_lock(self._setup.home, self._setup.run, "carrier") as locked:
                 self._report_backlog()
-                attempts = queued(self._near) if locked else []
+                attempts = queued(self._local) if locked else []
                 if attempts:
                     self._check_mounted()
                 self._carry_first(attempts)
             if not locked:
                 return False
-            trim(self._near, self._setup.near_keep, self._known)
+            trim(self._local, self._setup.local_keep, self._known)
             if not attempts:
                 self._report_backlog()
                 while self._leases:
-                    release_lease(self._far, self._leases[-1])
+                    release_lease(self._remote, self._leases[-1])
                     self._leases.pop()
                 return True
 
@@ -291,19 +292,19 @@ class Carrier:
 
     def _carry(self, attempt: Attempt) -> None:
         try:
-            done = carry(self._near, self._far, attempt, self._copied)
+            done = carry(self._local, self._remote, attempt, self._copied)
         except UnsupportedFormat:
             raise  # a newer program can carry it
         except (Conflict, Damaged, NotFound) as error:  # for good; all others may pass
-            strand(self._near, attempt)
+            strand(self._local, attempt)
             session = self._numbering.session_of(attempt.generation)
             if isinstance(error, Superseded) and session is not None:
                 self._report(Stranded(session, error.message, error.hint))
             else:
-                self._report(Warned(f"{self._near.id_of(attempt)} stays near: {error}"))
+                self._report(Warned(f"{self._local.id_of(attempt)} stays local: {error}"))
             return
         if done is not None:
-            if self._far.store.shared_between_processes:
+            if self._remote.store.shared_between_processes:
                 note_checkpoint(self._setup.home, self._setup.run)
             self._carried(attempt)
 
@@ -312,26 +313,26 @@ class Carrier:
         self._answered_at = time.monotonic()
 
     def _check_mounted(self) -> None:
-        """Raises RunVanished if the far store has nothing of a run that was carried there from this host.
+        """Raises RunVanished if the remote store has nothing of a run that was carried there from this host.
 
-        The copies would go to the disk below an unmounted volume, and the near ones would be deleted.
+        The copies would go to the disk below an unmounted volume, and the local ones would be deleted.
         """
         note = noted_checkpoint(self._setup.home, self._setup.run)
-        if note is not None and not list_generations(self._far) and not decided_attempts(self._far):
+        if note is not None and not list_generations(self._remote) and not decided_attempts(self._remote):
             raise RunVanished(
-                f"{self._far.store.url} has nothing of run {self._far.name!r}, which had checkpoints on this host "
-                "before",
+                f"{self._remote.store.url} has nothing of run {self._remote.name!r}, which had checkpoints on this "
+                "host before",
                 f"Mount the volume, or check the URL. If the run was deleted on purpose, remove {note}",
             )
 
     def _report_backlog(self) -> None:
         with self._reporting:  # what was looked up later is reported later
             try:
-                found = backlog(self._near, self._known)
+                found = backlog(self._local, self._known)
             except CkptError as error:
-                logger.warning("the backlog of run %s is not known: %s", self._near.name, error)
+                logger.warning("the backlog of run %s is not known: %s", self._local.name, error)
                 return
-            now = NearOnly(len(found.attempts), found.bytes, found.since)
+            now = LocalOnly(len(found.attempts), found.bytes, found.since)
             if now != self._reported:
                 self._reported = now
                 self._report(now)

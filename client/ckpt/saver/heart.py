@@ -19,11 +19,11 @@ from enum import IntEnum
 import msgspec
 
 from ckpt.host.segment import Segment
-from ckpt.saver.messages import PULSE_BYTES, Began, NearOnly
+from ckpt.saver.messages import PULSE_BYTES, Began, LocalOnly
 from ckptstore.errors import CkptError
 from ckptstore.format.documents import FORMAT
 from ckptstore.format.parsing import seal
-from ckptstore.format.records import NEAR_ONLY, ORIGIN, Ended, Heartbeat
+from ckptstore.format.records import LOCAL_ONLY, ORIGIN, Ended, Heartbeat
 from ckptstore.run import Run, origin
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ class Heart:
         """Lives that have ended and are not written yet: how, and when; None: at the end of the saver."""
         self._unnumbered: list[tuple[Life, Ended, float | None]] = []
         """Lives that have ended and are written without their generation, which may begin later."""
-        self._near_only: NearOnly | None = None
+        self._local_only: LocalOnly | None = None
         self._newest: Heartbeat | None = None
         """What was written last."""
         self._due = self._final = self._closing = False
@@ -184,10 +184,10 @@ class Heart:
             # A trainer that closes waits for its saves: its life ends with those.
             self._end(_ENDINGS[reading.ending] if closed else Ended.DIED, None if closed else now)
 
-    def near_only(self, now: NearOnly) -> None:
+    def local_only(self, now: LocalOnly) -> None:
         """What the saver has still to carry; it is part of each beat, also after the end of the trainer."""
         with self._changed:
-            self._near_only = now
+            self._local_only = now
 
     def finish(self) -> None:
         """Nothing more is saved: write the end of the life. Beats go on while the saver carries checkpoints."""
@@ -216,9 +216,9 @@ class Heart:
             with self._changed:
                 self._changed.wait_for(lambda: self._closing or self._due, self._every_s)
                 self._due, closing = False, self._closing
-                documents, near_only = self._documents(), self._near_only
+                documents, local_only = self._documents(), self._local_only
             for document in documents:
-                self._write(document, near_only)
+                self._write(document, local_only)
             if closing:
                 return
 
@@ -235,21 +235,21 @@ class Heart:
         documents = [one.document(self._run, how, at or now) for one, how, at in ended]
         if life is not None and not self._final:
             documents.append(life.document(self._run, Ended.NOT, now))
-        if not documents and self._newest is not None and self._near_only is not None:
+        if not documents and self._newest is not None and self._local_only is not None:
             documents.append(self._newest)  # the saver still carries what it has saved
         return documents
 
-    def _write(self, document: Heartbeat, near_only: NearOnly | None) -> None:
+    def _write(self, document: Heartbeat, local_only: LocalOnly | None) -> None:
         short = document.ended_at - document.began_at < self._every_s
         known = self._newest is not None and self._newest.id == document.id
         if short and document.ended is Ended.CLOSED and not known:
             return  # a test, or a script that saves once
-        if near_only is not None:
+        if local_only is not None:
             found = {
-                "checkpoints": near_only.checkpoints, "bytes": near_only.bytes, "since": near_only.since,
+                "checkpoints": local_only.checkpoints, "bytes": local_only.bytes, "since": local_only.since,
                 "at": self._run.clock(),
             }  # fmt: skip
-            document = msgspec.structs.replace(document, extensions=document.extensions | {NEAR_ONLY: found})
+            document = msgspec.structs.replace(document, extensions=document.extensions | {LOCAL_ONLY: found})
         try:
             if self._carried and not any(True for _ in self._run.store.list_folders(f"{self._run.name}/")):
                 return

@@ -301,11 +301,11 @@ class ChunkIndex:
         ttl_s = self._setup.peer_timeout_s + _LEASE_S
         lease = take_lease(run, base.attempt, f"{holder} by rank {self._setup.rank}", ttl_s)
         unfit = set(quarantined_attempts(run))
-        if self._setup.far is not None:
+        if self._setup.remote is not None:
             unfit |= stranded(run)
         suspect = set(unfit)
         if unfit:
-            # The damaged chunks, or those that are not far, may lie in a checkpoint that these reference.
+            # The damaged chunks, or those that are not remote, may lie in a checkpoint that these reference.
             suspect |= {mark.attempt for mark in marks(run) if mark.by in unfit}
         return lease, suspect
 

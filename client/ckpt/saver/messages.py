@@ -2,7 +2,7 @@
 
 Trainer to saver: Setup once, Began with a descriptor per life, Slot with a descriptor per slot, Forget, SaveJob per
 save, Withdraw, Hurry, Abort, Stop. Saver to trainer: SaveProgress, Released, Done, Failed, Warned,
-NearOnly, Stranded, Parted. If the trainer dies, the socket reaches end of file, and the saver finishes its jobs.
+LocalOnly, Stranded, Parted. If the trainer dies, the socket reaches end of file, and the saver finishes its jobs.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ class Setup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """How long a saver process keeps the newest committed snapshot after its trainer has died; 0: it does not."""
     trainer: int = 0
     """Process id of the trainer."""
-    far: str | None = None
-    """The far store, if `store` is a near one."""
-    far_options: dict[str, Any] = {}
-    far_every: int = 1
-    near_keep: int = 2
-    near_bytes: int | None = None
+    remote: str | None = None
+    """The remote store, if `store` is a local one."""
+    remote_options: dict[str, Any] = {}
+    replicate_every: int = 1
+    local_keep: int = 2
+    local_bytes: int | None = None
     on_busy: str = "wait"
 
     @property
     def home(self) -> str:
         """The store by which locks and notes on this host name the run."""
-        return self.far or self.store
+        return self.remote or self.store
 
 
 class Began(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -189,17 +189,17 @@ class Warned(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-class NearOnly(msgspec.Struct, frozen=True, tag=True):
-    """The checkpoints that are to be carried to the far store, and are not there yet."""
+class LocalOnly(msgspec.Struct, frozen=True, tag=True):
+    """The checkpoints that are to be carried to the remote store, and are not there yet."""
 
     checkpoints: int
     bytes: int
     since: float | None
-    """When the oldest of them was committed near, by the clock of its committer; None: there is none."""
+    """When the oldest of them was committed locally, by the clock of its committer; None: there is none."""
 
 
 class Stranded(msgspec.Struct, frozen=True, tag=True):
-    """What this session has saved near is not committed far: another trainer has continued the run."""
+    """What this session has saved locally is not committed remotely: another trainer has continued the run."""
 
     session: str
     message: str
@@ -211,7 +211,7 @@ class Parted(msgspec.Struct, frozen=True, tag=True):
 
 
 Command = Setup | Began | Slot | Forget | SaveJob | Withdraw | Hurry | Abort | Stop
-Report = SaveProgress | Released | Done | Failed | Warned | NearOnly | Stranded
+Report = SaveProgress | Released | Done | Failed | Warned | LocalOnly | Stranded
 
 
 class Channel:

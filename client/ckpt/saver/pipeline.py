@@ -31,7 +31,7 @@ from ckpt.saver.messages import (
     Done,
     Forget,
     Hurry,
-    NearOnly,
+    LocalOnly,
     Released,
     Report,
     SaveJob,
@@ -59,7 +59,7 @@ from ckptstore.names import Attempt
 from ckptstore.run import Run
 from ckptstore.stores import Store, is_local, open_store
 from ckptstore.stores.retrying import RetryingStore
-from ckptstore.tiers.source import FAR, NEAR, part_of_lease
+from ckptstore.tiers.source import LOCAL, REMOTE, part_of_lease
 
 logger = logging.getLogger(__name__)
 
@@ -174,21 +174,23 @@ class SavePipeline:
         contents: what the slots hold, to be kept up to date; None: their memory is of no use after an upload.
         """
         self._store = RetryingStore(store, setup.retry_s)
-        # Where a store ignores If-None-Match, the daemon decides: for its own store, the far one if there are two.
-        daemon = setup.daemon if setup.far is None else None
+        # Where a store ignores If-None-Match, the daemon decides: for its own store, the remote one if there are two.
+        daemon = setup.daemon if setup.remote is None else None
         self._run = Run(with_remote_create(self._store, daemon, setup.token), setup.run, clock)
-        far = self._far_run(setup, setup.far, clock) if setup.far is not None else None
-        self.heart = Heart(far or self._run, setup.heartbeat_s if setup.rank == 0 else 0.0, carried=far is not None)
+        remote = self._remote_run(setup, setup.remote, clock) if setup.remote is not None else None
+        self.heart = Heart(
+            remote or self._run, setup.heartbeat_s if setup.rank == 0 else 0.0, carried=remote is not None
+        )
         self._numbering = Numbering(self._run, lambda message: report(Warned(message)))
         self._setup = setup
         self._report = report
         # Rank 0 commits for all ranks, so only its saver notifies the daemon.
         notified = setup.daemon if setup.rank == 0 else None
         self._notifier = Notifier(notified, setup.token, setup.run) if notified is not None else None
-        self._room = Room(self._run, setup) if far is not None else None
+        self._room = Room(self._run, setup) if remote is not None else None
         self._carrier: Carrier | None = None
-        if far is not None and setup.rank == 0:
-            self._carrier = Carrier(self._run, far, setup, self._numbering, self._carrier_reports, self._notify)
+        if remote is not None and setup.rank == 0:
+            self._carrier = Carrier(self._run, remote, setup, self._numbering, self._carrier_reports, self._notify)
         self._own_process = own_process
         cpu_budget = setup.cpu_budget if own_process else None
         self._throttle = CpuThrottle(cpu_budget)
@@ -393,7 +395,7 @@ class SavePipeline:
         attempt = Attempt.parse(result.attempt)
         if self._carrier is not None:
             self._carrier.committed(attempt)
-        elif self._setup.far is None and not self._noted and self._run.store.shared_between_processes:
+        elif self._setup.remote is None and not self._noted and self._run.store.shared_between_processes:
             note_checkpoint(self._setup.store, self._setup.run)
         self._noted = True
         self._report(Done(number=job.number, outcome=seal(result).decode(), commit_s=time.perf_counter() - started))
@@ -406,13 +408,13 @@ class SavePipeline:
             self._notifier.commit(attempt)
 
     def _carrier_reports(self, report: Report) -> None:
-        if isinstance(report, NearOnly):
-            self.heart.near_only(report)
+        if isinstance(report, LocalOnly):
+            self.heart.local_only(report)
         self._report(report)
 
-    def _far_run(self, setup: Setup, url: str, clock: Clock) -> Run:
-        far = open_store(url, setup.far_options, retried=True)
-        store = RetryingStore(far, min(setup.retry_s, REQUEST_RETRY_S))
+    def _remote_run(self, setup: Setup, url: str, clock: Clock) -> Run:
+        remote = open_store(url, setup.remote_options, retried=True)
+        store = RetryingStore(remote, min(setup.retry_s, REQUEST_RETRY_S))
         return Run(with_remote_create(store, setup.daemon, setup.token), setup.run, clock)
 
     def _warn_of(self, outcome: Outcome) -> None:
@@ -425,9 +427,9 @@ class SavePipeline:
         """Release all leases that a commit of this run makes unnecessary, whichever save it was."""
         while self._leases:
             lease = self._leases.pop()
-            if self._carrier is not None and (far := part_of_lease(lease, FAR)):
-                self._carrier.release(far)
-            if self._setup.far is not None and not (lease := part_of_lease(lease, NEAR)):
+            if self._carrier is not None and (remote := part_of_lease(lease, REMOTE)):
+                self._carrier.release(remote)
+            if self._setup.remote is not None and not (lease := part_of_lease(lease, LOCAL)):
                 continue
             try:
                 release_lease(self._run, lease)

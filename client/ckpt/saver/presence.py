@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from ckpt.host.lock import hold_folder, host_folder, temporary_folder, touch_locks
-from ckpt.saver.messages import Done, Failed, NearOnly, Released, Report, SaveJob, SaveProgress, Setup
+from ckpt.saver.messages import Done, Failed, LocalOnly, Released, Report, SaveJob, SaveProgress, Setup
 from ckptstore.clock import system_clock
 from ckptstore.codecs.dtypes import ITEM_BYTES
 from ckptstore.errors import CkptError
@@ -57,11 +57,11 @@ class SaverState(msgspec.Struct, frozen=True, kw_only=True):
     done_bytes: int = 0
     all_bytes: int = 0
     """Raw bytes of the saves that are being uploaded."""
-    near: int = 0
-    """Checkpoints that are to be carried to the far store."""
-    near_bytes: int = 0
-    near_since: float | None = None
-    """When the oldest of them was committed near; null: there is none."""
+    local_only: int = 0
+    """Checkpoints that are to be carried to the remote store."""
+    local_only_bytes: int = 0
+    local_only_since: float | None = None
+    """When the oldest of them was committed locally; null: there is none."""
     orphaned: bool = False
     """Its trainer is gone, and it has read all that the trainer had sent."""
     lingers: bool = False
@@ -86,7 +86,7 @@ class SaverNote:
         """Bytes and uploaded bytes of the saves that are being uploaded."""
         self._waiting: set[int] = set()
         self._failed = 0
-        self._near = NearOnly(0, 0, None)
+        self._local = LocalOnly(0, 0, None)
         self._orphaned = self._lingers = False
         self._written_at = 0.0
         self._path, self._fd, self._folder = Path(), -1, -1
@@ -111,8 +111,8 @@ class SaverNote:
                     self._jobs[report.number][1] = report.done_bytes
                 if time.monotonic() < self._written_at + _EVERY_S:
                     return
-            elif isinstance(report, NearOnly):
-                self._near = report
+            elif isinstance(report, LocalOnly):
+                self._local = report
             elif isinstance(report, Released | Done | Failed):
                 self._jobs.pop(report.number, None)
                 self._waiting.discard(report.number)
@@ -164,9 +164,9 @@ class SaverNote:
             failed=self._failed,
             done_bytes=sum(done for _, done in self._jobs.values()),
             all_bytes=sum(size for size, _ in self._jobs.values()),
-            near=self._near.checkpoints,
-            near_bytes=self._near.bytes,
-            near_since=self._near.since,
+            local_only=self._local.checkpoints,
+            local_only_bytes=self._local.bytes,
+            local_only_since=self._local.since,
             orphaned=self._orphaned,
             lingers=self._lingers,
         )
@@ -198,7 +198,7 @@ def unfinished(states: Collection[SaverState], waited_s: float, trainers_too: bo
         state
         for state in states
         if state.uploading
-        or state.near
+        or state.local_only
         or (state.waiting and state.rank == 0 and waited_s < _OTHERS_S)
         or not (state.orphaned or (_runs(state.trainer) and not trainers_too))  # it may not have read the last save
     ]
@@ -222,7 +222,7 @@ def drain(
     while True:
         states = find()
         now = time.monotonic()
-        if any(state.uploading or state.near for state in states):
+        if any(state.uploading or state.local_only for state in states):
             idle_since = now
         left = unfinished(states, now - idle_since, trainers_too)
         progress(states)
@@ -242,8 +242,8 @@ def describe(states: Collection[SaverState]) -> str:
 
 
 def _idle(state: SaverState) -> str:
-    if state.near:
-        return f"{state.near} near only, {state.near_bytes:,} bytes to carry"
+    if state.local_only:
+        return f"{state.local_only} local only, {state.local_only_bytes:,} bytes to carry"
     return "waits for other ranks" if state.waiting else "its trainer still runs"
 
 

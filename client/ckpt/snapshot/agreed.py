@@ -46,11 +46,11 @@ class AgreedLayout:
     """The agreement of all ranks on one run's saves, and captures that keep to it. Used by the training thread."""
 
     def __init__(
-        self, world: Callable[[], World], split_replicas: bool, near_id: Callable[[], str] | None = None
+        self, world: Callable[[], World], split_replicas: bool, local_id: Callable[[], str] | None = None
     ) -> None:
-        """near_id: the name of the store that this rank saves to, if all ranks must save to the same."""
+        """local_id: the name of the store that this rank saves to, if all ranks must save to the same."""
         self._world = world
-        self._near_id = near_id
+        self._local_id = local_id
         self._split_replicas = split_replicas
         self._agreement: Agreement | None = None
         self._capturer: Capturer | None = None
@@ -71,10 +71,10 @@ class AgreedLayout:
         """Agree on the owners of this state, again if the ranks had agreed. A collective of all ranks.
 
         Raises the first error of any rank's `check` or description, UnsupportedObject or RankLost, on every rank;
-        InvalidRequest if the ranks do not share the near store.
+        InvalidRequest if the ranks do not share the local tier.
         """
-        if self._near_id is not None:
-            _check_shared(self._world(), self._near_id)
+        if self._local_id is not None:
+            _check_shared(self._world(), self._local_id)
         agreement = self._meet(state, check)
         if agreement.different_buffers and self._world().rank == 0:
             logger.warning(
@@ -137,10 +137,10 @@ class AgreedLayout:
         return _agree(world, described, self._split_replicas)
 
 
-def _check_shared(world: World, near_id: Callable[[], str]) -> None:
-    """Raises InvalidRequest on every rank unless all ranks name the same near store, or the error of a rank."""
+def _check_shared(world: World, local_id: Callable[[], str]) -> None:
+    """Raises InvalidRequest on every rank unless all ranks name the same local tier, or the error of a rank."""
     try:
-        answer = [near_id(), socket.gethostname()]
+        answer = [local_id(), socket.gethostname()]
     except CkptError as error:
         answer = [error.code, error.message, error.hint]
     answers = world.gather(answer)
@@ -149,9 +149,9 @@ def _check_shared(world: World, near_id: Callable[[], str]) -> None:
     for rank, (found, host) in enumerate(answers):
         if found != answers[0][0]:
             raise InvalidRequest(
-                f"rank {rank} on {host} has another near store than rank 0 on {answers[0][1]}",
-                "A checkpoint is committed where all of its shards are: use a near folder that all hosts share, or "
-                "leave out near=",
+                f"rank {rank} on {host} has another local tier than rank 0 on {answers[0][1]}",
+                "A checkpoint is committed where all of its shards are: use a local folder that all hosts share, or "
+                "leave out local=",
             )
 
 

@@ -27,7 +27,7 @@ from ckpt.saver.messages import (
     Failed,
     Forget,
     Hurry,
-    NearOnly,
+    LocalOnly,
     Released,
     Report,
     SaveJob,
@@ -55,7 +55,7 @@ from ckptstore.format.records import SAVE_COST, SaveCost
 from ckptstore.run import Run
 from ckptstore.stores import open_store
 from ckptstore.stores.retrying import RetryingStore
-from ckptstore.tiers.source import NEAR
+from ckptstore.tiers.source import LOCAL
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class SaveClient:
         self._finished: list[HandleUpdates] = []
         self._deaths: list[SaverDied] = []
         self.stranded: dict[str, Superseded] = {}
-        """By session: why what it has saved near is not committed far."""
+        """By session: why what it has saved locally is not committed remotely."""
         self._numbers = 0
         self._live = False
         """A state was saved without a copy."""
@@ -322,8 +322,8 @@ class SaveClient:
         if isinstance(report, Warned):
             logger.warning(report.message)
             return
-        if isinstance(report, NearOnly):
-            self._counters.near_only(report.checkpoints, report.bytes, report.since)
+        if isinstance(report, LocalOnly):
+            self._counters.local_only(report.checkpoints, report.bytes, report.since)
             return
         if isinstance(report, Stranded):
             self.stranded[report.session] = Superseded(report.message, report.hint)
@@ -396,8 +396,8 @@ class SaveClient:
             updates.measure(commit_s=report.commit_s)
             checkpoint = from_outcome(parse_sealed(report.outcome.encode(), Outcome, "the saver's report"))
             assert checkpoint is not None
-            if self._setup.far is not None:
-                checkpoint = replace(checkpoint, tiers=(NEAR,))
+            if self._setup.remote is not None:
+                checkpoint = replace(checkpoint, tiers=(LOCAL,))
             self._committed(updates, checkpoint)
         else:
             self._fail_handle(updates, error_from_code(report.code, report.message, report.hint))

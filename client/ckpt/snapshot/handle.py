@@ -210,7 +210,7 @@ class HandleUpdates:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Totals over the saves of this rank so far, and what waits to be carried far."""
+    """Totals over the saves of this rank so far, and what waits to be carried remote."""
 
     committed: int = 0
     failed: int = 0
@@ -232,11 +232,11 @@ class Counters:
     """Requests of the saver that were repeated, because the store did not answer."""
     last_durable_step: int | None = None
     """The highest committed step."""
-    near_only: int = 0
-    """On rank 0, with a near store: checkpoints of the run that are to be carried to the far store, now."""
-    near_only_bytes: int = 0
-    near_only_since: float | None = None
-    """When the oldest of them was committed near, in seconds since the epoch; None: there is none."""
+    local_only: int = 0
+    """On rank 0, with a local tier: checkpoints of the run that are to be carried to the remote store, now."""
+    local_only_bytes: int = 0
+    local_only_since: float | None = None
+    """When the oldest of them was committed locally, in seconds since the epoch; None: there is none."""
 
 
 class LiveCounters:
@@ -257,11 +257,11 @@ class LiveCounters:
             sums = {name: getattr(self._counters, name) + amount for name, amount in amounts.items()}
             self._counters = replace(self._counters, **sums)
 
-    def near_only(self, checkpoints: int, num_bytes: int, since: float | None) -> None:
-        """Record the checkpoints that are to be carried to the far store."""
+    def local_only(self, checkpoints: int, num_bytes: int, since: float | None) -> None:
+        """Record the checkpoints that are to be carried to the remote store."""
         with self._lock:
             self._counters = replace(
-                self._counters, near_only=checkpoints, near_only_bytes=num_bytes, near_only_since=since
+                self._counters, local_only=checkpoints, local_only_bytes=num_bytes, local_only_since=since
             )
 
     def durable(self, step: int) -> None:

@@ -51,7 +51,7 @@ class TrainerSession:
         """Whether it has resumed a training run, or saved."""
         self._parent: Attempt | None = None
         self.seen = 0
-        """The newest generation that a restore saw in the far store; see Session."""
+        """The newest generation that a restore saw in the remote store; see Session."""
         self._begin()
 
     def _begin(self) -> None:
@@ -173,8 +173,8 @@ class RunSaves:
         self.tally = LiveCounters()
         self.client: SaveClient | None = None
         """None before the first save, and after `close`."""
-        near_id = source.near_id if isinstance(source, TieredSource) else None
-        self.agreed = AgreedLayout(world, config.split_replicas, near_id)
+        local_id = source.local_id if isinstance(source, TieredSource) else None
+        self.agreed = AgreedLayout(world, config.split_replicas, local_id)
         self.session = TrainerSession(config.run_name)
         self.overlap: Overlap | None = None
         self.steps = StepClock()

@@ -20,9 +20,9 @@ CheckpointArgument = Annotated[
         autocompletion=checkpoint_names,
     ),
 ]
-NearOption = Annotated[
+LocalOption = Annotated[
     str | None,
-    typer.Option("--near", metavar="STORE", help="Also a near store: where are they?"),
+    typer.Option("--local", metavar="STORE", help="Also a local tier: where are they?"),
 ]
 ChosenArgument = Annotated[
     list[str] | None,

@@ -52,14 +52,18 @@ def goodput(
 
 
 def _blocks(found: Account) -> Iterator[Block]:
-    total, near = sum(found.seconds.values()), found.near_only
+    total, local = sum(found.seconds.values()), found.local_only
     yield Facts(
         [
             ("run", found.run),
             ("goodput", _share(found.goodput)),
             ("time", f"{human.duration(total)}, since {human.moment(found.began_at)}"),
             ("steps", f"{found.step:,} reached, {found.lost_steps:,} done twice"),
-            *([("near only", f"{near.checkpoints:,}, {human.size(near.bytes)}")] if near and near.checkpoints else []),
+            *(
+                [("local only", f"{local.checkpoints:,}, {human.size(local.bytes)}")]
+                if local and local.checkpoints
+                else []
+            ),
         ]
     )
     yield ""

@@ -12,7 +12,7 @@ import typer
 
 from ckptapi.bodies import CheckpointBody, RunBody
 from ckptapi.listing import Bound, Filter, Sort, Tagged, in_order
-from ckptctl.commands.arguments import NearOption, RunArgument
+from ckptctl.commands.arguments import LocalOption, RunArgument
 from ckptctl.render import Block, Facts, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
@@ -46,16 +46,16 @@ def list_checkpoints(
     since: MomentOption = None,
     until: MomentOption = None,
     sort: SortOption = "run",
-    near: NearOption = None,
+    local: LocalOption = None,
 ) -> None:
     """List checkpoints by run, newest step first.
 
     All conditions must hold. A time is an age such as 24h or 7d, or a moment such as 2026-11-22T10:00:00Z. --sort takes
     run, step, time, size or metric:NAME, with a minus sign for descending order. --limit counts for each run in the
-    order by run, otherwise for all. With --near, a column names the stores that have each checkpoint: near, far.
+    order by run, otherwise for all. With --local, a column names the stores that have each checkpoint: local, remote.
     """
     session: Session = ctx.obj
-    session.read_near(near)
+    session.add_local_tier(local)
     now = session.clock()
     wanted = Filter(
         run=run,
@@ -123,13 +123,13 @@ def _moment(text: str, now: float) -> float:
         raise InvalidRequest(f"{text!r} is not a time", "Write 90s, 30m, 24h, 7d or 2026-11-22T10:00:00Z") from None
 
 
-def show_latest(ctx: typer.Context, run: RunArgument = None, near: NearOption = None) -> None:
+def show_latest(ctx: typer.Context, run: RunArgument = None, local: LocalOption = None) -> None:
     """Show the newest checkpoint of a run: the highest step of its newest generation.
 
     RUN may be left out if the store holds only one run.
     """
     session: Session = ctx.obj
-    session.read_near(near)
+    session.add_local_tier(local)
     found = session.source.latest(run)
     session.screen.emit(CheckpointBody.of(found), [found.id], [checkpoint_facts(found, session.clock())])
 

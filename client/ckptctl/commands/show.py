@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from ckptapi.bodies import CheckpointBody
-from ckptctl.commands.arguments import CheckpointArgument, NearOption
+from ckptctl.commands.arguments import CheckpointArgument, LocalOption
 from ckptctl.commands.listing import checkpoint_facts
 from ckptctl.render import Block, Facts, Row, Table
 from ckptctl.session import Session, parse_reference
@@ -69,14 +69,14 @@ def show(
         str | None,
         typer.Option(metavar="PATTERN", help="Only entries whose name matches, for example 'model/*'."),
     ] = None,
-    near: NearOption = None,
+    local: LocalOption = None,
 ) -> None:
     """Show one checkpoint: its facts, entries and shards.
 
     TO MEAN shows how evenly the ranks share the bytes: a save waits for the rank that writes the most.
     """
     session: Session = ctx.obj
-    session.read_near(near)
+    session.add_local_tier(local)
     found = find_readable(session.source, checkpoint)
     content = read_manifest(session.source, found).content
     chosen = [entry for entry in _entries(content) if entries is None or _matches(entry, entries)]

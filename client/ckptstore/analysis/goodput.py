@@ -21,7 +21,7 @@ from ckptstore.commits.generations import read_generations
 from ckptstore.commits.heartbeats import read_heartbeats
 from ckptstore.errors import NoCheckpoint
 from ckptstore.format.documents import Generation
-from ckptstore.format.records import NEAR_ONLY, ORIGIN, Ended, Heartbeat, NearOnly, Origin
+from ckptstore.format.records import LOCAL_ONLY, ORIGIN, Ended, Heartbeat, LocalOnly, Origin
 from ckptstore.names import Attempt
 from ckptstore.run import Run
 
@@ -161,8 +161,8 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     """The unproductive seconds by the names of Google's ML Productivity Goodput."""
     attempts: list[AttemptAccount]
     """In order of time."""
-    near_only: NearOnly | None = None
-    """What the newest saver has still to carry to this store; None: it has no near store."""
+    local_only: LocalOnly | None = None
+    """What the newest saver has still to carry to this store; None: it has no local tier."""
 
 
 def read_account(run: Run, checkpoints: Sequence[Checkpoint] | None = None) -> Account:
@@ -181,8 +181,8 @@ def read_account(run: Run, checkpoints: Sequence[Checkpoint] | None = None) -> A
             "The first heartbeat comes a minute after training began",
         )
     # What another host still has to carry does not count: its generation is superseded.
-    near_only = heartbeats[-1].extension(NEAR_ONLY, NearOnly) if heartbeats else None
-    return msgspec.structs.replace(account(run.name, lives, run.clock(), SILENT_S), near_only=near_only)
+    local_only = heartbeats[-1].extension(LOCAL_ONLY, LocalOnly) if heartbeats else None
+    return msgspec.structs.replace(account(run.name, lives, run.clock(), SILENT_S), local_only=local_only)
 
 
 def lives_of(

@@ -81,7 +81,7 @@ class Checkpoint:
     parent: Attempt | None = field(default=None, compare=False)
     """The attempt from which its generation continues. None: from none, not known, or read without a listing."""
     tiers: tuple[str, ...] = field(default=(), compare=False)
-    """Where it is: `near`, `far`. Empty: it was read from a single store."""
+    """Where it is: `local`, `remote`. Empty: it was read from a single store."""
 
     @property
     def id(self) -> str:

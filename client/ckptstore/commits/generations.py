@@ -42,7 +42,7 @@ class Session:
     parent: Attempt | None
     """The checkpoint from which the trainer resumed; None if of none of this run."""
     seen: int = 0
-    """The newest generation that the trainer saw in the far store, if it saves to a near one (ckptstore.tiers)."""
+    """The newest generation that the trainer saw in the remote store, if it saves to a local one (ckptstore.tiers)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,17 +119,17 @@ class Origin(Document, frozen=True, omit_defaults=True):
         return " · ".join(part for part in (f"{self.user}@{self.host}".strip("@"), self.job) if part)
 
 
-NEAR_ONLY = "near_only"
-"""The extension of heartbeats with a NearOnly."""
+LOCAL_ONLY = "near_only"
+"""The extension of heartbeats with a LocalOnly."""
 
 
-class NearOnly(Document, frozen=True):
-    """The checkpoints of a run that its saver has still to carry to the far store."""
+class LocalOnly(Document, frozen=True):
+    """The checkpoints of a run that its saver has still to carry to the remote store."""
 
     checkpoints: int
     bytes: int
     since: float | None
-    """When the oldest of them was committed near, by the clock of its committer; None: there is none."""
+    """When the oldest of them was committed locally, by the clock of its committer; None: there is none."""
     at: float
     """When the saver wrote this."""
 

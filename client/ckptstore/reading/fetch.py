@@ -389,7 +389,7 @@ class ChunkSource(Protocol):
     """Something that may hold chunks of one checkpoint."""
 
     name: str
-    """For logs: memory, near."""
+    """For logs: memory, local."""
 
     def fetch(self, reads: Sequence[ShardRead], buffers: Buffers, progress: Progress) -> list[ShardRead]:
         """Verify and place the chunks that it has; returns the reads of the others, which include damaged ones.

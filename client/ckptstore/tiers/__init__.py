@@ -1,1 +1,1 @@
-"""Tiers: a near store and a far one that hold checkpoints of the same runs, by the same protocol and names."""
+"""Tiers: a local tier and a remote store that hold checkpoints of the same runs, by the same protocol and names."""

@@ -1,12 +1,12 @@
-"""Carrying: commits the checkpoints of a near store in the far one, oldest first, under the same names.
+"""Carrying: commits the checkpoints of a local tier in the remote one, oldest first, under the same names.
 
 A copy has the same bytes as the original, object for object, and is committed by the same protocol: it exists as a
 whole or not at all, and an interrupted one continues where it stopped. The backlog is the set of checkpoints that are
-pinned as `far` in the near store: no prune removes them before they are carried, and it outlives every process.
+pinned as `far` in the local tier: no prune removes them before they are carried, and it outlives every process.
 
-Generations have the same numbers in both stores, so the far one sees the lineage that the near one has. If another
-trainer began a generation in the far store that the near one's trainers had not seen, it has continued the run: then
-nothing of the near store may be committed there any more. docs/decisions/0037 has the sequences.
+Generations have the same numbers in both stores, so the remote one sees the lineage that the local one has. If another
+trainer began a generation in the remote store that the local one's trainers had not seen, it has continued the run:
+then nothing of the local tier may be committed there any more. docs/decisions/0037 has the sequences.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from ckptstore.tiers.copying import chunks_by_shard, copy_labels, copy_shard
 QUEUED = "far"
 """The pin of the backlog."""
 STRANDED = "stranded"
-"""The pin of checkpoints that cannot be carried any more: another trainer has continued the run in the far store."""
+"""The pin of checkpoints that cannot be carried any more: another trainer has continued the run in the remote store."""
 KEPT_S = 30 * 24 * 3600.0
 """How long an incomplete copy waits for its carrier: longer than outages, and the absence of an operator."""
 
@@ -55,7 +55,7 @@ Known = dict[Attempt, Checkpoint | None]
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """The checkpoints of a run that are in the near store only, and are to be carried."""
+    """The checkpoints of a run that are in the local tier only, and are to be carried."""
 
     attempts: tuple[Attempt, ...]
     """Oldest first."""
@@ -65,24 +65,24 @@ class Backlog:
     """When the oldest one was committed, by the clock of its committer; None if there is none."""
 
 
-def enqueue(near: Run, attempt: Attempt) -> None:
-    """A checkpoint of the near store is to be carried; durable on return. Idempotent. Raises Unavailable."""
-    hold(near, attempt, QUEUED)
+def enqueue(local: Run, attempt: Attempt) -> None:
+    """A checkpoint of the local tier is to be carried; durable on return. Idempotent. Raises Unavailable."""
+    hold(local, attempt, QUEUED)
 
 
-def queued(near: Run) -> list[Attempt]:
+def queued(local: Run) -> list[Attempt]:
     """The attempts to be carried, oldest first."""
-    return sorted(attempt for attempt, held in pinned(near).items() if QUEUED in held)
+    return sorted(attempt for attempt, held in pinned(local).items() if QUEUED in held)
 
 
-def backlog(near: Run, known: Known | None = None) -> Backlog:
+def backlog(local: Run, known: Known | None = None) -> Backlog:
     """The backlog of a run; one that its committer has not committed yet does not count.
 
     known: of earlier calls; this one adds to it.
     """
     # A pinned checkpoint is not hidden: that need not be looked up for each.
     known = {} if known is None else known
-    found = [(attempt, _decided(near, attempt, known)) for attempt in queued(near)]
+    found = [(attempt, _decided(local, attempt, known)) for attempt in queued(local)]
     there = [(attempt, checkpoint) for attempt, checkpoint in found if checkpoint is not None]
     return Backlog(
         tuple(attempt for attempt, _ in there),
@@ -91,123 +91,123 @@ def backlog(near: Run, known: Known | None = None) -> Backlog:
     )
 
 
-def carry(near: Run, far: Run, attempt: Attempt, progress: Progress = lambda _: None) -> Checkpoint | None:
-    """Commit a checkpoint of the near store in the far one, and remove it from the backlog; durable on return.
+def carry(local: Run, remote: Run, attempt: Attempt, progress: Progress = lambda _: None) -> Checkpoint | None:
+    """Commit a checkpoint of the local tier in the remote one, and remove it from the backlog; durable on return.
 
-    Returns its far checkpoint; None if the near store has no such checkpoint. Safe from several processes: all write
-    the same bytes. progress: called with the stored bytes that were copied, or found in the far store and verified.
-    Raises Superseded if another trainer has continued the run; AttemptAborted if its far attempt, or one that it
-    references, was aborted; ReferenceLost if the far store has deleted a checkpoint whose chunks
+    Returns its remote checkpoint; None if the local tier has no such checkpoint. Safe from several processes: all write
+    the same bytes. progress: called with the stored bytes that were copied, or found in the remote store and verified.
+    Raises Superseded if another trainer has continued the run; AttemptAborted if its remote attempt, or one that it
+    references, was aborted; ReferenceLost if the remote store has deleted a checkpoint whose chunks
     it needs; CorruptObject or ObjectMissing if it is damaged; Unavailable if either store is away.
     """
-    original = _committed(near, attempt)
+    original = _committed(local, attempt)
     if original is None:
-        _release(near, attempt)
+        _release(local, attempt)
         return None
     try:
-        carried = _carry(near, far, original, progress)
+        carried = _carry(local, remote, original, progress)
     except (Conflict, Damaged, NotFound):  # no later try helps
-        release_lease(far, _lease(attempt))
+        release_lease(remote, _lease(attempt))
         raise
-    release_lease(far, _lease(attempt))
-    _release(near, attempt)
+    release_lease(remote, _lease(attempt))
+    _release(local, attempt)
     return carried
 
 
-def _carry(near: Run, far: Run, original: Checkpoint, progress: Progress) -> Checkpoint:
+def _carry(local: Run, remote: Run, original: Checkpoint, progress: Progress) -> Checkpoint:
     attempt = original.attempt
-    newest = establish(near, far, attempt.generation)
-    outcome = read_outcome(far, attempt)
+    newest = establish(local, remote, attempt.generation)
+    outcome = read_outcome(remote, attempt)
     if outcome is None:
         # Otherwise a collection would abort an incomplete copy as an orphan after a day.
-        renew_lease(far, _lease(attempt), attempt, f"{far.by}, which carries it", KEPT_S)
-        outcome = _commit_copy(near, far, original, newest, progress)
+        renew_lease(remote, _lease(attempt), attempt, f"{remote.by}, which carries it", KEPT_S)
+        outcome = _commit_copy(local, remote, original, newest, progress)
     elif outcome.committed is None:
-        # By a generation of this near store, if that is why: others roll a complete copy forward, and know no better.
+        # By a generation of this local tier, if that is why: others roll a complete copy forward, and know no better.
         raise AttemptAborted(
-            f"{original.id} was aborted in {far.store.url} by {outcome.by}",
+            f"{original.id} was aborted in {remote.store.url} by {outcome.by}",
             "It was not carried for too long. Copy it by hand: ckptctl cp, with --as if the run has gone on",
         )
     carried = from_outcome(outcome)
     assert carried is not None
-    copy_labels(StoreSource(near.store), with_labels(near, [original])[0], far, carried)
+    copy_labels(StoreSource(local.store), with_labels(local, [original])[0], remote, carried)
     return carried
 
 
-def trim(near: Run, keep: int, known: Known | None = None) -> Sequence[Attempt]:
-    """Delete the checkpoints of the near store, apart from the newest `keep` and those that are held.
+def trim(local: Run, keep: int, known: Known | None = None) -> Sequence[Attempt]:
+    """Delete the checkpoints of the local tier, apart from the newest `keep` and those that are held.
 
     The backlog is held by its pins, what newer checkpoints reference by marks, what is being restored by leases.
     known: of earlier calls; this one adds to it, and forgets what is gone. Returns the attempts whose data is deleted.
     Raises Unavailable.
     """
-    known, visible = {} if known is None else known, visible_attempts(near)
+    known, visible = {} if known is None else known, visible_attempts(local)
     before = list(known)  # at once: another thread may add to it
     for attempt in set(before).difference(visible):
         del known[attempt]
-    found = [attempt for attempt in visible if _decided(near, attempt, known) is not None]
+    found = [attempt for attempt in visible if _decided(local, attempt, known) is not None]
     surplus = found[keep:]
-    held = active_holds(near) if surplus else {}
+    held = active_holds(local) if surplus else {}
     surplus = [attempt for attempt in surplus if attempt not in held]
     if not surplus:
         return ()
-    hide(near, surplus, f"the newest {keep} stay near", grace_s=0.0)
-    return sweep(near, only=surplus).attempts
+    hide(local, surplus, f"the newest {keep} stay local", grace_s=0.0)
+    return sweep(local, only=surplus).attempts
 
 
-def strand(near: Run, attempt: Attempt) -> None:
-    """A checkpoint can no longer be carried: it stays near, pinned, until an operator decides. Raises Unavailable."""
-    hold(near, attempt, STRANDED)
-    _release(near, attempt)
+def strand(local: Run, attempt: Attempt) -> None:
+    """A checkpoint can no longer be carried: it stays local, pinned, until an operator decides. Raises Unavailable."""
+    hold(local, attempt, STRANDED)
+    _release(local, attempt)
 
 
-def stranded(near: Run) -> set[Attempt]:
+def stranded(local: Run) -> set[Attempt]:
     """The attempts that are never carried. What references them cannot be carried either."""
-    return {attempt for attempt, held in pinned(near).items() if STRANDED in held}
+    return {attempt for attempt, held in pinned(local).items() if STRANDED in held}
 
 
-def establish(near: Run, far: Run, number: int) -> int:
-    """Begin a generation of the near store in the far one, under the same number; durable on return. Idempotent.
+def establish(local: Run, remote: Run, number: int) -> int:
+    """Begin a generation of the local tier in the remote one, under the same number; durable on return. Idempotent.
 
     Earlier generations that are missing there are begun too: a committer looks for the next number. Returns the newest
-    generation of the far store. It may be newer than `number`, since trainers on one near store follow each other.
+    generation of the remote store. It may be newer than `number`, since trainers on one local tier follow each other.
     Raises Superseded if another trainer has begun one that they had not seen; CorruptObject; Unavailable.
     """
-    documents = read_generations(near)
+    documents = read_generations(local)
     own = documents.get(number)
     if own is None:
-        raise CorruptObject(f"generation {number} of run {near.name!r} in {near.store.url} is missing or damaged")
+        raise CorruptObject(f"generation {number} of run {local.name!r} in {local.store.url} is missing or damaged")
     seen = seen_generation(documents, number)
     while True:
-        listed = list(list_generations(far))
-        unknown = unseen(documents, read_generations(far, [other for other in listed if other > seen]))
+        listed = list(list_generations(remote))
+        unknown = unseen(documents, read_generations(remote, [other for other in listed if other > seen]))
         if unknown:
             raise Superseded(
-                f"another trainer has begun generation {unknown[0]} of run {far.name!r} in {far.store.url}: what this "
-                f"one has saved in {near.store.url} is not committed there",
-                "Stop this trainer, or restore first to continue from what is in the far store. Its checkpoints stay "
-                f"near, pinned as {STRANDED!r}",
+                f"another trainer has begun generation {unknown[0]} of run {remote.name!r} in {remote.store.url}: what "
+                f"this one has saved in {local.store.url} is not committed there",
+                "Stop this trainer, or restore first to continue from what is in the remote store. Its checkpoints "
+                f"stay local, pinned as {STRANDED!r}",
             )
         newest = max(listed, default=0)
         if newest < number:
-            newest = newest_generation(far, listed)  # lists all outcomes
+            newest = newest_generation(remote, listed)  # lists all outcomes
         for missing in range(newest + 1, number + 1):
             begun = documents.get(missing) or msgspec.structs.replace(own, number=missing)
-            if create_generation(far, begun) is None:
+            if create_generation(remote, begun) is None:
                 break  # taken meanwhile: look again
         else:
             return max(newest, number)
 
 
-def seen_generation(near: Mapping[int, Generation | None], number: int) -> int:
-    """The newest generation of the far store that was known in the near one when `number` was begun. Pure."""
-    return max((_seen(document) for known, document in near.items() if document and known <= number), default=0)
+def seen_generation(local: Mapping[int, Generation | None], number: int) -> int:
+    """The newest generation of the remote store that was known in the local one when `number` was begun. Pure."""
+    return max((_seen(document) for known, document in local.items() if document and known <= number), default=0)
 
 
-def unseen(near: Mapping[int, Generation | None], far: Mapping[int, Generation | None]) -> list[int]:
-    """The generations of the far store that no trainer of the near one began. Pure."""
-    sessions = {document.session for document in near.values() if document is not None}
-    return sorted(number for number, document in far.items() if document is None or document.session not in sessions)
+def unseen(local: Mapping[int, Generation | None], remote: Mapping[int, Generation | None]) -> list[int]:
+    """The generations of the remote store that no trainer of the local one began. Pure."""
+    sessions = {document.session for document in local.values() if document is not None}
+    return sorted(number for number, document in remote.items() if document is None or document.session not in sessions)
 
 
 def _seen(document: Generation) -> int:
@@ -215,48 +215,48 @@ def _seen(document: Generation) -> int:
     return seen if isinstance(seen, int) else 0
 
 
-def _commit_copy(near: Run, far: Run, original: Checkpoint, newest: int, progress: Progress) -> Outcome:
+def _commit_copy(local: Run, remote: Run, original: Checkpoint, newest: int, progress: Progress) -> Outcome:
     try:
-        return commit_attempt(far, _copy(near, far, original, progress), newest)
+        return commit_attempt(remote, _copy(local, remote, original, progress), newest)
     except Superseded as error:
-        establish(near, far, original.attempt.generation)  # raises it if another trainer has continued the run
-        raise AttemptAborted(f"{original.id} is not committed in {far.store.url}: {error.message}") from error
+        establish(local, remote, original.attempt.generation)  # raises it if another trainer has continued the run
+        raise AttemptAborted(f"{original.id} is not committed in {remote.store.url}: {error.message}") from error
 
 
 def _lease(attempt: Attempt) -> str:
-    """The lease on the far copy: the same one at each try, and for each carrier."""
+    """The lease on the remote copy: the same one at each try, and for each carrier."""
     return derive_ulid(attempt.ulid, "carrying")
 
 
-def _copy(near: Run, far: Run, original: Checkpoint, progress: Progress) -> list[StoredReceipt]:
+def _copy(local: Run, remote: Run, original: Checkpoint, progress: Progress) -> list[StoredReceipt]:
     """Copy all objects of an attempt; returns its receipts."""
-    source, keys, attempt = StoreSource(near.store), near.keys, original.attempt
+    source, keys, attempt = StoreSource(local.store), local.keys, original.attempt
     data = source.manifest_data(original)
     manifest = check_manifest_data(original, data)
     for needed in referenced_attempts(manifest.content):
-        if _committed(far, needed) is None and carry(near, far, needed, progress) is None:
-            raise reference_lost(far, attempt, needed)
+        if _committed(remote, needed) is None and carry(local, remote, needed, progress) is None:
+            raise reference_lost(remote, attempt, needed)
     chunks = chunks_by_shard(manifest)
     for shard, side in zip(manifest.content.shards, side_documents(manifest), strict=True):
         statistics = stored_statistics(source, original, shard.rank, side)
         apart = side is None or side.offset is None
         if reads := [read for read in chunks[shard.name] if read.attempt is None]:
             tail = b"" if apart else statistics
-            copy_shard(source, original, reads, far, keys.shard(attempt, shard.name), progress, tail)
+            copy_shard(source, original, reads, remote, keys.shard(attempt, shard.name), progress, tail)
         if apart and statistics:
-            far.store.put(keys.statistics(attempt, shard.rank), statistics)
+            remote.store.put(keys.statistics(attempt, shard.rank), statistics)
     # Before the receipts, by which others could commit it: another version of zstd would pack it differently.
-    far.store.put_if_absent(keys.manifest(attempt), data)
-    return [_copy_receipt(near, far, manifest, attempt, rank) for rank in range(manifest.world_size)]
+    remote.store.put_if_absent(keys.manifest(attempt), data)
+    return [_copy_receipt(local, remote, manifest, attempt, rank) for rank in range(manifest.world_size)]
 
 
-def _copy_receipt(near: Run, far: Run, manifest: Manifest, attempt: Attempt, rank: int) -> StoredReceipt:
-    key = near.keys.receipt(attempt, rank)
-    data = near.store.get(key)
+def _copy_receipt(local: Run, remote: Run, manifest: Manifest, attempt: Attempt, rank: int) -> StoredReceipt:
+    key = local.keys.receipt(attempt, rank)
+    data = local.store.get(key)
     if digest(data) != manifest.receipts[rank].digest:
-        raise CorruptObject(f"the receipt of rank {rank} of {near.id_of(attempt)} does not match its manifest")
-    far.store.put(far.keys.receipt(attempt, rank), data)
-    return StoredReceipt.of(parse_sealed(data, Receipt, near.store.object_url(key)), data)
+        raise CorruptObject(f"the receipt of rank {rank} of {local.id_of(attempt)} does not match its manifest")
+    remote.store.put(remote.keys.receipt(attempt, rank), data)
+    return StoredReceipt.of(parse_sealed(data, Receipt, local.store.object_url(key)), data)
 
 
 def _decided(run: Run, attempt: Attempt, known: Known) -> Checkpoint | None:
@@ -276,5 +276,5 @@ def _committed(run: Run, attempt: Attempt) -> Checkpoint | None:
     return found if found is not None and attempt not in hidden_attempts(run) else None
 
 
-def _release(near: Run, attempt: Attempt) -> None:
-    near.store.delete_many([near.keys.pin(attempt, QUEUED)])
+def _release(local: Run, attempt: Attempt) -> None:
+    local.store.delete_many([local.keys.pin(attempt, QUEUED)])

@@ -1,11 +1,11 @@
-"""TieredSource: what a near store and a far one hold together, as one source.
+"""TieredSource: what a local tier and a remote store hold together, as one source.
 
-An attempt has the same name and the same bytes in both, so every read may be answered by either; the near one is asked
-first. The lineage is that of both together: the far store's, continued by generations that are only near yet. Those
+An attempt has the same name and the same bytes in both, so every read may be answered by either; the local one is asked
+first. The lineage is that of both together: the remote store's, continued by generations that are only local yet. Those
 that were begun there after another trainer had continued the run are abandoned.
 
-While the far store is away, what is near is all there is. If nothing is near, that is an error: the far store may have
-checkpoints.
+While the remote store is away, what is local is all there is. If nothing is local, that is an error: the remote store
+may have checkpoints.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from ckptstore.tiers.carrying import seen_generation, unseen
 
 logger = logging.getLogger(__name__)
 
-NEAR, FAR = "near", "far"
+LOCAL, REMOTE = "local", "remote"
 _T = TypeVar("_T")
 _Seen = dict[Attempt, Collection[Attempt]]
 """The visible attempts of a store, each with all that are in quarantine there."""
@@ -57,64 +57,64 @@ _BOTH = "+"
 
 
 class TieredSource(StoreSource):
-    """Reads from two stores. `store` is the far one. For any thread."""
+    """Reads from two stores. `store` is the remote one. For any thread."""
 
-    def __init__(self, near: Store, far: Store, patient: Store | None = None) -> None:
-        """patient: the far store again, with requests that are repeated: for what is not near."""
-        super().__init__(patient or far)
-        self.near = StoreSource(near)
-        self._quick = StoreSource(far)
+    def __init__(self, local: Store, remote: Store, patient: Store | None = None) -> None:
+        """patient: the remote store again, with requests that are repeated: for what is not local."""
+        super().__init__(patient or remote)
+        self.local = StoreSource(local)
+        self._quick = StoreSource(remote)
         self._patient = StoreSource(self.store)
-        self._tiers = {NEAR: self.near, FAR: self._quick}
+        self._tiers = {LOCAL: self.local, REMOTE: self._quick}
         self._away_until = 0.0
 
     @override
     def runs(self) -> list[str]:
-        return sorted({*self.near.runs(), *self._far(None, lambda far: far.runs(), list[str]())})
+        return sorted({*self.local.runs(), *self._remote(None, lambda remote: remote.runs(), list[str]())})
 
     def checkpoints(self, run: str) -> list[Checkpoint]:
         """Reads all outcomes of both stores."""
-        near, far = self._both(run, list_checkpoints, list[Checkpoint]())
+        local, remote = self._both(run, list_checkpoints, list[Checkpoint]())
         generations, stray = self._generations(run)
         found: dict[Attempt, Checkpoint] = {}
-        for tier, listed in ((NEAR, near), (FAR, far)):
+        for tier, listed in ((LOCAL, local), (REMOTE, remote)):
             for one in listed:
                 known = found.get(one.attempt)
                 better = known if known is not None and known.state is not State.CORRUPT else one
                 found[one.attempt] = replace(better, tiers=(*(known.tiers if known else ()), tier))
         merged = [found[attempt] for attempt in sorted(found, reverse=True)]
         live = [replace(c, state=State.COMMITTED) if c.state is not State.CORRUPT else c for c in merged]
-        own = [c for c in live if FAR in c.tiers or c.attempt.generation not in stray]
+        own = [c for c in live if REMOTE in c.tiers or c.attempt.generation not in stray]
         states = {c.attempt: c for c in with_states(own, Lineage(generations.get))}
         listed = [states.get(c.attempt) or replace(c, state=State.ABANDONED) for c in live]
         return self._with_labels(run, with_parents(listed, generations.get))
 
     @override
     def candidates(self, run: str) -> Iterator[Checkpoint]:
-        listed, far = self._both(run, _visible, _Seen())
+        listed, remote = self._both(run, _visible, _Seen())
         generations, stray = self._generations(run)
-        near = {a: found for a, found in listed.items() if a in far or a.generation not in stray}
-        left = max(listed.keys() - near.keys(), default=None)
+        local = {a: found for a, found in listed.items() if a in remote or a.generation not in stray}
+        left = max(listed.keys() - local.keys(), default=None)
         if left is not None:
             logger.warning(
-                "%s and others that are only near are not restored unless they are named: another trainer has "
+                "%s and others that are only local are not restored unless they are named: another trainer has "
                 "continued run %r in %s", checkpoint_id(run, left), run, self.url,
             )  # fmt: skip
         return walk(
-            sorted({*near, *far}, reverse=True),
-            partial(self._load, run, {NEAR: near, FAR: far}),
+            sorted({*local, *remote}, reverse=True),
+            partial(self._load, run, {LOCAL: local, REMOTE: remote}),
             generations.get,
         )
 
     def latest(self, run: str | None = None) -> Checkpoint:
-        """Reads outcomes of one run of both stores; of all runs only those that are far."""
+        """Reads outcomes of one run of both stores; of all runs only those that are remote."""
         if run is None:
             return super().latest()
         for checkpoint in self.candidates(run):
             if checkpoint.state is State.COMMITTED:
                 return self._with_labels(run, [checkpoint])[0]
         raise NoCheckpoint(
-            f"run {run!r} has no checkpoint in {self.near.url} and {self.url}",
+            f"run {run!r} has no checkpoint in {self.local.url} and {self.url}",
             "The first save may not have finished yet. Otherwise check the names of the run and the stores",
         )
 
@@ -125,53 +125,53 @@ class TieredSource(StoreSource):
         meant = [c for c in self.checkpoints(reference.run) if reference.means(c.attempt)]
         if not meant:
             raise NoCheckpoint(
-                f"run {reference.run!r} has no checkpoint at step {reference.step} in {self.near.url} and {self.url}",
+                f"run {reference.run!r} has no checkpoint at step {reference.step} in {self.local.url} and {self.url}",
                 "ckptctl ls shows what there is",
             )
         return min(meant, key=lambda c: (c.state is State.ABANDONED, c.state is State.CORRUPT))
 
     def newest_generation(self, run: str) -> int:
-        """The newest generation of the far store; 0 if it has none, or is away."""
-        return max(self._far(run, lambda far: list(list_generations(far.run(run))), list[int]()), default=0)
+        """The newest generation of the remote store; 0 if it has none, or is away."""
+        return max(self._remote(run, lambda remote: list(list_generations(remote.run(run))), list[int]()), default=0)
 
-    def near_id(self) -> str:
-        """The id of the near store, equal for all processes that see the same objects: a ULID that the first caller
+    def local_id(self) -> str:
+        """The id of the local tier, equal for all processes that see the same objects: a ULID that the first caller
         creates. Raises Unavailable."""
-        self.near.store.put_if_absent(names.NEAR_ID, new_ulid(self._clock()).encode())
-        return self.near.store.get(names.NEAR_ID).decode(errors="replace")
+        self.local.store.put_if_absent(names.LOCAL_ID, new_ulid(self._clock()).encode())
+        return self.local.store.get(names.LOCAL_ID).decode(errors="replace")
 
-    def is_near(self, run: str | None) -> bool:
-        """Whether the near store has checkpoints of the run, or of any run for None."""
+    def is_local(self, run: str | None) -> bool:
+        """Whether the local tier has checkpoints of the run, or of any run for None."""
 
         def read() -> bool:
-            return bool(self.near.runs() if run is None else visible_attempts(self.near.run(run)))
+            return bool(self.local.runs() if run is None else visible_attempts(self.local.run(run)))
 
-        return self._near(read, False)
+        return self._local(read, False)
 
-    def farthest(self, checkpoint: Checkpoint) -> StoreSource:
-        """The far store, or `near` if the checkpoint is only there."""
-        return self.near if checkpoint.tiers == (NEAR,) else self._patient
+    def remote_or_local(self, checkpoint: Checkpoint) -> StoreSource:
+        """The remote store, or `local` if the checkpoint is only there."""
+        return self.local if checkpoint.tiers == (LOCAL,) else self._patient
 
     def manifest_data(self, checkpoint: Checkpoint) -> bytes:
-        """One read, or two if the near store has not the right bytes."""
+        """One read, or two if the local tier has not the right bytes."""
         return self._first(
             lambda one: one.manifest_data(checkpoint), lambda data: digest(data) == checkpoint.manifest_digest
         )
 
     def receipt_data(self, checkpoint: Checkpoint, rank: int) -> bytes:
-        """One read, or two if the near store has not the right bytes."""
+        """One read, or two if the local tier has not the right bytes."""
         return self._first(lambda one: one.receipt_data(checkpoint, rank), is_sealed)
 
     def statistics_data(self, checkpoint: Checkpoint, rank: int, side: SideDocument) -> bytes:
-        """One read, or two if the near store has not the right bytes."""
+        """One read, or two if the local tier has not the right bytes."""
         return self._first(
             lambda one: one.statistics_data(checkpoint, rank, side), lambda data: digest(data) == side.digest
         )
 
     def open_shard(self, checkpoint: Checkpoint, shard: str) -> ObjectReader:
-        """A reader of the near store, if it has the shard."""
+        """A reader of the local tier, if it has the shard."""
         with suppress(ObjectMissing, Unavailable):
-            return self.near.open_shard(checkpoint, shard)
+            return self.local.open_shard(checkpoint, shard)
         return super().open_shard(checkpoint, shard)
 
     def take_lease(self, checkpoint: Checkpoint, holder: str, ttl_s: float) -> str:
@@ -195,14 +195,14 @@ class TieredSource(StoreSource):
                 source.release_lease(run, part)
 
     def _generations(self, run: str) -> tuple[_Generations, set[int]]:
-        """The generations of both stores, the far one's first; and those of which nothing more is carried."""
-        near, far = self._both(run, read_generations, _Generations())
+        """The generations of both stores, the remote one's first; and those of which nothing more is carried."""
+        local, remote = self._both(run, read_generations, _Generations())
         stray = set()
-        for number in near:
-            seen = seen_generation(near, number)
-            if unseen(near, {other: found for other, found in far.items() if other > seen}):
+        for number in local:
+            seen = seen_generation(local, number)
+            if unseen(local, {other: found for other, found in remote.items() if other > seen}):
                 stray.add(number)
-        return {**near, **far}, stray
+        return {**local, **remote}, stray
 
     def _load(self, run: str, seen: dict[str, _Seen], attempt: Attempt) -> Checkpoint | None:
         tiers = tuple(tier for tier in self._tiers if attempt in seen[tier])
@@ -213,7 +213,7 @@ class TieredSource(StoreSource):
             except Unavailable as error:
                 if tier == tiers[-1]:
                     raise
-                logger.warning("reading without the near store: %s", error)
+                logger.warning("reading without the local tier: %s", error)
                 continue
             if found is not None and (best is None or best.state is State.CORRUPT):
                 best = replace(found, tiers=tiers)
@@ -223,12 +223,12 @@ class TieredSource(StoreSource):
 
     def _first(self, read: Callable[[StoreSource], bytes], right: Callable[[bytes], bool]) -> bytes:
         with suppress(ObjectMissing, Unavailable, Damaged):
-            if right(data := read(self.near)):
+            if right(data := read(self.local)):
                 return data
         return read(self._patient)
 
     def _with_labels(self, run: str, listed: list[Checkpoint]) -> list[Checkpoint]:
-        for tier, source in ((FAR, self._quick), (NEAR, self.near)):
+        for tier, source in ((REMOTE, self._quick), (LOCAL, self.local)):
             there = {c.attempt: c for c in listed if tier in c.tiers and not c.tags}
             with suppress(Unavailable):
                 found = {c.attempt: c for c in with_labels(source.run(run), list(there.values()))}
@@ -236,19 +236,20 @@ class TieredSource(StoreSource):
         return listed
 
     def _both(self, run: str, read: Callable[[Run], _T], otherwise: _T) -> tuple[_T, _T]:
-        """What the near store has of a run, and what the far one has."""
-        near = self._near(lambda: read(self.near.run(run)), otherwise)
-        return near, self._far(run, lambda far: read(far.run(run)), otherwise)
+        """What the local tier has of a run, and what the remote one has."""
+        local = self._local(lambda: read(self.local.run(run)), otherwise)
+        return local, self._remote(run, lambda remote: read(remote.run(run)), otherwise)
 
-    def _near(self, read: Callable[[], _T], otherwise: _T) -> _T:
+    def _local(self, read: Callable[[], _T], otherwise: _T) -> _T:
         try:
             return read()
         except Unavailable as error:
-            logger.warning("reading without the near store: %s", error)
+            logger.warning("reading without the local tier: %s", error)
             return otherwise
 
-    def _far(self, run: str | None, read: Callable[[StoreSource], _T], otherwise: _T) -> _T:
-        """What the far store has. If it is away: `otherwise`, if the near one has checkpoints; else it is asked again.
+    def _remote(self, run: str | None, read: Callable[[StoreSource], _T], otherwise: _T) -> _T:
+        """What the remote store has. If it is away: `otherwise`, if the local one has checkpoints; else it is asked
+        again.
 
         It counts as away for a moment, so that a time-out is not waited for at each request.
         """
@@ -257,8 +258,8 @@ class TieredSource(StoreSource):
                 return read(self._quick)
             except Unavailable as error:
                 self._away_until = time.monotonic() + _AWAY_S
-                logger.warning("the far store is away: %s", error)
-        return otherwise if self.is_near(run) else read(self._patient)
+                logger.warning("the remote store is away: %s", error)
+        return otherwise if self.is_local(run) else read(self._patient)
 
 
 def _visible(run: Run) -> _Seen:
@@ -268,5 +269,5 @@ def _visible(run: Run) -> _Seen:
 
 def part_of_lease(lease: str, tier: str) -> str:
     """The lease in one of the stores; empty if there is none. Pure."""
-    near, _, far = lease.partition(_BOTH)  # of a single store, all is before it
-    return near if tier == NEAR else far
+    local, _, remote = lease.partition(_BOTH)  # of a single store, all is before it
+    return local if tier == LOCAL else remote

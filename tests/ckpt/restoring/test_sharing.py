@@ -171,7 +171,7 @@ def test_what_auto_means(
         monkeypatch.setenv("WORLD_SIZE", str(ranks_in_environment))
     config = Config("/somewhere", run="run", daemon=daemon, replica_reads=replica_reads)
     assert how_to_share(config, world_size) == expected
-    assert how_to_share(config, world_size, near=True) == ("none" if replica_reads == "auto" else expected)
+    assert how_to_share(config, world_size, local=True) == ("none" if replica_reads == "auto" else expected)
 
 
 Needs = list[list[tuple[int, int]]]

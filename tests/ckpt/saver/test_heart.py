@@ -5,12 +5,12 @@ import threading
 import pytest
 
 from ckpt.saver.heart import MOST_BEATS, Ending, Heart, Life, Pulse, Reading
-from ckpt.saver.messages import Began, NearOnly
+from ckpt.saver.messages import Began, LocalOnly
 from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.commits.heartbeats import read_heartbeats
 from ckptstore.errors import StoreUnavailable
-from ckptstore.format.records import NEAR_ONLY, Ended
-from ckptstore.format.records import NearOnly as StoredNearOnly
+from ckptstore.format.records import LOCAL_ONLY, Ended
+from ckptstore.format.records import LocalOnly as StoredLocalOnly
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
@@ -93,26 +93,26 @@ def test_a_short_life_that_closes_writes_nothing(store: Store, now: list[float])
     assert list(store.list("gpt/")) == []
 
 
-def test_what_is_near_only_is_reported_also_after_the_end_of_the_trainer(store: Store, now: list[float]) -> None:
+def test_what_is_local_only_is_reported_also_after_the_end_of_the_trainer(store: Store, now: list[float]) -> None:
     run = _run(store, now)
     heart = Heart(run, 0.02)
 
     def reported() -> tuple[int, float | None] | None:
         found = read_heartbeats(run)
-        known = found[-1].extension(NEAR_ONLY, StoredNearOnly) if found else None
+        known = found[-1].extension(LOCAL_ONLY, StoredLocalOnly) if found else None
         return (known.checkpoints, known.since) if known is not None else None
 
-    heart.near_only(NearOnly(2, 2000, _T))
+    heart.local_only(LocalOnly(2, 2000, _T))
     heart.begin(_began(_T), Pulse())
     wait_until(lambda: reported() == (2, _T))
     now[0] = _T + 60
     heart.stop(closed=True)
     heart.finish()
     wait_until(lambda: [one.ended for one in read_heartbeats(run)] == [Ended.CLOSED])
-    heart.near_only(NearOnly(1, 1000, _T + 1))
+    heart.local_only(LocalOnly(1, 1000, _T + 1))
     wait_until(lambda: reported() == (1, _T + 1), "a beat of a saver without trainer")
     now[0] = _T + 90
-    heart.near_only(NearOnly(0, 0, None))
+    heart.local_only(LocalOnly(0, 0, None))
     heart.close()
     assert reported() == (0, None)
     assert read_heartbeats(run)[0].ended_at == _T + 60

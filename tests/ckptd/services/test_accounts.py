@@ -14,7 +14,7 @@ from ckptstore.analysis.goodput import SILENT_S
 from ckptstore.clock import system_clock
 from ckptstore.format.documents import FORMAT
 from ckptstore.format.parsing import seal
-from ckptstore.format.records import NEAR_ONLY, Ended, Heartbeat, NearOnly
+from ckptstore.format.records import LOCAL_ONLY, Ended, Heartbeat, LocalOnly
 from ckptstore.names import new_ulid
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
@@ -55,16 +55,16 @@ def test_a_run_without_a_usable_checkpoint_does_not_stop_the_accounts_of_others(
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    """Of a run that has ended with checkpoints in a near store, and one that carried all."""
-    store = open_store(str(tmp_path_factory.mktemp("near") / "store"))
+    """Of a run that has ended with checkpoints in a local tier, and one that carried all."""
+    store = open_store(str(tmp_path_factory.mktemp("local") / "store"))
     now = system_clock()
-    for name, near in (("gpt", NearOnly(3, 3000, now - 7300, now - 7200)), ("bert", NearOnly(0, 0, None, now))):
+    for name, local in (("gpt", LocalOnly(3, 3000, now - 7300, now - 7200)), ("bert", LocalOnly(0, 0, None, now))):
         write_checkpoint(store, name, 5)
         run = Run(store, name)
         heartbeat = Heartbeat(
             format=FORMAT, kind="heartbeat", run=name, id=new_ulid(now - 9000), by="me", began_at=now - 9000,
             trains_at=now - 9000, restored_s=0.0, parent=None, generation=None, at=[], step=[], stalled_s=[],
-            slowed_s=[], ended=Ended.DIED, ended_at=now - 7200, extensions={NEAR_ONLY: msgspec.to_builtins(near)},
+            slowed_s=[], ended=Ended.DIED, ended_at=now - 7200, extensions={LOCAL_ONLY: msgspec.to_builtins(local)},
         )  # fmt: skip
         store.put(run.keys.heartbeat(heartbeat.id), seal(heartbeat))
     with running_daemon(store.url) as daemon:
@@ -73,7 +73,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
         yield daemon
 
 
-def test_metrics_have_what_is_near_only_and_the_age_of_the_report(daemon: Daemon) -> None:
+def test_metrics_have_what_is_local_only_and_the_age_of_the_report(daemon: Daemon) -> None:
     lines = [line.rpartition(" ") for line in daemon.get("/metrics").text.splitlines() if "ckptd_backlog" in line]
     found = {name: float(value) for name, _, value in lines if not name.startswith("#")}
     assert found['ckptd_backlog_checkpoints{run="gpt"}'] == 3
@@ -85,12 +85,12 @@ def test_metrics_have_what_is_near_only_and_the_age_of_the_report(daemon: Daemon
     }  # fmt: skip
 
 
-def test_pages_and_the_command_line_show_what_is_near_only(daemon: Daemon) -> None:
-    shown = "3 checkpoints near only (2.9 KiB), the oldest for 2h 0"
+def test_pages_and_the_command_line_show_what_is_local_only(daemon: Daemon) -> None:
+    shown = "3 checkpoints local only (2.9 KiB), the oldest for 2h 0"
     assert shown in daemon.get("/runs/gpt").text
-    assert "near only" not in daemon.get("/runs/bert").text
+    assert "local only" not in daemon.get("/runs/bert").text
     rows = daemon.get("/").text.split("<tr>")
     assert shown in next(row for row in rows if "/runs/gpt" in row)
-    assert "near only" not in next(row for row in rows if "/runs/bert" in row)
-    assert "near only" in invoke("goodput", "gpt", "--url", daemon.url).stdout
-    assert "near only" not in invoke("goodput", "bert", "--url", daemon.url).stdout
+    assert "local only" not in next(row for row in rows if "/runs/bert" in row)
+    assert "local only" in invoke("goodput", "gpt", "--url", daemon.url).stdout
+    assert "local only" not in invoke("goodput", "bert", "--url", daemon.url).stdout

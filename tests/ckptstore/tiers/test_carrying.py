@@ -1,4 +1,4 @@
-"""Carrying: the far store gets the same checkpoints in the same lineage, or nothing; whatever fails in between."""
+"""Carrying: the remote store gets the same checkpoints in the same lineage, or nothing; whatever fails in between."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock
 
 
 class Tiers:
-    """A near and a far store, and trainers that save near."""
+    """A local and a remote store, and trainers that save locally."""
 
     def __init__(self, folder: Path) -> None:
-        self.near = Run(open_store(f"memory://{folder.name}/near"), "gpt")
-        self.far = Run(open_store(f"memory://{folder.name}/far"), "gpt")
+        self.local = Run(open_store(f"memory://{folder.name}/local"), "gpt")
+        self.remote = Run(open_store(f"memory://{folder.name}/remote"), "gpt")
 
     def begin(self, parent: Checkpoint | None = None, seen: int = 0, run: Run | None = None) -> int:
         session = Session(new_ulid(system_clock()), parent.attempt if parent else None, seen)
-        return begin_generation(run or self.near, session).number
+        return begin_generation(run or self.local, session).number
 
     def save(
         self, step: int, number: int, base: Checkpoint | None = None, run: Run | None = None, **more: Any
     ) -> Checkpoint:
         arrays = {"model/base": np.arange(4000, dtype=np.float32), "model/step": np.full(1000, step)}
         options = {"generation": number, "base": base.attempt if base else None, "statistics": True} | more
-        return write_checkpoint((run or self.near).store, step=step, arrays=arrays, **options)
+        return write_checkpoint((run or self.local).store, step=step, arrays=arrays, **options)
 
     def carry_all(self) -> None:
-        for attempt in queued(self.near):
-            carry(self.near, self.far, attempt)
+        for attempt in queued(self.local):
+            carry(self.local, self.remote, attempt)
 
 
 @pytest.fixture
@@ -72,45 +72,45 @@ def listed(run: Run) -> list[tuple[int, int, State]]:
 @pytest.mark.parametrize("statistics", [True, "apart"])
 def test_a_copy_is_the_same_checkpoint(tiers: Tiers, statistics: object) -> None:
     one = tiers.save(10, tiers.begin(), statistics=statistics)
-    change_labels(tiers.near, one.attempt, LabelChange({"best": ""}, {"val": 1.5}))
-    enqueue(tiers.near, one.attempt)
-    assert backlog(tiers.near).attempts == (one.attempt,)
-    assert backlog(tiers.near).bytes == one.needed_bytes
-    carried = carry(tiers.near, tiers.far, one.attempt)
+    change_labels(tiers.local, one.attempt, LabelChange({"best": ""}, {"val": 1.5}))
+    enqueue(tiers.local, one.attempt)
+    assert backlog(tiers.local).attempts == (one.attempt,)
+    assert backlog(tiers.local).bytes == one.needed_bytes
+    carried = carry(tiers.local, tiers.remote, one.attempt)
     assert carried is not None
     assert (carried.id, carried.manifest_digest) == (one.id, one.manifest_digest)
-    assert objects(tiers.far, one.attempt) == objects(tiers.near, one.attempt)
-    assert len(objects(tiers.far, one.attempt)) == 3 + (statistics == "apart")
-    assert not read_statistics(StoreSource(tiers.far.store), carried).missing
-    assert backlog(tiers.near).attempts == ()
-    found = StoreSource(tiers.far.store).find(Reference("gpt", 10))
+    assert objects(tiers.remote, one.attempt) == objects(tiers.local, one.attempt)
+    assert len(objects(tiers.remote, one.attempt)) == 3 + (statistics == "apart")
+    assert not read_statistics(StoreSource(tiers.remote.store), carried).missing
+    assert backlog(tiers.local).attempts == ()
+    found = StoreSource(tiers.remote.store).find(Reference("gpt", 10))
     assert (found.tags, found.metrics["val"]) == ({"best": ""}, 1.5)
-    assert verify(StoreSource(tiers.far.store), found).ok
+    assert verify(StoreSource(tiers.remote.store), found).ok
 
 
 def test_referenced_checkpoints_are_carried_first(tiers: Tiers) -> None:
     generation = tiers.begin()
     base = tiers.save(10, generation)
-    enqueue(tiers.near, base.attempt)
+    enqueue(tiers.local, base.attempt)
     middle = tiers.save(20, generation, base)
     newest = tiers.save(30, generation, middle)
     assert newest.referenced_bytes
-    enqueue(tiers.near, newest.attempt)
+    enqueue(tiers.local, newest.attempt)
     tiers.carry_all()
-    assert [step for _, step, _ in listed(tiers.far)] == [30, 10]  # nothing of 20 is needed
-    assert verify(StoreSource(tiers.far.store), latest(tiers.far)).ok
+    assert [step for _, step, _ in listed(tiers.remote)] == [30, 10]  # nothing of 20 is needed
+    assert verify(StoreSource(tiers.remote.store), latest(tiers.remote)).ok
 
 
 def test_a_rank_without_a_shard_is_carried_too(tiers: Tiers) -> None:
     from ckptstore.commits.commit import commit_attempt
 
     attempt = Attempt(5, new_ulid(system_clock()), generation=tiers.begin())
-    receipts = [write_rank(tiers.near.store, "gpt", attempt, sample_arrays() if not r else {}, r, 3) for r in range(3)]
-    commit_attempt(tiers.near, receipts)
-    enqueue(tiers.near, attempt)
+    receipts = [write_rank(tiers.local.store, "gpt", attempt, sample_arrays() if not r else {}, r, 3) for r in range(3)]
+    commit_attempt(tiers.local, receipts)
+    enqueue(tiers.local, attempt)
     tiers.carry_all()
-    assert verify(StoreSource(tiers.far.store), latest(tiers.far)).ok
-    assert latest(tiers.far).world_size == 3
+    assert verify(StoreSource(tiers.remote.store), latest(tiers.remote)).ok
+    assert latest(tiers.remote).world_size == 3
 
 
 def test_the_lineage_is_the_same_in_both(tiers: Tiers) -> None:
@@ -121,11 +121,11 @@ def test_the_lineage_is_the_same_in_both(tiers: Tiers) -> None:
     third = tiers.begin(saved[-1])
     saved.append(tiers.save(40, third))
     for one in (saved[5], saved[0], saved[2], saved[1], saved[3]):  # in any order; 35 is not due
-        enqueue(tiers.near, one.attempt)
+        enqueue(tiers.local, one.attempt)
     tiers.carry_all()
-    near = {(g, step): state for g, step, state in listed(tiers.near)}
-    assert listed(tiers.far) == [(g, s, near[g, s]) for g, s in [(3, 40), (2, 25), (1, 30), (1, 20), (1, 10)]]
-    assert near[1, 30] is State.ABANDONED
+    local = {(g, step): state for g, step, state in listed(tiers.local)}
+    assert listed(tiers.remote) == [(g, s, local[g, s]) for g, s in [(3, 40), (2, 25), (1, 30), (1, 20), (1, 10)]]
+    assert local[1, 30] is State.ABANDONED
 
 
 def test_an_old_checkpoint_is_carried_after_a_newer_generation_of_the_same_host(tiers: Tiers) -> None:
@@ -133,55 +133,55 @@ def test_an_old_checkpoint_is_carried_after_a_newer_generation_of_the_same_host(
     base, late = tiers.save(10, first), tiers.save(20, first)
     second = tiers.begin(late)
     newest = tiers.save(30, second, late)
-    enqueue(tiers.near, newest.attempt)
+    enqueue(tiers.local, newest.attempt)
     tiers.carry_all()  # with 20, which it references
-    enqueue(tiers.near, base.attempt)
+    enqueue(tiers.local, base.attempt)
     tiers.carry_all()
-    assert listed(tiers.far) == listed(tiers.near)
-    assert verify(StoreSource(tiers.far.store), latest(tiers.far)).ok
+    assert listed(tiers.remote) == listed(tiers.local)
+    assert verify(StoreSource(tiers.remote.store), latest(tiers.remote)).ok
 
 
 def test_another_trainer_that_went_on_elsewhere_wins(tiers: Tiers) -> None:
     first = tiers.begin()
     base = tiers.save(10, first)
-    enqueue(tiers.near, base.attempt)
+    enqueue(tiers.local, base.attempt)
     tiers.carry_all()
-    elsewhere = tiers.begin(base, run=tiers.far)  # on another host: it resumed from what was far
-    other = tiers.save(11, elsewhere, run=tiers.far)
+    elsewhere = tiers.begin(base, run=tiers.remote)  # on another host: it resumed from what was remote
+    other = tiers.save(11, elsewhere, run=tiers.remote)
     for one in (tiers.save(20, first), tiers.save(30, tiers.begin(base))):
-        enqueue(tiers.near, one.attempt)
+        enqueue(tiers.local, one.attempt)
         with pytest.raises(Superseded, match="generation 2"):
-            carry(tiers.near, tiers.far, one.attempt)
-        strand(tiers.near, one.attempt)
-    assert listed(tiers.far) == [(2, 11, State.COMMITTED), (1, 10, State.COMMITTED)]
-    assert queued(tiers.near) == []
-    assert list(pinned(tiers.near).values()) == [[STRANDED], [STRANDED]]
+            carry(tiers.local, tiers.remote, one.attempt)
+        strand(tiers.local, one.attempt)
+    assert listed(tiers.remote) == [(2, 11, State.COMMITTED), (1, 10, State.COMMITTED)]
+    assert queued(tiers.local) == []
+    assert list(pinned(tiers.local).values()) == [[STRANDED], [STRANDED]]
     # A trainer here that restored the other's checkpoint goes on, under a number that is free in both.
-    third = tiers.begin(other, seen=newest_generation(tiers.far))
-    enqueue(tiers.near, tiers.save(40, third).attempt)
+    third = tiers.begin(other, seen=newest_generation(tiers.remote))
+    enqueue(tiers.local, tiers.save(40, third).attempt)
     tiers.carry_all()
-    assert (third, latest(tiers.far).step) == (3, 40)
-    assert sorted(list_generations(tiers.far)) == [1, 2, 3]
+    assert (third, latest(tiers.remote).step) == (3, 40)
+    assert sorted(list_generations(tiers.remote)) == [1, 2, 3]
     with pytest.raises(Superseded):
-        carry(tiers.near, tiers.far, other_of(tiers, 20))
+        carry(tiers.local, tiers.remote, other_of(tiers, 20))
 
 
 def other_of(tiers: Tiers, step: int) -> Attempt:
-    return next(c.attempt for c in list_checkpoints(tiers.near) if c.step == step)
+    return next(c.attempt for c in list_checkpoints(tiers.local) if c.step == step)
 
 
-def test_a_number_that_is_only_near_is_filled_far(tiers: Tiers) -> None:
-    tiers.begin(run=tiers.far)
+def test_a_number_that_is_only_local_is_filled_remotely(tiers: Tiers) -> None:
+    tiers.begin(run=tiers.remote)
     seen = tiers.begin(seen=1)
     abandoned = [tiers.begin() for _ in range(2)]
     newest = tiers.begin()
     assert (seen, abandoned, newest) == (2, [3, 4], 5)
-    enqueue(tiers.near, tiers.save(1, newest).attempt)
+    enqueue(tiers.local, tiers.save(1, newest).attempt)
     tiers.carry_all()
-    assert sorted(list_generations(tiers.far)) == [1, 2, 3, 4, 5]
+    assert sorted(list_generations(tiers.remote)) == [1, 2, 3, 4, 5]
     # An old job of the first trainer's kind sees that it is superseded: there is a generation 2.
     with pytest.raises(Superseded):
-        tiers.save(7, 1, run=tiers.far)
+        tiers.save(7, 1, run=tiers.remote)
 
 
 @pytest.mark.parametrize("mode", ["before", "after"])
@@ -193,18 +193,18 @@ def test_every_call_may_fail_and_the_copy_continues(tiers: Tiers, mode: str) -> 
     while not done:
         faults = Faults(at, mode)  # type: ignore[arg-type]
         for one in (base, newest):
-            enqueue(tiers.near, one.attempt)
-        far = Run(FaultyStore(tiers.far.store, faults), "gpt")
+            enqueue(tiers.local, one.attempt)
+        remote = Run(FaultyStore(tiers.remote.store, faults), "gpt")
         try:
-            for attempt in queued(tiers.near):
-                carry(tiers.near, far, attempt)
+            for attempt in queued(tiers.local):
+                carry(tiers.local, remote, attempt)
             done = len(faults.calls) <= at
         except StoreUnavailable:
-            assert {c.step for c in list_checkpoints(tiers.far)} <= {10, 20}
+            assert {c.step for c in list_checkpoints(tiers.remote)} <= {10, 20}
         tiers.carry_all()
-        assert [step for _, step, _ in listed(tiers.far)] == [20, 10]
-        assert all(verify(StoreSource(tiers.far.store), c).ok for c in list_checkpoints(tiers.far))
-        tiers.far.store.delete_many([info.key for info in tiers.far.store.list("")])
+        assert [step for _, step, _ in listed(tiers.remote)] == [20, 10]
+        assert all(verify(StoreSource(tiers.remote.store), c).ok for c in list_checkpoints(tiers.remote))
+        tiers.remote.store.delete_many([info.key for info in tiers.remote.store.list("")])
         at += 1
     assert at > 20
 
@@ -215,107 +215,107 @@ def test_two_carriers_at_once(tiers: Tiers) -> None:
     newest = tiers.save(20, generation, base)
 
     def reset() -> None:
-        tiers.far.store.delete_many([info.key for info in tiers.far.store.list("")])
+        tiers.remote.store.delete_many([info.key for info in tiers.remote.store.list("")])
         for one in (base, newest):
-            enqueue(tiers.near, one.attempt)
+            enqueue(tiers.local, one.attempt)
 
     at, calls = 0, 1
     while at < calls:
         reset()
         race = Interleaving(at, tiers.carry_all)
-        far = Run(FaultyStore(tiers.far.store, race), "gpt")
+        remote = Run(FaultyStore(tiers.remote.store, race), "gpt")
         for one in (base, newest):
             try:
-                carry(tiers.near, far, one.attempt)
+                carry(tiers.local, remote, one.attempt)
             except StoreUnavailable:  # the other one had created the same shard just before
-                carry(tiers.near, far, one.attempt)
-        assert [step for _, step, _ in listed(tiers.far)] == [20, 10]
-        assert all(verify(StoreSource(tiers.far.store), c).ok for c in list_checkpoints(tiers.far))
+                carry(tiers.local, remote, one.attempt)
+        assert [step for _, step, _ in listed(tiers.remote)] == [20, 10]
+        assert all(verify(StoreSource(tiers.remote.store), c).ok for c in list_checkpoints(tiers.remote))
         at, calls = at + 1, len(race.calls)
 
 
 def test_damaged_statistics_are_left_behind(tiers: Tiers) -> None:
     one = tiers.save(10, tiers.begin())
-    key = tiers.near.keys.shard(one.attempt, shard_name(0))
-    data = tiers.near.store.get(key)
-    tiers.near.store.put(key, data[:-9] + bytes(9))
-    carried = carry(tiers.near, tiers.far, one.attempt)
+    key = tiers.local.keys.shard(one.attempt, shard_name(0))
+    data = tiers.local.store.get(key)
+    tiers.local.store.put(key, data[:-9] + bytes(9))
+    carried = carry(tiers.local, tiers.remote, one.attempt)
     assert carried is not None
-    assert tiers.far.store.get(key) == data[: one.stored_bytes]
-    assert verify(StoreSource(tiers.far.store), carried).ok
+    assert tiers.remote.store.get(key) == data[: one.stored_bytes]
+    assert verify(StoreSource(tiers.remote.store), carried).ok
     with pytest.raises(CorruptObject, match="no statistics"):
-        read_statistics(StoreSource(tiers.far.store), carried)
+        read_statistics(StoreSource(tiers.remote.store), carried)
 
 
 def test_damage_is_not_carried(tiers: Tiers) -> None:
     one = tiers.save(10, tiers.begin())
-    enqueue(tiers.near, one.attempt)
-    key = tiers.near.keys.shard(one.attempt, "shard-00000.ckpt")
-    data = bytearray(tiers.near.store.get(key))
+    enqueue(tiers.local, one.attempt)
+    key = tiers.local.keys.shard(one.attempt, "shard-00000.ckpt")
+    data = bytearray(tiers.local.store.get(key))
     data[100] ^= 1
-    tiers.near.store.put(key, data)
+    tiers.local.store.put(key, data)
     with pytest.raises(CorruptObject):
         tiers.carry_all()
-    assert listed(tiers.far) == []
-    assert pinned(tiers.near)[one.attempt] == [QUEUED]
+    assert listed(tiers.remote) == []
+    assert pinned(tiers.local)[one.attempt] == [QUEUED]
 
 
 def test_each_outcome_is_read_once_however_long_the_backlog(tiers: Tiers) -> None:
-    counting, known, generation = CountingStore(tiers.near.store), Known(), tiers.begin()
-    near = replace(tiers.near, store=counting)
+    counting, known, generation = CountingStore(tiers.local.store), Known(), tiers.begin()
+    local = replace(tiers.local, store=counting)
     for step in range(1, 6):
         one = tiers.save(step, generation)
-        enqueue(near, one.attempt)
-        assert len(backlog(near, known).attempts) == step
-        assert trim(near, 1, known) == ()
-    outcomes = [key for key, _ in counting.documents if key.startswith(near.keys.commits)]
+        enqueue(local, one.attempt)
+        assert len(backlog(local, known).attempts) == step
+        assert trim(local, 1, known) == ()
+    outcomes = [key for key, _ in counting.documents if key.startswith(local.keys.commits)]
     assert len(outcomes) == len(set(outcomes)) == 5
     tiers.carry_all()
-    assert len(trim(near, 1, known)) == 4
-    trim(near, 1, known)
+    assert len(trim(local, 1, known)) == 4
+    trim(local, 1, known)
     assert list(known) == [one.attempt]
 
 
-def test_the_checkpoints_of_the_far_store_are_listed_only_for_a_new_generation(tiers: Tiers) -> None:
+def test_the_checkpoints_of_the_remote_store_are_listed_only_for_a_new_generation(tiers: Tiers) -> None:
     calls = Faults()
-    far = replace(tiers.far, store=FaultyStore(tiers.far.store, calls))
+    remote = replace(tiers.remote, store=FaultyStore(tiers.remote.store, calls))
     for _ in range(2):
         number = tiers.begin()
         for step, lists in ((1, 1), (2, 0)):
             one = tiers.save(10 * number + step, number)
             calls.calls.clear()
-            carry(tiers.near, far, one.attempt)
-            assert calls.calls.count(f"list {far.keys.commits}") == lists
+            carry(tiers.local, remote, one.attempt)
+            assert calls.calls.count(f"list {remote.keys.commits}") == lists
 
 
-def test_the_near_store_keeps_the_newest_and_the_backlog(tiers: Tiers) -> None:
+def test_the_local_tier_keeps_the_newest_and_the_backlog(tiers: Tiers) -> None:
     generation = tiers.begin()
     saved = [tiers.save(step, generation) for step in range(1, 6)]
-    enqueue(tiers.near, saved[1].attempt)
-    assert set(trim(tiers.near, 2)) == {saved[0].attempt, saved[2].attempt}
-    assert [step for _, step, _ in listed(tiers.near)] == [5, 4, 2]
+    enqueue(tiers.local, saved[1].attempt)
+    assert set(trim(tiers.local, 2)) == {saved[0].attempt, saved[2].attempt}
+    assert [step for _, step, _ in listed(tiers.local)] == [5, 4, 2]
     tiers.carry_all()
-    assert trim(tiers.near, 2) == (saved[1].attempt,)
-    assert [step for _, step, _ in listed(tiers.near)] == [5, 4]
+    assert trim(tiers.local, 2) == (saved[1].attempt,)
+    assert [step for _, step, _ in listed(tiers.local)] == [5, 4]
     referencing = tiers.save(6, generation, saved[4])
-    assert trim(tiers.near, 1) == (saved[3].attempt,)  # the newest references 5
-    assert [step for _, step, _ in listed(tiers.near)] == [6, 5]
-    assert verify(StoreSource(tiers.near.store), referencing).ok
-    assert trim(tiers.near, 1) == ()
+    assert trim(tiers.local, 1) == (saved[3].attempt,)  # the newest references 5
+    assert [step for _, step, _ in listed(tiers.local)] == [6, 5]
+    assert verify(StoreSource(tiers.local.store), referencing).ok
+    assert trim(tiers.local, 1) == ()
 
 
-def test_a_restore_takes_what_is_far_once_another_trainer_has_begun_there(tiers: Tiers) -> None:
+def test_a_restore_takes_what_is_remote_once_another_trainer_has_begun_there(tiers: Tiers) -> None:
     first = tiers.begin()
     base, late = tiers.save(10, first), tiers.save(20, first)
-    enqueue(tiers.near, base.attempt)
+    enqueue(tiers.local, base.attempt)
     tiers.carry_all()
-    source = TieredSource(tiers.near.store, tiers.far.store)
+    source = TieredSource(tiers.local.store, tiers.remote.store)
     assert source.latest("gpt").step == 20
-    tiers.begin(base, run=tiers.far)  # elsewhere; it has committed nothing yet
-    assert source.latest("gpt").step == latest(tiers.far).step == 10
+    tiers.begin(base, run=tiers.remote)  # elsewhere; it has committed nothing yet
+    assert source.latest("gpt").step == latest(tiers.remote).step == 10
     assert [(c.step, c.state) for c in source.checkpoints("gpt")] == [(20, State.ABANDONED), (10, State.COMMITTED)]
     with pytest.raises(Superseded):
-        carry(tiers.near, tiers.far, late.attempt)
+        carry(tiers.local, tiers.remote, late.attempt)
 
 
 def test_a_copy_that_others_roll_forward_is_not_taken_for_another_trainer(tiers: Tiers) -> None:
@@ -326,40 +326,40 @@ def test_a_copy_that_others_roll_forward_is_not_taken_for_another_trainer(tiers:
         newest = tiers.save(30, tiers.begin(late), late)
         faults = Faults(at)
         with suppress(StoreUnavailable):
-            carry(tiers.near, Run(FaultyStore(tiers.far.store, faults), "gpt"), newest.attempt)
-        collect(tiers.far)  # a daemon, or a restore on another host
+            carry(tiers.local, Run(FaultyStore(tiers.remote.store, faults), "gpt"), newest.attempt)
+        collect(tiers.remote)  # a daemon, or a restore on another host
         try:
-            carry(tiers.near, tiers.far, newest.attempt)
+            carry(tiers.local, tiers.remote, newest.attempt)
         except AttemptAborted:
             aborted += 1  # it knows the newer generation, and not whose it is
         if len(faults.calls) <= at:
             break
-        for run in (tiers.near, tiers.far):
+        for run in (tiers.local, tiers.remote):
             run.store.delete_many([info.key for info in run.store.list("")])
     assert aborted < at / 5
 
 
-def test_a_near_store_that_fails_does_not_hide_what_is_far(tiers: Tiers) -> None:
+def test_a_local_tier_that_fails_does_not_hide_what_is_remote(tiers: Tiers) -> None:
     one = tiers.save(10, tiers.begin())
-    enqueue(tiers.near, one.attempt)
+    enqueue(tiers.local, one.attempt)
     tiers.carry_all()
     for at in count():
         faults = Faults(at)
-        source = TieredSource(FaultyStore(tiers.near.store, faults), tiers.far.store)
+        source = TieredSource(FaultyStore(tiers.local.store, faults), tiers.remote.store)
         found = source.latest("gpt")
         assert found.id == one.id
-        assert source.manifest_data(found) == tiers.near.store.get(tiers.near.keys.manifest(one.attempt))
+        assert source.manifest_data(found) == tiers.local.store.get(tiers.local.keys.manifest(one.attempt))
         if len(faults.calls) <= at:
             break
 
 
 def test_a_copy_that_waits_for_days_is_continued_and_not_collected(tiers: Tiers) -> None:
-    """A day after its last write, an attempt without an outcome is an orphan for the far store's collection."""
+    """A day after its last write, an attempt without an outcome is an orphan for the remote store's collection."""
     one = tiers.save(10, tiers.begin())
-    enqueue(tiers.near, one.attempt)
+    enqueue(tiers.local, one.attempt)
     calls = Faults()
     later = MovableClock(29 * 24 * 3600.0)
-    copy = f"{tiers.far.keys.attempt(one.attempt)}"
+    copy = f"{tiers.remote.keys.attempt(one.attempt)}"
 
     class Away(Faults):
         """The store goes away when the copy has a shard."""
@@ -372,28 +372,34 @@ def test_a_copy_that_waits_for_days_is_continued_and_not_collected(tiers: Tiers)
             return call()
 
     with pytest.raises(StoreUnavailable):
-        carry(tiers.near, replace(tiers.far, store=FaultyStore(tiers.far.store, Away())), one.attempt)
-    assert objects(tiers.far, one.attempt)
-    assert not collect(replace(tiers.far, clock=later)).aborted
+        carry(tiers.local, replace(tiers.remote, store=FaultyStore(tiers.remote.store, Away())), one.attempt)
+    assert objects(tiers.remote, one.attempt)
+    assert not collect(replace(tiers.remote, clock=later)).aborted
     tiers.carry_all()
-    assert verify(StoreSource(tiers.far.store), latest(tiers.far)).ok
-    assert not active_leases(tiers.far), "nothing holds it from now on"
+    assert verify(StoreSource(tiers.remote.store), latest(tiers.remote)).ok
+    assert not active_leases(tiers.remote), "nothing holds it from now on"
 
 
 def test_what_cannot_be_carried_any_more_is_no_longer_kept(tiers: Tiers) -> None:
     one = tiers.save(10, tiers.begin())
-    enqueue(tiers.near, one.attempt)
+    enqueue(tiers.local, one.attempt)
     calls = Faults()
-    carry(tiers.near, replace(tiers.far, store=FaultyStore(tiers.far.store, calls)), one.attempt)
+    carry(tiers.local, replace(tiers.remote, store=FaultyStore(tiers.remote.store, calls)), one.attempt)
     shards = [number for number, call in enumerate(calls.calls) if call.startswith("commit ")]
     other = Tiers.__new__(Tiers)
-    other.near, other.far = tiers.near, Run(open_store(f"{tiers.far.store.url}-2"), "gpt")
-    enqueue(other.near, one.attempt)
+    other.local, other.remote = tiers.local, Run(open_store(f"{tiers.remote.store.url}-2"), "gpt")
+    enqueue(other.local, one.attempt)
     with pytest.raises(StoreUnavailable):
-        carry(other.near, replace(other.far, store=FaultyStore(other.far.store, Faults(shards[-1] + 1))), one.attempt)
-    assert active_leases(other.far)
-    other.begin(run=other.far)  # another trainer
+        carry(
+            other.local,
+            replace(other.remote, store=FaultyStore(other.remote.store, Faults(shards[-1] + 1))),
+            one.attempt,
+        )
+    assert active_leases(other.remote)
+    other.begin(run=other.remote)  # another trainer
     with pytest.raises(Superseded):
-        carry(other.near, other.far, one.attempt)
-    assert not active_leases(other.far)
-    assert collect(replace(other.far, clock=MovableClock(2 * 24 * 3600.0))).aborted == [other.far.id_of(one.attempt)]
+        carry(other.local, other.remote, one.attempt)
+    assert not active_leases(other.remote)
+    assert collect(replace(other.remote, clock=MovableClock(2 * 24 * 3600.0))).aborted == [
+        other.remote.id_of(one.attempt)
+    ]

@@ -1,7 +1,7 @@
-"""A trainer with a near store, to be killed: `near_train STORE NEAR`. Its weights are a function of the step.
+"""A trainer with a local tier, to be killed: `tiered_train STORE LOCAL`. Its weights are a function of the step.
 
 It checks what it resumes from, then saves step after step, printing "resumed STEP", "saver PID",
-"saved STEP" (when it is committed near). PACE_S: seconds between saves.
+"saved STEP" (when it is committed locally). PACE_S: seconds between saves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.support.kill_train import resumed, say, weights
 
 def main() -> None:
     """Train until killed."""
-    checkpointer = Checkpointer(sys.argv[1], run="kill", near=sys.argv[2], near_keep=1, retry_s=1.0)
+    checkpointer = Checkpointer(sys.argv[1], run="kill", local=sys.argv[2], local_keep=1, retry_s=1.0)
     model, step = resumed(checkpointer)
     while True:
         step += 1

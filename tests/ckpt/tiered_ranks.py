@@ -1,4 +1,4 @@
-"""Ranks with a near store, for test_tiers.py."""
+"""Ranks with a local tier, for test_tiers.py."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ckptstore.stores import open_store
 
 
 def save_and_restore(folder: str, own: bool) -> dict[str, Any]:
-    """Save two steps with a state of each rank, and restore the last. own: each rank has a near folder of its own."""
+    """Save two steps with a state of each rank, and restore the last. own: each rank has a local folder of its own."""
     rank = dist.get_rank()
-    near, far = Path(folder) / (f"near-{rank}" if own else "near"), Path(folder) / f"far-{own}"
+    local, remote = Path(folder) / (f"local-{rank}" if own else "local"), Path(folder) / f"remote-{own}"
     model = nn.ParameterDict({f"part-{rank}": torch.zeros(1000)})
     steps: list[int] = []
-    with Checkpointer(str(far), run="gpt", near=str(near), retry_s=5.0) as checkpointer:
+    with Checkpointer(str(remote), run="gpt", local=str(local), retry_s=5.0) as checkpointer:
         for step in (1, 2):
             with torch.no_grad():
                 model[f"part-{rank}"].fill_(step + rank)
@@ -31,9 +31,9 @@ def save_and_restore(folder: str, own: bool) -> dict[str, Any]:
             except InvalidRequest as error:
                 return {"error": error.message}
     dist.barrier()
-    with Checkpointer(str(far), run="gpt", near=str(near)) as checkpointer:
+    with Checkpointer(str(remote), run="gpt", local=str(local)) as checkpointer:
         restored = checkpointer.restore(model)
         assert restored is not None
         assert torch.equal(model[f"part-{rank}"], torch.full((1000,), 2.0 + rank))
-    listed = list_checkpoints(Run(open_store(str(far)), "gpt"))
-    return {"steps": steps, "far": [c.step for c in listed], "near_only": restored.read["store"] == 0}
+    listed = list_checkpoints(Run(open_store(str(remote)), "gpt"))
+    return {"steps": steps, "remote": [c.step for c in listed], "local_only": restored.read["store"] == 0}
