@@ -27,7 +27,7 @@ class Ours(Peer):
     asynchronous = True
 
     def __init__(self, folder: Path, local: bool = False, **options: Any) -> None:
-        """local: save in a local tier first, and carry each save to the other one."""
+        """local: save in a local tier first, and replicate each save to the other one."""
         self.store = tempfile.mkdtemp(prefix="ckptd-", dir=folder)
         if local:
             options |= {"local": tempfile.mkdtemp(prefix="local-", dir=folder), "local_keep": 1}

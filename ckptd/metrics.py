@@ -174,14 +174,17 @@ class GoodputGauges(Collector):
         yield from (spent, ratio, lost, *self._local_only())
 
     def _local_only(self) -> tuple[Metric, ...]:
-        """The two ages have series only while there is a backlog."""
+        """The two ages have series only while there is a replication queue."""
         count, stored, age, report_age = (
             GaugeMetricFamily(name, text, labels=["run"])
             for name, text in (
-                ("ckptd_backlog_checkpoints", "Checkpoints that are in a local tier only, and to be carried."),
-                ("ckptd_backlog_bytes", "Stored bytes of these checkpoints."),
-                ("ckptd_backlog_age_seconds", "Time since the oldest of them was committed locally."),
-                ("ckptd_backlog_report_age_seconds", "Time since the saver reported the backlog."),
+                (
+                    "ckptd_replication_queue_checkpoints",
+                    "Checkpoints that are in a local tier only, and to be replicated.",
+                ),
+                ("ckptd_replication_queue_bytes", "Stored bytes of these checkpoints."),
+                ("ckptd_replication_queue_age_seconds", "Time since the oldest of them was committed locally."),
+                ("ckptd_replication_queue_report_age_seconds", "Time since the saver reported the replication queue."),
             )
         )
         now = self._clock()

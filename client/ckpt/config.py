@@ -70,11 +70,11 @@ class Config:
     _: KW_ONLY
     run: str | None = None
     local: str | None = None
-    """A store that all ranks share, where saves are committed; they are carried to `store` in the background."""
+    """A store that all ranks share, where saves are committed; they are replicated to `store` in the background."""
     replicate_every: int = 1
-    """Every how many saves one is carried; the first after a start or restore, and the last, always."""
+    """Every how many saves one is replicated; the first after a start or restore, and the last, always."""
     local_keep: int = 2
-    """How many of the newest checkpoints stay local. What is to be carried stays, too."""
+    """How many of the newest checkpoints stay local. What is to be replicated stays, too."""
     local_bytes: int | None = None
     """Most bytes of the run in the local tier."""
     daemon: str | None = None
@@ -166,7 +166,7 @@ class Config:
         if self.replicate_every < 1 or self.local_keep < 1:
             raise InvalidRequest(
                 f"replicate_every {self.replicate_every} and local_keep {self.local_keep} must be positive",
-                "Use replicate_every=1 to carry every save, and local_keep=1 to keep only the newest one locally",
+                "Use replicate_every=1 to replicate every save, and local_keep=1 to keep only the newest one locally",
             )
 
     @property

@@ -22,7 +22,7 @@ from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
 from ckptstore.run import Run
 from ckptstore.stores import open_store
-from ckptstore.tiers.carrying import backlog
+from ckptstore.tiers.replication import replication_queue
 from ckptstore.tiers.source import TieredSource
 from tests.support.command_line import invoke
 from tests.support.disks import small_file_system
@@ -77,7 +77,7 @@ def test_every_save_is_local_and_each_third_and_the_last_remote(host: Host) -> N
     local = host.steps("local")
     assert local[:2] == [8, 7]
     assert all(verify(StoreSource(host.run("remote").store), c).ok for c in list_checkpoints(host.run("remote")))
-    assert backlog(host.run("local")).attempts == ()
+    assert replication_queue(host.run("local")).attempts == ()
     with host.start() as checkpointer:
         newest = checkpointer.latest()
         assert newest is not None
@@ -217,7 +217,7 @@ def test_a_full_local_tier_skips_saves_if_asked_to(host: Host, away: Callable[[]
         host.save(checkpointer, 2)
         with pytest.raises(SaveSkipped, match="at most"):
             host.save(checkpointer, 3)
-        waiting = backlog(host.run("local"))
+        waiting = replication_queue(host.run("local"))
         assert len(waiting.attempts) == 2
         counted = checkpointer.counters
         assert (counted.local_only, counted.local_only_bytes) == (2, waiting.bytes)
@@ -245,7 +245,7 @@ def test_a_full_local_tier_is_waited_for(host: Host, away: Callable[[], object])
 
 
 def test_a_local_tier_that_can_never_hold_the_state(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.saver.carrier._IDLE_S", 0.0)
+    monkeypatch.setattr("ckpt.saver.replicator._IDLE_S", 0.0)
     with host.start(local_bytes=1000, writer="thread") as checkpointer, pytest.raises(StoreFull, match="needs up to"):
         host.save(checkpointer, 1)
 

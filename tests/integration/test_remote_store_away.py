@@ -23,7 +23,7 @@ from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
 from ckptstore.run import Run
 from ckptstore.stores import open_store
-from ckptstore.tiers.carrying import backlog
+from ckptstore.tiers.replication import replication_queue
 from tests.support import seaweed
 from tests.support.command_line import invoke
 from tests.support.seaweed import RestartableService
@@ -34,7 +34,7 @@ URL = f"s3://{seaweed.BUCKET}/runs"
 AWAY_S = float(os.environ.get("CKPTD_AWAY_SECONDS", "0"))
 LIMIT_S = 180.0
 PACE_S = max(0.05, AWAY_S / 1000)
-"""Seconds between saves: the test also waits until all are carried."""
+"""Seconds between saves: the test also waits until all are replicated."""
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def check_that_all_is_remote(local: Run, remote: Run, at_least: int) -> None:
     times = [done[step].committed_at for step in sorted(done)]
     assert times == sorted(times), "in order"
     assert all(verify(StoreSource(remote.store), c).ok for c in listed)
-    assert backlog(local).attempts == ()
+    assert replication_queue(local).attempts == ()
     wait_until(lambda: [c.step for c in list_checkpoints(local)] == [max(done)])
 
 
@@ -95,7 +95,7 @@ def test_all_is_local_at_once_and_remote_afterwards(tmp_path: Path, monkeypatch:
             wait_until(lambda: time.monotonic() >= since + AWAY_S, deadline_s=LIMIT_S + AWAY_S)
             first = trainer.saver
         end(first)  # the trainer is killed, and then its saver
-        waiting = backlog(local)
+        waiting = replication_queue(local)
         assert len(waiting.attempts) >= 5
         assert list_checkpoints(local)[0].step >= trainer.saved
         with training(tmp_path / "local", service) as second:
@@ -109,7 +109,7 @@ def test_all_is_local_at_once_and_remote_afterwards(tmp_path: Path, monkeypatch:
             assert left["local_only_since"] == waiting.since
             service.start()
             wait_until(lambda: len(there()) > 2, deadline_s=LIMIT_S)
-        # The saver outlives the trainer, carries the backlog, and ends.
+        # The saver outlives the trainer, works on the replication queue, and ends.
         wait_until(lambda: invoke("drain", "kill", "--timeout", "60").code == 0, deadline_s=LIMIT_S + 3 * AWAY_S)
         wait_until(lambda: not is_alive(second.saver), deadline_s=LIMIT_S)
         reported = read_heartbeats(remote)[-1].extension(LOCAL_ONLY, LocalOnly)

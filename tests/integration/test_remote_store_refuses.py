@@ -17,7 +17,7 @@ from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.errors import StoreReadOnly
 from ckptstore.run import Run
 from ckptstore.stores import open_store
-from ckptstore.tiers.carrying import backlog, stranded
+from ckptstore.tiers.replication import replication_queue, unreplicable
 from tests.ckptstore.proxies import LossyProxy, lossy_proxy
 from tests.support import seaweed
 from tests.support.seaweed import BUCKET, S3Service
@@ -62,7 +62,9 @@ def save(checkpointer: Checkpointer, step: int) -> None:
 
 
 @pytest.mark.parametrize("away", ["busy", "silent", "forbidden"])
-def test_saves_are_local_and_the_backlog_is_carried_in_order(away: Any, remote: Remote, proxy: LossyProxy) -> None:
+def test_saves_are_local_and_the_replication_queue_is_replicated_in_order(
+    away: Any, remote: Remote, proxy: LossyProxy
+) -> None:
     def switch(off: bool) -> None:
         proxy.away = away if off and away != "forbidden" else None
         proxy.refuses = lambda _: off and away == "forbidden"
@@ -71,14 +73,14 @@ def test_saves_are_local_and_the_backlog_is_carried_in_order(away: Any, remote: 
         switch(off=True)
         for step in (1, 2, 3):
             save(checkpointer, step)
-            assert len(backlog(remote.local).attempts) == step
+            assert len(replication_queue(remote.local).attempts) == step
         wait_until(lambda: checkpointer.counters.local_only == 3)
         assert remote.remote_steps() == []
         switch(off=False)
     assert remote.remote_steps() == [3, 2, 1]
     times = [c.committed_at for c in list_checkpoints(remote.remote)]
     assert times == sorted(times, reverse=True), "in order"
-    assert (backlog(remote.local).attempts, stranded(remote.local)) == ((), set())
+    assert (replication_queue(remote.local).attempts, unreplicable(remote.local)) == ((), set())
 
 
 def test_a_saver_ends_though_the_remote_store_never_answers(remote: Remote, proxy: LossyProxy) -> None:
@@ -86,7 +88,7 @@ def test_a_saver_ends_though_the_remote_store_never_answers(remote: Remote, prox
     proxy.away = "silent"
     with remote.start() as checkpointer:
         save(checkpointer, 1)
-    assert len(backlog(remote.local).attempts) == 1
+    assert len(replication_queue(remote.local).attempts) == 1
     assert len(proxy.requests) <= 20
 
 

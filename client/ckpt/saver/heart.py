@@ -122,13 +122,13 @@ class Life:
 class Heart:
     """Beats every `every_s` seconds while a life goes on. Any thread may call it."""
 
-    def __init__(self, run: Run, every_s: float, carried: bool = False) -> None:
+    def __init__(self, run: Run, every_s: float, replicated: bool = False) -> None:
         """every_s: 0 for no heartbeats.
 
-        carried: others write the checkpoints to this store. Where it has nothing of the run, its volume may not be
+        replicated: others write the checkpoints to this store. Where it has nothing of the run, its volume may not be
         mounted, so nothing is written.
         """
-        self._run, self._carried = run, carried
+        self._run, self._replicated = run, replicated
         self._every_s = every_s
         self._changed = threading.Condition()
         """Guards the fields below."""
@@ -185,12 +185,12 @@ class Heart:
             self._end(_ENDINGS[reading.ending] if closed else Ended.DIED, None if closed else now)
 
     def local_only(self, now: LocalOnly) -> None:
-        """What the saver has still to carry; it is part of each beat, also after the end of the trainer."""
+        """What the saver has still to replicate; it is part of each beat, also after the end of the trainer."""
         with self._changed:
             self._local_only = now
 
     def finish(self) -> None:
-        """Nothing more is saved: write the end of the life. Beats go on while the saver carries checkpoints."""
+        """Nothing more is saved: write the end of the life. Beats go on while the saver replicates checkpoints."""
         with self._changed:
             self._due = self._final = True
             self._changed.notify()
@@ -236,7 +236,7 @@ class Heart:
         if life is not None and not self._final:
             documents.append(life.document(self._run, Ended.NOT, now))
         if not documents and self._newest is not None and self._local_only is not None:
-            documents.append(self._newest)  # the saver still carries what it has saved
+            documents.append(self._newest)  # the saver still replicates what it has saved
         return documents
 
     def _write(self, document: Heartbeat, local_only: LocalOnly | None) -> None:
@@ -251,7 +251,7 @@ class Heart:
             }  # fmt: skip
             document = msgspec.structs.replace(document, extensions=document.extensions | {LOCAL_ONLY: found})
         try:
-            if self._carried and not any(True for _ in self._run.store.list_folders(f"{self._run.name}/")):
+            if self._replicated and not any(True for _ in self._run.store.list_folders(f"{self._run.name}/")):
                 return
             self._run.store.put(self._run.keys.heartbeat(document.id), seal(document))
             self._newest = document

@@ -34,7 +34,7 @@ from ckptstore.format.documents import DIGEST_BYTES, Chunks, Content, Receipt, R
 from ckptstore.format.shards import ChunkSpan, EncodedChunk, Placed, Places, RawStream, chunk_table
 from ckptstore.names import Attempt, ulid_time
 from ckptstore.run import Run
-from ckptstore.tiers.carrying import stranded
+from ckptstore.tiers.replication import unreplicable
 
 logger = logging.getLogger(__name__)
 
@@ -302,7 +302,7 @@ class ChunkIndex:
         lease = take_lease(run, base.attempt, f"{holder} by rank {self._setup.rank}", ttl_s)
         unfit = set(quarantined_attempts(run))
         if self._setup.remote is not None:
-            unfit |= stranded(run)
+            unfit |= unreplicable(run)
         suspect = set(unfit)
         if unfit:
             # The damaged chunks, or those that are not remote, may lie in a checkpoint that these reference.

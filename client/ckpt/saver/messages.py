@@ -2,7 +2,7 @@
 
 Trainer to saver: Setup once, Began with a descriptor per life, Slot with a descriptor per slot, Forget, SaveJob per
 save, Withdraw, Hurry, Abort, Stop. Saver to trainer: SaveProgress, Released, Done, Failed, Warned,
-LocalOnly, Stranded, Parted. If the trainer dies, the socket reaches end of file, and the saver finishes its jobs.
+LocalOnly, Unreplicable, Parted. If the trainer dies, the socket reaches end of file, and the saver finishes its jobs.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class Warned(msgspec.Struct, frozen=True, tag=True):
 
 
 class LocalOnly(msgspec.Struct, frozen=True, tag=True):
-    """The checkpoints that are to be carried to the remote store, and are not there yet."""
+    """The checkpoints that are to be replicated to the remote store, and are not there yet."""
 
     checkpoints: int
     bytes: int
@@ -198,7 +198,7 @@ class LocalOnly(msgspec.Struct, frozen=True, tag=True):
     """When the oldest of them was committed locally, by the clock of its committer; None: there is none."""
 
 
-class Stranded(msgspec.Struct, frozen=True, tag=True):
+class Unreplicable(msgspec.Struct, frozen=True, tag=True):
     """What this session has saved locally is not committed remotely: another trainer has continued the run."""
 
     session: str
@@ -211,7 +211,7 @@ class Parted(msgspec.Struct, frozen=True, tag=True):
 
 
 Command = Setup | Began | Slot | Forget | SaveJob | Withdraw | Hurry | Abort | Stop
-Report = SaveProgress | Released | Done | Failed | Warned | LocalOnly | Stranded
+Report = SaveProgress | Released | Done | Failed | Warned | LocalOnly | Unreplicable
 
 
 class Channel:

@@ -18,7 +18,6 @@ from typing import Any
 
 from ckpt.host.lock import note_checkpoint
 from ckpt.host.segment import Segment
-from ckpt.saver.carrier import REQUEST_RETRY_S, Carrier, Room
 from ckpt.saver.commit import Committer, Notifier, Numbering, abort_attempts, describe, failed, write_receipt
 from ckpt.saver.deriving import Derived, divide
 from ckpt.saver.encode import CpuThrottle, Encoder, Encoding, encode_by
@@ -41,6 +40,7 @@ from ckpt.saver.messages import (
     Warned,
     Withdraw,
 )
+from ckpt.saver.replicator import REQUEST_RETRY_S, Replicator, Room
 from ckpt.saver.retained import SlotContents
 from ckpt.saver.statistics import ChunkTables, ShardStatistics
 from ckptapi.remote_create import with_remote_create
@@ -179,7 +179,7 @@ class SavePipeline:
         self._run = Run(with_remote_create(self._store, daemon, setup.token), setup.run, clock)
         remote = self._remote_run(setup, setup.remote, clock) if setup.remote is not None else None
         self.heart = Heart(
-            remote or self._run, setup.heartbeat_s if setup.rank == 0 else 0.0, carried=remote is not None
+            remote or self._run, setup.heartbeat_s if setup.rank == 0 else 0.0, replicated=remote is not None
         )
         self._numbering = Numbering(self._run, lambda message: report(Warned(message)))
         self._setup = setup
@@ -188,9 +188,11 @@ class SavePipeline:
         notified = setup.daemon if setup.rank == 0 else None
         self._notifier = Notifier(notified, setup.token, setup.run) if notified is not None else None
         self._room = Room(self._run, setup) if remote is not None else None
-        self._carrier: Carrier | None = None
+        self._replicator: Replicator | None = None
         if remote is not None and setup.rank == 0:
-            self._carrier = Carrier(self._run, remote, setup, self._numbering, self._carrier_reports, self._notify)
+            self._replicator = Replicator(
+                self._run, remote, setup, self._numbering, self._replicator_reports, self._notify
+            )
         self._own_process = own_process
         cpu_budget = setup.cpu_budget if own_process else None
         self._throttle = CpuThrottle(cpu_budget)
@@ -265,11 +267,12 @@ class SavePipeline:
         self._abort_job(running.job, SaveSkipped(reason))
 
     def hurry(self) -> None:
-        """Make the next save durable as soon as possible: with no compression, CPU limit, carrying, queued uploads."""
+        """Make the next save durable as soon as possible: with no compression, CPU limit, replication, queued
+        uploads."""
         self._throttle.lift()
         self._committer.hurry()
-        if self._carrier is not None:
-            self._carrier.pause()
+        if self._replicator is not None:
+            self._replicator.pause()
         self._policy = POLICIES["off"]
         with self._lock:
             queued = sum(one.job.slot is not None for one in self._waiting.values())
@@ -300,8 +303,8 @@ class SavePipeline:
         self._committer.close()
         self._background.shutdown(wait=True)
         self.heart.finish()
-        if self._carrier is not None:
-            self._carrier.finish()
+        if self._replicator is not None:
+            self._replicator.finish()
         self.heart.close()
         if self._notifier is not None:
             self._notifier.close()
@@ -393,21 +396,21 @@ class SavePipeline:
         self._contents.ended(job.number, committed=True)
         self._warn_of(result)
         attempt = Attempt.parse(result.attempt)
-        if self._carrier is not None:
-            self._carrier.committed(attempt)
+        if self._replicator is not None:
+            self._replicator.committed(attempt)
         elif self._setup.remote is None and not self._noted and self._run.store.shared_between_processes:
             note_checkpoint(self._setup.store, self._setup.run)
         self._noted = True
         self._report(Done(number=job.number, outcome=seal(result).decode(), commit_s=time.perf_counter() - started))
         self._release_leases()
-        if self._carrier is None:
+        if self._replicator is None:
             self._notify(attempt)
 
     def _notify(self, attempt: Attempt) -> None:
         if self._notifier is not None:
             self._notifier.commit(attempt)
 
-    def _carrier_reports(self, report: Report) -> None:
+    def _replicator_reports(self, report: Report) -> None:
         if isinstance(report, LocalOnly):
             self.heart.local_only(report)
         self._report(report)
@@ -427,8 +430,8 @@ class SavePipeline:
         """Release all leases that a commit of this run makes unnecessary, whichever save it was."""
         while self._leases:
             lease = self._leases.pop()
-            if self._carrier is not None and (remote := part_of_lease(lease, REMOTE)):
-                self._carrier.release(remote)
+            if self._replicator is not None and (remote := part_of_lease(lease, REMOTE)):
+                self._replicator.release(remote)
             if self._setup.remote is not None and not (lease := part_of_lease(lease, LOCAL)):
                 continue
             try:

@@ -58,7 +58,7 @@ class SaverState(msgspec.Struct, frozen=True, kw_only=True):
     all_bytes: int = 0
     """Raw bytes of the saves that are being uploaded."""
     local_only: int = 0
-    """Checkpoints that are to be carried to the remote store."""
+    """Checkpoints that are to be replicated to the remote store."""
     local_only_bytes: int = 0
     local_only_since: float | None = None
     """When the oldest of them was committed locally; null: there is none."""
@@ -243,7 +243,7 @@ def describe(states: Collection[SaverState]) -> str:
 
 def _idle(state: SaverState) -> str:
     if state.local_only:
-        return f"{state.local_only} local only, {state.local_only_bytes:,} bytes to carry"
+        return f"{state.local_only} local only, {state.local_only_bytes:,} bytes to replicate"
     return "waits for other ranks" if state.waiting else "its trainer still runs"
 
 

@@ -27,7 +27,7 @@ from ckpt.saver.messages import (
     Setup,
     Slot,
     Stop,
-    Stranded,
+    Unreplicable,
     Warned,
 )
 from ckpt.saver.pipeline import Commands, SavePipeline
@@ -49,7 +49,7 @@ class _Reporter:
         self._lock = threading.Lock()
 
     def __call__(self, report: Report | Parted) -> None:
-        if not isinstance(report, Warned | Stranded | Parted):
+        if not isinstance(report, Warned | Unreplicable | Parted):
             self._note.reported(report)
         try:
             with self._lock:

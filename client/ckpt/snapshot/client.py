@@ -34,7 +34,7 @@ from ckpt.saver.messages import (
     SaveProgress,
     Setup,
     Slot,
-    Stranded,
+    Unreplicable,
     Warned,
     Withdraw,
 )
@@ -145,7 +145,7 @@ class SaveClient:
         self._jobs: dict[int, _UnfinishedJob] = {}
         self._finished: list[HandleUpdates] = []
         self._deaths: list[SaverDied] = []
-        self.stranded: dict[str, Superseded] = {}
+        self.unreplicable: dict[str, Superseded] = {}
         """By session: why what it has saved locally is not committed remotely."""
         self._numbers = 0
         self._live = False
@@ -325,8 +325,8 @@ class SaveClient:
         if isinstance(report, LocalOnly):
             self._counters.local_only(report.checkpoints, report.bytes, report.since)
             return
-        if isinstance(report, Stranded):
-            self.stranded[report.session] = Superseded(report.message, report.hint)
+        if isinstance(report, Unreplicable):
+            self.unreplicable[report.session] = Superseded(report.message, report.hint)
             return
         with self._lock:
             if report.number not in self._jobs:

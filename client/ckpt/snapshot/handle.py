@@ -210,7 +210,7 @@ class HandleUpdates:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Totals over the saves of this rank so far, and what waits to be carried remote."""
+    """Totals over the saves of this rank so far, and what waits to be replicated."""
 
     committed: int = 0
     failed: int = 0
@@ -233,7 +233,7 @@ class Counters:
     last_durable_step: int | None = None
     """The highest committed step."""
     local_only: int = 0
-    """On rank 0, with a local tier: checkpoints of the run that are to be carried to the remote store, now."""
+    """On rank 0, with a local tier: checkpoints of the run that are to be replicated to the remote store, now."""
     local_only_bytes: int = 0
     local_only_since: float | None = None
     """When the oldest of them was committed locally, in seconds since the epoch; None: there is none."""
@@ -258,7 +258,7 @@ class LiveCounters:
             self._counters = replace(self._counters, **sums)
 
     def local_only(self, checkpoints: int, num_bytes: int, since: float | None) -> None:
-        """Record the checkpoints that are to be carried to the remote store."""
+        """Record the checkpoints that are to be replicated to the remote store."""
         with self._lock:
             self._counters = replace(
                 self._counters, local_only=checkpoints, local_only_bytes=num_bytes, local_only_since=since

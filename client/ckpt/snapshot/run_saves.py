@@ -228,8 +228,8 @@ class RunSaves:
             client.start()  # replaces a client that died, so that saves work again after the error
             client.raise_failure(of_other_ranks=False)
             self.session.check(step, repeat_step)
-            if (stranded := client.stranded.get(attempt.session.id)) is not None:
-                raise stranded
+            if (unreplicable := client.unreplicable.get(attempt.session.id)) is not None:
+                raise unreplicable
             captured = self.agreed.capture(state, grads)
             updates = HandleUpdates(step, self.agreed.layout.num_bytes, started)
             number, layout, now = client.next_number(), self.agreed.layout, system_clock()

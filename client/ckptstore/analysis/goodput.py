@@ -162,7 +162,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     attempts: list[AttemptAccount]
     """In order of time."""
     local_only: LocalOnly | None = None
-    """What the newest saver has still to carry to this store; None: it has no local tier."""
+    """What the newest saver has still to replicate to this store; None: it has no local tier."""
 
 
 def read_account(run: Run, checkpoints: Sequence[Checkpoint] | None = None) -> Account:
@@ -180,7 +180,7 @@ def read_account(run: Run, checkpoints: Sequence[Checkpoint] | None = None) -> A
             f"run {run.name!r} has neither a heartbeat nor a checkpoint in {run.store.url}",
             "The first heartbeat comes a minute after training began",
         )
-    # What another host still has to carry does not count: its generation is superseded.
+    # What another host still has to replicate does not count: its generation is superseded.
     local_only = heartbeats[-1].extension(LOCAL_ONLY, LocalOnly) if heartbeats else None
     return msgspec.structs.replace(account(run.name, lives, run.clock(), SILENT_S), local_only=local_only)
 

@@ -124,7 +124,7 @@ LOCAL_ONLY = "near_only"
 
 
 class LocalOnly(Document, frozen=True):
-    """The checkpoints of a run that its saver has still to carry to the remote store."""
+    """The checkpoints of a run that its saver has still to replicate to the remote store."""
 
     checkpoints: int
     bytes: int

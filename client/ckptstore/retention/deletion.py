@@ -465,7 +465,7 @@ def _abort_if_old(run: Run, attempt: Attempt, grace_s: float) -> bool:
     if outcome is None:
         newest = max((info.modified_at for info in run.store.list(run.keys.attempt(attempt))), default=None)
         if newest is None or run.age_s(newest) < grace_s or attempt in active_leases(run):
-            return False  # leased: the copy of a carrier, which will continue it
+            return False  # leased: the copy of a replicator, which will continue it
         outcome = decide(run, attempt, None)
     return outcome.committed is None
 

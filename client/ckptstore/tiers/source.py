@@ -42,7 +42,7 @@ from ckptstore.names import Attempt, Reference, checkpoint_id, new_ulid
 from ckptstore.reading.source import StoreSource
 from ckptstore.run import Run
 from ckptstore.stores import ObjectReader, Store
-from ckptstore.tiers.carrying import seen_generation, unseen
+from ckptstore.tiers.replication import seen_generation, unseen
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +195,7 @@ class TieredSource(StoreSource):
                 source.release_lease(run, part)
 
     def _generations(self, run: str) -> tuple[_Generations, set[int]]:
-        """The generations of both stores, the remote one's first; and those of which nothing more is carried."""
+        """The generations of both stores, the remote one's first; and those of which nothing more is replicated."""
         local, remote = self._both(run, read_generations, _Generations())
         stray = set()
         for number in local:

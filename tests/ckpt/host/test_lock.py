@@ -141,10 +141,10 @@ def test_all_spellings_of_a_store_have_the_same_files(temporary: Path, tmp_path:
 
 
 def test_a_lock_that_is_released_is_free_although_a_child_was_forked(temporary: Path) -> None:
-    with suppress(InvalidRequest), try_lock(STORE, RUN, "carrier"):
+    with suppress(InvalidRequest), try_lock(STORE, RUN, "replicator"):
         child, end = forked()
-        raise InvalidRequest("as a carrier whose store is away", "")
-    with try_lock(STORE, RUN, "carrier") as free:
+        raise InvalidRequest("as a replicator whose store is away", "")
+    with try_lock(STORE, RUN, "replicator") as free:
         assert free
     end()
     os.waitpid(child, 0)

@@ -55,7 +55,7 @@ def test_a_run_without_a_usable_checkpoint_does_not_stop_the_accounts_of_others(
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    """Of a run that has ended with checkpoints in a local tier, and one that carried all."""
+    """Of a run that has ended with checkpoints in a local tier, and one that replicated all."""
     store = open_store(str(tmp_path_factory.mktemp("local") / "store"))
     now = system_clock()
     for name, local in (("gpt", LocalOnly(3, 3000, now - 7300, now - 7200)), ("bert", LocalOnly(0, 0, None, now))):
@@ -74,14 +74,20 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 
 def test_metrics_have_what_is_local_only_and_the_age_of_the_report(daemon: Daemon) -> None:
-    lines = [line.rpartition(" ") for line in daemon.get("/metrics").text.splitlines() if "ckptd_backlog" in line]
+    lines = [
+        line.rpartition(" ") for line in daemon.get("/metrics").text.splitlines() if "ckptd_replication_queue" in line
+    ]
     found = {name: float(value) for name, _, value in lines if not name.startswith("#")}
-    assert found['ckptd_backlog_checkpoints{run="gpt"}'] == 3
-    assert found['ckptd_backlog_bytes{run="gpt"}'] == 3000
-    assert found['ckptd_backlog_age_seconds{run="gpt"}'] >= 7300
-    assert 7200 <= found['ckptd_backlog_report_age_seconds{run="gpt"}'] < found['ckptd_backlog_age_seconds{run="gpt"}']
+    assert found['ckptd_replication_queue_checkpoints{run="gpt"}'] == 3
+    assert found['ckptd_replication_queue_bytes{run="gpt"}'] == 3000
+    assert found['ckptd_replication_queue_age_seconds{run="gpt"}'] >= 7300
+    assert (
+        7200
+        <= found['ckptd_replication_queue_report_age_seconds{run="gpt"}']
+        < found['ckptd_replication_queue_age_seconds{run="gpt"}']
+    )
     assert {name: value for name, value in found.items() if "bert" in name} == {
-        'ckptd_backlog_checkpoints{run="bert"}': 0, 'ckptd_backlog_bytes{run="bert"}': 0
+        'ckptd_replication_queue_checkpoints{run="bert"}': 0, 'ckptd_replication_queue_bytes{run="bert"}': 0
     }  # fmt: skip
 
 

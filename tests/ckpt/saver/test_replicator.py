@@ -1,4 +1,4 @@
-"""Carrier: what waits, what is stranded, and what a stranded checkpoint does to those after it."""
+"""Replicator: what waits, what is unreplicable, and what an unreplicable checkpoint does to those after it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from ckpt import Checkpointer
-from ckpt.saver.carrier import Carrier
 from ckpt.saver.commit import Numbering
 from ckpt.saver.messages import Setup
+from ckpt.saver.replicator import Replicator
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.commits.generations import NewAttempt, Session
@@ -23,10 +23,10 @@ from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
 from ckptstore.retention.pins import pinned
 from ckptstore.run import Run
-from ckptstore.tiers.carrying import STRANDED, queued, stranded
+from ckptstore.tiers.replication import UNREPLICABLE, queued, unreplicable
 from ckptstore.tiers.source import TieredSource
 from tests.ckpt.test_tiers import Host
-from tests.ckptstore.tiers.test_carrying import Tiers
+from tests.ckptstore.tiers.test_replication import Tiers
 from tests.support.stores import Faults, FaultyStore, Interleaving
 from tests.support.waiting import wait_until
 
@@ -36,7 +36,7 @@ def host(tmp_path: Path) -> Host:
     return Host(tmp_path)
 
 
-def test_saves_after_a_checkpoint_that_cannot_be_carried_are_remote_again(host: Host) -> None:
+def test_saves_after_a_checkpoint_that_cannot_be_replicated_are_remote_again(host: Host) -> None:
     host.remote.write_text("not a folder")
     with host.start() as checkpointer:
         host.save(checkpointer, 1)
@@ -46,7 +46,7 @@ def test_saves_after_a_checkpoint_that_cannot_be_carried_are_remote_again(host: 
         shard.write_bytes(bytes(shard.stat().st_size))
         host.remote.unlink()
         host.remote.mkdir()
-        wait_until(lambda: len(stranded(host.run("local"))) == 2)
+        wait_until(lambda: len(unreplicable(host.run("local"))) == 2)
         host.save(checkpointer, 3)
     assert host.steps("remote") == [3]
     assert verify(StoreSource(host.run("remote").store), list_checkpoints(host.run("remote"))[0]).ok
@@ -71,7 +71,7 @@ def test_a_remote_volume_that_is_not_mounted_gets_nothing(host: Host, monkeypatc
     assert host.steps("remote") == [3, 2, 1]
 
 
-def test_an_error_that_may_pass_strands_nothing(host: Host) -> None:
+def test_an_error_that_may_pass_marks_nothing_unreplicable(host: Host) -> None:
     with host.start() as checkpointer:
         host.save(checkpointer, 1)
         wait_until(lambda: not queued(host.run("local")))
@@ -83,7 +83,7 @@ def test_an_error_that_may_pass_strands_nothing(host: Host) -> None:
         host.save(checkpointer, 2)
         checkpointer.wait()
     assert list(pinned(host.run("local")).values()) == [["far"]]
-    assert STRANDED not in str(pinned(host.run("local")))
+    assert UNREPLICABLE not in str(pinned(host.run("local")))
     remote.store.delete_many([remote.keys.generation(2)])
     with host.start() as checkpointer:
         host.resumes(checkpointer, 2)
@@ -139,7 +139,7 @@ class Noted(threading.Event):
         return super().wait(timeout)
 
 
-def test_nothing_is_carried_while_a_save_is_urgent(host: Host) -> None:
+def test_nothing_is_replicated_while_a_save_is_urgent(host: Host) -> None:
     host.remote.write_text("not a folder")
     with host.start() as checkpointer:
         host.save(checkpointer, 1)
@@ -150,21 +150,21 @@ def test_nothing_is_carried_while_a_save_is_urgent(host: Host) -> None:
         store=local.store.url, options={}, run="gpt", rank=0, world_size=1, compress="off", peer_timeout_s=20.0,
         daemon=None, token=None, remote=remote_store.url, local_keep=9,
     )  # fmt: skip
-    carrier = Carrier(
+    replicator = Replicator(
         local, Run(remote_store, "gpt"), setup, Numbering(local, events.append), lambda _: None,
         lambda attempt: events.append(f"{attempt.step} is remote"),
     )  # fmt: skip
-    carrier._unpaused = Noted()
-    carrier.pause()
+    replicator._unpaused = Noted()
+    replicator.pause()
     paused.set()
-    assert carrier._unpaused.asked.wait(60), "it has begun to copy"
+    assert replicator._unpaused.asked.wait(60), "it has begun to copy"
     events.append("the urgent save is local")
-    carrier.committed(list_checkpoints(local)[0].attempt)
-    carrier.finish()
+    replicator.committed(list_checkpoints(local)[0].attempt)
+    replicator.finish()
     assert events == ["the urgent save is local", "1 is remote"]
 
 
-def test_what_a_killed_saver_has_not_pinned_is_carried_though_the_next_one_has_saved(tmp_path: Path) -> None:
+def test_what_a_killed_saver_has_not_pinned_is_replicated_though_the_next_one_has_saved(tmp_path: Path) -> None:
     tiers = Tiers(tmp_path)
     last = tiers.save(1, tiers.begin())  # committed, and not pinned
     numbering = Numbering(tiers.local, print)
@@ -174,5 +174,5 @@ def test_what_a_killed_saver_has_not_pinned_is_carried_though_the_next_one_has_s
         store="", options={}, run="gpt", rank=0, world_size=1, compress="off", peer_timeout_s=1.0, daemon=None,
         token=None, remote=f"file://{tmp_path}", local_keep=1,
     )  # fmt: skip
-    Carrier(tiers.local, tiers.remote, setup, numbering, lambda _: None, lambda _: None).finish()
+    Replicator(tiers.local, tiers.remote, setup, numbering, lambda _: None, lambda _: None).finish()
     assert [c.step for c in list_checkpoints(tiers.remote)] == [1]

@@ -1,10 +1,11 @@
-"""Carrier: brings the checkpoints of the local tier to the remote one, in the saver of rank 0, in a thread of its own.
+"""Replicator: copies the checkpoints of the local tier to the remote store, in the saver of rank 0, in a thread of its
+own.
 
-No save waits for it. Its work list, the backlog (ckptstore.tiers.carrying), is in the local tier, so that the next
-saver continues it. One carrier of a host works at a time: a lock decides.
+No save waits for it. Its work list, the replication queue (ckptstore.tiers.replication), is in the local tier, so that
+the next saver continues it. One replicator of a host works at a time: a lock decides.
 
 Where the local tier is full, with its disk or with the bytes that a run may have there, `on_busy` decides: a save waits
-until the carrier has made room, or it is skipped (Room). What is committed locally is never deleted to make room.
+until the replicator has made room, or it is skipped (Room). What is committed locally is never deleted to make room.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TypeVar
 
 from ckpt.host.lock import note_checkpoint, noted_checkpoint, try_lock
 from ckpt.saver.commit import Numbering
-from ckpt.saver.messages import LocalOnly, Report, Setup, Stranded, Warned
+from ckpt.saver.messages import LocalOnly, Report, Setup, Unreplicable, Warned
 from ckptstore import human
 from ckptstore.commits.catalog import decided_attempts, newest_first
 from ckptstore.commits.generations import list_generations
@@ -40,7 +41,16 @@ from ckptstore.names import Attempt
 from ckptstore.retention.deletion import collect
 from ckptstore.retention.pins import pinned
 from ckptstore.run import Run
-from ckptstore.tiers.carrying import STRANDED, Known, backlog, carry, enqueue, queued, strand, trim
+from ckptstore.tiers.replication import (
+    UNREPLICABLE,
+    Known,
+    enqueue,
+    mark_unreplicable,
+    queued,
+    replicate,
+    replication_queue,
+    trim,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +58,8 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _LOOK_S = 0.2
 _IDLE_S = 10.0
-"""How long nothing has to be carried before a wait is hopeless: the carrier deletes just after it has carried."""
+"""How long nothing has to be replicated before a wait is hopeless: the replicator deletes just after it has
+replicated."""
 
 
 class Room:
@@ -88,7 +99,7 @@ class Room:
             if self._ending_since is not None and now - self._ending_since > self._patience_s:
                 raise full
             if not warned:
-                logger.warning("a save waits until checkpoints are carried: %s", full.message)
+                logger.warning("a save waits until checkpoints are replicated: %s", full.message)
                 warned = True
             time.sleep(_LOOK_S)
 
@@ -109,25 +120,26 @@ REQUEST_RETRY_S = 10.0
 """How long a request to the remote store is repeated, before the whole checkpoint is."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 15.0
 _LOOK_S = 0.5
-"""How often to look whether another carrier of this host has ended."""
+"""How often to look whether another replicator of this host has ended."""
 _LIST_S = 1.0
-"""How often to list the backlog while it is carried: what is added is newer, and to list a long one takes long."""
+"""How often to list the replication queue while it is replicated: what is added is newer, and to list a long one takes
+long."""
 
 
-class Carrier:
-    """Carries the checkpoints of one local run to the remote one. Any thread may call its methods."""
+class Replicator:
+    """Replicates the checkpoints of one local run to the remote one. Any thread may call its methods."""
 
     def __init__(
         self, local: Run, remote: Run, setup: Setup, numbering: Numbering, report: Callable[[Report], None],
-        carried: Callable[[Attempt], None],
+        replicated: Callable[[Attempt], None],
     ) -> None:  # fmt: skip
-        """carried: called with each attempt that is now remote."""
+        """replicated: called with each attempt that is now remote."""
         self._local = local
         self._remote = remote
         self._setup = setup
         self._numbering = numbering
         self._report = report
-        self._carried = carried
+        self._replicated = replicated
         self._known: Known = {}
         self._reported: LocalOnly | None = None
         self._reporting = threading.Lock()
@@ -143,14 +155,14 @@ class Carrier:
         """Guards what follows."""
         self._work = True
         self._ending = False
-        self._thread = threading.Thread(target=self._serve, name="ckpt-carry", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="ckpt-replicate", daemon=True)
         self._thread.start()
 
     def committed(self, attempt: Attempt) -> None:
         """A checkpoint is committed locally. The first of a generation and each `replicate_every`-th after it join the
-        backlog.
+        replication queue.
 
-        The backlog is durable on return.
+        The queue is durable on return.
         """
         due = self._commits[attempt.generation] % self._setup.replicate_every == 0
         self._commits[attempt.generation] += 1
@@ -158,7 +170,7 @@ class Carrier:
         self._unpaused.set()
         if due:
             self._enqueue(attempt)
-            self._report_backlog()
+            self._report_queue()
         self._wake()
 
     def pause(self) -> None:
@@ -171,9 +183,9 @@ class Carrier:
         self._wake()
 
     def finish(self) -> None:
-        """Nothing more is committed: the newest checkpoint joins the backlog. Returns when the backlog is empty.
+        """Nothing more is committed: the newest checkpoint joins the replication queue. Returns when it is empty.
 
-        Returns earlier if the remote store is away for `retry_s`, or another carrier of this host is at work.
+        Returns earlier if the remote store is away for `retry_s`, or another replicator of this host is at work.
         """
         if self._newest is not None:
             self._enqueue(self._newest)
@@ -187,7 +199,7 @@ class Carrier:
         try:
             enqueue(self._local, attempt)
         except CkptError as error:
-            logger.warning("%s may not be carried to %s: %s", attempt, self._remote.store.url, error)
+            logger.warning("%s may not be replicated to %s: %s", attempt, self._remote.store.url, error)
 
     def _wake(self) -> None:
         with self._changed:
@@ -206,7 +218,7 @@ class Carrier:
                 if not begun:
                     self._begin()  # before anything is trimmed
                 begun = True
-                alone = self._carry_all()
+                alone = self._replicate_all()
             except Exception as error:
                 self._failed(error, first=not away)
                 away = True
@@ -219,7 +231,7 @@ class Carrier:
                 self._pause(_LOOK_S, ending)
                 continue
             if away and alone:
-                self._report(Warned(f"{self._remote.store.url} answers again, and has the whole backlog"))
+                self._report(Warned(f"{self._remote.store.url} answers again, and has the whole replication queue"))
             away, pause_s = False, _SHORTEST_PAUSE_S
             if ending:
                 return
@@ -231,9 +243,9 @@ class Carrier:
             self._work = True
 
     def _failed(self, error: Exception, first: bool) -> None:
-        """The backlog cannot be carried for now. first: of an outage."""
+        """The queue cannot be replicated for now. first: of an outage."""
         if not isinstance(error, CkptError):
-            logger.exception("the backlog of run %s is not carried for now", self._local.name)
+            logger.exception("the queue of run %s is not replicated for now", self._local.name)
         if first:
             self._report(Warned(f"checkpoints stay local until {self._remote.store.url} answers: {error}"))
         if isinstance(error, StoreReadOnly):
@@ -243,7 +255,8 @@ class Carrier:
                 logger.warning("%s", again)
 
     def _begin(self) -> None:
-        """Take over from a killed saver: put its last checkpoint into the backlog, and abort its orphaned attempts.
+        """Take over from a killed saver: add its last checkpoint to the replication queue, and abort its orphaned
+        attempts.
 
         Raises Unavailable.
         """
@@ -254,7 +267,7 @@ class Carrier:
             if (
                 last is not None
                 and last.attempt.generation
-                and STRANDED not in pinned(self._local).get(last.attempt, ())
+                and UNREPLICABLE not in pinned(self._local).get(last.attempt, ())
             ):
                 enqueue(self._local, last.attempt)
             collect(self._local)
@@ -263,57 +276,57 @@ class Carrier:
         except CkptError as error:
             logger.warning("cannot look for what earlier savers have left locally: %s", error)
 
-    def _carry_all(self) -> bool:
-        """Carry the backlog. False if another carrier of this host does. Raises Unavailable."""
+    def _replicate_all(self) -> bool:
+        """Replicate what is queued. False if another replicator of this host does. Raises Unavailable."""
         while True:
-            with try_lock(self._setup.home, self._setup.run, "carrier") as locked:
-                self._report_backlog()
+            with try_lock(self._setup.home, self._setup.run, "replicator") as locked:
+                self._report_queue()
                 attempts = queued(self._local) if locked else []
                 if attempts:
                     self._check_mounted()
-                self._carry_first(attempts)
+                self._replicate_first(attempts)
             if not locked:
                 return False
             trim(self._local, self._setup.local_keep, self._known)
             if not attempts:
-                self._report_backlog()
+                self._report_queue()
                 while self._leases:
                     release_lease(self._remote, self._leases[-1])
                     self._leases.pop()
                 return True
 
-    def _carry_first(self, attempts: Sequence[Attempt]) -> None:
-        """Carry the first of these, and more of them as long as they take no longer than _LIST_S."""
+    def _replicate_first(self, attempts: Sequence[Attempt]) -> None:
+        """Replicate the first of these, and more of them as long as they take no longer than _LIST_S."""
         listed_at = time.monotonic()
         for attempt in attempts:
-            self._carry(attempt)
+            self._replicate(attempt)
             if time.monotonic() - listed_at >= _LIST_S:
                 return
 
-    def _carry(self, attempt: Attempt) -> None:
+    def _replicate(self, attempt: Attempt) -> None:
         try:
-            done = carry(self._local, self._remote, attempt, self._copied)
+            done = replicate(self._local, self._remote, attempt, self._copied)
         except UnsupportedFormat:
-            raise  # a newer program can carry it
+            raise  # a newer program can replicate it
         except (Conflict, Damaged, NotFound) as error:  # for good; all others may pass
-            strand(self._local, attempt)
+            mark_unreplicable(self._local, attempt)
             session = self._numbering.session_of(attempt.generation)
             if isinstance(error, Superseded) and session is not None:
-                self._report(Stranded(session, error.message, error.hint))
+                self._report(Unreplicable(session, error.message, error.hint))
             else:
                 self._report(Warned(f"{self._local.id_of(attempt)} stays local: {error}"))
             return
         if done is not None:
             if self._remote.store.shared_between_processes:
                 note_checkpoint(self._setup.home, self._setup.run)
-            self._carried(attempt)
+            self._replicated(attempt)
 
     def _copied(self, num_bytes: int) -> None:
         self._unpaused.wait()
         self._answered_at = time.monotonic()
 
     def _check_mounted(self) -> None:
-        """Raises RunVanished if the remote store has nothing of a run that was carried there from this host.
+        """Raises RunVanished if the remote store has nothing of a run that was replicated there from this host.
 
         The copies would go to the disk below an unmounted volume, and the local ones would be deleted.
         """
@@ -325,12 +338,12 @@ class Carrier:
                 f"Mount the volume, or check the URL. If the run was deleted on purpose, remove {note}",
             )
 
-    def _report_backlog(self) -> None:
+    def _report_queue(self) -> None:
         with self._reporting:  # what was looked up later is reported later
             try:
-                found = backlog(self._local, self._known)
+                found = replication_queue(self._local, self._known)
             except CkptError as error:
-                logger.warning("the backlog of run %s is not known: %s", self._local.name, error)
+                logger.warning("the replication queue of run %s is not known: %s", self._local.name, error)
                 return
             now = LocalOnly(len(found.attempts), found.bytes, found.since)
             if now != self._reported:

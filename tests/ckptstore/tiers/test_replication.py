@@ -1,4 +1,5 @@
-"""Carrying: the remote store gets the same checkpoints in the same lineage, or nothing; whatever fails in between."""
+"""Replication: the remote store gets the same checkpoints in the same lineage, or nothing; whatever fails in
+between."""
 
 from __future__ import annotations
 
@@ -26,7 +27,17 @@ from ckptstore.retention.deletion import collect
 from ckptstore.retention.pins import pinned
 from ckptstore.run import Run
 from ckptstore.stores import open_store
-from ckptstore.tiers.carrying import QUEUED, STRANDED, Known, backlog, carry, enqueue, queued, strand, trim
+from ckptstore.tiers.replication import (
+    QUEUED,
+    UNREPLICABLE,
+    Known,
+    enqueue,
+    mark_unreplicable,
+    queued,
+    replicate,
+    replication_queue,
+    trim,
+)
 from ckptstore.tiers.source import TieredSource
 from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
 from tests.support.counting import CountingStore
@@ -51,9 +62,9 @@ class Tiers:
         options = {"generation": number, "base": base.attempt if base else None, "statistics": True} | more
         return write_checkpoint((run or self.local).store, step=step, arrays=arrays, **options)
 
-    def carry_all(self) -> None:
+    def replicate_all(self) -> None:
         for attempt in queued(self.local):
-            carry(self.local, self.remote, attempt)
+            replicate(self.local, self.remote, attempt)
 
 
 @pytest.fixture
@@ -74,21 +85,21 @@ def test_a_copy_is_the_same_checkpoint(tiers: Tiers, statistics: object) -> None
     one = tiers.save(10, tiers.begin(), statistics=statistics)
     change_labels(tiers.local, one.attempt, LabelChange({"best": ""}, {"val": 1.5}))
     enqueue(tiers.local, one.attempt)
-    assert backlog(tiers.local).attempts == (one.attempt,)
-    assert backlog(tiers.local).bytes == one.needed_bytes
-    carried = carry(tiers.local, tiers.remote, one.attempt)
-    assert carried is not None
-    assert (carried.id, carried.manifest_digest) == (one.id, one.manifest_digest)
+    assert replication_queue(tiers.local).attempts == (one.attempt,)
+    assert replication_queue(tiers.local).bytes == one.needed_bytes
+    replicated = replicate(tiers.local, tiers.remote, one.attempt)
+    assert replicated is not None
+    assert (replicated.id, replicated.manifest_digest) == (one.id, one.manifest_digest)
     assert objects(tiers.remote, one.attempt) == objects(tiers.local, one.attempt)
     assert len(objects(tiers.remote, one.attempt)) == 3 + (statistics == "apart")
-    assert not read_statistics(StoreSource(tiers.remote.store), carried).missing
-    assert backlog(tiers.local).attempts == ()
+    assert not read_statistics(StoreSource(tiers.remote.store), replicated).missing
+    assert replication_queue(tiers.local).attempts == ()
     found = StoreSource(tiers.remote.store).find(Reference("gpt", 10))
     assert (found.tags, found.metrics["val"]) == ({"best": ""}, 1.5)
     assert verify(StoreSource(tiers.remote.store), found).ok
 
 
-def test_referenced_checkpoints_are_carried_first(tiers: Tiers) -> None:
+def test_referenced_checkpoints_are_replicated_first(tiers: Tiers) -> None:
     generation = tiers.begin()
     base = tiers.save(10, generation)
     enqueue(tiers.local, base.attempt)
@@ -96,19 +107,19 @@ def test_referenced_checkpoints_are_carried_first(tiers: Tiers) -> None:
     newest = tiers.save(30, generation, middle)
     assert newest.referenced_bytes
     enqueue(tiers.local, newest.attempt)
-    tiers.carry_all()
+    tiers.replicate_all()
     assert [step for _, step, _ in listed(tiers.remote)] == [30, 10]  # nothing of 20 is needed
     assert verify(StoreSource(tiers.remote.store), latest(tiers.remote)).ok
 
 
-def test_a_rank_without_a_shard_is_carried_too(tiers: Tiers) -> None:
+def test_a_rank_without_a_shard_is_replicated_too(tiers: Tiers) -> None:
     from ckptstore.commits.commit import commit_attempt
 
     attempt = Attempt(5, new_ulid(system_clock()), generation=tiers.begin())
     receipts = [write_rank(tiers.local.store, "gpt", attempt, sample_arrays() if not r else {}, r, 3) for r in range(3)]
     commit_attempt(tiers.local, receipts)
     enqueue(tiers.local, attempt)
-    tiers.carry_all()
+    tiers.replicate_all()
     assert verify(StoreSource(tiers.remote.store), latest(tiers.remote)).ok
     assert latest(tiers.remote).world_size == 3
 
@@ -122,21 +133,21 @@ def test_the_lineage_is_the_same_in_both(tiers: Tiers) -> None:
     saved.append(tiers.save(40, third))
     for one in (saved[5], saved[0], saved[2], saved[1], saved[3]):  # in any order; 35 is not due
         enqueue(tiers.local, one.attempt)
-    tiers.carry_all()
+    tiers.replicate_all()
     local = {(g, step): state for g, step, state in listed(tiers.local)}
     assert listed(tiers.remote) == [(g, s, local[g, s]) for g, s in [(3, 40), (2, 25), (1, 30), (1, 20), (1, 10)]]
     assert local[1, 30] is State.ABANDONED
 
 
-def test_an_old_checkpoint_is_carried_after_a_newer_generation_of_the_same_host(tiers: Tiers) -> None:
+def test_an_old_checkpoint_is_replicated_after_a_newer_generation_of_the_same_host(tiers: Tiers) -> None:
     first = tiers.begin()
     base, late = tiers.save(10, first), tiers.save(20, first)
     second = tiers.begin(late)
     newest = tiers.save(30, second, late)
     enqueue(tiers.local, newest.attempt)
-    tiers.carry_all()  # with 20, which it references
+    tiers.replicate_all()  # with 20, which it references
     enqueue(tiers.local, base.attempt)
-    tiers.carry_all()
+    tiers.replicate_all()
     assert listed(tiers.remote) == listed(tiers.local)
     assert verify(StoreSource(tiers.remote.store), latest(tiers.remote)).ok
 
@@ -145,25 +156,25 @@ def test_another_trainer_that_went_on_elsewhere_wins(tiers: Tiers) -> None:
     first = tiers.begin()
     base = tiers.save(10, first)
     enqueue(tiers.local, base.attempt)
-    tiers.carry_all()
+    tiers.replicate_all()
     elsewhere = tiers.begin(base, run=tiers.remote)  # on another host: it resumed from what was remote
     other = tiers.save(11, elsewhere, run=tiers.remote)
     for one in (tiers.save(20, first), tiers.save(30, tiers.begin(base))):
         enqueue(tiers.local, one.attempt)
         with pytest.raises(Superseded, match="generation 2"):
-            carry(tiers.local, tiers.remote, one.attempt)
-        strand(tiers.local, one.attempt)
+            replicate(tiers.local, tiers.remote, one.attempt)
+        mark_unreplicable(tiers.local, one.attempt)
     assert listed(tiers.remote) == [(2, 11, State.COMMITTED), (1, 10, State.COMMITTED)]
     assert queued(tiers.local) == []
-    assert list(pinned(tiers.local).values()) == [[STRANDED], [STRANDED]]
+    assert list(pinned(tiers.local).values()) == [[UNREPLICABLE], [UNREPLICABLE]]
     # A trainer here that restored the other's checkpoint goes on, under a number that is free in both.
     third = tiers.begin(other, seen=newest_generation(tiers.remote))
     enqueue(tiers.local, tiers.save(40, third).attempt)
-    tiers.carry_all()
+    tiers.replicate_all()
     assert (third, latest(tiers.remote).step) == (3, 40)
     assert sorted(list_generations(tiers.remote)) == [1, 2, 3]
     with pytest.raises(Superseded):
-        carry(tiers.local, tiers.remote, other_of(tiers, 20))
+        replicate(tiers.local, tiers.remote, other_of(tiers, 20))
 
 
 def other_of(tiers: Tiers, step: int) -> Attempt:
@@ -177,7 +188,7 @@ def test_a_number_that_is_only_local_is_filled_remotely(tiers: Tiers) -> None:
     newest = tiers.begin()
     assert (seen, abandoned, newest) == (2, [3, 4], 5)
     enqueue(tiers.local, tiers.save(1, newest).attempt)
-    tiers.carry_all()
+    tiers.replicate_all()
     assert sorted(list_generations(tiers.remote)) == [1, 2, 3, 4, 5]
     # An old job of the first trainer's kind sees that it is superseded: there is a generation 2.
     with pytest.raises(Superseded):
@@ -197,11 +208,11 @@ def test_every_call_may_fail_and_the_copy_continues(tiers: Tiers, mode: str) -> 
         remote = Run(FaultyStore(tiers.remote.store, faults), "gpt")
         try:
             for attempt in queued(tiers.local):
-                carry(tiers.local, remote, attempt)
+                replicate(tiers.local, remote, attempt)
             done = len(faults.calls) <= at
         except StoreUnavailable:
             assert {c.step for c in list_checkpoints(tiers.remote)} <= {10, 20}
-        tiers.carry_all()
+        tiers.replicate_all()
         assert [step for _, step, _ in listed(tiers.remote)] == [20, 10]
         assert all(verify(StoreSource(tiers.remote.store), c).ok for c in list_checkpoints(tiers.remote))
         tiers.remote.store.delete_many([info.key for info in tiers.remote.store.list("")])
@@ -209,7 +220,7 @@ def test_every_call_may_fail_and_the_copy_continues(tiers: Tiers, mode: str) -> 
     assert at > 20
 
 
-def test_two_carriers_at_once(tiers: Tiers) -> None:
+def test_two_replicators_at_once(tiers: Tiers) -> None:
     generation = tiers.begin()
     base = tiers.save(10, generation)
     newest = tiers.save(20, generation, base)
@@ -222,13 +233,13 @@ def test_two_carriers_at_once(tiers: Tiers) -> None:
     at, calls = 0, 1
     while at < calls:
         reset()
-        race = Interleaving(at, tiers.carry_all)
+        race = Interleaving(at, tiers.replicate_all)
         remote = Run(FaultyStore(tiers.remote.store, race), "gpt")
         for one in (base, newest):
             try:
-                carry(tiers.local, remote, one.attempt)
+                replicate(tiers.local, remote, one.attempt)
             except StoreUnavailable:  # the other one had created the same shard just before
-                carry(tiers.local, remote, one.attempt)
+                replicate(tiers.local, remote, one.attempt)
         assert [step for _, step, _ in listed(tiers.remote)] == [20, 10]
         assert all(verify(StoreSource(tiers.remote.store), c).ok for c in list_checkpoints(tiers.remote))
         at, calls = at + 1, len(race.calls)
@@ -239,15 +250,15 @@ def test_damaged_statistics_are_left_behind(tiers: Tiers) -> None:
     key = tiers.local.keys.shard(one.attempt, shard_name(0))
     data = tiers.local.store.get(key)
     tiers.local.store.put(key, data[:-9] + bytes(9))
-    carried = carry(tiers.local, tiers.remote, one.attempt)
-    assert carried is not None
+    replicated = replicate(tiers.local, tiers.remote, one.attempt)
+    assert replicated is not None
     assert tiers.remote.store.get(key) == data[: one.stored_bytes]
-    assert verify(StoreSource(tiers.remote.store), carried).ok
+    assert verify(StoreSource(tiers.remote.store), replicated).ok
     with pytest.raises(CorruptObject, match="no statistics"):
-        read_statistics(StoreSource(tiers.remote.store), carried)
+        read_statistics(StoreSource(tiers.remote.store), replicated)
 
 
-def test_damage_is_not_carried(tiers: Tiers) -> None:
+def test_damage_is_not_replicated(tiers: Tiers) -> None:
     one = tiers.save(10, tiers.begin())
     enqueue(tiers.local, one.attempt)
     key = tiers.local.keys.shard(one.attempt, "shard-00000.ckpt")
@@ -255,22 +266,22 @@ def test_damage_is_not_carried(tiers: Tiers) -> None:
     data[100] ^= 1
     tiers.local.store.put(key, data)
     with pytest.raises(CorruptObject):
-        tiers.carry_all()
+        tiers.replicate_all()
     assert listed(tiers.remote) == []
     assert pinned(tiers.local)[one.attempt] == [QUEUED]
 
 
-def test_each_outcome_is_read_once_however_long_the_backlog(tiers: Tiers) -> None:
+def test_each_outcome_is_read_once_however_long_the_replication_queue(tiers: Tiers) -> None:
     counting, known, generation = CountingStore(tiers.local.store), Known(), tiers.begin()
     local = replace(tiers.local, store=counting)
     for step in range(1, 6):
         one = tiers.save(step, generation)
         enqueue(local, one.attempt)
-        assert len(backlog(local, known).attempts) == step
+        assert len(replication_queue(local, known).attempts) == step
         assert trim(local, 1, known) == ()
     outcomes = [key for key, _ in counting.documents if key.startswith(local.keys.commits)]
     assert len(outcomes) == len(set(outcomes)) == 5
-    tiers.carry_all()
+    tiers.replicate_all()
     assert len(trim(local, 1, known)) == 4
     trim(local, 1, known)
     assert list(known) == [one.attempt]
@@ -284,17 +295,17 @@ def test_the_checkpoints_of_the_remote_store_are_listed_only_for_a_new_generatio
         for step, lists in ((1, 1), (2, 0)):
             one = tiers.save(10 * number + step, number)
             calls.calls.clear()
-            carry(tiers.local, remote, one.attempt)
+            replicate(tiers.local, remote, one.attempt)
             assert calls.calls.count(f"list {remote.keys.commits}") == lists
 
 
-def test_the_local_tier_keeps_the_newest_and_the_backlog(tiers: Tiers) -> None:
+def test_the_local_tier_keeps_the_newest_and_the_replication_queue(tiers: Tiers) -> None:
     generation = tiers.begin()
     saved = [tiers.save(step, generation) for step in range(1, 6)]
     enqueue(tiers.local, saved[1].attempt)
     assert set(trim(tiers.local, 2)) == {saved[0].attempt, saved[2].attempt}
     assert [step for _, step, _ in listed(tiers.local)] == [5, 4, 2]
-    tiers.carry_all()
+    tiers.replicate_all()
     assert trim(tiers.local, 2) == (saved[1].attempt,)
     assert [step for _, step, _ in listed(tiers.local)] == [5, 4]
     referencing = tiers.save(6, generation, saved[4])
@@ -308,14 +319,14 @@ def test_a_restore_takes_what_is_remote_once_another_trainer_has_begun_there(tie
     first = tiers.begin()
     base, late = tiers.save(10, first), tiers.save(20, first)
     enqueue(tiers.local, base.attempt)
-    tiers.carry_all()
+    tiers.replicate_all()
     source = TieredSource(tiers.local.store, tiers.remote.store)
     assert source.latest("gpt").step == 20
     tiers.begin(base, run=tiers.remote)  # elsewhere; it has committed nothing yet
     assert source.latest("gpt").step == latest(tiers.remote).step == 10
     assert [(c.step, c.state) for c in source.checkpoints("gpt")] == [(20, State.ABANDONED), (10, State.COMMITTED)]
     with pytest.raises(Superseded):
-        carry(tiers.local, tiers.remote, late.attempt)
+        replicate(tiers.local, tiers.remote, late.attempt)
 
 
 def test_a_copy_that_others_roll_forward_is_not_taken_for_another_trainer(tiers: Tiers) -> None:
@@ -326,10 +337,10 @@ def test_a_copy_that_others_roll_forward_is_not_taken_for_another_trainer(tiers:
         newest = tiers.save(30, tiers.begin(late), late)
         faults = Faults(at)
         with suppress(StoreUnavailable):
-            carry(tiers.local, Run(FaultyStore(tiers.remote.store, faults), "gpt"), newest.attempt)
+            replicate(tiers.local, Run(FaultyStore(tiers.remote.store, faults), "gpt"), newest.attempt)
         collect(tiers.remote)  # a daemon, or a restore on another host
         try:
-            carry(tiers.local, tiers.remote, newest.attempt)
+            replicate(tiers.local, tiers.remote, newest.attempt)
         except AttemptAborted:
             aborted += 1  # it knows the newer generation, and not whose it is
         if len(faults.calls) <= at:
@@ -342,7 +353,7 @@ def test_a_copy_that_others_roll_forward_is_not_taken_for_another_trainer(tiers:
 def test_a_local_tier_that_fails_does_not_hide_what_is_remote(tiers: Tiers) -> None:
     one = tiers.save(10, tiers.begin())
     enqueue(tiers.local, one.attempt)
-    tiers.carry_all()
+    tiers.replicate_all()
     for at in count():
         faults = Faults(at)
         source = TieredSource(FaultyStore(tiers.local.store, faults), tiers.remote.store)
@@ -372,25 +383,25 @@ def test_a_copy_that_waits_for_days_is_continued_and_not_collected(tiers: Tiers)
             return call()
 
     with pytest.raises(StoreUnavailable):
-        carry(tiers.local, replace(tiers.remote, store=FaultyStore(tiers.remote.store, Away())), one.attempt)
+        replicate(tiers.local, replace(tiers.remote, store=FaultyStore(tiers.remote.store, Away())), one.attempt)
     assert objects(tiers.remote, one.attempt)
     assert not collect(replace(tiers.remote, clock=later)).aborted
-    tiers.carry_all()
+    tiers.replicate_all()
     assert verify(StoreSource(tiers.remote.store), latest(tiers.remote)).ok
     assert not active_leases(tiers.remote), "nothing holds it from now on"
 
 
-def test_what_cannot_be_carried_any_more_is_no_longer_kept(tiers: Tiers) -> None:
+def test_what_cannot_be_replicated_any_more_is_no_longer_kept(tiers: Tiers) -> None:
     one = tiers.save(10, tiers.begin())
     enqueue(tiers.local, one.attempt)
     calls = Faults()
-    carry(tiers.local, replace(tiers.remote, store=FaultyStore(tiers.remote.store, calls)), one.attempt)
+    replicate(tiers.local, replace(tiers.remote, store=FaultyStore(tiers.remote.store, calls)), one.attempt)
     shards = [number for number, call in enumerate(calls.calls) if call.startswith("commit ")]
     other = Tiers.__new__(Tiers)
     other.local, other.remote = tiers.local, Run(open_store(f"{tiers.remote.store.url}-2"), "gpt")
     enqueue(other.local, one.attempt)
     with pytest.raises(StoreUnavailable):
-        carry(
+        replicate(
             other.local,
             replace(other.remote, store=FaultyStore(other.remote.store, Faults(shards[-1] + 1))),
             one.attempt,
@@ -398,7 +409,7 @@ def test_what_cannot_be_carried_any_more_is_no_longer_kept(tiers: Tiers) -> None
     assert active_leases(other.remote)
     other.begin(run=other.remote)  # another trainer
     with pytest.raises(Superseded):
-        carry(other.local, other.remote, one.attempt)
+        replicate(other.local, other.remote, one.attempt)
     assert not active_leases(other.remote)
     assert collect(replace(other.remote, clock=MovableClock(2 * 24 * 3600.0))).aborted == [
         other.remote.id_of(one.attempt)

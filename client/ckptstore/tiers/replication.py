@@ -1,8 +1,9 @@
-"""Carrying: commits the checkpoints of a local tier in the remote one, oldest first, under the same names.
+"""Replication: commits the checkpoints of a local tier in the remote one, oldest first, under the same names.
 
 A copy has the same bytes as the original, object for object, and is committed by the same protocol: it exists as a
-whole or not at all, and an interrupted one continues where it stopped. The backlog is the set of checkpoints that are
-pinned as `far` in the local tier: no prune removes them before they are carried, and it outlives every process.
+whole or not at all, and an interrupted one continues where it stopped. The replication queue is the set of checkpoints
+that are pinned as `far` in the local tier: no prune removes them before they are replicated, and it outlives every
+process.
 
 Generations have the same numbers in both stores, so the remote one sees the lineage that the local one has. If another
 trainer began a generation in the remote store that the local one's trainers had not seen, it has continued the run:
@@ -43,19 +44,20 @@ from ckptstore.run import Run
 from ckptstore.tiers.copying import chunks_by_shard, copy_labels, copy_shard
 
 QUEUED = "far"
-"""The pin of the backlog."""
-STRANDED = "stranded"
-"""The pin of checkpoints that cannot be carried any more: another trainer has continued the run in the remote store."""
+"""The pin of the replication queue."""
+UNREPLICABLE = "stranded"
+"""The pin of checkpoints that cannot be replicated any more: another trainer has continued the run in the remote
+store."""
 KEPT_S = 30 * 24 * 3600.0
-"""How long an incomplete copy waits for its carrier: longer than outages, and the absence of an operator."""
+"""How long an incomplete copy waits for its replicator: longer than outages, and the absence of an operator."""
 
 Known = dict[Attempt, Checkpoint | None]
 """The checkpoints of decided attempts; None: aborted. An outcome never changes, so each is read once."""
 
 
 @dataclass(frozen=True, slots=True)
-class Backlog:
-    """The checkpoints of a run that are in the local tier only, and are to be carried."""
+class ReplicationQueue:
+    """The checkpoints of a run that are in the local tier only, and are to be replicated."""
 
     attempts: tuple[Attempt, ...]
     """Oldest first."""
@@ -66,17 +68,17 @@ class Backlog:
 
 
 def enqueue(local: Run, attempt: Attempt) -> None:
-    """A checkpoint of the local tier is to be carried; durable on return. Idempotent. Raises Unavailable."""
+    """A checkpoint of the local tier is to be replicated; durable on return. Idempotent. Raises Unavailable."""
     hold(local, attempt, QUEUED)
 
 
 def queued(local: Run) -> list[Attempt]:
-    """The attempts to be carried, oldest first."""
+    """The attempts to be replicated, oldest first."""
     return sorted(attempt for attempt, held in pinned(local).items() if QUEUED in held)
 
 
-def backlog(local: Run, known: Known | None = None) -> Backlog:
-    """The backlog of a run; one that its committer has not committed yet does not count.
+def replication_queue(local: Run, known: Known | None = None) -> ReplicationQueue:
+    """The replication queue of a run; one that its committer has not committed yet does not count.
 
     known: of earlier calls; this one adds to it.
     """
@@ -84,15 +86,16 @@ def backlog(local: Run, known: Known | None = None) -> Backlog:
     known = {} if known is None else known
     found = [(attempt, _decided(local, attempt, known)) for attempt in queued(local)]
     there = [(attempt, checkpoint) for attempt, checkpoint in found if checkpoint is not None]
-    return Backlog(
+    return ReplicationQueue(
         tuple(attempt for attempt, _ in there),
         sum(checkpoint.needed_bytes for _, checkpoint in there),
         min((checkpoint.committed_at for _, checkpoint in there), default=None),
     )
 
 
-def carry(local: Run, remote: Run, attempt: Attempt, progress: Progress = lambda _: None) -> Checkpoint | None:
-    """Commit a checkpoint of the local tier in the remote one, and remove it from the backlog; durable on return.
+def replicate(local: Run, remote: Run, attempt: Attempt, progress: Progress = lambda _: None) -> Checkpoint | None:
+    """Commit a checkpoint of the local tier in the remote one, and remove it from the replication queue; durable on
+    return.
 
     Returns its remote checkpoint; None if the local tier has no such checkpoint. Safe from several processes: all write
     the same bytes. progress: called with the stored bytes that were copied, or found in the remote store and verified.
@@ -105,39 +108,40 @@ def carry(local: Run, remote: Run, attempt: Attempt, progress: Progress = lambda
         _release(local, attempt)
         return None
     try:
-        carried = _carry(local, remote, original, progress)
+        replicated = _replicate(local, remote, original, progress)
     except (Conflict, Damaged, NotFound):  # no later try helps
         release_lease(remote, _lease(attempt))
         raise
     release_lease(remote, _lease(attempt))
     _release(local, attempt)
-    return carried
+    return replicated
 
 
-def _carry(local: Run, remote: Run, original: Checkpoint, progress: Progress) -> Checkpoint:
+def _replicate(local: Run, remote: Run, original: Checkpoint, progress: Progress) -> Checkpoint:
     attempt = original.attempt
     newest = establish(local, remote, attempt.generation)
     outcome = read_outcome(remote, attempt)
     if outcome is None:
         # Otherwise a collection would abort an incomplete copy as an orphan after a day.
-        renew_lease(remote, _lease(attempt), attempt, f"{remote.by}, which carries it", KEPT_S)
+        renew_lease(remote, _lease(attempt), attempt, f"{remote.by}, which replicates it", KEPT_S)
         outcome = _commit_copy(local, remote, original, newest, progress)
     elif outcome.committed is None:
         # By a generation of this local tier, if that is why: others roll a complete copy forward, and know no better.
         raise AttemptAborted(
             f"{original.id} was aborted in {remote.store.url} by {outcome.by}",
-            "It was not carried for too long. Copy it by hand: ckptctl cp, with --as if the run has gone on",
+            "It was not replicated for too long. Copy it by hand: ckptctl cp, with --as if the run has gone on",
         )
-    carried = from_outcome(outcome)
-    assert carried is not None
-    copy_labels(StoreSource(local.store), with_labels(local, [original])[0], remote, carried)
-    return carried
+    replicated = from_outcome(outcome)
+    assert replicated is not None
+    copy_labels(StoreSource(local.store), with_labels(local, [original])[0], remote, replicated)
+    return replicated
 
 
 def trim(local: Run, keep: int, known: Known | None = None) -> Sequence[Attempt]:
     """Delete the checkpoints of the local tier, apart from the newest `keep` and those that are held.
 
-    The backlog is held by its pins, what newer checkpoints reference by marks, what is being restored by leases.
+    The replication queue is held by its pins, what newer checkpoints reference by marks, what is being restored by
+    leases.
     known: of earlier calls; this one adds to it, and forgets what is gone. Returns the attempts whose data is deleted.
     Raises Unavailable.
     """
@@ -155,15 +159,16 @@ def trim(local: Run, keep: int, known: Known | None = None) -> Sequence[Attempt]
     return sweep(local, only=surplus).attempts
 
 
-def strand(local: Run, attempt: Attempt) -> None:
-    """A checkpoint can no longer be carried: it stays local, pinned, until an operator decides. Raises Unavailable."""
-    hold(local, attempt, STRANDED)
+def mark_unreplicable(local: Run, attempt: Attempt) -> None:
+    """A checkpoint can no longer be replicated: it stays local, pinned, until an operator decides. Raises
+    Unavailable."""
+    hold(local, attempt, UNREPLICABLE)
     _release(local, attempt)
 
 
-def stranded(local: Run) -> set[Attempt]:
-    """The attempts that are never carried. What references them cannot be carried either."""
-    return {attempt for attempt, held in pinned(local).items() if STRANDED in held}
+def unreplicable(local: Run) -> set[Attempt]:
+    """The attempts that are never replicated. What references them cannot be replicated either."""
+    return {attempt for attempt, held in pinned(local).items() if UNREPLICABLE in held}
 
 
 def establish(local: Run, remote: Run, number: int) -> int:
@@ -186,7 +191,7 @@ def establish(local: Run, remote: Run, number: int) -> int:
                 f"another trainer has begun generation {unknown[0]} of run {remote.name!r} in {remote.store.url}: what "
                 f"this one has saved in {local.store.url} is not committed there",
                 "Stop this trainer, or restore first to continue from what is in the remote store. Its checkpoints "
-                f"stay local, pinned as {STRANDED!r}",
+                f"stay local, pinned as {UNREPLICABLE!r}",
             )
         newest = max(listed, default=0)
         if newest < number:
@@ -224,7 +229,7 @@ def _commit_copy(local: Run, remote: Run, original: Checkpoint, newest: int, pro
 
 
 def _lease(attempt: Attempt) -> str:
-    """The lease on the remote copy: the same one at each try, and for each carrier."""
+    """The lease on the remote copy: the same one at each try, and for each replicator."""
     return derive_ulid(attempt.ulid, "carrying")
 
 
@@ -234,7 +239,7 @@ def _copy(local: Run, remote: Run, original: Checkpoint, progress: Progress) -> 
     data = source.manifest_data(original)
     manifest = check_manifest_data(original, data)
     for needed in referenced_attempts(manifest.content):
-        if _committed(remote, needed) is None and carry(local, remote, needed, progress) is None:
+        if _committed(remote, needed) is None and replicate(local, remote, needed, progress) is None:
             raise reference_lost(remote, attempt, needed)
     chunks = chunks_by_shard(manifest)
     for shard, side in zip(manifest.content.shards, side_documents(manifest), strict=True):
