@@ -264,7 +264,7 @@ class _SlotViews:
     def __init__(self, segment: Segment) -> None:
         self.at: list[int] = []
         self.indexes: list[int] = []
-        """Of the leaves."""
+        """Indexes of the leaves."""
         self.among = slice(0)
         """Where these leaves are among all that are deferred."""
         self._segment = segment
