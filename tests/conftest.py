@@ -19,11 +19,17 @@ from hypothesis import settings
 
 from ckptstore.stores import Store, open_store
 from tests.support import postgresql, seaweed
+from tests.support.juicefs import running_gateway
 from tests.support.postgresql import PostgresqlServer
 from tests.support.seaweed import S3Service
 
 STORE_KINDS = ("local", "memory", "s3")
 DATABASE_KINDS = ("sqlite", "postgresql")
+
+every_store = pytest.mark.parametrize("store", STORE_KINDS, indirect=True)
+in_memory = pytest.mark.parametrize("store", ["memory"], indirect=True)
+here_and_in_memory = pytest.mark.parametrize("store", ["local", "memory"], indirect=True)
+on_both = pytest.mark.parametrize("db_url", DATABASE_KINDS, indirect=True)
 
 # Workers share the cores: torch's threads must sleep while they wait for each other, not spin.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -90,6 +96,19 @@ def s3_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Service]:
 def s3_store(s3_service: S3Service) -> S3Location:
     """A fresh prefix on the S3 service."""
     return S3Location(f"s3://{seaweed.BUCKET}/{uuid.uuid4().hex}", s3_service)
+
+
+@pytest.fixture(scope="session")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Service]:
+    """An S3 service that overwrites on create; one per worker that needs one."""
+    with running_gateway(tmp_path_factory.mktemp("juicefs")) as service:
+        yield service
+
+
+@pytest.fixture
+def overwriting(gateway: S3Service) -> Store:
+    """A fresh prefix on it."""
+    return open_store(f"s3://{seaweed.BUCKET}/{uuid.uuid4().hex}", gateway.options)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from safetensors.numpy import load_file
 
 from tests.arrays.programs import Program, copy_of
 from tests.arrays.test_training import ctl
+from tests.support.ports import free_port
 
 _OWN = re.compile(r"[0-9]+ |epoch |weights ")
 _LOSS = re.compile(r"loss=(\S+)")
@@ -96,3 +98,79 @@ def test_operators_can_use_it(tmp_path: Path) -> None:
 def test_names_that_are_not_public(tmp_path: Path, backend: str) -> None:
     with Program(backend, "tests.ckpt.integrations.pins", tmp_path / "log", "keras") as program:
         program.lines()
+
+
+PROGRAM = "tests.arrays.train_keras_loop"
+LOOP_SAVED, LOOP_KILLED = 6, 7  # saved at every third step
+
+
+def alone(folder: Path, run: str, kill_at: int, strategy: str) -> list[str]:
+    """The lines of a program of one process."""
+    log = folder / f"{strategy}-{run}-{kill_at}.log"
+    with Program("tensorflow", PROGRAM, log, folder, run, kill_at, strategy) as program:
+        return program.lines(-signal.SIGKILL if kill_at else 0)
+
+
+def two_workers(folder: Path, run: str, kill_at: int) -> list[list[str]]:
+    """The lines of both workers. The first one is the chief, whose end may take the other one with it."""
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    with ExitStack() as stack:
+        programs = []
+        for index in range(2):
+            config = json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}})
+            log = folder / f"multi-{run}-{kill_at}-{index}.log"
+            program = Program("tensorflow", PROGRAM, log, folder, run, kill_at, "multi", TF_CONFIG=config)
+            programs.append(stack.enter_context(program))
+        return [programs[0].lines(-signal.SIGKILL if kill_at else 0), programs[1].lines(None)]
+
+
+def restored(lines: list[str]) -> str:
+    """The digest of what a program has restored."""
+    assert lines[0].startswith("restored ")
+    return lines[0].split()[1]
+
+
+def saved(lines: list[str]) -> str:
+    """The digest at the step that was saved last."""
+    step, _, digest = lines[1 + LOOP_SAVED].split()
+    assert int(step) == LOOP_SAVED
+    return digest
+
+
+def test_a_coordinator_of_parameter_servers_continues_exactly(tmp_path: Path) -> None:
+    whole = alone(tmp_path, "whole", 0, "server")
+    killed = alone(tmp_path, "r", LOOP_KILLED, "server")
+    rest = alone(tmp_path, "r", 0, "server")
+    assert killed == whole[: 2 + LOOP_KILLED]
+    assert restored(rest) == saved(killed)
+    assert rest[1:] == whole[2 + LOOP_SAVED :]
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[str]]]:
+    """The folder of a killed job of two workers, and what they printed."""
+    folder = tmp_path_factory.mktemp("killed")
+    return folder, two_workers(folder, "r", LOOP_KILLED)
+
+
+def test_two_workers_continue_exactly(tmp_path: Path, killed: tuple[Path, list[list[str]]]) -> None:
+    """Moving averages of normalization differ between workers; the others get those of the chief."""
+    folder, before = killed
+    whole = two_workers(tmp_path, "whole", 0)
+    rest = two_workers(copy_of(folder, tmp_path / "store", "r", LOOP_SAVED), "r", 0)
+    assert before[0] == whole[0][: 2 + LOOP_KILLED]
+    assert restored(rest[0]) == restored(rest[1]) == saved(before[0])
+    assert rest[0][1:] == whole[0][2 + LOOP_SAVED :]
+    losses = [[line.split()[1] for line in lines] for lines in (rest[1][1:], whole[1][2 + LOOP_SAVED :])]
+    assert len(losses[0]) == 5
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("strategy", ["one", "mirrored", "server"])
+def test_another_strategy_restores_their_save(
+    tmp_path: Path, killed: tuple[Path, list[list[str]]], strategy: str
+) -> None:
+    folder, before = killed
+    rest = alone(copy_of(folder, tmp_path / "store", "r", LOOP_SAVED), "r", 0, strategy)
+    assert restored(rest) == saved(before[0])
+    assert len(rest) == 6

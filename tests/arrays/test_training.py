@@ -77,9 +77,7 @@ def test_a_killed_run_continues_bit_for_bit(
         assert after == all_of_it[KILL_AT + 1 :]
 
 
-def test_what_one_process_saved_is_restored_by_two(
-    uninterrupted: Callable[[int], tuple[Path, list[list[str]]]],
-) -> None:
+def test_what_one_process_saved_two_restore(uninterrupted: Callable[[int], tuple[Path, list[list[str]]]]) -> None:
     """They have no step left to train, and report the weights: each those of its two devices."""
     store, _ = uninterrupted(1)
     two = train(store, processes=2)

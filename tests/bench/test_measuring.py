@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import math
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from bench import leaves
 from bench.measuring import (
     Spread,
     core_seconds,
@@ -23,6 +27,11 @@ from bench.measuring import (
     tree_bytes,
     usage,
 )
+from bench.ours import Ours
+from bench.peers import SAVING, open_codecs, open_peers
+from bench.peers.peer import Peer
+from bench.report import Goal, Report
+from bench.state import SMALL, State, trained
 from tests.support.waiting import Lines
 
 
@@ -125,3 +134,99 @@ def test_memcpy_copies() -> None:
     target[:] = bytes(len(target))
     assert memcpy_s(1 << 20, target, source) > 0
     assert target[:] == source[:]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "direction", "ok"),
+    [
+        (0.9, "at most", True),
+        (1.0, "at most", True),
+        (1.1, "at most", False),
+        (0.9, "at least", False),
+        (1.0, "at least", True),
+        (1.1, "at least", True),
+        (math.nan, "at most", False),
+        (math.nan, "at least", False),
+    ],
+)
+def test_a_goal_knows_its_direction_and_what_was_not_measured_is_missed(ratio: float, direction: str, ok: bool) -> None:
+    assert Goal("save", "memcpy", ratio, 1.0, direction).ok is ok  # type: ignore[arg-type]
+
+
+def test_a_verdict_is_valid_json_and_false_if_one_goal_is_missed() -> None:
+    goals = [Goal("eager", "memcpy", 1.04999, 1.1, "at most"), Goal("first", "later", math.inf, 1.5, "at most")]
+    report = Report(
+        "stall", "1 GB", ("", "s"), [("memcpy", "0.1")], goals, limit=0.1, peers={"dcp": 0.3},
+        problems={"x": "ImportError"}, state_bytes=10**9, facts={"s": 0.123456, "steps": 7},
+    )  # fmt: skip
+    verdict = json.loads(json.dumps(report.verdict(), allow_nan=False))
+    assert verdict["ok"] is False
+    assert {
+        "bench": "stall",
+        "ratio": 1.05,
+        "vs": "memcpy",
+        "goal": 1.1,
+        "direction": "at most",
+    }.items() <= verdict.items()
+    assert verdict["goals"][1] == {
+        "name": "first", "vs": "later", "ratio": None, "goal": 1.5, "direction": "at most", "ok": False,
+    }  # fmt: skip
+    assert verdict["limit"] == 0.1
+    assert verdict["peers"] == {"dcp": 0.3}
+    assert verdict["problems"] == {"x": "ImportError"}
+    assert verdict["state_bytes"] == 10**9
+    assert verdict["facts"] == {"s": 0.1235, "steps": 7}
+
+
+def test_every_save_of_a_round_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leaves, "LEAVES", (8, 40))
+    report = leaves.measure(quick=True)
+    assert [row[:2] for row in report.rows] == [
+        (number, save) for number in ("8", "40") for save in ("first", "second", "third", "later")
+    ]
+    assert all(goal.ratio > 0 for goal in report.goals)
+
+
+INSTALLED = ("torch.save", "torch.load(mmap)", "dcp", "dcp-thread", "safetensors")
+"""Where the project is checked; others are used if they are there."""
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> State:
+    monkeypatch.setenv(SMALL, "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return trained("fp32", 1_000_000)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_was_saved_comes_back_bit_by_bit(state: State, tmp_path: Path) -> None:
+    want = state.digest()
+    with ExitStack() as stack:
+        peers, problems = open_peers(INSTALLED, stack)
+        assert problems == {}
+        contestants: dict[str, Peer] = {"ckptd": stack.enter_context(Ours(tmp_path)), **peers}
+        for name, peer in contestants.items():
+            folder = tmp_path / name
+            peer.save(state, folder)
+            assert 0.5 < peer.stored_bytes(folder) / state.num_bytes < 1.2
+            state.forget()
+            peer.load(folder, state)
+            assert state.digest() == want, name
+            peer.discard(folder)
+            assert not folder.exists()
+
+
+def test_a_peer_that_is_missing_is_listed_and_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SAVING, "gone", "bench.peers.gone:Gone")
+    with ExitStack() as stack:
+        peers, problems = open_peers(["gone", "safetensors"], stack)
+    assert list(peers) == ["safetensors"]
+    assert problems == {"gone": "ModuleNotFoundError: No module named 'bench.peers.gone'"}
+
+
+def test_codecs_that_are_there_are_lossless(state: State) -> None:
+    raw = memoryview(state.model.head.weight.detach().numpy().reshape(-1).view("uint8").data)
+    codecs, problems = open_codecs()
+    assert codecs.keys() | problems.keys() == {"zipnn", "openzl", "blosc2"}
+    for name, codec in codecs.items():
+        assert bytes(codec.decode(codec.encode(raw, "float32"), "float32")) == bytes(raw), name

@@ -107,9 +107,7 @@ def _large() -> tuple[Any, torch.optim.Optimizer, list[torch.Tensor]]:
 
 @pytest.mark.parametrize("overlap", [True, "verify"])
 @pytest.mark.parametrize("kind", [_Copied, _Exchanged])
-def test_an_average_that_is_swapped_in_for_the_save_is_stored_or_the_save_fails(
-    kind: Callable[..., Any], overlap: Overlap, tmp_path: Path
-) -> None:
+def test_an_average_swapped_in_is_stored_or_fails(kind: Callable[..., Any], overlap: Overlap, tmp_path: Path) -> None:
     """The copy runs at its own pace: it may be complete before the swap back, behind it or in the middle."""
     for number in range(6):
         model, optim, average = _large()
@@ -130,9 +128,7 @@ def test_an_average_that_is_swapped_in_for_the_save_is_stored_or_the_save_fails(
 
 @pytest.mark.parametrize("overlap", [True, "verify"])
 @pytest.mark.parametrize("kind", [_Copied, _Exchanged])
-def test_an_average_that_is_swapped_out_before_the_copy(
-    kind: Callable[..., Any], overlap: Overlap, tmp_path: Path
-) -> None:
+def test_an_average_swapped_out_before_the_copy(kind: Callable[..., Any], overlap: Overlap, tmp_path: Path) -> None:
     model, optim, average = _large()
     with open_run(tmp_path, overlap=overlap) as checkpointer:
         with held_copies(release_at_gate=True):

@@ -117,9 +117,7 @@ def test_strict_restore_reports_every_difference_and_changes_nothing(tmp_path: P
     assert same_state(dict(other["new"].state_dict()), {k[4:]: v for k, v in before.items() if k.startswith("new")})
 
 
-def test_items_that_a_training_run_forgets_to_restore_are_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_items_a_training_run_forgets_to_restore_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(2, 2)
     optim = torch.optim.AdamW(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optim, 1)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -23,7 +24,7 @@ from ckptstore.commits.references import marks
 from ckptstore.errors import Damaged, ObjectMissing, StoreReadOnly, StoreUnavailable
 from ckptstore.format.parsing import parse_sealed
 from ckptstore.format.records import Finding
-from ckptstore.names import RunKeys
+from ckptstore.names import RunKeys, shard_name
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import delete_checkpoint
@@ -31,7 +32,6 @@ from ckptstore.retention.scrubbing import confirm_damage, scrub
 from ckptstore.run import Run
 from ckptstore.stores import open_store
 from ckptstore.stores.base import WrappedStore
-from tests.ckpt import damaged_ranks
 from tests.support.daemons import running_daemon
 from tests.support.parallel.runner import Scenario, run_scenarios
 from tests.support.waiting import wait_until
@@ -132,9 +132,9 @@ def test_every_reader_records_what_it_finds(read: Callable[[Path], None], victim
 
 
 def test_damage_that_only_one_rank_reads_is_recorded(tmp_path: Path) -> None:
-    scenario = Scenario("tests.ckpt.damaged_ranks:restore_after_damage", 2, {"store": str(tmp_path / "store")})
+    scenario = Scenario(f"{__name__}:restore_after_damage", 2, {"store": str(tmp_path / "store")})
     assert run_scenarios([scenario], tmp_path)[0].result() == [[1, 1], [1, 1]]
-    run = Run(open_store(str(tmp_path / "store")), damaged_ranks.RUN)
+    run = Run(open_store(str(tmp_path / "store")), STAGES)
     (damaged,) = quarantined_attempts(run)
     key = run.keys.quarantine_record(damaged)
     (problem,) = parse_sealed(run.store.get(key), Finding, key).problems
@@ -162,9 +162,7 @@ class ReadsOnce(WrappedStore):
 
 
 @pytest.mark.parametrize("failure", [None, StoreUnavailable("no answer")])
-def test_an_intact_checkpoint_is_not_condemned(
-    failure: Exception | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_intact_one_is_spared(failure: Exception | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved_two(tmp_path)
     with Checkpointer(str(tmp_path), run=RUN, writer="thread") as checkpointer:
         assert isinstance(checkpointer._source, StoreSource)
@@ -198,9 +196,7 @@ class NoFindings(WrappedStore):
         super().put(key, data)
 
 
-def test_a_finding_that_cannot_be_written_does_not_fail_the_restore(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_finding_that_cannot_be_written_fails_no_restore(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _, second = saved_two(tmp_path)
     flip_shard(tmp_path, second)
     with Checkpointer(str(tmp_path), run=RUN, writer="thread") as checkpointer:
@@ -291,3 +287,26 @@ def test_what_an_old_process_stored_is_stored_again(tmp_path: Path, monkeypatch:
         with Checkpointer(str(tmp_path), run=RUN, writer="thread") as checkpointer:
             saved.append([checkpointer.save(model, None, len(saved) * 2 + step) for step in range(2)])
     assert [[bool(c.referenced_bytes) for c in of] for of in saved] == [[False, True]] * 2
+
+
+STAGES = "stages"
+
+
+def restore_after_damage(store: str) -> list[int]:
+    """Every rank has a stage of its own; that of rank 1 is damaged in the newer of two checkpoints.
+
+    Returns the restored step, and the latest one after that.
+    """
+    rank = dist.get_rank()
+    model = nn.ModuleDict({f"stage{rank}": nn.Linear(64, 64)})
+    with Checkpointer(store, run=STAGES, writer="thread", max_references=0) as checkpointer:
+        newest = [checkpointer.save(model, None, step) for step in (1, 2)][-1]
+        if rank == 1:
+            path = Path(store) / RunKeys(STAGES).shard(newest.attempt, shard_name(rank))
+            path.write_bytes(bytes(8) + path.read_bytes()[8:])
+        dist.barrier()
+        restored = checkpointer.restore(model)
+        latest = checkpointer.latest()
+    assert restored is not None
+    assert latest is not None
+    return [restored.step, latest.step]

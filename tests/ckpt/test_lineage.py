@@ -164,9 +164,7 @@ def test_the_first_restore_counts_without_an_optimizer_too(jobs: Callable[..., J
     assert states(run) == {110: State.COMMITTED, 200: State.ABANDONED, 100: State.COMMITTED}
 
 
-def test_a_trainer_that_restores_nothing_is_warned_once(
-    jobs: Callable[..., Job], run: Run, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_restore_is_warned_of_once(jobs: Callable[..., Job], run: Run, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "ckpt"):
         jobs().save(100, 200)
         assert "abandoned" not in caplog.text
@@ -193,9 +191,7 @@ def test_a_step_is_saved_once(jobs: Callable[..., Job], run: Run) -> None:
     assert [c.state for c in list_checkpoints(run)][:2] == [State.COMMITTED, State.SUPERSEDED]
 
 
-def test_a_step_that_failed_may_be_saved_again(
-    jobs: Callable[..., Job], run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_step_may_be_saved_again(jobs: Callable[..., Job], run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     job = jobs(writer="thread")
     job.save(100)
 

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import SGD, Adafactor, AdamW
 from torch.optim.lr_scheduler import CyclicLR, MultiStepLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
 
 from ckpt import Checkpointer
+from ckpt.restoring.pipeline import load_tensors
+from ckptstore.commits.catalog import Checkpoint
+from ckptstore.errors import SaverDied
+from ckptstore.reading.source import StoreSource, read_manifest, read_receipt
+from ckptstore.reading.verify import verify
+from ckptstore.stores import open_store
+from tests.ckpt.ddp import lines, run_ranks
+from tests.support.kill_train import weights
+from tests.support.trainers import is_alive, trainer_on
 from tests.support.training import Loop, Net, same_state, seed_all
+from tests.support.waiting import wait_until
 
 
 def one_cycle(optim: torch.optim.Optimizer) -> Any:
@@ -146,3 +160,142 @@ def test_plateau_scheduler_and_stateful_data_loader(tmp_path: Path) -> None:
     assert [batch.tolist() for batch in loader_again] == rest
     assert plateau_again.state_dict() == plateau.state_dict()
     assert optim.param_groups[0]["lr"] < 0.5
+
+
+def check(source: StoreSource, checkpoint: Checkpoint) -> None:
+    """It is whole, and holds the weights of its step."""
+    assert verify(source, checkpoint).ok
+    assert torch.equal(load_tensors(source, checkpoint, "model/w")["model/w"], weights(checkpoint.step))
+
+
+def test_trainer_killed_right_after_save_async_returned(tmp_path: Path) -> None:
+    source = StoreSource(open_store(str(tmp_path)))
+    with trainer_on(tmp_path) as trainer:
+        wait_until(lambda: trainer.saved >= 1)
+        trainer.kill()
+    # The saver outlives the trainer, commits all it was given, and ends by itself.
+    wait_until(lambda: not is_alive(trainer.saver))
+    latest = source.latest("kill")
+    assert latest.step >= trainer.saved
+    check(source, latest)
+
+
+def test_death_of_the_saver_is_reported_and_healed(tmp_path: Path) -> None:
+    model = nn.Linear(300, 300)
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        checkpointer.save(model, None, 1)
+        first = checkpointer.saver_pid
+        assert first is not None
+        os.kill(first, signal.SIGSTOP)
+        lost = checkpointer.save_async(model, None, 2)
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: checkpointer.saver_pid is None)
+        with pytest.raises(SaverDied, match=f"saver process {first} was killed by signal 9"):
+            checkpointer.save_async(model, None, 3)
+        assert isinstance(lost.exception(), SaverDied)
+        assert checkpointer.saver_pid not in (None, first)
+        assert checkpointer.save(model, None, 4).step == 4
+        assert [c.step for c in StoreSource(open_store(str(tmp_path))).checkpoints("r")] == [4, 1]
+
+
+def test_death_of_an_idle_saver_is_reported_at_the_end_and_nothing_is_left_running(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(str(tmp_path), run="r")
+    checkpointer.save(nn.Linear(4, 4), None, 1)
+    assert checkpointer.saver_pid is not None
+    os.kill(checkpointer.saver_pid, signal.SIGKILL)
+    wait_until(lambda: checkpointer.saver_pid is None)
+    with pytest.raises(SaverDied):
+        checkpointer.close()
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    commands = [Path(f"/proc/{child}/cmdline").read_bytes() for child in children]
+    assert not [command for command in commands if b"ckpt.saver.process" in command]
+    checkpointer.close()
+
+
+def test_restore_waits_for_the_saver_of_a_killed_trainer(tmp_path: Path) -> None:
+    with trainer_on(tmp_path) as trainer:
+        wait_until(lambda: trainer.saved >= 2)
+        os.kill(trainer.saver, signal.SIGSTOP)
+        trainer.kill()
+        resume = threading.Timer(0.5, os.kill, (trainer.saver, signal.SIGCONT))
+        resume.start()
+        model = nn.ParameterDict({"w": torch.zeros_like(weights(0))})
+        with Checkpointer(str(tmp_path), run="kill") as checkpointer:
+            restored = checkpointer.restore(model)
+        resume.join()
+    assert restored is not None
+    assert restored.step >= trainer.saved
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> tuple[Path, Path]:
+    """A folder for ranks to meet in, and the store."""
+    for name in ("meet", "store"):
+        (tmp_path / name).mkdir()
+    return tmp_path / "meet", tmp_path / "store"
+
+
+def test_two_ranks_resume_exactly_and_write_one_shard(places: tuple[Path, Path]) -> None:
+    meet, folder = places
+    (folder / "whole").mkdir()
+    whole = run_ranks("tests.ckpt.ddp_train", 2, meet, str(folder / "whole"), "8", "-1")
+    first = run_ranks("tests.ckpt.ddp_train", 2, meet, str(folder), "4", "3")
+    second = run_ranks("tests.ckpt.ddp_train", 2, meet, str(folder), "8", "-1")
+    for rank in range(2):
+        joined = eval(lines(first[rank])[-2]) + eval(lines(second[rank])[-2])
+        assert joined == eval(lines(whole[rank])[-2])
+        assert lines(second[rank])[-1] == f"rank {rank}"
+
+    source = StoreSource(open_store(str(folder)))
+    checkpoint = source.latest("ddp")
+    assert (checkpoint.world_size, checkpoint.num_shards) == (2, 1)
+    manifest = read_manifest(source, checkpoint)
+    states = [read_receipt(source, checkpoint, manifest, rank).local["rng"] for rank in range(2)]
+    assert states[0] != states[1]
+    assert verify(source, checkpoint).ok
+
+
+def test_gradients_of_each_rank_in_the_middle_of_a_window(places: tuple[Path, Path]) -> None:
+    meet, folder = places
+    outputs = run_ranks("tests.ckpt.ddp_train", 2, meet, str(folder), "0", "0", "accumulate")
+    assert [lines(output)[-1] for output in outputs] == ["same gradients"] * 2
+    # Large state of a rank's own goes into a shard of its own.
+    assert StoreSource(open_store(str(folder))).latest("ddp").num_shards == 2
+
+
+def test_no_collective_after_the_first_save(places: tuple[Path, Path]) -> None:
+    meet, folder = places
+    run_ranks("tests.ckpt.ddp_train", 2, meet, str(folder), "3", "1", "forbid-collectives")
+    assert StoreSource(open_store(str(folder))).latest("ddp").step == 1001
+
+
+def test_checkpoint_of_two_ranks_restores_in_one(places: tuple[Path, Path]) -> None:
+    meet, folder = places
+    run_ranks("tests.ckpt.ddp_train", 2, meet, str(folder), "2", "1")
+    with pytest.raises(AssertionError, match=r"state_mismatch.*saved by 2 ranks.*seen differed"):
+        run_ranks("tests.ckpt.ddp_train", 1, meet, str(folder), "3", "-1")
+
+
+def test_a_store_that_fails_rank_zero_fails_every_rank_at_once(places: tuple[Path, Path]) -> None:
+    meet, folder = places
+    (folder / "ddp").mkdir()
+    (folder / "ddp" / "attempts").write_text("a file where a folder should be")
+    with pytest.raises(AssertionError) as caught:
+        run_ranks("tests.ckpt.ddp_train", 2, meet, str(folder), "2", "1", timeout=60)
+    assert str(caught.value).count("store_unavailable: ") == 2
+
+
+def test_an_unforeseen_error_of_one_rank_reaches_the_others(places: tuple[Path, Path]) -> None:
+    meet, folder = places
+    run_ranks("tests.ckpt.ddp_train", 2, meet, str(folder), "2", "1")
+    with pytest.raises(AssertionError) as caught:
+        run_ranks("tests.ckpt.ddp_train", 2, meet, str(folder), "3", "-1", "broken", timeout=60)
+    assert "restore_failed: rank 1 cannot restore: RuntimeError('a hook of rank 1 fails')" in str(caught.value)
+
+
+def test_ranks_with_different_models_are_refused(places: tuple[Path, Path]) -> None:
+    meet, folder = places
+    with pytest.raises(
+        AssertionError, match=r"unsupported_object: ranks 0 and 1 hold different tensors under the name"
+    ):
+        run_ranks("tests.ckpt.ddp_train", 2, meet, str(folder), "2", "1", "different")

@@ -5,14 +5,20 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from ckpt import Checkpointer
+from ckpt.dtypes import BY_NAME
 from ckptstore.stores import s3
 from tests.ckptstore.proxies import Answered, LossyProxy, lossy_proxy
 from tests.support.seaweed import BUCKET, S3Service
+from tests.support.training import tensor_bits
 
 PART_BYTES = 5 << 20
 ROUND_TRIP_S = 0.05
@@ -107,3 +113,119 @@ def test_a_restore(proxy: LossyProxy, checkpointer: Checkpointer, model: torch.n
     assert len(row) <= len(RESTORE), row
     beside = ["GET attempts", "GET tombstones", "GET commits", "GET quarantine", "GET manifest", "GET receipt"]
     assert [one for one in everything if one != "GET shard"] == sorted([*RESTORE[:-1], *beside])
+
+
+class Bag(nn.Module):
+    """A module that holds any tensors as buffers."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+
+
+def random_bits(dtype: torch.dtype, count: int) -> torch.Tensor:
+    """Elements of any bits: NaN payloads, negative zeros, denormals."""
+    generator = torch.Generator().manual_seed(7)
+    if dtype is torch.bool:
+        return torch.randint(0, 2, (count,), generator=generator, dtype=torch.uint8).view(torch.bool)
+    return torch.randint(0, 256, (count * dtype.itemsize,), generator=generator, dtype=torch.uint8).view(dtype)
+
+
+def round_trip(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Saved from one module and restored into another, whose tensors are contiguous zeros."""
+    blank = Bag({name: torch.zeros(t.shape, dtype=t.dtype) for name, t in tensors.items()})
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        checkpointer.save(Bag(tensors), None, 0)
+        assert checkpointer.restore(blank) is not None
+        loaded = checkpointer.load(names="model/*")
+    found = dict(blank.named_buffers())
+    for name, tensor in found.items():
+        assert tensor_bits(tensor) == tensor_bits(loaded[f"model/{name}"])
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_all_dtypes(tmp_path: Path) -> None:
+    tensors = {f"a_{name}": random_bits(dtype, 1000).reshape(20, 50) for name, dtype in BY_NAME.items()}
+    assert {"a_float8_e4m3fn", "a_bfloat16", "a_complex64", "a_uint16"} <= tensors.keys()
+    for name, tensor in round_trip(tmp_path, tensors).items():
+        assert tensor.dtype == tensors[name].dtype
+        assert tensor_bits(tensor) == tensor_bits(tensors[name])
+
+
+def test_shapes_and_layouts(tmp_path: Path) -> None:
+    base = random_bits(torch.float32, 600).reshape(20, 30)
+    tensors = {
+        "empty": torch.zeros(0, 5),
+        "scalar": torch.tensor(-0.0),
+        "transposed": base.t(),
+        "strided": base[::2, ::3],
+        "expanded": torch.arange(4.0).reshape(4, 1).expand(4, 9),
+        "offset": base[3:7],
+        "channels_last": random_bits(torch.float16, 240).reshape(2, 3, 8, 5).to(memory_format=torch.channels_last),
+        "conjugate": random_bits(torch.complex64, 10).nan_to_num().conj(),
+        "odd": random_bits(torch.uint8, 7),
+    }
+    for name, tensor in round_trip(tmp_path, tensors).items():
+        assert tensor.shape == tensors[name].shape
+        assert tensor_bits(tensor) == tensor_bits(tensors[name]), name
+
+
+def test_restore_into_non_contiguous_tensors(tmp_path: Path) -> None:
+    value = random_bits(torch.float32, 600).reshape(20, 30)
+    target = Bag({"x": torch.zeros(30, 20).t()})
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        checkpointer.save(Bag({"x": value}), None, 0)
+        checkpointer.restore(target)
+    assert tensor_bits(target.x) == tensor_bits(value)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_tensor_of_more_than_two_gigabytes(tmp_path: Path) -> None:
+    size = (2 << 30) + 12_345
+    tensor = torch.zeros(size, dtype=torch.uint8)
+    tensor[:: 1 << 20] = 7
+    tensor[-1] = 9
+    model = Bag({"x": tensor})
+    with Checkpointer(str(tmp_path), run="r", slots=1) as checkpointer:
+        checkpointer.save(model, None, 0)
+        tensor.fill_(1)
+        checkpointer.restore(model)
+    assert int(tensor[-1]) == 9
+    assert int(tensor.count_nonzero()) == len(range(0, size, 1 << 20)) + 1
+    assert bool((tensor[:: 1 << 20] == 7).all())
+
+
+def test_plain_data_keeps_values_and_types(tmp_path: Path) -> None:
+    value: dict[Any, Any] = {
+        "none": None,
+        "big": 2**200,
+        "floats": [0.1, -0.0, float("inf"), float("nan")],
+        "tuple": (1, ("x", b"\x00\xff")),
+        "set": {3, 4},
+        1: "integer key",
+        "$": "dollar key",
+        "array": np.arange(6, dtype=np.int16).reshape(2, 3),
+        "scalar": np.float32(0.25),
+        "size": torch.Size([2, 3]),
+        "dtype": torch.bfloat16,
+        "tensor": torch.tensor([1.5, float("nan")]),
+        "large": torch.arange(40_000),
+    }
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        checkpointer.save(None, None, 0, value=value)
+        restored = checkpointer.restore(value=None)
+    assert restored is not None
+    found = restored.values["value"]
+    assert found.keys() == value.keys()
+    for key, expected in value.items():
+        assert type(found[key]) is type(expected), key
+        if isinstance(expected, torch.Tensor):
+            assert tensor_bits(found[key]) == tensor_bits(expected)
+        elif isinstance(expected, np.ndarray):
+            assert found[key].dtype == expected.dtype
+            assert np.array_equal(found[key], expected)
+        elif key != "floats":
+            assert found[key] == expected
+    assert repr(found["floats"]) == repr(value["floats"])

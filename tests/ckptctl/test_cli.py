@@ -1,5 +1,15 @@
+from __future__ import annotations
+
 import itertools
+import json
+import os
+import re
 import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -8,7 +18,8 @@ import typer
 from ckptctl.cli import app
 from ckptctl.manual import EXAMPLES
 from ckptctl.output import MEANINGS
-from tests.support.command_line import invoke
+from tests.support.command_line import Finished, clean_environment, invoke, run
+from tests.support.daemons import running_daemon
 
 
 def test_version_and_help() -> None:
@@ -85,3 +96,176 @@ def test_errors_are_objects_for_programs() -> None:
     assert (done.code, done.stdout) == (2, "")
     assert done.error["code"] == "invalid_request"
     assert "--nonsense" in done.error["message"]
+
+
+def offered(*words: object) -> list[str]:
+    """The completions of the last word, requested as by the zsh script of --install-completion."""
+    line = " ".join(["ckptctl", *map(str, words)])
+    done = run(env={"_CKPTCTL_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": line})
+    assert done.stderr == ""
+    return re.findall('"([^"]*)"', done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (("ls", "g"), ["gpt"]),
+        (("show", "gpt@3"), ["gpt@30"]),
+        (("show", "w"), ["wide@latest", "wide@5"]),
+        (("verify", "gpt@l"), ["gpt@latest"]),
+        (("show", "typo@"), ["typo@latest"]),
+    ],
+)
+def test_names_in_the_store_are_offered(folder: Path, words: tuple[str, ...], names: list[str]) -> None:
+    assert offered("--store", folder, *words) == names
+
+
+def test_names_are_offered_through_a_daemon(folder: Path) -> None:
+    with running_daemon(folder.as_uri()) as daemon:
+        assert offered("--url", daemon.url, "pin", "gpt@1") == ["gpt@10"]
+
+
+def test_nothing_is_offered_when_the_daemon_does_not_answer(tmp_path: Path) -> None:
+    assert offered("--store", tmp_path / "gone", "ls", "g") == []
+    assert offered("--url", "http://127.0.0.1:1", "show", "gpt@") == []
+    assert offered("show", "gpt@") == []
+
+
+def test_the_script_of_a_shell_is_printed() -> None:
+    for shell in ("bash", "zsh", "fish"):
+        done = run("completion", shell)
+        assert (done.code, "_CKPTCTL_COMPLETE" in done.stdout, done.stderr) == (0, True, "")
+    assert run("completion", "tcsh").code == 2
+
+
+def test_versions_of_the_program_and_the_daemon(folder: Path) -> None:
+    alone = run("version", "-o", "json")
+    assert (alone.code, alone.json["daemon"]) == (0, None)
+    with running_daemon(folder.as_uri()) as daemon:
+        both = run("version", "--url", daemon.url, "-o", "json")
+    assert both.json == {"ckptctl": alone.json["ckptctl"], "daemon": alone.json["ckptctl"]}
+
+
+HEAVY = ("torch", "safetensors", "httpx", "fastapi", "starlette", "uvicorn", "sqlalchemy", "alembic", "s3fs")
+
+
+def loaded_by(statement: str) -> set[str]:
+    script = f"import sys, json; {statement}; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], env=clean_environment(), capture_output=True, check=True)
+    return {str(name) for name in json.loads(done.stdout)}
+
+
+def test_the_command_line_loads_nothing_heavy() -> None:
+    loaded = loaded_by("import ckptctl.cli")
+    assert loaded & {*HEAVY, "numpy", "fsspec", "ckptapi", "ckptstore.commits", "yaml", "rich.progress"} == set()
+    assert {name for name in loaded if name.startswith("ckptctl.commands.")} == set()
+
+
+def test_version_and_help_load_no_command() -> None:
+    for option in ("--version", "--help"):
+        ran = loaded_by(
+            "import io, sys; from contextlib import redirect_stdout as to; from ckptctl.cli import app\n"
+            f"try:\n  with to(io.StringIO()): app([{option!r}])\nexcept SystemExit: pass\n0"
+        )
+        assert "ckptctl.cli" in ran
+        assert {name for name in ran if name.startswith("ckptctl.commands")} == set()
+        assert (
+            ran & {"numpy", "fsspec", "ckptapi", "ckptctl.session", "ckptctl.render", "rich", "msgspec", *HEAVY}
+            == set()
+        )
+
+
+def test_a_command_loads_itself_only() -> None:
+    loaded = loaded_by("from ckptctl.cli import _load; _load('export', 'foreign.export')")
+    assert "ckptctl.commands.foreign" in loaded
+    assert "ckptctl.commands.plan" not in loaded
+    assert loaded & {*HEAVY, "ckpt.capture", "ckpt.checkpointer", "ckptd", "numpy.random", "rich.progress"} == set()
+
+
+def test_only_a_torch_file_loads_torch() -> None:
+    safetensors = "from ckpt.foreign.exporting import FileFormat, writer_of; writer_of(FileFormat.SAFETENSORS, 1)"
+    assert "torch" not in loaded_by(safetensors)
+    loaded = loaded_by(safetensors.replace("SAFETENSORS", "TORCH"))
+    assert {"torch", "ckpt.foreign.writing"} <= loaded
+    assert loaded & {"ckpt.checkpointer", "ckpt.save", "ckpt.restore", "fastapi"} == set()
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A command line, and what its error must contain. {folder}, {file} and {port} are replaced."""
+
+    typed: str
+    code: int
+    cause: str
+    remedy: str
+    store: bool = True
+
+
+MISTAKES = [
+    # Words
+    Mistake("list-all", 2, "there is no command 'list-all'", "ckptctl --help"),
+    Mistake("restore gpt", 2, "there is no command 'restore'", "ckptctl export"),
+    Mistake("download gpt", 2, "there is no command 'download'", "ckptctl export"),
+    Mistake("remove gpt@10", 2, "there is no command 'remove'", "ckptctl rm"),
+    Mistake("forget --keep 3", 2, "there is no command 'forget'", "ckptctl prune"),
+    Mistake("check gpt@10", 2, "there is no command 'check'", "ckptctl verify"),
+    Mistake("shw gpt", 2, "there is no command 'shw'", "ckptctl show"),
+    Mistake("ls --run gpt", 2, "--run", "ckptctl ls RUN"),
+    Mistake("ls --limt 3", 2, "--limt", "--limit"),
+    # Names
+    Mistake("ls gtp", 4, "run 'gtp' has no checkpoint", "ckptctl runs"),
+    Mistake("ls 'exp-*'", 4, "'exp-*' has no checkpoint", "ckptctl runs"),
+    Mistake("latest", 2, "several: gpt, wide", "Name the run"),
+    Mistake("show gpt@11", 4, "no checkpoint at step 11", "ckptctl ls"),
+    Mistake("show gpt/10", 2, "'gpt/10'", "letters"),
+    Mistake("show gpt@ten", 2, "'gpt@ten' is not a checkpoint id", "RUN@STEP"),
+    Mistake("rm gpt --yes", 2, "'gpt' names a run", "ckptctl rm gpt@STEP"),
+    # Values
+    Mistake("ls gpt --metric loss=0.1", 2, "'loss=0.1' is not a metric filter", "NAME<=NUMBER"),
+    Mistake("ls gpt --since yesterday", 2, "'yesterday' is not a time", "24h"),
+    Mistake("ls gpt --sort loss", 2, "'loss' is not an order", "metric:NAME"),
+    Mistake("prune gpt --keep 3 --grace 1 --yes", 2, "'1' is not a duration", "24h"),
+    Mistake("tag gpt@10 --metric loss=low", 2, "'loss=low' is not a metric", "NAME=NUMBER"),
+    # Deleting
+    Mistake("prune gpt --keep 1", 2, "there is no terminal to confirm at", "--yes"),
+    Mistake("rm gpt@40 --yes", 6, "newest", "--force"),
+    Mistake("verify", 2, "nothing to verify", "--all"),
+    # Files
+    Mistake("export gpt@40 --to {folder}/x.bin", 2, "x.bin", "--format"),
+    Mistake("import {folder}/none.pt r@1", 2, "none.pt does not exist", "Pass a file or folder"),
+    Mistake("cp gpt@40", 2, "no store to copy to is given", "--to STORE"),
+    # Targets
+    Mistake("ls", 2, "neither a daemon nor a store is set", "--store", store=False),
+    Mistake("ls --store /mnt/not-there", 7, "there is no folder /mnt/not-there", "mounted", store=False),
+    Mistake("ls --url {folder}", 2, "is not the URL of a daemon", "--store for a store", store=False),
+    Mistake("ls --url http://127.0.0.1:{port}", 7, "did not respond", "Check that it runs", store=False),
+]
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port on which nothing listens."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
+def attempt(mistake: Mistake, folder: Path, port: int) -> Finished:
+    words = mistake.typed.replace("'", "").format(folder=folder, port=port).split()
+    return invoke(*words, env={"CKPT_STORE": str(folder)} if mistake.store else {})
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.typed)
+def test_a_mistake_is_answered_with_its_cause_and_its_remedy(mistake: Mistake, folder: Path, port: int) -> None:
+    before = sorted(os.listdir(folder))
+    done = attempt(mistake, folder, port)
+    assert done.code == mistake.code
+    assert done.stderr.startswith("error: ")
+    assert mistake.cause in done.stderr
+    assert mistake.remedy in done.stderr
+    assert ".." not in done.stderr.replace("'..'", "").replace("...", "")
+    assert sorted(os.listdir(folder)) == before
+
+
+def test_there_are_31_of_them() -> None:
+    assert len(MISTAKES) == 31

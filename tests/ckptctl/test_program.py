@@ -105,9 +105,7 @@ def test_ctrl_c_and_ctrl_d_at_the_question_delete_nothing(folder: Path, filled: 
 
 
 @pytest.mark.parametrize(("keep", "code", "left"), [(1, 3, 2), (4, 6, 5)])
-def test_a_reader_that_comes_in_between_is_spared_and_reported(
-    folder: Path, filled: Store, keep: int, code: int, left: int
-) -> None:
+def test_a_late_reader_is_spared_and_reported(folder: Path, filled: Store, keep: int, code: int, left: int) -> None:
     # With four kept, only the superseded one would go.
     run = Run(filled, "gpt")
     reader_of = list_checkpoints(run)[2 if keep == 4 else -1]

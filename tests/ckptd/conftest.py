@@ -1,4 +1,4 @@
-"""One daemon over a small store, shared by the tests that only read."""
+"""A daemon over a small store, shared by the tests that only read; one for each test that changes it; the index."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ckptapi.client import DaemonClient
+from ckptd.index import Database
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import write_checkpoint
@@ -38,3 +40,23 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     write_checkpoint(store, "bert", 5)
     with running_daemon(store.url) as daemon:
         yield Served(daemon, store, checkpoints)
+
+
+@pytest.fixture
+def daemon(store: Store) -> Iterator[Daemon]:
+    """It polls once, at its start: later changes come by notification."""
+    with running_daemon(store.url, options=("--poll-seconds", "3600")) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def client(daemon: Daemon) -> Iterator[DaemonClient]:
+    with daemon.client() as client:
+        yield client
+
+
+@pytest.fixture
+def database(db_url: str) -> Iterator[Database]:
+    database = Database(db_url, 20)
+    yield database
+    database.close()

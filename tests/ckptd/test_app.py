@@ -231,9 +231,7 @@ def test_settings_that_make_no_sense_end_it_with_a_sentence(
     assert "Traceback" not in complaint
 
 
-def test_the_default_index_is_a_file_per_store_in_the_state_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_default_index_is_one_file_for_each_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert default_db("file:///a").startswith(f"sqlite:///{tmp_path}/ckptd/")
     assert default_db("file:///a") != default_db("file:///b")

@@ -2,30 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
-
 from ckptapi.client import DaemonClient
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint
-from tests.support.daemons import Daemon, running_daemon
+from tests.support.daemons import Daemon
 from tests.support.waiting import wait_until
-
-# It polls once, at its start: later changes come by notification.
-_NEVER_POLLS = ("--poll-seconds", "3600")
-
-
-@pytest.fixture
-def daemon(store: Store) -> Iterator[Daemon]:
-    with running_daemon(store.url, options=_NEVER_POLLS) as daemon:
-        yield daemon
-
-
-@pytest.fixture
-def client(daemon: Daemon) -> Iterator[DaemonClient]:
-    with daemon.client() as client:
-        yield client
 
 
 def test_metrics_name_the_newest_checkpoint(store: Store, daemon: Daemon, client: DaemonClient) -> None:

@@ -20,6 +20,7 @@ from ckptstore.stores import Store, open_store
 from tests.conftest import S3Location
 from tests.support.checkpoints import sample_arrays, write_checkpoint
 from tests.support.daemons import Daemon, running_daemon
+from tests.support.runs import keys
 from tests.support.waiting import wait_until
 
 _NEGATIVE = (
@@ -128,7 +129,7 @@ def test_a_restore_from_an_object_store_needs_no_credentials(s3_store: S3Locatio
         assert verify(client, checkpoint).ok
         client.prune(Prune(Policy(1), grace_s=0))
         assert [c.step for c in client.checkpoints("gpt")] == [2]
-        assert [key.split("/")[2] for key in _keys(store, "gpt/attempts/")] == [str(checkpoint.attempt)] * 3
+        assert [key.split("/")[2] for key in keys(store, "gpt/attempts/")] == [str(checkpoint.attempt)] * 3
 
 
 def test_an_answer_that_cannot_be_finished_is_cut_off_not_padded(store: Store, tmp_path: Path) -> None:
@@ -146,10 +147,6 @@ def test_an_answer_that_cannot_be_finished_is_cut_off_not_padded(store: Store, t
         assert "Traceback" not in daemon.log()
         assert "corrupt:" in daemon.log()
         assert daemon.get("/livez").status_code == 200
-
-
-def _keys(store: Store, prefix: str) -> list[str]:
-    return [info.key for info in store.list(prefix)]
 
 
 def _big() -> dict[str, npt.NDArray[Any]]:

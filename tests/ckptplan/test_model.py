@@ -69,9 +69,7 @@ def published(config: dict[str, Any]) -> int:
         ),
     ],
 )  # fmt: skip
-def test_configurations_give_the_published_numbers_but_for_norms_and_biases(
-    config: dict[str, Any], parameters: int
-) -> None:
+def test_configs_give_the_published_numbers_but_for_norms_and_biases(config: dict[str, Any], parameters: int) -> None:
     assert published(config) == pytest.approx(parameters, rel=0.001)
     assert published(config) < parameters
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tests.protocol.forgetting import dead
+from tests.protocol.actors import dead
 from tests.protocol.table import Claim, Key, Value
 
 WHOLE = "a checkpoint that is visible, or that an undelete can bring back, has all of its data"

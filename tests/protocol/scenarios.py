@@ -5,12 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tests.protocol.deleting import deleter, pinner, reader, sweeper, time, undeleter, unmarker
+from tests.protocol.actors import (
+    cleaner,
+    collector,
+    committer,
+    deleter,
+    forgetter,
+    forgetter_of_aborted,
+    forgetter_of_fate,
+    late,
+    old_trainer,
+    pinner,
+    rank,
+    reader,
+    sweeper,
+    time,
+    trainer,
+    trimmer,
+    undeleter,
+    unmarker,
+)
 from tests.protocol.explore import Explored, Scenario, explore
-from tests.protocol.forgetting import cleaner, forgetter, forgetter_of_aborted, forgetter_of_fate, trimmer
 from tests.protocol.invariants import Invariants
 from tests.protocol.rules import Rules
-from tests.protocol.saving import collector, committer, late, old_trainer, rank, trainer
 from tests.protocol.table import Key, Op, Program, Value, delete
 
 ONE = ("0",)

@@ -18,11 +18,22 @@ from ckptstore.retention.deletion import SWEEP_GRACE_S, TOMBSTONE_KEPT_S, collec
 from ckptstore.retention.pins import pin
 from ckptstore.run import Run
 from ckptstore.stores import Store
-from tests.protocol.deleting import deleter, pinner, reader, sweeper, undeleter
-from tests.protocol.forgetting import cleaner, forgetter, forgetter_of_aborted, forgetter_of_fate
+from tests.protocol.actors import (
+    cleaner,
+    collector,
+    committer,
+    deleter,
+    forgetter,
+    forgetter_of_aborted,
+    forgetter_of_fate,
+    pinner,
+    rank,
+    reader,
+    sweeper,
+    undeleter,
+)
 from tests.protocol.recording import Event, Names, RecordingStore, accepts
 from tests.protocol.rules import Rules
-from tests.protocol.saving import collector, committer, rank
 from tests.protocol.scenarios import leftovers
 from tests.protocol.table import Key, Program
 from tests.support.checkpoints import write_checkpoint, write_rank

@@ -7,13 +7,12 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from tests.support.ports import free_port
-from tests.support.seaweed import ACCESS_KEY, BUCKET, KEEPER, SECRET_KEY, S3Service
+from tests.support.seaweed import ACCESS_KEY, BUCKET, KEEPER, SECRET_KEY, S3Service, wait_until_ready
 
 _START_S = 60.0
 
@@ -43,23 +42,7 @@ def running_gateway(folder: Path) -> Iterator[S3Service]:
             stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=folder, env=environment, start_new_session=True,
         )  # fmt: skip
     try:
-        _wait_until_ready(port, folder / "log")
+        wait_until_ready("juicefs", port, "/minio/health/live", http.client.OK, folder / "log")
         yield S3Service(f"http://127.0.0.1:{port}")
     finally:
         keeper.communicate()
-
-
-def _wait_until_ready(port: int, log: Path) -> None:
-    deadline = time.monotonic() + _START_S
-    while time.monotonic() < deadline:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
-        try:
-            connection.request("GET", "/minio/health/live")
-            if connection.getresponse().status == http.client.OK:
-                return
-        except OSError:
-            pass  # not listening yet
-        finally:
-            connection.close()
-        time.sleep(0.05)
-    raise AssertionError(f"juicefs is not ready after {_START_S} s:\n{log.read_text()[-4000:]}")

@@ -28,9 +28,9 @@ def write(store: Store, *steps: int) -> list[Checkpoint]:
     return [write_checkpoint(store, RUN, step, SMALL) for step in steps]
 
 
-def steps(store: Store) -> list[int]:
+def steps(store: Store, run: str = RUN) -> list[int]:
     """Steps that are listed."""
-    return [checkpoint.step for checkpoint in list_checkpoints(Run(store, RUN))]
+    return [checkpoint.step for checkpoint in list_checkpoints(Run(store, run))]
 
 
 def prune(store: Store, keep: int) -> list[Checkpoint]:

@@ -158,7 +158,7 @@ def _running(command: Sequence[str], folder: Path, environment: Mapping[str, str
             stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=folder, start_new_session=True, env=dict(environment),
         )  # fmt: skip
     try:
-        _wait_until_ready(s3_port, folder / "log")
+        wait_until_ready("weed", s3_port, "/", http.client.FORBIDDEN, folder / "log")
         yield
     finally:
         keeper.communicate()
@@ -191,17 +191,18 @@ def _file_system(service: S3Service) -> Any:
     return fsspec.filesystem("s3", **service.options)  # type: ignore[no-untyped-call]
 
 
-def _wait_until_ready(port: int, log: Path) -> None:
+def wait_until_ready(program: str, port: int, path: str, status: int, log: Path) -> None:
+    """Until it answers a GET of that path with that status."""
     deadline = time.monotonic() + _START_S
     while time.monotonic() < deadline:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
         try:
-            connection.request("GET", "/")
-            if connection.getresponse().status == http.client.FORBIDDEN:
+            connection.request("GET", path)
+            if connection.getresponse().status == status:
                 return
         except OSError:
             pass  # not listening yet
         finally:
             connection.close()
         time.sleep(0.1)
-    raise AssertionError(f"weed is not ready after {_START_S} s:\n{log.read_text()[-4000:]}")
+    raise AssertionError(f"{program} is not ready after {_START_S} s:\n{log.read_text()[-4000:]}")

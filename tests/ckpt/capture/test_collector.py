@@ -12,8 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from ckpt import Checkpointer
@@ -21,6 +24,7 @@ from ckpt.data import resumable
 from ckptstore.errors import InvalidRequest, UnsupportedObject
 from tests.support.command_line import invoke
 from tests.support.parallel.runner import Scenario, run_scenarios
+from tests.support.parallel.zero import ZeroRedundancyOptimizer
 
 
 class Moments(NamedTuple):
@@ -185,7 +189,7 @@ def test_an_export_without_the_position_of_a_loader_is_whole(tmp_path: Path, bat
 
 def test_two_ranks_keep_it_once(tmp_path: Path) -> None:
     (tmp_path / "scenarios").mkdir()
-    scenario = Scenario("tests.ckpt.capture.shared_ranks:save_and_restore", 2, {"store": str(tmp_path / "store")})
+    scenario = Scenario(f"{__name__}:save_and_restore", 2, {"store": str(tmp_path / "store")})
     (outcome,) = run_scenarios([scenario], tmp_path / "scenarios")
     assert outcome.result() == [[0.0, 1.0], [0.0, 1.0]]
     with open_run(tmp_path / "store") as checkpointer:
@@ -201,10 +205,49 @@ def test_a_dataclass_that_contains_itself_is_refused(tmp_path: Path) -> None:
 
 def test_one_rank_saves_and_restores_alone(tmp_path: Path) -> None:
     (tmp_path / "scenarios").mkdir()
-    scenario = Scenario("tests.ckpt.capture.shared_ranks:solo", 2, {"store": str(tmp_path / "store")})
+    scenario = Scenario(f"{__name__}:solo", 2, {"store": str(tmp_path / "store")})
     (outcome,) = run_scenarios([scenario], tmp_path / "scenarios")
     (step, refused, divided), others = outcome.result()
     assert (step, others) == (1, [])
     assert "'optim/" in divided
     assert "is sharded over ranks" in divided
     assert "'model/bias' is sharded over ranks" in refused or "'model/weight' is sharded over ranks" in refused
+
+
+def save_and_restore(store: str) -> list[float]:
+    """What this rank gets back."""
+    model = nn.Linear(2, 2)
+    with Checkpointer(store, run="r", writer="thread") as checkpointer:
+        checkpointer.save(model, None, 1, shared={"seen": {"w": torch.arange(2.0)}})
+        restored = checkpointer.restore(model, shared={"seen": None})
+    assert restored is not None
+    found: Any = restored.values["seen"]["w"].tolist()
+    return list(found)
+
+
+def solo(store: str) -> list[Any]:
+    """Rank 0 saves and restores alone while the other one waits for it; sharded state is refused."""
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = nn.Linear(4, 4)
+    fully_shard(sharded, mesh=mesh)
+    found: list[Any] = []
+    whole = nn.Linear(4, 4)
+    divided = ZeroRedundancyOptimizer(whole.parameters(), torch.optim.AdamW, lr=0.1)
+    if dist.get_rank() == 0:
+        model = nn.Linear(2, 2)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Checkpointer(store, run="r", writer="thread", group="solo") as checkpointer:
+            schedule = checkpointer.every(seconds=1000)
+            schedule.due(0)
+            checkpointer.save(model, optim, 1, shared={"x": torch.ones(1)})
+            restored = checkpointer.restore(model, optim)
+            assert restored is not None
+            found.append(restored.step)
+            with Checkpointer(store, run="sharded", writer="thread", group="solo") as other:
+                for unsaved, its_optim in ((sharded, None), (whole, divided)):
+                    try:
+                        other.save(unsaved, its_optim, 1)
+                    except UnsupportedObject as error:
+                        found.append(str(error))
+    dist.barrier()
+    return found

@@ -145,9 +145,7 @@ def test_each_element_has_one_writer(world: World, split_replicas: bool) -> None
 
 
 @given(st.data(), worlds(), st.booleans())
-def test_each_element_has_one_writer_in_a_group_that_holds_all_of_it(
-    data: st.DataObject, world: World, split_replicas: bool
-) -> None:
+def test_each_element_has_one_writer_in_a_whole_group(data: st.DataObject, world: World, split_replicas: bool) -> None:
     members = data.draw(st.sets(st.integers(0, world.size - 1), min_size=1).map(lambda found: tuple(sorted(found))))
     ownerships = dict(zip(members, world.agree(split_replicas, members), strict=True))
     for name, parts in world.tensors.items():

@@ -48,9 +48,7 @@ def test_generators_of_all_devices_are_restored(devices: list[torch.Generator], 
         assert drawn(devices) == expected
 
 
-def test_the_current_device_gets_its_state_whatever_its_number(
-    devices: list[torch.Generator], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_current_device_gets_its_state(devices: list[torch.Generator], monkeypatch: pytest.MonkeyPatch) -> None:
     saved = rng_state()
     expected = drawn(devices)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

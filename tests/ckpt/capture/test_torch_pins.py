@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-import pytest
+import warnings
+from typing import Any
 
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parallel import DistributedDataParallel
+
+from ckpt.capture.parts import part_of
+from tests.support.layouts import region
 from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
+from tests.support.parallel.zero import ZeroRedundancyOptimizer
 
 _PINS = ("dtensor", "fsdp2", "fsdp1", "zero", "store_and_exchange", "store_and_exchange over tcp")
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    scenarios = {
-        name: Scenario(f"tests.ckpt.capture.pin_ranks:{name.split()[0]}", 2, tcp=name.endswith("tcp")) for name in _PINS
-    }
-    scenarios["strided"] = Scenario("tests.ckpt.capture.pin_ranks:strided", 6)
+    scenarios = {name: Scenario(f"{__name__}:{name.split()[0]}", 2, tcp=name.endswith("tcp")) for name in _PINS}
+    scenarios["strided"] = Scenario(f"{__name__}:strided", 6)
     found = run_scenarios(list(scenarios.values()), tmp_path_factory.mktemp("pins"))
     return dict(zip(scenarios, found, strict=True))
 
@@ -32,3 +46,135 @@ def test_strided_shards_of_fully_shard_after_tensor_parallel(outcomes: dict[str,
         assert result["wrong"] == []
         assert len(result["placements"]) == 2
         assert sum("_StridedShard" in placements for placements in result["placements"]) == 1
+
+
+ROWS = (1, 2, 5, 6, 7, 11, 13)
+
+
+def strided() -> dict[str, Any]:
+    """Six ranks, tensor parallel in pairs and then fully_shard over three: parts against torch's own gathering."""
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+    seen, wrong = set(), []
+    for rows in ROWS:
+        for style, weight in ((ColwiseParallel(), (rows, 3)), (RowwiseParallel(), (3, rows))):
+            torch.manual_seed(rows)
+            layer = nn.Linear(weight[1], weight[0], bias=False)
+            whole = layer.weight.detach().clone()
+            model = nn.Sequential(layer)
+            parallelize_module(model, mesh["tp"], {"0": style})
+            fully_shard(model, mesh=mesh["dp"])
+            parameter = model.get_parameter("0.weight")
+            assert isinstance(parameter, DTensor)
+            seen.add(repr(parameter.placements))
+            part = part_of("w", parameter)
+            pieces = [torch.equal(whole[region(piece.box)], piece.tensor) for piece in part.pieces]
+            size = sum(piece.tensor.numel() for piece in part.pieces)
+            # torch itself cannot gather what a tensor parallel rank has nothing of.
+            gathered = rows < 2 or torch.equal(parameter.full_tensor(), whole)
+            if not (all(pieces) and size == parameter.to_local().numel() and gathered):
+                wrong.append([rows, repr(style)])
+    return {"placements": sorted(seen), "wrong": wrong}
+
+
+def dtensor() -> dict[str, bool]:
+    """Two ranks."""
+    mesh = init_device_mesh("cpu", (2,))
+    rank = dist.get_rank()
+    local = torch.full((2 - rank, 3), float(rank))
+    tensor = DTensor.from_local(local, mesh, (Shard(0),), run_check=False, shape=torch.Size((3, 3)), stride=(3, 1))
+    whole = tensor.full_tensor()
+    tensor.to_local()[...] = 7.0
+    return {
+        "from_local takes uneven parts": torch.equal(whole, torch.tensor([[0.0] * 3, [0.0] * 3, [1.0] * 3])),
+        "to_local is the memory itself": bool((local == 7).all()),
+        "mesh and placements are told": tensor.device_mesh.mesh.tolist() == [0, 1] and tensor.placements == (Shard(0),),
+        "the mesh tells the own coordinate": list(mesh.get_coordinate() or []) == [rank] and mesh.size(0) == 2,
+        "a strided shard is no shard": not isinstance(_StridedShard(0, split_factor=2), Shard),
+        "a strided shard tells its factor": _StridedShard(1, split_factor=2).split_factor == 2
+        and _StridedShard(1, split_factor=2).dim == 1,
+    }
+
+
+def fsdp2() -> dict[str, bool]:
+    """Two ranks: a forward leaves the root's parameters gathered, and reshard() takes them back."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters())
+    known = optimizer.param_groups[0]["params"][0]
+    with torch.no_grad():
+        model(torch.zeros(1, 4))
+    gathered = model.get_parameter("0.weight")
+    assert isinstance(model, FSDPModule)
+    model.reshard()
+    return {
+        "gathered after a forward": not isinstance(gathered, DTensor),
+        "sharded after reshard": isinstance(model.get_parameter("0.weight"), DTensor),
+        "and the optimizer's own": model.get_parameter("0.weight") is known,
+    }
+
+
+def fsdp1() -> dict[str, bool]:
+    """Two ranks: where the parts of a flattened parameter lie."""
+    found = {}
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
+        inner = nn.Linear(5, 3)
+        values = torch.cat([parameter.detach().flatten() for parameter in inner.parameters()])
+        dist.broadcast(values, 0)
+        nn.utils.vector_to_parameters(values, inner.parameters())
+        expected = [parameter.detach().clone() for parameter in inner.parameters()]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # NO_SHARD is deprecated
+            model = FullyShardedDataParallel(
+                inner, device_id=torch.device("cpu"), use_orig_params=True, sharding_strategy=strategy
+            )
+        handle: Any = model._handle
+        name = strategy.name
+        found[f"{name}: sharded or not"] = handle.uses_sharded_strategy == (strategy != ShardingStrategy.NO_SHARD)
+        if not handle.uses_sharded_strategy:
+            continue
+        flat = handle.flat_param
+        ranks = dist.get_process_group_ranks(handle.process_group)
+        found[f"{name}: names and group"] = flat._fqns == ["weight", "bias"] and ranks == [0, 1]
+        parts = zip(flat._params, flat._shapes, flat._shard_param_infos, expected, strict=True)
+        for parameter, shape, info, whole in parts:
+            start, stop = (info.intra_param_start_idx, info.intra_param_end_idx + 1) if info.in_shard else (0, 0)
+            same = torch.equal(parameter.detach(), whole.flatten()[start:stop]) and tuple(shape) == tuple(whole.shape)
+            at = info.offset_in_shard if info.in_shard else 0
+            local = flat.detach()[at : at + stop - start]
+            found[f"{name}: {tuple(shape)}"] = same and torch.equal(local, parameter)
+    return found
+
+
+def zero() -> dict[str, bool]:
+    """Two ranks."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    owners = {parameter: optimizer._param_to_rank[parameter] for parameter in model.parameters()}
+    mine = {parameter for parameter, rank in owners.items() if rank == optimizer.rank}
+    return {
+        "both ranks own some": set(owners.values()) == {0, 1},
+        "the inner optimizer keeps the state": set(optimizer.optim.state) == mine,
+        "the outer one has all parameters": optimizer.param_groups[0]["params"] == list(model.parameters()),
+    }
+
+
+def store_and_exchange() -> dict[str, bool]:
+    """Two ranks: the store of the process group, and an exchange of uneven parts over gloo."""
+    store, rank = distributed_c10d._get_default_store(), dist.get_rank()
+    missing = store.check([f"pin/{rank}"])
+    store.set(f"pin/{rank}", b"\x00\xff")  # type: ignore[arg-type]
+    there, value = store.check([f"pin/{rank}"]), bytes(store.get(f"pin/{rank}"))
+    store.delete_key(f"pin/{rank}")
+    received = torch.empty(3 if rank == 0 else 0, dtype=torch.uint8)
+    sent = torch.tensor([] if rank == 0 else [1, 2, 3], dtype=torch.uint8)
+    dist.all_to_all_single(
+        received, sent, [0, 3] if rank == 0 else [0, 0], [0, 0] if rank == 0 else [3, 0], group=dist.new_group()
+    )
+    return {
+        "check does not wait": not missing,
+        "set, check, get, delete": there and value == b"\x00\xff" and not store.check([f"pin/{rank}"]),
+        "the same store each time": store is distributed_c10d._get_default_store(),
+        "uneven exchange": received.tolist() == ([1, 2, 3] if rank == 0 else []),
+    }

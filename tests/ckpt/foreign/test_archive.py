@@ -21,9 +21,7 @@ from ckpt.foreign.archive import Storage, StridedTensor, strided_read
         (bytes(7), (2,), (1,), 0),
     ],
 )
-def test_elements_outside_the_memory_are_refused(
-    memory: bytes, shape: tuple[int, ...], strides: tuple[int, ...], offset: int
-) -> None:
+def test_elements_outside_memory(memory: bytes, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> None:
     with pytest.raises(ValueError, match="outside"):
         strided_read(memoryview(memory), 4, shape, strides, offset)
 

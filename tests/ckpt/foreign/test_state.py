@@ -267,9 +267,7 @@ def test_a_file_larger_than_the_memory_can_be_read(tmp_path: Path) -> None:
     assert bytes(buffer) == bytes(4096)
 
 
-def test_a_file_of_the_other_byte_order_is_read_and_never_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_of_the_other_byte_order_is_read_not_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "big.pt"
     with monkeypatch.context() as patch:
         patch.setattr(sys, "byteorder", "big")  # torch writes this name, and native numbers

@@ -44,9 +44,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_a_relative_store_stays_where_it_is_when_the_working_directory_changes(
-    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_store_survives_a_chdir(tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("one", "two", "three"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "one")
@@ -99,9 +97,7 @@ def _open_to_others(folder: Path) -> None:
         (_open_to_others, "has mode 0770"),
     ],
 )
-def test_a_folder_of_locks_that_others_can_reach_is_refused(
-    prepare: Callable[[Path], None], problem: str, temporary: Path
-) -> None:
+def test_locks_in_reach_of_others_are_refused(prepare: Callable[[Path], None], problem: str, temporary: Path) -> None:
     prepare(temporary / f"ckpt-{os.getuid()}")
     with pytest.raises(InvalidRequest, match=problem) as caught:
         SaverLock(STORE, RUN)
@@ -150,9 +146,7 @@ def test_a_lock_that_is_released_is_free_although_a_child_was_forked(temporary: 
     os.waitpid(child, 0)
 
 
-def test_prepare_before_restore_waits_for_the_orphan(
-    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prepare_waits_for_the_orphan(tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After prepare this process would count as the live trainer of its predecessor's saver."""
     waits, model = threading.Event(), nn.Linear(2, 2)
 
@@ -261,9 +255,7 @@ def test_a_save_with_such_a_folder_is_refused(temporary: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("seen_by", ["a save", "a restore"])
-def test_a_run_that_had_checkpoints_here_does_not_begin_again_in_an_empty_store(
-    tmp_path: Path, temporary: Path, seen_by: str
-) -> None:
+def test_a_run_with_checkpoints_does_not_begin_in_an_empty_store(tmp_path: Path, temporary: Path, seen_by: str) -> None:
     """The volume is not mounted: its mount point is an empty folder."""
     store, away, model = tmp_path / "store", tmp_path / "away", nn.Linear(2, 2)
     with Checkpointer(str(store), run="r", writer="thread") as checkpointer:

@@ -26,9 +26,7 @@ def save(checkpointer: Checkpointer, keeper: Keeper, step: int) -> list[int]:
     return sorted(one.step for one in StoreOperator(open_store(checkpointer.config.source)).checkpoints("gpt"))
 
 
-def test_a_limit_on_a_long_run_takes_effect_within_a_few_saves(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_limit_on_a_long_run_takes_effect_within_few_saves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Checkpointer(str(tmp_path), run="gpt", writer="thread", max_references=0) as checkpointer:
         for step in range(30):
             checkpointer.save(MODEL, None, step)
@@ -53,9 +51,7 @@ class Failing(WrappedStore):
         return super().list(prefix)
 
 
-def test_an_error_that_is_not_ours_is_logged_and_the_next_save_is_followed_by_a_prune(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_foreign_error_is_logged_and_the_next_save_prunes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Checkpointer(str(tmp_path), run="gpt", writer="thread", max_references=0) as checkpointer:
         keeper = Keeper(checkpointer.config, Policy(keep_last=1))
         save(checkpointer, keeper, 1)

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import random
+import signal
+import time
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from ckpt import Checkpointer
 from ckpt.ranks import world as ranks_world
 from ckpt.ranks.broadcast import SaveBroadcast
-from ckptstore.errors import RankLost
+from ckpt.schedule import Limits, Schedule
+from ckpt.snapshot.handle import HandleUpdates, SaveHandle
+from ckptstore.errors import RankLost, SaveFailed
 from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
+from tests.support.waiting import wait_until
 
 _STORES = ("file", "tcp")
 _TIMEOUT_S = 2.0
@@ -21,27 +33,24 @@ _UNEVEN = [("tcp", 0, 1), ("tcp", 2, 7), ("file", 1, 1)]
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[object, Outcome]:
     """All at the same time: most of it is waiting."""
     folder = tmp_path_factory.mktemp("scheduled")
-    module = "tests.ckpt.scheduling"
     scenarios: dict[object, Scenario] = {
-        "request": Scenario(f"{module}:request_from", 2, {"asking": 1}, tcp=True),
-        "save": Scenario(f"{module}:save_by_schedule", 2, {"store": str(folder / "store")}, tcp=True),
+        "request": Scenario(f"{__name__}:request_from", 2, {"asking": 1}, tcp=True),
+        "save": Scenario(f"{__name__}:save_by_schedule", 2, {"store": str(folder / "store")}, tcp=True),
     }
     for store, slowest, stride in _UNEVEN:
         arguments = {"slowest": slowest, "stride": stride}
-        scenarios["uneven", slowest] = Scenario(f"{module}:train_unevenly", 3, arguments, tcp=store == "tcp")
+        scenarios["uneven", slowest] = Scenario(f"{__name__}:train_unevenly", 3, arguments, tcp=store == "tcp")
     for store in _STORES:
-        scenarios["straggler", store] = Scenario(f"{module}:save_with_a_straggler", 3, tcp=store == "tcp")
+        scenarios["straggler", store] = Scenario(f"{__name__}:save_with_a_straggler", 3, tcp=store == "tcp")
         limit = {"timeout_s": _TIMEOUT_S}
-        scenarios["lost", store] = Scenario(f"{module}:lose_rank_zero", 2, limit, lost=(0,), tcp=store == "tcp")
+        scenarios["lost", store] = Scenario(f"{__name__}:lose_rank_zero", 2, limit, lost=(0,), tcp=store == "tcp")
     (folder / "ranks").mkdir()
     found = run_scenarios(list(scenarios.values()), folder / "ranks", together=True)
     return dict(zip(scenarios, found, strict=True))
 
 
 @pytest.mark.parametrize(("store", "slowest", "stride"), _UNEVEN)
-def test_ranks_at_uneven_speed_decide_alike(
-    outcomes: dict[object, Outcome], store: str, slowest: int, stride: int
-) -> None:
+def test_uneven_ranks_decide_alike(outcomes: dict[object, Outcome], store: str, slowest: int, stride: int) -> None:
     first, *others = [result["due"] for result in outcomes["uneven", slowest].result()]
     assert others == [first, first]
     assert len(first) >= 2
@@ -94,3 +103,97 @@ def test_a_rank_that_waits_for_a_decision_logs_for_whom(
     assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
         f"rank {named[1]} has waited 0 s for rank {named[0]}, which decides when to save"
     ]
+
+
+_STEPS = 400
+
+
+def train_unevenly(slowest: int, stride: int) -> dict[str, Any]:
+    """Ranks that nothing keeps in step, at speeds that change; rank 2 asks for a save in between."""
+    rank = dist.get_rank()
+    schedule = Schedule(lambda: None, Limits(0.05, None), peer_timeout_s=20.0, lead_s=0.1)
+    pace = random.Random(rank)
+    due = []
+    for step in range(0, stride * _STEPS, stride):
+        time.sleep(pace.expovariate(1 / (0.003 if rank == slowest else 0.001)))
+        if step == 100 * stride and rank == 2:
+            schedule.request()
+        due += [step] if schedule.due(step) else []
+    dist.barrier()  # the store may live in rank 0
+    schedule.close()
+    return {"due": due}
+
+
+def request_from(asking: int) -> dict[str, Any]:
+    """Ranks in step; one asks for a save that no interval makes due."""
+    rank = dist.get_rank()
+    schedule = Schedule(lambda: None, Limits(3600.0, None), peer_timeout_s=20.0, lead_s=0.2)
+    due, asked_at = [], 50
+    for step in range(200):
+        if step == asked_at and rank == asking:
+            schedule.request()
+        time.sleep(0.005)
+        due += [step] if schedule.due(step) else []
+        dist.barrier()
+    schedule.close()
+    return {"due": due}
+
+
+def save_by_schedule(store: str) -> dict[str, Any]:
+    """Data parallel training that saves when it is due."""
+    model = torch.nn.Linear(8, 8)
+    optim = torch.optim.Adam(model.parameters())
+    saved = []
+    with Checkpointer(store, run="scheduled", writer="thread") as checkpointer:
+        schedule = checkpointer.every(seconds=0.05, overhead=None)
+        for step in range(1, 30):
+            model(torch.ones(8)).sum().backward()
+            optim.step()
+            if schedule.due(step):
+                checkpointer.save_async(model, optim, step)
+                saved.append(step)
+            time.sleep(0.01)
+            dist.barrier()
+    dist.barrier()
+    outcomes = Path(store, "scheduled", "commits").glob("000001-*")
+    return {"saved": saved, "on the store": sorted(path.name for path in outcomes)}
+
+
+def save_with_a_straggler() -> dict[str, Any]:
+    """By a clock that the steps move: 10 s each. A save costs rank 0 0.2 s and rank 1 ten times as much."""
+    rank, now = dist.get_rank(), 0.0
+    newest: SaveHandle | None = None
+    schedule = Schedule(lambda: newest, Limits(None, 0.02), peer_timeout_s=20.0, clock=lambda: now, lead_s=0.1)
+    due: list[int] = []
+    for step in range(60):
+        now = 10.0 * step
+        if schedule.due(step):
+            due.append(step)
+            updates = HandleUpdates(step, 0)
+            newest = updates.handle
+            updates.measure(blocked_s=0.2, held_s=1.8 if rank == 1 else 0.0)
+            updates.fail(SaveFailed("it does not matter how it ends"))
+        dist.barrier()
+        if rank == 0 and due and step > due[-1]:
+            wait_until(lambda: schedule._broadcast is not None and schedule._broadcast.cost == (len(due), 2.0))
+    dist.barrier()
+    schedule.close()
+    return {"due": due}
+
+
+def lose_rank_zero(timeout_s: float) -> dict[str, Any]:
+    """Rank 0 stops; the others come to the end of what it said."""
+    schedule = Schedule(lambda: None, Limits(3600.0, None), peer_timeout_s=timeout_s, lead_s=0.05)
+    step = 0
+    try:
+        for step in range(10_000):
+            if step == 100 and dist.get_rank() == 0:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(0.002)
+            started = time.monotonic()
+            schedule.due(step)
+    except RankLost as error:
+        seconds = time.monotonic() - started
+        schedule.close()
+        return {"said": str(error), "seconds": seconds, "step": step}
+    return {"said": "nothing", "step": step}

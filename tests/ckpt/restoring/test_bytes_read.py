@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from ckpt import Checkpointer
 from ckptstore.format import boxes
@@ -20,7 +23,6 @@ from ckptstore.format.planning import plan_reads
 from ckptstore.format.shards import EncodedChunk, Slice, chunk_table, place_slices, plan_chunks
 from ckptstore.names import shard_name
 from ckptstore.reading.source import StoreSource
-from tests.ckpt.restoring.sharded_reads import RUN, model
 from tests.support.counting import CountingStore
 from tests.support.parallel.runner import Scenario, run_scenarios
 
@@ -87,7 +89,7 @@ def test_eight_sharded_ranks_read_their_slices(tmp_path: Path, replica_reads: st
         checkpointer.save(model(seed=3), None, 1)
     (tmp_path / "ranks").mkdir()
     arguments = {"store": str(tmp_path / "store"), "seed": 3, "replica_reads": replica_reads}
-    scenario = Scenario("tests.ckpt.restoring.sharded_reads:restore", _READERS, arguments)
+    scenario = Scenario(f"{__name__}:restore", _READERS, arguments)
     results = run_scenarios([scenario], tmp_path / "ranks")[0].result()
     for result in results:
         assert result["equal"]
@@ -119,3 +121,30 @@ def test_one_tensor_by_name_reads_its_bytes(folder: Path, name: str) -> None:
         tensor = checkpointer.load(names=f"model/{name}")[f"model/{name}"]
     assert np.isfinite(tensor.numpy()).all()
     assert counting.read_bytes <= _MOST * tensor.nbytes
+
+
+RUN = "sharded"
+
+
+def model(seed: int) -> nn.Module:
+    """13 MB, 768 wide; the last layer divides by no number of ranks."""
+    torch.manual_seed(seed)
+    layers = [nn.Linear(768, 768, bias=False) for _ in range(4)]
+    return nn.Sequential(*layers, nn.Linear(768, 1001, bias=False))
+
+
+def restore(store: str, seed: int, replica_reads: Any) -> dict[str, Any]:
+    """Bytes of shards that this rank read, the bytes it holds, and whether they are those of the seed."""
+    expected, sharded = model(seed).state_dict(), model(seed + 1)
+    fully_shard(sharded)
+    with Checkpointer(store, run=RUN, writer="thread", replica_reads=replica_reads) as checkpointer:
+        source = checkpointer._source
+        assert isinstance(source, StoreSource)
+        source.store = counting = CountingStore(source.store)
+        checkpointer.restore(sharded)
+    held, equal = 0, True
+    for name, parameter in sharded.named_parameters():
+        assert isinstance(parameter, DTensor)
+        held += parameter.to_local().nbytes
+        equal &= torch.equal(parameter.full_tensor(), expected[name])
+    return {"read": counting.read_bytes, "held": held, "equal": equal}

@@ -40,9 +40,7 @@ def test_a_step_count_that_lies_elsewhere_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("meta", "meta"), ("xpu", "cpu")])
-def test_values_return_to_the_current_device_of_their_kind(
-    kind: str, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_return_to_the_current_device(kind: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)

@@ -10,27 +10,31 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
 import ckpt
 from ckpt import Checkpointer
-from ckpt.restoring.pipeline import gc_paused
+from ckpt.ranks.world import World
+from ckpt.restoring.pipeline import Together, gc_paused
 from ckptstore import names
 from ckptstore.clock import system_clock
-from ckptstore.commits.catalog import Checkpoint
+from ckptstore.commits.catalog import Checkpoint, list_checkpoints
 from ckptstore.commits.leases import active_leases
-from ckptstore.errors import CorruptObject, InvalidRequest, ObjectMissing, StateMismatch
+from ckptstore.errors import CkptError, CorruptObject, InvalidRequest, NoCheckpoint, ObjectMissing, StateMismatch
 from ckptstore.format.records import Policy
 from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.reading.source import StoreSource
+from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.retention.pruning import plan_prune
 from ckptstore.run import Run
 from ckptstore.stores import open_store
@@ -98,9 +102,7 @@ def test_a_default_device_is_not_where_bytes_arrive(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("victim", ["shard", "receipt", "manifest", "outcome"])
-def test_a_corrupt_newest_checkpoint_is_skipped_and_reported(
-    victim: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_corrupt_newest_checkpoint_is_skipped(victim: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoints, states = save_steps(tmp_path, 3)
     flip(files_of(tmp_path, checkpoints[2])[victim])
     model = nn.Linear(64, 64)
@@ -189,9 +191,7 @@ def test_what_both_checkpoints_lack_is_missing_after_a_damaged_one(tmp_path: Pat
     assert same_state(dict(model.state_dict()), {**states[0], "further": torch.full((3,), 7.0)})
 
 
-def test_an_older_checkpoint_that_does_not_fit_is_a_mismatch_if_nothing_was_read_of_the_damaged_one(
-    tmp_path: Path,
-) -> None:
+def test_an_older_one_that_does_not_fit_is_a_mismatch_if_nothing_was_read_of_the_damaged_one(tmp_path: Path) -> None:
     saved = save_with_and_without_extra_layer(tmp_path)
     flip(files_of(tmp_path, saved[1])["manifest"])
     model = deep(3)
@@ -317,7 +317,7 @@ def test_thread_writer_and_memory_store(url: str, tmp_path: Path) -> None:
     assert same_state(dict(other.state_dict()), dict(model.state_dict()))
 
 
-_RANKS = "tests.ckpt.restoring.together_ranks:"
+_RANKS = f"{__name__}:"
 _FAILING: dict[str, dict[str, list[Any]]] = {
     "none": {},
     "the earliest step": {"0": [2, "unfit"], "1": [1, "damaged"]},
@@ -525,3 +525,77 @@ def test_a_shared_loader_also_puts_random_state_back_at_its_position(tmp_path: P
             stages.extras(shared={"loader": loader})
         seed_all(9)
         assert [batch.tolist() for batch in loader] == expected
+
+
+def save(store: str) -> None:
+    """Tensors of each rank."""
+    with Checkpointer(store, run="r", writer="thread") as checkpointer:
+        checkpointer.save(None, None, 1, own={"tensor": torch.full((3,), 7.0)})
+
+
+def restore(store: str, replica_reads: Any) -> dict[str, Any]:
+    """The meetings of a restore, and what it found."""
+    meetings: list[str] = []
+
+    def counted(name: str) -> Any:
+        method = getattr(World, name)
+
+        def count(self: World, *arguments: Any) -> Any:
+            meetings.append(name)
+            return method(self, *arguments)
+
+        return patch.object(World, name, count)
+
+    live = {"tensor": torch.zeros(3)}
+    checkpointer = Checkpointer(store, run="r", writer="thread", replica_reads=replica_reads)
+    with checkpointer, counted("decide"), counted("broadcast"):
+        restored = checkpointer.restore(own=live)
+    assert restored is not None
+    return {"meetings": meetings, "values": live["tensor"].tolist()}
+
+
+def restore_deleted(store: str, replica_reads: Any) -> dict[str, str]:
+    """What a restore raises if its checkpoint is deleted once rank 0 has chosen it."""
+    save(store)
+    method, run = World.decide, Run(open_store(store), "r")
+
+    def decide(self: World, value: Any, choose: Callable[[list[Any]], Any]) -> Any:
+        def choose_and_delete(values: list[Any]) -> Any:
+            chosen = choose(values)
+            for checkpoint in list_checkpoints(run):
+                delete_checkpoint(run, checkpoint.attempt, "test", force=True)
+            return chosen
+
+        return method(self, value, choose_and_delete)
+
+    checkpointer = Checkpointer(store, run="r", writer="thread", replica_reads=replica_reads)
+    with checkpointer, patch.object(World, "decide", decide), pytest.raises(CkptError) as caught:
+        checkpointer.restore(own={"tensor": torch.zeros(3)}, checkpoint=1)
+    return {"code": caught.value.code, "message": caught.value.message}
+
+
+def fail(failing: dict[str, list[Any]]) -> dict[str, Any]:
+    """Each rank fails in the step of this number with this error; what it raises, and whether rank 0 has chosen."""
+    kinds = {"damaged": CorruptObject, "deleted": NoCheckpoint, "unfit": StateMismatch, "bug": ValueError}
+    at, kind = failing.get(str(dist.get_rank()), [-1, ""])
+    found: dict[str, Any] = {"chosen": False}
+
+    def step(number: int) -> None:
+        if number == at:
+            raise kinds[kind](f"{kind} on rank {dist.get_rank()}")
+
+    def choose() -> str:
+        found["chosen"] = True
+        step(3)
+        return "first"
+
+    together = Together(World(30))
+    try:
+        answers, chosen = together.do_and_choose(
+            (lambda: step(0), lambda: step(1), lambda: step(2)), lambda: [dist.get_rank()], choose
+        )
+        found |= {"answers": answers, "result": chosen}
+    except CkptError as error:
+        found |= {"code": error.code, "message": error.message}
+    found["later"] = together.do(report=dist.get_rank), together.do_and_choose((), lambda: None, lambda: "again")[1]
+    return found

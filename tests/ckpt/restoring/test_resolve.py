@@ -38,9 +38,7 @@ def test_a_commit_at_any_moment_is_not_missed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("run", "warned"), [("gpt-smal-1", True), ("GPT-small-1", True), ("gpt-small-2", False), ("bert", False)]
 )
-def test_a_mistyped_run_does_not_begin_anew_silently(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, run: str, warned: bool
-) -> None:
+def test_a_mistyped_run_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture, run: str, warned: bool) -> None:
     with Checkpointer(str(tmp_path), run="gpt-small-1", writer="thread") as checkpointer:
         checkpointer.save(None, None, 1, epoch=1)
     with Checkpointer(str(tmp_path), run=run, writer="thread") as checkpointer:

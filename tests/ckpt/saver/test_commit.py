@@ -106,9 +106,7 @@ def test_a_hurry_does_not_wait_for_the_next_look(store: Gets, monkeypatch: pytes
     assert [type(result) for result in ended] == [Outcome]
 
 
-def test_rank_0_does_not_wait_for_ranks_of_a_run_that_another_trainer_continues(
-    store: Gets, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_0_does_not_wait_once_another_trainer_continues(store: Gets, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commit, "_LOST_S", (0.0, 0.0))
     run = Run(store, "r")
     for parent in (None, ATTEMPT):

@@ -160,9 +160,7 @@ def test_beats_are_thinned_out_and_stay_in_order() -> None:
 
 
 @pytest.mark.parametrize("closed", [True, False])
-def test_a_generation_that_begins_after_the_trainer_has_ended_is_known(
-    store: Store, now: list[float], closed: bool
-) -> None:
+def test_a_generation_that_begins_after_the_trainer_is_known(store: Store, now: list[float], closed: bool) -> None:
     """On a slow store, the first upload may begin when the trainer is gone."""
     run = _run(store, now)
     heart, pulse = Heart(run, 0.05), Pulse()

@@ -226,9 +226,7 @@ def test_nothing_is_referenced_in_what_is_being_deleted(checkpointer: Checkpoint
 
 
 @pytest.mark.parametrize("found_in", [0, 1, 2])
-def test_nothing_is_referenced_in_what_was_found_damaged(
-    checkpointer: Checkpointer, tmp_path: Path, found_in: int
-) -> None:
+def test_nothing_damaged_is_referenced(checkpointer: Checkpointer, tmp_path: Path, found_in: int) -> None:
     """Be it in the checkpoint that holds it, or in one that needs it as well."""
     training, store = Training(), open_store(str(tmp_path))
     saved = [training.save(checkpointer) for _ in range(3)]
@@ -248,9 +246,7 @@ def test_nothing_is_referenced_in_what_was_found_damaged(
 
 
 @pytest.mark.parametrize("newest_first", [False, True])
-def test_a_scrub_reads_what_several_checkpoints_need_once(
-    checkpointer: Checkpointer, tmp_path: Path, newest_first: bool
-) -> None:
+def test_a_scrub_reads_shared_chunks_once(checkpointer: Checkpointer, tmp_path: Path, newest_first: bool) -> None:
     training, store = Training(), open_store(str(tmp_path))
     saved = [training.save(checkpointer) for _ in range(4)][:: -1 if newest_first else 1]
     checked: list[int] = []
@@ -344,9 +340,7 @@ def test_chunks_are_found_again_where_their_slice_begins() -> None:
     assert found == [("a", box, 0, 60), ("a", box, 60, 40), ("b", box, 0, 200), ("c", box, 50, 5)]
 
 
-def test_hashing_is_all_that_a_changing_state_costs(
-    checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hashing_is_all_a_changing_state_costs(checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is asked of the store, and nearly nothing is hashed."""
     hashed: list[int] = []
     real = xxhash.xxh3_128_digest

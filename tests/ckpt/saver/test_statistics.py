@@ -110,9 +110,7 @@ def test_statistics_can_be_switched_off(tmp_path: Path) -> None:
         statistics(tmp_path)
 
 
-def test_unchanged_chunks_keep_their_statistics_and_are_not_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unchanged_chunks_keep_their_statistics_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sampled: list[int] = []
     taken = chunk_table
 
@@ -169,9 +167,7 @@ def save(store: Store, step: int = 1, **changed: Any) -> list[Report]:
     return reports
 
 
-def test_a_save_survives_an_error_in_its_statistics(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_save_survives_bad_statistics(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     store = open_store("memory://survey-error")
 
     def broken(*_: object) -> None:

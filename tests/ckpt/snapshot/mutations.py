@@ -1,4 +1,4 @@
-"""Ways in which user code changes the state of a training loop after save_async, for the lives of mutating.py."""
+"""Ways in which user code changes the state of a training loop after save_async, for the lives of test_mutations.py."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,7 +19,7 @@ from ckpt import Checkpointer
 from ckpt.device import DEVICES
 from ckpt.host.segment import Segment
 from ckpt.snapshot.arena import Arena
-from ckpt.snapshot.device_copies import SMALL_BYTES, pin_segment
+from ckpt.snapshot.device_copies import SMALL_BYTES, by_size, pin_segment
 from ckptstore.errors import CkptError, InvalidRequest, SaveFailed, SnapshotTorn
 from tests.ckpt.snapshot.simulated import DEFAULT, SIDE, SimulatedDevice, SimulatedSGD, add_one, plugged_in
 from tests.ckpt.snapshot.test_arena import Announced
@@ -138,9 +139,7 @@ def test_optimizers_on_two_streams_a_graph_and_memory_that_is_freed(training: Tr
         training.check(checkpointer)
 
 
-def test_a_copy_that_fails_leaves_its_slot_alone_until_the_device_has_finished(
-    training: Training, tmp_path: Path
-) -> None:
+def test_a_copy_that_fails_leaves_its_slot_alone_until_the_device_is_done(training: Training, tmp_path: Path) -> None:
     with open_run(tmp_path, slots=1) as checkpointer:
         checkpointer.prepare(training.model, training.optim)
         for step in range(0, 6, 2):
@@ -154,9 +153,7 @@ def test_a_copy_that_fails_leaves_its_slot_alone_until_the_device_has_finished(
 
 
 @pytest.mark.parametrize("seed", SCHEDULES)
-def test_memory_that_cannot_be_pinned_is_reached_through_a_ring(
-    seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unpinnable_memory_goes_through_a_ring(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with plugged_in(seed) as simulated, open_run(tmp_path) as checkpointer:
         simulated.refuses_pins = True
         training = Training(simulated)
@@ -283,3 +280,130 @@ def test_slots_are_unpinned_before_they_are_unmapped(tmp_path: Path) -> None:
             return not simulated.registered
 
         wait_until(unpinned, "the slots to be unpinned", PATIENCE_S)
+
+
+FEW = 40
+"""Copies of a save with many small leaves: parts, types, samples and digests."""
+
+
+def test_large_leaves_and_single_ones_are_not_small() -> None:
+    small, large = torch.empty(8, dtype=torch.uint8), torch.empty(SMALL_BYTES + 1, dtype=torch.uint8)
+    assert by_size(([small], [small])) == (([], []), ([small], [small]))
+    assert by_size(([small, large, small], [small, large, small])) == (
+        ([small, small], [small, small]),
+        ([large], [large]),
+    )
+
+
+@pytest.mark.parametrize("seed", SCHEDULES)
+def test_many_small_leaves_are_few_copies(seed: int, tmp_path: Path) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.float32)
+    with plugged_in(seed) as simulated, open_run(tmp_path) as checkpointer:
+        model = nn.ParameterList(torch.randn(1 + i % 7, 3).to(dtypes[i % 3]) for i in range(600))
+        model.register_buffer("late", torch.randn(SMALL_BYTES))
+        for i in range(600):
+            model.register_buffer(f"buffer{i}", torch.randn(i % 5, 2).t())
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        state = {f"model/{name}": tensor.clone() for name, tensor in model.state_dict().items()}
+        checkpointer.prepare(model, optim)
+        optim.step()
+        for step in range(4):
+            before = simulated.copies
+            checkpointer.save_async(model, optim, step).result(PATIENCE_S)
+            assert simulated.copies - before < FEW
+        found = checkpointer.load(3)
+        assert found.keys() == state.keys()
+        assert all(torch.equal(tensor, state[name]) for name, tensor in found.items())
+        simulated.synchronize()
+
+
+def test_what_a_graph_changes_is_gathered(training: Training, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Replays begin right after the call; nothing makes them wait for the host."""
+    with caplog.at_level(logging.INFO, "ckpt"), open_run(tmp_path, slots=2) as checkpointer:
+        checkpointer.prepare(training.model, training.optim)
+        training.step()
+        training.capture()
+        for step in range(5):
+            before = training.device.gathered_bytes
+            training.save(checkpointer, step)
+            if step:
+                assert training.device.gathered_bytes - before >= 2 * SMALL_BYTES
+            training.step(training.device.random.choice([DEFAULT, "other"]))
+        checkpointer.wait()
+        training.check(checkpointer)
+    said = [record.message for record in caplog.records if "CUDA graphs" in record.message]
+    assert len(said) == 1
+    assert "in GPU memory first" in said[0]
+
+
+@pytest.mark.parametrize("refusal", ["known", "on allocation"])
+def test_without_memory_on_the_device_it_is_copied_in_order(
+    training: Training, tmp_path: Path, caplog: pytest.LogCaptureFixture, refusal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with caplog.at_level(logging.INFO, "ckpt"), open_run(tmp_path) as checkpointer:
+        checkpointer.prepare(training.model, training.optim)
+        training.step()
+        training.capture()
+        training.device.limit_bytes = SMALL_BYTES
+        if refusal == "on allocation":
+            monkeypatch.setattr(training.device, "free_bytes", iter([1 << 40, 0] * 100).__next__)
+        for step in range(4):
+            training.save(checkpointer, step)
+            training.step("other")
+        checkpointer.wait()
+        training.check(checkpointer)
+    said = [record.message for record in caplog.records if "CUDA graphs" in record.message]
+    assert len(said) == 1
+    assert "has no room" in said[0]
+
+
+def test_a_single_small_leaf_beside_large_ones_is_copied_with_them(tmp_path: Path) -> None:
+    """It is the first one: its group is not one of small leaves that lie together."""
+    with plugged_in(0) as simulated, open_run(tmp_path) as checkpointer:
+        model = nn.Module()
+        for name, size in (("bias", 8), ("weight", SMALL_BYTES), ("wider", 2 * SMALL_BYTES)):
+            model.register_buffer(name, torch.zeros(size))
+        optim = torch.optim.SGD(nn.Linear(1, 1).parameters())
+        for step in range(4):
+            for tensor in model.buffers():
+                simulated.launch(add_one(tensor))
+            checkpointer.save_async(model, optim, step)
+        checkpointer.wait()
+        for step in range(4):
+            found = checkpointer.load(step)
+            assert {name: set(tensor.tolist()) for name, tensor in found.items() if name.startswith("model/")} == {
+                f"model/{name}": {step + 1.0} for name in ("bias", "weight", "wider")
+            }, step
+        simulated.synchronize()
+
+
+def test_the_first_save_does_not_guess_how_much_memory_training_needs(tmp_path: Path) -> None:
+    with plugged_in(0) as simulated, open_run(tmp_path) as checkpointer:
+        training = Training(simulated)
+        training.save(checkpointer, 0)
+        assert simulated.gathered_bytes < SMALL_BYTES
+        training.step()
+        checkpointer.wait()
+        training.check(checkpointer)
+        simulated.synchronize()
+
+
+def test_training_continues_beside_copies_of_what_was_gathered(tmp_path: Path) -> None:
+    """The side stream is stuck; replays on the device are not."""
+    with plugged_in(0) as simulated, open_run(tmp_path) as checkpointer:
+        training = Training(simulated)
+        checkpointer.prepare(training.model, training.optim)
+        training.step()
+        training.capture()
+        training.save(checkpointer, 0).result(PATIENCE_S)
+        handle = training.save(checkpointer, 1)
+        with simulated.paused(SIDE):
+            assert training.graph is not None
+            for kernel in training.graph:
+                simulated.launch(kernel)
+            replayed = simulated.record(DEFAULT)
+            wait_until(replayed.done, "the graph to be replayed", PATIENCE_S)
+            assert not handle.staged()
+        handle.result(PATIENCE_S)
+        training.check(checkpointer)
+        simulated.synchronize()

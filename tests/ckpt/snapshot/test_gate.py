@@ -178,9 +178,7 @@ def training(request: pytest.FixtureRequest) -> Iterator[Training]:
         simulated.synchronize()
 
 
-def test_only_the_optimizer_whose_steps_are_replayed_loses_overlap(
-    training: Training, tmp_path: Path, deferred: list[set[str]]
-) -> None:
+def test_only_a_replayed_optimizer_loses_overlap(training: Training, tmp_path: Path, deferred: list[set[str]]) -> None:
     with open_device_run(tmp_path) as checkpointer:
         checkpointer.prepare(training.model, training.optim)
         training.step()
@@ -194,9 +192,7 @@ def test_only_the_optimizer_whose_steps_are_replayed_loses_overlap(
         training.check(checkpointer)
 
 
-def test_optimizers_of_a_device_that_step_by_turns(
-    training: Training, tmp_path: Path, deferred: list[set[str]]
-) -> None:
+def test_optimizers_of_a_device_step_by_turns(training: Training, tmp_path: Path, deferred: list[set[str]]) -> None:
     """On two streams, of which each waits for its own copies."""
     with open_device_run(tmp_path) as checkpointer:
         checkpointer.prepare(training.model, training.optim)

@@ -38,9 +38,7 @@ LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
 
 @pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS.keys())
 @pytest.mark.parametrize("element", [0, -1])
-def test_a_change_of_the_first_or_last_element_past_the_counter_is_found(
-    make: Callable[[], torch.Tensor], element: int
-) -> None:
+def test_a_change_of_the_first_or_last_element_is_found(make: Callable[[], torch.Tensor], element: int) -> None:
     tensor = make()
     guard = guarded(tensor)
     assert guard.check(0)
@@ -83,9 +81,7 @@ def test_memory_that_was_replaced_is_a_change_and_is_not_read() -> None:
 
 
 @pytest.mark.usefixtures("everywhere")
-def test_weights_that_are_swapped_while_they_are_copied_and_swapped_back_fail_the_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_swapped_during_a_copy_and_back_fail_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As averages are that are swapped in for a validation."""
     model = nn.ParameterList(torch.ones(1 << 14) for _ in range(3))
     optim = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -97,9 +97,7 @@ def test_the_state_is_that_of_the_call_and_unchanged_chunks_are_referenced(tmp_p
 
 @pytest.mark.usefixtures("no_memory")
 @pytest.mark.parametrize("retry_s", [0.0, 60.0])
-def test_an_upload_that_fails_is_repeated_or_raised_by_the_next_save(
-    retry_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_upload_is_repeated_or_raised(retry_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     faults, model = Faults(), Mixed()
     monkeypatch.setattr(writers, "open_store", lambda *args, **kwargs: FaultyStore(open_store(*args, **kwargs), faults))
     with Checkpointer(str(tmp_path), run="r", writer="thread", max_references=0, retry_s=retry_s) as run:
@@ -121,9 +119,7 @@ def _calls(thread: int) -> Iterator[str]:
 
 
 @pytest.mark.usefixtures("no_memory")
-def test_an_interrupted_save_stores_nothing_that_was_changed_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_save_stores_nothing_changed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads, read, main = threading.Semaphore(0), LiveState.__getitem__, threading.get_ident()
 
     def interrupt_the_first(state: LiveState, part: slice) -> memoryview:

@@ -52,9 +52,7 @@ def test_a_saver_that_could_not_start_leaves_nothing_open(tmp_path: Path, start:
         assert checkpointer.save(model, None, 1).step == 1
 
 
-def test_the_death_of_a_saver_is_noticed_although_a_child_was_forked_while_it_started(
-    tmp_path: Path, start: Any
-) -> None:
+def test_the_death_of_a_saver_is_noticed_although_a_child_was_forked_while_it_began(tmp_path: Path, start: Any) -> None:
     children: list[tuple[int, Callable[[], None]]] = []
     forking = threading.Thread(target=lambda: children.append(forked()))
 

@@ -205,9 +205,7 @@ def test_a_copy_that_was_killed_continues(folder: Path, filled: Store, there: Pa
 
 
 @pytest.mark.parametrize("mode", ["before", "after"])
-def test_a_failure_at_any_call_leaves_all_or_nothing_and_a_repetition_completes_it(
-    filled: Store, there: Path, mode: Literal["before", "after"]
-) -> None:
+def test_all_or_nothing_and_again_at_every_call(filled: Store, there: Path, mode: Literal["before", "after"]) -> None:
     change_labels(Run(filled, "gpt"), latest(Run(filled, "gpt")).attempt, LabelChange({"paper": ""}, {"val": 2.0}))
     original = StoreSource(filled).latest("gpt")
     for number in range(100):

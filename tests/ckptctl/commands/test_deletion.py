@@ -8,10 +8,7 @@ from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import sample_arrays, write_rank
 from tests.support.command_line import invoke
-
-
-def steps(store: Store, run: str) -> list[int]:
-    return [c.step for c in list_checkpoints(Run(store, run))]
+from tests.support.runs import steps
 
 
 def test_a_run_that_is_named_must_exist(folder: Path) -> None:

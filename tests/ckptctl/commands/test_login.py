@@ -121,9 +121,7 @@ def test_a_wait_is_0_or_7(folder: Path, guarded: Daemon) -> None:
     assert away.error["code"] == "daemon_unavailable"
 
 
-def test_certificates_of_an_authority_of_ones_own(
-    folder: Path, tmp_path: Path, authority: trustme.CA, home: Path
-) -> None:
+def test_certificates_of_ones_own_authority(folder: Path, tmp_path: Path, authority: trustme.CA, home: Path) -> None:
     certificate = authority.issue_cert("127.0.0.1")
     files = tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "ca.pem"
     certificate.cert_chain_pems[0].write_to_path(files[0])

@@ -9,10 +9,7 @@ from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint
 from tests.support.command_line import invoke
-
-
-def steps(store: Store, run: str) -> list[int]:
-    return [c.step for c in list_checkpoints(Run(store, run))]
+from tests.support.runs import steps
 
 
 def test_a_dry_run_shows_what_would_go_and_stay_and_why_and_deletes_nothing(folder: Path, filled: Store) -> None:

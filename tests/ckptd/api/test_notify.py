@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from ckptapi import bodies
 from ckptapi.client import DaemonClient
 from ckptstore.clock import system_clock
-from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.commits.commit import commit_attempt, decide
 from ckptstore.errors import AttemptAborted, NoCheckpoint
 from ckptstore.names import Attempt, RunKeys, new_ulid
@@ -17,26 +14,7 @@ from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
-from tests.support.daemons import Daemon, running_daemon
-
-# It polls once, at its start: later changes come by notification.
-_NEVER_POLLS = ("--poll-seconds", "3600")
-
-
-@pytest.fixture
-def daemon(store: Store) -> Iterator[Daemon]:
-    with running_daemon(store.url, options=_NEVER_POLLS) as daemon:
-        yield daemon
-
-
-@pytest.fixture
-def client(daemon: Daemon) -> Iterator[DaemonClient]:
-    with daemon.client() as client:
-        yield client
-
-
-def _steps(store: Store, run: str = "gpt") -> list[int]:
-    return [checkpoint.step for checkpoint in list_checkpoints(Run(store, run))]
+from tests.support.daemons import Daemon
 
 
 def test_a_notified_commit_is_latest_at_once(store: Store, client: DaemonClient) -> None:

@@ -17,7 +17,7 @@ from ckptapi import bodies
 from ckptapi.bodies import Phase, RestoreState
 from ckptapi.client import DaemonClient
 from ckptstore import names
-from ckptstore.commits.catalog import Checkpoint, list_checkpoints
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import (
     Conflict,
     CorruptObject,
@@ -30,12 +30,11 @@ from ckptstore.errors import (
 from ckptstore.format.records import Policy
 from ckptstore.names import RunKeys
 from ckptstore.retention.pruning import Prune
-from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import write_checkpoint
 from tests.support.daemons import Daemon, running_daemon
 from tests.support.ports import free_port
-from tests.support.runs import SMALL
+from tests.support.runs import SMALL, steps
 from tests.support.waiting import wait_until
 
 _GOOD_ULID = "01M7Y6P7WGCXV53EY39EPJ6JT8"
@@ -55,12 +54,6 @@ def daemon(store: Store) -> Iterator[Daemon]:
 
 
 @pytest.fixture
-def client(daemon: Daemon) -> Iterator[DaemonClient]:
-    with daemon.client() as client:
-        yield client
-
-
-@pytest.fixture
 def run() -> str:
     return f"run-{uuid4().hex}"
 
@@ -71,10 +64,6 @@ def _write(store: Store, run: str, *steps: int) -> list[Checkpoint]:
 
 def _leases(store: Store, run: str) -> int:
     return len(list(store.list(RunKeys(run).leases)))
-
-
-def _steps(store: Store, run: str) -> list[int]:
-    return [checkpoint.step for checkpoint in list_checkpoints(Run(store, run))]
 
 
 @contextmanager
@@ -181,9 +170,7 @@ def test_ranks_that_disagree_are_refused(store: Store, client: DaemonClient, run
         client.join_restore(run, "k3", 4, 0, checkpoint="other@1")
 
 
-def test_a_wait_ends_when_the_last_rank_is_restored(
-    store: Store, daemon: Daemon, client: DaemonClient, run: str
-) -> None:
+def test_a_wait_ends_when_all_ranks_are_restored(store: Store, daemon: Daemon, client: DaemonClient, run: str) -> None:
     _write(store, run, 1)
     id = client.join_restore(run, "k", 3, 0).id
     with _waiting(daemon, id) as (poll,):
@@ -206,9 +193,7 @@ def test_a_wait_ends_when_its_time_is_up(store: Store, client: DaemonClient, run
     assert time.monotonic() - began >= 0.5
 
 
-def test_many_waiting_requests_do_not_block_others(
-    store: Store, daemon: Daemon, client: DaemonClient, run: str
-) -> None:
+def test_many_waiting_requests_block_no_others(store: Store, daemon: Daemon, client: DaemonClient, run: str) -> None:
     _write(store, run, 1)
     id = client.join_restore(run, "k", 1, 0).id
     with _waiting(daemon, id, count=80) as polls:
@@ -254,11 +239,11 @@ def test_a_prune_waits_for_the_end(store: Store, client: DaemonClient, run: str)
     id = client.join_restore(run, "k", 1, 0, checkpoint=old.id).id
     pruned = client.prune(Prune(Policy(1), run))
     assert [decision.reasons for decision in pruned.decisions] == [("last-1",), (f"lease:restore {id}",)]
-    assert _steps(store, run) == [2, 1]
+    assert steps(store, run) == [2, 1]
     client.report_restore(id, 0, Phase.RESTORED)
     wait_until(lambda: not _leases(store, run), "the release of the lease")
     client.prune(Prune(Policy(1), run))
-    assert _steps(store, run) == [2]
+    assert steps(store, run) == [2]
     assert client.restore_session(id).checkpoint.id == old.id
 
 
@@ -269,7 +254,7 @@ def test_a_cancelled_restore_lets_go_at_once(store: Store, daemon: Daemon, clien
         assert client.cancel_restore(id).state is RestoreState.CANCELLED
         assert poll.result(timeout=60).state is RestoreState.CANCELLED
     client.prune(Prune(Policy(1), run))
-    assert _steps(store, run) == [2]
+    assert steps(store, run) == [2]
     assert client.cancel_restore(id).state is RestoreState.CANCELLED
     assert client.report_restore(id, 0, Phase.FETCHING).state is RestoreState.CANCELLED
     with pytest.raises(NotFound):

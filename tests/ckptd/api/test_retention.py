@@ -22,6 +22,7 @@ from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import sample_arrays, write_checkpoint
 from tests.support.daemons import Daemon, running_daemon
+from tests.support.runs import steps
 from tests.support.waiting import wait_until
 
 SMALL = {"model/scalar": sample_arrays()["model/scalar"]}
@@ -34,30 +35,6 @@ def served(tmp_path: Path) -> Iterator[tuple[Daemon, Store]]:
         write_checkpoint(store, "gpt", step, SMALL)
     with running_daemon(store.url) as daemon:
         yield daemon, store
-
-
-def steps(store: Store) -> list[int]:
-    return [checkpoint.step for checkpoint in list_checkpoints(Run(store, "gpt"))]
-
-
-# It polls once, at its start: later changes come by notification.
-_NEVER_POLLS = ("--poll-seconds", "3600")
-
-
-@pytest.fixture
-def daemon(store: Store) -> Iterator[Daemon]:
-    with running_daemon(store.url, options=_NEVER_POLLS) as daemon:
-        yield daemon
-
-
-@pytest.fixture
-def client(daemon: Daemon) -> Iterator[DaemonClient]:
-    with daemon.client() as client:
-        yield client
-
-
-def _steps(store: Store, run: str = "gpt") -> list[int]:
-    return [checkpoint.step for checkpoint in list_checkpoints(Run(store, run))]
 
 
 def test_a_deletion_hides_at_once_and_is_taken_back(served: tuple[Daemon, Store]) -> None:
@@ -184,7 +161,7 @@ def test_a_dry_run_deletes_nothing_and_is_the_default(store: Store, daemon: Daem
     assert [item["reasons"] for item in answer["items"]] == [["last-1"], [], [], []]
     removed = [item["checkpoint"]["stored_bytes"] for item in answer["items"] if not item["reasons"]]
     assert answer["freed_bytes"] == sum(removed) > 0
-    assert _steps(store) == [3, 2, 1, 0]
+    assert steps(store) == [3, 2, 1, 0]
 
 
 def test_a_prune_works_from_the_store_and_updates_the_index(store: Store, daemon: Daemon, client: DaemonClient) -> None:
@@ -193,10 +170,10 @@ def test_a_prune_works_from_the_store_and_updates_the_index(store: Store, daemon
     write_checkpoint(store, "bert", 1)
     pruned = client.prune(Prune(Policy(2), "gpt"))
     assert not pruned.held
-    assert _steps(store) == [3, 2]
+    assert steps(store) == [3, 2]
     assert [c.step for c in client.checkpoints("gpt")] == [3, 2]
     client.prune(Prune(Policy(1)))
-    assert (_steps(store), _steps(store, "bert")) == ([3], [1])
+    assert (steps(store), steps(store, "bert")) == ([3], [1])
     assert "ckptd_prune_deleted_total 3.0" in daemon.get("/metrics").text
 
 
@@ -220,7 +197,7 @@ def test_a_lease_keeps_a_checkpoint_from_a_prune(store: Store, client: DaemonCli
     client.release_lease("gpt", lease)
     client.release_lease("gpt", lease)
     client.prune(Prune(Policy(1), "gpt"))
-    assert _steps(store) == [2]
+    assert steps(store) == [2]
     with pytest.raises(NoCheckpoint):
         client.take_lease(old, "rank-0@host", 60)
 

@@ -301,9 +301,7 @@ def test_without_a_folder_readers_at_once_share_a_read(cached: Opener, tmp_path:
     assert len(cache.store.reads) == 2
 
 
-def test_a_full_disk_is_logged_once_and_reads_go_on(
-    cached: Opener, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_reads_go_on_with_a_full_disk(cached: Opener, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with small_file_system(tmp_path / "small", "5m") as disk:
         cache = cached(folder=disk / "cache")
         with caplog.at_level(logging.WARNING):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptstore.clock import system_clock
-from ckptstore.commits.catalog import latest, list_checkpoints
+from ckptstore.commits.catalog import latest
 from ckptstore.format.records import Override, Policy, PolicySet
 from ckptstore.names import Reference
 from ckptstore.retention.deletion import list_hidden
@@ -15,13 +15,10 @@ from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint
 from tests.support.daemons import running_daemon
+from tests.support.runs import steps
 from tests.support.waiting import wait_until
 
 _QUICK = ("--poll-seconds", "0.2")
-
-
-def _steps(store: Store, run: str = "gpt") -> list[int]:
-    return [checkpoint.step for checkpoint in list_checkpoints(Run(store, run))]
 
 
 def _keep(store: Store, last: int, version: int = 0) -> None:
@@ -37,19 +34,19 @@ def test_policies_are_applied_after_each_commit_and_when_they_change(store: Stor
     pin(run, written[0].attempt, "first")
     with running_daemon(store.url, options=_QUICK) as daemon, daemon.client() as client:
         _keep(store, 3)
-        wait_until(lambda: _steps(store) == [3, 2, 1, 0] and len(client.checkpoints("gpt")) == 4, "indexing")
+        wait_until(lambda: steps(store) == [3, 2, 1, 0] and len(client.checkpoints("gpt")) == 4, "indexing")
         write_checkpoint(store, step=4)
-        wait_until(lambda: _steps(store) == [4, 3, 2, 0], "a prune after a commit")
+        wait_until(lambda: steps(store) == [4, 3, 2, 0], "a prune after a commit")
         wait_until(lambda: [c.step for c in client.checkpoints("gpt")] == [4, 3, 2, 0], "the index")
         _keep(store, 2, version=1)
-        wait_until(lambda: _steps(store) == [4, 3, 0], "a prune after a change of the policies")
-        assert _steps(store, "paper") == [3, 2, 1, 0]
+        wait_until(lambda: steps(store) == [4, 3, 0], "a prune after a change of the policies")
+        assert steps(store, "paper") == [3, 2, 1, 0]
         hidden = {h.attempt.step for h in list_hidden(run)}
         assert hidden == {1, 2}, "and not deleted before the grace"
         client.undelete(Reference.parse("gpt@1"))
         assert [c.step for c in client.checkpoints("gpt")] == [4, 3, 1, 0]
         write_checkpoint(store, step=5)
-        wait_until(lambda: _steps(store) == [5, 4, 1, 0], "a prune that leaves what was taken back")
+        wait_until(lambda: steps(store) == [5, 4, 1, 0], "a prune that leaves what was taken back")
         wait_until(lambda: [c.step for c in client.checkpoints("gpt")] == [5, 4, 1, 0], "the index")
 
 
@@ -60,10 +57,10 @@ def test_a_policy_that_would_take_most_of_a_run_is_refused_and_counted(store: St
     with running_daemon(store.url, options=_QUICK) as daemon:
         failed = 'ckptd_policies_failed_total{code="too_much_to_delete"} 1.0'
         wait_until(lambda: failed in daemon.get("/metrics").text, "the refusal")
-        assert _steps(store) == [4, 3, 2, 1, 0]
+        assert steps(store) == [4, 3, 2, 1, 0]
         with daemon.client() as client:
             client.prune(Prune(run="gpt", force=True))
-        assert _steps(store) == [4, 3]
+        assert steps(store) == [4, 3]
 
 
 def test_the_scrub_finds_damage_and_takes_it_out_of_latest(store: Store) -> None:

@@ -103,9 +103,7 @@ def test_a_commit_reaches_the_receiver_signed(receiver: Receiver, tmp_path: Path
     assert len(receiver.posts) == 1
 
 
-def test_it_is_tried_again_with_longer_pauses(
-    receiver: Receiver, posting: tuple[Webhooks, Metrics, list[float]]
-) -> None:
+def test_it_is_retried_with_longer_pauses(receiver: Receiver, posting: tuple[Webhooks, Metrics, list[float]]) -> None:
     hooks, metrics, pauses = posting
     receiver.statuses = [500, 429, 503]
     hooks.offer(events(1))
@@ -116,9 +114,7 @@ def test_it_is_tried_again_with_longer_pauses(
 
 
 @pytest.mark.parametrize("status", [302, 307, 400, 401, 404, 410])
-def test_a_refusal_is_final_and_no_redirect_is_followed(
-    receiver: Receiver, posting: tuple[Webhooks, Metrics, list[float]], status: int
-) -> None:
+def test_a_refusal_is_final(receiver: Receiver, posting: tuple[Webhooks, Metrics, list[float]], status: int) -> None:
     hooks, metrics, _ = posting
     receiver.statuses = [status]
     hooks.offer(events(2))
@@ -126,9 +122,7 @@ def test_a_refusal_is_final_and_no_redirect_is_followed(
     assert [body["id"] for body in receiver.bodies()] == [1000, 1001]
 
 
-def test_after_some_tries_the_next_one_has_its_turn(
-    receiver: Receiver, posting: tuple[Webhooks, Metrics, list[float]]
-) -> None:
+def test_after_some_tries_the_next_one_goes(receiver: Receiver, posting: tuple[Webhooks, Metrics, list[float]]) -> None:
     hooks, metrics, _ = posting
     receiver.statuses = [500] * TRIES
     hooks.offer(events(2))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -15,16 +13,7 @@ from ckptd.index import Database, Index, Listing, Reading, Stamp
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.names import Attempt, Reference, new_ulid
-from tests.conftest import DATABASE_KINDS
-
-on_both = pytest.mark.parametrize("db_url", DATABASE_KINDS, indirect=True)
-
-
-@pytest.fixture
-def database(db_url: str) -> Iterator[Database]:
-    database = Database(db_url, 20)
-    yield database
-    database.close()
+from tests.conftest import on_both
 
 
 def _checkpoint(step: int, committed_at: float, run: str = "gpt", state: State = State.COMMITTED) -> Checkpoint:

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
+import httpx
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
+from ckptapi.client import DaemonClient
 from ckptd.index import Database, Index
 from ckptd.index.tables import METADATA
-from ckptstore.errors import IndexUnavailable
-from tests.conftest import DATABASE_KINDS
-
-on_both = pytest.mark.parametrize("db_url", DATABASE_KINDS, indirect=True)
-
-
-@pytest.fixture
-def database(db_url: str) -> Iterator[Database]:
-    database = Database(db_url, 20)
-    yield database
-    database.close()
+from ckptstore.errors import CkptError, IndexUnavailable, InvalidRequest
+from ckptstore.retention.deletion import delete_checkpoint
+from ckptstore.run import Run
+from ckptstore.stores import Store
+from tests.conftest import on_both
+from tests.support.checkpoints import write_checkpoint
+from tests.support.daemons import Daemon, running_daemon
+from tests.support.postgresql import PostgresqlServer
+from tests.support.waiting import wait_until
 
 
 @on_both
@@ -55,3 +60,138 @@ def test_a_database_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     connection.close()
     with pytest.raises(IndexUnavailable, match="newer ckptd"):
         Database(f"sqlite:///{tmp_path / 'index.db'}", 2)
+
+
+# They learn from each other, not from the store.
+_RARELY = ("--poll-seconds", "600")
+_WAIT_S = 60
+_SOON_S = 50.0
+"""A daemon that is not woken answers when the wait is over."""
+"""Half of what those who wait would wait for nothing."""
+
+
+@pytest.fixture
+def postgresql_database(postgresql_server: PostgresqlServer) -> str:
+    return postgresql_server.new_database()
+
+
+@contextmanager
+def _two(store: Store, postgresql_database: str, *options: str) -> Iterator[tuple[Daemon, Daemon]]:
+    def start(_: int) -> Daemon:
+        return stack.enter_context(running_daemon(store.url, postgresql_database, options=options))
+
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(start, range(2))
+        yield first, second
+
+
+def test_a_change_seen_by_one_daemon_is_served_by_both(store: Store, postgresql_database: str) -> None:
+    """They also start at the same time, on a database without tables."""
+    write_checkpoint(store, step=1, arrays={})
+    with _two(store, postgresql_database, *_RARELY) as (first, second), first.client() as client:
+        assert second.get("/v1/checkpoints/latest?run=gpt").json()["step"] == 1
+        told: list[httpx.Response] = []
+        etag = second.get("/v1/checkpoints/latest?run=gpt").headers["etag"]
+        options = {"headers": {"If-None-Match": etag}, "timeout": 90}
+        waiting = threading.Thread(
+            target=lambda: told.append(second.get(f"/v1/checkpoints/latest?run=gpt&wait={_WAIT_S}", **options))
+        )
+        waiting.start()
+        wait_until(second.waiting_requests, "the request that waits")
+        newest = write_checkpoint(store, step=2, arrays={})
+        client.notify("gpt", newest.attempt)
+        wait_until(lambda: told, "the answer", _SOON_S)
+        waiting.join()
+        assert told[0].json()["step"] == 2
+        delete_checkpoint(Run(store, newest.run), newest.attempt, "test", force=True)
+        assert first.post("/v1/reindex").status_code == 200
+        wait_until(lambda: second.get("/checkpoints/latest").json()["step"] == 1, "hearing of a deletion", _SOON_S)
+
+
+def test_ranks_of_one_restore_may_ask_different_daemons(store: Store, postgresql_database: str) -> None:
+    write_checkpoint(store, step=1, arrays={})
+    with _two(store, postgresql_database, *_RARELY) as (first, second):
+        ids = set()
+        for rank, daemon in enumerate((first, second)):
+            body = {"run": "gpt", "key": "job-1", "rank": rank, "world_size": 2, "ttl_s": 60.0}
+            answer = daemon.post("/v1/restores", body)
+            assert answer.is_success, answer.text
+            ids.add(answer.json()["id"])
+        (id,) = ids
+        ended: list[httpx.Response] = []
+        path = f"/v1/restores/{id}?wait={_WAIT_S}"
+        waiting = threading.Thread(target=lambda: ended.append(second.get(path, timeout=90)))
+        waiting.start()
+        said = {"phase": "restored", "done_bytes": 1, "total_bytes": 1}
+        for rank in range(2):
+            report = httpx.put(f"{first.url}/v1/restores/{id}/ranks/{rank}", json=said, timeout=60)
+            assert report.status_code == 200
+        wait_until(lambda: ended, "the answer", _SOON_S)
+        waiting.join()
+        assert ended[0].json()["state"] == "restored"
+        wait_until(lambda: not list(store.list("gpt/leases/")), "releasing the lease")
+
+
+def test_daemons_of_two_stores_do_not_share_a_database(postgresql_database: str) -> None:
+    index = Database(postgresql_database, 2)
+    Index(index).adopt("file:///one", 0.0)
+    with pytest.raises(InvalidRequest, match="one database per store"):
+        Index(index).adopt("file:///another", 0.0)
+    Index(index).adopt("file:///one", 0.0)
+    index.close()
+
+
+def test_a_database_restart_costs_only_time(
+    store: Store, postgresql_database: str, postgresql_server: PostgresqlServer
+) -> None:
+    write_checkpoint(store, step=0, arrays={})
+    statuses: set[int] = set()
+    saved = [0]
+    ended = threading.Event()
+
+    def ask(daemon: Daemon) -> None:
+        with httpx.Client(base_url=daemon.url, timeout=60) as client:
+            while not ended.is_set():
+                statuses.add(client.get("/v1/checkpoints?run=gpt").status_code)
+
+    def save(daemon: Daemon) -> None:
+        with daemon.client() as client:
+            while not ended.is_set():
+                _notify(client, store, saved[-1] + 1)
+                saved.append(saved[-1] + 1)
+                time.sleep(0.02)
+
+    def worked(steps: int) -> bool:
+        return 200 in statuses and saved[-1] > steps
+
+    with _two(store, postgresql_database, "--leader-lease-seconds", "2") as daemons, ThreadPoolExecutor(4) as pool:
+        working = [*(pool.submit(ask, daemon) for daemon in daemons), pool.submit(save, daemons[0])]
+        try:
+            for stop in range(1, 3):
+                statuses.clear()
+                wait_until(partial(worked, 5 * stop), "work")
+                postgresql_server.stop()
+                wait_until(lambda: 503 in statuses, "answers without a database")
+                postgresql_server.start()
+                wait_until(lambda: all(d.get("/readyz").status_code == 200 for d in daemons), "recovering")
+                assert statuses == {200, 503}
+        finally:
+            ended.set()
+        for future in working:
+            future.result()
+        last = saved[-1]
+        for daemon in daemons:
+            with daemon.client() as client:
+                wait_until(partial(_knows, client, last + 1), "knowing all commits")
+            assert "Traceback" not in daemon.log()
+
+
+def _knows(client: DaemonClient, count: int) -> bool:
+    return len(client.checkpoints("gpt")) == count
+
+
+def _notify(client: DaemonClient, store: Store, step: int) -> None:
+    try:
+        client.notify("gpt", write_checkpoint(store, step=step, arrays={}).attempt)
+    except CkptError:
+        pass  # the database is away: a listing finds the commit

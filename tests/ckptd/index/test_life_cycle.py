@@ -25,7 +25,7 @@ from ckptstore.format.records import Policy
 from ckptstore.names import Attempt, Reference
 from ckptstore.run import Run
 from ckptstore.stores import Store
-from tests.conftest import DATABASE_KINDS
+from tests.conftest import on_both
 from tests.support.checkpoints import write_checkpoint
 from tests.support.clocked import FakeClock
 from tests.support.life_cycle import RUN, LifeCycle
@@ -252,7 +252,7 @@ def _or_none(ask: Callable[[], Checkpoint]) -> Checkpoint | None:
         return None
 
 
-@pytest.mark.parametrize("db_url", DATABASE_KINDS, indirect=True)
+@on_both
 def test_the_index_equals_the_store(db_url: str) -> None:
     database = Database(db_url, 20)
 

@@ -25,16 +25,7 @@ from tests.support.stores import MovableClock
 from tests.support.waiting import wait_until
 
 
-@pytest.fixture
-def database(db_url: str) -> Iterator[Database]:
-    database = Database(db_url, 20)
-    yield database
-    database.close()
-
-
-def test_a_run_without_a_usable_checkpoint_does_not_stop_the_accounts_of_others(
-    store: Store, database: Database
-) -> None:
+def test_a_run_without_a_usable_checkpoint_does_not_stop_other_accounts(store: Store, database: Database) -> None:
     index, freshness = Index(database), Freshness(system_clock, 60)
     store_sync = StoreSync(store, index, freshness, Metrics(), system_clock)
     accounts = Accounts(store, Catalog(index, Listing(database), freshness, store.url), MovableClock(2 * SILENT_S))

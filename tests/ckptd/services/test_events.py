@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from ckptapi.bodies import EventBody, EventKind
 from ckptd.index import Database, EventLog, Index
 from ckptd.services.events import Events
 from ckptstore.clock import system_clock
 from ckptstore.names import new_ulid
-from tests.conftest import DATABASE_KINDS
-
-on_both = pytest.mark.parametrize("db_url", DATABASE_KINDS, indirect=True)
+from tests.conftest import on_both
 
 
 class _Busy(EventLog):

@@ -14,11 +14,10 @@ from ckptd.index import Database, EventLog, Index, JobIndex
 from ckptd.services.events import Events
 from ckptd.services.jobs import MAX_LIVE, JobProgress, Jobs
 from ckptstore.errors import TooManyRequests
-from tests.conftest import DATABASE_KINDS
+from tests.conftest import on_both
 from tests.support.waiting import wait_until
 
 ULID = "01M7Y6P7WGCXV53EY39EPJ6JT8"
-on_both = pytest.mark.parametrize("db_url", DATABASE_KINDS, indirect=True)
 
 
 class Bench:

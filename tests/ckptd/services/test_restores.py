@@ -173,9 +173,7 @@ def test_a_daemon_that_was_away_does_not_blame_the_ranks(store: Store, clock: Mo
     assert ended.problem == "no report for 100 s from rank 0 (fetching), rank 1 (never joined)"
 
 
-def test_a_rank_that_never_joins_ends_it_although_the_others_report(
-    store: Store, clock: MovableClock, make: Make
-) -> None:
+def test_a_rank_that_never_joins_ends_it_although_others_report(store: Store, clock: MovableClock, make: Make) -> None:
     write(store, 1)
     services = make(store)
     id = services.open(world_size=3).id
@@ -215,9 +213,7 @@ def test_a_lease_that_ran_out_meanwhile_is_taken_again(store: Store, clock: Mova
     assert back.restores.find(id).live
 
 
-def test_a_checkpoint_that_was_deleted_meanwhile_ends_the_session(
-    store: Store, clock: MovableClock, make: Make
-) -> None:
+def test_a_checkpoint_deleted_meanwhile_ends_the_session(store: Store, clock: MovableClock, make: Make) -> None:
     old, _ = write(store, 1, 2)
     id = make(store).open(checkpoint=old).id
     clock.advance(1000)
@@ -229,9 +225,7 @@ def test_a_checkpoint_that_was_deleted_meanwhile_ends_the_session(
     assert f"{old.id} is being deleted" in ended.problem
 
 
-def test_a_session_that_ends_while_its_lease_is_renewed_leaves_none(
-    store: Store, clock: MovableClock, make: Make
-) -> None:
+def test_a_session_that_ends_in_a_renewal_leaves_no_lease(store: Store, clock: MovableClock, make: Make) -> None:
     write(store, 1)
     services = make(store)
     id = services.open().id
@@ -268,9 +262,7 @@ def test_a_join_survives_every_failure_of_the_store(store: Store, clock: Movable
             assert (session.key, session.num_joined, session.live) == (key, 1, True)
 
 
-def test_a_deletion_that_comes_in_between_never_takes_what_a_session_restores(
-    store: Store, clock: MovableClock, make: Make
-) -> None:
+def test_a_deletion_in_between_never_takes_what_is_restored(store: Store, clock: MovableClock, make: Make) -> None:
     """The older checkpoint is asked for by name, and another process deletes it at every moment of the join."""
     write(store, 9)
     calls = count_calls(store, lambda counted: make(store, counted).open("count"))
@@ -289,9 +281,7 @@ def test_a_deletion_that_comes_in_between_never_takes_what_a_session_restores(
     assert set(outcomes) == {"refused", "restoring"}
 
 
-def test_a_newest_that_is_deleted_in_between_gives_way_to_the_one_before(
-    store: Store, clock: MovableClock, make: Make
-) -> None:
+def test_a_newest_deleted_in_between_gives_way_to_the_one_before(store: Store, clock: MovableClock, make: Make) -> None:
     write(store, 0)
     calls = count_calls(store, lambda counted: make(store, counted).open("count"))
     for number in range(calls + 1):
@@ -338,9 +328,7 @@ def test_only_so_many_ended_sessions_are_kept(store: Store, clock: MovableClock,
     assert services.index.ranks(ids[0]) == []
 
 
-def test_live_sessions_are_bounded(
-    store: Store, clock: MovableClock, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sessions_are_bounded(store: Store, clock: MovableClock, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     write(store, 1)
     services = make(store)
     monkeypatch.setattr(module, "MAX_LIVE", 2)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -17,31 +19,22 @@ from ckptd.services.store_sync import IDLE_AFTER_S, IDLE_ROUNDS, PollPlan, Store
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints
 from ckptstore.commits.hidden import bury
-from ckptstore.errors import CkptError, NoCheckpoint
+from ckptstore.errors import CkptError, NoCheckpoint, StoreUnavailable
 from ckptstore.names import RunKeys
 from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.run import Run
 from ckptstore.stores import Store
-from tests.conftest import DATABASE_KINDS
+from tests.conftest import on_both
 from tests.support.checkpoints import write_checkpoint
 from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock
-
-on_both = pytest.mark.parametrize("db_url", DATABASE_KINDS, indirect=True)
-
-
-@pytest.fixture
-def database(db_url: str) -> Iterator[Database]:
-    database = Database(db_url, 20)
-    yield database
-    database.close()
 
 
 def _store_sync(store: Store, database: Database) -> StoreSync:
     return StoreSync(store, Index(database), Freshness(system_clock, 60), Metrics(), system_clock)
 
 
-def _all(database: Database) -> list[Checkpoint]:
-    return Listing(database).page(Filter(), Sort.RUN, None, 1000).checkpoints
+def _all(database: Database, run: str | None = None) -> list[Checkpoint]:
+    return Listing(database).page(Filter(run=run), Sort.RUN, None, 1000).checkpoints
 
 
 def _outcome(store: Store, tmp_path: Path, checkpoint: Checkpoint) -> Path:
@@ -93,9 +86,7 @@ def test_runs_in_which_nothing_happens_are_looked_at_less_often() -> None:
 
 
 @on_both
-def test_an_outcome_that_is_damaged_after_it_was_read_is_marked(
-    store: Store, database: Database, tmp_path: Path
-) -> None:
+def test_an_outcome_damaged_after_it_was_read_is_marked(store: Store, database: Database, tmp_path: Path) -> None:
     older, newer = (write_checkpoint(store, step=step, arrays={}) for step in (1, 2))
     store_sync = _store_sync(store, database)
     for _ in range(2):
@@ -113,9 +104,7 @@ def test_an_outcome_that_is_damaged_after_it_was_read_is_marked(
     assert _all(database) == [newer, older]
 
 
-def test_a_first_reading_goes_on_where_it_was_interrupted(
-    store: Store, database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_reading_is_continued(store: Store, database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_BATCH", 4)
     for step in range(10):
         write_checkpoint(store, step=step, arrays={})
@@ -146,9 +135,7 @@ def test_old_news_is_not_written(database: Database) -> None:
 
 
 @pytest.mark.parametrize("how", ["notify", "sync_run", "reindex"])
-def test_what_another_daemon_removes_at_any_moment_does_not_come_back(
-    store: Store, database: Database, how: str
-) -> None:
+def test_what_another_daemon_removes_at_any_moment_stays_away(store: Store, database: Database, how: str) -> None:
     kept = write_checkpoint(store, step=0, arrays={})
     other = _store_sync(store, database)
     hit = True
@@ -200,3 +187,72 @@ def test_reindexing_while_commits_arrive_loses_none(store: Store, database: Data
         ended.set()
         committing.join()
     assert _all(database) == [c for run in ("run-0", "run-1", "run-2") for c in list_checkpoints(Run(store, run))]
+
+
+_T = TypeVar("_T")
+
+
+def _sync_and_freshness(store: Store, index: Index) -> tuple[StoreSync, Freshness]:
+    freshness = Freshness(system_clock, 60)
+    return StoreSync(store, index, freshness, Metrics(), system_clock), freshness
+
+
+@on_both
+def test_a_round_that_fails_at_any_call_removes_nothing(store: Store, database: Database) -> None:
+    for step in (1, 1, 2):
+        write_checkpoint(store, step=step, arrays={})
+    write_checkpoint(store, "bert", 1, arrays={})
+    index = Index(database)
+    counting = Faults()
+    _sync_and_freshness(FaultyStore(store, counting), index)[0].run_once()
+    before = _all(database)
+    assert before == [*list_checkpoints(Run(store, "bert")), *list_checkpoints(Run(store, "gpt"))]
+    assert len(counting.calls) > 8
+    for call in range(len(counting.calls)):
+        for reread in (False, True):
+            store_sync, freshness = _sync_and_freshness(FaultyStore(store, Faults(fail_at=call)), index)
+            if reread:
+                try:
+                    store_sync.reindex()
+                except StoreUnavailable:
+                    pass
+            else:
+                store_sync.run_once()
+            assert _all(database) == before, call
+    store_sync, freshness = _sync_and_freshness(store, index)
+    store_sync.run_once()
+    assert freshness.problem() == ""
+
+
+def test_a_volume_unmounted_between_listings_is_no_deletion(store: Store, database: Database, tmp_path: Path) -> None:
+    write_checkpoint(store, arrays={})
+    index = Index(database)
+    _sync_and_freshness(store, index)[0].run_once()
+    before = _all(database)
+
+    @dataclass
+    class Unmounting(Faults):
+        def around(self, what: str, call: Callable[[], _T]) -> _T:
+            if what == "list gpt/commits/" and not (tmp_path / "away").exists():
+                (tmp_path / "store").rename(tmp_path / "away")
+                (tmp_path / "store").mkdir()  # the mount point remains
+            return super().around(what, call)
+
+    store_sync, _ = _sync_and_freshness(FaultyStore(store, Unmounting()), index)
+    with pytest.raises(StoreUnavailable, match="while it was listed"):
+        store_sync.sync_run("gpt")
+    assert _all(database) == before
+
+
+@on_both
+def test_outcomes_are_read_once(store: Store, database: Database) -> None:
+    kept = [write_checkpoint(store, step=step, arrays={}) for step in range(5)]
+    counting = Faults()
+    store_sync, _ = _sync_and_freshness(FaultyStore(store, counting), Index(database))
+    store_sync.run_once()
+    delete_checkpoint(Run(store, kept[0].run), kept[0].attempt, "test")
+    counting.calls.clear()
+    for _ in range(3):
+        store_sync.run_once()
+    assert [call for call in counting.calls if call.startswith("get")] == []
+    assert len(_all(database, "gpt")) == 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -33,13 +32,13 @@ from ckptstore.retention.deletion import advance, collect, delete_checkpoint, un
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from ckptstore.stores.retrying import RetryingStore
+from tests.conftest import here_and_in_memory, in_memory
 from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
+from tests.support.runs import clear, count_calls
 from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock, race
 
 RUN = "gpt"
 SMALL: dict[str, npt.NDArray[Any]] = {"model/a": np.arange(3000, dtype=np.float32), "model/b": np.arange(5)}
-in_memory = pytest.mark.parametrize("store", ["memory"], indirect=True)
-here_and_in_memory = pytest.mark.parametrize("store", ["local", "memory"], indirect=True)
 
 
 def new_attempt(step: int = 5) -> Attempt:
@@ -62,10 +61,6 @@ def assert_legal(store: Store) -> None:
         report = verify(StoreSource(store), checkpoint, threads=1)
         assert report.ok, report.problems
     assert latest(run) in listed
-
-
-def clear(store: Store) -> None:
-    store.delete_many([info.key for info in store.list("")])
 
 
 # One committer.
@@ -218,12 +213,6 @@ def test_an_outcome_that_cannot_be_learned_is_not_guessed(store: Store, retry_s:
 def save(store: Store, attempt: Attempt) -> None:
     write_ranks(store, attempt)
     roll_forward(Run(store, RUN), attempt)
-
-
-def count_calls(store: Store, action: Callable[[Store], object]) -> int:
-    counting = Faults()
-    action(FaultyStore(store, counting))
-    return len(counting.calls)
 
 
 @here_and_in_memory

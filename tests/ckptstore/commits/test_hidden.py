@@ -25,13 +25,11 @@ from ckptstore.retention.pins import pin, pinned
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.ckptstore.format import independent_reader
-from tests.conftest import STORE_KINDS
+from tests.conftest import every_store, in_memory
 from tests.support.checkpoints import write_rank
 from tests.support.runs import RUN, SMALL, clear, count_calls, keys, steps, write
 from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock, race
 
-everywhere = pytest.mark.parametrize("store", STORE_KINDS, indirect=True)
-in_memory = pytest.mark.parametrize("store", ["memory"], indirect=True)
 DAY = MovableClock(25 * 3600.0)
 WEEKS = MovableClock(2 * TOMBSTONE_KEPT_S)
 OUTCOME = f"put_if_absent {RUN}/commits/"
@@ -114,7 +112,7 @@ def nothing_came_back(store: Store, dead: Attempt) -> None:
     is_forgotten(store, dead)
 
 
-@everywhere
+@every_store
 @pytest.mark.parametrize("end", [delete, abort])
 def test_a_committer_that_wakes_up_after_weeks_brings_nothing_back(store: Store, end: End) -> None:
     receipts = complete(store)
@@ -149,7 +147,7 @@ def test_nor_does_one_that_slept_at_any_other_call(store: Store, end: End) -> No
         nothing_came_back(store, named(receipts))
 
 
-@everywhere
+@every_store
 def test_a_reader_and_an_operator_that_slept_hold_nothing(store: Store) -> None:
     takes = {
         f"put {RUN}/leases/": lambda run, dead: take_lease(run, dead, "reader", 3600),
@@ -172,7 +170,7 @@ def test_a_reader_and_an_operator_that_slept_hold_nothing(store: Store) -> None:
         nothing_came_back(store, dead)
 
 
-@everywhere
+@every_store
 def test_a_save_does_not_reference_what_is_dead(store: Store) -> None:
     receipts = complete(store)
     base = named(receipts)
@@ -261,7 +259,7 @@ def test_a_second_collector_at_every_call_of_the_first(store: Store, rounds: int
         assert len(keys(store, Run(store, RUN).keys.dead)) == 2, "the newest version of each generation"
 
 
-@everywhere
+@every_store
 def test_a_list_grows_by_versions_of_which_the_newest_stays(store: Store) -> None:
     run = Run(store, RUN)
     attempts = [Attempt(step, new_ulid(0), generation=step % 2) for step in range(6)]
@@ -288,9 +286,7 @@ def test_of_two_tombstones_one_may_be_forgotten(store: Store) -> None:
     assert not list_hidden(run)
 
 
-def test_a_damaged_list_counts_as_empty_and_nothing_more_is_forgotten(
-    store: Store, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_list_counts_as_empty_and_forgets_nothing(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(store, RUN)
     write(store, 2)
     bury(run, [Attempt(9, new_ulid(0))])

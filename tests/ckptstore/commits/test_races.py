@@ -38,7 +38,6 @@ from ckptstore.stores.remote_create import RemoteCreateStore
 from tests.ckptstore.proxies import Fault, LossyProxy, lossy_proxy
 from tests.support.checkpoints import write_checkpoint, write_rank
 from tests.support.daemons import running_daemon
-from tests.support.juicefs import running_gateway
 from tests.support.runs import keys
 from tests.support.seaweed import BUCKET, S3Service
 from tests.support.stores import race
@@ -64,19 +63,6 @@ class Place:
     def truth(self) -> Store:
         """The store itself."""
         return open_store(self.url, self.options)
-
-
-@pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Service]:
-    """An S3 service that overwrites on create."""
-    with running_gateway(tmp_path_factory.mktemp("juicefs")) as service:
-        yield service
-
-
-@pytest.fixture
-def overwriting(gateway: S3Service) -> Store:
-    """A fresh prefix on it."""
-    return open_store(f"s3://{BUCKET}/{uuid.uuid4().hex}", gateway.options)
 
 
 @pytest.fixture(scope="module")
@@ -216,9 +202,7 @@ def test_the_gateway_overwrites_and_is_found_out(overwriting: Store) -> None:
     assert keys(overwriting, names.PROBES_PREFIX) == []
 
 
-def test_without_a_daemon_savers_are_warned_and_deleters_refuse(
-    overwriting: Store, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_daemon_savers_warn_and_deleters_refuse(overwriting: Store, caplog: pytest.LogCaptureFixture) -> None:
     store = with_remote_create(overwriting, None, None)
     run = Run(store, RUN)
     with caplog.at_level(logging.WARNING):

@@ -34,13 +34,13 @@ from ckptstore.retention.pruning import apply_prune, plan_prune
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.ckptstore.format import independent_reader
+from tests.conftest import in_memory
 from tests.support.checkpoints import whole_entries, write_checkpoint, write_rank
+from tests.support.runs import clear
 from tests.support.stores import FaultyStore, Interleaving, MovableClock
 
 RUN = "gpt"
 Arrays = dict[str, npt.NDArray[Any]]
-
-in_memory = pytest.mark.parametrize("store", ["memory"], indirect=True)
 
 
 def state(step: int) -> Arrays:
@@ -212,9 +212,7 @@ def _meet(
 @in_memory
 @pytest.mark.parametrize("grace_s", [0.0, 3600.0])
 @pytest.mark.parametrize("committing", [True, False])
-def test_a_commit_and_a_deletion_of_what_it_references_never_both_win(
-    store: Store, grace_s: float, committing: bool
-) -> None:
+def test_a_commit_and_a_deletion_of_its_base_never_both_win(store: Store, grace_s: float, committing: bool) -> None:
     """At every call of one of them, the other one does all of its work."""
     clock = MovableClock()
     run = Run(store, RUN, clock)
@@ -239,7 +237,7 @@ def test_a_commit_and_a_deletion_of_what_it_references_never_both_win(
         collect(run)
         if attempt in listed:
             assert verify(StoreSource(store), listed[attempt]).ok
-        _clear(store)
+        clear(store)
         at += 1
     assert at > 5
 
@@ -249,10 +247,6 @@ def _quietly(work: Callable[[Store], object], store: Store) -> None:
         work(store)
     except CkptError:
         pass
-
-
-def _clear(store: Store) -> None:
-    store.delete_many([info.key for info in store.list("")])
 
 
 # Damage.

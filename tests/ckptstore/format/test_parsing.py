@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import resource
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -391,3 +394,69 @@ def test_what_no_reader_takes_is_not_merged() -> None:
     )
     with pytest.raises(CorruptObject, match="two shards of one name"):
         merge([first, StoredReceipt.of(clash, seal(clash))])
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_extensions(kind: str) -> None:
+    plain = {"note": {"any": [1, None]}, "critically": 1}
+    assert parse_json(kind, {**body(kind), "extensions": plain}).extensions == plain
+    for name in ("critical.", "critical.boundary"):
+        # As with a newer version, the rest may have any shape.
+        with pytest.raises(UnsupportedFormat, match=name) as caught:
+            parse_json(kind, {"format": FORMAT, "news": 1, "extensions": {**plain, name: None}})
+        assert "Upgrade" in caught.value.hint
+    strange: list[Any] = [None, [], "critical.x", 1]
+    for wrong in strange:
+        with pytest.raises(CorruptObject):
+            parse_json(kind, {**body(kind), "extensions": wrong})
+
+
+def test_a_manifest_has_the_extensions_of_the_lowest_rank_that_gives_them() -> None:
+    store, attempt = open_store("memory://extensions"), Attempt(1, new_ulid(system_clock()))
+    ranks = [write_rank(store, "gpt", attempt, sample_arrays() if rank == 0 else {}, rank, 3) for rank in range(3)]
+    given: list[dict[str, Any]] = [{"a": 0}, {"b": 1, "a": 1}, {"b": 2, "c": 2}]
+    changed = [
+        replace(stored, receipt=msgspec.structs.replace(stored.receipt, extensions=extensions))
+        for stored, extensions in zip(ranks, given, strict=True)
+    ]
+    assert merge(changed).extensions == {"a": 0, "b": 1, "c": 2}
+    assert merge(ranks).extensions == {}
+
+
+# In a process of its own: with the functions of msgspec in the place of ours it dies by SIGSEGV.
+_PROGRAM = """
+import sys, threading
+import msgspec
+from ckptstore.format.decoding import convert, decode_json, decode_msgpack
+
+sys.setswitchinterval(1e-6)
+for number in range(300):
+    inner = msgspec.defstruct("Inner", [(f"field_{n}", int | None, None) for n in range(20)])
+    outer = msgspec.defstruct("Outer", [("inners", list[inner]), ("by_name", dict[str, inner])])
+    data = b'{"inners": [{"field_7": 1}], "by_name": {"a": {"field_19": 2}}}'
+    plain = msgspec.json.decode(data)
+    packed = msgspec.msgpack.encode(plain)
+    ways = {
+        "decode_json": lambda kind: decode_json(data, kind),
+        "decode_msgpack": lambda kind: decode_msgpack(packed, kind),
+        "convert": lambda kind: convert(plain, kind),
+    }
+    way, start = ways[sys.argv[1]], threading.Barrier(4)
+
+    def decode():
+        start.wait()
+        found = way(outer)
+        assert found.inners[0].field_7 == 1 and found.by_name["a"].field_19 == 2
+
+    threads = [threading.Thread(target=decode) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+"""
+
+
+@pytest.mark.parametrize("way", ["decode_json", "decode_msgpack", "convert"])
+def test_threads_meet_a_type_for_the_first_time(way: str) -> None:
+    done = subprocess.run([sys.executable, "-c", _PROGRAM, way], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -71,9 +71,7 @@ def test_a_sample_without_rows_gives_no_estimate(store: Store, monkeypatch: pyte
     assert found.estimates[0].busiest_bytes == checkpoint.stored_bytes, "the plan is known"
 
 
-def test_the_sample_is_small_although_it_needs_a_row_of_every_chunk_and_every_byte_is_read_once(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_small_sample_has_every_chunk_and_reads_bytes_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = {f"w{number}": np.random.default_rng(number).random((64, 1024), np.float32) for number in range(20)}
     checkpoint = write_checkpoint(store, arrays=arrays)
     monkeypatch.setattr(rehearsal, "SAMPLE_BYTES", checkpoint.raw_bytes // 10)
@@ -101,9 +99,7 @@ def test_a_checkpoint_without_a_shard_fails(store: Store) -> None:
     assert all("shard-00000.ckpt" in problem for problem in found.problems)
 
 
-def test_bytes_that_cannot_be_decoded_fail_although_their_checksum_is_right(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_undecodable_bytes_fail_although_their_checksum_is_right(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def lying(*args: Any) -> tuple[str, bytes]:
         codec, data = encode(*args)
         return codec, bytes(len(data))

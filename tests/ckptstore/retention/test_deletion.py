@@ -35,15 +35,14 @@ from ckptstore.retention.scrubbing import record_finding
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from ckptstore.stores.base import WrappedStore
+from tests.conftest import in_memory
 from tests.support.checkpoints import write_checkpoint, write_rank
 from tests.support.clocked import DictStore, FakeClock
 from tests.support.runs import RUN, SMALL, clear, count_calls, intact, keys, prune, steps, write
 from tests.support.stores import Faults, FaultyStore, MovableClock
 
-in_memory = pytest.mark.parametrize("store", ["memory"], indirect=True)
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S
-here_and_in_memory = pytest.mark.parametrize("store", ["local", "memory"], indirect=True)
 
 
 # Deletions of single checkpoints.

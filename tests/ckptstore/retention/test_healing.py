@@ -192,9 +192,7 @@ def test_a_checkpoint_is_held_however_long_its_healing_takes() -> None:
 
 @pytest.mark.parametrize("all_read", [False, True])
 @pytest.mark.parametrize("ranks", [None, (2,)])
-def test_a_checkpoint_that_is_deleted_while_the_machine_sleeps_has_no_finding(
-    ranks: tuple[int, ...] | None, all_read: bool
-) -> None:
+def test_a_checkpoint_deleted_during_a_sleep_has_no_finding(ranks: tuple[int, ...] | None, all_read: bool) -> None:
     """Damaged, if it is deleted before all of it was read, or intact."""
     clock = FakeClock()
     run = Run(DictStore(clock), RUN, clock)

@@ -21,10 +21,8 @@ from tests.support.checkpoints import write_checkpoint, write_rank
 from tests.support.clocked import DictStore, FakeClock
 from tests.support.runs import RUN, SMALL, intact, keys, prune, steps, write
 
-in_memory = pytest.mark.parametrize("store", ["memory"], indirect=True)
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S
-here_and_in_memory = pytest.mark.parametrize("store", ["local", "memory"], indirect=True)
 
 
 def test_prune_keeps_the_newest_steps_and_deletes_the_bytes_of_the_rest(store: Store) -> None:

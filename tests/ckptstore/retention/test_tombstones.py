@@ -40,13 +40,12 @@ from ckptstore.retention.pins import pinned
 from ckptstore.retention.pruning import apply_prune, plan_prune
 from ckptstore.run import Run
 from ckptstore.stores import Store
+from tests.conftest import here_and_in_memory, in_memory
 from tests.support.runs import RUN, clear, count_calls, intact, keys, prune_undelete_and_collect, steps, write
 from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock, race
 from tests.support.waiting import Lines
 
-in_memory = pytest.mark.parametrize("store", ["memory"], indirect=True)
 on_a_folder = pytest.mark.parametrize("store", ["local"], indirect=True)
-here_and_in_memory = pytest.mark.parametrize("store", ["local", "memory"], indirect=True)
 ROOT = Path(__file__).parents[3]
 LATER = MovableClock(SWEEP_GRACE_S + 60)
 

@@ -18,11 +18,10 @@ import pytest
 from ckptstore.clock import system_clock
 from ckptstore.errors import CorruptObject, ObjectMissing
 from ckptstore.stores import ObjectWriter, Store, open_store
-from tests.conftest import STORE_KINDS, S3Location
+from tests.conftest import S3Location, every_store
 from tests.support import seaweed
+from tests.support.runs import keys
 from tests.support.stores import race
-
-every_store = pytest.mark.parametrize("store", STORE_KINDS, indirect=True)
 
 
 def abandon(writer: ObjectWriter, data: bytes) -> None:
@@ -35,10 +34,6 @@ def abandon(writer: ObjectWriter, data: bytes) -> None:
 
     with pytest.raises(KeyError):
         write_and_fail()
-
-
-def keys(store: Store, prefix: str = "") -> list[str]:
-    return [info.key for info in store.list(prefix)]
 
 
 @every_store

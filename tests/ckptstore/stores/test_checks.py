@@ -14,7 +14,7 @@ from ckptstore.format.shards import CHUNK_BYTES
 from ckptstore.stores import ObjectReader, RangeReader, Store, open_store
 from ckptstore.stores.base import WrappedStore
 from ckptstore.stores.checks import MAX_SKEW_S, NUM_OBJECTS, check_store, measure_store, probe_store
-from tests.conftest import STORE_KINDS
+from tests.conftest import every_store
 from tests.support.runs import keys
 from tests.support.stores import Faults, FaultyStore, MovableClock
 
@@ -32,7 +32,7 @@ class Overwriting(FaultyStore):
         return self._admits or not there
 
 
-@pytest.mark.parametrize("store", STORE_KINDS, indirect=True)
+@every_store
 def test_an_honest_store(store: Store) -> None:
     assert probe_store(store, system_clock).creates_once
     check_store(store, system_clock)

@@ -164,15 +164,21 @@ def test_lent_and_copied_memory_in_any_order(memory_folder: Path, monkeypatch: p
     assert not unaligned
 
 
-@pytest.mark.parametrize("refuse", ["when asked", "at the first write", "later"])
-def test_file_systems_that_refuse(store: Store, monkeypatch: pytest.MonkeyPatch, refuse: str) -> None:
+def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks for direct I/O gets an error."""
     control: Any = fcntl.fcntl
-    seen = []
 
     def set_flags(fd: int, command: int, argument: int = 0) -> int:
-        if refuse == "when asked" and command == fcntl.F_SETFL and argument & DIRECT:
+        if command == fcntl.F_SETFL and argument & DIRECT:
             raise OSError(errno.EINVAL, "injected")
         return int(control(fd, command, argument))
+
+    monkeypatch.setattr(fcntl, "fcntl", set_flags)
+
+
+@pytest.mark.parametrize("refuse", ["when asked", "at the first write", "later"])
+def test_file_systems_that_refuse(store: Store, monkeypatch: pytest.MonkeyPatch, refuse: str) -> None:
+    seen = []
 
     def write_at(write: Write, fd: int, data: Any, offset: int) -> int:
         seen.append(is_direct(fd))
@@ -180,7 +186,8 @@ def test_file_systems_that_refuse(store: Store, monkeypatch: pytest.MonkeyPatch,
             raise OSError(errno.EINVAL, "injected")
         return write(fd, data, offset)
 
-    monkeypatch.setattr(fcntl, "fcntl", set_flags)
+    if refuse == "when asked":
+        refuse_direct(monkeypatch)
     instead_of_writes(monkeypatch, write_at)
     all_round_trips(store)
     assert False in seen
@@ -330,13 +337,7 @@ def test_ranges_that_are_read_once(store: Store, memory_folder: Path) -> None:
 
 @pytest.mark.parametrize("refuse", ["when asked", "at the first read", "short reads"])
 def test_file_systems_that_refuse_to_read(store: Store, monkeypatch: pytest.MonkeyPatch, refuse: str) -> None:
-    control: Any = fcntl.fcntl
     read = os.preadv
-
-    def set_flags(fd: int, command: int, argument: int = 0) -> int:
-        if refuse == "when asked" and command == fcntl.F_SETFL and argument & DIRECT:
-            raise OSError(errno.EINVAL, "injected")
-        return int(control(fd, command, argument))
 
     def read_at(fd: int, buffers: list[memoryview], offset: int) -> int:
         if refuse == "short reads":
@@ -345,7 +346,8 @@ def test_file_systems_that_refuse_to_read(store: Store, monkeypatch: pytest.Monk
             raise OSError(errno.EINVAL, "injected")
         return read(fd, buffers, offset)
 
-    monkeypatch.setattr(fcntl, "fcntl", set_flags)
+    if refuse == "when asked":
+        refuse_direct(monkeypatch)
     monkeypatch.setattr(os, "preadv", read_at)
     read_ranges(store)
 

@@ -17,7 +17,7 @@ from ckptstore.errors import CkptError, NoSuchBucket, ObjectMissing, StoreFull, 
 from ckptstore.stores import Store, open_store
 from ckptstore.stores.base import store_errors
 from ckptstore.stores.retrying import RetryingStore
-from tests.conftest import STORE_KINDS
+from tests.conftest import every_store
 from tests.support.seaweed import BUCKET, RestartableService
 from tests.support.stores import Faults, FaultyStore
 from tests.support.waiting import wait_until
@@ -62,7 +62,7 @@ def retrying(store: Store, faults: Faults, retry_s: float = 60.0) -> tuple[Retry
     return RetryingStore(FaultyStore(store, faults), retry_s, pauses.append), pauses
 
 
-@pytest.mark.parametrize("store", STORE_KINDS, indirect=True)
+@every_store
 @pytest.mark.parametrize("name", CALLS)
 def test_an_outage_of_three_requests_is_not_noticed(store: Store, name: str, caplog: pytest.LogCaptureFixture) -> None:
     store.put("r/a", b"x")
@@ -95,9 +95,7 @@ def test_an_outage_of_three_requests_is_not_noticed(store: Store, name: str, cap
         (lambda: of_s3fs("InvalidToken", 400), StoreReadOnly),
     ],
 )
-def test_what_lasts_is_raised_at_once(
-    error: Callable[[], Exception], expected: type[CkptError], tmp_path: Path
-) -> None:
+def test_what_lasts_fails_at_once(error: Callable[[], Exception], expected: type[CkptError], tmp_path: Path) -> None:
     for call in CALLS.values():
         away, pauses = retrying(open_store(str(tmp_path)), Outage(error, lasts=1))
         with pytest.raises(expected):
@@ -149,9 +147,7 @@ def service(tmp_path: Path) -> Iterator[RestartableService]:
 
 
 @pytest.mark.slow
-def test_a_real_s3_server_that_is_stopped_and_started(
-    service: RestartableService, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_real_s3_server_stops_and_starts(service: RestartableService, caplog: pytest.LogCaptureFixture) -> None:
     """Small objects, an upload whose first part is sent, the completion of another, and reads, all in one outage."""
     options = {**service.where.options, "config_kwargs": {"retries": {"max_attempts": 0}, "connect_timeout": 2}}
     store = RetryingStore(open_store(f"s3://{BUCKET}/x", options))
