@@ -63,7 +63,8 @@ def main() -> None:
     args = parser.parse_intermixed_args()  # names behind options too
     if args.name != "all" and (args.only or args.again or args.busy):
         parser.error("NAME ..., --again and --busy need all")
-    os.environ.setdefault("CKPT_LINGER_S", "0")  # savers of trainers that are killed must not disturb the next one
+    # Savers of trainers that are killed must not disturb the next one.
+    os.environ.setdefault("CKPT_RETAIN_SNAPSHOT_S", "0")
     # A checkout would be compiled in each process, unlike the installed peers.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if args.name == "all":

@@ -51,7 +51,7 @@ class Way:
     way: str
     store: str
     blocks: int
-    linger_s: float = 0.0
+    retain_snapshot_s: float = 0.0
     environment: Mapping[str, str] = field(default_factory=dict)
     saver: int | None = None
 
@@ -62,7 +62,7 @@ class Way:
         began = monotonic()
         with self._running() as process:
             said = _line(process)
-            if self.linger_s:
+            if self.retain_snapshot_s:
                 previous, self.saver = self.saver, int(_line(process)["saver"])
                 if previous is not None and said["read"]["store"]:
                     raise RuntimeError(f"read {said['read']} instead of memory alone")
@@ -81,7 +81,7 @@ class Way:
 
     @contextmanager
     def _running(self, *flags: str) -> Iterator[subprocess.Popen[str]]:
-        arguments = [self.way, self.store, str(self.blocks), str(self.linger_s), *flags]
+        arguments = [self.way, self.store, str(self.blocks), str(self.retain_snapshot_s), *flags]
         command = [sys.executable, "-m", "bench.restarted", *arguments]
         environment = {**os.environ, **self.environment}
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT) as process:
@@ -123,7 +123,7 @@ def _ways(state: State, folder: Path, stack: ExitStack) -> tuple[dict[str, Way],
         ways[name] = Way("ckptd", store, blocks, environment=environment)
     store = str(folder / "memory")
     _save(store, state, {})
-    ways[MEMORY] = way = Way("ckptd", store, blocks, linger_s=600.0)
+    ways[MEMORY] = way = Way("ckptd", store, blocks, retain_snapshot_s=600.0)
     stack.callback(way.close)
     for name, peer in PEERS.items():
         try:

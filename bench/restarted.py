@@ -1,9 +1,9 @@
 """A trainer for bench.restart: imports, builds, restores, makes one step, and says when.
 
-    python -m bench.restarted WAY STORE BLOCKS LINGER_S [--digest]
+    python -m bench.restarted WAY STORE BLOCKS RETAIN_SNAPSHOT_S [--digest]
 
 WAY: nothing, ckptd, torch.load or dcp. It prints a line of JSON after the first step; with --digest that of the
-restored state instead. With LINGER_S it saves then, and prints another line. It waits to be killed.
+restored state instead. With RETAIN_SNAPSHOT_S it saves then, and prints another line. It waits to be killed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ RUN = "restart"
 
 def main() -> None:
     """The clock of the benchmark runs since exec: torch is imported here."""
-    way, store, blocks, linger_s, *flags = sys.argv[1:]
+    way, store, blocks, retain_snapshot_s, *flags = sys.argv[1:]
     checkpointer = None
     if way == "ckptd":
-        checkpointer = ckpt.init(store, run=RUN, slots=1, compress="off", linger_s=float(linger_s))
+        checkpointer = ckpt.init(store, run=RUN, slots=1, compress="off", retain_snapshot_s=float(retain_snapshot_s))
     import torch
 
     from bench.gpt import GPT, VOCABULARY
@@ -46,7 +46,7 @@ def main() -> None:
         model.loss(torch.randint(VOCABULARY, (size.batch, size.context + 1))).backward()  # type: ignore[no-untyped-call]
         optim.step()
     print(json.dumps(said | {"stepped_at": time.monotonic()}), flush=True)
-    if checkpointer is not None and float(linger_s):
+    if checkpointer is not None and float(retain_snapshot_s):
         ckpt.save(model, optim, said["step"] + 1)
         print(json.dumps({"saver": checkpointer.saver_pid}), flush=True)
     time.sleep(600)

@@ -35,7 +35,7 @@ on_both = pytest.mark.parametrize("db_url", DATABASE_KINDS, indirect=True)
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Tests leave nothing running: savers of trainers that they kill end when they are done, unless a test says otherwise.
-os.environ.setdefault("CKPT_LINGER_S", "0")
+os.environ.setdefault("CKPT_RETAIN_SNAPSHOT_S", "0")
 
 # The same examples in every run, and no limit on the time of one: other tests share the cores.
 EXAMPLES = int(os.environ.get("CKPTD_EXAMPLES", "60"))

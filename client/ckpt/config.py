@@ -22,7 +22,7 @@ from typing import (
 )
 
 from ckpt.saver.messages import Setup
-from ckpt.saver.retained import LINGER_S
+from ckpt.saver.retained_snapshot import RETAIN_SNAPSHOT_S
 from ckptstore.errors import InvalidRequest
 from ckptstore.names import check_run
 from ckptstore.stores import resolve_url
@@ -104,7 +104,7 @@ class Config:
     """How long ranks wait for each other."""
     retry_s: float = RETRY_S
     """How long requests to a store or daemon that does not answer are repeated."""
-    linger_s: float | None = None
+    retain_snapshot_s: float | None = None
     """How long the saver of a trainer that died keeps its newest committed snapshot in memory."""
     split_replicas: bool = False
     """Divide the writing of replicated tensors among the ranks that hold copies."""
@@ -138,7 +138,7 @@ class Config:
         if self.replica_reads == "daemon" and self.daemon is None:
             raise InvalidRequest("replica_reads='daemon' without a daemon", "Pass daemon= or set CKPTD_URL")
         self._check_local()
-        object.__setattr__(self, "linger_s", _linger_s(self.linger_s))
+        object.__setattr__(self, "retain_snapshot_s", _retain_snapshot_s(self.retain_snapshot_s))
         self._check_amounts()
 
     def _check_amounts(self) -> None:
@@ -202,15 +202,17 @@ class Config:
         return Setup(**(knobs | ranks | stores))
 
 
-def _linger_s(given: float | None) -> float:
+def _retain_snapshot_s(given: float | None) -> float:
     """The time that is given, or that of the environment. Raises InvalidRequest."""
-    text = os.environ.get("CKPT_LINGER_S") or LINGER_S if given is None else given
+    text = os.environ.get("CKPT_RETAIN_SNAPSHOT_S") or RETAIN_SNAPSHOT_S if given is None else given
     try:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
     if not 0 <= seconds < math.inf:
-        raise InvalidRequest(f"linger_s must be at least 0, not {text}", "Give seconds, or 0 to keep nothing in memory")
+        raise InvalidRequest(
+            f"retain_snapshot_s must be at least 0, not {text}", "Give seconds, or 0 to keep nothing in memory"
+        )
     return seconds
 
 

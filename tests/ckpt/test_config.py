@@ -8,7 +8,7 @@ import pytest
 
 from ckpt import Checkpointer
 from ckpt.config import Config
-from ckpt.saver.retained import LINGER_S
+from ckpt.saver.retained_snapshot import RETAIN_SNAPSHOT_S
 from ckptstore.errors import BadInput, InvalidRequest
 
 
@@ -33,16 +33,16 @@ def test_neither_store_nor_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
         Checkpointer(run="r")
 
 
-def test_linger_s_is_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CKPT_LINGER_S")
-    assert Config("/store", run="r").linger_s == LINGER_S
-    monkeypatch.setenv("CKPT_LINGER_S", "")
-    assert Config("/store", run="r").linger_s == LINGER_S
-    monkeypatch.setenv("CKPT_LINGER_S", "7")
-    assert Config("/store", run="r").linger_s == 7
-    assert Config("/store", run="r", linger_s=0).linger_s == 0
-    monkeypatch.setenv("CKPT_LINGER_S", "soon")
-    with pytest.raises(InvalidRequest, match="linger_s must be at least 0, not soon"):
+def test_retain_snapshot_s_is_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CKPT_RETAIN_SNAPSHOT_S")
+    assert Config("/store", run="r").retain_snapshot_s == RETAIN_SNAPSHOT_S
+    monkeypatch.setenv("CKPT_RETAIN_SNAPSHOT_S", "")
+    assert Config("/store", run="r").retain_snapshot_s == RETAIN_SNAPSHOT_S
+    monkeypatch.setenv("CKPT_RETAIN_SNAPSHOT_S", "7")
+    assert Config("/store", run="r").retain_snapshot_s == 7
+    assert Config("/store", run="r", retain_snapshot_s=0).retain_snapshot_s == 0
+    monkeypatch.setenv("CKPT_RETAIN_SNAPSHOT_S", "soon")
+    with pytest.raises(InvalidRequest, match="retain_snapshot_s must be at least 0, not soon"):
         Config("/store", run="r")
-    with pytest.raises(InvalidRequest, match="linger_s must be at least 0, not -1"):
-        Config("/store", run="r", linger_s=-1)
+    with pytest.raises(InvalidRequest, match="retain_snapshot_s must be at least 0, not -1"):
+        Config("/store", run="r", retain_snapshot_s=-1)

@@ -18,7 +18,7 @@ from ckpt.host.segment import Segment
 from ckpt.ranks.world import World, is_grouped
 from ckpt.restoring.resolve import take_lease
 from ckpt.saver.messages import Channel
-from ckpt.saver.retained import Attach, HeldSnapshot, ask
+from ckpt.saver.retained_snapshot import Attach, HeldSnapshot, ask
 from ckptstore import human
 from ckptstore.codecs.chunk_codecs import RAW
 from ckptstore.commits.catalog import Checkpoint, State

@@ -2,7 +2,7 @@
 
 Trainer to saver: Setup once, Began with a descriptor per life, Slot with a descriptor per slot, Forget, SaveJob per
 save, Withdraw, Hurry, Abort, Stop. Saver to trainer: SaveProgress, Released, Done, Failed, Warned,
-LocalOnly, Unreplicable, Parted. If the trainer dies, the socket reaches end of file, and the saver finishes its jobs.
+LocalOnly, Unreplicable, Idle. If the trainer dies, the socket reaches end of file, and the saver finishes its jobs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     statistics: bool = True
     heartbeat_s: float = 60.0
     retry_s: float = 0.0
-    linger_s: float = 0.0
+    retain_snapshot_s: float = 0.0
     """How long a saver process keeps the newest committed snapshot after its trainer has died; 0: it does not."""
     trainer: int = 0
     """Process id of the trainer."""
@@ -138,8 +138,9 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Finish all jobs, then exit."""
 
-    lingers: bool = False
-    """The trainer ends because of an error, and may start again: keep the newest committed snapshot for `linger_s`."""
+    retain_snapshot: bool = False
+    """The trainer ends because of an error, and may start again: keep the newest committed snapshot for
+    `retain_snapshot_s`."""
 
 
 class SaveProgress(msgspec.Struct, frozen=True, tag=True):
@@ -206,7 +207,7 @@ class Unreplicable(msgspec.Struct, frozen=True, tag=True):
     hint: str
 
 
-class Parted(msgspec.Struct, frozen=True, tag=True):
+class Idle(msgspec.Struct, frozen=True, tag=True):
     """All jobs have ended. The saver reports nothing more, and lives on to keep memory."""
 
 

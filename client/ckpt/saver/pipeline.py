@@ -41,7 +41,7 @@ from ckpt.saver.messages import (
     Withdraw,
 )
 from ckpt.saver.replicator import REQUEST_RETRY_S, Replicator, Room
-from ckpt.saver.retained import SlotContents
+from ckpt.saver.retained_snapshot import SlotContents
 from ckpt.saver.statistics import ChunkTables, ShardStatistics
 from ckptapi.remote_create import with_remote_create
 from ckptstore import names

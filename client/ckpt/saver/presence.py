@@ -64,8 +64,8 @@ class SaverState(msgspec.Struct, frozen=True, kw_only=True):
     """When the oldest of them was committed locally; null: there is none."""
     orphaned: bool = False
     """Its trainer is gone, and it has read all that the trainer had sent."""
-    lingers: bool = False
-    """All its work is done: it only keeps memory for the next trainer (retained.py)."""
+    idle: bool = False
+    """All its work is done: it only keeps memory for the next trainer (retained_snapshot.py)."""
 
 
 class SaverNote:
@@ -87,7 +87,7 @@ class SaverNote:
         self._waiting: set[int] = set()
         self._failed = 0
         self._local = LocalOnly(0, 0, None)
-        self._orphaned = self._lingers = False
+        self._orphaned = self._idle = False
         self._written_at = 0.0
         self._path, self._fd, self._folder = Path(), -1, -1
         try:
@@ -127,10 +127,10 @@ class SaverNote:
             self._orphaned = True
             self._write()
 
-    def lingers(self) -> None:
+    def idle(self) -> None:
         """All work is done."""
         with self._lock:
-            self._lingers = True
+            self._idle = True
             self._write()
 
     def close(self) -> None:
@@ -168,7 +168,7 @@ class SaverNote:
             local_only_bytes=self._local.bytes,
             local_only_since=self._local.since,
             orphaned=self._orphaned,
-            lingers=self._lingers,
+            idle=self._idle,
         )
         try:
             os.pwrite(self._fd, msgspec.json.encode(state).ljust(_NUM_BYTES), 0)
@@ -184,7 +184,7 @@ def savers() -> list[SaverState]:
     """
     noted = [state for path in sorted(host_folder().glob(f"*{_SUFFIX}")) if (state := _read(path)) is not None]
     known = {state.pid for state in noted}
-    return [state for state in noted if not state.lingers] + [
+    return [state for state in noted if not state.idle] + [
         SaverState(pid=pid, trainer=parent_of(pid)) for pid in _processes() if pid not in known
     ]
 

@@ -21,7 +21,7 @@ from ckpt.saver.messages import (
     Began,
     Channel,
     Command,
-    Parted,
+    Idle,
     Report,
     SaveJob,
     Setup,
@@ -32,7 +32,7 @@ from ckpt.saver.messages import (
 )
 from ckpt.saver.pipeline import Commands, SavePipeline
 from ckpt.saver.presence import SaverNote
-from ckpt.saver.retained import SlotContents, linger
+from ckpt.saver.retained_snapshot import SlotContents, retain_snapshot
 from ckptstore.errors import CkptError
 from ckptstore.stores import open_store
 
@@ -48,8 +48,8 @@ class _Reporter:
         self._note = note
         self._lock = threading.Lock()
 
-    def __call__(self, report: Report | Parted) -> None:
-        if not isinstance(report, Warned | Unreplicable | Parted):
+    def __call__(self, report: Report | Idle) -> None:
+        if not isinstance(report, Warned | Unreplicable | Idle):
             self._note.reported(report)
         try:
             with self._lock:
@@ -71,7 +71,7 @@ def main(sock: int, lock: int) -> int:
         return 1
     note = SaverNote(setup)
     report = _Reporter(channel, note)
-    contents = SlotContents() if setup.linger_s else None
+    contents = SlotContents() if setup.retain_snapshot_s else None
     store = open_store(setup.store, setup.options, retried=setup.retry_s > 0)
     pipeline = SavePipeline(store, setup, report, own_process=True, contents=contents)
     commands = Commands(pipeline)
@@ -81,15 +81,15 @@ def main(sock: int, lock: int) -> int:
     pipeline.finish_uploads()
     # From here on the saver may only wait for other ranks, and any process that sees all receipts can commit. Free the
     # lock for the next trainer, which need not wait for that, and all memory that it cannot use.
-    lingering = linger(setup, contents if stop is None or stop.lingers else None, commands.segments)
+    kept = retain_snapshot(setup, contents if stop is None or stop.retain_snapshot else None, commands.segments)
     os.close(lock)
     pipeline.close()
-    if lingering is not None:
-        report(Parted())
+    if kept is not None:
+        report(Idle())
         channel.close()
         _yield_to_all()
-        note.lingers()
-        lingering.wait()
+        note.idle()
+        kept.wait()
     else:
         channel.close()
     note.close()

@@ -298,8 +298,9 @@ class SaveClient:
         with self._lock:
             self._jobs[job.number] = _UnfinishedJob(snapshot.updates, job.attempt, job.slot)
 
-    def close(self, timeout_s: float | None, lingers: bool = False) -> None:
-        """Wait until every save is durable or has failed, then stop the writer and free the arena. lingers: see Stop.
+    def close(self, timeout_s: float | None, retain_snapshot: bool = False) -> None:
+        """Wait until every save is durable or has failed, then stop the writer and free the arena. retain_snapshot: see
+        Stop.
 
         Raises TimeoutError if that takes longer; a saver process then continues on its own.
         """
@@ -307,7 +308,7 @@ class SaveClient:
         if self._steps is not None:
             self._steps.close()
         if writer is not None:
-            writer.close(timeout_s, lingers)
+            writer.close(timeout_s, retain_snapshot)
         self._arena.close()
 
     # Called by the arena, on the thread that allocates a slot or acquires one.

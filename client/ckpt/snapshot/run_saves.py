@@ -309,7 +309,7 @@ class RunSaves:
         if overlap is not None:
             overlap.close(timeout)
         if client is not None:
-            client.close(timeout, lingers=failed)
+            client.close(timeout, retain_snapshot=failed)
             if self._looking is not None and self.newest is not None and self.newest.done():
                 self._looking.join()
             client.raise_failure()

@@ -24,14 +24,14 @@ from ckpt.saver.launcher import warn_without_launcher
 from ckpt.saver.messages import (
     Channel,
     Command,
-    Parted,
+    Idle,
     Report,
     Setup,
     Stop,
 )
 from ckpt.saver.pipeline import Commands, SavePipeline
 from ckpt.saver.process import IGNORED
-from ckpt.saver.retained import release
+from ckpt.saver.retained_snapshot import release
 from ckptstore.errors import SaverDied
 from ckptstore.format.shards import RawStream
 from ckptstore.stores import open_store
@@ -57,7 +57,7 @@ class ThreadWriter:
         job is released or has failed."""
         self._commands.carry_out(command, memory)
 
-    def close(self, timeout_s: float | None, lingers: bool = False) -> None:
+    def close(self, timeout_s: float | None, retain_snapshot: bool = False) -> None:
         """Finish all jobs and stop. Raises TimeoutError if that takes longer."""
         self._pipeline.heart.stop(closed=True)
         closer = threading.Thread(target=self._pipeline.close, daemon=True)
@@ -114,13 +114,14 @@ class ProcessWriter:
             # A saver that has not read for a minute counts as dead. The listener sees it end and reports its death.
             self._process.kill()
 
-    def close(self, timeout_s: float | None, lingers: bool = False) -> None:
+    def close(self, timeout_s: float | None, retain_snapshot: bool = False) -> None:
         """Finish all jobs and stop. Raises TimeoutError if that takes longer.
 
-        lingers: the trainer ends because of an error; the saver keeps memory for the next one (retained.py).
+        retain_snapshot: the trainer ends because of an error; the saver keeps memory for the next one
+        (retained_snapshot.py).
         """
         self._closing = True
-        self.send(Stop(lingers))
+        self.send(Stop(retain_snapshot))
         if not self._ended.wait(timeout_s):
             raise TimeoutError(f"saves are not durable after {timeout_s} s; the saver goes on")
 
@@ -132,13 +133,13 @@ class ProcessWriter:
         self._process.wait()  # it must not stay a zombie if this process goes on
 
     def _listen_until_end(self) -> None:
-        parted = False
-        while (report := self._channel.receive(Report | Parted)) is not None:
-            if isinstance(report, Parted):
-                parted = True
+        idle = False
+        while (report := self._channel.receive(Report | Idle)) is not None:
+            if isinstance(report, Idle):
+                idle = True
             else:
                 self._on_report(report)
-        status = 0 if parted else self._process.wait()
+        status = 0 if idle else self._process.wait()
         error = None if self._closing and status == 0 else self._death_error(status)
         self._saver_lock.close()
         self._channel.close()

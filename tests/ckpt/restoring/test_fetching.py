@@ -13,13 +13,13 @@ import msgspec
 import pytest
 
 from ckpt.restoring.fetching import attach
-from ckpt.saver import retained
+from ckpt.saver import retained_snapshot
 from ckpt.saver.messages import Channel
-from ckpt.saver.retained import HeldSnapshot
+from ckpt.saver.retained_snapshot import HeldSnapshot
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.stores import open_store
-from tests.ckpt.saver.lingering_train import RUN
+from tests.ckpt.saver.retained_train import RUN
 
 CHECKPOINT = Checkpoint(RUN, Attempt(1, new_ulid(1.0)), State.COMMITTED)
 
@@ -27,7 +27,7 @@ CHECKPOINT = Checkpoint(RUN, Attempt(1, new_ulid(1.0)), State.COMMITTED)
 @contextmanager
 def peer(store: str, answer: Callable[[Channel], None]) -> Iterator[None]:
     """Something that answers where a saver would."""
-    path = retained.socket_path(store, RUN, "strange")
+    path = retained_snapshot.socket_path(store, RUN, "strange")
     path.parent.mkdir(exist_ok=True)
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(str(path))
@@ -35,7 +35,7 @@ def peer(store: str, answer: Callable[[Channel], None]) -> Iterator[None]:
 
     def answer_one() -> None:
         channel = Channel(listening.accept()[0], 30.0)
-        channel.receive(retained.Question)
+        channel.receive(retained_snapshot.Question)
         answer(channel)
         channel.close()
 
@@ -83,4 +83,4 @@ def test_an_answer_of_another_version_stops_neither_a_restore_nor_a_save(tmp_pat
     with peer(url, lambda channel: channel.send(NextHeldSnapshot(1))):
         assert attach(url, CHECKPOINT) is None
     with peer(url, lambda channel: channel.send(NextHeldSnapshot(1))):
-        retained.release(url, RUN, 0)
+        retained_snapshot.release(url, RUN, 0)

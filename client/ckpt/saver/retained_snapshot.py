@@ -38,7 +38,7 @@ from ckptstore.names import Attempt, new_ulid
 
 logger = logging.getLogger(__name__)
 
-LINGER_S = 120.0
+RETAIN_SNAPSHOT_S = 120.0
 """By default, how long the memory is kept."""
 _NEW = ".new"
 """End of a socket's name until it listens: one that refuses counts as left behind."""
@@ -166,7 +166,7 @@ class SlotContents:
             return {slot: snapshot for slot, (_, snapshot) in self._held.items()}
 
 
-class Lingering:
+class RetainedSnapshot:
     """Serves the memory to other trainers, in threads of its own, until it is freed."""
 
     def __init__(self, setup: Setup, contents: SlotContents, segments: dict[int, Segment]) -> None:
@@ -203,7 +203,7 @@ class Lingering:
             self._free()
 
     def _wait_for_end(self) -> None:
-        deadline = time.monotonic() + self._setup.linger_s
+        deadline = time.monotonic() + self._setup.retain_snapshot_s
         while not self._ended.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic()))):
             self._free_unneeded()
             held = sum(segment.num_bytes for segment in self._segments.values())
@@ -270,11 +270,13 @@ class Lingering:
                 self._segments.popitem()[1].close()
 
 
-def linger(setup: Setup, contents: SlotContents | None, segments: dict[int, Segment]) -> Lingering | None:
+def retain_snapshot(
+    setup: Setup, contents: SlotContents | None, segments: dict[int, Segment]
+) -> RetainedSnapshot | None:
     """Keep the memory that the next trainer may need, and free the rest. None: nothing is kept."""
     if contents is not None and contents.slots() and sys.platform == "linux":
         try:
-            return Lingering(setup, contents, segments)
+            return RetainedSnapshot(setup, contents, segments)
         except (OSError, CkptError, RuntimeError) as error:  # RuntimeError: no more threads
             logger.warning("the memory of this saver is not kept for the next trainer: %s", error)
     while segments:

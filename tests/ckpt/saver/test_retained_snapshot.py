@@ -20,32 +20,34 @@ import pytest
 from ckpt import Checkpointer
 from ckpt.host.lock import host_folder
 from ckpt.host.segment import Segment
-from ckpt.saver import retained
+from ckpt.saver import retained_snapshot
 from ckpt.saver.messages import SaveJob, Setup
 from ckpt.saver.presence import savers
-from ckpt.saver.retained import Attach, HeldSnapshot, Lingering, Refused, SlotContents, ask, socket_path
+from ckpt.saver.retained_snapshot import Attach, HeldSnapshot, Refused, RetainedSnapshot, SlotContents, ask, socket_path
 from ckptstore.format.documents import Shard
 from ckptstore.format.shards import ChunkSpan, EncodedChunk, chunk_table
 from ckptstore.names import Attempt, new_ulid, shard_name
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.stores import open_store
 from tests.ckpt.saver.attempts import new_attempt
-from tests.ckpt.saver.lingering_train import RUN, network, state_digest
+from tests.ckpt.saver.retained_train import RUN, network, state_digest
 from tests.support.counting import CountingStore
 from tests.support.forking import TRAINER, fork
 from tests.support.trainers import is_alive
 from tests.support.waiting import Lines, wait_until
 
-LINGER_S = "600"
+RETAIN_SNAPSHOT_S = "600"
 SIZE = 1 << 16
 ROOT = Path(__file__).parents[3]
 
 
 @contextmanager
-def killed_trainer(store: Path, linger_s: str = LINGER_S) -> Iterator[int]:
+def killed_trainer(store: Path, retain_snapshot_s: str = RETAIN_SNAPSHOT_S) -> Iterator[int]:
     """The process id of the saver of a trainer that has saved two steps and was killed."""
     said, says = os.pipe()
-    process = fork(TRAINER, "tests.ckpt.saver.lingering_train", ["train", str(store), linger_s], stdout=says, stderr=2)
+    process = fork(
+        TRAINER, "tests.ckpt.saver.retained_train", ["train", str(store), retain_snapshot_s], stdout=says, stderr=2
+    )
     os.close(says)
     try:
         with open(said) as output:
@@ -64,7 +66,7 @@ def killed_trainer(store: Path, linger_s: str = LINGER_S) -> Iterator[int]:
 def wait_for_memory(store: Path) -> None:
     """Wait until a saver keeps memory, and says so."""
     wait_until(lambda: sockets(store), "a saver that keeps memory")
-    wait_until(lambda: any(note["lingers"] for note in notes(store)), "a note of it")
+    wait_until(lambda: any(note["idle"] for note in notes(store)), "a note of it")
 
 
 def sockets(store: Path) -> list[Path]:
@@ -147,7 +149,7 @@ def test_two_trainers_attach_at_once(tmp_path: Path) -> None:
         for name in ("first", "second"):
             said, says = os.pipe()
             arguments = ["restore", str(store), str(tmp_path), name]
-            processes.append(fork(TRAINER, "tests.ckpt.saver.lingering_train", arguments, stdout=says, stderr=2))
+            processes.append(fork(TRAINER, "tests.ckpt.saver.retained_train", arguments, stdout=says, stderr=2))
             os.close(says)
             pipes.append(open(said))  # noqa: SIM115 - closed below
         wait_until(lambda: (tmp_path / "first").exists() and (tmp_path / "second").exists(), "both")
@@ -171,7 +173,7 @@ def test_another_run_store_or_attempt_is_refused(tmp_path: Path) -> None:
             (Attach(url, "other", str(newest.attempt)), "has saved run"),
             (Attach("file:///elsewhere", RUN, str(newest.attempt)), "has saved run"),
             (Attach(url, RUN, str(first.attempt)), "is not in memory here"),
-            (retained.Release(url, RUN, 3), "the memory of rank 0"),
+            (retained_snapshot.Release(url, RUN, 3), "the memory of rank 0"),
         ):
             [(answer, _)] = ask(url, RUN, question)
             assert isinstance(answer, Refused)
@@ -187,7 +189,7 @@ def test_another_run_store_or_attempt_is_refused(tmp_path: Path) -> None:
 
 OTHER_USER = """
 import contextlib, os, socket, sys
-from ckpt.saver.retained import Answer, Attach
+from ckpt.saver.retained_snapshot import Answer, Attach
 from ckpt.saver.messages import Channel
 
 folder, name, store, run, attempt = sys.argv[1:]
@@ -211,7 +213,7 @@ print(channel.receive(Answer))
 def test_another_user_is_refused(tmp_path: Path) -> None:
     """In a folder of its own, whose mode is changed."""
     store, environment = tmp_path / "store", {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.ckpt.saver.lingering_train", "train", str(store), LINGER_S]
+    command = [sys.executable, "-m", "tests.ckpt.saver.retained_train", "train", str(store), RETAIN_SNAPSHOT_S]
     trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     saver = json.loads(Lines(trainer.stdout).next())["saver"]
     trainer.kill()
@@ -238,10 +240,10 @@ def test_another_user_is_refused(tmp_path: Path) -> None:
         wait_until(lambda: not is_alive(saver), "the end of the saver")
 
 
-def test_a_saver_that_lingers_holds_up_nothing_and_ends_by_itself(tmp_path: Path) -> None:
+def test_an_idle_saver_holds_up_nothing_and_ends_by_itself(tmp_path: Path) -> None:
     store = tmp_path / "store"
     with killed_trainer(store, "0.5") as saver:
-        wait_until(lambda: not is_alive(saver), "the end of linger_s")
+        wait_until(lambda: not is_alive(saver), "the end of retain_snapshot_s")
     with killed_trainer(tmp_path / "store2") as saver:
         wait_for_memory(tmp_path / "store2")
         assert saver not in [state.pid for state in savers()]
@@ -251,7 +253,7 @@ def test_a_saver_that_lingers_holds_up_nothing_and_ends_by_itself(tmp_path: Path
         os.kill(saver, signal.SIGTERM)
         wait_until(lambda: not is_alive(saver), "the end by a signal")
         # Its socket is removed by the next one that looks.
-        assert list(ask(open_store(str(tmp_path / "store2")).url, RUN, retained.Release("", RUN, 0))) == []
+        assert list(ask(open_store(str(tmp_path / "store2")).url, RUN, retained_snapshot.Release("", RUN, 0))) == []
         assert sockets(tmp_path / "store2") == []
 
 
@@ -259,9 +261,9 @@ FAILING = """
 import sys
 from ckpt import Checkpointer
 from tests.ckpt.saver.attempts import new_attempt
-from tests.ckpt.saver.lingering_train import RUN, network
+from tests.ckpt.saver.retained_train import RUN, network
 
-checkpointer = Checkpointer(sys.argv[1], run=RUN, linger_s=600)
+checkpointer = Checkpointer(sys.argv[1], run=RUN, retain_snapshot_s=600)
 checkpointer.save_async(network(1), None, 1)
 checkpointer.wait()
 print(checkpointer.saver_pid, flush=True)
@@ -291,8 +293,8 @@ def test_the_memory_of_a_trainer_that_ends_by_an_exception_is_kept(tmp_path: Pat
     assert state_digest(model) == state_digest(network(1))
 
 
-def test_nothing_lingers_after_a_close_or_without_linger_s(tmp_path: Path) -> None:
-    with suppress(SystemExit), Checkpointer(str(tmp_path / "store"), run=RUN, linger_s=600) as checkpointer:
+def test_nothing_is_retained_after_a_close_or_without_retain_snapshot_s(tmp_path: Path) -> None:
+    with suppress(SystemExit), Checkpointer(str(tmp_path / "store"), run=RUN, retain_snapshot_s=600) as checkpointer:
         checkpointer.save(network(1), None, 1)
         saver = checkpointer.saver_pid
         sys.exit()  # no error
@@ -338,22 +340,22 @@ def test_what_the_slots_hold_follows_commits_failures_and_reuse() -> None:
 
 SETUP = Setup(
     store="file:///somewhere", options={}, run=RUN, rank=0, world_size=1, compress="off", peer_timeout_s=1.0,
-    daemon=None, token=None, linger_s=600.0,
+    daemon=None, token=None, retain_snapshot_s=600.0,
 )  # fmt: skip
 
 
-def ask_for_one() -> list[retained.Answer]:
+def ask_for_one() -> list[retained_snapshot.Answer]:
     return [answer for answer, _ in ask(SETUP.store, RUN, Attach(SETUP.store, RUN, str(ONE)))]
 
 
 @pytest.mark.parametrize("cause", ["little memory", "an error"])
 def test_the_memory_is_freed_when_the_host_needs_it(cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
     available = [1 << 40]
-    monkeypatch.setattr(retained, "available_bytes", lambda environ: available[0])
+    monkeypatch.setattr(retained_snapshot, "available_bytes", lambda environ: available[0])
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     contents, segments = SlotContents(), {0: Segment(SIZE), 1: Segment(SIZE)}
     hold(contents, 1, 1, ONE)
-    lingering = Lingering(SETUP, contents, segments)
+    kept = RetainedSnapshot(SETUP, contents, segments)
     assert set(segments) == {1}
     assert ask_for_one() == [held(ONE)]
     if cause == "an error":
@@ -361,13 +363,13 @@ def test_the_memory_is_freed_when_the_host_needs_it(cause: str, monkeypatch: pyt
     else:
         available[0] = SIZE // 8 - 1
     wait_until(lambda: not segments, "the end of the memory")
-    lingering.wait()
+    kept.wait()
     assert ask_for_one() == []
 
 
 def test_a_socket_is_found_only_once_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that refuses connections counts as left behind, and is removed."""
-    listen, early = socket.socket.listen, list[retained.Answer]()
+    listen, early = socket.socket.listen, list[retained_snapshot.Answer]()
 
     def ask_and_listen(self: socket.socket) -> None:
         early.extend(ask_for_one())
@@ -377,8 +379,8 @@ def test_a_socket_is_found_only_once_it_listens(monkeypatch: pytest.MonkeyPatch)
     hold(contents, 1, 1, ONE)
     with monkeypatch.context() as patched:
         patched.setattr(socket.socket, "listen", ask_and_listen)
-        lingering = Lingering(SETUP, contents, segments)
+        kept = RetainedSnapshot(SETUP, contents, segments)
     assert early == []
     assert ask_for_one() == [held(ONE)]
-    retained.release(SETUP.store, RUN, SETUP.rank)
-    lingering.wait()
+    retained_snapshot.release(SETUP.store, RUN, SETUP.rank)
+    kept.wait()

@@ -1,6 +1,7 @@
-"""Trainers of test_retained: `lingering_train train STORE LINGER_S` saves two steps, says so, and waits to be killed.
+"""Trainers of test_retained_snapshot: `retained_train train STORE RETAIN_SNAPSHOT_S` saves two steps, says so, and
+waits to be killed.
 
-`lingering_train restore STORE FOLDER NAME` restores when there is a file `go` in the folder, and prints as JSON what it
+`retained_train restore STORE FOLDER NAME` restores when there is a file `go` in the folder, and prints as JSON what it
 read from where, and the digest of the state. The file `NAME` shows that it is ready.
 """
 
@@ -17,7 +18,7 @@ from torch import nn
 
 from ckpt import Checkpointer
 
-RUN = "lingering"
+RUN = "retained"
 
 
 def network(step: int) -> nn.ParameterDict:
@@ -37,9 +38,9 @@ def state_digest(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def train(store: str, linger_s: str) -> None:
+def train(store: str, retain_snapshot_s: str) -> None:
     """Save, and wait to be killed."""
-    checkpointer = Checkpointer(store, run=RUN, compress="fast", linger_s=float(linger_s))
+    checkpointer = Checkpointer(store, run=RUN, compress="fast", retain_snapshot_s=float(retain_snapshot_s))
     for step in (1, 2):
         checkpointer.save(network(step), None, step)
     print(json.dumps({"saver": checkpointer.saver_pid}), flush=True)
