@@ -18,7 +18,7 @@ from ckptstore.commits.commit import commit_attempt
 from ckptstore.commits.generations import NewAttempt, Session
 from ckptstore.format.documents import FORMAT, Generation
 from ckptstore.format.parsing import seal
-from ckptstore.format.records import ORIGIN, Ended, Heartbeat, Policy, PolicySet
+from ckptstore.format.records import ORIGIN, Heartbeat, Policy, PolicySet, TrainerEnd
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.retention.pins import pin
 from ckptstore.retention.policy import change_policies
@@ -133,7 +133,8 @@ def _running(store: Store, name: str, now: float) -> None:
     heartbeat = Heartbeat(
         format=FORMAT, kind="heartbeat", run=name, id=id, by="tests", began_at=now - NUM_STEPS * 900 - 60,
         trains_at=now - NUM_STEPS * 900, restored_s=0.0, parent=None, generation=0, at=[now], step=[NUM_STEPS * 500],
-        stalled_s=[40.0], slowed_s=[0.0], ended=Ended.NOT, ended_at=now, extensions=_origin("ada", "node-07", 48213),
+        stalled_s=[40.0], slowed_s=[0.0], ended=TrainerEnd.NOT, ended_at=now,
+        extensions=_origin("ada", "node-07", 48213),
     )  # fmt: skip
     store.put(run.keys.heartbeat(id), seal(heartbeat))
 

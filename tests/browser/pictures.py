@@ -21,7 +21,7 @@ from ckptstore.commits.commit import commit_attempt
 from ckptstore.commits.labels import LabelChange, change_labels
 from ckptstore.format.documents import FORMAT, Generation
 from ckptstore.format.parsing import seal
-from ckptstore.format.records import ORIGIN, Ended, Heartbeat, Policy, PolicySet
+from ckptstore.format.records import ORIGIN, Heartbeat, Policy, PolicySet, TrainerEnd
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.retention.policy import change_policies
 from ckptstore.run import Run
@@ -49,16 +49,16 @@ class Trainer:
     """The loss that its run approaches."""
     host: str
     job: int
-    ended: Ended = Ended.NOT
+    ended: TrainerEnd = TrainerEnd.NOT
     tags: tuple[tuple[str, str], ...] = ()
 
 
 _PAPER = (("paper", ""),)
 TRAINERS = (
-    Trainer("gpt-1b", 1, range(1000, 14_001, 1000), 33.5, 4.2, 2.05, "node-07", 48213, Ended.DIED),
-    Trainer("gpt-1b", 2, range(13_000, 29_001, 1000), 12.2, 4.2, 2.02, "node-11", 48377, Ended.REQUESTED),
+    Trainer("gpt-1b", 1, range(1000, 14_001, 1000), 33.5, 4.2, 2.05, "node-07", 48213, TrainerEnd.DIED),
+    Trainer("gpt-1b", 2, range(13_000, 29_001, 1000), 12.2, 4.2, 2.02, "node-11", 48377, TrainerEnd.REQUESTED),
     Trainer("gpt-1b", 3, range(30_000, 38_001, 1000), 0.4, 4.1, 2.0, "node-07", 48502),
-    Trainer("gpt-1b-warm", 1, range(1000, 24_001, 1000), 50.0, 4.2, 2.2, "node-03", 47790, Ended.CLOSED, _PAPER),
+    Trainer("gpt-1b-warm", 1, range(1000, 24_001, 1000), 50.0, 4.2, 2.2, "node-03", 47790, TrainerEnd.CLOSED, _PAPER),
     Trainer("lora-7b", 1, range(200, 2801, 200), 5.2, 3.1, 1.31, "node-02", 48466),
     Trainer("vit-l", 1, range(5000, 40_001, 5000), 0.1, 0.3, 0.92, "node-15", 48490, tags=(("sweep", "7"),)),
 )  # fmt: skip

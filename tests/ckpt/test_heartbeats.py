@@ -12,7 +12,7 @@ from ckpt import Checkpointer
 from ckptstore.analysis.goodput import EndOf, read_account
 from ckptstore.commits.audit import operator
 from ckptstore.commits.heartbeats import read_heartbeats
-from ckptstore.format.records import Ended
+from ckptstore.format.records import TrainerEnd
 from ckptstore.run import Run, origin
 from ckptstore.stores import open_store
 from tests.support.trainers import is_alive, trainer_on
@@ -37,7 +37,7 @@ def test_a_killed_trainer_and_the_one_that_resumes(tmp_path: Path) -> None:
             trainer.kill()
         wait_until(lambda: not is_alive(trainer.saver))
         found = read_heartbeats(run)
-        assert [one.ended for one in found] == [Ended.DIED] * number
+        assert [one.ended for one in found] == [TrainerEnd.DIED] * number
         assert found[-1].generation == number
         assert found[-1].step[-1] >= trainer.saved
     first, second = read_account(run).attempts

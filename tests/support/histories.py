@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from ckpt.saver.heart import Ending, Reading
-from ckpt.saver.heart import Life as RecordedLife
-from ckpt.saver.messages import Began
+from ckpt.saver.heartbeat_writer import ExpectedEnd, Reading
+from ckpt.saver.heartbeat_writer import TrainerRun as RecordedRun
+from ckpt.saver.messages import TrainerStarted
 from ckptstore.analysis.goodput import Spent
-from ckptstore.format.records import Ended, Heartbeat
+from ckptstore.format.records import Heartbeat, TrainerEnd
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.run import Run
 
@@ -35,7 +35,7 @@ class _Life:
     """Begin, end and category of everything that training did, apart from what was lost."""
     readings: list[Reading] = field(default_factory=list)
     saves: list[_Save] = field(default_factory=list)
-    how: Ended = Ended.NOT
+    how: TrainerEnd = TrainerEnd.NOT
     ended_at: float = 0.0
     known_until: float = float("inf")
     """Where the heartbeats end, if the saver died too."""
@@ -90,7 +90,7 @@ class History:
             self._spend(life, usual, Spent.PRODUCTIVE)
             self._spend(life, extra, Spent.SLOWDOWN)
             step, slowed = step + 1, slowed + extra
-            life.readings.append(Reading(self._now, step, stalled, slowed, Ending.NONE))
+            life.readings.append(Reading(self._now, step, stalled, slowed, ExpectedEnd.NONE))
             if step % every == 0 and not under_way:
                 self._save(life, step, durable_s)
                 self._spend(life, stall_s, Spent.STALL)
@@ -104,13 +104,13 @@ class History:
     def _end(self, life: _Life, end: str, last: bool, step: int) -> bool:
         if last or end == "preempt":
             self._save(life, step, 20.0)
-            life.readings.append(Reading(self._now, step, *self._costs(life), Ending.NONE))
+            life.readings.append(Reading(self._now, step, *self._costs(life), ExpectedEnd.NONE))
             self._spend(life, 20.0, Spent.STALL)  # the trainer closes, and waits
-            life.how = Ended.CLOSED if last else Ended.REQUESTED
+            life.how = TrainerEnd.CLOSED if last else TrainerEnd.REQUESTED
         elif end == "rewind":
-            life.how = Ended.REWOUND
+            life.how = TrainerEnd.REWOUND
         elif end == "kill":
-            life.how = Ended.DIED  # the saver goes on, and finishes what is under way
+            life.how = TrainerEnd.DIED  # the saver goes on, and finishes what is under way
         else:
             life.known_until = self._now - self._random.uniform(0, BEAT_S)
             for save in life.saves:
@@ -137,8 +137,8 @@ class History:
         return [self._heartbeat(run, life) for life in self.lives]
 
     def _heartbeat(self, run: Run, life: _Life) -> Heartbeat:
-        recorded = RecordedLife(
-            Began(
+        recorded = RecordedRun(
+            TrainerStarted(
                 id=new_ulid(life.began_at), parent=str(life.parent.attempt) if life.parent else None,
                 began_at=life.began_at, trains_at=life.trains_at, restored_s=life.restored_s,
             )
@@ -146,7 +146,7 @@ class History:
         if any(save.captured_at <= life.known_until for save in life.saves):
             recorded.generation = life.number
         due = life.trains_at + BEAT_S
-        last = Reading(0.0, 0, 0.0, 0.0, Ending.NONE)
+        last = Reading(0.0, 0, 0.0, 0.0, ExpectedEnd.NONE)
         for reading in life.readings:
             if reading.at > life.known_until:
                 break
@@ -157,7 +157,7 @@ class History:
         for save in life.saves:
             if save.captured_at <= life.known_until:
                 before = [one for one in life.readings if one.at <= save.captured_at][-1]
-                recorded.add(Reading(save.captured_at, save.attempt.step, *_costs_of(before), Ending.NONE))
+                recorded.add(Reading(save.captured_at, save.attempt.step, *_costs_of(before), ExpectedEnd.NONE))
         if life.how:
             recorded.add(last)
         return recorded.document(run, life.how, min(life.ended_at, life.known_until))

@@ -159,7 +159,7 @@ _NEVER_FORGOTTEN_S = 24 * 3600.0
 _CLOCK_S = 0.001
 """Between the commits of two saves of one step, should the clock be set back."""
 
-Ended = Callable[[Outcome | BaseException], None]
+OnEnd = Callable[[Outcome | BaseException], None]
 
 
 def write_receipt(
@@ -200,7 +200,7 @@ class _Waiting:
 
     attempt: Attempt
     own: StoredReceipt
-    ended: Ended
+    ended: OnEnd
     since: float
     look_at: float
     changed_at: float
@@ -227,7 +227,7 @@ class Committer:
         """What was committed last, and when. For the committer's thread."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-commit")
 
-    def add(self, attempt: Attempt, own: StoredReceipt, ended: Ended, earlier: Sequence[Attempt] = ()) -> None:
+    def add(self, attempt: Attempt, own: StoredReceipt, ended: OnEnd, earlier: Sequence[Attempt] = ()) -> None:
         """Commit an attempt once it is complete, or on ranks other than 0 wait for its outcome. For any thread.
 
         earlier: the attempts of earlier saves of the same step by this trainer. The last save counts, so rank 0 waits

@@ -1,7 +1,7 @@
 """The messages between trainer and saver: length-prefixed JSON over a Unix socket.
 
-Trainer to saver: Setup once, Began with a descriptor per life, Slot with a descriptor per slot, Forget, SaveJob per
-save, Withdraw, Hurry, Abort, Stop. Saver to trainer: SaveProgress, Released, Done, Failed, Warned,
+Trainer to saver: Setup once, TrainerStarted with a descriptor per life, Slot with a descriptor per slot, Forget,
+SaveJob per save, Withdraw, Hurry, Abort, Stop. Saver to trainer: SaveProgress, Released, Done, Failed, Warned,
 LocalOnly, Unreplicable, Idle. If the trainer dies, the socket reaches end of file, and the saver finishes its jobs.
 """
 
@@ -23,7 +23,7 @@ from ckptstore.format.documents import JSON
 
 _LENGTH = struct.Struct("<Q")
 _MAX_FDS = 4
-PULSE_BYTES = 4096
+SHARED_STEP_BYTES = 4096
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -63,15 +63,15 @@ class Setup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         return self.remote or self.store
 
 
-class Began(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Rank 0 begins to train; the memory of its pulse (heart.Pulse) comes with the message."""
+class TrainerStarted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Rank 0 begins to train; the memory of its SharedStep (heartbeat_writer.py) comes with the message."""
 
     id: str
     parent: str | None
     began_at: float
     trains_at: float
     restored_s: float
-    num_bytes: int = PULSE_BYTES
+    num_bytes: int = SHARED_STEP_BYTES
 
 
 class Slot(msgspec.Struct, frozen=True, tag=True):
@@ -211,7 +211,7 @@ class Idle(msgspec.Struct, frozen=True, tag=True):
     """All jobs have ended. The saver reports nothing more, and lives on to keep memory."""
 
 
-Command = Setup | Began | Slot | Forget | SaveJob | Withdraw | Hurry | Abort | Stop
+Command = Setup | TrainerStarted | Slot | Forget | SaveJob | Withdraw | Hurry | Abort | Stop
 Report = SaveProgress | Released | Done | Failed | Warned | LocalOnly | Unreplicable
 
 

@@ -21,11 +21,10 @@ from ckpt.host.segment import Segment
 from ckpt.saver.commit import Committer, Notifier, Numbering, abort_attempts, describe, failed, write_receipt
 from ckpt.saver.deriving import Derived, divide
 from ckpt.saver.encode import CpuThrottle, Encoder, Encoding, encode_by
-from ckpt.saver.heart import Heart, Pulse
+from ckpt.saver.heartbeat_writer import HeartbeatWriter, SharedStep
 from ckpt.saver.incremental import ChunkIndex, IncrementalSave, ignore
 from ckpt.saver.messages import (
     Abort,
-    Began,
     Command,
     Done,
     Forget,
@@ -37,6 +36,7 @@ from ckpt.saver.messages import (
     SaveProgress,
     Setup,
     Slot,
+    TrainerStarted,
     Warned,
     Withdraw,
 )
@@ -178,7 +178,7 @@ class SavePipeline:
         daemon = setup.daemon if setup.remote is None else None
         self._run = Run(with_remote_create(self._store, daemon, setup.token), setup.run, clock)
         remote = self._remote_run(setup, setup.remote, clock) if setup.remote is not None else None
-        self.heart = Heart(
+        self.heartbeats = HeartbeatWriter(
             remote or self._run, setup.heartbeat_s if setup.rank == 0 else 0.0, replicated=remote is not None
         )
         self._numbering = Numbering(self._run, lambda message: report(Warned(message)))
@@ -217,7 +217,7 @@ class SavePipeline:
         raw: read only; masters and casts of a state that is not in memory as a whole are not compared.
         """
         received_at = time.perf_counter()
-        self.heart.captured(job.attempt.step, job.created_at)
+        self.heartbeats.captured(job.attempt.step, job.created_at)
         if job.lease is not None:
             self._leases.add(job.lease)
         self._contents.submitted(job)
@@ -302,10 +302,10 @@ class SavePipeline:
         self._encoder.close()
         self._committer.close()
         self._background.shutdown(wait=True)
-        self.heart.finish()
+        self.heartbeats.finish()
         if self._replicator is not None:
             self._replicator.finish()
-        self.heart.close()
+        self.heartbeats.close()
         if self._notifier is not None:
             self._notifier.close()
 
@@ -316,7 +316,7 @@ class SavePipeline:
                 return  # withdrawn
         try:
             attempt = self._numbering.attempt(job.attempt)
-            self.heart.numbered(attempt.generation, job.created_at)
+            self.heartbeats.numbered(attempt.generation, job.created_at)
             with running.encoding:
                 receipt, released = self._make_durable(running, attempt, again)
             self._report(released)
@@ -412,7 +412,7 @@ class SavePipeline:
 
     def _replicator_reports(self, report: Report) -> None:
         if isinstance(report, LocalOnly):
-            self.heart.local_only(report)
+            self.heartbeats.local_only(report)
         self._report(report)
 
     def _remote_run(self, setup: Setup, url: str, clock: Clock) -> Run:
@@ -460,7 +460,8 @@ class Commands:
         """The memory of the slots."""
 
     def carry_out(self, command: Command, memory: Any = None) -> None:
-        """memory: the Segment of a Slot or Began, or the RawStream of a SaveJob whose state is not in a slot."""
+        """memory: the Segment of a Slot or TrainerStarted, or the RawStream of a SaveJob whose state is not in a
+        slot."""
         pipeline = self._pipeline
         match command:
             case SaveJob():
@@ -471,8 +472,8 @@ class Commands:
                 self.segments[command.number] = memory
             case Forget():
                 self.segments.pop(command.slot).close()
-            case Began():
-                pipeline.heart.begin(command, Pulse(memory))
+            case TrainerStarted():
+                pipeline.heartbeats.begin(command, SharedStep(memory))
             case Withdraw():
                 pipeline.withdraw(command.step)
             case Hurry():

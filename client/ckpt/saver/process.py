@@ -18,7 +18,6 @@ from pathlib import Path
 from ckpt.host.segment import Segment
 from ckpt.saver.encode import lower_priority
 from ckpt.saver.messages import (
-    Began,
     Channel,
     Command,
     Idle,
@@ -27,6 +26,7 @@ from ckpt.saver.messages import (
     Setup,
     Slot,
     Stop,
+    TrainerStarted,
     Unreplicable,
     Warned,
 )
@@ -76,7 +76,7 @@ def main(sock: int, lock: int) -> int:
     pipeline = SavePipeline(store, setup, report, own_process=True, contents=contents)
     commands = Commands(pipeline)
     stop = _serve(channel, commands, note)
-    pipeline.heart.stop(closed=stop is not None)
+    pipeline.heartbeats.stop(closed=stop is not None)
     note.orphaned()
     pipeline.finish_uploads()
     # From here on the saver may only wait for other ranks, and any process that sees all receipts can commit. Free the
@@ -114,7 +114,7 @@ def _serve(channel: Channel, commands: Commands, note: SaverNote) -> Stop | None
             return command
         if isinstance(command, SaveJob):
             note.accepted(command)
-        with_memory = isinstance(command, Slot | Began)
+        with_memory = isinstance(command, Slot | TrainerStarted)
         commands.carry_out(command, Segment(command.num_bytes, channel.take_fd()) if with_memory else None)
     return None
 

@@ -2,7 +2,7 @@
 what saves have cost it, for the heartbeats of rank 0. For the training thread.
 
 The clock is called once per step: with the step from `Schedule.due`, or without it from the hook before
-`optim.step()`. Both take microseconds: a few numbers are written to shared memory (saver/heart.py).
+`optim.step()`. Both take microseconds: a few numbers are written to shared memory (saver/heartbeat_writer.py).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 from statistics import median
 
 from ckpt.lazily import torch
-from ckpt.saver.heart import Ending, Pulse
-from ckpt.saver.messages import Began
+from ckpt.saver.heartbeat_writer import ExpectedEnd, SharedStep
+from ckpt.saver.messages import TrainerStarted
 from ckpt.snapshot.handle import SaveHandle
 from ckpt.snapshot.writers import SaveWriter
 from ckptstore.clock import Clock, system_clock
@@ -128,13 +128,13 @@ class StepClock:
         self._newest: SaveHandle | None = None
         self._clock = clock
         self._announced: tuple[SaveWriter, str] | None = None
-        self._pulse: Pulse | None = None
+        self._shared_step: SharedStep | None = None
         self._counted: Callable[[], object] = _nothing
         self._begin(process_started_at(), None, 0, 0.0)
 
     def _begin(self, began_at: float, parent: str | None, step: int, restored_s: float) -> None:
         now = self._clock()
-        self._began = Began(
+        self._began = TrainerStarted(
             id=new_ulid(now), parent=parent, began_at=began_at, trains_at=now, restored_s=restored_s
         )  # fmt: skip
         self.close()
@@ -156,21 +156,21 @@ class StepClock:
         self._begin(began_at, parent, step, seconds)
 
     def announce(self, writer: SaveWriter) -> None:
-        """Send the pulse to a writer that does not have it. Any thread that submits jobs may call it."""
+        """Send the shared step to a writer that does not have it. Any thread that submits jobs may call it."""
         if self._announced is not None and self._announced == (writer, self._began.id):
             return
-        if self._pulse is None:
-            self._pulse = Pulse()
+        if self._shared_step is None:
+            self._shared_step = SharedStep()
             if self._requests:
-                self._end_with(Ending.REQUESTED)  # before the first save
-        writer.send(self._began, self._pulse.segment)
+                self._end_with(ExpectedEnd.REQUESTED)  # before the first save
+        writer.send(self._began, self._shared_step.segment)
         self._announced = (writer, self._began.id)
 
     def close(self) -> None:
-        """Close the pulse. A saver that has it reads on; the next announcement creates another."""
-        pulse, self._pulse = self._pulse, None
-        if pulse is not None:
-            pulse.close()
+        """Close the shared step. A saver that has it reads on; the next announcement creates another."""
+        shared_step, self._shared_step = self._shared_step, None
+        if shared_step is not None:
+            shared_step.close()
 
     def reached(self, step: int) -> None:
         """The loop has reached a step."""
@@ -201,8 +201,8 @@ class StepClock:
         if self._requests:
             self._requests -= 1
             if not self._requests:
-                self._end_with(Ending.NONE)  # the second save since: training went on
-        if self._pulse is not None:
+                self._end_with(ExpectedEnd.NONE)  # the second save since: training went on
+        if self._shared_step is not None:
             self._write(self._clock())
 
     @contextmanager
@@ -219,7 +219,7 @@ class StepClock:
     def requested(self) -> None:
         """A save was requested: if training ends after it, it was preempted. For any thread and signal handlers."""
         self._requests = 2
-        self._end_with(Ending.REQUESTED)
+        self._end_with(ExpectedEnd.REQUESTED)
 
     def closing(self) -> bool:
         """The Checkpointer is closed. Returns whether that is because of an exception; sys.exit() is none."""
@@ -227,23 +227,23 @@ class StepClock:
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         failed = error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
         if failed:
-            self._end_with(Ending.ERROR)
+            self._end_with(ExpectedEnd.ERROR)
         return failed
 
-    def _end_with(self, ending: Ending) -> None:
-        if (pulse := self._pulse) is not None:
-            pulse.write_ending(ending)
+    def _end_with(self, ending: ExpectedEnd) -> None:
+        if (shared_step := self._shared_step) is not None:
+            shared_step.write_expected_end(ending)
 
     def _tick(self) -> None:
         self._ticks += 1
         self._costs.tick(time.perf_counter(), self._newest)
-        if self._pulse is not None:
+        if self._shared_step is not None:
             self._write(self._clock())
 
     def _write(self, now: float) -> None:
-        assert self._pulse is not None
+        assert self._shared_step is not None
         stalled_s, slowed_s = self._costs.totals
-        self._pulse.write(now, self._step, stalled_s + self._waited_s, slowed_s)
+        self._shared_step.write(now, self._step, stalled_s + self._waited_s, slowed_s)
 
 
 def _nothing() -> None:

@@ -59,7 +59,7 @@ class ThreadWriter:
 
     def close(self, timeout_s: float | None, retain_snapshot: bool = False) -> None:
         """Finish all jobs and stop. Raises TimeoutError if that takes longer."""
-        self._pipeline.heart.stop(closed=True)
+        self._pipeline.heartbeats.stop(closed=True)
         closer = threading.Thread(target=self._pipeline.close, daemon=True)
         closer.start()
         closer.join(timeout_s)

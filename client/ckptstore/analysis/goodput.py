@@ -21,7 +21,7 @@ from ckptstore.commits.generations import read_generations
 from ckptstore.commits.heartbeats import read_heartbeats
 from ckptstore.errors import NoCheckpoint
 from ckptstore.format.documents import Generation
-from ckptstore.format.records import LOCAL_ONLY, ORIGIN, Ended, Heartbeat, LocalOnly, Origin
+from ckptstore.format.records import LOCAL_ONLY, ORIGIN, Heartbeat, LocalOnly, Origin, TrainerEnd
 from ckptstore.names import Attempt
 from ckptstore.run import Run
 
@@ -88,7 +88,7 @@ class Beat:
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class TrainerRun:
     """One life of a trainer."""
 
     id: str
@@ -99,13 +99,13 @@ class Life:
     generation: int | None
     beats: Sequence[Beat]
     """In order of time."""
-    ended: Ended
+    ended: TrainerEnd
     ended_at: float
     measured: bool = True
     """False: it left no heartbeat, and is known by its checkpoints only."""
     origin: Origin | None = None
 
-    def with_captures(self, captures: Iterable[tuple[float, int]]) -> Life:
+    def with_captures(self, captures: Iterable[tuple[float, int]]) -> TrainerRun:
         """The life with the moments and steps of its checkpoints as further beats."""
         known = {beat.step for beat in self.beats}
         series = _Series.of(self)
@@ -187,7 +187,7 @@ def read_account(run: Run, checkpoints: Sequence[Checkpoint] | None = None) -> A
 
 def lives_of(
     heartbeats: Iterable[Heartbeat], generations: Iterable[Generation | None], checkpoints: Iterable[Checkpoint]
-) -> list[Life]:
+) -> list[TrainerRun]:
     """The lives that left heartbeats, and those of generations that did not. Pure."""
     captures: dict[int, list[tuple[float, int]]] = {}
     for checkpoint in checkpoints:
@@ -205,9 +205,9 @@ def lives_of(
     ]
 
 
-def _of_heartbeat(found: Heartbeat) -> Life:
+def _of_heartbeat(found: Heartbeat) -> TrainerRun:
     beats = zip(found.at, found.step, found.stalled_s, found.slowed_s, strict=True)
-    return Life(
+    return TrainerRun(
         id=found.id, began_at=found.began_at, trains_at=max(found.began_at, found.trains_at),
         restored_s=max(0.0, found.restored_s), generation=found.generation,
         parent=Attempt.parse(found.parent) if found.parent is not None else None,
@@ -216,7 +216,9 @@ def _of_heartbeat(found: Heartbeat) -> Life:
     )  # fmt: skip
 
 
-def _of_generation(number: int, document: Generation | None, captures: Sequence[tuple[float, int]]) -> Life | None:
+def _of_generation(
+    number: int, document: Generation | None, captures: Sequence[tuple[float, int]]
+) -> TrainerRun | None:
     """A life that is known by its generation. Its saves seem to cost nothing, and its end is its last capture."""
     if document is not None:
         began_at = names.ulid_time(document.session)
@@ -226,15 +228,15 @@ def _of_generation(number: int, document: Generation | None, captures: Sequence[
     else:
         return None
     ended_at = captures[-1][0] if captures else began_at
-    return Life(
+    return TrainerRun(
         id=document.session if document is not None else f"generation {number}", began_at=began_at, trains_at=began_at,
         restored_s=0.0, parent=Attempt.parse(document.parent) if document is not None and document.parent else None,
-        generation=number, beats=[Beat(at, step) for at, step in captures], ended=Ended.NOT, ended_at=ended_at,
+        generation=number, beats=[Beat(at, step) for at, step in captures], ended=TrainerEnd.NOT, ended_at=ended_at,
         measured=False, origin=document.extension(ORIGIN, Origin) if document is not None else None,
     )  # fmt: skip
 
 
-def account(run: str, lives: Sequence[Life], now: float, silent_s: float) -> Account:
+def account(run: str, lives: Sequence[TrainerRun], now: float, silent_s: float) -> Account:
     """The account of a run that has at least one life. silent_s: a life without a beat for this time has vanished."""
     lives = sorted(lives, key=lambda life: (life.began_at, life.id))
     kept = _kept_steps(lives)
@@ -259,7 +261,7 @@ def account(run: str, lives: Sequence[Life], now: float, silent_s: float) -> Acc
     )  # fmt: skip
 
 
-def _kept_steps(lives: Sequence[Life]) -> list[float]:
+def _kept_steps(lives: Sequence[TrainerRun]) -> list[float]:
     """The last step of each life that was kept; -inf: none."""
     kept = [-inf] * len(lives)
     number: int | None = len(lives) - 1
@@ -274,13 +276,15 @@ def _kept_steps(lives: Sequence[Life]) -> list[float]:
     return kept
 
 
-def _saver_of(lives: Sequence[Life], parent: Attempt) -> int | None:
+def _saver_of(lives: Sequence[TrainerRun], parent: Attempt) -> int | None:
     """The newest of these lives that saved in the generation of an attempt."""
     found = (number for number, life in enumerate(lives) if life.generation == parent.generation)
     return max(found, default=None)
 
 
-def _attempt(life: Life, kept_step: float, after: Life | None, now: float, silent_s: float) -> AttemptAccount:
+def _attempt(
+    life: TrainerRun, kept_step: float, after: TrainerRun | None, now: float, silent_s: float
+) -> AttemptAccount:
     ended_at = life.ended_at if life.ended else max(life.ended_at, life.trains_at)
     if after is not None:
         ended_at = min(ended_at, after.began_at)  # an old job may run on: its steps change nothing
@@ -314,19 +318,19 @@ def _attempt(life: Life, kept_step: float, after: Life | None, now: float, silen
     )  # fmt: skip
 
 
-_CLOSING = (Ended.CLOSED, Ended.REQUESTED, Ended.ERROR)
-_ENDS: Mapping[Ended, EndOf] = {
-    Ended.REQUESTED: EndOf.PREEMPTED,
-    Ended.ERROR: EndOf.ERROR,
-    Ended.DIED: EndOf.DIED,
-    Ended.REWOUND: EndOf.REWOUND,
+_CLOSING = (TrainerEnd.CLOSED, TrainerEnd.REQUESTED, TrainerEnd.ERROR)
+_ENDS: Mapping[TrainerEnd, EndOf] = {
+    TrainerEnd.REQUESTED: EndOf.PREEMPTED,
+    TrainerEnd.ERROR: EndOf.ERROR,
+    TrainerEnd.DIED: EndOf.DIED,
+    TrainerEnd.REWOUND: EndOf.REWOUND,
 }
 
 
-def _end(life: Life, after: Life | None, now: float, silent_s: float) -> EndOf:
+def _end(life: TrainerRun, after: TrainerRun | None, now: float, silent_s: float) -> EndOf:
     if life.ended in _ENDS:
         return _ENDS[life.ended]
-    if life.ended is Ended.CLOSED:
+    if life.ended is TrainerEnd.CLOSED:
         return EndOf.FINISHED if after is None else EndOf.STOPPED
     if after is None and now - life.ended_at < silent_s:
         return EndOf.RUNNING
@@ -341,7 +345,7 @@ class _Series:
     times: Sequence[float] = field(repr=False)
 
     @classmethod
-    def of(cls, life: Life) -> _Series:
+    def of(cls, life: TrainerRun) -> _Series:
         """The beats after the beginning of training, which is a beat too."""
         start = Beat(life.trains_at, life.parent.step if life.parent is not None else 0)
         beats = [start, *(beat for beat in life.beats if beat.at > life.trains_at)]

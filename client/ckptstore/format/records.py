@@ -89,7 +89,7 @@ class Finding(StoredDocument, frozen=True):
     """Empty if every byte is intact."""
 
 
-class Ended(StrEnum):
+class TrainerEnd(StrEnum):
     """How the life of a trainer ended: from its start, or a restore in place, to its end or the next restore."""
 
     NOT = ""
@@ -159,7 +159,7 @@ class Heartbeat(StoredDocument, frozen=True):
     """Seconds that saves have held training up since `trains_at`."""
     slowed_s: list[float]
     """Seconds that steps took longer because of saves since `trains_at`."""
-    ended: Ended
+    ended: TrainerEnd
     ended_at: float
     """When `ended` was known; with an empty `ended` the last beat."""
 

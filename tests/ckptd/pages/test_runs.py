@@ -12,9 +12,9 @@ from ckptd.index import RunSummary
 from ckptd.pages.curves import SIZE
 from ckptd.pages.queries import RunOrder, RunPageQuery
 from ckptd.pages.runs import PAGE_ROWS, branches, chosen_runs, progress, run_row, run_view
-from ckptstore.analysis.goodput import Beat, Life, account
+from ckptstore.analysis.goodput import Beat, TrainerRun, account
 from ckptstore.commits.catalog import Checkpoint, State
-from ckptstore.format.records import Ended, Origin, Policy
+from ckptstore.format.records import Origin, Policy, TrainerEnd
 from ckptstore.names import Attempt
 from ckptstore.retention.policy import evaluate
 
@@ -88,7 +88,18 @@ def test_two_commits_have_no_usual_gap() -> None:
 
 def test_a_run_has_the_end_and_the_origin_of_its_last_attempt() -> None:
     lives = [
-        Life(str(at), at, at, 0.0, None, 0, [Beat(at + 1, 7)], Ended.DIED, at + 2, origin=Origin(user="ada", host=host))
+        TrainerRun(
+            str(at),
+            at,
+            at,
+            0.0,
+            None,
+            0,
+            [Beat(at + 1, 7)],
+            TrainerEnd.DIED,
+            at + 2,
+            origin=Origin(user="ada", host=host),
+        )
         for at, host in ((100.0, "node-1"), (200.0, "node-2"))
     ]
     recent = _commits(100, 200, 300, 400, 500)
@@ -108,8 +119,8 @@ def test_runs_are_found_by_name_and_tag_and_sorted() -> None:
     def names(text: str = "", order: RunOrder = RunOrder.NAME) -> list[str]:
         return [found.run for found in chosen_runs(runs, text, order, {"bert": bert})]
 
-    life = Life(
-        "a", 1.0, 1.0, 0.0, None, 0, [], Ended.NOT, 1.0, origin=Origin(user="ada", host="node-3", job="slurm 7")
+    life = TrainerRun(
+        "a", 1.0, 1.0, 0.0, None, 0, [], TrainerEnd.NOT, 1.0, origin=Origin(user="ada", host="node-3", job="slurm 7")
     )
     bert = account("bert", [life], 2.0, 300.0)
     assert names("GPT") == ["gpt-a", "gpt-b"]

@@ -14,7 +14,7 @@ from ckptstore.analysis.goodput import SILENT_S
 from ckptstore.clock import system_clock
 from ckptstore.format.documents import FORMAT
 from ckptstore.format.parsing import seal
-from ckptstore.format.records import LOCAL_ONLY, Ended, Heartbeat, LocalOnly
+from ckptstore.format.records import LOCAL_ONLY, Heartbeat, LocalOnly, TrainerEnd
 from ckptstore.names import new_ulid
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
@@ -55,7 +55,8 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
         heartbeat = Heartbeat(
             format=FORMAT, kind="heartbeat", run=name, id=new_ulid(now - 9000), by="me", began_at=now - 9000,
             trains_at=now - 9000, restored_s=0.0, parent=None, generation=None, at=[], step=[], stalled_s=[],
-            slowed_s=[], ended=Ended.DIED, ended_at=now - 7200, extensions={LOCAL_ONLY: msgspec.to_builtins(local)},
+            slowed_s=[], ended=TrainerEnd.DIED, ended_at=now - 7200,
+            extensions={LOCAL_ONLY: msgspec.to_builtins(local)},
         )  # fmt: skip
         store.put(run.keys.heartbeat(heartbeat.id), seal(heartbeat))
     with running_daemon(store.url) as daemon:

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from ckptstore.analysis.goodput import BADPUT, SILENT_S, Account, Beat, EndOf, Life, Spent, account, lives_of
-from ckptstore.format.records import Ended
+from ckptstore.analysis.goodput import BADPUT, SILENT_S, Account, Beat, EndOf, Spent, TrainerRun, account, lives_of
+from ckptstore.format.records import TrainerEnd
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.run import Run
 from ckptstore.stores import open_store
@@ -15,24 +15,29 @@ _T = 1_700_000_000.0
 
 
 def _life(
-    began: float, trains: float, ended: float, parent: int | None = None, how: Ended = Ended.DIED, generation: int = 1
-) -> Life:
+    began: float,
+    trains: float,
+    ended: float,
+    parent: int | None = None,
+    how: TrainerEnd = TrainerEnd.DIED,
+    generation: int = 1,
+) -> TrainerRun:
     """One step a second, from the step of the parent on; a beat every ten."""
     first = parent or 0
     beats = [Beat(_T + at, first + int(at - trains)) for at in range(int(trains), int(ended) + 1, 10)]
-    return Life(
+    return TrainerRun(
         id=new_ulid(_T + began), began_at=_T + began, trains_at=_T + trains, restored_s=5.0 if parent else 0.0,
         parent=Attempt(parent, new_ulid(_T), generation=generation - 1) if parent is not None else None,
         generation=generation, beats=beats, ended=how, ended_at=_T + ended,
     )  # fmt: skip
 
 
-def _of(*lives: Life, now: float = 10_000.0) -> Account:
+def _of(*lives: TrainerRun, now: float = 10_000.0) -> Account:
     return account("gpt", lives, _T + now, SILENT_S)
 
 
 def test_steps_after_the_checkpoint_that_was_resumed_from_are_lost() -> None:
-    found = _of(_life(0, 10, 110), _life(130, 140, 200, parent=80, how=Ended.CLOSED, generation=2))
+    found = _of(_life(0, 10, 110), _life(130, 140, 200, parent=80, how=TrainerEnd.CLOSED, generation=2))
     assert found.seconds == {
         "productive": 80.0 + 60.0, "stall": 0.0, "slowdown": 0.0, "restore": 5.0, "restart": 15.0, "lost": 20.0,
         "waiting": 20.0,
@@ -50,7 +55,7 @@ def test_a_life_that_nobody_resumed_from_is_lost_as_a_whole() -> None:
     lives = (
         _life(0, 10, 110),
         _life(130, 140, 200, parent=80, generation=2),
-        replace(_life(250, 260, 300, parent=80, how=Ended.NOT, generation=3), parent=_at(80, 1)),
+        replace(_life(250, 260, 300, parent=80, how=TrainerEnd.NOT, generation=3), parent=_at(80, 1)),
     )
     found = _of(*lives, now=310)
     assert [one.lost_steps for one in found.attempts] == [20, 60, 0]
@@ -60,7 +65,9 @@ def test_a_life_that_nobody_resumed_from_is_lost_as_a_whole() -> None:
 
 
 def test_a_rewind_in_place_leaves_no_gap() -> None:
-    found = _of(_life(0, 10, 110, how=Ended.REWOUND), _life(110, 115, 200, parent=50, how=Ended.CLOSED, generation=2))
+    found = _of(
+        _life(0, 10, 110, how=TrainerEnd.REWOUND), _life(110, 115, 200, parent=50, how=TrainerEnd.CLOSED, generation=2)
+    )
     assert found.seconds[Spent.WAITING] == 0
     assert (found.seconds[Spent.RESTORE], found.seconds[Spent.RESTART]) == (5.0, 10.0)
     assert found.attempts[0].ended is EndOf.REWOUND
@@ -68,14 +75,14 @@ def test_a_rewind_in_place_leaves_no_gap() -> None:
 
 
 def test_an_old_job_that_runs_on_takes_no_time() -> None:
-    found = _of(_life(0, 10, 500), _life(130, 140, 200, parent=80, how=Ended.CLOSED, generation=2))
+    found = _of(_life(0, 10, 500), _life(130, 140, 200, parent=80, how=TrainerEnd.CLOSED, generation=2))
     assert sum(found.seconds.values()) == pytest.approx(200)
     assert found.seconds[Spent.LOST] == pytest.approx(130 - 90)
 
 
 def test_a_checkpoint_newer_than_the_last_heartbeat_counts() -> None:
-    life = _life(0, 10, 50, how=Ended.NOT)
-    resumed = _life(300, 310, 400, parent=80, how=Ended.CLOSED, generation=2)
+    life = _life(0, 10, 50, how=TrainerEnd.NOT)
+    resumed = _life(300, 310, 400, parent=80, how=TrainerEnd.CLOSED, generation=2)
     found = _of(life.with_captures([(_T + 90, 80)]), resumed)
     assert found.attempts[0].ended_at == _T + 90
     assert found.attempts[0].ended is EndOf.VANISHED
@@ -84,7 +91,7 @@ def test_a_checkpoint_newer_than_the_last_heartbeat_counts() -> None:
 
 def test_costs_of_saves_are_not_productive() -> None:
     beats = [Beat(_T + 60, 40, 5.0, 2.0), Beat(_T + 110, 80, 10.0, 4.0), Beat(_T + 120, 80, 10.0, 4.0)]
-    life = replace(_life(0, 10, 130, how=Ended.CLOSED), beats=beats)
+    life = replace(_life(0, 10, 130, how=TrainerEnd.CLOSED), beats=beats)
     found = _of(life)
     assert found.seconds[Spent.STALL] == pytest.approx(10 + 10), "and the wait at the end"
     assert found.seconds[Spent.SLOWDOWN] == pytest.approx(4)

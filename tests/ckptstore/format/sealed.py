@@ -11,7 +11,6 @@ from ckptstore.format.parsing import manifest_bytes, seal
 from ckptstore.format.records import (
     Action,
     AuditRecord,
-    Ended,
     Fate,
     Finding,
     Heartbeat,
@@ -20,6 +19,7 @@ from ckptstore.format.records import (
     PoliciesVersion,
     Policy,
     PolicySet,
+    TrainerEnd,
 )
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.run import Run
@@ -37,7 +37,7 @@ _GENERATION = Generation(
 
 _HEARTBEAT = Heartbeat(
     format=FORMAT, kind="heartbeat", run="gpt", id=ATTEMPT.ulid, by="me", began_at=1.0, trains_at=2.0, restored_s=0.5,
-    parent=str(ATTEMPT), generation=2, at=[3.0], step=[8], stalled_s=[0.1], slowed_s=[0.2], ended=Ended.DIED,
+    parent=str(ATTEMPT), generation=2, at=[3.0], step=[8], stalled_s=[0.1], slowed_s=[0.2], ended=TrainerEnd.DIED,
     ended_at=4.0,
 )  # fmt: skip
 

@@ -1,11 +1,11 @@
-"""Heart: writes heartbeats, so that the time of a run can be accounted for (ckptctl goodput).
+"""HeartbeatWriter: writes heartbeats, so that the time of a run can be accounted for (ckptctl goodput).
 
 It runs in the saver of rank 0, in a thread of its own. It writes one small object per life of the trainer, again at
 each beat. Nothing waits for it: if the store is away, a beat is lost.
 
-The trainer shares memory with it (Pulse), and writes a few numbers there per step: no system call, no lock, no message.
-The saver reads them when a beat is due, also after the trainer was killed. Each number is written at once; a reader may
-see numbers of two adjacent steps.
+The trainer shares memory with it (SharedStep), and writes a few numbers there per step: no system call, no lock, no
+message. The saver reads them when a beat is due, also after the trainer was killed. Each number is written at once; a
+reader may see numbers of two adjacent steps.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from enum import IntEnum
 import msgspec
 
 from ckpt.host.segment import Segment
-from ckpt.saver.messages import PULSE_BYTES, Began, LocalOnly
+from ckpt.saver.messages import SHARED_STEP_BYTES, LocalOnly, TrainerStarted
 from ckptstore.errors import CkptError
 from ckptstore.format.documents import FORMAT
 from ckptstore.format.parsing import seal
-from ckptstore.format.records import LOCAL_ONLY, ORIGIN, Ended, Heartbeat
+from ckptstore.format.records import LOCAL_ONLY, ORIGIN, Heartbeat, TrainerEnd
 from ckptstore.run import Run, origin
 
 logger = logging.getLogger(__name__)
 
 
-class Ending(IntEnum):
+class ExpectedEnd(IntEnum):
     """What the trainer knows about its end before it comes."""
 
     NONE = 0
@@ -41,22 +41,22 @@ class Ending(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The numbers of a pulse."""
+    """The numbers of a shared step."""
 
     at: float
     """When the step was reached; 0: none was in this life."""
     step: int
     stalled_s: float
     slowed_s: float
-    ending: Ending
+    ending: ExpectedEnd
 
 
-class Pulse:
+class SharedStep:
     """The numbers, in shared memory. One process writes, the other reads."""
 
     def __init__(self, segment: Segment | None = None) -> None:
         """segment: that of a received descriptor; None: create it."""
-        self.segment = segment or Segment(PULSE_BYTES)
+        self.segment = segment or Segment(SHARED_STEP_BYTES)
         self._numbers = self.segment.view.cast("d")
 
     def write(self, at: float, step: int, stalled_s: float, slowed_s: float) -> None:
@@ -65,14 +65,14 @@ class Pulse:
         numbers[1], numbers[2], numbers[3] = float(step), stalled_s, slowed_s
         numbers[0] = at
 
-    def write_ending(self, ending: Ending) -> None:
+    def write_expected_end(self, ending: ExpectedEnd) -> None:
         """Note how the life will end, if it does."""
         self._numbers[4] = float(ending)
 
     def read(self) -> Reading:
         """The present numbers."""
         at, step, stalled_s, slowed_s, ending = self._numbers[:5].tolist()
-        return Reading(at, int(step), stalled_s, slowed_s, Ending(int(ending)))
+        return Reading(at, int(step), stalled_s, slowed_s, ExpectedEnd(int(ending)))
 
     def close(self) -> None:
         """Close the descriptor; the memory stays until its last view is gone."""
@@ -81,14 +81,18 @@ class Pulse:
 
 MOST_BEATS = 512
 _CLOSE_TIMEOUT_S = 1.0
-_ENDINGS = {Ending.NONE: Ended.CLOSED, Ending.REQUESTED: Ended.REQUESTED, Ending.ERROR: Ended.ERROR}
+_ENDS_BY_EXPECTED = {
+    ExpectedEnd.NONE: TrainerEnd.CLOSED,
+    ExpectedEnd.REQUESTED: TrainerEnd.REQUESTED,
+    ExpectedEnd.ERROR: TrainerEnd.ERROR,
+}
 
 
 @dataclass(slots=True)
-class Life:
+class TrainerRun:
     """One life of the trainer. Not thread-safe."""
 
-    began: Began
+    began: TrainerStarted
     generation: int | None = None
     beats: list[Reading] = field(default_factory=list)
 
@@ -107,7 +111,7 @@ class Life:
         if len(self.beats) > MOST_BEATS:
             self.beats = [*self.beats[1:-1:2], self.beats[-1]]
 
-    def document(self, run: Run, ended: Ended, at: float) -> Heartbeat:
+    def document(self, run: Run, ended: TrainerEnd, at: float) -> Heartbeat:
         """The heartbeat at the moment `at`."""
         began, beats = self.began, self.beats
         return Heartbeat(
@@ -119,7 +123,7 @@ class Life:
         )  # fmt: skip
 
 
-class Heart:
+class HeartbeatWriter:
     """Beats every `every_s` seconds while a life goes on. Any thread may call it."""
 
     def __init__(self, run: Run, every_s: float, replicated: bool = False) -> None:
@@ -132,34 +136,34 @@ class Heart:
         self._every_s = every_s
         self._changed = threading.Condition()
         """Guards the fields below."""
-        self._life: Life | None = None
-        self._pulse: Pulse | None = None
-        self._ended: list[tuple[Life, Ended, float | None]] = []
+        self._life: TrainerRun | None = None
+        self._shared_step: SharedStep | None = None
+        self._ended: list[tuple[TrainerRun, TrainerEnd, float | None]] = []
         """Lives that have ended and are not written yet: how, and when; None: at the end of the saver."""
-        self._unnumbered: list[tuple[Life, Ended, float | None]] = []
+        self._unnumbered: list[tuple[TrainerRun, TrainerEnd, float | None]] = []
         """Lives that have ended and are written without their generation, which may begin later."""
         self._local_only: LocalOnly | None = None
         self._newest: Heartbeat | None = None
         """What was written last."""
         self._due = self._final = self._closing = False
-        self._thread = threading.Thread(target=self._serve, name="ckpt-heart", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="ckpt-heartbeat", daemon=True)
 
-    def begin(self, began: Began, pulse: Pulse) -> None:
+    def begin(self, began: TrainerStarted, shared_step: SharedStep) -> None:
         """A life begins. The one before it, if there is one, ended with a restore in place."""
         if not self._every_s:
             return
         with self._changed:
             if self._life is not None and self._life.began.id != began.id:
-                self._end(Ended.REWOUND, began.began_at)
-            self._life, self._pulse = Life(began), pulse
+                self._end(TrainerEnd.REWOUND, began.began_at)
+            self._life, self._shared_step = TrainerRun(began), shared_step
             if not self._thread.is_alive():
                 self._thread.start()
 
     def captured(self, step: int, at: float) -> None:
         """A checkpoint of this step was captured at this moment."""
         with self._changed:
-            if self._life is not None and self._pulse is not None:
-                self._life.add(replace(self._pulse.read(), at=at, step=step))
+            if self._life is not None and self._shared_step is not None:
+                self._life.add(replace(self._shared_step.read(), at=at, step=step))
 
     def numbered(self, generation: int, captured_at: float) -> None:
         """The generation of a save that was captured at this moment. The life that saved may have ended by now."""
@@ -176,13 +180,13 @@ class Heart:
     def stop(self, closed: bool) -> None:
         """The trainer has closed its end, or died: take the last beat. `close` writes it."""
         with self._changed:
-            if self._life is None or self._pulse is None:
+            if self._life is None or self._shared_step is None:
                 return
-            now, reading = self._run.clock(), self._pulse.read()
+            now, reading = self._run.clock(), self._shared_step.read()
             if closed:
                 self._life.add(replace(reading, at=now))
             # A trainer that closes waits for its saves: its life ends with those.
-            self._end(_ENDINGS[reading.ending] if closed else Ended.DIED, None if closed else now)
+            self._end(_ENDS_BY_EXPECTED[reading.ending] if closed else TrainerEnd.DIED, None if closed else now)
 
     def local_only(self, now: LocalOnly) -> None:
         """What the saver has still to replicate; it is part of each beat, also after the end of the trainer."""
@@ -204,12 +208,12 @@ class Heart:
         if alive:
             self._thread.join(_CLOSE_TIMEOUT_S)
 
-    def _end(self, how: Ended, at: float | None) -> None:
-        if self._life is not None and self._pulse is not None:
-            self._life.add(self._pulse.read())
+    def _end(self, how: TrainerEnd, at: float | None) -> None:
+        if self._life is not None and self._shared_step is not None:
+            self._life.add(self._shared_step.read())
             self._ended.append((self._life, how, at))
-            self._pulse.close()
-            self._life = self._pulse = None
+            self._shared_step.close()
+            self._life = self._shared_step = None
 
     def _serve(self) -> None:
         while True:
@@ -229,12 +233,12 @@ class Heart:
             self._ended = [one for one in ended if one[2] is None]
             ended = [one for one in ended if one[2] is not None]
             self._unnumbered += [one for one in ended if one[0].generation is None]
-        if life is not None and self._pulse is not None:
-            life.add(self._pulse.read())
+        if life is not None and self._shared_step is not None:
+            life.add(self._shared_step.read())
         now = self._run.clock()
         documents = [one.document(self._run, how, at or now) for one, how, at in ended]
         if life is not None and not self._final:
-            documents.append(life.document(self._run, Ended.NOT, now))
+            documents.append(life.document(self._run, TrainerEnd.NOT, now))
         if not documents and self._newest is not None and self._local_only is not None:
             documents.append(self._newest)  # the saver still replicates what it has saved
         return documents
@@ -242,7 +246,7 @@ class Heart:
     def _write(self, document: Heartbeat, local_only: LocalOnly | None) -> None:
         short = document.ended_at - document.began_at < self._every_s
         known = self._newest is not None and self._newest.id == document.id
-        if short and document.ended is Ended.CLOSED and not known:
+        if short and document.ended is TrainerEnd.CLOSED and not known:
             return  # a test, or a script that saves once
         if local_only is not None:
             found = {

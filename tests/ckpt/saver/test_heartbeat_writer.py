@@ -4,12 +4,12 @@ import threading
 
 import pytest
 
-from ckpt.saver.heart import MOST_BEATS, Ending, Heart, Life, Pulse, Reading
-from ckpt.saver.messages import Began, LocalOnly
+from ckpt.saver.heartbeat_writer import MOST_BEATS, ExpectedEnd, HeartbeatWriter, Reading, SharedStep, TrainerRun
+from ckpt.saver.messages import LocalOnly, TrainerStarted
 from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.commits.heartbeats import read_heartbeats
 from ckptstore.errors import StoreUnavailable
-from ckptstore.format.records import LOCAL_ONLY, Ended
+from ckptstore.format.records import LOCAL_ONLY, TrainerEnd
 from ckptstore.format.records import LocalOnly as StoredLocalOnly
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.run import Run
@@ -20,8 +20,8 @@ from tests.support.waiting import wait_until
 _T = 1_700_000_000.0
 
 
-def _began(at: float, parent: str | None = None) -> Began:
-    return Began(id=new_ulid(at), parent=parent, began_at=at - 5, trains_at=at, restored_s=2.0)
+def _began(at: float, parent: str | None = None) -> TrainerStarted:
+    return TrainerStarted(id=new_ulid(at), parent=parent, began_at=at - 5, trains_at=at, restored_s=2.0)
 
 
 def _run(store: Store, now: list[float]) -> Run:
@@ -34,18 +34,18 @@ def now() -> list[float]:
 
 
 def test_a_trainer_that_dies_leaves_its_last_step(store: Store, now: list[float]) -> None:
-    heart, pulse = Heart(_run(store, now), 3600.0), Pulse()
+    writer, shared_step = HeartbeatWriter(_run(store, now), 3600.0), SharedStep()
     began = _began(_T)
-    heart.begin(began, pulse)
-    pulse.write(_T + 10, 3, 0.5, 0.25)
-    heart.captured(3, _T + 10.5)
-    heart.numbered(7, _T + 10.5)
-    pulse.write(_T + 20, 6, 1.5, 0.5)
+    writer.begin(began, shared_step)
+    shared_step.write(_T + 10, 3, 0.5, 0.25)
+    writer.captured(3, _T + 10.5)
+    writer.numbered(7, _T + 10.5)
+    shared_step.write(_T + 20, 6, 1.5, 0.5)
     now[0] = _T + 21
-    heart.stop(closed=False)
-    heart.close()
+    writer.stop(closed=False)
+    writer.close()
     (found,) = read_heartbeats(_run(store, now))
-    assert (found.id, found.generation, found.ended, found.ended_at) == (began.id, 7, Ended.DIED, _T + 21)
+    assert (found.id, found.generation, found.ended, found.ended_at) == (began.id, 7, TrainerEnd.DIED, _T + 21)
     assert (found.at, found.step) == ([_T + 10.5, _T + 20], [3, 6])
     assert (found.stalled_s, found.slowed_s) == ([0.5, 1.5], [0.25, 0.5])
     assert (found.began_at, found.trains_at, found.restored_s) == (_T - 5, _T, 2.0)
@@ -53,67 +53,71 @@ def test_a_trainer_that_dies_leaves_its_last_step(store: Store, now: list[float]
 
 def test_one_document_per_life_written_again_with_each_beat(store: Store, now: list[float]) -> None:
     run = _run(store, now)
-    heart, pulse = Heart(run, 0.05), Pulse()
-    heart.begin(_began(_T), pulse)
-    pulse.write(_T + 1, 1, 0.0, 0.0)
+    writer, shared_step = HeartbeatWriter(run, 0.05), SharedStep()
+    writer.begin(_began(_T), shared_step)
+    shared_step.write(_T + 1, 1, 0.0, 0.0)
     wait_until(lambda: [one.step for one in read_heartbeats(run)] == [[1]], "the first beat")
-    pulse.write(_T + 2, 2, 0.0, 0.0)
+    shared_step.write(_T + 2, 2, 0.0, 0.0)
     wait_until(lambda: [one.step for one in read_heartbeats(run)] == [[1, 2]], "the second")
     parent = str(Attempt(1, new_ulid(_T), generation=1))
     now[0] = _T + 4
-    heart.begin(_began(_T + 4, parent), Pulse())
-    wait_until(lambda: [one.ended for one in read_heartbeats(run)] == [Ended.REWOUND, Ended.NOT], "the second life")
+    writer.begin(_began(_T + 4, parent), SharedStep())
+    wait_until(
+        lambda: [one.ended for one in read_heartbeats(run)] == [TrainerEnd.REWOUND, TrainerEnd.NOT], "the second life"
+    )
     now[0] = _T + 9
-    heart.stop(closed=True)
+    writer.stop(closed=True)
     now[0] = _T + 12
-    heart.close()
+    writer.close()
     first, second = read_heartbeats(run)
     assert first.ended_at == _T - 1, "when the restore in place began"
-    assert (second.parent, second.ended, second.ended_at) == (parent, Ended.CLOSED, _T + 12)
+    assert (second.parent, second.ended, second.ended_at) == (parent, TrainerEnd.CLOSED, _T + 12)
 
 
-@pytest.mark.parametrize(("ending", "ended"), [(Ending.REQUESTED, Ended.REQUESTED), (Ending.ERROR, Ended.ERROR)])
-def test_why_a_trainer_closes(store: Store, now: list[float], ending: Ending, ended: Ended) -> None:
-    heart, pulse = Heart(_run(store, now), 3600.0), Pulse()
-    heart.begin(_began(_T), pulse)
-    pulse.write_ending(ending)
-    heart.stop(closed=True)
-    heart.close()
+@pytest.mark.parametrize(
+    ("ending", "ended"), [(ExpectedEnd.REQUESTED, TrainerEnd.REQUESTED), (ExpectedEnd.ERROR, TrainerEnd.ERROR)]
+)
+def test_why_a_trainer_closes(store: Store, now: list[float], ending: ExpectedEnd, ended: TrainerEnd) -> None:
+    writer, shared_step = HeartbeatWriter(_run(store, now), 3600.0), SharedStep()
+    writer.begin(_began(_T), shared_step)
+    shared_step.write_expected_end(ending)
+    writer.stop(closed=True)
+    writer.close()
     assert [one.ended for one in read_heartbeats(_run(store, now))] == [ended]
 
 
 def test_a_short_life_that_closes_writes_nothing(store: Store, now: list[float]) -> None:
     for every_s in (60.0, 0.0):
-        heart, pulse = Heart(_run(store, now), every_s), Pulse()
-        heart.begin(_began(_T), pulse)
-        heart.captured(1, _T)
-        heart.stop(closed=True)
-        heart.close()
-        pulse.close()  # without heartbeats no heart took it
+        writer, shared_step = HeartbeatWriter(_run(store, now), every_s), SharedStep()
+        writer.begin(_began(_T), shared_step)
+        writer.captured(1, _T)
+        writer.stop(closed=True)
+        writer.close()
+        shared_step.close()  # without heartbeats no writer took it
     assert list(store.list("gpt/")) == []
 
 
 def test_what_is_local_only_is_reported_also_after_the_end_of_the_trainer(store: Store, now: list[float]) -> None:
     run = _run(store, now)
-    heart = Heart(run, 0.02)
+    writer = HeartbeatWriter(run, 0.02)
 
     def reported() -> tuple[int, float | None] | None:
         found = read_heartbeats(run)
         known = found[-1].extension(LOCAL_ONLY, StoredLocalOnly) if found else None
         return (known.checkpoints, known.since) if known is not None else None
 
-    heart.local_only(LocalOnly(2, 2000, _T))
-    heart.begin(_began(_T), Pulse())
+    writer.local_only(LocalOnly(2, 2000, _T))
+    writer.begin(_began(_T), SharedStep())
     wait_until(lambda: reported() == (2, _T))
     now[0] = _T + 60
-    heart.stop(closed=True)
-    heart.finish()
-    wait_until(lambda: [one.ended for one in read_heartbeats(run)] == [Ended.CLOSED])
-    heart.local_only(LocalOnly(1, 1000, _T + 1))
+    writer.stop(closed=True)
+    writer.finish()
+    wait_until(lambda: [one.ended for one in read_heartbeats(run)] == [TrainerEnd.CLOSED])
+    writer.local_only(LocalOnly(1, 1000, _T + 1))
     wait_until(lambda: reported() == (1, _T + 1), "a beat of a saver without trainer")
     now[0] = _T + 90
-    heart.local_only(LocalOnly(0, 0, None))
-    heart.close()
+    writer.local_only(LocalOnly(0, 0, None))
+    writer.close()
     assert reported() == (0, None)
     assert read_heartbeats(run)[0].ended_at == _T + 60
 
@@ -136,21 +140,21 @@ class _Away(WrappedStore):
 
 def test_a_store_that_is_away_delays_nothing(now: list[float]) -> None:
     away = _Away(open_store("memory://away"))
-    heart, pulse = Heart(_run(away, now), 0.02), Pulse()
-    heart.begin(_began(_T), pulse)
+    writer, shared_step = HeartbeatWriter(_run(away, now), 0.02), SharedStep()
+    writer.begin(_began(_T), shared_step)
     wait_until(lambda: away.tries >= 2, "a beat that failed, and one that hangs")
-    heart.captured(1, _T + 1)  # does not wait
-    heart.stop(closed=True)
-    heart.close()  # waits a second
+    writer.captured(1, _T + 1)  # does not wait
+    writer.stop(closed=True)
+    writer.close()  # waits a second
     away.back.set()
 
 
 def test_beats_are_thinned_out_and_stay_in_order() -> None:
-    life = Life(_began(_T))
+    life = TrainerRun(_began(_T))
     for number in range(5000):
-        life.add(Reading(_T + number, number, number / 2, 0.0, Ending.NONE))
+        life.add(Reading(_T + number, number, number / 2, 0.0, ExpectedEnd.NONE))
         if number % 7 == 0:
-            life.add(Reading(_T + number - 0.5, number - 1, number / 2, 0.0, Ending.NONE))
+            life.add(Reading(_T + number - 0.5, number - 1, number / 2, 0.0, ExpectedEnd.NONE))
     assert MOST_BEATS / 2 <= len(life.beats) <= MOST_BEATS
     assert life.beats[-1].step == 4999
     for one, other in zip(life.beats, life.beats[1:], strict=False):
@@ -163,16 +167,16 @@ def test_beats_are_thinned_out_and_stay_in_order() -> None:
 def test_a_generation_that_begins_after_the_trainer_is_known(store: Store, now: list[float], closed: bool) -> None:
     """On a slow store, the first upload may begin when the trainer is gone."""
     run = _run(store, now)
-    heart, pulse = Heart(run, 0.05), Pulse()
-    heart.begin(_began(_T), pulse)
-    pulse.write(_T + 1, 1, 0.0, 0.0)
-    heart.captured(1, _T + 1)
+    writer, shared_step = HeartbeatWriter(run, 0.05), SharedStep()
+    writer.begin(_began(_T), shared_step)
+    shared_step.write(_T + 1, 1, 0.0, 0.0)
+    writer.captured(1, _T + 1)
     now[0] = _T + 2
-    heart.stop(closed)
+    writer.stop(closed)
     if not closed:
-        wait_until(lambda: [one.ended for one in read_heartbeats(run)] == [Ended.DIED], "the end")
-    heart.numbered(3, _T + 1)
-    heart.close()
+        wait_until(lambda: [one.ended for one in read_heartbeats(run)] == [TrainerEnd.DIED], "the end")
+    writer.numbered(3, _T + 1)
+    writer.close()
     (found,) = read_heartbeats(run)
     assert found.generation == 3
 
@@ -180,11 +184,11 @@ def test_a_generation_that_begins_after_the_trainer_is_known(store: Store, now: 
 def test_a_generation_belongs_to_the_life_that_captured_its_save(store: Store, now: list[float]) -> None:
     """A restore in place begins a life while saves of the life before it are still under way."""
     run = _run(store, now)
-    heart = Heart(run, 3600.0)
-    heart.begin(_began(_T), Pulse())
-    heart.begin(_began(_T + 10, str(Attempt(1, new_ulid(_T), generation=1))), Pulse())
-    heart.numbered(1, _T + 5)
-    heart.numbered(2, _T + 15)
-    heart.stop(closed=False)
-    heart.close()
+    writer = HeartbeatWriter(run, 3600.0)
+    writer.begin(_began(_T), SharedStep())
+    writer.begin(_began(_T + 10, str(Attempt(1, new_ulid(_T), generation=1))), SharedStep())
+    writer.numbered(1, _T + 5)
+    writer.numbered(2, _T + 15)
+    writer.stop(closed=False)
+    writer.close()
     assert [one.generation for one in read_heartbeats(run)] == [1, 2]
