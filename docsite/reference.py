@@ -21,7 +21,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "Timings": "ckpt.snapshot.handle.Timings",
         "Restored": "ckpt.restoring.pipeline.Restored",
         "Schedule": "ckpt.schedule.Schedule",
-        "Fit": "ckpt.preemption.Fit",
+        "SaveEstimate": "ckpt.preemption.SaveEstimate",
         "Counters": "ckpt.snapshot.handle.Counters",
         "CkptError": "ckptstore.errors.CkptError",
     },

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         wait,
     )
     from ckpt.loop import epochs, steps
-    from ckpt.preemption import Fit
+    from ckpt.preemption import SaveEstimate
     from ckpt.restoring.pipeline import Restored
     from ckpt.schedule import Schedule
     from ckpt.snapshot.handle import Counters, SaveHandle, Timings
@@ -50,8 +50,8 @@ __all__ = [
     "Checkpointer",
     "CkptError",
     "Counters",
-    "Fit",
     "Restored",
+    "SaveEstimate",
     "SaveHandle",
     "Schedule",
     "Timings",
@@ -79,7 +79,7 @@ _HOME = {
     "Checkpointer": "ckpt.checkpointer",
     "CkptError": "ckptstore.errors",
     "Counters": "ckpt.snapshot.handle",
-    "Fit": "ckpt.preemption",
+    "SaveEstimate": "ckpt.preemption",
     "Restored": "ckpt.restoring.pipeline",
     "SaveHandle": "ckpt.snapshot.handle",
     "Schedule": "ckpt.schedule",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckpt.capture.train_state import TrainState
 from ckpt.config import Config, OnBusy, takes
 from ckpt.lazily import torch_loaded
-from ckpt.preemption import DaemonNotice, Fit, Preemption, Sources, fit
+from ckpt.preemption import DaemonNotice, Preemption, SaveEstimate, Sources, estimate_save
 from ckpt.ranks.world import World, is_grouped
 from ckpt.restoring.pipeline import Restored, Restorer, StagedRestore, load_tensors
 from ckpt.restoring.resolve import check_present, release_lease, wait_for_orphan_saver
@@ -239,14 +239,14 @@ class Checkpointer:
         daemon = DaemonNotice(config.daemon, config.token, config.run_name) if config.daemon is not None else None
         self._preemption.watch(sources, daemon if self._is_first() else None)
 
-    def fits(self, seconds: float, begins_in_s: float = 0.0) -> Fit:
+    def fits(self, seconds: float, begins_in_s: float = 0.0) -> SaveEstimate:
         """Whether a save that begins in `begins_in_s` is durable `seconds` later, by the rates of the newest one.
 
         True (`choice` "save") if it is, with a quarter of `begins_in_s` and of the estimate to spare, or if no save has
         been measured. The estimate assumes that nothing is compressed or referenced, and that the save which is
         being uploaded then is finished first. For the training thread.
         """
-        return fit(seconds, self._saves.measured, self._saves.pending(), begins_in_s)
+        return estimate_save(seconds, self._saves.measured, self._saves.pending(), begins_in_s)
 
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint of the run, or None."""

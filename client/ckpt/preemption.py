@@ -52,7 +52,7 @@ _Handler = Callable[[int, FrameType | None], object] | int | None
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class SaveEstimate:
     """Whether a save of all state is durable in time."""
 
     choice: Choice
@@ -70,7 +70,9 @@ class Fit:
         return f"{does}: a save takes {needed}, {max(0.0, self.seconds):.1f} s are left"
 
 
-def fit(seconds: float, measured: SaveHandle | None, pending: Sequence[SaveHandle], begins_in_s: float = 0.0) -> Fit:
+def estimate_save(
+    seconds: float, measured: SaveHandle | None, pending: Sequence[SaveHandle], begins_in_s: float = 0.0
+) -> SaveEstimate:
     """Whether a save of all state is durable within this time.
 
     It is staged, encoded without compression, uploaded and committed like the measured one, after the one that is
@@ -79,14 +81,14 @@ def fit(seconds: float, measured: SaveHandle | None, pending: Sequence[SaveHandl
     measure: stores buffer, and other ranks may have more to write.
     """
     if measured is None:
-        return Fit("save", seconds, None)
+        return SaveEstimate("save", seconds, None)
     durable_s = _durable_s(measured)
     waits_s = max(0.0, _left_s(measured, pending, begins_in_s) - begins_in_s)
     timings = measured.timings
     staged_s = timings.blocked_s - timings.wait_s + timings.held_s
     estimate_s = staged_s + waits_s + durable_s + timings.commit_s
     in_time = _MARGIN * (begins_in_s + max(_LEAST_S, estimate_s)) <= begins_in_s + seconds
-    return Fit("save" if in_time else "finish", seconds, estimate_s)
+    return SaveEstimate("save" if in_time else "finish", seconds, estimate_s)
 
 
 def _left_s(measured: SaveHandle, pending: Sequence[SaveHandle], begins_in_s: float) -> float:
@@ -299,7 +301,7 @@ class Preemption:
     """What a Checkpointer does about notice, for its schedules."""
 
     def __init__(
-        self, fits: Callable[[float, float], Fit], hurry: Callable[[], object], clock: Clock = system_clock
+        self, fits: Callable[[float, float], SaveEstimate], hurry: Callable[[], object], clock: Clock = system_clock
     ) -> None:
         """fits: see `Checkpointer.fits`. hurry: makes the saves from now on as fast as possible."""
         self.fits, self.hurry, self.clock = fits, hurry, clock

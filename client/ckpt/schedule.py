@@ -16,7 +16,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from ckpt.config import Group
-from ckpt.preemption import EXIT_BEHIND, EXIT_SAVED, Fit, Preemption
+from ckpt.preemption import EXIT_BEHIND, EXIT_SAVED, Preemption, SaveEstimate
 from ckpt.ranks.broadcast import Cost, SaveBroadcast, SaveDecision
 from ckpt.ranks.world import World
 from ckpt.snapshot.costs import FIRST_AFTER_TICKS, Costs, StepClock
@@ -90,7 +90,7 @@ class Schedule:
         preemption: gives notice, and says what to do about it.
         """
         self._preemption = preemption
-        self._stopping: Fit | None = None
+        self._stopping: SaveEstimate | None = None
         self._newest = newest
         self._limits = limits
         self._peer_timeout_s, self._group = peer_timeout_s, group
@@ -269,7 +269,9 @@ class Schedule:
 
     def _end(self, decision: SaveDecision) -> None:
         """All ranks have come to the step after which the loop ends."""
-        self._stopping = Fit("save" if decision.choice == "save" else "finish", decision.left_s, decision.estimate_s)
+        self._stopping = SaveEstimate(
+            "save" if decision.choice == "save" else "finish", decision.left_s, decision.estimate_s
+        )
         if self._steps is not None:
             self._steps.requested()
         if self._preemption is None:

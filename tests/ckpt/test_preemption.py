@@ -20,7 +20,16 @@ import torch
 from torch import nn
 
 from ckpt import Checkpointer
-from ckpt.preemption import EXIT_BEHIND, EXIT_SAVED, DaemonNotice, Fit, Notice, Preemption, Sources, fit
+from ckpt.preemption import (
+    EXIT_BEHIND,
+    EXIT_SAVED,
+    DaemonNotice,
+    Notice,
+    Preemption,
+    SaveEstimate,
+    Sources,
+    estimate_save,
+)
 from ckpt.schedule import Limits, Schedule
 from ckpt.snapshot import handle, writers
 from ckpt.snapshot.handle import HandleUpdates, SaveHandle
@@ -150,7 +159,7 @@ def test_an_answer_that_is_not_http_is_no_notice() -> None:
 
 def test_a_function_is_asked_by_due() -> None:
     left: list[float | None] = [None, None, 12.0]
-    preemption = Preemption(lambda seconds, _: Fit("save", seconds, 1.0), lambda: None, lambda: 1000.0)
+    preemption = Preemption(lambda seconds, _: SaveEstimate("save", seconds, 1.0), lambda: None, lambda: 1000.0)
     preemption.watch(Sources(30.0, (), ask=lambda: left.pop(0)))
     schedule = Schedule(lambda: None, Limits(3600.0, None), 1.0, preemption=preemption)
     assert [schedule.due(step) for step in range(3)] == [False, False, True]
@@ -164,7 +173,7 @@ def test_a_function_is_asked_on_a_rank_with_notice_too() -> None:
     def ask() -> None:
         asked.append(True)
 
-    preemption = Preemption(lambda seconds, _: Fit("save", seconds, 1.0), lambda: None, lambda: 1000.0)
+    preemption = Preemption(lambda seconds, _: SaveEstimate("save", seconds, 1.0), lambda: None, lambda: 1000.0)
     preemption.watch(Sources(30.0, (), ask=ask))
     assert preemption.notice is not None
     preemption.notice._note("a signal", 20.0)
@@ -179,9 +188,9 @@ def test_a_schedule_ends_the_loop_and_saves_only_if_there_is_time(choice: str, c
     hurried: list[bool] = []
     asked: list[float] = []
 
-    def fits(seconds: float, begins_in_s: float) -> Fit:
+    def fits(seconds: float, begins_in_s: float) -> SaveEstimate:
         asked.append(seconds)
-        return Fit("save" if choice == "save" else "finish", seconds, 9.0)
+        return SaveEstimate("save" if choice == "save" else "finish", seconds, 9.0)
 
     preemption = Preemption(fits, lambda: hurried.append(True), lambda: 1000.0)
     schedule = Schedule(lambda: None, Limits(3600.0, None), 1.0, preemption=preemption)
@@ -206,20 +215,20 @@ def save(**timings: float) -> SaveHandle:
 def test_the_estimate_follows_from_the_measured_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(handle, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    assert fit(0.0, None, []) == Fit("save", 0.0, None), "nothing is known: try"
+    assert estimate_save(0.0, None, []) == SaveEstimate("save", 0.0, None), "nothing is known: try"
     raw = save(blocked_s=1.0, held_s=0.5, encode_s=1.0, upload_s=4.0, commit_s=0.5, stored_bytes=1000)
-    assert fit(8.75, raw, []) == Fit("save", 8.75, 7.0)
-    assert not fit(8.7, raw, []), "a quarter is kept for what else takes time"
+    assert estimate_save(8.75, raw, []) == SaveEstimate("save", 8.75, 7.0)
+    assert not estimate_save(8.7, raw, []), "a quarter is kept for what else takes time"
     half, waiting = save(encode_s=4.0, upload_s=2.0, stored_bytes=500), HandleUpdates(2, 1000)
-    assert fit(9.0, half, []).estimate_s == pytest.approx(2 * 2.0 + 4.0 * 0.25 * 2)
+    assert estimate_save(9.0, half, []).estimate_s == pytest.approx(2 * 2.0 + 4.0 * 0.25 * 2)
     waiting.staged()
     now[0] = 102.0
     waiting.progress(600)
-    assert fit(9.0, raw, [waiting.handle]).estimate_s == pytest.approx(7.0 + 3.0), "some of it is in buffers"
+    assert estimate_save(9.0, raw, [waiting.handle]).estimate_s == pytest.approx(7.0 + 3.0), "some of it is in buffers"
     now[0] = 103.5
     waiting.progress(600)
-    assert fit(9.0, raw, [waiting.handle]).estimate_s == pytest.approx(7.0 + 0.4 * 5.0)
-    assert fit(9.0, None, [waiting.handle]).estimate_s is None, "the progress of a first save is no measure"
+    assert estimate_save(9.0, raw, [waiting.handle]).estimate_s == pytest.approx(7.0 + 0.4 * 5.0)
+    assert estimate_save(9.0, None, [waiting.handle]).estimate_s is None, "the progress of a first save is no measure"
 
 
 def test_the_estimate_counts_what_a_save_under_way_does_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,33 +237,35 @@ def test_the_estimate_counts_what_a_save_under_way_does_meanwhile(monkeypatch: p
     monkeypatch.setattr(handle, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     measured = save(encode_s=1.0, upload_s=4.0, commit_s=0.5, stored_bytes=1000)
     small, now[0] = HandleUpdates(2, 1000), 200.0
-    assert fit(99.0, measured, [small.handle]).estimate_s == 10.5, "it is still copied"
+    assert estimate_save(99.0, measured, [small.handle]).estimate_s == 10.5, "it is still copied"
     small.staged()
     now[0] = 202.0
-    assert fit(99.0, measured, [small.handle]).estimate_s == 10.5 - 2.0
-    assert fit(99.0, measured, [small.handle], begins_in_s=1.0).estimate_s == 10.5 - 2.0 - 1.0
-    assert fit(99.0, measured, [small.handle], begins_in_s=60.0).estimate_s == 5.5
+    assert estimate_save(99.0, measured, [small.handle]).estimate_s == 10.5 - 2.0
+    assert estimate_save(99.0, measured, [small.handle], begins_in_s=1.0).estimate_s == 10.5 - 2.0 - 1.0
+    assert estimate_save(99.0, measured, [small.handle], begins_in_s=60.0).estimate_s == 5.5
     large = HandleUpdates(3, 10 * CHUNK_BYTES)
     large.progress(5 * CHUNK_BYTES)
     both, now[0] = [large.handle, small.handle], 300.0
-    assert fit(99.0, measured, both[:1]).estimate_s == 5.5 + 4 * 0.5, "a chunk at most: the store may be away"
-    assert fit(99.0, measured, both).estimate_s == 5.5 + 4 * 0.5, "the other one is dropped"
-    assert fit(99.0, measured, both, begins_in_s=3.0).estimate_s == 5.5 + 4 * 0.5 + 5.0 - 3.0, "it has begun by then"
+    assert estimate_save(99.0, measured, both[:1]).estimate_s == 5.5 + 4 * 0.5, "a chunk at most: the store may be away"
+    assert estimate_save(99.0, measured, both).estimate_s == 5.5 + 4 * 0.5, "the other one is dropped"
+    assert estimate_save(99.0, measured, both, begins_in_s=3.0).estimate_s == 5.5 + 4 * 0.5 + 5.0 - 3.0, (
+        "it has begun by then"
+    )
 
 
 def test_steps_that_take_longer_than_expected_do_not_make_the_save_late() -> None:
     measured = save(encode_s=1.0, upload_s=4.0, stored_bytes=1000)
-    assert fit(6.25, measured, [])
-    assert not fit(6.5, measured, [], begins_in_s=2.0), "the last steps need a quarter more as well"
-    assert fit(6.75, measured, [], begins_in_s=2.0)
+    assert estimate_save(6.25, measured, [])
+    assert not estimate_save(6.5, measured, [], begins_in_s=2.0), "the last steps need a quarter more as well"
+    assert estimate_save(6.75, measured, [], begins_in_s=2.0)
 
 
 def test_steps_until_the_end_of_the_loop_count_for_saves_under_way() -> None:
     asked: list[tuple[float, float]] = []
 
-    def fits(seconds: float, begins_in_s: float) -> Fit:
+    def fits(seconds: float, begins_in_s: float) -> SaveEstimate:
         asked.append((seconds, begins_in_s))
-        return Fit("save", seconds, 9.0)
+        return SaveEstimate("save", seconds, 9.0)
 
     preemption = Preemption(fits, lambda: None, lambda: 1000.0)
     schedule = Schedule(lambda: None, Limits(3600.0, None), 1.0, preemption=preemption)

@@ -22,7 +22,7 @@ from ckpt.config import Config
 from ckpt.ranks.world import World
 from ckpt.restoring.fetching import Fetcher, is_local
 from ckpt.restoring.jax_arrays import has_templates
-from ckpt.restoring.plan import Fit, RestorePlan, require_fits
+from ckpt.restoring.plan import RestoreFit, RestorePlan, require_fits
 from ckpt.restoring.preparing import PreparedRestore, make_destinations
 from ckpt.restoring.resolve import (
     candidates,
@@ -296,7 +296,7 @@ class Restorer:
         prepared.plan.unexpected = require_fits(fits, strict)
         return prepared
 
-    def _fit(self, prepared: PreparedRestore) -> Fit | None:
+    def _fit(self, prepared: PreparedRestore) -> RestoreFit | None:
         return None if prepared.rank_state is None else prepared.plan.fit(self._overwritten)
 
     def _fetch(self, fetcher: Fetcher, prepared: PreparedRestore, session: RestoreSession) -> None:

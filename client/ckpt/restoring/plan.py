@@ -57,16 +57,16 @@ class RestorePlan:
             self.missing.append(item)
         return item in trees
 
-    def fit(self, overwritten: Collection[str]) -> Fit:
+    def fit(self, overwritten: Collection[str]) -> RestoreFit:
         """overwritten: what earlier plans that failed have overwritten on this rank."""
         left = sorted(set(overwritten) - self.overwritten - set(self.items))
         refused = None if self.refused is None else (self.refused.message, self.refused.hint)
-        return Fit(
+        return RestoreFit(
             self.unexpected, _names(self.missing), _names(self.mismatched), ", ".join(self.items), refused, _names(left)
         )
 
 
-class Fit(NamedTuple):
+class RestoreFit(NamedTuple):
     """How a plan fits the objects of its rank; JSON types, because all ranks must know it. Names are shortened."""
 
     unexpected: Sequence[str]
@@ -86,7 +86,7 @@ def require_fits(fits: Iterable[Sequence[Any]], strict: bool) -> list[str]:
     Raises StateMismatch if a plan is refused, if it does not refill what was overwritten, or if anything does not fit
     and `strict` is set.
     """
-    found = [Fit(*each) for each in fits]
+    found = [RestoreFit(*each) for each in fits]
     unexpected = sorted(set[str].intersection(*(set(each.unexpected) for each in found)))
     for each in found:
         if strict:
@@ -98,7 +98,7 @@ def require_fits(fits: Iterable[Sequence[Any]], strict: bool) -> list[str]:
     return unexpected
 
 
-def _require_all(found: Fit, unexpected: Sequence[str]) -> None:
+def _require_all(found: RestoreFit, unexpected: Sequence[str]) -> None:
     problems = [
         f"{what} {names}"
         for what, names in (

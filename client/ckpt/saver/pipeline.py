@@ -40,7 +40,7 @@ from ckpt.saver.messages import (
     Warned,
     Withdraw,
 )
-from ckpt.saver.replicator import REQUEST_RETRY_S, Replicator, Room
+from ckpt.saver.replicator import REQUEST_RETRY_S, LocalQuota, Replicator
 from ckpt.saver.retained_snapshot import SlotContents
 from ckpt.saver.statistics import ChunkTables, ShardStatistics
 from ckptapi.remote_create import with_remote_create
@@ -187,7 +187,7 @@ class SavePipeline:
         # Rank 0 commits for all ranks, so only its saver notifies the daemon.
         notified = setup.daemon if setup.rank == 0 else None
         self._notifier = Notifier(notified, setup.token, setup.run) if notified is not None else None
-        self._room = Room(self._run, setup) if remote is not None else None
+        self._quota = LocalQuota(self._run, setup) if remote is not None else None
         self._replicator: Replicator | None = None
         if remote is not None and setup.rank == 0:
             self._replicator = Replicator(
@@ -289,8 +289,8 @@ class SavePipeline:
 
         Without other ranks to wait for, every job is committed or has failed.
         """
-        if self._room is not None:
-            self._room.end()
+        if self._quota is not None:
+            self._quota.end()
         self._derivations.shutdown(wait=True)
         self._uploads.shutdown(wait=True)
         if self._setup.world_size == 1:
@@ -374,7 +374,7 @@ class SavePipeline:
         def persist() -> Uploaded:
             return upload() if self._store.resumes_uploads else self._store.repeat(upload)
 
-        return persist() if self._room is None else self._room.fit(running.incremental.changed_bytes, persist)
+        return persist() if self._quota is None else self._quota.write(running.incremental.changed_bytes, persist)
 
     def _progress_of(self, running: _RunningJob) -> Callable[[int], None]:
         """The callback for each written chunk; it gets the raw bytes written so far."""

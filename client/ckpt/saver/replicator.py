@@ -5,7 +5,8 @@ No save waits for it. Its work list, the replication queue (ckptstore.tiers.repl
 the next saver continues it. One replicator of a host works at a time: a lock decides.
 
 Where the local tier is full, with its disk or with the bytes that a run may have there, `on_busy` decides: a save waits
-until the replicator has made room, or it is skipped (Room). What is committed locally is never deleted to make room.
+until the replicator has made room, or it is skipped (LocalQuota). What is committed locally is never deleted to make
+room.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ _IDLE_S = 10.0
 replicated."""
 
 
-class Room:
-    """The room of one run in its local tier. For the uploading thread; `end` for any."""
+class LocalQuota:
+    """The bytes that one run may have in its local tier. For the uploading thread; `end` for any."""
 
     def __init__(self, local: Run, setup: Setup) -> None:
         self._local = local
@@ -76,10 +77,10 @@ class Room:
         """The trainer has ended: waits last at most `retry_s` from now on."""
         self._ending_since = self._ending_since or time.monotonic()
 
-    def fit(self, num_bytes: int, write: Callable[[], _T]) -> _T:
+    def write(self, num_bytes: int, persist: Callable[[], _T]) -> _T:
         """The result of writing this many bytes, when there is room. A write that finds none is tried again.
 
-        Raises SaveSkipped, or StoreFull if waiting is not asked for, or is hopeless; and the errors of `write`.
+        Raises SaveSkipped, or StoreFull if waiting is not asked for, or is hopeless; and the errors of `persist`.
         """
         idle_since: float | None = None
         warned = False
@@ -87,7 +88,7 @@ class Room:
             full = self._lacks(num_bytes)
             if full is None:
                 try:
-                    return write()
+                    return persist()
                 except StoreFull as error:
                     full = error
             if not self._waits:
