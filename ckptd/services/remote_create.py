@@ -16,7 +16,7 @@ from ckptstore.commits.generations import superseded_by
 from ckptstore.errors import CkptError, Damaged, InvalidRequest, ObjectMissing
 from ckptstore.format.documents import Committed, Generation, Outcome
 from ckptstore.format.parsing import parse_sealed
-from ckptstore.format.records import Fate
+from ckptstore.format.records import SweepDecision
 from ckptstore.names import Attempt, RunKeys
 from ckptstore.retention.deletion import TOMBSTONE_KEPT_S
 from ckptstore.run import Run
@@ -110,9 +110,9 @@ def _of_generation(run: str, number: int, document: bytes) -> Proposal:
 def _of_attempt(run: str, attempt: str, tombstone: str | None, document: bytes) -> Proposal:
     named, keys = Attempt.parse(attempt), RunKeys(run)
     if tombstone is not None:
-        fate = parse_sealed(document, Fate, "the proposal")
-        _check_fits((fate.attempt, fate.tombstone) == (attempt, tombstone))
-        return Proposal(keys.fate(named, tombstone), document, "", None, deletes=True)
+        decision = parse_sealed(document, SweepDecision, "the proposal")
+        _check_fits((decision.attempt, decision.tombstone) == (attempt, tombstone))
+        return Proposal(keys.sweep_decision(named, tombstone), document, "", None, deletes=True)
     outcome = parse_sealed(document, Outcome, "the proposal")
     _check_fits((outcome.run, outcome.attempt) == (run, attempt))
     aborts = named if outcome.committed is None else None

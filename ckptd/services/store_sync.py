@@ -61,7 +61,7 @@ class _Listing:
     """The listing of one run."""
 
     outcomes: Mapping[Attempt, Stamp]
-    """Newest step first, hidden ones included: lists of the dead are not read until something has changed."""
+    """Newest step first, hidden ones included: lists of deleted attempts are not read until something has changed."""
     hidden: HiddenAttempts
     damaged: frozenset[Attempt]
     labels: Mapping[Attempt, int]
@@ -233,7 +233,16 @@ class StoreSync:
             stamps[attempt] = Stamp(info.bytes, info.modified_at, labels.get(attempt, 0))
         begun = list_generations(self._run(run))
         fingerprint = hash(
-            (*outcomes, hidden.tombstoned, *hidden.dead.listed, None, *damaged, None, *labels.items(), *begun.values())
+            (
+                *outcomes,
+                hidden.tombstoned,
+                *hidden.deleted.listed,
+                None,
+                *damaged,
+                None,
+                *labels.items(),
+                *begun.values(),
+            )
         )
         generations = {number: Stamp(info.bytes, info.modified_at) for number, info in begun.items()}
         return _Listing(stamps, hidden, frozenset(damaged), labels, generations, fingerprint)

@@ -546,7 +546,7 @@ class ReindexBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecisionRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A proposal: an outcome of an attempt, the fate of one of its tombstones, or a generation."""
+    """A proposal: an outcome of an attempt, the sweep decision of one of its tombstones, or a generation."""
 
     run: str
     attempt: str = ""

@@ -145,7 +145,8 @@ class DaemonClient(Connection, Operator):
         return self._json("POST", f"{bodies.RUNS}/{quote(run, safe='')}/preempt", bodies.EventBody, body=request)
 
     def decide(self, run: str, attempt: Attempt, proposal: bytes, tombstone: str | None = None) -> bytes:
-        """Propose an outcome of an attempt, or the fate of a tombstone; returns the first proposal of any client.
+        """Propose an outcome of an attempt, or the sweep decision of a tombstone; returns the first proposal of any
+        client.
 
         For stores that overwrite on create. The decision is in the daemon's store on return.
         """

@@ -23,7 +23,7 @@ LATEST = "latest"
 _RUN = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _ATTEMPT = re.compile(r"(?:(?P<generation>[0-9]{6})-)?(?P<step>[0-9]{12})-(?P<ulid>[0-9A-Z]{26})")
 _GENERATION = re.compile(r".*/generations/([0-9]{6})\.json")
-_DEAD = re.compile(r".*/dead/([0-9]{6})\.([0-9]{8})\.json")
+_DELETED_LIST = re.compile(r".*/dead/([0-9]{6})\.([0-9]{8})\.json")
 _ULID = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}")
 _SHARD = re.compile(r"shard-[0-9]{5}\.ckpt")
 _RECEIPT = re.compile(r".*/shard-([0-9]{5})\.json")
@@ -205,10 +205,10 @@ class RunKeys:
     """All leases."""
     tombstones = _Folder("tombstones")
     """All tombstones."""
-    fates = _Folder("fates")
+    sweep_decisions = _Folder("fates")
     """All decisions about tombstones."""
-    dead = _Folder("dead")
-    """All lists of the dead."""
+    deleted_lists = _Folder("dead")
+    """All lists of deleted attempts."""
     pins = _Folder("pins")
     """All pins."""
     labels = _Folder("labels")
@@ -239,13 +239,13 @@ class RunKeys:
         """The object that hides a checkpoint. id: a ULID, unique per deletion."""
         return f"{self.tombstones}{attempt}.{check_ulid(id)}.json"
 
-    def fate(self, attempt: Attempt, id: str) -> str:
+    def sweep_decision(self, attempt: Attempt, id: str) -> str:
         """The create-only object that decides whether the tombstone `id` is swept or undeleted."""
-        return f"{self.fates}{attempt}.{check_ulid(id)}.json"
+        return f"{self.sweep_decisions}{attempt}.{check_ulid(id)}.json"
 
-    def dead_list(self, generation: int, version: int) -> str:
-        """One version of the list of the dead of a generation."""
-        return f"{self.dead}{check_generation(generation):06d}.{version:08d}.json"
+    def deleted_list(self, generation: int, version: int) -> str:
+        """One version of the list of deleted attempts of a generation."""
+        return f"{self.deleted_lists}{check_generation(generation):06d}.{version:08d}.json"
 
     def pin(self, attempt: Attempt, name: str) -> str:
         """A named hold of a checkpoint."""
@@ -328,9 +328,9 @@ def generation_number(key: str) -> int | None:
     return int(match[1]) if match and int(match[1]) else None
 
 
-def dead_list_version(key: str) -> tuple[int, int] | None:
-    """Generation and version of the list of the dead at `key`; None if `key` is not that of one."""
-    match = _DEAD.fullmatch(key)
+def deleted_list_version(key: str) -> tuple[int, int] | None:
+    """Generation and version of the list of deleted attempts at `key`; None if `key` is not that of one."""
+    match = _DELETED_LIST.fullmatch(key)
     return (int(match[1]), int(match[2])) if match and int(match[2]) else None
 
 

@@ -25,7 +25,7 @@ def test_requests_of_eight_ranks() -> None:
     assert leader["PUT"] == 1 + 2  # manifest and outcome as well
     assert others["LIST"] == 0
     assert others["GET"] >= RANKS - 1  # the outcome, until it is there
-    looks = leader["LIST"] - 1  # one listing of the dead, after the outcome
+    looks = leader["LIST"] - 1  # one listing of the deleted, after the outcome
     assert leader["GET"] == RANKS - 1 + looks - 1  # each receipt once; the outcome after every look but the last
     assert leader["HEAD"] == 1  # the next generation
     assert outcome.committed is not None
@@ -48,7 +48,7 @@ def test_each_layout_reads_what_was_written() -> None:
 
 
 EACH_LOOK = 5
-"""Listings of a run: outcomes, tombstones, the dead, quarantine, labels. Generations are the sixth."""
+"""Listings of a run: outcomes, tombstones, the deleted attempts, quarantine, labels. Generations are the sixth."""
 
 
 @pytest.mark.parametrize(("size", "per_run"), [(60, 30), (30, 30)])

@@ -89,9 +89,9 @@ class LifeCycle(RuleBasedStateMachine):
 
     def recoverable(self, attempt: Attempt) -> bool:
         run = Run(self.store, RUN)
-        fates = {names.attempt_and_name(i.key): i.key for i in self.store.list(run.keys.fates)}
+        decisions = {names.attempt_and_name(i.key): i.key for i in self.store.list(run.keys.sweep_decisions)}
         ids = [h.id for h in list_hidden(run) if h.attempt == attempt]
-        swept = [b'"swept":true' in self.store.get(fates[attempt, id]) for id in ids if (attempt, id) in fates]
+        swept = [b'"swept":true' in self.store.get(decisions[attempt, id]) for id in ids if (attempt, id) in decisions]
         return bool(ids) and not any(swept)
 
     def held(self, attempt: Attempt) -> bool:
@@ -397,7 +397,7 @@ class LifeCycle(RuleBasedStateMachine):
             self.settle_orphans()
         left = {a.attempt for a in list_checkpoints(run)}
         assert {Attempt.parse(n) for n in self.store.list_folders(run.keys.attempts)} == left
-        for prefix in (run.keys.tombstones, run.keys.fates, run.keys.leases):
+        for prefix in (run.keys.tombstones, run.keys.sweep_decisions, run.keys.leases):
             assert list(self.store.list(prefix)) == []
         for prefix in (run.keys.commits, run.keys.verified, run.keys.quarantine):
             assert left.issuperset(listed_attempts(run, prefix))

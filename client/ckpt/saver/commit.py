@@ -154,7 +154,8 @@ _READ_AHEAD = 2
 _LOST_S = 10.0, 60.0
 """How long rank 0, and another rank, waits without news before it looks whether another trainer continues the run."""
 _NEVER_FORGOTTEN_S = 24 * 3600.0
-"""An attempt whose snapshot is younger is on no list of the dead: an attempt is on it a week after its deletion."""
+"""An attempt whose snapshot is younger is on no list of deleted attempts: an attempt is on it a week after its
+deletion."""
 
 _CLOCK_S = 0.001
 """Between the commits of two saves of one step, should the clock be set back."""

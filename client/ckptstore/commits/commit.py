@@ -5,7 +5,7 @@ Order of events for one attempt (docs/decisions/0001):
     1. every rank makes its shard durable, then writes its receipt
     2. a committer reads all receipts, merges them, creates manifest.json.zst, and marks the attempts they reference
     3. it creates the outcome as committed        <- from here on the checkpoint exists
-    4. it looks at the list of the dead, in case it slept for weeks before 3 (docs/decisions/0025)
+    4. it looks at the list of deleted attempts, in case it slept for weeks before 3 (docs/decisions/0025)
 
 Instead of 3, a collector of orphans creates the same outcome as aborted, and so does a committer that finds a newer
 generation (docs/decisions/0025). Create-only means that one of them wins; the loser reads the outcome and follows it.
@@ -24,7 +24,7 @@ from msgspec import Raw, structs
 
 from ckptstore import names
 from ckptstore.commits.generations import superseded_by
-from ckptstore.commits.hidden import Dead, hidden_attempts
+from ckptstore.commits.hidden import DeletedAttempts, hidden_attempts
 from ckptstore.commits.references import mark, reference_lost, referenced_attempts
 from ckptstore.errors import AttemptAborted, CorruptObject, ObjectMissing, StoreUnavailable, Superseded
 from ckptstore.format.documents import (
@@ -194,7 +194,7 @@ def check_alive(run: Run, attempt: Attempt) -> None:
     A committer that slept for weeks may create the outcome of such an attempt. No reader uses it. The look is repeated
     once: the outcome exists by now, so one lost request must not fail the save.
     """
-    if retry(lambda: attempt in Dead(run), StoreUnavailable, pauses(_LOOK_AGAIN_S, tries=2)):
+    if retry(lambda: attempt in DeletedAttempts(run), StoreUnavailable, pauses(_LOOK_AGAIN_S, tries=2)):
         raise AttemptAborted(
             f"attempt {attempt} of run {run.name!r} was deleted or aborted before this process committed it",
             "Save again. The process or its machine was suspended, longer than deletions are remembered",

@@ -44,7 +44,7 @@ def digest(data: Buffer) -> str:
 def oldest_format(attempt: Attempt) -> int:
     """The format version of a small document about an attempt: 1 in generation 0, so that old clients obey it too.
 
-    Only for documents that are equal in both versions, without extensions: lease, tombstone, fate, labels.
+    Only for documents that are equal in both versions, without extensions: lease, tombstone, sweep decision, labels.
     """
     return FORMAT if attempt.generation else 1
 

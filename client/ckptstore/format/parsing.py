@@ -41,7 +41,7 @@ from ckptstore.format.documents import (
     Shard,
     digest,
 )
-from ckptstore.format.records import DeadList
+from ckptstore.format.records import DeletedList
 
 MAX_SEALED_BYTES = 256 << 20
 MAX_MANIFEST_BYTES = 4 << 30
@@ -95,8 +95,8 @@ def parse_sealed(data: bytes, kind: type[_D], key: str) -> _D:
                 check_receipt(document, key)
             case Generation():
                 _check_generation(document)
-            case DeadList():
-                _check_dead(document)
+            case DeletedList():
+                _check_deleted(document)
     return document
 
 
@@ -290,12 +290,12 @@ def _check_generation(generation: Generation) -> None:
         _require(parent.generation < generation.number, "the parent is not of an earlier generation")
 
 
-def _check_dead(dead: DeadList) -> None:
+def _check_deleted(deleted: DeletedList) -> None:
     """It names different attempts of its generation, in order."""
-    names.check_generation(dead.generation)
-    _require(all(a < b for a, b in pairwise(dead.attempts)), "the attempts are not in order")
-    known = map(names.Attempt.parse, dead.attempts)
-    _require(all(attempt.generation == dead.generation for attempt in known), "an attempt is of another generation")
+    names.check_generation(deleted.generation)
+    _require(all(a < b for a, b in pairwise(deleted.attempts)), "the attempts are not in order")
+    known = map(names.Attempt.parse, deleted.attempts)
+    _require(all(attempt.generation == deleted.generation for attempt in known), "an attempt is of another generation")
 
 
 def _check_references(attempt: str, content: Content) -> None:

@@ -1,4 +1,5 @@
-"""Small documents next to the checkpoints: pins, fates of tombstones, the dead, findings, audit, policies.
+"""Small documents next to the checkpoints: pins, sweep decisions of tombstones, lists of deleted attempts, findings,
+audit, policies.
 
 They are sealed and checked like all other documents (documents.py); docs/explanation/format.md specifies them. No I/O.
 """
@@ -27,7 +28,7 @@ class Pin(StoredDocument, frozen=True):
     reason: str
 
 
-class Fate(StoredDocument, frozen=True):
+class SweepDecision(StoredDocument, frozen=True):
     """The create-only decision about one tombstone: its checkpoint is deleted, or the deletion is undone."""
 
     format: int
@@ -39,7 +40,7 @@ class Fate(StoredDocument, frozen=True):
     at: float
 
 
-class DeadList(StoredDocument, frozen=True):
+class DeletedList(StoredDocument, frozen=True):
     """One version of the list of the attempts of a generation whose tombstone or aborted outcome is forgotten."""
 
     format: int

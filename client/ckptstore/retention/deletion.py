@@ -1,10 +1,10 @@
 """Two-phase deletion of checkpoints, and collection of what crashes leave.
 
 A deletion hides a checkpoint by a tombstone of its own; after a grace a sweep deletes the data, unless the deletion is
-undone. A create-only object, the fate of the tombstone, decides between the two, so that an undelete and a sweep never
-both win. A checkpoint is hidden while it has any tombstone. A tombstone is removed only after its fate is "undeleted",
-or a week after the data is deleted, when the attempt is on the list of the dead (commits/hidden.py).
-docs/decisions/0012 has the sequences.
+undone. A create-only object, the sweep decision of the tombstone, decides between the two, so that an undelete and a
+sweep never both win. A checkpoint is hidden while it has any tombstone. A tombstone is removed only after its sweep
+decision is "undeleted", or a week after the data is deleted, when the attempt is on the list of deleted attempts
+(commits/hidden.py). docs/decisions/0012 has the sequences.
 
 A collection sweeps what is due. An orphan (an attempt without an outcome) is first aborted, then deleted. A crash at
 any point leaves a valid state: deletions are idempotent, and any process may finish a partial one.
@@ -22,7 +22,7 @@ from ckptstore.commits import audit
 from ckptstore.commits.catalog import decided_attempts, newest_first, visible_attempts
 from ckptstore.commits.commit import decide, read_outcome, roll_forward
 from ckptstore.commits.heartbeats import old_heartbeats
-from ckptstore.commits.hidden import Dead, bury, hidden_attempts
+from ckptstore.commits.hidden import DeletedAttempts, hidden_attempts, record_deleted
 from ckptstore.commits.labels import label_versions
 from ckptstore.commits.leases import active_leases, expired_leases
 from ckptstore.commits.references import marks, unmark
@@ -41,7 +41,7 @@ from ckptstore.errors import (
 )
 from ckptstore.format.documents import Outcome, Tombstone, oldest_format
 from ckptstore.format.parsing import seal
-from ckptstore.format.records import Action, Fate
+from ckptstore.format.records import Action, SweepDecision
 from ckptstore.names import Attempt, Reference, is_ulid, new_ulid
 from ckptstore.retention.pins import Holds, active_holds, write_pin
 from ckptstore.run import Run
@@ -50,7 +50,8 @@ from ckptstore.threads import in_parallel
 SWEEP_GRACE_S = 24 * 3600.0
 """Default time for which a deletion can be undone."""
 TOMBSTONE_KEPT_S = 7 * 24 * 3600.0
-"""Tombstones, fates and aborted outcomes are kept so long. Then the list of the dead replaces them."""
+"""Tombstones, sweep decisions and aborted outcomes are kept so long. Then the list of deleted attempts replaces
+them."""
 
 _TRIES = 3
 
@@ -124,15 +125,16 @@ def sweep(run: Run, only: Collection[Attempt] | None = None) -> Swept:
 
     Their data is deleted on return. Ages are differences between the store's times and `run.clock`, which must not be
     minutes apart (checks.check_store). only: these attempts, at any age. Raises Unavailable: another call
-    continues; or Damaged after all others are done: a checkpoint with a damaged fate stays hidden and keeps its data.
+    continues; or Damaged after all others are done: a checkpoint with a damaged sweep decision stays hidden and keeps
+    its data.
     """
     hidden = [h for h in list_hidden(run) if only is None or h.attempt in only]
-    listed = list_fates(run)
-    # Most deletions of the last week are complete. Their fates and tombstones are not read again and again.
+    listed = list_sweep_decisions(run)
+    # Most deletions of the last week are complete. Their sweep decisions and tombstones are not read again and again.
     left = set(_present(run, {h.attempt for h in hidden if (h.attempt, h.id) in listed}))
-    decided, damage = _fates(run, [h for h in hidden if (h.attempt, h.id) in listed and h.attempt in left])
-    for one, fate in decided.items():
-        if not fate.swept:  # the undelete died before it removed the tombstone
+    decided, damage = _sweep_decisions(run, [h for h in hidden if (h.attempt, h.id) in listed and h.attempt in left])
+    for one, decision in decided.items():
+        if not decision.swept:  # the undelete died before it removed the tombstone
             run.store.delete_many([run.keys.tombstone(one.attempt, one.id)])
     due = [h for h in hidden if (h.attempt, h.id) not in listed and (only is not None or _is_due(run, h))]
     held = active_holds(run) if due else {}
@@ -141,7 +143,7 @@ def sweep(run: Run, only: Collection[Attempt] | None = None) -> Swept:
         audit.record(run, Action.SWEEP, dict.fromkeys(h.attempt for h in due), "")
     decided_now = {h: _decide(run, h.attempt, h.id, swept=True) for h in due}
     both = (decided | decided_now).items()
-    swept = [h for h, fate in both if fate.swept and _is_left(run, h.attempt, h.id)]
+    swept = [h for h, decision in both if decision.swept and _is_left(run, h.attempt, h.id)]
     to_delete = {h.attempt for h in swept}
     freed = _delete(run, _present(run, to_delete), to_delete)
     for error in damage.values():
@@ -154,9 +156,9 @@ def list_hidden(run: Run) -> list[Hidden]:
     return sorted(_listed(run, run.keys.tombstones), key=lambda h: (h.attempt, h.id))
 
 
-def list_fates(run: Run) -> set[tuple[Attempt, str]]:
+def list_sweep_decisions(run: Run) -> set[tuple[Attempt, str]]:
     """The attempts and ids of all tombstones that are decided."""
-    return {(fate.attempt, fate.id) for fate in _listed(run, run.keys.fates)}
+    return {(decision.attempt, decision.id) for decision in _listed(run, run.keys.sweep_decisions)}
 
 
 def find_hidden(run: Run, reference: Reference) -> Attempt:
@@ -186,19 +188,20 @@ def read_tombstone(run: Run, hidden: Hidden) -> Tombstone | None:
 
 
 def forget_tombstones(run: Run) -> None:
-    """Remove tombstones and fates a week after the data is deleted. The list of the dead names the attempts by then."""
-    listed = _listed(run, run.keys.fates)
-    old = {(fate.attempt, fate.id) for fate in listed if run.age_s(fate.written_at) > TOMBSTONE_KEPT_S}
+    """Remove tombstones and sweep decisions a week after the data is deleted. The list of deleted attempts names the
+    attempts by then."""
+    listed = _listed(run, run.keys.sweep_decisions)
+    old = {(decision.attempt, decision.id) for decision in listed if run.age_s(decision.written_at) > TOMBSTONE_KEPT_S}
     hidden = [h for h in list_hidden(run) if (h.attempt, h.id) in old]
-    decided, _ = _fates(run, hidden)
-    swept = {h.attempt for h, fate in decided.items() if fate.swept}
-    buried = bury(run, swept.difference(_present(run, swept)))
-    undeleted = {h for h, fate in decided.items() if not fate.swept}
-    kept = {(h.attempt, h.id) for h in hidden if h.attempt not in buried and h not in undeleted}
+    decided, _ = _sweep_decisions(run, hidden)
+    swept = {h.attempt for h, decision in decided.items() if decision.swept}
+    recorded = record_deleted(run, swept.difference(_present(run, swept)))
+    undeleted = {h for h, decision in decided.items() if not decision.swept}
+    kept = {(h.attempt, h.id) for h in hidden if h.attempt not in recorded and h not in undeleted}
     forgotten = sorted(old - kept)
     tombstones = [run.keys.tombstone(h.attempt, h.id) for h in hidden if (h.attempt, h.id) not in kept]
-    # Tombstones first: a tombstone without its fate could be decided again.
-    run.store.delete_many([*tombstones, *(run.keys.fate(attempt, id) for attempt, id in forgotten)])
+    # Tombstones first: a tombstone without its sweep decision could be decided again.
+    run.store.delete_many([*tombstones, *(run.keys.sweep_decision(attempt, id) for attempt, id in forgotten)])
 
 
 def delete_data(run: Run, attempt: Attempt) -> int:
@@ -231,51 +234,51 @@ def _cancel_deletion(run: Run, attempt: Attempt, ids: Sequence[str]) -> bool:
     return True
 
 
-def _decide(run: Run, attempt: Attempt, id: str, *, swept: bool) -> Fate:
-    """Create the fate of a tombstone, or return the existing one. Durable on return."""
-    proposal = Fate(
+def _decide(run: Run, attempt: Attempt, id: str, *, swept: bool) -> SweepDecision:
+    """Create the sweep decision of a tombstone, or return the existing one. Durable on return."""
+    proposal = SweepDecision(
         format=oldest_format(attempt), kind="fate", attempt=str(attempt), tombstone=id, swept=swept, by=run.by,
         at=run.clock(),
     )  # fmt: skip
     failure: StoreUnavailable | None = None
     for _ in range(_TRIES):
         try:
-            if run.store.put_if_absent(run.keys.fate(attempt, id), seal(proposal)):
+            if run.store.put_if_absent(run.keys.sweep_decision(attempt, id), seal(proposal)):
                 return proposal
-            # After a lost reply this may be our own fate, which is then returned like any other.
-            fate = _read_fate(run, attempt, id)
+            # After a lost reply this may be our own sweep decision, which is then returned like any other.
+            decision = _read_sweep_decision(run, attempt, id)
         except StoreUnavailable as error:
             failure = error
             continue
-        if fate is not None:
-            return fate
+        if decision is not None:
+            return decision
     raise failure or StoreUnavailable(
         f"cannot read whether {run.id_of(attempt)} in {run.store.url} is swept or undeleted",
         "Try again: the decision does not change",
     )
 
 
-def _read_fate(run: Run, attempt: Attempt, id: str) -> Fate | None:
-    key = run.keys.fate(attempt, id)
+def _read_sweep_decision(run: Run, attempt: Attempt, id: str) -> SweepDecision | None:
+    key = run.keys.sweep_decision(attempt, id)
     try:
-        fate = run.read(key, Fate)
+        decision = run.read(key, SweepDecision)
     except ObjectMissing:
         return None
-    if (fate.attempt, fate.tombstone) != (str(attempt), id):
-        raise CorruptObject(f"{run.store.object_url(key)} is the fate of another tombstone")
-    return fate
+    if (decision.attempt, decision.tombstone) != (str(attempt), id):
+        raise CorruptObject(f"{run.store.object_url(key)} is the sweep decision of another tombstone")
+    return decision
 
 
 def _has_outcome(run: Run, attempt: Attempt) -> bool:
     """Whether it has an outcome that counts, and not one that was created again after it was swept and forgotten."""
-    return attempt in decided_attempts(run) and attempt not in Dead(run)
+    return attempt in decided_attempts(run) and attempt not in DeletedAttempts(run)
 
 
 def _is_left(run: Run, attempt: Attempt, id: str) -> bool:
-    """Whether a tombstone still exists, asked after its fate is known.
+    """Whether a tombstone still exists, asked after its sweep decision is known.
 
-    A fate expires. A process that slept for weeks may then create that of a tombstone that was removed long ago, with
-    another decision (docs/decisions/0027).
+    A sweep decision expires. A process that slept for weeks may then create that of a tombstone that was removed long
+    ago, with another decision (docs/decisions/0027).
     """
     try:
         run.store.get(run.keys.tombstone(attempt, id))
@@ -284,18 +287,18 @@ def _is_left(run: Run, attempt: Attempt, id: str) -> bool:
     return True
 
 
-def _fates(run: Run, hidden: Collection[Hidden]) -> tuple[dict[Hidden, Fate], dict[Hidden, Damaged]]:
-    """The fates of decided tombstones, and the errors of those whose fate is damaged."""
-    decided: dict[Hidden, Fate] = {}
+def _sweep_decisions(run: Run, hidden: Collection[Hidden]) -> tuple[dict[Hidden, SweepDecision], dict[Hidden, Damaged]]:
+    """The sweep decisions of decided tombstones, and the errors of those whose sweep decision is damaged."""
+    decided: dict[Hidden, SweepDecision] = {}
     damage: dict[Hidden, Damaged] = {}
     for one in hidden:
         try:
-            fate = _read_fate(run, one.attempt, one.id)
+            decision = _read_sweep_decision(run, one.attempt, one.id)
         except Damaged as error:
             damage[one] = error
             continue
-        if fate is not None:
-            decided[one] = fate
+        if decision is not None:
+            decided[one] = decision
     return decided, damage
 
 
@@ -394,9 +397,9 @@ def collect(run: Run, grace_s: float = ORPHAN_GRACE_S) -> CollectReport:
     decided = set(decided_attempts(run))
     outcomes = _outcomes(run, [attempt for attempt in decided if attempt not in hidden])
     present = _attempts_with_data(run)
-    dead = {attempt for attempt in decided if attempt in hidden.dead}
-    dead |= {attempt for attempt in present if attempt in hidden.dead and has_data(run, attempt)}
-    freed = swept.freed_bytes + _delete(run, dead, dead)  # written by processes that slept for weeks
+    deleted = {attempt for attempt in decided if attempt in hidden.deleted}
+    deleted |= {attempt for attempt in present if attempt in hidden.deleted and has_data(run, attempt)}
+    freed = swept.freed_bytes + _delete(run, deleted, deleted)  # written by processes that slept for weeks
     for attempt in present:
         if attempt in hidden:
             continue
@@ -471,7 +474,7 @@ def _abort_if_old(run: Run, attempt: Attempt, grace_s: float) -> bool:
 
 
 def _forget(run: Run, outcomes: Mapping[Attempt, Outcome]) -> None:
-    """Remove expired leases and old records. Old deletions and aborts are replaced by the list of the dead."""
+    """Remove expired leases and old records. Old deletions and aborts are replaced by the list of deleted attempts."""
     run.store.delete_many(expired_leases(run))
     forget_tombstones(run)
     audit.forget_old(run)
@@ -492,13 +495,14 @@ def _forget_marks(run: Run) -> None:
 
 
 def _forget_aborted(run: Run, outcomes: Mapping[Attempt, Outcome]) -> None:
-    """Remove aborted outcomes a week after the data is deleted. The list of the dead names the attempts by then."""
+    """Remove aborted outcomes a week after the data is deleted. The list of deleted attempts names the attempts by
+    then."""
     listed = run.listed(run.keys.commits)
     old = [attempt for attempt, _, info in listed if run.age_s(info.modified_at) > TOMBSTONE_KEPT_S]
     known = {**outcomes, **_outcomes(run, [attempt for attempt in old if attempt not in outcomes])}
     aborted = {attempt for attempt in old if attempt in known and known[attempt].committed is None}
     gone = {attempt for attempt in aborted if not has_data(run, attempt)}
-    run.store.delete_many(run.keys.outcome(attempt) for attempt in sorted(bury(run, gone)))
+    run.store.delete_many(run.keys.outcome(attempt) for attempt in sorted(record_deleted(run, gone)))
 
 
 def _outcomes(run: Run, attempts: Iterable[Attempt]) -> dict[Attempt, Outcome]:
@@ -579,7 +583,7 @@ def undelete_checkpoint(run: Run, reference: Reference, reason: str = "") -> Ref
 def list_deleted(run: Run) -> list[Deleted]:
     """The hidden checkpoints of a run that still have their data, newest step first."""
     left = set(decided_attempts(run))
-    decided = list_fates(run)
+    decided = list_sweep_decisions(run)
     found = []
     for hidden in reversed(list_hidden(run)):
         if hidden.attempt not in left or (hidden.attempt, hidden.id) in decided:

@@ -36,7 +36,7 @@ from ckptstore.errors import (
 )
 from ckptstore.format.documents import FORMAT, Generation, Outcome
 from ckptstore.format.parsing import seal
-from ckptstore.format.records import Fate, Policy
+from ckptstore.format.records import Policy, SweepDecision
 from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.retention.pruning import Prune
 from ckptstore.run import Run
@@ -254,16 +254,18 @@ def test_proposals_that_make_no_sense(honest: Honest) -> None:
     run = Run(honest.store, RUN)
     attempt, other = new_attempt(), new_attempt()
     with honest.daemon.client(_TOKEN) as client:
-        fate = seal(
-            Fate(format=FORMAT, kind="fate", attempt=str(attempt), tombstone=other.ulid, swept=True, by="test", at=1.0)
+        decision = seal(
+            SweepDecision(
+                format=FORMAT, kind="fate", attempt=str(attempt), tombstone=other.ulid, swept=True, by="test", at=1.0
+            )
         )
         for tombstone, document in [
             (None, b"{}"),
             (None, proposal(attempt)[:-10]),
             (None, proposal(other)),
             (None, proposal(attempt, run="bert")),
-            (None, fate),
-            (attempt.ulid, fate),
+            (None, decision),
+            (attempt.ulid, decision),
             (attempt.ulid, proposal(attempt)),
         ]:
             with pytest.raises(InvalidRequest):
@@ -275,7 +277,7 @@ def test_proposals_that_make_no_sense(honest: Honest) -> None:
         big = {"run": RUN, "attempt": str(attempt), "proposal": "x" * (2 << 20)}
         assert honest.daemon.post(bodies.DECISIONS, big, headers=_ADMIN).status_code == 422
     assert read_outcome(run, attempt) is None
-    assert keys(honest.store, run.keys.fates) == []
+    assert keys(honest.store, run.keys.sweep_decisions) == []
 
 
 def committing(attempt: Attempt) -> tuple[bytes, bytes]:

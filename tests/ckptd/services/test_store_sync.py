@@ -18,7 +18,7 @@ from ckptd.services.catalog import Freshness
 from ckptd.services.store_sync import IDLE_AFTER_S, IDLE_ROUNDS, PollPlan, StoreSync
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints
-from ckptstore.commits.hidden import bury
+from ckptstore.commits.hidden import record_deleted
 from ckptstore.errors import CkptError, NoCheckpoint, StoreUnavailable
 from ckptstore.names import RunKeys
 from ckptstore.retention.deletion import delete_checkpoint
@@ -55,17 +55,17 @@ def test_a_poll_costs_six_listings_per_run(store: Store, database: Database) -> 
     assert sorted(counting.calls) == sorted(["list_folders ", *of_runs])
 
 
-def test_a_dead_checkpoint_is_not_indexed_and_its_list_is_read_once(store: Store, database: Database) -> None:
+def test_a_deleted_checkpoint_is_not_indexed_and_its_list_is_read_once(store: Store, database: Database) -> None:
     old, new = (write_checkpoint(store, "a", step, arrays={}) for step in (1, 2))
     counting = Faults()
     store_sync = _store_sync(FaultyStore(store, counting), database)
     store_sync.run_once()
     assert _all(database) == [new, old]
-    assert bury(Run(store, "a"), [old.attempt]) == {old.attempt}
+    assert record_deleted(Run(store, "a"), [old.attempt]) == {old.attempt}
     for _ in range(3):
         store_sync.run_once()
     assert _all(database) == [new]
-    assert counting.calls.count(f"get {RunKeys('a').dead_list(0, 1)}") == 2, "once to remove it, once to compare"
+    assert counting.calls.count(f"get {RunKeys('a').deleted_list(0, 1)}") == 2, "once to remove it, once to compare"
     with pytest.raises(NoCheckpoint):
         store_sync.notify("a", old.attempt)
 

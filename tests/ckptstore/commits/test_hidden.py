@@ -1,4 +1,5 @@
-"""Processes that sleep for weeks bring nothing back: lists of the dead replace old tombstones and aborted outcomes."""
+"""Processes that sleep for weeks bring nothing back: lists of deleted attempts replace old tombstones and aborted
+outcomes."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ import pytest
 
 from ckptstore.commits.catalog import find, latest, list_checkpoints
 from ckptstore.commits.commit import commit_attempt, decide, read_outcome
-from ckptstore.commits.hidden import Dead, bury, hidden_attempts
+from ckptstore.commits.hidden import DeletedAttempts, hidden_attempts, record_deleted
 from ckptstore.commits.leases import active_leases, take_lease
 from ckptstore.errors import AttemptAborted, CkptError, NoCheckpoint, ReferenceLost, StoreUnavailable, UnsupportedFormat
 from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import parse_sealed, seal
-from ckptstore.format.records import DeadList
+from ckptstore.format.records import DeletedList
 from ckptstore.names import Attempt, Reference, new_ulid
 from ckptstore.retention.deletion import TOMBSTONE_KEPT_S, collect, forget_tombstones, hide, list_hidden, sweep
 from ckptstore.retention.pins import pin, pinned
@@ -93,23 +94,23 @@ def sleeping(store: Store, before: str, act: Callable[[Run], object], others: Ca
         assert calls.at >= 0, f"{before} is not in {calls.calls}"
 
 
-def is_forgotten(store: Store, dead: Attempt) -> None:
+def is_forgotten(store: Store, deleted: Attempt) -> None:
     run = Run(store, RUN)
-    assert dead in Dead(run)
+    assert deleted in DeletedAttempts(run)
     assert not list_hidden(run)
-    assert read_outcome(run, dead) is None
+    assert read_outcome(run, deleted) is None
 
 
-def nothing_came_back(store: Store, dead: Attempt) -> None:
+def nothing_came_back(store: Store, deleted: Attempt) -> None:
     """No reader sees it, and the next collections leave nothing of it."""
     run = Run(store, RUN)
-    assert dead not in [c.attempt for c in list_checkpoints(run)]
+    assert deleted not in [c.attempt for c in list_checkpoints(run)]
     with pytest.raises(NoCheckpoint):
-        find(store, Reference(RUN, dead.step, dead.ulid))
+        find(store, Reference(RUN, deleted.step, deleted.ulid))
     assert collect(Run(store, RUN, DAY)).rolled_forward == []
     forget(store)
-    assert keys(store, run.keys.attempt(dead)) == keys(store, run.keys.tombstones) == []
-    is_forgotten(store, dead)
+    assert keys(store, run.keys.attempt(deleted)) == keys(store, run.keys.tombstones) == []
+    is_forgotten(store, deleted)
 
 
 @every_store
@@ -150,12 +151,12 @@ def test_nor_does_one_that_slept_at_any_other_call(store: Store, end: End) -> No
 @every_store
 def test_a_reader_and_an_operator_that_slept_hold_nothing(store: Store) -> None:
     takes = {
-        f"put {RUN}/leases/": lambda run, dead: take_lease(run, dead, "reader", 3600),
-        f"put {RUN}/pins/": lambda run, dead: pin(run, dead, "paper"),
+        f"put {RUN}/leases/": lambda run, deleted: take_lease(run, deleted, "reader", 3600),
+        f"put {RUN}/pins/": lambda run, deleted: pin(run, deleted, "paper"),
     }
     for before, take in takes.items():
         receipts = complete(store)
-        dead = named(receipts)
+        deleted = named(receipts)
         commit_attempt(Run(store, RUN), receipts)
 
         def others(receipts: list[StoredReceipt] = receipts) -> None:
@@ -164,14 +165,14 @@ def test_a_reader_and_an_operator_that_slept_hold_nothing(store: Store) -> None:
             with pytest.raises(AttemptAborted):  # so that a checkpoint seems to be there
                 commit_attempt(Run(store, RUN), receipts)
 
-        assert isinstance(sleeping(store, before, partial(take, dead=dead), others), NoCheckpoint)
+        assert isinstance(sleeping(store, before, partial(take, deleted=deleted), others), NoCheckpoint)
         assert not active_leases(Run(store, RUN))
         assert not pinned(Run(store, RUN))
-        nothing_came_back(store, dead)
+        nothing_came_back(store, deleted)
 
 
 @every_store
-def test_a_save_does_not_reference_what_is_dead(store: Store) -> None:
+def test_a_save_does_not_reference_what_is_deleted(store: Store) -> None:
     receipts = complete(store)
     base = named(receipts)
     commit_attempt(Run(store, RUN), receipts)
@@ -199,9 +200,9 @@ def swept_and_aborted(store: Store) -> list[list[StoredReceipt]]:
     return [swept, aborted]
 
 
-def wake(store: Store, dead: list[list[StoredReceipt]]) -> None:
+def wake(store: Store, deleted: list[list[StoredReceipt]]) -> None:
     """Old committers wake up. Nothing that was deleted or aborted is visible."""
-    for receipts in dead:
+    for receipts in deleted:
         try:
             outcome = commit_attempt(Run(store, RUN), receipts)
         except AttemptAborted:
@@ -222,15 +223,15 @@ def test_a_crash_at_every_call_of_a_collection_that_forgets(store: Store, mode: 
     assert sum("/dead/" in call for call in calls.calls) >= 8
     for k in range(len(calls.calls)):
         clear(store)
-        dead = swept_and_aborted(store)
+        deleted = swept_and_aborted(store)
         try:
             forget(FaultyStore(store, Faults(k, mode)))
         except StoreUnavailable:
             pass
-        wake(store, dead)
+        wake(store, deleted)
         for _ in range(2):
             forget(store)
-        for receipts in dead:
+        for receipts in deleted:
             nothing_came_back(store, named(receipts))
         assert steps(store) == [3]
 
@@ -242,21 +243,21 @@ def test_a_second_collector_at_every_call_of_the_first(store: Store, rounds: int
     swept_and_aborted(store)
     for k in range(count_calls(store, forget)):
         clear(store)
-        dead = swept_and_aborted(store)
+        deleted = swept_and_aborted(store)
 
-        def others(dead: list[list[StoredReceipt]] = dead) -> None:
+        def others(deleted: list[list[StoredReceipt]] = deleted) -> None:
             for number in range(rounds):
                 if number:
-                    dead.append(complete(store, 1))
-                    delete(store, dead[-1])
+                    deleted.append(complete(store, 1))
+                    delete(store, deleted[-1])
                 forget(store)
 
         forget(FaultyStore(store, Interleaving(k, others)))
-        wake(store, dead)
+        wake(store, deleted)
         forget(store)
-        for receipts in dead:
+        for receipts in deleted:
             nothing_came_back(store, named(receipts))
-        assert len(keys(store, Run(store, RUN).keys.dead)) == 2, "the newest version of each generation"
+        assert len(keys(store, Run(store, RUN).keys.deleted_lists)) == 2, "the newest version of each generation"
 
 
 @every_store
@@ -264,15 +265,15 @@ def test_a_list_grows_by_versions_of_which_the_newest_stays(store: Store) -> Non
     run = Run(store, RUN)
     attempts = [Attempt(step, new_ulid(0), generation=step % 2) for step in range(6)]
     for first in (0, 2, 4):
-        assert bury(run, attempts[first : first + 2]) == set(attempts[first : first + 2])
-    assert bury(run, attempts) == set(attempts), "all of them are listed already"
-    assert keys(store, run.keys.dead) == [run.keys.dead_list(0, 3), run.keys.dead_list(1, 3)]
-    assert all(attempt in Dead(run) for attempt in attempts)
-    assert Attempt(0, new_ulid(1)) not in Dead(run)
+        assert record_deleted(run, attempts[first : first + 2]) == set(attempts[first : first + 2])
+    assert record_deleted(run, attempts) == set(attempts), "all of them are listed already"
+    assert keys(store, run.keys.deleted_lists) == [run.keys.deleted_list(0, 3), run.keys.deleted_list(1, 3)]
+    assert all(attempt in DeletedAttempts(run) for attempt in attempts)
+    assert Attempt(0, new_ulid(1)) not in DeletedAttempts(run)
 
 
 def test_of_two_tombstones_one_may_be_forgotten(store: Store) -> None:
-    """The attempt is dead and hidden, until the other one is forgotten as well."""
+    """The attempt is deleted and hidden, until the other one is forgotten as well."""
     run, later = Run(store, RUN), Run(store, RUN, WEEKS)
     (checkpoint,) = write(store, 1)
     hide(run, [checkpoint.attempt], "one")
@@ -280,7 +281,7 @@ def test_of_two_tombstones_one_may_be_forgotten(store: Store) -> None:
     hide(run, [checkpoint.attempt], "two")
     forget_tombstones(later)
     assert checkpoint.attempt in hidden_attempts(run).tombstoned
-    assert checkpoint.attempt in Dead(run)
+    assert checkpoint.attempt in DeletedAttempts(run)
     forget(store)
     collect(Run(store, RUN, MovableClock(4 * TOMBSTONE_KEPT_S)))
     assert not list_hidden(run)
@@ -289,8 +290,8 @@ def test_of_two_tombstones_one_may_be_forgotten(store: Store) -> None:
 def test_a_damaged_list_counts_as_empty_and_forgets_nothing(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(store, RUN)
     write(store, 2)
-    bury(run, [Attempt(9, new_ulid(0))])
-    store.put(run.keys.dead_list(0, 1), b"noise")
+    record_deleted(run, [Attempt(9, new_ulid(0))])
+    store.put(run.keys.deleted_list(0, 1), b"noise")
     receipts = complete(store)
     delete(store, receipts)
     with caplog.at_level(logging.WARNING):
@@ -298,14 +299,14 @@ def test_a_damaged_list_counts_as_empty_and_forgets_nothing(store: Store, caplog
         assert latest(run).step == 2
     assert "dead/000000.00000001.json" in caplog.text
     assert [hidden.attempt for hidden in list_hidden(run)] == [named(receipts)]
-    assert keys(store, run.keys.dead) == [run.keys.dead_list(0, 1)]
+    assert keys(store, run.keys.deleted_lists) == [run.keys.deleted_list(0, 1)]
 
 
 def test_a_list_of_a_newer_format_is_an_error(store: Store) -> None:
     run = Run(store, RUN)
     write(store, 1)
-    list_ = DeadList(format=3, kind="dead", generation=0, version=1, attempts=[], by="me", at=0.0)
-    store.put(run.keys.dead_list(0, 1), seal(list_))
+    list_ = DeletedList(format=3, kind="dead", generation=0, version=1, attempts=[], by="me", at=0.0)
+    store.put(run.keys.deleted_list(0, 1), seal(list_))
     with pytest.raises(UnsupportedFormat):
         latest(run)
 
@@ -316,22 +317,22 @@ def test_latest_reads_the_list_of_the_head_only(store: Store) -> None:
     write(store, 1)
     latest(Run(FaultyStore(store, calls), RUN))
     assert len([call for call in calls.calls if "/dead/" in call]) == 1, "one listing while nothing is forgotten"
-    bury(run, [Attempt(1, new_ulid(0), generation=number) for number in range(3)])
+    record_deleted(run, [Attempt(1, new_ulid(0), generation=number) for number in range(3)])
     calls.calls.clear()
     latest(Run(FaultyStore(store, calls), RUN))
     assert [call for call in calls.calls if "/dead/" in call] == [
-        f"list {run.keys.dead}", f"get {run.keys.dead_list(0, 1)}"
+        f"list {run.keys.deleted_lists}", f"get {run.keys.deleted_list(0, 1)}"
     ]  # fmt: skip
 
 
 def test_a_reader_written_from_the_documentation_sees_the_same(store: Store, tmp_path: Path) -> None:
-    dead = complete(store, 9)
+    deleted = complete(store, 9)
     write(store, 1)
-    delete(store, dead)
+    delete(store, deleted)
     forget(store)
     with pytest.raises(AttemptAborted):
-        commit_attempt(Run(store, RUN), dead)
-    assert read_outcome(Run(store, RUN), named(dead)) is not None
+        commit_attempt(Run(store, RUN), deleted)
+    assert read_outcome(Run(store, RUN), named(deleted)) is not None
     assert independent_reader.latest(str(tmp_path / "store"), RUN)["step"] == latest(Run(store, RUN)).step == 1
 
 
@@ -346,15 +347,15 @@ B = str(Attempt(2, new_ulid(0), generation=2))
 )  # fmt: skip
 def test_a_list_is_checked(change: dict[str, object]) -> None:
     fields = {"format": 2, "kind": "dead", "generation": 2, "version": 1, "attempts": [A, B], "by": "me", "at": 0.0}
-    parse_sealed(seal(DeadList(**fields)), DeadList, "k")  # type: ignore[arg-type]
+    parse_sealed(seal(DeletedList(**fields)), DeletedList, "k")  # type: ignore[arg-type]
     with pytest.raises(CkptError, match=r"^k"):
-        parse_sealed(seal(DeadList(**fields | change)), DeadList, "k")  # type: ignore[arg-type]
+        parse_sealed(seal(DeletedList(**fields | change)), DeletedList, "k")  # type: ignore[arg-type]
 
 
 @in_memory
 def test_collectors_at_once_list_everything(store: Store) -> None:
     run = Run(store, RUN)
     attempts = [Attempt(step, new_ulid(0)) for step in range(12)]
-    results = race(*(partial(bury, run, attempts[n::4]) for n in range(4)))
+    results = race(*(partial(record_deleted, run, attempts[n::4]) for n in range(4)))
     assert results == [set(attempts[n::4]) for n in range(4)]
-    assert all(attempt in Dead(run) for attempt in attempts)
+    assert all(attempt in DeletedAttempts(run) for attempt in attempts)

@@ -11,7 +11,6 @@ from ckptstore.format.parsing import manifest_bytes, seal
 from ckptstore.format.records import (
     Action,
     AuditRecord,
-    Fate,
     Finding,
     Heartbeat,
     Override,
@@ -19,6 +18,7 @@ from ckptstore.format.records import (
     PoliciesVersion,
     Policy,
     PolicySet,
+    SweepDecision,
     TrainerEnd,
 )
 from ckptstore.names import Attempt, new_ulid
@@ -60,7 +60,9 @@ def _samples() -> dict[str, bytes]:
         ),
         "pin": seal(Pin(format=FORMAT, kind="pin", attempt=str(ATTEMPT), name="paper", by="me", at=1.0, reason="")),
         "fate": seal(
-            Fate(format=FORMAT, kind="fate", attempt=str(ATTEMPT), tombstone=ATTEMPT.ulid, swept=True, by="me", at=1.0)
+            SweepDecision(
+                format=FORMAT, kind="fate", attempt=str(ATTEMPT), tombstone=ATTEMPT.ulid, swept=True, by="me", at=1.0
+            )
         ),
         "finding": seal(
             Finding(
@@ -97,7 +99,7 @@ def _samples() -> dict[str, bytes]:
 
 SAMPLES = _samples()
 KINDS: dict[str, Any] = {
-    "receipt": Receipt, "outcome": Outcome, "lease": Lease, "tombstone": Tombstone, "pin": Pin, "fate": Fate,
+    "receipt": Receipt, "outcome": Outcome, "lease": Lease, "tombstone": Tombstone, "pin": Pin, "fate": SweepDecision,
     "generation": Generation, "finding": Finding, "heartbeat": Heartbeat,
     "audit": AuditRecord, "policies": PoliciesVersion,
 }  # fmt: skip

@@ -262,7 +262,7 @@ def test_a_reference_means_the_deletion_that_can_be_undone(store: Store) -> None
     older, newer = (write_checkpoint(store, RUN, 7, SMALL, generation=number) for number in (1, 2))
     assert hide(run, [older.attempt, newer.attempt], "test") == {}
     sweep(run, only=[newer.attempt])
-    store.put(run.keys.fates + "note.txt", b"an operator's note")
+    store.put(run.keys.sweep_decisions + "note.txt", b"an operator's note")
     assert [one.id for one in list_deleted(run)] == [older.id]
     assert undelete_checkpoint(run, Reference(RUN, 7)).ulid == older.attempt.ulid
 

@@ -70,7 +70,7 @@ def sweep_all(store: Store) -> object:
 
 
 def forget(store: Store, weeks: int) -> None:
-    """Old tombstones and fates are forgotten, as that many weeks pass for the other process."""
+    """Old tombstones and sweep decisions are forgotten, as that many weeks pass for the other process."""
     forget_tombstones(Run(store, RUN, MovableClock(weeks * TOMBSTONE_KEPT_S)))
 
 
@@ -333,11 +333,11 @@ def test_a_second_tombstone_with_a_long_grace_brings_nothing_back(store: Store) 
     assert pinned(run) == {}
 
 
-def test_a_damaged_fate_deletes_nothing_and_is_reported(store: Store) -> None:
+def test_a_damaged_sweep_decision_deletes_nothing_and_is_reported(store: Store) -> None:
     run = Run(store, RUN)
     checkpoint = hidden_checkpoint(store)
     (hidden,) = list_hidden(run)
-    store.put(run.keys.fate(checkpoint.attempt, hidden.id), b"noise")
+    store.put(run.keys.sweep_decision(checkpoint.attempt, hidden.id), b"noise")
     actions: list[Callable[[Store], object]] = [sweep_all, lambda s: undelete(Run(s, RUN), checkpoint.attempt)]
     for call in actions:
         with pytest.raises(CorruptObject):
