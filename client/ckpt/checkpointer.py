@@ -225,9 +225,9 @@ class Checkpointer:
             lambda: self._saves.newest,
             limits,
             self.config.peer_timeout_s,
-            steps=self._saves.steps,
-            group=self.config.group,
-            preemption=self._preemption,
+            self._saves.steps,
+            self._preemption,
+            self.config.group,
         )
         self._schedules.append(schedule)
         return schedule

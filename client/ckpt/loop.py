@@ -35,8 +35,9 @@ class Loop(ABC, Iterator[int]):
         schedule: Schedule | int | None,
         step: int,
         restored: Restored | None,
+        end: int,
     ) -> None:
-        """save: begins a save of this step. step: the last one that was trained."""
+        """save: begins a save of this step. step: the last one that was trained. end: the number to stop before."""
         if isinstance(schedule, int) and schedule < 1:
             raise InvalidRequest(f"a save after every {schedule} steps", "Give a positive number, or a Schedule")
         self.step = step
@@ -44,7 +45,7 @@ class Loop(ABC, Iterator[int]):
         self.restored = restored
         """What the loop goes on from; None: it begins, or its caller has restored."""
         self.schedule = checkpointer.every() if schedule is None else schedule
-        self._checkpointer, self._save, self._saved = checkpointer, save, step
+        self._checkpointer, self._save, self._saved, self._end = checkpointer, save, step, end
         self._numbers = self._run()
 
     def __next__(self) -> int:
@@ -66,7 +67,7 @@ class Loop(ABC, Iterator[int]):
             self._save(step)
             self._saved = step
 
-    def _end(self) -> None:
+    def _finish(self) -> None:
         """Save the last step, unless a preemption leaves no time for it; durable on return."""
         self._checkpointer.wait()
         if self._saved != self.step and not self.stopped:
@@ -77,26 +78,14 @@ class Loop(ABC, Iterator[int]):
 class Steps(Loop):
     """The steps from one number to another."""
 
-    def __init__(
-        self,
-        checkpointer: Checkpointer,
-        save: Callable[[int], object],
-        schedule: Schedule | int | None,
-        start: int,
-        num_steps: int,
-        restored: Restored | None = None,
-    ) -> None:
-        self._range = range(start, num_steps)
-        super().__init__(checkpointer, save, schedule, start - 1, restored)
-
     def _run(self) -> Iterator[int]:
-        for step in self._range:
+        for step in range(self.step + 1, self._end):
             self.step = step
             yield step
             self._trained()
             if self.stopped:
                 break
-        self._end()
+        self._finish()
 
 
 class Epochs(Loop):
@@ -111,17 +100,17 @@ class Epochs(Loop):
         loader: ResumableLoader[Any],
         num_epochs: int,
     ) -> None:
-        self._loader, self._num_epochs = loader, num_epochs
-        super().__init__(checkpointer, save, schedule, restored.step if restored else 0, restored)
+        self._loader = loader
+        super().__init__(checkpointer, save, schedule, restored.step if restored else 0, restored, num_epochs)
 
     def _run(self) -> Iterator[int]:
         with self._loader.observed(self._begins, self._goes_on):
-            for epoch in range(self._loader.epoch, self._num_epochs):
+            for epoch in range(self._loader.epoch, self._end):
                 self._loader.set_epoch(epoch)
                 yield epoch
                 if self.stopped:
                     break
-        self._end()
+        self._finish()
 
     def _begins(self) -> None:
         self.step += 1
@@ -153,11 +142,8 @@ def steps(
     is durable; a run that was trained to the end has no steps left. A collective of all ranks. Raises what `restore`
     and `save_async` raise.
     """
-    target, objects = checkpointer or default.current(), {"shared": shared, **extras}
-    restored = target.restore(model, optim, **objects)
-    save = partial(target.save_async, model, optim, **objects)
-    refill(restored, objects)
-    return Steps(target, save, schedule, restored.step + 1 if restored else 0, num_steps, restored)
+    target, save, restored = _resumed(checkpointer, model, optim, {"shared": shared, **extras})
+    return Steps(target, save, schedule, restored.step if restored else -1, restored, num_steps)
 
 
 def epochs(
@@ -181,11 +167,18 @@ def epochs(
     counted from 1 since the beginning of the run. A save is made when training asks for the next batch. The rest is as
     for `steps`; at a preemption the batches end, and then the epochs.
     """
-    target, objects = checkpointer or default.current(), {"shared": shared, "loader": loader, **extras}
-    restored = target.restore(model, optim, **objects)
-    save = partial(target.save_async, model, optim, **objects)
-    refill(restored, objects)
+    target, save, restored = _resumed(checkpointer, model, optim, {"shared": shared, "loader": loader, **extras})
     return Epochs(target, save, schedule, restored, loader, num_epochs)
+
+
+def _resumed(
+    checkpointer: Checkpointer | None, model: Model | None, optim: Optimizers | None, objects: dict[str, Any]
+) -> tuple[Checkpointer, Callable[[int], object], Restored | None]:
+    """The Checkpointer, what saves a step of these objects, and what they were restored from."""
+    target = checkpointer or default.current()
+    restored = target.restore(model, optim, **objects)
+    refill(restored, objects)
+    return target, partial(target.save_async, model, optim, **objects), restored
 
 
 def refill(restored: Restored | None, objects: Mapping[str, Any]) -> None:

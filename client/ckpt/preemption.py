@@ -224,7 +224,9 @@ class Notice:
             raise InvalidRequest(f"cannot handle signals: {error}", "Call on_preemption in the main thread") from error
         if sources.file is not None or sources.url is not None or daemon is not None:
             threading.Thread(target=self._watch, name="ckpt-preemption", daemon=True).start()
-        close_after_fork(self)
+        # A forked child, such as a worker of a data loader, ends by signals as if there were no notice. It has no
+        # watching thread, but a lock that this thread may have held.
+        close_after_fork(self, Notice._restore_handlers)
 
     def look(self) -> None:
         """Ask the function, if there is one. Called by `Schedule.due`, on all ranks at the same steps.
@@ -237,13 +239,6 @@ class Notice:
     def close(self) -> None:
         """Watch no more, and restore signal handlers that were not replaced."""
         self._stop.set()
-        self._restore_handlers()
-
-    def close_in_child(self) -> None:
-        """A forked child, such as a worker of a data loader, ends by signals as if there were no notice.
-
-        It has no watching thread, but a lock that this thread may have held.
-        """
         self._restore_handlers()
 
     def _restore_handlers(self) -> None:

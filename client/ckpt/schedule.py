@@ -79,11 +79,11 @@ class Schedule:
         newest: Callable[[], SaveHandle | None],
         limits: Limits,
         peer_timeout_s: float,
+        steps: StepClock,
+        preemption: Preemption,
+        group: Group = "all",
         clock: Callable[[], float] = time.monotonic,
         lead_s: float = LEAD_S,
-        steps: StepClock | None = None,
-        group: Group = "all",
-        preemption: Preemption | None = None,
     ) -> None:
         """newest: the save that began last. steps: gets the steps of `due`, for heartbeats. group: see Config.
 
@@ -122,10 +122,8 @@ class Schedule:
         else:
             self._stride = step - self._step
         self._step = step
-        if self._steps is not None:
-            self._steps.reached(step)
-        if self._preemption is not None:
-            self._preemption.look()
+        self._steps.reached(step)
+        self._preemption.look()
         now = self._clock()
         self._costs.tick(now, self._newest())
         if self._rank == 0:
@@ -140,8 +138,7 @@ class Schedule:
         Any thread may call it, and so may a signal handler.
         """
         self._requests += 1
-        if self._steps is not None:
-            self._steps.requested()
+        self._steps.requested()
         if self._broadcast is not None and self._rank:
             self._broadcast.request()
 
@@ -179,8 +176,10 @@ class Schedule:
         world = World(self._peer_timeout_s, self._group)
         if world.size > 1:
             self._rank, self._global_rank = world.rank, world.global_rank
-            own = (lambda: preemption.deadline) if (preemption := self._preemption) is not None else (lambda: None)
-            self._broadcast = SaveBroadcast(world.private_store(), world.rank, self._poll_s, own, world.members)
+            preemption = self._preemption
+            self._broadcast = SaveBroadcast(
+                world.private_store(), world.rank, self._poll_s, lambda: preemption.deadline, world.members
+            )
             if self._requests and self._rank:
                 self._broadcast.request()
 
@@ -219,13 +218,11 @@ class Schedule:
 
     def _deadline(self) -> float | None:
         """When the job must be done, in seconds since the epoch, as far as this rank knows."""
-        known = [self._broadcast.notice if self._broadcast is not None else None]
-        known.append(self._preemption.deadline if self._preemption is not None else None)
+        known = self._broadcast.notice if self._broadcast is not None else None, self._preemption.deadline
         return min((deadline for deadline in known if deadline is not None), default=None)
 
     def _stop(self, stop_at: int, step: int, deadline: float) -> SaveDecision:
         """On rank 0: how to end at `stop_at`."""
-        assert self._preemption is not None
         steps_s = (stop_at - step) / self._stride * (self._costs.step_s or 0.0)
         # Another rank may evaluate until it learns of the notice as well.
         unaware_s = self._poll_s if self._broadcast is not None else 0.0
@@ -272,10 +269,7 @@ class Schedule:
         self._stopping = SaveEstimate(
             "save" if decision.choice == "save" else "finish", decision.left_s, decision.estimate_s
         )
-        if self._steps is not None:
-            self._steps.requested()
-        if self._preemption is None:
-            return
+        self._steps.requested()
         if self._stopping:
             self._preemption.hurry()
         if self._rank == 0:

@@ -30,9 +30,9 @@ from ckpt.preemption import (
     Sources,
     estimate_save,
 )
-from ckpt.schedule import Limits, Schedule
+from ckpt.schedule import Limits
 from ckpt.snapshot import handle, writers
-from ckpt.snapshot.handle import HandleUpdates, SaveHandle
+from ckpt.snapshot.handle import LiveHandle, SaveHandle
 from ckptapi import bodies
 from ckptstore.commits.catalog import latest
 from ckptstore.errors import InvalidRequest
@@ -40,6 +40,7 @@ from ckptstore.format.shards import CHUNK_BYTES
 from ckptstore.run import Run
 from ckptstore.stores import open_store
 from tests.ckpt.snapshot.gates import Gate, gated
+from tests.ckpt.test_schedule import schedule_of
 from tests.ckptapi.scripted import Answer, answer, scripted_daemon
 from tests.support.daemons import running_daemon
 from tests.support.forking import TRAINER, fork
@@ -104,7 +105,7 @@ def test_a_handler_that_calls_ours_also_calls_the_one_before_after_the_end() -> 
 
 def test_a_forked_child_does_not_wait_for_a_lock_of_the_watching_thread() -> None:
     with watching(Sources(30.0)) as notice, notice._stop._cond:  # type: ignore[attr-defined]
-        child = threading.Thread(target=notice.close_in_child, daemon=True)
+        child = threading.Thread(target=notice._restore_handlers, daemon=True)
         child.start()
         child.join(30)
         assert not child.is_alive()
@@ -161,7 +162,7 @@ def test_a_function_is_asked_by_due() -> None:
     left: list[float | None] = [None, None, 12.0]
     preemption = Preemption(lambda seconds, _: SaveEstimate("save", seconds, 1.0), lambda: None, lambda: 1000.0)
     preemption.watch(Sources(30.0, (), ask=lambda: left.pop(0)))
-    schedule = Schedule(lambda: None, Limits(3600.0, None), 1.0, preemption=preemption)
+    schedule = schedule_of(lambda: None, Limits(3600.0, None), 1.0, preemption=preemption)
     assert [schedule.due(step) for step in range(3)] == [False, False, True]
     assert preemption.deadline == 1012.0
 
@@ -177,7 +178,7 @@ def test_a_function_is_asked_on_a_rank_with_notice_too() -> None:
     preemption.watch(Sources(30.0, (), ask=ask))
     assert preemption.notice is not None
     preemption.notice._note("a signal", 20.0)
-    schedule = Schedule(lambda: None, Limits(3600.0, None), 1.0, preemption=preemption)
+    schedule = schedule_of(lambda: None, Limits(3600.0, None), 1.0, preemption=preemption)
     assert [schedule.due(step) for step in range(2)] == [True, False]
     assert asked == [True, True]
     assert preemption.deadline == 1020.0
@@ -193,7 +194,7 @@ def test_a_schedule_ends_the_loop_and_saves_only_if_there_is_time(choice: str, c
         return SaveEstimate("save" if choice == "save" else "finish", seconds, 9.0)
 
     preemption = Preemption(fits, lambda: hurried.append(True), lambda: 1000.0)
-    schedule = Schedule(lambda: None, Limits(3600.0, None), 1.0, preemption=preemption)
+    schedule = schedule_of(lambda: None, Limits(3600.0, None), 1.0, preemption=preemption)
     preemption.watch(Sources(30.0, ()))
     assert preemption.notice is not None
     assert not schedule.due(1)
@@ -207,9 +208,9 @@ def test_a_schedule_ends_the_loop_and_saves_only_if_there_is_time(choice: str, c
 
 
 def save(**timings: float) -> SaveHandle:
-    updates = HandleUpdates(1, 1000)
-    updates.measure(**timings)
-    return updates.handle
+    found = LiveHandle(1, 1000, 0.0)
+    found.measure(**timings)
+    return found
 
 
 def test_the_estimate_follows_from_the_measured_rates(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,16 +220,16 @@ def test_the_estimate_follows_from_the_measured_rates(monkeypatch: pytest.Monkey
     raw = save(blocked_s=1.0, held_s=0.5, encode_s=1.0, upload_s=4.0, commit_s=0.5, stored_bytes=1000)
     assert estimate_save(8.75, raw, []) == SaveEstimate("save", 8.75, 7.0)
     assert not estimate_save(8.7, raw, []), "a quarter is kept for what else takes time"
-    half, waiting = save(encode_s=4.0, upload_s=2.0, stored_bytes=500), HandleUpdates(2, 1000)
+    half, waiting = save(encode_s=4.0, upload_s=2.0, stored_bytes=500), LiveHandle(2, 1000, 0.0)
     assert estimate_save(9.0, half, []).estimate_s == pytest.approx(2 * 2.0 + 4.0 * 0.25 * 2)
-    waiting.staged()
+    waiting.mark_staged()
     now[0] = 102.0
-    waiting.progress(600)
-    assert estimate_save(9.0, raw, [waiting.handle]).estimate_s == pytest.approx(7.0 + 3.0), "some of it is in buffers"
+    waiting.uploaded(600)
+    assert estimate_save(9.0, raw, [waiting]).estimate_s == pytest.approx(7.0 + 3.0), "some of it is in buffers"
     now[0] = 103.5
-    waiting.progress(600)
-    assert estimate_save(9.0, raw, [waiting.handle]).estimate_s == pytest.approx(7.0 + 0.4 * 5.0)
-    assert estimate_save(9.0, None, [waiting.handle]).estimate_s is None, "the progress of a first save is no measure"
+    waiting.uploaded(600)
+    assert estimate_save(9.0, raw, [waiting]).estimate_s == pytest.approx(7.0 + 0.4 * 5.0)
+    assert estimate_save(9.0, None, [waiting]).estimate_s is None, "the progress of a first save is no measure"
 
 
 def test_the_estimate_counts_what_a_save_under_way_does_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,16 +237,16 @@ def test_the_estimate_counts_what_a_save_under_way_does_meanwhile(monkeypatch: p
     now = [100.0]
     monkeypatch.setattr(handle, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     measured = save(encode_s=1.0, upload_s=4.0, commit_s=0.5, stored_bytes=1000)
-    small, now[0] = HandleUpdates(2, 1000), 200.0
-    assert estimate_save(99.0, measured, [small.handle]).estimate_s == 10.5, "it is still copied"
-    small.staged()
+    small, now[0] = LiveHandle(2, 1000, 0.0), 200.0
+    assert estimate_save(99.0, measured, [small]).estimate_s == 10.5, "it is still copied"
+    small.mark_staged()
     now[0] = 202.0
-    assert estimate_save(99.0, measured, [small.handle]).estimate_s == 10.5 - 2.0
-    assert estimate_save(99.0, measured, [small.handle], begins_in_s=1.0).estimate_s == 10.5 - 2.0 - 1.0
-    assert estimate_save(99.0, measured, [small.handle], begins_in_s=60.0).estimate_s == 5.5
-    large = HandleUpdates(3, 10 * CHUNK_BYTES)
-    large.progress(5 * CHUNK_BYTES)
-    both, now[0] = [large.handle, small.handle], 300.0
+    assert estimate_save(99.0, measured, [small]).estimate_s == 10.5 - 2.0
+    assert estimate_save(99.0, measured, [small], begins_in_s=1.0).estimate_s == 10.5 - 2.0 - 1.0
+    assert estimate_save(99.0, measured, [small], begins_in_s=60.0).estimate_s == 5.5
+    large = LiveHandle(3, 10 * CHUNK_BYTES, 0.0)
+    large.uploaded(5 * CHUNK_BYTES)
+    both, now[0] = [large, small], 300.0
     assert estimate_save(99.0, measured, both[:1]).estimate_s == 5.5 + 4 * 0.5, "a chunk at most: the store may be away"
     assert estimate_save(99.0, measured, both).estimate_s == 5.5 + 4 * 0.5, "the other one is dropped"
     assert estimate_save(99.0, measured, both, begins_in_s=3.0).estimate_s == 5.5 + 4 * 0.5 + 5.0 - 3.0, (
@@ -268,7 +269,7 @@ def test_steps_until_the_end_of_the_loop_count_for_saves_under_way() -> None:
         return SaveEstimate("save", seconds, 9.0)
 
     preemption = Preemption(fits, lambda: None, lambda: 1000.0)
-    schedule = Schedule(lambda: None, Limits(3600.0, None), 1.0, preemption=preemption)
+    schedule = schedule_of(lambda: None, Limits(3600.0, None), 1.0, preemption=preemption)
     preemption.watch(Sources(30.0, ()))
     assert preemption.notice is not None
     preemption.notice._note("a test", 20.0)

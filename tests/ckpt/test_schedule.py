@@ -6,15 +6,26 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpt.preemption import Preemption, SaveEstimate
 from ckpt.schedule import Limits, Schedule
-from ckpt.snapshot.handle import HandleUpdates, SaveHandle
+from ckpt.snapshot.costs import StepClock
+from ckpt.snapshot.handle import LiveHandle, SaveHandle
 from ckptplan.training import best_interval
 from ckptstore.errors import InvalidRequest, SaveFailed
+
+
+def schedule_of(
+    newest: Callable[[], SaveHandle | None], limits: Limits, peer_timeout_s: float, **options: Any
+) -> Schedule:
+    """A Schedule of no Checkpointer; without notice of a preemption, unless that is given."""
+    unwarned = Preemption(lambda seconds, _: SaveEstimate("save", seconds, None), lambda: None)
+    return Schedule(newest, limits, peer_timeout_s, **{"steps": StepClock(), "preemption": unwarned, **options})
 
 
 @dataclass
@@ -40,9 +51,9 @@ class Training:
     """What all saves cost."""
 
     def __post_init__(self) -> None:
-        self._updates: HandleUpdates | None = None
-        self.schedule = Schedule(
-            lambda: self._updates.handle if self._updates else None,
+        self._newest: LiveHandle | None = None
+        self.schedule = schedule_of(
+            lambda: self._newest,
             Limits.of(self.seconds, self.overhead, self.mtbf_s),
             peer_timeout_s=1.0,
             clock=lambda: self.now,
@@ -53,15 +64,15 @@ class Training:
         end = self.now + seconds
         while self.now < end:
             self.step += self.stride
-            if self._updates is not None and self.now >= self.saves[-1][1] + self.durable_s:
-                self._updates.fail(SaveFailed("it does not matter how it ends"))
-            under_way = self._updates is not None and not self._updates.handle.done()
+            if self._newest is not None and self.now >= self.saves[-1][1] + self.durable_s:
+                self._newest.fail(SaveFailed("it does not matter how it ends"))
+            under_way = self._newest is not None and not self._newest.done()
             saves = self.schedule.due(self.step)
             if saves:
                 self.saves.append((self.step, self.now))
-                self._updates = HandleUpdates(self.step, 0)
-                self._updates.measure(blocked_s=self.blocked_s)
-                self._updates.measure(held_s=self.held_s)
+                self._newest = LiveHandle(self.step, 0, 0.0)
+                self._newest.measure(blocked_s=self.blocked_s)
+                self._newest.measure(held_s=self.held_s)
             slower = (self.slowdown - 1) * self.step_s if under_way or saves else 0.0
             waited = self.blocked_s + self.held_s if saves else 0.0
             self.lost_s += slower + waited
@@ -113,7 +124,7 @@ def test_a_cheap_save_is_made_often_but_half_of_the_time_none_is_under_way() -> 
 
 def test_a_save_that_was_not_made_is_asked_for_again_after_the_interval() -> None:
     now = 0.0
-    schedule = Schedule(lambda: None, Limits(10.0, None), peer_timeout_s=1.0, clock=lambda: now)
+    schedule = schedule_of(lambda: None, Limits(10.0, None), peer_timeout_s=1.0, clock=lambda: now)
     due = []
     for step in range(100):
         now = float(step)
@@ -124,15 +135,15 @@ def test_a_save_that_was_not_made_is_asked_for_again_after_the_interval() -> Non
 def test_unscheduled_saves_count() -> None:
     handles: list[SaveHandle | None] = [None]
     now = 0.0
-    schedule = Schedule(lambda: handles[-1], Limits(10.0, None), peer_timeout_s=1.0, clock=lambda: now)
+    schedule = schedule_of(lambda: handles[-1], Limits(10.0, None), peer_timeout_s=1.0, clock=lambda: now)
     due = []
     for step in range(40):
         now = float(step)
         due += [step] if schedule.due(step) else []
         if step == 5:
-            updates = HandleUpdates(step, 0)
-            updates.fail(SaveFailed(""))
-            handles.append(updates.handle)
+            handle = LiveHandle(step, 0, 0.0)
+            handle.fail(SaveFailed(""))
+            handles.append(handle)
     assert due == [15, 25, 35]
 
 

@@ -160,7 +160,8 @@ class History:
                 recorded.add(Reading(save.captured_at, save.attempt.step, *_costs_of(before), ExpectedEnd.NONE))
         if life.how:
             recorded.add(last)
-        return recorded.document(run, life.how, min(life.ended_at, life.known_until))
+        recorded.ended = life.how
+        return recorded.document(run, min(life.ended_at, life.known_until))
 
     def truth(self) -> dict[str, float]:
         """Seconds by category."""

@@ -47,7 +47,7 @@ class SaverLock:
         self.saver = -1
         """The descriptor that the saver inherits."""
         with no_fork:
-            close_after_fork(self)
+            close_after_fork(self, SaverLock.close)
             try:
                 self._trainer = _hold(host_path(store, run, "trainer"))
                 self.saver = _hold(host_path(store, run, "saver"))
@@ -62,11 +62,7 @@ class SaverLock:
         os.close(fd)
 
     def close(self) -> None:
-        """Release the trainer's lock; its saver has ended."""
-        self.close_in_child()
-
-    def close_in_child(self) -> None:
-        """Close the descriptors, or a fork's copies of them."""
+        """Close the descriptors: the trainer's lock is released. In a forked child, close its copies of them."""
         held = self._trainer, self.saver, self._folder
         self._trainer = self.saver = self._folder = -1
         for fd in held:

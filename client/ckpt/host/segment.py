@@ -15,7 +15,9 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
 
 _POPULATE_STRIDE = 64 << 20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
@@ -31,27 +33,22 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
 
-_after_fork: weakref.WeakSet[_ForkedResource] = weakref.WeakSet()
+_after_fork: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
 
 no_fork = threading.RLock()
 """Held while descriptors are made that forked children must not keep: forks in other threads wait for it."""
 os.register_at_fork(before=no_fork.acquire, after_in_parent=no_fork.release, after_in_child=no_fork.release)
 
 
-class _ForkedResource(Protocol):
-    def close_in_child(self) -> None:
-        """Close descriptors that a fork copied."""
-
-
-def close_after_fork(resource: _ForkedResource) -> None:
-    """Call `resource.close_in_child()` in forked children (DataLoader workers), so that they hold no descriptors."""
-    _after_fork.add(resource)
+def close_after_fork(resource: _T, close: Callable[[_T], None]) -> None:
+    """Call `close` in forked children (DataLoader workers), so that they hold no descriptors of the resource."""
+    _after_fork[resource] = close
 
 
 def _close_all() -> None:
-    for resource in list(_after_fork):
+    for resource, close in list(_after_fork.items()):
         with suppress(OSError):  # one that is closed already must not keep the others open
-            resource.close_in_child()
+            close(resource)
 
 
 os.register_at_fork(after_in_child=_close_all)
@@ -76,10 +73,10 @@ class Segment:
         except OSError:
             self.close()  # the error keeps this object
             raise
-        close_after_fork(self)
+        close_after_fork(self, Segment.close)
 
     def __del__(self) -> None:
-        self.close_in_child()
+        self.close()
 
     @property
     def view(self) -> memoryview:
@@ -91,11 +88,7 @@ class Segment:
         self._before_unmap.append(call)
 
     def close(self) -> None:
-        """Close the descriptor. The mapping stays until its last view is released."""
-        self.close_in_child()
-
-    def close_in_child(self) -> None:
-        """Close the descriptor; the mapping is not inherited."""
+        """Close the descriptor. The mapping stays until its last view is released; a forked child has none."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)

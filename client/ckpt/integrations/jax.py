@@ -83,7 +83,8 @@ def steps(
         target,
         lambda step: save_async(state(), step, checkpointer=target, **options),
         schedule,
-        start,
+        start - 1,
+        None,
         num_steps,
     )
 

@@ -302,8 +302,8 @@ def steps(
         raise InvalidRequest("several workers have no schedule in common", "Give a number of steps: schedule=500")
     restored = restore_from(model, target, **options)
     refill(restored, options)
-    start, save = restored.step + 1 if restored else 0, partial(save_async, model, checkpointer=target, **options)
-    return Steps(target, save, schedule, start, num_steps, restored)
+    save = partial(save_async, model, checkpointer=target, **options)
+    return Steps(target, save, schedule, restored.step if restored else -1, restored, num_steps)
 
 
 def restore_from(model: Any, checkpointer: Checkpointer, **options: Any) -> Restored | None:

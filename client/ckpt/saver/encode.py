@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
-from types import TracebackType
 
 from ckptstore.codecs.chunk_codecs import CodingPolicy
 from ckptstore.codecs.extremes import Extremes
@@ -146,13 +145,13 @@ class Encoder:
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="ckpt-encode")
 
     def begin(self, chunks: ChunkStream, encode: Encode) -> Encoding:
-        """Begin to encode a snapshot, after those begun before. The caller must exit or cancel the Encoding."""
+        """Begin to encode a snapshot, after those begun before. The caller must close the Encoding."""
         encoding = Encoding(self)
         self._order.submit(self._feed, encoding, _groups(chunks), encode)
         return encoding
 
     def close(self) -> None:
-        """Stop the threads; every Encoding has been exited or cancelled."""
+        """Stop the threads; every Encoding has been closed."""
         self._order.shutdown()
         self._pool.shutdown()
 
@@ -216,7 +215,7 @@ def _groups(chunks: ChunkStream) -> Iterator[tuple[_Group, int]]:
 class Encoding:
     """The encoded chunks of one snapshot, in order. A chunk's memory is valid until the next chunk is requested.
 
-    Exiting the `with` block early discards the rest. After it, the snapshot is no longer read.
+    Use it with `closing`: the chunks that were not consumed are discarded, and the snapshot is no longer read.
     """
 
     def __init__(self, encoder: Encoder) -> None:
@@ -227,21 +226,13 @@ class Encoding:
         self._lent = 0
         """Raw bytes of the group of chunks that the consumer has reached."""
 
-    def __enter__(self) -> Encoding:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.cancel()
-
     def __iter__(self) -> Iterator[EncodedChunk]:
         while (item := self._next()) is not None:
             future, self._lent = item
             yield from future.result()
             self._release_lent()
 
-    def cancel(self) -> None:
+    def close(self) -> None:
         """Discard the chunks that were not consumed. Waits for chunks that are being encoded."""
         self._encoder.cancel(self)
         self._release_lent()  # an error that ended the iteration early keeps the generator alive

@@ -95,6 +95,9 @@ class TrainerRun:
     began: TrainerStarted
     generation: int | None = None
     beats: list[Reading] = field(default_factory=list)
+    ended: TrainerEnd = TrainerEnd.NOT
+    ended_at: float | None = None
+    """None: it goes on, or ends with the saver."""
 
     def add(self, beat: Reading) -> None:
         """Add a beat in order of time. If there are too many, every second one is forgotten."""
@@ -111,15 +114,15 @@ class TrainerRun:
         if len(self.beats) > MOST_BEATS:
             self.beats = [*self.beats[1:-1:2], self.beats[-1]]
 
-    def document(self, run: Run, ended: TrainerEnd, at: float) -> Heartbeat:
-        """The heartbeat at the moment `at`."""
+    def document(self, run: Run, now: float) -> Heartbeat:
+        """The heartbeat at this moment."""
         began, beats = self.began, self.beats
         return Heartbeat(
             format=FORMAT, kind="heartbeat", run=run.name, id=began.id, by=run.by, began_at=began.began_at,
             trains_at=began.trains_at, restored_s=began.restored_s, parent=began.parent, generation=self.generation,
             at=[beat.at for beat in beats], step=[beat.step for beat in beats],
             stalled_s=[beat.stalled_s for beat in beats], slowed_s=[beat.slowed_s for beat in beats],
-            ended=ended, ended_at=at, extensions={ORIGIN: msgspec.to_builtins(origin())},
+            ended=self.ended, ended_at=self.ended_at or now, extensions={ORIGIN: msgspec.to_builtins(origin())},
         )  # fmt: skip
 
 
@@ -138,9 +141,9 @@ class HeartbeatWriter:
         """Guards the fields below."""
         self._life: TrainerRun | None = None
         self._shared_step: SharedStep | None = None
-        self._ended: list[tuple[TrainerRun, TrainerEnd, float | None]] = []
-        """Lives that have ended and are not written yet: how, and when; None: at the end of the saver."""
-        self._unnumbered: list[tuple[TrainerRun, TrainerEnd, float | None]] = []
+        self._ended: list[TrainerRun] = []
+        """Lives that have ended and are not written yet."""
+        self._unnumbered: list[TrainerRun] = []
         """Lives that have ended and are written without their generation, which may begin later."""
         self._local_only: LocalOnly | None = None
         self._newest: Heartbeat | None = None
@@ -168,14 +171,13 @@ class HeartbeatWriter:
     def numbered(self, generation: int, captured_at: float) -> None:
         """The generation of a save that was captured at this moment. The life that saved may have ended by now."""
         with self._changed:
-            ended = [*self._unnumbered, *self._ended]
-            lives = [one[0] for one in ended] + ([self._life] if self._life is not None else [])
+            lives = [*self._unnumbered, *self._ended, *([self._life] if self._life is not None else [])]
             began = [life for life in lives if life.began.trains_at <= captured_at]
             if began:
                 life = max(began, key=lambda one: one.began.trains_at)
                 life.generation = generation
-                self._ended += [one for one in self._unnumbered if one[0] is life]
-                self._unnumbered = [one for one in self._unnumbered if one[0] is not life]
+                self._ended += [one for one in self._unnumbered if one is life]
+                self._unnumbered = [one for one in self._unnumbered if one is not life]
 
     def stop(self, closed: bool) -> None:
         """The trainer has closed its end, or died: take the last beat. `close` writes it."""
@@ -211,7 +213,8 @@ class HeartbeatWriter:
     def _end(self, how: TrainerEnd, at: float | None) -> None:
         if self._life is not None and self._shared_step is not None:
             self._life.add(self._shared_step.read())
-            self._ended.append((self._life, how, at))
+            self._life.ended, self._life.ended_at = how, at
+            self._ended.append(self._life)
             self._shared_step.close()
             self._life = self._shared_step = None
 
@@ -230,15 +233,15 @@ class HeartbeatWriter:
         """The heartbeats to write now."""
         life, ended, self._ended = self._life, self._ended, []
         if not self._final:  # the others have not ended yet
-            self._ended = [one for one in ended if one[2] is None]
-            ended = [one for one in ended if one[2] is not None]
-            self._unnumbered += [one for one in ended if one[0].generation is None]
+            self._ended = [one for one in ended if one.ended_at is None]
+            ended = [one for one in ended if one.ended_at is not None]
+            self._unnumbered += [one for one in ended if one.generation is None]
         if life is not None and self._shared_step is not None:
             life.add(self._shared_step.read())
         now = self._run.clock()
-        documents = [one.document(self._run, how, at or now) for one, how, at in ended]
         if life is not None and not self._final:
-            documents.append(life.document(self._run, TrainerEnd.NOT, now))
+            ended.append(life)
+        documents = [one.document(self._run, now) for one in ended]
         if not documents and self._newest is not None and self._local_only is not None:
             documents.append(self._newest)  # the saver still replicates what it has saved
         return documents

@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import xxhash
@@ -63,8 +63,6 @@ class KnownChunk:
     """Without its data."""
     sample: bytes | None
     raw_digest: bytes | None
-    same: bool | None
-    """Whether it was unchanged since the checkpoint before that one; None: unknown."""
     used_up: bool = False
     """It was referenced as often as allowed: the next save stores it again."""
 
@@ -94,13 +92,11 @@ class Match:
 
     sample: bytes | None
     raw_digest: bytes | None
-    same: bool | None
-    """Whether it is unchanged; None if the base has no such chunk."""
     known: KnownChunk | None
     """The equal chunk of the base, which is referenced instead of storing this one; None: store it."""
 
 
-NOT_COMPARED = Match(None, None, None, None)
+NOT_COMPARED = Match(None, None, None)
 
 
 def compare(raw: memoryview, known: KnownChunk | None) -> tuple[bytes, bytes | None, bool]:
@@ -176,7 +172,7 @@ def next_base(
             digest = bytes.fromhex(row.digest)
         raw_digest = digest if digest != UNKNOWN else None
         used_up = _is_used_up(holders[files[holder]].references, number * STEPS // len(matches), turn, most)
-        chunks[key] = KnownChunk(files[holder], offset, row, match.sample, raw_digest, match.same, used_up)
+        chunks[key] = KnownChunk(files[holder], offset, row, match.sample, raw_digest, used_up)
     return BaseCheckpoint(attempt, chunks, holders)
 
 
@@ -212,6 +208,14 @@ _COMMIT_WAIT_S = 0.5
 _MOST_AGE_S = 7 * 24 * 3600.0
 
 
+def end_lease(run: Run, lease: str) -> None:
+    """Release a lease; logs a warning if that fails."""
+    try:
+        release_lease(run, lease)
+    except CkptError as error:
+        logger.warning("lease %s was not released and will expire: %s", lease, error)
+
+
 class ChunkIndex:
     """The chunks of the checkpoint that the next save is compared with.
 
@@ -224,7 +228,7 @@ class ChunkIndex:
 
     def __init__(self, run: Run, setup: Setup, run_soon: Callable[..., Future[None]]) -> None:
         """run_soon: runs a function in another thread. It reads the checkpoint that the next save is compared with."""
-        self._run = run
+        self.run = run
         self._setup = setup
         self.enabled, self.rank, self.most = setup.max_references > 0, setup.rank, setup.max_references
         self._base: BaseCheckpoint | None = None
@@ -250,7 +254,8 @@ class ChunkIndex:
 
         unchanged: called with each chunk that is referenced, while its bytes are in memory.
         """
-        self._last = IncrementalSave(self, new.step, placed, spans, encode, unchanged, self._last)
+        number = self._last.number + 1 if self._last else 1
+        self._last = IncrementalSave(self, new.step, placed, spans, encode, unchanged, self._last, number)
         if new.session.id != self._session:
             self._enter(new.session, self._last.number)
         return self._last
@@ -297,7 +302,7 @@ class ChunkIndex:
 
         Raises NoCheckpoint if the base is being deleted, or Unavailable.
         """
-        run = self._run
+        run = self.run
         ttl_s = self._setup.peer_timeout_s + _LEASE_S
         lease = take_lease(run, base.attempt, f"{holder} by rank {self._setup.rank}", ttl_s)
         unfit = set(quarantined_attempts(run))
@@ -309,16 +314,9 @@ class ChunkIndex:
             suspect |= {mark.attempt for mark in marks(run) if mark.by in unfit}
         return lease, suspect
 
-    def release(self, lease: str) -> None:
-        """Release a lease; logs a warning if that fails."""
-        try:
-            release_lease(self._run, lease)
-        except CkptError as error:
-            logger.warning("lease %s was not released and will expire: %s", lease, error)
-
     def _load(self, parent: Attempt | None = None) -> None:
         """Load this checkpoint, or the latest one, as base. Never raises: without a base all chunks are stored."""
-        run, rank = self._run, self._setup.rank
+        run, rank = self.run, self._setup.rank
         if parent is not None and self._base is not None and self._base.attempt == parent:
             return
         self._base = None
@@ -343,34 +341,27 @@ class ChunkIndex:
 
         Marks are removed with the checkpoints that reference it, so their number alone would not grow.
         """
-        return self._run.clock() - ulid_time(attempt.ulid) > _MOST_AGE_S
+        return self.run.clock() - ulid_time(attempt.ulid) > _MOST_AGE_S
 
 
+@dataclass(slots=True, eq=False)
 class IncrementalSave:
     """One incremental save. `changed` runs on one thread; the other methods block on it."""
 
-    def __init__(
-        self,
-        index: ChunkIndex,
-        step: int,
-        placed: Sequence[Placed],
-        spans: Sequence[ChunkSpan],
-        encode: Encode,
-        unchanged: Unchanged,
-        previous: IncrementalSave | None,
-    ) -> None:
-        self.uploaded = self.ended = False
-        self._index = index
-        self._step = step
-        self._placed = placed
-        self._spans = spans
-        self._encode = encode
-        self._unchanged = unchanged
-        self._previous = previous
-        self.number: int = previous.number + 1 if previous else 1
-        self._matches: Future[list[Match]] = Future()
-        self._holders: Mapping[Attempt, Holder] = {}
-        self._lease: str | None = None
+    index: ChunkIndex
+    step: int
+    placed: Sequence[Placed]
+    spans: Sequence[ChunkSpan]
+    encode: Encode
+    unchanged: Unchanged
+    previous: IncrementalSave | None
+    """The save before this one, until this one compares its chunks."""
+    number: int
+    uploaded: bool = False
+    ended: bool = False
+    _matches: Future[list[Match]] = field(default_factory=Future)
+    _holders: Mapping[Attempt, Holder] = field(default_factory=dict)
+    _lease: str | None = None
 
     def changed(self, raw: RawStream) -> Iterator[tuple[memoryview, ChunkSpan]]:
         """The chunks of a raw stream to store, in order, each with its memory. Compares all chunks first."""
@@ -379,33 +370,33 @@ class IncrementalSave:
         except BaseException as error:
             self._matches.set_exception(error)
             raise
-        for span, match in zip(self._spans, self._matches.result(), strict=True):
+        for span, match in zip(self.spans, self._matches.result(), strict=True):
             if match.known is None:
                 yield span.of(raw), span
             else:
-                self._unchanged(span.of(raw), span, match.known.chunk)
+                self.unchanged(span.of(raw), span, match.known.chunk)
 
     def again(self, raw: RawStream) -> Iterator[tuple[memoryview, ChunkSpan]]:
         """The chunks that `changed` returned, once more."""
-        for span, match in zip(self._spans, self._matches.result(), strict=True):
+        for span, match in zip(self.spans, self._matches.result(), strict=True):
             if match.known is None:
                 yield span.of(raw), span
 
     def raw_digests(self) -> list[tuple[ChunkSpan, bytes]]:
         """Each chunk, and the digest of its bytes before encoding; empty if they were not compared."""
-        pairs = zip(self._spans, self._matches.result(), strict=True)
+        pairs = zip(self.spans, self._matches.result(), strict=True)
         return [(span, match.raw_digest or b"") for span, match in pairs]
 
     @property
     def unchanged_bytes(self) -> int:
         """Raw bytes of the chunks that are referenced."""
-        return sum(span.bytes for span in self._spans) - self.changed_bytes
+        return sum(span.bytes for span in self.spans) - self.changed_bytes
 
     @property
     def changed_bytes(self) -> int:
         """Raw bytes of the chunks to store."""
         matches = self._matches.result()
-        return sum(span.bytes for span, match in zip(self._spans, matches, strict=True) if match.known is None)
+        return sum(span.bytes for span, match in zip(self.spans, matches, strict=True) if match.known is None)
 
     def shard(self, stored: Chunks | None) -> Shard:
         """The document of the shard. stored: the table of the stored chunks, in order; None if there are none."""
@@ -422,73 +413,64 @@ class IncrementalSave:
             attempt=column(attempts.index(known.attempt) for _, known in referenced),
             offset=column(known.offset for _, known in referenced),
         )
-        rank = self._index.rank
+        rank = self.index.rank
         return Shard(name=names.shard_name(rank), rank=rank, chunks=table, references=references if attempts else None)
 
     def end(self, receipt: Receipt | None) -> None:
         """End the save. receipt: committed, as base for the next save; None: not committed."""
-        if receipt is not None and receipt.content.shards and self._index.enabled:
-            self._index.set_base(
-                self._next_base(Attempt.parse(receipt.attempt), receipt.content.shards[0]), self.number
-            )
-        self._index.mark(self, ended=True)
+        if receipt is not None and receipt.content.shards and self.index.enabled:
+            attempt, shard = Attempt.parse(receipt.attempt), receipt.content.shards[0]
+            others = {other: self._holders[other] for other in referenced_by(shard)}
+            counted = {other: replace(holder, references=holder.references + 1) for other, holder in others.items()}
+            holders, most = {attempt: Holder(shard.stored_bytes), **counted}, self.index.most
+            matches = self._matches.result()
+            base = next_base(attempt, shard, self._keys(), matches, holders, self.number, most)
+            self.index.set_base(base, self.number)
+        self.index.mark(self, ended=True)
         self._release()
-
-    def _next_base(self, attempt: Attempt, shard: Shard) -> BaseCheckpoint:
-        others = {other: self._holders[other] for other in referenced_by(shard)}
-        counted = {other: replace(holder, references=holder.references + 1) for other, holder in others.items()}
-        holders = {attempt: Holder(shard.stored_bytes), **counted}
-        return next_base(attempt, shard, self._keys(), self._matches.result(), holders, self.number, self._index.most)
 
     def mark_uploaded(self) -> None:
         """The shard and the receipt of this save are durable."""
-        self._index.mark(self, ended=False)
+        self.index.mark(self, ended=False)
 
     def _release(self) -> None:
         lease, self._lease = self._lease, None
         if lease is not None:
-            self._index.release(lease)
+            end_lease(self.index.run, lease)
 
     def _compare(self, raw: RawStream) -> list[Match]:
-        base = self._wait_for_base()
+        previous, self.previous = self.previous, None
+        base = self.index.wait_for_base(self, previous)
         known = base.chunks if base is not None else {}
-        matches = []
-        for span, key in zip(self._spans, self._keys(), strict=True):
-            matches.append(self._match(span, span.of(raw), known.get(key)))
+        keyed = zip(self.spans, self._keys(), strict=True)
+        matches = [self._match(span, span.of(raw), known.get(key)) for span, key in keyed]
         usable = self._usable(base, (match.known for match in matches if match.known)) if base is not None else ()
-        return [self._chosen(match, usable) for match in matches]
-
-    def _wait_for_base(self) -> BaseCheckpoint | None:
-        previous, self._previous = self._previous, None
-        return self._index.wait_for_base(self, previous)
-
-    @staticmethod
-    def _chosen(match: Match, usable: Collection[Attempt]) -> Match:
-        return match if match.known is None or match.known.attempt in usable else replace(match, known=None)
+        return [
+            match if match.known is None or match.known.attempt in usable else replace(match, known=None)
+            for match in matches
+        ]
 
     def _match(self, span: ChunkSpan, raw: memoryview, known: KnownChunk | None) -> Match:
-        if not self._index.enabled:
+        if not self.index.enabled:
             return NOT_COMPARED
         sample, whole, same = compare(raw, known)
         if known is not None and known.raw_digest is None and known.sample == sample:
             # The base has no digest of its raw bytes, since it had changed before. Encoding is deterministic.
-            same = replace(self._encode(raw, span), data=b"") == known.chunk
-        if known is None:
-            return Match(sample, whole, None, None)
-        return Match(sample, whole, same, known if same and not known.used_up else None)
+            same = replace(self.encode(raw, span), data=b"") == known.chunk
+        return Match(sample, whole, known if same and known is not None and not known.used_up else None)
 
     def _usable(self, base: BaseCheckpoint, unchanged: Iterable[KnownChunk]) -> Collection[Attempt]:
         """The attempts to reference. They are leased, so that from now on none of them can be deleted."""
         used: Counter[Attempt] = Counter()
         for known in unchanged:
             used[known.attempt] += known.chunk.stored
-        chosen = worthwhile(used, base.holders, sum(span.bytes for span in self._spans))
+        chosen = worthwhile(used, base.holders, sum(span.bytes for span in self.spans))
         if not chosen:
             return ()
         try:
-            self._lease, suspect = self._index.protect(base, f"save of step {self._step}")
+            self._lease, suspect = self.index.protect(base, f"save of step {self.step}")
         except CkptError as error:
-            logger.warning("the save of step %d stores all chunks: %s", self._step, error)
+            logger.warning("the save of step %d stores all chunks: %s", self.step, error)
             return ()
         if self.ended:  # aborted meanwhile
             self._release()
@@ -496,5 +478,5 @@ class IncrementalSave:
         return () if base.attempt in suspect else chosen - suspect
 
     def _keys(self) -> Iterator[Key]:
-        slices = [(place.slice.entry, place.slice.box, place.at) for place in self._placed if place.slice.bytes]
-        return keys(slices, ((span.at, span.bytes) for span in self._spans))
+        slices = [(place.slice.entry, place.slice.box, place.at) for place in self.placed if place.slice.bytes]
+        return keys(slices, ((span.at, span.bytes) for span in self.spans))

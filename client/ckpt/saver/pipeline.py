@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
@@ -22,7 +23,7 @@ from ckpt.saver.commit import Committer, Notifier, Numbering, abort_attempts, de
 from ckpt.saver.deriving import Derived, divide
 from ckpt.saver.encode import CpuThrottle, Encoder, Encoding, encode_by
 from ckpt.saver.heartbeat_writer import HeartbeatWriter, SharedStep
-from ckpt.saver.incremental import ChunkIndex, IncrementalSave, ignore
+from ckpt.saver.incremental import ChunkIndex, IncrementalSave, end_lease, ignore
 from ckpt.saver.messages import (
     Abort,
     Command,
@@ -48,8 +49,7 @@ from ckptstore import names
 from ckptstore.clock import Clock, system_clock
 from ckptstore.codecs.chunk_codecs import POLICIES, CodingPolicy
 from ckptstore.commits.generations import NewAttempt
-from ckptstore.commits.leases import release_lease
-from ckptstore.errors import CkptError, CorruptObject, ReferenceLost, SaveSkipped
+from ckptstore.errors import CorruptObject, ReferenceLost, SaveSkipped
 from ckptstore.format.documents import JSON, Chunks, Outcome
 from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import seal
@@ -155,8 +155,8 @@ class _RunningJob:
 class SavePipeline:
     """Makes snapshots durable, in the saver process or in threads of the trainer.
 
-    One thread at a time calls submit and close; the other methods may be called from any thread. `report` is called
-    from the pipeline's own threads and from `withdraw`.
+    One thread at a time sends jobs and calls close; the other methods may be called from any thread. `report` is called
+    from the pipeline's own threads and from `carry_out`.
     """
 
     def __init__(
@@ -173,6 +173,8 @@ class SavePipeline:
         store: that of `setup`.
         contents: what the slots hold, to be kept up to date; None: their memory is of no use after an upload.
         """
+        self.segments: dict[int, Segment] = {}
+        """The memory of the slots."""
         self._store = RetryingStore(store, setup.retry_s)
         # Where a store ignores If-None-Match, the daemon decides: for its own store, the remote one if there are two.
         daemon = setup.daemon if setup.remote is None else None
@@ -210,6 +212,29 @@ class SavePipeline:
         self._chunk_index = ChunkIndex(self._run, setup, self._background.submit)
         self._known_statistics: ChunkTables = {}
         """Those of the chunks of the last save."""
+
+    def carry_out(self, command: Command, memory: Any = None) -> None:
+        """Carry out a command, except for Setup and Stop.
+
+        memory: the Segment of a Slot or TrainerStarted, or the RawStream of a SaveJob whose state is not in a slot.
+        """
+        match command:
+            case SaveJob():
+                if command.slot is not None:
+                    memory = self.segments[command.slot].view.toreadonly()
+                self.submit(command, memoryview(b"") if memory is None else memory)
+            case Slot():
+                self.segments[command.number] = memory
+            case Forget():
+                self.segments.pop(command.slot).close()
+            case TrainerStarted():
+                self.heartbeats.begin(command, SharedStep(memory))
+            case Withdraw():
+                self._withdraw(f"the save was superseded by step {command.step} before its upload began")
+            case Hurry():
+                self._hurry()
+            case Abort():
+                self._abort(command.attempt, command.failure)
 
     def submit(self, job: SaveJob, raw: RawStream) -> None:
         """Accept a snapshot; its slot stays in use until Released or Failed is reported.
@@ -252,21 +277,18 @@ class SavePipeline:
         again: _Again = lambda: (encode(part, span) for part, span in incremental.again(raw))  # noqa: E731
         self._uploads.submit(self._upload, running, again)
 
-    def withdraw(self, step: int) -> None:
-        """Skip the oldest job with a slot whose upload has not begun, if there is one, for a save of `step`."""
-        self._withdraw(f"the save was superseded by step {step} before its upload began")
-
     def _withdraw(self, reason: str) -> None:
+        """Skip the oldest job with a slot whose upload has not begun, if there is one."""
         with self._lock:
             number = next((number for number, one in self._waiting.items() if one.job.slot is not None), None)
             if number is None:
                 return
             running = self._waiting.pop(number)
         running.incremental.end(None)
-        running.encoding.cancel()
+        running.encoding.close()
         self._abort_job(running.job, SaveSkipped(reason))
 
-    def hurry(self) -> None:
+    def _hurry(self) -> None:
         """Make the next save durable as soon as possible: with no compression, CPU limit, replication, queued
         uploads."""
         self._throttle.lift()
@@ -279,7 +301,7 @@ class SavePipeline:
         for _ in range(queued):
             self._withdraw("the save was dropped before its upload began: the trainer is being preempted")
 
-    def abort(self, attempt: NewAttempt, failure: str | None = None) -> None:
+    def _abort(self, attempt: NewAttempt, failure: str | None) -> None:
         """Abort an attempt in the background, so that other ranks, if there are any, do not wait for this one."""
         if self._setup.world_size > 1:
             self._background.submit(abort_attempts, self._numbering, self._setup.rank, [attempt], failure)
@@ -317,7 +339,7 @@ class SavePipeline:
         try:
             attempt = self._numbering.attempt(job.attempt)
             self.heartbeats.numbered(attempt.generation, job.created_at)
-            with running.encoding:
+            with closing(running.encoding):
                 receipt, released = self._make_durable(running, attempt, again)
             self._report(released)
         except BaseException as error:
@@ -365,7 +387,7 @@ class SavePipeline:
         def upload() -> Uploaded:
             chunks: Iterable[EncodedChunk] = chain([first], ahead)
             if next(tries):
-                running.encoding.cancel()  # other saves need its memory
+                running.encoding.close()  # other saves need its memory
                 self._store.delete_many([key])  # what the failed try may have left
                 chunks = again()
             size, progress = running.incremental.changed_bytes, self._progress_of(running)
@@ -390,7 +412,7 @@ class SavePipeline:
             running.incremental.end(None)
             self._fail(job, None, result)
             if self._setup.rank == 0 and isinstance(result, ReferenceLost | CorruptObject):
-                self.abort(job.attempt, describe(result))  # no other rank could commit it either
+                self._abort(job.attempt, describe(result))  # no other rank could commit it either
             return
         running.incremental.end(receipt.receipt)
         self._contents.ended(job.number, committed=True)
@@ -434,49 +456,15 @@ class SavePipeline:
                 self._replicator.release(remote)
             if self._setup.remote is not None and not (lease := part_of_lease(lease, LOCAL)):
                 continue
-            try:
-                release_lease(self._run, lease)
-            except CkptError as error:
-                logger.warning("lease %s was not released and will expire: %s", lease, error)
+            end_lease(self._run, lease)
 
     def _abort_job(self, job: SaveJob, error: BaseException) -> None:
         """Fail a job that will never have a receipt, and abort its attempt."""
         self._fail(job, job.slot, error)
-        self.abort(job.attempt, None if isinstance(error, SaveSkipped) else describe(error))
+        self._abort(job.attempt, None if isinstance(error, SaveSkipped) else describe(error))
 
     def _fail(self, job: SaveJob, slot: int | None, error: BaseException) -> None:
         if not isinstance(error, SaveSkipped):
             logger.error("save of step %d failed", job.attempt.step, exc_info=error)
         self._contents.ended(job.number, committed=False)
         self._report(failed(job.number, slot, error))
-
-
-class Commands:
-    """Carries out the commands of one trainer, except for Setup and Stop. Any thread may call it."""
-
-    def __init__(self, pipeline: SavePipeline) -> None:
-        self._pipeline = pipeline
-        self.segments: dict[int, Segment] = {}
-        """The memory of the slots."""
-
-    def carry_out(self, command: Command, memory: Any = None) -> None:
-        """memory: the Segment of a Slot or TrainerStarted, or the RawStream of a SaveJob whose state is not in a
-        slot."""
-        pipeline = self._pipeline
-        match command:
-            case SaveJob():
-                if command.slot is not None:
-                    memory = self.segments[command.slot].view.toreadonly()
-                pipeline.submit(command, memoryview(b"") if memory is None else memory)
-            case Slot():
-                self.segments[command.number] = memory
-            case Forget():
-                self.segments.pop(command.slot).close()
-            case TrainerStarted():
-                pipeline.heartbeats.begin(command, SharedStep(memory))
-            case Withdraw():
-                pipeline.withdraw(command.step)
-            case Hurry():
-                pipeline.hurry()
-            case Abort():
-                pipeline.abort(command.attempt, command.failure)

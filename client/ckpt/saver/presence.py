@@ -87,7 +87,6 @@ class SaverNote:
         self._waiting: set[int] = set()
         self._failed = 0
         self._local = LocalOnly(0, 0, None)
-        self._orphaned = self._idle = False
         self._written_at = 0.0
         self._path, self._fd, self._folder = Path(), -1, -1
         try:
@@ -121,16 +120,10 @@ class SaverNote:
                 self._failed += isinstance(report, Failed) and report.code != "save_skipped"
             self._write()
 
-    def orphaned(self) -> None:
-        """The trainer is gone."""
+    def orphaned(self, idle: bool = False) -> None:
+        """The trainer is gone. idle: and all work is done."""
         with self._lock:
-            self._orphaned = True
-            self._write()
-
-    def idle(self) -> None:
-        """All work is done."""
-        with self._lock:
-            self._idle = True
+            self._state = msgspec.structs.replace(self._state, orphaned=True, idle=idle)
             self._write()
 
     def close(self) -> None:
@@ -167,8 +160,6 @@ class SaverNote:
             local_only=self._local.checkpoints,
             local_only_bytes=self._local.bytes,
             local_only_since=self._local.since,
-            orphaned=self._orphaned,
-            idle=self._idle,
         )
         try:
             os.pwrite(self._fd, msgspec.json.encode(state).ljust(_NUM_BYTES), 0)

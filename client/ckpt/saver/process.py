@@ -30,7 +30,7 @@ from ckpt.saver.messages import (
     Unreplicable,
     Warned,
 )
-from ckpt.saver.pipeline import Commands, SavePipeline
+from ckpt.saver.pipeline import SavePipeline
 from ckpt.saver.presence import SaverNote
 from ckpt.saver.retained_snapshot import SlotContents, retain_snapshot
 from ckptstore.errors import CkptError
@@ -74,21 +74,20 @@ def main(sock: int, lock: int) -> int:
     contents = SlotContents() if setup.retain_snapshot_s else None
     store = open_store(setup.store, setup.options, retried=setup.retry_s > 0)
     pipeline = SavePipeline(store, setup, report, own_process=True, contents=contents)
-    commands = Commands(pipeline)
-    stop = _serve(channel, commands, note)
+    stop = _serve(channel, pipeline, note)
     pipeline.heartbeats.stop(closed=stop is not None)
     note.orphaned()
     pipeline.finish_uploads()
     # From here on the saver may only wait for other ranks, and any process that sees all receipts can commit. Free the
     # lock for the next trainer, which need not wait for that, and all memory that it cannot use.
-    kept = retain_snapshot(setup, contents if stop is None or stop.retain_snapshot else None, commands.segments)
+    kept = retain_snapshot(setup, contents if stop is None or stop.retain_snapshot else None, pipeline.segments)
     os.close(lock)
     pipeline.close()
     if kept is not None:
         report(Idle())
         channel.close()
         _yield_to_all()
-        note.idle()
+        note.orphaned(idle=True)
         kept.wait()
     else:
         channel.close()
@@ -107,7 +106,7 @@ def _yield_to_all() -> None:
         pass  # the system has no such choice
 
 
-def _serve(channel: Channel, commands: Commands, note: SaverNote) -> Stop | None:
+def _serve(channel: Channel, pipeline: SavePipeline, note: SaverNote) -> Stop | None:
     """Carry out commands until the trainer stops this saver, or dies: then the result is None."""
     while (command := channel.receive(Command)) is not None:
         if isinstance(command, Stop):
@@ -115,7 +114,7 @@ def _serve(channel: Channel, commands: Commands, note: SaverNote) -> Stop | None
         if isinstance(command, SaveJob):
             note.accepted(command)
         with_memory = isinstance(command, Slot | TrainerStarted)
-        commands.carry_out(command, Segment(command.num_bytes, channel.take_fd()) if with_memory else None)
+        pipeline.carry_out(command, Segment(command.num_bytes, channel.take_fd()) if with_memory else None)
     return None
 
 

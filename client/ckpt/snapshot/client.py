@@ -12,14 +12,14 @@ import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import count
 
 import msgspec
 
 from ckpt.capture.leaves import Captured
 from ckpt.config import OnBusy
 from ckpt.host.segment import Segment
-from ckpt.lazily import torch
 from ckpt.saver.commit import Numbering, abort_attempts, describe
 from ckpt.saver.messages import (
     Abort,
@@ -40,12 +40,13 @@ from ckpt.saver.messages import (
 )
 from ckpt.snapshot.arena import Arena, ArenaSlot
 from ckpt.snapshot.costs import StepClock
-from ckpt.snapshot.handle import HandleUpdates, LiveCounters, SaveHandle
+from ckpt.snapshot.handle import LiveCounters, LiveHandle, SaveHandle
 from ckpt.snapshot.live import LiveState
 from ckpt.snapshot.stage import SnapshotLayout
 from ckpt.snapshot.writers import ProcessWriter, SaveWriter, ThreadWriter
 from ckptapi.remote_create import with_remote_create
 from ckptstore import human
+from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, from_outcome
 from ckptstore.commits.generations import NewAttempt
 from ckptstore.errors import CkptError, RankFailed, SaverDied, SaveSkipped, Superseded, error_from_code
@@ -76,52 +77,38 @@ class Snapshot:
     attempt: NewAttempt
     captured: Captured
     layout: SnapshotLayout
-    updates: HandleUpdates
+    handle: LiveHandle
     metrics: Mapping[str, float]
     lease: str | None
     """A lease to release once this save is committed."""
     cost_before: SaveCost | None
     """What the save before this one cost."""
-    number: int
-    created_at: float
+    created_at: float = field(default_factory=system_clock)
     slot: ArenaSlot | None = None
-    """None: this rank has no shard, or its state is not copied."""
+    """None: this rank has no shard, its state is not copied, or the writer no longer reads the slot."""
+    released: bool = False
+    """This rank's shard and receipt are durable."""
 
-    def job(self) -> SaveJob:
-        """The message to the saver. Encodes the state that is not in tensors, so call it off the training thread if
-        possible."""
+    def job(self, number: int) -> SaveJob:
+        """The message to the saver; the captured tensors are released. Encodes the state that is not in tensors, so
+        call it off the training thread if possible."""
+        captured, self.captured = self.captured, Captured()
         return SaveJob(
-            number=self.number,
+            number=number,
             slot=self.slot.number if self.slot is not None else None,
             attempt=self.attempt,
             created_at=self.created_at,
             slices=self.layout.rows,
-            aliases=self.captured.aliases,
-            trees=self.captured.trees,
-            local=self.captured.write(),
+            aliases=captured.aliases,
+            trees=captured.trees,
+            local=captured.write(),
             metrics=dict(self.metrics),
             extensions={SAVE_COST: msgspec.to_builtins(cost)} if (cost := self.cost_before) is not None else {},
             lease=self.lease,
         )
 
-    def release(self) -> None:
-        """Release the captured tensors; the copy is complete."""
-        self.captured = Captured()
-
 
 _WARN_AFTER_S = 30.0
-
-
-@dataclass(slots=True)
-class _UnfinishedJob:
-    """A job that the writer has not finished."""
-
-    updates: HandleUpdates
-    attempt: NewAttempt
-    slot: int | None
-    """None: the job uses no slot, or no longer."""
-    released: bool = False
-    """This rank's shard and receipt are durable."""
 
 
 class SaveClient:
@@ -140,14 +127,15 @@ class SaveClient:
         self._steps = steps if setup.rank == 0 else None
         self._counters = counters
         self._in_process = in_process
-        self._arena = Arena(num_slots, self._announce)
+        self.arena = Arena(num_slots, self._announce)
         self._lock = threading.Lock()
-        self._jobs: dict[int, _UnfinishedJob] = {}
-        self._finished: list[HandleUpdates] = []
+        self._jobs: dict[int, Snapshot] = {}
+        """Those that the writer has not finished."""
+        self._finished: list[LiveHandle] = []
         self._deaths: list[SaverDied] = []
         self.unreplicable: dict[str, Superseded] = {}
         """By session: why what it has saved locally is not committed remotely."""
-        self._numbers = 0
+        self._numbers = count(1)
         self._live = False
         """A state was saved without a copy."""
         self._writer: SaveWriter | None = None
@@ -156,7 +144,7 @@ class SaveClient:
     def pending(self) -> list[SaveHandle]:
         """Unfinished saves, oldest first. For any thread."""
         with self._lock:
-            return [job.updates.handle for job in self._jobs.values()]
+            return [job.handle for job in self._jobs.values()]
 
     @property
     def saver_pid(self) -> int | None:
@@ -172,7 +160,7 @@ class SaveClient:
                 writer = ThreadWriter(self._setup, self._on_report)
             else:
                 writer = ProcessWriter(self._setup, self._on_report, self._on_death)
-            for number, segment in self._arena.segments.items():
+            for number, segment in self.arena.segments.items():
                 writer.send(Slot(number, segment.num_bytes), segment)
             self._writer = writer
         if self._steps is not None:
@@ -189,7 +177,7 @@ class SaveClient:
             finished, self._finished = self._finished, []
             errors: list[CkptError] = [*self._deaths]
             self._deaths = []
-        errors += [error for updates in finished if (error := updates.unseen_error) is not None]
+        errors += [error for handle in finished if (error := handle.unseen_error) is not None]
         raised = next((error for error in errors if of_other_ranks or not isinstance(error, RankFailed)), None)
         for error in errors:
             if error is not raised:
@@ -197,30 +185,19 @@ class SaveClient:
         if raised is not None:
             raise raised
 
-    def expect(self, num_bytes: int, gpu: torch.device | None, wait: bool = False) -> None:
-        """Allocate slots for snapshots of this size in the background.
-
-        gpu: one that snapshots are copied from. wait: return once there is one slot, with a gpu once there are all.
-        """
-        self._arena.expect(num_bytes, gpu, wait)
-
     def acquire(self, num_bytes: int, on_busy: OnBusy, step: int) -> ArenaSlot | None:
         """An idle slot for a save of `step`. If all are in use: None ("skip"), or wait for one ("wait").
 
         "supersede" removes the oldest save whose upload has not begun from the queue, and waits if there is none.
         """
         if on_busy != "wait":
-            slot = self._arena.acquire(num_bytes, 0.0)
+            slot = self.arena.acquire(num_bytes, 0.0)
             if slot is not None or on_busy == "skip":
                 return slot
             self.start().send(Withdraw(step))
-        while (slot := self._arena.acquire(num_bytes, _WARN_AFTER_S)) is None:
+        while (slot := self.arena.acquire(num_bytes, _WARN_AFTER_S)) is None:
             logger.warning("training waits for an idle slot: saves take longer than the interval between them")
         return slot
-
-    def release(self, slot: ArenaSlot) -> None:
-        """Return a slot for which no job was submitted. For any thread."""
-        self._arena.release(slot.number)
 
     def hurry(self) -> None:
         """Make the next save durable as soon as possible."""
@@ -229,7 +206,7 @@ class SaveClient:
     def skip(self, snapshot: Snapshot) -> None:
         """Finish a handle as skipped, and abort the attempt for the other ranks."""
         self.start().send(Abort(snapshot.attempt))
-        self._fail_handle(snapshot.updates, SaveSkipped("the save was skipped: all slots were in use by earlier saves"))
+        self._fail_handle(snapshot.handle, SaveSkipped("the save was skipped: all slots were in use by earlier saves"))
 
     @contextmanager
     def declining(self, attempt: NewAttempt) -> Iterator[None]:
@@ -245,26 +222,20 @@ class SaveClient:
         the error. keep_slot: a device may still write to the slot; it is not used again. Also called by the copier
         thread."""
         with self._lock:
-            self._finished.append(snapshot.updates)
-        self._fail_handle(snapshot.updates, error)
+            self._finished.append(snapshot.handle)
+        self._fail_handle(snapshot.handle, error)
         self.start().send(Abort(snapshot.attempt, describe(error)))
         if snapshot.slot is not None and not keep_slot:
-            self._arena.release(snapshot.slot.number)
-
-    def next_number(self) -> int:
-        """A new job number."""
-        self._numbers += 1
-        return self._numbers
+            self.arena.release(snapshot.slot.number)
 
     def submit(self, snapshot: Snapshot) -> None:
         """Submit a staged snapshot: from now on its slot belongs to the writer. Also called by the copier thread."""
-        job, writer = snapshot.job(), self.start()
-        self._register(snapshot, job)
+        writer, job = self.start(), self._register(snapshot)
         writer.send(job)
         if self._writer is not writer:
             self._on_missed_death(job.number)
-        snapshot.updates.staged()
-        self._arena.prepare_rest()
+        snapshot.handle.mark_staged()
+        self.arena.prepare_rest()
 
     def save_live(self, snapshot: Snapshot, state: LiveState, cause: OSError) -> None:
         """Save without a copy: return when the writer, in threads of this process, no longer reads the state.
@@ -280,10 +251,8 @@ class SaveClient:
             logger.warning(
                 "%s: save_async copies nothing, and returns when the state itself is uploaded", cause.strerror
             )
-        job, writer = snapshot.job(), self.start()
+        writer, job, handle = self.start(), self._register(snapshot), snapshot.handle
         assert isinstance(writer, ThreadWriter)
-        self._register(snapshot, job)
-        handle = snapshot.updates.handle
         sent = False
         try:
             writer.send(job, state)
@@ -292,11 +261,12 @@ class SaveClient:
         finally:
             state.close()  # an interrupted save fails, unless everything was read already
             handle.wait_staged(None if sent else _WARN_AFTER_S)  # a job that was not accepted reports nothing
-            snapshot.release()
 
-    def _register(self, snapshot: Snapshot, job: SaveJob) -> None:
+    def _register(self, snapshot: Snapshot) -> SaveJob:
+        job = snapshot.job(next(self._numbers))
         with self._lock:
-            self._jobs[job.number] = _UnfinishedJob(snapshot.updates, job.attempt, job.slot)
+            self._jobs[job.number] = snapshot
+        return job
 
     def close(self, timeout_s: float | None, retain_snapshot: bool = False) -> None:
         """Wait until every save is durable or has failed, then stop the writer and free the arena. retain_snapshot: see
@@ -309,7 +279,7 @@ class SaveClient:
             self._steps.close()
         if writer is not None:
             writer.close(timeout_s, retain_snapshot)
-        self._arena.close()
+        self.arena.close()
 
     # Called by the arena, on the thread that allocates a slot or acquires one.
 
@@ -322,27 +292,30 @@ class SaveClient:
     def _on_report(self, report: Report) -> None:
         if isinstance(report, Warned):
             logger.warning(report.message)
-            return
-        if isinstance(report, LocalOnly):
-            self._counters.local_only(report.checkpoints, report.bytes, report.since)
-            return
-        if isinstance(report, Unreplicable):
+        elif isinstance(report, LocalOnly):
+            self._counters.set(
+                local_only=report.checkpoints, local_only_bytes=report.bytes, local_only_since=report.since
+            )
+        elif isinstance(report, Unreplicable):
             self.unreplicable[report.session] = Superseded(report.message, report.hint)
-            return
+        else:
+            self._on_job_report(report)
+
+    def _on_job_report(self, report: SaveProgress | Released | Done | Failed) -> None:
         with self._lock:
-            if report.number not in self._jobs:
+            job = self._jobs.get(report.number)
+            if job is None:
                 return  # abandoned already
-            job = self._jobs[report.number]
             slot = job.slot
             if isinstance(report, Released):
                 job.slot, job.released = None, True
-                job.updates.staged()
+                job.handle.mark_staged()
             elif isinstance(report, Done | Failed):
                 del self._jobs[report.number]
-                self._finished.append(job.updates)
+                self._finished.append(job.handle)
         if slot is not None and isinstance(report, Released | Failed):
-            self._arena.release(slot)
-        self._apply(job.updates, report)
+            self.arena.release(slot.number)
+        self._apply(job.handle, report)
 
     def _on_death(self, error: SaverDied) -> None:
         with self._lock:
@@ -358,11 +331,11 @@ class SaveClient:
         if job is not None:
             self._fail_lost([job], SaverDied("the saver process died", "The next save starts a new one"))
 
-    def _fail_lost(self, lost: Sequence[_UnfinishedJob], error: SaverDied) -> None:
+    def _fail_lost(self, lost: Sequence[Snapshot], error: SaverDied) -> None:
         for job in lost:
             if job.slot is not None:
-                self._arena.release(job.slot)
-            self._fail_handle(job.updates, error)
+                self.arena.release(job.slot.number)
+            self._fail_handle(job.handle, error)
         self._decline([job.attempt for job in lost if not job.released], error)
 
     def _decline(self, attempts: Sequence[NewAttempt], error: BaseException) -> None:
@@ -376,16 +349,16 @@ class SaveClient:
         store = with_remote_create(opened, setup.daemon, setup.token)
         abort_attempts(Numbering(Run(store, setup.run), logger.warning), setup.rank, attempts, failure)
 
-    def _fail_handle(self, updates: HandleUpdates, error: CkptError) -> None:
+    def _fail_handle(self, handle: LiveHandle, error: CkptError) -> None:
         self._counters.add(**{"skipped" if isinstance(error, SaveSkipped) else "failed": 1})
-        updates.fail(error)
+        handle.fail(error)
 
-    def _apply(self, updates: HandleUpdates, report: SaveProgress | Released | Done | Failed) -> None:
+    def _apply(self, handle: LiveHandle, report: SaveProgress | Released | Done | Failed) -> None:
         if isinstance(report, SaveProgress):
-            updates.progress(report.done_bytes)
+            handle.uploaded(report.done_bytes)
         elif isinstance(report, Released):
             self._counters.add(store_retries=report.retries)
-            updates.measure(
+            handle.measure(
                 queue_s=report.queue_s,
                 encode_s=report.encode_s,
                 upload_s=report.upload_s,
@@ -394,26 +367,26 @@ class SaveClient:
                 referenced_bytes=report.referenced_bytes,
             )
         elif isinstance(report, Done):
-            updates.measure(commit_s=report.commit_s)
+            handle.measure(commit_s=report.commit_s)
             checkpoint = from_outcome(parse_sealed(report.outcome.encode(), Outcome, "the saver's report"))
             assert checkpoint is not None
             if self._setup.remote is not None:
                 checkpoint = replace(checkpoint, tiers=(LOCAL,))
-            self._committed(updates, checkpoint)
+            self._committed(handle, checkpoint)
         else:
-            self._fail_handle(updates, error_from_code(report.code, report.message, report.hint))
+            self._fail_handle(handle, error_from_code(report.code, report.message, report.hint))
 
-    def _committed(self, updates: HandleUpdates, checkpoint: Checkpoint) -> None:
-        timings = updates.handle.timings
+    def _committed(self, handle: LiveHandle, checkpoint: Checkpoint) -> None:
+        timings = handle.timings
         self._counters.add(
             committed=1, raw_bytes=timings.raw_bytes, stored_bytes=timings.stored_bytes,
             referenced_bytes=timings.referenced_bytes, cpu_s=timings.cpu_s,
         )  # fmt: skip
-        self._counters.durable(updates.handle.step)
+        self._counters.durable(handle.step)
         if self._setup.rank == 0:
             logger.info(
                 "run %s step %d is committed as %s: %s, %s stored, %s referenced, %.2f s after save_async was called",
                 checkpoint.run, checkpoint.step, checkpoint.id, human.size(checkpoint.raw_bytes),
-                human.size(checkpoint.stored_bytes), human.size(checkpoint.referenced_bytes), updates.age_s,
+                human.size(checkpoint.stored_bytes), human.size(checkpoint.referenced_bytes), handle.age_s,
             )  # fmt: skip
-        updates.succeed(checkpoint)
+        handle.succeed(checkpoint)

@@ -11,8 +11,9 @@ import ctypes
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -340,22 +341,16 @@ class DeviceGuard:
 
     def sample(self, found: Sequence[SamplePlaces]) -> None:
         """Read samples in the order of the current stream. The training thread waits for this, so it is no loop."""
-
-        def read() -> None:
+        with _only_warns("samples"):
             for places in found:
                 self._samples.append((places, self._device.read(places.sources, places.size)))
 
-        _attempt(read, "samples")
-
     def digest(self, tensors: Sequence[torch.Tensor]) -> None:
         """Read everything on the side stream."""
-
-        def read() -> None:
+        with _only_warns("digests"):
             memory = self._device.pinned(8 * len(tensors)).view(torch.int64)
             self._device.digest(memory, tensors)
             self._digests = memory
-
-        _attempt(read, "digests")
 
     def torn(self, views: Sequence[torch.Tensor]) -> list[int]:
         """Numbers of leaves that had changed when they were copied. The device has finished. views: the copies."""
@@ -369,10 +364,11 @@ class DeviceGuard:
         return sorted(found)
 
 
-def _attempt(read: Callable[[], None], kind: str) -> None:
-    """Read what only finds mistakes of the training loop: an error, such as missing memory, must not fail a save."""
+@contextmanager
+def _only_warns(kind: str) -> Iterator[None]:
+    """Of what only finds mistakes of the training loop: an error, such as missing memory, must not fail a save."""
     try:
-        read()
+        yield
     except Exception as error:
         _warn_once(kind, type(error).__name__)
 

@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 
@@ -140,13 +141,13 @@ class SaveHandle:
         return 0.0 if self._progressed_at is None else time.perf_counter() - self._progressed_at
 
 
-class HandleUpdates:
-    """Updates one SaveHandle. Internal to ckpt; user code only gets the handle. For any thread."""
+class LiveHandle(SaveHandle):
+    """A SaveHandle with the methods by which ckpt updates it, from any thread."""
 
-    def __init__(self, step: int, raw_bytes: int, started_at: float | None = None) -> None:
-        """started_at: when save_async was called, by time.perf_counter(); default: now."""
-        self.handle = SaveHandle(step, raw_bytes)
-        self._started_at = time.perf_counter() if started_at is None else started_at
+    def __init__(self, step: int, raw_bytes: int, started_at: float) -> None:
+        """started_at: when save_async was called, by time.perf_counter()."""
+        super().__init__(step, raw_bytes)
+        self._started_at = started_at
         self._lock = threading.Lock()
 
     @property
@@ -156,56 +157,53 @@ class HandleUpdates:
 
     @property
     def error(self) -> CkptError | None:
-        """The error of a save that failed or was skipped; None while it is under way or committed."""
-        return self.handle._error
+        """As `exception`, but the error counts as not read."""
+        return self._error
 
     @property
     def unseen_error(self) -> CkptError | None:
         """The error, unless user code has read it or the save was skipped."""
-        handle = self.handle
-        return None if handle._seen or handle.skipped else handle._error
+        return None if self._seen or self.skipped else self._error
 
     def measure(self, **timings: float) -> None:
-        """Set fields of the handle's Timings."""
+        """Set fields of the timings."""
         # The training thread and the writer's threads set different fields.
         with self._lock:
-            self.handle._timings = msgspec.structs.replace(self.handle._timings, **timings)
+            self._timings = msgspec.structs.replace(self._timings, **timings)
 
-    def progress(self, done_bytes: int) -> None:
+    def uploaded(self, done_bytes: int) -> None:
         """This many raw bytes are uploaded."""
-        self.handle._done_bytes = done_bytes
+        self._done_bytes = done_bytes
         self._note_progress()
 
     def wait_ended(self) -> None:
         """Wait until the save is committed, failed or skipped; its error counts as not read."""
-        self.handle._finished.wait()
+        self._finished.wait()
 
-    def staged(self) -> None:
+    def mark_staged(self) -> None:
         """The saver has the whole snapshot."""
-        if not self.handle._staged.is_set():
+        if not self._staged.is_set():
             self._note_progress()
-            self.handle._staged.set()
+            self._staged.set()
 
     def _note_progress(self) -> None:
-        handle, now = self.handle, time.perf_counter()
-        handle._begun_at, handle._progressed_at = now if handle._begun_at is None else handle._begun_at, now
+        now = time.perf_counter()
+        self._begun_at, self._progressed_at = now if self._begun_at is None else self._begun_at, now
 
     def succeed(self, checkpoint: Checkpoint) -> None:
         """The checkpoint is committed."""
-        handle = self.handle
-        handle._checkpoint = checkpoint
-        handle._done_bytes = handle._timings.raw_bytes
-        handle._ended_at = time.perf_counter()
-        handle._finished.set()
+        self._checkpoint = checkpoint
+        self._done_bytes = self._timings.raw_bytes
+        self._ended_at = time.perf_counter()
+        self._finished.set()
 
     def fail(self, error: CkptError) -> None:
         """The save failed or was skipped."""
-        handle = self.handle
-        handle._error = error
-        handle._seen = False
-        handle._lost = not handle._staged.is_set()
-        handle._staged.set()
-        handle._finished.set()
+        self._error = error
+        self._seen = False
+        self._lost = not self._staged.is_set()
+        self._staged.set()
+        self._finished.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,12 +255,10 @@ class LiveCounters:
             sums = {name: getattr(self._counters, name) + amount for name, amount in amounts.items()}
             self._counters = replace(self._counters, **sums)
 
-    def local_only(self, checkpoints: int, num_bytes: int, since: float | None) -> None:
-        """Record the checkpoints that are to be replicated to the remote store."""
+    def set(self, **values: Any) -> None:
+        """Set the counters of these names."""
         with self._lock:
-            self._counters = replace(
-                self._counters, local_only=checkpoints, local_only_bytes=num_bytes, local_only_since=since
-            )
+            self._counters = replace(self._counters, **values)
 
     def durable(self, step: int) -> None:
         """Record that a step is committed."""

@@ -52,7 +52,6 @@ from ckpt.snapshot.guard import (
     FrozenTracker,
     Guard,
     Part,
-    Sample,
     Watch,
 )
 from ckpt.snapshot.stage import Stager, Transfer, is_plain
@@ -298,11 +297,6 @@ class PendingCopy:
         """Whether the snapshot is submitted or has failed, and no memory is read any more."""
         return self.future is not None and self.future.done()
 
-    def release(self) -> None:
-        """Release tensor references; the copy is complete."""
-        self.snapshot.release()
-        self.transfer.release()
-
 
 class Overlap:
     """The background copies of one Checkpointer, one at a time. Public methods belong to the training thread."""
@@ -354,11 +348,6 @@ class Overlap:
             return part if part != EVERYONE else None
         return part if piece.bytes >= _SMALL_BYTES else None
 
-    def guard(self, leaves: Leaves, samples: Sequence[Sample], storages: Sequence[torch.UntypedStorage]) -> Guard:
-        """The guard of leaves that are copied from now on; see `Guard`."""
-        kind = DigestGuard if self._verify else ChangeGuard
-        return kind(leaves, samples, storages)
-
     def copy(self, client: SaveClient, snapshot: Snapshot, stager: Stager) -> bool:
         """Copy what cannot wait, and then the rest in the background. False if nothing is left to copy."""
         captured, layout = snapshot.captured, snapshot.layout
@@ -369,7 +358,8 @@ class Overlap:
         transfer = stager.begin(captured.leaves, layout, self.parts, sameness, watch)
         self._began(transfer, layout)
         if transfer.under_way:
-            guard = self.guard(transfer.later, transfer.samples, transfer.storages)
+            kind = DigestGuard if self._verify else ChangeGuard
+            guard = kind(transfer.later, transfer.samples, transfer.storages)
             self.begin(client, PendingCopy(transfer, guard, snapshot))
             return True
         transfer.finish()
@@ -449,7 +439,7 @@ class Overlap:
             if not pending.passed.issuperset(parts):
                 pending.passed.update(parts)
                 pending.held_s += time.perf_counter() - started
-                pending.snapshot.updates.measure(held_s=pending.held_s)
+                pending.snapshot.handle.measure(held_s=pending.held_s)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Join, and remove the hook from optimizers.
@@ -473,22 +463,19 @@ class Overlap:
             reads = snapshot.captured.reads
             if not pending.transfer.finish(pending.patience.expired) or not reads.finish(pending.patience.expired):
                 raise _stuck_error()
-            snapshot.updates.measure(stage_s=time.perf_counter() - started)
+            snapshot.handle.measure(stage_s=time.perf_counter() - started)
             if changed := pending.changed_entries() or pending.transfer.torn():
                 raise _torn_error(changed)
             self._frozen.observe(snapshot.slot.segment, pending.transfer.frozen, stepped)
-            self._submit(pending)
+            assert self._client is not None
+            self._client.submit(snapshot)
+            pending.transfer.release()
         except BaseException as error:
             self._fail(pending, error)
         finally:
             pending.transfer.progress.end()
             pending.copied.set()
             _holds.remove(hold)
-
-    def _submit(self, pending: PendingCopy) -> None:
-        assert self._client is not None
-        self._client.submit(pending.snapshot)
-        pending.release()
 
     def _fail(self, pending: PendingCopy, error: BaseException) -> None:
         pending.error = error
@@ -534,13 +521,10 @@ def _stuck_error() -> SaveFailed:
 
 
 def _torn_error(entries: Sequence[str]) -> SnapshotTorn:
+    more = f" and {len(entries) - _NAMED} more" if len(entries) > _NAMED else ""
     return SnapshotTorn(
-        f"{_names(entries)} changed between save_async and the end of the copy, outside the step of its optimizer",
+        f"{', '.join(entries[:_NAMED])}{more} changed between save_async and the end of the copy, outside the step "
+        "of its optimizer",
         "Change parameters before save_async or after the step of their own optimizer, or pass overlap=False to the "
         "Checkpointer. This process now behaves as with overlap=False",
     )
-
-
-def _names(entries: Sequence[str]) -> str:
-    more = f" and {len(entries) - _NAMED} more" if len(entries) > _NAMED else ""
-    return ", ".join(entries[:_NAMED]) + more

@@ -23,9 +23,8 @@ from ckpt.ranks.world import World
 from ckpt.snapshot.agreed import AgreedLayout
 from ckpt.snapshot.client import SaveClient, Snapshot, finite
 from ckpt.snapshot.costs import StepClock
-from ckpt.snapshot.handle import HandleUpdates, LiveCounters, SaveHandle
+from ckpt.snapshot.handle import LiveCounters, LiveHandle, SaveHandle
 from ckpt.snapshot.live import LiveState
-from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.generations import NewAttempt, Session
 from ckptstore.errors import BadInput, InvalidRequest, SaveSkipped, Superseded
@@ -59,7 +58,7 @@ class TrainerSession:
         """Known from the first save on."""
         self._calls: Counter[int] = Counter()
         self._committed: set[int] = set()
-        self._pending: list[HandleUpdates] = []
+        self._pending: list[LiveHandle] = []
         """The saves that had not ended at the last call. Ended ones are released: a job may run for months."""
         self._superseded: Superseded | None = None
 
@@ -99,26 +98,26 @@ class TrainerSession:
 
         repeat: it may be saved more than once in a session.
         """
-        ended = [updates for updates in self._pending if updates.handle.done()]
-        self._pending = [updates for updates in self._pending if updates not in ended]
-        for updates in ended:
-            if updates.error is None:
-                self._committed.add(updates.handle.step)
-            elif isinstance(updates.error, Superseded):
-                self._superseded = updates.error
+        ended = [handle for handle in self._pending if handle.done()]
+        self._pending = [handle for handle in self._pending if handle not in ended]
+        for handle in ended:
+            if handle.error is None:
+                self._committed.add(handle.step)
+            elif isinstance(handle.error, Superseded):
+                self._superseded = handle.error
         if self._superseded is not None:
             raise self._superseded
-        under_way = any(updates.handle.step == step for updates in self._pending)
+        under_way = any(handle.step == step for handle in self._pending)
         if (under_way or step in self._committed) and not repeat:
             raise InvalidRequest(
                 f"step {step} of run {self._run!r} was saved already, and nothing was restored since",
                 "Save each step once, or pass repeat_step=True",
             )
 
-    def saved(self, updates: HandleUpdates) -> None:
+    def saved(self, handle: LiveHandle) -> None:
         """A save has begun."""
         self._continues = True
-        self._pending.append(updates)
+        self._pending.append(handle)
 
 
 def take_snapshot(client: SaveClient, snapshot: Snapshot, overlap: Overlap | None, on_busy: OnBusy) -> bool:
@@ -140,11 +139,11 @@ def take_snapshot(client: SaveClient, snapshot: Snapshot, overlap: Overlap | Non
     if slot is None:
         client.skip(snapshot)
         return False
-    snapshot.updates.measure(wait_s=time.perf_counter() - started)
+    snapshot.handle.measure(wait_s=time.perf_counter() - started)
     try:
         _copy_snapshot(client, snapshot, slot.stager, overlap)
     except BaseException:
-        client.release(slot)
+        client.arena.release(slot.number)
         raise
     return True
 
@@ -157,7 +156,7 @@ def _copy_snapshot(client: SaveClient, snapshot: Snapshot, stager: Stager, overl
             return
     else:
         stager.stage(snapshot.captured.leaves, snapshot.layout, snapshot.captured.sameness)
-    snapshot.updates.measure(stage_s=time.perf_counter() - started)
+    snapshot.handle.measure(stage_s=time.perf_counter() - started)
     client.submit(snapshot)
 
 
@@ -202,7 +201,7 @@ class RunSaves:
         state = state.without_others()
         self._gate(state)  # before the first step, so that its hooks are in place
         captured, num_bytes = self.agreed.estimate(state)
-        client.expect(num_bytes + besides, captured.leaves.gpu, wait=True)
+        client.arena.expect(num_bytes + besides, captured.leaves.gpu, wait=True)
 
     def save(
         self,
@@ -231,30 +230,30 @@ class RunSaves:
             if (unreplicable := client.unreplicable.get(attempt.session.id)) is not None:
                 raise unreplicable
             captured = self.agreed.capture(state, grads)
-            updates = HandleUpdates(step, self.agreed.layout.num_bytes, started)
-            number, layout, now = client.next_number(), self.agreed.layout, system_clock()
-            snapshot = Snapshot(attempt, captured, layout, updates, finite(metrics), lease, cost_before(), number, now)
+            layout = self.agreed.layout
+            handle = LiveHandle(step, layout.num_bytes, started)
+            snapshot = Snapshot(attempt, captured, layout, handle, finite(metrics), lease, cost_before())
             if self._hurrying:
                 on_busy = "wait"  # the last save: the slots of those that were dropped are released shortly
             taken = take_snapshot(client, snapshot, self._gate(state), on_busy)
-        self.session.saved(updates)
+        self.session.saved(handle)
         if self.newest is None and torch_loaded():
-            self._look_for_unsaved(state, updates)
+            self._look_for_unsaved(state, handle)
         self._measured = self.measured
-        self.newest = handle = updates.handle
-        updates.measure(blocked_s=time.perf_counter() - started)
+        self.newest = handle
+        handle.measure(blocked_s=time.perf_counter() - started)
         self.steps.saving(handle)
         self.tally.add(blocked_s=handle.timings.blocked_s, wait_s=handle.timings.wait_s)
         return handle, taken
 
-    def _look_for_unsaved(self, state: TrainState, updates: HandleUpdates) -> None:
+    def _look_for_unsaved(self, state: TrainState, handle: LiveHandle) -> None:
         """Once the first save has ended: the interpreter runs nothing else meanwhile, and a save must be short."""
         from ckpt.capture.unsaved_objects import look_for_unsaved
 
         look = look_for_unsaved(state)
 
         def look_later() -> None:
-            updates.wait_ended()
+            handle.wait_ended()
             look()
 
         self._looking = threading.Thread(target=look_later, name="ckpt-unsaved", daemon=True)
@@ -268,7 +267,7 @@ class RunSaves:
             return
         try:
             captured, num_bytes = self.agreed.estimate(state)
-            client.expect(num_bytes, captured.leaves.gpu)
+            client.arena.expect(num_bytes, captured.leaves.gpu, wait=False)
         except BadInput as error:
             logger.warning("the first save will wait for its memory: %s", error)
 

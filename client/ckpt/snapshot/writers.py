@@ -21,15 +21,8 @@ from typing import Any
 from ckpt.host.lock import SaverLock
 from ckpt.host.segment import Segment, close_after_fork, no_fork
 from ckpt.saver.launcher import warn_without_launcher
-from ckpt.saver.messages import (
-    Channel,
-    Command,
-    Idle,
-    Report,
-    Setup,
-    Stop,
-)
-from ckpt.saver.pipeline import Commands, SavePipeline
+from ckpt.saver.messages import Channel, Command, Idle, Report, Setup, Stop
+from ckpt.saver.pipeline import SavePipeline
 from ckpt.saver.process import IGNORED
 from ckpt.saver.retained_snapshot import release
 from ckptstore.errors import SaverDied
@@ -50,12 +43,11 @@ class ThreadWriter:
         self._pipeline = SavePipeline(
             open_store(setup.store, setup.options, retried=setup.retry_s > 0), setup, on_report
         )
-        self._commands = Commands(self._pipeline)
 
     def send(self, command: Command, memory: Segment | RawStream | None = None) -> None:
         """Carry out a command. memory: that comes with it; also a state that is not in a slot, which is read until its
         job is released or has failed."""
-        self._commands.carry_out(command, memory)
+        self._pipeline.carry_out(command, memory)
 
     def close(self, timeout_s: float | None, retain_snapshot: bool = False) -> None:
         """Finish all jobs and stop. Raises TimeoutError if that takes longer."""
@@ -87,7 +79,7 @@ class ProcessWriter:
             ours.settimeout(_SEND_TIMEOUT_S)
             self._channel = Channel(ours)
             started.callback(self._channel.close)
-            close_after_fork(self._channel)
+            close_after_fork(self._channel, Channel.close_in_child)
             with theirs:
                 self._process = _start(theirs.fileno(), self._saver_lock.saver, self._stderr.fileno())
             self._saver_lock.inherited()

@@ -16,7 +16,7 @@ from tests.support.waiting import wait_until
 
 def arena_of(checkpointer: Checkpointer) -> Arena:
     assert checkpointer._saves.client is not None
-    return checkpointer._saves.client._arena
+    return checkpointer._saves.client.arena
 
 
 def made(checkpointer: Checkpointer) -> list[tuple[int, int]]:

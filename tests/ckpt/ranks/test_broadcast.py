@@ -18,9 +18,10 @@ from torch._C._distributed_c10d import HashStore
 from ckpt import Checkpointer
 from ckpt.ranks import world as ranks_world
 from ckpt.ranks.broadcast import SaveBroadcast
-from ckpt.schedule import Limits, Schedule
-from ckpt.snapshot.handle import HandleUpdates, SaveHandle
+from ckpt.schedule import Limits
+from ckpt.snapshot.handle import LiveHandle, SaveHandle
 from ckptstore.errors import RankLost, SaveFailed
+from tests.ckpt.test_schedule import schedule_of
 from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
 from tests.support.waiting import wait_until
 
@@ -111,7 +112,7 @@ _STEPS = 400
 def train_unevenly(slowest: int, stride: int) -> dict[str, Any]:
     """Ranks that nothing keeps in step, at speeds that change; rank 2 asks for a save in between."""
     rank = dist.get_rank()
-    schedule = Schedule(lambda: None, Limits(0.05, None), peer_timeout_s=20.0, lead_s=0.1)
+    schedule = schedule_of(lambda: None, Limits(0.05, None), peer_timeout_s=20.0, lead_s=0.1)
     pace = random.Random(rank)
     due = []
     for step in range(0, stride * _STEPS, stride):
@@ -127,7 +128,7 @@ def train_unevenly(slowest: int, stride: int) -> dict[str, Any]:
 def request_from(asking: int) -> dict[str, Any]:
     """Ranks in step; one asks for a save that no interval makes due."""
     rank = dist.get_rank()
-    schedule = Schedule(lambda: None, Limits(3600.0, None), peer_timeout_s=20.0, lead_s=0.2)
+    schedule = schedule_of(lambda: None, Limits(3600.0, None), peer_timeout_s=20.0, lead_s=0.2)
     due, asked_at = [], 50
     for step in range(200):
         if step == asked_at and rank == asking:
@@ -163,16 +164,15 @@ def save_with_a_straggler() -> dict[str, Any]:
     """By a clock that the steps move: 10 s each. A save costs rank 0 0.2 s and rank 1 ten times as much."""
     rank, now = dist.get_rank(), 0.0
     newest: SaveHandle | None = None
-    schedule = Schedule(lambda: newest, Limits(None, 0.02), peer_timeout_s=20.0, clock=lambda: now, lead_s=0.1)
+    schedule = schedule_of(lambda: newest, Limits(None, 0.02), peer_timeout_s=20.0, clock=lambda: now, lead_s=0.1)
     due: list[int] = []
     for step in range(60):
         now = 10.0 * step
         if schedule.due(step):
             due.append(step)
-            updates = HandleUpdates(step, 0)
-            newest = updates.handle
-            updates.measure(blocked_s=0.2, held_s=1.8 if rank == 1 else 0.0)
-            updates.fail(SaveFailed("it does not matter how it ends"))
+            newest = handle = LiveHandle(step, 0, 0.0)
+            handle.measure(blocked_s=0.2, held_s=1.8 if rank == 1 else 0.0)
+            handle.fail(SaveFailed("it does not matter how it ends"))
         dist.barrier()
         if rank == 0 and due and step > due[-1]:
             wait_until(lambda: schedule._broadcast is not None and schedule._broadcast.cost == (len(due), 2.0))
@@ -183,7 +183,7 @@ def save_with_a_straggler() -> dict[str, Any]:
 
 def lose_rank_zero(timeout_s: float) -> dict[str, Any]:
     """Rank 0 stops; the others come to the end of what it said."""
-    schedule = Schedule(lambda: None, Limits(3600.0, None), peer_timeout_s=timeout_s, lead_s=0.05)
+    schedule = schedule_of(lambda: None, Limits(3600.0, None), peer_timeout_s=timeout_s, lead_s=0.05)
     step = 0
     try:
         for step in range(10_000):

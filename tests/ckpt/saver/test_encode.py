@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -43,8 +44,8 @@ def taken(chunks: Iterator[EncodedChunk], count: int) -> list[int]:
 def test_encoding_runs_into_the_next_snapshot_as_far_as_one_budget_allows(encoder: Encoder) -> None:
     work = Counted()
     with (
-        encoder.begin(work.chunks(1, 2), work.encode) as first,
-        encoder.begin(work.chunks(3, 4, 5), work.encode) as second,
+        closing(encoder.begin(work.chunks(1, 2), work.encode)) as first,
+        closing(encoder.begin(work.chunks(3, 4, 5), work.encode)) as second,
     ):
         wait_until(lambda: sorted(work.encoded) == [1, 2, 3])
         chunks = iter(first)
@@ -59,7 +60,7 @@ def test_encoding_runs_into_the_next_snapshot_as_far_as_one_budget_allows(encode
 def test_a_chunk_larger_than_the_budget_is_encoded_alone(encoder: Encoder) -> None:
     work = Counted()
     large = ((memoryview(bytes([number])), ChunkSpan(0, 9 * SIZE, "uint8")) for number in (1, 2))
-    with encoder.begin(large, work.encode) as encoding:
+    with closing(encoder.begin(large, work.encode)) as encoding:
         wait_until(lambda: work.encoded == [1])
         assert [chunk.data[0] for chunk in encoding] == [1, 2]
 
@@ -69,9 +70,9 @@ def test_a_snapshot_that_is_given_up_makes_room_and_is_not_read_any_more(encoder
     first = encoder.begin(work.chunks(*range(1, 9)), work.encode)
     wait_until(lambda: len(work.encoded) == 3)
     second = encoder.begin(work.chunks(11, 12), work.encode)
-    first.cancel()
+    first.close()
     given_up = list(work.encoded)
-    with second:
+    with closing(second):
         assert [chunk.data[0] for chunk in second] == [11, 12]
     assert [number for number in work.encoded if number < 11] == [number for number in given_up if number < 11]
     assert max(number for number in work.encoded if number < 11) < 8
@@ -81,10 +82,10 @@ def test_a_chunk_is_given_back_by_a_consumer_that_stops_early(encoder: Encoder) 
     """As an error of the store does, which keeps the iteration alive for as long as the error is kept."""
     work, kept = Counted(), []
     for number in range(4):
-        with encoder.begin(work.chunks(number, 9), work.encode) as encoding:
+        with closing(encoder.begin(work.chunks(number, 9), work.encode)) as encoding:
             kept.append(iter(encoding))
             assert taken(kept[-1], 1) == [number]
-    with encoder.begin(work.chunks(5), work.encode):
+    with closing(encoder.begin(work.chunks(5), work.encode)):
         wait_until(lambda: 5 in work.encoded)
 
 
@@ -98,11 +99,11 @@ def test_errors_of_a_chunk_or_of_its_source_reach_the_consumer(encoder: Encoder)
     def fail(raw: memoryview, span: ChunkSpan) -> EncodedChunk:
         raise ZeroDivisionError
 
-    with encoder.begin(torn(), work.encode) as encoding, pytest.raises(ValueError, match="gone"):
+    with closing(encoder.begin(torn(), work.encode)) as encoding, pytest.raises(ValueError, match="gone"):
         list(encoding)
-    with encoder.begin(work.chunks(1, 2, 3, 4, 5), fail) as encoding, pytest.raises(ZeroDivisionError):
+    with closing(encoder.begin(work.chunks(1, 2, 3, 4, 5), fail)) as encoding, pytest.raises(ZeroDivisionError):
         list(encoding)
-    with encoder.begin(work.chunks(1, 2, 3, 4, 5), work.encode) as encoding:
+    with closing(encoder.begin(work.chunks(1, 2, 3, 4, 5), work.encode)) as encoding:
         assert len(list(encoding)) == 5
 
 

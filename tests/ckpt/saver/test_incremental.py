@@ -288,7 +288,6 @@ def _known(raw: bytes, sample: bool, digest: bool) -> KnownChunk:
         EncodedChunk(b"", len(raw), 1, "raw", ""),
         was[0] if sample else None,
         was[1] if digest else None,
-        None,
     )
 
 

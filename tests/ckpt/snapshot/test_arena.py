@@ -164,7 +164,7 @@ def test_extra_memory_is_one_state_per_slot(tmp_path: Path) -> None:
 
 def _arena(checkpointer: Checkpointer) -> Arena:
     assert checkpointer._saves.client is not None
-    return checkpointer._saves.client._arena
+    return checkpointer._saves.client.arena
 
 
 def test_what_is_prepared_has_room_for_tensors_of_plain_values(tmp_path: Path) -> None:

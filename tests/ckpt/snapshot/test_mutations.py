@@ -23,9 +23,8 @@ import torch.distributed as dist
 
 from ckpt import Checkpointer, SaveHandle
 from ckpt.capture.leaves import Leaves
-from ckpt.snapshot import stage
+from ckpt.snapshot import overlap, stage
 from ckpt.snapshot.guard import Guard, Sample
-from ckpt.snapshot.overlap import Overlap
 from ckptstore.errors import CkptError
 from ckptstore.reading.source import StoreSource
 from ckptstore.stores import open_store
@@ -188,14 +187,15 @@ def live(store: str, numbers: Sequence[int]) -> dict[str, int]:
 def _live(life: Life, store: Path) -> str:
     torch.manual_seed(life.number)
     subject, pauses = Subject(list(life.sizes), life.optimizer), Pauses(between=life.overlap == "verify")
-    make = Overlap.guard
+    kind = "DigestGuard" if life.overlap == "verify" else "ChangeGuard"
+    make = getattr(overlap, kind)
 
-    def guard(overlap: Overlap, *kept: Any) -> Guard:
-        return PausingGuard(make(overlap, *kept), pauses, kept)
+    def guard(*kept: Any) -> Guard:
+        return PausingGuard(make(*kept), pauses, kept)
 
     options: dict[str, Any] = {"overlap": life.overlap, "writer": "thread", "compress": "off", "split_replicas": True}
     with (
-        patch.object(Overlap, "guard", guard),
+        patch.object(overlap, kind, guard),
         patch.object(stage, "_MOVED_BYTES", life.piece_bytes),
         Checkpointer(str(store), run="life", **options) as checkpointer,
     ):

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from ckpt.snapshot.handle import HandleUpdates
+from ckpt.snapshot.handle import LiveHandle
 from ckpt.snapshot.run_saves import TrainerSession
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import InvalidRequest, SaveFailed, Superseded
@@ -20,11 +20,11 @@ def checkpoint(step: int) -> Checkpoint:
     return Checkpoint("gpt", Attempt(step, new_ulid(2e9)), State.COMMITTED)
 
 
-def save(session: TrainerSession, step: int) -> HandleUpdates:
+def save(session: TrainerSession, step: int) -> LiveHandle:
     session.check(step)
-    updates = HandleUpdates(step, 0, 0.0)
-    session.saved(updates)
-    return updates
+    handle = LiveHandle(step, 0, 0.0)
+    session.saved(handle)
+    return handle
 
 
 def test_all_ranks_derive_the_same_attempts() -> None:
@@ -69,7 +69,7 @@ def test_saves_that_have_ended_are_released() -> None:
     session = TrainerSession("gpt")
     ended = save(session, 1)
     ended.succeed(checkpoint(1))
-    known = weakref.ref(ended.handle)
+    known = weakref.ref(ended)
     del ended
     session.check(2)
     gc.collect()

@@ -432,7 +432,7 @@ def test_prepare_pins_the_memory_of_the_first_save(tmp_path: Path) -> None:
         slot = checkpointer._saves.client.acquire(1, "wait", 0)
         assert slot is not None
         assert slot.stager.gpu == model[0].weight.device
-        checkpointer._saves.client.release(slot)
+        checkpointer._saves.client.arena.release(slot.number)
 
 
 def test_a_change_before_the_step_fails_the_save(tmp_path: Path) -> None:
