@@ -171,17 +171,17 @@ class Destinations(HostDestinations):
         Bytes for a GPU have arrived when the block ends without an error.
         """
         devices = {device: DEVICES[device.type](device) for *_, device in self._targets if device is not None}
-        arrivals = {
+        targets = {
             str(i): GpuTarget(targets, self.describe(name)[0], devices[device])
             for i, ((name, _, device), targets) in enumerate(self._targets.items())
             if device is not None
         }
         hosts = _Bytes(self._hosts, self._array_bytes())
-        if not arrivals:
+        if not targets:
             yield hosts
             return
-        with GpuReceiver(hosts, arrivals, reads) as landing:
-            yield landing
+        with GpuReceiver(hosts, targets, reads) as receiver:
+            yield receiver
 
     @torch.no_grad()
     def place(self) -> None:

@@ -145,16 +145,16 @@ class GpuTarget:
 
 
 class GpuReceiver(Receiver):
-    """The buffers of one fetch: host memory, and arrivals on devices.
+    """The buffers of one fetch: host memory, and targets on devices.
 
     When its block ends without an error, all bytes have arrived. After an error, later work on the devices is ordered
     after the copies that are still queued.
     """
 
-    def __init__(self, hosts: HostBuffers, arrivals: Mapping[str, GpuTarget], reads: Sequence[ShardRead]) -> None:
+    def __init__(self, hosts: HostBuffers, targets: Mapping[str, GpuTarget], reads: Sequence[ShardRead]) -> None:
         self._hosts = hosts
-        self._arrivals = arrivals
-        self._devices = list({id(arrival.device): arrival.device for arrival in arrivals.values()}.values())
+        self._targets = targets
+        self._devices = list({id(target.device): target.device for target in targets.values()}.values())
         staged = [self._staged_bytes(chunk) for read in reads for chunk in read.chunks]
         largest = max([1, *staged, min(sum(staged), CHUNK_BYTES)])
         self._size = 1 << (largest - 1).bit_length()  # pinned memory is allocated in powers of two
@@ -198,10 +198,10 @@ class GpuReceiver(Receiver):
             chunks = tuple(replace(chunk, pieces=self._stage(chunk.pieces, sent)) for chunk in read.chunks)
             yield ShardRead(chunks), _Staged(self._hosts, staging.numpy().data)
             for piece, at in sent:
-                arrival = self._arrivals[piece.buffer]
-                devices.add(arrival.device)
-                source = staging[at : at + prod(piece.shape) * arrival.item]
-                arrival.device.run(partial(arrival.put, piece, source))
+                target = self._targets[piece.buffer]
+                devices.add(target.device)
+                source = staging[at : at + prod(piece.shape) * target.item]
+                target.device.run(partial(target.put, piece, source))
 
     @contextmanager
     def _borrowed(self) -> Iterator[tuple[torch.Tensor, set[Device]]]:
@@ -227,12 +227,12 @@ class GpuReceiver(Receiver):
         """The pieces, with device pieces laid out in sequence in the staging buffer and appended to `sent`."""
         found = []
         for piece in pieces:
-            if (arrival := self._arrivals.get(piece.buffer)) is None:
+            if (target := self._targets.get(piece.buffer)) is None:
                 found.append(piece)
                 continue
             at = sent[-1][1] + self._piece_bytes(sent[-1][0]) if sent else 0
             sent.append((piece, at))
-            steps = tuple(step * arrival.item for step in boxes.strides(piece.shape))
+            steps = tuple(step * target.item for step in boxes.strides(piece.shape))
             found.append(replace(piece, buffer=_STAGED, to=at, to_strides=steps))
         return tuple(found)
 
@@ -241,8 +241,8 @@ class GpuReceiver(Receiver):
         return sum(self._piece_bytes(piece) for piece in chunk.pieces)
 
     def _piece_bytes(self, piece: Piece) -> int:
-        arrival = self._arrivals.get(piece.buffer)
-        return 0 if arrival is None else -(-prod(piece.shape) * arrival.item // _ALIGNED) * _ALIGNED
+        target = self._targets.get(piece.buffer)
+        return 0 if target is None else -(-prod(piece.shape) * target.item // _ALIGNED) * _ALIGNED
 
 
 class _Staged(dict[str, memoryview]):

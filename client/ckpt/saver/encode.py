@@ -223,12 +223,12 @@ class Encoding:
         self.queue: SimpleQueue[_Encoded | None] = SimpleQueue()
         self._encoder = encoder
         self._ended = False
-        self._lent = 0
+        self._borrowed = 0
         """Raw bytes of the group of chunks that the consumer has reached."""
 
     def __iter__(self) -> Iterator[EncodedChunk]:
         while (item := self._next()) is not None:
-            future, self._lent = item
+            future, self._borrowed = item
             yield from future.result()
             self._release_lent()
 
@@ -243,8 +243,8 @@ class Encoding:
             self._encoder.release(size)
 
     def _release_lent(self) -> None:
-        lent, self._lent = self._lent, 0
-        self._encoder.release(lent)
+        borrowed, self._borrowed = self._borrowed, 0
+        self._encoder.release(borrowed)
 
     def _next(self) -> _Encoded | None:
         if self._ended:

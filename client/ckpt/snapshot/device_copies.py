@@ -66,7 +66,7 @@ class GatheredLeaves:
     def copy(self, side: bool) -> None:
         """Queue the copies to the host."""
         for views, gathered in self._groups:
-            memory = self._landing(views, gathered)
+            memory = self._host_memory(views, gathered)
             if memory is None:
                 flat = [view.view(-1) for view in views]
                 self._device.copy(flat, torch.split(gathered, [view.numel() for view in views]), side)
@@ -78,7 +78,7 @@ class GatheredLeaves:
                 self._moves.append((view.data_ptr(), at, view.nbytes))
                 at += view.nbytes
 
-    def _landing(self, views: list[torch.Tensor], gathered: torch.Tensor) -> torch.Tensor | None:
+    def _host_memory(self, views: list[torch.Tensor], gathered: torch.Tensor) -> torch.Tensor | None:
         """Host memory for one copy of small leaves; None: each is copied to its place."""
         if len(views) == 1 or any(view.nbytes > SMALL_BYTES for view in views):
             return None

@@ -25,10 +25,10 @@ from ckptstore.codecs.chunk_codecs import Buffer
 
 PACK_BYTES = 8 << 20
 """Bytes collected before they are written."""
-_LEAST_LENT = 8
+_LEAST_BORROWED = 8
 """Adjacent memory of less than 1/N of PACK_BYTES is copied: a write of its own would cost more."""
 _AT_ONCE = 2
-"""Writes of lent memory at once: the kernel prepares the pages of one while the disk has the other."""
+"""Writes of borrowed memory at once: the kernel prepares the pages of one while the disk has the other."""
 _BLOCK = 4096
 """No common file system requires a coarser alignment; one that does is written through the page cache."""
 _HUGE = 2 << 20
@@ -47,21 +47,21 @@ class DirectFile:
     def __init__(self, fd: int, expected_bytes: int = 0) -> None:
         self._fd = fd
         self._at = 0
-        """Bytes written or being written, in whole blocks. Those in the pack follow, then the lent ones."""
+        """Bytes written or being written, in whole blocks. Those in the pack follow, then the borrowed ones."""
         self._pack = _aligned_memory(PACK_BYTES)
         self._filled = 0
         self._other = _aligned_memory(PACK_BYTES)
-        self._lent = _Lent()
-        self._writing: deque[tuple[Future[None], _Lent]] = deque()
-        """The writes that are under way, oldest first, and the lent memory that they need."""
+        self._borrowed = _Borrowed()
+        self._writing: deque[tuple[Future[None], _Borrowed]] = deque()
+        """The writes that are under way, oldest first, and the borrowed memory that they need."""
         self._threads: ThreadPoolExecutor | None = None
         self._direct = _set_direct(fd, True)
         if self._direct and expected_bytes:
             _preallocate(fd, expected_bytes)
 
     def write(self, data: Buffer) -> None:
-        """Append. The caller may reuse the buffer afterwards; but read-only memory is lent, and must not change until
-        the file is finished or closed."""
+        """Append. The caller may reuse the buffer afterwards; but read-only memory is borrowed, and must not change
+        until the file is finished or closed."""
         if not len(data):
             return
         part = np.frombuffer(data, np.uint8)
@@ -70,13 +70,13 @@ class DirectFile:
             self._copy(part)
             return
         address = _address(part)
-        if self._lent.size and self._lent.end != address:
+        if self._borrowed.size and self._borrowed.end != address:
             self._return_lent()
-        if not self._lent.size and (address - self._filled) % _BLOCK:
+        if not self._borrowed.size and (address - self._filled) % _BLOCK:
             self._copy(part)
             return
-        self._lent.add(part, address)
-        if self._lent.size >= PACK_BYTES:
+        self._borrowed.add(part, address)
+        if self._borrowed.size >= PACK_BYTES:
             self._write_lent()
 
     def finish(self) -> None:
@@ -101,7 +101,7 @@ class DirectFile:
             os.close(fd)
 
     def _copy(self, rest: _Bytes) -> None:
-        """Append to the pack; nothing is lent."""
+        """Append to the pack; nothing is borrowed."""
         while len(rest):
             count = min(len(rest), PACK_BYTES - self._filled)
             self._pack[self._filled : self._filled + count] = rest[:count]  # numpy copies without the GIL
@@ -112,27 +112,27 @@ class DirectFile:
 
     def _return_lent(self) -> None:
         """Write what is worth a write, and copy the rest."""
-        if not self._lent.size:
+        if not self._borrowed.size:
             return
-        if self._lent.size * _LEAST_LENT >= PACK_BYTES:
+        if self._borrowed.size * _LEAST_BORROWED >= PACK_BYTES:
             self._write_lent()
-        rest, self._lent = self._lent, _Lent()
+        rest, self._borrowed = self._borrowed, _Borrowed()
         for part in rest.parts:
             self._copy(part)
 
     def _write_lent(self) -> None:
-        """Write the whole blocks of the lent memory. Bytes before the first one complete the pack."""
-        head, self._lent = self._lent.split(-self._filled % _BLOCK)
+        """Write the whole blocks of the borrowed memory. Bytes before the first one complete the pack."""
+        head, self._borrowed = self._borrowed.split(-self._filled % _BLOCK)
         for part in head.parts:
             self._copy(part)
         parts = []
-        if self._filled == _BLOCK:  # the block in which the lent memory begins
+        if self._filled == _BLOCK:  # the block in which the borrowed memory begins
             joint = _aligned_memory(_BLOCK)
             joint[:] = self._pack[:_BLOCK]
             parts, self._filled = [joint.data], 0
         else:
             self._write_pack()
-        whole, self._lent = self._lent.split(self._lent.size // _BLOCK * _BLOCK)
+        whole, self._borrowed = self._borrowed.split(self._borrowed.size // _BLOCK * _BLOCK)
         self._wait(_AT_ONCE - 1)
         self._begin_to_write([*parts, whole.memory], whole)
 
@@ -140,14 +140,14 @@ class DirectFile:
         """Write the pack, which holds whole blocks."""
         if self._filled:
             self._wait()  # the other pack may be under way
-            self._begin_to_write([self._pack.data[: self._filled]], _Lent())
+            self._begin_to_write([self._pack.data[: self._filled]], _Borrowed())
             self._pack, self._other, self._filled = self._other, self._pack, 0
 
-    def _begin_to_write(self, parts: list[memoryview], lent: _Lent) -> None:
-        """Write these, one behind the other, in the background. lent: is kept until then."""
+    def _begin_to_write(self, parts: list[memoryview], borrowed: _Borrowed) -> None:
+        """Write these, one behind the other, in the background. borrowed: is kept until then."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="ckpt-disk")
-        self._writing.append((self._threads.submit(self._write_at, parts, self._at), lent))
+        self._writing.append((self._threads.submit(self._write_at, parts, self._at), borrowed))
         self._at += sum(map(len, parts))
 
     def _wait(self, most: int = 0) -> None:
@@ -202,7 +202,7 @@ def read_direct(fd: int, offset: int, num_bytes: int) -> memoryview:
     return memory[offset - begin : max(offset - begin, min(done, offset - begin + num_bytes))].toreadonly()
 
 
-class _Lent:
+class _Borrowed:
     """Adjacent memory of the caller, in parts."""
 
     def __init__(self) -> None:
@@ -217,9 +217,9 @@ class _Lent:
         self.size += len(part)
         self.end = address + len(part)
 
-    def split(self, size: int) -> tuple[_Lent, _Lent]:
+    def split(self, size: int) -> tuple[_Borrowed, _Borrowed]:
         """The first bytes, and the rest."""
-        first, rest = _Lent(), _Lent()
+        first, rest = _Borrowed(), _Borrowed()
         for part in self.parts:
             count = min(len(part), size - first.size)
             if count:

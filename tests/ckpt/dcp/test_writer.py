@@ -25,7 +25,7 @@ from ckptstore.reading.source import StoreSource
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from tests.ckpt.dcp_state import dcp, failing, flat_optimizer_state, load, make_model, make_optimizer, same, save
-from tests.ckpt.restoring.lanes import landing
+from tests.ckpt.restoring.receiving import receiving
 from tests.support.stores import Faults, FaultyStore
 
 MODES: tuple[Literal["before", "after"], ...] = ("before", "after")
@@ -45,7 +45,7 @@ def flip_a_bit(store: Store, checkpoint: str) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("place", [nullcontext, landing], ids=["host", "device"])
+@pytest.mark.parametrize("place", [nullcontext, receiving], ids=["host", "device"])
 def test_tensors_of_all_shapes_and_types_come_back_bit_exact(store: Store, place: Callable[[], Any]) -> None:
     torch.manual_seed(1)
     state = {

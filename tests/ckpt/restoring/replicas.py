@@ -17,7 +17,7 @@ from ckpt import Checkpointer
 from ckpt.restoring import fetching, sharing
 from ckptstore.errors import CkptError
 from ckptstore.reading.source import StoreSource
-from tests.ckpt.restoring.lanes import landing
+from tests.ckpt.restoring.receiving import receiving
 from tests.support.counting import CountingStore
 
 RUN = "replicas"
@@ -67,10 +67,10 @@ def restore(
     return found
 
 
-def land(store: str) -> str:
+def receive(store: str) -> str:
     """The digest of what this rank restored into a device, passed on between ranks."""
     model = replica(0)
-    with landing(), Checkpointer(store, run=RUN, writer="thread", replica_reads="broadcast") as checkpointer:
+    with receiving(), Checkpointer(store, run=RUN, writer="thread", replica_reads="broadcast") as checkpointer:
         checkpointer.restore(model, strict=False)
     return state_digest(model)
 

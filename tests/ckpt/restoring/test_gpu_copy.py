@@ -23,7 +23,7 @@ from ckptstore.names import Reference
 from ckptstore.reading.fetch import fetch
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.stores import open_store
-from tests.ckpt.restoring.lanes import LandingDevice, landing
+from tests.ckpt.restoring.receiving import ReceivingDevice, receiving
 from tests.support.training import same_state
 
 _PATIENCE_S = 30
@@ -79,7 +79,7 @@ def restore(store: str, seed: int = 0) -> tuple[Any, Any]:
 
 def test_all_bits_arrive_through_a_few_small_buffers(saved: tuple[str, Any]) -> None:
     store, state = saved
-    with landing() as device:
+    with receiving() as device:
         assert same_state(restore(store), state)
     assert device.ends == 1
     largest = max(parameter.nbytes for parameter in Odd(0).parameters())
@@ -91,7 +91,7 @@ def test_types_are_cast_and_what_differs_in_shape_is_left_alone(saved: tuple[str
     store, (weights, _) = saved
     model = Odd(0).double()
     model.small = nn.ParameterList(nn.Parameter(torch.full((50,), 7.0)) for _ in range(39))
-    with landing(), Checkpointer(store, run="r", writer="thread") as checkpointer:
+    with receiving(), Checkpointer(store, run="r", writer="thread") as checkpointer:
         assert checkpointer.restore(model, None, strict=False) is not None
     found = model.state_dict()
     for name, value in weights.items():
@@ -107,7 +107,7 @@ def test_slices_arrive_wherever_they_live(saved: tuple[str, Any]) -> None:
     checkpoint = source.find(Reference("r", 2))
     content = read_manifest(source, checkpoint).content
     name, whole = "model/across.weight", weights["across.weight"]
-    with landing():
+    with receiving():
         destinations = Destinations(content)
         columns = torch.zeros(160, 100)  # of a larger tensor
         turned = torch.zeros(80, 64).t()
@@ -139,12 +139,12 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(saved: tuple[str, Any]
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
     first, optim = make(1)
-    with landing() as device:
+    with receiving() as device:
         assert same_state(restore(str(tmp_path)), (first.state_dict(), optim.state_dict()))
     assert device.ends == 2
 
 
-class BrokenDevice(LandingDevice):
+class BrokenDevice(ReceivingDevice):
     """Every copy fails when it is executed."""
 
     def run(self, work: Callable[[], object]) -> None:
@@ -155,7 +155,7 @@ class BrokenDevice(LandingDevice):
 
 
 def test_a_device_that_fails_fails_the_restore(saved: tuple[str, Any]) -> None:
-    with landing(BrokenDevice), pytest.raises(RestoreFailed, match="illegal access"):
+    with receiving(BrokenDevice), pytest.raises(RestoreFailed, match="illegal access"):
         restore(saved[0])
 
 

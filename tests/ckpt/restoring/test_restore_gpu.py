@@ -14,7 +14,7 @@ from torch.optim import AdamW
 
 from ckpt import Checkpointer
 from ckpt.capture.parts import TensorPart, TensorPiece
-from ckpt.restoring import gpu_copy as landing
+from ckpt.restoring import gpu_copy
 from ckpt.restoring.destinations import Destinations
 from ckptstore.format.planning import plan_reads
 from ckptstore.names import Reference
@@ -57,9 +57,9 @@ def state_of(model: Any, optim: AdamW) -> Any:
 def pinned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
     """Staging buffers as they are made: three small ones at most; and no thread waits for the whole device."""
     made: list[torch.Tensor] = []
-    make_staging = landing.GpuReceiver._make_staging
+    make_staging = gpu_copy.GpuReceiver._make_staging
 
-    def counted(receiver: landing.GpuReceiver) -> torch.Tensor:
+    def counted(receiver: gpu_copy.GpuReceiver) -> torch.Tensor:
         made.append(make_staging(receiver))
         return made[-1]
 
@@ -67,9 +67,9 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
         raise AssertionError("torch.cuda.synchronize was called")
 
     with monkeypatch.context() as patches:
-        patches.setattr(landing.GpuReceiver, "_make_staging", counted)
-        patches.setattr(landing, "CHUNK_BYTES", _BUFFER_BYTES)
-        patches.setattr(landing, "NUM_BUFFERS", 3)
+        patches.setattr(gpu_copy.GpuReceiver, "_make_staging", counted)
+        patches.setattr(gpu_copy, "CHUNK_BYTES", _BUFFER_BYTES)
+        patches.setattr(gpu_copy, "NUM_BUFFERS", 3)
         patches.setattr(torch.cuda, "synchronize", not_to_be_called)
         yield made
 

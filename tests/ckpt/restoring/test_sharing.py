@@ -42,7 +42,7 @@ class Restores:
     by_share: dict[str, list[dict[str, Any]]]
     daemon_bytes: int
     """That the daemon read of the store for replica_reads="daemon"."""
-    landed: list[str]
+    received: list[str]
     """Digests of what two replicas restored to other memory than the host's."""
     exchanged: list[dict[str, Any]]
     """What two replicas said that exchange bytes by the process group of their devices."""
@@ -80,14 +80,14 @@ def restores(tmp_path_factory: pytest.TempPathFactory) -> Restores:
             )
             for replica_reads in ("broadcast", "none", "daemon", "auto")
         ]
-        landing = Scenario("tests.ckpt.restoring.replicas:land", 2, {"store": str(folder / "store")})
+        receiving = Scenario("tests.ckpt.restoring.replicas:receive", 2, {"store": str(folder / "store")})
         scenario, far = "tests.ckpt.restoring.replicas:exchange", {"store": str(folder / "store")}
         exchanging = [Scenario(scenario, 2, far), Scenario(scenario, 2, far | {"stuck_rank": 1})]
-        *outcomes, landed, exchanged, stuck = run_scenarios([*scenarios, landing, *exchanging], folder / "restore")
+        *outcomes, received, exchanged, stuck = run_scenarios([*scenarios, receiving, *exchanging], folder / "restore")
         read = counting.all_bytes - before
     shares = [scenario.arguments["replica_reads"] for scenario in scenarios]
     by_share = dict(zip(shares, (outcome.result() for outcome in outcomes), strict=True))
-    return Restores(digests[0], stored, by_share, read, landed.result(), exchanged.result(), stuck.result())
+    return Restores(digests[0], stored, by_share, read, received.result(), exchanged.result(), stuck.result())
 
 
 @pytest.mark.parametrize("replica_reads", ["broadcast", "daemon", "none", "auto"])
@@ -112,7 +112,7 @@ def test_the_daemon_reads_each_byte_once(restores: Restores) -> None:
 
 
 def test_what_is_passed_on_lands_in_other_memory_too(restores: Restores) -> None:
-    assert restores.landed == [restores.digest] * 2
+    assert restores.received == [restores.digest] * 2
 
 
 def test_the_process_group_of_devices_exchanges_what_is_read_far_away(restores: Restores) -> None:

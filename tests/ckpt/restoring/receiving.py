@@ -15,7 +15,7 @@ from tests.ckpt.snapshot.simulated import DEFAULT, SimulatedDevice, plugged_in
 BUFFER_BYTES = 64 << 10
 
 
-class LandingDevice(SimulatedDevice):
+class ReceivingDevice(SimulatedDevice):
     """Copies to it begin when somebody waits for one of them."""
 
     def __init__(self, seed: int) -> None:
@@ -36,7 +36,7 @@ class LandingDevice(SimulatedDevice):
 
 
 @contextmanager
-def landing(kind: type[LandingDevice] = LandingDevice) -> Iterator[LandingDevice]:
+def receiving(kind: type[ReceivingDevice] = ReceivingDevice) -> Iterator[ReceivingDevice]:
     """Tensors of the CPU are those of a simulated device, which restores reach through small buffers, unless chunks are
     larger."""
     with (
@@ -44,5 +44,5 @@ def landing(kind: type[LandingDevice] = LandingDevice) -> Iterator[LandingDevice
         patch.object(gpu_copy, "CHUNK_BYTES", BUFFER_BYTES),
         patch.object(gpu_copy, "NUM_BUFFERS", 3),
     ):
-        assert isinstance(device, LandingDevice)
+        assert isinstance(device, ReceivingDevice)
         yield device
