@@ -53,7 +53,7 @@ class Checkpointer:
         self._lease: str | None = None
         self._releases = _one_thread()
         self._schedules: list[Schedule] = []
-        self._preemption = Preemption(self.fits, self._saves.hurry)
+        self._preemption = Preemption(self.fits, self._saves.expedite)
         _close_at_exit(self)
 
     def prepare(

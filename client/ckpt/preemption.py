@@ -296,10 +296,10 @@ class Preemption:
     """What a Checkpointer does about notice, for its schedules."""
 
     def __init__(
-        self, fits: Callable[[float, float], SaveEstimate], hurry: Callable[[], object], clock: Clock = system_clock
+        self, fits: Callable[[float, float], SaveEstimate], expedite: Callable[[], object], clock: Clock = system_clock
     ) -> None:
-        """fits: see `Checkpointer.fits`. hurry: makes the saves from now on as fast as possible."""
-        self.fits, self.hurry, self.clock = fits, hurry, clock
+        """fits: see `Checkpointer.fits`. expedite: makes the saves from now on as fast as possible."""
+        self.fits, self.expedite, self.clock = fits, expedite, clock
         self.notice: Notice | None = None
 
     @property

@@ -271,7 +271,7 @@ class Schedule:
         )
         self._steps.requested()
         if self._stopping:
-            self._preemption.hurry()
+            self._preemption.expedite()
         if self._rank == 0:
             source = self._preemption.notice.source if self._preemption.notice is not None else ""
             logger.warning("preempted at step %d (%s): %s", decision.stop_at, source or "another rank", self._stopping)

@@ -186,14 +186,14 @@ def test_a_function_is_asked_on_a_rank_with_notice_too() -> None:
 
 @pytest.mark.parametrize(("choice", "code"), [("save", EXIT_SAVED), ("finish", EXIT_BEHIND)])
 def test_a_schedule_ends_the_loop_and_saves_only_if_there_is_time(choice: str, code: int) -> None:
-    hurried: list[bool] = []
+    expedited: list[bool] = []
     asked: list[float] = []
 
     def fits(seconds: float, begins_in_s: float) -> SaveEstimate:
         asked.append(seconds)
         return SaveEstimate("save" if choice == "save" else "finish", seconds, 9.0)
 
-    preemption = Preemption(fits, lambda: hurried.append(True), lambda: 1000.0)
+    preemption = Preemption(fits, lambda: expedited.append(True), lambda: 1000.0)
     schedule = schedule_of(lambda: None, Limits(3600.0, None), 1.0, preemption=preemption)
     preemption.watch(Sources(30.0, ()))
     assert preemption.notice is not None
@@ -203,7 +203,7 @@ def test_a_schedule_ends_the_loop_and_saves_only_if_there_is_time(choice: str, c
     assert schedule.noticed
     assert schedule.due(2) is (choice == "save")
     assert (schedule.stop, schedule.exit_code, asked) == (True, code, [20.0])
-    assert hurried == [True] * (choice == "save")
+    assert expedited == [True] * (choice == "save")
     assert [schedule.due(step) for step in range(3, 6)] == [False] * 3, "a loop that goes on saves as before"
 
 

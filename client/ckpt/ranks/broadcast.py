@@ -19,7 +19,7 @@ _DECISION = "decision"
 _REQUESTS = "requests"
 _COST = "cost"
 _NOTICE = "notice"
-_HURRY_S = 0.02
+_EXPEDITED_S = 0.02
 _PATIENCE_S = 2.0
 
 
@@ -78,7 +78,7 @@ class SaveBroadcast:
         self._poll_s = poll_s
         self._changed = threading.Condition()
         self._decision: SaveDecision | None = None
-        self._hurry = self._closing = False
+        self._expedited = self._closing = False
         self._error: Exception | None = None
         self._asked = 0
         self._own_cost = Cost(0, 0.0)
@@ -109,7 +109,7 @@ class SaveBroadcast:
     def wait_for(self, enough: Callable[[SaveDecision], bool], timeout_s: float) -> SaveDecision:
         """The last decision of rank 0; waits only until there is one that is enough. Raises RankLost."""
         with self._changed:
-            self._hurry = True
+            self._expedited = True
             self._changed.notify_all()
 
             def decided() -> bool:
@@ -119,7 +119,7 @@ class SaveBroadcast:
             if not found and timeout_s > world.NOTICE_S:
                 world.log_wait(self._named, f"rank {self._first}, which decides when to save")
                 found = self._changed.wait_for(decided, timeout_s - world.NOTICE_S)
-            self._hurry = False
+            self._expedited = False
             self._check()
             if not found:
                 raise RankLost(
@@ -202,9 +202,9 @@ class SaveBroadcast:
                 if decision != self._decision:
                     self._decision = decision
                     self._changed.notify_all()
-                self._changed.wait_for(lambda: self._closing or self._hurry, self._poll_s)
-                if self._hurry:
-                    self._changed.wait_for(lambda: self._closing or not self._hurry, _HURRY_S)
+                self._changed.wait_for(lambda: self._closing or self._expedited, self._poll_s)
+                if self._expedited:
+                    self._changed.wait_for(lambda: self._closing or not self._expedited, _EXPEDITED_S)
                 if self._closing:
                     return
 

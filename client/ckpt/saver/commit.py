@@ -250,7 +250,7 @@ class Committer:
                 self._polling = True
                 self._thread.submit(self._poll)
 
-    def hurry(self) -> None:
+    def expedite(self) -> None:
         """Look often from now on: this host is about to go. For any thread."""
         with self._changed:
             self._urgent = True

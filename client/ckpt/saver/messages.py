@@ -1,7 +1,7 @@
 """The messages between trainer and saver: length-prefixed JSON over a Unix socket.
 
 Trainer to saver: Setup once, TrainerStarted with a descriptor per life, Slot with a descriptor per slot, Forget,
-SaveJob per save, Withdraw, Hurry, Abort, Stop. Saver to trainer: SaveProgress, Released, Done, Failed, Warned,
+SaveJob per save, DropQueued, Expedite, Abort, Stop. Saver to trainer: SaveProgress, Released, Done, Failed, Warned,
 LocalOnly, Unreplicable, Idle. If the trainer dies, the socket reaches end of file, and the saver finishes its jobs.
 """
 
@@ -116,14 +116,14 @@ class SaveJob(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Extensions of the receipt."""
 
 
-class Withdraw(msgspec.Struct, frozen=True, tag=True):
+class DropQueued(msgspec.Struct, frozen=True, tag=True):
     """Skip the oldest job with a slot whose upload has not begun, if there is one."""
 
     step: int
     """The step of the save that needs the slot."""
 
 
-class Hurry(msgspec.Struct, frozen=True, tag=True):
+class Expedite(msgspec.Struct, frozen=True, tag=True):
     """The trainer will be preempted: the next save is to be durable as soon as possible."""
 
 
@@ -211,7 +211,7 @@ class Idle(msgspec.Struct, frozen=True, tag=True):
     """All jobs have ended. The saver reports nothing more, and lives on to keep memory."""
 
 
-Command = Setup | TrainerStarted | Slot | Forget | SaveJob | Withdraw | Hurry | Abort | Stop
+Command = Setup | TrainerStarted | Slot | Forget | SaveJob | DropQueued | Expedite | Abort | Stop
 Report = SaveProgress | Released | Done | Failed | Warned | LocalOnly | Unreplicable
 
 

@@ -28,8 +28,9 @@ from ckpt.saver.messages import (
     Abort,
     Command,
     Done,
+    DropQueued,
+    Expedite,
     Forget,
-    Hurry,
     LocalOnly,
     Released,
     Report,
@@ -39,7 +40,6 @@ from ckpt.saver.messages import (
     Slot,
     TrainerStarted,
     Warned,
-    Withdraw,
 )
 from ckpt.saver.replicator import REQUEST_RETRY_S, LocalQuota, Replicator
 from ckpt.saver.retained_snapshot import SlotContents
@@ -229,10 +229,10 @@ class SavePipeline:
                 self.segments.pop(command.slot).close()
             case TrainerStarted():
                 self.heartbeats.begin(command, SharedStep(memory))
-            case Withdraw():
-                self._withdraw(f"the save was superseded by step {command.step} before its upload began")
-            case Hurry():
-                self._hurry()
+            case DropQueued():
+                self._drop_queued(f"the save was superseded by step {command.step} before its upload began")
+            case Expedite():
+                self._expedite()
             case Abort():
                 self._abort(command.attempt, command.failure)
 
@@ -277,7 +277,7 @@ class SavePipeline:
         again: _Again = lambda: (encode(part, span) for part, span in incremental.again(raw))  # noqa: E731
         self._uploads.submit(self._upload, running, again)
 
-    def _withdraw(self, reason: str) -> None:
+    def _drop_queued(self, reason: str) -> None:
         """Skip the oldest job with a slot whose upload has not begun, if there is one."""
         with self._lock:
             number = next((number for number, one in self._waiting.items() if one.job.slot is not None), None)
@@ -288,18 +288,18 @@ class SavePipeline:
         running.encoding.close()
         self._abort_job(running.job, SaveSkipped(reason))
 
-    def _hurry(self) -> None:
+    def _expedite(self) -> None:
         """Make the next save durable as soon as possible: with no compression, CPU limit, replication, queued
         uploads."""
         self._throttle.lift()
-        self._committer.hurry()
+        self._committer.expedite()
         if self._replicator is not None:
             self._replicator.pause()
         self._policy = POLICIES["off"]
         with self._lock:
             queued = sum(one.job.slot is not None for one in self._waiting.values())
         for _ in range(queued):
-            self._withdraw("the save was dropped before its upload began: the trainer is being preempted")
+            self._drop_queued("the save was dropped before its upload began: the trainer is being preempted")
 
     def _abort(self, attempt: NewAttempt, failure: str | None) -> None:
         """Abort an attempt in the background, so that other ranks, if there are any, do not wait for this one."""
@@ -335,7 +335,7 @@ class SavePipeline:
         job = running.job
         with self._lock:
             if self._waiting.pop(job.number, None) is None:
-                return  # withdrawn
+                return  # dropped
         try:
             attempt = self._numbering.attempt(job.attempt)
             self.heartbeats.numbered(attempt.generation, job.created_at)

@@ -24,9 +24,10 @@ from ckpt.saver.commit import Numbering, abort_attempts, describe
 from ckpt.saver.messages import (
     Abort,
     Done,
+    DropQueued,
+    Expedite,
     Failed,
     Forget,
-    Hurry,
     LocalOnly,
     Released,
     Report,
@@ -36,7 +37,6 @@ from ckpt.saver.messages import (
     Slot,
     Unreplicable,
     Warned,
-    Withdraw,
 )
 from ckpt.snapshot.arena import Arena, ArenaSlot
 from ckpt.snapshot.costs import StepClock
@@ -194,14 +194,14 @@ class SaveClient:
             slot = self.arena.acquire(num_bytes, 0.0)
             if slot is not None or on_busy == "skip":
                 return slot
-            self.start().send(Withdraw(step))
+            self.start().send(DropQueued(step))
         while (slot := self.arena.acquire(num_bytes, _WARN_AFTER_S)) is None:
             logger.warning("training waits for an idle slot: saves take longer than the interval between them")
         return slot
 
-    def hurry(self) -> None:
+    def expedite(self) -> None:
         """Make the next save durable as soon as possible."""
-        self.start().send(Hurry())
+        self.start().send(Expedite())
 
     def skip(self, snapshot: Snapshot) -> None:
         """Finish a handle as skipped, and abort the attempt for the other ranks."""

@@ -180,7 +180,7 @@ class RunSaves:
         self.newest: SaveHandle | None = None
         """The save that began last."""
         self._measured: SaveHandle | None = None
-        self._hurrying = False
+        self._expedited = False
         self._looking: threading.Thread | None = None
 
     @property
@@ -233,7 +233,7 @@ class RunSaves:
             layout = self.agreed.layout
             handle = LiveHandle(step, layout.num_bytes, started)
             snapshot = Snapshot(attempt, captured, layout, handle, finite(metrics), lease, cost_before())
-            if self._hurrying:
+            if self._expedited:
                 on_busy = "wait"  # the last save: the slots of those that were dropped are released shortly
             taken = take_snapshot(client, snapshot, self._gate(state), on_busy)
         self.session.saved(handle)
@@ -281,11 +281,11 @@ class RunSaves:
         """The saves that have not ended, oldest first."""
         return self.client.pending if self.client is not None else []
 
-    def hurry(self) -> None:
+    def expedite(self) -> None:
         """Make the next save durable as soon as possible."""
-        self._hurrying = True
+        self._expedited = True
         if self.client is not None:
-            self.client.hurry()
+            self.client.expedite()
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when every save is durable or skipped; raises the first error of one that failed, or TimeoutError."""
@@ -325,8 +325,8 @@ class RunSaves:
             assert isinstance(self._source, StoreSource)
             setup = config.setup(self._world().rank, self._world().size)
             self.client = SaveClient(setup, config.in_process, config.slots, self.tally, self.steps)
-            if self._hurrying:
-                self.client.hurry()
+            if self._expedited:
+                self.client.expedite()
         return self.client
 
     def _gate(self, state: TrainState) -> Overlap | None:

@@ -95,11 +95,11 @@ def test_pauses_grow_with_the_number_of_ranks() -> None:
     assert _pause(few, 0, 30.0, 0.5, urgent=True) == 0.1
 
 
-def test_a_hurry_does_not_wait_for_the_next_look(store: Gets, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expedited_commit_does_not_wait_for_the_next_look(store: Gets, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commit, "_pause", lambda *args: _pause(*args) if args[-1] else 3600.0)
     committer, ended = begin(store)
     wait_until(lambda: committer._waiting[0].look_at > time.monotonic() + 1800)
-    committer.hurry()
+    committer.expedite()
     for rank in (1, 2):
         write_rank(store, "r", ATTEMPT, {}, rank, RANKS)
     committer.close()
