@@ -46,7 +46,7 @@ class Contestant:
 
 
 def measure(quick: bool) -> Report:
-    """What was uploaded is deleted past the proxy, and not timed."""
+    """Uploads are deleted past the proxy, and not timed."""
     state = trained("fp32", wanted_bytes(quick))
     with ExitStack() as stack:
         near = stack.enter_context(running_bucket())

@@ -59,7 +59,7 @@ class Scale:
     busy_s: float = 0.2
     """How long the GPU is busy at a save of many leaves."""
     pinned_bytes: int = 4 << 30
-    """What is pinned beside the second process."""
+    """The memory that is pinned beside the second process."""
     most_steps: int = 50
 
 

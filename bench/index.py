@@ -107,7 +107,7 @@ def made_up(run: str, attempt: Attempt, at: float) -> Outcome:
 
 
 def in_fresh_process(folder: str, runs: int) -> dict[str, float]:
-    """What `ask` found."""
+    """The result of `ask`."""
     command = [sys.executable, "-m", "bench.index", folder, str(runs)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
     found: dict[str, float] = json.loads(done.stdout)

@@ -143,7 +143,7 @@ def descendants(process: int | None = None) -> list[int]:
 
 
 def _children(process: int) -> list[int]:
-    """Children of all its threads. Those of an ended thread move to another one, which may have been read already."""
+    """Children of all its threads. When a thread ends, they move to another, which may have been read already."""
     tasks = Path(f"/proc/{process}/task")
     while tasks.exists():
         try:

@@ -141,7 +141,7 @@ def _apart(heights: Sequence[float], factor: float = 1.13) -> list[float]:
 
 
 def draw_growth(verdict: Path) -> None:
-    """What grows, against the number of what it grows with, next to the stored verdict of a simulation.
+    """The growing figure, against the number that it grows with, next to the stored verdict of a simulation.
 
     Facts are named `cost, number` or `cost, number how`; each `how` is a line. Raises ImportError without matplotlib.
     """

@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What one start took, in seconds."""
+    """The duration of one start, in seconds."""
 
     built_s: float
     restored_s: float

@@ -163,7 +163,7 @@ class _Load:
 
 
 def bare(call: Callable[[], float]) -> Usage:
-    """What a call takes that returns its seconds."""
+    """The duration of a call that returns its seconds."""
     with usage() as took:
         wall_s = call()
     took.wall_s = wall_s

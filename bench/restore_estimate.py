@@ -60,7 +60,7 @@ def measure(quick: bool) -> Report:
 
 
 def _predicted(ours: Ours, folder: Path) -> float:
-    """What a verification estimates, in seconds."""
+    """The estimate of a verification, in seconds."""
     found = verify(StoreSource(open_store(ours.store)), ours.saved[folder], ranks=())
     assert not found.problems, found.problems
     (estimate,) = found.estimates

@@ -65,7 +65,7 @@ def measure(quick: bool) -> Report:
 
 
 def run_ranks(world: int, num_bytes: int) -> Measured:
-    """What a world measures whose ranks hold this many bytes each."""
+    """The measurements of a world whose ranks hold this many bytes each."""
     names = (*WAYS, LOAD)
     with tempfile.TemporaryDirectory() as folder:
         found: Measured = output_of_ranks("bench.extras_rank", world, [folder, str(num_bytes)], _TIMEOUT_S)

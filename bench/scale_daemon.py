@@ -83,7 +83,7 @@ def exponent(found: dict[int, dict[str, float]], name: str) -> float:
 
 
 def in_fresh_process(size: int, per_run: int) -> dict[str, float]:
-    """What `simulate` found."""
+    """The result of `simulate`."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "bench.scale_daemon", folder, str(size), str(per_run)]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE)

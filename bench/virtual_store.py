@@ -26,7 +26,7 @@ _BIN_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the store does: those of S3, and of one connection to it."""
+    """Limits of the store: those of S3, and of one connection to it."""
 
     latency_s: float = 0.02
     puts_per_s: float = 3500.0

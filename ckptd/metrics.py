@@ -153,7 +153,7 @@ class Gauges(Collector):
 
 
 class GoodputGauges(Collector):
-    """What became of the time of each run, and what is local only; no series if the daemon is not the leader."""
+    """The wall-clock time of each run, and its data that is local only; no series if the daemon is not the leader."""
 
     def __init__(self, known: Callable[[], Mapping[str, Account]], clock: Clock) -> None:
         self._known = known
@@ -162,7 +162,7 @@ class GoodputGauges(Collector):
     def collect(self) -> Iterator[Metric]:
         """From memory: the store is not read."""
         spent = GaugeMetricFamily(
-            "ckptd_goodput_seconds", "What became of the time of a run.", labels=["run", "category"]
+            "ckptd_goodput_seconds", "The wall-clock time of a run by category.", labels=["run", "category"]
         )
         ratio = GaugeMetricFamily("ckptd_goodput_ratio", "Productive share of the time of a run.", labels=["run"])
         lost = GaugeMetricFamily("ckptd_lost_steps", "Steps that a run did twice.", labels=["run"])

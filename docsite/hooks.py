@@ -1,4 +1,4 @@
-"""What mkdocs calls while it builds the site (`hooks` in mkdocs.yml).
+"""Hooks that mkdocs calls while it builds the site (`hooks` in mkdocs.yml).
 
 A page of docs/reference is written by hand up to its line `<!-- made from the code: NAME -->`, which becomes the
 reference. Links from a page to a file of the repository lead to a page that shows this file, so the site needs no

@@ -40,7 +40,7 @@ class Samples(torch.utils.data.IterableDataset[torch.Tensor]):
 
 
 class Progress:
-    """What torchtitan's Trainer saves of itself."""
+    """The state that torchtitan's Trainer saves of itself."""
 
     step = 0
 

@@ -60,7 +60,7 @@ async def attempts(ctx: Ctx, run: RunQuery = None) -> Response:
 
 @router.get(bodies.GOODPUT, **documented(Account, 404))
 async def goodput(ctx: Ctx, run: Annotated[str, Query(max_length=128)]) -> Response:
-    """What became of the time of a run, by category and by attempt of the job."""
+    """A breakdown of a run's wall-clock time, by category and by attempt of the job."""
     return json_response(await ctx.threads.store(ctx.services.accounts.of_run, run))
 
 

@@ -262,7 +262,7 @@ async def run(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Respon
 
 @router.get("/runs/{run}/goodput")
 async def goodput(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Response:
-    """What became of the time of one run."""
+    """A breakdown of one run's wall-clock time."""
     account = await ctx.threads.store(ctx.services.accounts.of_run, run)
     checkpoints = await ctx.threads.index(newest, ctx, run, MOST_CHECKPOINTS)
     return page("goodput.html", **frame(request, visitor), view=goodput_view(account, checkpoints))

@@ -289,7 +289,7 @@ class Checkpointer:
 
     @property
     def counters(self) -> Counters:
-        """What became of the saves so far; for any thread, also after `close`."""
+        """The saves so far, counted by result; for any thread, also after `close`."""
         return self._saves.tally.counters
 
     @property

@@ -74,7 +74,7 @@ class Config:
     replicate_every: int = 1
     """Every how many saves one is replicated; the first after a start or restore, and the last, always."""
     local_keep: int = 2
-    """How many of the newest checkpoints stay local. What is to be replicated stays, too."""
+    """How many of the newest checkpoints stay local. Checkpoints still to be replicated stay, too."""
     local_bytes: int | None = None
     """Most bytes of the run in the local tier."""
     daemon: str | None = None
@@ -177,7 +177,7 @@ class Config:
 
     @property
     def source(self) -> str:
-        """What restores read from."""
+        """The source that restores read from."""
         url = self.store or self.daemon
         assert url is not None
         return url

@@ -112,8 +112,8 @@ class Device:
     def free_bytes(self) -> int:
         """Memory that may be used beside training, which will need as much again as it ever did.
 
-        What CUDA and torch's allocator have free, less what training has used in addition at its peak, and a margin for
-        fragments, and for a peak that is yet to come.
+        The free memory of CUDA and torch's allocator, less what training has used in addition at its peak, and a margin
+        for fragments, and for a peak that is yet to come.
         """
         free, total = torch.cuda.mem_get_info(self._device)
         cached = torch.cuda.memory_reserved(self._device) - torch.cuda.max_memory_allocated(self._device)
@@ -169,7 +169,7 @@ _side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 class _CudaMemory:
-    """A range of addresses of a CUDA device, for torch. What lies in it need not all exist."""
+    """A range of addresses of a CUDA device, for torch. Memory at some of them need not exist."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {

@@ -43,7 +43,7 @@ class Loop(ABC, Iterator[int]):
         self.step = step
         """The number of the step that is being trained, or was last."""
         self.restored = restored
-        """What the loop goes on from; None: it begins, or its caller has restored."""
+        """The checkpoint that the loop goes on from; None: it begins, or its caller has restored."""
         self.schedule = checkpointer.every() if schedule is None else schedule
         self._checkpointer, self._save, self._saved, self._end = checkpointer, save, step, end
         self._numbers = self._run()

@@ -164,7 +164,8 @@ class Sources:
         try:
             re.compile(self.url_matches)
         except re.error as error:
-            raise InvalidRequest(f"url_matches {self.url_matches!r} is no pattern: {error}", "Give a pattern") from None
+            message = f"url_matches {self.url_matches!r} must be a regular expression: {error}"
+            raise InvalidRequest(message, "Correct the pattern") from None
 
 
 class DaemonNotice:
@@ -212,7 +213,7 @@ class Notice:
         self.deadline: float | None = None
         """When this process must be done, in seconds since the epoch; None: no notice has come."""
         self.source = ""
-        """What gave notice."""
+        """The source of the notice."""
         self._before: dict[int, _Handler] = {}
         self._stop = threading.Event()
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -293,7 +294,7 @@ class Notice:
 
 
 class Preemption:
-    """What a Checkpointer does about notice, for its schedules."""
+    """The response of a Checkpointer to notice, for its schedules."""
 
     def __init__(
         self, fits: Callable[[float, float], SaveEstimate], expedite: Callable[[], object], clock: Clock = system_clock

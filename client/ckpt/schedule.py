@@ -39,7 +39,7 @@ _DURABLE_SHARE = 0.5  # of the time a save is under way, at most: without the re
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What decides on the interval between saves. None: it does not."""
+    """The limits of the interval between saves. None: it has no effect."""
 
     seconds: float | None
     overhead: float | None
@@ -164,7 +164,7 @@ class Schedule:
 
     @property
     def slowdown_s(self) -> float | None:
-        """What steps of this rank took longer during the newest save, in seconds; None if it is not known."""
+        """The slowdown of this rank's steps during the newest save, in seconds; None if it is not known."""
         return self._costs.slowdown_s
 
     def close(self) -> None:
@@ -278,7 +278,7 @@ class Schedule:
 
 
 def cost_of(newest: SaveHandle | None, schedules: Iterable[Schedule]) -> SaveCost | None:
-    """What the newest save cost this rank so far; None if there is none, or it was skipped."""
+    """The cost of the newest save for this rank so far; None if there is none, or it was skipped."""
     if newest is None or newest.skipped:
         return None
     slowdowns = [schedule.slowdown_s for schedule in schedules]

@@ -380,7 +380,7 @@ class DaemonClient(Connection, Operator):
         return self._json("GET", bodies.ATTEMPTS, bodies.AttemptsBody, params=query).items
 
     def goodput(self, run: str) -> Account:
-        """What became of the time of a run. Raises NoCheckpoint if nothing is known of it."""
+        """A breakdown of a run's wall-clock time. Raises NoCheckpoint if nothing is known of it."""
         return self._json("GET", bodies.GOODPUT, Account, params={"run": run})
 
     @override

@@ -138,7 +138,7 @@ def _authorities(cacert: str | None) -> ssl.SSLContext | bool:
 
 
 def _remedy(url: str, text: str) -> str:
-    """What to do about a connection that failed with this text."""
+    """The remedy for a connection that failed with this text."""
     if "CERTIFICATE_VERIFY_FAILED" in text:
         return "No known authority signed the certificate for this name. Pass --cacert FILE, or set SSL_CERT_FILE"
     if "WRONG_VERSION_NUMBER" in text or "record layer failure" in text:

@@ -1,4 +1,4 @@
-"""What the checkpoints of a run show: sizes, time until durable, interval, time per step, cost of saves. Pure."""
+"""Figures from the checkpoints of a run: sizes, time until durable, interval, time per step, cost of saves. Pure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TERMS = {
     "master_weight": "master",
     "fp32_param": "master",
 }
-"""What optimizers call their state."""
+"""The names that optimizers give their state."""
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):

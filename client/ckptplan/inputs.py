@@ -1,4 +1,4 @@
-"""What a plan is made from: one flat set of named values, the same in Python and as options of ckptctl. Pure."""
+"""The inputs of a plan: one flat set of named values, the same in Python and as options of ckptctl. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PlanInputs(msgspec.Struct, frozen=True, kw_only=True):
 
     model: Annotated[Model | str | None, about("A model: mlperf-8b, mlperf-70b, mlperf-405b or mlperf-1t.")] = None
     parameters: Annotated[float | None, about("Number of parameters, such as 70e9.", "count")] = None
-    expert_parameters: Annotated[float, about("Those of experts, included in --parameters.", "count")] = 0
+    expert_parameters: Annotated[float, about("Parameters of experts, included in --parameters.", "count")] = 0
     layers: Annotated[int | None, about("Layers of a transformer; with the next six, instead of --parameters.")] = None
     hidden: Annotated[int | None, about("Hidden size.")] = None
     ffn: Annotated[int | None, about("Intermediate size of the perceptron.")] = None
@@ -50,7 +50,9 @@ class PlanInputs(msgspec.Struct, frozen=True, kw_only=True):
     tp: Annotated[int, about("Tensor-parallel degree.")] = 1
     pp: Annotated[int, about("Pipeline-parallel degree.")] = 1
     ep: Annotated[int, about("Expert-parallel degree, within the data-parallel ranks.")] = 1
-    sharding: Annotated[str, about("What data-parallel ranks distribute: ddp, zero1, zero2, zero3 or fsdp.")] = "ddp"
+    sharding: Annotated[
+        str, about("The state that data-parallel ranks distribute: ddp, zero1, zero2, zero3 or fsdp.")
+    ] = "ddp"
     replicas: Annotated[int, about("Copies of the sharded state (hybrid sharding).")] = 1
     split_replicas: Annotated[bool, about("Replicas share the writing of what all of them hold.")] = False
     nodes: Annotated[int | None, about("Number of nodes; default: world size / processes.")] = None
@@ -78,7 +80,7 @@ class PlanInputs(msgspec.Struct, frozen=True, kw_only=True):
     failures: Annotated[str | None, about("A published failure rate: rsc-1, rsc-2, llama3 or mlcommons.")] = None
     restart_s: Annotated[float, about("From a failure to the next step: scheduling, imports, restore.", "s")] = 0.0
     stall_s: Annotated[float | None, about("Time that one save holds up training.", "s")] = None
-    slowdown_s: Annotated[float, about("What steps take longer during one save, in total.", "s")] = 0.0
+    slowdown_s: Annotated[float, about("The slowdown of steps during one save, in total.", "s")] = 0.0
     durable_s: Annotated[float | None, about("From the capture until a save is durable.", "s")] = None
     measured: frozenset[str] = frozenset()
     """The names of inputs that are measurements of a run."""

@@ -17,7 +17,7 @@ from ckptstore.errors import InvalidRequest
 
 
 class Sharding(StrEnum):
-    """What the data-parallel ranks distribute among them."""
+    """The state that the data-parallel ranks distribute among them."""
 
     DDP = "ddp"
     """Nothing: every rank has a copy."""

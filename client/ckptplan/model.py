@@ -21,7 +21,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
     parameters: int
     expert_parameters: int = 0
-    """Those of experts, which expert parallelism distributes; included in `parameters`."""
+    """Parameters of experts, which expert parallelism distributes; included in `parameters`."""
     source: str = "given"
 
 

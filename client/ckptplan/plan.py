@@ -24,7 +24,7 @@ _ULID = "0" * 26
 
 
 class Retained(msgspec.Struct, frozen=True, kw_only=True):
-    """What is stored at the end of a run."""
+    """The storage use at the end of a run."""
 
     num_saves: int
     num_kept: int

@@ -26,7 +26,7 @@ class CkptError(Exception):
 
     code: ClassVar[str] = "error"
     remedy: ClassVar[str] = "Read the message: this error has no code of its own."
-    """What to do, for the reference; a hint says it for one case."""
+    """The remedy, for the reference; a hint says it for one case."""
     http_status: ClassVar[int] = 500
     exit_code: ClassVar[int] = 1
     chunks: tuple[tuple[str, int], ...] = ()

@@ -93,7 +93,7 @@ class ArrayPiece(NamedTuple):
 
 
 class ArrayPart(NamedTuple):
-    """What this process writes of an array."""
+    """The part of an array that this process writes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -130,7 +130,7 @@ def is_key(value: Any) -> bool:
 
 
 def array_fields(value: Any) -> dict[str, str]:
-    """What the tree says of an array, in addition to its elements: of typed keys the kind of generator."""
+    """The tree's record of an array, in addition to its elements: of typed keys the kind of generator."""
     jax: Any = loaded_jax()
     return {"key": str(jax.random.key_impl(value))} if is_jax(value) and is_key(value) else {}
 
@@ -149,7 +149,7 @@ def is_distributed(value: Any) -> bool:
 
 
 def array_part(path: str, value: Any) -> ArrayPart:
-    """What this process writes of an array. Raises UnsupportedObject."""
+    """The part of an array that this process writes. Raises UnsupportedObject."""
     if isinstance(value, np.ndarray):
         return _numpy_part(path, value)
     # Processes find other parts in their memory, and must agree on names: there, each array has one of its own.

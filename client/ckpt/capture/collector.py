@@ -85,7 +85,7 @@ class Collector:
         self._seen: MutableMapping[object, str] = {}
 
     def beside(self, captured: Captured) -> Self:
-        """Another one that goes on with what this one has found so far, for the memory it lies in is the same; this one
+        """A collector that continues from this one, as the memory is the same; this one
         then finds no more."""
         other = type(self)(self.ownership)
         other.captured, other._names, other._seen = captured, ChainMap({}, self._names), ChainMap({}, self._seen)

@@ -87,7 +87,7 @@ def _optimizer_units(optimizer: NamedOptimizer, sampled: bool, members: Abstract
 
 
 def _unit(leaf: Leaf, trusted: bool, buffer: bool) -> Unit | None:
-    """What this rank holds of a tensor; None if nothing."""
+    """The part of a tensor that this rank holds; None if none."""
     tensor, inner, part = leaf.value, leaf.inner(), leaf.part
     if not part.pieces:
         return None
@@ -126,17 +126,17 @@ _NOT_HERE = {"capturable": False, "fused": None, "foreign": False, "differentiab
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """What an optimizer keeps for a parameter."""
+    """The state that an optimizer keeps for a parameter."""
 
     per_element: int = 0
     besides: int = 0
 
 
 def estimate_snapshot_bytes(captured: Captured, state: TrainState, ownership: Ownership) -> int:
-    """What this rank will stage once every optimizer has made a step, if it has captured so much now: modules, and
+    """The bytes this rank will stage once every optimizer has made a step, if it has captured so much now: modules, and
     state of torch's own optimizers.
 
-    What optimizers of other kinds are still to make is not in it.
+    State that optimizers of other kinds are still to make is not in it.
     """
     named = (optimizer for found in state.named_optimizers.values() for optimizer in found)
     to_come = sum(_bytes_to_come(optimizer, ownership) for optimizer in named)

@@ -1,4 +1,4 @@
-"""What a save consists of: leaves for the shard, which alias live memory until they are staged, and trees.
+"""The contents of a save: leaves for the shard, which alias live memory until they are staged, and trees.
 
 Small tensors of GPUs, such as those in trees, are copied to the host without a wait: `tensor.cpu()` and `tensor.item()`
 wait until the GPU has done everything that was queued, a step or more.
@@ -120,7 +120,7 @@ class Leaves:
 
 @dataclass(slots=True)
 class Captured:
-    """What one rank saves: leaves for its shard, trees for its receipt."""
+    """The data that one rank saves: leaves for its shard, trees for its receipt."""
 
     leaves: Leaves = field(default_factory=Leaves)
     trees: dict[str, JSON] = field(default_factory=dict)

@@ -69,7 +69,7 @@ def _raw_state(inner: nn.Module, known: Parameters) -> dict[str, Any]:
 
 
 def module_leaves(item: str, module: nn.Module, known: Parameters, stepped: AbstractSet[int]) -> Iterator[Leaf]:
-    """What `state_dict` has of a module, as live tensors. stepped: ids of the parameters that optimizers update."""
+    """The live tensors of a module's `state_dict`. stepped: ids of the parameters that optimizers update."""
     inner = unwrap(module)
     for raw, value in _raw_state(inner, known).items():
         name, parameter = canonical(raw), known.leaves.get(id(value))
@@ -96,7 +96,7 @@ def _unpacked(named: Iterable[tuple[str, nn.Parameter]], known: Parameters) -> I
 
 
 def flat_parameters(module: nn.Module) -> tuple[dict[int, Flat], list[Pack]]:
-    """What this rank holds of each parameter that FSDP1 flattens, by its id; and the flat ones that hide them."""
+    """This rank's part of each parameter that FSDP1 flattens, by its id; and the flat ones that hide them."""
     found: dict[int, Flat] = {}
     packs: list[Pack] = []
     inner = unwrap(module)

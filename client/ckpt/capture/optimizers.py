@@ -74,7 +74,7 @@ class NamedOptimizer:
         return ((torch.distributed.get_global_rank(self._zero.process_group, rank),),)
 
     def live_state(self, leaf: Leaf) -> OptimizerState:
-        """What the optimizer keeps now for one parameter; tensors alias the live ones."""
+        """The state that the optimizer keeps now for one parameter; tensors alias the live ones."""
         pack, state = self._packs.get(id(leaf.value)), self.holder.state
         if pack is None:
             return cast(OptimizerState, state.get(leaf.value, {}))
@@ -133,7 +133,7 @@ class NamedOptimizer:
         for key in [key for key in inner.state if alone or isinstance(key, torch.Tensor)]:
             del inner.state[key]
         self._set_state(named["state"])
-        # What Optimizer.load_state_dict does last: subclasses fill in options that older versions lacked.
+        # The last step of Optimizer.load_state_dict: subclasses fill in options that older versions lacked.
         inner.__setstate__({"state": inner.state, "param_groups": inner.param_groups})
 
     def _set_state(self, named: dict[str, OptimizerState]) -> None:

@@ -15,7 +15,7 @@ from ckpt.capture.leaves import Change
 from ckpt.capture.parts import Flat, TensorPart, inner_tensors, part_of
 
 OptimizerState = dict[str, Any]
-"""What an optimizer keeps for one parameter."""
+"""The state that an optimizer keeps for one parameter."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a tensor consists of: the part of a global tensor that is here, and the inner tensors of a wrapper. Not a
+"""The parts of a tensor: the part of a global tensor that is here, and the inner tensors of a wrapper. Not a
 collective; copies nothing.
 
 DTensor covers fully_shard (FSDP2), hybrid sharding and tensor parallelism on a mesh of any dimensions. Flat covers
@@ -145,7 +145,7 @@ def _narrow(local: torch.Tensor, box: Box, at: Box) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _MeshCut:
-    """What placements on a mesh give to this rank."""
+    """The part that placements on a mesh give to this rank."""
 
     boxes: tuple[Box, ...]
     at: tuple[Box, ...]
@@ -227,7 +227,7 @@ def _runs(size: int, shards: Sequence[tuple[Placement, int, int]]) -> list[Index
 
 
 def _cut(runs: Sequence[IndexRange], parts: int, part: int) -> list[IndexRange]:
-    """What torch.chunk gives as chunk `part` of `parts`, of the indices in `runs`."""
+    """Chunk `part` of `parts` of the indices in `runs`, cut as by torch.chunk."""
     total = sum(length for _, length in runs)
     step = -(-total // parts)
     begin, end = min(part * step, total), min((part + 1) * step, total)

@@ -193,7 +193,7 @@ class TrainState:
 
 
 def _joined(item: str, named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """What the chunks of an item hold, by name. Raises InvalidRequest if two use one name for different things."""
+    """The contents of an item's chunks, by name. Raises InvalidRequest if two use one name for different things."""
     joined: dict[str, Any] = {}
     for name, value in named:
         if not _same(joined.setdefault(name, value), value):

@@ -1,4 +1,4 @@
-"""What a training loop uses and does not save: looked for once, after the first save, and reported by a warning."""
+"""Objects that a training loop uses and does not save: looked for after the first save, and reported by a warning."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The order of a data set's samples in one epoch, entered at any position without loading what comes before it.
 
-Ranks divide the order of an epoch as DistributedSampler does. What no rank has taken keeps its order, and another
-number of ranks can divide it again.
+Ranks divide the order of an epoch as DistributedSampler does. Samples that no rank has taken keep their
+order, and another number of ranks can divide them again.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Start:
     generators: Sequence[torch.Tensor] = ()
     """States of the generators that the loader and its samplers were given."""
     splits: Sequence[Split] = ()
-    """What other numbers of ranks took of this epoch before (Split)."""
+    """The samples of this epoch that other numbers of ranks took before (Split)."""
 
 
 class Numbered(NamedTuple):
-    """What the sampler gives a worker process: indices, and the seed of the random numbers drawn to load them."""
+    """An item from the sampler for a worker process: indices, and the seed of the random numbers drawn to load them."""
 
     seed: int
     indices: Any
@@ -167,7 +167,7 @@ class EpochOrder:
         return start, walked
 
     def numbered(self, start: Start, number: int, indices: Any) -> Any:
-        """What the loader gets for the batch of this number, counted from the position."""
+        """The loader's item for the batch of this number, counted from the position."""
         if not self._numbered:
             return indices
         return Numbered(xxhash.xxh3_64_intdigest(f"{start.key} {self._skipped + number}".encode()), indices)

@@ -23,7 +23,7 @@ _KNOBS = (
 
 @dataclass(frozen=True)
 class Position:
-    """What `state_dict` holds."""
+    """The contents of `state_dict`."""
 
     kind: str
     """The kind of loader that it is a position in."""
@@ -78,7 +78,7 @@ class Source(Protocol):
         """An iteration from this position, which is reached on return."""
 
     def state(self, position: Position) -> dict[str, Any]:
-        """What else belongs to a position: fields of Position."""
+        """The rest of a position: fields of Position."""
 
     def prepare(self, position: Position) -> None:
         """Set what is to be as at the save before an iteration begins."""

@@ -72,7 +72,7 @@ class Selection:
     """The trees (model, optim, ...) of the exported entries."""
     raw_bytes: int
     left_out: tuple[str, ...] = ()
-    """What each rank keeps for itself, by item, if tensors are in it and no names were given."""
+    """The state that each rank keeps for itself, by item, if tensors are in it and no names were given."""
     positions: tuple[str, ...] = ()
     """The same of positions in data loaders, whose tensors are states of generators."""
 
@@ -240,7 +240,7 @@ ExportWriter = Callable[[Export, Path], None]
 INDEX = "model.safetensors.index.json"
 ONLY = "model.safetensors"
 _AVERAGED = "module."
-"""What torch.optim.swa_utils.AveragedModel puts before the names of its model."""
+"""The prefix that torch.optim.swa_utils.AveragedModel puts before the names of its model."""
 
 
 def writer_of(kind: FileFormat, max_shard_bytes: int) -> ExportWriter:
@@ -320,7 +320,7 @@ def _fill(export: Export, layouts: dict[Path, Layout], entry_of: Callable[[str],
 
 
 def _prefix(export: Export) -> str:
-    """What the entries' names begin with and the module's names do not: the item, and AveragedModel's `module.`."""
+    """The prefix that the entries' names have and the module's names lack: the item, and AveragedModel's `module.`."""
     names = [*export.selection.entries, *export.aliases()]
     items = {name.partition("/")[0] for name in names}
     if len(items) != 1:

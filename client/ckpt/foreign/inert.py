@@ -415,4 +415,4 @@ _INSTRUCTIONS: dict[int, Callable[[_Reader], None]] = {
     ord("h"): lambda reader: reader.get(reader.number("<B")),
     ord("j"): lambda reader: reader.get(reader.number("<I")),
 }
-"""What torch and protocols 2 to 4 use, by opcode."""
+"""The operations that torch and protocols 2 to 4 use, by opcode."""

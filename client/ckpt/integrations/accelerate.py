@@ -92,7 +92,7 @@ class _Tracked(ResumableLoader[Any]):
 class _Position:
     """The position of a prepared loader: Accelerate fetches one batch ahead, and notes the state before it does.
 
-    What it noted is out of date once a loop has left the loader by `break`. Then Accelerate does not count the
+    Its notes are out of date once a loop has left the loader by `break`. Then Accelerate does not count the
     iteration, and its samplers get the same number again; so this number is kept as well.
     """
 

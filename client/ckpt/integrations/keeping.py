@@ -1,4 +1,4 @@
-"""What integrations have in common: the retention that users of a framework ask for, and files that name a checkpoint.
+"""The common parts of integrations: the retention that users of a framework ask for, and files that name a checkpoint.
 
 A policy is applied to a trainer's run whenever a save has become durable; a run that a daemon looks after needs none.
 Files that name a checkpoint lie at paths where a framework expects the checkpoint itself.

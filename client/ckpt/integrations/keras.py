@@ -222,8 +222,8 @@ class _Place:
 
 
 def _iteration(iterator: Any, epochs: int) -> Any:
-    """What `fit` would iterate over after so many epochs: each iteration over a `tf.data.Dataset` may be shuffled in
-    another way. Other iterators as they are."""
+    """The data that `fit` would iterate over after so many epochs: each iteration over a `tf.data.Dataset` may be
+    shuffled in another way. Other iterators as they are."""
     if (dataset := getattr(iterator, "_dataset", None)) is None or not epochs:
         return iterator
     # If `fit` knows the length of an epoch, it makes another iterator at its end, and does not use it.
@@ -394,7 +394,7 @@ def _named(found: Iterable[Any], *prefixes: str) -> dict[str, Any]:
 
 
 def _leaf(model: Any, variable: Any) -> Any:
-    """What a save copies: of TensorFlow a copy already, of torch and JAX the live memory."""
+    """The arrays that a save copies: of TensorFlow a copy already, of torch and JAX the live memory."""
     backend = keras.backend.backend()
     if backend == "tensorflow":
         summands = _summands(model, variable)
@@ -403,7 +403,7 @@ def _leaf(model: Any, variable: Any) -> Any:
 
 
 def _by_replica(model: Any, variable: Any, value: Any) -> list[tuple[Any, Any]]:
-    """What to assign to the variables of which a metric consists, if the checkpoint has that of each replica."""
+    """The values for the variables of which a metric consists, if the checkpoint has that of each replica."""
     if len(value.shape) == len(variable.shape):
         return [(variable, value)]
     summands = _summands(model, variable)
@@ -425,7 +425,7 @@ def _summands(model: Any, variable: Any) -> Sequence[Any]:
 
 
 def _agreed(model: Any, checkpointer: Checkpointer, options: dict[str, Any]) -> Restored | None:
-    """What the chief restores, on all workers."""
+    """The result of the chief's restore, on all workers."""
     asked: dict[str, Any] = dict.fromkeys((WEIGHTS, OPTIMIZER, SEEDS, METRICS))
     strategy = _collective_strategy(model)
     chief = _is_chief(strategy)

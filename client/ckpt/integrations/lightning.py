@@ -85,7 +85,7 @@ class CkptdCheckpoint(ModelCheckpoint):
         self._validated: tuple[int, dict[str, float]] = (-1, {})
         """The step of the last validation, and what was logged in it or shortly before."""
         self._seen: dict[str, torch.Tensor] = {}
-        """What had been logged by its end: Lightning lists it for as long as no other value comes."""
+        """The values logged by its end: Lightning lists them for as long as no other value comes."""
 
     @property
     def state_key(self) -> str:
@@ -197,7 +197,7 @@ class CkptdCheckpoint(ModelCheckpoint):
         return self._checkpointer
 
     def _reopen(self) -> None:
-        """What is saved next does not continue from what was saved."""
+        """The next save does not continue from the last one."""
         self._checkpointer.close()
         self._checkpointer, self._newest = self._open(), None
 
@@ -222,7 +222,7 @@ class CkptdCheckpoint(ModelCheckpoint):
             self._keeper.saved(self._newest)
 
     def _metrics(self, trainer: Trainer) -> dict[str, float]:
-        """Those of the weights as they are now, without values that an earlier validation left behind."""
+        """Metrics of the weights as they are now, without values that an earlier validation left behind."""
         step, validated = self._validated
         logged = {name: value for name, value in trainer.callback_metrics.items() if value.numel() == 1}
         old = {name: value.data_ptr() for name, value in self._seen.items()}
@@ -308,7 +308,7 @@ class Loading:
 
 
 class _Nothing(dict[str, Any]):
-    """What Lightning gets for a run without a checkpoint: it then skips all that it would load."""
+    """The state that Lightning gets for a run without a checkpoint: it then skips all that it would load."""
 
     def __bool__(self) -> bool:
         return False
@@ -337,7 +337,7 @@ def loaders(trainer: Trainer) -> dict[str, Any]:
 
 
 def trainer_state(trainer: Trainer) -> dict[str, Any]:
-    """What Lightning saves, without the tensors of the model and the optimizers and without positions of loaders.
+    """The state that Lightning saves, without tensors of the model and the optimizers and without positions of loaders.
 
     Training waits for it: so the weights are listed for hooks alone, and loops that do not train are left out.
     """

@@ -51,8 +51,8 @@ class CkptdCheckpointIO(TorchCheckpointIO):
         self._newest: _Saved | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Save, and write the file that names the checkpoint; both are durable on return. What the path named before is
-        deleted, unless another path names it or it is held.
+        """Save, and write the file that names the checkpoint; both are durable on return. The checkpoint that
+        the path named before is deleted, unless another path names it or it is held.
 
         Raises what `ckpt.save` raises, and TypeError for storage_options.
         """

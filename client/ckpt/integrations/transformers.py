@@ -173,7 +173,7 @@ class _CkptdTrainer(Trainer):
             self._checkpointer.restore(self.model, checkpoint=name, rng=False)
 
     def _agreed(self, value: str | None) -> str | None:
-        """What the first rank found."""
+        """The first rank's result."""
         from accelerate.utils import broadcast_object_list
 
         agreed: str | None = broadcast_object_list([value])[0]
@@ -215,7 +215,7 @@ class _CkptdTrainer(Trainer):
 
 
 def _metrics(history: list[dict[str, Any]], step: int) -> dict[str, float]:
-    """What was logged at this step."""
+    """The values that were logged at this step."""
     logged: dict[str, float] = {}
     for entry in takewhile(lambda entry: entry.get("step") == step, reversed(history)):
         numbers = {name: float(value) for name, value in entry.items() if isinstance(value, int | float)}

@@ -33,7 +33,7 @@ class SaveDecision(msgspec.Struct, frozen=True, array_like=True):
     stop_at: int = -1
     """The step after which the loop ends, because of a preemption; -1: there is none."""
     choice: str = "save"
-    """What is done at `stop_at` (ckpt.preemption.Choice)."""
+    """The action at `stop_at` (ckpt.preemption.Choice)."""
     left_s: float = 0.0
     estimate_s: float | None = None
     """The time that is left at `stop_at`, and the time that a save takes."""

@@ -55,7 +55,7 @@ class _Meetings:
 
     @classmethod
     def of(cls, members: tuple[int, ...], whole: bool) -> _Meetings:
-        """Those of these global ranks. whole: they are all."""
+        """The meetings of these global ranks. whole: they are all."""
         global _default_store
         store = torch.distributed.distributed_c10d._get_default_store() if is_grouped() else _jax_store()
         if store is not _default_store:
@@ -106,7 +106,7 @@ class World:
         return found
 
     def decide(self, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
-        """What rank 0 makes of every rank's value, on every rank: one meeting instead of a gather and a broadcast.
+        """Rank 0's result from every rank's value, on every rank: one meeting instead of a gather and a broadcast.
 
         value, and what `decide` returns: JSON types and bytes. decide: called on rank 0 only, while the others wait; it
         must not raise, and sends heartbeats if it takes long. Raises RankLost.
@@ -184,8 +184,8 @@ class World:
         return group
 
     def watch_collectives(self) -> Callable[[], AbstractContextManager[None]]:
-        """What it returns is called around each collective of the exchange group: if it takes long, a log line names
-        the ranks that this one waits for. All ranks must call both in the same order.
+        """The returned function is called around each collective of the exchange group: if it takes long, a log line
+        names the ranks that this one waits for. All ranks must call both in the same order.
 
         A collective has no keys that say which ranks have come: a thread sets one after two seconds.
         """
@@ -459,7 +459,7 @@ os.register_at_fork(after_in_child=_idle.clear)  # a child has none of its paren
 
 
 def call_with_timeout(seconds: float, call: Callable[..., _T], *arguments: Any) -> _T:
-    """What the call returns or raises. Raises TimeoutError after this time; the call goes on in its thread.
+    """The result or error of the call. Raises TimeoutError after this time; the call goes on in its thread.
 
     Meetings make many short calls: their threads are used again, and end when they have been idle for a while.
     """

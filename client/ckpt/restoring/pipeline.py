@@ -343,7 +343,7 @@ TRY_NEXT = (CorruptObject, ObjectMissing, NoCheckpoint)
 
 
 class _Answer(NamedTuple):
-    """What one rank says in a meeting: JSON types and bytes."""
+    """The message of one rank in a meeting: JSON types and bytes."""
 
     steps: int
     """The steps of the work that it has done."""
@@ -425,7 +425,7 @@ class Together:
 
 
 def _precedence(error: CkptError) -> int:
-    """What a checkpoint that is being deleted lacks is not damage."""
+    """Data that a checkpoint lacks because it is being deleted is not damage."""
     return 1 if isinstance(error, NoCheckpoint) else 2 if isinstance(error, TRY_NEXT) else 0
 
 

@@ -81,7 +81,7 @@ class RestoreFit(NamedTuple):
 
 
 def require_fits(fits: Iterable[Sequence[Any]], strict: bool) -> list[str]:
-    """What no rank has a destination for. fits: of all ranks. Equal on all ranks, and so is the error.
+    """Entries that no rank requested. fits: of all ranks. Every rank gets the same result or error.
 
     Raises StateMismatch if a plan is refused, if it does not refill what was overwritten, or if anything does not fit
     and `strict` is set.

@@ -52,7 +52,7 @@ def _roll_forward(source: Source, config: Config) -> Sequence[Attempt] | None:
     Returns the decided attempts of the run in the source if no attempt was left to decide; None: list them.
     """
     if isinstance(source, TieredSource):
-        # What is incomplete remotely is the copy of what is local: the next saver continues it.
+        # An incomplete remote checkpoint is the copy of a local one: the next saver continues it.
         _advance(Run(source.local.store, config.run_name))
     elif isinstance(source, StoreSource):
         return _advance(Run(with_remote_create(source.store, config.daemon, config.token), config.run_name))

@@ -159,7 +159,7 @@ def exchanging_kind(backends: str) -> str | None:
 
 
 def _unpack(packed: Mapping[bytes, Ranks]) -> dict[Ranks, list[ChunkId]]:
-    """What the ranks need."""
+    """The chunks that the ranks need."""
     found = {ranks: np.frombuffer(data, np.int64).reshape(-1, 2).tolist() for data, ranks in packed.items()}
     return {ranks: [(shard, chunk) for shard, chunk in pairs] for ranks, pairs in found.items()}
 
@@ -263,7 +263,7 @@ class _Exchange:
             begin += size
 
     def _all_to_all(self, outgoing: torch.Tensor, parts: list[int], sizes: list[int]) -> torch.Tensor:
-        """What the ranks send this one, in host memory. Raises RankLost if devices do not finish in time."""
+        """The bytes that the ranks send this one, in host memory. Raises RankLost if devices do not finish in time."""
         into = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
         if self._device is None:
             dist.all_to_all_single(into, outgoing, sizes, parts, group=self._world.exchange_group())

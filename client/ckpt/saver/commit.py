@@ -211,7 +211,7 @@ class _Waiting:
     entries: Known = field(default_factory=dict)
     """The entries of these receipts."""
     earlier: Sequence[Attempt] = ()
-    """Those of earlier saves of this step in the session."""
+    """Attempts of earlier saves of this step in the session."""
 
 
 class Committer:
@@ -225,7 +225,7 @@ class Committer:
         self._waiting: list[_Waiting] = []
         self._polling = self._urgent = False
         self._newest: tuple[Attempt, float] | None = None
-        """What was committed last, and when. For the committer's thread."""
+        """The last commit, and its time. For the committer's thread."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-commit")
 
     def add(self, attempt: Attempt, own: StoredReceipt, ended: OnEnd, earlier: Sequence[Attempt] = ()) -> None:

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class ExpectedEnd(IntEnum):
-    """What the trainer knows about its end before it comes."""
+    """The trainer's knowledge of its end before it comes."""
 
     NONE = 0
     REQUESTED = 1
@@ -147,7 +147,7 @@ class HeartbeatWriter:
         """Lives that have ended and are written without their generation, which may begin later."""
         self._local_only: LocalOnly | None = None
         self._newest: Heartbeat | None = None
-        """What was written last."""
+        """The document that was written last."""
         self._due = self._final = self._closing = False
         self._thread = threading.Thread(target=self._serve, name="ckpt-heartbeat", daemon=True)
 
@@ -191,7 +191,7 @@ class HeartbeatWriter:
             self._end(_ENDS_BY_EXPECTED[reading.ending] if closed else TrainerEnd.DIED, None if closed else now)
 
     def local_only(self, now: LocalOnly) -> None:
-        """What the saver has still to replicate; it is part of each beat, also after the end of the trainer."""
+        """The replication queue of the saver; it is part of each beat, also after the end of the trainer."""
         with self._changed:
             self._local_only = now
 

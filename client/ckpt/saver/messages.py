@@ -132,7 +132,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
     attempt: NewAttempt
     failure: str | None = None
-    """What went wrong; None if this rank skips the attempt."""
+    """The error; None if this rank skips the attempt."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -200,7 +200,7 @@ class LocalOnly(msgspec.Struct, frozen=True, tag=True):
 
 
 class Unreplicable(msgspec.Struct, frozen=True, tag=True):
-    """What this session has saved locally is not committed remotely: another trainer has continued the run."""
+    """The local saves of this session are not committed remotely: another trainer has continued the run."""
 
     session: str
     message: str

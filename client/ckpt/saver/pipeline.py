@@ -211,7 +211,7 @@ class SavePipeline:
         self._background = ThreadPoolExecutor(1, thread_name_prefix="ckpt-background")
         self._chunk_index = ChunkIndex(self._run, setup, self._background.submit)
         self._known_statistics: ChunkTables = {}
-        """Those of the chunks of the last save."""
+        """Statistics of the chunks of the last save."""
 
     def carry_out(self, command: Command, memory: Any = None) -> None:
         """Carry out a command, except for Setup and Stop.

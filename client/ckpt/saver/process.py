@@ -37,7 +37,7 @@ from ckptstore.errors import CkptError
 from ckptstore.stores import open_store
 
 IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Some schedulers send them to all processes of a job. What ends a saver is the end of its work, or SIGKILL."""
+"""Some schedulers send them to all processes of a job. A saver ends with its work, or by SIGKILL."""
 
 
 class _Reporter:

@@ -102,7 +102,7 @@ Answer = HeldSnapshot | Refused | Freed
 
 
 class SlotContents:
-    """What the slots of the arena hold. For any thread."""
+    """The contents of the slots of the arena. For any thread."""
 
     def __init__(self, enabled: bool = True) -> None:
         """enabled: otherwise nothing is recorded."""

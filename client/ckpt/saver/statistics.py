@@ -140,7 +140,7 @@ class ShardStatistics:
 
 
 def chunk_extremes(dtype: str, sizes: Sequence[int]) -> Extremes | None:
-    """What the encoder of a chunk updates; None: nothing, because the chunk has several slices or another type."""
+    """The extremes that a chunk's encoder updates; None: nothing, because it has several slices or another type."""
     return Extremes(dtype) if len(sizes) == 1 and dtype in FLOAT_SPLIT else None
 
 

@@ -1,4 +1,4 @@
-"""What the ranks agreed on before the first save: who writes what, and where it lies in this rank's slots."""
+"""The agreement of the ranks before the first save: who writes what, and where it lies in this rank's slots."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What all ranks of a job agreed on; equal on each, except for the view in `ownership`."""
+    """The agreement of all ranks of a job; equal on each, except for the view in `ownership`."""
 
     session: str
     """A ULID, from which the attempts of all saves are derived."""
@@ -87,7 +87,7 @@ class AgreedLayout:
         return agreement
 
     def capture(self, state: TrainState, grads: bool) -> Captured:
-        """What this rank saves of the state, and its `layout`. Raises UnsupportedObject or LayoutChanged."""
+        """The part of the state that this rank saves, and its `layout`. Raises UnsupportedObject or LayoutChanged."""
         assert self._agreement is not None
         ownership = self._agreement.ownership
         captured = self._captured(state, ownership, grads)

@@ -82,7 +82,7 @@ class Snapshot:
     lease: str | None
     """A lease to release once this save is committed."""
     cost_before: SaveCost | None
-    """What the save before this one cost."""
+    """The cost of the save before this one."""
     created_at: float = field(default_factory=system_clock)
     slot: ArenaSlot | None = None
     """None: this rank has no shard, its state is not copied, or the writer no longer reads the slot."""

@@ -66,7 +66,7 @@ class Costs:
 
     @property
     def slowdown_s(self) -> float | None:
-        """What steps took longer during the newest save; None until enough steps of both kinds were seen."""
+        """The slowdown of steps during the newest save; None until enough steps of both kinds were seen."""
         if min(len(self._idle), len(self._busy)) < _ENOUGH:
             return None
         return self._busy_ticks * max(0.0, median(self._busy) - median(self._idle))

@@ -330,8 +330,8 @@ class Overlap:
     def parts(self, leaves: Leaves) -> list[Part | None]:
         """Which leaves can be copied while training continues: the parts that they belong to; None if they cannot.
 
-        A step that calls no hook, such as one in a CUDA graph, cannot wait. What it changes on a GPU is copied in the
-        order of the current stream, before anything that is replayed there.
+        A step that calls no hook, such as one in a CUDA graph, cannot wait. Memory that it changes on a GPU is copied
+        in the order of the current stream, before anything that is replayed there.
         """
         return list(map(self._part, leaves.slices, leaves.tensors, leaves.changes))
 

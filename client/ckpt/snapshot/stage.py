@@ -434,7 +434,7 @@ class Stager:
             later.indexes.append(index)
 
     def _plan_deferred(self, plan: _CopyPlan, of_device: _DeviceLeaves, leaves: Leaves) -> None:
-        """What is equal in every save of the leaves of a device that are deferred."""
+        """The part that is equal in every save of the leaves of a device that are deferred."""
         copies, tensors = list[int](), list[torch.Tensor]()
         of_device.first = len(plan.waiting.indexes)
         for part, views in of_device.later.items():

@@ -26,7 +26,7 @@ DELETED, UNFINISHED = "deleted", "unfinished"
 
 
 class UsageBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What the checkpoints of a run in one state take, as JSON; or deletions, or saves that did not finish."""
+    """The storage use of the checkpoints of a run in one state, as JSON; or deletions, or saves that did not finish."""
 
     run: str
     state: str

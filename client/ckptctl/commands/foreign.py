@@ -25,7 +25,7 @@ _MODEL = "model/*"
 
 
 class ExportBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What was exported, as JSON."""
+    """The result of an export, as JSON."""
 
     id: str
     path: str
@@ -112,7 +112,7 @@ def _report_left_out(session: Session, body: ExportBody) -> None:
 
 
 class ImportBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What was imported, as JSON. `notes`: parts that cannot be restored completely."""
+    """The result of an import, as JSON. `notes`: parts that cannot be restored completely."""
 
     id: str
     path: str

@@ -1,1 +1,1 @@
-"""What a store's documents show of a run: its goodput, its tensors, and the difference of two checkpoints."""
+"""Analyses of a run from the documents of its store: goodput, tensors, and the difference of two checkpoints."""

@@ -145,7 +145,7 @@ class AttemptAccount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Account(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of the time of a run."""
+    """The wall-clock time of a run by category."""
 
     run: str
     began_at: float
@@ -162,11 +162,11 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     attempts: list[AttemptAccount]
     """In order of time."""
     local_only: LocalOnly | None = None
-    """What the newest saver has still to replicate to this store; None: it has no local tier."""
+    """The replication queue of the newest saver to this store; None: it has no local tier."""
 
 
 def read_account(run: Run, checkpoints: Sequence[Checkpoint] | None = None) -> Account:
-    """What became of the time of a run. Reads all heartbeats and generations.
+    """A breakdown of a run's wall-clock time. Reads all heartbeats and generations.
 
     checkpoints: those of the run; None: read all outcomes. Raises NoCheckpoint if there are neither heartbeats nor
     checkpoints, UnsupportedFormat or Unavailable.
@@ -180,7 +180,7 @@ def read_account(run: Run, checkpoints: Sequence[Checkpoint] | None = None) -> A
             f"run {run.name!r} has neither a heartbeat nor a checkpoint in {run.store.url}",
             "The first heartbeat comes a minute after training began",
         )
-    # What another host still has to replicate does not count: its generation is superseded.
+    # The replication queue of another host does not count: its generation is superseded.
     local_only = heartbeats[-1].extension(LOCAL_ONLY, LocalOnly) if heartbeats else None
     return msgspec.structs.replace(account(run.name, lives, run.clock(), SILENT_S), local_only=local_only)
 

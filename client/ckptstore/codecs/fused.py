@@ -59,7 +59,7 @@ IS_BUILT = _library is not None
 
 
 class _Found(ctypes.Structure):
-    """What a block is like."""
+    """The properties of a block."""
 
     _fields_ = (
         ("unsigned", ctypes.c_uint32), ("signed", ctypes.c_int32), ("smallest", ctypes.c_uint32),

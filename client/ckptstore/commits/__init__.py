@@ -1,1 +1,1 @@
-"""What exists in a store: the commit protocol, the catalog of checkpoints, and the claims on them. No HTTP."""
+"""The contents of a store: the commit protocol, the catalog of checkpoints, and the claims on them. No HTTP."""

@@ -35,7 +35,7 @@ SEEN = "far.seen"
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What the ranks of a trainer know about their generation before its number is known."""
+    """The knowledge of a trainer's ranks about their generation before its number is known."""
 
     id: str
     """A ULID that the ranks share."""

@@ -1,1 +1,1 @@
-"""What lies in the store: documents, trees of plain data, boxes of tensors, shards, chunks and codecs. No I/O."""
+"""The objects in the store: documents, trees of plain data, boxes of tensors, shards, chunks and codecs. No I/O."""

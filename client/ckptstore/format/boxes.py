@@ -154,7 +154,7 @@ class Tilings:
                 np.add.at(sums, groups[rows], _difference(starts[rows], starts[rows] + lengths[rows], keys))
 
     def untiled(self, groups: Column, shapes: Matrix) -> Column:
-        """Those of the given shapes that are not tiled. groups: the number of each."""
+        """The given shapes that are not tiled. groups: the number of each."""
         bad = self._boxes[groups] == 0
         for sums, keys in zip(self._sums, self._keys, strict=True):
             bad |= sums[groups] % _PRIME != _difference(np.zeros_like(shapes), shapes, keys)

@@ -1,7 +1,7 @@
 """The manifest of an attempt, made of the receipts of all ranks. Pure.
 
-The same receipts give the same manifest in every process. What can be done for one receipt is done when it has been
-read: while receipts are still missing, the merging process has time (docs/decisions/0041).
+The same receipts give the same manifest in every process. All work for one receipt is done when
+it has been read: while receipts are still missing, the merging process has time (docs/decisions/0041).
 """
 
 from __future__ import annotations

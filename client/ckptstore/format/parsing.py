@@ -55,7 +55,7 @@ _S = TypeVar("_S", bound=msgspec.Struct)
 
 
 class _Head(msgspec.Struct):
-    """What decides whether this program understands a document, whatever its other fields are."""
+    """The fields that decide whether this program understands a document, whatever the others are."""
 
     format: int
     extensions: dict[str, JSON] = {}

@@ -136,7 +136,7 @@ class LocalOnly(Document, frozen=True):
 
 
 class Heartbeat(StoredDocument, frozen=True):
-    """What rank 0 did in one life, as of its last beat. Written again with each beat. Columns have equal lengths."""
+    """The activity of rank 0 in one life, as of its last beat; written with each one. Columns have equal lengths."""
 
     format: int
     kind: Literal["heartbeat"]
@@ -204,7 +204,7 @@ class Best:
 
     @staticmethod
     def parse(text: str) -> Best:
-        """What `str` writes: METRIC:min:N or METRIC:max:N. Raises InvalidRequest."""
+        """The text that `str` writes: METRIC:min:N or METRIC:max:N. Raises InvalidRequest."""
         metric, _, rest = text.rpartition(":")
         metric, _, direction = metric.rpartition(":")
         number = int(rest) if rest.isascii() and rest.isdigit() and len(rest) < 10 else 0
@@ -223,7 +223,7 @@ def about(text: str, unit: str = "", **extra: str) -> msgspec.Meta:
 
 
 class Policy(Document, frozen=True):
-    """What to keep of a run, as it is stored, sent and evaluated. A rule that is 0 or empty keeps nothing.
+    """The retention rules of a run, as they are stored, sent and evaluated. A rule that is 0 or empty keeps nothing.
 
     Raises InvalidRequest, also when decoded, if no rule is used or a value makes no sense.
     """
@@ -272,7 +272,7 @@ class Override(Document, frozen=True):
 
 
 class PolicySet(Document, frozen=True):
-    """What to keep of which runs. The first override that matches a run counts."""
+    """The retention rules of all runs. The first override that matches a run counts."""
 
     default: Policy | None = None
     """Rules for runs that no override matches; None: they are never pruned."""
@@ -300,10 +300,10 @@ SAVE_COST = "save_cost"
 
 
 class SaveCost(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one save cost the training thread of one rank, in seconds. Kept in the receipt of the next save."""
+    """The cost of one save for the training thread of one rank, in seconds. Kept in the receipt of the next save."""
 
     step: int
     stall_s: float
     """Inside save_async, and in optim.step() until the copy was done."""
     slowdown_s: float | None = None
-    """What steps took longer while the save was under way; None if it was not measured (`ckpt.every` does)."""
+    """The slowdown of steps while the save was under way; None if it was not measured (`ckpt.every` does)."""

@@ -145,12 +145,12 @@ def side_extension(rank: int, side: SideDocument) -> dict[str, JSON]:
 
 
 def side_document(document: Manifest | Receipt, rank: int) -> SideDocument | None:
-    """What a manifest or receipt says about the statistics of a rank; None: nothing, or nothing that is valid."""
+    """The record of a rank's statistics in a manifest or receipt; None: none, or none that is valid."""
     return document.extension(extension_name(rank), SideDocument)
 
 
 def side_documents(manifest: Manifest) -> list[SideDocument | None]:
-    """What a manifest says about the statistics of each of its shards."""
+    """The record of the statistics of each shard in a manifest."""
     return [side_document(manifest, shard.rank) for shard in manifest.content.shards]
 
 
@@ -177,7 +177,7 @@ def warning_of(outcome: Outcome) -> str:
 
 
 def named_document(data: bytes, table: Table, names: list[str]) -> SideDocument:
-    """What a receipt says about a stored document. names: the entry of each row."""
+    """The record of a stored document in a receipt. names: the entry of each row."""
     rows = np.flatnonzero(table.not_finite)
     first = list(dict.fromkeys(names[row] for row in rows[: 16 * MOST_NAMED].tolist()))[:MOST_NAMED]
     return SideDocument(digest(data), len(data), int(table.nan[rows].sum()), int(table.inf[rows].sum()), first)

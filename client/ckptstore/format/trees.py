@@ -256,7 +256,7 @@ def _field_names(value: Any) -> list[str] | None:
 
 
 def children(value: Any) -> list[tuple[object, Any]] | None:
-    """What a container holds, by key, index or field; None for a leaf."""
+    """The contents of a container, by key, index or field; None for a leaf."""
     if (names := _field_names(value)) is not None:
         return [(name, getattr(value, name)) for name in names]
     if isinstance(value, dict):

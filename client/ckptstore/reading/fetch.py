@@ -172,7 +172,7 @@ class _FetchingReadable(_Fetching):
 
 
 def received(read: ShardRead, buffers: Buffers) -> AbstractContextManager[tuple[ShardRead, HostBuffers]]:
-    """What to read, and host buffers to read into. On exit the bytes are in `buffers`, or being copied there."""
+    """The reads, and host buffers to read into. On exit the bytes are in `buffers`, or being copied there."""
     return buffers.receive(read) if isinstance(buffers, Receiver) else nullcontext((read, buffers))
 
 

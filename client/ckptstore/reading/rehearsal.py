@@ -125,7 +125,7 @@ def rows_of(size: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def wants_of(content: Content, rank: int, ranks: int) -> list[Want]:
-    """What one rank reads: its rows of every entry, each into a buffer with the name of the entry.
+    """The reads of one rank: its rows of every entry, each into a buffer with the name of the entry.
 
     Entries of which the rank has no row are omitted.
     """

@@ -26,7 +26,7 @@ MOST_NAMED = 20
 
 
 class ShardSource(Protocol):
-    """What reads chunks. Every method may be called from any thread."""
+    """A reader of chunks. Every method may be called from any thread."""
 
     parallel_reads: int
     """Number of concurrent range reads that is fastest."""
@@ -38,7 +38,7 @@ class ShardSource(Protocol):
 
 
 class Source(ShardSource, Protocol):
-    """What a reader needs. Every method may be called from any thread."""
+    """The methods that a reader needs. Every method may be called from any thread."""
 
     url: str
 

@@ -352,7 +352,7 @@ ORPHAN_GRACE_S = 24 * 3600.0
 
 
 class CollectReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a collection did to one run, by checkpoint id."""
+    """The result of a collection for one run, by checkpoint id."""
 
     run: str
     swept: list[str]

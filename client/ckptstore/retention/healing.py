@@ -35,7 +35,7 @@ _LEVELS = sorted({policy("float32").level for policy in POLICIES.values()})
 
 @dataclass(frozen=True, slots=True)
 class Healed:
-    """What was written again, and what could not be."""
+    """The objects that were written again, and those that could not be."""
 
     objects: tuple[str, ...]
     """Keys."""

@@ -261,7 +261,7 @@ _LEAST_BYTES = NUM_OBJECTS * CHUNK_BYTES
 
 
 class StoreSpeed(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank writes and reads in one second, in bytes."""
+    """The bytes that one rank writes and reads in one second."""
 
     store: str
     write_bytes_per_s: float

@@ -1,6 +1,6 @@
 """Retries for any store: a store that is away for a moment fails neither a save nor a restore.
 
-Requests are repeated with growing, random pauses until a limit. What a retry cannot change fails at once
+Requests are repeated with growing, random pauses until a limit. An error that a retry cannot change is raised at once
 (base.is_lasting). A create whose reply was lost is refused when it is repeated: see Store.put_if_absent.
 """
 

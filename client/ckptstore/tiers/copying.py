@@ -161,7 +161,7 @@ def copy_shard(
     if there is _Look.WHOLE:
         progress(size)
         return
-    # What a killed copy has left is replaced, not deleted: another copy may be about to commit it.
+    # The remains of a killed copy are replaced, not deleted: another copy may be about to commit it.
     write = target.store.open_writer if there is _Look.ABSENT else target.store.open_replacement
     with write(key, size + len(tail)) as writer:
         for data in _fetch_in_order(source, original, reads):
@@ -171,7 +171,7 @@ def copy_shard(
 
 
 class _Look(Enum):
-    """What a store has of an object that is copied."""
+    """The state of an object that is copied, in one store."""
 
     ABSENT = auto()
     OTHER = auto()

@@ -167,7 +167,7 @@ def mark_unreplicable(local: Run, attempt: Attempt) -> None:
 
 
 def unreplicable(local: Run) -> set[Attempt]:
-    """The attempts that are never replicated. What references them cannot be replicated either."""
+    """The attempts that are never replicated. Checkpoints that reference them cannot be replicated either."""
     return {attempt for attempt, held in pinned(local).items() if UNREPLICABLE in held}
 
 

@@ -236,7 +236,7 @@ class TieredSource(StoreSource):
         return listed
 
     def _both(self, run: str, read: Callable[[Run], _T], otherwise: _T) -> tuple[_T, _T]:
-        """What the local tier has of a run, and what the remote one has."""
+        """The listings of a run in the local tier and in the remote one."""
         local = self._local(lambda: read(self.local.run(run)), otherwise)
         return local, self._remote(run, lambda remote: read(remote.run(run)), otherwise)
 
@@ -248,8 +248,8 @@ class TieredSource(StoreSource):
             return otherwise
 
     def _remote(self, run: str | None, read: Callable[[StoreSource], _T], otherwise: _T) -> _T:
-        """What the remote store has. If it is away: `otherwise`, if the local one has checkpoints; else it is asked
-        again.
+        """The listing of the remote store. If it is away: `otherwise`, if the local one has checkpoints; else it is
+        asked again.
 
         It counts as away for a moment, so that a time-out is not waited for at each request.
         """
