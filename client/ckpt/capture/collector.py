@@ -84,7 +84,7 @@ class Collector:
         self._names: MutableMapping[str, None] = {}
         self._seen: MutableMapping[object, str] = {}
 
-    def beside(self, captured: Captured) -> Self:
+    def fork(self, captured: Captured) -> Self:
         """A collector that continues from this one, as the memory is the same; this one
         then finds no more."""
         other = type(self)(self.ownership)

@@ -129,7 +129,7 @@ class _Kept:
     """The state that an optimizer keeps for a parameter."""
 
     per_element: int = 0
-    besides: int = 0
+    extra: int = 0
 
 
 def estimate_snapshot_bytes(captured: Captured, state: TrainState, ownership: Ownership) -> int:
@@ -156,7 +156,7 @@ def _bytes_to_come(optimizer: NamedOptimizer, ownership: Ownership) -> int:
         if key not in rehearsed:
             rehearsed[key] = _rehearse(optimizer.holder, group, parameter.dtype, key[2])
         kept, part = rehearsed[key], leaf.part
-        total += kept.besides
+        total += kept.extra
         if ownership.writes(leaf.unit, part):
             total += kept.per_element * sum(prod(boxes.sizes(box)) for box in part.boxes)
     return total

@@ -218,7 +218,7 @@ class Capturer:
             captured = collector.captured
             last = self._last = _describe(state, made, collector) if made.complete else None
         shared = len(captured.leaves)
-        capture_values(collector.beside(captured), state)
+        capture_values(collector.fork(captured), state)
         captured.sameness = last if len(captured.leaves) == shared else None
         return captured
 
@@ -235,7 +235,7 @@ def _describe(state: TrainState, made: StateFingerprint, collector: TensorCollec
     groups = {item: [one.names for one in state.named_optimizers[item]] for item in writes}
     kept = Captured(Leaves(list(leaves.slices), changes=list(leaves.changes)), dict(captured.trees))
     kept.aliases |= captured.aliases
-    return _Description(made.marks, kept, places, collector.beside(Captured()), groups)
+    return _Description(made.marks, kept, places, collector.fork(Captured()), groups)
 
 
 def _again(last: _Description, state: TrainState, made: StateFingerprint) -> Captured:
@@ -243,7 +243,7 @@ def _again(last: _Description, state: TrainState, made: StateFingerprint) -> Cap
     tensors = [made.locals[n].as_strided(*view) if view else made.locals[n] for n, view in last.places]
     leaves = Leaves(leaves.slices, tensors, [made.tensors[n] for n, _ in last.places], leaves.changes)
     captured = Captured(leaves, trees, aliases=dict(last.captured.aliases))
-    collector = last.collector.beside(captured)
+    collector = last.collector.fork(captured)
     for item, names in last.groups.items():
         each = zip(state.optimizers[item], names, strict=True)
         groups = [{"groups": optimizers.describe_groups(optimizer, held)} for optimizer, held in each]

@@ -111,7 +111,7 @@ def prefixed(prefix: str, store: Any) -> Any:
     return torch.distributed.distributed_c10d.PrefixStore(prefix, store)
 
 
-class Host:
+class RendezvousHost:
     """Rank 0: answers the other ranks from a thread of its own, until all have joined."""
 
     def __init__(self, store: Any, size: int, ask: Ask) -> None:
@@ -146,15 +146,15 @@ class Host:
     def _answer(self, rank: int) -> None:
         if self._ask(self._store.check, [f"{self._prefix}/joined/{rank}"]):
             del self._answered[rank]
-        elif self._ask(self._store.check, [f"hello/{rank}"]):
-            number = bytes(self._ask(self._store.get, f"hello/{rank}"))
+        elif self._ask(self._store.check, [f"join/{rank}"]):
+            number = bytes(self._ask(self._store.get, f"join/{rank}"))
             if number != self._answered[rank]:
                 self._answered[rank] = number
                 answer = msgspec.msgpack.encode((number, self._prefix))
-                self._ask(self._store.set, f"welcome/{rank}", answer)
+                self._ask(self._store.set, f"reply/{rank}", answer)
 
 
-class Guest:
+class RendezvousMember:
     """Another rank. `look` does not wait."""
 
     def __init__(self, store: Any, rank: int, ask: Ask) -> None:
@@ -162,14 +162,14 @@ class Guest:
         self._rank = rank
         self._ask = ask
         self._number = new_ulid(system_clock()).encode()
-        ask(store.set, f"hello/{rank}", self._number)
+        ask(store.set, f"join/{rank}", self._number)
 
     def look(self) -> Any:
         """The store for this life; None before rank 0 has answered."""
-        welcome = f"welcome/{self._rank}"
-        if not self._ask(self._store.check, [welcome]):
+        reply = f"reply/{self._rank}"
+        if not self._ask(self._store.check, [reply]):
             return None
-        answer = bytes(self._ask(self._store.get, welcome))
+        answer = bytes(self._ask(self._store.get, reply))
         number, prefix = decode_msgpack(answer, tuple[bytes, str])
         if number != self._number:
             return None

@@ -25,7 +25,7 @@ from xxhash import xxh3_64_hexdigest, xxh3_128_digest
 
 from ckpt.config import Group
 from ckpt.lazily import torch, torch_loaded
-from ckpt.ranks.job_store import Guest, Host, JaxStore, jax_job, prefixed
+from ckpt.ranks.job_store import JaxStore, RendezvousHost, RendezvousMember, jax_job, prefixed
 from ckptstore.errors import InvalidRequest, RankLost
 from ckptstore.retry import pauses
 
@@ -48,7 +48,7 @@ class _Meetings:
     joined: Any = None
     """The store for this life; None before the first exchange."""
     joining: threading.Lock = field(default_factory=threading.Lock)
-    host: Host | None = None
+    host: RendezvousHost | None = None
     count: int = 0
     answers: list[str] = field(default_factory=list)
     group: Any = None
@@ -230,11 +230,11 @@ class World:
 
     def _join(self, meetings: _Meetings) -> Any:
         if self.rank == 0:
-            meetings.host = Host(meetings.store, self.size, self._ask)
+            meetings.host = RendezvousHost(meetings.store, self.size, self._ask)
             return meetings.host.joined
-        guest, wait = Guest(meetings.store, self.rank, self._ask), _Wait(["0"])
+        member, wait = RendezvousMember(meetings.store, self.rank, self._ask), _Wait(["0"])
         waits = pauses(_FIRST_POLL_S, _LONGEST_POLL_S, factor=_GROWTH, jitter=False)
-        while (joined := guest.look()) is None:
+        while (joined := member.look()) is None:
             waited = time.monotonic() - wait.since
             if waited > self._silence_s:
                 raise self._silent(0)

@@ -83,7 +83,7 @@ class StorageHold:
             self._wait()
 
 
-class _Holds:
+class _StorageHolds:
     """The holds of all pending copies of this process. The methods of storages are wrapped while there are any."""
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class _Holds:
         return wait_first
 
 
-_holds = _Holds()
+_storage_holds = _StorageHolds()
 
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -388,11 +388,11 @@ class Overlap:
         self._client, self._pending = client, pending
         stepped, self._saved = self._gate.saved(), True
         hold = StorageHold(pending.transfer.held, pending.wait_until_read)
-        _holds.add(hold)
+        _storage_holds.add(hold)
         try:
             pending.future = self._copier.submit(self._copy, pending, stepped, hold)
         except BaseException:
-            _holds.remove(hold)
+            _storage_holds.remove(hold)
             raise
 
     def join(self, timeout_s: float | None = None) -> None:
@@ -475,7 +475,7 @@ class Overlap:
         finally:
             pending.transfer.progress.end()
             pending.copied.set()
-            _holds.remove(hold)
+            _storage_holds.remove(hold)
 
     def _fail(self, pending: PendingCopy, error: BaseException) -> None:
         pending.error = error

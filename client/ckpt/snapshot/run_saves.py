@@ -20,7 +20,7 @@ from ckpt.capture.values import check_others
 from ckpt.config import Config, OnBusy
 from ckpt.lazily import torch_loaded
 from ckpt.ranks.world import World
-from ckpt.snapshot.agreed import AgreedLayout
+from ckpt.snapshot.agreement import LayoutAgreement
 from ckpt.snapshot.client import SaveClient, Snapshot, finite
 from ckpt.snapshot.costs import StepClock
 from ckpt.snapshot.handle import LiveCounters, LiveHandle, SaveHandle
@@ -173,7 +173,7 @@ class RunSaves:
         self.client: SaveClient | None = None
         """None before the first save, and after `close`."""
         local_id = source.local_id if isinstance(source, TieredSource) else None
-        self.agreed = AgreedLayout(world, config.split_replicas, local_id)
+        self.agreement = LayoutAgreement(world, config.split_replicas, local_id)
         self.session = TrainerSession(config.run_name)
         self.overlap: Overlap | None = None
         self.steps = StepClock()
@@ -196,12 +196,12 @@ class RunSaves:
         client = self._saving_client()
         self._join()
         client.start()
-        self.agreed.agree(state, check)
-        besides = check_others(state, self._world().rank)
+        self.agreement.agree(state, check)
+        extra = check_others(state, self._world().rank)
         state = state.without_others()
         self._gate(state)  # before the first step, so that its hooks are in place
-        captured, num_bytes = self.agreed.estimate(state)
-        client.arena.expect(num_bytes + besides, captured.leaves.gpu, wait=True)
+        captured, num_bytes = self.agreement.estimate(state)
+        client.arena.expect(num_bytes + extra, captured.leaves.gpu, wait=True)
 
     def save(
         self,
@@ -222,15 +222,15 @@ class RunSaves:
         client = self._saving_client()
         self._join()
         check_step(step)
-        attempt = self.session.new_attempt(self.agreed.session_for(state), step)
+        attempt = self.session.new_attempt(self.agreement.session_for(state), step)
         with client.declining(attempt):
             client.start()  # replaces a client that died, so that saves work again after the error
             client.raise_failure(of_other_ranks=False)
             self.session.check(step, repeat_step)
             if (unreplicable := client.unreplicable.get(attempt.session.id)) is not None:
                 raise unreplicable
-            captured = self.agreed.capture(state, grads)
-            layout = self.agreed.layout
+            captured = self.agreement.capture(state, grads)
+            layout = self.agreement.layout
             handle = LiveHandle(step, layout.num_bytes, started)
             snapshot = Snapshot(attempt, captured, layout, handle, finite(metrics), lease, cost_before())
             if self._expedited:
@@ -263,10 +263,10 @@ class RunSaves:
         """A training run will save: its first save need wait neither for the saver nor for memory. A collective."""
         client = self._saving_client()
         client.start()
-        if self.agreed.session is not None:
+        if self.agreement.session is not None:
             return
         try:
-            captured, num_bytes = self.agreed.estimate(state)
+            captured, num_bytes = self.agreement.estimate(state)
             client.arena.expect(num_bytes, captured.leaves.gpu, wait=False)
         except BadInput as error:
             logger.warning("the first save will wait for its memory: %s", error)

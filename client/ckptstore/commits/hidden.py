@@ -66,8 +66,8 @@ class HiddenAttempts:
         """at_once: list both at the same time. An attempt that is forgotten in that moment may be in neither: only for
         a reader that takes a lease, which looks once more.
         """
-        with ThreadPoolExecutor(1) as beside:
-            deleted = beside.submit(DeletedAttempts, run) if at_once else None
+        with ThreadPoolExecutor(1) as background:
+            deleted = background.submit(DeletedAttempts, run) if at_once else None
             self.tombstoned = frozenset(listed_attempts(run, run.keys.tombstones))
         # The lists second: an attempt is on the list before its tombstone is removed.
         self.deleted = deleted.result() if deleted is not None else DeletedAttempts(run)

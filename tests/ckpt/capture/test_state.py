@@ -223,8 +223,8 @@ def test_saves_follow_a_structure_that_changes(tmp_path: Path) -> None:
         for step, change in enumerate(changes):
             change()
             states.append(checkpointer.save(model, loop.optim, step))
-            reference._saves.agreed._capturer = Capturer()
-            reference._saves.agreed._agreement = None
+            reference._saves.agreement._capturer = Capturer()
+            reference._saves.agreement._agreement = None
             fresh = reference.save(model, loop.optim, step)
             assert same_state(checkpointer.load(step), reference.load(step)), step
             assert _trees(checkpointer, states[-1]) == _trees(reference, fresh), step

@@ -28,7 +28,7 @@ from ckptstore.run import Run
 from ckptstore.stores import open_store
 from tests.ckpt.snapshot.gates import Gate, gated
 from tests.ckpt.snapshot.overlapping import held_copies
-from tests.ckpt.snapshot.test_agreed import RUN
+from tests.ckpt.snapshot.test_agreement import RUN
 from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
 from tests.support.stores import MovableClock
 from tests.support.trainers import suspended
@@ -266,7 +266,7 @@ def _kill_saver(checkpointer: Checkpointer, model: Any, optim: Any, step: int, s
 
 
 def _block_shard(checkpointer: Checkpointer, model: Any, optim: Any, step: int, store: Path) -> SaveHandle:
-    session = checkpointer._saves.agreed.session
+    session = checkpointer._saves.agreement.session
     assert session is not None
     attempt = Attempt(step, derive_ulid(session, step, 0), generation=1)
     if dist.get_rank() == 1:

@@ -42,7 +42,7 @@ class Agreement:
     """Buffers that are not equal on all ranks; the first holder's are kept."""
 
 
-class AgreedLayout:
+class LayoutAgreement:
     """The agreement of all ranks on one run's saves, and captures that keep to it. Used by the training thread."""
 
     def __init__(
