@@ -18,9 +18,8 @@ from ckptstore.reading.verify import verify
 from ckptstore.retention.pruning import Prune
 from ckptstore.stores import Store, open_store
 from tests.conftest import S3Location
-from tests.support.checkpoints import sample_arrays, write_checkpoint
+from tests.support.checkpoints import keys, sample_arrays, write_checkpoint
 from tests.support.daemons import Daemon, running_daemon
-from tests.support.runs import keys
 from tests.support.waiting import wait_until
 
 _NEGATIVE = (

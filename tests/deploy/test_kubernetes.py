@@ -21,8 +21,7 @@ from ckptd.pages.sessions import LIFETIME_S
 from ckptd.settings import Settings, load
 from ckptstore.stores import open_store
 from tests.support.checkpoints import write_checkpoint
-from tests.support.command_line import invoke
-from tests.support.commands import check_command
+from tests.support.command_line import check_command, invoke
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 K8S, CHART = DEPLOY / "k8s", DEPLOY / "helm" / "ckptd"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.preemption import EXIT_BEHIND, EXIT_SAVED
-from tests.support.commands import check_command
+from tests.support.command_line import check_command
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "slurm" / "train.sbatch"
 _SRUN = """#!/bin/bash

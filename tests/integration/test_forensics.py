@@ -23,10 +23,10 @@ from ckptstore.reading.source import StoreSource
 from ckptstore.stores import open_store
 from tests.ckpt.saver.attempts import new_attempt
 from tests.support.command_line import invoke
-from tests.support.counting import CountingStore
 from tests.support.daemons import running_daemon
 from tests.support.parallel.model import Part, Shape, Transformer
 from tests.support.parallel.runner import Scenario, run_scenarios
+from tests.support.stores import CountingStore
 from tests.support.training import seed_all
 from tests.support.waiting import wait_until
 

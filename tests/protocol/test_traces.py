@@ -36,8 +36,7 @@ from tests.protocol.recording import Event, Names, RecordingStore, accepts
 from tests.protocol.rules import Rules
 from tests.protocol.scenarios import leftovers
 from tests.protocol.table import Key, Program
-from tests.support.checkpoints import write_checkpoint, write_rank
-from tests.support.runs import RUN, SMALL, clear, write
+from tests.support.checkpoints import RUN, SMALL, clear, write, write_checkpoint, write_rank
 from tests.support.stores import Faults, FaultyStore, MovableClock
 
 pytestmark = pytest.mark.parametrize("store", ["memory"], indirect=True)

@@ -11,14 +11,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import typer
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from ckpt.saver.launcher import parser
+from ckptctl.cli import app
+from ckptd.commands import cli
 from tests.support import forking
 from tests.support.forking import COMMAND_LINE
 
@@ -152,3 +156,22 @@ class Terminal:
             self.screen += data.decode(errors="replace")
             return bool(data)
         raise AssertionError(f"nothing came for {_DEADLINE_S} s:\n{self.screen}")
+
+
+def check_command(words: Sequence[str]) -> None:
+    """Fail if the program does not know a word or an option. Nothing runs; other programs are not checked."""
+    match words[0]:
+        case "ckptctl":
+            _check(typer.main.get_command(app), words)
+        case "ckptd":
+            _check(typer.main.get_command(cli), words)
+        case "ckpt-run":
+            check_command(parser().parse_args([*words[1:]]).command)
+
+
+def _check(command: Any, words: Sequence[str], parent: Any = None) -> None:
+    context = command.make_context(words[0], [*words[1:]], parent=parent)
+    rest = [*context._protected_args, *context.args] if hasattr(command, "resolve_command") else []
+    if rest:
+        name, found, others = command.resolve_command(context, rest)
+        _check(found, [name, *others], context)

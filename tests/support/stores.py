@@ -7,13 +7,18 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
+import uvicorn
+from fastapi import FastAPI
+
 from ckptstore.clock import system_clock
 from ckptstore.codecs.chunk_codecs import Buffer
-from ckptstore.errors import StoreUnavailable
+from ckptstore.errors import ObjectMissing, StoreUnavailable
 from ckptstore.stores import ObjectInfo, ObjectWriter, Store
+from tests.support.waiting import wait_until
 
 _T = TypeVar("_T")
 
@@ -180,3 +185,129 @@ def race(*contestants: Callable[[], _T]) -> list[_T | BaseException]:
     finally:
         sys.setswitchinterval(interval)
     return results
+
+
+class CountingStore(FaultyStore):
+    """Another store, every read of which is noted; ranged ones are held or failed by `before_read`."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store, Faults())
+        self.reads: list[tuple[str, int, int]] = []
+        """Key, offset and bytes."""
+        self.documents: list[tuple[str, int]] = []
+        """Key and bytes of those that were read whole."""
+        self.most_at_a_time = 0
+        self.before_read: Callable[[], object] = lambda: None
+        self._at_a_time = 0
+        self._lock = threading.Lock()
+
+    def get(self, key: str) -> bytes:
+        data = super().get(key)
+        with self._lock:
+            self.documents.append((key, len(data)))
+        return data
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
+        with self._lock:
+            self.reads.append((key, offset, len(buffer)))
+            self._at_a_time += 1
+            self.most_at_a_time = max(self.most_at_a_time, self._at_a_time)
+        try:
+            self.before_read()
+            return super().read_into(key, offset, buffer)
+        finally:
+            with self._lock:
+                self._at_a_time -= 1
+
+    @property
+    def read_bytes(self) -> int:
+        """Of all ranged reads together."""
+        return sum(count for _, _, count in self.reads)
+
+    @property
+    def all_bytes(self) -> int:
+        """Of all reads together."""
+        return self.read_bytes + sum(count for _, count in self.documents)
+
+
+@contextmanager
+def serving(app: FastAPI) -> Iterator[str]:
+    """The app on a free port of this machine; yields its URL."""
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, access_log=False))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        wait_until(lambda: server.started, "the server's start")
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@dataclass
+class FakeClock:
+    """Stands still. Jumps do not reach the store: they are the fault of one machine."""
+
+    now: float = 1_700_000_000.0
+    jump_s: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now + self.jump_s
+
+    def true_time(self) -> float:
+        """What the store goes by."""
+        return self.now
+
+
+class DictStore(Store):
+    """Keeps every promise of a store, and its objects in memory."""
+
+    creates_by_itself = True
+
+    def __init__(self, clock: FakeClock) -> None:
+        self.url = self.identity = "dict://"
+        self._clock = clock
+        self._objects: dict[str, tuple[bytes, float]] = {}
+        self._lock = threading.Lock()
+
+    def put(self, key: str, data: Buffer) -> None:
+        with self._lock:
+            self._objects[key] = (bytes(data), self._clock.true_time())
+
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        with self._lock:
+            if key in self._objects:
+                return False
+            self._objects[key] = (bytes(data), self._clock.true_time())
+            return True
+
+    def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
+        return self.open_replacement(key, size_hint)  # one put of all bytes
+
+    def get(self, key: str) -> bytes:
+        try:
+            return self._objects[key][0]
+        except KeyError:
+            raise ObjectMissing(f"{key} does not exist") from None
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
+        data = self.get(key)[offset : offset + len(buffer)]
+        buffer[: len(data)] = data
+        return len(data)
+
+    def size(self, key: str) -> int:
+        return len(self.get(key))
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        with self._lock:
+            found = sorted(item for item in self._objects.items() if item[0].startswith(prefix))
+        return iter([ObjectInfo(key, len(data), at) for key, (data, at) in found])
+
+    def list_folders(self, prefix: str) -> Iterator[str]:
+        rest = [info.key.removeprefix(prefix) for info in self.list(prefix)]
+        return iter(sorted({key.split("/")[0] for key in rest if "/" in key}))
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        for key in list(keys):
+            with self._lock:
+                self._objects.pop(key, None)

@@ -18,7 +18,7 @@ from ckpt.restoring import fetching, sharing
 from ckptstore.errors import CkptError
 from ckptstore.reading.source import StoreSource
 from tests.ckpt.restoring.receiving import receiving
-from tests.support.counting import CountingStore
+from tests.support.stores import CountingStore
 
 RUN = "replicas"
 

@@ -23,8 +23,8 @@ from ckptstore.format.planning import plan_reads
 from ckptstore.format.shards import EncodedChunk, Slice, chunk_table, place_slices, plan_chunks
 from ckptstore.names import shard_name
 from ckptstore.reading.source import StoreSource
-from tests.support.counting import CountingStore
 from tests.support.parallel.runner import Scenario, run_scenarios
+from tests.support.stores import CountingStore
 
 _MOST = 1.05
 _READERS = 8

@@ -26,9 +26,9 @@ from ckptstore.retention.scrubbing import scrub
 from ckptstore.stores import Store, open_store
 from tests.ckpt.restoring.replicas import RUN
 from tests.support.command_line import invoke
-from tests.support.counting import CountingStore, serving
 from tests.support.daemons import Daemon, running_daemon
 from tests.support.parallel.runner import Scenario, run_scenarios
+from tests.support.stores import CountingStore, serving
 from tests.support.waiting import wait_until
 
 _STEPS = [1, 2]

@@ -22,8 +22,8 @@ from ckptd.settings import Settings
 from ckptstore.format.documents import Chunks, Content, Entries, References, Shard, Slices
 from ckptstore.names import shard_name
 from ckptstore.stores import open_store
-from tests.support.counting import CountingStore, serving
 from tests.support.parallel.runner import Scenario, run_scenarios
+from tests.support.stores import CountingStore, serving
 from tests.support.waiting import wait_until
 
 _REPLICAS = 4

@@ -31,8 +31,8 @@ from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.stores import open_store
 from tests.ckpt.saver.attempts import new_attempt
 from tests.ckpt.saver.retained_train import RUN, network, state_digest
-from tests.support.counting import CountingStore
 from tests.support.forking import TRAINER, fork
+from tests.support.stores import CountingStore
 from tests.support.trainers import is_alive
 from tests.support.waiting import Lines, wait_until
 

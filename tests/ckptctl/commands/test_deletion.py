@@ -6,9 +6,8 @@ from ckptstore.commits.leases import take_lease
 from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.run import Run
 from ckptstore.stores import Store
-from tests.support.checkpoints import sample_arrays, write_rank
+from tests.support.checkpoints import sample_arrays, steps, write_rank
 from tests.support.command_line import invoke
-from tests.support.runs import steps
 
 
 def test_a_run_that_is_named_must_exist(folder: Path) -> None:

@@ -7,9 +7,8 @@ import pytest
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.run import Run
 from ckptstore.stores import Store
-from tests.support.checkpoints import write_checkpoint
+from tests.support.checkpoints import steps, write_checkpoint
 from tests.support.command_line import invoke
-from tests.support.runs import steps
 
 
 def test_a_dry_run_shows_what_would_go_and_stay_and_why_and_deletes_nothing(folder: Path, filled: Store) -> None:

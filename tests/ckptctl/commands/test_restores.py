@@ -12,10 +12,9 @@ import pytest
 from ckptapi.bodies import Phase
 from ckptapi.client import DaemonClient
 from ckptstore.stores import Store, open_store
-from tests.support.checkpoints import write_checkpoint
+from tests.support.checkpoints import SMALL, write_checkpoint
 from tests.support.command_line import PROGRAM, Terminal, clean_environment, invoke
 from tests.support.daemons import Daemon, running_daemon
-from tests.support.runs import SMALL
 from tests.support.waiting import Lines
 
 

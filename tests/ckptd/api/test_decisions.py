@@ -43,10 +43,9 @@ from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from ckptstore.stores.remote_create import RemoteCreateStore
 from tests.conftest import on_both
-from tests.support.checkpoints import write_checkpoint, write_rank
+from tests.support.checkpoints import keys, write_checkpoint, write_rank
 from tests.support.command_line import run
 from tests.support.daemons import Daemon, running_daemon
-from tests.support.runs import keys
 from tests.support.seaweed import S3Service
 from tests.support.stores import Faults, FaultyStore, MovableClock, race
 from tests.support.waiting import wait_until

@@ -31,10 +31,9 @@ from ckptstore.format.records import Policy
 from ckptstore.names import RunKeys
 from ckptstore.retention.pruning import Prune
 from ckptstore.stores import Store, open_store
-from tests.support.checkpoints import write_checkpoint
+from tests.support.checkpoints import SMALL, steps, write_checkpoint
 from tests.support.daemons import Daemon, running_daemon
 from tests.support.ports import free_port
-from tests.support.runs import SMALL, steps
 from tests.support.waiting import wait_until
 
 _GOOD_ULID = "01M7Y6P7WGCXV53EY39EPJ6JT8"

@@ -20,9 +20,8 @@ from ckptstore.reading.verify import verify
 from ckptstore.retention.pruning import Prune
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
-from tests.support.checkpoints import sample_arrays, write_checkpoint
+from tests.support.checkpoints import sample_arrays, steps, write_checkpoint
 from tests.support.daemons import Daemon, running_daemon
-from tests.support.runs import steps
 from tests.support.waiting import wait_until
 
 SMALL = {"model/scalar": sample_arrays()["model/scalar"]}

@@ -21,8 +21,8 @@ from ckptd.metrics import Metrics
 from ckptstore.errors import CorruptObject, StoreUnavailable
 from ckptstore.names import Attempt, RunKeys
 from ckptstore.stores import open_store
-from tests.support.counting import CountingStore
 from tests.support.disks import small_file_system
+from tests.support.stores import CountingStore
 from tests.support.waiting import wait_until
 
 _ATTEMPT = Attempt(7, "01HF7YAT00ABCDEFGHJKMNPQRS")

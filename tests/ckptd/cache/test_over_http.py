@@ -26,8 +26,8 @@ from ckptstore.names import RunKeys
 from ckptstore.retention.pruning import Prune
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint
-from tests.support.counting import CountingStore, serving
 from tests.support.daemons import Daemon, running_daemon
+from tests.support.stores import CountingStore, serving
 from tests.support.waiting import wait_until
 
 _SHARD = "shard-00000.ckpt"

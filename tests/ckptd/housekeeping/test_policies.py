@@ -13,9 +13,8 @@ from ckptstore.retention.pruning import Prune
 from ckptstore.retention.scrubbing import verified_at
 from ckptstore.run import Run
 from ckptstore.stores import Store
-from tests.support.checkpoints import write_checkpoint
+from tests.support.checkpoints import steps, write_checkpoint
 from tests.support.daemons import running_daemon
-from tests.support.runs import steps
 from tests.support.waiting import wait_until
 
 _QUICK = ("--poll-seconds", "0.2")

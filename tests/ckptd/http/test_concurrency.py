@@ -17,7 +17,7 @@ from ckptstore import names
 from ckptstore.errors import TooManyRequests
 from ckptstore.stores import open_store
 from tests.support.checkpoints import write_checkpoint
-from tests.support.counting import CountingStore, serving
+from tests.support.stores import CountingStore, serving
 from tests.support.waiting import wait_until
 
 SHARD = names.shard_name(0)

@@ -27,10 +27,8 @@ from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.conftest import on_both
 from tests.support.checkpoints import write_checkpoint
-from tests.support.clocked import FakeClock
-from tests.support.life_cycle import RUN, LifeCycle
-from tests.support.lives import HOUR_S, graces, lives, pick
-from tests.support.stores import FaultyStore, Interleaving
+from tests.support.life_cycle import HOUR_S, RUN, LifeCycle, graces, lives, pick
+from tests.support.stores import FakeClock, FaultyStore, Interleaving
 
 OTHER = "other"
 """A run in which nothing happens: a store that lists no run at all is not believed."""

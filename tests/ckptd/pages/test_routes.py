@@ -20,9 +20,8 @@ from ckptstore.commits.generations import Session, begin_generation
 from ckptstore.names import new_ulid
 from ckptstore.run import Run
 from tests.ckptd.conftest import Served
-from tests.support.checkpoints import write_checkpoint
+from tests.support.checkpoints import SMALL, write_checkpoint
 from tests.support.daemons import Daemon, running_daemon
-from tests.support.runs import SMALL
 from tests.support.waiting import wait_until
 
 ADMIN = "0123456789abcdef-bootstrap"

@@ -6,9 +6,8 @@ from ckptd.pages.timeline import MOST_ROWS, goodput_view
 from ckptstore.analysis.goodput import SILENT_S, Account, Spent, account, lives_of
 from ckptstore.run import Run
 from ckptstore.stores import open_store
-from tests.support.checkpoints import write_checkpoint
+from tests.support.checkpoints import SMALL, write_checkpoint
 from tests.support.histories import History
-from tests.support.runs import SMALL
 
 
 def _account(num_lives: int = 6) -> Account:

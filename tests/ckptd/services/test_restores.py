@@ -28,7 +28,7 @@ from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from ckptstore.stores.checks import MAX_SKEW_S
-from tests.support.runs import RUN, count_calls, intact, keys, write
+from tests.support.checkpoints import RUN, count_calls, intact, keys, write
 from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock, race
 
 _DAY_S = 24 * 3600.0

@@ -19,7 +19,7 @@ from ckptstore.reading.source import StoreSource
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import write_checkpoint
-from tests.support.counting import CountingStore
+from tests.support.stores import CountingStore
 
 Array = npt.NDArray[Any]
 

@@ -33,8 +33,7 @@ from ckptstore.run import Run
 from ckptstore.stores import Store
 from ckptstore.stores.retrying import RetryingStore
 from tests.conftest import here_and_in_memory, in_memory
-from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
-from tests.support.runs import clear, count_calls
+from tests.support.checkpoints import clear, count_calls, sample_arrays, write_checkpoint, write_rank
 from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock, race
 
 RUN = "gpt"

@@ -27,8 +27,7 @@ from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.ckptstore.format import independent_reader
 from tests.conftest import every_store, in_memory
-from tests.support.checkpoints import write_rank
-from tests.support.runs import RUN, SMALL, clear, count_calls, keys, steps, write
+from tests.support.checkpoints import RUN, SMALL, clear, count_calls, keys, steps, write, write_rank
 from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock, race
 
 DAY = MovableClock(25 * 3600.0)

@@ -21,9 +21,8 @@ from ckptstore.run import Run
 from ckptstore.stores import Store
 from ckptstore.stores.checks import MAX_SKEW_S
 from tests.conftest import here_and_in_memory, in_memory
-from tests.support.clocked import DictStore, FakeClock
-from tests.support.runs import RUN, clear, count_calls, intact, keys, write
-from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock, race
+from tests.support.checkpoints import RUN, clear, count_calls, intact, keys, write
+from tests.support.stores import DictStore, FakeClock, Faults, FaultyStore, Interleaving, MovableClock, race
 
 
 def test_a_leased_checkpoint_is_spared_until_the_lease_ends(store: Store) -> None:

@@ -36,9 +36,8 @@ from ckptstore.stores import s3 as multipart
 from ckptstore.stores.checks import check_store, creates_once, probe_store
 from ckptstore.stores.remote_create import RemoteCreateStore
 from tests.ckptstore.proxies import Fault, LossyProxy, lossy_proxy
-from tests.support.checkpoints import write_checkpoint, write_rank
+from tests.support.checkpoints import keys, write_checkpoint, write_rank
 from tests.support.daemons import running_daemon
-from tests.support.runs import keys
 from tests.support.seaweed import BUCKET, S3Service
 from tests.support.stores import race
 

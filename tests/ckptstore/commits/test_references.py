@@ -35,8 +35,7 @@ from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.ckptstore.format import independent_reader
 from tests.conftest import in_memory
-from tests.support.checkpoints import whole_entries, write_checkpoint, write_rank
-from tests.support.runs import clear
+from tests.support.checkpoints import clear, whole_entries, write_checkpoint, write_rank
 from tests.support.stores import FaultyStore, Interleaving, MovableClock
 
 RUN = "gpt"

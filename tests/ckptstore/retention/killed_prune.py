@@ -13,7 +13,7 @@ import sys
 
 from ckptstore.names import Attempt
 from ckptstore.stores import open_store
-from tests.support.runs import prune_undelete_and_collect
+from tests.support.checkpoints import prune_undelete_and_collect
 from tests.support.stores import Faults, FaultyStore
 
 

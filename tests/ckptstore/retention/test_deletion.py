@@ -36,10 +36,20 @@ from ckptstore.run import Run
 from ckptstore.stores import Store
 from ckptstore.stores.base import WrappedStore
 from tests.conftest import in_memory
-from tests.support.checkpoints import write_checkpoint, write_rank
-from tests.support.clocked import DictStore, FakeClock
-from tests.support.runs import RUN, SMALL, clear, count_calls, intact, keys, prune, steps, write
-from tests.support.stores import Faults, FaultyStore, MovableClock
+from tests.support.checkpoints import (
+    RUN,
+    SMALL,
+    clear,
+    count_calls,
+    intact,
+    keys,
+    prune,
+    steps,
+    write,
+    write_checkpoint,
+    write_rank,
+)
+from tests.support.stores import DictStore, FakeClock, Faults, FaultyStore, MovableClock
 
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S

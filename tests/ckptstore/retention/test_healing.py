@@ -21,8 +21,7 @@ from ckptstore.retention.scrubbing import due_for_scrub, scrub, verified_at
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import sample_arrays, write_checkpoint
-from tests.support.clocked import DictStore, FakeClock
-from tests.support.stores import Faults, FaultyStore
+from tests.support.stores import DictStore, FakeClock, Faults, FaultyStore
 
 RUN = "gpt"
 SHARD = names.shard_name(0)

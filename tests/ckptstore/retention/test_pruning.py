@@ -17,9 +17,8 @@ from ckptstore.retention.pins import pin
 from ckptstore.retention.pruning import apply_prune, plan_prune
 from ckptstore.run import Run
 from ckptstore.stores import Store
-from tests.support.checkpoints import write_checkpoint, write_rank
-from tests.support.clocked import DictStore, FakeClock
-from tests.support.runs import RUN, SMALL, intact, keys, prune, steps, write
+from tests.support.checkpoints import RUN, SMALL, intact, keys, prune, steps, write, write_checkpoint, write_rank
+from tests.support.stores import DictStore, FakeClock
 
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S

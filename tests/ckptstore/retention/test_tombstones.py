@@ -41,7 +41,7 @@ from ckptstore.retention.pruning import apply_prune, plan_prune
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.conftest import here_and_in_memory, in_memory
-from tests.support.runs import RUN, clear, count_calls, intact, keys, prune_undelete_and_collect, steps, write
+from tests.support.checkpoints import RUN, clear, count_calls, intact, keys, prune_undelete_and_collect, steps, write
 from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock, race
 from tests.support.waiting import Lines
 

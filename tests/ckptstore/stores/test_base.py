@@ -20,7 +20,7 @@ from ckptstore.errors import CorruptObject, ObjectMissing
 from ckptstore.stores import ObjectWriter, Store, open_store
 from tests.conftest import S3Location, every_store
 from tests.support import seaweed
-from tests.support.runs import keys
+from tests.support.checkpoints import keys
 from tests.support.stores import race
 
 

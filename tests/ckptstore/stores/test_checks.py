@@ -15,7 +15,7 @@ from ckptstore.stores import ObjectReader, RangeReader, Store, open_store
 from ckptstore.stores.base import WrappedStore
 from ckptstore.stores.checks import MAX_SKEW_S, NUM_OBJECTS, check_store, measure_store, probe_store
 from tests.conftest import every_store
-from tests.support.runs import keys
+from tests.support.checkpoints import keys
 from tests.support.stores import Faults, FaultyStore, MovableClock
 
 

@@ -25,7 +25,7 @@ from ckptstore.stores.transfers import Transfers, UploadPart
 from tests.ckptstore.proxies import Fault, LossyProxy, lossy_proxy
 from tests.conftest import S3Location
 from tests.support import seaweed
-from tests.support.runs import RUN
+from tests.support.checkpoints import RUN
 from tests.support.seaweed import BUCKET, SECRET_KEY, S3Service
 
 MIB = 1 << 20

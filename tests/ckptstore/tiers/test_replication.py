@@ -40,8 +40,7 @@ from ckptstore.tiers.replication import (
 )
 from ckptstore.tiers.source import TieredSource
 from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
-from tests.support.counting import CountingStore
-from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock
+from tests.support.stores import CountingStore, Faults, FaultyStore, Interleaving, MovableClock
 
 
 class Tiers:

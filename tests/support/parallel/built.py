@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.optim import SGD, AdamW, Optimizer
 
-from tests.support.parallel.data import batch, cross_entropy
-from tests.support.parallel.model import Part, Shape, Transformer, matrices
+from tests.support.parallel.model import TOKENS, Part, Shape, Transformer, matrices
 
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 
@@ -129,3 +129,19 @@ def average_gradients(parameters: Iterable[Tensor], parts: int, group: dist.Proc
 def seeded() -> None:
     """Nothing here draws random numbers, yet the state of the generators is part of what is saved."""
     torch.manual_seed(1234 + (dist.get_rank() if dist.is_initialized() else 0))
+
+
+SEQUENCES = 8
+
+
+def batch(shape: Shape, step: int, part: int = 0, parts: int = 1) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of one of `parts` equal parts of the batch of a step."""
+    generator = torch.Generator().manual_seed(7919 * step + 1)
+    tokens = torch.randint(shape.vocabulary, (SEQUENCES, TOKENS + 1), generator=generator)
+    own = tokens.chunk(parts)[part]
+    return own[:, :-1], own[:, 1:]
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean over the tokens of this part; the mean of equal parts is the mean of the batch."""
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.support.parallel import pipeline, replicated, sharded, tensor
+from tests.support.parallel import pipeline, replicated, sharded
 from tests.support.parallel.built import Built, Setup
 
 
@@ -33,9 +33,9 @@ LAYOUTS = {
         Layout("fsdp1_grad", 2, sharded.fsdp1_grad),
         Layout("fsdp1_flat", 2, sharded.fsdp1_flat),
         Layout("hsdp", 4, sharded.hsdp),
-        Layout("tp", 2, tensor.tp),
-        Layout("ddp_tp", 4, tensor.ddp_tp),
-        Layout("tp_fsdp2", 4, tensor.tp_fsdp2),
+        Layout("tp", 2, sharded.tp),
+        Layout("ddp_tp", 4, sharded.ddp_tp),
+        Layout("tp_fsdp2", 4, sharded.tp_fsdp2),
         Layout("pp", 2, pipeline.pp),
         Layout("pp_interleaved", 2, pipeline.pp_interleaved),
     )

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tests.support.parallel.built import Built, Setup, finish_step, optimizers
-from tests.support.parallel.data import SEQUENCES, batch, cross_entropy
+from tests.support.parallel.built import SEQUENCES, Built, Setup, batch, cross_entropy, finish_step, optimizers
 from tests.support.parallel.model import TOKENS, Part, Shape, Transformer
 
 MICROBATCHES = 2

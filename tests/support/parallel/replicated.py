@@ -10,8 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from tests.support.parallel.built import Built, Setup, average_gradients, data_parallel, optimizers
-from tests.support.parallel.experts import Experts
-from tests.support.parallel.model import Part, Transformer
+from tests.support.parallel.model import Experts, Part, Transformer
 from tests.support.parallel.zero import ZeroRedundancyOptimizer
 
 
