@@ -29,7 +29,7 @@ BENCHES = (
     "restore-warm",
     "restore-extras",
     "restore-s3",
-    "far-s3",
+    "remote-s3",
     "restart",
     "replicas",
     "size",

@@ -49,9 +49,9 @@ def measure(quick: bool) -> Report:
     """Uploads are deleted past the proxy, and not timed."""
     state = trained("fp32", wanted_bytes(quick))
     with ExitStack() as stack:
-        near = stack.enter_context(running_bucket())
-        endpoint = stack.enter_context(network(near.s3.endpoint))
-        contestants = contestants_over(near, replace(near, s3=replace(near.s3, endpoint=endpoint)), state, stack)
+        local = stack.enter_context(running_bucket())
+        endpoint = stack.enter_context(network(local.s3.endpoint))
+        contestants = contestants_over(local, replace(local, s3=replace(local.s3, endpoint=endpoint)), state, stack)
         found, problems = in_turns({name: one.call for name, one in contestants.items()})
     medians = {name: Spread.of(times).median for name, times in found.items()}
     rows = []
@@ -60,7 +60,7 @@ def measure(quick: bool) -> Report:
         rows.append((name, str(Spread.of(times)), f"{one.num_bytes / medians[name] / 1e6:.0f}", f"{one.in_flight}"))
     pairs = [(f"raw {bare} of {name}", f"{name}, {verb}") for name in OURS for bare, verb in VERBS.items()]
     return Report(
-        bench="far-s3",
+        bench="remote-s3",
         what=f"{state.num_bytes / 1e9:.2f} GB, {ROUND_TRIP_S * 1e3:.0f} ms, {BYTES_PER_S / 1e6:.0f} MB/s; MB/s of the "
         "stored bytes; raw: obstore",
         columns=("", "seconds", "MB/s", "requests in flight"),
@@ -75,12 +75,12 @@ def measure(quick: bool) -> Report:
     )
 
 
-def contestants_over(near: Service, far: Service, state: State, stack: ExitStack) -> dict[str, Contestant]:
-    """By name. near, far: the same service, without and with the network before it."""
-    savers = {name: saver(far, state, compress, stack) for name, compress in OURS.items()}
-    shards = {name: stored_bytes(near, state, save) for name, save in savers.items()}
-    loads, kept = saved_by_us(far, state, stack, KEPT)
-    raw, memory = RawObstore(far.bucket), memoryview(touched(max(map(len, shards.values()))))
+def contestants_over(local: Service, remote: Service, state: State, stack: ExitStack) -> dict[str, Contestant]:
+    """By name. local, remote: the same service, without and with the network before it."""
+    savers = {name: saver(remote, state, compress, stack) for name, compress in OURS.items()}
+    shards = {name: stored_bytes(local, state, save) for name, save in savers.items()}
+    loads, kept = saved_by_us(remote, state, stack, KEPT)
+    raw, memory = RawObstore(remote.bucket), memoryview(touched(max(map(len, shards.values()))))
     probe, key = shards["ckptd, off"][:PROBED_BYTES], kept["ckptd, off"][0]
     puts = fastest(lambda at: raw.put("probe", probe, at))
     gets = fastest(lambda at: raw.get(key, memory[:PROBED_BYTES], at))
@@ -97,8 +97,8 @@ def contestants_over(near: Service, far: Service, state: State, stack: ExitStack
         def load(call: Callable[[], object] = loads[name]) -> float:
             return check_restored(state, lambda: seconds(call))
 
-        found[f"raw PUT of {name}"] = Contestant(cleared(near, put), size, puts)
-        found[f"{name}, save"] = Contestant(cleared(near, savers[name]), size, OUR_UPLOADS)
+        found[f"raw PUT of {name}"] = Contestant(cleared(local, put), size, puts)
+        found[f"{name}, save"] = Contestant(cleared(local, savers[name]), size, OUR_UPLOADS)
         found[f"raw GET of {name}"] = Contestant(lambda get=get: seconds(get), size, gets)  # type: ignore[misc]
         found[f"{name}, restore"] = Contestant(load, size, OUR_READS)
     return found
@@ -110,14 +110,14 @@ def fastest(transfer: Callable[[int], object]) -> int:
     return min(spent)[1]
 
 
-def cleared(near: Service, save: Callable[[], object]) -> Callable[[], float]:
+def cleared(local: Service, save: Callable[[], object]) -> Callable[[], float]:
     """A call that times a save, and then deletes it."""
 
     def call() -> float:
         try:
             return seconds(save)
         finally:
-            near.clear(FOLDER)
+            local.clear(FOLDER)
 
     return call
 
