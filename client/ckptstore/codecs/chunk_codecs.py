@@ -47,7 +47,7 @@ def encode(
     """
     if codec == RAW or not len(raw):
         if extremes is not None:
-            float_split.survey(raw, extremes, seen)
+            float_split.find_extremes(raw, extremes, seen)
         return RAW, raw
     if codec == ZSTD:
         seen(raw)

@@ -59,20 +59,20 @@ def _encode(
     tail = words[whole:].view(np.uint8)
     seen(tail.data)
     if extremes is not None and len(tail):
-        loops.survey(words[whole:], extremes)
+        loops.find_extremes(words[whole:], extremes)
     end = writer.at + len(tail)
     out[writer.at : end] = tail
     return out[:end].data
 
 
-def survey(raw: memoryview, extremes: Extremes, seen: Seen = ignore) -> None:
+def find_extremes(raw: memoryview, extremes: Extremes, seen: Seen = ignore) -> None:
     """Add the extremes of a chunk that is not encoded. seen: gets each part of it while the part is in the cache."""
     words: Plane = np.frombuffer(raw, f"u{ITEM_BYTES[extremes.dtype]}")
     size = BLOCK_BYTES // words.itemsize
     for start in range(0, len(words), size):
         block = words[start : start + size]
         seen(block.data)
-        loops.survey(block, extremes)
+        loops.find_extremes(block, extremes)
 
 
 class _Writer:

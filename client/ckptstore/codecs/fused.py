@@ -105,7 +105,7 @@ def split(words: Plane, half_precision: bool, base: int, low: Plane, rest: Plane
     )  # fmt: skip
 
 
-def survey(words: Plane, extremes: Extremes) -> None:
+def find_extremes(words: Plane, extremes: Extremes) -> None:
     """As in passes.py."""
     found = _scratch.found
     _library.ckpt_survey(_address(words), words.itemsize == 4, len(words), ctypes.addressof(found))

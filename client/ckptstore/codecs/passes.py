@@ -74,7 +74,7 @@ def split(words: Plane, half_precision: bool, base: int, low: Plane, rest: Plane
     base: that of the block before. half_precision: the words are float16.
     """
     if extremes is not None:
-        survey(words, extremes)
+        find_extremes(words, extremes)
     high, equal_low = words, 0
     if len(low):
         first, second = np.split(words, 2)
@@ -102,7 +102,7 @@ def split(words: Plane, half_precision: bool, base: int, low: Plane, rest: Plane
     )  # fmt: skip
 
 
-def survey(words: Plane, extremes: Extremes) -> None:
+def find_extremes(words: Plane, extremes: Extremes) -> None:
     """Add the extremes of a block that is not split."""
     signed = words.view(f"i{words.itemsize}")
     extremes.add(int(words.max()), int(signed.max()), int(words.min()))

@@ -165,9 +165,9 @@ def encode_chunk(
     hashes_raw: also take the digest of the bytes before encoding, each part before it is encoded.
     """
     seen = xxhash.xxh3_128()
-    surveyed = coding.codec == RAW and extremes is not None  # then it passes through the cache once
-    codec, data = encode(coding.codec, raw, coding.level, extremes, seen.update if hashes_raw or surveyed else ignore)
-    stored_digest = seen.hexdigest() if surveyed else digest(data)
+    scanned = coding.codec == RAW and extremes is not None  # then it passes through the cache once
+    codec, data = encode(coding.codec, raw, coding.level, extremes, seen.update if hashes_raw or scanned else ignore)
+    stored_digest = seen.hexdigest() if scanned else digest(data)
     if codec == RAW:
         return EncodedChunk(data, len(raw), len(data), codec, stored_digest, stored_digest)
     data = memoryview(data).toreadonly()  # no other references exist
