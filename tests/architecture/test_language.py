@@ -19,6 +19,8 @@ CHECKED = (
 )
 """Globs of the files that are checked. Python files are checked whole: docstrings, comments and messages."""
 
+_NOUN_FIRST = "a sentence that begins with its noun"
+_PRONOUN = "(?-i:That of|Those of|Another one|What) "
 _SENDS = "what happens: sends, reports, publishes, returns, records, shows"
 BANNED = {
     r"\bwho(so)?ever\b": "the actor: the process, the caller, another committer",
@@ -45,13 +47,11 @@ BANNED = {
     r"\bsearch(es)? for reference cycles\b": "garbage collection",
     r"\bwants? (it|them|some|somebody) to\b": "requests",
     r"\bmade? of it\b": "the result",
+    rf'(?:"""|[.!?:] |\n\n|[-|] |\d\. ){_PRONOUN}': _NOUN_FIRST,
 }
 """Patterns, and what to write instead. A space stands for any white space, line ends included."""
-BANNED_IN_CODE = {
-    r'(?:"""|[.!?] |# )(?-i:That of|Those of|Another one|What) ': "a sentence that begins with its noun",
-    r'(?<!")"(?!")[^"\n]*(?<!there\x20)\b(?:is|are) no (?!longer)\w': "the values that are allowed, or: is not a ...",
-}
-"""The same for docstrings, comments and error texts."""
+_ERROR_TEXT = r'(?<!")"(?!")[^"\n]*(?<!there\x20)\b(?:is|are) no (?!longer)\w'
+BANNED_IN_CODE = {_ERROR_TEXT: "the values that are allowed, or: is not a ...", f"# {_PRONOUN}": _NOUN_FIRST}
 
 
 def _compiled(patterns: Mapping[str, str]) -> dict[re.Pattern[str], str]:

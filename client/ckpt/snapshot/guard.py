@@ -366,7 +366,7 @@ class DeviceGuard:
 
 @contextmanager
 def _only_warns(kind: str) -> Iterator[None]:
-    """Of what only finds mistakes of the training loop: an error, such as missing memory, must not fail a save."""
+    """Errors, such as missing memory, of a check that only finds mistakes of the training loop: they fail no save."""
     try:
         yield
     except Exception as error:
