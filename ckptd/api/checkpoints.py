@@ -84,11 +84,11 @@ async def page(
     )
 
 
-@router.get(bodies.RUNS, **documented(bodies.RunsBody))
+@router.get(bodies.RUNS, **documented(bodies.Items[bodies.RunBody]))
 async def runs(ctx: Ctx, caller: CallerDep) -> Response:
     """All runs, with their sizes and newest checkpoints."""
     found = await ctx.threads.index(ctx.services.catalog.runs)
-    return json_response(bodies.RunsBody([_run(one) for one in found if caller.sees(one.run)]))
+    return json_response(bodies.Items([_run(one) for one in found if caller.sees(one.run)]))
 
 
 @router.get(bodies.RUNS + "/{run}", **documented(bodies.RunBody, 404))
@@ -106,7 +106,7 @@ async def checkpoint(found: Found) -> Response:
     return json_response(bodies.CheckpointBody.of(found))
 
 
-@router.get(bodies.CHECKPOINTS + "/{id}/shards", **documented(bodies.ShardsBody, 404))
+@router.get(bodies.CHECKPOINTS + "/{id}/shards", **documented(bodies.Items[bodies.ShardBody], 404))
 async def shards(ctx: Ctx, reference: Ref) -> Response:
     """The shards of a checkpoint, by rank."""
     return json_response(await ctx.threads.store(ctx.services.contents.shards, reference))

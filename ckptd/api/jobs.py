@@ -33,11 +33,11 @@ async def start(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
     return json_response(job, 202, {"Location": f"{bodies.JOBS}/{job.id}"})
 
 
-@router.get(bodies.JOBS, **documented(bodies.JobsBody))
+@router.get(bodies.JOBS, **documented(bodies.Items[bodies.JobBody]))
 async def newest(ctx: Ctx, limit: Annotated[int, Query(ge=1, le=bodies.MAX_PAGE)] = 100) -> Response:
     """Jobs, newest first, without their logs."""
     found = await ctx.threads.index(ctx.services.jobs.newest, limit)
-    return json_response(bodies.JobsBody([replace(job, log=None) for job in found]))
+    return json_response(bodies.Items([replace(job, log=None) for job in found]))
 
 
 @router.get(bodies.JOBS + "/{id}", **documented(bodies.JobBody, 404))
@@ -52,10 +52,10 @@ async def cancel(ctx: Ctx, id: JobId) -> Response:
     return json_response(await ctx.threads.index(ctx.services.jobs.cancel, id))
 
 
-@router.get(bodies.ATTEMPTS, **documented(bodies.AttemptsBody))
+@router.get(bodies.ATTEMPTS, **documented(bodies.Items[bodies.AttemptBody]))
 async def attempts(ctx: Ctx, run: RunQuery = None) -> Response:
     """Live uploads: attempts of one run or all runs that are neither committed nor aborted, oldest first."""
-    return json_response(bodies.AttemptsBody(await ctx.threads.store(ctx.services.uploads.live, run)))
+    return json_response(bodies.Items(await ctx.threads.store(ctx.services.uploads.live, run)))
 
 
 @router.get(bodies.GOODPUT, **documented(Account, 404))

@@ -63,13 +63,13 @@ async def restore(
     return json_response(await ctx.threads.index(restores.view, id, ranks))
 
 
-@router.get(bodies.RESTORES, **documented(bodies.RestoresBody))
+@router.get(bodies.RESTORES, **documented(bodies.Items[bodies.RestoreBody]))
 async def newest(
     ctx: Ctx, run: RunQuery = None, limit: Annotated[int, Query(ge=1, le=bodies.MAX_PAGE)] = 100
 ) -> Response:
     """Sessions of one run or all runs, newest first, without their ranks."""
     found = await ctx.threads.index(ctx.services.restores.newest, run, limit)
-    return json_response(bodies.RestoresBody(found))
+    return json_response(bodies.Items(found))
 
 
 @router.delete(bodies.RESTORES + "/{id}", **documented(bodies.RestoreBody, 404))

@@ -14,9 +14,10 @@ from ckptd.http.access import CallerDep
 from ckptd.http.bodies import json_response, read_body
 from ckptd.http.context import Ctx, Found, Ref
 from ckptd.http.openapi import documented
+from ckptstore.commits.audit import AuditEntry
 from ckptstore.commits.labels import LabelChange
 from ckptstore.names import Reference
-from ckptstore.retention.deletion import SWEEP_GRACE_S
+from ckptstore.retention.deletion import SWEEP_GRACE_S, Deleted
 from ckptstore.retention.pins import NamedPin
 from ckptstore.retention.policy import PoliciesInForce
 from ckptstore.retention.pruning import Prune
@@ -115,23 +116,23 @@ async def label(request: Request, ctx: Ctx, caller: CallerDep, found: Found) -> 
     return json_response(bodies.CheckpointBody.of(changed))
 
 
-@router.get(bodies.PINS, **documented(bodies.PinsBody))
+@router.get(bodies.PINS, **documented(bodies.Items[NamedPin]))
 async def pins(ctx: Ctx, run: RequiredRun) -> Response:
     """All pins of a run, newest step first."""
-    return json_response(bodies.PinsBody(await ctx.threads.store(ctx.services.operator("").pins, run)))
+    return json_response(bodies.Items(await ctx.threads.store(ctx.services.operator("").pins, run)))
 
 
-@router.get(bodies.DELETED, **documented(bodies.DeletedListBody))
+@router.get(bodies.DELETED, **documented(bodies.Items[Deleted]))
 async def deleted(ctx: Ctx, run: RequiredRun) -> Response:
     """Deleted checkpoints of a run that can be undeleted, newest step first."""
-    return json_response(bodies.DeletedListBody(await ctx.threads.store(ctx.services.operator("").deleted, run)))
+    return json_response(bodies.Items(await ctx.threads.store(ctx.services.operator("").deleted, run)))
 
 
-@router.get(bodies.AUDIT, **documented(bodies.AuditListBody))
+@router.get(bodies.AUDIT, **documented(bodies.Items[AuditEntry]))
 async def audit(ctx: Ctx, run: RequiredRun, limit: Limit = 100) -> Response:
     """The audit log of a run, newest first: who started which action on which checkpoints, when and why."""
     audit = ctx.services.operator("").audit
-    return json_response(bodies.AuditListBody(await ctx.threads.store(audit, run, limit)))
+    return json_response(bodies.Items(await ctx.threads.store(audit, run, limit)))
 
 
 @router.get(bodies.POLICIES, **documented(PoliciesInForce))
@@ -140,11 +141,11 @@ async def policies(ctx: Ctx) -> Response:
     return json_response(await ctx.threads.store(ctx.services.operator("").policies))
 
 
-@router.get(bodies.POLICIES + "/history", **documented(bodies.PoliciesListBody))
+@router.get(bodies.POLICIES + "/history", **documented(bodies.Items[PoliciesInForce]))
 async def history(ctx: Ctx, limit: Limit = 100) -> Response:
     """The versions of the policies, newest first."""
     history = ctx.services.operator("").policies_history
-    return json_response(bodies.PoliciesListBody(await ctx.threads.store(history, limit)))
+    return json_response(bodies.Items(await ctx.threads.store(history, limit)))
 
 
 @router.put(bodies.POLICIES, **documented(PoliciesInForce, 409, body=bodies.PoliciesRequest))

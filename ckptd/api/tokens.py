@@ -21,10 +21,10 @@ _SECRET = {"Cache-Control": "no-store"}
 TokenName = Annotated[str, Path(max_length=64)]
 
 
-@router.get(bodies.TOKENS, **documented(bodies.TokensBody))
+@router.get(bodies.TOKENS, **documented(bodies.Items[bodies.TokenBody]))
 async def tokens(ctx: Ctx) -> Response:
     """All tokens, by name, without their secrets."""
-    return json_response(bodies.TokensBody(await ctx.threads.index(ctx.services.tokens.list)))
+    return json_response(bodies.Items(await ctx.threads.index(ctx.services.tokens.list)))
 
 
 @router.post(bodies.TOKENS, **documented(bodies.NewTokenBody, 404, 409, status=201, body=bodies.TokenRequest))

@@ -109,6 +109,6 @@ def _problem() -> dict[str, Any]:
 def _schema(kind: Any) -> dict[str, Any]:
     members = kind.__args__ if isinstance(kind, UnionType) else (kind,)
     for member in members:
-        _kinds[member.__name__] = member
+        _kinds[str(member)] = member
     (found,), _ = msgspec.json.schema_components((kind,), ref_template=_REF)
     return found

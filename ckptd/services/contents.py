@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from ckptapi.bodies import EntriesBody, EntryBody, ShardBody, ShardsBody
+from ckptapi.bodies import EntriesBody, EntryBody, Items, ShardBody
 from ckptd.cache import BLOCK_BYTES, BlockCache
 from ckptd.services.catalog import Catalog
 from ckptstore.commits.catalog import find_attempt
@@ -38,12 +38,12 @@ class Contents:
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, Manifest] = OrderedDict()
 
-    def shards(self, reference: Reference) -> ShardsBody:
+    def shards(self, reference: Reference) -> Items[ShardBody]:
         """The shards of a checkpoint, by rank. Raises NoCheckpoint, InvalidRequest, Damaged or Unavailable."""
         content = self._content(reference)
         pairs = np.unique(content.slices.shard * len(content.entries.name) + content.slices.entry)
         num_entries = np.bincount(pairs // max(1, len(content.entries.name)), minlength=len(content.shards))
-        return ShardsBody(
+        return Items(
             [
                 ShardBody(
                     name=shard.name,

@@ -42,7 +42,7 @@ class RemoteCreateDecider:
         """
         found = self._index.find(key)
         if found is None:
-            stored = self._stored(key)
+            stored = self._store.find(key)
             document = proposal if stored is None else stored
             found = self._index.create(Decision(key, document, self._clock(), stored is not None))
         self._store_if_needed(found)
@@ -59,12 +59,6 @@ class RemoteCreateDecider:
             self._index.forget(self._clock() - _KEPT_S)
         except CkptError as error:
             _LOG.warning("cannot write decisions to the store: %s", error)
-
-    def _stored(self, key: str) -> bytes | None:
-        try:
-            return self._store.get(key)
-        except ObjectMissing:
-            return None
 
     def _store_if_needed(self, decision: Decision) -> None:
         # Only once: an object that has been swept since must not come back.

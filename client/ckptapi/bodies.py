@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from dataclasses import fields
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
 from ckptstore import human
-from ckptstore.commits.audit import AuditEntry
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.format.records import PolicySet
 from ckptstore.names import Attempt
 from ckptstore.reading.rehearsal import MAX_RANKS
-from ckptstore.retention.deletion import Deleted
-from ckptstore.retention.pins import NamedPin
-from ckptstore.retention.policy import KeepDecision, PoliciesInForce
+from ckptstore.retention.policy import KeepDecision
 from ckptstore.retention.pruning import MAX_DELETE_FRACTION, PrunePlan
 
 CHECKPOINTS = "/v1/checkpoints"
@@ -56,6 +53,13 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 MAX_PAGE = 500
+_T = TypeVar("_T")
+
+
+class Items(msgspec.Struct, Generic[_T], frozen=True):
+    """A list, not in pages. Sessions, jobs, audit records and policies are newest first, attempts oldest first."""
+
+    items: list[_T]
 
 
 class CheckpointBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,12 +146,6 @@ class RunBody(msgspec.Struct, frozen=True, kw_only=True):
     num_checkpoints: int
     stored_bytes: int
     latest: CheckpointBody | None = None
-
-
-class RunsBody(msgspec.Struct, frozen=True):
-    """All runs."""
-
-    items: list[RunBody]
 
 
 MAX_WORLD_SIZE = 1 << 20
@@ -268,12 +266,6 @@ class RestoreBody(msgspec.Struct, frozen=True, kw_only=True):
     """The slowest rank that joined and is not restored."""
     ranks: list[RankBody] | None = None
     """The ranks that joined; None in listings and if they were not requested."""
-
-
-class RestoresBody(msgspec.Struct, frozen=True):
-    """Restore sessions, newest first."""
-
-    items: list[RestoreBody]
 
 
 EVENT_STREAM = "text/event-stream"
@@ -408,12 +400,6 @@ class JobBody(msgspec.Struct, frozen=True, kw_only=True):
     """Its last lines; None in listings."""
 
 
-class JobsBody(msgspec.Struct, frozen=True):
-    """Jobs, newest first."""
-
-    items: list[JobBody]
-
-
 Reason = Annotated[str, msgspec.Meta(max_length=1000)]
 
 
@@ -482,30 +468,6 @@ class UndeleteRequest(msgspec.Struct, frozen=True):
     """Undo a deletion."""
 
     reason: Reason = ""
-
-
-class PinsBody(msgspec.Struct, frozen=True):
-    """Pins of a run."""
-
-    items: list[NamedPin]
-
-
-class DeletedListBody(msgspec.Struct, frozen=True):
-    """Deleted checkpoints of a run that can be undeleted."""
-
-    items: list[Deleted]
-
-
-class AuditListBody(msgspec.Struct, frozen=True):
-    """Audit records of a run, newest first."""
-
-    items: list[AuditEntry]
-
-
-class PoliciesListBody(msgspec.Struct, frozen=True):
-    """Versions of the policies, newest first."""
-
-    items: list[PoliciesInForce]
 
 
 class NotifyRequest(msgspec.Struct, frozen=True):
@@ -587,12 +549,6 @@ class AttemptBody(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of visible objects: object stores list a shard only after its upload is complete."""
 
 
-class AttemptsBody(msgspec.Struct, frozen=True):
-    """Attempts, oldest first."""
-
-    items: list[AttemptBody]
-
-
 class ShardBody(msgspec.Struct, frozen=True, kw_only=True):
     """One shard of a checkpoint."""
 
@@ -602,12 +558,6 @@ class ShardBody(msgspec.Struct, frozen=True, kw_only=True):
     num_entries: int
     raw_bytes: int
     stored_bytes: int
-
-
-class ShardsBody(msgspec.Struct, frozen=True):
-    """The shards of a checkpoint, by rank."""
-
-    items: list[ShardBody]
 
 
 class EntryBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -690,9 +640,3 @@ class NewTokenBody(msgspec.Struct, frozen=True, kw_only=True):
 
     token: TokenBody
     secret: str
-
-
-class TokensBody(msgspec.Struct, frozen=True):
-    """All tokens, by name."""
-
-    items: list[TokenBody]

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from email.utils import parsedate_to_datetime
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -37,6 +37,7 @@ _SILENCE_S = 60.0
 """Read timeout of an event stream; the daemon sends a comment every quarter of it."""
 _JOB_POLL_S = 0.5
 _ANSWER_S = 60.0
+_T = TypeVar("_T")
 
 
 class DaemonClient(Connection, Operator):
@@ -64,8 +65,7 @@ class DaemonClient(Connection, Operator):
 
     def latest(self, run: str | None = None) -> Checkpoint:
         """The newest checkpoint of a run, or of the only run. Raises InvalidRequest if there are several."""
-        query = {"run": run} if run is not None else {}
-        return self._json("GET", bodies.LATEST, bodies.CheckpointBody, params=query).checkpoint()
+        return self._json("GET", bodies.LATEST, bodies.CheckpointBody, run=run).checkpoint()
 
     def find(self, reference: Reference) -> Checkpoint:
         """The checkpoint that a reference names."""
@@ -120,7 +120,7 @@ class DaemonClient(Connection, Operator):
 
     def run_summaries(self) -> list[bodies.RunBody]:
         """All runs with their sizes and newest checkpoints."""
-        return self._json("GET", bodies.RUNS, bodies.RunsBody).items
+        return self._items(bodies.RUNS, bodies.RunBody)
 
     def run_summary(self, run: str) -> bodies.RunBody:
         """One run with its size, and its newest checkpoint. Raises NoCheckpoint."""
@@ -128,12 +128,7 @@ class DaemonClient(Connection, Operator):
 
     def page(self, run: str | None = None, limit: int = 100, cursor: str | None = None) -> bodies.Page:
         """One page of a listing, by run, newest step first."""
-        query: dict[str, str | int] = {"limit": limit}
-        if run is not None:
-            query["run"] = run
-        if cursor is not None:
-            query["cursor"] = cursor
-        return self._json("GET", bodies.CHECKPOINTS, bodies.Page, params=query)
+        return self._json("GET", bodies.CHECKPOINTS, bodies.Page, run=run, limit=limit, cursor=cursor)
 
     def notify(self, run: str, attempt: Attempt) -> None:
         """Notify the daemon of a committed attempt; it reads the outcome from the store."""
@@ -150,12 +145,14 @@ class DaemonClient(Connection, Operator):
 
         For stores that overwrite on create. The decision is in the daemon's store on return.
         """
-        request = bodies.DecisionRequest(run=run, attempt=str(attempt), tombstone=tombstone, proposal=proposal.decode())
-        return self._json("POST", bodies.DECISIONS, bodies.DecisionBody, body=request).document.encode()
+        return self._decide(proposal, run=run, attempt=str(attempt), tombstone=tombstone)
 
     def decide_generation(self, run: str, number: int, proposal: bytes) -> bytes:
         """As `decide`, for the trainer that begins a generation."""
-        request = bodies.DecisionRequest(run=run, generation=number, proposal=proposal.decode())
+        return self._decide(proposal, run=run, generation=number)
+
+    def _decide(self, proposal: bytes, **about: Any) -> bytes:
+        request = bodies.DecisionRequest(proposal=proposal.decode(), **about)
         return self._json("POST", bodies.DECISIONS, bodies.DecisionBody, body=request).document.encode()
 
     def reindex(self) -> bodies.ReindexBody:
@@ -166,7 +163,7 @@ class DaemonClient(Connection, Operator):
 
     def tokens(self) -> list[bodies.TokenBody]:
         """All tokens, by name, without their secrets."""
-        return self._json("GET", bodies.TOKENS, bodies.TokensBody).items
+        return self._items(bodies.TOKENS, bodies.TokenBody)
 
     def create_token(self, request: bodies.TokenRequest) -> bodies.NewTokenBody:
         """Create a token; valid on return. The secret is returned this once."""
@@ -217,14 +214,12 @@ class DaemonClient(Connection, Operator):
 
         ranks: list them and detect stragglers; for a few callers, not for each of thousands of ranks.
         """
-        query: dict[str, str | int] = {"wait": str(wait_s), "ranks": str(ranks).lower()}
         timeout = wait_s + _ANSWER_S
-        return self._json("GET", _restore_path(id), bodies.RestoreBody, params=query, timeout=timeout)
+        return self._json("GET", _restore_path(id), bodies.RestoreBody, timeout=timeout, wait=wait_s, ranks=ranks)
 
     def restore_sessions(self, run: str | None = None, limit: int = 100) -> list[bodies.RestoreBody]:
         """Sessions of one run or all runs, newest first, without their ranks."""
-        query: dict[str, str | int] = {"limit": limit} if run is None else {"limit": limit, "run": run}
-        return self._json("GET", bodies.RESTORES, bodies.RestoresBody, params=query).items
+        return self._items(bodies.RESTORES, bodies.RestoreBody, limit=limit, run=run)
 
     def cancel_restore(self, id: str) -> bodies.RestoreBody:
         """End a session and release its lease. A session that has ended is not changed. Raises NotFound."""
@@ -234,10 +229,7 @@ class DaemonClient(Connection, Operator):
 
     @override
     def delete(self, checkpoint: Checkpoint, grace_s: float, reason: str = "", force: bool = False) -> None:
-        params: dict[str, str | int] = {"grace_s": str(grace_s), "reason": reason}
-        if force:
-            params["force"] = "true"
-        self._request("DELETE", self._path(checkpoint.id), params=params)
+        self._request("DELETE", self._path(checkpoint.id), grace_s=grace_s, reason=reason, force=force or None)
 
     @override
     def undelete(self, reference: Reference, reason: str = "") -> Checkpoint:
@@ -246,11 +238,11 @@ class DaemonClient(Connection, Operator):
 
     @override
     def deleted(self, run: str) -> list[Deleted]:
-        return self._json("GET", bodies.DELETED, bodies.DeletedListBody, params={"run": run}).items
+        return self._items(bodies.DELETED, Deleted, run=run)
 
     @override
     def pin(self, checkpoint: Checkpoint, name: str, reason: str = "") -> None:
-        self._request("PUT", self._path(checkpoint.id, "pins", check_pin(name)), params={"reason": reason})
+        self._request("PUT", self._path(checkpoint.id, "pins", check_pin(name)), reason=reason)
 
     @override
     def unpin(self, checkpoint: Checkpoint, name: str) -> None:
@@ -263,12 +255,11 @@ class DaemonClient(Connection, Operator):
 
     @override
     def pins(self, run: str) -> list[NamedPin]:
-        return self._json("GET", bodies.PINS, bodies.PinsBody, params={"run": run}).items
+        return self._items(bodies.PINS, NamedPin, run=run)
 
     def audit(self, run: str, limit: int = 100) -> list[AuditEntry]:
         """The audit log of a run, newest first; bodies.MAX_PAGE records at most."""
-        query: dict[str, str | int] = {"run": run, "limit": limit}
-        return self._json("GET", bodies.AUDIT, bodies.AuditListBody, params=query).items
+        return self._items(bodies.AUDIT, AuditEntry, run=run, limit=limit)
 
     @override
     def policies(self) -> PoliciesInForce:
@@ -276,7 +267,7 @@ class DaemonClient(Connection, Operator):
 
     def policies_history(self, limit: int = 100) -> list[PoliciesInForce]:
         """The versions of the policies, newest first; bodies.MAX_PAGE at most."""
-        return self._json("GET", f"{bodies.POLICIES}/history", bodies.PoliciesListBody, params={"limit": limit}).items
+        return self._items(f"{bodies.POLICIES}/history", PoliciesInForce, limit=limit)
 
     @override
     def change_policies(self, policies: PolicySet, expected: int, reason: str = "") -> PoliciesInForce:
@@ -313,8 +304,7 @@ class DaemonClient(Connection, Operator):
 
     def events(self, after: int = 0, run: str | None = None, limit: int = 100) -> bodies.EventsBody:
         """Events after an id, oldest first."""
-        query: dict[str, str | int] = {"after": after, "limit": limit} | ({"run": run} if run is not None else {})
-        return self._json("GET", bodies.EVENTS, bodies.EventsBody, params=query)
+        return self._json("GET", bodies.EVENTS, bodies.EventsBody, after=after, limit=limit, run=run)
 
     def event_stream(self, after: int | None = None, run: str | None = None) -> Iterator[bodies.EventBody]:
         """Events as they happen, after an id or from now on.
@@ -364,7 +354,7 @@ class DaemonClient(Connection, Operator):
 
     def jobs(self, limit: int = 100) -> list[bodies.JobBody]:
         """Jobs, newest first, without their logs."""
-        return self._json("GET", bodies.JOBS, bodies.JobsBody, params={"limit": limit}).items
+        return self._items(bodies.JOBS, bodies.JobBody, limit=limit)
 
     def job(self, id: str) -> bodies.JobBody:
         """One job, with the last lines of its log. Raises InvalidName or NotFound."""
@@ -376,12 +366,11 @@ class DaemonClient(Connection, Operator):
 
     def attempts(self, run: str | None = None) -> list[bodies.AttemptBody]:
         """Live uploads of one run or all runs, oldest first."""
-        query = {"run": run} if run is not None else {}
-        return self._json("GET", bodies.ATTEMPTS, bodies.AttemptsBody, params=query).items
+        return self._items(bodies.ATTEMPTS, bodies.AttemptBody, run=run)
 
     def goodput(self, run: str) -> Account:
         """A breakdown of a run's wall-clock time. Raises NoCheckpoint if nothing is known of it."""
-        return self._json("GET", bodies.GOODPUT, Account, params={"run": run})
+        return self._json("GET", bodies.GOODPUT, Account, run=run)
 
     @override
     def probe(self) -> StoreReport:
@@ -389,7 +378,7 @@ class DaemonClient(Connection, Operator):
 
     def shards(self, checkpoint: Checkpoint) -> list[bodies.ShardBody]:
         """The shards of a checkpoint, by rank."""
-        return self._json("GET", self._path(checkpoint.id, "shards"), bodies.ShardsBody).items
+        return self._items(self._path(checkpoint.id, "shards"), bodies.ShardBody)
 
     def readiness(self) -> bodies.ReadinessBody:
         """The readiness of the daemon, also if it is not ready."""
@@ -410,6 +399,9 @@ class DaemonClient(Connection, Operator):
             return bodies.AboutBody(version=str(document["info"]["version"]), at=at)
         except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
             raise DaemonUnavailable(f"{self.url} is not a ckptd: {error}", "Is this the daemon's URL?") from error
+
+    def _items(self, path: str, kind: type[_T], **query: Any) -> list[_T]:
+        return self._json("GET", path, bodies.Items[kind], **query).items  # type: ignore[valid-type]
 
     def _pages(self, run: str) -> Iterator[Checkpoint]:
         cursor = None
@@ -435,12 +427,11 @@ def _parse(lines: Iterator[str]) -> Iterator[bodies.EventBody]:
         if line:
             name, _, value = line.partition(": ")
             fields[name] = value
-        elif kind := fields.get("event"):
+            continue
+        if kind := fields.get("event"):
             id = int(fields["id"])
             if kind in (bodies.OPEN, bodies.GAP):
-                yield bodies.EventBody(id=id, at=0.0, kind=kind)
+                yield bodies.EventBody(id=id, kind=kind)
             else:
                 yield decode_json(fields["data"], bodies.EventBody)
-            fields = {}
-        else:
-            fields = {}
+        fields = {}

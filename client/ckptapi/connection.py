@@ -12,7 +12,7 @@ import httpx
 import msgspec
 
 from ckptapi import bodies
-from ckptstore.errors import CkptError, DaemonUnavailable, InvalidRequest, Unavailable, error_from_code
+from ckptstore.errors import DaemonUnavailable, InvalidRequest, Unavailable, error_from_code
 from ckptstore.format.decoding import decode_json
 from ckptstore.retry import pauses, retry
 
@@ -72,14 +72,18 @@ class Connection:
             ) from error
 
     def _request(
-        self,
-        method: str,
-        path: str,
-        body: msgspec.Struct | None = None,
-        params: dict[str, str | int] | None = None,
-        timeout: float | None = None,
+        self, method: str, path: str, body: msgspec.Struct | None = None, timeout: float | None = None, **query: Any
     ) -> httpx.Response:
-        once = partial(self._request_once, method, path, body, params, timeout)
+        """query: parameters; None: not sent."""
+        once = partial(
+            self._request_once,
+            method,
+            path,
+            params={name: value for name, value in query.items() if value is not None},
+            content=msgspec.json.encode(body) if body is not None else None,
+            headers={"Content-Type": "application/json"} if body is not None else {},
+            timeout=httpx.Timeout(timeout, connect=5.0) if timeout else self._timeout,
+        )
         return self._patiently(once) if method == "GET" else once()
 
     def _patiently(self, ask: Callable[[], _T]) -> _T:
@@ -87,19 +91,9 @@ class Connection:
         waits = pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, timeout_s=self._patience_s)
         return retry(ask, Unavailable, waits, log_level=logging.WARNING)
 
-    def _request_once(
-        self,
-        method: str,
-        path: str,
-        body: msgspec.Struct | None,
-        params: dict[str, str | int] | None,
-        timeout: float | None,
-    ) -> httpx.Response:
-        content = msgspec.json.encode(body) if body is not None else None
-        headers = {"Content-Type": "application/json"} if body is not None else {}
-        wait = httpx.Timeout(timeout, connect=5.0) if timeout else self._timeout
+    def _request_once(self, method: str, path: str, **options: Any) -> httpx.Response:
         try:
-            response = self._http.request(method, path, params=params, content=content, headers=headers, timeout=wait)
+            response = self._http.request(method, path, **options)
         except httpx.HTTPError as error:
             raise self._unavailable(error) from error
         self._raise_for(response)
@@ -108,18 +102,14 @@ class Connection:
     def _raise_for(self, response: httpx.Response) -> None:
         if response.is_success:
             return
-        response.read()
-        raise self._error(response)
-
-    def _error(self, response: httpx.Response) -> CkptError:
         try:
-            problem = decode_json(response.content, bodies.Problem)
+            problem = decode_json(response.read(), bodies.Problem)
         except msgspec.DecodeError:
             where = f"{response.request.method} {response.request.url}"
-            return DaemonUnavailable(
+            raise DaemonUnavailable(
                 f"{where} returned {response.status_code}", "Is this the daemon's URL, and is it healthy?"
-            )
-        return error_from_code(problem.code, problem.detail, problem.hint)
+            ) from None
+        raise error_from_code(problem.code, problem.detail, problem.hint)
 
     def _unavailable(self, error: httpx.HTTPError) -> DaemonUnavailable:
         cause = f"{type(error).__name__}: {error}".rstrip(": .")

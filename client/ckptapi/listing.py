@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from math import inf, isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import InvalidName, InvalidRequest
@@ -30,8 +30,7 @@ class Sort(StrEnum):
     SIZE_FALLING = "-stored_bytes"
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
+class Bound(NamedTuple):
     """A condition on a metric: it must exist and be within the limits, inclusive."""
 
     metric: str
@@ -53,8 +52,7 @@ class Bound:
         return isfinite(value) and self.least <= value <= self.most
 
 
-@dataclass(frozen=True, slots=True)
-class Tagged:
+class Tagged(NamedTuple):
     """A condition on a tag: it must exist, with this value unless that is None."""
 
     name: str

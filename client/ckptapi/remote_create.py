@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from contextlib import closing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptstore import names
-from ckptstore.errors import InvalidName, ObjectMissing, StoreUnsafe, Unavailable
-from ckptstore.names import Attempt
+from ckptstore.errors import InvalidName, StoreUnsafe, Unavailable
 from ckptstore.retry import pauses, retry
 from ckptstore.stores import Store
 from ckptstore.stores.remote_create import RemoteCreateStore
@@ -23,21 +23,20 @@ _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
 
 
+@dataclass(frozen=True, slots=True)
 class DaemonRemoteCreate:
     """The database of the daemon at `url`, which must serve the same store.
 
     Requests are retried for `patience_s` if the daemon does not respond; proposals are idempotent.
     """
 
-    def __init__(
-        self, store: Store, url: str, token: str | None, patience_s: float = PATIENCE_S, answer_s: float = ANSWER_S
-    ) -> None:
-        """store: the unwrapped store, in which decisions are looked up. answer_s: timeout of one request."""
-        self._store = store
-        self._url = url
-        self._token = token
-        self._patience_s = patience_s
-        self._answer_s = answer_s
+    store: Store
+    """The unwrapped store, in which decisions are looked up."""
+    url: str
+    token: str | None
+    patience_s: float = PATIENCE_S
+    answer_s: float = ANSWER_S
+    """Timeout of one request."""
 
     def decide(self, key: str, proposal: bytes) -> bytes:
         """Raises DaemonUnavailable, IndexUnavailable or StoreUnavailable if the decision is unknown; Denied."""
@@ -46,59 +45,43 @@ class DaemonRemoteCreate:
 
         from ckptapi.client import DaemonClient
 
-        with closing(DaemonClient(self._url, self._token, httpx.Timeout(self._answer_s), retries=0)) as client:
+        with closing(DaemonClient(self.url, self.token, httpx.Timeout(self.answer_s), retries=0)) as client:
             decided = self._propose(client, key, proposal)
-        if self._stored(key) != decided:
+        if self.store.find(key) != decided:
             raise StoreUnsafe(
-                f"ckptd at {self._url} decided about {key}, but {self._store.url} does not have the decision",
+                f"ckptd at {self.url} decided about {key}, but {self.store.url} does not have the decision",
                 "Check that it serves the same store. If so, the checkpoint was deleted just now",
             )
         return decided
 
     def _propose(self, client: DaemonClient, key: str, proposal: bytes) -> bytes:
-        number = names.generation_number(key)
+        run, number = names.check_run(key.partition("/")[0]), names.generation_number(key)
 
         def decide() -> bytes:
             if number is not None:
-                return client.decide_generation(_run(key), number, proposal)
-            attempt, tombstone = _parse_key(key)
-            return client.decide(_run(key), attempt, proposal, tombstone)
+                return client.decide_generation(run, number, proposal)
+            try:
+                attempt, tombstone = names.attempt_and_name(key)
+            except InvalidName as error:
+                raise StoreUnsafe(
+                    f"a client cannot decide {key}: the store overwrites on create",
+                    "Run the operation through the daemon",
+                ) from error
+            return client.decide(run, attempt, proposal, tombstone or None)
 
         def propose() -> bytes:
             try:
                 return decide()
             except Unavailable:
                 # A decision that is in the store counts, even if the response was lost.
-                if (stored := self._stored(key)) is not None:
+                if (stored := self.store.find(key)) is not None:
                     return stored
                 raise
 
-        waits = pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, timeout_s=self._patience_s)
+        waits = pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, timeout_s=self.patience_s)
         return retry(propose, Unavailable, waits, log_level=logging.WARNING)
-
-    def _stored(self, key: str) -> bytes | None:
-        try:
-            return self._store.get(key)
-        except ObjectMissing:
-            return None
 
 
 def with_remote_create(store: Store, daemon: str | None, token: str | None) -> RemoteCreateStore:
     """The store; if a daemon is given, its database decides. Sends no request before the first decision."""
     return RemoteCreateStore(store, DaemonRemoteCreate(store, daemon, token) if daemon is not None else None)
-
-
-def _run(key: str) -> str:
-    return names.check_run(key.partition("/")[0])
-
-
-def _parse_key(key: str) -> tuple[Attempt, str | None]:
-    """Attempt and tombstone of the decision at `key`."""
-    try:
-        attempt, tombstone = names.attempt_and_name(key)
-    except InvalidName as error:
-        raise StoreUnsafe(
-            f"a client cannot decide {key}: the store overwrites on create",
-            "Run the operation through the daemon",
-        ) from error
-    return attempt, tombstone or None

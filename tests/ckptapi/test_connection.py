@@ -17,7 +17,7 @@ from ckptstore.reading.source import StoreSource
 from tests.ckptapi.scripted import NO_ANSWER, Answer, answer, problem, scripted_daemon
 from tests.support.ports import free_port
 
-NO_RUNS = answer(bodies.RunsBody([]))
+NO_RUNS = answer(bodies.Items([]))
 BUSY = problem(503, "store_unavailable")
 
 
