@@ -13,7 +13,9 @@ any point leaves a valid state: deletions are idempotent, and any process may fi
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import repeat
+from typing import NamedTuple
 
 import msgspec
 
@@ -44,6 +46,7 @@ from ckptstore.format.parsing import seal
 from ckptstore.format.records import Action, SweepDecision
 from ckptstore.names import Attempt, Reference, is_ulid, new_ulid
 from ckptstore.retention.pins import Holds, active_holds, write_pin
+from ckptstore.retry import retry
 from ckptstore.run import Run
 from ckptstore.threads import in_parallel
 
@@ -56,18 +59,21 @@ them."""
 _TRIES = 3
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Hidden:
-    """One tombstone in a listing."""
+    """One tombstone, or its sweep decision, in a listing."""
 
     attempt: Attempt
     id: str
-    written_at: float
+    written_at: float = field(default=0.0, compare=False)
     """By the store's clock."""
 
+    def key(self, run: Run) -> str:
+        """The key of the tombstone."""
+        return run.keys.tombstone(self.attempt, self.id)
 
-@dataclass(frozen=True, slots=True)
-class Swept:
+
+class Swept(NamedTuple):
     """The result of a sweep of one run."""
 
     attempts: tuple[Attempt, ...]
@@ -90,7 +96,7 @@ def hide(
     held = dict(active_holds(run))
     if free := [attempt for attempt in attempts if attempt not in held]:
         audit.record(run, Action.DELETE, free, reason)
-    hidden: dict[Attempt, str] = {}
+    hidden: dict[Attempt, Hidden] = {}
     for attempt in attempts:
         if attempt not in held:
             hidden[attempt] = _write_tombstone(run, attempt, reason, grace_s)
@@ -108,12 +114,12 @@ def undelete(run: Run, attempt: Attempt, reason: str = "") -> None:
     Raises NoCheckpoint if it is not being deleted, or SweepBegun if its data is deleted or being deleted. A call that
     fails with another error may be repeated.
     """
-    ids = [hidden.id for hidden in list_hidden(run) if hidden.attempt == attempt]
-    if not ids:
+    found = [hidden for hidden in list_hidden(run) if hidden.attempt == attempt]
+    if not found:
         raise NoCheckpoint(f"{run.id_of(attempt)} is not being deleted", "ckptctl undelete lists what is")
     audit.record(run, Action.UNDELETE, [attempt], reason)
     # A tombstone with a long grace may be left when the one that was swept is forgotten.
-    if not _has_outcome(run, attempt) or not _cancel_deletion(run, attempt, ids):
+    if not _has_outcome(run, attempt) or not _cancel_deletion(run, attempt, found):
         raise SweepBegun(
             f"{run.id_of(attempt)} can no longer be undeleted: its data is deleted or being deleted",
             "Use another checkpoint",
@@ -129,36 +135,31 @@ def sweep(run: Run, only: Collection[Attempt] | None = None) -> Swept:
     its data.
     """
     hidden = [h for h in list_hidden(run) if only is None or h.attempt in only]
-    listed = list_sweep_decisions(run)
+    listed = set(_listed(run, run.keys.sweep_decisions))
     # Most deletions of the last week are complete. Their sweep decisions and tombstones are not read again and again.
-    left = set(_present(run, {h.attempt for h in hidden if (h.attempt, h.id) in listed}))
-    decided, damage = _sweep_decisions(run, [h for h in hidden if (h.attempt, h.id) in listed and h.attempt in left])
+    left = set(_present(run, {h.attempt for h in hidden if h in listed}))
+    decided, damage = _sweep_decisions(run, [h for h in hidden if h in listed and h.attempt in left])
     for one, decision in decided.items():
         if not decision.swept:  # the undelete died before it removed the tombstone
-            run.store.delete_many([run.keys.tombstone(one.attempt, one.id)])
-    due = [h for h in hidden if (h.attempt, h.id) not in listed and (only is not None or _is_due(run, h))]
+            run.store.delete_many([one.key(run)])
+    due = [h for h in hidden if h not in listed and (only is not None or _is_due(run, h))]
     held = active_holds(run) if due else {}
     due = [h for h in due if h.attempt not in held]
     if due:
         audit.record(run, Action.SWEEP, dict.fromkeys(h.attempt for h in due), "")
-    decided_now = {h: _decide(run, h.attempt, h.id, swept=True) for h in due}
+    decided_now = {h: _decide(run, h, swept=True) for h in due}
     both = (decided | decided_now).items()
-    swept = [h for h, decision in both if decision.swept and _is_left(run, h.attempt, h.id)]
+    swept = [h for h, decision in both if decision.swept and _is_left(run, h)]
     to_delete = {h.attempt for h in swept}
     freed = _delete(run, _present(run, to_delete), to_delete)
-    for error in damage.values():
+    for error in damage:
         raise error
     return Swept(tuple(dict.fromkeys(h.attempt for h in swept if h in decided_now)), freed)
 
 
 def list_hidden(run: Run) -> list[Hidden]:
     """All tombstones of a run, by attempt."""
-    return sorted(_listed(run, run.keys.tombstones), key=lambda h: (h.attempt, h.id))
-
-
-def list_sweep_decisions(run: Run) -> set[tuple[Attempt, str]]:
-    """The attempts and ids of all tombstones that are decided."""
-    return {(decision.attempt, decision.id) for decision in _listed(run, run.keys.sweep_decisions)}
+    return sorted(_listed(run, run.keys.tombstones))
 
 
 def find_hidden(run: Run, reference: Reference) -> Attempt:
@@ -166,11 +167,7 @@ def find_hidden(run: Run, reference: Reference) -> Attempt:
 
     Raises NoCheckpoint.
     """
-    found = [
-        h.attempt
-        for h in list_hidden(run)
-        if h.attempt.step == reference.step and reference.ulid in (None, h.attempt.ulid)
-    ]
+    found = [h.attempt for h in list_hidden(run) if reference.means(h.attempt)]
     if not found:
         raise NoCheckpoint(
             f"run {run.name!r} has no deleted checkpoint at step {reference.step}", "ckptctl undelete lists them"
@@ -182,7 +179,7 @@ def find_hidden(run: Run, reference: Reference) -> Attempt:
 def read_tombstone(run: Run, hidden: Hidden) -> Tombstone | None:
     """The tombstone document; None if it is deleted or damaged."""
     try:
-        return run.read(run.keys.tombstone(hidden.attempt, hidden.id), Tombstone)
+        return run.read(hidden.key(run), Tombstone)
     except (Damaged, ObjectMissing):
         return None
 
@@ -190,18 +187,22 @@ def read_tombstone(run: Run, hidden: Hidden) -> Tombstone | None:
 def forget_tombstones(run: Run) -> None:
     """Remove tombstones and sweep decisions a week after the data is deleted. The list of deleted attempts names the
     attempts by then."""
-    listed = _listed(run, run.keys.sweep_decisions)
-    old = {(decision.attempt, decision.id) for decision in listed if run.age_s(decision.written_at) > TOMBSTONE_KEPT_S}
-    hidden = [h for h in list_hidden(run) if (h.attempt, h.id) in old]
+    old = {
+        decision
+        for decision in _listed(run, run.keys.sweep_decisions)
+        if run.age_s(decision.written_at) > TOMBSTONE_KEPT_S
+    }
+    hidden = [h for h in list_hidden(run) if h in old]
     decided, _ = _sweep_decisions(run, hidden)
     swept = {h.attempt for h, decision in decided.items() if decision.swept}
     recorded = record_deleted(run, swept.difference(_present(run, swept)))
     undeleted = {h for h, decision in decided.items() if not decision.swept}
-    kept = {(h.attempt, h.id) for h in hidden if h.attempt not in recorded and h not in undeleted}
-    forgotten = sorted(old - kept)
-    tombstones = [run.keys.tombstone(h.attempt, h.id) for h in hidden if (h.attempt, h.id) not in kept]
+    kept = {h for h in hidden if h.attempt not in recorded and h not in undeleted}
+    tombstones = [h.key(run) for h in hidden if h not in kept]
     # Tombstones first: a tombstone without its sweep decision could be decided again.
-    run.store.delete_many([*tombstones, *(run.keys.sweep_decision(attempt, id) for attempt, id in forgotten)])
+    run.store.delete_many(
+        [*tombstones, *(run.keys.sweep_decision(decision.attempt, decision.id) for decision in sorted(old - kept))]
+    )
 
 
 def delete_data(run: Run, attempt: Attempt) -> int:
@@ -213,58 +214,56 @@ def delete_data(run: Run, attempt: Attempt) -> int:
     return sum(info.bytes for info in objects)
 
 
-def _write_tombstone(run: Run, attempt: Attempt, reason: str, grace_s: float) -> str:
+def _write_tombstone(run: Run, attempt: Attempt, reason: str, grace_s: float) -> Hidden:
     now = run.clock()
-    id = new_ulid(now)
+    hidden = Hidden(attempt, new_ulid(now))
     tombstone = Tombstone(
         format=oldest_format(attempt), kind="tombstone", attempt=str(attempt), by=run.by, at=now, reason=reason,
         grace_s=grace_s,
     )  # fmt: skip
-    run.write(run.keys.tombstone(attempt, id), tombstone)
-    return id
+    run.write(hidden.key(run), tombstone)
+    return hidden
 
 
-def _cancel_deletion(run: Run, attempt: Attempt, ids: Sequence[str]) -> bool:
-    """Undelete the tombstones `ids`. False if one of them is decided as swept."""
-    if any(_decide(run, attempt, id, swept=False).swept for id in ids):
+def _cancel_deletion(run: Run, attempt: Attempt, tombstones: Sequence[Hidden]) -> bool:
+    """Undelete these tombstones of an attempt. False if one of them is decided as swept."""
+    if any(_decide(run, one, swept=False).swept for one in tombstones):
         return False
-    if not all(_is_left(run, attempt, id) for id in ids) and not _has_outcome(run, attempt):
+    if not all(_is_left(run, one) for one in tombstones) and not _has_outcome(run, attempt):
         return False  # swept and forgotten
-    run.store.delete_many(run.keys.tombstone(attempt, id) for id in ids)
+    run.store.delete_many(one.key(run) for one in tombstones)
     return True
 
 
-def _decide(run: Run, attempt: Attempt, id: str, *, swept: bool) -> SweepDecision:
+def _decide(run: Run, hidden: Hidden, *, swept: bool) -> SweepDecision:
     """Create the sweep decision of a tombstone, or return the existing one. Durable on return."""
+    attempt = hidden.attempt
     proposal = SweepDecision(
-        format=oldest_format(attempt), kind="fate", attempt=str(attempt), tombstone=id, swept=swept, by=run.by,
+        format=oldest_format(attempt), kind="fate", attempt=str(attempt), tombstone=hidden.id, swept=swept, by=run.by,
         at=run.clock(),
     )  # fmt: skip
-    failure: StoreUnavailable | None = None
-    for _ in range(_TRIES):
-        try:
-            if run.store.put_if_absent(run.keys.sweep_decision(attempt, id), seal(proposal)):
-                return proposal
-            # After a lost reply this may be our own sweep decision, which is then returned like any other.
-            decision = _read_sweep_decision(run, attempt, id)
-        except StoreUnavailable as error:
-            failure = error
-            continue
-        if decision is not None:
-            return decision
-    raise failure or StoreUnavailable(
-        f"cannot read whether {run.id_of(attempt)} in {run.store.url} is swept or undeleted",
-        "Try again: the decision does not change",
-    )
+
+    def once() -> SweepDecision:
+        if run.store.put_if_absent(run.keys.sweep_decision(attempt, hidden.id), seal(proposal)):
+            return proposal
+        # After a lost reply this may be our own sweep decision, which is then returned like any other.
+        if (decision := _read_sweep_decision(run, hidden)) is None:
+            raise StoreUnavailable(
+                f"cannot read whether {run.id_of(attempt)} in {run.store.url} is swept or undeleted",
+                "Try again: the decision does not change",
+            )
+        return decision
+
+    return retry(once, StoreUnavailable, repeat(0.0, _TRIES - 1))
 
 
-def _read_sweep_decision(run: Run, attempt: Attempt, id: str) -> SweepDecision | None:
-    key = run.keys.sweep_decision(attempt, id)
+def _read_sweep_decision(run: Run, hidden: Hidden) -> SweepDecision | None:
+    key = run.keys.sweep_decision(hidden.attempt, hidden.id)
     try:
         decision = run.read(key, SweepDecision)
     except ObjectMissing:
         return None
-    if (decision.attempt, decision.tombstone) != (str(attempt), id):
+    if (decision.attempt, decision.tombstone) != (str(hidden.attempt), hidden.id):
         raise CorruptObject(f"{run.store.object_url(key)} is the sweep decision of another tombstone")
     return decision
 
@@ -274,31 +273,25 @@ def _has_outcome(run: Run, attempt: Attempt) -> bool:
     return attempt in decided_attempts(run) and attempt not in DeletedAttempts(run)
 
 
-def _is_left(run: Run, attempt: Attempt, id: str) -> bool:
+def _is_left(run: Run, hidden: Hidden) -> bool:
     """Whether a tombstone still exists, asked after its sweep decision is known.
 
     A sweep decision expires. A process that slept for weeks may then create that of a tombstone that was removed long
     ago, with another decision (docs/decisions/0027).
     """
-    try:
-        run.store.get(run.keys.tombstone(attempt, id))
-    except ObjectMissing:
-        return False
-    return True
+    return run.store.find(hidden.key(run)) is not None
 
 
-def _sweep_decisions(run: Run, hidden: Collection[Hidden]) -> tuple[dict[Hidden, SweepDecision], dict[Hidden, Damaged]]:
+def _sweep_decisions(run: Run, hidden: Collection[Hidden]) -> tuple[dict[Hidden, SweepDecision], list[Damaged]]:
     """The sweep decisions of decided tombstones, and the errors of those whose sweep decision is damaged."""
     decided: dict[Hidden, SweepDecision] = {}
-    damage: dict[Hidden, Damaged] = {}
+    damage: list[Damaged] = []
     for one in hidden:
         try:
-            decision = _read_sweep_decision(run, one.attempt, one.id)
+            if (decision := _read_sweep_decision(run, one)) is not None:
+                decided[one] = decision
         except Damaged as error:
-            damage[one] = error
-            continue
-        if decision is not None:
-            decided[one] = decision
+            damage.append(error)
     return decided, damage
 
 
@@ -489,9 +482,8 @@ def _forget_marks(run: Run) -> None:
     listed = marks(run)
     if listed:
         present, decided = set(_attempts_with_data(run)), set(decided_attempts(run))
-        by = {found.by for found in listed} - decided
-        gone = {attempt for attempt in by if attempt not in present or not has_data(run, attempt)}
-        unmark(run, [found for found in listed if found.by in gone or found.by not in present])
+        left = {by for by in present.intersection(found.by for found in listed) if by in decided or has_data(run, by)}
+        unmark(run, [found for found in listed if found.by not in left])
 
 
 def _forget_aborted(run: Run, outcomes: Mapping[Attempt, Outcome]) -> None:
@@ -524,8 +516,7 @@ UNDELETED = "undeleted"
 _IDLE_S = 3600.0
 
 
-@dataclass(frozen=True, slots=True)
-class Waste:
+class Waste(NamedTuple):
     """Bytes in the store that belong to a run but to none of its visible checkpoints."""
 
     orphans: int
@@ -573,20 +564,20 @@ def undelete_checkpoint(run: Run, reference: Reference, reason: str = "") -> Ref
     try:
         undelete(run, attempt, reason)
     except (NoCheckpoint, SweepBegun) as error:
-        if isinstance(error, NoCheckpoint) and attempt in visible_attempts(run):
-            return Reference(run.name, attempt.step, attempt.ulid)  # another undelete was faster
-        run.store.delete_many([run.keys.pin(attempt, UNDELETED)])
-        raise
+        if isinstance(error, SweepBegun) or attempt not in visible_attempts(run):
+            run.store.delete_many([run.keys.pin(attempt, UNDELETED)])
+            raise
+        # Another undelete was faster.
     return Reference(run.name, attempt.step, attempt.ulid)
 
 
 def list_deleted(run: Run) -> list[Deleted]:
     """The hidden checkpoints of a run that still have their data, newest step first."""
     left = set(decided_attempts(run))
-    decided = list_sweep_decisions(run)
+    decided = set(_listed(run, run.keys.sweep_decisions))
     found = []
     for hidden in reversed(list_hidden(run)):
-        if hidden.attempt not in left or (hidden.attempt, hidden.id) in decided:
+        if hidden.attempt not in left or hidden in decided:
             continue
         tombstone = read_tombstone(run, hidden)
         found.append(
