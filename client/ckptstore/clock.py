@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from collections.abc import Callable
 
-
-class Clock(Protocol):
-    """Returns seconds since the epoch; tests pass a clock they control."""
-
-    def __call__(self) -> float:
-        """Now."""
+Clock = Callable[[], float]
+"""Returns seconds since the epoch; tests pass a clock they control."""
 
 
 def system_clock() -> float:

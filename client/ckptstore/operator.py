@@ -17,6 +17,7 @@ from ckptstore.commits.labels import LabelChange, change_labels, with_labels
 from ckptstore.errors import NoCheckpoint
 from ckptstore.format.records import PolicySet
 from ckptstore.names import Reference
+from ckptstore.reading.source import StoreSource
 from ckptstore.retention import deletion, pins, policy
 from ckptstore.retention.deletion import CollectReport, Deleted
 from ckptstore.retention.pins import NamedPin
@@ -137,8 +138,7 @@ class StoreOperator(Operator):
 
     @override
     def checkpoints(self, run: str) -> list[Checkpoint]:
-        named = self.run(run)
-        return with_labels(named, catalog.list_checkpoints(named))
+        return StoreSource(self.store, self._clock).checkpoints(run)
 
     @override
     def delete(self, checkpoint: Checkpoint, grace_s: float, reason: str = "", force: bool = False) -> None:
@@ -203,11 +203,7 @@ class StoreOperator(Operator):
         plan = plan or self.plan_prune(prune)
         if not plan.remove:
             return plan
-
-        def done(checkpoint: Checkpoint) -> None:
-            progress(checkpoint.stored_bytes)
-
-        return apply_prunes(self.store, plan, self._clock, self._by, prune.force, done, self._on_change)
+        return apply_prunes(self.store, plan, self._clock, self._by, prune.force, progress, self._on_change)
 
     @override
     def collect(self, run: str | None = None, grace_s: float | None = None) -> list[CollectReport]:

@@ -7,7 +7,6 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import count
 from typing import TypeVar
 
@@ -18,7 +17,6 @@ _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
 _jitter = random.Random()
 """Not the global generator: its state is the trainer's, and part of each checkpoint."""
-Errors = type[Exception] | tuple[type[Exception], ...]
 
 
 def pauses(
@@ -57,29 +55,24 @@ def outage_pauses(limit_s: float) -> Iterator[float]:
 
 def retry(
     call: Callable[[], _T],
-    errors: Errors,
+    errors: type[Exception] | tuple[type[Exception], ...],
     waits: Iterator[float],
     *,
-    unless: Errors | Callable[[Exception], bool] = (),
+    unless: Callable[[Exception], bool] = lambda _: False,
     sleep: Callable[[float], object] = time.sleep,
     log_level: int = logging.INFO,
 ) -> _T:
     """Repeat a call that raises one of `errors`; returns its result. Raises its last error when `waits` ends.
 
-    unless: subclasses of `errors` that are not retried, or a function that recognizes them. sleep: returns something
+    unless: recognizes errors that are not retried. sleep: returns something
     true to stop retrying, as `threading.Event.wait` does.
     """
-    hopeless = unless if callable(unless) and not isinstance(unless, type) else partial(_is_one_of, unless)
     while True:
         try:
             return call()
         except errors as error:
-            if hopeless(error) or (pause := next(waits, None)) is None:
+            if unless(error) or (pause := next(waits, None)) is None:
                 raise
             logger.log(log_level, "retrying in %.1f s: %s", pause, error)
             if sleep(pause):
                 raise
-
-
-def _is_one_of(errors: Errors, error: Exception) -> bool:
-    return isinstance(error, errors)

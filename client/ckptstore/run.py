@@ -88,6 +88,13 @@ class Run:
                 continue
             yield attempt, name, info
 
+    def listed_by_ulid(self, prefix: str) -> Iterator[tuple[str, ObjectInfo]]:
+        """The objects below a prefix that are named ULID.json: the ULID and the object. All others are foreign."""
+        for info in self.store.list(prefix):
+            ulid = info.key.rsplit("/", 1)[-1].removesuffix(".json")
+            if names.is_ulid(ulid):
+                yield ulid, info
+
     def id_of(self, attempt: Attempt) -> str:
         """The full id of one checkpoint: run@step.ulid."""
         return checkpoint_id(self.name, attempt)

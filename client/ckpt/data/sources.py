@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import override
 
 from ckpt.capture.rng import host_rng_state, load_rng_state
 from ckpt.capture.train_state import Stateful
@@ -120,11 +121,13 @@ class MapSource(Source):
         if loader.num_workers:
             self._view.__dict__["dataset"] = SeededDataset(loader.dataset)
 
+    @override
     def begin(self, position: Position) -> tuple[Iterator[Any], Start]:
         self.order.enter(position.epoch, position.start, position.batches or 0)
         found = _iterate(self._view, position)
         return found, self.order.reach()
 
+    @override
     def state(self, position: Position) -> dict[str, Any]:
         sampler, size = self.order.distributed, self.order.batch_size
         ranks = {} if sampler is None else {"replica": sampler.rank, "num_replicas": sampler.num_replicas}
@@ -135,6 +138,7 @@ class MapSource(Source):
         taken = min((position.batches or 0) * (size or 1), self.order.num_shared)
         return {**ranks, "batch_size": size, "taken": taken}
 
+    @override
     def prepare(self, position: Position) -> None:
         for generator, state in zip(self.order.generators, position.generators, strict=False):
             generator.set_state(state)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ckptstore.codecs.casting import CAST_TYPES, SOURCE, cast, is_cast
+from ckptstore.codecs.dtypes import CAST_TYPES, SOURCE, cast, is_cast
 from ckptstore.format.boxes import Box
 from ckptstore.format.shards import Placed
 

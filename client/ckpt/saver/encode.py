@@ -22,7 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 
 from ckptstore.codecs.chunk_codecs import CodingPolicy
-from ckptstore.codecs.extremes import Extremes
+from ckptstore.codecs.dtypes import Extremes
 from ckptstore.format.shards import ChunkSpan, EncodedChunk, encode_chunk
 
 NICENESS = 5

@@ -19,8 +19,7 @@ import numpy as np
 from ckpt.saver.deriving import Derived
 from ckpt.saver.encode import Encode
 from ckptstore.codecs.chunk_codecs import FLOAT_SPLIT
-from ckptstore.codecs.dtypes import ITEM_BYTES, is_float, numbers_of
-from ckptstore.codecs.extremes import Extremes
+from ckptstore.codecs.dtypes import ITEM_BYTES, Extremes, is_float, numbers_of
 from ckptstore.codecs.float_split import find_extremes
 from ckptstore.errors import CkptError
 from ckptstore.format.documents import JSON

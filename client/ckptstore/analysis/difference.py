@@ -14,8 +14,7 @@ from math import prod, sqrt
 import msgspec
 import numpy as np
 
-from ckptstore.codecs.casting import SOURCE
-from ckptstore.codecs.dtypes import ITEM_BYTES, numbers_of
+from ckptstore.codecs.dtypes import ITEM_BYTES, SOURCE, numbers_of
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.format import boxes
 from ckptstore.format.boxes import Box, Want

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ckptstore.codecs import float_split
-from ckptstore.codecs.extremes import Extremes, Seen, ignore
+from ckptstore.codecs.dtypes import Extremes, Seen, ignore
 from ckptstore.codecs.frames import Buffer as Buffer
 from ckptstore.codecs.frames import pack, unpack
 from ckptstore.errors import CorruptObject

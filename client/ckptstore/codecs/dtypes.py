@@ -1,10 +1,20 @@
-"""The element types of checkpoints, by their names in torch: sizes, and the numbers in their bytes. Pure.
+"""The element types of checkpoints, by their names in torch: sizes, the numbers in their bytes, casts, extremes. Pure.
 
 Types that numpy lacks (bfloat16, float8) are decoded by shifts or by tables. A complex number counts as two numbers.
+
+Derived slices are restored by bit-exact casts from float32 to 16-bit types. Values round to nearest, ties to even.
+Devices cast NaNs differently; here they are cast as torch does on CPUs. A tensor with other NaNs does not count as a
+cast of its source.
+
+The extremes of the words of a chunk are taken block by block while they are in the cache. Words of floats are ordered
+by sign and magnitude. So the largest unsigned word is the lowest negative number, the largest signed word is the
+largest positive number, and the smallest unsigned word is the number closest to zero. NaN and Inf are beyond all finite
+numbers of their sign.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -94,3 +104,90 @@ def _numbers_of_bytes(dtype: str) -> Any:
     if dtype.endswith("fnuz"):
         numbers[0x80] = np.nan  # there is no -0
     return numbers.astype(np.float32)
+
+
+SOURCE = "float32"
+"""The type from which derived slices are cast."""
+CAST_TYPES = ("bfloat16", "float16")
+"""The types to which they are cast."""
+
+_BLOCK = 1 << 16  # temporary arrays stay in the L2 cache
+_INFINITY = np.uint32(0x7F800000)
+_MAGNITUDE = np.uint32(0x7FFFFFFF)
+
+
+def cast(bits: Numbers, dtype: str) -> Numbers:
+    """float32 words as words of `dtype`."""
+    rounded = _to_bfloat16(bits) if dtype == "bfloat16" else _to_float16(bits)
+    nan = (bits & _MAGNITUDE) > _INFINITY
+    if nan.any():
+        payload = (bits >> np.uint32(13) & np.uint32(0x3FF) | np.uint32(0x7E00)).astype(np.uint16)
+        sign = (bits >> np.uint32(16)).astype(np.uint16) & np.uint16(0x8000)
+        rounded[nan] = np.uint16(0xFFFF) if dtype == "bfloat16" else (sign | payload)[nan]
+    return rounded
+
+
+def cast_into(bits: Numbers, dtype: str, target: Numbers) -> None:
+    """Cast into `target`, which has the same shape."""
+    if bits.ndim != 1:
+        target[...] = cast(bits, dtype)
+        return
+    for at in range(0, len(bits), _BLOCK):
+        target[at : at + _BLOCK] = cast(bits[at : at + _BLOCK], dtype)
+
+
+def is_cast(bits: Numbers, dtype: str, words: Numbers) -> bool:
+    """Whether each of `words` is the cast of the float32 at its place."""
+    blocks = range(0, len(bits), _BLOCK)
+    return all(np.array_equal(cast(bits[at : at + _BLOCK], dtype), words[at : at + _BLOCK]) for at in blocks)
+
+
+def _to_bfloat16(bits: Numbers) -> Numbers:
+    rounded = bits >> np.uint32(16)
+    rounded &= np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += bits
+    rounded >>= np.uint32(16)
+    return rounded.astype(np.uint16)
+
+
+def _to_float16(bits: Numbers) -> Numbers:
+    with np.errstate(all="ignore"):
+        return bits.view(np.float32).astype(np.float16).view(np.uint16)
+
+
+Seen = Callable[[memoryview], object]
+"""Called with each part of a chunk before it is encoded, in order."""
+
+
+def ignore(part: memoryview) -> None:
+    """Does nothing with a part of a chunk."""
+
+
+class Extremes:
+    """The exact extremes of a chunk of floats of 16 or 32 bits. For one thread."""
+
+    __slots__ = ("dtype", "signed", "smallest", "unsigned")
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype = dtype
+        self.unsigned = -1
+        """The largest word, as unsigned number; -1: no word was added."""
+        self.signed = -(1 << 31)
+        """The largest word, as signed number."""
+        self.smallest = 1 << 32
+        """The smallest word, as unsigned number."""
+
+    def add(self, unsigned: int, signed: int, smallest: int) -> None:
+        """Add the extremes of some words."""
+        self.unsigned = max(self.unsigned, unsigned)
+        self.signed = max(self.signed, signed)
+        self.smallest = min(self.smallest, smallest)
+
+    def bounds(self) -> tuple[float, float]:
+        """The smallest and the largest number; not finite if any number is not."""
+        lowest = self.unsigned if self.unsigned != self.signed else self.smallest  # a negative one, if there is one
+        largest = self.signed if self.signed >= 0 else self.smallest
+        words = np.array([lowest, largest], f"<u{ITEM_BYTES[self.dtype]}")
+        low, high = numbers_of(self.dtype, words.data.cast("B")).tolist()
+        return low + 0.0, high + 0.0  # not -0.0

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from ckptstore.codecs import fused, passes
-from ckptstore.codecs.dtypes import ITEM_BYTES
-from ckptstore.codecs.extremes import Extremes, Seen, ignore
+from ckptstore.codecs.dtypes import ITEM_BYTES, Extremes, Seen, ignore
 from ckptstore.codecs.frames import Buffer, pack, pack_huffman, unpack
 from ckptstore.codecs.passes import BLOCK_BYTES, SAMPLE, Codes, Plane
 from ckptstore.errors import CorruptObject
@@ -177,7 +176,7 @@ class _Reader:
         """into: whole groups of words. item: bytes of a word."""
         data: Plane = np.frombuffer(stored, np.uint8)
         self._stored, self._size, self._at = data.data, len(data), 0
-        self._planes, self._into = loops.planes(data), loops.planes(into)
+        self._planes, self._into = loops.Planes(data), loops.Planes(into)
         self._words, self._item, self._kind = len(into) // item, item, np.dtype(f"u{item}")
 
     def read_blocks(self) -> None:

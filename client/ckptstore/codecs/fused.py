@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptstore.codecs.extremes import Extremes
+from ckptstore.codecs.dtypes import Extremes
 from ckptstore.codecs.passes import BLOCK_BYTES, LIMITS, Codes, Plane
 
 LIBRARY = Path(__file__).with_name("libfused.so.1")  # Python imports no module of this name
@@ -126,9 +126,6 @@ class Planes:
     def unpacked(self, data: bytes, kind: Any) -> bytes:
         """The plane that a frame was unpacked to."""
         return data
-
-
-planes = Planes
 
 
 def join(words: int, count: int, block: Codes, low: Any | None, is_mixed: bool, rest: Any, escapes: int) -> None:

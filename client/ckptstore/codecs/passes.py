@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckptstore.codecs.extremes import Extremes
+from ckptstore.codecs.dtypes import Extremes
 
 Plane = npt.NDArray[Any]
 
@@ -121,9 +121,6 @@ class Planes:
     def unpacked(self, data: bytes, kind: Any) -> Plane:
         """The plane that a frame was unpacked to."""
         return np.frombuffer(data, kind)
-
-
-planes = Planes
 
 
 def join(words: Plane, count: int, block: Codes, low: Plane | None, is_mixed: bool, rest: Plane, escapes: int) -> None:

@@ -13,7 +13,7 @@ import msgspec
 from ckptstore.errors import Damaged, ObjectMissing
 from ckptstore.format.documents import FORMAT
 from ckptstore.format.records import Action, AuditRecord
-from ckptstore.names import Attempt, checkpoint_id, is_ulid, new_ulid, ulid_time
+from ckptstore.names import Attempt, checkpoint_id, new_ulid, ulid_time
 from ckptstore.run import Run, origin
 
 KEPT_S = 365 * 24 * 3600.0
@@ -70,6 +70,5 @@ def read_log(run: Run, limit: int = 0) -> Iterator[AuditRecord]:
 def forget_old(run: Run) -> None:
     """Delete records older than a year."""
     cutoff = run.clock() - KEPT_S
-    listed = (info.key for info in run.store.list(run.keys.audit))
-    stems = {key: key.removeprefix(run.keys.audit).removesuffix(".json") for key in listed}
-    run.store.delete_many([key for key, stem in stems.items() if is_ulid(stem) and ulid_time(stem) < cutoff])
+    listed = run.listed_by_ulid(run.keys.audit)
+    run.store.delete_many([info.key for ulid, info in listed if ulid_time(ulid) < cutoff])

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import groupby
 
+from msgspec.structs import asdict
+
 from ckptstore import names
 from ckptstore.commits.commit import read_outcome
 from ckptstore.commits.generations import (
@@ -217,25 +219,16 @@ def find(store: Store, reference: Reference) -> Checkpoint:
     run = Run(store, reference.run)
     if reference.step is None:
         return latest(run)
-    found = _find(run, reference)
-    if not found:
-        raise NoCheckpoint(
-            f"run {reference.run!r} has no checkpoint at step {reference.step} in {store.url}",
-            "ckptctl ls shows what there is",
-        )
-    return found[0]
-
-
-def _find(run: Run, reference: Reference) -> list[Checkpoint]:
-    """The checkpoints that a reference with a step may mean, best first."""
     visible = visible_attempts(run)
-    meant = list(filter(reference.means, visible))
-    if not meant:
-        return []
-    damaged = quarantined_attempts(run)
-    found = (read_checkpoint(run, attempt, damaged) for attempt in meant)
-    listed = with_states((c for c in found if c is not None), _lineage(run, visible))
-    return sorted(listed, key=lambda c: c.state is State.ABANDONED)
+    if meant := list(filter(reference.means, visible)):
+        damaged = quarantined_attempts(run)
+        found = (read_checkpoint(run, attempt, damaged) for attempt in meant)
+        if listed := with_states((c for c in found if c is not None), _lineage(run, visible)):
+            return min(listed, key=lambda c: c.state is State.ABANDONED)
+    raise NoCheckpoint(
+        f"run {reference.run!r} has no checkpoint at step {reference.step} in {store.url}",
+        "ckptctl ls shows what there is",
+    )
 
 
 def _lineage(run: Run, visible: Iterable[Attempt]) -> Lineage:
@@ -289,20 +282,13 @@ def from_outcome(outcome: Outcome) -> Checkpoint | None:
         return None
     summary, health = outcome.committed.summary, outcome.extension(HEALTH, Health)
     return Checkpoint(
+        **asdict(summary),  # the same fields
         run=outcome.run,
         attempt=Attempt.parse(outcome.attempt),
         state=State.COMMITTED,
         committed_at=outcome.at,
-        created_at=summary.created_at,
-        world_size=summary.world_size,
-        raw_bytes=summary.raw_bytes,
-        stored_bytes=summary.stored_bytes,
-        referenced_bytes=summary.referenced_bytes,
-        num_entries=summary.num_entries,
-        num_shards=summary.num_shards,
         manifest_digest=outcome.committed.digest,
         manifest_bytes=outcome.committed.bytes,
-        metrics=summary.metrics,
         not_finite=health.nan + health.inf if health is not None else None,
     )
 
@@ -329,7 +315,7 @@ def with_states(
         lineage.add(generation, any(map(is_readable, group)))
         found += group
     continuations = Continuations(begun_at, lineage.parent_of)
-    return [_left(c, lineage, continuations, begun_at) if is_abandoned(c, lineage) else c for c in found]
+    return [_mark_abandoned(c, lineage, continuations, begun_at) for c in found]
 
 
 def with_parents(checkpoints: Iterable[Checkpoint], parent_of: ParentOf) -> list[Checkpoint]:
@@ -340,10 +326,12 @@ def with_parents(checkpoints: Iterable[Checkpoint], parent_of: ParentOf) -> list
     return [replace(c, parent=parents.get(c.attempt.generation)) for c in listed]
 
 
-def _left(
+def _mark_abandoned(
     checkpoint: Checkpoint, lineage: Lineage, continuations: Continuations, begun_at: Mapping[int, float]
 ) -> Checkpoint:
-    """The checkpoint, marked abandoned."""
+    """The checkpoint, marked abandoned if it is usable otherwise and outside of the live lineage."""
+    if checkpoint.state is not State.COMMITTED or lineage.includes(checkpoint.attempt):
+        return checkpoint
     begun = begun_at.get(lineage.left_by(checkpoint.attempt, continuations) or 0)
     # An old job may commit long after its successor began.
     at = None if begun is None else max(begun, checkpoint.written_at)
@@ -359,11 +347,6 @@ def has_branches(checkpoints: Iterable[Checkpoint]) -> bool:
 def is_readable(checkpoint: Checkpoint) -> bool:
     """Whether its outcome could be read, so that it is certain that it was committed. Pure."""
     return checkpoint.state is not State.CORRUPT or bool(checkpoint.manifest_digest)
-
-
-def is_abandoned(checkpoint: Checkpoint, lineage: Lineage) -> bool:
-    """Whether a checkpoint that is usable otherwise is outside of the live lineage."""
-    return checkpoint.state is State.COMMITTED and not lineage.includes(checkpoint.attempt)
 
 
 def quarantined(checkpoint: Checkpoint) -> Checkpoint:

@@ -16,9 +16,10 @@ roll-forward after a crash yields the same manifest.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import cast
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import NamedTuple
 
 from msgspec import Raw, structs
 
@@ -171,21 +172,13 @@ def _prepare(
     Returns the manifest's bytes, the newer generation, and the summary and the extensions of the outcome.
     """
 
-    def create() -> bytes:
+    with ThreadPoolExecutor(3, thread_name_prefix="ckpt-parallel") as pool:
+        # Late. If the next generation begins after this look, the checkpoint is committed, and abandoned.
+        newer = pool.submit(superseded_by, run, newest)
+        summary, health = pool.submit(_summarize, manifest), pool.submit(health_extension, manifest)
         data = _create_manifest(run, manifest, [shard for stored in receipts for shard in stored.shards])
         _mark_referenced(run, manifest, attempt)
-        return data
-
-    def look() -> int | None:
-        # Late. If the next generation begins after this look, the checkpoint is committed, and abandoned.
-        return superseded_by(run, newest)
-
-    def describe() -> tuple[Summary, dict[str, JSON]]:
-        return _summarize(manifest), health_extension(manifest)
-
-    work: tuple[Callable[[], object], ...] = (create, look, describe)
-    data, newer, described = in_parallel(lambda one: one(), work)
-    return cast(bytes, data), cast(int | None, newer), *cast(tuple[Summary, dict[str, JSON]], described)
+    return data, newer.result(), summary.result(), health.result()
 
 
 def check_alive(run: Run, attempt: Attempt) -> None:
@@ -295,8 +288,7 @@ _SUPERSEDED_BY = re.compile(r"superseded by generation (\d{1,6})")
 _ABORTED_BY = re.compile(r"rank (\d{1,9}) (?:skipped it|failed: (.+))", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
-class AbortedBy:
+class AbortedBy(NamedTuple):
     """The rank that aborted an attempt."""
 
     rank: int

@@ -12,13 +12,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from ckptstore import names
 from ckptstore.errors import CorruptObject, ObjectMissing, StoreUnavailable
-from ckptstore.format.documents import FORMAT, JSON, Generation, Outcome
+from ckptstore.format.documents import FORMAT, Generation, Outcome
 from ckptstore.format.parsing import seal
 from ckptstore.format.records import ORIGIN
 from ckptstore.names import Attempt, derive_ulid
@@ -65,8 +65,7 @@ class NewAttempt:
         return Attempt(self.step, self.ulid, generation=generation)
 
 
-@dataclass(frozen=True, slots=True)
-class Begun:
+class Begun(NamedTuple):
     """The generation of a session."""
 
     number: int
@@ -92,7 +91,7 @@ def begin_generation(run: Run, session: Session) -> Begun:
         proposal = Generation(
             format=FORMAT, kind="generation", run=run.name, number=number, session=session.id,
             parent=str(session.parent) if session.parent is not None else None, by=run.by, at=run.clock(),
-            extensions=_extensions(session),
+            extensions={ORIGIN: msgspec.to_builtins(origin()), **({SEEN: session.seen} if session.seen else {})},
         )  # fmt: skip
         if (created := create_generation(run, proposal)) is not None:
             return Begun(number, created)
@@ -104,9 +103,16 @@ def create_generation(run: Run, proposal: Generation) -> bool | None:
 
     Raises Unavailable.
     """
+
+    def once() -> bool | None:
+        if run.store.put_if_absent(run.keys.generation(proposal.number), seal(proposal)):
+            return True
+        found = read_generation(run, proposal.number)
+        return False if found is not None and found.session == proposal.session else None
+
     if proposal.number == 1:
         _refuse_old_readers(run)
-    return _create(run, proposal)
+    return retry(once, StoreUnavailable, pauses_without(run.store))
 
 
 def newest_generation(run: Run, listed: Iterable[int] | None = None) -> int:
@@ -288,18 +294,3 @@ def _refuse_old_readers(run: Run) -> None:
         committed=None, nonce=barrier.ulid, by="generations need format 2", at=run.clock(),
     )  # fmt: skip
     run.write(run.keys.outcome(barrier), document)
-
-
-def _extensions(session: Session) -> dict[str, JSON]:
-    here: dict[str, JSON] = {ORIGIN: msgspec.to_builtins(origin())}
-    return here | {SEEN: session.seen} if session.seen else here
-
-
-def _create(run: Run, proposal: Generation) -> bool | None:
-    def once() -> bool | None:
-        if run.store.put_if_absent(run.keys.generation(proposal.number), seal(proposal)):
-            return True
-        found = read_generation(run, proposal.number)
-        return False if found is not None and found.session == proposal.session else None
-
-    return retry(once, StoreUnavailable, pauses_without(run.store))

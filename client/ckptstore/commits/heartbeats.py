@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
-from ckptstore import names
 from ckptstore.errors import Damaged, InvalidName, ObjectMissing
 from ckptstore.format.parsing import parse_sealed
 from ckptstore.format.records import Heartbeat
 from ckptstore.names import Attempt
 from ckptstore.run import Run
+from ckptstore.threads import in_parallel
 
 KEPT_S = 365 * 24 * 3600.0
 MOST = 1000
 """Heartbeats of a run that are kept, the newest ones."""
-_READERS = 16
 
 
 def read_heartbeats(run: Run) -> list[Heartbeat]:
@@ -30,8 +27,7 @@ def read_heartbeats(run: Run) -> list[Heartbeat]:
             return None
         return found if found.run == run.name and len(columns) == 1 else None
 
-    with ThreadPoolExecutor(_READERS) as pool:
-        return [found for found in pool.map(read, sorted(_listed(run))) if found is not None]
+    return [found for found in in_parallel(read, sorted(_listed(run))) if found is not None]
 
 
 def old_heartbeats(run: Run) -> list[str]:
@@ -43,11 +39,4 @@ def old_heartbeats(run: Run) -> list[str]:
 
 def _listed(run: Run) -> dict[str, float]:
     """When the heartbeats were written, by key."""
-    found = {}
-    for info in run.store.list(run.keys.heartbeats):
-        try:
-            names.check_ulid(info.key.rsplit("/", 1)[-1].removesuffix(".json"))
-        except InvalidName:
-            continue  # a foreign object
-        found[info.key] = info.modified_at
-    return found
+    return {info.key: info.modified_at for _, info in run.listed_by_ulid(run.keys.heartbeats)}

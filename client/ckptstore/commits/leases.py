@@ -64,14 +64,10 @@ def expired_leases(run: Run) -> list[str]:
 
 def _listed(run: Run) -> Iterator[tuple[str, Lease | None]]:
     """The key of each lease, and its document while it is active; None if it is expired or damaged."""
-    for info in run.store.list(run.keys.leases):
-        try:
-            taken_at = ulid_time(info.key.removeprefix(run.keys.leases).removesuffix(".json"))
-        except InvalidName:
-            continue  # a foreign object
+    for ulid, info in run.listed_by_ulid(run.keys.leases):
         lease = _read(run, info.key)
         # The same clock wrote both times. A renewal does not change the ULID, so a renewed lease may last longer.
-        if lease is not None and run.age_s(info.modified_at) >= lease.expires_at - taken_at + MAX_SKEW_S:
+        if lease is not None and run.age_s(info.modified_at) >= lease.expires_at - ulid_time(ulid) + MAX_SKEW_S:
             lease = None
         yield info.key, lease
 

@@ -8,8 +8,8 @@ pin does, even if the referencing attempt is hidden or its committer died (docs/
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
 
 from ckptstore.errors import InvalidName, ReferenceLost
 from ckptstore.format.documents import FORMAT, Content
@@ -21,8 +21,7 @@ _NAMED = 3
 """Number of referencing checkpoints that a reason names; there may be thousands."""
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(NamedTuple):
     """Attempt `by` references chunks of `attempt`."""
 
     attempt: Attempt
@@ -75,10 +74,9 @@ def reasons(run: Run) -> dict[Attempt, list[str]]:
     by: dict[Attempt, list[Attempt]] = defaultdict(list)
     for found in marks(run):
         by[found.attempt].append(found.by)
-    return {attempt: list(_reasons(run, sorted(others, reverse=True))) for attempt, others in by.items()}
-
-
-def _reasons(run: Run, by: list[Attempt]) -> Iterator[str]:
-    yield from (f"referenced:{run.id_of(attempt)}" for attempt in by[:_NAMED])
-    if len(by) > _NAMED:
-        yield f"referenced:{len(by) - _NAMED} more"
+    why: dict[Attempt, list[str]] = {}
+    for attempt, others in by.items():
+        why[attempt] = [f"referenced:{run.id_of(other)}" for other in sorted(others, reverse=True)[:_NAMED]]
+        if len(others) > _NAMED:
+            why[attempt].append(f"referenced:{len(others) - _NAMED} more")
+    return why

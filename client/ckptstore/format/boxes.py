@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain, groupby
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec import Struct
@@ -81,8 +80,7 @@ def _lift(row: int, boxes: list[Box]) -> list[Box]:
     return [(row, *offsets(box), 1, *sizes(box)) for box in boxes]
 
 
-@dataclass(frozen=True, slots=True)
-class BoxGroup:
+class BoxGroup(NamedTuple):
     """Slices of entries with the same number of dimensions."""
 
     rows: Column
@@ -116,8 +114,9 @@ def same_dimensions(content: Content, rows: Column, most: int | None = None) -> 
     counts = dimensions[rows]
     for count in np.flatnonzero(np.bincount(counts)).tolist():
         of_count = rows[counts == count]
-        for first in range(0, len(of_count), most or len(of_count)):
-            chosen = of_count[first : first + most] if most else of_count
+        step = most or len(of_count)
+        for first in range(0, len(of_count), step):
+            chosen = of_count[first : first + step]
             entry, ends = slices.entry[chosen], box_ends[chosen]
             if chosen[-1] - chosen[0] == len(chosen) - 1:  # neighbours: nothing has to be copied
                 box = slices.box[ends[0] - 2 * count : ends[-1]].reshape(len(chosen), 2 * count)
@@ -196,8 +195,7 @@ class Want(Struct, frozen=True, gc=False):
     """Byte offset of the box in the buffer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Overlaps:
+class Overlaps(NamedTuple):
     """Pairs of a slice and a requested box that overlap, all with the same number of dimensions."""
 
     want: Column

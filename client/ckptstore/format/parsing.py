@@ -18,9 +18,8 @@ import numpy as np
 import zstandard
 
 from ckptstore import names
-from ckptstore.codecs.casting import CAST_TYPES, SOURCE
 from ckptstore.codecs.chunk_codecs import CODECS, MAX_CHUNK_BYTES
-from ckptstore.codecs.dtypes import ITEM_BYTES
+from ckptstore.codecs.dtypes import CAST_TYPES, ITEM_BYTES, SOURCE
 from ckptstore.errors import BadInput, CorruptObject, InvalidRequest, UnsupportedFormat
 from ckptstore.format.boxes import BLOCK, MAX_DIMENSIONS, same_dimensions
 from ckptstore.format.columns import Column, column, concatenate, decode_hook, distinct, encode_hook
@@ -265,7 +264,7 @@ def _checking(key: str) -> Iterator[None]:
         raise CorruptObject(f"{key}: {error}") from error
 
 
-def _require(condition: bool, message: str) -> None:
+def _require(condition: Any, message: str) -> None:
     if not condition:
         raise _Invalid(message)
 
@@ -308,11 +307,11 @@ def _check_references(attempt: str, content: Content) -> None:
         for other in found.attempts:
             names.Attempt.parse(other)
         _require(len({*found.attempts, attempt}) == len(found.attempts) + 1, "a reference to itself, or twice to one")
-        _require(bool((np.diff(found.chunk) > 0).all()), "references are not in order")
-        _require(int(found.chunk.max(initial=-1)) < len(shard.chunks.raw), "a reference is to no chunk")
+        _require((np.diff(found.chunk) > 0).all(), "references are not in order")
+        _require(found.chunk.max(initial=-1) < len(shard.chunks.raw), "a reference is to no chunk")
         used = distinct(found.attempt)
-        _require(bool(len(used)) and used.tolist() == list(range(len(found.attempts))), "an attempt is not referenced")
-        _require(int(found.offset.max(initial=0)) <= MAX_BYTES, "a reference is out of bounds")
+        _require(len(used) and used.tolist() == list(range(len(found.attempts))), "an attempt is not referenced")
+        _require(found.offset.max(initial=0) <= MAX_BYTES, "a reference is out of bounds")
 
 
 def _check_chunks(shards: Sequence[Shard]) -> None:
@@ -325,11 +324,11 @@ def _check_chunks(shards: Sequence[Shard]) -> None:
         _require(known is None or len(known) == len(chunks.digest), "raw digests and chunks differ in number")
         _require(len(set(chunks.codecs)) == len(chunks.codecs) <= len(CODECS), "codecs are named twice")
         _require(set(chunks.codecs) <= set(CODECS), "a chunk's codec is unknown")
-        _require(int(chunks.codec.max(initial=-1)) < len(chunks.codecs), "a chunk names no codec")
+        _require(chunks.codec.max(initial=-1) < len(chunks.codecs), "a chunk names no codec")
     raw = concatenate(shard.chunks.raw for shard in shards)
     stored = concatenate(shard.chunks.stored for shard in shards)
-    _require(bool(((raw > 0) & (raw <= MAX_CHUNK_BYTES)).all()), "a chunk's raw size is out of bounds")
-    _require(bool(((stored > 0) & (stored <= MAX_CHUNK_BYTES)).all()), "a chunk's size is out of bounds")
+    _require(((raw > 0) & (raw <= MAX_CHUNK_BYTES)).all(), "a chunk's raw size is out of bounds")
+    _require(((stored > 0) & (stored <= MAX_CHUNK_BYTES)).all(), "a chunk's size is out of bounds")
 
 
 def _check_entries(entries: Entries) -> None:
@@ -351,9 +350,9 @@ def _check_rows(content: Content) -> None:
     slices, entries = content.slices, content.entries
     _same_length("entries", entries.name, entries.dtype, entries.shape)
     _same_length("slices", slices.entry, slices.shard, slices.at)
-    _require(int(slices.entry.max(initial=-1)) < len(entries.name), "a slice names no entry")
-    _require(int(slices.shard.max(initial=-1)) < len(content.shards), "a slice names no shard")
-    _require(int(slices.derived_rows.max(initial=-1)) < len(slices.entry), "a derived slice is none")
+    _require(slices.entry.max(initial=-1) < len(entries.name), "a slice names no entry")
+    _require(slices.shard.max(initial=-1) < len(content.shards), "a slice names no shard")
+    _require(slices.derived_rows.max(initial=-1) < len(slices.entry), "a derived slice is none")
     dimensions = column(map(len, entries.shape))[slices.entry]
     _require(len(slices.box) == 2 * int(dimensions.sum()), "boxes and slices differ in number")
 
@@ -365,16 +364,16 @@ def _check_slices(content: Content) -> None:
     shard_bytes = np.diff(np.append(0, streams)[np.append(0, ends)])
     is_derived = np.zeros(len(slices.entry), np.bool_)
     if slices.derived is not None:
-        _require(bool(len(slices.derived) and (np.diff(slices.derived) > 0).all()), "derived slices are not in order")
+        _require(len(slices.derived) and (np.diff(slices.derived) > 0).all(), "derived slices are not in order")
         is_derived[slices.derived] = True
     sizes = np.zeros(len(slices.entry), np.int64)
     for group in same_dimensions(content, np.arange(len(slices.entry)), BLOCK):
         inside = (group.offsets <= group.shapes) & (group.sizes <= group.shapes - group.offsets)
-        _require(bool(inside.all()), "a box leaves its entry")
+        _require(inside.all(), "a box leaves its entry")
         sizes[group.rows] = group.bytes
         room = shard_bytes[slices.shard[group.rows]] - group.bytes
         fits = (slices.at[group.rows] <= room) | is_derived[group.rows]
-        _require(bool(fits.all()), "a slice leaves its shard")
+        _require(fits.all(), "a slice leaves its shard")
     stored = np.flatnonzero(~is_derived)
     _require(_apart(slices.shard[stored], slices.at[stored], sizes[stored]), "two slices share bytes of a shard")
     _check_derived(content, sizes, stored)
@@ -385,16 +384,18 @@ def _check_derived(content: Content, sizes: Column, stored: Column) -> None:
     slices, dtypes = content.slices, content.entries.dtype
     if slices.derived is None:
         return
-    wanted = set(zip(slices.shard[slices.derived].tolist(), slices.at[slices.derived].tolist(), strict=True))
-    near = stored[np.isin(slices.at[stored], slices.at[slices.derived]) & (sizes[stored] > 0)].tolist()
-    sources = {
-        place: row for row in near if (place := (int(slices.shard[row]), int(slices.at[row]))) in wanted
-    }  # fmt: skip
-    _require(len(wanted) == len(slices.derived), "two slices are derived from one")
-    for row in slices.derived.tolist():
-        source = sources.get((int(slices.shard[row]), int(slices.at[row])))
-        _require(source is not None, "a slice is derived from none")
-        assert source is not None
+
+    def place(row: int) -> tuple[int, int]:
+        return int(slices.shard[row]), int(slices.at[row])
+
+    derived = slices.derived.tolist()
+    near = stored[np.isin(slices.at[stored], slices.at[derived]) & (sizes[stored] > 0)].tolist()
+    sources = {place(row): row for row in near}
+    _require(len(set(map(place, derived))) == len(derived), "two slices are derived from one")
+    for row in derived:
+        source = sources.get(place(row))
+        if source is None:
+            raise _Invalid("a slice is derived from none")
         types = dtypes[int(slices.entry[source])], dtypes[int(slices.entry[row])]
         _require(types[0] == SOURCE and types[1] in CAST_TYPES, "a slice is derived from one of another type")
         _require(int(sizes[source]) == 2 * int(sizes[row]), "a slice is derived from one of another size")

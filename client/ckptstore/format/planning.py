@@ -10,13 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from math import prod
-from typing import Any
+from operator import add, mul, sub
 
 import numpy as np
 from msgspec import Struct
 
-from ckptstore.codecs.casting import SOURCE
-from ckptstore.codecs.dtypes import ITEM_BYTES
+from ckptstore.codecs.dtypes import ITEM_BYTES, SOURCE
 from ckptstore.errors import CorruptObject
 from ckptstore.format import boxes
 from ckptstore.format.boxes import Box, Overlaps, Want, overlaps
@@ -24,7 +23,6 @@ from ckptstore.format.columns import Column, column, concatenate, distinct
 from ckptstore.format.documents import Content
 from ckptstore.format.shards import ChunkTable
 
-Flags = np.ndarray[Any, np.dtype[np.bool_]]
 _Strided = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Shape, and strides in bytes on both sides."""
 
@@ -181,12 +179,14 @@ def _pieces(content: Content, wants: Sequence[Want], table: ChunkTable, found: O
     which, row, low, high = table.split(origin + first * item, origin + (last + 1) * item)
     item, to_item = item[which], to_item[which]
     start, stop = low - origin[which], high - origin[which]
-    _check_whole(content, table, found, which, row, (start % item != 0) | (stop % item != 0))
+    for cut in np.flatnonzero((start % item != 0) | (stop % item != 0))[:1].tolist():
+        entry = content.entries.name[int(slices.entry[found.row[which[cut]]])]
+        raise CorruptObject(f"chunk {table.index[row[cut]]} cuts an element of entry {entry!r}")
     is_flat = ((shape[:, 1:] == length[:, 1:]) & (target[:, 1:] == length[:, 1:])).all(axis=1)[which]
     to = (into[which] - first[which] + start // item) * to_item
     columns = (row, which, low - table.begin[row], to, item, to_item, start // item, stop // item)
     goals = [wants[number] for number in found.want.tolist()]
-    pieces = _flat_pieces(goals, casts, *(c[is_flat] for c in columns[1:]))
+    pieces = _flat_pieces(goals, casts, [c[is_flat] for c in columns])
     rows: list[int] = []
     strided = zip(*(c[~is_flat].tolist() for c in columns), strict=True)
     for chunk, one, at, _, size, to_size, begin, end in strided:
@@ -198,18 +198,9 @@ def _pieces(content: Content, wants: Sequence[Want], table: ChunkTable, found: O
     return np.append(row[is_flat], column(rows)), pieces
 
 
-def _flat_pieces(
-    goals: Sequence[Want],
-    casts: Sequence[str | None],
-    which: Column,
-    at: Column,
-    to: Column,
-    item: Column,
-    to_item: Column,
-    begin: Column,
-    end: Column,
-) -> list[Piece]:
+def _flat_pieces(goals: Sequence[Want], casts: Sequence[str | None], columns: Sequence[Column]) -> list[Piece]:
     """The copies that are contiguous on both sides, column by column. Most restored bytes are of this kind."""
+    _, which, at, to, item, to_item, begin, end = columns
     numbers = which.tolist()
     places = to + column(goal.at for goal in goals)[which]
     alone = {size: (size,) for size in ITEM_BYTES.values()}
@@ -218,14 +209,6 @@ def _flat_pieces(
     lengths = zip((end - begin).tolist(), strict=True)
     kinds = map(casts.__getitem__, numbers)
     return list(map(Piece, buffers, at.tolist(), places.tolist(), item.tolist(), lengths, steps, to_steps, kinds))
-
-
-def _check_whole(
-    content: Content, table: ChunkTable, found: Overlaps, which: Column, row: Column, is_cut: Flags
-) -> None:
-    for number in np.flatnonzero(is_cut)[:1].tolist():
-        entry = content.entries.name[int(content.slices.entry[found.row[which[number]]])]
-        raise CorruptObject(f"chunk {table.index[row[number]]} cuts an element of entry {entry!r}")
 
 
 def _strided(
@@ -239,11 +222,11 @@ def _strided(
     begin, length, shift = _minus(shared, held), boxes.sizes(shared), _minus(held, wanted)
     strides, to_strides = ([step * item for step in each] for each, item in zip((steps, to_steps), items, strict=True))
     for part in boxes.flat_boxes(boxes.sizes(held), start, stop):
-        corner = [max(a, b) for a, b in zip(boxes.offsets(part), begin, strict=True)]
+        corner = list(map(max, boxes.offsets(part), begin))
         ends = zip(boxes.offsets(part), boxes.sizes(part), begin, length, corner, strict=True)
         sizes = [min(a + n, b + m) - c for a, n, b, m, c in ends]
         if all(size > 0 for size in sizes):
-            into = [c + s for c, s in zip(corner, shift, strict=True)]
+            into = map(add, corner, shift)
             yield _dot(corner, steps), _dot(into, to_steps), _merge(sizes, strides, to_strides, items)
 
 
@@ -265,11 +248,11 @@ def _merge(sizes: Sequence[int], strides: Sequence[int], to_strides: Sequence[in
 
 
 def _minus(box: Box, other: Box) -> list[int]:
-    return [a - b for a, b in zip(boxes.offsets(box), boxes.offsets(other), strict=True)]
+    return list(map(sub, boxes.offsets(box), boxes.offsets(other)))
 
 
-def _dot(index: Sequence[int], steps: Sequence[int]) -> int:
-    return sum(i * step for i, step in zip(index, steps, strict=True))
+def _dot(index: Iterable[int], steps: Iterable[int]) -> int:
+    return sum(map(mul, index, steps))
 
 
 def _chunk_reads(

@@ -120,7 +120,7 @@ class Origin(Document, frozen=True, omit_defaults=True):
         return " · ".join(part for part in (f"{self.user}@{self.host}".strip("@"), self.job) if part)
 
 
-LOCAL_ONLY = "near_only"
+LOCAL_ONLY = "local_only"
 """The extension of heartbeats with a LocalOnly."""
 
 

@@ -17,8 +17,7 @@ import numpy as np
 import xxhash
 
 from ckptstore.codecs.chunk_codecs import RAW, Buffer, Coding, encode
-from ckptstore.codecs.dtypes import ITEM_BYTES
-from ckptstore.codecs.extremes import Extremes, ignore
+from ckptstore.codecs.dtypes import ITEM_BYTES, Extremes, ignore
 from ckptstore.format import boxes
 from ckptstore.format.boxes import Box
 from ckptstore.format.columns import Column, column, concatenate
@@ -168,10 +167,11 @@ def encode_chunk(
     scanned = coding.codec == RAW and extremes is not None  # then it passes through the cache once
     codec, data = encode(coding.codec, raw, coding.level, extremes, seen.update if hashes_raw or scanned else ignore)
     stored_digest = seen.hexdigest() if scanned else digest(data)
-    if codec == RAW:
-        return EncodedChunk(data, len(raw), len(data), codec, stored_digest, stored_digest)
-    data = memoryview(data).toreadonly()  # no other references exist
-    return EncodedChunk(data, len(raw), len(data), codec, stored_digest, seen.hexdigest() if hashes_raw else "")
+    raw_digest = stored_digest
+    if codec != RAW:
+        data = memoryview(data).toreadonly()  # no other references exist
+        raw_digest = seen.hexdigest() if hashes_raw else ""
+    return EncodedChunk(data, len(raw), len(data), codec, stored_digest, raw_digest)
 
 
 def chunk_table(chunks: Sequence[EncodedChunk]) -> Chunks:

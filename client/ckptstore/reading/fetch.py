@@ -13,15 +13,15 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import xxhash
 
 from ckptstore import human
-from ckptstore.codecs.casting import cast_into
 from ckptstore.codecs.chunk_codecs import RAW, decode
+from ckptstore.codecs.dtypes import cast_into
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CkptError, CorruptObject, Damaged, ObjectMissing, Unavailable
 from ckptstore.format.documents import digest
@@ -130,7 +130,7 @@ class _Fetching:
 
     def _work(self, stretches: Stretches[ShardRead], thread: int) -> None:
         try:
-            with _Fetch(self._source, self._checkpoint, self._progress) as one:
+            with closing(_Fetch(self._source, self._checkpoint, self._progress)) as one:
                 while not self._stop.is_set() and (read := stretches.take(thread)) is not None:
                     self._fetch(one, read)
         except BaseException:  # also KeyboardInterrupt: the pool waits for running work
@@ -187,12 +187,6 @@ class _Fetch:
         self._stored, self._raw = Scratch(), Scratch()
         self._shard: ObjectReader | None = None
         self._opened: tuple[str, str | None] | None = None
-
-    def __enter__(self) -> _Fetch:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def fetch(self, read: ShardRead) -> None:
         """Fetch all chunks of a read and place them."""

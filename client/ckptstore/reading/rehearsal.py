@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,8 +49,7 @@ class RestoreEstimate:
     """If all ranks together read as fast as the sample was read: on one host, or at the limit of the store."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rehearsal:
+class Rehearsal(NamedTuple):
     """The restore of the part of one rank, and an estimate for each number of ranks; none if it does not restore."""
 
     reads: Sequence[ShardRead] = ()

@@ -106,7 +106,7 @@ class StoreSource:
         """Reads outcomes of one run or of every run, newest step first."""
         if run is not None:
             return self._labelled(catalog.latest(self.run(run)))
-        newest = chain.from_iterable(_first(catalog.newest_first(self.run(name))) for name in self.runs())
+        newest = chain.from_iterable(islice(catalog.newest_first(self.run(name)), 1) for name in self.runs())
         return self._labelled(only_run(list(newest), self.url))
 
     def find(self, reference: Reference) -> Checkpoint:
@@ -206,10 +206,6 @@ def _receipt_data(source: Source, checkpoint: Checkpoint, manifest: Manifest, ra
     if digest(data) != manifest.receipts[rank].digest:
         raise CorruptObject(f"{key} does not match the checksum in its manifest")
     return data, key
-
-
-def _first(checkpoints: Iterator[Checkpoint]) -> list[Checkpoint]:
-    return list(islice(checkpoints, 1))
 
 
 def stored_statistics(source: Source, checkpoint: Checkpoint, rank: int, side: SideDocument | None) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from hashlib import blake2b
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import Damaged, ObjectMissing
 from ckptstore.format.boxes import check_cover
+from ckptstore.format.documents import Manifest
 from ckptstore.format.planning import ChunkRead, ShardRead, plan_all
 from ckptstore.names import Attempt
 from ckptstore.reading.fetch import DEFAULT_THREADS, Progress, check_chunk, check_decoded, fetch_stored
@@ -93,34 +93,8 @@ def verify(
         known.add_all(checkpoint, (chunk for read in rehearsed.reads for chunk in read.chunks))
         throttle(sum(read.bytes for read in rehearsed.reads))
     check = check_chunk if ranks is None else check_decoded
-    found = _verify_all(source, checkpoint, progress, threads, known, throttle, only, check)
-    if found.ok and rehearsed.problem:
-        return replace(found, problems=(rehearsed.problem,))
-    return replace(found, estimates=rehearsed.estimates) if found.ok else found
-
-
-def _verify_all(
-    source: Source,
-    checkpoint: Checkpoint,
-    progress: Progress,
-    threads: int,
-    known: VerifiedChunks,
-    throttle: Progress,
-    only: Collection[tuple[str, int]] | None,
-    check: Callable[[Checkpoint, ChunkRead, memoryview], None],
-) -> Verification:
-    try:
-        manifest = read_manifest(source, checkpoint)
-        check_cover(manifest.content)
-    except (Damaged, ObjectMissing) as error:
-        return Verification(checkpoint, 0, 0, (str(error),))
-    problems: list[str] = []
+    problems, manifest = _check_documents(source, checkpoint)
     damaged: list[ChunkRead] = []
-    lock = threading.Lock()
-
-    def note(error: Exception) -> None:
-        with lock:
-            problems.append(str(error))
 
     def examine(read: ChunkRead) -> None:
         if (checkpoint, read) not in known:
@@ -128,20 +102,35 @@ def _verify_all(
                 check(checkpoint, read, fetch_stored(source, checkpoint, ShardRead((read,))))
                 known.add(checkpoint, read)
             except (Damaged, ObjectMissing) as error:
-                note(error)
+                problems.append(str(error))
                 damaged.append(read)
             throttle(read.stored)
         progress(read.stored)
 
+    planned = plan_all(manifest.content) if manifest is not None else ()
+    reads = [read for read in planned if only is None or (read.shard, read.index) in only]
+    _each(reads, examine, threads)
+    stored_bytes = sum(read.stored for read in reads)
+    found = Verification(checkpoint, len(reads), stored_bytes, tuple(sorted(problems)), tuple(damaged))
+    if found.ok and rehearsed.problem:
+        return replace(found, problems=(rehearsed.problem,))
+    return replace(found, estimates=rehearsed.estimates) if found.ok else found
+
+
+def _check_documents(source: Source, checkpoint: Checkpoint) -> tuple[list[str], Manifest | None]:
+    """The problems of all documents, and the manifest unless it is one of them."""
+    problems: list[str] = []
+    try:
+        manifest = read_manifest(source, checkpoint)
+        check_cover(manifest.content)
+    except (Damaged, ObjectMissing) as error:
+        return [str(error)], None
     for rank in range(manifest.world_size):
         try:
             read_receipt(source, checkpoint, manifest, rank)
         except (Damaged, ObjectMissing) as error:
-            note(error)
-    reads = [read for read in plan_all(manifest.content) if only is None or (read.shard, read.index) in only]
-    _each(reads, examine, threads)
-    stored_bytes = sum(read.stored for read in reads)
-    return Verification(checkpoint, len(reads), stored_bytes, tuple(sorted(problems)), tuple(damaged))
+            problems.append(str(error))
+    return problems, manifest
 
 
 def _each(reads: Sequence[ChunkRead], check: Callable[[ChunkRead], None], threads: int) -> None:

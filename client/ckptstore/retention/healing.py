@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckptstore.codecs.chunk_codecs import POLICIES, RAW, Buffer, decode, encode
 from ckptstore.commits import audit
@@ -33,8 +33,7 @@ _UNREADABLE = (Damaged, ObjectMissing)
 _LEVELS = sorted({policy("float32").level for policy in POLICIES.values()})
 
 
-@dataclass(frozen=True, slots=True)
-class Healed:
+class Healed(NamedTuple):
     """The objects that were written again, and those that could not be."""
 
     objects: tuple[str, ...]
@@ -58,8 +57,7 @@ def heal(run: Run, found: Verification, copies: Sequence[Store] = (), throttle: 
     return Healed(tuple(healer.objects), tuple(healer.problems))
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
+class _Place(NamedTuple):
     """A place where the bytes of a chunk may be, encoded by any codec."""
 
     source: StoreSource
@@ -185,10 +183,10 @@ class _Healer:
 
     def _heal_document(self, key: str, expected: str, others: Iterator[bytes]) -> bytes | None:
         """The document with this digest, written again if need be; None if nothing else holds its bytes."""
-        own = _stored(self._run.store, key)
+        own = self._run.store.find(key)
         if own is not None and digest(own) == expected:
             return own
-        copies = (data for copy in self._copies if (data := _stored(copy.store, key)) is not None)
+        copies = (data for copy in self._copies if (data := copy.store.find(key)) is not None)
         for data in (*others, *copies):
             if digest(data) == expected:
                 audit.record(self._run, Action.HEAL, [Attempt.parse(key.split("/")[-2])], key.rsplit("/", 1)[-1])
@@ -215,10 +213,3 @@ def _named(content: Content, chunks: Iterable[ChunkRead]) -> Iterator[tuple[Chun
         if chunk.codec != RAW and raw is not None:  # the raw codec stores the raw bytes
             names.add(raw[DIGEST_BYTES * chunk.index : DIGEST_BYTES * (chunk.index + 1)])
         yield chunk, names - {bytes(DIGEST_BYTES)}
-
-
-def _stored(store: Store, key: str) -> bytes | None:
-    try:
-        return store.get(key)
-    except ObjectMissing:
-        return None

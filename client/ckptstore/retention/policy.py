@@ -18,6 +18,7 @@ from ckptstore import names
 from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import Conflict, CorruptObject, Damaged, InvalidRequest, ObjectMissing
+from ckptstore.format.decoding import convert
 from ckptstore.format.documents import FORMAT
 from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.format.records import Best, PoliciesVersion, Policy, PolicySet
@@ -82,8 +83,12 @@ def evaluate(
 def _by_rules(policy: Policy, usable: Sequence[Checkpoint], now: float) -> dict[Attempt, list[str]]:
     """The reasons that the rules give. usable: newest generation and step first."""
     reasons: dict[Attempt, list[str]] = defaultdict(list)
-    for i, checkpoint in enumerate(usable[: policy.keep_last], 1):
-        reasons[checkpoint.attempt].append(f"last-{i}")
+
+    def keep(rule: str, ranked: Sequence[Checkpoint]) -> None:
+        for i, checkpoint in enumerate(ranked, 1):
+            reasons[checkpoint.attempt].append(f"{rule}-{i}")
+
+    keep("last", usable[: policy.keep_last])
     for checkpoint in _first_of_each(policy.keep_every, usable):
         reasons[checkpoint.attempt].append(f"every-{policy.keep_every}")
     # By the store's clock: the committers' clocks may differ. Without a listing, a checkpoint counts as just written.
@@ -93,16 +98,13 @@ def _by_rules(policy: Policy, usable: Sequence[Checkpoint], now: float) -> dict[
         last_of: dict[int, Checkpoint] = {}
         for checkpoint in by_age:
             last_of.setdefault(bucket(written[checkpoint.attempt]), checkpoint)
-        for i, checkpoint in enumerate(list(last_of.values())[: getattr(policy, f"keep_{period}")], 1):
-            reasons[checkpoint.attempt].append(f"{period}-{i}")
+        keep(period, list(last_of.values())[: getattr(policy, f"keep_{period}")])
     for best in map(Best.parse, policy.keep_best):
-        for i, checkpoint in enumerate(_ranked(best, usable)[: best.count], 1):
-            reasons[checkpoint.attempt].append(f"best-{best.metric}-{i}")
-    for i, checkpoint in enumerate(_healthiest(usable)[: policy.keep_healthy], 1):
-        reasons[checkpoint.attempt].append(f"healthy-{i}")
-    recent = (c for c in usable if policy.keep_within_s and now - written[c.attempt] <= policy.keep_within_s)
-    for checkpoint in recent:
-        reasons[checkpoint.attempt].append("within")
+        keep(f"best-{best.metric}", _ranked(best, usable)[: best.count])
+    keep("healthy", _healthiest(usable)[: policy.keep_healthy])
+    for checkpoint in usable:
+        if policy.keep_within_s and now - written[checkpoint.attempt] <= policy.keep_within_s:
+            reasons[checkpoint.attempt].append("within")
     return reasons
 
 
@@ -186,9 +188,7 @@ class PoliciesInForce(msgspec.Struct, frozen=True, kw_only=True):
         """From the stored version; None gives version 0."""
         if found is None:
             return PoliciesInForce(version=0, policies=PolicySet())
-        return PoliciesInForce(
-            version=found.version, policies=found.policies, by=found.by, at=found.at, reason=found.reason
-        )
+        return convert(found, PoliciesInForce, from_attributes=True)
 
 
 def read_policies(store: Store) -> PoliciesVersion | None:

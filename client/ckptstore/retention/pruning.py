@@ -18,6 +18,7 @@ from ckptstore.commits.labels import with_labels
 from ckptstore.errors import InvalidRequest, NoCheckpoint, TooMuchToDelete
 from ckptstore.format.records import Policy, PolicySet
 from ckptstore.names import Attempt
+from ckptstore.reading.fetch import Progress
 from ckptstore.retention.deletion import SWEEP_GRACE_S, hide, sweep
 from ckptstore.retention.pins import Holds, active_holds
 from ckptstore.retention.policy import KeepDecision, evaluate, policy_for, read_policies
@@ -26,7 +27,6 @@ from ckptstore.run import Run
 from ckptstore.stores import Store
 from ckptstore.stores.checks import check_store
 
-POLICIES_IN_FORCE = "the policies in force"
 MAX_DELETE_FRACTION = 0.9
 """The largest fraction of a run that a prune removes unless a person confirmed the plan."""
 
@@ -154,9 +154,8 @@ def plan_prunes(store: Store, prune: Prune, clock: Clock) -> PrunePlan:
 def apply_prune(
     run: Run,
     plan: PrunePlan,
-    progress: Callable[[Checkpoint], None] = lambda _: None,
+    progress: Progress = lambda _: None,
     grace_s: float = 0.0,
-    reason: str = "prune",
 ) -> list[Checkpoint]:
     """Hide the checkpoints that the plan of one run removes; durable on return. A sweep deletes them after the grace.
 
@@ -169,9 +168,9 @@ def apply_prune(
     abandoned = [checkpoint.attempt for checkpoint in plan.remove if checkpoint.state is State.ABANDONED]
     older = [attempt for attempt in remove if attempt not in abandoned]
     held: Holds = {}
-    for attempts, why in ((older, reason), (abandoned, f"{reason}: abandoned")):
+    for attempts, why in ((older, plan.reason), (abandoned, f"{plan.reason}: abandoned")):
         if attempts:
-            held = {**held, **hide(run, attempts, why, grace_s, lambda attempt: progress(remove[attempt]))}
+            held = {**held, **hide(run, attempts, why, grace_s, lambda attempt: progress(remove[attempt].stored_bytes))}
     if not grace_s:
         sweep(run, only=remove.keys() - held.keys())
     return [remove[attempt] for attempt in held]
@@ -183,7 +182,7 @@ def apply_prunes(
     clock: Clock,
     by: str,
     confirmed: bool = False,
-    progress: Callable[[Checkpoint], None] = lambda _: None,
+    progress: Progress = lambda _: None,
     on_change: Callable[[str], object] = lambda _: None,
 ) -> PrunePlan:
     """Hide the checkpoints that the plan removes; durable on return. Then sweep those that were hidden and are due.
@@ -199,7 +198,7 @@ def apply_prunes(
     for name, part in plan.by_run():
         run = Run(store, name, clock, by)
         try:
-            held += apply_prune(run, part, progress, plan.grace_s, plan.reason)
+            held += apply_prune(run, part, progress, plan.grace_s)
             sweep(run)
         finally:
             if part.remove:

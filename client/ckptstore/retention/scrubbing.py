@@ -156,7 +156,7 @@ class HeldCheckpoint:
         self._holder = f"scrub by {run.by}"
         self._lock = threading.Lock()
         self._taken_at = run.clock()
-        self._lease = take_lease(run, attempt, self._holder, _LEASE_S)
+        self.lease = take_lease(run, attempt, self._holder, _LEASE_S)
 
     def renewed_by(self, progress: Progress) -> Progress:
         """The same callback, which also renews the lease. Any thread may call it."""
@@ -167,7 +167,7 @@ class HeldCheckpoint:
                 # A lease that has expired must not be renewed: the checkpoint may be deleted by now.
                 if _LEASE_S / 4 < age_s < _LEASE_S:
                     self._taken_at = self._run.clock()
-                    renew_lease(self._run, self._lease, self._attempt, self._holder, _LEASE_S)
+                    renew_lease(self._run, self.lease, self._attempt, self._holder, _LEASE_S)
             progress(count)
 
         return renew
@@ -175,10 +175,6 @@ class HeldCheckpoint:
     def was_deleted(self) -> bool:
         """Whether it is being deleted, after the lease expired because the process slept: missing data is no damage."""
         return self._attempt in hidden_attempts(self._run)
-
-    def release(self) -> None:
-        """End the lease."""
-        release_lease(self._run, self._lease)
 
 
 @contextmanager
@@ -192,7 +188,7 @@ def leased(run: Run, checkpoint: Checkpoint) -> Iterator[HeldCheckpoint | None]:
     try:
         yield held
     finally:
-        held.release()
+        release_lease(run, held.lease)
 
 
 def record_finding(run: Run, result: Verification) -> None:

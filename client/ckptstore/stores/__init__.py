@@ -77,16 +77,18 @@ def open_store(url: str, options: Mapping[str, Any] | None = None, retried: bool
     options = dict(options or {})
     if scheme != "memory":
         options = {**_FRESH, **options}
+    is_s3 = scheme in ("s3", "s3a")
+    if is_s3:
+        tries = {"retries": {"total_max_attempts": 1}} if retried else {}
+        options["config_kwargs"] = {**_S3_CONFIG, **tries, **(options.get("config_kwargs") or {})}
     with store_errors("open", url):
-        if scheme in ("s3", "s3a"):
-            tries = {"retries": {"total_max_attempts": 1}} if retried else {}
-            options["config_kwargs"] = {**_S3_CONFIG, **tries, **(options.get("config_kwargs") or {})}
-            # Its imports are installed with s3fs, which only S3 users have.
-            from ckptstore.stores.s3 import S3Store
-
-            fs = implementation(**options)
-            if retried:
-                fs.retries = 1  # fsspec gives the same object to those with the same options
-            return S3Store(fs, fs._strip_protocol(url), url, retried)
         fs = implementation(**options)
-        return FsspecStore(fs, fs._strip_protocol(url), url)
+        root = fs._strip_protocol(url)
+        if not is_s3:
+            return FsspecStore(fs, root, url)
+        # Its imports are installed with s3fs, which only S3 users have.
+        from ckptstore.stores.s3 import S3Store
+
+        if retried:
+            fs.retries = 1  # fsspec gives the same object to those with the same options
+        return S3Store(fs, root, url, retried)

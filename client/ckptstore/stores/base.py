@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from typing_extensions import override
 
@@ -35,7 +35,6 @@ from ckptstore.errors import (
     StoreUnavailable,
 )
 
-_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 PARALLEL_READS = min(8, max(2, os.cpu_count() or 2))
@@ -217,6 +216,13 @@ class Store(ABC):
     def get(self, key: str) -> bytes:
         """The whole object."""
 
+    def find(self, key: str) -> bytes | None:
+        """The whole object; None if it does not exist."""
+        try:
+            return self.get(key)
+        except ObjectMissing:
+            return None
+
     @abstractmethod
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
         """Read from `offset` into the buffer; returns the number of bytes, short only at the object's end."""
@@ -264,15 +270,8 @@ class WrappedStore(Store):
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self.url = store.url
-        self.identity = store.identity
-        self.parallel_reads = store.parallel_reads
-        self.longest_read = store.longest_read
-        self.retry_s = store.retry_s
-        self.resumes_uploads = store.resumes_uploads
-        self.shared_between_processes = store.shared_between_processes
-        self.creates_by_itself = store.creates_by_itself
-        self.remote_create = store.remote_create
+        for name in Store.__annotations__:
+            setattr(self, name, getattr(store, name))
 
     @property
     @override
@@ -331,8 +330,8 @@ class WrappedStore(Store):
     def open_reader(self, key: str) -> ObjectReader:
         return self._store.open_reader(key)
 
-    def _request(self, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        return call(*args, **kwargs)
+    def _request(self, call: Callable[..., _T], *args: Any) -> _T:
+        return call(*args)
 
 
 def too_short(url: str, offset: int, count: int, expected: int) -> CorruptObject:

@@ -11,8 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
@@ -161,8 +161,7 @@ _found: dict[str, bool] = {}
 _probing = threading.Lock()
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
+class Probe(NamedTuple):
     """How a store handled some small objects."""
 
     refuses_second: bool

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -61,7 +61,7 @@ class LocalStore(Store):
     def put(self, key: str, data: Buffer) -> None:
         """Write to a temporary file in the same folder, then rename."""
         path = self._path(key)
-        with self._errors("write", key), _Temporary(path, data, self._create) as temporary:
+        with self._errors("write", key), self._temporary(path, data) as temporary:
             os.replace(temporary, path)
 
     def put_if_absent(self, key: str, data: Buffer) -> bool:
@@ -72,7 +72,7 @@ class LocalStore(Store):
                 with suppress(FileNotFoundError):  # it was deleted meanwhile
                     sync_folder(path.parent)  # the call that created it may have failed to
                 return False
-            with _Temporary(path, data, self._create) as temporary:
+            with self._temporary(path, data) as temporary:
                 try:
                     os.link(temporary, path)
                 except FileExistsError:
@@ -89,7 +89,7 @@ class LocalStore(Store):
         """Write to a temporary file in the same folder, then rename."""
         path = self._path(key)
         with self._errors("write", key):
-            temporary = path.parent / f"{_TEMPORARY}{new_ulid(system_clock())}"
+            temporary = _temporary_name(path)
             return _LocalWriter(temporary, self._create(temporary), self.object_url(key), size_hint, replaces=path)
 
     @override
@@ -191,6 +191,23 @@ class LocalStore(Store):
                 continue
         raise FileNotFoundError(path)
 
+    @contextmanager
+    def _temporary(self, path: Path, data: Buffer) -> Iterator[Path]:
+        """A durable temporary file next to `path`. Exit removes its name and fsyncs the folder."""
+        temporary = _temporary_name(path)
+        fd = self._create(temporary)
+        try:
+            try:
+                _write_all(fd, memoryview(data))
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            yield temporary
+        finally:
+            temporary.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):  # the object and its folder were deleted meanwhile
+                sync_folder(path.parent)
+
     def _walk(self, folder: Path, begin: str = "") -> Iterator[ObjectInfo]:
         """The objects below a folder, in files and folders of names that begin so. Removes old temporary files of
         killed processes."""
@@ -226,35 +243,6 @@ class LocalStore(Store):
                 folder.rmdir()
         except OSError:
             pass  # not empty, or removed already
-
-
-class _Temporary:
-    """A durable temporary file next to `path`. Exit removes its name and fsyncs the folder."""
-
-    def __init__(self, path: Path, data: Buffer, create: Callable[[Path], int]) -> None:
-        self._path = path
-        self._data = data
-        self._create = create
-        self._temporary = path.parent / f"{_TEMPORARY}{new_ulid(system_clock())}"
-
-    def __enter__(self) -> Path:
-        fd = self._create(self._temporary)
-        try:
-            _write_all(fd, memoryview(self._data))
-            os.fsync(fd)
-        except BaseException:
-            self._temporary.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(fd)
-        return self._temporary
-
-    def __exit__(self, *_: object) -> None:
-        self._temporary.unlink(missing_ok=True)
-        try:
-            sync_folder(self._path.parent)
-        except FileNotFoundError:
-            pass  # the object and its folder were deleted meanwhile
 
 
 class _LocalReader(ObjectReader):
@@ -321,6 +309,10 @@ class _LocalWriter(ObjectWriter):
             self._path.parent.rmdir()
         except OSError:
             pass  # the folder has other shards, or the file is left as an orphan without a receipt, to be collected
+
+
+def _temporary_name(path: Path) -> Path:
+    return path.parent / f"{_TEMPORARY}{new_ulid(system_clock())}"
 
 
 def make_folders(folder: Path, root: Path | None = None) -> None:

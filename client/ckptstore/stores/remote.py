@@ -40,7 +40,7 @@ class FsspecStore(Store):
         self.url = url.rstrip("/")
         # The same URL is another bucket at another endpoint. The token is a hash of all options.
         self.identity = f"{self.url} {fs._fs_token}"
-        in_memory = "memory" in _protocols(fs)
+        in_memory = "memory" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
         self._lock: AbstractContextManager[Any] = _MEMORY_LOCK if in_memory else _NO_LOCK
         self.shared_between_processes = not in_memory
         self.creates_by_itself = in_memory
@@ -58,7 +58,7 @@ class FsspecStore(Store):
             except OSError as error:
                 # 412 and 409 arrive as FileExistsError, EINVAL or EBUSY, depending on the body of the reply.
                 refused = isinstance(error, FileExistsError) or error.errno in (errno.EINVAL, errno.EBUSY)
-                if refused and self._exists(key):
+                if refused and self._fs.exists(self._path(key)):
                     return False
                 raise
             return True
@@ -80,15 +80,7 @@ class FsspecStore(Store):
         if not len(buffer):
             return 0
         with self._errors("read", key):
-            try:
-                data = self._fs.cat_file(self._path(key), start=offset, end=offset + len(buffer))
-            except OSError as error:
-                # 416 (the offset is past the end) arrives as EINVAL, like any other bad request.
-                if error.errno == errno.EINVAL and self.size(key) <= offset:
-                    return 0
-                raise
-            buffer[: len(data)] = data
-            return len(data)
+            return read_range(self._fs, self._path(key), offset, buffer)
 
     @override
     def size(self, key: str) -> int:
@@ -131,9 +123,6 @@ class FsspecStore(Store):
         """Translate errors on an object; at the same time no other thread uses a store in memory."""
         with self._lock, store_errors(what, self.object_url(key)):
             yield
-
-    def _exists(self, key: str) -> bool:
-        return bool(self._fs.exists(self._path(key)))
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"
@@ -179,16 +168,25 @@ class _FsspecWriter(ObjectWriter):
             pass  # an object without a receipt is collected with its attempt
 
 
+def read_range(fs: Any, path: str, offset: int, buffer: memoryview) -> int:
+    """Fill the buffer from `offset` of an object; returns the number of bytes before its end."""
+    try:
+        data = fs.cat_file(path, start=offset, end=offset + len(buffer))
+    except OSError as error:
+        # 416 (the offset is past the end) arrives as EINVAL, like any other bad request.
+        if error.errno == errno.EINVAL and fs.size(path) <= offset:
+            return 0
+        raise
+    buffer[: len(data)] = data
+    return len(data)
+
+
 def is_there(fs: Any, path: str, num_bytes: int) -> bool:
     """Whether a file system has an object of this size; False if it does not answer."""
     try:
         return bool(fs.size(path) == num_bytes)
     except Exception:
         return False
-
-
-def _protocols(fs: Any) -> tuple[str, ...]:
-    return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
 
 
 def _modified_at(info: dict[str, Any]) -> float:

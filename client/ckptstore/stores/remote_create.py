@@ -54,7 +54,13 @@ class RemoteCreateStore(WrappedStore):
         if self._remote is not None:
             proposal = bytes(data)
             return self._remote.decide(key, proposal) == proposal
-        self._warn()
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "%s accepts create-only writes and overwrites: if an attempt is aborted while it is being committed, "
+                "both may succeed. Set CKPTD_URL to a daemon, whose database then decides",
+                self.url,
+            )
         return self._read_and_put(key, data)
 
     def _read_and_put(self, key: str, data: Buffer) -> bool:
@@ -64,12 +70,3 @@ class RemoteCreateStore(WrappedStore):
             self._store.put(key, data)
             return True
         return False
-
-    def _warn(self) -> None:
-        if not self._warned:
-            self._warned = True
-            logger.warning(
-                "%s accepts create-only writes and overwrites: if an attempt is aborted while it is being committed, "
-                "both may succeed. Set CKPTD_URL to a daemon, whose database then decides",
-                self.url,
-            )

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import repeat
-from typing import ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from typing_extensions import override
 
@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 RETRY_S = 120.0
 """How long training retries by default."""
 
-_P = ParamSpec("_P")
 _T = TypeVar("_T")
 _TRIES = 3
 
@@ -83,8 +82,8 @@ class RetryingStore(WrappedStore):
     def open_reader(self, key: str) -> ObjectReader:
         return _RetryingReader(self, partial(self._store.open_reader, key))
 
-    def _request(self, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        return self.repeat(partial(call, *args, **kwargs))
+    def _request(self, call: Callable[..., _T], *args: Any) -> _T:
+        return self.repeat(partial(call, *args))
 
     def _pause(self, seconds: float) -> None:
         with self._lock:

@@ -22,7 +22,7 @@ from ckptstore.stores.base import (
     too_short,
 )
 from ckptstore.stores.remote import FsspecStore, is_there
-from ckptstore.stores.transfers import Transfers, UploadPart
+from ckptstore.stores.transfers import ByteSpan, Transfers, UploadPart
 
 PART_BYTES = 8 << 20
 """Smallest part. S3 transfers a single request at about 90 MB/s whatever its size, and rejects parts below 5 MiB."""
@@ -130,21 +130,15 @@ class MultipartWriter(ObjectWriter):
         upload = self._begin().result()
         part, number = self._part, self._part.number + 1
         self._part = UploadPart(number, part_bytes(number, self._size_hint))
-        sent = self._threads.submit(self._put, upload, part)
-        self._in_flight[sent] = part
-        while self._in_flight and self._held() + self._part.room > self._buffered_bytes:
+        put = self._transfers.put_part
+        self._in_flight[self._threads.submit(put, self._path, upload, part, self._stop, self._retry_s)] = part
+        while self._in_flight and sum(map(len, self._in_flight.values())) + self._part.room > self._buffered_bytes:
             self._reap()
 
     def _begin(self) -> Future[str]:
         if self._upload is None:
             self._upload = self._threads.submit(self._repeat, lambda: self._transfers.begin(self._path))
         return self._upload
-
-    def _held(self) -> int:
-        return sum(map(len, self._in_flight.values()))
-
-    def _put(self, upload: str, part: UploadPart) -> dict[str, Any]:
-        return self._transfers.put_part(self._path, upload, part, self._stop, self._retry_s)
 
     def _reap(self) -> None:
         """Wait until one of the parts has arrived."""
@@ -236,11 +230,12 @@ class S3Store(FsspecStore):
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """One request per thousand objects; s3fs makes three for an empty folder."""
+        bucket = self._root.partition("/")[0]
         found = (each for page in self._listed(prefix, "") for each in page.get("Contents", []))
         for each in sorted(found, key=lambda each: str(each["Key"])):
             # SeaweedFS briefly lists a folder after its last object is deleted.
             if not each["Key"].endswith("/"):
-                yield ObjectInfo(self._key_of(each["Key"]), each["Size"], each["LastModified"].timestamp())
+                yield ObjectInfo(self._key(f"{bucket}/{each['Key']}"), each["Size"], each["LastModified"].timestamp())
 
     @override
     def list_folders(self, prefix: str) -> Iterator[str]:
@@ -275,10 +270,6 @@ class S3Store(FsspecStore):
                 return
             parameters |= {marker: page[f"Next{marker}"] for marker in markers}
 
-    def _key_of(self, name: str) -> str:
-        """The key of the object with this name in the bucket."""
-        return name.removeprefix(self._root.partition("/")[2]).lstrip("/")
-
 
 class _S3Reader(ObjectReader):
     """Streams each expected range from one reply."""
@@ -288,12 +279,12 @@ class _S3Reader(ObjectReader):
         self._transfers = transfers
         self._path = path
         self._url = url
-        self._span = transfers.open(path, 0, 0)
+        self._span = ByteSpan(transfers, path, 0, 0)
 
     def expect(self, offset: int, num_bytes: int) -> None:
         """Sends no request before the first read."""
         self._span.close()
-        self._span = self._transfers.open(self._path, offset, num_bytes)
+        self._span = ByteSpan(self._transfers, self._path, offset, num_bytes)
 
     def read(self, offset: int, buffer: memoryview) -> None:
         """Read from the open reply if the range is in it."""

@@ -16,6 +16,7 @@ import re
 import threading
 import urllib.request
 from collections.abc import Callable
+from contextlib import closing
 from http.client import HTTPException
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -25,6 +26,7 @@ from urllib3 import BaseHTTPResponse
 from urllib3.exceptions import HTTPError, SSLError
 
 from ckptstore.retry import outage_pauses, pauses, retry
+from ckptstore.stores.remote import read_range
 
 try:
     from isal.isal_zlib import crc32
@@ -126,12 +128,8 @@ class Transfers:
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
         """Fill the buffer from `offset` of an object; returns the number of bytes before its end."""
-        with self.open(path, offset, len(buffer)) as stretch:
-            return stretch.read(buffer)
-
-    def open(self, path: str, offset: int, num_bytes: int) -> ByteSpan:
-        """A range of an object, for sequential reads in one thread. Sends no request yet."""
-        return ByteSpan(self, path, offset, num_bytes)
+        with closing(ByteSpan(self, path, offset, len(buffer))) as span:
+            return span.read(buffer)
 
     def begin(self, path: str) -> str:
         """Start an upload; returns its id."""
@@ -197,15 +195,7 @@ class Transfers:
 
     def read_by_s3fs(self, path: str, offset: int, buffer: memoryview) -> int:
         """Like read_into, without a signed URL."""
-        try:
-            data = self._fs.cat_file(path, start=offset, end=offset + len(buffer))
-        except OSError as error:
-            # 416 (the offset is past the end) arrives as EINVAL, like any other bad request.
-            if error.errno == errno.EINVAL and self._fs.size(path) <= offset:
-                return 0
-            raise
-        buffer[: len(data)] = data
-        return len(data)
+        return read_range(self._fs, path, offset, buffer)
 
     def _put_part_by_s3fs(self, path: str, parameters: dict[str, Any], part: UploadPart) -> dict[str, Any]:
         reply = self._call("upload_part", path, Body=b"".join(part.pieces), **parameters)
@@ -224,8 +214,10 @@ class Transfers:
         """
         if not self.suitable:
             return by_s3fs()
+        waits = outage_pauses(retry_s) if retry_s else pauses(_FIRST_PAUSE_S, tries=_TRIES, timeout_s=self._limit_s)
+        sleep = (stop or threading.Event()).wait
         try:
-            return _try(request, stop or threading.Event(), retry_s, self._limit_s)
+            return retry(request, (HTTPError, TransferFailed), waits, unless=_is_about_tls, sleep=sleep)
         except (SignatureRefused, SSLError) as error:
             result = by_s3fs()
             with self._lock:
@@ -240,7 +232,10 @@ class Transfers:
 
 
 class ByteSpan:
-    """A range of an object, streamed over one connection and resumed over another if it breaks off."""
+    """A range of an object, streamed over one connection and resumed over another if it breaks off.
+
+    For sequential reads in one thread. Sends no request before the first one.
+    """
 
     def __init__(self, transfers: Transfers, path: str, offset: int, num_bytes: int) -> None:
         self.at = offset
@@ -249,12 +244,6 @@ class ByteSpan:
         self._transfers = transfers
         self._path = path
         self._reply: BaseHTTPResponse | None = None
-
-    def __enter__(self) -> ByteSpan:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def read(self, buffer: memoryview) -> int:
         """Fill the buffer with the next bytes; returns their number, short only at the object's end."""
@@ -314,10 +303,8 @@ def _proxied(endpoint: str | None) -> bool:
     return bool(wanted) and not (host and urllib.request.proxy_bypass(host))
 
 
-def _try(request: Callable[[], _T], stop: threading.Event, retry_s: float, limit_s: float) -> _T:
-    """The request's result, retried after transient errors until `stop` is set. limit_s: without `retry_s`."""
-    waits = outage_pauses(retry_s) if retry_s else pauses(_FIRST_PAUSE_S, tries=_TRIES, timeout_s=limit_s)
-    return retry(request, (HTTPError, TransferFailed), waits, unless=SSLError, sleep=stop.wait)
+def _is_about_tls(error: Exception) -> bool:
+    return isinstance(error, SSLError)
 
 
 def _refusal(status: int, body: bytes) -> OSError:

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from enum import Enum, auto
+from typing import NamedTuple
 
 import msgspec
 
@@ -27,8 +26,7 @@ from ckptstore.format.planning import ChunkRead, ShardRead, join, plan_all
 from ckptstore.format.statistics import SideDocument, Statistics, extension_name, side_documents, side_extension
 from ckptstore.names import Attempt, Reference, derive_ulid
 from ckptstore.reading.fetch import Progress, check_chunk, fetch_stored
-from ckptstore.reading.source import Source, read_manifest, statistics_name, stored_statistics
-from ckptstore.reading.source import read_receipt as read_source_receipt
+from ckptstore.reading.source import Source, read_manifest, read_receipt, statistics_name, stored_statistics
 from ckptstore.run import Run
 
 _THREADS = 8
@@ -37,8 +35,7 @@ _READ_BYTES = (4 << 20) - (8 << 10)
 for each thread, and one more, are in memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class Copied:
+class Copied(NamedTuple):
     """A checkpoint in the other store."""
 
     checkpoint: Checkpoint
@@ -157,12 +154,12 @@ def copy_shard(
     They are not written again if it has them. Raises Damaged, ObjectMissing or Unavailable.
     """
     size = sum(read.stored for read in reads)
-    there = _look(target, key, reads, tail)
-    if there is _Look.WHOLE:
+    there = _has(target, key, reads, tail)
+    if there:
         progress(size)
         return
     # The remains of a killed copy are replaced, not deleted: another copy may be about to commit it.
-    write = target.store.open_writer if there is _Look.ABSENT else target.store.open_replacement
+    write = target.store.open_writer if there is None else target.store.open_replacement
     with write(key, size + len(tail)) as writer:
         for data in _fetch_in_order(source, original, reads):
             writer.write(data)
@@ -170,34 +167,26 @@ def copy_shard(
         writer.write(tail)
 
 
-class _Look(Enum):
-    """The state of an object that is copied, in one store."""
-
-    ABSENT = auto()
-    OTHER = auto()
-    WHOLE = auto()
-
-
-def _look(target: Run, key: str, reads: Sequence[ChunkRead], tail: bytes) -> _Look:
-    """Whether the target has exactly these chunks, and this tail."""
+def _has(target: Run, key: str, reads: Sequence[ChunkRead], tail: bytes) -> bool | None:
+    """Whether the object has exactly these chunks, and this tail; None if it does not exist."""
     try:
         if target.store.size(key) != sum(read.stored for read in reads) + len(tail):
-            return _Look.OTHER
+            return False
         with target.store.open_reader(key) as reader:
             at = 0
             for read in reads:
                 stored = memoryview(bytearray(read.stored))
                 reader.read(at, stored)
                 if digest(stored) != read.digest:
-                    return _Look.OTHER
+                    return False
                 at += read.stored
             last = memoryview(bytearray(len(tail)))
             reader.read(at, last)
     except ObjectMissing:
-        return _Look.ABSENT
+        return None
     except CorruptObject:
-        return _Look.OTHER
-    return _Look.WHOLE if last == tail else _Look.OTHER
+        return False
+    return last == tail
 
 
 def _fetch_in_order(source: Source, original: Checkpoint, chunks: Iterable[ChunkRead]) -> Iterator[memoryview]:
@@ -232,7 +221,7 @@ def _copy_receipt(
 
     side: the extension that names its statistics, in place of the original's.
     """
-    receipt = read_source_receipt(source, original, manifest, rank)
+    receipt = read_receipt(source, original, manifest, rank)
     shards = [Shard(name=shard.name, rank=shard.rank, chunks=shard.chunks) for shard in receipt.content.shards]
     extensions = dict(receipt.extensions)
     extensions.pop(extension_name(rank), None)

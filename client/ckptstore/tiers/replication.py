@@ -13,7 +13,7 @@ then nothing of the local tier may be committed there any more. docs/decisions/0
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -55,8 +55,7 @@ Known = dict[Attempt, Checkpoint | None]
 """The checkpoints of decided attempts; None: aborted. An outcome never changes, so each is read once."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicationQueue:
+class ReplicationQueue(NamedTuple):
     """The checkpoints of a run that are in the local tier only, and are to be replicated."""
 
     attempts: tuple[Attempt, ...]

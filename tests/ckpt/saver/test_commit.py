@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 
 import pytest
@@ -153,8 +154,7 @@ def test_the_last_save_of_a_step_counts_although_the_clock_was_set_back(store: G
     times = iter([1_700_009_000.0, 1_700_005_000.0, 1_700_001_000.0])
     found: list[Outcome | BaseException] = []
     for number, attempt in enumerate(attempts):
-        at = next(times)
-        run = Run(store, "r", lambda at=at: at)
+        run = Run(store, "r", repeat(next(times)).__next__)
         committer = Committer(run, setup(store, world_size=1))  # each of a saver that was started again
         receipt = write_rank(store, "r", attempt, sample_arrays())
         committer.add(attempt, receipt, found.append, attempts[:number])

@@ -17,7 +17,7 @@ from ckpt import Checkpointer
 from ckpt.saver.messages import Done, Failed, Report, SaveJob, Setup, SliceRow
 from ckpt.saver.pipeline import SavePipeline
 from ckptstore.clock import system_clock
-from ckptstore.codecs.casting import CAST_TYPES, cast, cast_into, is_cast
+from ckptstore.codecs.dtypes import CAST_TYPES, cast, cast_into, is_cast
 from ckptstore.errors import CorruptObject
 from ckptstore.format.boxes import Box, Want
 from ckptstore.format.columns import column

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from ckptstore.codecs import float_split, fused, passes
 from ckptstore.codecs.chunk_codecs import FLOAT_SPLIT, Coding
-from ckptstore.codecs.dtypes import ITEM_BYTES
-from ckptstore.codecs.extremes import Extremes
+from ckptstore.codecs.dtypes import ITEM_BYTES, Extremes
 from ckptstore.errors import CorruptObject
 from ckptstore.format.documents import digest
 from ckptstore.format.shards import encode_chunk

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from ckptstore.commits.audit import AuditEntry, read_log
-from ckptstore.commits.catalog import Checkpoint, State, latest, list_checkpoints
+from ckptstore.commits.catalog import State, latest, list_checkpoints
 from ckptstore.commits.commit import commit_attempt
 from ckptstore.commits.generations import Session, begin_generation
 from ckptstore.format.records import Policy
@@ -128,10 +128,10 @@ def test_prune_of_a_run_that_does_not_exist(store: Store) -> None:
 
 def test_prune_reports_each_checkpoint(store: Store) -> None:
     run = Run(store, RUN)
-    write(store, 1, 2, 3)
-    seen: list[Checkpoint] = []
+    first, second, _ = write(store, 1, 2, 3)
+    seen: list[int] = []
     apply_prune(run, plan_prune(run, Policy(1)), progress=seen.append)
-    assert [checkpoint.step for checkpoint in seen] == [2, 1]
+    assert seen == [second.stored_bytes, first.stored_bytes]
 
 
 def test_an_old_plan_may_be_applied_twice_and_late(store: Store) -> None:
