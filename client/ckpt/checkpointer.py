@@ -163,7 +163,7 @@ class Checkpointer:
         or Unavailable, after which the objects may hold a mixture and must not be trained on.
         docs/explanation/saves.md says more.
         """
-        state = TrainState.to_restore(model, optim, extras, shared)
+        state = TrainState.of(model, optim, extras, shared).to_restore()
         restored = self._restore(state, checkpoint, strict=strict, rng=rng)
         if restored is not None and restored.unused and optim is not None and self._world().rank == 0:
             logger.warning(

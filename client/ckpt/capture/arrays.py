@@ -86,20 +86,24 @@ class _DeviceArray(HostArray):
 
 
 class ArrayPiece(NamedTuple):
-    """One box of a global array, and its elements."""
+    """One box of a global array, and its elements: a tensor, as far as staging uses it."""
 
     box: Box
-    memory: HostArray
+    tensor: HostArray
 
 
 class ArrayPart(NamedTuple):
-    """The part of an array that this process writes."""
+    """The part of an array or tensor that this process writes."""
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: Sequence[ArrayPiece]
+    pieces: Sequence[Any]
+    """ArrayPiece or TensorPiece."""
     key: object
     """Equal for parts that lie in the same memory."""
+    ranks: Sequence[int] | None = None
+    holders: Sequence[int] = ()
+    """As in TensorPart: every rank that has an array holds all of it."""
 
 
 def is_array(value: object) -> bool:

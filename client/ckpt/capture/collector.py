@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from ckpt.capture.arrays import (
+    ArrayPart,
     array_bytes,
     array_fields,
     array_part,
@@ -24,12 +25,15 @@ from ckpt.capture.arrays import (
 )
 from ckpt.capture.leaves import Captured, Change, StateLeaf
 from ckpt.capture.ownership import Ownership
-from ckpt.lazily import is_tensor, torch
+from ckpt.lazily import is_tensor
 from ckptstore.codecs.dtypes import NUMPY
 from ckptstore.errors import CorruptObject, UnsupportedObject
 from ckptstore.format.documents import JSON
 from ckptstore.format.shards import Slice
 from ckptstore.format.trees import TAG, decode_bytes, encode_bytes, encode_tree, merge_trees, unsupported, with_records
+
+if TYPE_CHECKING:
+    import torch
 
 INLINE_BYTES = 64 << 10
 """Rank-local arrays up to this size lie in the receipt, so that a rank without other state writes no shard."""
@@ -140,15 +144,33 @@ class Collector:
         """The tree of an array that becomes an entry of this name, or of another small value."""
         if not is_array(value):
             return self.small(path, value)
-        part, name = array_part(path, value), self._unique(name)
-        if (first := self._seen.setdefault(part.key, name)) != name:
-            self.captured.aliases[name] = first
-        else:
-            for box, memory in part.pieces:
-                tensor = cast("torch.Tensor", memory)  # as far as staging uses it
-                piece = Slice(name, part.dtype, part.shape, box)
-                self.captured.leaves.append(StateLeaf(piece, tensor, tensor, Change.ANY_TIME))
-        return {TAG: "array", "name": first, **array_fields(value)}
+        return {TAG: "array", "name": self._store(name, array_part(path, value)), **array_fields(value)}
+
+    def _store(
+        self,
+        path: str,
+        part: ArrayPart,
+        unit: str | None = None,
+        change: Change = Change.ANY_TIME,
+        origin: torch.Tensor | None = None,
+    ) -> str:
+        """Add what this rank writes of a tensor or array to the shard; returns the name of its entry.
+
+        Memory that belongs to several owners (a step count of many parameters) is kept once for each: ranks that hold
+        other parameters see another one first. unit: None if it belongs to this rank alone. origin: the live tensor, if
+        the pieces are parts of it.
+        """
+        ownership, name = self.ownership, self._unique(path)
+        owner = ownership.rank if unit is None else ownership.owner.get(unit)
+        if (first := self._seen.setdefault((part.key, owner), name)) != name:
+            if unit is None or ownership.owns(unit):
+                self.captured.aliases[name] = first
+        elif unit is None or ownership.writes(unit, part.ranks, part.holders):
+            for piece in part.pieces:
+                of_entry = Slice(name, part.dtype, part.shape, piece.box)
+                live = piece.tensor if origin is None else origin
+                self.captured.leaves.append(StateLeaf(of_entry, piece.tensor, live, change))
+        return first
 
     def _unique(self, path: str) -> str:
         """A name that is not in use: a dict may hold both 1 and "1", whose paths are equal."""

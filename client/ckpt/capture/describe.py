@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -124,14 +123,6 @@ _NOT_HERE = {"capturable": False, "fused": None, "foreign": False, "differentiab
 """Options that a rehearsal on the CPU does without."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """The state that an optimizer keeps for a parameter."""
-
-    per_element: int = 0
-    extra: int = 0
-
-
 def estimate_snapshot_bytes(captured: Captured, state: TrainState, ownership: Ownership) -> int:
     """The bytes this rank will stage once every optimizer has made a step, if it has captured so much now: modules, and
     state of torch's own optimizers.
@@ -145,7 +136,7 @@ def estimate_snapshot_bytes(captured: Captured, state: TrainState, ownership: Ow
 
 def _bytes_to_come(optimizer: NamedOptimizer, ownership: Ownership) -> int:
     """The bytes of the state that the next step makes here."""
-    rehearsed: dict[tuple[int, torch.dtype, int], _Kept] = {}
+    rehearsed: dict[tuple[int, torch.dtype, int], tuple[int, int]] = {}
     pairs = zip(optimizer.optimizer.param_groups, optimizer.groups, strict=True)
     total = 0
     for group, leaf in ((group, leaf) for group, held in pairs for one in held for leaf in one):
@@ -155,18 +146,19 @@ def _bytes_to_come(optimizer: NamedOptimizer, ownership: Ownership) -> int:
         key = (id(group), parameter.dtype, min(parameter.dim(), 2))
         if key not in rehearsed:
             rehearsed[key] = _rehearse(optimizer.holder, group, parameter.dtype, key[2])
-        kept, part = rehearsed[key], leaf.part
-        total += kept.extra
-        if ownership.writes(leaf.unit, part):
-            total += kept.per_element * sum(prod(boxes.sizes(box)) for box in part.boxes)
+        (per_element, extra), part = rehearsed[key], leaf.part
+        total += extra
+        if ownership.writes(leaf.unit, part.ranks, part.holders):
+            total += per_element * sum(prod(boxes.sizes(box)) for box in part.boxes)
     return total
 
 
-def _rehearse(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, dimensions: int) -> _Kept:
-    """The state such an optimizer keeps for such a parameter, measured by a step of another on a tiny parameter."""
+def _rehearse(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, dimensions: int) -> tuple[int, int]:
+    """The bytes that such an optimizer keeps for each element of such a parameter, and besides: measured by a step of
+    another on a tiny parameter."""
     kind = type(optimizer)
     if not kind.__module__.startswith("torch.optim."):
-        return _Kept()  # its step may have side effects
+        return 0, 0  # its step may have side effects
     tiny = torch.nn.Parameter(torch.zeros((3, 5)[2 - dimensions :], dtype=dtype))
     tiny.grad = torch.zeros_like(tiny)
     options = {
@@ -178,9 +170,7 @@ def _rehearse(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, d
         other = kind([{**options, "params": [tiny]}])  # type: ignore[call-arg]
         other.step()
     except Exception:
-        return _Kept()  # one that needs a closure, or sparse gradients
+        return 0, 0  # one that needs a closure, or sparse gradients
     found = [value for value in other.state.get(tiny, {}).values() if isinstance(value, torch.Tensor)]
-    whole = [value for value in found if value.shape == tiny.shape]
-    return _Kept(
-        sum(value.element_size() for value in whole), sum(value.nbytes for value in found if value.shape != tiny.shape)
-    )
+    per_element = sum(value.element_size() for value in found if value.shape == tiny.shape)
+    return per_element, sum(value.nbytes for value in found if value.shape != tiny.shape)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckpt.capture.leaves import Change
 from ckpt.capture.parameters import Leaf, Pack, Parameters
-from ckpt.capture.parts import Flat
+from ckpt.capture.parts import FlatRange
 from ckptstore.errors import UnsupportedObject
 
 # Infixes that wrappers put into names of the modules below them.
@@ -72,12 +72,10 @@ def module_leaves(item: str, module: nn.Module, known: Parameters, stepped: Abst
     """The live tensors of a module's `state_dict`. stepped: ids of the parameters that optimizers update."""
     inner = unwrap(module)
     for raw, value in _raw_state(inner, known).items():
-        name, parameter = canonical(raw), known.leaves.get(id(value))
-        change = Change.STEP if id(value) in stepped else Change.ANY_TIME
+        name, change = canonical(raw), Change.STEP if id(value) in stepped else Change.ANY_TIME
         if isinstance(value, nn.Parameter) and not value.requires_grad:
             change = Change.NEVER
-        flat = None if parameter is None else parameter.flat
-        yield Leaf(item, name, value, f"{item}/{name}", change, flat, inner, raw)
+        yield known.leaf(item, name, value, f"{item}/{name}", change=change, module=inner, raw=raw)
 
 
 def named_parameters(
@@ -95,44 +93,36 @@ def _unpacked(named: Iterable[tuple[str, nn.Parameter]], known: Parameters) -> I
         yield from [(name, parameter)] if pack is None else pack.views.items()
 
 
-def flat_parameters(module: nn.Module) -> tuple[dict[int, Flat], list[Pack]]:
-    """This rank's part of each parameter that FSDP1 flattens, by its id; and the flat ones that hide them."""
-    found: dict[int, Flat] = {}
-    packs: list[Pack] = []
-    inner = unwrap(module)
-    units = [unit for unit in inner.modules() if isinstance(unit, FullyShardedDataParallel)]
-    named = inner.named_modules() if units else ()
-    prefixes = {child: canonical(f"{prefix}." if prefix else "") for prefix, child in named}
-    for unit in units:
-        handle: Any = unit._handle
+def add_flat_parameters(module: nn.Module, known: Parameters) -> None:
+    """Add this rank's part of each parameter that FSDP1 flattens, and the flat ones that hide them."""
+    for path, unit in unwrap(module).named_modules():
+        handle: Any = unit._handle if isinstance(unit, FullyShardedDataParallel) else None
         if handle is None or not handle.uses_sharded_strategy:
             continue
         flat = handle.flat_param
         # Hybrid sharding: the other groups of shards hold the same.
         ranks = tuple(torch.distributed.get_process_group_ranks(handle.process_group))
         local = getattr(flat, "_local_shard", flat).detach()  # the first forward sets it apart
-        prefix = prefixes[handle._fully_sharded_module]
+        prefix = canonical(f"{path}." if path else "")
         views: dict[str, torch.Tensor] = {}
-        parts: list[Flat] = []
+        ranges: list[FlatRange] = []
         for name, shape, info in zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True):
             start, stop = (info.intra_param_start_idx, info.intra_param_end_idx + 1) if info.in_shard else (0, 0)
             at = info.offset_in_shard if info.in_shard else 0
             views[prefix + name] = local[at : at + stop - start]
-            parts.append(Flat(tuple(shape), start, stop, ranks))
+            ranges.append(FlatRange(tuple(shape), start, stop, ranks))
         # By id only what lives on: Pack keeps its views.
         live = views.values() if flat._params is None else flat._params
-        found |= {id(one): part for one, part in zip(live, parts, strict=True)}
+        known.layouts.update(zip(map(id, live), ranges, strict=True))
         if flat._params is None:
-            packs.append(Pack(flat, local, _with_shared(views, flat, prefix)))
-    return found, packs
+            pack = Pack(flat, local, _with_shared(views, flat, prefix))
+            known.packs.update(dict.fromkeys(map(id, (flat, *views.values())), pack))
 
 
-def _with_shared(views: dict[str, torch.Tensor], flat: Any, prefix: str) -> dict[str, torch.Tensor]:
+def _with_shared(views: dict[str, torch.Tensor], parameter: Any, prefix: str) -> dict[str, torch.Tensor]:
     """Also the further names of tied parameters."""
-    for name, _, owner, first, _, first_owner in flat._shared_param_infos:
-        views[f"{prefix}{owner}.{name}" if owner else prefix + name] = views[
-            f"{prefix}{first_owner}.{first}" if first_owner else prefix + first
-        ]
+    for name, _, owner, first, _, first_owner in parameter._shared_param_infos:
+        views[prefix + f"{owner}.{name}".lstrip(".")] = views[prefix + f"{first_owner}.{first}".lstrip(".")]
     return views
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import count, islice
 from typing import Any, cast
 
 import torch
@@ -38,11 +39,11 @@ class NamedOptimizer:
         """The optimizer that keeps the state."""
         self.groups: list[list[list[Leaf]]] = []
         """By group and by parameter: the leaves that it stands for. One, but for a flat parameter."""
-        self._packs = parameters.packs
+        self._known, self._packs = parameters, parameters.packs
         for g, group in enumerate(optimizer.param_groups):
             given = group.get("param_names") or [f"group{g}.param{i}" for i in range(len(group["params"]))]
             pairs = zip(group["params"], given, strict=True)
-            self.groups.append([self._leaves_of(parameter, name, parameters) for parameter, name in pairs])
+            self.groups.append([self._leaves_of(parameter, name) for parameter, name in pairs])
         self.leaves = {leaf.name: leaf for group in self.groups for held in group for leaf in held}
         """Every parameter."""
 
@@ -51,16 +52,15 @@ class NamedOptimizer:
         """The names of the parameters of each group."""
         return [[leaf.name for held in group for leaf in held] for group in self.groups]
 
-    def _leaves_of(self, parameter: torch.Tensor, name: str, parameters: Parameters) -> list[Leaf]:
+    def _leaves_of(self, parameter: torch.Tensor, name: str) -> list[Leaf]:
         pack = self._packs.get(id(parameter))
-        live = [parameter] if pack is None else pack.views.values()
-        return [self._leaf(one, parameters.leaves.get(id(one)), name) for one in live]
+        return [self._leaf(one, name) for one in ([parameter] if pack is None else pack.views.values())]
 
-    def _leaf(self, parameter: torch.Tensor, known: Leaf | None, name: str) -> Leaf:
-        if known is not None:
-            name = known.name
-        unit = known.unit if known is not None and self.holder is self.optimizer else f"{self.item}/{name}"
-        return Leaf(self.item, name, parameter, unit, Change.STEP, None if known is None else known.flat)
+    def _leaf(self, parameter: torch.Tensor, name: str) -> Leaf:
+        known = self._known.leaves.get(id(parameter))
+        name = name if known is None else known.name
+        unit = f"{self.item}/{name}" if known is None or self.holder is not self.optimizer else known.unit
+        return self._known.leaf(self.item, name, parameter, unit, change=Change.STEP)
 
     def keeps_state_here(self, leaf: Leaf) -> bool:
         """Whether this rank keeps the state of a parameter: ZeroRedundancyOptimizer gives each to one rank."""
@@ -219,11 +219,8 @@ def _equal(first: Any, second: Any) -> bool:
 def _indexed(
     optimizer: Optimizer, named: dict[str, Any], groups: list[dict[str, Any]], index: dict[str, int]
 ) -> dict[str, Any]:
-    packed, start = [], 0
-    for group, options in zip(optimizer.param_groups, groups, strict=True):
-        count = len(group["params"])
-        packed.append({**options, "params": list(range(start, start + count))})
-        start += count
+    numbers, pairs = count(), zip(optimizer.param_groups, groups, strict=True)
+    packed = [{**options, "params": list(islice(numbers, len(group["params"])))} for group, options in pairs]
     extra = {key: value for key, value in named.items() if key not in ("state", "groups")}
     state = {index.get(name, name): value for name, value in named["state"].items()}
     return {"state": state, "param_groups": packed, **extra}

@@ -16,14 +16,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from ckptstore.errors import LayoutChanged, UnsupportedObject
-
-if TYPE_CHECKING:
-    from ckpt.capture.parts import TensorPart
 
 
 class Unit(msgspec.Struct, frozen=True, array_like=True):
@@ -71,14 +68,17 @@ class Ownership:
             raise self._changed(unit, "is new")
         return self.owner[unit] == self.rank
 
-    def writes(self, unit: str, part: TensorPart) -> bool:
-        """Whether this rank stores its part of a tensor that belongs to a unit. Raises LayoutChanged for a new unit."""
-        if part.ranks is not None and unit in self.owner:
-            return self._global(self.owner[unit]) in part.ranks and self._has_turn(part.holders, self.turn[unit])
+    def writes(self, unit: str, ranks: Sequence[int] | None, holders: Sequence[int]) -> bool:
+        """Whether this rank stores its part of a tensor that belongs to a unit. Raises LayoutChanged for a new unit.
+
+        ranks, holders: see TensorPart.
+        """
+        if ranks is not None and unit in self.owner:
+            return self._global(self.owner[unit]) in ranks and self._has_turn(holders, self.turn[unit])
         if unit not in self.own or self.own[unit].distributed:
             return self.owns(unit)  # a scalar in the state of a distributed parameter
-        holders = self.holders[unit]
-        return holders[self.turn[unit] % len(holders)] == self.rank
+        copies = self.holders[unit]
+        return copies[self.turn[unit] % len(copies)] == self.rank
 
     def _has_turn(self, holders: Sequence[int], turn: int) -> bool:
         """Whether this one of the ranks that hold equal copies is the one that writes."""
@@ -120,8 +120,9 @@ def agree(
     different = [n for n, ranks in holders.items() if _differs(n, [(named[r], said[r][n]) for r in ranks])]
     ordered = {name: tuple(ranks) for name, ranks in holders.items()}
     owner = {name: ranks[0] for name, ranks in ordered.items()}
-    turn = _turns({name: said[owner[name]][name].bytes for name in ordered}, ordered) if split_replicas else {}
-    turn = {name: turn.get(name, 0) for name in ordered}
+    turn = dict.fromkeys(ordered, 0)
+    if split_replicas:
+        turn = _turns({name: said[owner[name]][name].bytes for name in ordered}, ordered)
     return Ownership(rank, said[rank], owner, turn, ordered, members), different
 
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from ckpt.capture.leaves import Change
-from ckpt.capture.parts import Flat, TensorPart, inner_tensors, part_of
+from ckpt.capture.parts import FlatRange, TensorPart, inner_tensors, part_of
 
 OptimizerState = dict[str, Any]
 """The state that an optimizer keeps for one parameter."""
@@ -37,7 +37,7 @@ class Pack:
         joined: OptimizerState = {}
         for view, state in zip(self.views.values(), states, strict=True):
             for key, value in state.items():
-                if not isinstance(value, torch.Tensor) or value.dim() != 1 or value.shape != view.shape:
+                if not isinstance(value, torch.Tensor) or value.shape != view.shape:
                     joined.setdefault(key, value)
                     continue
                 flat = joined.setdefault(key, torch.zeros_like(self.local, dtype=value.dtype))
@@ -47,9 +47,9 @@ class Pack:
     def _is_flat(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.shape == self.local.shape
 
-    def _part(self, view: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    def _part(self, view: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         at = view.storage_offset() - self.local.storage_offset()
-        return flat[at : at + view.numel()]
+        return whole[at : at + view.numel()]
 
 
 class Leaf(Struct, frozen=True, eq=False, gc=False):
@@ -62,8 +62,8 @@ class Leaf(Struct, frozen=True, eq=False, gc=False):
     unit: str
     """The unit of ownership that it belongs to, with the state that an optimizer keeps for it."""
     change: Change = Change.ANY_TIME
-    flat: Flat | None = None
-    """How FSDP1 keeps it, and its optimizer state."""
+    layout: FlatRange | None = None
+    """What FSDP1 keeps of it here, and of its optimizer state; set by `Parameters.leaf`."""
     module: nn.Module | None = None
     """The one whose `state_dict` has the value."""
     raw: str = ""
@@ -81,23 +81,32 @@ class Leaf(Struct, frozen=True, eq=False, gc=False):
 
     def part_of(self, path: str, tensor: torch.Tensor) -> TensorPart:
         """The same of a tensor that belongs to this one: a gradient, optimizer state."""
-        return part_of(path, tensor, self.flat)
+        cut = None if self.layout is None else self.layout.part(tensor)
+        return cut or part_of(path, tensor)
 
     def inner(self) -> list[Leaf] | None:
         """The tensors that a wrapper consists of; `raw` is the attribute. None for all other values."""
         inner = inner_tensors(self.path, self.value) if isinstance(self.value, torch.Tensor) else None
         if inner is None:
             return None
-        return [replace(self, name=f"{self.name}/{raw}", value=one, flat=None, raw=raw) for raw, one in inner.items()]
+        return [replace(self, name=f"{self.name}/{raw}", value=one, layout=None, raw=raw) for raw, one in inner.items()]
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
     """The parameters of all modules. Valid as long as the modules stay as they are."""
 
-    by_name: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    by_name: dict[str, dict[str, Leaf]] = field(default_factory=dict)
     """By item and canonical name; a shared one of a module under its first name."""
     leaves: dict[int, Leaf] = field(default_factory=dict)
     """By id; the name is the one under which optimizer state is stored."""
     packs: dict[int, Pack] = field(default_factory=dict)
     """By id of the flat parameter, and of each view."""
+    layouts: dict[int, FlatRange] = field(default_factory=dict)
+    """What this rank holds of each parameter that FSDP1 flattens, by id."""
+    values: dict[str, list[Leaf]] = field(default_factory=dict)
+    """All values of the modules, by item, as far as they have been looked for."""
+
+    def leaf(self, item: str, name: str, value: Any, unit: str, **fields: Any) -> Leaf:
+        """A leaf with the layout that this process knows of its value. Arguments: see Leaf."""
+        return Leaf(item, name, value, unit, layout=self.layouts.get(id(value)), **fields)

@@ -1,7 +1,7 @@
 """The parts of a tensor: the part of a global tensor that is here, and the inner tensors of a wrapper. Not a
 collective; copies nothing.
 
-DTensor covers fully_shard (FSDP2), hybrid sharding and tensor parallelism on a mesh of any dimensions. Flat covers
+DTensor covers fully_shard (FSDP2), hybrid sharding and tensor parallelism on a mesh of any dimensions. FlatRange covers
 FullyShardedDataParallel (FSDP1), which keeps a range of a parameter's row-major elements. Any other tensor is
 whole. Each tensor of a state has a part, so parts are msgspec structs: faster to create than data classes, and not
 tracked by the garbage collector.
@@ -68,7 +68,7 @@ class TensorPart(Struct, frozen=True, gc=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Flat:
+class FlatRange:
     """A parameter of FullyShardedDataParallel: the elements [start, stop) of it lie in a flat local tensor."""
 
     shape: tuple[int, ...]
@@ -77,28 +77,27 @@ class Flat:
     ranks: Ranks
     """Those that hold the rest of it."""
 
+    def part(self, tensor: torch.Tensor) -> TensorPart | None:
+        """The part that the local tensor is, or state of its elements; None for state that is not cut so."""
+        if tensor.dim() != 1 or tensor.numel() != self.stop - self.start:
+            return None
+        tensor, pieces, at = tensor.detach(), [], 0
+        for box in boxes.flat_boxes(self.shape, self.start, self.stop):
+            size = prod(boxes.sizes(box))
+            pieces.append(TensorPiece(box, tensor[at : at + size].view(boxes.sizes(box))))
+            at += size
+        return TensorPart(self.shape, tensor.dtype, tuple(pieces), self.ranks, _alone(self.ranks))
 
-def part_of(path: str, tensor: torch.Tensor, flat: Flat | None = None) -> TensorPart:
-    """The part that a live tensor is. flat: how FSDP1 keeps the parameter that `tensor` is, or is the state of.
+
+def part_of(path: str, tensor: torch.Tensor) -> TensorPart:
+    """The part that a tensor says it is. `Leaf.part_of` also knows what only its parameter says.
 
     Raises UnsupportedObject for a DTensor with pending sums, or a placement this program does not know.
     """
     if isinstance(tensor, DTensor):
         return _distributed(path, tensor)
-    tensor = tensor.detach()
-    if flat is not None and tensor.numel() == flat.stop - flat.start and tensor.dim() == 1:
-        return _flat(tensor, flat)
     shape = tuple(tensor.shape)
-    return TensorPart(shape, tensor.dtype, (TensorPiece(boxes.whole(shape), tensor),))
-
-
-def _flat(tensor: torch.Tensor, flat: Flat) -> TensorPart:
-    pieces, at = [], 0
-    for box in boxes.flat_boxes(flat.shape, flat.start, flat.stop):
-        size = prod(boxes.sizes(box))
-        pieces.append(TensorPiece(box, tensor[at : at + size].view(boxes.sizes(box))))
-        at += size
-    return TensorPart(flat.shape, tensor.dtype, tuple(pieces), flat.ranks, _alone(flat.ranks))
+    return TensorPart(shape, tensor.dtype, (TensorPiece(boxes.whole(shape), tensor.detach()),))
 
 
 @lru_cache

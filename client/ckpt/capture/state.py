@@ -44,13 +44,10 @@ def _capture_objects(state: TrainState, ownership: Ownership) -> TensorCollector
 
 
 def _capture_module(collector: TensorCollector, item: str, state: TrainState) -> None:
-    ownership = collector.ownership
     owned: dict[str, JSON] = {}
     for leaf in state.leaves(item):
-        tree = collector.shared(leaf, leaf.path, leaf.value)
-        if ownership.owns(leaf.unit):
-            owned[leaf.name] = tree
-    if owned or ownership.owns(item_frame(item)):
+        collector.add_state(owned, leaf.name, leaf, leaf.path, leaf.value)
+    if owned or collector.ownership.owns(item_frame(item)):
         collector.captured.trees[item] = mapping(owned)
 
 
@@ -71,10 +68,7 @@ def _capture_optimizers(collector: TensorCollector, item: str, state: TrainState
             leaf, path = optimizer.leaves.get(name), f"{item}/state/{name}"
             if leaf is not None:
                 optimizers.check_sharded_alike(path, leaf.value, values)
-            leaf = leaf or Leaf(item, name, None, unit=frame)
-            tree = collector.shared(leaf, path, values)
-            if ownership.owns(leaf.unit):
-                owned[name] = tree
+            collector.add_state(owned, name, leaf or Leaf(item, name, None, unit=frame), path, values)
         if ownership.owns(frame):
             frames.append(whole)
     if owned or ownership.owns(frame):
@@ -92,9 +86,7 @@ def _capture_gradients(collector: TensorCollector, state: TrainState) -> None:
         if leaf.part.ranks is None:
             local[name] = gradient
             continue
-        tree = collector.shared(leaf, path, gradient)
-        if collector.ownership.owns(leaf.unit):
-            owned[name] = tree
+        collector.add_state(owned, name, leaf, path, gradient)
     if owned:
         collector.captured.trees[GRADIENTS] = mapping(owned)
     collector.add_local(GRADIENTS, local)
@@ -208,8 +200,7 @@ class Capturer:
         if grads:  # they come and go
             collector = _capture_objects(state, ownership)
             _capture_gradients(collector, state)
-            capture_values(collector, state)
-            return collector.captured
+            return capture_values(collector, state)
         made, last = StateFingerprint(state), self._last
         if last is not None and last.collector.ownership is ownership and made.complete and made.marks == last.marks:
             collector, captured = last.collector, _again(last, state, made)
@@ -229,12 +220,17 @@ def _describe(state: TrainState, made: StateFingerprint, collector: TensorCollec
     if not all(id(origin) in number_of for origin in leaves.origins):
         return None  # a leaf is not part of the fingerprint
     found = [(number_of[id(origin)], one) for origin, one in zip(leaves.origins, leaves.tensors, strict=True)]
-    views = [(one.shape, one.stride(), one.storage_offset()) for _, one in found]
-    places = [(n, () if one.is_set_to(made.locals[n]) else at) for (n, one), at in zip(found, views, strict=True)]
-    writes = [item for item in state.optimizers if collector.ownership.owns(optimizer_frame(item, state))]
-    groups = {item: [one.names for one in state.named_optimizers[item]] for item in writes}
-    kept = Captured(Leaves(list(leaves.slices), changes=list(leaves.changes)), dict(captured.trees))
-    kept.aliases |= captured.aliases
+    places = [
+        (n, () if one.is_set_to(made.locals[n]) else (one.shape, one.stride(), one.storage_offset()))
+        for n, one in found
+    ]
+    groups = {
+        item: [one.names for one in named]
+        for item, named in state.named_optimizers.items()
+        if collector.ownership.owns(optimizer_frame(item, state))
+    }
+    columns = Leaves(list(leaves.slices), changes=list(leaves.changes))
+    kept = Captured(columns, dict(captured.trees), aliases=dict(captured.aliases))
     return _Description(made.marks, kept, places, collector.fork(Captured()), groups)
 
 

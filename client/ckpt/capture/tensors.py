@@ -12,16 +12,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from ckpt.capture import collector
+from ckpt.capture.arrays import ArrayPart, array_part
 from ckpt.capture.collector import Collector
-from ckpt.capture.leaves import Change, Number, StateLeaf
+from ckpt.capture.leaves import Number
 from ckpt.capture.parameters import Leaf
 from ckpt.capture.parts import TensorPart, inner_tensors, is_plain_type, kind_of, part_of
 from ckpt.device import has_device
 from ckpt.dtypes import BY_NAME, NAMES
-from ckptstore.codecs.dtypes import NUMPY
 from ckptstore.errors import CorruptObject, UnsupportedObject
 from ckptstore.format.documents import JSON
-from ckptstore.format.shards import Slice
 from ckptstore.format.trees import TAG, decode_bytes, encode_bytes, encode_tree, with_records
 
 _KINDS: Mapping[str, Callable[[Any], Any]] = {"size": torch.Size, "dtype": BY_NAME.__getitem__, "device": torch.device}
@@ -63,22 +62,23 @@ class TensorCollector(Collector):
 
     small, num_bytes = staticmethod(small_leaf), staticmethod(num_bytes)
 
-    def shared(self, leaf: Leaf, path: str, value: Any) -> JSON:
-        """The tree of a leaf's state, which belongs to no single rank. Of its tensors the shard gets what this rank
-        writes. A wrapper is a dict of its inner tensors.
+    def add_state(self, trees: dict[str, JSON], name: str, leaf: Leaf, path: str, value: Any) -> None:
+        """Add a leaf's state, which belongs to no single rank. Of its tensors the shard gets what this rank writes; its
+        tree is added to `trees` on the rank that owns it. A wrapper is a dict of its inner tensors.
         """
 
         def node(at: str, found: Any) -> JSON:
             if isinstance(found, torch.Tensor):
                 if (inner := inner_tensors(at, found)) is not None:
                     return encode_tree(inner, at, node)
-                return {TAG: "tensor", "name": self._store(at, found, leaf), **_device(found)}
+                return {TAG: "tensor", "name": self._store_leaf(at, found, leaf), **_device(found)}
             if isinstance(found, np.ndarray):
-                whole = Leaf(leaf.item, leaf.name, found, leaf.unit)  # FSDP1 does not cut arrays
-                return {TAG: "array", "name": self._store(at, _from_array(at, found), whole)}
+                return {TAG: "array", "name": self._store(at, array_part(at, found), leaf.unit, leaf.change)}
             return small_leaf(at, found)
 
-        return encode_tree(value, path, with_records(node))
+        tree = encode_tree(value, path, with_records(node))
+        if self.ownership.owns(leaf.unit):
+            trees[name] = tree
 
     def _inline_leaf(self, path: str, value: Any) -> JSON:
         if not isinstance(value, torch.Tensor) or not has_device(value):
@@ -91,47 +91,34 @@ class TensorCollector(Collector):
     def _leaf(self, path: str, value: Any, name: str) -> JSON:
         """The tree of a tensor or array that becomes an entry of this name, or of another small value."""
         if isinstance(value, torch.Tensor):
-            return {TAG: "tensor", "name": self._store(name, whole(path, value)), **_device(value)}
+            return {TAG: "tensor", "name": self._store_leaf(name, whole(path, value)), **_device(value)}
         return super()._leaf(path, value, name)
 
-    def _store(self, path: str, tensor: torch.Tensor, leaf: Leaf | None = None) -> str:
+    def _store_leaf(self, path: str, tensor: torch.Tensor, leaf: Leaf | None = None) -> str:
         """Add what this rank writes of a tensor to the shard; returns the name of its entry.
 
         leaf: the one that it is, or is the state of; None: it belongs to this rank alone.
         """
-        dtype, ownership = dtype_name(path, tensor), self.ownership
+        dtype = dtype_name(path, tensor)
         part = part_of(path, tensor) if leaf is None else leaf.part_of(path, tensor)
-        name, first = self._name(path, dtype, part, ownership.rank if leaf is None else ownership.owner.get(leaf.unit))
-        if name != first:
-            if leaf is None or ownership.owns(leaf.unit):
-                self.captured.aliases[name] = first
-        elif leaf is None or ownership.writes(leaf.unit, part):
-            change = Change.ANY_TIME if leaf is None else leaf.change
-            for piece in part.pieces:
-                of_entry = Slice(name, dtype, part.shape, piece.box)
-                self.captured.leaves.append(StateLeaf(of_entry, piece.tensor, tensor, change))
-        return first
+        written = ArrayPart(dtype, part.shape, part.pieces, _memory_key(path, part), part.ranks, part.holders)
+        if leaf is None:
+            return self._store(path, written, origin=tensor)
+        return self._store(path, written, leaf.unit, leaf.change, tensor)
 
-    def _name(self, path: str, dtype: str, part: TensorPart, owner: int | None) -> tuple[str, str]:
-        """A name that is not in use, and the name under which the same memory was seen first.
 
-        Memory that belongs to several owners (a step count of many parameters) is kept once for each: ranks that hold
-        other parameters see another one first.
-        """
-        name = self._unique(path)
-        if not part.pieces or not part.pieces[0].tensor.numel():
-            return name, name
-        local = part.pieces[0].tensor
-        if not local.untyped_storage().data_ptr():
-            raise UnsupportedObject(
-                f"tensor at {path!r} has {local.numel()} elements but no memory",
-                "Save when its storage is allocated: `untyped_storage().resize_(0)` or a wrapper has freed it",
-            )
-        key = (
-            local.device, local.data_ptr(), dtype, part.shape, part.boxes, local.stride(), local.is_conj(),
-            local.is_neg(), owner,
-        )  # fmt: skip
-        return name, self._seen.setdefault(key, name)
+def _memory_key(path: str, part: TensorPart) -> object:
+    """Equal for tensors that lie alike in the same memory. Raises UnsupportedObject for one without memory."""
+    if not part.pieces or not part.pieces[0].tensor.numel():
+        return object()
+    local = part.pieces[0].tensor
+    if not local.untyped_storage().data_ptr():
+        raise UnsupportedObject(
+            f"tensor at {path!r} has {local.numel()} elements but no memory",
+            "Save when its storage is allocated: `untyped_storage().resize_(0)` or a wrapper has freed it",
+        )
+    address, view = (local.device, local.data_ptr()), (local.stride(), local.is_conj(), local.is_neg())
+    return address, part.dtype, part.shape, part.boxes, view
 
 
 def _complete(leaf: dict[str, JSON], host: torch.Tensor) -> None:
@@ -193,15 +180,3 @@ def dtype_name(path: str, tensor: torch.Tensor) -> str:
     if tensor.dtype not in NAMES:
         raise UnsupportedObject(f"tensor at {path!r} has type {tensor.dtype}", "Convert it to another type")
     return NAMES[tensor.dtype]
-
-
-def _from_array(path: str, array: np.ndarray[Any, Any]) -> torch.Tensor:
-    # dtype.name does not distinguish byte orders.
-    if type(array) is not np.ndarray or NUMPY.get(array.dtype.name) != array.dtype:
-        raise UnsupportedObject(
-            f"array at {path!r} is a {type(array).__name__} of type {array.dtype}",
-            "Store plain arrays of numbers or booleans in native byte order",
-        )
-    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
-        array = array.copy()
-    return torch.from_numpy(array)

@@ -83,20 +83,9 @@ class TrainState:
         others = {name: value for name, value in extras.items() if not _is_module(value)}
         return TrainState(found, _named_optimizers(optim), others, shared)
 
-    @staticmethod
-    def to_restore(
-        model: Model | None,
-        optim: Optimizers | None,
-        extras: Mapping[str, Any],
-        shared: Mapping[str, Any] | None = None,
-    ) -> TrainState:
+    def to_restore(self) -> TrainState:
         """The same for a restore: the checkpoint knows what is shared."""
-        state = TrainState.of(model, optim, extras, shared)
-        return replace(state, others={**state.others, **state.shared}, shared={})
-
-    def to_place(self) -> list[str]:
-        """The module items that a restore fills."""
-        return [item for item in self.modules if item not in self.placed]
+        return replace(self, others={**self.others, **self.shared}, shared={})
 
     def others_among(self, items: Iterable[str]) -> Mapping[str, Any]:
         """The extras to restore from these items; without objects to restore into, values of all items."""
@@ -114,28 +103,25 @@ class TrainState:
             from ckpt.capture import modules
 
             modules.reshard(chunk for chunks in self.modules.values() for chunk in chunks)
-        for known in ("parameters", "named_optimizers", "_found"):
+        for known in ("parameters", "named_optimizers"):
             self.__dict__.pop(known, None)
 
     @cached_property
     def parameters(self) -> Parameters:
         """The live parameters; valid until `reshard` replaces those that fully_shard had gathered."""
         from ckpt.capture import modules
-        from ckpt.capture.parameters import Leaf, Parameters
+        from ckpt.capture.parameters import Parameters
 
         known = Parameters()
         for item, chunks in self.modules.items():
-            flats: dict[int, Any] = {}
             for chunk in chunks:
-                more, packs = modules.flat_parameters(chunk)
-                flats |= more
-                for pack in packs:
-                    known.packs.update({id(one): pack for one in (pack.parameter, *pack.views.values())})
+                modules.add_flat_parameters(chunk, known)
             named = _joined(item, (pair for chunk in chunks for pair in modules.named_parameters(chunk, known)))
-            known.by_name[item] = named
-            for name, one in named.items():
-                leaf = Leaf(item, self.prefix(item) + name, one, f"{item}/{name}", flat=flats.get(id(one)))
-                known.leaves.setdefault(id(one), leaf)
+            known.by_name[item] = {
+                name: known.leaf(item, self.prefix(item) + name, one, f"{item}/{name}") for name, one in named.items()
+            }
+            for leaf in known.by_name[item].values():
+                known.leaves.setdefault(id(leaf.value), leaf)
         return known
 
     @cached_property
@@ -148,25 +134,21 @@ class TrainState:
         known = self.parameters
         return {item: [NamedOptimizer(item, one, known) for one in found] for item, found in self.optimizers.items()}
 
-    @cached_property
-    def _found(self) -> dict[str, list[Leaf]]:
-        return {}
-
     def leaves(self, item: str) -> list[Leaf]:
         """The values of a module item, each once; their `state_dict` is called once.
 
         Raises InvalidRequest if two chunks use one name for different things.
         """
-        if item not in self._found:
+        known = self.parameters
+        if item not in known.values:
             from ckpt.capture import modules
 
             named = (one for found in self.named_optimizers.values() for one in found)
             stepped = {id(leaf.value) for one in named for leaf in one.leaves.values()}
-            chunks = self.modules[item]
-            every = [leaf for one in chunks for leaf in modules.module_leaves(item, one, self.parameters, stepped)]
+            every = [leaf for one in self.modules[item] for leaf in modules.module_leaves(item, one, known, stepped)]
             _joined(item, ((leaf.name, leaf.value) for leaf in every))
-            self._found[item] = list({leaf.name: leaf for leaf in every}.values())
-        return self._found[item]
+            known.values[item] = list({leaf.name: leaf for leaf in every}.values())
+        return known.values[item]
 
     def prefix(self, item: str) -> str:
         """Prefix of a module item's parameter names in optimizer state; the model's names have none."""
@@ -188,8 +170,8 @@ class TrainState:
         from ckpt.capture import modules
 
         modules.check_reduced(self.modules[MODEL])
-        known = self.parameters
-        return {name: known.leaves[id(p)] for name, p in known.by_name[MODEL].items() if p.grad is not None}
+        parameters = self.parameters.by_name[MODEL]
+        return {name: leaf for name, leaf in parameters.items() if leaf.value.grad is not None}
 
 
 def _joined(item: str, named: Iterable[tuple[str, Any]]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from typing import Any
 from ckpt.capture.arrays import is_distributed, is_template
 from ckpt.capture.collector import INLINE_BYTES, Collector
 from ckpt.capture.leaves import Captured, Number, SmallReads
-from ckpt.capture.ownership import Ownership
 from ckpt.capture.rng import rng_state
 from ckpt.capture.train_state import RNG, Stateful, TrainState
 from ckpt.device import has_device
@@ -17,15 +16,11 @@ from ckptstore.format.documents import JSON
 from ckptstore.format.trees import encode_tree, with_records
 
 
-def capture_alone(state: TrainState, ownership: Ownership) -> Captured:
-    """A capture of values without tensors. Raises UnsupportedObject for what cannot be stored."""
-    collector = Collector(ownership)
-    capture_values(collector, state)
-    return collector.captured
+def capture_values(collector: Collector, state: TrainState) -> Captured:
+    """Add random state, the extras of this rank and the shared ones. Returns all that the collector has.
 
-
-def capture_values(collector: Collector, state: TrainState) -> None:
-    """Add random state, the extras of this rank and the shared ones."""
+    Raises UnsupportedObject for what cannot be stored.
+    """
     collector.add_unchanging(RNG, rng_state())
     for item, value in state.others.items():
         if (numbers := scaler_state(value, collector.captured.reads)) is not None:
@@ -34,6 +29,7 @@ def capture_values(collector: Collector, state: TrainState) -> None:
             collector.add_local(item, value.state_dict() if isinstance(value, Stateful) else value)
     for item, value in state.shared.items():
         collector.add_shared(item, value.state_dict() if isinstance(value, Stateful) else value)
+    return collector.captured
 
 
 def check_others(state: TrainState, rank: int = 0) -> int:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -28,19 +28,16 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
 from torch.futures import Future
 
-from ckpt.capture.parts import TensorPart, TensorPiece
 from ckpt.dcp.naming import Value, flatten, parse_checkpoint_id
 from ckpt.dcp.writer import continue_from
 from ckpt.dtypes import BY_NAME
 from ckpt.restoring.destinations import Destinations
-from ckpt.restoring.resolve import noting_damage, take_lease
+from ckpt.restoring.resolve import leased, noting_damage
 from ckptapi.opening import open_source
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import BadInput, CorruptObject, StateMismatch, UnsupportedFormat, UnsupportedObject
 from ckptstore.format.documents import Content
-from ckptstore.format.planning import plan_reads
 from ckptstore.names import Reference, check_run, check_step
-from ckptstore.reading.fetch import fetch
 from ckptstore.reading.source import Source, StoreSource, read_manifest
 from ckptstore.stores import Store
 from ckptstore.stores.retrying import RETRY_S
@@ -125,14 +122,10 @@ class StorageReader(TorchStorageReader):
         """
         with self._connect() as source:
             opened = self._agreed(source, plan)
-            with _leased(source, opened.checkpoint), noting_damage(source, opened.checkpoint):
+            with leased(source, opened.checkpoint), noting_damage(source, opened.checkpoint):
                 destinations = Destinations(opened.content)
                 finish = [_plan_item(destinations, planner, opened.values, item) for item in plan.items]
-                destinations.allocate()
-                reads = plan_reads(opened.content, destinations.wants())
-                with destinations.receiving(reads) as buffers:
-                    fetch(source, opened.checkpoint, reads, buffers)
-                destinations.place()
+                destinations.read(source, opened.checkpoint)
                 for step in finish:
                     step()
             continue_from(source.url, opened.checkpoint)
@@ -211,8 +204,7 @@ def _plan_item(
     assert value.entry is not None
     target = planner.resolve_tensor(item).detach()
     # The metadata declares each entry as one chunk, so offsets in storage are offsets in the entry.
-    piece = TensorPiece((*item.storage_offsets, *item.lengths), target)
-    destinations.fill(value.entry, TensorPart(tuple(target.shape), target.dtype, (piece,)))
+    destinations.fill_box(value.entry, (*item.storage_offsets, *item.lengths), target)
     return partial(planner.commit_tensor, item, target)
 
 
@@ -222,16 +214,6 @@ def _load_object(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
     torch.save(value, data)
     data.seek(0)
     planner.load_bytes(item, data)
-
-
-@contextmanager
-def _leased(source: Source, checkpoint: Checkpoint) -> Iterator[None]:
-    lease = take_lease(source, checkpoint)
-    try:
-        yield
-    finally:
-        if lease is not None:
-            source.release_lease(checkpoint.run, lease)
 
 
 def _describe(entry: str, dtype: str, size: torch.Size) -> TensorStorageMetadata:

@@ -82,22 +82,12 @@ class SaveBroadcast:
         self._error: Exception | None = None
         self._asked = 0
         self._own_cost = Cost(0, 0.0)
-        self._cost = Cost(0, 0.0)
-        self._requests = 0
+        self.cost = Cost(0, 0.0)
+        """Highest cost of the last save among the other ranks (rank 0 only)."""
+        self.requests = 0
+        """The number of saves that other ranks have requested (rank 0 only)."""
         self._thread = threading.Thread(target=self._run, name="ckpt-broadcast", daemon=True)
         self._thread.start()
-
-    @property
-    def cost(self) -> Cost:
-        """Highest cost of the last save among the other ranks (rank 0 only)."""
-        with self._changed:
-            return self._cost
-
-    @property
-    def requests(self) -> int:
-        """The number of saves that other ranks have requested (rank 0 only)."""
-        with self._changed:
-            return self._requests
 
     def publish(self, decision: SaveDecision) -> None:
         """Publish a decision within the poll interval; rank 0. Raises RankLost if the store is gone."""
@@ -178,9 +168,7 @@ class SaveBroadcast:
                 self._store.set(_DECISION, msgspec.msgpack.encode(decision))
                 told = decision
             self._exchange_notice()
-            requests, cost = self._store.add(_REQUESTS, 0), _cost(self._store.get(_COST))
-            with self._changed:
-                self._requests, self._cost = requests, cost
+            self.requests, self.cost = self._store.add(_REQUESTS, 0), _cost(self._store.get(_COST))
 
     def _listen(self) -> None:
         sent, told = 0, Cost(0, 0.0)

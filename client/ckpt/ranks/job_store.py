@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -154,24 +154,14 @@ class RendezvousHost:
                 self._ask(self._store.set, f"reply/{rank}", answer)
 
 
-class RendezvousMember:
-    """Another rank. `look` does not wait."""
-
-    def __init__(self, store: Any, rank: int, ask: Ask) -> None:
-        self._store = store
-        self._rank = rank
-        self._ask = ask
-        self._number = new_ulid(system_clock()).encode()
-        ask(store.set, f"join/{rank}", self._number)
-
-    def look(self) -> Any:
-        """The store for this life; None before rank 0 has answered."""
-        reply = f"reply/{self._rank}"
-        if not self._ask(self._store.check, [reply]):
-            return None
-        answer = bytes(self._ask(self._store.get, reply))
-        number, prefix = decode_msgpack(answer, tuple[bytes, str])
-        if number != self._number:
-            return None
-        self._ask(self._store.set, f"{prefix}/joined/{self._rank}", "")
-        return prefixed(prefix, self._store)
+def join(store: Any, rank: int, ask: Ask) -> Iterator[Any]:
+    """Another rank: yields None until rank 0 has answered, then the store for this life. Does not wait."""
+    number, reply = new_ulid(system_clock()).encode(), f"reply/{rank}"
+    ask(store.set, f"join/{rank}", number)
+    while True:
+        if ask(store.check, [reply]):
+            answered, prefix = decode_msgpack(bytes(ask(store.get, reply)), tuple[bytes, str])
+            if answered == number:
+                ask(store.set, f"{prefix}/joined/{rank}", "")
+                yield prefixed(prefix, store)
+        yield None

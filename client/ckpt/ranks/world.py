@@ -25,7 +25,7 @@ from xxhash import xxh3_64_hexdigest, xxh3_128_digest
 
 from ckpt.config import Group
 from ckpt.lazily import torch, torch_loaded
-from ckpt.ranks.job_store import JaxStore, RendezvousHost, RendezvousMember, jax_job, prefixed
+from ckpt.ranks.job_store import JaxStore, RendezvousHost, jax_job, join, prefixed
 from ckptstore.errors import InvalidRequest, RankLost
 from ckptstore.retry import pauses
 
@@ -232,9 +232,9 @@ class World:
         if self.rank == 0:
             meetings.host = RendezvousHost(meetings.store, self.size, self._ask)
             return meetings.host.joined
-        member, wait = RendezvousMember(meetings.store, self.rank, self._ask), _Wait(["0"])
+        looks, wait = join(meetings.store, self.rank, self._ask), _Wait(["0"])
         waits = pauses(_FIRST_POLL_S, _LONGEST_POLL_S, factor=_GROWTH, jitter=False)
-        while (joined := member.look()) is None:
+        while (joined := next(looks)) is None:
             waited = time.monotonic() - wait.since
             if waited > self._silence_s:
                 raise self._silent(0)

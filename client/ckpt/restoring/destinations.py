@@ -11,14 +11,14 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from ckpt.capture.parameters import Leaf
-from ckpt.capture.parts import TensorPart, is_plain_type, part_of
+from ckpt.capture.parts import TensorPart, is_plain_type
 from ckpt.capture.tensors import inline_tensor, small_value, tensor_bytes
 from ckpt.device import DEVICES, has_device
 from ckpt.dtypes import BY_NAME
 from ckpt.restoring.gpu_copy import GpuReceiver, GpuTarget, is_direct
 from ckpt.restoring.host_destinations import HostDestinations
 from ckptstore.errors import UnsupportedFormat
-from ckptstore.format.boxes import Box, Want, sizes
+from ckptstore.format.boxes import Box, Want, sizes, whole
 from ckptstore.format.documents import JSON, Content
 from ckptstore.format.planning import ShardRead
 from ckptstore.format.trees import TAG, decode_tree, value_leaves
@@ -49,8 +49,11 @@ class Destinations(HostDestinations):
     def fill(self, name: str, part: TensorPart) -> None:
         """Register a live part to be filled from the entry. The shapes must agree; another dtype is cast."""
         for piece in part.pieces:
-            device = piece.tensor.device if has_device(piece.tensor) else None
-            self._targets[name, piece.box, device].append(piece.tensor)
+            self.fill_box(name, piece.box, piece.tensor)
+
+    def fill_box(self, name: str, box: Box, target: torch.Tensor) -> None:
+        """Register a tensor to be filled from a box of the entry."""
+        self._targets[name, box, target.device if has_device(target) else None].append(target)
 
     def fits(self, name: str, part: TensorPart) -> bool:
         """Whether the entry has the type and shape of a part."""
@@ -60,11 +63,8 @@ class Destinations(HostDestinations):
         """A new tensor that receives the whole entry."""
         dtype, shape = self.describe(name)
         target = torch.empty(shape, dtype=dtype, device=device)
-        self._fill_whole(name, target)
+        self.fill_box(name, whole(shape), target)
         return target
-
-    def _fill_whole(self, name: str, target: torch.Tensor) -> None:
-        self.fill(name, part_of(name, target))
 
     def new_beside(self, name: str, leaf: Leaf, device: torch.device | str) -> torch.Tensor:
         """A new tensor for optimizer state of a parameter, with the parameter's device and layout if it has its shape.
@@ -72,16 +72,14 @@ class Destinations(HostDestinations):
         State of another shape is kept whole, on `device`.
         """
         dtype, shape = self.describe(name)
-        parameter, flat = leaf.value, leaf.flat
-        if flat is not None and shape == flat.shape:
-            target = torch.empty(flat.stop - flat.start, dtype=dtype, device=parameter.device)
-        elif shape != tuple(parameter.shape):
+        parameter = leaf.value
+        if shape != leaf.part.shape:
             target = self.new(name, device)
             if not isinstance(parameter, DTensor) or not shape:
                 return target
             mesh = parameter.device_mesh
             return DTensor.from_local(target, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        elif isinstance(parameter, DTensor):
+        if isinstance(parameter, DTensor):
             like = parameter.to_local()
             if is_plain_type(parameter):
                 local = torch.empty_like(like, dtype=dtype)
@@ -92,7 +90,7 @@ class Destinations(HostDestinations):
                 shape=parameter.shape, stride=parameter.stride(),
             )  # fmt: skip
         else:
-            target = torch.empty(shape, dtype=dtype, device=parameter.device)
+            target = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
         self.fill(name, leaf.part_of(name, target))
         return target
 
@@ -114,7 +112,7 @@ class Destinations(HostDestinations):
             if target is None or not fits or used.setdefault(_memory(target), source) != source:
                 return self._unleaf(at, leaf, None)
             if "name" in leaf:
-                self._fill_whole(source, target)
+                self.fill_box(source, whole(target.shape), target.detach())
             else:
                 self._copies.append((inline_tensor(at, leaf), [target]))
             filled.append(at)
@@ -133,10 +131,6 @@ class Destinations(HostDestinations):
             dtype, shape = small.dtype, tuple(small.shape)
         device = _current(leaf["device"]) if "device" in leaf else torch.device("cpu")
         return (target.dtype, tuple(target.shape), target.device) == (dtype, shape, device)
-
-    def load(self, name: str) -> torch.Tensor:
-        """A new tensor on the CPU."""
-        return self.new(name)
 
     def _unleaf(self, at: str, leaf: dict[str, Any], device: torch.device | None) -> Any:
         """Tensors saved from a GPU go to `device`; by default to the current GPU of their kind, or the CPU if there is
@@ -180,7 +174,7 @@ class Destinations(HostDestinations):
         if not targets:
             yield hosts
             return
-        with GpuReceiver(hosts, targets, reads) as receiver:
+        with GpuReceiver(hosts, targets, reads).receiving() as receiver:
             yield receiver
 
     @torch.no_grad()

@@ -46,6 +46,8 @@ class Fetcher:
         self._world = world
         self.checkpoint = checkpoint
         self._share = how_to_share(config, world.size, is_grouped(), local)
+        self.lease: str | None = None
+        """What this rank holds; the caller releases it."""
         self._past_caches = False
         self._manifest = b""
         self._nearer: list[ChunkSource] = []
@@ -67,21 +69,21 @@ class Fetcher:
         return self._share == "broadcast"
 
     @contextmanager
-    def protecting(self, leases: list[str]) -> Iterator[Callable[[], None]]:
+    def protecting(self) -> Iterator[Callable[[], None]]:
         """Take the lease (rank 0) in a thread during the block.
 
         Yields a function that waits for the lease; call it before the first byte is placed. It raises NoCheckpoint if
-        the checkpoint is being deleted, and CorruptObject if it is listed as corrupt. The lease is appended to `leases`
-        even if the block fails, so that the caller can release it.
+        the checkpoint is being deleted, and CorruptObject if it is listed as corrupt. After the block `lease` is known,
+        even if it fails, so that the caller can release it.
         """
         with ThreadPoolExecutor(1, thread_name_prefix="ckpt-lease") as pool:
-            yield pool.submit(self._protect, leases).result
+            yield pool.submit(self._protect).result
 
-    def _protect(self, leases: list[str]) -> None:
+    def _protect(self) -> None:
         if self.checkpoint.state is State.CORRUPT:
             raise CorruptObject(self.checkpoint.problem)
-        if self._world.rank == 0 and (lease := take_lease(self._source, self.checkpoint)) is not None:
-            leases.append(lease)
+        if self._world.rank == 0:
+            self.lease = take_lease(self._source, self.checkpoint)
 
     def read_ahead(self) -> None:
         """Read the manifest that `manifest` will share (rank 0). Raises ObjectMissing or Unavailable."""
@@ -115,8 +117,9 @@ class Fetcher:
         self, content: Content, reads: Sequence[ShardRead], buffers: Buffers, progress: Callable[[int], None]
     ) -> None:
         """Fill the buffers. Raises Damaged, ObjectMissing, Unavailable or RankLost; buffers then hold a mixture."""
-        memory = attach(self._config.store, self.checkpoint) if self._config.store is not None else None
-        sources = [*([memory] if memory is not None else []), *self._nearer]
+        sources = list(self._nearer)
+        if self._config.store is not None and (memory := attach(self._config.store, self.checkpoint)) is not None:
+            sources.insert(0, memory)
         reads, found = fetch_from(sources, reads, buffers, progress)
         self.read.update(found)
         self.read["store"] += sum(chunk.raw for read in reads for chunk in read.chunks)

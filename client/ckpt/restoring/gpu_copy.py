@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
-from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -38,41 +37,39 @@ _ALIGNED = 64
 _ELEMENTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
-_T = TypeVar("_T")
-
-
-class BufferPool(Generic[_T]):
+class BufferPool:
     """A few reused buffers: filled, emptied asynchronously, and filled again. Thread-safe.
 
     At most `num_buffers`, made on demand. The caller must give each one back, also after an error.
     """
 
-    def __init__(self, num_buffers: int, make: Callable[[], _T]) -> None:
+    def __init__(self, num_buffers: int, make: Callable[[], Any]) -> None:
         self._to_make = num_buffers
         self._make = make
         self._changed = threading.Condition()
-        self._given: deque[tuple[_T, Sequence[Mark]]] = deque()
+        self._given: deque[tuple[Any, Sequence[Mark]]] = deque()
 
-    def take(self) -> _T:
+    def take(self) -> Any:
         """An unused buffer. If none is empty and none can be made, waits for the one that was given back first.
 
         Raises the error of making or emptying a buffer. That buffer is dropped, and a later call makes another.
         """
-        found = self._next()
+        with self._changed:
+            self._changed.wait_for(lambda: self._given or self._to_make)
+            used = self._given and (not self._to_make or all(mark.done() for mark in self._given[0][1]))
+            buffer, marks = self._given.popleft() if used else (None, ())
+            self._to_make -= not used
         try:
-            if found is None:
-                return self._make()
-            buffer, marks = found
             for mark in marks:
                 poll(mark.done)
-            return buffer
+            return buffer if used else self._make()
         except BaseException:
             with self._changed:
                 self._to_make += 1
                 self._changed.notify()
             raise
 
-    def give(self, buffer: _T, marks: Sequence[Mark]) -> None:
+    def give(self, buffer: Any, marks: Sequence[Mark]) -> None:
         """Give a buffer back; it is empty once the device has reached these marks."""
         with self._changed:
             if marks:
@@ -86,17 +83,6 @@ class BufferPool(Generic[_T]):
         for _, marks in list(self._given):
             for mark in marks:
                 poll(mark.done)
-
-    def _next(self) -> tuple[_T, Sequence[Mark]] | None:
-        """A buffer and the marks to wait for; None if the caller must make one."""
-        with self._changed:
-            while True:
-                if self._given and (not self._to_make or all(mark.done() for mark in self._given[0][1])):
-                    return self._given.popleft()
-                if self._to_make:
-                    self._to_make -= 1
-                    return None
-                self._changed.wait()
 
 
 class GpuTarget:
@@ -147,32 +133,30 @@ class GpuTarget:
 class GpuReceiver(Receiver):
     """The buffers of one fetch: host memory, and targets on devices.
 
-    When its block ends without an error, all bytes have arrived. After an error, later work on the devices is ordered
-    after the copies that are still queued.
-    """
+    `receiving` must be entered before the first byte."""
 
     def __init__(self, hosts: HostBuffers, targets: Mapping[str, GpuTarget], reads: Sequence[ShardRead]) -> None:
         self._hosts = hosts
         self._targets = targets
-        self._devices = list({id(target.device): target.device for target in targets.values()}.values())
+        self._devices = list(dict.fromkeys(target.device for target in targets.values()))
         staged = [self._staged_bytes(chunk) for read in reads for chunk in read.chunks]
         largest = max([1, *staged, min(sum(staged), CHUNK_BYTES)])
         self._size = 1 << (largest - 1).bit_length()  # pinned memory is allocated in powers of two
         num_buffers = min(NUM_BUFFERS, max(2, STAGING_BYTES // self._size))
         self._pool = BufferPool(num_buffers, self._make_staging)
 
-    def __enter__(self) -> GpuReceiver:
+    @contextmanager
+    def receiving(self) -> Iterator[GpuReceiver]:
+        """When the block ends without an error, all bytes have arrived. After an error, later work on the devices is
+        ordered after the copies that are still queued."""
         for device in self._devices:  # the memory to be written may still be in use
             device.wait(device.mark(side=False), side=True)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for device in self._devices:
-            device.wait(device.mark(side=True), side=False)
-        if error is None:
-            self._pool.drain()
+        try:
+            yield self
+        finally:
+            for device in self._devices:
+                device.wait(device.mark(side=True), side=False)
+        self._pool.drain()
 
     def divide(self, read: ShardRead) -> Iterator[ShardRead]:
         """Split a read into reads that fit into a staging buffer."""

@@ -12,13 +12,15 @@ import numpy as np
 from ckpt.capture.arrays import Array, byte_view, numpy_type
 from ckpt.capture.collector import small_value
 from ckpt.lazily import torch
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CorruptObject, UnsupportedFormat
 from ckptstore.format import boxes
 from ckptstore.format.boxes import Box, Want
 from ckptstore.format.documents import JSON, Content
-from ckptstore.format.planning import ShardRead
+from ckptstore.format.planning import ShardRead, plan_reads
 from ckptstore.format.trees import TAG, decode_bytes, decode_tree
-from ckptstore.reading.fetch import Buffers
+from ckptstore.reading.fetch import Buffers, fetch
+from ckptstore.reading.source import Source
 
 
 class HostDestinations:
@@ -28,7 +30,7 @@ class HostDestinations:
     """The value of a small leaf; what stands for an object of torch comes back as plain data."""
 
     def __init__(self, content: Content) -> None:
-        entries = content.entries
+        entries, self._content = content.entries, content
         self._shapes = {
             name: (dtype, tuple(shape))
             for name, dtype, shape in zip(entries.name, entries.dtype, entries.shape, strict=True)
@@ -49,8 +51,8 @@ class HostDestinations:
         self._arrays[name, box].append(array)
         return array
 
-    def load(self, name: str) -> Any:
-        """A new array, or tensor, that receives an entry which belongs to no object."""
+    def new(self, name: str) -> Any:
+        """A new array, or tensor in host memory, that receives a whole entry."""
         return self.new_array(name)
 
     def decode(self, tree: JSON, path: str, device: torch.device | None = None) -> Any:
@@ -89,6 +91,14 @@ class HostDestinations:
             for other in others:
                 other[...] = first
         self._arrays.clear()
+
+    def read(self, source: Source, checkpoint: Checkpoint) -> None:
+        """Fetch, verify and place everything, without other ranks."""
+        self.allocate()
+        reads = plan_reads(self._content, self.wants())
+        with self.receiving(reads) as buffers:
+            fetch(source, checkpoint, reads, buffers)
+        self.place()
 
 
 def inline_array(path: str, leaf: Mapping[str, Any]) -> Array:

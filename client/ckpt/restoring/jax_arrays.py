@@ -20,15 +20,6 @@ from ckptstore.format.documents import JSON
 from ckptstore.format.trees import TAG, decode_tree, in_types_of, value_leaves
 
 
-class _Coming:
-    """Stands for an array in a value until its elements are here. No dataclass, which would be a container."""
-
-    def __init__(self, path: str, leaf: dict[str, Any]) -> None:
-        self.path = path
-        self.leaf = leaf
-        self.make: Callable[[], Any] | None = None
-
-
 def has_templates(value: Any) -> bool:
     """Whether a value holds arrays of JAX, or descriptions of them."""
     return loaded_jax() is not None and any(is_template(leaf) for _, leaf in value_leaves(value, ""))
@@ -39,33 +30,29 @@ def plan_arrays(plan: RestorePlan, item: str, template: Any, tree: JSON) -> None
 
     Arrays without a template come back as arrays of numpy.
     """
-    coming: list[_Coming] = []
+    destinations, found = plan.destinations, set[str]()
+    wanted = {path: leaf for path, leaf in value_leaves(template, item) if is_template(leaf) or is_array(leaf)}
+    makers: list[Callable[[], Any]] = []
 
     def decode(array: Callable[[str, dict[str, Any]], Any]) -> Any:
         def unleaf(at: str, leaf: dict[str, Any]) -> Any:
-            return array(at, leaf) if leaf[TAG] in ("tensor", "array") else plan.destinations.small(at, leaf)
+            return array(at, leaf) if leaf[TAG] in ("tensor", "array") else destinations.small(at, leaf)
 
-        return in_types_of(template, decode_tree(tree, item, unleaf))
+        return decode_tree(tree, item, unleaf)
 
-    def note(at: str, leaf: dict[str, Any]) -> _Coming:
-        coming.append(_Coming(at, leaf))
-        return coming[-1]
-
-    decoded = decode(note)
-    found = {path: leaf for path, leaf in value_leaves(decoded, item) if isinstance(leaf, _Coming)}
-    wanted = {path: leaf for path, leaf in value_leaves(template, item) if is_template(leaf) or is_array(leaf)}
-    plan.missing += [path for path in wanted if path not in found]
-    for path, one in found.items():
-        if path not in wanted:
-            plan.unexpected.append(path)
-        elif is_template(wanted[path]):
-            _plan_array(plan, path, one, wanted[path])
-    makers = [one.make or partial(_same, plan.destinations.array_of(one.path, one.leaf)) for one in coming]
+    def plan_leaf(at: str, leaf: dict[str, Any]) -> None:
+        found.add(at)
+        if at not in wanted:
+            plan.unexpected.append(at)
+        make = _plan_array(plan, at, leaf, wanted[at]) if is_template(wanted.get(at)) else None
+        makers.append(make or partial(_same, destinations.array_of(at, leaf)))
 
     def finish() -> None:
         left = iter(makers)  # a tree is decoded in the same order each time
-        plan.values[item] = decode(lambda *_: next(left)())
+        plan.values[item] = in_types_of(template, decode(lambda *_: next(left)()))
 
+    decode(plan_leaf)
+    plan.missing += [path for path in wanted if path not in found]
     plan.finish.append(finish)
 
 
@@ -73,18 +60,18 @@ def _same(array: Any) -> Any:
     return array
 
 
-def _plan_array(plan: RestorePlan, path: str, one: _Coming, template: Any) -> None:
-    destinations, leaf = plan.destinations, one.leaf
-    small = None if "name" in leaf else inline_array(one.path, leaf)
+def _plan_array(plan: RestorePlan, path: str, leaf: dict[str, Any], template: Any) -> Callable[[], Any] | None:
+    """Makes the array for a template at the end; None if it does not fit."""
+    destinations, small = plan.destinations, None if "name" in leaf else inline_array(path, leaf)
     dtype, saved = destinations.entry(leaf["name"]) if small is None else (leaf["dtype"], small.shape)
     keys, shape = is_key(template), tuple(template.shape)
     shape += saved[len(shape) :] if keys else ()
     if keys != ("key" in leaf):
         plan.mismatched.append(f"{path}: typed keys of random numbers on one side only")
-        return
+        return None
     if shape != saved:
         plan.mismatched.append(f"{path}: {list(saved)} in the checkpoint, {list(shape)} here")
-        return
+        return None
     if not keys and template.dtype.name != dtype:
         plan.mismatched.append(f"{path}: {dtype} in the checkpoint, {template.dtype.name} here")
     placed = _index_map(template, shape)
@@ -92,7 +79,7 @@ def _plan_array(plan: RestorePlan, path: str, one: _Coming, template: Any) -> No
     for _, box in placed:
         if box not in parts:
             parts[box] = _cut(small, box) if small is not None else destinations.new_array(leaf["name"], box)
-    one.make = partial(_assemble, template, shape, placed, parts, leaf.get("key"))
+    return partial(_assemble, template, shape, placed, parts, leaf.get("key"))
 
 
 def _index_map(template: Any, shape: tuple[int, ...]) -> list[tuple[Any, Box]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from functools import cache, partial
 from typing import Any
@@ -26,13 +26,13 @@ from ckptstore.format.trees import TAG
 def plan_objects(plan: RestorePlan, trees: Mapping[str, JSON], state: TrainState) -> None:
     """Add the modules and optimizers of a state, and the gradients of the model, to the plan."""
     state.reshard()
-    for item in state.to_place():
-        if plan.has(trees, item):
+    for item in state.modules:
+        if item not in state.placed and plan.has(trees, item):
             _plan_modules(plan, item, state, trees[item])
-    saved, live = _saved_ties(state, trees), cache(lambda: ties(state.all_names()))
-    for item, optimizers in state.named_optimizers.items():
+    tied = _saved_ties(state, trees)
+    for item in state.named_optimizers:
         if plan.has(trees, item):
-            _plan_optimizers(plan, item, optimizers, trees[item], (saved, live))
+            _plan_optimizers(plan, item, state, trees[item], tied)
     if GRADIENTS in trees and MODEL in state.modules:
         _plan_gradients(plan, state, trees[GRADIENTS])
 
@@ -47,8 +47,8 @@ def _plan_modules(plan: RestorePlan, item: str, state: TrainState, tree: JSON) -
         assert module is not None
         if tree is None:
             plan.missing.append(leaf.path)
-        elif leaf.raw.rpartition(".")[2] == EXTRA_STATE:
-            owner = module.get_submodule(leaf.raw.rpartition(".")[0])
+        elif (place := leaf.raw.rpartition("."))[2] == EXTRA_STATE:
+            owner = module.get_submodule(place[0])
             plan.finish.append(partial(owner.set_extra_state, plan.destinations.decode(tree, leaf.path)))
         elif _fill(plan, tree, leaf):
             plan.overwritten.add(leaf.path)
@@ -67,15 +67,10 @@ def _addresses(state: TrainState, module: nn.Module) -> set[int]:
     return {memory_address(tensor) for tensor in (*module.parameters(), *module.buffers(), *views)}
 
 
-def _plan_optimizers(
-    plan: RestorePlan,
-    item: str,
-    optimizers: Sequence[NamedOptimizer],
-    tree: JSON,
-    tied: tuple[Ties, Callable[[], Ties]],
-) -> None:
-    """tied: ties of the checkpoint, and of the live parameters; the latter are rarely needed, so computed on demand."""
-    saved, alone = dict(_mapping(tree, item)), len(optimizers) == 1
+def _plan_optimizers(plan: RestorePlan, item: str, state: TrainState, tree: JSON, tied: Ties) -> None:
+    """tied: ties of the checkpoint."""
+    optimizers, saved = state.named_optimizers[item], dict(_mapping(tree, item))
+    alone = len(optimizers) == 1
     if not {"state", "groups"} <= saved.keys():
         raise StateMismatch(
             f"the item {item!r} of the checkpoint holds {', '.join(saved) or 'nothing'}, not an optimizer's state",
@@ -85,12 +80,12 @@ def _plan_optimizers(
     if any(optimizer.holder.state for optimizer in optimizers):
         plan.overwritten.add(item)
     frame = {key: plan.destinations.decode(value, f"{item}/{key}") for key, value in saved.items()}
-    give_to_all(tied[0], states, frame["groups"])
-    held = {name for group in frame["groups"] for name in group["params"]}
+    held = give_to_all(tied, states, frame["groups"])
     everything = {name for optimizer in optimizers for name in optimizer.leaves}
     plan.missing += [f"{item}/{name}" for name in everything - held]
     if left_over := held - everything:
-        plan.unexpected += [f"{item}/{name}" for name in without_further_names(left_over, tied[1](), everything)]
+        live = ties(state.all_names())
+        plan.unexpected += [f"{item}/{name}" for name in sorted(left_over) if everything.isdisjoint(live.get(name, ()))]
     on_device = [group for group in frame["groups"] if group.get("fused") or group.get("capturable")]
     steps_on_device = {name for group in on_device for name in group["params"]}
     for optimizer in optimizers:
@@ -172,16 +167,15 @@ def _first_entry(leaf: JSON) -> str | None:
 def _plan_gradients(plan: RestorePlan, state: TrainState, tree: JSON) -> None:
     parameters = state.parameters.by_name[MODEL]
     for name, saved in _mapping(tree, GRADIENTS):
-        parameter = parameters.get(name)
-        if parameter is None:
+        leaf = parameters.get(name)
+        if leaf is None:
             plan.unexpected.append(f"{GRADIENTS}/{name}")
             continue
         if isinstance(saved, dict) and "name" in saved:
-            leaf = Leaf(GRADIENTS, name, parameter, name)
-            gradient: Any = _tensors(plan).new_beside(saved["name"], leaf, parameter.device)
+            gradient: Any = _tensors(plan).new_beside(saved["name"], leaf, leaf.value.device)
         else:
-            gradient = plan.destinations.decode(saved, f"{GRADIENTS}/{name}", parameter.device)
-        plan.finish.append(partial(setattr, parameter, "grad", gradient))
+            gradient = plan.destinations.decode(saved, f"{GRADIENTS}/{name}", leaf.value.device)
+        plan.finish.append(partial(setattr, leaf.value, "grad", gradient))
 
 
 def _tensors(plan: RestorePlan) -> Destinations:
@@ -256,8 +250,8 @@ def ties(named: Iterable[tuple[str, Hashable]]) -> Ties:
     return {name: frozenset(tied) for tied in names.values() if len(tied) > 1 for name in tied}
 
 
-def give_to_all(saved: Ties, states: dict[str, Any], groups: Iterable[dict[str, Any]]) -> None:
-    """Add all names of a tied parameter to the saved groups and states that have one of them."""
+def give_to_all(saved: Ties, states: dict[str, Any], groups: Iterable[dict[str, Any]]) -> set[str]:
+    """Add all names of a tied parameter to the saved groups and states that have one of them. Returns all names."""
     held = {name for group in groups for name in group["params"]}
     for group in groups:
         for name in list(group["params"]):
@@ -266,9 +260,4 @@ def give_to_all(saved: Ties, states: dict[str, Any], groups: Iterable[dict[str, 
                 group["params"].append(other)
                 if name in states:
                     states[other] = states[name]
-
-
-def without_further_names(names: Iterable[str], live: Ties, known: Iterable[str]) -> list[str]:
-    """The names that are not an alias of a known live parameter."""
-    found = set(known)
-    return sorted(name for name in names if not live.get(name, frozenset()) & found)
+    return held

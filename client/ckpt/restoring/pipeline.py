@@ -26,12 +26,12 @@ from ckpt.restoring.plan import RestoreFit, RestorePlan, require_fits
 from ckpt.restoring.preparing import PreparedRestore, make_destinations
 from ckpt.restoring.resolve import (
     candidates,
+    leased,
     newest_remote_generation,
     note_damage,
     note_restored,
     noting_damage,
     release_lease,
-    take_lease,
     wait_for_orphan_saver,
 )
 from ckpt.restoring.session import RestoreSession
@@ -51,9 +51,7 @@ from ckptstore.errors import (
     error_from_code,
 )
 from ckptstore.format.decoding import convert
-from ckptstore.format.planning import plan_reads
 from ckptstore.names import Reference, new_ulid
-from ckptstore.reading.fetch import fetch
 from ckptstore.reading.source import Source, read_manifest
 
 if TYPE_CHECKING:
@@ -127,14 +125,13 @@ def gc_paused() -> Iterator[None]:
     A restore creates objects for every tensor and chunk, none of which is garbage before its end. Used as a decorator,
     it also frees them before collection resumes. A collector that was disabled before stays disabled.
     """
-    if not gc.isenabled():
-        yield
-        return
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if enabled:
+            gc.enable()
 
 
 class Restorer:
@@ -170,7 +167,7 @@ class Restorer:
         while candidate is not None:
             checkpoint = candidate.checkpoint()
             try:
-                plan, lease = self._try(state, checkpoint, strict)
+                plan, fetcher = self._try(state, checkpoint, strict)
             except TRY_NEXT as error:
                 if self._world.rank == 0:
                     note_damage(self._source, checkpoint, error, lambda _: self._world.beat())
@@ -189,7 +186,8 @@ class Restorer:
             restored = Restored(
                 checkpoint=checkpoint, values=plan.values, skipped=skipped, missing=plan.missing,
                 unexpected=plan.unexpected, mismatched=plan.mismatched, unused=plan.unused,
-                notes=list(plan.notes), seconds=seconds, lease=lease, read=plan.read, rng=plan.restore_rng,
+                notes=list(plan.notes), seconds=seconds, rng=plan.restore_rng,
+                lease=fetcher.lease, read=dict(fetcher.read),
             )  # fmt: skip
             if self._world.rank == 0:
                 logger.info("restored %s", restored)
@@ -240,13 +238,12 @@ class Restorer:
         answers, (body, self.seen, self._key) = self._together.do_and_choose(steps, report, choose)
         return answers, None if body is None else convert(body, CheckpointBody)
 
-    def _try(self, state: TrainState, checkpoint: Checkpoint, strict: bool) -> tuple[RestorePlan, str | None]:
-        """Restore one checkpoint on all ranks. The caller must release the lease, if this rank holds one."""
+    def _try(self, state: TrainState, checkpoint: Checkpoint, strict: bool) -> tuple[RestorePlan, Fetcher]:
+        """Restore one checkpoint on all ranks. The caller must release the lease, if this rank's fetcher has one."""
         session = RestoreSession(self._config, self._world.rank, self._world.size)
-        leases: list[str] = []
+        fetcher = Fetcher(self._source, self._config, self._world, checkpoint, self._local)
         try:
-            fetcher = Fetcher(self._source, self._config, self._world, checkpoint, self._local)
-            with fetcher.protecting(leases) as await_lease:
+            with fetcher.protecting() as await_lease:
                 prepared = self._prepare(state, fetcher, session, await_lease, strict)
             plan = prepared.plan
             self._begun.append(checkpoint.id)
@@ -256,10 +253,10 @@ class Restorer:
             session.finish()
         except BaseException as error:
             session.fail(error)
-            for lease in leases:
-                release_lease(self._source, checkpoint.run, lease)
+            if fetcher.lease is not None:
+                release_lease(self._source, checkpoint.run, fetcher.lease)
             raise
-        return plan, leases[0] if leases else None
+        return plan, fetcher
 
     def _prepare(
         self,
@@ -319,7 +316,6 @@ class Restorer:
                 raise
             logger.warning("reading again, bypassing the daemon's cache: %s", error)
             self._together.do(fetch)
-        plan.read = dict(fetcher.read)
 
     def _place(self, plan: RestorePlan, session: RestoreSession) -> None:
         session.enter(Phase.PLACING)
@@ -370,8 +366,7 @@ class Together:
         Raises one rank's error on all ranks: of the earliest step that failed, or NoCheckpoint of any step. Among these
         one that another checkpoint would not cure takes precedence, then NoCheckpoint.
         """
-        answers = self._world.gather(self._answer(steps, report))
-        return [answer.report for answer in self._checked(answers)]
+        return self.do_and_choose(steps, report, lambda: None)[0]
 
     def do_and_choose(
         self, steps: tuple[Callable[[], object], ...], report: Callable[[], Any], choose: Callable[[], Any]
@@ -475,7 +470,7 @@ class StagedRestore:
 
     def extras(self, shared: Mapping[str, Any] | None = None, **extras: Any) -> Restored | None:
         """Restore further objects: modules, schedulers, loaders; plain data is in `Restored.values` of the result."""
-        state = TrainState.to_restore(None, None, extras, shared)
+        state = TrainState.of(None, None, extras, shared).to_restore()
         self._loaders += [value for value in state.others.values() if isinstance(value, Resumable)]
         return self._stage(state)
 
@@ -512,20 +507,11 @@ def load_tensors(source: Source, checkpoint: Checkpoint, pattern: str) -> dict[s
 
     Tensors of torch; arrays of numpy in a process that has loaded JAX and not torch, or where torch is not installed.
     """
-    lease = take_lease(source, checkpoint)
-    try:
-        with noting_damage(source, checkpoint):
-            content = read_manifest(source, checkpoint).content
-            destinations = make_destinations(content)
-            entry_of = {**{name: name for name in content.entries.name}, **content.aliases}
-            wanted = {name: entry for name, entry in entry_of.items() if fnmatchcase(name, pattern)}
-            tensors = {entry: destinations.load(entry) for entry in dict.fromkeys(wanted.values())}
-            destinations.allocate()
-            reads = plan_reads(content, destinations.wants())
-            with destinations.receiving(reads) as buffers:
-                fetch(source, checkpoint, reads, buffers)
-            destinations.place()
-            return {name: tensors[entry] for name, entry in wanted.items()}
-    finally:
-        if lease is not None:
-            release_lease(source, checkpoint.run, lease)
+    with leased(source, checkpoint), noting_damage(source, checkpoint):
+        content = read_manifest(source, checkpoint).content
+        destinations = make_destinations(content)
+        entry_of = {**{name: name for name in content.entries.name}, **content.aliases}
+        wanted = {name: entry for name, entry in entry_of.items() if fnmatchcase(name, pattern)}
+        tensors = {entry: destinations.new(entry) for entry in dict.fromkeys(wanted.values())}
+        destinations.read(source, checkpoint)
+        return {name: tensors[entry] for name, entry in wanted.items()}

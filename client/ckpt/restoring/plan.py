@@ -40,8 +40,6 @@ class RestorePlan:
     """Items of the checkpoint that the caller did not request."""
     items: list[str] = field(default_factory=list)
     """All items of the checkpoint."""
-    read: dict[str, int] = field(default_factory=dict)
-    """Raw bytes that this rank has placed, by the name of the source."""
     resized: set[int] = field(default_factory=set)
     """Ids of the live tensors whose shape differs."""
     overwritten: set[str] = field(default_factory=set)

@@ -200,6 +200,17 @@ def noting_damage(source: Source, checkpoint: Checkpoint) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def leased(source: Source, checkpoint: Checkpoint) -> Iterator[None]:
+    """Protect the checkpoint from deletion during the block. Raises NoCheckpoint."""
+    lease = take_lease(source, checkpoint)
+    try:
+        yield
+    finally:
+        if lease is not None:
+            release_lease(source, checkpoint.run, lease)
+
+
 def release_lease(source: Source, run: str, lease: str) -> None:
     """End the protection. A failure is only logged, because the lease expires anyway."""
     try:

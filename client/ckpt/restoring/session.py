@@ -9,6 +9,7 @@ import logging
 import socket
 import threading
 import time
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from ckpt.config import Config
@@ -37,7 +38,6 @@ class RestoreSession:
         self._lock = threading.Lock()
         self._phase, self._done, self._total = Phase.PLANNING, 0, 0
         self._stop = threading.Event()
-        self._reporter = threading.Thread(target=self._report_often, name="ckpt-restore-session", daemon=True)
 
     @property
     def joined(self) -> bool:
@@ -65,6 +65,8 @@ class RestoreSession:
             client.close()
             return
         self._client, self._id = client, body.id
+        name = "ckpt-restore-session"
+        self._reporter = threading.Thread(target=self._report_often, args=(client,), name=name, daemon=True)
         self._reporter.start()
 
     def enter(self, phase: Phase, total_bytes: int | None = None) -> None:
@@ -81,26 +83,26 @@ class RestoreSession:
 
     def fail(self, error: BaseException) -> None:
         """Report that this rank failed: the session ends, unless it has ended already."""
-        if self._client is not None:
-            self._end(self._client, Phase.FAILED, str(error))
-            self._close()
+        client, self._client = self._client, None
+        if client is not None:
+            with closing(client):
+                self._end(client, Phase.FAILED, str(error))
 
     def finish(self) -> None:
         """Report that this rank is restored, and wait for the others. Raises RankLost if one is late or has failed."""
-        if self._client is None:
+        client, self._client = self._client, None
+        if client is None:
             return
-        reported = self._end(self._client, Phase.RESTORED)
-        try:
-            if not reported:
-                # The daemon may be back by now, and would wait for this rank.
-                self._report(self._client)
-            self._wait(self._client)
-        except RankLost:
-            raise
-        except CkptError as error:
-            logger.warning("cannot find out from the daemon whether all ranks are restored: %s", error)
-        finally:
-            self._close()
+        with closing(client):
+            try:
+                if not self._end(client, Phase.RESTORED):
+                    # The daemon may be back by now, and would wait for this rank.
+                    self._report(client)
+                self._wait(client)
+            except RankLost:
+                raise
+            except CkptError as error:
+                logger.warning("cannot find out from the daemon whether all ranks are restored: %s", error)
 
     def _wait(self, client: DaemonClient) -> None:
         timeout_s = self._config.peer_timeout_s
@@ -125,14 +127,7 @@ class RestoreSession:
         self.enter(phase)
         return self._try_report(client, problem)
 
-    def _close(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            client.close()
-
-    def _report_often(self) -> None:
-        client = self._client
-        assert client is not None
+    def _report_often(self, client: DaemonClient) -> None:
         # Often enough that the session does not expire between two reports.
         while not self._stop.wait(min(_REPORT_S, self._config.peer_timeout_s / 4)):
             self._try_report(client)

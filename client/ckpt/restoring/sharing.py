@@ -8,10 +8,11 @@ the next ones are read and the last ones decoded. Ranks send stored bytes, and e
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -57,11 +58,11 @@ Round = Sequence[ShardStretch]
 
 def share_bytes(world: World, data: bytes) -> bytes:
     """The bytes that rank 0 has, on every rank; the others pass none. Raises RankLost."""
-    size = world.broadcast(len(data))
-    empty = torch.empty(size, dtype=torch.uint8, device="cpu")
-    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else empty
-    dist.broadcast(tensor, group=world.exchange_group(), group_src=0)
-    return tensor.numpy().tobytes()
+    shared = np.zeros(world.broadcast(len(data)), np.uint8)
+    if data:
+        shared[:] = np.frombuffer(data, np.uint8)
+    dist.broadcast(torch.from_numpy(shared), group=world.exchange_group(), group_src=0)
+    return shared.tobytes()
 
 
 def divide(content: Content, needs: Mapping[Ranks, Sequence[ChunkId]], world_size: int) -> list[list[ShardStretch]]:
@@ -78,8 +79,7 @@ def divide(content: Content, needs: Mapping[Ranks, Sequence[ChunkId]], world_siz
     load = [0] * world_size
     rounds: list[list[ShardStretch]] = []
     size = ROUND_BYTES
-    for shard, chunks, ranks in _neighbours(ranks_of, content):
-        stored = int(content.shards[shard].chunks.stored[list(chunks)].sum())
+    for shard, chunks, ranks, stored in _neighbours(ranks_of, content):
         reader = min(ranks, key=lambda rank: load[rank])
         load[reader] += stored
         if size + stored > ROUND_BYTES:
@@ -90,25 +90,23 @@ def divide(content: Content, needs: Mapping[Ranks, Sequence[ChunkId]], world_siz
     return rounds
 
 
-def _neighbours(ranks_of: Mapping[ChunkId, Ranks], content: Content) -> list[tuple[int, tuple[int, ...], Ranks]]:
-    """Runs of adjacent chunks that the same ranks need, small enough to divide evenly among them."""
+def _neighbours(ranks_of: Mapping[ChunkId, Ranks], content: Content) -> list[tuple[int, tuple[int, ...], Ranks, int]]:
+    """Runs of adjacent chunks that the same ranks need, small enough to divide evenly among them, and their bytes."""
     most = max((len(ranks) for ranks in ranks_of.values()), default=1)
     total = sum(int(content.shards[shard].chunks.stored[chunk]) for shard, chunk in ranks_of)
     limit = min(READ_BYTES, max(_STRETCH_BYTES, min(ROUND_BYTES, total) // most))
     places = {shard: Places.of(content.shards[shard]) for shard in {shard for shard, _ in ranks_of}}
-    found: list[tuple[int, list[int], Ranks]] = []
-    size = 0
-    for (shard, chunk), ranks in sorted(ranks_of.items(), key=lambda item: item[0]):
+    found: list[tuple[int, tuple[int, ...], Ranks, int]] = []
+    for (shard, chunk), ranks in sorted(ranks_of.items()):
         stored = int(content.shards[shard].chunks.stored[chunk])
-        last = found[-1] if found else None
-        follows = last is not None and (last[0], last[1][-1] + 1, last[2]) == (shard, chunk, ranks)
-        if last and follows and places[shard].adjoins(chunk) and size + stored <= limit:
-            last[1].append(chunk)
-            size += stored
-        else:
-            found.append((shard, [chunk], ranks))
-            size = stored
-    return [(shard, tuple(chunks), ranks) for shard, chunks, ranks in found]
+        if found:
+            last, chunks, needed_by, size = found[-1]
+            follows = (last, chunks[-1] + 1, needed_by) == (shard, chunk, ranks) and places[shard].adjoins(chunk)
+            if follows and size + stored <= limit:
+                found[-1] = shard, (*chunks, chunk), ranks, size + stored
+                continue
+        found.append((shard, (chunk,), ranks, stored))
+    return found
 
 
 def fetch_shared(
@@ -129,7 +127,8 @@ def fetch_shared(
     """
     number = {shard.name: i for i, shard in enumerate(content.shards)}
     own = {(number[chunk.shard], chunk.index): chunk for read in reads for chunk in read.chunks}
-    needs = _unpack(world.gather_alike(np.array(sorted(own), np.int64).tobytes()))
+    packed = world.gather_alike(np.array(sorted(own), np.int64).tobytes())
+    needs = {ranks: _chunk_ids(data) for data, ranks in packed.items()}
     rounds = divide(content, needs, world.size)
     shared = {(stretch.shard, chunk) for one in rounds for stretch in one for chunk in stretch.chunks}
     alone = coalesce(
@@ -158,10 +157,16 @@ def exchanging_kind(backends: str) -> str | None:
     return next((kind for kind, _, backend in pairs if DEVICE_BACKENDS.get(backend) == kind), None)
 
 
-def _unpack(packed: Mapping[bytes, Ranks]) -> dict[Ranks, list[ChunkId]]:
-    """The chunks that the ranks need."""
-    found = {ranks: np.frombuffer(data, np.int64).reshape(-1, 2).tolist() for data, ranks in packed.items()}
-    return {ranks: [(shard, chunk) for shard, chunk in pairs] for ranks, pairs in found.items()}
+def _chunk_ids(data: bytes) -> list[ChunkId]:
+    return [(shard, chunk) for shard, chunk in np.frombuffer(data, np.int64).reshape(-1, 2).tolist()]
+
+
+def _parts(data: memoryview, sizes: Iterable[int]) -> Iterator[memoryview]:
+    """Data in parts of these sizes, one after the other."""
+    at = 0
+    for size in sizes:
+        yield data[at : at + size]
+        at += size
 
 
 @dataclass
@@ -180,20 +185,18 @@ class _Exchange:
 
     def run(self, rounds: Sequence[Round]) -> None:
         """Raises the first error of this rank, after the last round."""
-        mine = [stretch for one in rounds for stretch in one if stretch.reader == self._world.rank]
-        reading: dict[ShardStretch, Future[memoryview]] = {}
+        mine = [[stretch for stretch in one if stretch.reader == self._world.rank] for one in rounds]
+        reading: deque[Future[memoryview]] = deque()
         placing: list[Future[None]] = []
         self._watch = self._world.watch_collectives()
         with (
             ThreadPoolExecutor(self._source.parallel_reads, thread_name_prefix="ckpt-fetch") as readers,
             ThreadPoolExecutor(DEFAULT_THREADS, thread_name_prefix="ckpt-decode") as decoders,
         ):
-            for one in rounds:
-                for stretch in mine[: _AHEAD + len(one)]:
-                    if stretch not in reading:
-                        reading[stretch] = readers.submit(self._read, stretch)
-                stored = {s: reading.pop(s).result() for s in one if s.reader == self._world.rank}
-                mine = mine[len(stored) :]
+            begun = (readers.submit(self._read, stretch) for own in mine for stretch in own)
+            for one, own in zip(rounds, mine, strict=True):
+                reading += islice(begun, max(0, _AHEAD + len(own) - len(reading)))
+                stored = {stretch: reading.popleft().result() for stretch in own}
                 received = self._pass_on(one, stored)
                 for future in placing:
                     future.result()
@@ -213,54 +216,47 @@ class _Exchange:
         return memoryview(bytearray(stretch.bytes))
 
     def _place(self, stretch: ShardStretch, stored: memoryview) -> None:
-        at = 0
-        for chunk in self._chunks(stretch):
+        chunks = self._chunks(stretch)
+        for chunk, part in zip(chunks, _parts(stored, [chunk.stored for chunk in chunks]), strict=True):
             if self._error is not None:
                 return
             try:
                 with received(ShardRead((chunk,)), self._buffers) as (read, buffers):
-                    place_chunk(self._checkpoint, read.chunks[0], stored[at : at + chunk.stored], buffers)
+                    place_chunk(self._checkpoint, read.chunks[0], part, buffers)
                 self._progress(chunk.raw)
             except Exception as error:
                 self._error = error
-            at += chunk.stored
 
     def _chunks(self, stretch: ShardStretch) -> list[ChunkRead]:
         return [self._own[stretch.shard, chunk] for chunk in stretch.chunks]
 
     def _pass_on(self, one: Round, stored: Mapping[ShardStretch, memoryview]) -> list[tuple[ShardStretch, memoryview]]:
         """Send the bytes this rank read to the ranks that need them, and receive its own, in small steps."""
-        world = self._world
-        outgoing = [[s for s in one if s.reader == world.rank and rank in s.ranks] for rank in range(world.size)]
-        incoming = [[s for s in one if s.reader == rank and world.rank in s.ranks] for rank in range(world.size)]
-        outgoing[world.rank], incoming[world.rank] = [], []
+        rank, ranks = self._world.rank, range(self._world.size)
+        outgoing = [tuple(s for s in one if s.reader == rank != to and to in s.ranks) for to in ranks]
+        incoming = [tuple(s for s in one if s.reader == by != rank and rank in s.ranks) for by in ranks]
         # Replicas receive equal bytes: they share one copy.
-        streams = {tuple(to): memoryview(b"".join(stored[s] for s in to)) for to in outgoing}
-        received = [bytearray(sum(s.bytes for s in of)) for of in incoming]
+        streams = {to: memoryview(b"".join(stored[s] for s in to)) for to in outgoing}
+        missing = [sum(s.bytes for s in of) for of in incoming]
+        received = [bytearray() for _ in ranks]
         longest = max(sum(s.bytes for s in one if s.reader == reader) for reader in {s.reader for s in one})
-        step = max(_STRETCH_BYTES // 16, ROUND_BYTES // world.size)
+        step = max(_STRETCH_BYTES // 16, ROUND_BYTES // len(ranks))
         for at in range(0, longest, step):
-            self._exchange([streams[tuple(to)][at : at + step] for to in outgoing], received, at, step)
+            sizes = [min(step, max(0, size - at)) for size in missing]
+            parts = self._exchange([streams[to][at : at + step] for to in outgoing], sizes)
+            for data, part in zip(received, parts, strict=True):
+                data += part
         found = list(stored.items())
         for of, data in zip(incoming, received, strict=True):
-            view, begin = memoryview(data), 0
-            for stretch in of:
-                found.append((stretch, view[begin : begin + stretch.bytes]))
-                begin += stretch.bytes
+            found += zip(of, _parts(memoryview(data), [s.bytes for s in of]), strict=True)
         return found
 
-    def _exchange(self, parts: Sequence[memoryview], received: Sequence[bytearray], at: int, step: int) -> None:
-        """Send each rank its part, and receive up to `step` bytes from each, stored from offset `at`."""
-        sent = bytearray().join(parts)
-        sizes = [min(step, max(0, len(data) - at)) for data in received]
-        empty = torch.empty(0, dtype=torch.uint8, device="cpu")
-        outgoing = torch.frombuffer(sent, dtype=torch.uint8) if sent else empty
+    def _exchange(self, parts: Sequence[memoryview], sizes: list[int]) -> Iterator[memoryview]:
+        """Send each rank its part, and receive a part of this size from each."""
+        outgoing = torch.from_numpy(np.frombuffer(bytearray().join(parts), np.uint8))
         with self._watch():
             into = self._all_to_all(outgoing, [len(part) for part in parts], sizes)
-        view, begin = into.numpy().data, 0
-        for data, size in zip(received, sizes, strict=True):
-            data[at : at + size] = view[begin : begin + size]
-            begin += size
+        return _parts(into.numpy().data, sizes)
 
     def _all_to_all(self, outgoing: torch.Tensor, parts: list[int], sizes: list[int]) -> torch.Tensor:
         """The bytes that the ranks send this one, in host memory. Raises RankLost if devices do not finish in time."""

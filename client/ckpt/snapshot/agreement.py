@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from ckpt.capture.collector import Collector
 from ckpt.capture.leaves import Captured
 from ckpt.capture.ownership import Ownership, Unit, Units
 from ckpt.capture.ownership import agree as assign
 from ckpt.capture.train_state import TrainState
-from ckpt.capture.values import capture_alone, check_others
+from ckpt.capture.values import capture_values, check_others
 from ckpt.lazily import torch_loaded
 from ckpt.ranks.world import World
 from ckpt.snapshot.stage import SnapshotLayout
@@ -119,7 +120,7 @@ class LayoutAgreement:
 
     def _captured(self, state: TrainState, ownership: Ownership, grads: bool) -> Captured:
         if not torch_loaded():  # then there are no tensors
-            return capture_alone(state, ownership)
+            return capture_values(Collector(ownership), state)
         if self._capturer is None:
             from ckpt.capture.state import Capturer
 

@@ -61,7 +61,8 @@ class Transfer:
         """The leaves deferred to `copy`."""
         self.samples = plan.waiting.samples
         """Samples of each deferred leaf, for its guard."""
-        self.storages = list(map(torch.Tensor.untyped_storage, self.later.tensors))
+        deferred = self.later.tensors
+        self.storages = list(map(torch.Tensor.untyped_storage, deferred)) if deferred else []  # else without torch
         """The storage of each deferred leaf. Holding them keeps the memory alive."""
         self.parts = plan.waiting.parts
         """Indexes of the deferred leaves by part."""

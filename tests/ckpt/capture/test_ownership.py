@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Placement
 
 from ckpt.capture.ownership import Ownership, Unit, agree
-from ckpt.capture.parts import Flat, TensorPart, TensorPiece, _mesh_cut, check_within, part_of
+from ckpt.capture.parts import FlatRange, TensorPart, TensorPiece, _mesh_cut, check_within, part_of
 from ckptstore.errors import LayoutChanged, UnsupportedObject
 from tests.ckpt.capture.meshes import Mesh, placements
 from tests.support.layouts import region
@@ -115,8 +115,9 @@ def _flat(draw: st.DrawFn, ranks: torch.Tensor, shape: tuple[int, ...]) -> Parts
     for group in stage.T:
         for rank, start, stop in zip(group.tolist(), [0, *cuts], [*cuts, prod(shape)], strict=True):
             if start < stop:
-                flat = Flat(shape, start, stop, tuple(group.tolist()))
-                parts[rank] = part_of("p", torch.zeros(stop - start), flat)
+                part = FlatRange(shape, start, stop, tuple(group.tolist())).part(torch.zeros(stop - start))
+                assert part is not None
+                parts[rank] = part
     return parts
 
 
@@ -138,7 +139,7 @@ def test_each_element_has_one_writer(world: World, split_replicas: bool) -> None
     for name, parts in world.tensors.items():
         seen = torch.zeros(next(iter(parts.values())).shape, dtype=torch.int64)
         for rank, part in parts.items():
-            if ownerships[rank].writes(name, part):
+            if ownerships[rank].writes(name, part.ranks, part.holders):
                 for box in part.boxes:
                     seen[region(box)] += 1
         assert bool((seen == 1).all()), name
@@ -158,7 +159,7 @@ def test_each_element_has_one_writer_in_a_whole_group(data: st.DataObject, world
         check_within(name, cells, set(members))
         seen = torch.zeros(next(iter(parts.values())).shape, dtype=torch.int64)
         for rank, part in held.items():
-            if ownerships[rank].writes(name, part):
+            if ownerships[rank].writes(name, part.ranks, part.holders):
                 for box in part.boxes:
                     seen[region(box)] += 1
         assert bool((seen == (1 if held else 0)).all()), name
@@ -169,7 +170,7 @@ def test_a_scalar_beside_a_tensor_has_one_writer_and_each_unit_one_speaker(world
     """An optimizer's step is a plain tensor on every rank that holds some of the parameter."""
     ownerships = world.agree(split_replicas)
     for name, parts in world.tensors.items():
-        assert [ownerships[rank].writes(name, whole(())) for rank in parts].count(True) == 1
+        assert [ownerships[rank].writes(name, None, ()) for rank in parts].count(True) == 1
         assert [rank for rank in parts if ownerships[rank].owns(name)] == [min(parts)]
 
 
@@ -178,7 +179,9 @@ def test_without_spread_the_lowest_rank_writes_what_all_have(world: World) -> No
     ownerships = world.agree(split_replicas=False)
     for name, parts in world.tensors.items():
         if all(part.ranks is None for part in parts.values()):
-            assert [rank for rank, part in parts.items() if ownerships[rank].writes(name, part)] == [min(parts)]
+            assert [
+                rank for rank, part in parts.items() if ownerships[rank].writes(name, part.ranks, part.holders)
+            ] == [min(parts)]
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=30), st.integers(1, 8))
@@ -190,7 +193,7 @@ def test_spread_gives_each_replica_about_as_many_bytes(sizes: list[int], replica
         load[rank] = sum(
             4 * s
             for (name, parts), s in zip(tensors.items(), sizes, strict=True)
-            if ownership.writes(name, parts[rank])
+            if ownership.writes(name, parts[rank].ranks, parts[rank].holders)
         )
     assert max(load.values()) - min(load.values()) <= 4 * max(sizes)
 
@@ -234,4 +237,4 @@ def test_a_layout_that_changes_is_refused_and_the_rank_is_named() -> None:
             ownership.check(changed)
         assert "prepare()" in caught.value.hint
     with pytest.raises(LayoutChanged, match="on rank 1 'model/u' is new"):
-        ownership.writes("model/u", part)
+        ownership.writes("model/u", part.ranks, part.holders)

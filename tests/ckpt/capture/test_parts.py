@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from ckpt.capture.parts import Flat, _mesh_cut, part_of
+from ckpt.capture.parts import FlatRange, _mesh_cut, part_of
 from ckptstore.errors import UnsupportedObject
 from ckptstore.format import boxes
 from tests.ckpt.capture.meshes import Mesh, coordinates, held, placements
@@ -90,7 +90,8 @@ def test_a_range_of_a_flat_parameter_is_boxes_that_view_it(shape: list[int], fir
     start, stop = sorted((round(first * prod(shape)), round(second * prod(shape))))
     whole = torch.arange(prod(shape))
     local = whole[start:stop].clone()
-    part = part_of("p", local, Flat(tuple(shape), start, stop, (0, 1)))
+    part = FlatRange(tuple(shape), start, stop, (0, 1)).part(local)
+    assert part is not None
     assert (part.shape, part.ranks, part.cells) == (tuple(shape), (0, 1), ((0,), (1,)))
     seen = torch.full(shape, -1)
     for piece in part.pieces:

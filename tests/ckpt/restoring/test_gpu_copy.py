@@ -177,7 +177,7 @@ class Flag(Mark):
         self._passed.set()
 
 
-def ring_of(count: int) -> BufferPool[int]:
+def ring_of(count: int) -> BufferPool:
     numbers = iter(range(100))
     return BufferPool(count, lambda: next(numbers))
 
