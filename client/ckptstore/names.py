@@ -37,6 +37,11 @@ def check_run(run: str) -> str:
     return _check(_RUN, run, "run name", allowed)
 
 
+def is_run(text: str) -> bool:
+    """Whether `text` is the name of a run."""
+    return _RUN.fullmatch(text) is not None
+
+
 def check_pin(name: str) -> str:
     """`name` itself, or InvalidName."""
     return _check(

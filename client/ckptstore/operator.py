@@ -178,7 +178,7 @@ class StoreOperator(Operator):
 
     @override
     def audit(self, run: str, limit: int = 100) -> list[AuditEntry]:
-        records = islice(audit.read_log(self.run(run), limit), limit)
+        records = islice(audit.read_log(self.run(run)), limit)
         return [AuditEntry.of(run, record) for record in records]
 
     @override

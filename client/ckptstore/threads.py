@@ -12,7 +12,7 @@ _READERS = 16
 
 
 def in_parallel(call: Callable[[_T], _R], items: Iterable[_T], threads: int = _READERS) -> list[_R]:
-    """The results of a call for each item, in order. Raises the first error in that order.
+    """The results of a call for each item, in order. Raises the first error in that order, and begins no further calls.
 
     threads: as many calls at a time; by default the number of small reads that a store answers well.
     """

@@ -57,10 +57,9 @@ def record(run: Run, action: Action, attempts: Iterable[Attempt], reason: str) -
     run.write(f"{run.keys.audit}{new_ulid(now)}.json", document)
 
 
-def read_log(run: Run, limit: int = 0) -> Iterator[AuditRecord]:
-    """The records of a run, newest first; limit 0: all. Damaged ones are left out."""
-    keys = sorted((info.key for info in run.store.list(run.keys.audit)), reverse=True)
-    for key in keys[:limit] if limit else keys:
+def read_log(run: Run) -> Iterator[AuditRecord]:
+    """The records of a run, newest first, read when they are asked for. Damaged ones are left out."""
+    for key in sorted((info.key for info in run.store.list(run.keys.audit)), reverse=True):
         try:
             yield run.read(key, AuditRecord)
         except (Damaged, ObjectMissing):

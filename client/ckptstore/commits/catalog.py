@@ -28,7 +28,7 @@ from ckptstore.commits.generations import (
     read_generations,
 )
 from ckptstore.commits.hidden import HiddenAttempts, hidden_attempts, listed_attempts, without_hidden
-from ckptstore.errors import CorruptObject, InvalidName, InvalidRequest, NoCheckpoint
+from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint
 from ckptstore.format.documents import Outcome
 from ckptstore.format.statistics import HEALTH, Health
 from ckptstore.names import Attempt, Reference, checkpoint_id
@@ -124,7 +124,7 @@ class Checkpoint:
 
 def list_runs(store: Store) -> list[str]:
     """The names of the runs that have a folder in the store."""
-    return [name for name in store.list_folders("") if _is_run(name)]
+    return [name for name in store.list_folders("") if names.is_run(name)]
 
 
 def list_checkpoints(run: Run) -> list[Checkpoint]:
@@ -372,11 +372,3 @@ def _apply_quarantine(found: Checkpoint | None, damaged: Collection[Attempt]) ->
     if found is None or found.state is State.CORRUPT or found.attempt not in damaged:
         return found
     return quarantined(found)
-
-
-def _is_run(name: str) -> bool:
-    try:
-        names.check_run(name)
-    except InvalidName:
-        return False
-    return True

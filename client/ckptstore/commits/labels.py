@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import isfinite
 
@@ -92,14 +92,6 @@ def label_versions(run: Run) -> dict[Attempt, list[int]]:
     return {attempt: sorted(versions) for attempt, versions in found.items()}
 
 
-def read_labels(run: Run, attempts: Iterable[Attempt] | None = None) -> dict[Attempt, Labels]:
-    """The labels of these attempts, or of all attempts of a run. Damaged labels are left out, with a warning."""
-    there = label_versions(run)
-    wanted = [attempt for attempt in (there if attempts is None else attempts) if attempt in there]
-    found = in_parallel(lambda attempt: newest_labels(run, attempt, there[attempt][-1]), wanted)
-    return {attempt: labels for attempt, labels in zip(wanted, found, strict=True) if labels is not None}
-
-
 def newest_labels(run: Run, attempt: Attempt, version: int) -> Labels | None:
     """The labels of one checkpoint; None if they are deleted or damaged. version: the newest one in a listing."""
     for _ in range(_TRIES):
@@ -125,9 +117,15 @@ def labelled(checkpoint: Checkpoint, labels: Labels | None) -> Checkpoint:
 
 
 def with_labels(run: Run, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
-    """These checkpoints of a run with their labels: one listing, and one read per labelled checkpoint."""
-    found = read_labels(run, [checkpoint.attempt for checkpoint in checkpoints])
-    return [labelled(checkpoint, found.get(checkpoint.attempt)) for checkpoint in checkpoints]
+    """These checkpoints of a run with their labels: one listing, and one read per labelled checkpoint.
+
+    Damaged labels are left out, with a warning.
+    """
+    there = label_versions(run)
+    wanted = [checkpoint.attempt for checkpoint in checkpoints if checkpoint.attempt in there]
+    found = in_parallel(lambda attempt: newest_labels(run, attempt, there[attempt][-1]), wanted)
+    labels = dict(zip(wanted, found, strict=True))
+    return [labelled(checkpoint, labels.get(checkpoint.attempt)) for checkpoint in checkpoints]
 
 
 def _apply(attempt: Attempt, before: Labels | None, change: LabelChange, by: str, now: float) -> Labels:

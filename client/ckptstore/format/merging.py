@@ -7,7 +7,7 @@ it has been read: while receipts are still missing, the merging process has time
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from msgspec import Raw
 
@@ -30,8 +30,7 @@ from ckptstore.format.parsing import check_content, check_receipt, check_togethe
 from ckptstore.format.trees import leaves, merge_trees
 
 
-@dataclass(frozen=True, slots=True)
-class StoredReceipt:
+class StoredReceipt(NamedTuple):
     """A durable receipt whose content is valid, and what its manifest needs beside it."""
 
     receipt: Receipt

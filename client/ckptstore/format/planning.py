@@ -6,6 +6,7 @@ instances are msgspec structs: faster to create than data classes, and not track
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -121,11 +122,10 @@ def entry_bytes(content: Content) -> dict[str, int]:
 
 def derived_bytes(content: Content) -> dict[str, int]:
     """Raw bytes of each entry that are derived, not stored; entries without derived bytes are omitted."""
-    found: dict[str, int] = {}
+    found = Counter[str]()
     for group in boxes.same_dimensions(content, content.slices.derived_rows):
         for row, size in zip(group.rows.tolist(), group.bytes.tolist(), strict=True):
-            name = content.entries.name[int(content.slices.entry[row])]
-            found[name] = found.get(name, 0) + size
+            found[content.entries.name[int(content.slices.entry[row])]] += size
     return found
 
 

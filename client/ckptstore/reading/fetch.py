@@ -196,7 +196,8 @@ class _Fetch:
             stored = self._stored.take(read.bytes)
             shard.read(read.offset, stored)
             for chunk in read.chunks:
-                self._place(chunk, stored[chunk.offset - read.offset :][: chunk.stored])
+                part = stored[chunk.offset - read.offset :][: chunk.stored]
+                place_chunk(self._checkpoint, chunk, part, self.buffers, self._raw)
                 self._progress(chunk.raw)
             return
         for chunks in _adjacent(read.chunks):
@@ -236,7 +237,7 @@ class _Fetch:
             if is_placed:
                 check_chunk(self._checkpoint, chunk, part)
             else:
-                self._place(chunk, part)
+                place_chunk(self._checkpoint, chunk, part, self.buffers, self._raw)
 
     def _read_into(self, shard: ObjectReader, chunk: ChunkRead, target: memoryview) -> None:
         """Read one raw chunk that is too large for the CPU cache into its destination, part by part."""
@@ -247,9 +248,6 @@ class _Fetch:
             seen.update(part)
         if seen.hexdigest() != chunk.digest:
             raise _checksum_error(self._checkpoint, chunk)
-
-    def _place(self, chunk: ChunkRead, stored: memoryview) -> None:
-        place_chunk(self._checkpoint, chunk, stored, self.buffers, self._raw)
 
 
 def _adjacent(chunks: Iterable[ChunkRead]) -> Iterator[list[ChunkRead]]:

@@ -16,7 +16,7 @@ from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint, Object
 from ckptstore.format.documents import JSON, Manifest, Receipt, digest
 from ckptstore.format.parsing import parse_local, parse_manifest, parse_sealed
 from ckptstore.format.statistics import SideDocument
-from ckptstore.names import Reference, shard_name
+from ckptstore.names import Reference, RunKeys, shard_name
 from ckptstore.run import Run
 from ckptstore.stores import ObjectReader, Store
 from ckptstore.threads import in_parallel
@@ -117,22 +117,22 @@ class StoreSource:
 
     def manifest_data(self, checkpoint: Checkpoint) -> bytes:
         """One read."""
-        return self.store.get(self.run(checkpoint.run).keys.manifest(checkpoint.attempt))
+        return self.store.get(RunKeys(checkpoint.run).manifest(checkpoint.attempt))
 
     def receipt_data(self, checkpoint: Checkpoint, rank: int) -> bytes:
         """One read."""
-        return self.store.get(self.run(checkpoint.run).keys.receipt(checkpoint.attempt, rank))
+        return self.store.get(RunKeys(checkpoint.run).receipt(checkpoint.attempt, rank))
 
     def statistics_data(self, checkpoint: Checkpoint, rank: int, side: SideDocument) -> bytes:
         """One read."""
         if side.offset is None:
-            return self.store.get(self.run(checkpoint.run).keys.statistics(checkpoint.attempt, rank))
+            return self.store.get(RunKeys(checkpoint.run).statistics(checkpoint.attempt, rank))
         with self.open_shard(checkpoint, shard_name(rank)) as shard:
             return bytes(shard.read_once(side.offset, side.bytes))
 
     def open_shard(self, checkpoint: Checkpoint, shard: str) -> ObjectReader:
         """A reader of the store."""
-        return self.store.open_reader(self.run(checkpoint.run).keys.shard(checkpoint.attempt, shard))
+        return self.store.open_reader(RunKeys(checkpoint.run).shard(checkpoint.attempt, shard))
 
     def take_lease(self, checkpoint: Checkpoint, holder: str, ttl_s: float) -> str:
         """Writes a lease object, then lists tombstones."""

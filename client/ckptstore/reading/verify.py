@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from hashlib import blake2b
 
 from ckptstore.commits.catalog import Checkpoint, State
@@ -16,6 +15,7 @@ from ckptstore.names import Attempt
 from ckptstore.reading.fetch import DEFAULT_THREADS, Progress, check_chunk, check_decoded, fetch_stored
 from ckptstore.reading.rehearsal import Rehearsal, RestoreEstimate, rehearse
 from ckptstore.reading.source import Source, read_manifest, read_receipt
+from ckptstore.threads import in_parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +109,14 @@ def verify(
 
     planned = plan_all(manifest.content) if manifest is not None else ()
     reads = [read for read in planned if only is None or (read.shard, read.index) in only]
-    _each(reads, examine, threads)
+    in_parallel(examine, reads, threads)
     stored_bytes = sum(read.stored for read in reads)
-    found = Verification(checkpoint, len(reads), stored_bytes, tuple(sorted(problems)), tuple(damaged))
-    if found.ok and rehearsed.problem:
-        return replace(found, problems=(rehearsed.problem,))
-    return replace(found, estimates=rehearsed.estimates) if found.ok else found
+    if not problems and rehearsed.problem:
+        problems.append(rehearsed.problem)
+    estimates = () if problems else rehearsed.estimates
+    return Verification(
+        checkpoint, len(reads), stored_bytes, tuple(sorted(problems)), tuple(damaged), estimates=estimates
+    )
 
 
 def _check_documents(source: Source, checkpoint: Checkpoint) -> tuple[list[str], Manifest | None]:
@@ -131,13 +133,3 @@ def _check_documents(source: Source, checkpoint: Checkpoint) -> tuple[list[str],
         except (Damaged, ObjectMissing) as error:
             problems.append(str(error))
     return problems, manifest
-
-
-def _each(reads: Sequence[ChunkRead], check: Callable[[ChunkRead], None], threads: int) -> None:
-    with ThreadPoolExecutor(max(1, threads), thread_name_prefix="ckpt-verify") as pool:
-        try:
-            for future in [pool.submit(check, read) for read in reads]:
-                future.result()
-        except BaseException:  # also KeyboardInterrupt: the pool would wait for all queued work
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise

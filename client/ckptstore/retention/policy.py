@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import isfinite
+from typing import NamedTuple
 
 import msgspec
 
@@ -34,8 +34,7 @@ _PERIODS: dict[str, Callable[[float], int]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class KeepDecision:
+class KeepDecision(NamedTuple):
     """A checkpoint and the reasons why it stays; without any reason it is deleted."""
 
     checkpoint: Checkpoint

@@ -99,7 +99,7 @@ class PrunePlan:
         for _, plan in self.by_run():
             oldest_first = sorted(checkpoint.attempt for checkpoint in plan.remove)
             spared.update(oldest_first[int(self.max_delete_fraction * len(plan.decisions)) :])
-        decisions = (replace(d, reasons=("for-now",)) if d.checkpoint.attempt in spared else d for d in self.decisions)
+        decisions = (d._replace(reasons=("for-now",)) if d.checkpoint.attempt in spared else d for d in self.decisions)
         return replace(self, decisions=tuple(decisions))
 
     def check_fractions(self) -> None:

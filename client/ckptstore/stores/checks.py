@@ -65,11 +65,10 @@ def run_store_checks(store: Store, clock: Clock) -> StoreReport:
     """Write, read, list, create concurrently and delete some small objects. An unavailable store fails the checks."""
     running = _StoreChecks(store, clock)
     checks = list(running.run())
-    once = [check for check in checks if check.name in ("create once", "one winner")]
     return StoreReport(
         store=store.url,
         ok=all(check.ok for check in checks),
-        conditional_writes=bool(once) and all(check.ok for check in once),
+        conditional_writes=all(check.ok for check in checks if check.name in ("create once", "one winner")),
         clock_skew_s=running.skew_s,
         checks=checks,
     )
@@ -82,6 +81,7 @@ class _StoreChecks:
         self._clock = clock
         self._probe: Probe | None = None
         self._folder = f"{names.PROBES_PREFIX}{new_ulid(clock())}/"
+        self._key = self._folder + "object"
 
     def run(self) -> Iterator[StoreCheck]:
         steps: dict[str, Callable[[], str]] = {
@@ -111,20 +111,20 @@ class _StoreChecks:
 
     def _write(self) -> str:
         _check_bucket(self._store)
-        self._store.put(self._folder + "object", _DATA)
+        self._store.put(self._key, _DATA)
         return ""
 
     def _read(self) -> str:
-        return "" if self._store.get(self._folder + "object") == _DATA else "a read returns other bytes than written"
+        return "" if self._store.get(self._key) == _DATA else "a read returns other bytes than written"
 
     def _read_range(self) -> str:
         buffer = memoryview(bytearray(1000))
-        self._store.get_range(self._folder + "object", 500, buffer)
+        self._store.get_range(self._key, 500, buffer)
         return "" if bytes(buffer) == _DATA[500:1500] else "a ranged read returns other bytes than a full read"
 
     def _list(self) -> str:
         listed = {info.key: info.bytes for info in self._store.list(self._folder)}
-        return "" if listed == {self._folder + "object": len(_DATA)} else f"a listing shows {listed}"
+        return "" if listed == {self._key: len(_DATA)} else f"a listing shows {listed}"
 
     def _create_twice(self) -> str:
         self._probe = probe_store(self._store, self._clock)
@@ -144,9 +144,9 @@ class _StoreChecks:
         return self._probe
 
     def _delete(self) -> str:
-        self._store.delete_many([self._folder + "object"])
+        self._store.delete_many([self._key])
         try:
-            self._store.get(self._folder + "object")
+            self._store.get(self._key)
         except ObjectMissing:
             return ""
         return "an object is still readable after its deletion"

@@ -265,7 +265,8 @@ class ByteSpan:
         done = 0
         try:
             if self._reply is None and self.at < self.end:
-                self._request()
+                self._reply = self._transfers.get(self._path, self.at, self.end - self.at)
+                self.end = self.at + (int(self._reply.headers["Content-Length"]) if self._reply is not None else 0)
             while done < len(buffer) and self.at < self.end:
                 assert self._reply is not None
                 count = _receive(self._reply, buffer[done:])
@@ -274,10 +275,6 @@ class ByteSpan:
         except BaseException:
             self.close()
             raise
-
-    def _request(self) -> None:
-        self._reply = self._transfers.get(self._path, self.at, self.end - self.at)
-        self.end = self.at if self._reply is None else self.at + int(self._reply.headers["Content-Length"])
 
     def _read_by_s3fs(self, buffer: memoryview) -> None:
         self.close()

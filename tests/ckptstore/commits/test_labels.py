@@ -12,7 +12,7 @@ import pytest
 
 from ckptstore.commits.audit import read_log
 from ckptstore.commits.catalog import Checkpoint, list_checkpoints
-from ckptstore.commits.labels import MAX_LABELS, LabelChange, change_labels, label_versions, read_labels, with_labels
+from ckptstore.commits.labels import MAX_LABELS, LabelChange, change_labels, label_versions, with_labels
 from ckptstore.errors import InvalidRequest, NoCheckpoint, StoreUnavailable
 from ckptstore.format.records import Action, Policy
 from ckptstore.reading.source import StoreSource
@@ -137,7 +137,7 @@ def test_labels_that_make_no_sense_change_nothing(folder_store: Store) -> None:
     for parts in wrong:
         with pytest.raises(InvalidRequest):
             change(folder_store, first, **parts)
-    assert read_labels(Run(folder_store, "gpt")) == {}
+    assert label_versions(Run(folder_store, "gpt")) == {}
 
 
 def test_a_listing_reads_only_what_is_labelled(folder_store: Store) -> None:

@@ -7,7 +7,6 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -416,7 +415,7 @@ def test_a_manifest_has_the_extensions_of_the_lowest_rank_that_gives_them() -> N
     ranks = [write_rank(store, "gpt", attempt, sample_arrays() if rank == 0 else {}, rank, 3) for rank in range(3)]
     given: list[dict[str, Any]] = [{"a": 0}, {"b": 1, "a": 1}, {"b": 2, "c": 2}]
     changed = [
-        replace(stored, receipt=msgspec.structs.replace(stored.receipt, extensions=extensions))
+        stored._replace(receipt=msgspec.structs.replace(stored.receipt, extensions=extensions))
         for stored, extensions in zip(ranks, given, strict=True)
     ]
     assert merge(changed).extensions == {"a": 0, "b": 1, "c": 2}
