@@ -1,4 +1,4 @@
-"""A daemon that is killed, stopped, or loses its database; and what it does by itself."""
+"""A daemon that is killed or stopped, or loses its database or its store; and what it does by itself."""
 
 from __future__ import annotations
 
@@ -7,22 +7,31 @@ import signal
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from ckptapi import bodies
 from ckptapi.client import DaemonClient
 from ckptd.settings import default_db
 from ckptstore.clock import system_clock
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.commit import read_outcome
-from ckptstore.errors import NoCheckpoint
-from ckptstore.names import Attempt, RunKeys, new_ulid
+from ckptstore.errors import CheckpointHeld, NoCheckpoint
+from ckptstore.format.records import Policy
+from ckptstore.names import Attempt, Reference, RunKeys, new_ulid
+from ckptstore.reading.source import StoreSource
+from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import delete_checkpoint
+from ckptstore.retention.pruning import Prune
 from ckptstore.run import Run
-from ckptstore.stores import Store
-from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
+from ckptstore.stores import Store, open_store
+from tests.conftest import S3Location
+from tests.support.checkpoints import Arrays, keys, sample_arrays, write_checkpoint, write_rank
+from tests.support.command_line import invoke
 from tests.support.daemons import Daemon, running_daemon
 from tests.support.forking import DAEMON, run
 from tests.support.waiting import wait_until
@@ -244,3 +253,165 @@ def _incompressible(size: int) -> npt.NDArray[np.uint8]:
 def _peak_kib(daemon: Daemon) -> int:
     status = Path(f"/proc/{daemon.process.pid}/status").read_text()
     return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
+
+
+_NEGATIVE = (
+    "/checkpoints/latest?run=none", "/v1/checkpoints/gpt@77", "/v1/checkpoints/none@latest", "/v1/checkpoints?run=none",
+)  # fmt: skip
+_POSITIVE = ("/checkpoints/latest", "/v1/checkpoints/gpt@1", "/v1/checkpoints?run=gpt", "/v1/runs")
+
+
+def _unavailable(answer: httpx.Response) -> None:
+    problem = answer.json()
+    assert (answer.status_code, problem["code"], problem["retryable"]) == (503, "store_unavailable", True), problem
+    assert int(answer.headers["retry-after"]) > 0
+
+
+def _unready(daemon: Daemon) -> bool:
+    return daemon.get("/readyz").status_code == 503
+
+
+@pytest.mark.parametrize("replaced_by", ["nothing", "an empty folder", "a file"])
+def test_a_store_that_vanishes_is_unavailable_not_empty(store: Store, tmp_path: Path, replaced_by: str) -> None:
+    write_checkpoint(store, step=1)
+    root, away = tmp_path / "store", tmp_path / "away"
+    with running_daemon(store.url) as daemon:
+        assert [daemon.get(path).status_code for path in _NEGATIVE] == [404, 404, 404, 200]
+        root.rename(away)
+        if replaced_by == "an empty folder":
+            root.mkdir()
+        elif replaced_by == "a file":
+            root.touch()
+        # Not by /readyz: a round that began before may have failed for one run only, and answers for others.
+        wait_until(lambda: daemon.get(_NEGATIVE[0]).status_code == 503, "noticing")
+        assert _unready(daemon)
+        for path in _NEGATIVE:
+            _unavailable(daemon.get(path))
+        for path in _POSITIVE:
+            assert daemon.get(path).status_code == 200
+        assert daemon.get("/livez").status_code == 200
+        assert "ckptd_store_errors_total{" in daemon.get("/metrics").text
+        if root.exists():
+            root.rmdir() if root.is_dir() else root.unlink()
+        away.rename(root)
+        wait_until(lambda: not _unready(daemon), "recovering")
+        assert [daemon.get(path).status_code for path in _NEGATIVE] == [404, 404, 404, 200]
+
+
+def test_a_restart_without_the_store_answers_nothing(store: Store, tmp_path: Path) -> None:
+    write_checkpoint(store, step=1)
+    index = f"sqlite:///{tmp_path / 'index.db'}"
+    with running_daemon(store.url, index):
+        pass
+    (tmp_path / "store").rename(tmp_path / "away")
+    with running_daemon(store.url, index, ready=False) as daemon:
+        for path in (*_NEGATIVE, *_POSITIVE):
+            _unavailable(daemon.get(path))
+        assert _unready(daemon)
+
+
+def test_a_store_emptied_on_purpose_is_believed_after_reindex(store: Store, tmp_path: Path) -> None:
+    write_checkpoint(store, step=1)
+    with running_daemon(store.url) as daemon:
+        (tmp_path / "store").rename(tmp_path / "away")
+        wait_until(lambda: _unready(daemon), "noticing")
+        assert daemon.post(bodies.REINDEX).json()["code"] == "store_unavailable", (
+            "nothing is listed, so it is no answer"
+        )
+        (tmp_path / "store").mkdir()
+        assert daemon.post(bodies.REINDEX).json() == {"runs": 0, "checkpoints": 0}
+        assert daemon.get("/checkpoints/latest").status_code == 404
+        wait_until(lambda: not _unready(daemon), "readiness")
+
+
+def test_a_run_deleted_by_hand_is_forgotten(store: Store, tmp_path: Path) -> None:
+    write_checkpoint(store, step=1)
+    write_checkpoint(store, "bert", 1)
+    with running_daemon(store.url) as daemon:
+        (tmp_path / "store" / "gpt").rename(tmp_path / "away")
+        wait_until(lambda: daemon.get("/checkpoints/latest?run=gpt").status_code == 404, "forgetting")
+        assert daemon.get("/checkpoints/latest?run=bert").status_code == 200
+
+
+def test_an_object_store_that_refuses_connections_is_503() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, but not listening: connections are refused
+        environment = {
+            **os.environ,
+            "FSSPEC_S3_ENDPOINT_URL": f"http://127.0.0.1:{taken.getsockname()[1]}",
+            "AWS_ACCESS_KEY_ID": "x",
+            "AWS_SECRET_ACCESS_KEY": "x",
+            "AWS_MAX_ATTEMPTS": "1",
+        }
+        with running_daemon("s3://bucket/prefix", environment=environment, ready=False) as daemon:
+            for path in (*_NEGATIVE, *_POSITIVE):
+                _unavailable(daemon.get(path))
+            assert _unready(daemon)
+            assert daemon.get("/livez").status_code == 200
+            notification = {"run": "gpt", "attempt": "000000000001-01M7Y6P7VAK6GS7DP3ANWJVNJ3"}
+            _unavailable(daemon.post(bodies.NOTIFY, notification))
+
+
+def test_a_restore_from_an_object_store_needs_no_credentials(s3_store: S3Location) -> None:
+    store = open_store(s3_store.url, s3_store.options)
+    for step in (1, 2):
+        write_checkpoint(store, step=step)
+    with running_daemon(s3_store.url, environment=s3_store.environment) as daemon, daemon.client() as client:
+        checkpoint = client.find(Reference("gpt", 2))
+        assert verify(client, checkpoint).ok
+        client.prune(Prune(Policy(1), grace_s=0))
+        assert [c.step for c in client.checkpoints("gpt")] == [2]
+        assert [key.split("/")[2] for key in keys(store, "gpt/attempts/")] == [str(checkpoint.attempt)] * 3
+
+
+def test_an_answer_that_cannot_be_finished_is_cut_off_not_padded(store: Store, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(store, step=1, arrays=_big())
+    path = tmp_path / "store" / RunKeys("gpt").shard(checkpoint.attempt, "shard-00000.ckpt")
+    with running_daemon(store.url, options=["--cache-bytes", "0"]) as daemon:
+        url = f"{daemon.url}/v1/checkpoints/{checkpoint.id}/shards/shard-00000.ckpt"
+        size = int(httpx.head(url).headers["content-length"])
+        os.truncate(path, size - 1000)
+        with pytest.raises(httpx.RemoteProtocolError):
+            httpx.get(url)
+        path.unlink()
+        answer = httpx.get(url)
+        assert (answer.status_code, answer.json()["code"]) == (404, "object_missing")
+        assert "Traceback" not in daemon.log()
+        assert "corrupt:" in daemon.log()
+        assert daemon.get("/livez").status_code == 200
+
+
+def _big() -> dict[str, npt.NDArray[Any]]:
+    return {f"model/{i}": sample_arrays(i)["model/weight"] for i in range(5)}
+
+
+def chain(folder: Path) -> list[Checkpoint]:
+    """A checkpoint, and two that reference its larger chunk."""
+    store = open_store(str(folder))
+    found: list[Checkpoint] = []
+    for step in (1, 2, 3):
+        arrays: Arrays = {"model/frozen": np.arange(50_000, dtype=np.int64), "model/step": np.array(step, np.int32)}
+        found.append(write_checkpoint(store, "gpt", step, arrays, base=found[-1].attempt if found else None))
+    return found
+
+
+def test_a_daemon_serves_and_keeps_what_is_referenced(tmp_path: Path) -> None:
+    first, second, third = chain(tmp_path)
+    with running_daemon(f"file://{tmp_path}") as daemon, daemon.client() as client:
+        listed = client.checkpoints("gpt")
+        assert listed == StoreSource(open_store(str(tmp_path))).checkpoints("gpt")
+        assert [c.referenced_bytes for c in listed] == [third.referenced_bytes, second.referenced_bytes, 0]
+        assert all(verify(client, checkpoint).ok for checkpoint in listed)
+        with pytest.raises(CheckpointHeld, match=f"referenced:{third.id}"):
+            client.delete(first, 0.0)
+        client.delete(second, 0.0)
+        assert verify(client, third).ok
+        shown = invoke("show", third.id, "--url", daemon.url)
+        assert shown.code == 0
+        assert first.id in shown.stdout
+        assert "referenced" in shown.stdout
+        (shard,) = invoke("show", third.id, "--url", daemon.url, "-o", "json").json["shards"]
+        assert (shard["stored_bytes"], shard["referenced_bytes"]) == (third.stored_bytes, third.referenced_bytes)
+        client.delete(third, 0.0, force=True)
+        client.delete(first, 0.0, force=True)
+        assert client.checkpoints("gpt") == []
