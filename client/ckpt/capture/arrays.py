@@ -166,8 +166,7 @@ def inline_array(path: str, value: Any) -> tuple[str, list[int], memoryview]:
     part = array_part(path, value)
     whole = np.empty(part.shape, numpy_type(part.dtype))
     for box, memory in part.pieces:
-        at = tuple(slice(start, start + size) for start, size in zip(boxes.offsets(box), boxes.sizes(box), strict=True))
-        whole[at] = memory.raw.view(whole.dtype).reshape(boxes.sizes(box))
+        whole[slices_of(box)] = memory.raw.view(whole.dtype).reshape(boxes.sizes(box))
     return part.dtype, list(part.shape), byte_view(whole).data
 
 
@@ -227,6 +226,11 @@ def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
     """The box that a shard's index selects."""
     ranges = [one.indices(size) for one, size in zip(index, shape, strict=True)]
     return (*(start for start, _, _ in ranges), *(stop - start for start, stop, _ in ranges))
+
+
+def slices_of(box: Box) -> tuple[slice, ...]:
+    """The index that selects a box of an array."""
+    return tuple(slice(start, start + size) for start, size in zip(boxes.offsets(box), boxes.sizes(box), strict=True))
 
 
 def _in_host_memory(array: Any) -> Any:

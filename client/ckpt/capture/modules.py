@@ -32,9 +32,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 def is_replicated(module: nn.Module) -> bool:
     """Whether the process group is known to hold equal parameters on all ranks."""
-    return isinstance(module, DistributedDataParallel) or isinstance(
-        getattr(module, "_orig_mod", None), DistributedDataParallel
-    )
+    return any(isinstance(one, DistributedDataParallel) for one in (module, getattr(module, "_orig_mod", None)))
 
 
 def canonical(name: str) -> str:

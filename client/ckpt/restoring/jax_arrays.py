@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.capture.arrays import Array, box_of, is_array, is_key, is_template, loaded_jax, numpy_type
+from ckpt.capture.arrays import Array, box_of, is_array, is_key, is_template, loaded_jax, numpy_type, slices_of
 from ckpt.restoring.host_destinations import inline_array
 from ckpt.restoring.plan import RestorePlan
-from ckptstore.format import boxes
 from ckptstore.format.boxes import Box
 from ckptstore.format.documents import JSON
 from ckptstore.format.trees import TAG, decode_tree, in_types_of, value_leaves
@@ -92,8 +91,7 @@ def _index_map(template: Any, shape: tuple[int, ...]) -> list[tuple[Any, Box]]:
 
 
 def _cut(array: Array, box: Box) -> Array:
-    at = zip(boxes.offsets(box), boxes.sizes(box), strict=True)
-    return np.array(array[tuple(slice(start, start + size) for start, size in at)], order="C")
+    return np.array(array[slices_of(box)], order="C")
 
 
 def _assemble(
