@@ -25,14 +25,14 @@ _T = TypeVar("_T")
 class _Observer(NamedTuple):
     """Called by an iteration."""
 
-    begins: Callable[[], None]
-    goes_on: Callable[[], bool]
+    begins: Callable[[], object] = lambda: None
+    goes_on: Callable[[], bool] = lambda: True
 
 
 class _Iteration(Iterator[_T]):
     """One epoch, or the rest of one."""
 
-    def __init__(self, at: Position, batches: Iterator[_T], start: Start, observer: _Observer | None) -> None:
+    def __init__(self, at: Position, batches: Iterator[_T], start: Start, observer: _Observer) -> None:
         self.epoch, self.start = at.epoch, start
         self.num_batches = at.batches or 0
         self.ended = False
@@ -40,7 +40,7 @@ class _Iteration(Iterator[_T]):
         self._observer, self._training = observer, False
 
     def __next__(self) -> _T:
-        if self._training and self._observer is not None and not self._observer.goes_on():
+        if self._training and not self._observer.goes_on():
             raise StopIteration  # not at its end: the position stays
         try:
             batch = next(self._batches)
@@ -49,8 +49,7 @@ class _Iteration(Iterator[_T]):
             raise
         self.num_batches += 1
         self._training = True
-        if self._observer is not None:
-            self._observer.begins()
+        self._observer.begins()
         return batch
 
     def end(self) -> None:
@@ -71,7 +70,7 @@ class ResumableLoader(Generic[_T]):
         self._next = Position(self._source.kind, 0)
         self._iteration: weakref.ref[_Iteration[_T]] | None = None
         self._restore_rng: Callable[[], None] | None = None
-        self._observer: _Observer | None = None
+        self._observer = _Observer()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -138,7 +137,7 @@ class ResumableLoader(Generic[_T]):
         try:
             yield
         finally:
-            self._observer = None
+            self._observer = _Observer()
 
     def __iter__(self) -> Iterator[_T]:
         at, restore_rng = self._next, self._restore_rng

@@ -35,7 +35,7 @@ from ckptstore.errors import BadInput, InvalidName, InvalidRequest, SaveFailed
 from ckptstore.format.documents import FORMAT, JSON, Content, Receipt, Shard
 from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import seal
-from ckptstore.format.shards import raw_bytes, slice_tables
+from ckptstore.format.shards import chunk_table, raw_bytes, slice_tables
 from ckptstore.names import Attempt, RunKeys, check_run, check_step, new_ulid
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
@@ -162,7 +162,7 @@ class StorageWriter(TorchStorageWriter):
                 encode_stream(items.chunks(), encode_by(POLICIES[self._compress])),
                 lambda _: None,
             )
-            shards = [Shard(name=name, rank=assignment.rank, chunks=uploaded.chunks)]
+            shards = [Shard(name=name, rank=assignment.rank, chunks=chunk_table(uploaded.chunks))]
         entries, slices = slice_tables(items.placed)
         content = Content(shards=shards, entries=entries, slices=slices, aliases={}, trees={})
         if self._is_coordinator:

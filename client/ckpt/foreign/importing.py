@@ -35,6 +35,7 @@ from ckptstore.format.shards import (
     EncodedChunk,
     Placed,
     Slice,
+    chunk_table,
     encode_chunk,
     place_slices,
     plan_chunks,
@@ -81,7 +82,7 @@ def write_checkpoint(run: Run, attempt: Attempt, foreign: ForeignState, progress
     trees, aliases = foreign.trees, foreign.aliases
     check_cover(Content(shards=[], entries=entries, slices=slices, aliases=aliases, trees=trees))
     uploaded = _upload(run, attempt, placed, foreign, progress) if placed else None
-    shards = [Shard(name=names.shard_name(0), rank=0, chunks=uploaded.chunks)] if uploaded else []
+    shards = [Shard(name=names.shard_name(0), rank=0, chunks=chunk_table(uploaded.chunks))] if uploaded else []
     receipt = Receipt(
         format=FORMAT,
         kind="receipt",

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from ckpt.saver.deriving import Derived, in_stream
-from ckpt.saver.messages import Failed, SaveJob, Setup
+from ckpt.saver.messages import SaveJob, Setup
 from ckptstore.commits.catalog import newest_first
 from ckptstore.commits.commit import (
     Known,
@@ -410,14 +410,6 @@ def abort_attempts(numbering: Numbering, rank: int, attempts: Iterable[NewAttemp
             abort_attempt(numbering.run, numbering.attempt(attempt), rank, failure)
     except CkptError as error:
         logger.warning("could not abort the attempt; other ranks will wait until their timeout: %s", error)
-
-
-def failed(number: int, slot: int | None, error: BaseException) -> Failed:
-    """The report that a job has failed, or was skipped. slot: that may be reused now."""
-    if isinstance(error, CkptError):
-        return Failed(number=number, slot=slot, code=error.code, message=error.message, hint=error.hint)
-    message = f"{type(error).__name__}: {error}"
-    return Failed(number=number, slot=slot, code="save_failed", message=message, hint="")
 
 
 def describe(error: BaseException) -> str:

@@ -38,19 +38,11 @@ _LOWEST_BEST_EFFORT = (2 << 13) | 7
 class CpuThrottle:
     """Limits this process to a fraction of one core. wait_for_budget may be called from any thread."""
 
-    def __init__(
-        self,
-        cpu_budget: float | None,
-        cpu: Callable[[], float] = time.process_time,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
+    def __init__(self, cpu_budget: float | None) -> None:
         """cpu_budget: fraction of one core, such as 0.5; None: no limit."""
         self._budget = cpu_budget
-        self._cpu, self._clock, self._sleep = cpu, clock, sleep
         self._lock = threading.Lock()
-        self._at = clock()
-        self._used = cpu()
+        self._at, self._used = time.monotonic(), time.process_time()
         self._left_s = 0.0
 
     def wait_for_budget(self) -> None:
@@ -58,7 +50,7 @@ class CpuThrottle:
         if self._budget is None:
             return
         while (behind := self._behind()) > 0:
-            self._sleep(min(max(behind, _SHORTEST_S), _LONGEST_S))  # the limit may be lifted
+            time.sleep(min(max(behind, _SHORTEST_S), _LONGEST_S))  # the limit may be lifted
 
     def lift(self) -> None:
         """No limit from now on."""
@@ -69,7 +61,7 @@ class CpuThrottle:
         with self._lock:
             if self._budget is None:
                 return -math.inf
-            now, used = self._clock(), self._cpu()
+            now, used = time.monotonic(), time.process_time()
             self._left_s += self._budget * (now - self._at) - (used - self._used)
             self._left_s = min(self._left_s, self._budget * _BURST_S)
             self._at, self._used = now, used

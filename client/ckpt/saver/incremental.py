@@ -370,22 +370,22 @@ class IncrementalSave:
         except BaseException as error:
             self._matches.set_exception(error)
             raise
-        for span, match in zip(self.spans, self._matches.result(), strict=True):
-            if match.known is None:
-                yield span.of(raw), span
-            else:
-                self.unchanged(span.of(raw), span, match.known.chunk)
+        yield from self.again(raw, self.unchanged)
 
-    def again(self, raw: RawStream) -> Iterator[tuple[memoryview, ChunkSpan]]:
+    def again(self, raw: RawStream, unchanged: Unchanged = ignore) -> Iterator[tuple[memoryview, ChunkSpan]]:
         """The chunks that `changed` returned, once more."""
         for span, match in zip(self.spans, self._matches.result(), strict=True):
             if match.known is None:
                 yield span.of(raw), span
+            else:
+                unchanged(span.of(raw), span, match.known.chunk)
 
-    def raw_digests(self) -> list[tuple[ChunkSpan, bytes]]:
-        """Each chunk, and the digest of its bytes before encoding; empty if they were not compared."""
-        pairs = zip(self.spans, self._matches.result(), strict=True)
-        return [(span, match.raw_digest or b"") for span, match in pairs]
+    def raw_digests(self, stored: Sequence[EncodedChunk]) -> list[tuple[ChunkSpan, bytes]]:
+        """Each chunk, and the digest of its bytes before encoding, if it was taken. stored: see `shard`."""
+        matches, rows = self._matches.result(), iter(stored)
+        taken = [bytes.fromhex(next(rows).raw_digest) if match.known is None else b"" for match in matches]
+        known = zip(self.spans, matches, taken, strict=True)
+        return [(span, match.raw_digest or digest) for span, match, digest in known]
 
     @property
     def unchanged_bytes(self) -> int:
@@ -398,10 +398,9 @@ class IncrementalSave:
         matches = self._matches.result()
         return sum(span.bytes for span, match in zip(self.spans, matches, strict=True) if match.known is None)
 
-    def shard(self, stored: Chunks | None) -> Shard:
-        """The document of the shard. stored: the table of the stored chunks, in order; None if there are none."""
-        matches = self._matches.result()
-        rows = iter(rows_of(stored) if stored is not None else ())
+    def shard(self, stored: Sequence[EncodedChunk]) -> Shard:
+        """The document of the shard. stored: the stored chunks, in order."""
+        matches, rows = self._matches.result(), iter(stored)
         table = chunk_table([match.known.chunk if match.known is not None else next(rows) for match in matches])
         if any(match.raw_digest for match in matches):
             table = with_fields(table, raw_digest=b"".join(match.raw_digest or UNKNOWN for match in matches))

@@ -150,18 +150,14 @@ class SaveProgress(msgspec.Struct, frozen=True, tag=True):
     done_bytes: int
 
 
-class Released(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class Released(msgspec.Struct, frozen=True, tag=True):
     """The shard and its receipt are durable: the slot may be reused."""
 
     number: int
     slot: int | None
-    encode_s: float
-    upload_s: float
-    queue_s: float
-    cpu_s: float
-    stored_bytes: int
-    referenced_bytes: int
-    retries: int = 0
+    timings: dict[str, int | float]
+    """Fields of the handle's Timings."""
+    retries: int
     """Requests to the store that were repeated since the last report."""
 
 

@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, count
 from typing import Any
 
 from ckpt.host.lock import note_checkpoint
 from ckpt.host.segment import Segment
-from ckpt.saver.commit import Committer, Notifier, Numbering, abort_attempts, describe, failed, write_receipt
+from ckpt.saver.commit import Committer, Notifier, Numbering, abort_attempts, describe, write_receipt
 from ckpt.saver.deriving import Derived, divide
 from ckpt.saver.encode import CpuThrottle, Encoder, Encoding, encode_by
 from ckpt.saver.heartbeat_writer import HeartbeatWriter, SharedStep
@@ -30,6 +30,7 @@ from ckpt.saver.messages import (
     Done,
     DropQueued,
     Expedite,
+    Failed,
     Forget,
     LocalOnly,
     Released,
@@ -49,11 +50,11 @@ from ckptstore import names
 from ckptstore.clock import Clock, system_clock
 from ckptstore.codecs.chunk_codecs import POLICIES, CodingPolicy
 from ckptstore.commits.generations import NewAttempt
-from ckptstore.errors import CorruptObject, ReferenceLost, SaveSkipped
-from ckptstore.format.documents import JSON, Chunks, Outcome
+from ckptstore.errors import CkptError, CorruptObject, ReferenceLost, SaveSkipped
+from ckptstore.format.documents import JSON, Outcome
 from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import seal
-from ckptstore.format.shards import CHUNK_BYTES, EncodedChunk, Placed, RawStream, Slice, chunk_table, plan_chunks
+from ckptstore.format.shards import CHUNK_BYTES, EncodedChunk, Placed, RawStream, Slice, plan_chunks
 from ckptstore.format.statistics import warning_of
 from ckptstore.names import Attempt
 from ckptstore.run import Run
@@ -68,11 +69,15 @@ logger = logging.getLogger(__name__)
 class Uploaded:
     """A durable shard."""
 
-    chunks: Chunks
-    stored_bytes: int
-    """Without the tail, which begins there."""
+    chunks: list[EncodedChunk]
+    """Without their data."""
     upload_s: float
     """Seconds spent in calls of the store; waiting for chunks is not included."""
+
+    @property
+    def stored_bytes(self) -> int:
+        """Without the tail, which begins there."""
+        return sum(chunk.stored for chunk in self.chunks)
 
 
 def upload_shard(
@@ -85,11 +90,11 @@ def upload_shard(
 ) -> Uploaded:
     """Write the shard; durable on return, removed on an error.
 
-    progress: called with the raw bytes written so far. tail: called after the last chunk; what it returns is written
-    behind it.
+    progress: called with the raw bytes written so far, about once per CHUNK_BYTES and with the total. tail: called
+    after the last chunk; what it returns is written behind it.
     """
     written: list[EncodedChunk] = []
-    spent, done = 0.0, 0
+    spent, done, due = 0.0, 0, 0
     started = time.perf_counter()
     with store.open_writer(key, size_hint=raw_bytes) as writer:
         spent += time.perf_counter() - started
@@ -98,27 +103,15 @@ def upload_shard(
             writer.write(chunk.data)
             spent += time.perf_counter() - started
             done += chunk.raw
-            written.append(EncodedChunk(b"", chunk.raw, chunk.stored, chunk.codec, chunk.digest))
-            progress(done)
+            written.append(replace(chunk, data=b""))
+            if done >= due or done == raw_bytes:  # a message costs as much as hashing 1 MB
+                due = done + CHUNK_BYTES
+                progress(done)
         last = tail()
         started = time.perf_counter()
         writer.write(last)
     spent += time.perf_counter() - started
-    table = chunk_table(written)
-    return Uploaded(table, int(table.stored.sum()), spent)
-
-
-def seldom(progress: Callable[[int], None], total: int) -> Callable[[int], None]:
-    """Calls `progress` about once per CHUNK_BYTES, and with the total: a message costs as much as hashing 1 MB."""
-    due = 0
-
-    def passed(done: int) -> None:
-        nonlocal due
-        if done >= due or done == total:
-            due = done + CHUNK_BYTES
-            progress(done)
-
-    return passed
+    return Uploaded(written, spent)
 
 
 _Again = Callable[[], Iterator[EncodedChunk]]
@@ -269,7 +262,7 @@ class SavePipeline:
             self._known_statistics = statistics.chunks
             encode, unchanged = statistics.observing(plain), statistics.unchanged
         incremental = self._chunk_index.begin(job.attempt, placed, spans, plain, unchanged)
-        encoding = self._encoder.begin(incremental.changed(raw), self._contents.recording(job, encode))
+        encoding = self._encoder.begin(incremental.changed(raw), encode)
         running = _RunningJob(job, placed, derived, incremental, encoding, statistics, received_at)
         with self._lock:
             self._waiting[job.number] = running
@@ -354,25 +347,24 @@ class SavePipeline:
         job, placed = running.job, running.placed
         started, cpu = time.perf_counter(), time.process_time()
         uploaded = self._upload_shard(running, attempt, again)
-        shard = running.incremental.shard(uploaded.chunks if uploaded else None) if placed else None
+        stored = uploaded.chunks if uploaded else []
+        shard = running.incremental.shard(stored) if placed else None
         extensions: dict[str, JSON] = {}
         if running.statistics is not None and placed:
             offset = uploaded.stored_bytes if uploaded else None
             extensions = running.statistics.extensions(self._run, attempt, self._setup.rank, offset)
         receipt = write_receipt(self._run, self._setup, attempt, job, placed, running.derived, shard, extensions)
-        self._contents.uploaded(job, attempt, shard, running.incremental.raw_digests())
+        self._contents.uploaded(job, attempt, shard, running.incremental.raw_digests(stored))
         total, upload_s = time.perf_counter() - started, uploaded.upload_s if uploaded else 0.0
-        return receipt, Released(
-            number=job.number,
-            slot=job.slot,
-            queue_s=started - running.received_at,
-            encode_s=max(0.0, total - upload_s),
-            upload_s=upload_s,
-            cpu_s=time.process_time() - cpu if self._own_process else 0.0,
-            stored_bytes=uploaded.stored_bytes if uploaded else 0,
-            referenced_bytes=shard.referenced_bytes if shard is not None else 0,
-            retries=self._store.take_retries(),
-        )
+        timings = {
+            "queue_s": started - running.received_at,
+            "encode_s": max(0.0, total - upload_s),
+            "upload_s": upload_s,
+            "cpu_s": time.process_time() - cpu if self._own_process else 0.0,
+            "stored_bytes": uploaded.stored_bytes if uploaded else 0,
+            "referenced_bytes": shard.referenced_bytes if shard is not None else 0,
+        }
+        return receipt, Released(job.number, job.slot, timings, self._store.take_retries())
 
     def _upload_shard(self, running: _RunningJob, attempt: Attempt, again: _Again) -> Uploaded | None:
         """Upload the shard; None if no chunk has to be stored. again: encodes all chunks once more, for a retry."""
@@ -381,8 +373,11 @@ class SavePipeline:
         if first is None:
             return None
         key, tries = self._run.keys.shard(attempt, names.shard_name(self._setup.rank)), count()
-        statistics = running.statistics
+        statistics, number, rest = running.statistics, running.job.number, running.not_stored_bytes
         tail = partial(statistics.document, attempt, self._setup.rank) if statistics is not None else bytes
+
+        def progress(done: int) -> None:
+            self._report(SaveProgress(number, rest + done))
 
         def upload() -> Uploaded:
             chunks: Iterable[EncodedChunk] = chain([first], ahead)
@@ -390,18 +385,12 @@ class SavePipeline:
                 running.encoding.close()  # other saves need its memory
                 self._store.delete_many([key])  # what the failed try may have left
                 chunks = again()
-            size, progress = running.incremental.changed_bytes, self._progress_of(running)
-            return upload_shard(self._run.store, key, size, chunks, progress, tail)
+            return upload_shard(self._run.store, key, running.incremental.changed_bytes, chunks, progress, tail)
 
         def persist() -> Uploaded:
             return upload() if self._store.resumes_uploads else self._store.repeat(upload)
 
         return persist() if self._quota is None else self._quota.write(running.incremental.changed_bytes, persist)
-
-    def _progress_of(self, running: _RunningJob) -> Callable[[int], None]:
-        """The callback for each written chunk; it gets the raw bytes written so far."""
-        number, rest = running.job.number, running.not_stored_bytes  # it visits every chunk: compute it once
-        return seldom(lambda done: self._report(SaveProgress(number, rest + done)), running.incremental.changed_bytes)
 
     def _end(
         self, running: _RunningJob, receipt: StoredReceipt, started: float, result: Outcome | BaseException
@@ -467,4 +456,6 @@ class SavePipeline:
         if not isinstance(error, SaveSkipped):
             logger.error("save of step %d failed", job.attempt.step, exc_info=error)
         self._contents.ended(job.number, committed=False)
-        self._report(failed(job.number, slot, error))
+        code, hint = (error.code, error.hint) if isinstance(error, CkptError) else ("save_failed", "")
+        message = error.message if isinstance(error, CkptError) else describe(error)
+        self._report(Failed(number=job.number, slot=slot, code=code, message=message, hint=hint))

@@ -28,12 +28,11 @@ import msgspec
 from ckpt.host.lock import host_path
 from ckpt.host.memory import available_bytes
 from ckpt.host.segment import Segment
-from ckpt.saver.encode import Encode
 from ckpt.saver.messages import Channel, SaveJob, Setup
 from ckptstore.clock import system_clock
 from ckptstore.errors import CkptError
-from ckptstore.format.documents import DIGEST_BYTES, Shard
-from ckptstore.format.shards import ChunkSpan, EncodedChunk
+from ckptstore.format.documents import Shard
+from ckptstore.format.shards import ChunkSpan
 from ckptstore.names import Attempt, new_ulid
 
 logger = logging.getLogger(__name__)
@@ -48,10 +47,6 @@ _LOOK_S = 0.2
 _RESERVE = 8
 """The memory is freed when less than 1/N of it is still available on the host."""
 _CREDENTIALS = struct.Struct("3i")
-
-
-_NO_DIGEST = "00" * DIGEST_BYTES
-"""In place of a digest that was not taken: no bytes match it."""
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
@@ -110,8 +105,6 @@ class SlotContents:
         self._lock = threading.Lock()
         self._held: dict[int, tuple[int, HeldSnapshot]] = {}
         """By slot: number of the job, and its snapshot."""
-        self._digests: dict[int, dict[int, str]] = {}
-        """By number of a job and first byte of a chunk: the digest of its bytes before encoding."""
 
     def submitted(self, job: SaveJob) -> None:
         """Its slot holds another snapshot now, which is not durable yet."""
@@ -119,27 +112,12 @@ class SlotContents:
             with self._lock:
                 self._held.pop(job.slot, None)
 
-    def recording(self, job: SaveJob, encode: Encode) -> Encode:
-        """Encode the chunks of a job, and record the digests of their bytes before encoding."""
-        if not self.enabled or job.slot is None:
-            return encode
-        digests = self._digests[job.number] = {}
-
-        def encode_and_record(raw: memoryview, span: ChunkSpan) -> EncodedChunk:
-            chunk: EncodedChunk = encode(raw, span)
-            digests[span.at] = chunk.raw_digest
-            return chunk
-
-        return encode_and_record
-
     def uploaded(
         self, job: SaveJob, attempt: Attempt, shard: Shard | None, chunks: Sequence[tuple[ChunkSpan, bytes]]
     ) -> None:
-        """The shard and the receipt of a job are durable. chunks: with the digests before encoding that are known."""
-        digests = self._digests.pop(job.number, None)
-        if digests is None or shard is None or job.slot is None:
+        """The shard and the receipt of a job are durable. chunks: with the digests of their bytes before encoding."""
+        if not self.enabled or shard is None or job.slot is None:
             return
-        raw_digests = (known or bytes.fromhex(digests.get(span.at) or _NO_DIGEST) for span, known in chunks)
         snapshot = HeldSnapshot(
             attempt=str(attempt),
             shard=shard.name,
@@ -147,14 +125,13 @@ class SlotContents:
             at=[span.at for span, _ in chunks],
             raw=[span.bytes for span, _ in chunks],
             digests=shard.chunks.digest,
-            raw_digests=b"".join(raw_digests),
+            raw_digests=b"".join(digest for _, digest in chunks),
         )
         with self._lock:
             self._held[job.slot] = job.number, snapshot
 
     def ended(self, number: int, committed: bool) -> None:
         """Job `number` is committed, and earlier ones are not needed any more; or it never will be."""
-        self._digests.pop(number, None)
         with self._lock:
             for slot, (held, _) in list(self._held.items()):
                 if (held < number) if committed else (held == number):

@@ -358,14 +358,7 @@ class SaveClient:
             handle.uploaded(report.done_bytes)
         elif isinstance(report, Released):
             self._counters.add(store_retries=report.retries)
-            handle.measure(
-                queue_s=report.queue_s,
-                encode_s=report.encode_s,
-                upload_s=report.upload_s,
-                cpu_s=report.cpu_s,
-                stored_bytes=report.stored_bytes,
-                referenced_bytes=report.referenced_bytes,
-            )
+            handle.measure(**report.timings)
         elif isinstance(report, Done):
             handle.measure(commit_s=report.commit_s)
             checkpoint = from_outcome(parse_sealed(report.outcome.encode(), Outcome, "the saver's report"))

@@ -35,7 +35,6 @@ from ckptstore.tiers.source import TieredSource
 
 if TYPE_CHECKING:
     from ckpt.snapshot.overlap import Overlap
-    from ckpt.snapshot.stage import Stager
 
 logger = logging.getLogger(__name__)
 
@@ -139,25 +138,19 @@ def take_snapshot(client: SaveClient, snapshot: Snapshot, overlap: Overlap | Non
     if slot is None:
         client.skip(snapshot)
         return False
-    snapshot.handle.measure(wait_s=time.perf_counter() - started)
+    acquired = time.perf_counter()
+    snapshot.handle.measure(wait_s=acquired - started)
     try:
-        _copy_snapshot(client, snapshot, slot.stager, overlap)
+        if overlap is None or not overlap.on:
+            slot.stager.stage(leaves, layout, snapshot.captured.sameness)
+        elif overlap.copy(client, snapshot, slot.stager):
+            return True  # it is submitted in the background
+        snapshot.handle.measure(stage_s=time.perf_counter() - acquired)
+        client.submit(snapshot)
     except BaseException:
         client.arena.release(slot.number)
         raise
     return True
-
-
-def _copy_snapshot(client: SaveClient, snapshot: Snapshot, stager: Stager, overlap: Overlap | None) -> None:
-    """Copy the leaves into the slot and submit the job once all are copied: now, or in the background."""
-    started = time.perf_counter()
-    if overlap is not None and overlap.on:
-        if overlap.copy(client, snapshot, stager):
-            return
-    else:
-        stager.stage(snapshot.captured.leaves, snapshot.layout, snapshot.captured.sameness)
-    snapshot.handle.measure(stage_s=time.perf_counter() - started)
-    client.submit(snapshot)
 
 
 class RunSaves:

@@ -8,6 +8,7 @@ from contextlib import closing
 
 import pytest
 
+from ckpt.saver import encode
 from ckpt.saver.encode import BUDGET_BYTES, CpuThrottle, Encoder, _groups, encode_stream
 from ckptstore.format.shards import ChunkSpan, EncodedChunk
 from tests.support.waiting import wait_until
@@ -141,13 +142,22 @@ class Machine:
         self.now += seconds
         self.used += seconds
 
+    # Stands for the module time.
+
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
+    def monotonic(self) -> float:
+        return self.now
 
-def test_a_cpu_budget_is_kept_over_about_a_second_and_not_saved_up_for_longer() -> None:
+    def process_time(self) -> float:
+        return self.used
+
+
+def test_a_cpu_budget_is_kept_over_about_a_second_and_not_saved_up_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine()
-    pace = CpuThrottle(0.25, lambda: machine.used, lambda: machine.now, machine.sleep)
+    monkeypatch.setattr(encode, "time", machine)
+    pace = CpuThrottle(0.25)
     for _ in range(100):
         pace.wait_for_budget()
         machine.work(0.01)
@@ -161,7 +171,9 @@ def test_a_cpu_budget_is_kept_over_about_a_second_and_not_saved_up_for_longer() 
     assert machine.now - before == pytest.approx(3, rel=0.03)
 
 
-def test_without_a_budget_no_thread_sleeps() -> None:
-    pace = CpuThrottle(None, sleep=lambda _: pytest.fail("slept"))
+def test_without_a_budget_no_thread_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encode, "time", machine := Machine())
+    monkeypatch.setattr(machine, "sleep", lambda _: pytest.fail("slept"))
+    pace = CpuThrottle(None)
     for _ in range(1000):
         pace.wait_for_budget()

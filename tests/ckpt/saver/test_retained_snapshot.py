@@ -316,8 +316,8 @@ def hold(contents: SlotContents, number: int, slot: int, attempt: Attempt) -> No
     chunk = EncodedChunk(b"", SIZE, SIZE, "zstd", "01" * 16, "02" * 16)
     span = ChunkSpan(0, SIZE, "uint8")
     contents.submitted(job)
-    contents.recording(job, lambda raw, span: chunk)(memoryview(b""), span)
-    contents.uploaded(job, attempt, Shard(name=shard_name(0), rank=0, chunks=chunk_table([chunk])), [(span, b"")])
+    shard = Shard(name=shard_name(0), rank=0, chunks=chunk_table([chunk]))
+    contents.uploaded(job, attempt, shard, [(span, b"\2" * 16)])
 
 
 def held(attempt: Attempt) -> HeldSnapshot:
