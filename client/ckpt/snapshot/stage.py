@@ -69,6 +69,9 @@ class Transfer:
         self.progress = CopyProgress(self.parts)
         """Which parts are copied: host memory is, and the copies of devices are queued."""
         self._gathered = b"".join(plan.gathered)
+        first = len(plan.later)
+        self._spread = [tensor.detach() for tensor in self.later.tensors[first : first + len(plan.views)]]
+        """What is copied to the plan's `views`. Detached, because a parameter may get other memory meanwhile."""
         self._devices = {
             device: DeviceCopies(
                 DEVICES[device.type](device),
@@ -137,7 +140,7 @@ class Transfer:
         if index >= len(moves):
             view = self._plan.views[index - len(moves)]
             if not guard.moved(index):
-                view.copy_(self.later.tensors[index])
+                view.copy_(self._spread[index - len(moves)])
                 guard.copied(index, view.data_ptr(), view.nbytes)
             return
         to, source, size = moves[index]
@@ -187,7 +190,7 @@ class Transfer:
         """Release the tensors. Call it after `finish`."""
         for copies in self._devices.values():
             copies.release()
-        self.later, self.storages, self._gathered = Leaves(), [], b""
+        self.later, self.storages, self._spread, self._gathered = Leaves(), [], [], b""
 
 
 def move_all(moves: Iterable[Move]) -> None:
