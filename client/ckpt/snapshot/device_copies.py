@@ -111,11 +111,6 @@ def _groups(pairs: Pairs) -> list[Pairs]:
     return groups
 
 
-def num_bytes(views: Sequence[torch.Tensor]) -> int:
-    """The bytes of some leaves."""
-    return sum(view.nbytes for view in views)
-
-
 PIN_BYTES = 256 << 20
 """Page-locking takes about 0.1 s per GB, and the driver blocks other processes of the host meanwhile."""
 _PIN_LEAST_BYTES = 16 << 20
@@ -186,7 +181,7 @@ class DeviceCopies:
             self._queue(*self._now, side=False)
             return
         small, large = by_size(self._now)
-        size = num_bytes(large[0])
+        size = sum(view.nbytes for view in large[0])
         if self._watch.ahead and size and self._device.free_bytes() >= size:
             with suppress(RuntimeError):  # the device has less memory than it says
                 self._ahead, self.ahead_bytes = GatheredLeaves(self._device, large, side=False), size

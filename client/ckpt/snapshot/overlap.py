@@ -255,6 +255,8 @@ _STUCK: list[PendingCopy] = []
 class PendingCopy:
     """A snapshot that is being copied in the background."""
 
+    client: SaveClient
+    """Gets the job."""
     transfer: Transfer
     guard: Guard | None
     """None once everything has been checked."""
@@ -301,7 +303,7 @@ class PendingCopy:
 class Overlap:
     """The background copies of one Checkpointer, one at a time. Public methods belong to the training thread."""
 
-    def __init__(self, verify: bool = False, stepping: Callable[[Optimizer], None] = lambda _: None) -> None:
+    def __init__(self, verify: bool, stepping: Callable[[Optimizer], None]) -> None:
         """verify: decide by digests of all bytes whether a leaf has changed, not by counters and samples. stepping:
         called before an optimizer steps."""
         self._verify = verify
@@ -311,7 +313,6 @@ class Overlap:
         self._pid = os.getpid()
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="ckpt-copy")
         self._pending: PendingCopy | None = None
-        self._client: SaveClient | None = None
         self._frozen = FrozenTracker()
         self._gate = Gate()
         self._layout: object = None
@@ -360,7 +361,7 @@ class Overlap:
         if transfer.under_way:
             kind = DigestGuard if self._verify else ChangeGuard
             guard = kind(transfer.later, transfer.samples, transfer.storages)
-            self.begin(client, PendingCopy(transfer, guard, snapshot))
+            self.begin(PendingCopy(client, transfer, guard, snapshot))
             return True
         transfer.finish()
         return False
@@ -383,9 +384,9 @@ class Overlap:
                 way,
             )
 
-    def begin(self, client: SaveClient, pending: PendingCopy) -> None:
+    def begin(self, pending: PendingCopy) -> None:
         """Copy in the background, then submit the job. The previous copy has been joined."""
-        self._client, self._pending = client, pending
+        self._pending = pending
         stepped, self._saved = self._gate.saved(), True
         hold = StorageHold(pending.transfer.held, pending.wait_until_read)
         _storage_holds.add(hold)
@@ -467,8 +468,7 @@ class Overlap:
             if changed := pending.changed_entries() or pending.transfer.torn():
                 raise _torn_error(changed)
             self._frozen.observe(snapshot.slot.segment, pending.transfer.frozen, stepped)
-            assert self._client is not None
-            self._client.submit(snapshot)
+            pending.client.submit(snapshot)
             pending.transfer.release()
         except BaseException as error:
             self._fail(pending, error)
@@ -487,8 +487,7 @@ class Overlap:
             logger.error("the snapshot of step %d was not copied", step, exc_info=error)
         if not isinstance(error, CkptError):
             error = SaveFailed(f"the snapshot was not copied: {error!r}")
-        assert self._client is not None
-        self._client.abandon(pending.snapshot, error, keep_slot=not _let_go(pending))
+        pending.client.abandon(pending.snapshot, error, keep_slot=not _let_go(pending))
 
 
 def _hook(reference: weakref.ref[Overlap]) -> Callable[..., None]:

@@ -16,7 +16,6 @@ from torch import nn
 from ckpt import Checkpointer
 from ckpt.device import Patience
 from ckpt.snapshot import overlap
-from ckpt.snapshot.client import SaveClient
 from ckpt.snapshot.guard import ChangeGuard
 from ckpt.snapshot.overlap import Overlap, PendingCopy
 from ckpt.snapshot.stage import Transfer
@@ -58,8 +57,8 @@ def held_copies(release_at_gate: bool = False, small_bytes: int = 0) -> Iterator
             brake.released.set()
         before_step(self, optimizer)
 
-    def seen_begin(self: Overlap, client: SaveClient, pending: PendingCopy) -> None:
-        begin(self, client, pending)
+    def seen_begin(self: Overlap, pending: PendingCopy) -> None:
+        begin(self, pending)
         begun.append(pending)
 
     with (

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from ckpt.snapshot.client import SaveClient
 from ckpt.snapshot.guard import CopyProgress, Guard, Part
 from ckpt.snapshot.overlap import Gate, Overlap, PendingCopy
 from ckpt.snapshot.stage import Transfer
@@ -54,10 +53,10 @@ def deferred(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
     found: list[set[str]] = []
     begin = Overlap.begin
 
-    def record(overlap: Overlap, client: SaveClient, pending: PendingCopy) -> None:
+    def record(overlap: Overlap, pending: PendingCopy) -> None:
         assert isinstance(pending.transfer, Transfer)
         found.append({piece.entry for piece in pending.transfer.later.slices})
-        begin(overlap, client, pending)
+        begin(overlap, pending)
 
     monkeypatch.setattr(Overlap, "begin", record)
     return found
