@@ -154,7 +154,7 @@ def _bytes_to_come(optimizer: NamedOptimizer, ownership: Ownership) -> int:
 
 
 def _rehearse(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, dimensions: int) -> tuple[int, int]:
-    """The bytes that such an optimizer keeps for each element of such a parameter, and besides: measured by a step of
+    """The bytes that such an optimizer keeps for each element of such a parameter and a constant: measured by a step of
     another on a tiny parameter."""
     kind = type(optimizer)
     if not kind.__module__.startswith("torch.optim."):

@@ -63,7 +63,7 @@ class Leaf(Struct, frozen=True, eq=False, gc=False):
     """The unit of ownership that it belongs to, with the state that an optimizer keeps for it."""
     change: Change = Change.ANY_TIME
     layout: FlatRange | None = None
-    """What FSDP1 keeps of it here, and of its optimizer state; set by `Parameters.leaf`."""
+    """The parts that FSDP1 keeps of it here, and of its optimizer state; set by `Parameters.leaf`."""
     module: nn.Module | None = None
     """The one whose `state_dict` has the value."""
     raw: str = ""
@@ -103,7 +103,7 @@ class Parameters:
     packs: dict[int, Pack] = field(default_factory=dict)
     """By id of the flat parameter, and of each view."""
     layouts: dict[int, FlatRange] = field(default_factory=dict)
-    """What this rank holds of each parameter that FSDP1 flattens, by id."""
+    """The part that this rank holds of each parameter that FSDP1 flattens, by id."""
     values: dict[str, list[Leaf]] = field(default_factory=dict)
     """All values of the modules, by item, as far as they have been looked for."""
 

@@ -47,7 +47,7 @@ class Fetcher:
         self.checkpoint = checkpoint
         self._share = how_to_share(config, world.size, is_grouped(), local)
         self.lease: str | None = None
-        """What this rank holds; the caller releases it."""
+        """The lease that this rank holds; the caller releases it."""
         self._past_caches = False
         self._manifest = b""
         self._nearer: list[ChunkSource] = []
