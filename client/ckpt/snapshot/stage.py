@@ -71,7 +71,7 @@ class Transfer:
         self._gathered = b"".join(plan.gathered)
         first = len(plan.later)
         self._spread = [tensor.detach() for tensor in self.later.tensors[first : first + len(plan.views)]]
-        """What is copied to the plan's `views`. Detached, because a parameter may get other memory meanwhile."""
+        """The tensors copied to the plan's `views`. Detached, because a parameter may get other memory meanwhile."""
         self._devices = {
             device: DeviceCopies(
                 DEVICES[device.type](device),
