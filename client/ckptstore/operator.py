@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from typing_extensions import override
 
@@ -17,6 +17,7 @@ from ckptstore.commits.labels import LabelChange, change_labels, with_labels
 from ckptstore.errors import NoCheckpoint
 from ckptstore.format.records import PolicySet
 from ckptstore.names import Reference
+from ckptstore.reading.fetch import Progress
 from ckptstore.reading.source import StoreSource
 from ckptstore.retention import deletion, pins, policy
 from ckptstore.retention.deletion import CollectReport, Deleted
@@ -26,11 +27,6 @@ from ckptstore.retention.pruning import Prune, PrunePlan, apply_prunes, plan_pru
 from ckptstore.run import Run, identity
 from ckptstore.stores import Store
 from ckptstore.stores.checks import StoreReport, check_store, run_store_checks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from ckptstore.reading.fetch import Progress
 
 
 class Operator(Protocol):
@@ -218,7 +214,7 @@ class StoreOperator(Operator):
             raise NoCheckpoint(f"run {run!r} has nothing in {self.store.url}", "ckptctl runs lists the runs")
         return [run]
 
-    def collect_each(self, runs: Iterable[str], grace_s: float | None = None) -> Iterator[CollectReport]:
+    def collect_each(self, runs: Iterable[str], grace_s: float | None) -> Iterator[CollectReport]:
         """Collect in each run; yields the report of a run when it is done. Needs synchronized clocks: see `check`."""
         self.check()
         for name in runs:

@@ -108,15 +108,14 @@ def find_extremes(words: Plane, extremes: Extremes) -> None:
     extremes.add(int(words.max()), int(signed.max()), int(words.min()))
 
 
-class Planes:
+class Planes(NamedTuple):
     """Planes in the bytes of a chunk, as arrays."""
 
-    def __init__(self, data: Plane) -> None:
-        self._data = data
+    data: Plane
 
     def at(self, begin: int, num_bytes: int, kind: Any) -> Plane:
         """A view of these bytes."""
-        return self._data[begin : begin + num_bytes].view(kind)
+        return self.data[begin : begin + num_bytes].view(kind)
 
     def unpacked(self, data: bytes, kind: Any) -> Plane:
         """The plane that a frame was unpacked to."""

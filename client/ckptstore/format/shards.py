@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import xxhash
@@ -213,8 +213,7 @@ def raw_bytes(placed: Sequence[Placed]) -> int:
     return placed[-1].at + placed[-1].slice.bytes if placed else 0
 
 
-@dataclass(frozen=True, slots=True)
-class Places:
+class Places(NamedTuple):
     """The locations of all chunks of one shard."""
 
     raw: list[int]

@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -407,21 +408,21 @@ def fetch_from(
     return left, dict(found)
 
 
+@dataclass
 class StoredChunks:
     """The chunks of a checkpoint in another store that has the same objects."""
 
-    def __init__(self, name: str, source: ShardSource, checkpoint: Checkpoint) -> None:
-        self.name = name
-        self._source = source
-        self._checkpoint = checkpoint
+    name: str
+    source: ShardSource
+    checkpoint: Checkpoint
 
     def fetch(self, reads: Sequence[ShardRead], buffers: Buffers, progress: Progress) -> list[ShardRead]:
         """Fetch what can be read. One warning if anything cannot."""
-        left, error = fetch_readable(self._source, self._checkpoint, reads, buffers, progress)
+        left, error = fetch_readable(self.source, self.checkpoint, reads, buffers, progress)
         if error is not None:
             logger.warning(
                 "%s of %s are read from elsewhere, since the %s source does not have them: %s",
-                human.size(_raw_bytes(left)), self._checkpoint.id, self.name, error,
+                human.size(_raw_bytes(left)), self.checkpoint.id, self.name, error,
             )  # fmt: skip
         return left
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from hashlib import blake2b
+from typing import NamedTuple
 
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import Damaged, ObjectMissing
@@ -18,8 +18,7 @@ from ckptstore.reading.source import Source, read_manifest, read_receipt
 from ckptstore.threads import in_parallel
 
 
-@dataclass(frozen=True, slots=True)
-class Verification:
+class Verification(NamedTuple):
     """The result of a verification. `problems` is empty if every byte is intact."""
 
     checkpoint: Checkpoint

@@ -199,7 +199,7 @@ def read_policies(store: Store) -> PoliciesVersion | None:
     return _read(store, versions[-1]) if versions else None
 
 
-def policies_history(store: Store, limit: int = 100) -> list[PoliciesVersion]:
+def policies_history(store: Store, limit: int) -> list[PoliciesVersion]:
     """The newest versions, newest first. Damaged versions are left out."""
     found = []
     for version in reversed(_versions(store)[-limit:]):

@@ -181,7 +181,7 @@ def apply_prunes(
     plan: PrunePlan,
     clock: Clock,
     by: str,
-    confirmed: bool = False,
+    confirmed: bool,
     progress: Progress = lambda _: None,
     on_change: Callable[[str], object] = lambda _: None,
 ) -> PrunePlan:

@@ -119,7 +119,7 @@ def scrub(
             if heal_from is not None and not result.ok and known.manifest_digest:
                 healed = heal(run, result, heal_from, read)
                 result = verify(source, known, checked=checked, throttle=read) if healed.objects else result
-                result = replace(result, healed=healed.objects, problems=(*result.problems, *healed.problems))
+                result = result._replace(healed=healed.objects, problems=(*result.problems, *healed.problems))
             if held.was_deleted():
                 continue
             record_finding(run, result)

@@ -17,7 +17,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
@@ -88,22 +88,22 @@ class ObjectWriter(ABC):
             raise
 
 
+@dataclass
 class _WholeWriter(ObjectWriter):
     """Collects all bytes, and puts them at the commit."""
 
-    def __init__(self, store: Store, key: str) -> None:
-        self._store = store
-        self._key = key
-        self._data = bytearray()
+    store: Store
+    key: str
+    data: bytearray = field(default_factory=bytearray)
 
     def write(self, data: Buffer) -> None:
-        self._data += data
+        self.data += data
 
     def commit(self) -> None:
-        self._store.put(self._key, self._data)
+        self.store.put(self.key, self.data)
 
     def abort(self) -> None:
-        self._data.clear()
+        self.data.clear()
 
 
 class ObjectReader(ABC):
@@ -145,15 +145,15 @@ class ObjectReader(ABC):
         self.close()
 
 
+@dataclass
 class RangeReader(ObjectReader):
     """A reader that makes one request per read."""
 
-    def __init__(self, get_range: Callable[[int, memoryview], None]) -> None:
-        self._get_range = get_range
+    get_range: Callable[[int, memoryview], None]
 
     @override
     def read(self, offset: int, buffer: memoryview) -> None:
-        self._get_range(offset, buffer)
+        self.get_range(offset, buffer)
 
     @override
     def close(self) -> None:

@@ -44,7 +44,7 @@ class DirectFile:
     Methods raise OSError, including that of an earlier background write.
     """
 
-    def __init__(self, fd: int, expected_bytes: int = 0) -> None:
+    def __init__(self, fd: int, expected_bytes: int) -> None:
         self._fd = fd
         self._at = 0
         """Bytes written or being written, in whole blocks. Those in the pack follow, then the borrowed ones."""

@@ -10,6 +10,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from typing_extensions import override
@@ -245,27 +246,27 @@ class LocalStore(Store):
             pass  # not empty, or removed already
 
 
+@dataclass
 class _LocalReader(ObjectReader):
     small_reads = True
 
-    def __init__(self, fd: int, url: str) -> None:
-        self._fd = fd
-        self._url = url
+    fd: int
+    url: str
 
     def read(self, offset: int, buffer: memoryview) -> None:
         try:
-            count = _read_at(self._fd, offset, buffer)
+            count = _read_at(self.fd, offset, buffer)
         except OSError:
-            with store_errors("read", self._url):
+            with store_errors("read", self.url):
                 raise
         if count != len(buffer):
-            raise too_short(self._url, offset, count, len(buffer))
+            raise too_short(self.url, offset, count, len(buffer))
 
     def read_parts(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """One system call for all buffers, unless it returns less."""
         wanted = sum(map(len, buffers))
         try:
-            whole = len(buffers) <= _MAX_PARTS and os.preadv(self._fd, buffers, offset) == wanted
+            whole = len(buffers) <= _MAX_PARTS and os.preadv(self.fd, buffers, offset) == wanted
         except OSError:
             whole = False
         if not whole:
@@ -273,14 +274,14 @@ class _LocalReader(ObjectReader):
 
     def read_once(self, offset: int, num_bytes: int) -> memoryview:
         """Direct I/O, into memory from which `open_writer` can write to another folder with direct I/O."""
-        with store_errors("read", self._url):
-            data = read_direct(self._fd, offset, num_bytes)
+        with store_errors("read", self.url):
+            data = read_direct(self.fd, offset, num_bytes)
         if len(data) != num_bytes:
-            raise too_short(self._url, offset, len(data), num_bytes)
+            raise too_short(self.url, offset, len(data), num_bytes)
         return data
 
     def close(self) -> None:
-        os.close(self._fd)
+        os.close(self.fd)
 
 
 class _LocalWriter(ObjectWriter):

@@ -9,6 +9,7 @@ import errno
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -131,39 +132,39 @@ class FsspecStore(Store):
         return path.removeprefix(self._root).lstrip("/")
 
 
+@dataclass
 class _FsspecWriter(ObjectWriter):
-    def __init__(self, file: Any, url: str, lock: AbstractContextManager[Any]) -> None:
-        self._file = file
-        self._url = url
-        self._lock = lock
-        self._bytes = 0
+    file: Any
+    url: str
+    lock: AbstractContextManager[Any]
+    bytes: int = 0
 
     def write(self, data: Buffer) -> None:
-        with self._lock, store_errors("write", self._url):
-            self._file.write(data)
-        self._bytes += memoryview(data).nbytes
+        with self.lock, store_errors("write", self.url):
+            self.file.write(data)
+        self.bytes += memoryview(data).nbytes
 
     def commit(self) -> None:
-        with self._lock, store_errors("write", self._url):
+        with self.lock, store_errors("write", self.url):
             try:
-                self._file.close()
-                self._file.commit()
+                self.file.close()
+                self.file.commit()
             except Exception:
                 # The upload may be complete with its reply lost: completing it again fails on some servers.
-                if not is_there(self._file.fs, self._file.path, self._bytes):
+                if not is_there(self.file.fs, self.file.path, self.bytes):
                     raise
 
     def abort(self) -> None:
         try:
-            self._file.discard()
+            self.file.discard()
             # fsspec's close() would upload the buffered bytes.
-            self._file.closed = True
+            self.file.closed = True
         except Exception:
             pass  # the service's lifecycle rule removes unfinished uploads
         try:
             # The memory file system shows objects from the start, and a commit may have succeeded with its reply lost.
-            with self._lock:
-                self._file.fs.rm_file(self._file.path)
+            with self.lock:
+                self.file.fs.rm_file(self.file.path)
         except Exception:
             pass  # an object without a receipt is collected with its attempt
 

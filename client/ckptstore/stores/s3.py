@@ -55,8 +55,8 @@ class MultipartWriter(ObjectWriter):
         path: str,
         url: str,
         size_hint: int,
-        buffered_bytes: int = BUFFERED_BYTES,
-        retry_s: float = 0.0,
+        buffered_bytes: int,
+        retry_s: float,
     ) -> None:
         """Begins the upload if several parts are expected: its id is there when the first one is full.
 

@@ -17,6 +17,7 @@ import threading
 import urllib.request
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -60,14 +61,14 @@ class SignatureRefused(OSError):
     """The service rejects a signed URL for this request."""
 
 
+@dataclass
 class UploadPart:
     """A part of an upload. It holds references to its bytes, not copies."""
 
-    def __init__(self, number: int, room: int) -> None:
-        self.number = number
-        self.room = room
-        """Bytes that still fit."""
-        self.pieces: list[memoryview] = []
+    number: int
+    room: int
+    """Bytes that still fit."""
+    pieces: list[memoryview] = field(default_factory=list)
 
     def __len__(self) -> int:
         return sum(map(len, self.pieces))
@@ -93,7 +94,7 @@ class Transfers:
     All methods may be called from any thread. They retry transient errors, then raise OSError or HTTPError.
     """
 
-    def __init__(self, fs: Any, retried: bool = False) -> None:
+    def __init__(self, fs: Any, retried: bool) -> None:
         """fs: an s3fs.S3FileSystem. retried: the caller repeats requests, so one that timed out is not sent again here.
 
         A range that broke off is resumed in any case: the caller would read it from its beginning.
@@ -137,7 +138,7 @@ class Transfers:
         return str(self._call("create_multipart_upload", path, **checksum)["UploadId"])
 
     def put_part(
-        self, path: str, upload: str, part: UploadPart, stop: threading.Event, retry_s: float = 0.0
+        self, path: str, upload: str, part: UploadPart, stop: threading.Event, retry_s: float
     ) -> dict[str, Any]:
         """Upload a part; returns its entry for `complete`. stop: no more retries once it is set.
 

@@ -227,7 +227,7 @@ def test_versions_follow_one_another(store: Store) -> None:
     assert read_policies(store) == first
     second = change_policies(store, PolicySet(), 1, "ben", system_clock)
     assert (read_policies(store), second.version) == (second, 2)
-    assert policies_history(store) == [second, first]
+    assert policies_history(store, 100) == [second, first]
     with pytest.raises(Conflict, match="version 2, not 1"):
         change_policies(store, SET, 1, "ann", system_clock)
 
@@ -256,7 +256,7 @@ def test_damaged_policies_are_not_replaced_by_older_ones(store: Store) -> None:
     store.put(names.policies_key(2), b"noise")
     with pytest.raises(CorruptObject):
         read_policies(store)
-    assert policies_history(store) == [first]
+    assert policies_history(store, 100) == [first]
     assert change_policies(store, SET, 2, "ann", system_clock).version == 3
 
 
