@@ -1,6 +1,7 @@
 """Limits of open connections: per client, by descriptors, and a time-out for the head of a request.
 
-A client that connects and sends nothing needs no token. Without these limits it could take all descriptors.
+A client that connects and sends nothing needs no token. Without these limits it could take all descriptors. One
+address gets a quarter of them at most, and at a limit the connections that have sent no request are closed first.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import logging
 import resource
 import socket
 from collections import Counter
+from contextlib import suppress
 from time import monotonic
 from typing import Any
 
@@ -20,6 +22,10 @@ from ckptd.metrics import Metrics
 _LOG = logging.getLogger(__name__)
 _RESERVED = 64
 """Descriptors kept for the index, the cache and the store."""
+_SHARE = 4
+"""A client may take this part of the descriptors: one quarter."""
+_MAX_EVICTED = 16
+"""Evicted connections that the event loop has not closed yet: their descriptors are still in use."""
 _LOG_EVERY_S = 60.0
 
 
@@ -32,25 +38,54 @@ class ConnectionLimits:
         self._per_client = per_client
         self._closed = metrics.connections_closed
         self._counts: Counter[str] = Counter()
+        self._silent: dict[Any, socket.socket] = {}
+        self._evicted: set[Any] = set()
         self._logged_at = -_LOG_EVERY_S
 
-    def admit(self, client: str, descriptor: int) -> bool:
-        """Count a new connection; False if it must be closed. descriptor: that of its socket."""
-        if self._per_client and self._counts[client] >= self._per_client:
-            self.note_closed("client", f"{client} has {self._per_client} connections, the most that a client may have")
+    def admit(self, address: Any, accepted: socket.socket) -> bool:
+        """Count a new connection; False if it must be closed. At a limit, one that has sent no request makes room."""
+        client, usable = address[0], _usable_descriptors()
+        most = min(self._per_client, usable // _SHARE) if self._per_client else float("inf")
+        if self._counts[client] >= most and not self._evict(client):
+            self.note_closed("client", f"{client} has {most:.0f} connections, the most that a client may have")
             return False
         # The system assigns the lowest free number, so this many descriptors are in use.
-        if descriptor >= _usable_descriptors():
-            self.note_closed("descriptors", f"{descriptor} descriptors are in use, and the rest is reserved")
+        excess = accepted.fileno() - usable
+        while len(self._evicted) <= excess and self._evict(self._most_silent()):
+            pass
+        if len(self._evicted) <= excess:
+            self.note_closed("descriptors", f"{accepted.fileno()} descriptors are in use, and the rest is reserved")
             return False
         self._counts[client] += 1
+        self._silent[address] = accepted
         return True
 
-    def release(self, client: str) -> None:
+    def note_request(self, address: Any) -> None:
+        """A connection has sent the head of a request."""
+        self._silent.pop(address, None)
+
+    def release(self, address: Any) -> None:
         """A connection that was admitted is closed."""
-        self._counts[client] -= 1
-        if not self._counts[client]:
-            del self._counts[client]
+        self._silent.pop(address, None)
+        self._evicted.discard(address)
+        self._counts[address[0]] -= 1
+        if not self._counts[address[0]]:
+            del self._counts[address[0]]
+
+    def _most_silent(self) -> str | None:
+        clients = Counter(address[0] for address in self._silent)
+        return clients.most_common(1)[0][0] if clients else None
+
+    def _evict(self, client: str | None) -> bool:
+        """End the oldest connection of a client that has sent no request. The event loop closes it in its next turn."""
+        address = next((address for address in self._silent if address[0] == client), None)
+        if address is None or len(self._evicted) >= _MAX_EVICTED:
+            return False
+        self._evicted.add(address)
+        with suppress(OSError):  # the peer has closed it
+            self._silent.pop(address).shutdown(socket.SHUT_RDWR)
+        self.note_closed("silent", f"{client} has sent no request on it")
+        return True
 
     def note_closed(self, reason: str, text: str) -> None:
         """Count a connection that is closed because of a limit; logs at most once a minute."""
@@ -79,24 +114,27 @@ class LimitedListener(socket.socket):
     def accept(self) -> tuple[socket.socket, Any]:
         """Accept a connection. Raises ConnectionAbortedError, which event loops ignore, if it is beyond the limits."""
         accepted, address = super().accept()
-        client = str(address[0])
-        if not self._limits.admit(client, accepted.fileno()):
-            accepted.close()
+        counted = _CountedSocket(accepted, address)
+        if not self._limits.admit(address, counted):
+            counted.close()
             raise ConnectionAbortedError("beyond the limits of connections")
-        return _CountedSocket(accepted, client, self._limits), address
+        counted.limits = self._limits
+        return counted, address
 
 
 class _CountedSocket(socket.socket):
-    def __init__(self, accepted: socket.socket, client: str, limits: ConnectionLimits) -> None:
+    limits: ConnectionLimits | None = None
+    """Set once they count it."""
+
+    def __init__(self, accepted: socket.socket, address: Any) -> None:
         super().__init__(accepted.family, accepted.type, accepted.proto, fileno=accepted.detach())
-        self._client = client
-        self._limits: ConnectionLimits | None = limits
+        self._address = address
 
     def close(self) -> None:
         super().close()
-        if self._limits is not None:
-            self._limits.release(self._client)
-            self._limits = None
+        if self.limits is not None:
+            self.limits.release(self._address)
+            self.limits = None
 
 
 class TimedProtocol(H11Protocol):
@@ -119,6 +157,8 @@ class TimedProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Handle data, then wait for the rest of the head if it is not complete."""
         super().data_received(data)
+        if self.cycle is not None:
+            self._limits.note_request(self.transport.get_extra_info("peername"))
         self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
