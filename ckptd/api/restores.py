@@ -9,11 +9,13 @@ from starlette.responses import Response
 
 from ckptapi import bodies
 from ckptd.api.checkpoints import RunQuery
+from ckptd.http.access import CallerDep
 from ckptd.http.bodies import json_response, read_body
 from ckptd.http.concurrency import happens
 from ckptd.http.context import Context, Ctx
 from ckptd.http.openapi import documented
 from ckptd.index import Restore
+from ckptd.services.tokens import Caller
 from ckptstore.format.decoding import convert
 
 router = APIRouter()
@@ -27,10 +29,13 @@ RestoreId = Annotated[str, Path(max_length=26)]
         bodies.RestoreBody, 404, 409, status=201, body=bodies.RestoreRequest, also={200: "Joined an existing session"}
     ),
 )
-async def join(request: Request, ctx: Ctx) -> Response:
-    """Join the restore of a job. The first rank resolves the checkpoint (201), the others get the same one (200)."""
+async def join(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
+    """Join the restore of a job. The first rank resolves the checkpoint (201), the others get the same one (200).
+
+    Only the token of the first rank, or one with scope prune, may join, report and cancel.
+    """
     body = await read_body(request, bodies.RestoreRequest)
-    restore, created = await _join(ctx, body)
+    restore, created = await _join(ctx, body, caller)
     view = await ctx.threads.index(ctx.services.restores.view, restore.id, False)
     return json_response(view, 201 if created else 200)
 
@@ -79,12 +84,12 @@ async def cancel(ctx: Ctx, id: RestoreId) -> Response:
     return json_response(await ctx.threads.index(ctx.services.restores.view, restore.id, True))
 
 
-async def _join(ctx: Context, body: bodies.RestoreRequest) -> tuple[Restore, bool]:
+async def _join(ctx: Context, body: bodies.RestoreRequest, caller: Caller) -> tuple[Restore, bool]:
     restores = ctx.services.restores
-    if joined := await ctx.threads.index(restores.join, body):
+    if joined := await ctx.threads.index(restores.join, body, caller.check_owner):
         return joined, False
     # A thousand ranks may join at once: one of them reads the store; the others wait here without using a thread.
     async with ctx.locks.of(f"{body.run}/{body.key}"):
-        if joined := await ctx.threads.index(restores.join, body):
+        if joined := await ctx.threads.index(restores.join, body, caller.check_owner):
             return joined, False
-        return await ctx.threads.store(restores.open, body)
+        return await ctx.threads.store(restores.open, body, caller.name, caller.check_owner)

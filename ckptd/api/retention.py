@@ -10,7 +10,7 @@ from starlette.responses import Response
 from ckptapi import bodies
 from ckptapi.listing import check_glob
 from ckptd.api.checkpoints import RunName
-from ckptd.http.access import CallerDep
+from ckptd.http.access import OF_TOKEN, CallerDep
 from ckptd.http.bodies import json_response, read_body
 from ckptd.http.context import Ctx, Found, Ref
 from ckptd.http.openapi import documented
@@ -78,11 +78,12 @@ async def prune(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
 
 
 @router.post(bodies.LEASES, **documented(bodies.LeaseBody, 404, status=201, body=bodies.LeaseRequest))
-async def take_lease(request: Request, ctx: Ctx) -> Response:
-    """Protect a checkpoint from deletion for `ttl_s` seconds."""
+async def take_lease(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
+    """Protect a checkpoint from deletion for `ttl_s` seconds. Only this token, or one with scope prune, may end it."""
     body = await read_body(request, bodies.LeaseRequest)
     found = await ctx.threads.index(ctx.services.catalog.find, Reference.parse(body.id))
-    lease = await ctx.threads.store(ctx.services.source.take_lease, found, body.holder, body.ttl_s)
+    holder = f"{caller.name}{OF_TOKEN}{body.holder}"
+    lease = await ctx.threads.store(ctx.services.source.take_lease, found, holder, body.ttl_s)
     return json_response(bodies.LeaseBody(run=found.run, lease=lease), 201)
 
 

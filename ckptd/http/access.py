@@ -16,13 +16,17 @@ from fastapi import Depends, Request
 from ckptapi import bodies
 from ckptapi.bodies import JobRequest, Scope
 from ckptd.http.context import Context
+from ckptd.index import Restore
 from ckptd.services.tokens import Caller
+from ckptstore.commits.leases import lease_holder
 from ckptstore.names import Reference
 
 CALLER = "ckptd_caller"
 """The key of the caller in the ASGI scope."""
 STILL_VALID = "ckptd_still_valid"
 """The key of a function in the ASGI scope that returns whether the caller's token is still valid."""
+OF_TOKEN = ": "
+"""Between a token and the holder that it names, in a lease. No name of a token contains it."""
 _WILD = frozenset("*?")
 
 
@@ -45,11 +49,12 @@ async def authorize(request: Request) -> None:
         return
     caller = caller_of(request)
     caller.check_scope(rule.scope)
-    if not caller.bound or rule.run is in_body:
-        return
-    run = await rule.run(request) if rule.run is not None else None
-    if not (rule.filters and (run is None or _WILD & set(run))):
-        caller.check_run(run)
+    if caller.bound and rule.run is not in_body:
+        run = await rule.run(request) if rule.run is not None else None
+        if not (rule.filters and (run is None or _WILD & set(run))):
+            caller.check_run(run)
+    if rule.owner is not None and (owner := await rule.owner(request)) is not None:
+        caller.check_owner(owner)
 
 
 def check_body(request: Request, body: Any) -> None:
@@ -95,9 +100,25 @@ async def of_checkpoint(request: Request) -> str | None:
 
 async def of_restore(request: Request) -> str | None:
     """/v1/restores/{id}/…"""
+    return (await _restore(request)).run
+
+
+async def opener_of_restore(request: Request) -> str | None:
+    """/v1/restores/{id}/…"""
+    return (await _restore(request)).by
+
+
+async def _restore(request: Request) -> Restore:
     context: Context = request.app.state.context
-    restore = await context.threads.index(context.services.restores.find, request.path_params["id"])
-    return restore.run
+    return await context.threads.index(context.services.restores.find, request.path_params["id"])
+
+
+async def taker_of_lease(request: Request) -> str | None:
+    """/v1/leases/{run}/{lease}. A lease that was taken without the daemon has no token: the empty name."""
+    context: Context = request.app.state.context
+    run = context.services.source.run(request.path_params["run"])
+    holder = await context.threads.store(lease_holder, run, request.path_params["lease"])
+    return holder and (holder.partition(OF_TOKEN)[0] if OF_TOKEN in holder else "")
 
 
 async def of_job(request: Request) -> str | None:
@@ -124,6 +145,8 @@ class AccessRule:
     """None: the request concerns all runs, and callers bound to some runs are refused."""
     filters: bool = False
     """If no single run is named, the answer is limited to the caller's runs."""
+    owner: Naming | None = None
+    """The name of the token that began what the request ends; None in place of a name if it is gone."""
 
 
 RULES: dict[tuple[str, str], AccessRule] = {
@@ -161,12 +184,12 @@ RULES: dict[tuple[str, str], AccessRule] = {
     ("POST", bodies.PRUNE): AccessRule(Scope.PRUNE, in_body),
     ("POST", bodies.REINDEX): AccessRule(Scope.ADMIN),
     ("POST", bodies.LEASES): AccessRule(Scope.READ, in_body),
-    ("DELETE", bodies.LEASES + "/{run}/{lease}"): AccessRule(Scope.READ, in_path),
+    ("DELETE", bodies.LEASES + "/{run}/{lease}"): AccessRule(Scope.READ, in_path, owner=taker_of_lease),
     ("POST", bodies.RESTORES): AccessRule(Scope.READ, in_body),
     ("GET", bodies.RESTORES): AccessRule(Scope.READ, in_query),
     ("GET", bodies.RESTORES + "/{id}"): AccessRule(Scope.READ, of_restore),
-    ("PUT", bodies.RESTORES + "/{id}/ranks/{rank}"): AccessRule(Scope.READ, of_restore),
-    ("DELETE", bodies.RESTORES + "/{id}"): AccessRule(Scope.READ, of_restore),
+    ("PUT", bodies.RESTORES + "/{id}/ranks/{rank}"): AccessRule(Scope.READ, of_restore, owner=opener_of_restore),
+    ("DELETE", bodies.RESTORES + "/{id}"): AccessRule(Scope.READ, of_restore, owner=opener_of_restore),
     ("GET", bodies.EVENTS): AccessRule(Scope.READ, in_query),
     ("GET", bodies.ATTEMPTS): AccessRule(Scope.READ, in_query),
     ("POST", bodies.JOBS): AccessRule(Scope.READ, in_body),  # and the scope of its kind, below

@@ -32,6 +32,7 @@ _FREQUENT = PROBES | {"/metrics"}
 _METHOD_CHARS = 16
 _PATH_CHARS = 1024
 """Longer methods and paths are cut in the access log."""
+_SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _BEARER = "Bearer "
 MAX_FAILURES = 10
 WINDOW_S = 60.0
@@ -158,7 +159,19 @@ def _local(scope: Scope) -> Caller:
             f"without tokens this daemon answers only on loopback addresses, not on {(host or '')[:80]!r}",
             "Use http://127.0.0.1, or run the daemon with tokens",
         )
+    if scope["method"] not in _SAFE and _is_cross_site(Headers(scope=scope)):
+        raise Forbidden(
+            "a page of another site may not change anything here", "Open the pages of this daemon, or use ckptctl"
+        )
     return ANONYMOUS
+
+
+def _is_cross_site(headers: Headers) -> bool:
+    """Whether a browser says that a page of another origin sent the request. Other programs send neither header."""
+    if (site := headers.get("sec-fetch-site")) is not None:
+        return site not in ("same-origin", "none")
+    origin = headers.get("origin")
+    return origin is not None and urlsplit(origin).netloc != headers.get("host")
 
 
 def _request_id(given: str) -> str:

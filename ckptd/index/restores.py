@@ -27,6 +27,8 @@ class Restore:
     key: str
     """The job's name for this restore; unique within the run."""
     checkpoint: Checkpoint
+    by: str
+    """The name of the token that began it."""
     world_size: int
     ttl_s: float
     created_at: float

@@ -198,6 +198,7 @@ restores = Table(
     Column("run", String(128), nullable=False, comment="Not a key of runs: a listing must not end a restore"),
     Column("key", String(128), nullable=False),
     Column("checkpoint", _Checkpoint, nullable=False, comment="A copy: the checkpoint may be pruned later"),
+    Column("by", String(64), nullable=False, comment="The name of a token"),
     Column("world_size", BigInteger, nullable=False),
     Column("ttl_s", Double, nullable=False),
     Column("created_at", Double, nullable=False),

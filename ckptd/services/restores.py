@@ -71,16 +71,18 @@ class Restores:
         self._on_end = on_end
         self._started_at = clock()
 
-    def join(self, request: RestoreRequest) -> Restore | None:
+    def join(self, request: RestoreRequest, check_owner: Callable[[str], None]) -> Restore | None:
         """Let a rank join the session of its job; None if there is no session yet. Reads the index only.
 
-        Raises InvalidName, InvalidRequest, or Conflict with the state of the session.
+        check_owner: raises Forbidden if the caller may not join a session that the token of this name began.
+
+        Raises InvalidName, InvalidRequest, Forbidden, or Conflict with the state of the session.
         """
         _check(request)
         found = self._index.find_key(request.run, request.key)
-        return self._join(found, request) if found is not None else None
+        return self._join(found, request, check_owner) if found is not None else None
 
-    def open(self, request: RestoreRequest) -> tuple[Restore, bool]:
+    def open(self, request: RestoreRequest, by: str, check_owner: Callable[[str], None]) -> tuple[Restore, bool]:
         """Resolve the checkpoint, take a lease, create a session and join it; False if another caller created it first.
 
         Session and lease are durable on return. Raises the errors of join, NoCheckpoint, CorruptObject,
@@ -91,11 +93,11 @@ class Restores:
             raise TooManyRequests(
                 f"{MAX_LIVE} restores are in progress", "Wait, or cancel some: DELETE /v1/restores/{id}"
             )
-        restore = self._begin(request)
+        restore = self._begin(request, by)
         found = self._index.create(restore)
         if found.id != restore.id:
             self._leases.release(restore)
-        return self._join(found, request), found.id == restore.id
+        return self._join(found, request, check_owner), found.id == restore.id
 
     def report(self, id: str, rank: int, report: RankReport) -> Restore:
         """Record the progress of a rank; durable on return. A session that has ended is returned unchanged.
@@ -148,7 +150,7 @@ class Restores:
         """Delete sessions that ended long ago."""
         self._index.forget(self._clock() - _KEPT_S, _KEPT_ENDED)
 
-    def _begin(self, request: RestoreRequest) -> Restore:
+    def _begin(self, request: RestoreRequest, by: str) -> Restore:
         now = self._clock()
         id = new_ulid(now)
         for checkpoint in self._candidates(request):
@@ -161,6 +163,7 @@ class Restores:
                 run=request.run,
                 key=request.key,
                 checkpoint=checkpoint,
+                by=by,
                 world_size=request.world_size,
                 ttl_s=request.ttl_s,
                 created_at=now,
@@ -196,7 +199,8 @@ class Restores:
             raise CorruptObject(f"{found.id} cannot be restored: {found.problem}", "Restore another checkpoint")
         return [found]
 
-    def _join(self, restore: Restore, request: RestoreRequest) -> Restore:
+    def _join(self, restore: Restore, request: RestoreRequest, check_owner: Callable[[str], None]) -> Restore:
+        check_owner(restore.by)
         _check_same(restore, request)
         now = self._clock()
         host = _host(request)

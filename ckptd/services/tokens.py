@@ -185,6 +185,14 @@ class Caller:
                 "Use another token, or ask an admin for one with this scope",
             )
 
+    def check_owner(self, owner: str) -> None:
+        """Raises Forbidden unless the token of this name is the caller's, or the caller may delete checkpoints."""
+        if owner != self.name and not {Scope.PRUNE, Scope.ADMIN} & self.scopes:
+            raise Forbidden(
+                f"token {self.name!r} did not begin this lease or restore: {owner or 'no token'} did",
+                "Use the same token, or one with scope 'prune'",
+            )
+
     def check_run(self, run: str | None) -> None:
         """Raises Forbidden unless the token may access a run, or all runs that match a glob. None: all runs."""
         wild = run is None or not _WILD.isdisjoint(run)

@@ -48,6 +48,12 @@ def release_lease(run: Run, lease: str) -> None:
     run.store.delete_many([run.keys.lease(lease)])
 
 
+def lease_holder(run: Run, lease: str) -> str | None:
+    """Who took a lease; None if it is gone or damaged."""
+    found = _read(run, run.keys.lease(lease))
+    return found.holder if found is not None else None
+
+
 def active_leases(run: Run) -> dict[Attempt, list[str]]:
     """The holders of unexpired leases of each attempt. A damaged lease protects nothing: its attempt is unknown."""
     held: dict[Attempt, list[str]] = defaultdict(list)

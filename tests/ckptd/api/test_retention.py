@@ -191,7 +191,7 @@ def test_a_lease_keeps_a_checkpoint_from_a_prune(store: Store, client: DaemonCli
     client.reindex()
     lease = client.take_lease(old, "rank-0@host", 60)
     pruned = client.prune(Prune(Policy(1), "gpt"))
-    assert [decision.reasons for decision in pruned.decisions] == [("last-1",), ("lease:rank-0@host",)]
+    assert [decision.reasons for decision in pruned.decisions] == [("last-1",), ("lease:anonymous: rank-0@host",)]
     assert verify(client, old).ok
     client.release_lease("gpt", lease)
     client.release_lease("gpt", lease)

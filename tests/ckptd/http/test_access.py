@@ -184,6 +184,31 @@ def test_ids_of_another_runs_restores_and_jobs_are_refused(guarded: Guarded) -> 
     assert guarded.ask("read", "DELETE", f"{bodies.RESTORES}/{restore}").json()["state"] == "cancelled"
 
 
+def test_a_read_token_ends_only_the_leases_it_took(guarded: Guarded) -> None:
+    request = {"id": guarded.other.id, "holder": "restore: somebody", "ttl_s": 600}
+
+    def taken_by(token: str) -> str:
+        lease = guarded.ask(token, "POST", bodies.LEASES, json=request).json()
+        return f"{bodies.LEASES}/{lease['run']}/{lease['lease']}"
+
+    assert guarded.code("read", "DELETE", taken_by("bootstrap")) == "forbidden"
+    assert guarded.code("read", "DELETE", taken_by("read")) == ""
+    assert guarded.code("write", "DELETE", taken_by("read")) == "forbidden"  # without scope read
+    assert guarded.code("bootstrap", "DELETE", taken_by("read")) == ""
+
+
+def test_a_read_token_reports_to_and_ends_only_the_restores_it_began(guarded: Guarded) -> None:
+    request = {"run": "bert", "key": "job", "world_size": 2, "rank": 0}
+    one = f"{bodies.RESTORES}/{guarded.ask('bootstrap', 'POST', bodies.RESTORES, json=request).json()['id']}"
+    report = {"phase": "failed", "problem": "it is not mine"}
+    assert guarded.code("read", "PUT", f"{one}/ranks/1", json=report) == "forbidden"
+    assert guarded.code("read", "POST", bodies.RESTORES, json={**request, "rank": 1}) == "forbidden"
+    assert guarded.code("read", "DELETE", one) == "forbidden"
+    assert guarded.ask("read", "GET", one).json()["state"] == "restoring"
+    own = guarded.ask("read", "POST", bodies.RESTORES, json={**request, "key": "own"}).json()["id"]
+    assert guarded.code("read", "DELETE", f"{bodies.RESTORES}/{own}") == ""
+
+
 def test_jobs_ask_for_what_they_do(guarded: Guarded) -> None:
     for body, scope in (
         ({"kind": "verify"}, Scope.READ),
@@ -243,6 +268,17 @@ def test_without_tokens_it_answers_only_to_its_own_address(store: Store) -> None
             answer = daemon.get(bodies.RUNS, headers={"Host": host})
             assert (answer.status_code, answer.json()["code"]) == (403, "forbidden"), host
         assert daemon.get("/livez", headers={"Host": "10.0.0.1"}).status_code == 200
+
+
+def test_without_tokens_pages_of_other_sites_change_nothing(store: Store) -> None:
+    with running_daemon(store.url) as daemon:
+        own = {"Origin": daemon.url}
+        for headers in ({"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site", **own}, {"Origin": "null"}):
+            for path in (bodies.REINDEX, bodies.PROBE, bodies.RUNS + "/none/preempt", "/store"):
+                answer = httpx.post(daemon.url + path, headers={**headers, "Content-Type": "text/plain"}, timeout=60)
+                assert answer.status_code == 403, (path, headers)
+        for headers in ({}, own, {"Sec-Fetch-Site": "same-origin", **own}, {"Sec-Fetch-Site": "none"}):
+            assert httpx.post(daemon.url + bodies.REINDEX, headers=headers, timeout=60).is_success, headers
 
 
 def test_failures_are_throttled_and_known_tokens_are_not(store: Store) -> None:

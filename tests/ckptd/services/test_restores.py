@@ -20,6 +20,7 @@ from ckptd.services import restores as module
 from ckptd.services.catalog import Catalog, Freshness
 from ckptd.services.restores import RestoreLeases, Restores
 from ckptd.services.store_sync import StoreSync
+from ckptd.services.tokens import ANONYMOUS
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.commits.leases import active_leases
 from ckptstore.errors import CheckpointHeld, NoCheckpoint, NotFound, StoreUnavailable, TooManyRequests
@@ -57,7 +58,7 @@ class Services:
         """The first rank of a job joins."""
         id = checkpoint.id if checkpoint else None
         asked = RestoreRequest(run=RUN, key=key, world_size=world_size, rank=0, checkpoint=id, ttl_s=100)
-        return self.restores.open(asked)[0]
+        return self.restores.open(asked, ANONYMOUS.name, ANONYMOUS.check_owner)[0]
 
 
 @pytest.fixture
@@ -90,6 +91,7 @@ def _restore(world_size: int = 4, ttl_s: float = 100) -> Restore:
         run="gpt",
         key="job-1",
         checkpoint=checkpoint,
+        by="trainer",
         world_size=world_size,
         ttl_s=ttl_s,
         created_at=_BEGAN,
