@@ -30,6 +30,7 @@ FURTHER = {
     "fsdp1_grad": "fsdp2_4",
     "fsdp1_flat": "fsdp1",
     "zero": "fsdp2",
+    "zero_by_hand": "zero",
     "ddp_tp": "hsdp",
     "pp_interleaved": "tp_fsdp2",
     "model_parallel": "pp",

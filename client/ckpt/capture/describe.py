@@ -5,6 +5,7 @@ Copies nothing.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from math import prod
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 import xxhash
+from msgspec.structs import replace
 from torch.optim import Optimizer
 
 from ckpt.capture import modules
@@ -51,11 +53,14 @@ def describe(state: TrainState, sampled: bool, members: AbstractSet[int] | None 
                 check_within(leaf.path, leaf.part.cells, members)
             if unit := _unit(leaf, trusted, _storage(leaf.value) in buffers):
                 units[leaf.unit] = unit
+    kept: dict[str, list[str]] = defaultdict(list)
     for item, named in state.named_optimizers.items():
         units[optimizer_frame(item, state)] = _FRAME
         for optimizer in named:
             units |= _optimizer_units(optimizer, sampled, members)
-    return units
+            for leaf in optimizer.leaves.values():
+                kept[leaf.unit].append(item)
+    return {name: replace(unit, optimizers=tuple(kept[name])) if name in kept else unit for name, unit in units.items()}
 
 
 def item_frame(item: str) -> str:
@@ -148,7 +153,7 @@ def _bytes_to_come(optimizer: NamedOptimizer, ownership: Ownership) -> int:
             rehearsed[key] = _rehearse(optimizer.holder, group, parameter.dtype, key[2])
         (per_element, extra), part = rehearsed[key], leaf.part
         total += extra
-        if ownership.writes(leaf.unit, part.ranks, part.holders):
+        if ownership.writes(ownership.state_unit(leaf.unit, optimizer.item), part.ranks, part.holders):
             total += per_element * sum(prod(boxes.sizes(box)) for box in part.boxes)
     return total
 

@@ -1,6 +1,7 @@
 """Ownership: which rank writes what. Every rank computes it from the units exchanged at the first save. Pure.
 
-The unit is a parameter (or buffer), with all state an optimizer keeps for it. Parts that differ
+The unit is a parameter (or buffer), with all state an optimizer keeps for it. Where only some of the ranks that hold a
+parameter have it in their optimizer, this state is a unit of its own, and they are its holders. Parts that differ
 between the ranks of a mesh are written by each of these ranks; of several equal copies, one is written:
 
 - a tensor that placements distribute over a mesh: by the mesh that holds the unit's first holder, and of
@@ -36,6 +37,8 @@ class Unit(msgspec.Struct, frozen=True, array_like=True):
     sample: str = msgspec.field(default="")
     """Digest of some values, where only they show whether ranks hold copies of one tensor."""
     buffer: bool = False
+    optimizers: tuple[str, ...] = ()
+    """The items of this rank's optimizers that keep its state."""
 
     @property
     def layout(self) -> tuple[Any, ...]:
@@ -62,6 +65,11 @@ class Ownership:
     members: tuple[int, ...] | None = None
     """The global ranks of the group, by rank; None: all ranks."""
 
+    def state_unit(self, unit: str, item: str) -> str:
+        """The unit of the state that optimizers of an item keep for a unit."""
+        own = _state_unit(unit, item)
+        return own if own in self.owner else unit
+
     def owns(self, unit: str) -> bool:
         """Whether this rank owns a unit: it writes the unit's node in the tree. Raises LayoutChanged for a new unit."""
         if unit not in self.owner:
@@ -74,6 +82,9 @@ class Ownership:
         ranks, holders: see TensorPart.
         """
         if ranks is not None and unit in self.owner:
+            if unit not in self.own:
+                among = {self._global(rank) for rank in self.holders[unit]}
+                holders = [rank for rank in holders if rank in among]
             return self._global(self.owner[unit]) in ranks and self._has_turn(holders, self.turn[unit])
         if unit not in self.own or self.own[unit].distributed:
             return self.owns(unit)  # a scalar in the state of a distributed parameter
@@ -119,11 +130,20 @@ def agree(
     named = range(len(said)) if members is None else members
     different = [n for n, ranks in holders.items() if _differs(n, [(named[r], said[r][n]) for r in ranks])]
     ordered = {name: tuple(ranks) for name, ranks in holders.items()}
+    for name, ranks in holders.items():
+        for item in {item for rank in ranks for item in said[rank][name].optimizers}:
+            keepers = tuple(rank for rank in ranks if item in said[rank][name].optimizers)
+            if len(keepers) < len(ranks):
+                ordered[_state_unit(name, item)] = keepers
     owner = {name: ranks[0] for name, ranks in ordered.items()}
     turn = dict.fromkeys(ordered, 0)
     if split_replicas:
-        turn = _turns({name: said[owner[name]][name].bytes for name in ordered}, ordered)
+        turn |= _turns({name: said[owner[name]][name].bytes for name in holders}, ordered)
     return Ownership(rank, said[rank], owner, turn, ordered, members), different
+
+
+def _state_unit(unit: str, item: str) -> str:
+    return f"{item}#{unit}"
 
 
 def _differs(name: str, found: Sequence[tuple[int, Unit]]) -> bool:

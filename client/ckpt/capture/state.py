@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -68,6 +69,7 @@ def _capture_optimizers(collector: TensorCollector, item: str, state: TrainState
             leaf, path = optimizer.leaves.get(name), f"{item}/state/{name}"
             if leaf is not None:
                 optimizers.check_sharded_alike(path, leaf.value, values)
+                leaf = replace(leaf, unit=ownership.state_unit(leaf.unit, item))
             collector.add_state(owned, name, leaf or Leaf(item, name, None, unit=frame), path, values)
         if ownership.owns(frame):
             frames.append(whole)

@@ -13,7 +13,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.tensor.placement_types import Placement
+from msgspec.structs import replace
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ckpt.capture.ownership import Ownership, Unit, agree
 from ckpt.capture.parts import FlatRange, TensorPart, TensorPiece, _mesh_cut, check_within, part_of
@@ -196,6 +197,33 @@ def test_spread_gives_each_replica_about_as_many_bytes(sizes: list[int], replica
             if ownership.writes(name, parts[rank].ranks, parts[rank].holders)
         )
     assert max(load.values()) - min(load.values()) <= 4 * max(sizes)
+
+
+@pytest.mark.parametrize("split_replicas", [False, True])
+def test_optimizer_state_belongs_to_ranks_whose_optimizer_has_it(split_replicas: bool) -> None:
+    unit = unit_of(whole((3,)))
+    with_state = replace(unit, optimizers=("optim",))
+    said = [{"m/a": unit, "m/b": with_state}, {"m/a": with_state, "m/b": with_state}, {"m/a": with_state}]
+    ownerships = [agree(rank, said, split_replicas)[0] for rank in range(3)]
+    own = ownerships[0].state_unit("m/a", "optim")
+    assert [ownership.owns(own) for ownership in ownerships] == [False, True, False]
+    assert [ownership.writes(own, None, ()) for ownership in ownerships] == [False, True, False]
+    assert ownerships[0].owns("m/a"), "the parameter itself stays with its first holder"
+    assert ownerships[0].state_unit("m/b", "optim") == "m/b", "all ranks that hold it keep its state"
+
+
+def test_state_of_a_sharded_parameter_is_written_by_a_copy_that_keeps_it() -> None:
+    """Two replicas of two shards; only the second replica has an optimizer."""
+    mesh = torch.arange(4).reshape(2, 2)
+    parts = [on_mesh(mesh, divmod(rank, 2), (Replicate(), Shard(0)), (4,)) for rank in range(4)]
+    said = [
+        {"m/a": replace(unit_of(part), optimizers=("optim",) if rank > 1 else ())} for rank, part in enumerate(parts)
+    ]
+    writers = []
+    for rank, part in enumerate(parts):
+        ownership, _ = agree(rank, said, split_replicas=False)
+        writers.append(ownership.writes(ownership.state_unit("m/a", "optim"), part.ranks, part.holders))
+    assert writers == [False, False, True, True]
 
 
 def test_a_tensor_that_differs_between_ranks_is_refused_and_both_are_named() -> None:

@@ -25,6 +25,7 @@ LAYOUTS = {
         Layout("model_parallel", 1, pipeline.model_parallel),
         Layout("ddp", 2, replicated.ddp),
         Layout("zero", 2, replicated.zero),
+        Layout("zero_by_hand", 2, replicated.zero_by_hand),
         Layout("ep", 2, replicated.expert_parallel),
         Layout("fsdp2", 2, sharded.fsdp2),
         Layout("fsdp2_4", 4, sharded.fsdp2),

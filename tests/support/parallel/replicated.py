@@ -36,6 +36,26 @@ def zero(setup: Setup) -> Built:
     return data_parallel(setup, model, optimizers(setup, [model], make), dist.get_rank(), dist.get_world_size())
 
 
+def zero_by_hand(setup: Setup) -> Built:
+    """The same without ZeroRedundancyOptimizer: an optimizer of the rank's own parameters, which are then broadcast."""
+    model = DistributedDataParallel(setup.model())
+    rank, world = dist.get_rank(), dist.get_world_size()
+    every = list(model.parameters())
+
+    def make(parameters: list[Tensor], kind: Any, **options: Any) -> Optimizer:
+        own = set(every[rank::world])
+        optimizer: Optimizer = kind([parameter for parameter in parameters if parameter in own], **options)
+        optimizer.register_step_post_hook(lambda *_: share())
+        return optimizer
+
+    def share() -> None:
+        for index, parameter in enumerate(every):
+            dist.broadcast(parameter.data, index % world)
+            parameter.grad = None
+
+    return data_parallel(setup, model, optimizers(setup, [model], make), rank, world)
+
+
 def expert_parallel(setup: Setup) -> Built:
     """Each rank has its own experts, under their global numbers; the rest is replicated."""
     rank, world = dist.get_rank(), dist.get_world_size()
