@@ -13,7 +13,7 @@ from ckptstore import names
 from ckptstore.clock import Clock, system_clock
 from ckptstore.codecs.chunk_codecs import CodingPolicy, fast
 from ckptstore.commits.catalog import Checkpoint, from_outcome, list_checkpoints
-from ckptstore.commits.commit import commit_attempt, read_receipt
+from ckptstore.commits.commit import EARLIER, commit_attempt, read_receipt
 from ckptstore.errors import NoCheckpoint, SweepBegun
 from ckptstore.format.boxes import Want
 from ckptstore.format.columns import column
@@ -69,6 +69,7 @@ def write_rank(
     coding: CodingPolicy = fast,
     base: Attempt | None = None,
     statistics: bool | Literal["apart"] = False,
+    earlier: Sequence[Attempt] = (),
 ) -> StoredReceipt:
     """What one rank's saver writes: its shard (if it has arrays), then its receipt.
 
@@ -110,7 +111,7 @@ def write_rank(
         ),
         local={"epoch": rank},
         metrics=dict(metrics or {}),
-        extensions=extensions,
+        extensions={**extensions, EARLIER: list(map(str, earlier))} if earlier else extensions,
     )
     data = seal(receipt)
     store.put(RunKeys(run).receipt(attempt, rank), data)

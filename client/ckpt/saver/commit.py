@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ckpt.saver.deriving import Derived, in_stream
 from ckpt.saver.messages import SaveJob, Setup
@@ -27,7 +27,7 @@ from ckptstore.commits.commit import (
     aborted_by,
     check_alive,
     commit_attempt,
-    decide,
+    earlier_saves,
     end_if_superseded,
     read_outcome,
     read_receipts,
@@ -157,9 +157,6 @@ _NEVER_FORGOTTEN_S = 24 * 3600.0
 """An attempt whose snapshot is younger is on no list of deleted attempts: an attempt is on it a week after its
 deletion."""
 
-_CLOCK_S = 0.001
-"""Between the commits of two saves of one step, should the clock be set back."""
-
 OnEnd = Callable[[Outcome | BaseException], None]
 
 
@@ -224,15 +221,12 @@ class Committer:
         """Guards the fields below."""
         self._waiting: list[_Waiting] = []
         self._polling = self._urgent = False
-        self._newest: tuple[Attempt, float] | None = None
-        """The last commit, and its time. For the committer's thread."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckpt-commit")
 
-    def add(self, attempt: Attempt, own: StoredReceipt, ended: OnEnd, earlier: Sequence[Attempt] = ()) -> None:
+    def add(self, attempt: Attempt, own: StoredReceipt, ended: OnEnd) -> None:
         """Commit an attempt once it is complete, or on ranks other than 0 wait for its outcome. For any thread.
 
-        earlier: the attempts of earlier saves of the same step by this trainer. The last save counts, so rank 0 waits
-        for those that are under way, and aborts those that could not be committed.
+        The last save of a step counts, so rank 0 waits for earlier ones by this trainer that are under way.
 
         ended: called once, by the committer's thread: with the outcome when the checkpoint exists; with SaveFailed
         if ranks are not done within the time-out, SaveSkipped if a rank skipped the attempt, RankFailed if a rank
@@ -243,7 +237,7 @@ class Committer:
         look_at = now + _first_pause(self._setup)
         with self._changed:
             self._waiting.append(
-                _Waiting(attempt, own, ended, since=now, look_at=look_at, changed_at=now, earlier=earlier)
+                _Waiting(attempt, own, ended, now, look_at, changed_at=now, earlier=earlier_saves(own.receipt))
             )
             self._changed.notify()
             if not self._polling:
@@ -312,27 +306,13 @@ class Committer:
         """
         run, setup, attempt = self._run, self._setup, one.attempt
         if setup.rank == 0 and _gather(run, setup, one, ahead):
-            after = self._end_earlier(one.earlier)
-            later = replace(run, clock=lambda: max(run.clock(), after + _CLOCK_S)) if after else run
-            committed = commit_attempt(later, [one.own, *(one.found[rank] for rank in range(1, setup.world_size))])
-            self._newest = attempt, committed.at
-            return committed
+            return commit_attempt(run, [one.own, *(one.found[rank] for rank in range(1, setup.world_size))])
         outcome = read_outcome(run, attempt)
         if outcome is not None and outcome.committed is None:
             raise _aborted(run.name, attempt, outcome)
         if outcome is not None and abs(run.clock() - one.own.receipt.created_at) > _NEVER_FORGOTTEN_S:
             check_alive(run, attempt)
         return outcome
-
-    def _end_earlier(self, earlier: Sequence[Attempt]) -> float:
-        """Abort those after the newest that was committed, before which all had ended. Returns its time, or 0."""
-        for attempt in reversed(earlier):
-            if self._newest is not None and attempt == self._newest[0]:
-                return self._newest[1]
-            outcome = decide(self._run, attempt, None)
-            if outcome.committed is not None:
-                return outcome.at
-        return 0.0
 
 
 def _pause(setup: Setup, found: int, waited_s: float, idle_s: float, urgent: bool = False) -> float:

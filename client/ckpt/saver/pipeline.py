@@ -49,6 +49,7 @@ from ckptapi.remote_create import with_remote_create
 from ckptstore import names
 from ckptstore.clock import Clock, system_clock
 from ckptstore.codecs.chunk_codecs import POLICIES, CodingPolicy
+from ckptstore.commits.commit import EARLIER
 from ckptstore.commits.generations import NewAttempt
 from ckptstore.errors import CkptError, CorruptObject, ReferenceLost, SaveSkipped
 from ckptstore.format.documents import JSON, Outcome
@@ -341,7 +342,7 @@ class SavePipeline:
             return
         running.incremental.mark_uploaded()
         ended = partial(self._end, running, receipt, time.perf_counter())
-        self._committer.add(attempt, receipt, ended, job.attempt.earlier(attempt.generation))
+        self._committer.add(attempt, receipt, ended)
 
     def _make_durable(self, running: _RunningJob, attempt: Attempt, again: _Again) -> tuple[StoredReceipt, Released]:
         job, placed = running.job, running.placed
@@ -353,6 +354,8 @@ class SavePipeline:
         if running.statistics is not None and placed:
             offset = uploaded.stored_bytes if uploaded else None
             extensions = running.statistics.extensions(self._run, attempt, self._setup.rank, offset)
+        if self._setup.rank == 0 and (earlier := job.attempt.earlier(attempt.generation)):
+            extensions = {**extensions, EARLIER: list(map(str, earlier))}
         receipt = write_receipt(self._run, self._setup, attempt, job, placed, running.derived, shard, extensions)
         self._contents.uploaded(job, attempt, shard, running.incremental.raw_digests(stored))
         total, upload_s = time.perf_counter() - started, uploaded.upload_s if uploaded else 0.0

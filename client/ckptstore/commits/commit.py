@@ -27,7 +27,7 @@ from ckptstore import names
 from ckptstore.commits.generations import superseded_by
 from ckptstore.commits.hidden import DeletedAttempts, hidden_attempts
 from ckptstore.commits.references import mark, reference_lost, referenced_attempts
-from ckptstore.errors import AttemptAborted, CorruptObject, ObjectMissing, StoreUnavailable, Superseded
+from ckptstore.errors import AttemptAborted, CorruptObject, InvalidName, ObjectMissing, StoreUnavailable, Superseded
 from ckptstore.format.documents import (
     FORMAT,
     JSON,
@@ -49,6 +49,10 @@ from ckptstore.run import Run
 from ckptstore.stores.retrying import pauses_without
 from ckptstore.threads import in_parallel
 
+EARLIER = "earlier"
+"""Extension of rank 0's receipt: the attempts of earlier saves of this step by its trainer, first call first."""
+_CLOCK_S = 0.001
+"""Between the commits of two saves of one step, should the clock be set back."""
 _LOOK_AGAIN_S = 0.1
 _READERS = 64
 """As many as a store has connections: at 20 ms each, 32 would read the receipts of 16,384 ranks in 10 s."""
@@ -135,9 +139,14 @@ def commit_attempt(run: Run, receipts: Sequence[StoredReceipt], newest: int | No
     Raises Superseded then, AttemptAborted if the attempt was aborted by another process, ReferenceLost if a checkpoint
     that it references is deleted, StoreUnavailable if the outcome could not be read: it is then unknown, and another
     call returns it.
+
+    The last save of a step counts, whoever commits it: earlier ones that are not committed yet are aborted before.
     """
     manifest = merge(receipts)
     attempt = Attempt.parse(manifest.attempt)
+    if (after := _end_earlier(run, earlier_saves(receipts[0].receipt))) is not None:
+        clock = run.clock
+        run = replace(run, clock=lambda: max(clock(), after + _CLOCK_S))
     data, newer, summary, health = _prepare(run, manifest, attempt, receipts, max(attempt.generation, newest or 0))
     if newer is not None:
         outcome = decide(replace(run, by=_SUPERSEDED.format(newer)), attempt, None)
@@ -146,6 +155,25 @@ def commit_attempt(run: Run, receipts: Sequence[StoredReceipt], newest: int | No
     _require_committed(run, attempt, outcome)
     check_alive(run, attempt)
     return outcome
+
+
+def earlier_saves(receipt: Receipt) -> list[Attempt]:
+    """The attempts of earlier saves of the same step by the same trainer; only rank 0's receipt names them."""
+    attempt = Attempt.parse(receipt.attempt)
+    try:
+        found = list(map(Attempt.parse, receipt.extension(EARLIER, list[str]) or ()))
+    except InvalidName:
+        return []
+    return [a for a in found if (a.step, a.generation) == (attempt.step, attempt.generation) and a != attempt]
+
+
+def _end_earlier(run: Run, earlier: Sequence[Attempt]) -> float | None:
+    """Abort those after the newest that was committed, before which all had ended. Returns its time."""
+    for attempt in reversed(earlier):
+        outcome = decide(run, attempt, None)
+        if outcome.committed is not None:
+            return outcome.at
+    return None
 
 
 def end_if_superseded(run: Run, attempt: Attempt) -> None:

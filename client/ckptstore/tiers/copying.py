@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from ckptstore.commits.catalog import Checkpoint, State, find, from_outcome, joined_generation
-from ckptstore.commits.commit import commit_attempt, read_outcome
+from ckptstore.commits.commit import EARLIER, commit_attempt, read_outcome
 from ckptstore.commits.hidden import hidden_attempts
 from ckptstore.commits.labels import LabelChange, change_labels, label_versions, labelled, with_labels
 from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint, ObjectMissing
@@ -225,6 +225,7 @@ def _copy_receipt(
     shards = [Shard(name=shard.name, rank=shard.rank, chunks=shard.chunks) for shard in receipt.content.shards]
     extensions = dict(receipt.extensions)
     extensions.pop(extension_name(rank), None)
+    extensions.pop(EARLIER, None)  # they were not copied
     copied: Receipt = msgspec.structs.replace(
         receipt,
         run=target.name,

@@ -142,7 +142,7 @@ def test_a_save_that_could_not_be_committed_does_not_replace_a_later_one_of_its_
     wait_until(lambda: ended)
     assert isinstance(ended[0], StoreUnavailable)
     store.is_away = False
-    committer.add(second, write_rank(store, "r", second, sample_arrays()), ended.append, [first])
+    committer.add(second, write_rank(store, "r", second, sample_arrays(), earlier=[first]), ended.append)
     committer.close()
     assert isinstance(ended[1], Outcome)
     assert not advance(Run(store, "r"), first), "as at a restart"
@@ -156,8 +156,7 @@ def test_the_last_save_of_a_step_counts_although_the_clock_was_set_back(store: G
     for number, attempt in enumerate(attempts):
         run = Run(store, "r", repeat(next(times)).__next__)
         committer = Committer(run, setup(store, world_size=1))  # each of a saver that was started again
-        receipt = write_rank(store, "r", attempt, sample_arrays())
-        committer.add(attempt, receipt, found.append, attempts[:number])
+        committer.add(attempt, write_rank(store, "r", attempt, {}, earlier=attempts[:number]), found.append)
         committer.close()
     assert all(isinstance(outcome, Outcome) for outcome in found)
     states = {c.attempt: c.state for c in list_checkpoints(Run(store, "r"))}
@@ -167,11 +166,11 @@ def test_the_last_save_of_a_step_counts_although_the_clock_was_set_back(store: G
 def test_a_save_waits_for_an_earlier_one_of_its_step(store: Gets) -> None:
     committer, ended = begin(store)
     later = Attempt(7, derive_ulid(ATTEMPT.ulid, 7, 1))
-    own = write_rank(store, "r", later, sample_arrays(), 0, RANKS)
+    own = write_rank(store, "r", later, sample_arrays(), 0, RANKS, earlier=[ATTEMPT])
     for attempt, ranks in ((later, (1, 2)), (ATTEMPT, (1,))):
         for rank in ranks:
             write_rank(store, "r", attempt, {}, rank, RANKS)
-    committer.add(later, own, ended.append, [ATTEMPT])
+    committer.add(later, own, ended.append)
     wait_until(lambda: RunKeys("r").receipt(ATTEMPT, 1) in store.keys)
     assert not ended
     write_rank(store, "r", ATTEMPT, {}, 2, RANKS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import permutations
 from typing import Any, Literal
 
 import numpy as np
@@ -371,3 +372,29 @@ def test_two_collectors_at_once(store: Store) -> None:
     results = race(*(partial(collect, run) for _ in range(3)))
     assert not [r for r in results if isinstance(r, BaseException)], results
     assert list(store.list(run.keys.attempts)) == []
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_the_last_save_of_a_step_counts_in_whatever_order_they_are_rolled_forward(
+    store: Store, order: tuple[int, ...]
+) -> None:
+    """Rank 0's saver died before it committed any of them. The order of listings is that of hashes."""
+    attempts = [new_attempt() for _ in range(3)]
+    for number, attempt in enumerate(attempts):
+        write_rank(store, RUN, attempt, SMALL, earlier=attempts[:number])
+    clock = MovableClock()
+    for number in order:
+        advance(Run(store, RUN, clock), attempts[number])
+        clock.advance(-10)  # another host's
+    assert latest(Run(store, RUN)).attempt == attempts[2]
+    assert not undecided_attempts(Run(store, RUN))
+
+
+def test_a_receipt_ends_no_save_of_another_step_or_trainer(store: Store) -> None:
+    others = [new_attempt(4), Attempt(5, new_attempt().ulid, generation=1)]
+    write_rank(store, RUN, others[0], SMALL)
+    attempt = new_attempt()
+    write_rank(store, RUN, attempt, SMALL, earlier=[*others, attempt])
+    assert advance(Run(store, RUN), attempt)
+    assert undecided_attempts(Run(store, RUN)) == others[:1]
+    assert read_outcome(Run(store, RUN), others[1]) is None
