@@ -250,9 +250,11 @@ class Notice:
                     signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        is_first = self.deadline is None
         self._note(signal.Signals(number).name, self._sources.grace_s)
         before = self._before.get(number)
-        if callable(before):
+        # Python's own handler would interrupt the step or the save that the notice is for; a second Ctrl-C may.
+        if callable(before) and not (is_first and before is signal.default_int_handler):
             before(number, frame)
 
     def _note(self, source: str, left_s: float) -> None:

@@ -74,6 +74,18 @@ def test_a_signal_is_notice_and_handlers_before_it_are_called(sent: signal.Signa
         signal.signal(sent, before)
 
 
+def test_the_first_ctrl_c_is_notice_and_the_second_one_interrupts() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with watching(Sources(30.0, signals=(signal.SIGINT,))) as notice:
+            signal.raise_signal(signal.SIGINT)
+            assert (notice.source, notice.deadline) == ("SIGINT", 1030.0)
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_handler_that_was_installed_later_is_left_alone() -> None:
     before = signal.getsignal(signal.SIGUSR1)
     try:
