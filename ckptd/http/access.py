@@ -19,6 +19,7 @@ from ckptd.http.context import Context
 from ckptd.index import Restore
 from ckptd.services.tokens import Caller
 from ckptstore.commits.leases import lease_holder
+from ckptstore.errors import InvalidName, NotFound
 from ckptstore.names import Reference
 
 CALLER = "ckptd_caller"
@@ -105,7 +106,10 @@ async def of_restore(request: Request) -> str | None:
 
 async def opener_of_restore(request: Request) -> str | None:
     """/v1/restores/{id}/…"""
-    return (await _restore(request)).by
+    try:
+        return (await _restore(request)).by
+    except (NotFound, InvalidName):
+        return None  # the endpoint says so, after it has checked the rest
 
 
 async def _restore(request: Request) -> Restore:
