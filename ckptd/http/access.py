@@ -109,7 +109,7 @@ async def opener_of_restore(request: Request) -> str | None:
     try:
         return (await _restore(request)).by
     except (NotFound, InvalidName):
-        return None  # the endpoint says so, after it has checked the rest
+        return None  # the endpoint raises it, after it has checked the rest
 
 
 async def _restore(request: Request) -> Restore:

@@ -28,14 +28,14 @@ SMALL = 60
 """A file with fewer lines and a single importer belongs into that importer."""
 MAY_BE_SMALL = ("ckptd.api.", "ckptctl.commands.", "ckptapi.bodies.", "ckptd.index.migrations.")
 
-CEILINGS = {"tokens": 353_000, "files": 302, "knobs": 24, "verbs": 36, "threads": 50}
+CEILINGS = {"tokens": 348_400, "files": 300, "knobs": 24, "verbs": 36, "threads": 50}
 """Sizes of the product, which only fall. A feature that needs more takes away as much elsewhere."""
 
 FOLDER_SHAPES = {
-    "ckpt.snapshot": (7, 25),
+    "ckpt.snapshot": (7, 24),
     "ckpt.restoring": (5, 21),
-    "ckpt.saver": (5, 27),
-    "ckpt.capture": (6, 46),
+    "ckpt.saver": (5, 26),
+    "ckpt.capture": (6, 45),
     "ckptstore.format": (6, 26),
     "ckptstore.commits": (4, 10),
     "ckptd.pages": (4, 11),

@@ -140,7 +140,7 @@ def commit_attempt(run: Run, receipts: Sequence[StoredReceipt], newest: int | No
     that it references is deleted, StoreUnavailable if the outcome could not be read: it is then unknown, and another
     call returns it.
 
-    The last save of a step counts, whoever commits it: earlier ones that are not committed yet are aborted before.
+    The last save of a step counts, in any order of commits: earlier ones that are not committed yet are aborted before.
     """
     manifest = merge(receipts)
     attempt = Attempt.parse(manifest.attempt)
