@@ -154,6 +154,20 @@ def test_another_trainer_went_on_while_the_remote_store_was_away(host: Host, tmp
     assert host.steps("remote") == [3, 2, 1]
 
 
+def test_a_job_that_was_superseded_after_its_last_save_ends_with_an_error(host: Host, tmp_path: Path) -> None:
+    checkpointer = host.start()
+    host.save(checkpointer, 1)
+    wait_until(lambda: host.steps("remote") == [1])
+    other = Host(tmp_path, "other")
+    with other.start() as elsewhere:
+        other.resumes(elsewhere, 1)
+        other.save(elsewhere, 2)
+    host.save(checkpointer, 5)
+    with pytest.raises(Superseded, match="another trainer has begun generation 2"):
+        checkpointer.close()
+    assert host.steps("remote") == [2, 1]
+
+
 def test_nothing_local_and_the_remote_store_away_is_an_error(host: Host) -> None:
     with host.start() as checkpointer:
         host.save(checkpointer, 1)

@@ -297,6 +297,8 @@ class SaveClient:
                 local_only=report.checkpoints, local_only_bytes=report.bytes, local_only_since=report.since
             )
         elif isinstance(report, Unreplicable):
+            if report.session not in self.unreplicable:
+                logger.error("checkpoints of this job stay local: %s", report.message)
             self.unreplicable[report.session] = Superseded(report.message, report.hint)
         else:
             self._on_job_report(report)

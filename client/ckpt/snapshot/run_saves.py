@@ -92,6 +92,17 @@ class TrainerSession:
         self._calls[step] += 1
         return NewAttempt(self._session, step, derive_ulid(self._session.id, step, number), number)
 
+    def supersede(self, error: Superseded) -> None:
+        """Another trainer has superseded the session: raises this error, now and at every further `check`."""
+        self._superseded = error
+        raise error
+
+    def end(self, unreplicable: Mapping[str, Superseded]) -> None:
+        """Raises the session's error of those by session, unless a save has raised it."""
+        error = unreplicable.get(self._session.id) if self._session is not None else None
+        if error is not None and self._superseded is None:
+            raise error
+
     def check(self, step: int, repeat: bool = False) -> None:
         """Raises Superseded if another trainer has superseded the session, or InvalidRequest if the step was saved.
 
@@ -221,7 +232,7 @@ class RunSaves:
             client.raise_failure(of_other_ranks=False)
             self.session.check(step, repeat_step)
             if (unreplicable := client.unreplicable.get(attempt.session.id)) is not None:
-                raise unreplicable
+                self.session.supersede(unreplicable)
             captured = self.agreement.capture(state, grads)
             layout = self.agreement.layout
             handle = LiveHandle(step, layout.num_bytes, started)
@@ -305,6 +316,7 @@ class RunSaves:
             if self._looking is not None and self.newest is not None and self.newest.done():
                 self._looking.join()
             client.raise_failure()
+            self.session.end(client.unreplicable)
 
     def _saving_client(self) -> SaveClient:
         if self.elsewhere:
