@@ -43,7 +43,7 @@ class ConnectionLimits:
         self._logged_at = -_LOG_EVERY_S
 
     def admit(self, address: Any, accepted: socket.socket) -> bool:
-        """Count a new connection; False if it must be closed. At a limit, one that has sent no request makes room."""
+        """Count a new connection; False if it must be closed. At a limit, it replaces one without a request."""
         client, usable = address[0], _usable_descriptors()
         most = min(self._per_client, usable // _SHARE) if self._per_client else float("inf")
         if self._counts[client] >= most and not self._evict(client):

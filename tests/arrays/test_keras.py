@@ -154,7 +154,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[st
 
 
 def test_two_workers_continue_exactly(tmp_path: Path, killed: tuple[Path, list[list[str]]]) -> None:
-    """Moving averages of normalization differ between workers; the others get those of the chief."""
+    """Moving averages of normalization differ between workers; the others get the chief's."""
     folder, before = killed
     whole = two_workers(tmp_path, "whole", 0)
     rest = two_workers(copy_of(folder, tmp_path / "store", "r", LOOP_SAVED), "r", 0)

@@ -89,8 +89,7 @@ class Collector:
         self._seen: MutableMapping[object, str] = {}
 
     def fork(self, captured: Captured) -> Self:
-        """A collector that continues from this one, as the memory is the same; this one
-        then finds no more."""
+        """A collector that continues from this one, for leaves in the same memory. This one must collect no more."""
         other = type(self)(self.ownership)
         other.captured, other._names, other._seen = captured, ChainMap({}, self._names), ChainMap({}, self._seen)
         return other

@@ -222,19 +222,19 @@ class Encoding:
         while (item := self._next()) is not None:
             future, self._borrowed = item
             yield from future.result()
-            self._release_lent()
+            self._release_borrowed()
 
     def close(self) -> None:
         """Discard the chunks that were not consumed. Waits for chunks that are being encoded."""
         self._encoder.cancel(self)
-        self._release_lent()  # an error that ended the iteration early keeps the generator alive
+        self._release_borrowed()  # an error that ended the iteration early keeps the generator alive
         while (item := self._next()) is not None:
             future, size = item
             if not future.cancel():
                 future.exception()
             self._encoder.release(size)
 
-    def _release_lent(self) -> None:
+    def _release_borrowed(self) -> None:
         borrowed, self._borrowed = self._borrowed, 0
         self._encoder.release(borrowed)
 

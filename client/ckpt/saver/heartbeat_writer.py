@@ -55,7 +55,7 @@ class SharedStep:
     """The numbers, in shared memory. One process writes, the other reads."""
 
     def __init__(self, segment: Segment | None = None) -> None:
-        """segment: that of a received descriptor; None: create it."""
+        """segment: the memory of a received descriptor; None: create it."""
         self.segment = segment or Segment(SHARED_STEP_BYTES)
         self._numbers = self.segment.view.cast("d")
 

@@ -5,8 +5,8 @@ No save waits for it. Its work list, the replication queue (ckptstore.tiers.repl
 the next saver continues it. One replicator of a host works at a time: a lock decides.
 
 Where the local tier is full, with its disk or with the bytes that a run may have there, `on_busy` decides: a save waits
-until the replicator has made room, or it is skipped (LocalQuota). A local commit is never deleted to make
-room.
+until the replicator has freed space, or it is skipped (LocalQuota). A checkpoint that is only local is never deleted to
+free space.
 """
 
 from __future__ import annotations

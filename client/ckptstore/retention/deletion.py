@@ -276,8 +276,8 @@ def _has_outcome(run: Run, attempt: Attempt) -> bool:
 def _is_left(run: Run, hidden: Hidden) -> bool:
     """Whether a tombstone still exists, asked after its sweep decision is known.
 
-    A sweep decision expires. A process that slept for weeks may then create that of a tombstone that was removed long
-    ago, with another decision (docs/decisions/0027).
+    A sweep decision expires. A process that slept for weeks may then decide differently on a tombstone that was removed
+    long ago (docs/decisions/0027).
     """
     return run.store.find(hidden.key(run)) is not None
 

@@ -66,22 +66,22 @@ class DirectFile:
             return
         part = np.frombuffer(data, np.uint8)
         if part.flags.writeable:
-            self._return_lent()
+            self._return_borrowed()
             self._copy(part)
             return
         address = _address(part)
         if self._borrowed.size and self._borrowed.end != address:
-            self._return_lent()
+            self._return_borrowed()
         if not self._borrowed.size and (address - self._filled) % _BLOCK:
             self._copy(part)
             return
         self._borrowed.add(part, address)
         if self._borrowed.size >= PACK_BYTES:
-            self._write_lent()
+            self._write_borrowed()
 
     def finish(self) -> None:
         """Write the remaining bytes, release excess preallocation, and make the file durable."""
-        self._return_lent()
+        self._return_borrowed()
         size = self._at + self._filled
         padded = -(-self._filled // _BLOCK) * _BLOCK
         self._pack[self._filled : padded] = 0
@@ -110,17 +110,17 @@ class DirectFile:
             if self._filled == PACK_BYTES:
                 self._write_pack()
 
-    def _return_lent(self) -> None:
+    def _return_borrowed(self) -> None:
         """Write what is worth a write, and copy the rest."""
         if not self._borrowed.size:
             return
         if self._borrowed.size * _LEAST_BORROWED >= PACK_BYTES:
-            self._write_lent()
+            self._write_borrowed()
         rest, self._borrowed = self._borrowed, _Borrowed()
         for part in rest.parts:
             self._copy(part)
 
-    def _write_lent(self) -> None:
+    def _write_borrowed(self) -> None:
         """Write the whole blocks of the borrowed memory. Bytes before the first one complete the pack."""
         head, self._borrowed = self._borrowed.split(-self._filled % _BLOCK)
         for part in head.parts:

@@ -79,7 +79,7 @@ def test_silent_connections_leave_descriptors_and_end(tmp_path: Path, per_client
 
 @pytest.mark.parametrize("per_client", ["0", "256"])
 def test_silent_connections_of_one_address_stop_no_other_one(tmp_path: Path, per_client: str) -> None:
-    """They time out after an hour here, so that only room for the others explains an answer."""
+    """They time out after an hour here, so that an answer means that the daemon closed some of them."""
     options = ("--header-timeout-seconds", "3600", "--connections-per-client", per_client)
     with running_daemon(f"file://{tmp_path}/store", options=options) as daemon, ExitStack() as stack:
         resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE, (256, 256))
