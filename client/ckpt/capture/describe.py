@@ -6,7 +6,6 @@ Copies nothing.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from math import prod
 from typing import Any
@@ -43,16 +42,16 @@ def describe(state: TrainState, sampled: bool, members: AbstractSet[int] | None 
     units: dict[str, Unit] = {}
     for item, chunks in state.modules.items():
         trusted = not sampled or all(map(modules.is_replicated, chunks))
-        buffers = _storages(buffer for chunk in chunks for buffer in modules.unwrap(chunk).buffers())
         units[item_frame(item)] = _FRAME
         for leaf in state.leaves(item):
             if not isinstance(leaf.value, torch.Tensor):
                 units[leaf.unit] = _FRAME
                 continue
+            buffer = id(leaf.value) not in state.parameters.leaves
+            if unit := _unit(leaf, trusted, buffer):
+                units[leaf.unit] = unit
             if members is not None:
                 check_within(leaf.path, leaf.part.cells, members)
-            if unit := _unit(leaf, trusted, _storage(leaf.value) in buffers):
-                units[leaf.unit] = unit
     kept: dict[str, list[str]] = defaultdict(list)
     for item, named in state.named_optimizers.items():
         units[optimizer_frame(item, state)] = _FRAME
@@ -92,16 +91,17 @@ def _optimizer_units(optimizer: NamedOptimizer, sampled: bool, members: Abstract
 
 def _unit(leaf: Leaf, trusted: bool, buffer: bool) -> Unit | None:
     """The part of a tensor that this rank holds; None if none."""
-    tensor, inner, part = leaf.value, leaf.inner(), leaf.part
+    tensor, inner = leaf.value, leaf.inner()
+    kind = dtype_name(leaf.path, tensor) if inner is None else kind_of(tensor)
+    part = leaf.part
     if not part.pieces:
         return None
     wrapped = [unit for one in inner or () if (unit := _unit(one, trusted, buffer))]
     sample = ""
     if not trusted and part.ranks is None:
         sample = " ".join(unit.sample for unit in wrapped) if wrapped else _sample(part.pieces[0].tensor)
-    kinds = [dtype_name(leaf.path, tensor)] if inner is None else [kind_of(tensor), *(unit.dtype for unit in wrapped)]
     return Unit(
-        dtype=" ".join(kinds),
+        dtype=" ".join((kind, *(unit.dtype for unit in wrapped))),
         shape=part.shape,
         boxes=part.boxes,
         distributed=part.ranks is not None,
@@ -114,14 +114,6 @@ def _unit(leaf: Leaf, trusted: bool, buffer: bool) -> Unit | None:
 def _sample(tensor: torch.Tensor) -> str:
     # A copy: torch refuses to resize a storage once numpy has seen its memory.
     return xxhash.xxh3_64_hexdigest(tensor_bytes(tensor.reshape(-1)[:_SAMPLE].clone().cpu()))
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.numel() and type(tensor) is torch.Tensor else 0
-
-
-def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
-    return {_storage(tensor) for tensor in tensors} - {0}
 
 
 _NOT_HERE = {"capturable": False, "fused": None, "foreign": False, "differentiable": False}

@@ -22,9 +22,10 @@ EXTRA_STATE = "_extra_state"
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside DistributedDataParallel and torch.compile."""
+    """The module inside DistributedDataParallel, DataParallel and torch.compile."""
     while True:
-        inner = module.module if isinstance(module, DistributedDataParallel) else getattr(module, "_orig_mod", None)
+        wraps = isinstance(module, DistributedDataParallel | nn.DataParallel)
+        inner = module.module if wraps else getattr(module, "_orig_mod", None)
         if not isinstance(inner, nn.Module):
             return module
         module = inner

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import product
 from math import prod
 from typing import Any
@@ -26,6 +26,7 @@ from msgspec import Struct
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptstore.errors import UnsupportedObject
@@ -97,7 +98,15 @@ def part_of(path: str, tensor: torch.Tensor) -> TensorPart:
     if isinstance(tensor, DTensor):
         return _distributed(path, tensor)
     shape = tuple(tensor.shape)
-    return TensorPart(shape, tensor.dtype, (TensorPiece(boxes.whole(shape), tensor.detach()),))
+    return TensorPart(shape, tensor.dtype, (TensorPiece(boxes.whole(shape), _elements(tensor)),))
+
+
+def _elements(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor as a plain one: the operations of a subclass may do anything."""
+    if type(tensor) in _PLAIN:
+        return tensor.detach()
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach()
 
 
 @lru_cache
@@ -248,11 +257,22 @@ _CACHED = {
 
 
 def is_plain_type(tensor: torch.Tensor) -> bool:
-    """Whether a tensor, or the local tensor of a DTensor, has memory of its own."""
-    kind = type(tensor)
-    if kind in _PLAIN:
-        return True
-    return isinstance(tensor, DTensor) and type(tensor._local_tensor) in _PLAIN
+    """Whether a tensor, or the local tensor of a DTensor, has memory of its own. Subclasses may only add attributes and
+    functions."""
+    return _has_memory(type(tensor._local_tensor if isinstance(tensor, DTensor) else tensor))
+
+
+@cache
+def _has_memory(kind: type[torch.Tensor]) -> bool:
+    return kind in _PLAIN or kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+def has_plain_elements(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has its elements in memory, by strides."""
+    if is_lazy(tensor) or not is_plain_type(tensor) or tensor.is_nested:
+        return False
+    strided = tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized)
+    return strided and not tensor._is_zerotensor()
 
 
 def inner_tensors(path: str, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
@@ -260,7 +280,7 @@ def inner_tensors(path: str, tensor: torch.Tensor) -> dict[str, torch.Tensor] | 
 
     Raises UnsupportedObject for a sharded wrapper whose inner tensors are not sharded as the wrapper is.
     """
-    if is_plain_type(tensor):
+    if is_plain_type(tensor) or tensor.is_nested:
         return None
     wrapper = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if isinstance(wrapper, DTensor) or not is_traceable_wrapper_subclass(wrapper):
@@ -288,6 +308,8 @@ def memory_address(tensor: torch.Tensor) -> int:
     """The address of a tensor's memory, of a wrapper that of its first inner tensor. 0: it has no memory."""
     while inner := inner_tensors("", tensor):
         tensor = next(iter(inner.values()))
+    if not has_plain_elements(tensor):
+        return 0
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).data_ptr()
 
 

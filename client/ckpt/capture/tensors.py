@@ -16,7 +16,7 @@ from ckpt.capture.arrays import ArrayPart, array_part
 from ckpt.capture.collector import Collector
 from ckpt.capture.leaves import Number
 from ckpt.capture.parameters import Leaf
-from ckpt.capture.parts import TensorPart, inner_tensors, is_plain_type, kind_of, part_of
+from ckpt.capture.parts import TensorPart, has_plain_elements, inner_tensors, kind_of, part_of
 from ckpt.device import has_device
 from ckpt.dtypes import BY_NAME, NAMES
 from ckptstore.errors import CorruptObject, UnsupportedObject
@@ -114,8 +114,9 @@ def _memory_key(path: str, part: TensorPart) -> object:
     local = part.pieces[0].tensor
     if not local.untyped_storage().data_ptr():
         raise UnsupportedObject(
-            f"tensor at {path!r} has {local.numel()} elements but no memory",
-            "Save when its storage is allocated: `untyped_storage().resize_(0)` or a wrapper has freed it",
+            f"tensor at {path!r} has {local.numel()} elements but no memory on device {local.device}",
+            "Save when its storage is allocated: `untyped_storage().resize_(0)` or a wrapper has freed it. Devices "
+            "without addresses (XLA, Gaudi in lazy mode) are not supported: save copies on the CPU",
         )
     address, view = (local.device, local.data_ptr()), (local.stride(), local.is_conj(), local.is_neg())
     return address, part.dtype, part.shape, part.boxes, view
@@ -174,9 +175,13 @@ def _device(tensor: torch.Tensor) -> dict[str, str]:
 
 def dtype_name(path: str, tensor: torch.Tensor) -> str:
     """The format's name of a tensor's type. Raises UnsupportedObject for tensors that are not plain elements."""
-    if not is_plain_type(tensor) or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+    if not has_plain_elements(tensor):
         kind = f"{kind_of(tensor)} with layout {tensor.layout} on device {tensor.device}"
-        raise UnsupportedObject(f"tensor at {path!r} is a {kind}, which cannot be stored", "Store dense tensors")
+        raise UnsupportedObject(
+            f"tensor at {path!r} is a {kind}, which has no elements in memory that could be stored",
+            "Initialize lazy tensors by a first forward. Keep the dense tensors that others are made of (indices and "
+            "values), and make these again after a restore: register_buffer(..., persistent=False) leaves one out",
+        )
     if tensor.dtype not in NAMES:
         raise UnsupportedObject(f"tensor at {path!r} has type {tensor.dtype}", "Convert it to another type")
     return NAMES[tensor.dtype]

@@ -32,5 +32,6 @@ def test_names_do_not_depend_on_wrappers() -> None:
     plain = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.BatchNorm1d(2))
     norm: Any = torch.compile(nn.BatchNorm1d(2), backend="eager")
     wrapped: Any = torch.compile(nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)), nn.ReLU(), norm), backend="eager")
-    names = [[leaf.name for leaf in TrainState.of(model, None, {}).leaves("model")] for model in (plain, wrapped)]
-    assert names[0] == names[1] == list(plain.state_dict())
+    for model in (plain, wrapped, nn.DataParallel(plain), nn.DataParallel(wrapped)):
+        found = [leaf.name for leaf in TrainState.of(model, None, {}).leaves("model")]
+        assert found == list(plain.state_dict())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from ckpt import Checkpointer
 from ckpt.capture.parts import memory_address
 from ckptstore.errors import StateMismatch, UnsupportedObject
 from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
+from tests.support.training import same_state
 
 _SCENARIOS = ("two_tensors", "float8", "scaled")
 
@@ -90,6 +93,87 @@ def test_a_parameter_whose_memory_is_freed_is_refused_by_name(tmp_path: Path) ->
     refused = pytest.raises(UnsupportedObject, match=r"'model/weight' has 64 elements but no memory")
     with Checkpointer(str(tmp_path), run="r") as checkpointer, refused:
         checkpointer.save(model, None, 1)
+
+
+def lazy() -> torch.Tensor:
+    warnings.simplefilter("ignore")
+    return nn.LazyLinear(2).weight
+
+
+NOT_STORABLE: dict[str, Callable[[], torch.Tensor]] = {
+    "sparse": lambda: torch.eye(4).to_sparse(),
+    "csr": lambda: torch.eye(4).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "zero": lambda: torch._efficientzerotensor(5),
+    "mkldnn": lambda: torch.ones(4, 4).to_mkldnn(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "meta": lambda: torch.ones(3, device="meta"),
+    "lazy": lazy,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", NOT_STORABLE)
+def test_tensors_without_elements_in_memory_are_refused_by_name(tmp_path: Path, kind: str) -> None:
+    """Where they are saved; what state_dict leaves out does not matter."""
+    odd, aside = nn.Linear(2, 2), nn.Linear(2, 2)
+    odd.register_buffer("odd", NOT_STORABLE[kind]())
+    aside.register_buffer("odd", NOT_STORABLE[kind](), persistent=False)
+    optim = torch.optim.SGD(aside.parameters(), lr=0.1, momentum=0.9)
+    with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
+        with pytest.raises(UnsupportedObject, match="model/odd"):
+            checkpointer.prepare(odd, None)
+        with pytest.raises(UnsupportedObject, match="model/odd"):
+            checkpointer.save(odd, None, 1)
+        with pytest.raises(UnsupportedObject, match="extra/x"):
+            checkpointer.save(aside, optim, 1, extra={"x": NOT_STORABLE[kind]()})
+        assert checkpointer.restore(aside, optim) is None, "nothing was committed"
+        for number in (1, 2, 3):
+            step(aside, optim)
+            checkpointer.save(aside, optim, number)
+        assert checkpointer.restore(aside, optim) is not None
+
+
+class Point(nn.Parameter):
+    """As libraries for manifolds have them: dense, with an attribute."""
+
+    radius: float
+
+    def __new__(cls, data: torch.Tensor, radius: float) -> Point:
+        made = torch.Tensor._make_subclass(cls, data, True)
+        made.radius = radius
+        return made
+
+
+class Noted(torch.Tensor):
+    """A subclass whose operations return it."""
+
+
+def test_plain_subclasses_are_stored_as_their_elements(tmp_path: Path) -> None:
+    def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Linear(4, 4)
+        model.bias = Point(torch.randn(4), float(seed))
+        model.register_buffer("note", torch.randn(3).as_subclass(Noted))
+        with torch.inference_mode():
+            model.register_buffer("inferred", torch.randn(3))
+        optim = torch.optim.AdamW(model.parameters())
+        step(model, optim)
+        return model, optim
+
+    (model, optim), (other, other_optim) = make(1), make(2)
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        checkpointer.save(model, optim, 1, mark=torch.ones(3).as_subclass(Noted))
+        mark = torch.zeros(3).as_subclass(Noted)
+        checkpointer.restore(other, other_optim, mark=mark)
+    assert same_state(other.state_dict(), model.state_dict())
+    assert same_state(other_optim.state_dict(), optim.state_dict())
+    assert type(other.bias) is Point
+    assert other.bias.radius == 2.0
+    assert type(other.note) is Noted
+    assert type(mark) is Noted
+    assert mark.tolist() == [1.0] * 3
 
 
 def test_inner_tensors_are_told_apart_by_their_memory(tmp_path: Path) -> None:
