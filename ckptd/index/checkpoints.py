@@ -103,7 +103,7 @@ class Index:
         self._database = database
         self._log = log
         self._lock = threading.Lock()
-        self._seen = 0
+        self._seen = (0, 0)
 
     # Queries
 
@@ -113,8 +113,9 @@ class Index:
         self._database.ping()
 
     @property
-    def seen(self) -> int:
-        """The newest revision that this object has seen: after its own changes, or at the last `look`."""
+    def seen(self) -> tuple[int, int]:
+        """How often the revision that this object has seen went back, and that revision: after its own changes, or at
+        the last `look`. It goes back when another server takes over that lacks the last changes."""
         return self._seen
 
     @retried
@@ -242,7 +243,8 @@ class Index:
 
     def _see(self, revision: int) -> int:
         with self._lock:
-            self._seen = max(self._seen, revision)
+            times, before = self._seen
+            self._seen = (times + (revision < before), revision)
         return revision
 
     def _record(self, connection: Connection, run: str, reading: Reading) -> list[EventBody]:

@@ -19,7 +19,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.util.exc import CommandError
 from sqlalchemy import URL, Connection, Engine, create_engine, event, text
-from sqlalchemy.engine import make_url
+from sqlalchemy.engine import ExceptionContext, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 
 from ckptstore.errors import IndexUnavailable, InvalidRequest
@@ -27,12 +27,19 @@ from ckptstore.retry import pauses, retry
 
 _BUSY_TIMEOUT_MS = 10_000
 _MIGRATIONS = Path(__file__).parent / "migrations"
-_DISPOSABLE = "The index is a cache: delete the database and start again, nothing is lost"
+_LOOK_AT_FILE = (
+    "Free its disk and check its permissions, or put a copy in its place. With an empty database the daemon lists the "
+    "store again, but tokens and decisions of commits exist only here: move the file, and keep it"
+)
+_LOOK_AT_SERVER = "Start the database server, or correct --db: the daemon then goes on by itself"
 _POSTGRESQL_CONNECTIONS = 20
 _POOL_TIMEOUT_S = 10
+_POOL_RECYCLE_S = 300
 _POSTGRESQL = {
     "connect_timeout": 5,
     "application_name": "ckptd",
+    # Not a standby, nor a server that was demoted.
+    "target_session_attrs": "read-write",
     # Detect a server whose host is gone.
     "keepalives_idle": 5,
     "keepalives_interval": 2,
@@ -41,6 +48,7 @@ _POSTGRESQL = {
     # Other daemons must not wait for a daemon that was stopped while it held locks.
     "options": "-c idle_in_transaction_session_timeout=10s -c lock_timeout=15s -c statement_timeout=60s",
 }
+_READ_ONLY_TRANSACTION = "25006"
 _MIGRATION_LOCK = int.from_bytes(b"ckptd")
 _TRIES = 5
 _FIRST_PAUSE_S = 0.02
@@ -90,8 +98,10 @@ class Database:
             ) from error
         self._engine = engine
         one_state = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True} if self.shared else {}
+        # Whatever the default of the role or the database: what a writer reads is what others have committed.
+        latest_state = {"isolation_level": "READ COMMITTED"} if self.shared else {}
         self._reading = engine.execution_options(**one_state)
-        self._writing = engine.execution_options(ckptd_writes=True)
+        self._writing = engine.execution_options(ckptd_writes=True, **latest_state)
         self._fence: Fence | None = None
         self._migrate()
 
@@ -142,7 +152,7 @@ class Database:
             except CommandError as error:
                 raise IndexUnavailable(
                     f"{self.url} was written by a newer ckptd, or by a development version: {error}",
-                    f"Upgrade ckptd. {_DISPOSABLE}",
+                    "Upgrade ckptd, or name another database with --db and create the tokens again",
                 ) from error
 
     @contextmanager
@@ -155,7 +165,7 @@ class Database:
     def _unavailable(self, error: SQLAlchemyError, in_doubt: bool = False) -> IndexUnavailable:
         reason = str(error.__cause__ or error).splitlines()[0]
         kind = _Again if _may_be_repeated(error, in_doubt) else IndexUnavailable
-        hint = f"Does the database server answer? {_DISPOSABLE}" if self.shared else _DISPOSABLE
+        hint = _LOOK_AT_SERVER if self.shared else _LOOK_AT_FILE
         return kind(f"the index at {self.url} failed: {reason}", hint)
 
 
@@ -163,8 +173,8 @@ def _may_be_repeated(error: SQLAlchemyError, in_doubt: bool) -> bool:
     if not isinstance(error, DBAPIError) or not hasattr(error.orig, "sqlstate"):
         return False  # SQLite has waited already
     state: str | None = getattr(error.orig, "sqlstate", None)
-    if state in ("40001", "40P01"):
-        return True  # serialization failure, deadlock
+    if state in ("40001", "40P01", "23505"):
+        return True  # serialization failure, deadlock; another transaction was faster to insert the key
     # No state: the connection broke, or could not be made. 08: connection, 57P: the server ends or begins.
     lost = error.connection_invalidated or state is None or state.startswith(("08", "57P", "25P03"))
     return lost and not in_doubt
@@ -173,14 +183,23 @@ def _may_be_repeated(error: SQLAlchemyError, in_doubt: bool) -> bool:
 def _postgresql(url: URL, max_connections: int) -> Engine:
     if url.drivername == "postgresql":
         url = url.set(drivername="postgresql+psycopg")
-    return create_engine(
+    engine = create_engine(
         url,
         pool_size=min(max_connections, _POSTGRESQL_CONNECTIONS),
         max_overflow=0,
         pool_timeout=_POOL_TIMEOUT_S,
         pool_pre_ping=True,
-        connect_args={**_POSTGRESQL, **url.query},
+        pool_recycle=_POOL_RECYCLE_S,
+        connect_args={name: value for name, value in _POSTGRESQL.items() if name not in url.query},
     )
+    event.listen(engine, "handle_error", _notice_demotion)
+    return engine
+
+
+def _notice_demotion(context: ExceptionContext) -> None:
+    # A demoted server keeps its connections and answers SELECT 1: without this, each write would fail.
+    if getattr(context.original_exception, "sqlstate", None) == _READ_ONLY_TRANSACTION:
+        context.is_disconnect = True
 
 
 def _sqlite(url: URL, max_connections: int) -> Engine:

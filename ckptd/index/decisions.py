@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from sqlalchemy import Connection, delete, insert, select, update
-from sqlalchemy.exc import IntegrityError
 
 from ckptd.index.database import Database, retried
 from ckptd.index.tables import decisions
@@ -47,14 +46,17 @@ class DecisionIndex:
 
     @retried
     def create(self, proposal: Decision) -> Decision:
-        """Record a proposal; returns the decision, which is the first proposal for the key."""
+        """Record a proposal; returns the decision: what is in the store, or else the first proposal for the key.
+
+        The row is locked, which only the server that takes writes can do.
+        """
         with self._database.write() as connection:
-            try:
-                with connection.begin_nested():
-                    connection.execute(insert(decisions).values(asdict(proposal)))
-            except IntegrityError:
-                pass
-            return _find(connection, proposal.key) or proposal
+            found = _find(connection, proposal.key, lock=True)
+            if found is not None and (found.stored or not proposal.stored):
+                return found
+            connection.execute(delete(decisions).where(decisions.c.key == proposal.key))
+            connection.execute(insert(decisions).values(asdict(proposal)))
+            return proposal
 
     @retried
     def mark_stored(self, key: str) -> None:
@@ -69,6 +71,7 @@ class DecisionIndex:
             connection.execute(delete(decisions).where(decisions.c.stored, decisions.c.decided_at < before))
 
 
-def _find(connection: Connection, key: str) -> Decision | None:
-    row = connection.execute(select(decisions).where(decisions.c.key == key)).one_or_none()
+def _find(connection: Connection, key: str, lock: bool = False) -> Decision | None:
+    query = select(decisions).where(decisions.c.key == key)
+    row = connection.execute(query.with_for_update() if lock else query).one_or_none()
     return Decision(**row._mapping) if row is not None else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, insert, select, update
-from sqlalchemy.exc import IntegrityError
 
 from ckptd.index.database import Database, retried
 from ckptd.index.tables import leaders
@@ -37,14 +36,9 @@ class LeaderIndex:
             row = connection.execute(select(leaders).where(self._same)).one_or_none()
             if row is not None:
                 return Tenure(row.holder, row.epoch, row.renewals)
-            unclaimed = Tenure("", 0, 0)
-            try:
-                with connection.begin_nested():
-                    values = {"task": self._task, "holder": "", "epoch": 0, "renewals": 0}
-                    connection.execute(insert(leaders).values(values))
-            except IntegrityError:
-                pass  # another daemon was faster
-            return unclaimed
+            values = {"task": self._task, "holder": "", "epoch": 0, "renewals": 0}
+            connection.execute(insert(leaders).values(values))
+            return Tenure("", 0, 0)
 
     @retried
     def claim(self, holder: str, seen: Tenure) -> int | None:

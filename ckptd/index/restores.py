@@ -8,7 +8,6 @@ from typing import Any
 
 from msgspec.structs import asdict
 from sqlalchemy import Connection, Row, delete, func, insert, select, update
-from sqlalchemy.exc import IntegrityError
 
 from ckptapi.bodies import Phase, RankBody, RestoreState
 from ckptd.index.database import Database, retried
@@ -123,14 +122,10 @@ class RestoreIndex:
     def create(self, restore: Restore) -> Restore:
         """Insert a session; returns the existing one if another caller was faster."""
         with self._database.write() as connection:
-            try:
-                with connection.begin_nested():
-                    connection.execute(insert(restores).values(_values(restore)))
-            except IntegrityError:
-                pass
-            found = _one(connection, restores.c.run == restore.run, restores.c.key == restore.key)
-        assert found is not None
-        return found
+            found = _one(connection, restores.c.run == restore.run, restores.c.key == restore.key, lock=True)
+            if found is None:
+                connection.execute(insert(restores).values(_values(restore)))
+            return found or restore
 
     @retried
     def change(self, id: str, rank: int, rule: RestoreChange) -> Restore | None:

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from sqlalchemy import Row, delete, insert, or_, select, update
-from sqlalchemy.exc import IntegrityError
 
 from ckptapi.bodies import Scope
 from ckptd.index.database import Database, retried
@@ -51,11 +50,10 @@ class TokenIndex:
         """Add one; durable on return. Raises Conflict."""
         with self._database.write() as connection:
             if connection.scalar(select(tokens.c.name).where(tokens.c.name == token.name)) is not None:
-                raise _exists(token.name)
-            try:
-                connection.execute(insert(tokens).values({**asdict(token), "scopes": sorted(token.scopes)}))
-            except IntegrityError as error:
-                raise _exists(token.name) from error  # created by another daemon at the same time
+                raise Conflict(
+                    f"token {token.name!r} exists already", "Choose another name, rotate it, or revoke it first"
+                )
+            connection.execute(insert(tokens).values({**asdict(token), "scopes": sorted(token.scopes)}))
 
     @retried
     def rotate(self, name: str, digest: str, previous_until: float) -> Token:
@@ -88,10 +86,6 @@ class TokenIndex:
 
 def _token(row: Row[Any]) -> Token:
     return Token(**{**row._mapping, "scopes": frozenset(map(Scope, row.scopes)), "runs": tuple(row.runs)})
-
-
-def _exists(name: str) -> Conflict:
-    return Conflict(f"token {name!r} exists already", "Choose another name, rotate it, or revoke it first")
 
 
 def _missing(name: str) -> NotFound:

@@ -25,7 +25,7 @@ class Catalog:
         self._listing = listing
         self._freshness = freshness
         self.store_url = store_url
-        self._latest: dict[str | None, tuple[int, Checkpoint]] = {}
+        self._latest: dict[str | None, tuple[tuple[int, int], Checkpoint]] = {}
 
     def ping(self) -> None:
         """Raises IndexUnavailable if the database does not answer."""
@@ -63,7 +63,7 @@ class Catalog:
 
         Changes by other daemons are seen after the next `follow`.
         """
-        revision, found = self._latest.get(run, (-1, None))
+        revision, found = self._latest.get(run, (None, None))
         if found is None or revision != self._index.seen:
             return None
         self._freshness.check(run, found=True)

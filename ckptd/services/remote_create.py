@@ -7,7 +7,7 @@ decision can therefore rely on the store. Losing the index does not lose any dec
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptapi.bodies import DecisionRequest
 from ckptd.index import Decision, DecisionIndex
@@ -42,11 +42,8 @@ class RemoteCreateDecider:
         """
         found = self._index.find(key)
         if found is None:
-            stored = self._store.find(key)
-            document = proposal if stored is None else stored
-            found = self._index.create(Decision(key, document, self._clock(), stored is not None))
-        self._store_if_needed(found)
-        return found.document
+            found = self._create(Decision(key, proposal, self._clock(), False))
+        return self._stored(found)
 
     def finish(self) -> None:
         """Write decisions to the store that a daemon could not write; delete those that can no longer be contradicted.
@@ -55,16 +52,25 @@ class RemoteCreateDecider:
         """
         try:
             for decision in self._index.unstored():
-                self._store_if_needed(decision)
+                self._stored(decision)
             self._index.forget(self._clock() - _KEPT_S)
         except CkptError as error:
             _LOG.warning("cannot write decisions to the store: %s", error)
 
-    def _store_if_needed(self, decision: Decision) -> None:
+    def _create(self, proposal: Decision) -> Decision:
+        stored = self._store.find(proposal.key)
+        return self._index.create(proposal if stored is None else replace(proposal, document=stored, stored=True))
+
+    def _stored(self, decision: Decision) -> bytes:
+        """The document of a decision; it is in the store on return."""
+        if not decision.stored:
+            # Again, from the server that takes writes now: the one that gave the decision may have lost it.
+            decision = self._create(decision)
         # Only once: an object that has been swept since must not come back.
         if not decision.stored:
             self._store.put(decision.key, decision.document)
             self._index.mark_stored(decision.key)
+        return decision.document
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from sqlalchemy import delete
 from torch.distributed import checkpoint as dcp
 
 from ckpt.dcp import StorageWriter
 from ckptapi import bodies
 from ckptapi.bodies import Scope, TokenRequest
 from ckptapi.remote_create import DaemonRemoteCreate, with_remote_create
-from ckptd.index import Database, DecisionIndex
+from ckptd.index import Database, Decision, DecisionIndex
+from ckptd.index.tables import decisions
 from ckptd.services.remote_create import RemoteCreateDecider
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import list_checkpoints
@@ -134,6 +136,38 @@ def test_what_was_swept_is_not_written_again(store: Store, index: DecisionIndex)
 def test_the_store_counts_where_the_index_has_no_decision(store: Store, index: DecisionIndex) -> None:
     store.put("gpt/commits/a", b"before")
     assert RemoteCreateDecider(store, index, system_clock).decide("gpt/commits/a", b"after") == b"before"
+
+
+class _FailsOver(DecisionIndex):
+    """Whose server is lost with the first decision; a daemon of the next server decides otherwise."""
+
+    def __init__(self, database: Database, other: RemoteCreateDecider, loses_both: bool) -> None:
+        super().__init__(database)
+        self.left, self.other, self.loses_both = 1, other, loses_both
+
+    def create(self, proposal: Decision) -> Decision:
+        decision = super().create(proposal)
+        if self.left:
+            self.left = 0
+            self.lose()
+            self.other.decide(proposal.key, b"other")
+            if self.loses_both:
+                self.lose()
+        return decision
+
+    def lose(self) -> None:
+        with self._database.write() as connection:
+            connection.execute(delete(decisions))
+
+
+@on_both
+@pytest.mark.parametrize("loses_both", [False, True])
+def test_a_decision_that_a_lost_server_made_replaces_no_answer(store: Store, db_url: str, loses_both: bool) -> None:
+    database = Database(db_url, 8)
+    other = RemoteCreateDecider(store, DecisionIndex(database), system_clock)
+    held = RemoteCreateDecider(store, _FailsOver(database, other, loses_both), system_clock)
+    assert held.decide("gpt/commits/a", b"mine") == store.get("gpt/commits/a") == b"other"
+    database.close()
 
 
 # Over HTTP.

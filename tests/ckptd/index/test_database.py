@@ -8,24 +8,32 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
+from urllib.parse import quote
 
 import httpx
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
+from sqlalchemy import insert, text
 
 from ckptapi.client import DaemonClient
-from ckptd.index import Database, Index
-from ckptd.index.tables import METADATA
-from ckptstore.errors import CkptError, IndexUnavailable, InvalidRequest
+from ckptd.index import Database, Decision, DecisionIndex, Index, Restore, RestoreIndex
+from ckptd.index.leaders import LeaderIndex
+from ckptd.index.tables import METADATA, decisions, leaders, restores, tokens
+from ckptd.index.tokens import Token, TokenIndex
+from ckptstore.commits.catalog import Checkpoint, State
+from ckptstore.errors import CkptError, Conflict, IndexUnavailable, InvalidRequest
+from ckptstore.names import Attempt, new_ulid
 from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.conftest import on_both
 from tests.support.checkpoints import write_checkpoint
 from tests.support.daemons import Daemon, running_daemon
+from tests.support.ports import free_port
 from tests.support.postgresql import PostgresqlServer
 from tests.support.waiting import wait_until
 
@@ -49,8 +57,9 @@ def test_sqlite_is_set_up_for_readers_beside_a_writer(database: Database) -> Non
 
 def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
     (tmp_path / "index.db").write_bytes(b"not a database, but long enough to be taken for one" * 100)
-    with pytest.raises(IndexUnavailable, match="delete the database"):
+    with pytest.raises(IndexUnavailable, match="tokens and decisions of commits exist only here") as caught:
         Database(f"sqlite:///{tmp_path / 'index.db'}", 2)
+    assert "delete" not in str(caught.value)
 
 
 def test_a_database_of_a_newer_version_is_refused(tmp_path: Path) -> None:
@@ -58,8 +67,63 @@ def test_a_database_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "index.db") as connection:
         connection.execute("UPDATE alembic_version SET version_num = '9999'")
     connection.close()
-    with pytest.raises(IndexUnavailable, match="newer ckptd"):
+    with pytest.raises(IndexUnavailable, match="newer ckptd") as caught:
         Database(f"sqlite:///{tmp_path / 'index.db'}", 2)
+    assert "delete" not in str(caught.value)
+
+
+def _database(url: str, **options: str) -> Database:
+    """As a role or a database with these default settings would have it."""
+    settings = " ".join(f"-c {name}={value}" for name, value in options.items())
+    return Database(f"{url}?options={quote(settings)}", 5)
+
+
+@pytest.mark.parametrize("level", [r"read\ committed", r"repeatable\ read", "serializable"])
+def test_who_comes_later_is_told_what_was_first(postgresql_database: str, level: str) -> None:
+    first, later = (_database(postgresql_database, default_transaction_isolation=level) for _ in range(2))
+    restore = Restore(
+        id="1", run="gpt", key="job", checkpoint=Checkpoint("gpt", Attempt(1, new_ulid(0)), State.COMMITTED), by="a",
+        world_size=1, ttl_s=1, created_at=1, lease=None, lease_until=0,
+    )  # fmt: skip
+    token = Token(name="a", digest="1", scopes=frozenset(), runs=(), created_at=1, created_by="a", expires_at=None)
+    with ThreadPoolExecutor(4) as pool:
+        with first.write() as connection:
+            connection.execute(insert(decisions).values(key="k", document=b"aborted", decided_at=1, stored=False))
+            connection.execute(insert(restores).values({f.name: getattr(restore, f.name) for f in fields(restore)}))
+            connection.execute(insert(tokens).values({**asdict(token), "scopes": []}))
+            connection.execute(insert(leaders).values(task="t", holder="a", epoch=1, renewals=0))
+            decided = pool.submit(DecisionIndex(later).create, Decision("k", b"committed", 2, False))
+            joined = pool.submit(RestoreIndex(later).create, replace(restore, id="2"))
+            named = pool.submit(TokenIndex(later).create, replace(token, digest="2"))
+            led = pool.submit(LeaderIndex(later, "t").look)
+            blocked = text("SELECT count(*) FROM pg_locks WHERE NOT granted")
+            wait_until(lambda: connection.scalar(blocked) == 4, "four that wait")
+        assert decided.result().document == b"aborted"
+        assert joined.result().id == "1"
+        assert isinstance(named.exception(), Conflict)
+        assert led.result().holder == "a"
+    first.close()
+    later.close()
+
+
+def test_a_demoted_server_is_left_for_the_one_that_takes_writes(
+    postgresql_database: str, postgresql_server: PostgresqlServer
+) -> None:
+    with pytest.raises(IndexUnavailable, match="read-only") as caught:
+        _database(postgresql_database, default_transaction_read_only="on")
+    assert "delete" not in str(caught.value)
+    name = postgresql_database.rsplit("/", 1)[1]
+    hosts = f"host=127.0.0.1:{free_port()}&host=127.0.0.1:{postgresql_server.port}"
+    database = Database(f"postgresql://ckptd@/{name}?{hosts}", 5)
+    index = DecisionIndex(database)
+    with ExitStack() as stack:
+        for _ in range(3):  # its connections stay, and answer
+            connection = stack.enter_context(database.read())
+            connection.execute(text("SET SESSION CHARACTERISTICS AS TRANSACTION READ ONLY"))
+    for key in "ab":
+        assert index.create(Decision(key, b"x", 1, False)).key == key
+    database.ping()
+    database.close()
 
 
 # They learn from each other, not from the store.

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import pytest
+from sqlalchemy import text
 
-from ckptd.services.catalog import Freshness
+from ckptd.index import Database, Index
+from ckptd.index.listing import Listing
+from ckptd.metrics import Metrics
+from ckptd.services.catalog import Catalog, Freshness
+from ckptd.services.store_sync import StoreSync
 from ckptstore.clock import system_clock
 from ckptstore.errors import StoreUnavailable, UnsupportedFormat
+from ckptstore.stores import Store
+from tests.support.checkpoints import write_checkpoint
 from tests.support.stores import MovableClock
 
 
@@ -49,3 +56,25 @@ def test_a_newer_format_is_passed_on_instead_of_an_older_step() -> None:
     with pytest.raises(UnsupportedFormat):
         freshness.check("a", True)
     freshness.check("b", True)
+
+
+def test_no_answer_outlives_a_revision_that_goes_back(store: Store, db_url: str) -> None:
+    """After an asynchronous fail-over the last changes are gone, and their revisions come again with others."""
+    freshness, database = Freshness(system_clock, 60), Database(db_url, 4)
+    index = Index(database)
+    catalog = Catalog(index, Listing(database), freshness, store.url)
+    sync = StoreSync(store, index, freshness, Metrics(), system_clock)
+    write_checkpoint(store, step=1)
+    sync.run_once()
+    behind = index.look()
+    write_checkpoint(store, step=2)
+    sync.run_once()
+    assert catalog.latest("gpt").step == 2
+    ahead = index.look()
+    for revision in (behind, ahead):
+        with database.write() as connection:
+            connection.execute(text("DELETE FROM checkpoints WHERE step = 2"))
+            connection.execute(text(f"UPDATE revision SET value = {revision}"))
+        catalog.follow()
+        assert catalog.latest("gpt").step == 1
+    database.close()
