@@ -46,8 +46,8 @@ docs: setup
 
 # Of the dashboard, for README.md and docs/.
 pictures: setup browser
-	$(BIN)/python -m tests.browser.pictures
-	$(BIN)/python -m tests.browser.demo_picture
+	$(BIN)/python -m docsite.pictures
+	$(BIN)/python -m docsite.demo_picture
 
 # Tests wait more than they compute: two workers keep two cores busy for two thirds of the time, four all of it.
 PYTEST := $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder

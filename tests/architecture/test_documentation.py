@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser.demo_picture import svg_of
+from docsite.demo_picture import svg_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]

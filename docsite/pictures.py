@@ -31,7 +31,7 @@ from tests.support.checkpoints import write_rank
 from tests.support.daemons import Daemon, running_daemon
 from tests.support.waiting import wait_until
 
-FOLDER = Path(__file__).parents[2] / "docs" / "assets"
+FOLDER = Path(__file__).parents[1] / "docs" / "assets"
 _WORLD, _WIDTH, _BLOCKS = 8, 64, 16
 
 

@@ -15,7 +15,7 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.text import Text
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "assets" / "demo.svg"
 _COLUMNS = 126
 _FONTS = re.compile(r"@font-face \{\{.*?\}\}\s*", re.DOTALL)
