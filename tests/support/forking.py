@@ -5,7 +5,7 @@
 A daemon takes a second to import itself, and a trainer, with torch, three; hundreds of tests start one. A fork runs a
 module as `python -m` does: with arguments, environment and output of its own, as a process of its own that is killed,
 signalled and waited for like any other. What must begin with a bare interpreter (command lines, measurements of
-memory, installations) uses subprocess.
+memory, installations) uses subprocess. The host of a framework on torch is a fork of the host of trainers.
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 DAEMON = ("ckptd.app", "ckptd.settings", "ckptd.server", "psycopg", "s3fs", "typer")
 COMMAND_LINE = ("ckptctl.cli", "ckptapi.client", "ckptstore.stores.local")
-_CKPT = (
+TRAINER = (
     "ckpt.checkpointer", "ckpt.capture.state", "ckpt.restoring.objects", "ckpt.restoring.sharing",
-    "ckpt.snapshot.overlap",
+    "ckpt.snapshot.overlap", "tests.support.training", "tests.support.parallel.matrix", "tests.ckpt.ddp",
+    "torch._dynamo",
 )  # fmt: skip
-TRAINER = (*_CKPT, "tests.support.training", "tests.ckpt.ddp", "torch._dynamo")
-RANKS = (*_CKPT, "tests.support.parallel.matrix", "torch._dynamo")
 _REQUEST_BYTES = 1 << 20
 _END_S = 120.0
 
@@ -84,7 +83,7 @@ class Host:
     """The process that forks, from the side of the tests."""
 
     connection: socket.socket
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Fork
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def ask(self, request: dict[str, Any], *descriptors: int) -> int:
@@ -110,15 +109,17 @@ def fork(
     stderr: int,
     environment: Mapping[str, str] | None = None,
     strict: bool = False,
+    passed: Sequence[int] = (),
 ) -> Fork:
     """Run a module as the main program of a fork that has `imports` already; strict: warnings are errors.
 
-    imports: modules, after variables of the environment that they read: `NAME=VALUE`.
+    imports: modules, after variables of the environment that they read: `NAME=VALUE`. passed: descriptors that the
+    fork gets too; their numbers there are its first arguments.
     """
     host = _host(tuple(imports))
     request = {"module": module, "arguments": list(arguments), "strict": strict}
     request["environment"] = dict(os.environ if environment is None else environment)
-    return Fork(host, host.ask(request, stdout, stderr))
+    return Fork(host, host.ask(request, stdout, stderr, *passed))
 
 
 def run(imports: Sequence[str], module: str, arguments: Sequence[str], **options: Any) -> tuple[int, str, str]:
@@ -139,11 +140,17 @@ def run(imports: Sequence[str], module: str, arguments: Sequence[str], **options
 def _host(imports: tuple[str, ...]) -> Host:
     """One for each test process and set of imports; it ends when that process does."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    # A process with threads must not be forked.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     with theirs:
-        command = [sys.executable, "-m", "tests.support.forking", str(theirs.fileno()), *imports]
-        # A process with threads must not be forked.
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=[theirs.fileno()])
+        descriptor = theirs.fileno()
+        if "torch._dynamo" in imports and imports != TRAINER:
+            process: subprocess.Popen[bytes] | Fork = fork(
+                TRAINER, __name__, imports, stdout=1, stderr=2, environment=environment, passed=[descriptor]
+            )
+        else:
+            command = [sys.executable, "-m", __name__, str(descriptor), *imports]
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=[descriptor])
     host = Host(ours, process)
     atexit.register(host.close)
     return host
@@ -169,7 +176,7 @@ def _serve(connection: socket.socket) -> dict[str, Any] | None:
     """In the host: None, when the parent has ended. In a fork: what it was asked to do."""
     running: set[int] = set()
     while True:
-        data, descriptors, _, _ = socket.recv_fds(connection, _REQUEST_BYTES, 2)
+        data, descriptors, _, _ = socket.recv_fds(connection, _REQUEST_BYTES, 3)
         if not data:
             break
         request: dict[str, Any] = json.loads(data)
@@ -181,8 +188,8 @@ def _serve(connection: socket.socket) -> dict[str, Any] | None:
         pid = os.fork()
         if pid == 0:
             connection.close()
-            _become(request, descriptors)
-            return request
+            _become(request, descriptors[:2])
+            return request | {"arguments": [*map(str, descriptors[2:]), *request["arguments"]]}
         for number in descriptors:
             os.close(number)
         running.add(pid)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.forking import RANKS, Fork, fork
+from tests.support.forking import TRAINER, Fork, fork
 
 HOST = "tests.support.parallel.host"
 
@@ -56,7 +56,7 @@ def run_scenarios(scenarios: Sequence[Scenario], folder: Path, together: bool = 
     with (folder / "host.txt").open("w+") as output:
         arguments = [str(folder), *(["together"] if together else [])]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        host = fork(RANKS, HOST, arguments, stdout=output.fileno(), stderr=output.fileno(), environment=environment)
+        host = fork(TRAINER, HOST, arguments, stdout=output.fileno(), stderr=output.fileno(), environment=environment)
         try:
             code = host.wait(limit)
         finally:
