@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -47,14 +48,22 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 
 def sample_arrays(seed: int = 0) -> dict[str, npt.NDArray[Any]]:
     """A little of everything: several chunks, several codecs, an empty and a zero-dimensional array."""
+    return dict(_sampled(seed))
+
+
+@functools.lru_cache(maxsize=32)
+def _sampled(seed: int) -> dict[str, npt.NDArray[Any]]:
     rng = np.random.default_rng(seed)
-    return {
+    sampled: dict[str, npt.NDArray[Any]] = {
         "model/weight": (rng.standard_normal((700, 1024)) * 0.02).astype(np.float32),
         "model/half": (rng.standard_normal((64, 33)) * 0.02).astype(np.float16),
         "model/ids": rng.integers(0, 50, (1000,), dtype=np.int64),
         "model/empty": np.zeros((0, 3), dtype=np.float32),
         "model/scalar": np.array(seed, dtype=np.int32),
     }
+    for array in sampled.values():
+        array.setflags(write=False)
+    return sampled
 
 
 def write_rank(
