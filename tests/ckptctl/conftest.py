@@ -25,10 +25,8 @@ class Calendar:
         return self.now
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def fill(folder: Path) -> Path:
     """gpt: steps 10, 20, 30 (saved twice) and 40; wide: step 5, committed last of all."""
-    folder = tmp_path / "store"
     written = open_store(str(folder))
     clock = Calendar(system_clock() - 7 * 3600 - 60)
     for step in (10, 20, 30, 30, 40):
@@ -38,6 +36,17 @@ def folder(tmp_path: Path) -> Path:
         clock.now += 3600
     write_checkpoint(written, "wide", 5, clock=clock)
     return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return fill(tmp_path / "store")
+
+
+@pytest.fixture(scope="module")
+def unchanged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, of all tests of a file, which change nothing in it and look at no ages."""
+    return fill(tmp_path_factory.mktemp("unchanged") / "store")
 
 
 @pytest.fixture

@@ -20,22 +20,6 @@ def test_exactly_one_target_is_meant() -> None:
             choose_target(http, store, None, explicit)
 
 
-@pytest.mark.parametrize(
-    ("args", "says"),
-    [
-        ((), "--url http://HOST:PORT or --store URL"),
-        (("--url", "http://h", "--store", "/s"), "both a daemon"),
-        (("--url", "s3://bucket"), "--store for a store"),
-        (("--store", "http://h"), "--url for a daemon"),
-    ],
-)
-def test_an_unclear_target_is_a_usage_error(args: tuple[str, ...], says: str) -> None:
-    done = invoke("ls", *args)
-    assert (done.code, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: ")
-    assert says in done.stderr
-
-
 def test_targets_come_from_the_environment() -> None:
     assert "there is no folder" in invoke("ls", env={"CKPT_STORE": "/nowhere/at/all"}).stderr
     both = {"CKPT_STORE": "/nowhere/at/all", "CKPTD_URL": "http://127.0.0.1:1"}

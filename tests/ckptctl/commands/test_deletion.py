@@ -10,12 +10,6 @@ from tests.support.checkpoints import sample_arrays, steps, write_rank
 from tests.support.command_line import invoke
 
 
-def test_a_run_that_is_named_must_exist(folder: Path) -> None:
-    for args in (("prune", "--keep", "1", "--yes"), ("gc",)):
-        done = invoke(*args, "typo", "--store", folder, "-o", "json")
-        assert (done.code, done.error["code"]) == (4, "no_checkpoint")
-
-
 def test_what_is_being_read_stays(folder: Path, filled: Store) -> None:
     run = Run(filled, "gpt")
     oldest = list_checkpoints(run)[-1]
@@ -46,15 +40,6 @@ def test_gc_commits_what_is_complete_and_deletes_old_orphans(folder: Path, fille
     assert (row[:4], row[5]) == (["gpt", "0", "1", "1"], "MiB")
     assert list(filled.list(run.keys.attempt(partial))) == []
     assert visible_attempts(run)[0] == fresh
-
-
-def test_gc_wants_a_length_of_time(folder: Path) -> None:
-    assert invoke("gc", "--grace", "soon", "--store", folder).code == 2
-
-
-def test_reindex_wants_a_daemon(folder: Path) -> None:
-    done = invoke("reindex", "--store", folder)
-    assert (done.code, "--url" in done.stderr) == (2, True)
 
 
 def test_without_a_grace_the_space_is_free_at_once(folder: Path, filled: Store) -> None:

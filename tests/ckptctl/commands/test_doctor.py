@@ -52,7 +52,6 @@ def test_what_makes_no_sense_of_jobs(daemon: Daemon, folder: Path) -> None:
     unknown = "01M7Y6P7WGCXV53EY39EPJ6JT8"
     for args, code in (((unknown,), 4), (("../x",), 2), (("--cancel",), 2)):
         assert invoke("jobs", *args, "--url", daemon.url).code == code
-    assert invoke("jobs", "--store", folder).code == 2
 
 
 def test_a_probe_through_the_daemon_and_of_the_store(daemon: Daemon, folder: Path) -> None:

@@ -26,13 +26,6 @@ def test_tags_and_metrics_on_a_store_and_through_a_daemon(folder: Path, filled: 
     assert (body["tags"], "val_loss" in body["metrics"]) == ({}, False)
 
 
-def test_tags_that_make_no_sense(folder: Path, filled: Store) -> None:
-    for words in ((), ("a b",), ("=x",), ("-m", "loss"), ("-m", "loss=much"), ("-m", "loss=nan")):
-        done = invoke("tag", "gpt@10", *words, "--store", folder, "-o", "json")
-        assert (done.code, done.error["code"]) == (2, "invalid_request")
-    assert invoke("tag", "gpt@11", "paper", "--store", folder).code == 4
-
-
 def test_what_is_pinned_stays_until_it_is_unpinned(folder: Path, filled: Store) -> None:
     run = Run(filled, "gpt")
     oldest = list_checkpoints(run)[-1]
@@ -62,14 +55,9 @@ def test_what_is_pinned_stays_until_it_is_unpinned(folder: Path, filled: Store) 
     assert [c.step for c in list_checkpoints(run)] == [40]
 
 
-def test_pins_that_make_no_sense(folder: Path) -> None:
-    for name in ("", "a/b", "../x", "x" * 65):
-        done = invoke("pin", "gpt@10", name, "--store", folder, "-o", "json")
-        assert (done.code, done.error["code"]) == (2, "invalid_name")
-    assert invoke("pin", "gpt@11", "paper", "--store", folder).code == 4
-    for words in (("gpt@10",), ("gpt", "--remove"), ("--remove",)):
-        done = invoke("pin", *words, "--store", folder)
-        assert (done.code, "NAME" in done.stderr) == (2, True)
+def test_a_pin_has_a_name(folder: Path) -> None:
+    done = invoke("pin", "gpt@10", "", "--store", folder, "-o", "json")
+    assert (done.code, done.error["code"]) == (2, "invalid_name")
 
 
 def test_a_run_does_not_name_the_pinned_checkpoint(folder: Path, filled: Store) -> None:

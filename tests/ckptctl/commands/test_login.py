@@ -110,7 +110,6 @@ def test_a_page_is_opened_in_the_browser(folder: Path, tmp_path: Path) -> None:
         before = seen.read_text()
         assert run("open", "gpt", "--no-browser", "--url", daemon.url, env={"BROWSER": f"{browser} %s"}).code == 0
         assert seen.read_text() == before
-    assert invoke("open", "gpt", "--store", folder).code == 2
 
 
 def test_a_wait_is_0_or_7(folder: Path, guarded: Daemon) -> None:

@@ -111,12 +111,6 @@ def test_a_run_is_measured(folder: Path) -> None:
     assert (given["durable_s"], given["durable_source"]) == (3.0, "given")
 
 
-def test_the_state_of_a_checkpoint_is_not_described_again(folder: Path) -> None:
-    for source in (("gpt@20",), ("--from", "gpt")):
-        done = invoke("plan", *source, "--store", folder, "--optimizer", "sgd")
-        assert (done.code, "--optimizer" in done.stderr) == (2, True)
-
-
 def test_a_store_is_measured_and_left_clean(tmp_path: Path) -> None:
     done = invoke("plan", "--parameters", "1e9", "--measure", tmp_path, "--measure-size", "32MiB", "-o", "json")
     assert done.code == 0
@@ -162,35 +156,6 @@ def test_a_chart_that_cannot_be_drawn_or_written(tmp_path: Path) -> None:
     assert (without.code, "--mtbf" in without.stderr) == (2, True)
     unwritable = invoke("plan", "--parameters", "1e9", "--mtbf", "8h", "--plot", path, "-o", "json")
     assert (unwritable.code, unwritable.error["code"], unwritable.stdout) == (1, "not_written", "")
-
-
-@pytest.mark.parametrize(
-    ("args", "says"),
-    [
-        ((), "no model is given"),
-        (("--parameters", "7X"), "70B"),
-        (("--parameters", "7e9", "--interval", "1 hour"), "30m"),
-        (("--parameters", "7e9", "--bandwidth", "5"), "2.5GB"),
-        (("--parameters", "7e9", "--sharding", "zero4"), "zero3"),
-        (("--parameters", "7e9", "--config", "config.json"), "cannot be read"),
-        (("--safetensors", "/dev/null/none"), "cannot be read"),
-        (("--config", "a", "--safetensors", "b"), "several models"),
-        (("--parameters", "7e9", "--measure", "http://host"), "URL of a store"),
-        (("--parameters", "7e9", "--measure", "/nowhere/at/all"), "no folder"),
-        (("--parameters", "1e9", "--weights", "bf17"), "bf16"),
-    ],
-)
-def test_what_cannot_be_planned(args: tuple[str, ...], says: str) -> None:
-    done = invoke("plan", *args)
-    assert done.code == (7 if says == "no folder" else 2)
-    assert done.stdout == ""
-    assert says in done.stderr
-
-
-def test_a_run_without_checkpoints(folder: Path) -> None:
-    for args in (("typo",), ("--from", "typo")):
-        done = invoke("plan", *args, "--store", folder)
-        assert (done.code, done.stdout) == (4, "")
 
 
 @pytest.mark.parametrize(

@@ -137,12 +137,6 @@ def test_a_watch_can_be_interrupted(daemon: Daemon, job: str, run: str) -> None:
         assert terminal.finish() == 130
 
 
-def test_restores_need_a_daemon(store: Store) -> None:
-    done = invoke("restores", "--store", store.url, "-o", "json")
-    assert (done.code, done.error["code"]) == (2, "invalid_request")
-    assert "--url" in done.error["hint"]
-
-
 def test_what_makes_no_sense(daemon: Daemon, job: str, run: str) -> None:
     unknown = "01M7Y6P7WGCXV53EY39EPJ6JT8"
     for args, code in (((unknown,), 4), (("../x",), 2), ((job, run), 2)):
