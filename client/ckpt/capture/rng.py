@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,19 @@ def load_rng_state(state: dict[str, Any]) -> None:
         for generator, saved in zip(generators, state.get("cuda_devices", ()), strict=False):
             generator.set_state(saved.cpu())
         generators[torch.cuda.current_device()].set_state(state["cuda"].cpu())
+
+
+class RngOnce:
+    """Random state that is put back once more, for several loaders: by the first that goes to its position."""
+
+    def __init__(self, restore: Callable[[], None]) -> None:
+        self._restore: Callable[[], None] | None = restore
+
+    def __call__(self, within_epoch: bool = True) -> None:
+        """A loader begins, at a position within an epoch or not: then its draws count, and nothing is put back."""
+        restore, self._restore = self._restore, None
+        if restore is not None and within_epoch:
+            restore()
 
 
 def derive_rng_state(seed: int) -> None:

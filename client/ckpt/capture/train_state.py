@@ -45,8 +45,8 @@ class Resumable(Protocol):
     def check_state_dicts(self, states: Sequence[Any]) -> None:
         """Raise StateMismatch if these states of ranks cannot be taken back. Changes nothing."""
 
-    def restore_rng_at_position(self, restore_rng: Callable[[], None]) -> None:
-        """Call `restore_rng` once, after the position is reached and before the first batch is loaded."""
+    def restore_rng_at_position(self, restore_rng: Callable[..., None]) -> None:
+        """Call `restore_rng` before the first batch is loaded; what reaching the position draws must not count."""
 
 
 @dataclass(frozen=True)

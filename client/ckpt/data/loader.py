@@ -7,12 +7,11 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from ckpt.capture.rng import host_rng_state, load_rng_state
+from ckpt.capture.rng import RngOnce, load_rng_state, rng_state
 from ckpt.data.order import EpochOrder, Start
 from ckpt.data.sources import MapSource, Position, source_of
 from ckptstore.errors import InvalidRequest, StateMismatch
@@ -69,7 +68,7 @@ class ResumableLoader(Generic[_T]):
         self._source = source_of(loader)
         self._next = Position(self._source.kind, 0)
         self._iteration: weakref.ref[_Iteration[_T]] | None = None
-        self._restore_rng: Callable[[], None] | None = None
+        self._restore_rng: RngOnce | None = None
         self._observer = _Observer()
 
     def __getattr__(self, name: str) -> Any:
@@ -144,10 +143,12 @@ class ResumableLoader(Generic[_T]):
         live = getattr(self._epoch_target(), "epoch", None)
         if at.resumes and None not in (at.set_epoch, live) and live != at.set_epoch:
             raise self._in_another_epoch(live)
-        before = host_rng_state() if at.resumes else None
+        if restore_rng is not None:  # all loaders of a restore share it
+            restore_rng(at.resumes)
+        before = rng_state() if at.resumes else None
         batches, start = self._source.begin(at)
         if before is not None:
-            (restore_rng or partial(load_rng_state, before))()
+            load_rng_state(before)
         self._restore_rng = None
         self._next = Position(self._source.kind, at.epoch + 1)
         iteration = _Iteration(at, batches, start, self._observer)
@@ -178,10 +179,17 @@ class ResumableLoader(Generic[_T]):
                     f"the loader was saved as {position.kind}, and is {self._source.kind} here",
                     "Give the loader the kind of sampler that it had; DistributedSampler works on one process, too",
                 )
+            live = self._source.arguments
+            others = [name for name, saved in position.arguments.items() if live.get(name, saved) != saved]
+            if position.resumes and others:
+                raise StateMismatch(
+                    f"the loader was saved within an epoch, and is made otherwise here: {', '.join(others)}",
+                    "Make the loader and its samplers with the arguments that they had, at least until the epoch ends",
+                )
 
-    def restore_rng_at_position(self, restore_rng: Callable[[], None]) -> None:
-        """Put this random state back when the next iteration has reached a restored position within an epoch."""
-        self._restore_rng = restore_rng if self._next.resumes else None
+    def restore_rng_at_position(self, restore_rng: RngOnce) -> None:
+        """Put this random state back when the next iteration goes to a restored position within an epoch."""
+        self._restore_rng = restore_rng
 
     def _take(self, position: Position) -> None:
         num_samples = self._num_samples()
@@ -193,8 +201,8 @@ class ResumableLoader(Generic[_T]):
             )
         if (current := self._current()) is not None:
             current.end()
-        self._iteration, self._restore_rng, self._next = None, None, position
-        self._source.prepare(position)
+        self._iteration, self._restore_rng = None, None
+        self._next = self._source.prepare(position)
         target = self._epoch_target()
         if target is not None and position.set_epoch is not None:
             target.set_epoch(position.set_epoch)

@@ -7,16 +7,33 @@ order, and another number of ranks can divide them again.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 import xxhash
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 from ckpt.capture.rng import derive_rng_state, host_rng_state, load_rng_state
+from ckpt.capture.tensors import small_leaf
+from ckpt.capture.train_state import Stateful
+from ckptstore.format.trees import unsupported
 
 Order = np.ndarray[Any, np.dtype[np.int64]]
 """Indices into the data set."""
@@ -38,6 +55,10 @@ class Start:
     """States of the generators that the loader and its samplers were given."""
     splits: Sequence[Split] = ()
     """The samples of this epoch that other numbers of ranks took before (Split)."""
+    taken: int = 0
+    """The samples of this epoch that came in batches of another size; without a DistributedSampler."""
+    samplers: Mapping[str, Any] = field(default_factory=dict)
+    """The values that samplers had changed before it (SamplerState)."""
 
 
 class Numbered(NamedTuple):
@@ -101,10 +122,13 @@ class EpochOrder:
         self.generators = _generators(
             loader.generator, self.sampler, batches, wrapped, getattr(wrapped, "sampler", None)
         )
+        root = self.sampler if self._rebuilt else batches
+        self.samplers = SamplerState("sampler" if self._rebuilt else "batch_sampler", root, loader.dataset)
         self._shuffling: torch.Generator | None = None
+        self._source: Any = self.sampler
         if self._rebuilt and type(self.sampler) is RandomSampler and self.sampler.generator is None:
             # RandomSampler seeds a generator of its own from the global one. Here the seed is known.
-            shuffled = copy.copy(self.sampler)
+            self._source = shuffled = copy.copy(self.sampler)
             shuffled.generator = self._shuffling = torch.Generator()
             self._indices = self._batched(shuffled)
         drawless = type(self.sampler) is SequentialSampler or isinstance(self.sampler, DistributedSampler)
@@ -114,6 +138,9 @@ class EpochOrder:
         """The number of samples of this rank in the current epoch; with a DistributedSampler."""
         self._start: Start | None = None
         self._epoch = self._skipped = 0
+        self._later: Mapping[str, Any] = {}
+        self.begun: Mapping[str, str] = {}
+        """Digests of what the samplers held when the epoch had begun."""
         self._walk: _Walk | None = None
 
     @property
@@ -121,9 +148,17 @@ class EpochOrder:
         """The sampler, if another number of ranks can divide its order again."""
         return self.sampler if self._rebuilt and isinstance(self.sampler, DistributedSampler) else None
 
-    def enter(self, epoch: int, start: Start | None, num_batches: int) -> None:
-        """Let the next walk begin after this number of batches of the epoch that began so; None: of a new epoch."""
-        self._epoch, self._start, self._skipped, self._walk = epoch, start, num_batches, None
+    @property
+    def counts_samples(self) -> bool:
+        """Whether positions count samples: batches are made of the sampler's indices in order."""
+        return self._rebuilt
+
+    def enter(self, epoch: int, start: Start | None, num_batches: int, later: Mapping[str, Any]) -> None:
+        """Let the next walk begin after this number of batches of the epoch that began so; None: of a new epoch.
+
+        later: what samplers hold at the position, unless going there changes it: training has set it meanwhile.
+        """
+        self._epoch, self._start, self._skipped, self._walk, self._later = epoch, start, num_batches, None, later
 
     def reach(self) -> Start:
         """Bring the walk to its position: from then on it draws from no global generator. Returns how it began."""
@@ -142,7 +177,8 @@ class EpochOrder:
         start = self._start
         if start is None:
             states = [generator.get_state() for generator in self.generators]
-            start = Start(key=_key(self._epoch, torch.get_rng_state(), *states), generators=states)
+            key = _key(self._epoch, torch.get_rng_state(), *states)
+            start = Start(key=key, generators=states, samplers=self.samplers.keep())
             if self._shuffling is not None:
                 seed = int(torch.empty((), dtype=torch.int64).random_().item())
                 start = replace(start, seed=seed)
@@ -151,20 +187,33 @@ class EpochOrder:
         else:
             for generator, state in zip(self.generators, start.generators, strict=False):
                 generator.set_state(state)
+            self.samplers.put_back(start.samplers)
             if start.rng is not None:
                 load_rng_state(start.rng)
         if self._shuffling is not None and start.seed is not None:
             self._shuffling.manual_seed(start.seed)
-        indices = self._indices
+        return start, self._walked(iter(self._rest(start)))
+
+    def _rest(self, start: Start) -> Iterable[Any]:
+        """The epoch, without what was taken in another split or batch size."""
         if start.splits:
             share = self._share(start.splits)
-            self.num_shared, indices = len(share), self._batched(share)
-        elif self.distributed is not None:
+            self.num_shared = len(share)
+            return self._batched(share)
+        if self.distributed is not None:
             self.num_shared = len(self.distributed)
-        walked = iter(indices)
-        for _ in range(self._skipped):
-            next(walked, None)
-        return start, walked
+        return self._batched(islice(self._source, start.taken, None)) if start.taken else self._indices
+
+    def _walked(self, indices: Iterator[Any]) -> Iterator[Any]:
+        """The indices from the position on; samplers then hold what they held there."""
+        ahead = list(islice(indices, 1))
+        self.begun = self.samplers.digests()
+        if self._skipped:
+            ahead = list(islice(indices, self._skipped - 1, self._skipped))
+            now = self.samplers.digests()
+            later = {path: state for path, state in self._later.items() if now.get(path) == self.begun.get(path)}
+            self.samplers.put_back(later)
+        return chain(ahead, indices)
 
     def numbered(self, start: Start, number: int, indices: Any) -> Any:
         """The loader's item for the batch of this number, counted from the position."""
@@ -189,21 +238,138 @@ class _Walk(Iterator[Any]):
         self._order = order
         self._start: Start | None = None
         self._indices: Iterator[Any] = iter(())
-        self._first: list[Any] = []
         self._number = 0
 
     def begin(self) -> Start:
         """Go to the position, and draw what the sampler draws at its start. Again: no effect."""
         if self._start is None:
             self._start, self._indices = self._order.begin()
-            self._first = list(zip(range(1), self._indices, strict=False))
         return self._start
 
     def __next__(self) -> Any:
         start = self.begin()
-        index = self._first.pop()[1] if self._first else next(self._indices)
+        index = next(self._indices)
         self._number += 1
         return self._order.numbered(start, self._number, index)
+
+
+class _Held(NamedTuple):
+    """A value in a sampler: the item or attribute `name` of `owner`."""
+
+    owner: Any
+    name: Any
+    state: Any
+    """The value, or the state of an object that takes it back by `load`."""
+    digest: str
+    load: Callable[[Any], object] | None
+
+
+class SamplerState:
+    """The values that a sampler can change: generators, plain attributes, what has `state_dict`; also in samplers and
+    parts that it holds. Kept before an epoch, and put back before it is iterated again.
+
+    Plain attributes that are as they were when the loader was made are its arguments, and belong to the script.
+    """
+
+    def __init__(self, name: str, sampler: Any, dataset: Any) -> None:
+        self._roots, self._dataset = {name: sampler}, dataset
+        self._root = sampler
+        self._made: dict[str, str] | None = None
+        found = self._all()
+        self._made = {path: one.digest for path, one in found.items() if one.load is None}
+        self.arguments = {
+            path: one.digest
+            for path, one in found.items()
+            if one.load is None and one.name != "epoch" and not isinstance(one.state, str | set | Iterator)
+        }
+        """Digests, by path; without texts, such as folders."""
+
+    def digests(self) -> dict[str, str]:
+        """Digests of everything, by path."""
+        return {path: one.digest for path, one in self._all().items()}
+
+    def keep(self, since: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """The values that have changed since these digests; None: all generators, and since the loader was made."""
+        since = (self._made or {}) if since is None else since
+        return copy.deepcopy({path: one.state for path, one in self._all().items() if since.get(path) != one.digest})
+
+    def check(self) -> None:
+        """Raise UnsupportedObject for what was there when the loader was made, and cannot be kept."""
+        for path, one in self._all().items():
+            if one.digest == _NOT_KEPT:
+                raise unsupported(path, one.state)
+
+    def put_back(self, kept: Mapping[str, Any]) -> None:
+        """Set what was kept."""
+        if not kept.keys() <= self._all().keys():
+            next(iter(self._root), None)  # makes what a sampler makes when it begins
+        found = self._all()
+        for path, state in copy.deepcopy(dict(kept)).items():
+            if path not in found:
+                continue
+            owner, name, live, _, load = found[path]
+            if load is not None:
+                load(state)
+            elif type(live) is list or (np.ndim(live) and np.shape(live) == np.shape(state)):
+                live[:] = state  # others may hold it
+            elif isinstance(owner, dict | list):
+                owner[name] = state
+            else:
+                setattr(owner, name, state)
+
+    def _all(self) -> dict[str, _Held]:
+        found: dict[str, _Held] = {}
+        for name in self._roots:
+            self._look(name, self._roots, name, found, set())
+        return found
+
+    def _look(self, path: str, owner: Any, name: Any, found: dict[str, _Held], seen: set[int]) -> None:
+        value = owner[name] if isinstance(owner, dict | list | tuple) else getattr(owner, name)
+        if value is self._dataset or id(value) in seen or isinstance(value, _OTHERS):
+            return
+        part = isinstance(value, Sampler) or type(value).__module__ == type(self._root).__module__
+        get, load = _access(value, part)
+        state = value if get is None else get()
+        digest = _digest(state)
+        if digest is None or load is not None:
+            seen.add(id(value))
+            inner = (
+                range(len(value)) if isinstance(value, list | tuple) else getattr(value, "__dict__", ()) if part else ()
+            )
+            for key in list(value if isinstance(value, dict) else inner):
+                self._look(f"{path}.{key}", value, key, found, seen)
+        if digest is None and isinstance(value, Iterator | random.SystemRandom):
+            digest = _NOT_KEPT if self._made is None or path in self._made else None
+        if digest is not None or load is not None:
+            # The plain value that is there before an object is made has another path.
+            found[path + "()" * (load is not None)] = _Held(owner, name, state, digest or "", load)
+
+
+_OTHERS = (Dataset, nn.Module, Optimizer, DataLoader, type)
+_NOT_KEPT = "not kept"
+
+
+def _access(value: Any, part: bool) -> tuple[Callable[[], Any], Callable[[Any], object]] | tuple[None, None]:
+    """How an object says its state and takes it back. part: `state_dict` counts."""
+    bits = value.bit_generator if isinstance(value, np.random.Generator) else value
+    if isinstance(bits, np.random.BitGenerator):
+        return lambda: bits.state, lambda state: setattr(bits, "state", state)
+    if isinstance(value, torch.Generator | np.random.RandomState):
+        return value.get_state, value.set_state
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return value.getstate, value.setstate
+    return (value.state_dict, value.load_state_dict) if part and isinstance(value, Stateful) else (None, None)
+
+
+def _digest(state: Any) -> str | None:
+    """The digest of plain data; None for other objects."""
+    try:
+        data = msgspec.msgpack.encode(state, enc_hook=partial(small_leaf, ""))
+    except OverflowError:  # an integer of more than 64 bits
+        data = repr(state).encode()
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return xxhash.xxh3_64_hexdigest(data)
 
 
 def _generators(*owners: Any) -> list[torch.Generator]:

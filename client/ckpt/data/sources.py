@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -41,6 +41,10 @@ class Position:
     """Whether persistent workers ran, between epochs."""
     inner: Any = None
     """The state of a StatefulDataLoader over an iterable data set."""
+    samplers: Mapping[str, Any] = field(default_factory=dict)
+    """The values that samplers have changed in the epoch; between epochs, before it (SamplerState)."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """The arguments that must be as at the save, within an epoch."""
     num_samples: int | None = None
     replica: int = 0
     num_replicas: int = 1
@@ -74,6 +78,8 @@ class Source(Protocol):
     """Where a loader's batches come from."""
 
     kind: str
+    arguments: Mapping[str, Any]
+    """The arguments, by name, that must be as at the save to go on within an epoch."""
 
     def begin(self, position: Position) -> tuple[Iterator[Any], Start]:
         """An iteration from this position, which is reached on return."""
@@ -81,8 +87,8 @@ class Source(Protocol):
     def state(self, position: Position) -> dict[str, Any]:
         """The rest of a position: fields of Position."""
 
-    def prepare(self, position: Position) -> None:
-        """Set what is to be as at the save before an iteration begins."""
+    def prepare(self, position: Position) -> Position:
+        """Set what is to be as at the save before an iteration begins. Returns the position as this source counts."""
 
 
 def _iterate(loader: DataLoader[Any], position: Position) -> Iterator[Any]:
@@ -111,6 +117,7 @@ class MapSource(Source):
         batched = loader.batch_sampler is not None
         sampler = self.order.sampler if self.order.sampler is not None else loader.batch_sampler
         self.kind = f"a loader with {type(sampler).__name__}"
+        self.arguments = {} if self.order.distributed is not None else self.order.samplers.arguments
         if isinstance(loader, Stateful):  # StatefulDataLoader: what it does beyond a DataLoader is done here
             knobs = {name: getattr(loader, name) for name in _KNOBS if hasattr(loader, name)}
             replaced = {"batch_sampler": self.order} if batched else {"sampler": self.order, "batch_size": None}
@@ -123,25 +130,43 @@ class MapSource(Source):
 
     @override
     def begin(self, position: Position) -> tuple[Iterator[Any], Start]:
-        self.order.enter(position.epoch, position.start, position.batches or 0)
+        self.order.enter(position.epoch, position.start, position.batches or 0, position.samplers)
         found = _iterate(self._view, position)
         return found, self.order.reach()
 
     @override
     def state(self, position: Position) -> dict[str, Any]:
         sampler, size = self.order.distributed, self.order.batch_size
+        samplers = self.order.samplers
+        samplers.check()
         ranks = {} if sampler is None else {"replica": sampler.rank, "num_replicas": sampler.num_replicas}
         if not position.resumes:
-            return {**_between_epochs(self._view, position, self.order.generators), **ranks}
+            states = _between_epochs(self._view, position, self.order.generators)
+            return {**states, **ranks, "samplers": samplers.keep()}
+        later = {"samplers": samplers.keep(self.order.begun)}
         if sampler is None:
-            return {}
+            changed = () if position.start is None else position.start.samplers
+            arguments = {name: digest for name, digest in self.arguments.items() if name not in changed}
+            return {**later, "arguments": arguments, "batch_size": (size or 1) if self.order.counts_samples else None}
         taken = min((position.batches or 0) * (size or 1), self.order.num_shared)
-        return {**ranks, "batch_size": size, "taken": taken}
+        return {**ranks, **later, "batch_size": size, "taken": taken}
 
     @override
-    def prepare(self, position: Position) -> None:
+    def prepare(self, position: Position) -> Position:
         for generator, state in zip(self.order.generators, position.generators, strict=False):
             generator.set_state(state)
+        if not position.resumes:
+            self.order.samplers.put_back(position.samplers)
+        saved, size, start = position.batch_size, self.order.batch_size or 1, position.start
+        if saved in (None, size) or start is None or self.order.distributed is not None:
+            return position
+        start = replace(start, taken=start.taken + (position.batches or 0) * saved)
+        return replace(position, start=start, batches=0, batch_size=size)
+
+
+def _arguments(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Those that decide what is in a batch of an iterable data set."""
+    return {"batch_size": loader.batch_size, "num_workers": loader.num_workers or 1}
 
 
 class _IterableSource(Source):
@@ -150,7 +175,7 @@ class _IterableSource(Source):
     kind = "a loader of an iterable data set"
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self._loader = loader
+        self._loader, self.arguments = loader, _arguments(loader)
 
     def begin(self, position: Position) -> tuple[Iterator[Any], Start]:
         generator, start = self._loader.generator, position.start
@@ -168,11 +193,14 @@ class _IterableSource(Source):
 
     def state(self, position: Position) -> dict[str, Any]:
         generator = self._loader.generator
-        return {} if position.resumes else _between_epochs(self._loader, position, [generator] if generator else [])
+        if position.resumes:
+            return {"arguments": self.arguments}
+        return _between_epochs(self._loader, position, [generator] if generator else [])
 
-    def prepare(self, position: Position) -> None:
+    def prepare(self, position: Position) -> Position:
         if self._loader.generator is not None and position.generators:
             self._loader.generator.set_state(position.generators[0])
+        return position
 
 
 class _StatefulSource(Source):
@@ -181,16 +209,17 @@ class _StatefulSource(Source):
     kind = "a StatefulDataLoader of an iterable data set"
 
     def __init__(self, loader: Any) -> None:
-        self._loader = loader
+        self._loader, self.arguments = loader, _arguments(loader)
 
     def begin(self, position: Position) -> tuple[Iterator[Any], Start]:
         return iter(self._loader), Start(key=0)
 
     def state(self, position: Position) -> dict[str, Any]:
-        return {"inner": self._loader.state_dict()}
+        return {"inner": self._loader.state_dict(), "arguments": self.arguments if position.resumes else {}}
 
-    def prepare(self, position: Position) -> None:
+    def prepare(self, position: Position) -> Position:
         self._loader.load_state_dict(position.inner)
+        return position
 
 
 def source_of(loader: DataLoader[Any]) -> Source:

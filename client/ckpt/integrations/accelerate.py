@@ -14,7 +14,7 @@ The functions use the process's Checkpointer: `ckpt.init`, or CKPT_STORE and CKP
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from accelerate import Accelerator
@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ckpt import default
+from ckpt.capture.rng import RngOnce
 from ckpt.data import ResumableLoader
 from ckpt.restoring.pipeline import Restored
 from ckpt.snapshot.handle import SaveHandle
@@ -114,7 +115,7 @@ class _Position:
     def check_state_dicts(self, states: Sequence[Any]) -> None:
         self._tracked.check_state_dicts([_position(state) for state in states])
 
-    def restore_rng_at_position(self, restore_rng: Callable[[], None]) -> None:
+    def restore_rng_at_position(self, restore_rng: RngOnce) -> None:
         self._tracked.restore_rng_at_position(restore_rng)
 
 

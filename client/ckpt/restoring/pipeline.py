@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from ckpt.capture.rng import RngOnce
 from ckpt.capture.train_state import MODEL, Resumable, TrainState
 from ckpt.capture.values import check_others
 from ckpt.config import Config
@@ -480,8 +481,9 @@ class StagedRestore:
         if self.restored is None or self.restored.rng is None:
             return
         self.restored.restore_rng()
+        once = RngOnce(self.restored.rng)
         for loader in self._loaders:
-            loader.restore_rng_at_position(self.restored.rng)
+            loader.restore_rng_at_position(once)
 
     def __enter__(self) -> StagedRestore:
         return self

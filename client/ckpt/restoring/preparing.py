@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ckpt.capture.rng import derive_rng_state, load_rng_state
+from ckpt.capture.rng import RngOnce, derive_rng_state, load_rng_state
 from ckpt.capture.train_state import GRADIENTS, RNG, Resumable, Stateful, TrainState
 from ckpt.lazily import prefers_torch
 from ckpt.ranks.world import World
@@ -97,9 +97,10 @@ def _restore_rng(state: TrainState, plan: RestorePlan) -> None:
     if plan.restore_rng is None:
         return
     plan.restore_rng()
+    once = RngOnce(plan.restore_rng)
     for value in state.others.values():
         if isinstance(value, Resumable):
-            value.restore_rng_at_position(plan.restore_rng)
+            value.restore_rng_at_position(once)
 
 
 def plan_restore(content: Content, local: Mapping[str, JSON], state: TrainState) -> RestorePlan:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -23,9 +24,9 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ckpt
-from ckpt.capture.rng import host_rng_state, load_rng_state
+from ckpt.capture.rng import RngOnce, host_rng_state, load_rng_state
 from ckpt.data import ResumableLoader
-from ckptstore.errors import InvalidRequest, StateMismatch
+from ckptstore.errors import InvalidRequest, StateMismatch, UnsupportedObject
 from tests.ckpt.data.trained import NUM_SAMPLES, MakeLoader, Run, Samples, Stream, interrupted
 from tests.support.command_line import invoke
 from tests.support.jobs import Job, kept, killed_and_resumed
@@ -53,6 +54,100 @@ def distributed(**options: Any) -> DataLoader[Any]:
     return DataLoader(Samples(), batch_size=3, sampler=sampler)
 
 
+class Own(Sampler[int]):
+    """A sampler that draws from something of its own, `rng`, and shuffles its order further in each epoch."""
+
+    def __init__(self, rng: Any, **more: Any) -> None:
+        self.rng, self.order, self.epochs = rng, list(range(NUM_SAMPLES)), 0
+        vars(self).update(more)
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        self.epochs += 1
+        drawn = self.draw()
+        self.order.sort(key=lambda number: (number * drawn * self.epochs) % 23)
+        return iter(self.order)
+
+    def draw(self) -> int:
+        if self.rng is None:
+            self.rng = random.Random(3)
+        if isinstance(self.rng, torch.Generator):
+            return int(torch.randint(1, 22, (), generator=self.rng))
+        rng = self.rng
+        while not hasattr(rng, "integers") and not hasattr(rng, "randint"):
+            rng = rng["it"] if isinstance(rng, dict) else rng[-1] if isinstance(rng, list) else rng.rng
+        if isinstance(rng, Counted):
+            return rng.randint(1, 22)
+        return int(rng.integers(1, 22) if hasattr(rng, "integers") else rng.randint(1, 22))
+
+
+class Counted:
+    """A part of a sampler, with a number of its own."""
+
+    def __init__(self) -> None:
+        self.number = 3
+
+    def randint(self, low: int, high: int) -> int:
+        self.number = self.number * 7 % 19
+        return low + self.number
+
+
+class Held:
+    def __init__(self, rng: Any) -> None:
+        self.rng = rng
+
+
+class Batches(Sampler[list[int]]):
+    """A batch sampler around another sampler, with its own numbers."""
+
+    def __init__(self, within: Sampler[int], size: int = 4) -> None:
+        self.within, self.of, self.rng = within, size, np.random.RandomState(4)
+
+    def __len__(self) -> int:
+        return -(-NUM_SAMPLES // self.of)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        numbers = list(self.within)
+        batches = [numbers[i : i + self.of] for i in range(0, NUM_SAMPLES, self.of)]
+        return iter([batches[i] for i in self.rng.permutation(len(batches))])
+
+
+class Kept(Own):
+    """Says its state by itself, which is more than its attributes show."""
+
+    def __init__(self) -> None:
+        numbers = [3]
+        super().__init__(random.Random(1), numbers=lambda: numbers)
+
+    def draw(self) -> int:
+        found: list[int] = vars(self)["numbers"]()
+        found.append(found[-1] * 5 % 17)
+        return found[-1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"last": vars(self)["numbers"]()[-1]}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        vars(self)["numbers"]().append(state["last"])
+
+
+SAMPLERS: dict[str, Callable[[], Any]] = {
+    "numpy": lambda: Own(np.random.default_rng(5)),
+    "philox": lambda: Own(np.random.Generator(np.random.Philox(5))),
+    "legacy-numpy": lambda: Own(np.random.RandomState(5)),
+    "python": lambda: Own(random.Random(5)),
+    "torch": lambda: Own(own()),
+    "made-later": lambda: Own(None),
+    "several": lambda: Own([random.Random(5), np.random.default_rng(5)]),
+    "by-name": lambda: Own({"it": random.Random(5)}),
+    "within-a-part": lambda: Own(Held(Held(random.Random(5)))),
+    "counting-part": lambda: Own(Counted()),
+    "state-dict": Kept,
+}
+
+
 LOADERS: dict[str, MakeLoader] = {
     "in-order": lambda: DataLoader(Samples(), batch_size=4),
     "shuffled": lambda: DataLoader(Samples(), batch_size=4, shuffle=True),
@@ -69,6 +164,9 @@ LOADERS: dict[str, MakeLoader] = {
         Samples(), batch_sampler=BatchSampler(RandomSampler(Samples()), 4, drop_last=False)
     ),
     "custom-batch-sampler": lambda: DataLoader(Samples(), batch_sampler=Backwards()),
+    "state-of-their-own": lambda: DataLoader(
+        Samples(), batch_sampler=Batches(Own([own(), random.Random(5), np.random.default_rng(5)]))
+    ),
     "distributed": distributed,
     "stateful": lambda: StatefulDataLoader(Samples(), batch_size=4, shuffle=True),
     "iterable": lambda: DataLoader(Stream(), batch_size=4),
@@ -165,6 +263,150 @@ def test_a_run_without_a_restore_gets_what_a_plain_loader_gives() -> None:
     plain = [batch.tolist() for batch in LOADERS["shuffled"]()]
     seed_all(3)
     assert [batch.tolist() for batch in ckpt.data.resumable(LOADERS["shuffled"]())] == plain
+
+
+def drawn(loader: ResumableLoader[Any], num_epochs: int, at: int = -1) -> tuple[list[list[int]], Any]:
+    """The batches of epochs, and the position after `at` of them."""
+    seen: list[list[int]] = []
+    state = None
+    for epoch in range(loader.epoch, num_epochs):
+        loader.set_epoch(epoch)
+        for batch in loader:
+            seen.append(batch.int().tolist())
+            if len(seen) == at:
+                state = copy.deepcopy(loader.state_dict())
+    return seen, state
+
+
+@pytest.mark.parametrize("kind", [*SAMPLERS, "batches"])
+def test_samplers_with_state_of_their_own_go_on(kind: str) -> None:
+    def make() -> ResumableLoader[Any]:
+        given: dict[str, Any] = {"batch_size": 4} if kind in SAMPLERS else {}
+        name = "sampler" if given else "batch_sampler"
+        given[name] = SAMPLERS[kind]() if given else Batches(Own(np.random.default_rng(5)))
+        return ckpt.data.resumable(DataLoader(range(NUM_SAMPLES), **given))  # type: ignore[arg-type]
+
+    for at in (8, 12, 13):
+        whole, state = drawn(make(), 4, at)
+        again = make()
+        again.load_state_dict(state)
+        assert drawn(again, 4)[0] == whole[at:]
+    assert len({str(whole[i : i + 6]) for i in range(0, 24, 6)}) > 2
+
+
+@pytest.mark.parametrize("at", [8, 12])
+def test_what_training_sets_in_a_sampler_within_an_epoch_counts_from_the_next_on(at: int) -> None:
+    def run(num_epochs: int, at: int, state: Any = None) -> tuple[list[list[int]], Any]:
+        sampler = WeightedRandomSampler([1.0] * NUM_SAMPLES, 24, generator=own())
+        loader: Any = ckpt.data.resumable(DataLoader(range(NUM_SAMPLES), 4, sampler=sampler))  # type: ignore[arg-type]
+        if state is not None:
+            loader.load_state_dict(state)
+        seen = []
+        for _ in range(loader.epoch, num_epochs):
+            for batch in loader:
+                seen.append(batch.tolist())
+                sampler.weights[batch] *= 3
+                if len(seen) == at:
+                    return seen, copy.deepcopy(loader.state_dict())
+        return seen, None
+
+    first, state = run(4, at)
+    assert first + run(4, -1, state)[0] == run(4, -1)[0]
+
+
+def test_an_iterator_in_a_sampler_is_refused_at_the_first_save() -> None:
+    loader = ckpt.data.resumable(DataLoader(Samples(), batch_size=4, sampler=Own(random.Random(5), more=iter([1]))))
+    with pytest.raises(UnsupportedObject, match=r"'sampler.more' is a builtins.list_iterator"):
+        loader.state_dict()
+
+
+def position_in(make: MakeLoader, num_batches: int) -> tuple[list[int], dict[str, Any]]:
+    loader = ckpt.data.resumable(make())
+    batches = iter(loader)
+    seen = [int(number) for _ in range(num_batches) for number in next(batches).reshape(-1, 4)[:, 0]]
+    return seen, loader.state_dict()
+
+
+@pytest.mark.parametrize("sizes", [(2, 4, 3), (4, 2, None), (None, 5, 1)])
+@pytest.mark.parametrize("options", [{"shuffle": True}, {}, {"sampler": Own}])
+def test_another_batch_size_counts_samples(options: dict[str, Any], sizes: tuple[int | None, ...]) -> None:
+    """With a size for two batches, then another one for two more, and a third one for the rest."""
+    seen, state = [], None
+    for number, size in enumerate(sizes):
+        given = {**options, "sampler": Own(random.Random(2))} if "sampler" in options else options
+        loader = ckpt.data.resumable(DataLoader(Samples(noise=False), batch_size=size, **given))
+        if state is not None:
+            loader.load_state_dict(state)
+        for batch in loader:
+            seen += batch.reshape(-1, 4)[:, 0].int().tolist()
+            if number < 2 and loader.num_batches == 2:
+                break_at = loader.state_dict()
+                break
+        state = break_at
+    assert sorted(seen) == list(range(NUM_SAMPLES))
+
+
+class Sized(BatchSampler):
+    """A batch sampler of a class of its own."""
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda size: DataLoader(Samples(), batch_sampler=Sized(RandomSampler(Samples()), size, False)), "batch_size"),
+        (lambda size: DataLoader(Samples(), batch_sampler=Batches(Own(random.Random(5)), size)), "batch_sampler.of"),
+        (lambda size: DataLoader(Samples(), batch_size=4, sampler=Own(random.Random(5), seed=size)), "sampler.seed"),
+        (lambda size: DataLoader(Samples(), batch_size=4, sampler=list(range(size, 20))), "otherwise here: sampler"),
+        (lambda size: DataLoader(Stream(), batch_size=size), "batch_size"),
+        (lambda size: DataLoader(Stream(), batch_size=2, num_workers=size - 1), "num_workers"),
+        (lambda size: StatefulDataLoader(Stream(), batch_size=size), "batch_size"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata
+def test_other_arguments_within_an_epoch_are_refused(make: Callable[[int], DataLoader[Any]], name: str) -> None:
+    _, state = position_in(lambda: make(3), 2)
+    with pytest.raises(StateMismatch, match=name):
+        ckpt.data.resumable(make(2)).load_state_dict(state)
+    same = ckpt.data.resumable(make(3))
+    same.load_state_dict(state)
+    for _ in same:
+        pass
+    other = ckpt.data.resumable(make(2))  # between epochs they may differ
+    other.load_state_dict(same.state_dict())
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+@pytest.mark.parametrize("num_epochs", [(4, 5, 6), (4, 8, 8), (5, 5, 5)])
+def test_several_loaders_do_not_rewind_each_other(num_epochs: tuple[int, ...], first: int) -> None:
+    """Each has epochs of another length; they begin in another order after the restore. Dropout draws as well."""
+
+    def start(order: int) -> tuple[list[ResumableLoader[Any]], Callable[[int], list[Any]]]:
+        found = [ckpt.data.resumable(DataLoader(Samples(noise=False), batch_size=5, shuffle=True)) for _ in range(3)]
+        for loader, size in zip(found, num_epochs, strict=True):
+            loader.dataset.num_samples = 5 * size
+        ones = [loader.endless() for loader in found]
+
+        def step(number: int) -> list[Any]:
+            turn = [(order * (number == 0) + i) % 3 for i in range(3)]
+            batches = {i: next(ones[i])[:, 0].tolist() for i in turn}
+            return [*(batches[i] for i in range(3)), float(torch.rand(()))]
+
+        return found, step
+
+    seed_all(3)
+    whole, step = start(0)
+    for number in range(8):
+        step(number + 1)
+    states, random_state = [loader.state_dict() for loader in whole], host_rng_state()
+    expected = [step(number + 1) for number in range(9)]
+    seed_all(8)
+    again, step = start(first if num_epochs != (4, 8, 8) or first == 0 else 0)
+    once = RngOnce(lambda: load_rng_state(random_state))
+    for loader, state in zip(again, states, strict=True):
+        loader.load_state_dict(state)
+        loader.restore_rng_at_position(once)
+    load_rng_state(random_state)
+    assert [step(number) for number in range(9)] == expected
 
 
 def test_endless_goes_through_all_epochs_and_resumes() -> None:
