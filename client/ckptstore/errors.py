@@ -306,8 +306,9 @@ class StoreReadOnly(Unavailable):
 
 class StoreUnsafe(Unavailable):
     """The store breaks a guarantee that deletions depend on. It accepts create-only writes and overwrites, so that two
-    parties could both win a decision; or a daemon decided, and this store does not contain the decision; or its clock
-    and ours are more than five minutes apart, so that the age of objects is unknown. Nothing was deleted.
+    parties could both win a decision; or it is a folder without hard links; or a daemon decided, and this store does
+    not contain the decision; or its clock and ours are more than five minutes apart, so that the age of objects is
+    unknown. Nothing was deleted.
     """
 
     code = "store_unsafe"

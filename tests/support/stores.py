@@ -262,7 +262,7 @@ class FakeClock:
 class DictStore(Store):
     """Keeps every promise of a store, and its objects in memory."""
 
-    creates_by_itself = True
+    one_winner = True
 
     def __init__(self, clock: FakeClock) -> None:
         self.url = self.identity = "dict://"

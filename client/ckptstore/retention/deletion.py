@@ -91,8 +91,10 @@ def hide(
     """Phase 1: remove these checkpoints from listings; durable on return.
 
     Returns the held ones, and why: they were not hidden, or were listed again because a hold was taken concurrently.
-    A call that fails may have hidden some of them, and may be repeated.
+    A call that fails may have hidden some of them, and may be repeated. The grace is at least the store's
+    `listing_lag_s`, so that this process sees the leases of all hosts before the data is deleted.
     """
+    grace_s = max(grace_s, run.store.listing_lag_s)
     held = dict(active_holds(run))
     if free := [attempt for attempt in attempts if attempt not in held]:
         audit.record(run, Action.DELETE, free, reason)
@@ -130,10 +132,11 @@ def sweep(run: Run, only: Collection[Attempt] | None = None) -> Swept:
     """Phase 2: delete checkpoints whose grace is over and that are not held, and finish sweeps that crashed.
 
     Their data is deleted on return. Ages are differences between the store's times and `run.clock`, which must not be
-    minutes apart (checks.check_store). only: these attempts, at any age. Raises Unavailable: another call
-    continues; or Damaged after all others are done: a checkpoint with a damaged sweep decision stays hidden and keeps
-    its data.
+    minutes apart (checks.check_store). only: these attempts, at any age; on a store with a `listing_lag_s`, all that
+    are due. Raises Unavailable: another call continues; or Damaged after all others are done: a checkpoint with a
+    damaged sweep decision stays hidden and keeps its data.
     """
+    only = None if run.store.listing_lag_s else only
     hidden = [h for h in list_hidden(run) if only is None or h.attempt in only]
     listed = set(_listed(run, run.keys.sweep_decisions))
     # Most deletions of the last week are complete. Their sweep decisions and tombstones are not read again and again.

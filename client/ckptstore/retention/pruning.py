@@ -145,7 +145,7 @@ def plan_prunes(store: Store, prune: Prune, clock: Clock) -> PrunePlan:
     return PrunePlan(
         tuple(decisions),
         tuple(runs),
-        policies.grace_s if prune.grace_s is None else prune.grace_s,
+        max(store.listing_lag_s, policies.grace_s if prune.grace_s is None else prune.grace_s),
         MAX_DELETE_FRACTION if own is not None else policies.max_delete_fraction,
         "prune" if own is not None or in_force is None else f"policies, version {in_force.version}",
     )

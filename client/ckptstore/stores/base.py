@@ -176,8 +176,10 @@ class Store(ABC):
     resumes_uploads: bool = False
     """A writer repeats the part of an upload that failed; elsewhere the whole object must be written again."""
     shared_between_processes: bool = True
-    creates_by_itself: bool = False
-    """This program implements `put_if_absent` itself; a server's implementation is probed first (remote_create.py)."""
+    one_winner: bool | None = None
+    """Whether one of several `put_if_absent` of a key wins; None: unknown, so it is probed first (remote_create.py)."""
+    listing_lag_s: float = 0.0
+    """For how long another host may not see what this one has written."""
     remote_create: bool = False
     """A daemon's database decides create-only writes, because the store itself cannot."""
 

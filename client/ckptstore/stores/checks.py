@@ -199,8 +199,8 @@ def _check_bucket(store: Store) -> None:
 
 def creates_once(store: Store, clock: Clock) -> bool:
     """Whether create-only has one winner on this store. Probed once per process and store. Raises Unavailable."""
-    if store.creates_by_itself:
-        return True
+    if store.one_winner is not None:
+        return store.one_winner
     with _probing:
         if store.identity not in _found:
             _found[store.identity] = _probe_creates(store, clock)
@@ -213,7 +213,7 @@ def check_store(store: Store, clock: Clock) -> None:
     Raises StoreUnsafe if a create overwrites, or if its clock and ours are minutes apart, or Unavailable.
     """
     probe = probe_store(store, clock)
-    if not (probe.creates_once or store.remote_create):
+    if not ((probe.creates_once and store.one_winner is not False) or store.remote_create):
         raise StoreUnsafe(
             f"{store.url} accepts create-only writes and overwrites",
             "Nothing was deleted. Two processes could both win a decision: delete through a daemon, whose database "

@@ -34,6 +34,8 @@ _BLOCK = 4096
 _HUGE = 2 << 20
 """The kernel aligns only memory of a multiple of this size so that it can use huge pages."""
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
+_NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
+"""Errors of file systems that reject direct I/O."""
 
 _Bytes = npt.NDArray[np.uint8]
 
@@ -163,7 +165,7 @@ class DirectFile:
                 count = os.pwritev(self._fd, rest, offset)
             except OSError as error:
                 # Some file systems reject direct I/O only at the write, and a short write may end unaligned.
-                if error.errno != errno.EINVAL or not direct:
+                if error.errno not in _NOT_DIRECT or not direct:
                     raise
                 self._direct = _set_direct(self._fd, False)
                 continue
@@ -189,7 +191,7 @@ def read_direct(fd: int, offset: int, num_bytes: int) -> memoryview:
                 count = os.preadv(fd, [memory[done:]], begin + done)
             except OSError as error:
                 # As for writes; a read that ends with the file may have ended unaligned.
-                if error.errno != errno.EINVAL or not direct:
+                if error.errno not in _NOT_DIRECT or not direct:
                     raise
                 direct = _set_direct(fd, False)
                 continue

@@ -6,6 +6,7 @@ system does none of these.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +18,7 @@ from typing_extensions import override
 
 from ckptstore.clock import system_clock
 from ckptstore.codecs.chunk_codecs import Buffer
-from ckptstore.errors import StoreUnavailable
+from ckptstore.errors import StoreUnavailable, StoreUnsafe
 from ckptstore.names import new_ulid
 from ckptstore.stores.base import ObjectInfo, ObjectReader, ObjectWriter, Store, store_errors, too_short
 from ckptstore.stores.direct import DirectFile, read_direct
@@ -28,8 +29,26 @@ _CREATE_TRIES = 20
 _MAX_PARTS = 1024
 """Most buffers of one preadv call (IOV_MAX on Linux)."""
 
-_ONE_HOST = frozenset({"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"})
+_ONE_HOST = frozenset((
+    "bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "fuse.fuse-overlayfs", "fuseblk", "overlay", "tmpfs", "xfs",
+    "zfs",
+))  # fmt: skip
 """File systems that only one host mounts."""
+_LINKED_ONCE = _ONE_HOST | {
+    "beegfs", "ceph", "fuse.glusterfs", "fuse.juicefs", "gpfs", "lustre", "nfs", "nfs4", "wekafs",
+}  # fmt: skip
+"""Those that give a name to one of several hard links, whichever hosts make them."""
+_EMULATED = frozenset({"fuse.seaweedfs"})
+"""Those whose mounts emulate hard links, each for itself."""
+_CACHED = ("cifs", "fuse", "nfs", "smb")
+"""Those whose hosts keep folders and attributes for a while: names begin so."""
+_LISTING_LAG_S = 120.0
+"""Twice what NFS keeps them by default (acdirmax)."""
+_NO_LINKS = frozenset((errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM))
+_MOUNTS = Path("/proc/self/mountinfo")
+_durable: set[Path] = set()
+"""Folders whose names this process knows to be durable."""
+_MAX_DURABLE = 4096
 
 
 class LocalStore(Store):
@@ -38,26 +57,23 @@ class LocalStore(Store):
     A folder that vanishes later is not created again: an unmounted volume is not an empty store.
     """
 
-    creates_by_itself = True
-
     def __init__(self, root: str) -> None:
         self.root = Path(os.path.abspath(os.path.expanduser(root)))
+        kind = _file_system(self.root)
+        self.one_winner = kind in _LINKED_ONCE or (False if kind in _EMULATED else None)
+        self.listing_lag_s = _LISTING_LAG_S if kind.startswith(_CACHED) and kind not in _ONE_HOST else 0.0
         # Not Path.as_uri, which quotes: open_store(store.url) must open the same folder.
         self.url = self.identity = f"file://{self.root}"
         self._skipped = len(os.path.join(self.root, ""))
         """Length of the path before the key."""
         self._existed = self.root.is_dir()
+        self._new = not self._existed
+        """The root may not be durable yet: this process creates it, or another one does at the same time."""
 
     @property
     def on_this_host(self) -> bool:
         """Whether the folder is on a file system for one host. An unknown file system counts as one of a network."""
-        try:
-            device, mounts = os.stat(self.root).st_dev, Path("/proc/self/mountinfo").read_text().splitlines()
-        except OSError:
-            return False
-        number = f"{os.major(device)}:{os.minor(device)}"
-        kinds = {line.partition(" - ")[2].split()[0] for line in mounts if line.split(maxsplit=3)[2] == number}
-        return bool(kinds) and kinds <= _ONE_HOST
+        return self.root.is_dir() and _file_system(self.root) in _ONE_HOST
 
     def put(self, key: str, data: Buffer) -> None:
         """Write to a temporary file in the same folder, then rename."""
@@ -69,7 +85,7 @@ class LocalStore(Store):
         """Write to a temporary file in the same folder, then link: link fails if the name exists."""
         path = self._path(key)
         with self._errors("create", key):
-            if path.exists():
+            if self.one_winner and path.exists():  # elsewhere the link is asked, which a probe must see
                 with suppress(FileNotFoundError):  # it was deleted meanwhile
                     sync_folder(path.parent)  # the call that created it may have failed to
                 return False
@@ -78,6 +94,14 @@ class LocalStore(Store):
                     os.link(temporary, path)
                 except FileExistsError:
                     return False
+                except OSError as error:
+                    if error.errno not in _NO_LINKS:
+                        raise
+                    raise StoreUnsafe(
+                        f"cannot create {path}: its file system ({_file_system(self.root)}) refuses hard links, and so "
+                        "two processes could both win a decision",
+                        "Use a disk, NFS, or the URL of the service behind the mount (s3://, gs://)",
+                    ) from error
             return True
 
     def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
@@ -181,9 +205,10 @@ class LocalStore(Store):
     def _create(self, path: Path) -> int:
         """The descriptor of a new file. Creates its folders, and the root if it never existed."""
         self._check_root()
-        if not self._existed:
-            make_folders(self.root)
-            self._existed = True
+        if self._new:
+            make_folders(self.root.parent)
+            make_folders(self.root, self.root.parent)
+            self._existed, self._new = True, False
         for _ in range(_CREATE_TRIES):  # another process may remove the empty folder at the same time
             try:
                 make_folders(path.parent, self.root)
@@ -317,15 +342,40 @@ def _temporary_name(path: Path) -> Path:
 
 
 def make_folders(folder: Path, root: Path | None = None) -> None:
-    """Create `folder` and its parents, each durable before the next. root: the topmost one, which is not created."""
-    if folder == root or folder.is_dir():
+    """Create `folder` and its parents, each durable before the next. root: the topmost one, which is not created.
+
+    Below a root, folders that exist are made durable as well, once per process: those who created them may not have
+    done so yet.
+    """
+    there = folder.is_dir()
+    if folder == root or (there and (root is None or folder in _durable)):
         return
     make_folders(folder.parent, root)
+    if not there:
+        with suppress(FileExistsError):  # created by another process (exist_ok=True fails if it is gone again)
+            folder.mkdir()
     try:
-        folder.mkdir()
-    except FileExistsError:
-        pass  # created by another process meanwhile (exist_ok=True fails if it has been removed again)
-    sync_folder(folder.parent)
+        sync_folder(folder.parent)
+    except PermissionError:
+        if not there:
+            raise  # otherwise it is left to those who own the parent
+    if len(_durable) >= _MAX_DURABLE:
+        _durable.clear()
+    _durable.add(folder)
+
+
+def _file_system(folder: Path) -> str:
+    """The type of the file system of a folder, by its mount point; empty if it is unknown."""
+    try:
+        mounts = _MOUNTS.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return ""
+    path, longest, kind = os.path.realpath(folder) + "/", "", ""
+    for line in mounts:
+        place = line.split()[4].replace(r"\040", " ").rstrip("/") + "/"
+        if path.startswith(place) and len(place) >= len(longest):
+            longest, kind = place, line.partition(" - ")[2].split()[0]
+    return kind
 
 
 def sync_folder(folder: Path) -> None:

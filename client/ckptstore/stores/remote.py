@@ -44,7 +44,7 @@ class FsspecStore(Store):
         in_memory = "memory" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
         self._lock: AbstractContextManager[Any] = _MEMORY_LOCK if in_memory else _NO_LOCK
         self.shared_between_processes = not in_memory
-        self.creates_by_itself = in_memory
+        self.one_winner = in_memory or None
 
     @override
     def put(self, key: str, data: Buffer) -> None:

@@ -152,7 +152,7 @@ def trim(local: Run, keep: int, known: Known | None = None) -> Sequence[Attempt]
     surplus = found[keep:]
     held = active_holds(local) if surplus else {}
     surplus = [attempt for attempt in surplus if attempt not in held]
-    if not surplus:
+    if not surplus and not local.store.listing_lag_s:  # with a lag, those of an earlier call may be due
         return ()
     hide(local, surplus, f"the newest {keep} stay local", grace_s=0.0)
     return sweep(local, only=surplus).attempts

@@ -32,7 +32,7 @@ class Noting(FaultyStore):
     def __init__(self, store: Store, notes: Path, place: str) -> None:
         super().__init__(store, Faults())
         self.identity = store.identity
-        self.creates_by_itself = store.creates_by_itself
+        self.one_winner = store.one_winner
         self._notes = notes
         self._place = place
         self._num_deletes = 0

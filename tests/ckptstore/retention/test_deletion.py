@@ -13,7 +13,7 @@ from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, decided_attempts, latest, list_checkpoints
 from ckptstore.commits.commit import decide, read_outcome
 from ckptstore.commits.hidden import hidden_attempts
-from ckptstore.commits.leases import take_lease
+from ckptstore.commits.leases import renew_lease, take_lease
 from ckptstore.errors import CheckpointHeld, StoreUnavailable
 from ckptstore.format.records import Policy
 from ckptstore.names import Attempt, Reference, RunKeys, new_ulid
@@ -35,6 +35,7 @@ from ckptstore.retention.scrubbing import record_finding
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from ckptstore.stores.base import WrappedStore
+from ckptstore.tiers.replication import trim
 from tests.conftest import in_memory
 from tests.support.checkpoints import (
     RUN,
@@ -84,6 +85,33 @@ def test_a_damaged_checkpoint_is_not_the_newest(store: Store) -> None:
         delete_checkpoint(run, usable.attempt, "test")
     delete_checkpoint(run, damaged.attempt, "test")
     assert steps(store) == [1]
+
+
+@pytest.mark.parametrize("how", ["delete", "prune", "trim"])
+def test_no_grace_is_shorter_than_what_hosts_may_not_see(store: Store, how: str) -> None:
+    """On NFS a lease and a tombstone of two hosts may miss each other for a minute."""
+    clock = MovableClock()
+    run, (old, read, newest) = Run(store, RUN, clock), write(store, 1, 2, 3)
+    store.listing_lag_s = 120.0
+
+    if how == "delete":
+        for one in (old, read):
+            delete_checkpoint(run, one.attempt, "test", 0.0)
+    elif how == "prune":
+        apply_prune(run, plan_prune(run, Policy(keep_last=1)), grace_s=0.0)
+    else:
+        trim(run, 1)
+    assert steps(store) == [3]
+    renew_lease(run, new_ulid(clock()), read.attempt, "another host, which saw no tombstone", HOUR_S)
+    for wait_s in (60, 100):
+        assert all(intact(store, one) for one in (old, read))
+        clock.advance(wait_s)
+        if how == "trim":
+            trim(run, 1)
+        else:
+            sweep(run, only=[])
+    assert not keys(store, run.keys.attempt(old.attempt))
+    assert all(intact(store, one) for one in (read, newest))
 
 
 # Orphans.

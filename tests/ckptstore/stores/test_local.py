@@ -11,14 +11,26 @@ from pathlib import Path
 
 import pytest
 
+from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import latest
-from ckptstore.errors import CkptError, InvalidRequest, NoCheckpoint, StoreFull, StoreReadOnly, StoreUnavailable
+from ckptstore.errors import (
+    CkptError,
+    InvalidRequest,
+    NoCheckpoint,
+    StoreFull,
+    StoreReadOnly,
+    StoreUnavailable,
+    StoreUnsafe,
+)
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
 from ckptstore.run import Run
 from ckptstore.stores import Store, local, open_store
+from ckptstore.stores.checks import check_store, creates_once
+from ckptstore.stores.remote_create import RemoteCreateStore
 from tests.support.checkpoints import write_checkpoint
 from tests.support.disks import small_file_system
+from tests.support.stores import race
 
 
 def write_many(store: Store, steps: Iterable[int]) -> None:
@@ -143,3 +155,77 @@ def test_a_name_counts_only_when_its_folder_is_durable(tmp_path: Path, monkeypat
         store.put_if_absent("commits/2", b"mine")
     assert not store.put_if_absent("commits/2", b"mine")
     assert synced == [tmp_path / "commits"] * 2
+
+
+def test_folders_of_another_rank_are_made_durable_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank has created them, and not synced their names: a receipt in them would not survive a power cut."""
+    store, synced, sync = open_store(str(tmp_path / "store")), list[str](), local.sync_folder
+    (tmp_path / "store" / "gpt" / "attempts" / "1").mkdir(parents=True)
+
+    def note(folder: Path) -> None:
+        synced.append(folder.name)
+        sync(folder)
+
+    monkeypatch.setattr(local, "sync_folder", note)
+    for name in "ab":
+        store.put(f"gpt/attempts/1/{name}", b"")
+    assert synced == [tmp_path.name, "store", "gpt", "attempts", "1", "1"]
+
+
+def _mounted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, place: str = "a folder") -> Store:
+    """A store below a mount of this kind, as the kernel lists it; the device is another one, as on btrfs."""
+    below = str(tmp_path / place).replace(" ", r"\040")
+    lines = ["1 0 8:1 / / rw - ext4 /dev/a rw", f"2 1 0:99 / {below} rw shared:1 - {kind} x rw"]
+    (tmp_path / "mounts").write_text("\n".join(lines))
+    monkeypatch.setattr(local, "_MOUNTS", tmp_path / "mounts")
+    (tmp_path / "a folder" / "store").mkdir(parents=True, exist_ok=True)
+    return open_store(str(tmp_path / "a folder" / "store"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "one_winner", "lags", "on_this_host"),
+    [
+        ("btrfs", True, False, True),
+        ("fuseblk", True, False, True),
+        ("nfs4", True, True, False),
+        ("lustre", True, False, False),
+        ("cifs", None, True, False),
+        ("fuse.gcsfuse", None, True, False),
+        ("fuse.seaweedfs", False, True, False),
+        ("unheard-of", None, False, False),
+    ],
+)
+def test_what_a_file_system_promises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, one_winner: bool | None, lags: bool, on_this_host: bool
+) -> None:
+    store = _mounted(monkeypatch, tmp_path, kind)
+    assert (store.one_winner, store.listing_lag_s > 60, store.on_this_host) == (one_winner, lags, on_this_host)
+    beside = _mounted(monkeypatch, tmp_path, kind, "a folde")  # a name that another begins with
+    assert beside.on_this_host
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_mount_without_hard_links_is_named_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    store = RemoteCreateStore(_mounted(monkeypatch, tmp_path, "fuse.gcsfuse"), None)
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", refuse)
+    for _ in range(2):
+        with pytest.raises(StoreUnsafe, match=r"\(fuse.gcsfuse\) refuses hard links"):
+            store.put_if_absent("gpt/commits/00000001.json", b"x")
+    assert list(store.list("")) == []
+
+
+@pytest.mark.parametrize("kind", ["fuse.unheard-of", "fuse.seaweedfs"])
+def test_a_mount_that_emulates_hard_links_decides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    store = _mounted(monkeypatch, tmp_path, kind)
+    if kind == "fuse.unheard-of":
+        monkeypatch.setattr(os, "link", lambda source, target: Path(target).write_bytes(Path(source).read_bytes()))
+        assert all(race(*[lambda: store.put_if_absent("gpt/a", b"x")] * 2)), "if it refuses now, this test is none"
+    assert not creates_once(store, system_clock)
+    with pytest.raises(StoreUnsafe, match="overwrites"):
+        check_store(store, system_clock)
