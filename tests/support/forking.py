@@ -31,7 +31,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-DAEMON = ("ckptd.app", "ckptd.settings", "ckptd.server", "psycopg", "s3fs", "typer")
+DAEMON = (
+    "ckptd.app", "ckptd.settings", "ckptd.server", "ckptd.commands", "psycopg", "s3fs", "typer",
+    "sqlalchemy.dialects.sqlite", "uvicorn.lifespan.on", "uvicorn.loops.asyncio",
+)  # fmt: skip
 COMMAND_LINE = ("ckptctl.cli", "ckptapi.client", "ckptstore.stores.local")
 TRAINER = (
     "ckpt.checkpointer", "ckpt.capture.state", "ckpt.restoring.objects", "ckpt.restoring.sharing",
