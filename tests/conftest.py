@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import signal
+import ssl
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -46,6 +48,17 @@ settings.load_profile("repeatable")
 # For the same reason no request ends after httpx's five seconds, unless a test says so.
 for part in ("connect", "read", "write", "pool"):
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, part, 60.0)
+
+
+# The certificates of authorities are read once, not for each request and client: 25 ms of a core.
+@functools.cache
+def _tls(file: str | None, verify: Any, cert: Any) -> ssl.SSLContext:
+    return httpx.create_ssl_context(verify, cert)
+
+
+httpx._transports.default.__dict__["create_ssl_context"] = lambda verify=True, cert=None, trust_env=True: _tls(
+    os.environ.get("SSL_CERT_FILE"), verify, cert
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -13,11 +13,12 @@ DEADLINE_S = 60.0
 
 
 def wait_until(condition: Callable[[], object], what: str = "it", deadline_s: float = DEADLINE_S) -> None:
-    """Poll until the condition holds; AssertionError if it never does."""
-    end = time.monotonic() + deadline_s
+    """Poll until the condition holds, the longer it takes the less often; AssertionError if it never does."""
+    began = time.monotonic()
     while not condition():
-        assert time.monotonic() < end, f"{what} did not happen within {deadline_s} s"
-        time.sleep(0.01)
+        took = time.monotonic() - began
+        assert took < deadline_s, f"{what} did not happen within {deadline_s} s"
+        time.sleep(min(0.1, max(0.01, took / 20)))
 
 
 class Lines:
