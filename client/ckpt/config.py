@@ -242,6 +242,8 @@ def takes(make: Callable[_P, _T]) -> Callable[[Callable[[_S, _T], None]], Callab
     shown.__annotations__ = get_type_hints(shown)  # types in place of their text
 
     def decorate(init: Callable[[_S, _T], None]) -> Callable[Concatenate[_S, _P], None]:
+        shown.__qualname__ = init.__qualname__  # errors about arguments name it
+
         @wraps(init)
         def wrapper(self: _S, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
             init(self, make(*args, **kwargs))

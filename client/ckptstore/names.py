@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, field
+from operator import index
+from typing import SupportsIndex
 
 import xxhash
 from ulid import ULID
@@ -81,9 +83,9 @@ def _check(allowed: re.Pattern[str], text: str, what: str, hint: str) -> str:
 
 
 def _check_number(number: int, most: int, what: str) -> int:
-    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= most:
+    if isinstance(number, bool) or not isinstance(number, SupportsIndex) or not 0 <= index(number) <= most:
         raise InvalidName(f"{what} {number!r} is not allowed", f"Use an integer from 0 to {most}")
-    return number
+    return index(number)
 
 
 @dataclass(frozen=True, slots=True, order=True)

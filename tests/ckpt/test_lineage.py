@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from ckpt import Checkpointer, SaveHandle
+from ckpt.snapshot import run_saves
 from ckptstore.commits.catalog import State, list_checkpoints
 from ckptstore.commits.generations import read_generations
 from ckptstore.errors import InvalidRequest, Superseded
@@ -67,6 +69,12 @@ def jobs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     return Run(open_store(str(tmp_path / "store")), RUN)
+
+
+def elsewhere(sessions: dict[Any, Any] | None = None) -> dict[Any, Any]:
+    """What follows is in another process, or in the one of these sessions. Returns the sessions of this one."""
+    before, run_saves._sessions = run_saves._sessions, sessions or {}
+    return before
 
 
 def states(run: Run) -> dict[int, str]:
@@ -168,11 +176,52 @@ def test_no_restore_is_warned_of_once(jobs: Callable[..., Job], run: Run, caplog
     with caplog.at_level(logging.WARNING, "ckpt"):
         jobs().save(100, 200)
         assert "abandoned" not in caplog.text
+        elsewhere()
         jobs().save(10, 20)
-    assert caplog.text.count("earlier checkpoints are abandoned") == 1
-    assert f"{RUN}@200." in caplog.text
+    assert caplog.text.count("are abandoned") == 1
+    assert f"the newest is {RUN}@200." in caplog.text
+    assert "it continues from nothing" in caplog.text
     assert jobs().restore() == 20
     assert states(run)[200] == State.ABANDONED
+
+
+@pytest.mark.parametrize(
+    ("steps", "closed"), [((30,), False), ((200,), True), ((300, 400), False)], ids=["lower", "the same", "higher"]
+)
+def test_a_second_checkpointer_of_the_process_continues_the_run(
+    jobs: Callable[..., Job], run: Run, caplog: pytest.LogCaptureFixture, steps: tuple[int, ...], closed: bool
+) -> None:
+    """The cell of a notebook is run again."""
+    first = jobs()
+    first.save(100)
+    first.save_async(200)
+    if closed:
+        first.checkpointer.close()
+    second = jobs()
+    second.save(*steps)
+    assert {c.state for c in list_checkpoints(run)} == {State.COMMITTED}
+    assert {c.step for c in list_checkpoints(run)} == {100, 200, *steps}
+    third = jobs()
+    third.checkpointer.restore(third.net, checkpoint="gpt@100")
+    jobs().save(110)  # also what was only restored
+    assert jobs().restore() == 110
+    assert "are abandoned" in caplog.text, "those after step 100"
+    assert f"the newest is {RUN}@{steps[-1]}." in caplog.text
+
+
+def test_a_second_checkpointer_names_what_another_process_saved_meanwhile(
+    jobs: Callable[..., Job], run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    jobs().save(100)
+    here = elsewhere()
+    other = jobs()
+    other.restore()
+    other.save(200)
+    assert not caplog.text
+    elsewhere(here)
+    jobs().save(110)
+    assert f"the newest is {RUN}@200." in caplog.text
+    assert "it continues from step 100" in caplog.text
 
 
 def test_a_step_is_saved_once(jobs: Callable[..., Job], run: Run) -> None:
@@ -181,6 +230,10 @@ def test_a_step_is_saved_once(jobs: Callable[..., Job], run: Run) -> None:
     with pytest.raises(InvalidRequest, match="saved already"):
         job.save_async(100)
     job.save(110)
+    for repeats in (False, True):
+        with pytest.raises(InvalidRequest, match=r"step 110 .* not continue from this save of step 105") as caught:
+            job.checkpointer.save_async(job.net, job.optim, 105, repeat_step=repeats)
+        assert "Count steps over all epochs" in caught.value.hint
     assert job.restore(100) == 100
     job.save(110)
     assert [c.step for c in list_checkpoints(run) if c.state is State.COMMITTED] == [110, 100]

@@ -74,7 +74,7 @@ class TrainState:
         """Raises InvalidRequest for objects of the wrong kind or reserved names."""
         shared = dict(shared or {})
         for name in (*extras, *shared):
-            if name in RESERVED or name.startswith(f"{OPTIMIZER}.") or (name in extras and name in shared):
+            if name in (*RESERVED, "tags") or name.startswith(f"{OPTIMIZER}.") or (name in extras and name in shared):
                 raise InvalidRequest(f"the name {name!r} is reserved or given twice", "Use another one")
             if not name or "/" in name:
                 raise InvalidRequest(f"the name {name!r} is empty or contains a slash", "Use another one")
@@ -200,7 +200,8 @@ def _same(known: Any, value: Any) -> bool:
 
 
 def _chunks(model: Model) -> tuple[nn.Module, ...]:
-    chunks: tuple[Any, ...] = tuple(model) if isinstance(model, Iterable) and not _is_module(model) else (model,)
+    one = _is_module(model) or isinstance(model, Mapping) or not isinstance(model, Iterable)
+    chunks: tuple[Any, ...] = (model,) if one else tuple(model)  # type: ignore[arg-type]
     for chunk in chunks:
         if not _is_module(chunk):
             raise InvalidRequest(

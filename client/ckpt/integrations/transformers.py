@@ -66,6 +66,9 @@ class _CkptdTrainer(Trainer):
         self._saved: Mapping[str, Any] = {}
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        if self._last_saved is not None:  # its steps begin again: in a new session
+            self._checkpointer.close()
+            self._checkpointer = Checkpointer(**vars(self._config))
         self._last_saved = None
         if self.args.save_total_limit and self.args.should_save:
             self._keeper = Keeper(self._config, self._policy())

@@ -71,18 +71,19 @@ class Numbering:
 
     def _begin(self, session: Session) -> int:
         begun = begin_generation(self.run, session)
-        if begun.created and session.parent is None:
-            self._warn_of_abandoned(begun.number)
+        if begun.created:
+            self._warn_of_abandoned(begun.number, session.parent)
         return begun.number
 
-    def _warn_of_abandoned(self, number: int) -> None:
+    def _warn_of_abandoned(self, number: int, parent: Attempt | None) -> None:
         newest = next((c for c in newest_first(self.run) if c.attempt.generation < number), None)
-        if newest is not None:
+        if newest is not None and (parent is None or newest.attempt > parent):
+            start = "from nothing" if parent is None else f"from step {parent.step}"
             self._warn(
-                f"run {self.run.name!r} has checkpoints, the newest is {newest.id}, and this trainer restored none of "
-                f"them. From its first commit on it is the run's newest generation ({number}), and all earlier "
-                "checkpoints are abandoned: they are not restored unless they are named. Restore before the first save "
-                "to continue the run, or use another run"
+                f"run {self.run.name!r} has checkpoints, the newest is {newest.id}, that this trainer has not "
+                f"restored: it continues {start}. From its first commit on it is the run's newest generation "
+                f"({number}), and earlier checkpoints that are not before that step are abandoned: they are not "
+                "restored unless they are named. Restore before the first save to continue the run, or use another run"
             )
 
 

@@ -25,7 +25,7 @@ from ckptstore.codecs.chunk_codecs import RAW
 from ckptstore.commits.catalog import latest, quarantined_attempts
 from ckptstore.commits.commit import read_receipt
 from ckptstore.commits.generations import NewAttempt, Session
-from ckptstore.commits.leases import release_lease, take_lease
+from ckptstore.commits.leases import end_lease, take_lease
 from ckptstore.commits.references import marks
 from ckptstore.errors import CkptError, NoCheckpoint
 from ckptstore.format.boxes import Box, same_dimensions
@@ -206,14 +206,6 @@ def ignore(raw: memoryview, span: ChunkSpan, chunk: EncodedChunk) -> None:
 _LEASE_S = 3600.0
 _COMMIT_WAIT_S = 0.5
 _MOST_AGE_S = 7 * 24 * 3600.0
-
-
-def end_lease(run: Run, lease: str) -> None:
-    """Release a lease; logs a warning if that fails."""
-    try:
-        release_lease(run, lease)
-    except CkptError as error:
-        logger.warning("lease %s was not released and will expire: %s", lease, error)
 
 
 class ChunkIndex:

@@ -23,7 +23,7 @@ from ckpt.saver.commit import Committer, Notifier, Numbering, abort_attempts, de
 from ckpt.saver.deriving import Derived, divide
 from ckpt.saver.encode import CpuThrottle, Encoder, Encoding, encode_by
 from ckpt.saver.heartbeat_writer import HeartbeatWriter, SharedStep
-from ckpt.saver.incremental import ChunkIndex, IncrementalSave, end_lease, ignore
+from ckpt.saver.incremental import ChunkIndex, IncrementalSave, ignore
 from ckpt.saver.messages import (
     Abort,
     Command,
@@ -51,6 +51,7 @@ from ckptstore.clock import Clock, system_clock
 from ckptstore.codecs.chunk_codecs import POLICIES, CodingPolicy
 from ckptstore.commits.commit import EARLIER
 from ckptstore.commits.generations import NewAttempt
+from ckptstore.commits.leases import end_lease
 from ckptstore.errors import CkptError, CorruptObject, ReferenceLost, SaveSkipped
 from ckptstore.format.documents import JSON, Outcome
 from ckptstore.format.merging import StoredReceipt

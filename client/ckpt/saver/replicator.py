@@ -24,7 +24,7 @@ from ckpt.saver.messages import LocalOnly, Report, Setup, Unreplicable, Warned
 from ckptstore import human
 from ckptstore.commits.catalog import decided_attempts, newest_first
 from ckptstore.commits.generations import list_generations
-from ckptstore.commits.leases import release_lease
+from ckptstore.commits.leases import end_lease
 from ckptstore.errors import (
     CkptError,
     Conflict,
@@ -179,7 +179,7 @@ class Replicator:
         self._unpaused.clear()
 
     def release(self, lease: str) -> None:
-        """End a lease in the remote store, once it answers."""
+        """End a lease in the remote store, after what is queued."""
         self._leases.append(lease)
         self._wake()
 
@@ -292,8 +292,7 @@ class Replicator:
             if not attempts:
                 self._report_queue()
                 while self._leases:
-                    release_lease(self._remote, self._leases[-1])
-                    self._leases.pop()
+                    end_lease(self._remote, self._leases.pop())
                 return True
 
     def _replicate_first(self, attempts: Sequence[Attempt]) -> None:

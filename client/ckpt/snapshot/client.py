@@ -49,7 +49,7 @@ from ckptstore import human
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, from_outcome
 from ckptstore.commits.generations import NewAttempt
-from ckptstore.errors import CkptError, RankFailed, SaverDied, SaveSkipped, Superseded, error_from_code
+from ckptstore.errors import CkptError, InvalidRequest, RankFailed, SaverDied, SaveSkipped, Superseded, error_from_code
 from ckptstore.format.documents import Outcome
 from ckptstore.format.parsing import parse_sealed
 from ckptstore.format.records import SAVE_COST, SaveCost
@@ -63,7 +63,10 @@ logger = logging.getLogger(__name__)
 
 def finite(metrics: Mapping[str, float] | None) -> dict[str, float]:
     """The finite metrics: a diverged loss must not lose the checkpoint."""
-    numbers = {name: float(value) for name, value in (metrics or {}).items()}
+    try:
+        numbers = {name: float(value) for name, value in (metrics or {}).items()}
+    except (OverflowError, TypeError, ValueError) as error:
+        raise InvalidRequest(f"a metric is not a number: {error}", "Pass numbers; texts as an extra") from error
     kept = {name: value for name, value in numbers.items() if math.isfinite(value)}
     if len(kept) < len(numbers):
         logger.warning("metrics that are not finite are not kept: %s", sorted(numbers.keys() - kept.keys()))

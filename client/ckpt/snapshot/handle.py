@@ -176,9 +176,9 @@ class LiveHandle(SaveHandle):
         self._done_bytes = done_bytes
         self._note_progress()
 
-    def wait_ended(self) -> None:
+    def wait_ended(self, timeout: float | None = None) -> None:
         """Wait until the save is committed, failed or skipped; its error counts as not read."""
-        self._finished.wait()
+        self._finished.wait(timeout)
 
     def mark_staged(self) -> None:
         """The saver has the whole snapshot."""

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -39,11 +39,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+_ENDS_S = 120.0
+"""How long a session waits for the saves of the one that it continues."""
+_sessions: dict[Hashable, TrainerSession] = {}
+"""By process, stores and run: the session that restored or saved last."""
+
+
 class TrainerSession:
     """The current session: its parent, and the steps that were saved in it."""
 
-    def __init__(self, run: str) -> None:
+    def __init__(self, run: str, *stores: str | None) -> None:
         self._run = run
+        self._place = os.getpid(), run, *stores
         self._restores = 0
         self._continues = False
         """Whether it has resumed a training run, or saved."""
@@ -56,7 +63,8 @@ class TrainerSession:
         self._session: Session | None = None
         """Known from the first save on."""
         self._calls: Counter[int] = Counter()
-        self._committed: set[int] = set()
+        self._newest: Attempt | None = None
+        """Of the highest step that is committed; of its last save."""
         self._pending: list[LiveHandle] = []
         """The saves that had not ended at the last call. Ended ones are released: a job may run for months."""
         self._superseded: Superseded | None = None
@@ -73,6 +81,8 @@ class TrainerSession:
         self._continues = trains
         self._parent = checkpoint.attempt if checkpoint.run == self._run else None
         self._begin()
+        if self._parent is not None:
+            _sessions[self._place] = self
         return True
 
     @property
@@ -86,6 +96,9 @@ class TrainerSession:
         agreed: the ULID that the ranks agreed on.
         """
         if self._session is None:
+            earlier, _sessions[self._place] = _sessions.get(self._place), self
+            if self._parent is None and earlier is not None and earlier is not self:
+                self._parent = earlier.newest()
             id = derive_ulid(agreed, "session", self._restores) if self._restores else agreed
             self._session = Session(id, self._parent, self.seen)
         number = self._calls[step]
@@ -103,26 +116,42 @@ class TrainerSession:
         if error is not None and self._superseded is None:
             raise error
 
-    def check(self, step: int, repeat: bool = False) -> None:
-        """Raises Superseded if another trainer has superseded the session, or InvalidRequest if the step was saved.
+    def newest(self) -> Attempt | None:
+        """What another session of this process continues from. Waits for the saves that are under way."""
+        end = time.monotonic() + _ENDS_S
+        for handle in self._pending:
+            handle.wait_ended(max(0.0, end - time.monotonic()))
+        self._look()
+        return self._newest or self._parent
 
-        repeat: it may be saved more than once in a session.
+    def check(self, step: int, repeat: bool = False) -> None:
+        """Raises Superseded if another trainer has superseded the session, or InvalidRequest if a restore would not
+        find this save: the step, or a higher one, was saved.
+
+        repeat: the highest step may be saved more than once in a session.
         """
+        self._look()
+        if self._superseded is not None:
+            raise self._superseded
+        newest = max((one.step for one in (self._newest, *self._pending) if one is not None), default=-1)
+        if step < newest or (step == newest and not repeat):
+            raise InvalidRequest(
+                f"step {newest} of run {self._run!r} was saved already, and nothing was restored since: a restart "
+                f"would not continue from this save of step {step}",
+                "Count steps over all epochs. repeat_step=True saves the highest step again, in place of its earlier "
+                "save; restore(checkpoint=...) goes back",
+            )
+
+    def _look(self) -> None:
+        """Take note of the saves that have ended."""
         ended = [handle for handle in self._pending if handle.done()]
         self._pending = [handle for handle in self._pending if handle not in ended]
         for handle in ended:
-            if handle.error is None:
-                self._committed.add(handle.step)
+            if handle.committed:
+                attempt = handle.result().attempt
+                self._newest = max(self._newest or attempt, attempt, key=lambda one: one.step)
             elif isinstance(handle.error, Superseded):
                 self._superseded = handle.error
-        if self._superseded is not None:
-            raise self._superseded
-        under_way = any(handle.step == step for handle in self._pending)
-        if (under_way or step in self._committed) and not repeat:
-            raise InvalidRequest(
-                f"step {step} of run {self._run!r} was saved already, and nothing was restored since",
-                "Save each step once, or pass repeat_step=True",
-            )
 
     def saved(self, handle: LiveHandle) -> None:
         """A save has begun."""
@@ -178,7 +207,7 @@ class RunSaves:
         """None before the first save, and after `close`."""
         local_id = source.local_id if isinstance(source, TieredSource) else None
         self.agreement = LayoutAgreement(world, config.split_replicas, local_id)
-        self.session = TrainerSession(config.run_name)
+        self.session = TrainerSession(config.run_name, config.source, config.local)
         self.overlap: Overlap | None = None
         self.steps = StepClock()
         self.newest: SaveHandle | None = None
@@ -225,7 +254,7 @@ class RunSaves:
         started = time.perf_counter()
         client = self._saving_client()
         self._join()
-        check_step(step)
+        step = check_step(step)
         attempt = self.session.new_attempt(self.agreement.session_for(state), step)
         with client.declining(attempt):
             client.start()  # replaces a client that died, so that saves work again after the error

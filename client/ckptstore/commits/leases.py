@@ -8,15 +8,18 @@ the other and backs off.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterator
 
 from ckptstore.commits.hidden import hidden_attempts
-from ckptstore.errors import Damaged, InvalidName, NoCheckpoint, ObjectMissing
+from ckptstore.errors import CkptError, Damaged, InvalidName, NoCheckpoint, ObjectMissing
 from ckptstore.format.documents import Lease, oldest_format
 from ckptstore.names import Attempt, new_ulid, ulid_time
 from ckptstore.run import Run
 from ckptstore.stores.checks import MAX_SKEW_S
+
+logger = logging.getLogger(__name__)
 
 
 def take_lease(run: Run, attempt: Attempt, holder: str, ttl_s: float) -> str:
@@ -44,8 +47,16 @@ def renew_lease(run: Run, lease: str, attempt: Attempt, holder: str, ttl_s: floa
 
 
 def release_lease(run: Run, lease: str) -> None:
-    """End a lease. Idempotent."""
-    run.store.delete_many([run.keys.lease(lease)])
+    """End a lease. Idempotent. One try: it expires anyway, and the store may be gone for good."""
+    run.store.once.delete_many([run.keys.lease(lease)])
+
+
+def end_lease(run: Run, lease: str) -> None:
+    """Release a lease; logs a warning if that fails."""
+    try:
+        release_lease(run, lease)
+    except CkptError as error:
+        logger.warning("lease %s was not released and will expire: %s", lease, error)
 
 
 def lease_holder(run: Run, lease: str) -> str | None:

@@ -183,6 +183,11 @@ class Store(ABC):
     remote_create: bool = False
     """A daemon's database decides create-only writes, because the store itself cannot."""
 
+    @property
+    def once(self) -> Store:
+        """The same store without repeated requests, for what is not worth a wait."""
+        return self
+
     def reconnect(self) -> None:  # noqa: B027 - most stores have nothing to do
         """Read the credentials again, where they are not given as options: an open connection keeps those it has."""
 
@@ -274,6 +279,11 @@ class WrappedStore(Store):
         self._store = store
         for name in Store.__annotations__:
             setattr(self, name, getattr(store, name))
+
+    @property
+    @override
+    def once(self) -> Store:
+        return self._store.once
 
     @property
     @override

@@ -51,6 +51,11 @@ def test_a_step_is_saved_once_unless_its_save_failed() -> None:
     save(session, 1).succeed(checkpoint(1))
     with pytest.raises(InvalidRequest, match="step 1"):
         session.check(1)
+    second = save(session, 3)
+    with pytest.raises(InvalidRequest, match="step 3"):
+        session.check(2)
+    second.fail(SaveFailed("no space"))
+    session.check(2)
     session.restored(checkpoint(1), trains=True)
     session.check(1)
 

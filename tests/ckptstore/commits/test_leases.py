@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, list_checkpoints
 from ckptstore.commits.hidden import hidden_attempts
-from ckptstore.commits.leases import active_leases, expired_leases, release_lease, renew_lease, take_lease
+from ckptstore.commits.leases import (
+    active_leases,
+    end_lease,
+    expired_leases,
+    release_lease,
+    renew_lease,
+    take_lease,
+)
 from ckptstore.errors import CheckpointHeld, NoCheckpoint
 from ckptstore.format.records import Policy
 from ckptstore.names import new_ulid
@@ -18,8 +26,9 @@ from ckptstore.retention.deletion import TOMBSTONE_KEPT_S, collect, delete_check
 from ckptstore.retention.pins import pin
 from ckptstore.retention.pruning import apply_prune, plan_prune
 from ckptstore.run import Run
-from ckptstore.stores import Store
+from ckptstore.stores import Store, open_store
 from ckptstore.stores.checks import MAX_SKEW_S
+from ckptstore.stores.retrying import RetryingStore
 from tests.conftest import here_and_in_memory, in_memory
 from tests.support.checkpoints import RUN, clear, count_calls, intact, keys, write
 from tests.support.stores import DictStore, FakeClock, Faults, FaultyStore, Interleaving, MovableClock, race
@@ -48,6 +57,18 @@ def test_a_leased_checkpoint_is_spared_until_the_lease_ends(store: Store) -> Non
     assert keys(store, run.keys.leases) == [f"{RUN}/leases/{other}.json"], "the refused one is gone"
     collect(run)
     assert keys(store, run.keys.leases) == []
+
+
+def test_a_lease_is_released_by_one_try(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its store may be gone for good: no process waits for it at its end."""
+    folder = tmp_path / "store"
+    store = RetryingStore(open_store(str(folder)), 60.0, sleep=lambda _: pytest.fail("it is tried again"))
+    run, [checkpoint] = Run(store, RUN), write(store, 1)
+    lease = take_lease(run, checkpoint.attempt, "me", 60.0)
+    folder.rename(tmp_path / "gone")
+    end_lease(run, lease)
+    assert "was not released and will expire" in caplog.text
+    assert not folder.exists()
 
 
 def test_a_plan_made_before_the_lease_spares_the_checkpoint(store: Store) -> None:
