@@ -136,9 +136,15 @@ class Checkpointer:
         repeat_step: bool,
     ) -> SaveHandle:
         cost_before = partial(cost_of, self._saves.newest, self._schedules)
-        handle, taken = self._saves.save(state, step, grads, metrics, on_busy, self._lease, cost_before, repeat_step)
+        handle, taken = self._saves.save(
+            state, step, grads, metrics, on_busy, self._lease, cost_before, self._check_begin, repeat_step
+        )
         self._lease = None if taken else self._lease
         return handle
+
+    def _check_begin(self) -> None:
+        if self._saves.session.parent is None:
+            check_present(self._source, self.config, noted=True)
 
     def restore(
         self,

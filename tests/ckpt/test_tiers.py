@@ -18,7 +18,7 @@ from torch import nn
 from ckpt import Checkpointer
 from ckpt.config import Config
 from ckptstore.commits.catalog import list_checkpoints
-from ckptstore.errors import InvalidRequest, SaveSkipped, StoreFull, StoreUnavailable, Superseded
+from ckptstore.errors import InvalidRequest, RunVanished, SaveSkipped, StoreFull, StoreUnavailable, Superseded
 from ckptstore.names import Reference
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
@@ -166,6 +166,38 @@ def test_a_job_that_was_superseded_after_its_last_save_ends_with_an_error(host: 
     with pytest.raises(Superseded, match="another trainer has begun generation 2"):
         checkpointer.close()
     assert host.steps("remote") == [2, 1]
+
+
+def test_a_local_volume_that_is_not_mounted_is_an_error(host: Host, tmp_path: Path) -> None:
+    """Training would go back to the last replicated step, and what was saved after it would be abandoned."""
+    with host.start() as checkpointer:
+        host.save(checkpointer, 1)
+        wait_until(lambda: host.steps("remote") == [1])
+        host.remote.rename(tmp_path / "away")
+        host.save(checkpointer, 2)
+        host.save(checkpointer, 3)
+    (tmp_path / "away").rename(host.remote)
+    host.local.rename(tmp_path / "unmounted")
+    host.local.mkdir()
+    begins: list[Callable[[Checkpointer], object]] = [
+        lambda one: one.restore(host.model),
+        lambda one: one.save(host.model, None, 4),
+        lambda one: one.prepare(host.model, None),
+    ]
+    stores: list[dict[str, Any]] = [{}, {"local": str(tmp_path / "another")}, {"local": None}]
+    for knobs in stores:
+        with host.start(**knobs) as checkpointer:
+            for begin in begins:
+                with pytest.raises(RunVanished, match="step 3 of run 'gpt' was saved on this host to") as caught:
+                    begin(checkpointer)
+    assert f"local='file://{host.local}'" in caught.value.hint
+    assert host.steps("remote") == [1]
+    with host.start() as checkpointer:  # it is lost
+        assert checkpointer.restore(host.model, checkpoint=1) is not None
+        host.save(checkpointer, 4)
+    shutil.rmtree(host.local)
+    with host.start() as checkpointer:
+        host.resumes(checkpointer, 4)  # all of it is remote: no question
 
 
 def test_nothing_local_and_the_remote_store_away_is_an_error(host: Host) -> None:

@@ -10,6 +10,7 @@ folder, and other programs that clean up go by age: both processes lock the fold
 each save.
 
 A note beside the locks remembers that the run had a checkpoint: a store that has nothing of it later is not mounted.
+Another one names the newest checkpoint of the local tier. Files that were not used for 90 days are removed.
 """
 
 from __future__ import annotations
@@ -20,18 +21,22 @@ import os
 import stat
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import xxhash
 
 from ckpt.host.segment import close_after_fork, no_fork
+from ckptstore.clock import system_clock
 from ckptstore.errors import CkptError, InvalidRequest, Unavailable
 from ckptstore.retry import pauses
 
 logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
+_OLD_S = 90 * 24 * 3600.0
+KNOWN, LOCAL = "known", "local"
+"""The notes about the checkpoints of a run."""
 _TESTS_S = 1.0
 """How long tests of other processes may take, at most."""
 _VARIABLES = ("TMPDIR", "TEMP", "TMP")
@@ -99,18 +104,39 @@ def touch_locks(store: str, run: str) -> None:
             os.utime(host_path(store, run, role))
 
 
-def note_checkpoint(store: str, run: str) -> None:
-    """Remember on this host that the run has a checkpoint. Never raises: without the note nothing is missed."""
+def note_checkpoint(store: str, run: str, local: str = "") -> None:
+    """Remember on this host that the run has a checkpoint. Never raises: without the note nothing is missed.
+
+    local: the newest one in the local tier, and that store.
+    """
     try:
-        host_path(store, run, "known").write_text(f"{store} {run}\n")
+        path = host_path(store, run, LOCAL if local else KNOWN)
+        new = path.with_name(f"{path.name}.{os.getpid()}")
+        new.write_text(f"{local or f'{store} {run}'}\n")
+        new.replace(path)
     except (CkptError, OSError) as error:
         logger.warning("cannot note that run %r has a checkpoint: %s", run, error)
 
 
-def noted_checkpoint(store: str, run: str) -> Path | None:
+def noted_checkpoint(store: str, run: str, note: str = KNOWN) -> Path | None:
     """The note that the run had a checkpoint, if there is one. Raises InvalidRequest as SaverLock does."""
-    path = host_path(store, run, "known")
+    path = host_path(store, run, note)
     return path if path.exists() else None
+
+
+def sweep_folder() -> None:
+    """Remove the files in this user's folder that were not used for _OLD_S, and that nobody has locked. Never raises.
+
+    Locks, notes, and sockets of savers that were killed.
+    """
+    with suppress(CkptError, OSError):
+        for path in host_folder().rglob("*"):
+            with suppress(CkptError, OSError):
+                if path.is_dir() or system_clock() - path.lstat().st_mtime < _OLD_S:
+                    continue
+                with _locked(path) if path.is_file() else nullcontext(True) as free:
+                    if free:
+                        path.unlink()
 
 
 @contextmanager

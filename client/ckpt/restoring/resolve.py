@@ -5,16 +5,25 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from functools import partial
 
 from ckpt.config import Config
-from ckpt.host.lock import note_checkpoint, noted_checkpoint, wait_for_orphans
+from ckpt.host.lock import LOCAL, note_checkpoint, noted_checkpoint, wait_for_orphans
 from ckptapi.remote_create import with_remote_create
 from ckptstore.commits import catalog
 from ckptstore.commits.catalog import Checkpoint, State
-from ckptstore.errors import CkptError, Damaged, ObjectMissing, RunVanished, StoreReadOnly
+from ckptstore.commits.hidden import hidden_attempts
+from ckptstore.errors import (
+    CkptError,
+    Damaged,
+    InvalidName,
+    ObjectMissing,
+    RunVanished,
+    StoreReadOnly,
+    Unavailable,
+)
 from ckptstore.names import Attempt, Reference
 from ckptstore.reading.fetch import Progress
 from ckptstore.reading.source import Source, StoreSource
@@ -81,6 +90,8 @@ def candidates(source: Source, config: Config, reference: Reference) -> Iterator
     if reference.step is not None:
         yield source.find(reference)
         return
+    if reference.run == config.run_name:
+        _check_local(source, config)
     if decided is not None and isinstance(source, StoreSource) and reference.run == config.run_name:
         found = catalog.candidates(Run(source.store, reference.run), decided)
     else:
@@ -94,23 +105,54 @@ def candidates(source: Source, config: Config, reference: Reference) -> Iterator
     yield from found
 
 
-def check_present(source: Source, config: Config) -> None:
+def check_present(source: Source, config: Config, noted: bool = False) -> None:
     """Return if the run may begin in this store. Reads only; a daemon is not asked.
 
-    Raises NoSuchBucket or Unavailable, and RunVanished if the store has nothing of a run that had checkpoints before:
-    training from scratch would be silent, and so would its saves to the disk below an unmounted volume.
+    noted: read only what this host has a note about. Raises NoSuchBucket or Unavailable, and RunVanished if the stores
+    lack checkpoints that the run had before: training from an earlier state would be silent, and so would its saves to
+    the disk below an unmounted volume.
     """
+    _check_local(source, config)
     if not isinstance(source, StoreSource):
         return
-    if isinstance(source, TieredSource) and source.is_local(config.run_name):
+    note = noted_checkpoint(config.source, config.run_name)
+    if (noted and note is None) or (isinstance(source, TieredSource) and source.is_local(config.run_name)):
         return
     present = any(True for _ in source.store.list_folders(f"{config.run_name}/"))
-    note = noted_checkpoint(config.source, config.run_name)
     if note is not None and not present:
         raise RunVanished(
             f"{config.source} has nothing of run {config.run_name!r}, which had checkpoints on this host before",
             f"Mount the volume, or check the URL. If the run was deleted on purpose, remove {note}",
         )
+
+
+def _check_local(source: Source, config: Config) -> None:
+    """Raises RunVanished if neither store has the newest checkpoint that this host has saved to a local tier, or a
+    later one: a restore would go back without it, and the next save would abandon it."""
+    note = noted_checkpoint(config.source, config.run_name, LOCAL)
+    if note is None or not isinstance(source, StoreSource):
+        return
+    try:
+        name, _, local = note.read_text().strip().partition(" ")
+        attempt = Attempt.parse(name)
+    except (InvalidName, OSError):
+        return
+    if isinstance(source, TieredSource):
+        with suppress(Unavailable):
+            if _reaches(source.local.run(config.run_name), attempt):
+                return
+    if not _reaches(source.run(config.run_name), attempt):
+        raise RunVanished(
+            f"step {attempt.step} of run {config.run_name!r} was saved on this host to {local}, and is neither there "
+            f"nor in {config.source}",
+            f"Mount that volume, and pass local={local!r}. If it is lost, restore(checkpoint=...) continues from a "
+            f"checkpoint by name; if it was emptied on purpose, remove {note}",
+        )
+
+
+def _reaches(run: Run, attempt: Attempt) -> bool:
+    """Whether this attempt or a later one was decided there, or it was deleted."""
+    return any(one >= attempt for one in catalog.decided_attempts(run)) or attempt in hidden_attempts(run)
 
 
 def _warn_of_similar(source: Source, config: Config) -> None:

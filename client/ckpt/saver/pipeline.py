@@ -411,11 +411,12 @@ class SavePipeline:
         self._contents.ended(job.number, committed=True)
         self._warn_of(result)
         attempt = Attempt.parse(result.attempt)
+        setup, local = self._setup, self._setup.remote is not None
+        if self._run.store.shared_between_processes and (local or not self._noted):
+            note_checkpoint(setup.home, setup.run, f"{attempt} {setup.store}" if local else "")
+        self._noted = True
         if self._replicator is not None:
             self._replicator.committed(attempt)
-        elif self._setup.remote is None and not self._noted and self._run.store.shared_between_processes:
-            note_checkpoint(self._setup.store, self._setup.run)
-        self._noted = True
         self._report(Done(number=job.number, outcome=seal(result).decode(), commit_s=time.perf_counter() - started))
         self._release_leases()
         if self._replicator is None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from ckpt.host.lock import hold_folder, host_folder, temporary_folder, touch_locks
+from ckpt.host.lock import hold_folder, host_folder, sweep_folder, temporary_folder, touch_locks
 from ckpt.saver.messages import Done, Failed, LocalOnly, Released, Report, SaveJob, SaveProgress, Setup
 from ckptstore.clock import system_clock
 from ckptstore.codecs.dtypes import ITEM_BYTES
@@ -137,6 +137,7 @@ class SaverNote:
             os.close(folder)
 
     def _create(self) -> None:
+        sweep_folder()
         self._folder = hold_folder()  # the locks must stay there although the trainer has gone
         name = f"{new_ulid(system_clock())}{_SUFFIX}"
         temporary = host_folder() / f"{name}.new"  # it gets its name when it is locked

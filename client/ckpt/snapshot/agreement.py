@@ -64,11 +64,11 @@ class LayoutAgreement:
         """The session of all ranks; None before they have agreed."""
         return None if self._agreement is None else self._agreement.session
 
-    def session_for(self, state: TrainState) -> str:
+    def session_for(self, state: TrainState, check: Callable[[], None]) -> str:
         """The session of all ranks. They agree first if they have not: then this is a collective."""
-        return (self._agreement or self.agree(state)).session
+        return (self._agreement or self.agree(state, check)).session
 
-    def agree(self, state: TrainState, check: Callable[[], None] = lambda: None) -> Agreement:
+    def agree(self, state: TrainState, check: Callable[[], None]) -> Agreement:
         """Agree on the owners of this state, again if the ranks had agreed. A collective of all ranks.
 
         Raises the first error of any rank's `check` or description, UnsupportedObject or RankLost, on every rank;

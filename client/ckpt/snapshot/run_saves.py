@@ -245,17 +245,19 @@ class RunSaves:
         on_busy: OnBusy,
         lease: str | None,
         cost_before: Callable[[], SaveCost | None],
+        check: Callable[[], None],
         repeat_step: bool = False,
     ) -> tuple[SaveHandle, bool]:
         """The handle of a save that has begun, and whether its state was copied: otherwise it was skipped.
 
+        check: as in `prepare`, for the first save of a trainer that has restored nothing.
         lease: one to release once this save is committed. cost_before: what the save before this one cost.
         """
         started = time.perf_counter()
         client = self._saving_client()
         self._join()
         step = check_step(step)
-        attempt = self.session.new_attempt(self.agreement.session_for(state), step)
+        attempt = self.session.new_attempt(self.agreement.session_for(state, check), step)
         with client.declining(attempt):
             client.start()  # replaces a client that died, so that saves work again after the error
             client.raise_failure(of_other_ranks=False)

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -24,7 +25,17 @@ import torch
 from torch import nn
 
 from ckpt import Checkpointer
-from ckpt.host.lock import SaverLock, host_path, temporary_folder, touch_locks, try_lock, wait_for_orphans
+from ckpt.host.lock import (
+    SaverLock,
+    host_path,
+    note_checkpoint,
+    noted_checkpoint,
+    sweep_folder,
+    temporary_folder,
+    touch_locks,
+    try_lock,
+    wait_for_orphans,
+)
 from ckptstore.errors import InvalidRequest, RunVanished, Unavailable
 from ckptstore.operator import StoreOperator
 from ckptstore.stores import open_store
@@ -213,6 +224,26 @@ def test_systemd_keeps_old_files_that_are_locked(temporary: Path) -> None:
     assert not (temporary / f"ckpt-{os.getuid()}").exists(), "the rule deletes what nobody holds"
 
 
+def test_old_files_that_nobody_holds_are_removed(temporary: Path) -> None:
+    held = SaverLock(STORE, RUN)
+    note_checkpoint(STORE, RUN)
+    note_checkpoint(STORE, "other")
+    old, young = noted_checkpoint(STORE, RUN), noted_checkpoint(STORE, "other")
+    assert old is not None
+    assert young is not None
+    dead = old.with_name("memory") / "dead"
+    dead.parent.mkdir()
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(str(dead))
+    locks = [host_path(STORE, RUN, role) for role in ("trainer", "saver")]
+    for path in (*locks, old, dead):
+        os.utime(path, (0, 0))
+    sweep_folder()
+    assert {path for path in old.parent.rglob("*") if not path.is_dir()} == {young, *locks}
+    held.inherited()
+    held.close()
+
+
 def test_a_file_that_is_deleted_before_it_is_locked_is_made_again(temporary: Path) -> None:
     path = host_path(STORE, RUN, "trainer")
     with ThreadPoolExecutor(1) as pool, try_lock(STORE, RUN, "trainer"):
@@ -272,6 +303,7 @@ def test_a_run_with_checkpoints_does_not_begin_in_an_empty_store(tmp_path: Path,
         begins: list[Callable[[], object]] = [
             lambda: checkpointer.restore(model),
             lambda: checkpointer.prepare(model, None),
+            lambda: checkpointer.save(model, None, 2),
         ]
         for begin in begins:
             with pytest.raises(RunVanished, match="nothing of run 'r', which had checkpoints on this host") as caught:
