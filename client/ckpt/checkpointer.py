@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,7 +25,7 @@ from ckpt.snapshot.handle import Counters, SaveHandle
 from ckpt.snapshot.run_saves import RunSaves
 from ckptapi.opening import open_source
 from ckptstore.commits.catalog import Checkpoint
-from ckptstore.errors import NoCheckpoint
+from ckptstore.errors import NoCheckpoint, Superseded
 from ckptstore.names import Reference
 from ckptstore.reading.source import Source
 
@@ -184,7 +185,8 @@ class Checkpointer:
         return StagedRestore(partial(self._restore, strict=strict, rng=False), checkpoint)
 
     def _restore(self, state: TrainState, checkpoint: str | int | None, *, strict: bool, rng: bool) -> Restored | None:
-        self.wait()
+        with suppress(Superseded):  # a restore is the remedy
+            self.wait()
         restorer = Restorer(self._source, self.config, self._world())
         try:
             restored = restorer.restore(state, Reference.of(self.config.run_name, checkpoint), strict, rng)

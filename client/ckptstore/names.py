@@ -234,6 +234,11 @@ class RunKeys:
     def __post_init__(self) -> None:
         check_run(self.run)
 
+    @property
+    def replicated(self) -> str:
+        """Exists in a local tier once a checkpoint of the run is remote."""
+        return f"{self.run}/replicated"
+
     def outcome(self, attempt: Attempt) -> str:
         """The create-only object that decides an attempt."""
         return f"{self.commits}{attempt}.json"

@@ -15,7 +15,7 @@ from ckpt import Checkpointer, SaveHandle
 from ckpt.snapshot import run_saves
 from ckptstore.commits.catalog import State, list_checkpoints
 from ckptstore.commits.generations import read_generations
-from ckptstore.errors import InvalidRequest, Superseded
+from ckptstore.errors import CorruptObject, InvalidRequest, Superseded
 from ckptstore.retention.deletion import collect, delete_checkpoint
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
@@ -183,6 +183,17 @@ def test_no_restore_is_warned_of_once(jobs: Callable[..., Job], run: Run, caplog
     assert "it continues from nothing" in caplog.text
     assert jobs().restore() == 20
     assert states(run)[200] == State.ABANDONED
+
+
+def test_an_error_about_damage_names_abandoned_checkpoints(jobs: Callable[..., Job], run: Run) -> None:
+    jobs().save(10)
+    elsewhere()
+    jobs().save(20)
+    (found,) = (c for c in list_checkpoints(run) if c.step == 20)
+    run.store.put(run.keys.shard(found.attempt, "shard-00000.ckpt"), b"damaged")
+    with pytest.raises(CorruptObject, match="none of the 1 checkpoints") as caught:
+        jobs().restore()
+    assert f"restore(checkpoint='{RUN}@10." in caught.value.hint
 
 
 @pytest.mark.parametrize(

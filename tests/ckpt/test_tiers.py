@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -163,9 +164,37 @@ def test_a_job_that_was_superseded_after_its_last_save_ends_with_an_error(host: 
         other.resumes(elsewhere, 1)
         other.save(elsewhere, 2)
     host.save(checkpointer, 5)
+    client = checkpointer._saves.client
+    assert client is not None
+    wait_until(lambda: client.unreplicable)
+    with pytest.raises(Superseded, match="another trainer has begun generation 2"):
+        checkpointer.wait()
     with pytest.raises(Superseded, match="another trainer has begun generation 2"):
         checkpointer.close()
     assert host.steps("remote") == [2, 1]
+
+
+def test_nothing_is_written_below_a_remote_mount_point_although_the_host_forgot(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    with host.start() as checkpointer:
+        host.save(checkpointer, 1)
+    shutil.rmtree(tmp_path / "tmp" / f"ckpt-{os.getuid()}")
+    host.remote.rename(tmp_path / "unmounted")
+    host.remote.mkdir()
+    with host.start() as checkpointer:
+        host.resumes(checkpointer, 1)
+        host.save(checkpointer, 2)
+    assert [*host.remote.iterdir()] == []
+    assert replication_queue(host.run("local")).attempts[-1].step == 2
+    host.remote.rmdir()
+    (tmp_path / "unmounted").rename(host.remote)
+    with host.start() as checkpointer:
+        host.resumes(checkpointer, 2)
+        host.save(checkpointer, 3)
+    assert host.steps("remote")[:2] == [3, 2]
 
 
 def test_a_local_volume_that_is_not_mounted_is_an_error(host: Host, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -39,7 +39,7 @@ from ckpt.restoring.session import RestoreSession
 from ckptapi.bodies import CheckpointBody, Phase
 from ckptstore import human
 from ckptstore.clock import system_clock
-from ckptstore.commits.catalog import Checkpoint
+from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import (
     CkptError,
     CorruptObject,
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_NAMED = 3
 _MIXTURE = (
     "The objects given to restore may hold a mixture of checkpoints and must not be trained on: build them again, and "
     "restore a checkpoint that fits them"
@@ -197,9 +198,18 @@ class Restorer:
             raise CorruptObject(
                 f"none of the {len(skipped)} checkpoints of run {reference.run!r} can be restored; the newest, "
                 f"{skipped[0][0]}: {skipped[0][1]}",
-                _MIXTURE if self._begun else "Nothing was changed",
+                (_MIXTURE if self._begun else "Nothing was changed") + self._others(reference.run),
             )
         return None
+
+    def _others(self, run: str) -> str:
+        """A sentence about the run's checkpoints of other lineages, which are not known to be damaged."""
+        with suppress(CkptError):
+            if found := [c.id for c in self._source.checkpoints(run) if c.state is State.ABANDONED][:_NAMED]:
+                return f". Abandoned checkpoints can be restored by name: restore(checkpoint={found[0]!r})" + "".join(
+                    f", {id}" for id in found[1:]
+                )
+        return ""
 
     def _mixture(self, checkpoint: Checkpoint, error: StateMismatch) -> CorruptObject:
         """The error for an older checkpoint that does not fit, after bytes of a damaged one were placed."""

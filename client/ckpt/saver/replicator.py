@@ -317,6 +317,7 @@ class Replicator:
                 self._report(Warned(f"{self._local.id_of(attempt)} stays local: {error}"))
             return
         if done is not None:
+            self._local.store.put_if_absent(self._local.keys.replicated, b"")
             if self._remote.store.shared_between_processes:
                 note_checkpoint(self._setup.home, self._setup.run)
             self._replicated(attempt)
@@ -326,16 +327,19 @@ class Replicator:
         self._answered_at = time.monotonic()
 
     def _check_mounted(self) -> None:
-        """Raises RunVanished if the remote store has nothing of a run that was replicated there from this host.
+        """Raises RunVanished if the remote store has nothing of a run that was replicated there: this host, or the
+        local tier itself, remembers it.
 
         The copies would go to the disk below an unmounted volume, and the local ones would be deleted.
         """
         note = noted_checkpoint(self._setup.home, self._setup.run)
-        if note is not None and not list_generations(self._remote) and not decided_attempts(self._remote):
+        known = note is not None or self._local.store.find(self._local.keys.replicated) is not None
+        if known and not list_generations(self._remote) and not decided_attempts(self._remote):
             raise RunVanished(
                 f"{self._remote.store.url} has nothing of run {self._remote.name!r}, which had checkpoints on this "
                 "host before",
-                f"Mount the volume, or check the URL. If the run was deleted on purpose, remove {note}",
+                "Mount the volume, or check the URL. If the run was deleted on purpose, remove "
+                f"{self._local.store.object_url(self._local.keys.replicated)}{f' and {note}' if note else ''}",
             )
 
     def _report_queue(self) -> None:

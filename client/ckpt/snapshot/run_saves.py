@@ -334,6 +334,7 @@ class RunSaves:
                 with suppress(SaveSkipped):
                     handle.result(left)
         self.client.raise_failure()
+        self.session.end(self.client.unreplicable)
 
     def close(self, timeout: float | None) -> None:
         """Return when every save is durable, and end the saver. Raises the error of a save, or TimeoutError."""
