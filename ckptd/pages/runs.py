@@ -164,8 +164,6 @@ def _matches(checkpoint: Checkpoint, query: RunPageQuery) -> bool:
 
 _GAPS = 12
 _SLACK_S = 60.0
-_LONGEST_S = 24 * 3600.0
-"""If it is not known whether the trainer has ended, a run is not called stalled after this time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,11 +234,12 @@ def run_row(
 def progress(recent: Sequence[Checkpoint], num_uploads: int | None, account: Account | None, now: float) -> Progress:
     """How a run goes. recent: its newest checkpoints, newest step first. account: None if it is not known."""
     known = [c for c in reversed(recent) if c.state is State.COMMITTED]
-    ended = account.attempts[-1].ended if account is not None else EndOf.RUNNING
-    alive = ended in (EndOf.RUNNING, EndOf.VANISHED) and not num_uploads
-    stalled = _overdue(known, now, _LONGEST_S if account is None else inf) if alive else ""
-    how = "" if account is None else str(ended)
-    return Progress(stalled, how, _origin(account))
+    last = account.attempts[-1] if account is not None else None
+    # Without a heartbeat it is not known whether the trainer has ended.
+    alive = last is not None and last.measured and last.ended in (EndOf.RUNNING, EndOf.VANISHED) and not num_uploads
+    return Progress(
+        _overdue(known, now) if alive else "", str(last.ended) if last is not None else "", _origin(account)
+    )
 
 
 def _origin(account: Account | None) -> str:
@@ -252,8 +251,8 @@ def _searched(summary: RunSummary, account: Account | None) -> str:
     return "\n".join([summary.run, _origin(account), *(f"{name}={value}" for name, value in tags)]).lower()
 
 
-def _overdue(commits: Sequence[Checkpoint], now: float, most_s: float) -> str:
-    """Why the next commit is overdue: three times the usual gap has passed, but not `most_s`. Empty if it is not.
+def _overdue(commits: Sequence[Checkpoint], now: float) -> str:
+    """Why the next commit is overdue: three times the usual gap has passed. Empty if it is not.
 
     commits: oldest first; three at least.
     """
@@ -262,7 +261,7 @@ def _overdue(commits: Sequence[Checkpoint], now: float, most_s: float) -> str:
         return ""
     usual = median(after - before for before, after in pairwise(times))
     waited = now - times[-1]
-    if not 3 * usual + _SLACK_S < waited < most_s:
+    if waited <= 3 * usual + _SLACK_S:
         return ""
     return f"no commit for {human.age(waited)}; the usual gap is {human.duration(usual)}"
 

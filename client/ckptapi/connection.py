@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import ssl
 from collections.abc import Callable
 from functools import partial
@@ -41,7 +42,8 @@ class Connection:
     ) -> None:
         """patience_s: reads are retried for this time if the daemon does not respond, which hides its restart.
 
-        cacert: a file with certificates of authorities, instead of the system's. Raises InvalidRequest if it is not.
+        cacert: a file with certificates of authorities, instead of CKPTD_CA's or the system's. Raises InvalidRequest if
+        it is not.
         """
         self.url = url.rstrip("/")
         self._timeout = timeout
@@ -89,7 +91,7 @@ class Connection:
     def _patiently(self, ask: Callable[[], _T]) -> _T:
         """The result of `ask`, retried with growing pauses on Unavailable, for at most `patience_s`."""
         waits = pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, timeout_s=self._patience_s)
-        return retry(ask, Unavailable, waits, log_level=logging.WARNING)
+        return retry(ask, Unavailable, waits, unless=is_certificate_error, log_level=logging.WARNING)
 
     def _request_once(self, method: str, path: str, **options: Any) -> httpx.Response:
         try:
@@ -116,9 +118,16 @@ class Connection:
         return DaemonUnavailable(f"ckptd at {self.url} did not respond: {cause}", _remedy(self.url, str(error)))
 
 
+def is_certificate_error(error: Exception) -> bool:
+    """Whether the daemon's certificate was refused, as it would be again."""
+    return "CERTIFICATE_VERIFY_FAILED" in str(error)
+
+
 def _authorities(url: str, cacert: str | None) -> ssl.SSLContext | bool:
-    if cacert is None:
-        return url.startswith("https:")  # loading the system's takes 30 ms
+    https = url.startswith("https:")
+    cacert = cacert or (os.environ.get("CKPTD_CA") if https else None)
+    if not cacert:
+        return https  # loading the system's takes 30 ms
     try:
         return ssl.create_default_context(cafile=cacert)
     except OSError as error:
@@ -130,7 +139,7 @@ def _authorities(url: str, cacert: str | None) -> ssl.SSLContext | bool:
 def _remedy(url: str, text: str) -> str:
     """The remedy for a connection that failed with this text."""
     if "CERTIFICATE_VERIFY_FAILED" in text:
-        return "No known authority signed the certificate for this name. Pass --cacert FILE, or set SSL_CERT_FILE"
+        return "No known authority signed the certificate for this name. Name its file in CKPTD_CA (ckptctl: --cacert)"
     if "WRONG_VERSION_NUMBER" in text or "record layer failure" in text:
         return f"The server there does not use TLS: try {url.replace('https://', 'http://', 1)}"
     if "without sending a response" in text:

@@ -55,6 +55,8 @@ class DaemonRemoteCreate:
         return decided
 
     def _propose(self, client: DaemonClient, key: str, proposal: bytes) -> bytes:
+        from ckptapi.connection import is_certificate_error
+
         run, number = names.check_run(key.partition("/")[0]), names.generation_number(key)
 
         def decide() -> bytes:
@@ -79,7 +81,7 @@ class DaemonRemoteCreate:
                 raise
 
         waits = pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, timeout_s=self.patience_s)
-        return retry(propose, Unavailable, waits, log_level=logging.WARNING)
+        return retry(propose, Unavailable, waits, unless=is_certificate_error, log_level=logging.WARNING)
 
 
 def with_remote_create(store: Store, daemon: str | None, token: str | None) -> RemoteCreateStore:

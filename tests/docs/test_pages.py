@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import subprocess
+import sys
 import textwrap
 import tomllib
 from itertools import groupby
@@ -172,3 +173,24 @@ _PARSERS: dict[str, Any] = {
     "text": str,
     "": str,
 }
+
+
+def test_the_losses_of_the_readme_do_not_depend_on_a_kill(tmp_path: Path) -> None:
+    """Its block is killed at step 130, and started again."""
+    code = next(block.text for block in blocks(ROOT / "README.md") if block.language == "python")
+    saving = "    if step % 50 == 0:\n"
+    killed = "    if step == 130 and sys.argv[1:]:\n        os.kill(os.getpid(), 9)\n"
+    code = "import os, sys\n" + code.replace(
+        saving, f"    print(step, loss.item().hex(), flush=True)\n{killed}{saving}"
+    )
+    code = code.replace("        print(step, loss.item())\n", "")
+
+    def losses(store: str, *arguments: str) -> dict[str, str]:
+        command = [sys.executable, "-c", code.replace("/tmp/ckpts", str(tmp_path / store)), *arguments]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300)
+        return dict(line.split() for line in done.stdout.splitlines())
+
+    whole, before, after = losses("whole"), losses("killed", "130"), losses("killed")
+    assert (len(whole), len(before)) == (200, 131)
+    assert after
+    assert {**before, **after} == whole

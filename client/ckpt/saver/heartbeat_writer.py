@@ -249,8 +249,8 @@ class HeartbeatWriter:
     def _write(self, document: Heartbeat, local_only: LocalOnly | None) -> None:
         short = document.ended_at - document.began_at < self._every_s
         known = self._newest is not None and self._newest.id == document.id
-        if short and document.ended is TrainerEnd.CLOSED and not known:
-            return  # a test, or a script that saves once
+        if short and document.ended is TrainerEnd.CLOSED and document.generation is None and not known:
+            return  # a script that saved nothing
         if local_only is not None:
             found = {
                 "checkpoints": local_only.checkpoints, "bytes": local_only.bytes, "since": local_only.since,

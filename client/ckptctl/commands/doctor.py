@@ -14,7 +14,7 @@ from ckptctl.output import Unhealthy
 from ckptctl.render import Block, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
-from ckptstore.errors import CkptError, DaemonUnavailable, Unavailable
+from ckptstore.errors import CkptError, DaemonUnavailable, Forbidden, Unavailable
 from ckptstore.stores.checks import StoreReport
 
 _Check = Callable[[Session], Iterator["HealthFinding"]]
@@ -28,7 +28,7 @@ class HealthFinding(msgspec.Struct, frozen=True, kw_only=True):
 
     check: str
     verdict: str
-    """ok, warning, wrong, or skipped: not checked because of what is wrong before it."""
+    """ok, warning, wrong, or skipped: not checked because of what is wrong before it, or for lack of a scope."""
     found: str
     advice: str = ""
 
@@ -141,6 +141,9 @@ def _examine(session: Session) -> Iterator[HealthFinding]:
 def _attempted(check: _Check, session: Session) -> Iterator[HealthFinding]:
     try:
         yield from check(session)
+    except Forbidden as error:
+        found = "needs scope admin" if check is _look_at_store else error.message
+        yield HealthFinding(check=_TITLES[check.__name__], verdict="skipped", found=f"not checked: {found}")
     except CkptError as error:
         yield HealthFinding.of(_TITLES[check.__name__], False, error.message, error.hint)
 

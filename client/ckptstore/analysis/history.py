@@ -17,6 +17,7 @@ from ckptstore.analysis.statistics import CheckpointStatistics, TensorStatistics
 from ckptstore.codecs.dtypes import is_float
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import Damaged, InvalidRequest, NoCheckpoint, ObjectMissing
+from ckptstore.format.statistics import is_counter
 from ckptstore.reading.source import Source
 
 _MARGIN = 4.0  # powers of two
@@ -116,6 +117,8 @@ def first_trouble(run: str, steps: Sequence[CheckpointStatistics], skipped: Sequ
 
 def _cause(tensor: TensorStatistics, history: Sequence[TensorStatistics]) -> tuple[Cause, float, str] | None:
     """Why a tensor went wrong, how badly, and in words; None if it did not."""
+    if is_counter(tensor.name, tensor.elements):
+        return None
     if not tensor.is_finite:
         return Cause.NOT_FINITE, float("inf"), f"{tensor.nan:,} NaN and {tensor.inf:,} Inf of {tensor.elements:,}"
     known = [log2(one.largest) for one in history if one.largest > 0]

@@ -14,7 +14,7 @@ from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CorruptObject, Damaged, InvalidRequest, ObjectMissing
 from ckptstore.format.documents import Content, Manifest
 from ckptstore.format.parsing import parse_sealed
-from ckptstore.format.statistics import Statistics, Table, merge, side_documents
+from ckptstore.format.statistics import Statistics, Table, is_counter, merge, side_documents
 from ckptstore.reading.source import Source, checked_statistics, read_manifest, statistics_name
 
 _THREADS = 16
@@ -117,7 +117,7 @@ def _tensors(content: Content, table: Table, left_out: set[int]) -> dict[str, Te
             negative_inf=int(table.negative_inf[number]),
             minimum=_number(table.minimum[number]),
             maximum=_number(table.maximum[number]),
-            is_finite=bool(healthy[number]),
+            is_finite=bool(healthy[number] or is_counter(name, int(table.elements[number]))),
         )
         for number, name in enumerate(entries.name)
         if number not in left_out

@@ -176,8 +176,14 @@ def warning_of(outcome: Outcome) -> str:
     )
 
 
+def is_counter(name: str, elements: int) -> bool:
+    """Whether an entry is a number of a training framework, such as the best score so far, which may begin as Inf."""
+    return elements == 1 and name.startswith("trainer/")
+
+
 def named_document(data: bytes, table: Table, names: list[str]) -> SideDocument:
     """The record of a stored document in a receipt. names: the entry of each row."""
-    rows = np.flatnonzero(table.not_finite)
-    first = list(dict.fromkeys(names[row] for row in rows[: 16 * MOST_NAMED].tolist()))[:MOST_NAMED]
+    flagged = np.flatnonzero(table.not_finite).tolist()
+    rows = [row for row in flagged if not is_counter(names[row], int(table.elements[row]))]
+    first = list(dict.fromkeys(names[row] for row in rows[: 16 * MOST_NAMED]))[:MOST_NAMED]
     return SideDocument(digest(data), len(data), int(table.nan[rows].sum()), int(table.inf[rows].sum()), first)

@@ -86,15 +86,18 @@ def test_why_a_trainer_closes(store: Store, now: list[float], ending: ExpectedEn
     assert [one.ended for one in read_heartbeats(_run(store, now))] == [ended]
 
 
-def test_a_short_life_that_closes_writes_nothing(store: Store, now: list[float]) -> None:
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_short_life_that_closes_has_an_end_if_it_saved(store: Store, now: list[float], saves: bool) -> None:
     for every_s in (60.0, 0.0):
         writer, shared_step = HeartbeatWriter(_run(store, now), every_s), SharedStep()
         writer.begin(_began(_T), shared_step)
         writer.captured(1, _T)
+        if saves:
+            writer.numbered(1, _T)
         writer.stop(closed=True)
         writer.close()
         shared_step.close()  # without heartbeats no writer took it
-    assert list(store.list("gpt/")) == []
+    assert [one.ended for one in read_heartbeats(_run(store, now))] == [TrainerEnd.CLOSED] * saves
 
 
 def test_what_is_local_only_is_reported_also_after_the_end_of_the_trainer(store: Store, now: list[float]) -> None:

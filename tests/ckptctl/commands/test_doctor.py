@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from ckptapi import bodies
+from ckptapi.bodies import Scope, TokenRequest
 from ckptapi.client import DaemonClient
 from ckptstore import names
 from ckptstore.clock import system_clock
@@ -113,3 +116,14 @@ def test_the_doctor_reports_what_is_wrong(daemon: Daemon, folder: Path) -> None:
         "configuration": "ok", "daemon": "wrong", "versions": "skipped", "store": "skipped", "runs": "skipped",
     }  # fmt: skip
     assert json.loads(gone.stderr)["message"].startswith("daemon: ckptd at http://127.0.0.1:9 did not respond")
+
+
+def test_the_doctor_needs_no_admin_to_be_content(folder: Path) -> None:
+    with running_daemon(folder.as_uri(), environment={**os.environ, "CKPTD_TOKEN": "secret of an admin"}) as daemon:
+        with closing(DaemonClient(daemon.url, "secret of an admin")) as admin:
+            reader = admin.create_token(TokenRequest(name="reader", scopes=[Scope.READ])).secret
+        done = invoke("doctor", "--url", daemon.url, "--token", reader, "-o", "json")
+    assert done.code == 0, done.stdout + done.stderr
+    found = {finding["check"]: (finding["verdict"], finding["found"]) for finding in json.loads(done.stdout)}
+    assert found["store"] == ("skipped", "not checked: needs scope admin")
+    assert found["runs"][0] == "ok"

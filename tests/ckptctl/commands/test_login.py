@@ -7,11 +7,14 @@ import stat
 import subprocess
 import tomllib
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import trustme
 
+from ckptapi.client import DaemonClient
+from ckptstore.errors import DaemonUnavailable
 from tests.support.command_line import PROGRAM, clean_environment, invoke, run
 from tests.support.daemons import Daemon, running_daemon
 
@@ -120,7 +123,9 @@ def test_a_wait_is_0_or_7(folder: Path, guarded: Daemon) -> None:
     assert away.error["code"] == "daemon_unavailable"
 
 
-def test_certificates_of_ones_own_authority(folder: Path, tmp_path: Path, authority: trustme.CA, home: Path) -> None:
+def test_certificates_of_ones_own_authority(
+    folder: Path, tmp_path: Path, authority: trustme.CA, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     certificate = authority.issue_cert("127.0.0.1")
     files = tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "ca.pem"
     certificate.cert_chain_pems[0].write_to_path(files[0])
@@ -134,6 +139,15 @@ def test_certificates_of_ones_own_authority(folder: Path, tmp_path: Path, author
         assert (unknown.code, "--cacert" in unknown.stderr) == (7, True), unknown.stderr
         assert invoke("ls", "--url", daemon.url, "--cacert", files[2]).code == 0
         assert invoke("ls", "--url", daemon.url, env={"CKPTD_CA": str(files[2])}).code == 0
+        with (
+            closing(DaemonClient(daemon.url, patience_s=600.0)) as client,
+            pytest.raises(DaemonUnavailable, match="CKPTD_CA"),
+        ):
+            client.runs()  # at once: a retry changes nothing
+        monkeypatch.setenv("CKPTD_CA", str(files[2]))
+        with closing(DaemonClient(daemon.url)) as client:
+            assert client.runs() == ["gpt", "wide"]
+        monkeypatch.delenv("CKPTD_CA")
         plain = invoke("ls", "--url", daemon.url.replace("https", "http"))
         assert (plain.code, "try https://" in plain.stderr) == (7, True), plain.stderr
         none = invoke("ls", "--url", daemon.url, "--cacert", tmp_path / "none.pem")

@@ -69,14 +69,16 @@ def _commits(*times: float) -> list[Checkpoint]:
 
 
 @pytest.mark.parametrize(
-    ("now", "uploads", "stalled"),
-    [(1300.0, 0, True), (520.0, 0, False), (1300.0, 1, False), (100_000.0, 0, False)],
-    ids=["overdue", "in time", "saving", "long ago"],
+    ("now", "uploads", "measured", "stalled"),
+    [(1300.0, 0, True, True), (520.0, 0, True, False), (1300.0, 1, True, False), (1300.0, 0, False, False)],
+    ids=["overdue", "in time", "saving", "without a heartbeat"],
 )
-def test_a_run_whose_next_commit_is_overdue_is_stalled(now: float, uploads: int, stalled: bool) -> None:
+def test_a_run_whose_next_commit_is_overdue_is_stalled(now: float, uploads: int, measured: bool, stalled: bool) -> None:
     recent = _commits(100, 200, 300, 400, 500)
-    going = progress(recent, uploads, None, now)
+    life = TrainerRun("1", 1.0, 1.0, 0.0, None, 0, [Beat(500.0, 7)], TrainerEnd.NOT, 500.0, measured)
+    going = progress(recent, uploads, account("gpt", [life], now, 300.0), now)
     assert bool(going.stalled) == stalled
+    assert not progress(recent, uploads, None, now).stalled
     if stalled:
         assert going.stalled == "no commit for 13m; the usual gap is 1m 40s"
 

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from ckptstore.analysis.history import Cause, RunFinding, first_trouble
 from ckptstore.analysis.statistics import CheckpointStatistics, TensorStatistics
+from ckptstore.format.statistics import Table, named_document
 from ckptstore.stores import open_store
 from tests.support.checkpoints import sample_arrays, write_checkpoint
 
 
-def found(largest: Sequence[float], dtype: str = "float32", nan_at: int | None = None) -> RunFinding:
+def found(
+    largest: Sequence[float], dtype: str = "float32", nan_at: int | None = None, name: str = "w", elements: int = 4
+) -> RunFinding:
     """The finding about one tensor, whose largest magnitudes are given by step."""
     checkpoint = write_checkpoint(open_store("memory://history"), "r", 1, sample_arrays())
     steps = [
         CheckpointStatistics(
             checkpoint,
             {
-                "w": TensorStatistics(
-                    name="w", dtype=dtype, shape=[4], elements=4, nan=int(step == nan_at), positive_inf=0,
-                    negative_inf=0, minimum=-value, maximum=value / 2, is_finite=step != nan_at,
+                name: TensorStatistics(
+                    name=name, dtype=dtype, shape=[elements], elements=elements, nan=int(step == nan_at),
+                    positive_inf=0, negative_inf=0, minimum=-value, maximum=value / 2, is_finite=step != nan_at,
                 )
             },
             (),
@@ -60,3 +64,20 @@ def test_nan_needs_no_history_and_has_its_neighbours() -> None:
     assert (one.cause, one.text, one.before) == (Cause.NOT_FINITE, "1 NaN and 0 Inf of 4", None)
     assert one.after is not None
     assert (finding.num_checkpoints, finding.num_tensors) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "elements", "wrong"),
+    [("trainer/callbacks/best_score", 1, False), ("trainer/average", 4, True), ("model/scale", 1, True)],
+)
+def test_a_number_of_a_framework_does_not_go_wrong(name: str, elements: int, wrong: bool) -> None:
+    """A best score begins as Inf."""
+    for finding in (
+        found((1, 1), nan_at=0, name=name, elements=elements),
+        found((1, 1, 17), name=name, elements=elements),
+    ):
+        assert bool(finding.tensors) == wrong
+    counts = np.array([elements])
+    zeros, numbers = np.zeros(1, np.int64), np.full(1, np.nan)
+    table = Table(counts, np.ones(1, np.int64), zeros, zeros, numbers, numbers)
+    assert named_document(b"", table, [name]).nan == wrong
