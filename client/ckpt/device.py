@@ -8,7 +8,6 @@ before a device is used.
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.lazily import torch
+from ckptstore.threads import Latch
 
 _POLL_S = (50e-6, 2e-3)
 _MARGIN = 0.1
@@ -237,7 +237,7 @@ class Patience:
     """How long the thread that copies may wait for a device. For any thread."""
 
     def __init__(self) -> None:
-        self.wanted = threading.Event()
+        self.wanted = Latch()
         """Set once an optimizer is about to step: from then on, queue work without waiting."""
         self.give_up_at = math.inf
         """When to stop waiting, by time.monotonic()."""

@@ -22,6 +22,7 @@ from ckptstore.format.decoding import decode_json
 from ckptstore.format.documents import JSON
 
 _LENGTH = struct.Struct("<Q")
+_LONGEST = 1 << 32
 _MAX_FDS = 4
 SHARED_STEP_BYTES = 4096
 
@@ -227,19 +228,21 @@ class Channel:
     def send(self, message: msgspec.Struct, fds: Sequence[int] = ()) -> None:
         """Raises OSError if the peer is gone, or does not read for longer than the socket's timeout."""
         body = msgspec.json.encode(message)
-        head = _LENGTH.pack(len(body))
-        if fds:
-            self._sock.sendmsg([head], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
-        else:
-            self._sock.sendall(head)
-        self._sock.sendall(body)
+        data = memoryview(_LENGTH.pack(len(body)) + body)
+        with_memory = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        sent = self._sock.sendmsg([data], with_memory)
+        if sent < len(data):  # the peer may have closed its end after the last byte
+            self._sock.sendall(data[sent:])
 
     def receive(self, kind: Any) -> Any | None:
-        """The next message of union `kind`; None at end of file. Raises TimeoutError if there is a limit."""
+        """The next message of union `kind`; None at end of file. Raises TimeoutError if there is a limit, and
+        ValueError or msgspec's errors for what is no message."""
         head = self._exactly(_LENGTH.size)
         if head is None:
             return None
-        body = self._exactly(_LENGTH.unpack(head)[0])
+        if (length := _LENGTH.unpack(head)[0]) > _LONGEST:
+            raise ValueError(f"a message of {length} bytes")
+        body = self._exactly(length)
         if body is None:
             return None
         return decode_json(body, kind)

@@ -36,6 +36,8 @@ from ckpt.saver.retained_snapshot import SlotContents, retain_snapshot
 from ckptstore.errors import CkptError
 from ckptstore.stores import open_store
 
+logger = logging.getLogger(__name__)
+
 IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Some schedulers send them to all processes of a job. A saver ends with its work, or by SIGKILL."""
 
@@ -74,7 +76,12 @@ def main(sock: int, lock: int) -> int:
     contents = SlotContents() if setup.retain_snapshot_s else None
     store = open_store(setup.store, setup.options, retried=setup.retry_s > 0)
     pipeline = SavePipeline(store, setup, report, own_process=True, contents=contents)
-    stop = _serve(channel, pipeline, note)
+    stop, failed = None, False
+    try:
+        stop = _serve(channel, pipeline, note)
+    except Exception:  # a message that is no command, say: what was accepted is finished, as if the trainer had died
+        logger.exception("this saver accepts no more saves")
+        failed = True
     pipeline.heartbeats.stop(closed=stop is not None)
     note.orphaned()
     pipeline.finish_uploads()
@@ -92,7 +99,7 @@ def main(sock: int, lock: int) -> int:
     else:
         channel.close()
     note.close()
-    return 0
+    return int(failed)
 
 
 def _yield_to_all() -> None:

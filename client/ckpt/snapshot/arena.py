@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from ckpt.lazily import torch
 from ckpt.saver.messages import Forget, Slot
 from ckpt.snapshot.stage import Stager
 from ckptstore import human
+from ckptstore.threads import Latch
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +34,8 @@ class ArenaSlot:
 class Arena:
     """At most `num_slots` slots with all pages populated, reused by every save.
 
-    They are allocated in the background once their size is known, or by the save that needs one. expect, acquire
-    and close belong to the training thread; the others may be called from any thread.
+    They are allocated in the background once their size is known, or by the save that needs one. One thread at a time
+    calls expect, acquire and close, never one that signals interrupt; the others may be called from any thread.
     """
 
     def __init__(self, num_slots: int, announce: Callable[[Slot | Forget, Segment | None], None]) -> None:
@@ -46,6 +46,8 @@ class Arena:
         self._slots: dict[int, ArenaSlot] = {}
         self._idle: dict[int, None] = {}
         """In the order of their release: the newest snapshot is overwritten last, which a restart may still need."""
+        self.released = Latch()
+        """Set when a slot is released after the last `acquire` found none."""
         self._making = 0
         self._numbers = 0
         self._wanted_bytes = 0
@@ -74,7 +76,7 @@ class Arena:
             return
         if wait:
             try:
-                slot = self.acquire(num_bytes, 0.0)
+                slot = self.acquire(num_bytes)
             except OSError as error:
                 logger.warning(_NOT_MADE, error)
                 return
@@ -84,12 +86,11 @@ class Arena:
         if wait and gpu is not None and self._background is not None:
             self._background.join()
 
-    def acquire(self, num_bytes: int, timeout_s: float) -> ArenaSlot | None:
-        """An idle slot of at least `num_bytes`, now in use. None if all are in use for `timeout_s` seconds.
+    def acquire(self, num_bytes: int) -> ArenaSlot | None:
+        """An idle slot of at least `num_bytes`, now in use. None if all are in use; then wait for `released`.
 
-        Waits without limit for a slot that is being allocated. Allocates one if fewer than the maximum exist.
+        Waits for a slot that is being allocated. Allocates one if fewer than the maximum exist.
         """
-        deadline = time.monotonic() + timeout_s
         with self._changed:
             self._wanted_bytes = num_bytes
             while True:
@@ -101,9 +102,10 @@ class Arena:
                 if len(self._slots) + self._making < self._num_slots:
                     self._making += 1
                     break
-                left = None if self._making else max(0.0, deadline - time.monotonic())
-                if not self._changed.wait(left):
+                if not self._making:
+                    self.released = Latch()
                     return None
+                self._changed.wait()
         return self._make(num_bytes, idle=False)
 
     def prepare_rest(self) -> None:
@@ -122,6 +124,7 @@ class Arena:
                 self._idle[number] = None
                 self._drop_small()
                 self._changed.notify_all()
+                self.released.set()
 
     def close(self) -> None:
         """Free all slots."""

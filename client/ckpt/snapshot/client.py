@@ -1,8 +1,9 @@
 """The trainer's side of saving: slots, handles, and the outcome of earlier saves.
 
-Threads: the training thread calls the public methods of SaveClient. The copier thread of Overlap calls `submit`
-and `abandon` too, but the training thread joins it before its own next call, so that public calls never
-overlap (`before_step` does not call the client). Reports arrive on the writer's threads at any time.
+Threads: `SaveClient.calls` makes all calls that change something, one after the other, also the copies of Overlap, and
+no exception of a signal handler interrupts them. A slot belongs to the snapshot that was given it last until that is
+handed over, to its copy or to the writer; then only the end of the copy or a report of the writer releases it.
+Reports arrive on the writer's threads at any time.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,7 +20,6 @@ from itertools import count
 import msgspec
 
 from ckpt.capture.leaves import Captured
-from ckpt.config import OnBusy
 from ckpt.host.segment import Segment
 from ckpt.saver.commit import Numbering, abort_attempts, describe
 from ckpt.saver.messages import (
@@ -56,6 +57,7 @@ from ckptstore.format.records import SAVE_COST, SaveCost
 from ckptstore.run import Run
 from ckptstore.stores import open_store
 from ckptstore.stores.retrying import RetryingStore
+from ckptstore.threads import CallThread
 from ckptstore.tiers.source import LOCAL
 
 logger = logging.getLogger(__name__)
@@ -87,6 +89,8 @@ class Snapshot:
     cost_before: SaveCost | None
     """The cost of the save before this one."""
     created_at: float = field(default_factory=system_clock)
+    submitted: bool = False
+    """The writer has the job, or will get it."""
     slot: ArenaSlot | None = None
     """None: this rank has no shard, its state is not copied, or the writer no longer reads the slot."""
     released: bool = False
@@ -111,9 +115,6 @@ class Snapshot:
         )
 
 
-_WARN_AFTER_S = 30.0
-
-
 class SaveClient:
     """An arena, the handles of unfinished saves, and one writer, which is replaced if it dies."""
 
@@ -130,7 +131,11 @@ class SaveClient:
         self._steps = steps if setup.rank == 0 else None
         self._counters = counters
         self._in_process = in_process
+        self.calls = CallThread("ckpt-save")
         self.arena = Arena(num_slots, self._announce)
+        self._staging: Snapshot | None = None
+        """The snapshot that has a slot and is not handed over. If its save was interrupted, the next one takes it."""
+        self._stopping: list[SaveWriter] = []
         self._lock = threading.Lock()
         self._jobs: dict[int, Snapshot] = {}
         """Those that the writer has not finished."""
@@ -188,19 +193,22 @@ class SaveClient:
         if raised is not None:
             raise raised
 
-    def acquire(self, num_bytes: int, on_busy: OnBusy, step: int) -> ArenaSlot | None:
-        """An idle slot for a save of `step`. If all are in use: None ("skip"), or wait for one ("wait").
+    def acquire(self, snapshot: Snapshot) -> bool:
+        """Give a snapshot a slot, until it is handed over or another one is given it. False if all are in use."""
+        if (before := self._staging) is not None and before.slot is not None:
+            self.arena.release(before.slot.number)
+        self._staging = None
+        snapshot.slot = self.arena.acquire(snapshot.layout.num_bytes)
+        self._staging = snapshot
+        return snapshot.slot is not None
 
-        "supersede" removes the oldest save whose upload has not begun from the queue, and waits if there is none.
-        """
-        if on_busy != "wait":
-            slot = self.arena.acquire(num_bytes, 0.0)
-            if slot is not None or on_busy == "skip":
-                return slot
-            self.start().send(DropQueued(step))
-        while (slot := self.arena.acquire(num_bytes, _WARN_AFTER_S)) is None:
-            logger.warning("training waits for an idle slot: saves take longer than the interval between them")
-        return slot
+    def handed_over(self) -> None:
+        """The slot that was acquired last belongs to a copy or to the writer."""
+        self._staging = None
+
+    def supersede(self, step: int) -> None:
+        """Remove the oldest save whose upload has not begun from the queue, if there is one, for the save of `step`."""
+        self.start().send(DropQueued(step))
 
     def expedite(self) -> None:
         """Make the next save durable as soon as possible."""
@@ -222,8 +230,7 @@ class SaveClient:
 
     def abandon(self, snapshot: Snapshot, error: CkptError, keep_slot: bool = False) -> None:
         """Fail a save before its job was submitted, and abort its attempt for the other ranks. The next save raises
-        the error. keep_slot: a device may still write to the slot; it is not used again. Also called by the copier
-        thread."""
+        the error. keep_slot: a device may still write to the slot; it is not used again."""
         with self._lock:
             self._finished.append(snapshot.handle)
         self._fail_handle(snapshot.handle, error)
@@ -232,7 +239,7 @@ class SaveClient:
             self.arena.release(snapshot.slot.number)
 
     def submit(self, snapshot: Snapshot) -> None:
-        """Submit a staged snapshot: from now on its slot belongs to the writer. Also called by the copier thread."""
+        """Submit a staged snapshot: from now on its slot belongs to the writer."""
         writer, job = self.start(), self._register(snapshot)
         writer.send(job)
         if self._writer is not writer:
@@ -240,49 +247,50 @@ class SaveClient:
         snapshot.handle.mark_staged()
         self.arena.prepare_rest()
 
-    def save_live(self, snapshot: Snapshot, state: LiveState, cause: OSError) -> None:
-        """Save without a copy: return when the writer, in threads of this process, no longer reads the state.
+    def submit_live(self, snapshot: Snapshot, state: LiveState) -> None:
+        """Submit a state that is not copied: it is read until its job is released or has failed."""
+        writer, job = self.start(), self._register(snapshot)
+        assert isinstance(writer, ThreadWriter)
+        writer.send(job, state)
 
-        cause: why there is no memory for a copy; logged once.
-        """
-        if not isinstance(self._writer, ThreadWriter):
-            process, self._writer, self._in_process = self._writer, None, True
-            if process is not None:
-                process.close(None)
+    def use_threads(self, cause: OSError) -> None:
+        """From now on the writer is in threads of this process. cause: why; logged once. Call `wait_stopped` then."""
         if not self._live:
             self._live = True
             logger.warning(
                 "%s: save_async copies nothing, and returns when the state itself is uploaded", cause.strerror
             )
-        writer, job, handle = self.start(), self._register(snapshot), snapshot.handle
-        assert isinstance(writer, ThreadWriter)
-        sent = False
-        try:
-            writer.send(job, state)
-            sent = True
-            handle.wait_staged()
-        finally:
-            state.close()  # an interrupted save fails, unless everything was read already
-            handle.wait_staged(None if sent else _WARN_AFTER_S)  # a job that was not accepted reports nothing
+        if not isinstance(self._writer, ThreadWriter):
+            self._in_process = True
+            self._stop_writer(retain_snapshot=False)
 
     def _register(self, snapshot: Snapshot) -> SaveJob:
         job = snapshot.job(next(self._numbers))
         with self._lock:
             self._jobs[job.number] = snapshot
+        snapshot.submitted = True
+        self.handed_over()
         return job
 
-    def close(self, timeout_s: float | None, retain_snapshot: bool = False) -> None:
-        """Wait until every save is durable or has failed, then stop the writer and free the arena. retain_snapshot: see
-        Stop.
-
-        Raises TimeoutError if that takes longer; a saver process then continues on its own.
-        """
-        writer, self._writer = self._writer, None
+    def stop(self, retain_snapshot: bool = False) -> None:
+        """Let the writer finish all jobs and end. retain_snapshot: see Stop."""
         if self._steps is not None:
             self._steps.close()
+        self._stop_writer(retain_snapshot)
+
+    def _stop_writer(self, retain_snapshot: bool) -> None:
+        writer, self._writer = self._writer, None
         if writer is not None:
-            writer.close(timeout_s, retain_snapshot)
-        self.arena.close()
+            self._stopping.append(writer)
+            writer.stop(retain_snapshot)
+
+    def wait_stopped(self, timeout_s: float | None) -> None:
+        """Wait for what was stopped. Raises TimeoutError; a saver process then goes on. For the training thread."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for writer in self._stopping:
+            if not writer.ended.wait(None if deadline is None else deadline - time.monotonic()):
+                more = "; the saver goes on" if isinstance(writer, ProcessWriter) else ""
+                raise TimeoutError(f"saves are not durable after {timeout_s} s{more}")
 
     # Called by the arena, on the thread that allocates a slot or acquires one.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,8 +25,10 @@ from ckpt.capture.leaves import Leaves
 from ckpt.device import Addresses, Device, digests, rows
 from ckpt.host.segment import Segment
 from ckpt.lazily import torch
+from ckptstore.errors import SnapshotTorn
 from ckptstore.format.columns import distinct
 from ckptstore.format.shards import Placed, Slice
+from ckptstore.threads import Latch
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class CopyProgress:
     """Which parts of one snapshot are copied. For any thread."""
 
     def __init__(self, parts: Iterable[Part]) -> None:
-        self._copied = {part: threading.Event() for part in parts}
+        self._copied = {part: Latch() for part in parts}
         self._wanted: set[Part] = set()
 
     def wait_for(self, parts: Iterable[Part]) -> None:
@@ -196,6 +197,40 @@ def memory_at(address: int, num_bytes: int) -> RawMemory:
     return (ctypes.c_char * num_bytes).from_address(address)
 
 
+WHOLE_BYTES = 32 << 20
+"""All bytes of a snapshot up to this size are compared with the state: that takes less than 5 ms."""
+_COMPARED_BYTES = 1 << 10
+_compare = ctypes.CDLL(None).memcmp
+_compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+def differ(copy: int, memory: int, num_bytes: int, whole: bool) -> bool:
+    """Whether memory differs from its copy, by address. whole: compare all bytes, not some at four places."""
+    if whole or num_bytes <= 4 * _COMPARED_BYTES:
+        return bool(_compare(copy, memory, num_bytes))
+    places = range(0, num_bytes - _COMPARED_BYTES + 1, (num_bytes - _COMPARED_BYTES) // 3)
+    return any(_compare(copy + at, memory + at, _COMPARED_BYTES) for at in places)
+
+
+def differ_by_element(copy: torch.Tensor, tensor: torch.Tensor, whole: bool) -> bool:
+    """The same for a tensor whose bytes are not its elements in order: by default its first and last row."""
+    if not whole and copy.dim() and len(copy) > 2:
+        return any(differ_by_element(copy[row], tensor[row], whole=True) for row in (0, -1))
+    again = torch.empty(copy.shape, dtype=copy.dtype, device="cpu")
+    with torch.no_grad():
+        again.copy_(tensor)
+    return differ(copy.data_ptr(), again.data_ptr(), copy.nbytes, whole=True)
+
+
+_NAMED = 3
+
+
+def torn_error(entries: Sequence[str], when: str, hint: str) -> SnapshotTorn:
+    """Entries have changed. when: in words."""
+    more = f" and {len(entries) - _NAMED} more" if len(entries) > _NAMED else ""
+    return SnapshotTorn(f"{', '.join(entries[:_NAMED])}{more} changed {when}", hint)
+
+
 class FrozenTracker:
     """The frozen parameters that stay unchanged while optimizers step.
 
@@ -277,7 +312,7 @@ def _digests(tensors: Sequence[torch.Tensor]) -> list[bytes]:
             tensor = tensors[index]
             digests[index] = xxhash.xxh3_128_digest(memory_at(tensor.data_ptr(), tensor.nbytes))
 
-    num_threads = min(torch.get_num_threads(), len(tensors))
+    num_threads = min(torch.get_num_threads(), len(tensors), sum(tensor.nbytes for tensor in tensors) // WHOLE_BYTES)
     if num_threads <= 1:
         work()
         return digests

@@ -12,6 +12,7 @@ import msgspec
 
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CkptError, SaveSkipped
+from ckptstore.threads import Latch
 
 
 class Timings(msgspec.Struct, frozen=True):
@@ -47,9 +48,9 @@ class SaveHandle:
 
     def __init__(self, step: int, raw_bytes: int) -> None:
         self.step = step
-        self._staged = threading.Event()
+        self._staged = Latch()
         self._lost = False
-        self._finished = threading.Event()
+        self._finished = Latch()
         self._checkpoint: Checkpoint | None = None
         self._error: CkptError | None = None
         self._seen = False

@@ -11,9 +11,10 @@ it was copied.
 A changed state is not copied again: it would be another state than that of the call, and on each rank that of another
 moment.
 
-Gate: an optimizer of the save waits for the leaves in storages that it changes, and no others: a discriminator steps
-while the generator is still copied. Any other optimizer waits for everything, because wrappers hide optimizers. So does
-every optimizer for leaves whose own optimizer has not come to the gate by itself: some steps call no hook.
+Gate: before its step, and before any method that its class adds to Optimizer, an optimizer of the save waits for the
+leaves in storages that it changes, and no others: a discriminator steps while the generator is still copied. Any other
+optimizer waits for everything, because wrappers hide optimizers. So does every optimizer for leaves whose own optimizer
+has not come to the gate by itself: some steps call no hook.
 
 StorageHold: holding a storage keeps its memory from being freed, but some calls replace the memory inside the storage
 and free the old one: sharing with other processes (`share_memory_`, torch.multiprocessing) and `resize_`. While a copy
@@ -23,14 +24,15 @@ is pending, these calls wait for it if they concern a storage that it reads.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -53,10 +55,12 @@ from ckpt.snapshot.guard import (
     Guard,
     Part,
     Watch,
+    torn_error,
 )
 from ckpt.snapshot.stage import Stager, Transfer, is_plain
 from ckptstore.errors import CkptError, InvalidRequest, SaveFailed, SnapshotTorn
 from ckptstore.format.shards import Slice
+from ckptstore.threads import Latch
 
 logger = logging.getLogger(__name__)
 
@@ -243,7 +247,6 @@ def _storage(tensor: torch.Tensor) -> int:
 
 _SMALL_BYTES = 16 << 10
 """Smaller tensors in host memory are copied at once: handing them to another thread takes as long."""
-_NAMED = 3
 _WATCHED_SAVES = 2
 _DEVICE_S = 60.0
 """How long `close` waits for a device, which is busy for seconds at most if it makes progress."""
@@ -261,7 +264,9 @@ class PendingCopy:
     guard: Guard | None
     """None once everything has been checked."""
     snapshot: Snapshot
-    copied: threading.Event = field(default_factory=threading.Event)
+    begun: Latch = field(default_factory=Latch)
+    """Set once the gate waits for the copy."""
+    copied: Latch = field(default_factory=Latch)
     """Set once host memory is copied and the GPUs' copies are enqueued, or the copy has failed."""
     patience: Patience = field(default_factory=Patience)
     passed: set[Part] = field(default_factory=set)
@@ -269,7 +274,8 @@ class PendingCopy:
     held_s: float = 0.0
     """How long optimizers were held."""
     error: BaseException | None = None
-    future: Future[None] | None = None
+    ended: Latch = field(default_factory=Latch)
+    """Set once the snapshot is submitted or has failed, and no memory is read any more."""
     _checked: set[Part] = field(default_factory=set)
     _changed: list[str] = field(default_factory=list)
     _checking: threading.Lock = field(default_factory=threading.Lock)
@@ -294,24 +300,19 @@ class PendingCopy:
         if self.transfer.finish(self.patience.expired) and self.error is None:
             self.changed_entries()
 
-    @property
-    def ended(self) -> bool:
-        """Whether the snapshot is submitted or has failed, and no memory is read any more."""
-        return self.future is not None and self.future.done()
-
 
 class Overlap:
     """The background copies of one Checkpointer, one at a time. Public methods belong to the training thread."""
 
     def __init__(self, verify: bool, stepping: Callable[[Optimizer], None]) -> None:
-        """verify: decide by digests of all bytes whether a leaf has changed, not by counters and samples. stepping:
+        """verify: decide by digests of all bytes whether a leaf has changed, not by counters and samples, also if the
+        state is not small. stepping:
         called before an optimizer steps."""
         self._verify = verify
         self._stepping = stepping
         self.on = True
         """False once state was changed outside optimizers while it was copied."""
         self._pid = os.getpid()
-        self._copier = ThreadPoolExecutor(1, thread_name_prefix="ckpt-copy")
         self._pending: PendingCopy | None = None
         self._frozen = FrozenTracker()
         self._gate = Gate()
@@ -322,11 +323,15 @@ class Overlap:
         self._saved = False
         """Whether there was a save: training has needed all of its memory since."""
         self._step_lock = threading.Lock()  # backward passes of several devices step from several threads
+        _overlaps.add(self)
         self._remove_hook = weakref.finalize(self, register_optimizer_step_pre_hook(_hook(weakref.ref(self))).remove)
 
     def expect(self, optimizers: Iterable[Optimizer]) -> None:
         """These are the optimizers of the next save."""
-        self._gate.expect(optimizers)
+        found = list(optimizers)
+        for kind in set(map(type, found)) - _with_waiting_methods:
+            _make_methods_wait(kind)
+        self._gate.expect(found)
 
     def parts(self, leaves: Leaves) -> list[Part | None]:
         """Which leaves can be copied while training continues: the parts that they belong to; None if they cannot.
@@ -359,11 +364,12 @@ class Overlap:
         transfer = stager.begin(captured.leaves, layout, self.parts, sameness, watch)
         self._began(transfer, layout)
         if transfer.under_way:
-            kind = DigestGuard if self._verify else ChangeGuard
+            kind = DigestGuard if self._verify or transfer.small else ChangeGuard
             guard = kind(transfer.later, transfer.samples, transfer.storages)
+            transfer.check(captured.leaves)
             self.begin(PendingCopy(client, transfer, guard, snapshot))
             return True
-        transfer.finish()
+        stager.complete(transfer, captured.leaves)
         return False
 
     def _began(self, transfer: Transfer, layout: object) -> None:
@@ -386,25 +392,14 @@ class Overlap:
 
     def begin(self, pending: PendingCopy) -> None:
         """Copy in the background, then submit the job. The previous copy has been joined."""
-        self._pending = pending
         stepped, self._saved = self._gate.saved(), True
-        hold = StorageHold(pending.transfer.held, pending.wait_until_read)
-        _storage_holds.add(hold)
-        try:
-            pending.future = self._copier.submit(self._copy, pending, stepped, hold)
-        except BaseException:
-            _storage_holds.remove(hold)
-            raise
+        pending.client.calls.run(partial(self._copy, pending, stepped), pending.begun)
 
     def join(self, timeout_s: float | None = None) -> None:
         """Return when the last snapshot is submitted to the saver or has failed. Raises TimeoutError."""
         pending = self._pending
-        if pending is not None and pending.future is not None:
-            try:
-                pending.future.result(timeout_s)
-            except TimeoutError:
-                step = pending.snapshot.attempt.step
-                raise TimeoutError(f"the state of step {step} is not copied after {timeout_s} s") from None
+        if pending is not None and not pending.ended.wait(timeout_s):
+            raise TimeoutError(f"the state of step {pending.snapshot.attempt.step} is not copied after {timeout_s} s")
         self._pending = None
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -417,13 +412,22 @@ class Overlap:
         self._stepping(optimizer)
         pending, capturing = self._pending, is_capturing()
         self._gate.come(optimizer, capturing)
-        if pending is None or pending.ended:
+        if pending is None or pending.ended.is_set():
             return
         if capturing:
             raise InvalidRequest(
                 "a step is captured into a CUDA graph while a snapshot is copied, which would end the capture",
                 "Call wait() on the Checkpointer before the capture",
             )
+        self._wait(optimizer, pending)
+
+    def before_change(self, optimizer: Optimizer) -> None:
+        """A method of an optimizer that may change parameters is about to run: as `before_step`, but it is no step."""
+        pending = self._pending
+        if pending is not None and not pending.ended.is_set() and os.getpid() == self._pid and not is_capturing():
+            self._wait(optimizer, pending)
+
+    def _wait(self, optimizer: Optimizer, pending: PendingCopy) -> None:
         parts = self._gate.waits(optimizer, pending.transfer.parts)
         if pending.transfer.on_devices or not pending.passed.issuperset(parts):
             self._pass(pending, parts)
@@ -442,8 +446,8 @@ class Overlap:
                 pending.held_s += time.perf_counter() - started
                 pending.snapshot.handle.measure(held_s=pending.held_s)
 
-    def close(self, timeout_s: float | None = None) -> None:
-        """Join, and remove the hook from optimizers.
+    def end_copy(self, timeout_s: float | None) -> None:
+        """Join.
 
         timeout_s: how long to wait for a device, one minute by default. It may be stuck behind a collective of a dead
         rank; then the save fails.
@@ -451,14 +455,21 @@ class Overlap:
         if self._pending is not None:
             self._pending.patience.give_up_at = time.monotonic() + (_DEVICE_S if timeout_s is None else timeout_s)
         self.join()
-        self._remove_hook()
-        self._copier.shutdown()
 
-    def _copy(self, pending: PendingCopy, stepped: bool, hold: StorageHold) -> None:
+    def close(self) -> None:
+        """Remove the hook from optimizers; nothing is copied."""
+        self._remove_hook()
+
+    def _copy(self, pending: PendingCopy, stepped: bool) -> None:
         started, snapshot = time.perf_counter(), pending.snapshot
         assert snapshot.slot is not None
         assert pending.guard is not None
+        hold = StorageHold(pending.transfer.held, pending.wait_until_read)
+        pending.client.handed_over()
+        self._pending = pending
         try:
+            _storage_holds.add(hold)
+            pending.begun.set()
             pending.transfer.copy(pending.guard, pending.patience)
             pending.copied.set()
             reads = snapshot.captured.reads
@@ -476,6 +487,8 @@ class Overlap:
             pending.transfer.progress.end()
             pending.copied.set()
             _storage_holds.remove(hold)
+            pending.begun.set()
+            pending.ended.set()
 
     def _fail(self, pending: PendingCopy, error: BaseException) -> None:
         pending.error = error
@@ -488,6 +501,31 @@ class Overlap:
         if not isinstance(error, CkptError):
             error = SaveFailed(f"the snapshot was not copied: {error!r}")
         pending.client.abandon(pending.snapshot, error, keep_slot=not _let_go(pending))
+
+
+_overlaps: weakref.WeakSet[Overlap] = weakref.WeakSet()
+_with_waiting_methods: set[type[Optimizer]] = set()
+
+
+def _make_methods_wait(kind: type[Optimizer]) -> None:
+    """The methods that a class adds to Optimizer wait for copies: they may change parameters, as `train` and `eval` of
+    optimizers that keep averages do, and the two steps of SAM. torch wraps `step` for its hooks in the same way."""
+    _with_waiting_methods.add(kind)
+    for name in set(dir(kind)) - set(dir(Optimizer)):
+        method = inspect.getattr_static(kind, name)
+        if name[0] != "_" and inspect.isfunction(method) and not hasattr(method, "waits_for_copies"):
+            setattr(kind, name, _waiting(method))
+
+
+def _waiting(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def wait_first(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        for overlap in list(_overlaps):
+            overlap.before_change(optimizer)
+        return method(optimizer, *args, **kwargs)
+
+    vars(wait_first)["waits_for_copies"] = True
+    return wait_first
 
 
 def _hook(reference: weakref.ref[Overlap]) -> Callable[..., None]:
@@ -520,10 +558,9 @@ def _stuck_error() -> SaveFailed:
 
 
 def _torn_error(entries: Sequence[str]) -> SnapshotTorn:
-    more = f" and {len(entries) - _NAMED} more" if len(entries) > _NAMED else ""
-    return SnapshotTorn(
-        f"{', '.join(entries[:_NAMED])}{more} changed between save_async and the end of the copy, outside the step "
-        "of its optimizer",
+    return torn_error(
+        entries,
+        "between save_async and the end of the copy, outside the step of its optimizer",
         "Change parameters before save_async or after the step of their own optimizer, or pass overlap=False to the "
         "Checkpointer. This process now behaves as with overlap=False",
     )

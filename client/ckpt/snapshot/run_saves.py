@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,7 @@ from ckpt.snapshot.handle import LiveCounters, LiveHandle, SaveHandle
 from ckpt.snapshot.live import LiveState
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.generations import NewAttempt, Session
-from ckptstore.errors import BadInput, InvalidRequest, SaveSkipped, Superseded
+from ckptstore.errors import BadInput, CkptError, InvalidRequest, SaveSkipped, Superseded
 from ckptstore.format.records import SaveCost
 from ckptstore.names import Attempt, check_step, derive_ulid
 from ckptstore.reading.source import Source, StoreSource
@@ -164,33 +165,72 @@ def take_snapshot(client: SaveClient, snapshot: Snapshot, overlap: Overlap | Non
 
     On return the state is copied; with overlap, state that changes only in `optim.step()` may be copied after return.
     Where the host has no memory for a copy, the state itself is durable on return. An error means that nothing was
-    saved, and the slot is released.
+    saved, unless a signal handler has raised it: then the save goes on if its state was copied.
     """
     leaves, layout, started = snapshot.captured.leaves, snapshot.layout, time.perf_counter()
     if not leaves:
-        client.submit(snapshot)
+        client.calls.run(partial(client.submit, snapshot))
         return True
     try:
-        slot = snapshot.slot = client.acquire(layout.num_bytes, on_busy, snapshot.attempt.step)
+        acquired = _acquire(client, snapshot, on_busy)
     except OSError as error:
-        client.save_live(snapshot, LiveState(leaves, layout), error)
+        _save_live(client, snapshot, error)
         return True
-    if slot is None:
-        client.skip(snapshot)
+    if not acquired:
+        client.calls.run(partial(client.skip, snapshot))
         return False
-    acquired = time.perf_counter()
-    snapshot.handle.measure(wait_s=acquired - started)
-    try:
-        if overlap is None or not overlap.on:
-            slot.stager.stage(leaves, layout, snapshot.captured.sameness)
-        elif overlap.copy(client, snapshot, slot.stager):
-            return True  # it is submitted in the background
-        snapshot.handle.measure(stage_s=time.perf_counter() - acquired)
-        client.submit(snapshot)
-    except BaseException:
-        client.arena.release(slot.number)
-        raise
+    slot, began = snapshot.slot, time.perf_counter()
+    assert slot is not None
+    snapshot.handle.measure(wait_s=began - started)
+    if overlap is None or not overlap.on:
+        slot.stager.stage(leaves, layout, snapshot.captured.sameness)
+    elif overlap.copy(client, snapshot, slot.stager):
+        return True  # it is submitted in the background
+    snapshot.handle.measure(stage_s=time.perf_counter() - began)
+    client.calls.run(partial(client.submit, snapshot))
     return True
+
+
+_WARN_AFTER_S = 30.0
+
+
+def _acquire(client: SaveClient, snapshot: Snapshot, on_busy: OnBusy) -> bool:
+    """Give a snapshot a slot. If all are in use: False ("skip"), or wait for one ("wait").
+
+    "supersede" removes the oldest save whose upload has not begun from the queue, and waits if there is none.
+    """
+    while not client.calls.run(partial(client.acquire, snapshot)):
+        if on_busy == "skip":
+            return False
+        if on_busy == "supersede":
+            client.calls.run(partial(client.supersede, snapshot.attempt.step))
+            on_busy = "wait"
+        if not client.arena.released.wait(_WARN_AFTER_S):
+            logger.warning("training waits for an idle slot: saves take longer than the interval between them")
+    return True
+
+
+def _save_live(client: SaveClient, snapshot: Snapshot, cause: OSError) -> None:
+    """Save without a copy: return when the writer, in threads of this process, no longer reads the state.
+
+    cause: why there is no memory for a copy.
+    """
+    client.calls.run(partial(client.use_threads, cause))
+    client.wait_stopped(None)
+    state = LiveState(snapshot.captured.leaves, snapshot.layout)
+
+    def end() -> None:
+        state.close()  # an interrupted save fails, unless everything was read already
+        snapshot.handle.wait_staged(None if snapshot.submitted else 0)
+
+    try:
+        try:
+            client.calls.run(partial(client.submit_live, snapshot, state))
+            snapshot.handle.wait_staged()
+        finally:
+            end()
+    finally:
+        end()  # an exception may have interrupted the first one
 
 
 class RunSaves:
@@ -228,13 +268,13 @@ class RunSaves:
         """
         client = self._saving_client()
         self._join()
-        client.start()
+        client.calls.run(client.start)
         self.agreement.agree(state, check)
         extra = check_others(state, self._world().rank)
         state = state.without_others()
         self._gate(state)  # before the first step, so that its hooks are in place
         captured, num_bytes = self.agreement.estimate(state)
-        client.arena.expect(num_bytes + extra, captured.leaves.gpu, wait=True)
+        client.calls.run(partial(client.arena.expect, num_bytes + extra, captured.leaves.gpu, wait=True))
 
     def save(
         self,
@@ -259,8 +299,8 @@ class RunSaves:
         step = check_step(step)
         attempt = self.session.new_attempt(self.agreement.session_for(state, check), step)
         with client.declining(attempt):
-            client.start()  # replaces a client that died, so that saves work again after the error
-            client.raise_failure(of_other_ranks=False)
+            client.calls.run(client.start)  # replaces one that died, so that saves work again after the error
+            client.calls.run(partial(client.raise_failure, of_other_ranks=False))
             self.session.check(step, repeat_step)
             if (unreplicable := client.unreplicable.get(attempt.session.id)) is not None:
                 self.session.supersede(unreplicable)
@@ -297,12 +337,12 @@ class RunSaves:
     def make_ready(self, state: TrainState) -> None:
         """A training run will save: its first save need wait neither for the saver nor for memory. A collective."""
         client = self._saving_client()
-        client.start()
+        client.calls.run(client.start)
         if self.agreement.session is not None:
             return
         try:
             captured, num_bytes = self.agreement.estimate(state)
-            client.arena.expect(num_bytes, captured.leaves.gpu, wait=False)
+            client.calls.run(partial(client.arena.expect, num_bytes, captured.leaves.gpu, wait=False))
         except BadInput as error:
             logger.warning("the first save will wait for its memory: %s", error)
 
@@ -320,7 +360,7 @@ class RunSaves:
         """Make the next save durable as soon as possible."""
         self._expedited = True
         if self.client is not None:
-            self.client.expedite()
+            self.client.calls.run(self.client.expedite)
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when every save is durable or skipped; raises the first error of one that failed, or TimeoutError."""
@@ -333,22 +373,31 @@ class RunSaves:
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
                 with suppress(SaveSkipped):
                     handle.result(left)
-        self.client.raise_failure()
+        self.client.calls.run(self.client.raise_failure)
         self.session.end(self.client.unreplicable)
 
     def close(self, timeout: float | None) -> None:
         """Return when every save is durable, and end the saver. Raises the error of a save, or TimeoutError."""
         failed = self.steps.closing()
-        client, self.client = self.client, None
-        overlap, self.overlap = self.overlap, None
-        if overlap is not None:
-            overlap.close(timeout)
-        if client is not None:
-            client.close(timeout, retain_snapshot=failed)
+        if (overlap := self.overlap) is not None:
+            overlap.end_copy(timeout)
+            self.overlap = None  # before its hook is removed: without it, a step would not wait
+            overlap.close()
+        if (client := self.client) is None:
+            return
+        client.calls.run(partial(client.stop, failed))
+        try:
+            client.wait_stopped(timeout)
+            client.calls.run(client.arena.close)
             if self._looking is not None and self.newest is not None and self.newest.done():
                 self._looking.join()
-            client.raise_failure()
+            client.calls.run(client.raise_failure)
             self.session.end(client.unreplicable)
+        except (CkptError, TimeoutError):
+            self.client = None
+            raise
+        self.client = None
+        client.calls.close()
 
     def _saving_client(self) -> SaveClient:
         if self.elsewhere:
@@ -363,7 +412,7 @@ class RunSaves:
             setup = config.setup(self._world().rank, self._world().size)
             self.client = SaveClient(setup, config.in_process, config.slots, self.tally, self.steps)
             if self._expedited:
-                self.client.expedite()
+                self.client.calls.run(self.client.expedite)
         return self.client
 
     def _gate(self, state: TrainState) -> Overlap | None:

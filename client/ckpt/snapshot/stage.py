@@ -22,6 +22,7 @@ from ckpt.saver.messages import SliceRow
 from ckpt.snapshot.device_copies import DeviceCopies, pin_segment
 from ckpt.snapshot.guard import (
     FROZEN_BYTES,
+    WHOLE_BYTES,
     CopyProgress,
     Guard,
     Part,
@@ -29,9 +30,12 @@ from ckpt.snapshot.guard import (
     Sample,
     SamplePlaces,
     Watch,
+    differ,
+    differ_by_element,
     memory_at,
     sample,
     sample_places,
+    torn_error,
     unread,
 )
 from ckptstore.format.shards import Placed, Slice, place_slices, raw_bytes
@@ -109,6 +113,29 @@ class Transfer:
         """Whether copies are deferred, or a GPU is copying."""
         return bool(self.later or self._devices)
 
+    @property
+    def small(self) -> bool:
+        """Whether it takes little time to compare all bytes that are deferred; then DigestGuard can."""
+        plan = self._plan
+        return plan.whole and not (plan.views or plan.devices)
+
+    def check(self, leaves: Leaves) -> None:
+        """Raise SnapshotTorn if host memory that was copied at the call has changed since. leaves: all."""
+        plan, at = self._plan, _address(self._gathered)
+        moves = chain(plan.now, ((at + to, source, size) for to, source, size in plan.gathered_at))
+        if b"".join(plan.gathered) == self._gathered:
+            moves = chain(plan.now)
+        changed = {source for copy, source, size in moves if differ(copy, source, size, plan.whole)}
+        found = [i for view, i in plan.copied if differ_by_element(view, leaves.tensors[i], plan.whole)]
+        if changed:
+            found += [i for i, tensor in enumerate(leaves.tensors) if tensor.data_ptr() in changed]
+        if found:
+            raise torn_error(
+                [leaves.slices[i].entry for i in found],
+                "while it was copied, in another thread or process",
+                "Let nothing write to the state during save_async",
+            )
+
     def begun(self) -> None:
         """Order deferred copies of GPUs after the work enqueued so far."""
         for copies in self._devices.values():
@@ -122,7 +149,7 @@ class Transfer:
 
     def _copy_host_memory(self, guard: Guard) -> dict[Part, None]:
         """Returns the parts of which devices copy leaves."""
-        begin = ctypes.cast(ctypes.c_char_p(self._gathered), ctypes.c_void_p).value or 0
+        begin = _address(self._gathered)
         move_all((to, begin + at, size) for to, at, size in self._plan.runs)
         left = {part: deque(indexes) for part, indexes in self._plan.on_host.items()}
         devices = {part for found in self._plan.devices.values() for part in found.later}
@@ -191,6 +218,10 @@ class Transfer:
         for copies in self._devices.values():
             copies.release()
         self.later, self.storages, self._spread, self._gathered = Leaves(), [], [], b""
+
+
+def _address(data: bytes) -> int:
+    return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
 
 
 def move_all(moves: Iterable[Move]) -> None:
@@ -320,6 +351,10 @@ class _CopyPlan:
     devices: dict[torch.device, _DeviceLeaves] = field(default_factory=dict)
     frozen: list[Placed] = field(default_factory=list)
     """The places of large leaves that are expected not to change."""
+    gathered_at: list[Move] = field(default_factory=list)
+    """As `gathered`: offset in the buffer, address and size."""
+    whole: bool = False
+    """All bytes are compared after the copy, not samples."""
 
     def gather(self) -> None:
         """Move small copies from `now` to `gathered`, up to a total of _ALL_GATHERED_BYTES."""
@@ -329,6 +364,7 @@ class _CopyPlan:
                 self.now.append((to, source, size))
                 continue
             self.gathered.append(memory_at(source, size))
+            self.gathered_at.append((at, source, size))
             if self.runs and to == self.runs[-1][0] + self.runs[-1][2]:
                 begin, first, before = self.runs[-1]
                 self.runs[-1] = (begin, first, before + size)
@@ -350,6 +386,8 @@ class Stager:
         """The GPU for which the segment was to be pinned; None: no GPU has copied into it yet."""
         self.pinned = False
         self._plan: _CopyPlan | None = None
+        self._last: Transfer | None = None
+        """The copy that began last. If its save was interrupted, a device may still write to the segment."""
 
     def pin(self, gpu: torch.device) -> None:
         """Page-lock the segment, once for all GPUs."""
@@ -358,8 +396,15 @@ class Stager:
             self.gpu = gpu
 
     def stage(self, leaves: Leaves, layout: SnapshotLayout, sameness: object | None = None) -> None:
-        """Copy all leaves. On return the slot holds them, including those from a GPU. sameness: see `Captured`."""
-        self.begin(leaves, layout, None, sameness).finish()
+        """Copy all leaves. On return the slot holds them, including those from a GPU. sameness: see `Captured`. Raises
+        SnapshotTorn."""
+        self.complete(self.begin(leaves, layout, None, sameness), leaves)
+
+    def complete(self, transfer: Transfer, leaves: Leaves) -> None:
+        """Wait for a copy of which nothing is deferred. Raises SnapshotTorn."""
+        transfer.finish()
+        transfer.check(leaves)
+        transfer.release()
 
     def begin(
         self,
@@ -374,6 +419,8 @@ class Stager:
         later: the parts of leaves that are deferred to `Transfer.copy`; None: no leaf is. sameness: if it is not None
         and equals the last one, the slices, the memory and the answers of `later` are the same as then.
         """
+        if self._last is not None:
+            self._last.finish()
         plan = self._plan
         if plan is None or sameness is None or plan.sameness != sameness:
             plan = self._plan = self._make_plan(leaves, layout, later, sameness)
@@ -384,18 +431,14 @@ class Stager:
             with torch.no_grad():
                 for view, i in plan.copied:
                     view.copy_(leaves.tensors[i])
-        transfer = Transfer(plan, leaves, self.pinned, watch or Watch())
-        try:
-            transfer.begun()
-        except BaseException:
-            transfer.finish()  # what was queued is still written, and the slot will be used again
-            raise
+        transfer = self._last = Transfer(plan, leaves, self.pinned, watch or Watch())
+        transfer.begun()
         return transfer
 
     def _make_plan(
         self, leaves: Leaves, layout: SnapshotLayout, later: Later | None, sameness: object | None
     ) -> _CopyPlan:
-        plan = _CopyPlan(sameness)
+        plan = _CopyPlan(sameness, whole=layout.num_bytes <= WHOLE_BYTES)
         parts = [None] * len(leaves) if later is None else later(leaves)
         moved, copied = list[int](), list[int]()
         for place, i in zip(layout.placed, layout.order, strict=True):

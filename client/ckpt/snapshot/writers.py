@@ -1,7 +1,7 @@
 """Writers: run the save pipeline in a saver process, or in threads of this process.
 
-The messages (ckpt.saver.messages) are their interface: `send` takes a command, from any thread of the trainer, and
-reports arrive on threads of the writer.
+The messages (ckpt.saver.messages) are their interface: `send` takes a command, from any thread of the trainer that
+signals do not interrupt, and reports arrive on threads of the writer.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from ckpt.saver.retained_snapshot import release
 from ckptstore.errors import SaverDied
 from ckptstore.format.shards import RawStream
 from ckptstore.stores import open_store
+from ckptstore.threads import Latch
 
 OnReport = Callable[[Report], None]
 OnDeath = Callable[[SaverDied], None]
@@ -43,20 +44,24 @@ class ThreadWriter:
         self._pipeline = SavePipeline(
             open_store(setup.store, setup.options, retried=setup.retry_s > 0), setup, on_report
         )
+        self.ended = Latch()
+        """All jobs are finished, after `stop`."""
 
     def send(self, command: Command, memory: Segment | RawStream | None = None) -> None:
         """Carry out a command. memory: that comes with it; also a state that is not in a slot, which is read until its
         job is released or has failed."""
         self._pipeline.carry_out(command, memory)
 
-    def close(self, timeout_s: float | None, retain_snapshot: bool = False) -> None:
-        """Finish all jobs and stop. Raises TimeoutError if that takes longer."""
+    def stop(self, retain_snapshot: bool = False) -> None:
+        """Finish all jobs in the background, then set `ended`."""
         self._pipeline.heartbeats.stop(closed=True)
-        closer = threading.Thread(target=self._pipeline.close, daemon=True)
-        closer.start()
-        closer.join(timeout_s)
-        if closer.is_alive():
-            raise TimeoutError(f"saves are not durable after {timeout_s} s")
+        threading.Thread(target=self._end, daemon=True).start()
+
+    def _end(self) -> None:
+        try:
+            self._pipeline.close()
+        finally:
+            self.ended.set()
 
 
 class ProcessWriter:
@@ -66,7 +71,7 @@ class ProcessWriter:
         self._on_report = on_report
         self._on_death = on_death
         self._closing = False
-        self._ended = threading.Event()
+        self.ended = Latch()
         """The saver has ended, or does nothing more but keep memory."""
         self._sending = threading.Lock()
         warn_without_launcher()
@@ -106,22 +111,20 @@ class ProcessWriter:
             # A saver that has not read for a minute counts as dead. The listener sees it end and reports its death.
             self._process.kill()
 
-    def close(self, timeout_s: float | None, retain_snapshot: bool = False) -> None:
-        """Finish all jobs and stop. Raises TimeoutError if that takes longer.
+    def stop(self, retain_snapshot: bool = False) -> None:
+        """Let the saver finish all jobs; `ended` is set then.
 
         retain_snapshot: the trainer ends because of an error; the saver keeps memory for the next one
         (retained_snapshot.py).
         """
         self._closing = True
         self.send(Stop(retain_snapshot))
-        if not self._ended.wait(timeout_s):
-            raise TimeoutError(f"saves are not durable after {timeout_s} s; the saver goes on")
 
     def _listen(self) -> None:
         try:
             self._listen_until_end()
         finally:
-            self._ended.set()
+            self.ended.set()
         self._process.wait()  # it must not stay a zombie if this process goes on
 
     def _listen_until_end(self) -> None:

@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -29,7 +30,10 @@ from tests.support.checkpoints import write_rank
 COUNT = 4_000_000
 
 
-def test_an_orphan_that_waits_for_another_rank_holds_neither_memory_nor_the_next_trainer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("last", [b"", b"\5\0\0\0\0\0\0\0hello", b"\xff" * 8], ids=["end", "no command", "no length"])
+def test_a_saver_without_trainer_finishes_and_holds_neither_memory_nor_the_next_trainer(
+    last: bytes, tmp_path: Path
+) -> None:
     store = open_store(str(tmp_path))
     run = Run(store, "r")
     attempt = new_attempt(3)
@@ -55,6 +59,7 @@ def test_an_orphan_that_waits_for_another_rank_holds_neither_memory_nor_the_next
             channel.send(setup)
             channel.send(Slot(0, COUNT * 4), fds=[segment.fd])
             channel.send(job)
+            ours.sendall(last)
             channel.close()
             presence.close()
             segment.close()
@@ -68,7 +73,7 @@ def test_an_orphan_that_waits_for_another_rank_holds_neither_memory_nor_the_next
             # The other rank's receipt comes after all, and another process commits; the orphan sees it and ends.
             write_rank(store, "r", stored(attempt), {}, rank=1, world_size=2)
             assert roll_forward(run, stored(attempt)) is not None
-            assert saver.wait(30) == 0
+            assert saver.wait(30) == bool(last)
         finally:
             saver.kill()
             saver.wait()

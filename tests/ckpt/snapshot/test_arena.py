@@ -37,23 +37,26 @@ class Announced:
 def test_slots_are_reused_grow_with_the_state_and_wait_when_all_are_in_use() -> None:
     announced = Announced()
     arena = Arena(2, announced)
-    first = arena.acquire(1000, 0)
-    second = arena.acquire(1000, 0)
+    first = arena.acquire(1000)
+    second = arena.acquire(1000)
     assert first is not None
     assert second is not None
-    assert arena.acquire(1000, 0.01) is None
+    assert arena.acquire(1000) is None
     arena.release(first.number)
-    assert arena.acquire(500, 0) is first
+    assert arena.acquire(500) is first
     arena.release(first.number)
-    larger = arena.acquire(5000, 0)
+    larger = arena.acquire(5000)
     assert larger is not None
     assert larger.segment.num_bytes == 5000
     assert announced.known == [second.number, larger.number]
     arena.release(second.number)
     arena.release(larger.number)
-    assert arena.acquire(5000, 0) is larger
+    assert arena.acquire(5000) is larger
+    assert arena.acquire(5000) is not None
+    assert arena.acquire(5000) is None
     threading.Timer(0.1, arena.release, (larger.number,)).start()
-    assert arena.acquire(5000, 10) is not None
+    assert arena.released.wait(10)
+    assert arena.acquire(5000) is larger
     arena.close()
 
 

@@ -19,6 +19,7 @@ from ckpt.snapshot.guard import CopyProgress, Guard, Part
 from ckpt.snapshot.overlap import Gate, Overlap, PendingCopy
 from ckpt.snapshot.stage import Transfer
 from tests.ckpt.loops import open_run
+from tests.ckpt.snapshot.overlapping import held_copies
 from tests.ckpt.snapshot.simulated import DEFAULT, SIDE, SimulatedDevice, plugged_in
 from tests.ckpt.snapshot.test_device_copies import PATIENCE_S, SCHEDULES, Training
 from tests.ckpt.snapshot.test_device_copies import open_run as open_device_run
@@ -268,3 +269,33 @@ def test_a_capturable_optimizer_is_hooked_if_it_came_since_the_last_save() -> No
         hooked.append(bool(gate.hooked))
         gate.saved()
     assert hooked == [False, True, False, True]
+
+
+class Averaging(SGD):
+    """Changes its parameters also in a method of its own, as schedule-free optimizers do."""
+
+    def eval(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(1)
+
+
+def test_a_method_that_a_class_adds_to_optimizer_waits_as_its_step_does(tmp_path: Path) -> None:
+    model = nn.Linear(128, 128)
+    optim = Averaging(model.parameters(), lr=0.1)
+    with open_run(tmp_path) as run:
+        run.save(model, optim, 1)
+        with held_copies() as brake:
+            before = copy.deepcopy(model.state_dict())
+            handle = run.save_async(model, optim, 2)
+            assert run._saves.overlap is not None
+            pending = run._saves.overlap._pending
+            assert pending is not None
+            exchange = threading.Thread(target=optim.eval)
+            exchange.start()
+            wait_until(pending.patience.wanted.is_set)
+            brake.released.set()
+            exchange.join()
+            handle.result(PATIENCE_S)
+        assert same_state(run.load(2, "model/*"), {f"model/{name}": value for name, value in before.items()})
+        assert not torch.equal(model.weight, before["weight"])

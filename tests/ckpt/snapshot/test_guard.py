@@ -17,6 +17,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from ckpt.capture.leaves import Change, Leaves, StateLeaf
+from ckpt.snapshot import stage
 from ckpt.snapshot.guard import ChangeGuard, sample
 from ckptstore.errors import SnapshotTorn
 from ckptstore.format.shards import Slice
@@ -222,3 +223,36 @@ def test_a_forked_child_replaces_its_memory_without_waiting(tmp_path: Path) -> N
         assert os.waitpid(child, 0)[1] == 0
         brake.released.set()
         handle.result(PATIENCE_S)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("whole_bytes", [0, 32 << 20])
+@pytest.mark.parametrize(
+    "make", [lambda: torch.zeros(600, 100), lambda: torch.zeros(600, 100).t(), lambda: torch.zeros(9)]
+)
+def test_memory_that_changes_while_the_call_copies_it_is_not_committed(
+    make: Callable[[], torch.Tensor],
+    whole_bytes: int,
+    overlap: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As by another process that shares it: one element of a small state, all of a large one."""
+    model, check = nn.Module(), stage.Transfer.check
+    model.register_buffer("shared", make())
+    model.weight = nn.Parameter(torch.zeros(100, 100))
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def changed(transfer: stage.Transfer, leaves: Leaves) -> None:
+        shared = model.get_buffer("shared").data
+        shared.view(-1)[5:6].fill_(1) if whole_bytes and shared.is_contiguous() else shared.fill_(1)
+        check(transfer, leaves)
+
+    monkeypatch.setattr(stage, "WHOLE_BYTES", whole_bytes)
+    with open_run(tmp_path, overlap=overlap) as run:
+        run.save(model, optim, 1)
+        with monkeypatch.context() as patched:
+            patched.setattr(stage.Transfer, "check", changed)
+            with pytest.raises(SnapshotTorn, match="model/shared changed while it was copied"):
+                run.save(model, optim, 2)
+        assert run.save(model, optim, 3).step == 3

@@ -429,7 +429,7 @@ def test_prepare_pins_the_memory_of_the_first_save(tmp_path: Path) -> None:
     with Checkpointer(str(tmp_path), run="r", slots=1) as checkpointer:
         checkpointer.prepare(model, optim)
         assert checkpointer._saves.client is not None
-        slot = checkpointer._saves.client.acquire(1, "wait", 0)
+        slot = checkpointer._saves.client.arena.acquire(1)
         assert slot is not None
         assert slot.stager.gpu == model[0].weight.device
         checkpointer._saves.client.arena.release(slot.number)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ckpt.capture.leaves import Change, Leaves, StateLeaf
+from ckpt.snapshot import stage
 from ckpt.snapshot.guard import DigestGuard, memory_at, sample
 from ckptstore.errors import InvalidRequest, SnapshotTorn
 from ckptstore.format.shards import Slice
@@ -59,13 +60,21 @@ def test_a_device_has_queued_its_copy_before_that_change(tmp_path: Path) -> None
         assert same_state(checkpointer.load(1, "model/*"), state)
 
 
-def test_the_default_misses_that_change(tmp_path: Path) -> None:
-    """The documented limit of samples; if it goes, so does its description in docs/explanation/saves.md."""
+@pytest.mark.parametrize("small", [True, False])
+def test_the_default_misses_that_change_in_a_large_state(
+    small: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The documented limit of samples; if it goes, so does its description in docs/explanation/what-is-saved.md."""
+    if not small:
+        monkeypatch.setattr(stage, "WHOLE_BYTES", 0)
     model, optim = _linear()
     with open_run(tmp_path) as checkpointer, held_copies(release_at_gate=True):
         handle = checkpointer.save_async(model, optim, 1)
         _write_between_samples(model)
         optim.step()
+        if small:
+            assert isinstance(handle.exception() if handle._finished.wait(PATIENCE_S) else None, SnapshotTorn)
+            return
         handle.result(PATIENCE_S)
         assert bool((checkpointer.load(1)["model/weight"][2:10] == 7).all())
 
