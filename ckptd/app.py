@@ -201,12 +201,17 @@ def _housekeeping(core: _Core) -> list[_Background]:
     restore_leases = RestoreLeases(store, led_restores, metrics, clock, core.events.restore_ended)
     metrics.orphan_bytes.set_function(lambda: collector.waste().orphans if led() else 0)
     metrics.tombstoned_bytes.set_function(lambda: collector.waste().tombstoned if led() else 0)
+
+    def ready() -> bool:
+        """Whether to begin: during an outage each of them would only report it again."""
+        return led() and bool(core.store_sync.answers)
+
     return [
-        Periodic("recovering", recovery_loop.run_once, every_s=settings.poll_seconds, when=led),
-        Periodic("applying policies", policies.run_once, every_s=min(5.0, settings.poll_seconds), when=led),
-        Periodic("scrubbing", scrubber.run_once, every_s=1.0, when=led),
-        Periodic("collecting", collector.run_once, every_s=settings.collect_seconds, when=led),
-        Periodic("accounting for the time of runs", core.accounts.refresh, every_s=_ACCOUNT_S, when=led),
+        Periodic("recovering", recovery_loop.run_once, every_s=settings.poll_seconds, when=ready),
+        Periodic("applying policies", policies.run_once, every_s=min(5.0, settings.poll_seconds), when=ready),
+        Periodic("scrubbing", scrubber.run_once, every_s=1.0, when=ready),
+        Periodic("collecting", collector.run_once, every_s=settings.collect_seconds, when=ready),
+        Periodic("accounting for the time of runs", core.accounts.refresh, every_s=_ACCOUNT_S, when=ready),
         Periodic("renewing leases of restores", restore_leases.run_once, every_s=1.0, when=led),
     ]
 

@@ -115,6 +115,8 @@ class StoreSync:
         self._equal: dict[str, tuple[int, int]] = {}
         """Fingerprint and version of runs whose index was found equal to the store."""
         self._lock = threading.Lock()
+        self.answers: bool | None = None
+        """Whether the last listing of the store succeeded; None: there was none yet."""
 
     def run_once(self) -> None:
         """List the runs that are due, and update the index. Never raises CkptError."""
@@ -122,9 +124,13 @@ class StoreSync:
         try:
             versions = self._list_runs()
         except CkptError as error:
-            self._count(error)
+            self._count(error, logging.DEBUG if self.answers is False else logging.WARNING)  # once per outage
+            self.answers = False
             self._freshness.report_failure(error)
             return
+        if self.answers is False:
+            _LOG.warning("%s answers again, after %.0f s", self._store.url, self._freshness.lag_s())
+        self.answers = True
         due = sorted({*self._poll_plan.due(versions), *(self._failed & versions.keys())})
         with ThreadPoolExecutor(_LISTERS) as pool:
             results = pool.map(lambda run: self._try(run, versions[run]), due)
@@ -336,8 +342,8 @@ class StoreSync:
     def _run(self, name: str) -> Run:
         return Run(self._store, name, self._clock)
 
-    def _count(self, error: CkptError) -> None:
-        _LOG.warning("cannot synchronize with the store: %s", error)
+    def _count(self, error: CkptError, level: int = logging.WARNING) -> None:
+        _LOG.log(level, "cannot synchronize with the store: %s", error)
         if isinstance(error, Unavailable):
             self._metrics.store_errors.labels("sync", error.code).inc()
 

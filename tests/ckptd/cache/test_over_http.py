@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
 import threading
@@ -230,5 +231,7 @@ def test_a_store_that_does_not_answer_empties_no_cache(store: Store, tmp_path: P
     shutil.move(tmp_path / "store", tmp_path / "away")
     (tmp_path / "store").touch()  # not a folder: an error, and no empty store
     with running_daemon(store.url, options=options, ready=False) as daemon:
-        wait_until(lambda: daemon.log().count("cannot synchronize with the store") >= 3, "three rounds")
+        errors = re.compile(r'ckptd_store_errors_total{.*"sync".*} ([3-9]|\d\d)')
+        wait_until(lambda: errors.search(daemon.get("/metrics").text), "three rounds")
+        assert daemon.log().count("cannot synchronize with the store") == daemon.log().count("WARNING") == 1
         assert _cache(daemon, "bytes") == _SIZE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -256,3 +257,20 @@ def test_outcomes_are_read_once(store: Store, database: Database) -> None:
         store_sync.run_once()
     assert [call for call in counting.calls if call.startswith("get")] == []
     assert len(_all(database, "gpt")) == 4
+
+
+def test_an_outage_and_its_end_are_said_once(
+    store: Store, database: Database, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_checkpoint(store, arrays={})
+    store_sync = _store_sync(store, database)
+    for away in (False, True, True, True, False, False, True):
+        if away and (tmp_path / "store").exists():
+            (tmp_path / "store").rename(tmp_path / "away")
+        elif not away and (tmp_path / "away").exists():
+            (tmp_path / "away").rename(tmp_path / "store")
+        store_sync.run_once()
+        assert store_sync.answers is not away
+    said = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert ["answers again" in message for message in said] == [False, True, False]
+    assert all(store.url in message or str(tmp_path / "store") in message for message in said)
