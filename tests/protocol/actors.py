@@ -172,17 +172,19 @@ def committer(
     wait: bool = False,
     forgets: bool = False,
     ready: bool = False,
+    earlier: str = "",
 ) -> Program:
     """Commits an attempt whose receipts exist: the saver of rank 0 (which waits for them), the daemon, a new trainer.
 
     base: the attempt that it references, if any. forgets: whether the scenario has a list of the dead. ready: it
-    has read the receipts.
+    has read the receipts. earlier: the save of the step before it, which its receipt names.
     """
 
     def complete(found: Objects) -> str:
         return "complete" if {("attempts", a, f"receipt {r}") for r in ranks} <= found.keys() else "partial"
 
-    first = "mark" if base else "commit"
+    ends = bool(earlier) and rules.ends_earlier_saves
+    first = "mark" if base else "end earlier" if ends else "commit"
     looks = forgets and rules.dead_are_listed and rules.dead_read_after_create
     return program(
         row("begin", Op("begin"), ok="manifest" if ready else "receipts"),
@@ -194,6 +196,7 @@ def committer(
         row("manifest", create("attempts", a, "manifest"), won=first, exists="stored manifest"),
         row("stored manifest", get("attempts", a, "manifest"), absent="end", else_=first),
         _reference(a, base, rules, forgets) if base else [],
+        row("end earlier", create("commits", earlier, value="aborted"), won="commit", exists="commit") if ends else [],
         _decide(a, rules),
         look_at_the_dead("dead?", a, yes="aborted", no="confirmed")
         if looks else row("dead?", Op("begin"), ok="confirmed"),

@@ -15,6 +15,7 @@ LISTED = "what a lease or pin holds is not hidden"
 BACK = "an undelete that succeeded stays"
 DEAD = "what was swept or aborted is never visible again"
 ALONE = "a generation belongs to one trainer"
+LAST = "the last save of a step counts, whoever commits it"
 LATEST = "latest is in the newest generation that has a commit"
 
 
@@ -22,17 +23,26 @@ class Invariants:
     """Of a scenario whose attempts have these shards. references: an attempt to the one whose chunks it needs."""
 
     def __init__(
-        self, shards: Mapping[str, Sequence[str]], references: Mapping[str, str] | None = None, by_step: bool = False
+        self,
+        shards: Mapping[str, Sequence[str]],
+        references: Mapping[str, str] | None = None,
+        by_step: bool = False,
+        earlier: Mapping[str, str] | None = None,
     ) -> None:
         self._shards = shards
         self._references = references or {}
         self._by_step = by_step
+        self._earlier = earlier or {}
+        """An attempt to the save of its step before it."""
 
     def __call__(self, objects: Mapping[Key, Value], claims: Sequence[Claim]) -> str | None:
         """The first invariant that does not hold."""
         visible = {a for a in self._shards if self.visible(objects, a)}
         if any(not self._whole(objects, a) for a in self._shards if a in visible or self._recoverable(objects, a)):
             return WHOLE
+        for a, before in self._earlier.items():
+            if objects.get(("commits", a)) == "committed" and ("commits", before) not in objects:
+                return LAST  # it may still be committed, later
         swept = {claim[1] for claim in claims if claim[0] == "swept"}
         for claim in claims:
             if broken := self._check(objects, claim, claims, visible, swept):

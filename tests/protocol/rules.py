@@ -41,6 +41,8 @@ class Rules:
     base_may_be_dead: bool = True  # 27
     """It looks at the list of the dead as well."""
     marks_until_data_is_gone: bool = True  # 18, sequence 3
+    ends_earlier_saves: bool = True  # 25
+    """Who commits the last save of a step aborts earlier ones that are not decided, before."""
     numbered_generations: bool = True  # 25
     """`latest` is in the newest generation; False: it is the highest step."""
     generation_is_create_only: bool = True  # 25

@@ -43,6 +43,7 @@ class Case:
     """The attempts, and the ranks of each."""
     store: Mapping[Key, Value] = field(default_factory=dict)
     references: Mapping[str, str] = field(default_factory=dict)
+    earlier: Mapping[str, str] = field(default_factory=dict)
     paged: bool = False
     large: bool = False
     """Explored only if CKPTD_PROTOCOL=large."""
@@ -50,7 +51,7 @@ class Case:
     def explore(self, name: str, rules: Rules) -> Explored:
         """All states under these rules, or those up to the first violation."""
         scenario = Scenario(name, self.actors(rules), self.store, self.paged)
-        check = Invariants(self.shards, self.references, by_step=not rules.numbered_generations)
+        check = Invariants(self.shards, self.references, not rules.numbered_generations, self.earlier)
         return explore(scenario, check)
 
 
@@ -71,6 +72,15 @@ def hidden(a: str, id: str, fate: str = "") -> dict[Key, Value]:
 
 def leftovers(a: str) -> list[Op]:
     return [delete("commits", a), delete("attempts", a, "manifest")]
+
+
+def _repeats(rules: Rules) -> Mapping[str, Program]:
+    """Two saves of one step; a slow rank, a daemon and the next trainer commit them in any order."""
+    first, last = committer("a", rules, ONE), committer("b", rules, ONE, earlier="a")
+    return {
+        "saver of a": first, "saver of b": last, "daemon": last, "trainer": first,
+        "collector": collector("a", rules, ONE),
+    }  # fmt: skip
 
 
 def _commit(rules: Rules) -> Mapping[str, Program]:
@@ -220,6 +230,9 @@ CASES: dict[str, Case] = {
     "commit": Case(_commit, {"a": ("0", "1")}),
     "commit, listings in two pages": Case(_commit_without_trainer, {"a": ("0", "1")}, paged=True),
     "commit, three committers, listings in two pages": Case(_commit, {"a": ("0", "1")}, paged=True, large=True),
+    "repeated saves": Case(
+        _repeats, {"a": ONE, "b": ONE}, {**stored("a", outcome=""), **stored("b", outcome="")}, earlier={"b": "a"}
+    ),
     "commit, failing rank": Case(_commit_and_failing_rank, _A),
     "delete against holds": Case(_delete_against_holds, _A, stored("a")),
     "two deletions and an undelete": Case(_two_deletions, _A, stored("a")),

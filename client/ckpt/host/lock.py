@@ -10,7 +10,7 @@ folder, and other programs that clean up go by age: both processes lock the fold
 each save.
 
 A note beside the locks remembers that the run had a checkpoint: a store that has nothing of it later is not mounted.
-Another one names the newest checkpoint of the local tier. Files that were not used for 90 days are removed.
+A second note names the newest checkpoint of the local tier. Files that were not used for 90 days are removed.
 """
 
 from __future__ import annotations
@@ -125,9 +125,9 @@ def noted_checkpoint(store: str, run: str, note: str = KNOWN) -> Path | None:
 
 
 def sweep_folder() -> None:
-    """Remove the files in this user's folder that were not used for _OLD_S, and that nobody has locked. Never raises.
+    """Remove the files in this user's folder that were not used for _OLD_S, and that no process has locked.
 
-    Locks, notes, and sockets of savers that were killed.
+    These are locks, notes, and sockets of savers that were killed. Never raises.
     """
     with suppress(CkptError, OSError):
         for path in host_folder().rglob("*"):

@@ -65,7 +65,7 @@ class TrainerSession:
         """Known from the first save on."""
         self._calls: Counter[int] = Counter()
         self._newest: Attempt | None = None
-        """Of the highest step that is committed; of its last save."""
+        """The last committed save of the highest step."""
         self._pending: list[LiveHandle] = []
         """The saves that had not ended at the last call. Ended ones are released: a job may run for months."""
         self._superseded: Superseded | None = None
@@ -118,7 +118,7 @@ class TrainerSession:
             raise error
 
     def newest(self) -> Attempt | None:
-        """What another session of this process continues from. Waits for the saves that are under way."""
+        """The attempt from which another session of this process continues. Waits for the saves that are under way."""
         end = time.monotonic() + _ENDS_S
         for handle in self._pending:
             handle.wait_ended(max(0.0, end - time.monotonic()))

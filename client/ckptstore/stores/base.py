@@ -17,6 +17,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -283,7 +284,9 @@ class WrappedStore(Store):
     @property
     @override
     def once(self) -> Store:
-        return self._store.once
+        once = copy(self)
+        once._store = self._store.once
+        return once
 
     @property
     @override

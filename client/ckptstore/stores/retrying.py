@@ -51,6 +51,11 @@ class RetryingStore(WrappedStore):
         self._retries = 0
         self._away_since: float | None = None
 
+    @property
+    @override
+    def once(self) -> Store:
+        return self._store.once
+
     def take_retries(self) -> int:
         """The number of retries since the last call."""
         with self._lock:
