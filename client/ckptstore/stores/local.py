@@ -24,6 +24,7 @@ from ckptstore.stores.base import ObjectInfo, ObjectReader, ObjectWriter, Store,
 from ckptstore.stores.direct import DirectFile, read_direct
 
 _TEMPORARY = ".tmp-"
+_FSTAB = Path("/etc/fstab")
 _STALE_TEMPORARY_S = 24 * 3600
 _CREATE_TRIES = 20
 _MAX_PARTS = 1024
@@ -67,6 +68,7 @@ class LocalStore(Store):
         self._skipped = len(os.path.join(self.root, ""))
         """Length of the path before the key."""
         self._existed = self.root.is_dir()
+        self._mounted = False
         self._new = not self._existed
         """The root may not be durable yet: this process creates it, or another one does at the same time."""
 
@@ -205,6 +207,9 @@ class LocalStore(Store):
     def _create(self, path: Path) -> int:
         """The descriptor of a new file. Creates its folders, and the root if it never existed."""
         self._check_root()
+        if not self._mounted:
+            _check_mounted(self.root)
+            self._mounted = True
         if self._new:
             make_folders(self.root.parent)
             make_folders(self.root, self.root.parent)
@@ -335,6 +340,21 @@ class _LocalWriter(ObjectWriter):
             self._path.parent.rmdir()
         except OSError:
             pass  # the folder has other shards, or the file is left as an orphan without a receipt, to be collected
+
+
+def _check_mounted(root: Path) -> None:
+    """Raises StoreUnavailable if /etc/fstab lists a volume around the root that is not mounted now."""
+    try:
+        fields = [line.split() for line in _FSTAB.read_text().splitlines() if not line.lstrip().startswith("#")]
+        mounted = {line.split()[4] for line in _MOUNTS.read_text().splitlines()}
+    except OSError:
+        return
+    for place in (Path(found[1]) for found in fields if len(found) > 1 and found[1].startswith("/")):
+        if root.is_relative_to(place) and str(place) not in mounted and not place.is_mount():
+            raise StoreUnavailable(
+                f"{place}, where {root} is, is listed in {_FSTAB} and is not mounted",
+                "Mount it: nothing is written below its mount point",
+            )
 
 
 def _temporary_name(path: Path) -> Path:

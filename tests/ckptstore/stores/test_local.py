@@ -229,3 +229,21 @@ def test_a_mount_that_emulates_hard_links_decides_nothing(
     assert not creates_once(store, system_clock)
     with pytest.raises(StoreUnsafe, match="overwrites"):
         check_store(store, system_clock)
+
+
+@pytest.mark.parametrize("below", ["", "ckpts"])
+def test_nothing_is_written_below_the_mount_point_of_a_volume_that_is_not_mounted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: str
+) -> None:
+    fstab, volume = tmp_path / "fstab", tmp_path / "volume"
+    volume.mkdir()
+    fstab.write_text(f"# comment\nUUID=1 / ext4 defaults 0 1\nserver:/x {volume} nfs noauto 0 0\nnone none swap\n")
+    monkeypatch.setattr("ckptstore.stores.local._FSTAB", fstab)
+    store = open_store(str(volume / below))
+    for _ in range(2):
+        with pytest.raises(StoreUnavailable, match="is not mounted"):
+            store.put("r/a", b"x")
+    assert not [*volume.iterdir()]
+    open_store(str(tmp_path / "beside")).put("r/a", b"x")
+    fstab.write_text("")
+    store.put("r/a", b"x")
