@@ -248,6 +248,8 @@ def _storage(tensor: torch.Tensor) -> int:
 _SMALL_BYTES = 16 << 10
 """Smaller tensors in host memory are copied at once: handing them to another thread takes as long."""
 _WATCHED_SAVES = 2
+_YIELD_S = 200e-6
+"""The thread that copies lets training go on first: holding the interpreter, it could delay it by 5 ms."""
 _DEVICE_S = 60.0
 """How long `close` waits for a device, which is busy for seconds at most if it makes progress."""
 _STUCK: list[PendingCopy] = []
@@ -470,6 +472,7 @@ class Overlap:
         try:
             _storage_holds.add(hold)
             pending.begun.set()
+            time.sleep(_YIELD_S)
             pending.transfer.copy(pending.guard, pending.patience)
             pending.copied.set()
             reads = snapshot.captured.reads
