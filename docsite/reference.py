@@ -13,6 +13,12 @@ GROUPS: dict[str, dict[str, str]] = {
     "Loops": {"steps": "ckpt.loop.steps", "epochs": "ckpt.loop.epochs"},
     "Save": {"save_async": "", "save": "", "prepare": "", "wait": "", "every": "", "fits": "", "on_preemption": ""},
     "Restore": {"restore": "", "restore_in_stages": "", "load": "ckpt.default.load", "latest": ""},
+    "Checkpoints": {
+        "runs": "ckpt.default.runs",
+        "checkpoints": "ckpt.default.checkpoints",
+        "delete": "ckpt.default.delete",
+        "Checkpoints": "ckpt.default.Checkpoints",
+    },
     "Data": {"data": "ckpt.data.loader.resumable"},
     "Plan": {"plan": "ckptplan.plan.plan"},
     "Results": {

@@ -11,8 +11,8 @@ from ckptapi.bodies import ChunkBody, CollectJob, HealJob, VerifyJob
 from ckptd.services.jobs import JobHandler, JobProgress
 from ckptd.services.store_sync import StoreSync
 from ckptstore.clock import Clock
-from ckptstore.commits import catalog
 from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints, list_runs
+from ckptstore.commits.labels import find
 from ckptstore.errors import InvalidRequest, NoCheckpoint
 from ckptstore.names import Reference, check_run
 from ckptstore.operator import StoreOperator
@@ -121,7 +121,8 @@ class JobHandlers:
     def _chosen(self, request: VerifyJob | HealJob) -> list[Checkpoint]:
         """The checkpoints to read. The result includes corrupt ones."""
         if request.checkpoint is not None:
-            return [catalog.find(self._store, Reference.parse(request.checkpoint))]
+            reference = Reference.parse(request.checkpoint)
+            return [find(Run(self._store, reference.run), reference)]
         runs = (Run(self._store, run) for run in self._runs(request.run))
         return [checkpoint for run in runs for checkpoint in list_checkpoints(run)]
 

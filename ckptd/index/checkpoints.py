@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -28,9 +29,9 @@ from ckptapi.bodies import EventBody
 from ckptd.index.database import Database, retried
 from ckptd.index.events import EventLog, content_of
 from ckptd.index.tables import aborted, checkpoints, decisions, generations, origin, restores, revision, runs
-from ckptstore.commits.catalog import Checkpoint, State, with_parents, with_states
+from ckptstore.commits.catalog import Checkpoint, State, named, with_parents, with_states
 from ckptstore.commits.generations import Lineage
-from ckptstore.errors import InvalidRequest
+from ckptstore.errors import InvalidRequest, NoCheckpoint
 from ckptstore.names import Attempt, Reference
 
 _STAMPED = ("generation", "step", "ulid", "object_bytes", "object_modified_at")
@@ -161,7 +162,11 @@ class Index:
         """
         c = checkpoints.c
         query = select(checkpoints).where(c.run == reference.run)
-        if reference.step is None:
+        if reference.name is not None:
+            with suppress(NoCheckpoint):
+                return named(self._select(query), reference, "")
+            return None
+        if reference.newest:
             query = query.where(c.state == State.COMMITTED)
         elif reference.ulid is None:
             query = query.where(c.step == reference.step, c.state.in_([State.COMMITTED, State.ABANDONED]))

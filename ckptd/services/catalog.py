@@ -78,11 +78,7 @@ class Catalog:
         found = self._index.find(reference)
         self._freshness.check(reference.run, found is not None)
         if found is None:
-            step = "" if reference.step is None else f" at step {reference.step}"
-            raise NoCheckpoint(
-                f"run {reference.run!r} has no checkpoint{step} in {self.store_url}",
-                _HOW,
-            )
+            raise NoCheckpoint(f"{reference.missing} in {self.store_url}", _HOW)
         return found
 
     def page(self, wanted: Filter, sort: Sort, after: PageKey | None, limit: int) -> Found:

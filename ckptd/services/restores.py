@@ -22,6 +22,7 @@ from ckptd.services.catalog import Catalog
 from ckptstore.clock import Clock
 from ckptstore.commits import catalog
 from ckptstore.commits.catalog import Checkpoint, State
+from ckptstore.commits.labels import find
 from ckptstore.commits.leases import release_lease, renew_lease, take_lease
 from ckptstore.errors import (
     CkptError,
@@ -180,7 +181,7 @@ class Restores:
         except NoCheckpoint as error:
             return error
         # A named checkpoint may have just been deleted; the newest of a run never is.
-        if reference.step is not None and reference.run in catalog.list_runs(self._store):
+        if not reference.newest and reference.run in catalog.list_runs(self._store):
             return NoCheckpoint(f"{known.id} was deleted just now", "Restore another checkpoint")
         return StoreUnavailable(
             f"{self._store.url} does not list {known.id}", "Check that the volume is mounted, then try again"
@@ -189,10 +190,10 @@ class Restores:
     def _candidates(self, request: RestoreRequest) -> Iterable[Checkpoint]:
         """Read from the store, because the index may not contain the newest commit yet."""
         reference = _reference(request)
-        if reference.step is None:
+        if reference.newest:
             return catalog.newest_first(Run(self._store, request.run))
         try:
-            found = catalog.find(self._store, reference)
+            found = find(Run(self._store, reference.run), reference)
         except NoCheckpoint:
             return []
         if found.state is State.CORRUPT:

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from ckpt import data
     from ckpt.checkpointer import Checkpointer
     from ckpt.default import (
+        Checkpoints,
+        checkpoints,
         close,
+        delete,
         every,
         fits,
         init,
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
         prepare,
         restore,
         restore_in_stages,
+        runs,
         save,
         save_async,
         wait,
@@ -48,6 +52,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Checkpoint",
     "Checkpointer",
+    "Checkpoints",
     "CkptError",
     "Counters",
     "Restored",
@@ -55,8 +60,10 @@ __all__ = [
     "SaveHandle",
     "Schedule",
     "Timings",
+    "checkpoints",
     "close",
     "data",
+    "delete",
     "epochs",
     "every",
     "fits",
@@ -68,6 +75,7 @@ __all__ = [
     "prepare",
     "restore",
     "restore_in_stages",
+    "runs",
     "save",
     "save_async",
     "steps",

@@ -1,18 +1,26 @@
-"""The module functions: one Checkpointer for the process, made by `init` or, from the environment, by first use."""
+"""The module functions: one Checkpointer for the process, made by `init` or, from the environment, by first use; and
+those that need only a store or daemon."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
+from html import escape
 from types import MethodType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast
 
 from ckpt.checkpointer import Checkpointer
+from ckpt.config import Config
 from ckpt.restoring.pipeline import load_tensors
 from ckptapi.opening import open_source
-from ckptstore.names import Reference
+from ckptstore import human
+from ckptstore.commits.catalog import Checkpoint, named
+from ckptstore.names import Reference, check_run
+from ckptstore.operator import Operator, StoreOperator
+from ckptstore.reading.source import Source, StoreSource
+from ckptstore.retention.deletion import SWEEP_GRACE_S
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -57,15 +65,78 @@ latest = _on_default(Checkpointer.latest)
 
 
 def load(checkpoint: str | int | None = None, names: str = "*") -> dict[str, Any]:
-    """Tensors without a model. checkpoint: a step or id, or a URL: store or daemon, a slash, and an id.
+    """Tensors without a model. checkpoint: a step, a tag, or an id; or a URL: store or daemon, a slash, and an id.
 
     ckpt.load("s3://bucket/ckpts/gpt-small@1000", names="model/*")
     """
-    if isinstance(checkpoint, str) and "/" in checkpoint:
-        url, _, reference = checkpoint.rpartition("/")
-        with closing(open_source(url)) as source:
-            return load_tensors(source, source.find(Reference.parse(reference)), names)
-    return current().load(checkpoint, names)
+    if not isinstance(checkpoint, str) or "@" not in checkpoint:
+        return current().load(checkpoint, names)
+    head, _, which = checkpoint.rpartition("@")
+    url, _, run = head.rpartition("/")
+    with _source(url or None) as source:
+        return load_tensors(source, source.find(Reference.parse(f"{run}@{which}")), names)
+
+
+class Checkpoints(list[Checkpoint]):
+    """Checkpoints of a run, newest first, or those that a filter of one's own has left of them. pandas.DataFrame takes
+    them; notebooks show a table."""
+
+    def best(self, metric: str, direction: Literal["min", "max"] = "min") -> Checkpoint:
+        """The checkpoint with the best value of a metric; abandoned and corrupt ones do not count.
+
+        Raises InvalidRequest, or NoCheckpoint if none has the metric.
+        """
+        run = self[0].run if self else "?"
+        return named(self, Reference(run, name=f"best:{metric}:{direction}"), "this list")
+
+    def _repr_html_(self) -> str:
+        columns = ("checkpoint", "state", "stored", "metrics", "tags")
+        rows = [(c.id, c.state, human.size(c.stored_bytes), str(c.metrics or ""), " ".join(c.tags)) for c in self]
+        cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in (columns, *rows)]
+        return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+
+
+def runs() -> list[str]:
+    """The names of the runs in the store or daemon of this process's Checkpointer, else of the environment."""
+    with _source() as source:
+        return source.runs()
+
+
+def checkpoints(run: str | None = None) -> Checkpoints:
+    """The checkpoints of a run, newest first. run: None: that of this process's Checkpointer, else of the environment.
+
+    Raises InvalidName or Unavailable.
+    """
+    with _source() as source:
+        return Checkpoints(source.checkpoints(check_run(run) if run is not None else current().config.run_name))
+
+
+def delete(
+    checkpoint: Checkpoint | str, *, grace_s: float = SWEEP_GRACE_S, reason: str = "", force: bool = False
+) -> None:
+    """Delete a checkpoint, or the one with an id or a tag: hidden on return, and freed after the grace in seconds.
+
+    Until then `ckptctl undelete` restores it. force: even if it is the newest of its run. Raises NoCheckpoint or
+    CheckpointHeld.
+    """
+    with _source() as source:
+        found = source.find(Reference.parse(checkpoint)) if isinstance(checkpoint, str) else checkpoint
+        operator = StoreOperator(source.store) if isinstance(source, StoreSource) else cast(Operator, source)
+        operator.delete(found, grace_s, reason, force)
+
+
+@contextmanager
+def _source(url: str | None = None) -> Iterator[Source]:
+    """The store or daemon at a URL; None: that of this process's Checkpointer, else of the environment."""
+    if _default is not None and url is None:
+        yield _default._source
+        return
+    config = Config(url, run="any")  # nothing is saved
+    source = open_source(config.source, config.token, config.options, config.retry_s, local=config.local)
+    try:
+        yield source
+    finally:
+        source.close()
 
 
 def wait(timeout: float | None = None) -> None:

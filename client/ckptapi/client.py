@@ -17,7 +17,7 @@ from ckptapi import bodies
 from ckptapi.connection import Connection
 from ckptstore.analysis.goodput import Account
 from ckptstore.commits.audit import AuditEntry
-from ckptstore.commits.catalog import Checkpoint, State
+from ckptstore.commits.catalog import Checkpoint, State, named
 from ckptstore.commits.labels import LabelChange
 from ckptstore.errors import CorruptObject, DaemonUnavailable, InvalidRequest, PartlyDone, error_from_code
 from ckptstore.format.decoding import convert, decode_json
@@ -69,8 +69,10 @@ class DaemonClient(Connection, Operator):
 
     def find(self, reference: Reference) -> Checkpoint:
         """The checkpoint that a reference names."""
-        if reference.step is None:
+        if reference.newest:
             return self.latest(reference.run)
+        if reference.name is not None:  # the name of a metric may have a slash, and a path has none
+            return named(self.checkpoints(reference.run), reference, self.url)
         return self._json("GET", self._path(str(reference)), bodies.CheckpointBody).checkpoint()
 
     def manifest_data(self, checkpoint: Checkpoint) -> bytes:

@@ -136,16 +136,18 @@ class Screen:
         if not self._quiet:
             self._err.print(Text(printable(text)), soft_wrap=True)
 
-    def confirm(self, question: str) -> None:
-        """Ask for confirmation at the terminal. Raises ConfirmationMissing unless the answer is yes."""
+    def confirm(self, question: str, typed: str = "") -> None:
+        """Ask for confirmation at the terminal. Raises ConfirmationMissing unless the answer is yes, or `typed`."""
         self._begin_output()
         if self.output is not Output.TABLE or not sys.stdin.isatty():
             raise ConfirmationMissing(
                 "nothing was deleted: there is no terminal to confirm at",
                 "Add --yes to delete",
             )
-        self._err.print(Text(f"{printable(question)} [y/N] "), end="", soft_wrap=True)
-        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        asked = f"Type {typed} to confirm: " if typed else "[y/N] "
+        self._err.print(Text(f"{printable(question)} {printable(asked)}"), end="", soft_wrap=True)
+        answer = sys.stdin.readline().strip()
+        if answer != typed if typed else answer.lower() not in ("y", "yes"):
             raise ConfirmationMissing("nothing was deleted: not confirmed")
 
     @contextmanager

@@ -30,7 +30,10 @@ _ULID = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}")
 _SHARD = re.compile(r"shard-[0-9]{5}\.ckpt")
 _RECEIPT = re.compile(r".*/shard-([0-9]{5})\.json")
 _PIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_REFERENCE = re.compile(r"(?P<run>[^@/]+)@(?P<step>latest|[0-9]{1,12})(?:\.(?P<ulid>[0-9A-Z]{26}))?")
+_REFERENCE = re.compile(
+    r"(?P<run>[^@/]+)@(?:(?P<step>latest|[0-9]{1,12})(?:\.(?P<ulid>[0-9A-Z]{26}))?"
+    r"|(?P<name>best:[^@]{1,128}:(?:min|max)|[A-Za-z][A-Za-z0-9._-]{0,63}))"
+)
 
 
 def check_run(run: str) -> str:
@@ -143,16 +146,29 @@ def derive_ulid(session: str, *parts: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A checkpoint in user input: run@step, run@step.ulid or run@latest (step None)."""
+    """A checkpoint in user input: run@step, run@step.ulid, run@latest, run@TAG or run@best:METRIC:min|max."""
 
     run: str
-    step: int | None
+    step: int | None = None
     ulid: str | None = None
+    name: str | None = None
+    """A tag, or best:METRIC:min|max."""
 
     def __str__(self) -> str:
         """The inverse of `parse`."""
-        step = LATEST if self.step is None else self.step
+        step = (self.name or LATEST) if self.step is None else self.step
         return f"{self.run}@{step}.{self.ulid}" if self.ulid else f"{self.run}@{step}"
+
+    @property
+    def newest(self) -> bool:
+        """Whether it means the newest checkpoint of its run."""
+        return self.step is None and self.name is None
+
+    @property
+    def missing(self) -> str:
+        """What a run lacks if nothing is found: run 'gpt' has no checkpoint at step 5."""
+        which = "" if self.newest else f" named {self.name!r}" if self.name else f" at step {self.step}"
+        return f"run {self.run!r} has no checkpoint{which}"
 
     def means(self, attempt: Attempt) -> bool:
         """Whether it may mean this attempt of its run."""
@@ -160,9 +176,12 @@ class Reference:
 
     @staticmethod
     def of(run: str, checkpoint: str | int | None) -> Reference:
-        """A step of the run, any id, or the run's newest checkpoint for None. Raises InvalidName or InvalidRequest."""
+        """A step of the run, a tag or best:METRIC:min|max in it, any id, or the run's newest checkpoint for None.
+
+        Raises InvalidName.
+        """
         if isinstance(checkpoint, str):
-            return Reference.parse(checkpoint)
+            return Reference.parse(checkpoint if "@" in checkpoint else f"{run}@{checkpoint}")
         return Reference(run, None if checkpoint is None else check_step(checkpoint))
 
     @staticmethod
@@ -170,10 +189,12 @@ class Reference:
         """Raises InvalidName if `text` is not a reference."""
         match = _REFERENCE.fullmatch(text)
         if match is None or (match["step"] == LATEST and match["ulid"]):
-            raise InvalidName(f"{text!r} is not a checkpoint id", "Use RUN@STEP, RUN@STEP.ULID or RUN@latest")
-        step = None if match["step"] == LATEST else int(match["step"])
+            raise InvalidName(
+                f"{text!r} is not a checkpoint id", "Use RUN@STEP, RUN@latest, RUN@TAG or RUN@best:METRIC:min"
+            )
+        step = None if match["step"] in (None, LATEST) else int(match["step"])
         ulid = check_ulid(match["ulid"]) if match["ulid"] else None
-        return Reference(check_run(match["run"]), step, ulid)
+        return Reference(check_run(match["run"]), step, ulid, match["name"])
 
 
 def checkpoint_id(run: str, attempt: Attempt) -> str:

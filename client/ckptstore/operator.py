@@ -10,10 +10,10 @@ from typing import Protocol
 from typing_extensions import override
 
 from ckptstore.clock import Clock, system_clock
-from ckptstore.commits import audit, catalog
+from ckptstore.commits import audit, catalog, labels
 from ckptstore.commits.audit import AuditEntry
 from ckptstore.commits.catalog import Checkpoint
-from ckptstore.commits.labels import LabelChange, change_labels, with_labels
+from ckptstore.commits.labels import LabelChange
 from ckptstore.errors import NoCheckpoint
 from ckptstore.format.records import PolicySet
 from ckptstore.names import Reference
@@ -147,7 +147,7 @@ class StoreOperator(Operator):
     def undelete(self, reference: Reference, reason: str = "") -> Checkpoint:
         with self._changing(reference.run) as run:
             found = deletion.undelete_checkpoint(run, reference, reason)
-        return self._find(found)
+        return labels.find(run, found)
 
     @override
     def deleted(self, run: str) -> list[Deleted]:
@@ -168,9 +168,9 @@ class StoreOperator(Operator):
     @override
     def label(self, checkpoint: Checkpoint, change: LabelChange, reason: str = "") -> Checkpoint:
         run, attempt = self.run(checkpoint.run), checkpoint.attempt
-        change_labels(run, attempt, change, reason)
+        labels.change_labels(run, attempt, change, reason)
         self._on_change(run.name)
-        return self._find(Reference(run.name, attempt.step, attempt.ulid))
+        return labels.find(run, Reference(run.name, attempt.step, attempt.ulid))
 
     @override
     def audit(self, run: str, limit: int = 100) -> list[AuditEntry]:
@@ -227,9 +227,6 @@ class StoreOperator(Operator):
     @override
     def probe(self) -> StoreReport:
         return run_store_checks(self.store, self._clock)
-
-    def _find(self, reference: Reference) -> Checkpoint:
-        return with_labels(self.run(reference.run), [catalog.find(self.store, reference)])[0]
 
     @contextmanager
     def _changing(self, run: str) -> Iterator[Run]:

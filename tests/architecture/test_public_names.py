@@ -30,7 +30,7 @@ def test_nothing_else_is_public() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in FUNCTIONS if name not in ("init", "load", "wait", "close", "plan", "steps", "epochs")]
+    "name", [name for name in FUNCTIONS if hasattr(Checkpointer, name) and name not in ("load", "wait", "close")]
 )
 def test_module_functions_show_the_signature_and_text_of_the_methods(name: str) -> None:
     function, method = getattr(default, name), getattr(Checkpointer, name)

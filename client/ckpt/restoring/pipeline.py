@@ -95,6 +95,8 @@ class Restored:
         skipped = f", {human.count(len(self.skipped), 'newer checkpoint')} skipped" if self.skipped else ""
         return f"{self.id}, {size} in {self.seconds:.2f} s{skipped}"
 
+    __repr__ = __str__
+
     @property
     def id(self) -> str:
         """run@step.ulid."""
@@ -173,7 +175,7 @@ class Restorer:
             except TRY_NEXT as error:
                 if self._world.rank == 0:
                     note_damage(self._source, checkpoint, error, lambda _: self._world.beat())
-                if reference.step is not None:
+                if not reference.newest:
                     raise
                 logger.error("cannot restore %s: %s; trying the checkpoint before it", checkpoint.id, error)
                 skipped.append((checkpoint.id, str(error)))

@@ -87,7 +87,7 @@ def candidates(source: Source, config: Config, reference: Reference) -> Iterator
     would resume from an older step.
     """
     decided = _roll_forward(source, config)
-    if reference.step is not None:
+    if not reference.newest:
         yield source.find(reference)
         return
     if reference.run == config.run_name:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from typing import Annotated
 
 import typer
 
 from ckptapi.bodies import CheckpointBody
+from ckptapi.listing import is_glob
 from ckptctl.commands.arguments import ReasonOption, RunArgument
 from ckptctl.commands.listing import short_id
 from ckptctl.completion import checkpoint_names
@@ -15,7 +17,7 @@ from ckptctl.render import Block, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint
-from ckptstore.errors import Conflict, InvalidRequest, PartlyDone
+from ckptstore.errors import Conflict, InvalidRequest, NoCheckpoint, PartlyDone
 from ckptstore.names import Reference
 from ckptstore.retention.deletion import UNDELETED, CollectReport, Deleted
 
@@ -24,29 +26,39 @@ def remove(
     ctx: typer.Context,
     checkpoints: Annotated[
         list[str],
-        typer.Argument(metavar="RUN@STEP", help="One or more checkpoints.", autocompletion=checkpoint_names),
+        typer.Argument(
+            metavar="RUN@STEP|RUN",
+            help="One or more checkpoints, or runs with --all; * and ? are wildcards: 'gpt@1*'.",
+            autocompletion=checkpoint_names,
+        ),
     ],
     grace: Annotated[
         str, typer.Option(metavar="TIME", help="Time until their data is deleted; undelete works until then.")
     ] = "24h",
     reason: ReasonOption = "",
+    everything: Annotated[bool, typer.Option("--all", help="Delete all checkpoints of the runs.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Delete even the newest checkpoint of a run.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Delete checkpoints, even if a policy keeps them.
 
     They disappear from listings immediately and are deleted after the grace period. Refused while a checkpoint is
-    pinned or being read, and for the newest checkpoint of a run without --force. If any of them does not exist, none is
-    deleted; if some are refused, the others are deleted and the exit code is 3.
+    pinned or being read, and for the newest checkpoint of a run without --force or --all. If any of them does not
+    exist, none is deleted; if some are refused, the others are deleted and the exit code is 3. --all asks for the name
+    of the run.
     """
     session: Session = ctx.obj
     grace_s = human.parse_duration(grace)
-    named = dict.fromkeys(_exact(text) for text in checkpoints)
-    found = list({c.id: c for c in map(session.source.find, named)}.values())
+    found = list({c.id: c for text in checkpoints for c in _meant(session, text, everything)}.values())
+    if dry_run:
+        session.screen.emit(
+            [CheckpointBody.of(c) for c in found], [c.id for c in found], [f"would delete {c.id}" for c in found]
+        )
+        return
     if not yes:
-        size = human.size(sum(c.stored_bytes for c in found))
-        session.screen.confirm(f"Delete {', '.join(c.id for c in found)}, {size}?")
-    done, refused = _delete_each(session, found, grace_s, reason or "rm", force)
+        _confirm(session, found, checkpoints[0] if everything else None)
+    done, refused = _delete_each(session, found, grace_s, reason or "rm", force or everything)
     after = f"; ckptctl undelete restores it for {human.duration(grace_s)}" if grace_s else ""
     bodies = [CheckpointBody.of(c) for c in done]
     if done:
@@ -71,14 +83,33 @@ def _delete_each(
     return done, refused
 
 
-def _exact(text: str) -> Reference:
-    """The reference in RUN@STEP. Raises InvalidRequest for a run, of which prune deletes checkpoints."""
-    if "@" not in text:
+def _meant(session: Session, text: str, everything: bool) -> list[Checkpoint]:
+    """The checkpoints that one argument names, newest first, as those that reference others must go before these.
+
+    Raises NoCheckpoint, or InvalidRequest for a run without --all.
+    """
+    run, at, which = text.partition("@")
+    if everything == bool(at):
         raise InvalidRequest(
-            f"{text!r} names a run, and rm deletes single checkpoints",
-            f"Use ckptctl rm {text}@STEP, or ckptctl prune {text} --keep N",
+            f"{text!r} names {'single checkpoints' if at else 'a run'}",
+            f"Use ckptctl rm {run}@STEP, ckptctl rm {run} --all, or ckptctl prune {run} --keep N",
         )
-    return Reference.parse(text)
+    if at and not is_glob(text):
+        return [session.source.find(Reference.parse(text))]
+    listed = [c for found in session.checkpoints(run).values() for c in found]
+    matching = [c for c in listed if not at or any(fnmatchcase(name, which) for name in (str(c.step), *c.tags))]
+    if not matching:
+        raise NoCheckpoint(f"no checkpoint matches {text!r}", f"ckptctl ls {run!r} lists the checkpoints")
+    return matching
+
+
+def _confirm(session: Session, found: Sequence[Checkpoint], run: str | None) -> None:
+    """Ask. run: the name that a person must type."""
+    size = human.size(sum(c.stored_bytes for c in found))
+    if run is not None:
+        session.screen.confirm(f"Delete all {human.count(len(found), 'checkpoint')} of {run}, {size}?", typed=run)
+        return
+    session.screen.confirm(f"Delete {', '.join(c.id for c in found)}, {size}?")
 
 
 def undelete(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -12,6 +13,7 @@ from ckptctl.commands.listing import checkpoint_facts
 from ckptctl.completion import checkpoint_names
 from ckptctl.render import Row, Table
 from ckptctl.session import Session
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.labels import LabelChange
 from ckptstore.errors import InvalidRequest
 from ckptstore.retention.pins import NamedPin
@@ -83,16 +85,34 @@ def tag(
     checkpoint: CheckpointArgument,
     labels: LabelsArgument = None,
     metric: MetricOption = None,
+    move: Annotated[
+        bool, typer.Option("--move", help="Also remove these tags from all other checkpoints of the run.")
+    ] = False,
     reason: ReasonOption = "",
 ) -> None:
-    """Set or remove tags and metrics of a checkpoint. Retention by metric (keep best) uses them."""
+    """Set or remove tags and metrics of a checkpoint. Retention by metric (keep best) uses them.
+
+    RUN@TAG names the newest checkpoint with a tag. With --move a tag is a name that moves: ckptctl tag gpt@1000 prod
+    --move, then ckptctl export gpt@prod, or ckpt.load("gpt@prod").
+    """
     session: Session = ctx.obj
     change = LabelChange(dict(map(_tag, labels or ())), dict(map(_metric, metric or ())))
     if not change.tags and not change.metrics:
         raise InvalidRequest("there is nothing to set or remove", "Pass a tag, or --metric NAME=NUMBER")
     found = session.find(checkpoint)
     after = session.operator.label(found, change, reason)
+    if move:
+        _take_from_others(session, after, [name for name, value in change.tags.items() if value is not None], reason)
     session.screen.emit(CheckpointBody.of(after), [after.id], [checkpoint_facts(after, session.clock())])
+
+
+def _take_from_others(session: Session, holder: Checkpoint, tags: Sequence[str], reason: str) -> None:
+    """Remove the tags from all other checkpoints of the run, which has them on `holder` already: a moving name always
+    means one of both."""
+    for other in session.source.checkpoints(holder.run):
+        taken = {name: None for name in tags if name in other.tags and other.id != holder.id}
+        if taken:
+            session.operator.label(other, LabelChange(taken), reason)
 
 
 def _tag(text: str) -> tuple[str, str | None]:

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import groupby
+from math import isfinite, nan
 
 from msgspec.structs import asdict
 
@@ -30,6 +31,7 @@ from ckptstore.commits.generations import (
 from ckptstore.commits.hidden import HiddenAttempts, hidden_attempts, listed_attempts, without_hidden
 from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint
 from ckptstore.format.documents import Outcome
+from ckptstore.format.records import Best
 from ckptstore.format.statistics import HEALTH, Health
 from ckptstore.names import Attempt, Reference, checkpoint_id
 from ckptstore.run import Run
@@ -84,6 +86,9 @@ class Checkpoint:
     """The attempt from which its generation continues. None: from none, not known, or read without a listing."""
     tiers: tuple[str, ...] = field(default=(), compare=False)
     """Where it is: `local`, `remote`. Empty: it was read from a single store."""
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self.id} {self.state}>"
 
     @property
     def id(self) -> str:
@@ -217,7 +222,7 @@ def walk(
 def find(store: Store, reference: Reference) -> Checkpoint:
     """The checkpoint of a reference, even if it is corrupt. Raises NoCheckpoint."""
     run = Run(store, reference.run)
-    if reference.step is None:
+    if reference.newest:
         return latest(run)
     visible = visible_attempts(run)
     if meant := list(filter(reference.means, visible)):
@@ -226,9 +231,32 @@ def find(store: Store, reference: Reference) -> Checkpoint:
         if listed := with_states((c for c in found if c is not None), _lineage(run, visible)):
             return min(listed, key=lambda c: c.state is State.ABANDONED)
     raise NoCheckpoint(
-        f"run {reference.run!r} has no checkpoint at step {reference.step} in {store.url}",
+        f"{reference.missing} in {store.url}",
         "ckptctl ls shows what there is",
     )
+
+
+def named(checkpoints: Iterable[Checkpoint], reference: Reference, url: str) -> Checkpoint:
+    """The checkpoint that a tag or best:METRIC:min|max names, of the labelled ones of its run. Pure.
+
+    A tag names the newest that has it, first of the live lineage. Raises NoCheckpoint.
+    """
+    name = reference.name or ""
+    usable = sorted(checkpoints, key=lambda c: (c.state is State.COMMITTED, c.attempt), reverse=True)
+    if name.startswith("best:"):
+        live = [c for c in usable if c.state is State.COMMITTED]
+        found = ranked(Best.parse(f"{name.removeprefix('best:')}:1"), live)
+    else:
+        found = [c for c in usable if name in c.tags]
+    if not found:
+        raise NoCheckpoint(f"{reference.missing} in {url}", "ckptctl ls shows the tags and metrics")
+    return found[0]
+
+
+def ranked(best: Best, usable: Iterable[Checkpoint]) -> list[Checkpoint]:
+    """The checkpoints that have the metric, best first; equal values in their order. Pure."""
+    have = [c for c in usable if isfinite(c.metrics.get(best.metric, nan))]
+    return sorted(have, key=lambda c: c.metrics[best.metric], reverse=best.highest)
 
 
 def _lineage(run: Run, visible: Iterable[Attempt]) -> Lineage:

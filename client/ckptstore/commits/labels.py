@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import isfinite
 
-from ckptstore.commits import audit
+from ckptstore.commits import audit, catalog
 from ckptstore.commits.catalog import Checkpoint, decided_attempts
 from ckptstore.commits.hidden import hidden_attempts
 from ckptstore.errors import Damaged, InvalidRequest, NoCheckpoint, ObjectMissing, StoreUnavailable
 from ckptstore.format.documents import oldest_format
 from ckptstore.format.parsing import seal
 from ckptstore.format.records import Action, Labels
-from ckptstore.names import Attempt
+from ckptstore.names import Attempt, Reference
 from ckptstore.run import Run
 from ckptstore.threads import in_parallel
 
@@ -126,6 +126,14 @@ def with_labels(run: Run, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
     found = in_parallel(lambda attempt: newest_labels(run, attempt, there[attempt][-1]), wanted)
     labels = dict(zip(wanted, found, strict=True))
     return [labelled(checkpoint, labels.get(checkpoint.attempt)) for checkpoint in checkpoints]
+
+
+def find(run: Run, reference: Reference) -> Checkpoint:
+    """The checkpoint of a reference, with its labels, even if it is corrupt. A tag or a metric needs all outcomes of
+    the run. Raises NoCheckpoint."""
+    if reference.name is not None:
+        return catalog.named(with_labels(run, catalog.list_checkpoints(run)), reference, run.store.url)
+    return with_labels(run, [catalog.find(run.store, reference)])[0]
 
 
 def _apply(attempt: Attempt, before: Labels | None, change: LabelChange, by: str, now: float) -> Labels:

@@ -1,14 +1,15 @@
 """Marks: which checkpoints reference chunks of others. One small object per pair, so that a listing is enough.
 
 A committer writes the marks, then looks whether the referenced attempts are committed and not hidden, and only then
-commits. Marks are removed after the data of the referencing attempt. Until then they protect a checkpoint exactly as a
-pin does, even if the referencing attempt is hidden or its committer died (docs/decisions/0018).
+commits. Marks are removed after the data of the referencing attempt. Until then they keep
+the data of a checkpoint as a pin does, even if the referencing attempt is hidden or its committer died
+(docs/decisions/0018). A checkpoint that only hidden ones reference may be hidden, too.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 from ckptstore.errors import InvalidName, ReferenceLost
@@ -69,11 +70,15 @@ def unmark(run: Run, listed: Iterable[Mark]) -> None:
     run.store.delete_many([run.keys.reference(found.attempt, found.by) for found in listed])
 
 
-def reasons(run: Run) -> dict[Attempt, list[str]]:
-    """Why attempts must stay: `referenced:ID` for the newest few referencing attempts, and a count of the others."""
+def reasons(run: Run, hidden: Callable[[Attempt], bool] | None = None) -> dict[Attempt, list[str]]:
+    """Why attempts must stay: `referenced:ID` for the newest few referencing attempts, and a count of the others.
+
+    hidden: whose references do not count.
+    """
     by: dict[Attempt, list[Attempt]] = defaultdict(list)
     for found in marks(run):
-        by[found.attempt].append(found.by)
+        if hidden is None or not hidden(found.by):
+            by[found.attempt].append(found.by)
     why: dict[Attempt, list[str]] = {}
     for attempt, others in by.items():
         why[attempt] = [f"referenced:{run.id_of(other)}" for other in sorted(others, reverse=True)[:_NAMED]]

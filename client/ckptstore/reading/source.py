@@ -8,7 +8,7 @@ from itertools import chain, islice
 from typing import Protocol
 
 from ckptstore.clock import Clock, system_clock
-from ckptstore.commits import catalog, leases
+from ckptstore.commits import catalog, labels, leases
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.generations import read_generation
 from ckptstore.commits.labels import with_labels
@@ -110,10 +110,9 @@ class StoreSource:
         return self._labelled(only_run(list(newest), self.url))
 
     def find(self, reference: Reference) -> Checkpoint:
-        """Reads outcomes, newest step first, or only the one that is named; and the document of its generation."""
-        found = catalog.find(self.store, reference)
-        [with_parent] = catalog.with_parents([found], partial(read_generation, self.run(found.run)))
-        return self._labelled(with_parent)
+        """Reads outcomes: newest step first, only the one that is named, or all of the run for a tag or a metric."""
+        found = labels.find(self.run(reference.run), reference)
+        return catalog.with_parents([found], partial(read_generation, self.run(found.run)))[0]
 
     def manifest_data(self, checkpoint: Checkpoint) -> bytes:
         """One read."""

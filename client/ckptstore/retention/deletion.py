@@ -95,7 +95,8 @@ def hide(
     `listing_lag_s`, so that this process sees the leases of all hosts before the data is deleted.
     """
     grace_s = max(grace_s, run.store.listing_lag_s)
-    held = dict(active_holds(run))
+    # The sweep asks again, and counts all references: the data stays while a hidden checkpoint that needs it is left.
+    held = dict(active_holds(run, hidden_attempts(run).__contains__))
     if free := [attempt for attempt in attempts if attempt not in held]:
         audit.record(run, Action.DELETE, free, reason)
     hidden: dict[Attempt, Hidden] = {}
@@ -103,7 +104,7 @@ def hide(
         if attempt not in held:
             hidden[attempt] = _write_tombstone(run, attempt, reason, grace_s)
         progress(attempt)
-    late = active_holds(run) if hidden else {}
+    late = active_holds(run, hidden_attempts(run).__contains__) if hidden else {}
     for attempt in hidden.keys() & late.keys():
         if _cancel_deletion(run, attempt, [hidden[attempt]]):
             held[attempt] = late[attempt]

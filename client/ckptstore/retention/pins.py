@@ -6,7 +6,7 @@ The key of a pin contains the attempt and the name, so that a listing is enough 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -75,14 +75,15 @@ Holds = Mapping[Attempt, list[str]]
 """Why attempts must stay: `lease:HOLDER`, `pin:NAME`, `referenced:ID`."""
 
 
-def active_holds(run: Run) -> Holds:
-    """Everything that holds checkpoints of a run now. A new kind of hold is added only here."""
+def active_holds(run: Run, hidden: Callable[[Attempt], bool] | None = None) -> Holds:
+    """Everything that holds checkpoints of a run now, without references of `hidden` attempts. A new kind of hold is
+    added only here."""
     held: dict[Attempt, list[str]] = defaultdict(list)
     for attempt, pin_names in pinned(run).items():
         held[attempt] += [f"pin:{name}" for name in pin_names]
     for attempt, holders in leases.active_leases(run).items():
         held[attempt] += [f"lease:{holder}" for holder in holders]
     # Last: a saver protects what it references by a lease until it has written the marks.
-    for attempt, found in references.reasons(run).items():
+    for attempt, found in references.reasons(run, hidden).items():
         held[attempt] += found
     return dict(held)

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from math import isfinite
 from typing import NamedTuple
 
 import msgspec
 
 from ckptstore import names
 from ckptstore.clock import Clock
-from ckptstore.commits.catalog import Checkpoint, State
+from ckptstore.commits.catalog import Checkpoint, State, ranked
 from ckptstore.errors import Conflict, CorruptObject, Damaged, InvalidRequest, ObjectMissing
 from ckptstore.format.decoding import convert
 from ckptstore.format.documents import FORMAT
@@ -99,7 +98,7 @@ def _by_rules(policy: Policy, usable: Sequence[Checkpoint], now: float) -> dict[
             last_of.setdefault(bucket(written[checkpoint.attempt]), checkpoint)
         keep(period, list(last_of.values())[: getattr(policy, f"keep_{period}")])
     for best in map(Best.parse, policy.keep_best):
-        keep(f"best-{best.metric}", _ranked(best, usable)[: best.count])
+        keep(f"best-{best.metric}", ranked(best, usable)[: best.count])
     keep("healthy", _healthiest(usable)[: policy.keep_healthy])
     for checkpoint in usable:
         if policy.keep_within_s and now - written[checkpoint.attempt] <= policy.keep_within_s:
@@ -123,12 +122,6 @@ def _first_of_each(every: int, usable: Sequence[Checkpoint]) -> list[Checkpoint]
 def _healthiest(usable: Sequence[Checkpoint]) -> list[Checkpoint]:
     """The checkpoints without NaN and Inf, newest first; then those of which it is not known."""
     return sorted((c for c in usable if not c.not_finite), key=lambda c: c.not_finite is None)
-
-
-def _ranked(best: Best, usable: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """The checkpoints that have the metric, best first; equal values newest first."""
-    have = [c for c in usable if isfinite(c.metrics.get(best.metric, float("nan")))]
-    return sorted(have, key=lambda c: c.metrics[best.metric], reverse=best.highest)
 
 
 def _limited(

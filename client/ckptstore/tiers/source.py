@@ -25,6 +25,7 @@ from ckptstore.commits.catalog import (
     Checkpoint,
     State,
     list_checkpoints,
+    named,
     quarantined_attempts,
     read_checkpoint,
     visible_attempts,
@@ -120,12 +121,15 @@ class TieredSource(StoreSource):
 
     def find(self, reference: Reference) -> Checkpoint:
         """Reads all outcomes of the run."""
-        if reference.step is None:
+        if reference.newest:
             return self.latest(reference.run)
-        meant = [c for c in self.checkpoints(reference.run) if reference.means(c.attempt)]
+        listed = self.checkpoints(reference.run)
+        if reference.name is not None:
+            return named(listed, reference, self.url)
+        meant = [c for c in listed if reference.means(c.attempt)]
         if not meant:
             raise NoCheckpoint(
-                f"run {reference.run!r} has no checkpoint at step {reference.step} in {self.local.url} and {self.url}",
+                f"{reference.missing} in {self.local.url} and {self.url}",
                 "ckptctl ls shows what there is",
             )
         return min(meant, key=lambda c: (c.state is State.ABANDONED, c.state is State.CORRUPT))

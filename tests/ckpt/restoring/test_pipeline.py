@@ -29,10 +29,20 @@ from ckpt.restoring.pipeline import Together, gc_paused
 from ckptstore import names
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, list_checkpoints
+from ckptstore.commits.labels import LabelChange
 from ckptstore.commits.leases import active_leases
-from ckptstore.errors import CkptError, CorruptObject, InvalidRequest, NoCheckpoint, ObjectMissing, StateMismatch
+from ckptstore.errors import (
+    CheckpointHeld,
+    CkptError,
+    CorruptObject,
+    InvalidRequest,
+    NoCheckpoint,
+    ObjectMissing,
+    StateMismatch,
+)
 from ckptstore.format.records import Policy
 from ckptstore.names import Attempt, RunKeys, new_ulid
+from ckptstore.operator import StoreOperator
 from ckptstore.reading.source import StoreSource
 from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.retention.pruning import plan_prune
@@ -267,6 +277,36 @@ def test_module_functions_on_the_environment(default_run: Path) -> None:
     loaded = ckpt.load(f"{default_run}/from-environment@1", names="model/*")
     assert torch.equal(loaded["model/weight"], model.weight)
     assert ckpt.load(f"file://{default_run}/from-environment@latest").keys() >= {"model/weight", "model/bias"}
+
+
+def test_a_colleague_needs_only_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(2, 1)
+    with Checkpointer(str(tmp_path), run="gpt", writer="thread", max_references=0) as trainer:
+        for step, loss in ((1, 0.5), (2, 0.25), (3, 0.75)):
+            trainer.save(model, None, step, metrics={"val/loss": loss})
+    operator = StoreOperator(open_store(str(tmp_path)))
+    operator.label(operator.checkpoints("gpt")[2], LabelChange({"prod": ""}))
+    monkeypatch.setenv("CKPT_STORE", str(tmp_path))
+    assert ckpt.runs() == ["gpt"]
+    found = ckpt.checkpoints("gpt")
+    assert [c.step for c in found] == [3, 2, 1]
+    assert repr(found[0]) == f"<Checkpoint {found[0].id} committed>"
+    assert (found.best("val/loss").step, found.best("val/loss", "max").step) == (2, 3)
+    assert found._repr_html_().count("<tr>") == 4
+    for name in ("gpt@1", "gpt@prod", "gpt@best:val/loss:min", f"{tmp_path}/gpt@best:val/loss:max"):
+        assert torch.equal(ckpt.load(name)["model/weight"], model.weight)
+    with Checkpointer(str(tmp_path), run="other", writer="thread") as other:
+        assert other.load("gpt@prod").keys() == {"model/weight", "model/bias"}
+        with pytest.raises(NoCheckpoint, match="no checkpoint named 'prod'"):
+            other.load("prod")
+    with Checkpointer(str(tmp_path), run="gpt", writer="thread") as trainer:
+        best = trainer.restore(model, checkpoint="best:val/loss:min")
+        assert best is not None
+        assert best.step == 2
+    with pytest.raises(CheckpointHeld):
+        ckpt.delete(ckpt.checkpoints("gpt")[0])
+    ckpt.delete("gpt@prod", reason="old")
+    assert [c.step for c in ckpt.checkpoints("gpt")] == [3, 2]
 
 
 def test_a_save_and_a_restore_are_one_line_each(default_run: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,7 @@
+from contextlib import nullcontext
 from pathlib import Path
+
+import pytest
 
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import list_checkpoints, visible_attempts
@@ -6,8 +9,9 @@ from ckptstore.commits.leases import take_lease
 from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.run import Run
 from ckptstore.stores import Store
-from tests.support.checkpoints import sample_arrays, steps, write_rank
-from tests.support.command_line import invoke
+from tests.support.checkpoints import sample_arrays, steps, write_checkpoint, write_rank
+from tests.support.command_line import Terminal, invoke
+from tests.support.daemons import running_daemon
 
 
 def test_what_is_being_read_stays(folder: Path, filled: Store) -> None:
@@ -100,3 +104,40 @@ def test_several_checkpoints_are_deleted_or_none_if_a_name_is_wrong(folder: Path
     assert [body["step"] for body in invoke("ls", "gpt", "--store", folder, "-o", "json").json] == [40, 30, 30, 20]
     both = invoke("rm", "gpt@30", "gpt@20", "--yes", "--store", folder, "-o", "id")
     assert (both.code, both.stdout.partition(".")[0]) == (3, "gpt@30")
+
+
+@pytest.mark.parametrize("through", ["store", "daemon"])
+def test_a_whole_run_is_deleted_and_comes_back(folder: Path, filled: Store, through: str) -> None:
+    """Also a checkpoint whose chunks others reference: newer ones go first."""
+    newest = list_checkpoints(Run(filled, "gpt"))[0]
+    write_checkpoint(filled, "gpt", 50, sample_arrays(40), base=newest.attempt)
+    with running_daemon(folder.as_uri()) if through == "daemon" else nullcontext() as daemon:
+        target = ("--url", daemon.url) if daemon is not None else ("--store", folder)
+        for wrong in (("gpt",), ("gpt@10", "--all"), ("gpt@7*",), ("other", "--all")):
+            assert invoke("rm", *wrong, "--yes", *target).code in (2, 4)
+        seen = invoke("rm", "gpt", "--all", "--dry-run", *target, "-o", "id")
+        assert [name.split(".")[0] for name in seen.stdout.split()] == [f"gpt@{n}" for n in (50, 40, 30, 30, 20, 10)]
+        assert len(steps(filled, "gpt")) == 6
+        done = invoke("rm", "gpt", "--all", "--yes", *target)
+        assert (done.code, done.stdout.count("deleted gpt@")) == (0, 6), done.stderr
+        assert steps(filled, "gpt") == []
+        assert steps(filled, "wide") == [5]
+        for step in (40, 50):
+            assert invoke("undelete", f"gpt@{step}", *target).code == 0
+        assert steps(filled, "gpt") == [50, 40]
+
+
+def test_patterns_of_checkpoints_are_deleted(folder: Path, filled: Store) -> None:
+    assert invoke("tag", "gpt@20", "draft", "--store", folder).code == 0
+    done = invoke("rm", "gpt@3*", "g*@draft", "--yes", "--store", folder, "-o", "json")
+    assert (done.code, [body["step"] for body in done.json]) == (0, [30, 30, 20])
+    assert steps(filled, "gpt") == [40, 10]
+
+
+def test_the_name_of_the_run_is_typed(folder: Path, filled: Store) -> None:
+    for answer, code, left in (("y", 2, 5), ("gpt", 0, 0)):
+        with Terminal("rm", "gpt", "--all", "--store", folder, columns=120) as terminal:
+            terminal.wait_for("Delete all 5 checkpoints of gpt, 11.4 MiB? Type gpt to confirm: ")
+            terminal.type(f"{answer}\n")
+            assert terminal.finish() == code
+        assert len(steps(filled, "gpt")) == left

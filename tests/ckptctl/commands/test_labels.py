@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+
+import httpx
+import pytest
 
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.run import Run
@@ -67,3 +71,25 @@ def test_a_run_does_not_name_the_pinned_checkpoint(folder: Path, filled: Store) 
     done = invoke("pin", "gpt", "paper", "--remove", "--store", folder)
     assert (done.code, "ckptctl pin gpt@STEP paper --remove" in done.stderr) == (2, True)
     assert invoke("pin", "gpt", "--store", folder, "-o", "json").json == pins
+
+
+@pytest.mark.parametrize("through", ["store", "daemon"])
+def test_a_name_that_moves_and_the_best_of_a_metric(folder: Path, filled: Store, through: str) -> None:
+    with running_daemon(folder.as_uri()) if through == "daemon" else nullcontext() as daemon:
+        target = ("--url", daemon.url) if daemon is not None else ("--store", folder)
+
+        def shown(which: str) -> str:
+            return invoke("show", which, *target, "-o", "id").stdout.partition(".")[0]
+
+        for step in (10, 30, 20):
+            assert invoke("tag", f"gpt@{step}", "prod", "v=1", "--move", *target).code == 0
+            assert shown("gpt@prod") == f"gpt@{step}"
+            tagged = invoke("ls", "--tag", "prod", *target, "-o", "json").json
+            assert [body["step"] for body in tagged] == [step]
+        assert (shown("gpt@best:loss:min"), shown("gpt@best:loss:max")) == ("gpt@40", "gpt@10")
+        if daemon is not None:
+            assert httpx.get(f"{daemon.url}/v1/checkpoints/gpt@prod").json()["step"] == 20
+        missing = invoke("show", "gpt@best:acc:max", *target)
+        assert (missing.code, "no checkpoint named 'best:acc:max'" in missing.stderr) == (4, True)
+        assert invoke("tag", "gpt@20", "prod-", "--move", *target).code == 0
+        assert invoke("show", "gpt@prod", *target).code == 4

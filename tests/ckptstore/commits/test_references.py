@@ -146,14 +146,19 @@ def test_many_that_reference_are_counted_not_listed(store: Store) -> None:
     assert first not in others
 
 
-def test_what_is_deleted_and_can_be_taken_back_still_holds_what_it_references(store: Store) -> None:
+def test_what_is_deleted_and_can_be_taken_back_keeps_the_data_that_it_references(store: Store) -> None:
     run = Run(store, RUN, by="me")
     first, second = chain(store, 1, 2)
     delete_checkpoint(run, second.attempt, "test", grace_s=3600, force=True)
-    with pytest.raises(CheckpointHeld):
-        delete_checkpoint(run, first.attempt, "test", force=True)
+    delete_checkpoint(run, first.attempt, "test", force=True)
+    assert list_checkpoints(run) == []
+    collect(run)
     undelete(run, second.attempt)
+    assert [c.step for c in list_checkpoints(run)] == [2]
     assert verify(StoreSource(store), second).ok
+    delete_checkpoint(run, second.attempt, "test", force=True)
+    collect(run)
+    assert list(store.list(run.keys.attempts)) == []
 
 
 @in_memory
