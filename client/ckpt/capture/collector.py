@@ -54,7 +54,7 @@ def num_bytes(path: str, value: Any) -> int:
     return array_bytes(path, value) if is_array(value) or is_template(value) else 0
 
 
-_PLAIN: Mapping[str, Callable[[Any], Any]] = {"size": tuple, "dtype": str, "device": str}
+_PLAIN: Mapping[str, Callable[[Any], Any]] = {"size": tuple, "dtype": str, "device": str, "dict": dict}
 
 
 def small_value(path: str, leaf: Mapping[str, Any], kinds: Mapping[str, Callable[[Any], Any]] = _PLAIN) -> Any:

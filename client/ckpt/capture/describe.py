@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ckpt.capture import modules
 from ckpt.capture.leaves import Captured
 from ckpt.capture.optimizers import NamedOptimizer
-from ckpt.capture.ownership import Ownership, Unit
+from ckpt.capture.ownership import Ownership, Unit, Units
 from ckpt.capture.parameters import Leaf
 from ckpt.capture.parts import check_within, kind_of
 from ckpt.capture.tensors import dtype_name, tensor_bytes
@@ -42,6 +42,8 @@ def describe(state: TrainState, sampled: bool, members: AbstractSet[int] | None 
     units: dict[str, Unit] = {}
     for item, chunks in state.modules.items():
         trusted = not sampled or all(map(modules.is_replicated, chunks))
+        for chunk in chunks:
+            modules.own_loading(modules.unwrap(chunk))
         units[item_frame(item)] = _FRAME
         for leaf in state.leaves(item):
             if not isinstance(leaf.value, torch.Tensor):
@@ -56,7 +58,7 @@ def describe(state: TrainState, sampled: bool, members: AbstractSet[int] | None 
     for item, named in state.named_optimizers.items():
         units[optimizer_frame(item, state)] = _FRAME
         for optimizer in named:
-            units |= _optimizer_units(optimizer, sampled, members)
+            units |= _optimizer_units(optimizer, units, sampled, members)
             for leaf in optimizer.leaves.values():
                 kept[leaf.unit].append(item)
     return {name: replace(unit, optimizers=tuple(kept[name])) if name in kept else unit for name, unit in units.items()}
@@ -73,13 +75,15 @@ def optimizer_frame(item: str, state: TrainState) -> str:
     return f"{item}#{xxhash.xxh3_64_hexdigest(repr(held).encode())}"
 
 
-def _optimizer_units(optimizer: NamedOptimizer, sampled: bool, members: AbstractSet[int] | None) -> dict[str, Unit]:
-    """Parameters whose state is not kept where they are, or that belong to no module."""
+def _optimizer_units(
+    optimizer: NamedOptimizer, known: Units, sampled: bool, members: AbstractSet[int] | None
+) -> dict[str, Unit]:
+    """Parameters whose state is not kept where they are, or that no `state_dict` of a module has under their name."""
     units = {}
     for leaf in optimizer.leaves.values():
         if members is not None:
             check_within(leaf.path, optimizer.keepers(leaf), members)
-        if leaf.unit != leaf.path:
+        if leaf.unit in known:
             continue
         if optimizer.holder is not optimizer.optimizer:
             if optimizer.keeps_state_here(leaf):

@@ -52,10 +52,54 @@ def reshard(modules: Iterable[nn.Module]) -> None:
                     child.reshard()
 
 
+# Where torch defines what takes part in loading and is not needed where live tensors are filled.
+_IN_PLACE = (
+    "torch.nn.modules.module",
+    "torch.nn.modules.batchnorm",
+    "torch.nn.modules.instancenorm",
+    "torch.distributed",
+)
+
+
+def own_loading(inner: nn.Module) -> tuple[tuple[str, ...], bool]:
+    """What an unwrapped module adds to torch's `load_state_dict`: the canonical prefixes of the names that its own code
+    sees before they are loaded, and whether there is any code, also for `state_dict` or after a load.
+
+    Raises UnsupportedObject for such code under FSDP1, which gathers all parameters to load them.
+    """
+    prefixes, any_code = [], False
+    for path, child in inner.named_modules(remove_duplicate=False):
+        if any(map(is_own, (child._load_from_state_dict, *child._load_state_dict_pre_hooks.values()))):
+            prefixes.append(canonical(path and f"{path}."))
+        hooks = (*child._load_state_dict_post_hooks.values(), *child._state_dict_hooks.values())
+        any_code |= any(map(is_own, (child.state_dict, child._save_to_state_dict, *hooks)))
+    if is_own(inner.load_state_dict):
+        prefixes = [""]
+    any_code |= bool(prefixes)
+    if any_code and _has_flat(inner):
+        raise UnsupportedObject(
+            f"a {type(inner).__name__} under FullyShardedDataParallel has hooks or methods of its own for state_dict",
+            "Use fully_shard, or remove them",
+        )
+    return tuple(prefixes), any_code
+
+
+def is_own(function: Any) -> bool:
+    """Whether a hook or method is not one of torch."""
+    return not str(getattr(function, "__module__", "")).startswith(_IN_PLACE)
+
+
+def _has_flat(inner: nn.Module) -> bool:
+    return any(isinstance(child, FullyShardedDataParallel) for child in inner.modules())
+
+
 def _raw_state(inner: nn.Module, known: Parameters) -> dict[str, Any]:
     """state_dict of an unwrapped module, of the live tensors. No collective."""
-    if not any(isinstance(child, FullyShardedDataParallel) for child in inner.modules()):
-        return dict(inner.state_dict(keep_vars=True))
+    if not _has_flat(inner):
+        try:
+            return inner.state_dict(keep_vars=True)
+        except TypeError:  # one that is overridden
+            return inner.state_dict()
     # state_dict of FSDP1 gathers every parameter from all ranks.
     state: dict[str, Any] = dict(_unpacked(inner.named_parameters(remove_duplicate=False), known))
     for prefix, child in inner.named_modules():
@@ -70,7 +114,11 @@ def _raw_state(inner: nn.Module, known: Parameters) -> dict[str, Any]:
 def module_leaves(item: str, module: nn.Module, known: Parameters, stepped: AbstractSet[int]) -> Iterator[Leaf]:
     """The live tensors of a module's `state_dict`. stepped: ids of the parameters that optimizers update."""
     inner = unwrap(module)
-    for raw, value in _raw_state(inner, known).items():
+    state = _raw_state(inner, known)
+    for path, fields in getattr(state, "_metadata", {}).items():
+        if fields != {"version": 1}:
+            known.metadata[item][canonical(f"{path}.")] = fields
+    for raw, value in state.items():
         name, change = canonical(raw), Change.STEP if id(value) in stepped else Change.ANY_TIME
         if isinstance(value, nn.Parameter) and not value.requires_grad:
             change = Change.NEVER

@@ -113,28 +113,33 @@ class NamedOptimizer:
         for names, group in zip(self.names, self.optimizer.param_groups, strict=True):
             _group_options(names, group, known)
 
+    @torch.inference_mode(False)  # what is made here is to be trained
     def load_state(self, named: dict[str, Any], alone: bool) -> None:
         """Replace the state by the named state. Tensors are taken as they are, never cast.
 
         State that is not in `named` is removed, as Optimizer.load_state_dict does. alone: False if further optimizers
         share the item; state that belongs to no parameter is then left as it is.
         Optimizer.load_state_dict would cast state to its parameter's type, which is not exact.
-        An optimizer that overrides it gets the indexed state_dict it expects.
+        An optimizer that overrides it, and hooks, get the indexed state_dict they expect.
         """
         pairs = zip(self.names, self.optimizer.param_groups, strict=True)
         groups = [_group_options(members, group, named["groups"]) for members, group in pairs]
-        inner = self.holder
-        if type(inner).load_state_dict is not Optimizer.load_state_dict:
-            index = {name: i for i, name in enumerate(self.leaves)}
-            inner.load_state_dict(_indexed(inner, named, groups, index))
+        inner, order = self.holder, list(self.leaves)
+        given = _indexed(self.optimizer, named, groups, {name: i for i, name in enumerate(order)})
+        if getattr(inner.load_state_dict, "__func__", None) is not Optimizer.load_state_dict:
+            inner.load_state_dict(given)
             return
-        for group, options in zip(self.optimizer.param_groups, groups, strict=True):
-            _update_options(group, options)
+        for before in inner._optimizer_load_state_dict_pre_hooks.values():
+            given = before(inner, given) or given
+        for group, options in zip(self.optimizer.param_groups, given["param_groups"], strict=True):
+            _update_options(group, _options(options))
         for key in [key for key in inner.state if alone or isinstance(key, torch.Tensor)]:
             del inner.state[key]
-        self._set_state(named["state"])
-        # The last step of Optimizer.load_state_dict: subclasses fill in options that older versions lacked.
+        self._set_state({order[key] if type(key) is int else key: state for key, state in given["state"].items()})
+        # The last steps of Optimizer.load_state_dict: subclasses fill in options that older versions lacked.
         inner.__setstate__({"state": inner.state, "param_groups": inner.param_groups})
+        for after in inner._optimizer_load_state_dict_post_hooks.values():
+            after(inner)
 
     def _set_state(self, named: dict[str, OptimizerState]) -> None:
         for name, state in named.items():
@@ -220,7 +225,14 @@ def _indexed(
     optimizer: Optimizer, named: dict[str, Any], groups: list[dict[str, Any]], index: dict[str, int]
 ) -> dict[str, Any]:
     numbers, pairs = count(), zip(optimizer.param_groups, groups, strict=True)
-    packed = [{**options, "params": list(islice(numbers, len(group["params"])))} for group, options in pairs]
+    packed = [
+        {
+            **options,
+            **{key: names for key, names in group.items() if key == "param_names"},
+            "params": list(islice(numbers, len(group["params"]))),
+        }
+        for group, options in pairs
+    ]
     extra = {key: value for key, value in named.items() if key not in ("state", "groups")}
     state = {index.get(name, name): value for name, value in named["state"].items()}
     return {"state": state, "param_groups": packed, **extra}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,6 +107,8 @@ class Parameters:
     """The part that this rank holds of each parameter that FSDP1 flattens, by id."""
     values: dict[str, list[Leaf]] = field(default_factory=dict)
     """All values of the modules, by item, as far as they have been looked for."""
+    metadata: dict[str, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
+    """What `state_dict` says of the format of modules that are not of version 1, by item and canonical prefix."""
 
     def leaf(self, item: str, name: str, value: Any, unit: str, **fields: Any) -> Leaf:
         """A leaf with the layout that this process knows of its value. Arguments: see Leaf."""

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import product
 from math import prod
-from typing import Any
 
 import torch
 from msgspec import Struct
@@ -285,7 +284,7 @@ def inner_tensors(path: str, tensor: torch.Tensor) -> dict[str, torch.Tensor] | 
     wrapper = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if isinstance(wrapper, DTensor) or not is_traceable_wrapper_subclass(wrapper):
         return None
-    known = _CACHED.get(_class_name(wrapper))
+    known = _CACHED.get(class_name(type(wrapper)))
     names = known[0] if known else wrapper.__tensor_flatten__()[0]
     inner = {name: getattr(wrapper, name) for name in names}
     return inner if wrapper is tensor else {name: _like_outer(path, tensor, one) for name, one in inner.items()}
@@ -294,7 +293,7 @@ def inner_tensors(path: str, tensor: torch.Tensor) -> dict[str, torch.Tensor] | 
 def drop_cached(tensor: torch.Tensor) -> None:
     """After a restore: forget what a wrapper has computed from its former values."""
     wrapper = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    for name in _CACHED.get(_class_name(wrapper), ((), ()))[1]:
+    for name in _CACHED.get(class_name(type(wrapper)), ((), ()))[1]:
         setattr(wrapper, name, None)
 
 
@@ -325,5 +324,6 @@ def _like_outer(path: str, outer: DTensor, inner: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _class_name(tensor: Any) -> str:
-    return f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+def class_name(kind: type) -> str:
+    """The module and name of a class."""
+    return f"{kind.__module__}.{kind.__qualname__}"

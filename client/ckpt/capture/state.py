@@ -26,12 +26,12 @@ from ckpt.capture.leaves import Captured, Leaves
 from ckpt.capture.ownership import Ownership
 from ckpt.capture.parameters import Leaf
 from ckpt.capture.parts import is_plain_type
-from ckpt.capture.tensors import TensorCollector, dtype_name
+from ckpt.capture.tensors import TensorCollector, dtype_name, small_leaf
 from ckpt.capture.train_state import GRADIENTS, TrainState
 from ckpt.capture.values import capture_values
 from ckptstore.errors import InvalidRequest
 from ckptstore.format.documents import JSON
-from ckptstore.format.trees import mapping
+from ckptstore.format.trees import encode_tree, mapping
 
 
 def _capture_objects(state: TrainState, ownership: Ownership) -> TensorCollector:
@@ -49,7 +49,9 @@ def _capture_module(collector: TensorCollector, item: str, state: TrainState) ->
     for leaf in state.leaves(item):
         collector.add_state(owned, leaf.name, leaf, leaf.path, leaf.value)
     if owned or collector.ownership.owns(item_frame(item)):
-        collector.captured.trees[item] = mapping(owned)
+        collector.captured.trees[item] = mapping(
+            owned, metadata=encode_tree(state.parameters.metadata[item], item, small_leaf)
+        )
 
 
 def _capture_optimizers(collector: TensorCollector, item: str, state: TrainState) -> None:

@@ -16,12 +16,29 @@ from ckpt.capture.arrays import ArrayPart, array_part
 from ckpt.capture.collector import Collector
 from ckpt.capture.leaves import Number
 from ckpt.capture.parameters import Leaf
-from ckpt.capture.parts import TensorPart, has_plain_elements, inner_tensors, kind_of, part_of
+from ckpt.capture.parts import (
+    TensorPart,
+    class_name,
+    has_plain_elements,
+    inner_tensors,
+    is_plain_type,
+    kind_of,
+    part_of,
+)
 from ckpt.device import has_device
 from ckpt.dtypes import BY_NAME, NAMES
-from ckptstore.errors import CorruptObject, UnsupportedObject
+from ckptstore.errors import CorruptObject, StateMismatch, UnsupportedObject
 from ckptstore.format.documents import JSON
-from ckptstore.format.trees import TAG, decode_bytes, encode_bytes, encode_tree, with_records
+from ckptstore.format.trees import (
+    TAG,
+    decode_bytes,
+    decode_tree,
+    encode_bytes,
+    encode_tree,
+    mapping,
+    unsupported,
+    with_records,
+)
 
 _KINDS: Mapping[str, Callable[[Any], Any]] = {"size": torch.Size, "dtype": BY_NAME.__getitem__, "device": torch.device}
 _BUFFER_TYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.uint8})
@@ -37,7 +54,9 @@ def small_leaf(path: str, value: Any) -> JSON:
         return encode_tree(value.tensor.item(), path, small_leaf)
     if kind is torch.Size:
         return {TAG: "size", "v": list(value)}
-    if kind is torch.dtype and value in NAMES:
+    if kind is torch.dtype:
+        if value not in NAMES:
+            raise UnsupportedObject(f"state at {path!r} is {value}", "Leave quantized modules out of what is saved")
         return {TAG: "dtype", "v": NAMES[value]}
     if kind is torch.device:
         return {TAG: "device", "v": str(value)}
@@ -70,7 +89,8 @@ class TensorCollector(Collector):
         def node(at: str, found: Any) -> JSON:
             if isinstance(found, torch.Tensor):
                 if (inner := inner_tensors(at, found)) is not None:
-                    return encode_tree(inner, at, node)
+                    trees = {name: encode_tree(one, f"{at}/{name}", node) for name, one in inner.items()}
+                    return mapping(trees, **({} if found is leaf.value else _wrapper(at, found, leaf)))
                 return {TAG: "tensor", "name": self._store_leaf(at, found, leaf), **_device(found)}
             if isinstance(found, np.ndarray):
                 return {TAG: "array", "name": self._store(at, array_part(at, found), leaf.unit, leaf.change)}
@@ -105,6 +125,31 @@ class TensorCollector(Collector):
         if leaf is None:
             return self._store(path, written, origin=tensor)
         return self._store(path, written, leaf.unit, leaf.change, tensor)
+
+
+def _wrapper(path: str, tensor: torch.Tensor, leaf: Leaf) -> dict[str, JSON]:
+    """What makes a wrapper again from its inner tensors. Raises UnsupportedObject for a sharded one, unless the
+    parameter is one, too."""
+    if isinstance(tensor, DTensor):
+        if is_plain_type(leaf.value):
+            raise unsupported(path, tensor._local_tensor)
+        return {}
+    made_with = (tensor.__tensor_flatten__()[1], tensor.shape, tensor.stride())  # type: ignore[attr-defined]
+    return {"class": class_name(type(tensor)), "with": encode_tree(made_with, path, small_leaf)}
+
+
+def _unflatten(path: str, leaf: Mapping[str, Any]) -> Any:
+    """The wrapper of a tree, around tensors that may still be filled. Imports nothing: its class must be loaded."""
+    kinds: list[Any] = [torch.Tensor]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    for kind in reversed(kinds):
+        if class_name(kind) == leaf["class"]:
+            return kind.__tensor_unflatten__(leaf["v"], *decode_tree(leaf["with"], path, small_value))
+    raise StateMismatch(
+        f"tensor at {path!r} is a {leaf['class']}, which this process does not have",
+        "Import the module that defines it, and build the optimizer as it was at the save",
+    )
 
 
 def _memory_key(path: str, part: TensorPart) -> object:
@@ -148,8 +193,8 @@ def inline_tensor(path: str, leaf: dict[str, Any]) -> torch.Tensor:
 
 
 def small_value(path: str, leaf: Mapping[str, Any]) -> Any:
-    """The value of a tag that `small_leaf` wrote. Raises CorruptObject."""
-    return collector.small_value(path, leaf, _KINDS)
+    """The value of a tag that `small_leaf` wrote, or of a wrapper. Raises CorruptObject, or StateMismatch."""
+    return _unflatten(path, leaf) if "class" in leaf else collector.small_value(path, leaf, _KINDS)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parameter import is_lazy
 
 from ckpt.capture.parameters import Leaf
 from ckpt.capture.parts import TensorPart, is_plain_type
@@ -17,12 +19,14 @@ from ckpt.device import DEVICES, has_device
 from ckpt.dtypes import BY_NAME
 from ckpt.restoring.gpu_copy import GpuReceiver, GpuTarget, is_direct
 from ckpt.restoring.host_destinations import HostDestinations
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import UnsupportedFormat
 from ckptstore.format.boxes import Box, Want, sizes, whole
 from ckptstore.format.documents import JSON, Content
 from ckptstore.format.planning import ShardRead
 from ckptstore.format.trees import TAG, decode_tree, value_leaves
 from ckptstore.reading.fetch import Buffers
+from ckptstore.reading.source import Source
 
 _Key = tuple[str, Box, torch.device | None]
 """Entry, box, and the device if copies to it are asynchronous."""
@@ -36,6 +40,7 @@ class Destinations(HostDestinations):
     def __init__(self, content: Content) -> None:
         super().__init__(content)
         self._targets: dict[_Key, list[torch.Tensor]] = defaultdict(list)
+        self._given: list[tuple[str, Box, torch.Tensor]] = []
         self._hosts: dict[str, torch.Tensor] = {}  # by buffer
         self._copies: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
 
@@ -52,8 +57,41 @@ class Destinations(HostDestinations):
             self.fill_box(name, piece.box, piece.tensor)
 
     def fill_box(self, name: str, box: Box, target: torch.Tensor) -> None:
-        """Register a tensor to be filled from a box of the entry."""
+        """Register a tensor to be filled from a box of the entry. Of elements in one place the first is read."""
+        self._given.append((name, box, target))
+        for dimension, step in enumerate(target.stride()):
+            if not step and target.numel():
+                at = target.dim() + dimension
+                box, target = (*box[:at], 1, *box[at + 1 :]), target.narrow(dimension, 0, 1)
         self._targets[name, box, target.device if has_device(target) else None].append(target)
+
+    def clashes(self, source: Source, checkpoint: Checkpoint) -> list[str]:
+        """Reads what shares memory into a copy of it."""
+        shared: dict[int, dict[tuple[str, Box, int], torch.Tensor]] = defaultdict(dict)
+        for name, box, target in self._given:
+            if target.numel():
+                shared[_memory(target)][name, box, target.data_ptr()] = target
+        shared.pop(0, None)  # no memory
+        return [clash for views in shared.values() for clash in self._clash(views, source, checkpoint)]
+
+    def _clash(
+        self, views: Mapping[tuple[str, Box, int], torch.Tensor], source: Source, checkpoint: Checkpoint
+    ) -> list[str]:
+        """views: of one storage, by entry, box and address."""
+        targets = list(views.values())
+        within = sum(target.nbytes for target in targets) <= targets[0].untyped_storage().nbytes()
+        if within and len({address for *_, address in views}) == len(views):
+            return []
+        trial, copies = Destinations(self._content), deepcopy(targets)  # which share memory as they do
+        fulls = [torch.empty(copy.shape, dtype=copy.dtype, device="cpu") for copy in copies]
+        for (name, box, _), copy, full in zip(views, copies, fulls, strict=True):
+            trial.fill_box(name, box, copy)
+            trial.fill_box(name, box, full)
+        trial.read(source, checkpoint)
+        pairs = zip(copies, fulls, strict=True)
+        if all(tensor_bytes(copy.cpu().clone().contiguous()) == tensor_bytes(full) for copy, full in pairs):
+            return []
+        return [f"{', '.join(dict.fromkeys(name for name, *_ in views))}: unequal, and in one place of memory here"]
 
     def fits(self, name: str, part: TensorPart) -> bool:
         """Whether the entry has the type and shape of a part."""
@@ -66,6 +104,7 @@ class Destinations(HostDestinations):
         self.fill_box(name, whole(shape), target)
         return target
 
+    @torch.inference_mode(False)
     def new_beside(self, name: str, leaf: Leaf, device: torch.device | str) -> torch.Tensor:
         """A new tensor for optimizer state of a parameter, with the parameter's device and layout if it has its shape.
 
@@ -73,7 +112,7 @@ class Destinations(HostDestinations):
         """
         dtype, shape = self.describe(name)
         parameter = leaf.value
-        if shape != leaf.part.shape:
+        if is_lazy(parameter) or shape != leaf.part.shape:
             target = self.new(name, device)
             if not isinstance(parameter, DTensor) or not shape:
                 return target
@@ -132,6 +171,7 @@ class Destinations(HostDestinations):
         device = _current(leaf["device"]) if "device" in leaf else torch.device("cpu")
         return (target.dtype, tuple(target.shape), target.device) == (dtype, shape, device)
 
+    @torch.inference_mode(False)
     def _unleaf(self, at: str, leaf: dict[str, Any], device: torch.device | None) -> Any:
         """Tensors saved from a GPU go to `device`; by default to the current GPU of their kind, or the CPU if there is
         none. Arrays of types that numpy does not know come back as tensors."""
@@ -188,6 +228,7 @@ class Destinations(HostDestinations):
         self._copies.clear()
         self._hosts.clear()
         self._targets.clear()
+        self._given.clear()
 
 
 def _current(kind: str) -> torch.device:

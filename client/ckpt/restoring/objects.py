@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Iterable, Mapping
-from collections.abc import Set as AbstractSet
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from ckpt.capture.modules import EXTRA_STATE
+from ckpt.capture.modules import EXTRA_STATE, canonical, is_own, own_loading, unwrap
 from ckpt.capture.optimizers import NamedOptimizer
 from ckpt.capture.parameters import Leaf
-from ckpt.capture.parts import drop_cached, inner_tensors, is_plain_type, kind_of, memory_address
+from ckpt.capture.parts import drop_cached, inner_tensors, is_plain_type, kind_of
 from ckpt.capture.train_state import GRADIENTS, MODEL, TrainState
 from ckpt.restoring.destinations import Destinations
 from ckpt.restoring.plan import RestorePlan
 from ckptstore.errors import CorruptObject, StateMismatch
 from ckptstore.format.documents import JSON
-from ckptstore.format.trees import TAG
+from ckptstore.format.trees import TAG, leaves
 
 
 def plan_objects(plan: RestorePlan, trees: Mapping[str, JSON], state: TrainState) -> None:
@@ -29,46 +28,80 @@ def plan_objects(plan: RestorePlan, trees: Mapping[str, JSON], state: TrainState
     for item in state.modules:
         if item not in state.placed and plan.has(trees, item):
             _plan_modules(plan, item, state, trees[item])
-    tied = _saved_ties(state, trees)
+    entries = _saved_entries(state, trees)
     for item in state.named_optimizers:
         if plan.has(trees, item):
-            _plan_optimizers(plan, item, state, trees[item], tied)
+            _plan_optimizers(plan, item, state, trees[item], entries)
     if GRADIENTS in trees and MODEL in state.modules:
         _plan_gradients(plan, state, trees[GRADIENTS])
 
 
 def _plan_modules(plan: RestorePlan, item: str, state: TrainState, tree: JSON) -> None:
-    saved, leaves = dict(_mapping(tree, item)), state.leaves(item)
-    addresses = cache(partial(_addresses, state))
-    detached: dict[nn.Module, dict[str, torch.Tensor]] = defaultdict(dict)
-    for leaf in leaves:
-        tree = saved.get(leaf.name)
-        module, target = leaf.module, leaf.value
-        assert module is not None
-        if tree is None:
-            plan.missing.append(leaf.path)
-        elif (place := leaf.raw.rpartition("."))[2] == EXTRA_STATE:
-            owner = module.get_submodule(place[0])
-            plan.finish.append(partial(owner.set_extra_state, plan.destinations.decode(tree, leaf.path)))
-        elif _fill(plan, tree, leaf):
-            plan.overwritten.add(leaf.path)
-            if id(target) not in state.parameters.leaves and memory_address(target) not in addresses(module):
-                detached[module][leaf.raw] = target
-    for module, values in detached.items():
-        # A hook created these for state_dict; only load_state_dict can put them back.
-        plan.finish.append(partial(module.load_state_dict, values, strict=False))
-    found = {leaf.name for leaf in leaves}
-    plan.unexpected += [f"{item}/{name}" for name in saved if name not in found]
+    saved, found = dict(_mapping(tree, item)), state.leaves(item)
+    unknown = saved.keys() - {leaf.name for leaf in found}
+    taken: set[str] = set()
+    for module in map(unwrap, state.modules[item]):
+        prefixes, any_code = own_loading(module)
+        values = OrderedDict[str, Any]()
+        for leaf in found:
+            if leaf.module is module:
+                _plan_leaf(plan, leaf, saved, leaf.name.startswith(prefixes), values)
+        for name in unknown:
+            if name.startswith(prefixes):
+                taken.add(name)
+                values[name] = plan.destinations.decode(saved[name], f"{item}/{name}")
+        if any_code:
+            if "metadata" in tree and TAG in tree:
+                values._metadata = _Metadata(tree["metadata"])  # type: ignore[attr-defined]
+            plan.finish.append(partial(_load, plan, item, module, values, prefixes))
+    plan.unexpected += [f"{item}/{name}" for name in unknown - taken]
 
 
-def _addresses(state: TrainState, module: nn.Module) -> set[int]:
-    """The addresses of a module's tensors."""
-    views = (view for pack in state.parameters.packs.values() for view in pack.views.values())
-    return {memory_address(tensor) for tensor in (*module.parameters(), *module.buffers(), *views)}
+def _plan_leaf(plan: RestorePlan, leaf: Leaf, saved: Mapping[str, JSON], own: bool, values: dict[str, Any]) -> None:
+    """own: code of the module sees the value first. It gets one that is not the live one, and says what is missing.
+    values: for `load_state_dict`; torch copies live ones to themselves."""
+    module, place = leaf.module, leaf.raw.rpartition(".")
+    assert module is not None
+    if leaf.name not in saved:
+        plan.missing += [] if own else [leaf.path]
+        return
+    tree = saved[leaf.name]
+    if own and _is_entry(tree) and isinstance(leaf.value, torch.Tensor):
+        plan.overwritten.add(leaf.path)
+        values[leaf.raw] = _tensors(plan).new_beside(tree["name"], leaf, leaf.value.device)
+    elif own:
+        values[leaf.raw] = plan.destinations.decode(tree, leaf.path)
+    elif place[2] == EXTRA_STATE:
+        owner = module.get_submodule(place[0])
+        plan.finish.append(partial(owner.set_extra_state, plan.destinations.decode(tree, leaf.path)))
+    elif _fill(plan, tree, leaf):
+        plan.overwritten.add(leaf.path)
+        values[leaf.raw] = leaf.value
 
 
-def _plan_optimizers(plan: RestorePlan, item: str, state: TrainState, tree: JSON, tied: Ties) -> None:
-    """tied: ties of the checkpoint."""
+class _Metadata(dict[str, Any]):
+    """The metadata of a `state_dict`: by canonical prefix, read by path. What is not saved is of version 1."""
+
+    def get(self, path: str, default: Any = None) -> Any:
+        return super().get(canonical(f"{path}."), {"version": 1})
+
+
+def _load(plan: RestorePlan, item: str, module: nn.Module, values: dict[str, Any], prefixes: tuple[str, ...]) -> None:
+    """Call `load_state_dict`, for what own code of the module does then. Adds what does not fit to the plan."""
+    own = is_own(module.load_state_dict)
+    try:
+        said = module.load_state_dict(values, **({} if own and plan.strict else {"strict": False}))
+    except RuntimeError as error:
+        if "in loading state_dict" not in str(error):
+            raise
+        plan.mismatched.append(f"{item}: {' '.join(str(error).split())}")
+    else:
+        for names, keys in zip((plan.missing, plan.unexpected), () if own else said, strict=False):
+            names += [f"{item}/{name}" for name in map(canonical, keys) if name.startswith(prefixes)]
+
+
+def _plan_optimizers(plan: RestorePlan, item: str, state: TrainState, tree: JSON, entries: Mapping[str, str]) -> None:
+    """entries: by the names of the checkpoint's parameters."""
     optimizers, saved = state.named_optimizers[item], dict(_mapping(tree, item))
     alone = len(optimizers) == 1
     if not {"state", "groups"} <= saved.keys():
@@ -80,12 +113,13 @@ def _plan_optimizers(plan: RestorePlan, item: str, state: TrainState, tree: JSON
     if any(optimizer.holder.state for optimizer in optimizers):
         plan.overwritten.add(item)
     frame = {key: plan.destinations.decode(value, f"{item}/{key}") for key, value in saved.items()}
-    held = give_to_all(tied, states, frame["groups"])
-    everything = {name for optimizer in optimizers for name in optimizer.leaves}
-    plan.missing += [f"{item}/{name}" for name in everything - held]
-    if left_over := held - everything:
-        live = ties(state.all_names())
-        plan.unexpected += [f"{item}/{name}" for name in sorted(left_over) if everything.isdisjoint(live.get(name, ()))]
+    everything = {name: leaf for optimizer in optimizers for name, leaf in optimizer.leaves.items()}
+    renamed = _renamed(plan, state, frame["groups"], everything, entries)
+    held = give_to_all({**ties(entries.items()), **renamed}, states, frame["groups"])
+    plan.missing += [f"{item}/{name}" for name in everything.keys() - held]
+    if left_over := held - everything.keys():
+        same = {**ties(state.all_names()), **renamed}
+        plan.unexpected += [f"{item}/{n}" for n in sorted(left_over) if everything.keys().isdisjoint(same.get(n, ()))]
     on_device = [group for group in frame["groups"] if group.get("fused") or group.get("capturable")]
     steps_on_device = {name for group in on_device for name in group["params"]}
     for optimizer in optimizers:
@@ -101,6 +135,24 @@ def _plan_optimizers(plan: RestorePlan, item: str, state: TrainState, tree: JSON
             elif id(leaf.value) not in plan.resized:
                 named[name] = _decode_state(plan, optimizer, leaf, states[name], name in steps_on_device)
         plan.finish.append(partial(optimizer.load_state, {"state": named, **frame}, alone))
+
+
+def _renamed(
+    plan: RestorePlan,
+    state: TrainState,
+    groups: Iterable[dict[str, Any]],
+    live: Mapping[str, Leaf],
+    entries: Mapping[str, str],
+) -> Ties:
+    """The live names of saved parameters where modules may rename what they load: names on one side only, in their
+    order, if the shapes agree."""
+    names = [name for group in groups for name in group["params"]]
+    old, new = [name for name in names if name not in live], [name for name in live if name not in names]
+    if not any(own_loading(unwrap(chunk))[0] for chunks in state.modules.values() for chunk in chunks):
+        return {}
+    shapes = [plan.destinations.entry(entries[name])[1] if name in entries else None for name in old]
+    same = shapes == [tuple(live[name].value.shape) for name in new]
+    return {name: frozenset((other,)) for name, other in zip(old, new, strict=True)} if same else {}
 
 
 def _compare_groups(plan: RestorePlan, optimizer: NamedOptimizer, saved: list[dict[str, Any]]) -> None:
@@ -131,7 +183,9 @@ def _decode_state(plan: RestorePlan, optimizer: NamedOptimizer, leaf: Leaf, tree
             _fill(plan, saved, Leaf(leaf.item, f"state/{leaf.name}/{key}", wrapper, leaf.unit))
             state[key] = wrapper
             continue
-        if not (isinstance(saved, dict) and saved.get(TAG) == "tensor" and "name" in saved):
+        if not _is_entry(saved):
+            if isinstance(target, torch.Tensor) and "class" not in (saved or {}):
+                plan.mismatched.append(f"{path}/{key}: {_kind(saved)} in the checkpoint, {kind_of(target)} here")
             state[key] = destinations.decode(saved, f"{path}/{key}", parameter.device)
             continue
         entry = saved["name"]
@@ -146,15 +200,15 @@ def _decode_state(plan: RestorePlan, optimizer: NamedOptimizer, leaf: Leaf, tree
     return state
 
 
-def _saved_ties(state: TrainState, trees: Mapping[str, JSON]) -> Ties:
-    """Names of the checkpoint's parameters that share one entry."""
-    return ties(
-        (state.prefix(item) + name, entry)
+def _saved_entries(state: TrainState, trees: Mapping[str, JSON]) -> dict[str, str]:
+    """The entries of the checkpoint's parameters. Tied ones share one."""
+    return {
+        state.prefix(item) + name: entry
         for item in state.modules
         if item in trees
         for name, leaf in _mapping(trees[item], item)
         if (entry := _first_entry(leaf)) is not None
-    )
+    }
 
 
 def _first_entry(leaf: JSON) -> str | None:
@@ -171,7 +225,7 @@ def _plan_gradients(plan: RestorePlan, state: TrainState, tree: JSON) -> None:
         if leaf is None:
             plan.unexpected.append(f"{GRADIENTS}/{name}")
             continue
-        if isinstance(saved, dict) and "name" in saved:
+        if _is_entry(saved):
             gradient: Any = _tensors(plan).new_beside(saved["name"], leaf, leaf.value.device)
         else:
             gradient = plan.destinations.decode(saved, f"{GRADIENTS}/{name}", leaf.value.device)
@@ -198,33 +252,47 @@ def _fill(plan: RestorePlan, saved: JSON, leaf: Leaf) -> bool:
     inner = leaf.inner()
     if inner is None:
         return _fill_tensor(plan, saved, leaf)
-    if not _has_inner(saved, {one.raw for one in inner}):
+    within = _inner(saved)
+    if within.keys() != {one.raw for one in inner}:
         names = ", ".join(one.raw for one in inner)
         plan.mismatched.append(f"{leaf.path}: not a {kind_of(leaf.value)} of {names} in the checkpoint")
         return False
     plan.finish.append(partial(drop_cached, leaf.value))
-    placed = [_fill(plan, saved[one.raw], one) for one in inner]
+    placed = [_fill(plan, within[one.raw], one) for one in inner]
     return all(placed)
 
 
-def _has_inner(saved: JSON, names: AbstractSet[str]) -> bool:
-    return isinstance(saved, dict) and TAG not in saved and saved.keys() == names
+def _inner(saved: JSON) -> dict[str, JSON]:
+    """The trees of a wrapper's inner tensors; nothing if it is no dict."""
+    return dict(_mapping(saved, "")) if isinstance(saved, dict) and saved.get(TAG, "dict") == "dict" else {}
+
+
+def _is_entry(saved: JSON) -> bool:
+    return isinstance(saved, dict) and saved.get(TAG) == "tensor" and "name" in saved
+
+
+def _kind(saved: JSON) -> str:
+    """The type of a saved value, for messages."""
+    return str(saved.get(TAG, "dict")) if isinstance(saved, dict) else type(saved).__name__
 
 
 def _wrapper_for(saved: JSON, live: Any, parameter: torch.Tensor) -> torch.Tensor | None:
     """The wrapper that takes up saved optimizer state: the live one, or a new one of the parameter's type."""
-    if not isinstance(saved, dict) or TAG in saved or is_plain_type(parameter):
+    if not (within := _inner(saved)) or is_plain_type(parameter):
         return None
     found = live if isinstance(live, torch.Tensor) else torch.zeros_like(parameter.detach())
     inner = inner_tensors("", found)
-    return found if inner is not None and _has_inner(saved, inner.keys()) else None
+    return found if inner is not None and within.keys() == inner.keys() else None
 
 
 def _fill_tensor(plan: RestorePlan, saved: JSON, leaf: Leaf) -> bool:
     """Fill a live tensor. Records a mismatch; False if nothing can be placed."""
     name, target = leaf.path, leaf.value
-    if not (isinstance(saved, dict) and saved.get(TAG) == "tensor" and isinstance(target, torch.Tensor)):
-        plan.mismatched.append(f"{name}: a tensor on one side only")
+    if not (_is_entry(saved) and isinstance(target, torch.Tensor)):
+        same = not isinstance(target, torch.Tensor) and not [*leaves(saved, name)]
+        if not same or plan.destinations.decode(saved, name) != target:
+            here = kind_of(target) if isinstance(target, torch.Tensor) else type(target).__name__
+            plan.mismatched.append(f"{name}: {_kind(saved)} in the checkpoint, {here} here, which nothing loads")
         return False
     dtype, shape = _tensors(plan).describe(saved["name"])
     part = leaf.part

@@ -182,7 +182,7 @@ class Restorer:
                 candidate = self._choose((), lambda: None, found)[1]
                 continue
             except StateMismatch as error:
-                if not self._begun:
+                if not self._begun or checkpoint.id in self._begun:
                     raise
                 raise self._mixture(checkpoint, error) from error
             seconds = time.perf_counter() - started
@@ -262,7 +262,8 @@ class Restorer:
             self._begun.append(checkpoint.id)
             self._overwritten |= plan.overwritten
             self._fetch(fetcher, prepared, session)
-            self._together.do(partial(self._place, plan, session))
+            fits = self._together.do(partial(self._place, plan, session), report=partial(self._fit, prepared))
+            plan.unexpected = require_fits(fits, strict, after=True)
             session.finish()
         except BaseException as error:
             session.fail(error)
@@ -303,7 +304,7 @@ class Restorer:
         else:
             share = partial(prepared.share_out, reports[0][1], world, strict)
             fits = self._together.do(share, prepared.plan_reads, report=partial(self._fit, prepared))
-        prepared.plan.unexpected = require_fits(fits, strict)
+        prepared.plan.unexpected, prepared.plan.strict = require_fits(fits, strict), strict
         return prepared
 
     def _fit(self, prepared: PreparedRestore) -> RestoreFit | None:

@@ -18,6 +18,7 @@ from ckptstore.errors import StateMismatch
 from ckptstore.format.documents import JSON
 
 _SHOWN = 8
+_CHANGED = "the objects were changed, and must be built again before that or any training"
 
 
 @dataclass(slots=True)
@@ -40,6 +41,8 @@ class RestorePlan:
     """Items of the checkpoint that the caller did not request."""
     items: list[str] = field(default_factory=list)
     """All items of the checkpoint."""
+    strict: bool = True
+    """Whether all must fit; set before `finish` is run."""
     resized: set[int] = field(default_factory=set)
     """Ids of the live tensors whose shape differs."""
     overwritten: set[str] = field(default_factory=set)
@@ -78,8 +81,10 @@ class RestoreFit(NamedTuple):
     """Live state that an earlier, failed plan overwrote and this one does not refill."""
 
 
-def require_fits(fits: Iterable[Sequence[Any]], strict: bool) -> list[str]:
+def require_fits(fits: Iterable[Sequence[Any]], strict: bool, after: bool = False) -> list[str]:
     """Entries that no rank requested. fits: of all ranks. Every rank gets the same result or error.
+
+    after: modules with own code for that have loaded their values. What they say is known only then.
 
     Raises StateMismatch if a plan is refused, if it does not refill what was overwritten, or if anything does not fit
     and `strict` is set.
@@ -88,7 +93,7 @@ def require_fits(fits: Iterable[Sequence[Any]], strict: bool) -> list[str]:
     unexpected = sorted(set[str].intersection(*(set(each.unexpected) for each in found)))
     for each in found:
         if strict:
-            _require_all(each, unexpected)
+            _require_all(each, unexpected, _CHANGED if after else "nothing was changed")
         if each.refused is not None:
             raise StateMismatch(*each.refused)
         if each.left:
@@ -96,7 +101,7 @@ def require_fits(fits: Iterable[Sequence[Any]], strict: bool) -> list[str]:
     return unexpected
 
 
-def _require_all(found: RestoreFit, unexpected: Sequence[str]) -> None:
+def _require_all(found: RestoreFit, unexpected: Sequence[str], outcome: str) -> None:
     problems = [
         f"{what} {names}"
         for what, names in (
@@ -110,7 +115,7 @@ def _require_all(found: RestoreFit, unexpected: Sequence[str]) -> None:
         raise StateMismatch(
             f"the checkpoint does not fit: {'; '.join(problems)}",
             f"It holds {found.items}. Build the objects as they were saved, or pass strict=False to restore what fits; "
-            "nothing was changed",
+            f"{outcome}",
         )
 
 

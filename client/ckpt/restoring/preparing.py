@@ -72,6 +72,7 @@ class PreparedRestore:
         if self.rank_state is None:
             return
         self.plan = plan = self._planned(self.rank_state)
+        plan.mismatched += plan.destinations.clashes(self._source, self._fetcher.checkpoint)
         plan.destinations.allocate()
         self.reads = plan_reads(self.manifest.content, plan.destinations.wants())
 

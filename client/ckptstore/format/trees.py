@@ -4,7 +4,8 @@ None, booleans, strings, integers below 2**53, finite floats, lists and dicts wi
 JSON values. Everything else is an object whose key "$" names its type:
 
     {"$": "tuple", "v": [...]}        {"$": "set" | "frozenset", "v": [...]}
-    {"$": "dict", "v": [[k, v]...]}   any other keys, or a key that begins with "$"
+    {"$": "dict", "v": [[k, v]...]}   any other keys, or a key that begins with "$"; may have further fields
+    {"$": "dict", "class": ..., ...}  what the caller makes of a dict
     {"$": "odict" | "counter", "v": [[k, v]...]}   OrderedDict, Counter
     {"$": "int", "v": "-0x1f..."}     {"$": "float", "v": "nan" | "inf" | "-inf"}
     {"$": "complex", "v": [re, im]}   {"$": "bytes", "v": "<base64>"}
@@ -104,10 +105,10 @@ def _check_nesting(depth: int, path: str) -> None:
         raise UnsupportedObject(f"state at {path!r} is nested more than {_MAX_DEPTH} deep", "Does it contain itself?")
 
 
-def mapping(items: dict[str, JSON]) -> JSON:
-    """A tree of a dict whose values are trees."""
-    if any(key.startswith(TAG) for key in items):
-        return {TAG: "dict", "v": [[key, item] for key, item in items.items()]}
+def mapping(items: dict[str, JSON], **fields: JSON) -> JSON:
+    """A tree of a dict whose values are trees. fields: what else is known of it."""
+    if fields or any(key.startswith(TAG) for key in items):
+        return {TAG: "dict", "v": [[key, item] for key, item in items.items()], **fields}
     return items
 
 
@@ -129,7 +130,8 @@ def decode_tree(tree: JSON, path: str, unleaf: Unleaf, depth: int = 0) -> Any:
         if tag in _RECORDS:
             return _record(tag, tree["name"], {name: child(name, item) for name, item in tree["v"]})
         if tag in _CONTAINERS:
-            return _CONTAINERS[tag](_elements(tag, tree["v"], child))
+            made = _CONTAINERS[tag](_elements(tag, tree["v"], child))
+            return unleaf(path, {**tree, "v": made}) if "class" in tree else made
         if tag in _ATOMS:
             return _ATOMS[tag](tree["v"])
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
@@ -166,7 +168,12 @@ def merge_trees(first: JSON, second: JSON, path: str, depth: int = 0) -> JSON:
         ours[name] = (key, merged)
     if TAG not in first and TAG not in second:
         return dict(ours.values())
-    return {TAG: first.get(TAG, "dict"), "v": [list(pair) for pair in ours.values()]}
+    fields = merge_trees(_fields(first), _fields(second), path, depth + 1)
+    return {TAG: first.get(TAG, "dict"), "v": [list(pair) for pair in ours.values()], **fields}
+
+
+def _fields(tree: dict[str, JSON]) -> JSON:
+    return {key: field for key, field in tree.items() if key not in (TAG, "v")} if TAG in tree else {}
 
 
 def _pairs(tree: JSON, path: str) -> dict[bytes, tuple[JSON, JSON]] | None:
