@@ -85,8 +85,8 @@ class Destinations(HostDestinations):
         trial, copies = Destinations(self._content), deepcopy(targets)  # which share memory as they do
         fulls = [torch.empty(copy.shape, dtype=copy.dtype, device="cpu") for copy in copies]
         for (name, box, _), copy, full in zip(views, copies, fulls, strict=True):
+            trial.fill_box(name, box, full)  # first: it is read into directly, and a copy may be shared
             trial.fill_box(name, box, copy)
-            trial.fill_box(name, box, full)
         trial.read(source, checkpoint)
         pairs = zip(copies, fulls, strict=True)
         if all(tensor_bytes(copy.cpu().clone().contiguous()) == tensor_bytes(full) for copy, full in pairs):
