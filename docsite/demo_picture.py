@@ -25,7 +25,7 @@ _BAR = re.compile(r"\s*(training|saving) ")
 
 
 def svg_of(output: str) -> str:
-    """What `make demo` printed on a terminal up to its comparison, without progress bars, as a picture. Pure."""
+    """The output of `make demo` on a terminal up to its comparison, without progress bars, as a picture. Pure."""
     lines = [_CURSOR.sub("", line).rstrip() for line in output.splitlines()]
     lines = list(itertools.takewhile(lambda line: "For orchestrators" not in line, lines))
     shown = "\n".join(line for line in lines if not _BAR.match(line))

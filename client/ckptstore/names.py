@@ -166,7 +166,7 @@ class Reference:
 
     @property
     def missing(self) -> str:
-        """What a run lacks if nothing is found: run 'gpt' has no checkpoint at step 5."""
+        """The words for a checkpoint that is not found: run 'gpt' has no checkpoint at step 5."""
         which = "" if self.newest else f" named {self.name!r}" if self.name else f" at step {self.step}"
         return f"run {self.run!r} has no checkpoint{which}"
 

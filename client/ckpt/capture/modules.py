@@ -62,8 +62,8 @@ _IN_PLACE = (
 
 
 def own_loading(inner: nn.Module) -> tuple[tuple[str, ...], bool]:
-    """What an unwrapped module adds to torch's `load_state_dict`: the canonical prefixes of the names that its own code
-    sees before they are loaded, and whether there is any code, also for `state_dict` or after a load.
+    """The additions of an unwrapped module to torch's `load_state_dict`: the canonical prefixes of names that its own
+    code sees before they are loaded, and whether there is any code, also for `state_dict` or after a load.
 
     Raises UnsupportedObject for such code under FSDP1, which gathers all parameters to load them.
     """

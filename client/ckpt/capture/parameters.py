@@ -108,7 +108,7 @@ class Parameters:
     values: dict[str, list[Leaf]] = field(default_factory=dict)
     """All values of the modules, by item, as far as they have been looked for."""
     metadata: dict[str, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
-    """What `state_dict` says of the format of modules that are not of version 1, by item and canonical prefix."""
+    """The format that `state_dict` names for modules not of version 1, by item and canonical prefix."""
 
     def leaf(self, item: str, name: str, value: Any, unit: str, **fields: Any) -> Leaf:
         """A leaf with the layout that this process knows of its value. Arguments: see Leaf."""

@@ -128,7 +128,7 @@ class TensorCollector(Collector):
 
 
 def _wrapper(path: str, tensor: torch.Tensor, leaf: Leaf) -> dict[str, JSON]:
-    """What makes a wrapper again from its inner tensors. Raises UnsupportedObject for a sharded one, unless the
+    """The recipe of a wrapper from its inner tensors. Raises UnsupportedObject for a sharded one, unless the
     parameter is one, too."""
     if isinstance(tensor, DTensor):
         if is_plain_type(leaf.value):

@@ -80,7 +80,7 @@ def _plan_leaf(plan: RestorePlan, leaf: Leaf, saved: Mapping[str, JSON], own: bo
 
 
 class _Metadata(dict[str, Any]):
-    """The metadata of a `state_dict`: by canonical prefix, read by path. What is not saved is of version 1."""
+    """The metadata of a `state_dict`: by canonical prefix, read by path. Modules without it are of version 1."""
 
     def get(self, path: str, default: Any = None) -> Any:
         return super().get(canonical(f"{path}."), {"version": 1})

@@ -84,7 +84,7 @@ class RestoreFit(NamedTuple):
 def require_fits(fits: Iterable[Sequence[Any]], strict: bool, after: bool = False) -> list[str]:
     """Entries that no rank requested. fits: of all ranks. Every rank gets the same result or error.
 
-    after: modules with own code for that have loaded their values. What they say is known only then.
+    after: modules with own code for that have loaded their values: only then is known what does not fit.
 
     Raises StateMismatch if a plan is refused, if it does not refill what was overwritten, or if anything does not fit
     and `strict` is set.

@@ -63,7 +63,7 @@ def refused(folder: Path, path: Path, *more: object) -> Finished:
 
 
 def test_a_safetensors_file_becomes_a_model(empty: Path, tmp_path: Path) -> None:
-    tensors = {name.removeprefix("model/"): torch.from_numpy(a) for name, a in sample_arrays(3).items()}
+    tensors = {name.removeprefix("model/"): torch.tensor(a) for name, a in sample_arrays(3).items()}
     save_file(tensors, tmp_path / "a.safetensors")
     done = invoke("import", tmp_path / "a.safetensors", "gpt@7", "--store", empty, "-o", "json")
     assert done.code == 0
