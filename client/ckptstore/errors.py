@@ -68,12 +68,12 @@ class InvalidRequest(BadInput):
 
 
 class LayoutChanged(BadInput):
-    """On one rank a parameter was added, removed or sharded differently since the first save, at which the ranks agreed
-    on who writes what. Nothing was saved.
+    """On one rank a parameter was added, removed or sharded differently since the ranks agreed on who writes what, and
+    the other ranks did not come to agree again. Nothing was saved.
     """
 
     code = "layout_changed"
-    remedy = "Call `prepare(model, optim)` on all ranks, then save again."
+    remedy = "Change it on all ranks before the same save, or call `prepare(model, optim)` on all ranks and save again."
 
 
 class UnsupportedObject(BadInput, TypeError):

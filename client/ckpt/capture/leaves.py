@@ -129,6 +129,8 @@ class Captured:
     late: list[Callable[[], object]] = field(default_factory=list)
     """Completes `local`, and tensors of trees that are still being read from a GPU."""
     aliases: dict[str, str] = field(default_factory=dict)
+    seen: list[object] = field(default_factory=list)
+    """The leaves and optimizers that this rank holds, also what another rank writes. Another layout has others."""
     sameness: object | None = None
     """If two captures have the same object here, their leaves are the same slices and lie in the same memory."""
 

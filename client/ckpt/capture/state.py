@@ -47,6 +47,7 @@ def _capture_objects(state: TrainState, ownership: Ownership) -> TensorCollector
 def _capture_module(collector: TensorCollector, item: str, state: TrainState) -> None:
     owned: dict[str, JSON] = {}
     for leaf in state.leaves(item):
+        collector.captured.seen.append((leaf.unit, getattr(leaf.value, "shape", ()), getattr(leaf.value, "dtype", 0)))
         collector.add_state(owned, leaf.name, leaf, leaf.path, leaf.value)
     if owned or collector.ownership.owns(item_frame(item)):
         collector.captured.trees[item] = mapping(
@@ -57,6 +58,7 @@ def _capture_module(collector: TensorCollector, item: str, state: TrainState) ->
 def _capture_optimizers(collector: TensorCollector, item: str, state: TrainState) -> None:
     """Several optimizers of one item are joined: each parameter's state, and all groups."""
     ownership, frame = collector.ownership, optimizer_frame(item, state)
+    collector.captured.seen.append(frame)
     owned: dict[str, JSON] = {}
     seen: set[str] = set()
     frames = []
@@ -234,7 +236,7 @@ def _describe(state: TrainState, made: StateFingerprint, collector: TensorCollec
         if collector.ownership.owns(optimizer_frame(item, state))
     }
     columns = Leaves(list(leaves.slices), changes=list(leaves.changes))
-    kept = Captured(columns, dict(captured.trees), aliases=dict(captured.aliases))
+    kept = Captured(columns, dict(captured.trees), aliases=dict(captured.aliases), seen=captured.seen)
     return _Description(made.marks, kept, places, collector.fork(Captured()), groups)
 
 
@@ -242,7 +244,7 @@ def _again(last: _Description, state: TrainState, made: StateFingerprint) -> Cap
     trees, leaves = dict(last.captured.trees), last.captured.leaves
     tensors = [made.locals[n].as_strided(*view) if view else made.locals[n] for n, view in last.places]
     leaves = Leaves(leaves.slices, tensors, [made.tensors[n] for n, _ in last.places], leaves.changes)
-    captured = Captured(leaves, trees, aliases=dict(last.captured.aliases))
+    captured = Captured(leaves, trees, aliases=dict(last.captured.aliases), seen=last.captured.seen)
     collector = last.collector.fork(captured)
     for item, names in last.groups.items():
         each = zip(state.optimizers[item], names, strict=True)

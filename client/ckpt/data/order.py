@@ -310,7 +310,7 @@ class SamplerState:
             owner, name, live, _, load = found[path]
             if load is not None:
                 load(state)
-            elif type(live) is list or (np.ndim(live) and np.shape(live) == np.shape(state)):
+            elif type(live) is list or (isinstance(live, _ARRAYS) and live.ndim and live.shape == state.shape):
                 live[:] = state  # others may hold it
             elif isinstance(owner, dict | list):
                 owner[name] = state
@@ -346,6 +346,7 @@ class SamplerState:
 
 
 _OTHERS = (Dataset, nn.Module, Optimizer, DataLoader, type)
+_ARRAYS = (np.ndarray, torch.Tensor)
 _NOT_KEPT = "not kept"
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
+from copy import copy
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -213,6 +214,16 @@ class World:
 
         return under_way
 
+    def apart(self, name: str) -> World:
+        """The same ranks, for meetings of this name; ranks that do not come stay in step with the others. After two
+        minutes they are lost."""
+        found = copy(self)
+        if self.size > 1:
+            store = prefixed(f"apart/{name}", self._store)
+            found._meetings, found._last_beat = _Meetings(store, store), 0.0
+            found._silence_s = min(self._silence_s, _APART_S)
+        return found
+
     def names(self, *ranks: int) -> str:
         """Ranks in messages, by their global numbers: rank 1 of 4."""
         named = ", ".join(str(self.members[rank]) for rank in ranks)
@@ -393,6 +404,7 @@ def _members(group: Group, own: int, everyone: int) -> tuple[int, ...]:
     return members
 
 
+_APART_S = 120.0
 NOTICE_S = 10.0
 """A wait for other ranks is logged after this time."""
 _HERE_S = 2.0

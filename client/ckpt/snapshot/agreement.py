@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from ckpt.lazily import torch_loaded
 from ckpt.ranks.world import World
 from ckpt.snapshot.stage import SnapshotLayout
 from ckptstore.clock import system_clock
-from ckptstore.errors import CkptError, InvalidRequest, SaveFailed, error_from_code
+from ckptstore.errors import CkptError, InvalidRequest, LayoutChanged, RankLost, SaveFailed, error_from_code
 from ckptstore.format.decoding import decode_msgpack
 from ckptstore.names import new_ulid
 
@@ -56,6 +57,8 @@ class LayoutAgreement:
         self._agreement: Agreement | None = None
         self._capturer: Capturer | None = None
         self._placed: object | None = None  # the sameness of captures that have this layout
+        self._seen: list[object] = []
+        self._warned = False
         self.layout = SnapshotLayout.of([])
         """Where the leaves of the last capture lie."""
 
@@ -68,16 +71,19 @@ class LayoutAgreement:
         """The session of all ranks. They agree first if they have not: then this is a collective."""
         return (self._agreement or self.agree(state, check)).session
 
-    def agree(self, state: TrainState, check: Callable[[], None]) -> Agreement:
+    def agree(
+        self, state: TrainState, check: Callable[[], None] = lambda: None, world: World | None = None
+    ) -> Agreement:
         """Agree on the owners of this state, again if the ranks had agreed. A collective of all ranks.
 
         Raises the first error of any rank's `check` or description, UnsupportedObject or RankLost, on every rank;
         InvalidRequest if the ranks do not share the local tier.
         """
+        world = world or self._world()
         if self._local_id is not None:
-            _check_shared(self._world(), self._local_id)
-        agreement = self._meet(state, check)
-        if agreement.different_buffers and self._world().rank == 0:
+            _check_shared(world, self._local_id)
+        agreement = self._meet(state, check, world)
+        if agreement.different_buffers and world.rank == 0:
             logger.warning(
                 "buffers differ between ranks, and those of the lowest rank are kept: %s",
                 ", ".join(agreement.different_buffers[:_SHOWN]),
@@ -87,17 +93,38 @@ class LayoutAgreement:
         self._agreement = agreement
         return agreement
 
-    def capture(self, state: TrainState, grads: bool) -> Captured:
-        """The part of the state that this rank saves, and its `layout`. Raises UnsupportedObject or LayoutChanged."""
+    def capture(self, state: TrainState, grads: bool, attempt: str) -> Captured:
+        """The part of the state that this rank saves, and its `layout`.
+
+        Where that has changed, the ranks agree again, in a meeting named after the attempt: all of them see the change
+        in the same save. Raises UnsupportedObject, or LayoutChanged if a rank does not come.
+        """
+        try:
+            return self._capture(state, grads)
+        except LayoutChanged as error:
+            started, world = time.monotonic(), self._world().apart(attempt)
+            try:
+                self.agree(state, world=world)
+            except RankLost as lost:
+                raise LayoutChanged(f"{error.message}; {lost.message}", error.hint) from lost
+            if world.size > 1 and world.rank == 0 and not self._warned:
+                self._warned = True
+                logger.warning(
+                    "the layout of the state has changed: in such a save all ranks wait for each other, now for %.1f s",
+                    time.monotonic() - started,
+                )
+            return self._capture(state, grads)
+
+    def _capture(self, state: TrainState, grads: bool) -> Captured:
         assert self._agreement is not None
         ownership = self._agreement.ownership
         captured = self._captured(state, ownership, grads)
         if captured.sameness is not None and captured.sameness is self._placed:
             return captured
-        if captured.leaves.slices != self.layout.slices:
+        if captured.leaves.slices != self.layout.slices or captured.seen != self._seen:
             # Optimizer state appears with the first step; anything else is for all ranks to agree on.
             ownership.check(_describe(state, sampled=False))
-            self.layout = SnapshotLayout.of(captured.leaves.slices)
+            self.layout, self._seen = SnapshotLayout.of(captured.leaves.slices), captured.seen
         self._placed = captured.sameness
         return captured
 
@@ -108,10 +135,10 @@ class LayoutAgreement:
         objects.
         """
         if self._agreement is None:
-            ownership = self._meet(state, lambda: None).ownership
+            ownership = self._meet(state, lambda: None, self._world()).ownership
             captured = self._captured(state, ownership, grads=False)
         else:
-            ownership, captured = self._agreement.ownership, self.capture(state, grads=False)
+            ownership, captured = self._agreement.ownership, self._capture(state, grads=False)
         if not state.optimizers:
             return captured, sum(piece.bytes for piece in captured.leaves.slices)
         from ckpt.capture.describe import estimate_snapshot_bytes
@@ -127,9 +154,7 @@ class LayoutAgreement:
             self._capturer = Capturer()
         return self._capturer.capture(state, ownership, grads)
 
-    def _meet(self, state: TrainState, check: Callable[[], None]) -> Agreement:
-        world = self._world()
-
+    def _meet(self, state: TrainState, check: Callable[[], None], world: World) -> Agreement:
         def described() -> dict[str, Unit]:
             check()
             check_others(state)

@@ -304,7 +304,7 @@ class RunSaves:
             self.session.check(step, repeat_step)
             if (unreplicable := client.unreplicable.get(attempt.session.id)) is not None:
                 self.session.supersede(unreplicable)
-            captured = self.agreement.capture(state, grads)
+            captured = self.agreement.capture(state, grads, attempt.ulid)
             layout = self.agreement.layout
             handle = LiveHandle(step, layout.num_bytes, started)
             snapshot = Snapshot(attempt, captured, layout, handle, finite(metrics), lease, cost_before())

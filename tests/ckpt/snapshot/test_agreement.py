@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import parametrize, prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt import Checkpointer
@@ -28,9 +31,113 @@ from tests.support.parallel.built import Built, Setup
 from tests.support.parallel.layouts import LAYOUTS
 from tests.support.parallel.matrix import Matrix, check_restored, run_matrix
 from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
+from tests.support.training import same_state
 
 _LAYOUTS = ("ddp", "fsdp2", "tp_fsdp2", "fsdp1", "zero", "pp")
+RUN = "saving"
 _SPREAD = [("ddp", "ddp"), ("ddp", "single"), ("hsdp", "fsdp2"), ("hsdp", "hsdp")]
+
+
+class Trained:
+    """What a program trains, which changes between two saves."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model: Any = nn.Module()
+        self.model.body, self.model.head = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.model.register_buffer("seen", torch.zeros(3))
+        self.model.body.requires_grad_(False)
+        self.optim: torch.optim.Optimizer | None = torch.optim.AdamW(self.model.head.parameters(), 0.1)
+        self.more: dict[str, Any] = {}
+        self.critic: torch.optim.Optimizer | None = None
+        self.step()
+
+    @property
+    def optims(self) -> Any:
+        return {name: one for name, one in (("main", self.optim), ("critic", self.critic)) if one is not None} or None
+
+    def step(self) -> None:
+        for one in (self.optim, self.critic):
+            for parameter in [p for group in one.param_groups for p in group["params"]] if one is not None else ():
+                parameter.grad = torch.ones_like(parameter)
+            if one is not None:
+                one.step()
+
+    def save(self, checkpointer: Checkpointer, step: int) -> Any:
+        return checkpointer.save_async(self.model, self.optims, step, **self.more)
+
+    def restores_equal(self, checkpointer: Checkpointer, step: int) -> bool:
+        """Whether a copy that is filled with zeros gets all values back."""
+        checkpointer.wait()
+        other = copy.deepcopy(self)
+        values = [
+            *other.model.state_dict().values(),
+            *(v for one in other.more.values() for v in one.state_dict().values()),
+        ]
+        for value in values:
+            value.zero_()
+        restored = checkpointer.restore(other.model, other.optims, **other.more)
+        assert restored is not None
+        pairs = [(self.model, other.model), *((one, other.more[name]) for name, one in self.more.items())]
+        same = all(same_state(one.state_dict(), two.state_dict()) for one, two in pairs)
+        states = [[one.state_dict() for one in (made.optim, made.critic) if one is not None] for made in (self, other)]
+        return restored.step == step and same and same_state(states[0], states[1])
+
+
+def _unfreeze(made: Trained) -> None:
+    made.model.body.requires_grad_(True)
+    assert made.optim is not None
+    made.optim.add_param_group({"params": list(made.model.body.parameters()), "lr": 0.01})
+
+
+def _rebuild(made: Trained, **options: Any) -> None:
+    made.optim = torch.optim.SGD(made.model.head.parameters(), 0.1, momentum=0.9, **options)
+
+
+def _replace_head(made: Trained) -> None:
+    made.model.head = nn.Linear(4, 5)
+    _rebuild(made)
+
+
+def _cast(made: Trained) -> None:
+    made.model.to(torch.bfloat16)
+    _rebuild(made)
+
+
+def _densify(made: Trained) -> None:
+    made.model.head.weight = nn.Parameter(torch.randn(3, 4))
+    made.model.head.bias = nn.Parameter(torch.randn(3))
+    made.optim = torch.optim.AdamW(made.model.head.parameters(), 0.1)
+
+
+def _add_critic(made: Trained) -> None:
+    made.more["value"] = nn.Linear(4, 1)
+    made.critic = torch.optim.AdamW(made.more["value"].parameters(), 0.1)
+
+
+def _add_adapters(made: Trained) -> None:
+    made.model.body.adapter = nn.Linear(4, 2)
+    assert made.optim is not None
+    made.optim.add_param_group({"params": list(made.model.body.adapter.parameters())})
+
+
+CHANGES: dict[str, Callable[[Trained], Any]] = {
+    "unfrozen": _unfreeze,
+    "new-head": _replace_head,
+    "pruned": lambda made: prune.l1_unstructured(made.model.body, "weight", 0.5),  # type: ignore[no-untyped-call]
+    "parametrized": lambda made: parametrize.register_parametrization(made.model.body, "weight", nn.Identity()),
+    "buffer-grows": lambda made: made.model.register_buffer("seen", torch.arange(7.0)),
+    "new-buffer": lambda made: made.model.register_buffer("more", torch.arange(2)),
+    "buffer-gone": lambda made: delattr(made.model, "seen"),
+    "densified": _densify,
+    "average": lambda made: made.more.update(average=torch.optim.swa_utils.AveragedModel(made.model.body)),
+    "critic": _add_critic,
+    "cast": _cast,
+    "another-optimizer": _rebuild,
+    "no-optimizer": lambda made: setattr(made, "optim", None),
+    "module-gone": lambda made: delattr(made.model, "body"),
+    "adapters": _add_adapters,
+}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +155,7 @@ def outcomes(folder: Path) -> dict[str, Outcome]:
         )
         for layout in _LAYOUTS
     }
-    for name in ("change_layout", "fail_to_describe", "derive_under_fsdp2"):
+    for name in ("change_layout", "change_everywhere", "fail_to_describe", "derive_under_fsdp2"):
         scenarios[name] = Scenario(f"{__name__}:{name}", 2, {"store": str(folder / name)})
     (folder / "ranks").mkdir()
     return dict(zip(scenarios, run_scenarios(list(scenarios.values()), folder / "ranks"), strict=True))
@@ -66,6 +173,7 @@ def test_a_layout_changed_on_one_rank_is_an_error_until_all_prepare(outcomes: di
     first, second = outcomes["change_layout"].result()
     assert second["code"] == "layout_changed"
     assert "on rank 1 'model/1." in second["said"]
+    assert "rank 0 of 2 sent no heartbeat for 6 s" in second["said"]
     assert "prepare()" in second["said"]
     assert first["code"] == "rank_failed"
     assert "rank 1 could not save step 2 of run 'saving': layout_changed: " in first["said"]
@@ -73,6 +181,28 @@ def test_a_layout_changed_on_one_rank_is_an_error_until_all_prepare(outcomes: di
         assert (result["restored"], result["ones"]) == (3, True)
     source = StoreSource(open_store(str(folder / "change_layout")))
     assert [checkpoint.step for checkpoint in source.checkpoints(RUN)] == [3, 1]
+
+
+def test_ranks_whose_layout_changes_in_the_same_save_agree_again(outcomes: dict[str, Outcome]) -> None:
+    first, second = outcomes["change_everywhere"].result()
+    for result in (first, second):
+        assert result["restored"] == [[name, True] for name in CHANGES]
+        assert result["agreed"] == ["kept", *["met"] * len(CHANGES)]
+    assert (first["warnings"], second["warnings"]) == (1, 0)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_one_process_agrees_with_itself(name: str, tmp_path: Path) -> None:
+    made = Trained()
+    with Checkpointer(str(tmp_path), run=RUN, writer="thread") as checkpointer:
+        made.save(checkpointer, 1)
+        CHANGES[name](made)
+        made.step()
+        handle = made.save(checkpointer, 2)
+        made.step()
+        made.save(checkpointer, 3)
+        assert handle.result().step == 2
+        assert made.restores_equal(checkpointer, 3)
 
 
 def test_a_rank_that_cannot_describe_its_state_tells_the_others_at_once(outcomes: dict[str, Outcome]) -> None:
@@ -118,8 +248,6 @@ def test_replicas_write_about_as_many_bytes(spread: Matrix, layout: str, writers
     assert max(written.values()) - min(written.values()) <= largest
     assert max(written.values()) < 1.5 * sum(written.values()) / writers
 
-
-RUN = "saving"
 
 _HARMLESS = ("get_", "is_", "supports_", "destroy_", "init_", "record_")
 _MEETINGS = ("gather", "decide", "gather_alike", "broadcast", "exchange_group")
@@ -202,7 +330,7 @@ def change_layout(store: str) -> dict[str, Any]:
     """Rank 1 gets a parameter that the others do not know of; later all have it, and prepare."""
     torch.manual_seed(0)
     model, found = nn.Sequential(nn.Linear(3, 3)), {}
-    with Checkpointer(store, run=RUN, writer="thread") as checkpointer:
+    with Checkpointer(store, run=RUN, writer="thread", peer_timeout_s=10) as checkpointer:
         checkpointer.save(model, None, 1)
         if dist.get_rank() == 1:
             model.append(nn.Linear(3, 3))
@@ -220,6 +348,39 @@ def change_layout(store: str) -> dict[str, Any]:
         restored = checkpointer.restore(other)
     assert restored is not None
     return found | {"restored": restored.step, "ones": all(bool((p == 1).all()) for p in other.parameters())}
+
+
+def change_everywhere(store: str) -> dict[str, Any]:
+    """Both ranks hold the same, of which rank 0 writes all, and change it in the same save."""
+    agreed, restored = [], []
+    with Checkpointer(store, run=RUN, writer="thread", peer_timeout_s=100) as checkpointer, logged() as lines:
+        before = Trained()
+        before.save(checkpointer, 1)
+        before.step()
+        with forbidden():
+            before.save(checkpointer, 2)
+        agreed.append("kept")
+        for number, name in enumerate(CHANGES):
+            made = Trained()
+            CHANGES[name](made)
+            made.step()
+            for step in (2 * number + 3, 2 * number + 4):
+                made.save(checkpointer, step)
+            agreed.append("met")
+            restored.append((name, made.restores_equal(checkpointer, 2 * number + 4)))
+    return {"restored": restored, "agreed": agreed, "warnings": sum("wait for each other" in line for line in lines)}
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ckpt").addHandler(handler)
+    try:
+        yield found
+    finally:
+        logging.getLogger("ckpt").removeHandler(handler)
 
 
 class _Masters(torch.optim.Optimizer):
