@@ -54,8 +54,10 @@ class DecisionIndex:
             found = _find(connection, proposal.key, lock=True)
             if found is not None and (found.stored or not proposal.stored):
                 return found
-            connection.execute(delete(decisions).where(decisions.c.key == proposal.key))
-            connection.execute(insert(decisions).values(asdict(proposal)))
+            # Never deleted and inserted again: who waits for the lock would find no row, and replace the new one.
+            same = decisions.c.key == proposal.key
+            write = insert(decisions) if found is None else update(decisions).where(same)
+            connection.execute(write.values(asdict(proposal)))
             return proposal
 
     @retried

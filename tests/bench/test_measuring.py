@@ -112,8 +112,9 @@ def test_memory_of_this_process_and_of_children_counts_and_what_they_share_count
     # In a process of its own: forking one with a large heap copies what the collector of the child visits.
     size = 64 << 20
     script = [sys.executable, "-c", MEASURED.format(size=size)]
-    extra_bytes = int(subprocess.run(script, check=True, capture_output=True, text=True, cwd=ROOT).stdout)
-    assert size <= extra_bytes < 2.9 * size
+    # A sample may fall into the fork, and read one process before it and the other one after it.
+    extra_bytes = [int(subprocess.check_output(script, text=True, cwd=ROOT)) for _ in range(3)]
+    assert size <= min(extra_bytes) < 2.9 * size
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -247,7 +247,7 @@ def test_words_that_ask_for_nothing_print_the_help(words: list[str]) -> None:
 def test_the_usage_has_brackets_around_what_is_optional() -> None:
     for words, usage in (
         (("ls",), "ckptctl ls [OPTIONS] [RUN]"),
-        (("rm",), "ckptctl rm [OPTIONS] RUN@STEP..."),
+        (("rm",), "ckptctl rm [OPTIONS] RUN@STEP|RUN..."),
         (("verify",), "ckptctl verify [OPTIONS] [RUN[@STEP]]..."),
         (("policy", "apply"), "ckptctl policy apply [OPTIONS] FILE"),
         (("cp",), "ckptctl cp [OPTIONS] [RUN[@STEP]]..."),
