@@ -103,7 +103,7 @@ def runs() -> list[str]:
 
 
 def checkpoints(run: str | None = None) -> Checkpoints:
-    """The checkpoints of a run, newest first. run: None: that of this process's Checkpointer, else of the environment.
+    """The checkpoints of a run, newest first. run: None: the one of this process's Checkpointer, or of the environment.
 
     Raises InvalidName or Unavailable.
     """
@@ -127,7 +127,7 @@ def delete(
 
 @contextmanager
 def _source(url: str | None = None) -> Iterator[Source]:
-    """The store or daemon at a URL; None: that of this process's Checkpointer, else of the environment."""
+    """The store or daemon at a URL; None: the one of this process's Checkpointer, else of the environment."""
     if _default is not None and url is None:
         yield _default._source
         return

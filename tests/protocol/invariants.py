@@ -15,7 +15,7 @@ LISTED = "what a lease or pin holds is not hidden"
 BACK = "an undelete that succeeded stays"
 DEAD = "what was swept or aborted is never visible again"
 ALONE = "a generation belongs to one trainer"
-LAST = "the last save of a step counts, whoever commits it"
+LAST = "the last save of a step counts, also if another process commits it"
 LATEST = "latest is in the newest generation that has a commit"
 
 

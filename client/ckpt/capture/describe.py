@@ -43,7 +43,7 @@ def describe(state: TrainState, sampled: bool, members: AbstractSet[int] | None 
     for item, chunks in state.modules.items():
         trusted = not sampled or all(map(modules.is_replicated, chunks))
         for chunk in chunks:
-            modules.own_loading(modules.unwrap(chunk))
+            modules.own_loading(modules.unwrap(chunk))  # refuses code that a restore could not run
         units[item_frame(item)] = _FRAME
         for leaf in state.leaves(item):
             if not isinstance(leaf.value, torch.Tensor):

@@ -21,7 +21,7 @@ import os
 import stat
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import xxhash
@@ -127,14 +127,14 @@ def noted_checkpoint(store: str, run: str, note: str = KNOWN) -> Path | None:
 def sweep_folder() -> None:
     """Remove the files in this user's folder that were not used for _OLD_S, and that no process has locked.
 
-    These are locks, notes, and sockets of savers that were killed. Never raises.
+    These are locks and notes. Never raises.
     """
     with suppress(CkptError, OSError):
         for path in host_folder().rglob("*"):
             with suppress(CkptError, OSError):
-                if path.is_dir() or system_clock() - path.lstat().st_mtime < _OLD_S:
+                if not path.is_file() or system_clock() - path.lstat().st_mtime < _OLD_S:
                     continue
-                with _locked(path) if path.is_file() else nullcontext(True) as free:
+                with _locked(path) as free:
                     if free:
                         path.unlink()
 

@@ -307,9 +307,8 @@ class Overlap:
     """The background copies of one Checkpointer, one at a time. Public methods belong to the training thread."""
 
     def __init__(self, verify: bool, stepping: Callable[[Optimizer], None]) -> None:
-        """verify: decide by digests of all bytes whether a leaf has changed, not by counters and samples, also if the
-        state is not small. stepping:
-        called before an optimizer steps."""
+        """verify: digests of all bytes decide whether a leaf has changed, also in a large state, not counters and
+        samples. stepping: called before an optimizer steps."""
         self._verify = verify
         self._stepping = stepping
         self.on = True

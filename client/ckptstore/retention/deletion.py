@@ -173,9 +173,7 @@ def find_hidden(run: Run, reference: Reference) -> Attempt:
     """
     found = [h.attempt for h in list_hidden(run) if reference.means(h.attempt)]
     if not found:
-        raise NoCheckpoint(
-            f"run {run.name!r} has no deleted checkpoint at step {reference.step}", "ckptctl undelete lists them"
-        )
+        raise NoCheckpoint(f"{reference.missing} that is being deleted", "ckptctl undelete lists them")
     decided = decided_attempts(run) if len(set(found)) > 1 else []
     return max(found, key=lambda attempt: (attempt in decided, attempt))
 

@@ -231,15 +231,16 @@ def test_old_files_that_nobody_holds_are_removed(temporary: Path) -> None:
     old, young = noted_checkpoint(STORE, RUN), noted_checkpoint(STORE, "other")
     assert old is not None
     assert young is not None
-    dead = old.with_name("memory") / "dead"
-    dead.parent.mkdir()
+    # A saver may listen there for longer, and a socket cannot be locked.
+    listening = old.with_name("memory") / "saver"
+    listening.parent.mkdir()
     with socket.socket(socket.AF_UNIX) as one:
-        one.bind(str(dead))
+        one.bind(str(listening))
     locks = [host_path(STORE, RUN, role) for role in ("trainer", "saver")]
-    for path in (*locks, old, dead):
+    for path in (*locks, old, listening):
         os.utime(path, (0, 0))
     sweep_folder()
-    assert {path for path in old.parent.rglob("*") if not path.is_dir()} == {young, *locks}
+    assert {path for path in old.parent.rglob("*") if not path.is_dir()} == {young, listening, *locks}
     held.inherited()
     held.close()
 

@@ -52,7 +52,7 @@ def restore(
     """What this rank restored, what it read of the store for that, and what it was warned of."""
     model = replica(0, layers_of_rank_1 if dist.get_rank() == 1 else 6)
     options: dict[str, Any] = {"daemon": daemon, "replica_reads": replica_reads, "peer_timeout_s": peer_timeout_s}
-    with _log() as log, Checkpointer(store, run=RUN, writer="thread", **options) as checkpointer:
+    with logged() as log, Checkpointer(store, run=RUN, writer="thread", **options) as checkpointer:
         counting = _count(checkpointer)
         found: dict[str, Any] = {"log": log}
         try:
@@ -124,7 +124,7 @@ def _count(checkpointer: Checkpointer) -> CountingStore | None:
 
 
 @contextmanager
-def _log() -> Iterator[list[str]]:
+def logged() -> Iterator[list[str]]:
     """Messages of warnings and errors, as they come."""
     found: list[str] = []
     handler = logging.Handler(logging.WARNING)

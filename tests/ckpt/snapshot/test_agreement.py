@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +26,7 @@ from ckptstore.errors import CkptError
 from ckptstore.format.planning import derived_bytes, entry_bytes
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.stores import open_store
+from tests.ckpt.restoring.replicas import logged
 from tests.support.parallel.built import Built, Setup
 from tests.support.parallel.layouts import LAYOUTS
 from tests.support.parallel.matrix import Matrix, check_restored, run_matrix
@@ -369,18 +369,6 @@ def change_everywhere(store: str) -> dict[str, Any]:
             agreed.append("met")
             restored.append((name, made.restores_equal(checkpointer, 2 * number + 4)))
     return {"restored": restored, "agreed": agreed, "warnings": sum("wait for each other" in line for line in lines)}
-
-
-@contextmanager
-def logged() -> Iterator[list[str]]:
-    found: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ckpt").addHandler(handler)
-    try:
-        yield found
-    finally:
-        logging.getLogger("ckpt").removeHandler(handler)
 
 
 class _Masters(torch.optim.Optimizer):
