@@ -1,9 +1,9 @@
 """Marks: which checkpoints reference chunks of others. One small object per pair, so that a listing is enough.
 
 A committer writes the marks, then looks whether the referenced attempts are committed and not hidden, and only then
-commits. Marks are removed after the data of the referencing attempt. Until then they keep
-the data of a checkpoint as a pin does, even if the referencing attempt is hidden or its committer died
-(docs/decisions/0018). A checkpoint that only hidden ones reference may be hidden, too.
+commits. Marks are removed after the data of the referencing attempt. Until then they keep the data of a checkpoint as a
+pin does, even if the referencing attempt is hidden or its committer died (docs/decisions/0018). A checkpoint that only
+hidden ones reference may be hidden, too.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def unmark(run: Run, listed: Iterable[Mark]) -> None:
 def reasons(run: Run, hidden: Callable[[Attempt], bool] | None = None) -> dict[Attempt, list[str]]:
     """Why attempts must stay: `referenced:ID` for the newest few referencing attempts, and a count of the others.
 
-    hidden: whose references do not count.
+    hidden: whether the references of an attempt do not count, because it is hidden.
     """
     by: dict[Attempt, list[Attempt]] = defaultdict(list)
     for found in marks(run):
