@@ -124,10 +124,6 @@ class DaemonClient(Connection, Operator):
         """All runs with their sizes and newest checkpoints."""
         return self._items(bodies.RUNS, bodies.RunBody)
 
-    def run_summary(self, run: str) -> bodies.RunBody:
-        """One run with its size, and its newest checkpoint. Raises NoCheckpoint."""
-        return self._json("GET", f"{bodies.RUNS}/{quote(run, safe='')}", bodies.RunBody)
-
     def page(self, run: str | None = None, limit: int = 100, cursor: str | None = None) -> bodies.Page:
         """One page of a listing, by run, newest step first."""
         return self._json("GET", bodies.CHECKPOINTS, bodies.Page, run=run, limit=limit, cursor=cursor)
