@@ -257,7 +257,13 @@ class Checkpointer:
         return estimate_save(seconds, self._saves.measured, self._saves.pending(), begins_in_s)
 
     def latest(self) -> Checkpoint | None:
-        """The newest checkpoint of the run, or None."""
+        """The newest checkpoint of the run, or None.
+
+        Before the first save it waits for the saver of a killed trainer, as `restore` does: a job may choose by it
+        where to resume.
+        """
+        if self._saves.client is None:
+            wait_for_orphan_saver(self.config)
         try:
             return self._source.latest(self.config.run_name)
         except NoCheckpoint:

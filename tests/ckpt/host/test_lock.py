@@ -24,7 +24,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt import Checkpointer
+from ckpt import Checkpoint, Checkpointer, Restored
 from ckpt.host.lock import (
     SaverLock,
     host_path,
@@ -157,8 +157,12 @@ def test_a_lock_that_is_released_is_free_although_a_child_was_forked(temporary: 
     os.waitpid(child, 0)
 
 
-def test_prepare_waits_for_the_orphan(tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After prepare this process would count as the live trainer of its predecessor's saver."""
+@pytest.mark.parametrize("first", ["prepare", "latest"])
+def test_prepare_and_latest_wait_for_the_orphan(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """After prepare this process would count as the live trainer of its predecessor's saver; by latest, a job chooses
+    where to resume."""
     waits, model = threading.Event(), nn.Linear(2, 2)
 
     def sleep(seconds: float) -> None:
@@ -179,13 +183,16 @@ def test_prepare_waits_for_the_orphan(tmp_path: Path, temporary: Path, monkeypat
     with Checkpointer(str(tmp_path), run=RUN) as checkpointer, ThreadPoolExecutor(1) as saver:
         ended = saver.submit(save_and_end)
         try:
-            checkpointer.prepare(model, None)
-            restored = checkpointer.restore(model)
+            if first == "prepare":
+                checkpointer.prepare(model, None)
+                newest: Checkpoint | Restored | None = checkpointer.restore(model)
+            else:
+                newest = checkpointer.latest()
         finally:
             waits.set()
         ended.result()
-    assert restored is not None
-    assert restored.step == 2
+    assert newest is not None
+    assert newest.step == 2
 
 
 def test_files_that_are_locked_are_not_old(temporary: Path) -> None:

@@ -26,6 +26,11 @@ def save(checkpointer: Checkpointer, keeper: Keeper, step: int) -> list[int]:
     return sorted(one.step for one in StoreOperator(open_store(checkpointer.config.source)).checkpoints("gpt"))
 
 
+def warnings(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    """Of the keeper: a loader of another test may still live, and be reported."""
+    return [one for one in caplog.records if one.levelno >= logging.WARNING and one.name == "ckpt.integrations.keeping"]
+
+
 def test_a_limit_on_a_long_run_takes_effect_within_few_saves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Checkpointer(str(tmp_path), run="gpt", writer="thread", max_references=0) as checkpointer:
         for step in range(30):
@@ -34,7 +39,7 @@ def test_a_limit_on_a_long_run_takes_effect_within_few_saves(tmp_path: Path, cap
         left = [save(checkpointer, keeper, step) for step in (30, 31, 32)]
         keeper.close()
     assert left == [[27, 28, 29, 30], [31], [32]]
-    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == [
+    assert [record.message for record in warnings(caplog)] == [
         "run gpt has 31 checkpoints, and 1 are to be kept: 27 are deleted now, and more with the next saves"
     ]
 
@@ -59,7 +64,7 @@ def test_a_foreign_error_is_logged_and_the_next_save_prunes(tmp_path: Path, capl
         assert save(checkpointer, keeper, 2) == [1, 2]
         assert save(checkpointer, keeper, 3) == [3]
         keeper.close()
-    [record] = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    [record] = warnings(caplog)
     assert record.message == "run gpt is not pruned"
     assert record.exc_text is not None
     assert "the library of the store is broken" in record.exc_text
