@@ -12,6 +12,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import settings
 
+from ckpt.host.lock import KNOWN, LOCAL
 from ckptstore.stores import Store, open_store
 from tests.support import postgresql, seaweed
 from tests.support.juicefs import running_gateway
@@ -69,7 +71,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if not hasattr(config, "workerinput"):
-        for note in Path(tempfile.gettempdir(), f"ckpt-{os.getuid()}").glob("*.known"):
+        folder = Path(tempfile.gettempdir(), f"ckpt-{os.getuid()}")
+        for note in chain(folder.glob(f"*.{KNOWN}"), folder.glob(f"*.{LOCAL}")):
             with contextlib.suppress(FileNotFoundError):  # another session of pytest may remove it too
                 if "/pytest-of-" in note.read_text():
                     note.unlink()

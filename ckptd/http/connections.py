@@ -72,6 +72,11 @@ class ConnectionLimits:
         if not self._counts[address[0]]:
             del self._counts[address[0]]
 
+    @property
+    def evicting(self) -> bool:
+        """Whether connections that were evicted must be closed before more are accepted."""
+        return len(self._evicted) >= _MAX_EVICTED
+
     def _most_silent(self) -> str | None:
         clients = Counter(address[0] for address in self._silent)
         return clients.most_common(1)[0][0] if clients else None
@@ -79,7 +84,7 @@ class ConnectionLimits:
     def _evict(self, client: str | None) -> bool:
         """End the oldest connection of a client that has sent no request. The event loop closes it in its next turn."""
         address = next((address for address in self._silent if address[0] == client), None)
-        if address is None or len(self._evicted) >= _MAX_EVICTED:
+        if address is None:
             return False
         self._evicted.add(address)
         with suppress(OSError):  # the peer has closed it
@@ -112,7 +117,10 @@ class LimitedListener(socket.socket):
         self._limits = limits
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accept a connection. Raises ConnectionAbortedError, which event loops ignore, if it is beyond the limits."""
+        """Accept a connection. Raises ConnectionAbortedError, which event loops ignore, if it is beyond the limits, or
+        BlockingIOError if they have to close others first: it waits in the queue of the system meanwhile."""
+        if self._limits.evicting:
+            raise BlockingIOError("evicted connections are not closed yet")
         accepted, address = super().accept()
         counted = _CountedSocket(accepted, address)
         if not self._limits.admit(address, counted):

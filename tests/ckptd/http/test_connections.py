@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from ckptd.http.connections import ConnectionLimits, LimitedListener
+from ckptd.metrics import Metrics
 from tests.support.daemons import Daemon, running_daemon
 from tests.support.waiting import wait_until
 
@@ -125,3 +127,18 @@ def test_connections_per_client_are_released(tmp_path: Path) -> None:
                 wait_until(lambda: sum(map(is_closed, connections)) >= 2, "the end of two")
                 assert not all(map(is_closed, connections))
             wait_until(lambda: is_alive(daemon), "an answer")
+
+
+def test_a_connection_waits_until_evicted_ones_are_closed() -> None:
+    """A burst of silent connections comes within one turn of the event loop: who comes after them is not refused."""
+    limits = ConnectionLimits(1, 60.0, Metrics())
+    with ExitStack() as stack:
+        bound = socket.create_server(("127.0.0.1", 0), backlog=64)
+        listener = stack.enter_context(LimitedListener(bound.detach(), limits))
+        for _ in range(18):
+            stack.enter_context(socket.create_connection(listener.getsockname()))
+        accepted = [stack.enter_context(listener.accept()[0]) for _ in range(17)]
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+        accepted[0].close()
+        stack.enter_context(listener.accept()[0])
