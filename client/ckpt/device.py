@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.lazily import torch
+from ckptstore.errors import SaveFailed
 from ckptstore.threads import Latch
 
 _POLL_S = (50e-6, 2e-3)
@@ -25,7 +26,11 @@ _MARGIN = 0.1
 """The part of a device's memory that is left free."""
 _COLUMNS = 1021
 _DIGEST_BYTES = 2048 * 8 * _COLUMNS
-"""A piece that is digested at once."""
+"""Bytes that are not aligned as words are copied, and digested, in pieces of this size."""
+_DIGESTED = 64
+"""Leaves whose digests are computed together."""
+DIGEST_LAUNCHES = 4
+"""The kernels that this takes for each leaf."""
 _WEIGHT = 0x1E3779B97F4A7C15
 
 
@@ -137,10 +142,10 @@ class Device:
     def numa_node(self) -> int | None:
         """The NUMA node that the device is connected to, as Linux reports it. None if that is not known."""
         found: Any = torch.cuda.get_device_properties(self._device)
-        address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-        try:
+        try:  # torch before 2.8 does not say
+            address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
             node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
-        except (OSError, ValueError):
+        except (AttributeError, OSError, ValueError):
             return None
         return node if node >= 0 else None
 
@@ -208,25 +213,35 @@ def digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     The bytes, as words of 64 bits, are the rows of a matrix of 1021 columns. The digest is the sum of the columns, each
     times an odd number, modulo 2**64. It differs if one word does, and if words change places within a row.
     """
-    return torch.stack([_digest(tensor) for tensor in tensors])
+    weights = torch.arange(_COLUMNS, dtype=torch.int64, device=tensors[0].device) * _WEIGHT | 1
+    found = []
+    for at in range(0, len(tensors), _DIGESTED):
+        columns = torch.nn.utils.rnn.pad_sequence(list(map(_columns, tensors[at : at + _DIGESTED])), batch_first=True)
+        found.append((columns * weights[: columns.shape[1]]).sum(1))
+    return torch.cat(found)
 
 
-def _digest(tensor: torch.Tensor) -> torch.Tensor:
+def _columns(tensor: torch.Tensor) -> torch.Tensor:
+    """The words of a tensor; of one that has several rows, the sums of their columns."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-    sums = torch.zeros(_COLUMNS, dtype=torch.int64, device=tensor.device)
-    for at in range(0, flat.numel(), _DIGEST_BYTES):
-        words = _words(flat[at : at + _DIGEST_BYTES])
+    if flat.numel() <= 8 * _COLUMNS:
+        return _words(flat)
+    sums = []
+    for piece in torch.split(flat, flat.numel() if _are_words(flat) else _DIGEST_BYTES):
+        words = _words(piece)
         whole = words.numel() // _COLUMNS * _COLUMNS
-        if whole:
-            sums += words[:whole].view(-1, _COLUMNS).sum(0)
-        sums[: words.numel() - whole] += words[whole:]
-    weights = torch.arange(_COLUMNS, dtype=torch.int64, device=tensor.device) * _WEIGHT | 1
-    return (sums * weights).sum()
+        sums.append(words[:whole].view(-1, _COLUMNS).sum(0))
+        sums[-1][: words.numel() - whole].add_(words[whole:])
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
+
+
+def _are_words(data: torch.Tensor) -> bool:
+    return not (data.data_ptr() % 8 or data.storage_offset() % 8 or data.numel() % 8)
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:
     """Bytes as words, with zeros at the end."""
-    if data.data_ptr() % 8 or data.storage_offset() % 8 or data.numel() % 8:
+    if not _are_words(data):
         padded = data.new_zeros(-(-data.numel() // 8) * 8)
         padded[: data.numel()] = data
         data = padded
@@ -247,8 +262,29 @@ class Patience:
         return time.monotonic() > self.give_up_at
 
     def wait_for(self, mark: Mark) -> None:
-        """Return when a device has reached a point, when an optimizer is about to step, or when time has expired."""
+        """Return when a device has reached a point or an optimizer is about to step. Raises SaveFailed."""
         poll(mark.done, lambda: self.wanted.is_set() or self.expired(), self.wanted.wait)
+        self.check()
+
+    def wait_until(self, done: Callable[[], bool]) -> None:
+        """Return when a device is done. Raises SaveFailed."""
+        if not poll(done, self.expired):
+            self.check()
+
+    def check(self) -> None:
+        """Raises SaveFailed if time has expired. Nothing more may be queued then: launches behind a device that is
+        stuck block, and nothing can end them."""
+        if self.expired():
+            raise stuck()
+
+
+def stuck() -> SaveFailed:
+    """The error of a save whose time has expired."""
+    return SaveFailed(
+        "a device did not finish the copy of the snapshot in time",
+        "It is stuck behind earlier work, such as a collective whose other rank is lost. Look for the first rank that "
+        "failed",
+    )
 
 
 def poll(

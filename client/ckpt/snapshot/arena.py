@@ -152,7 +152,7 @@ class Arena:
                 self._making += 1
             try:
                 self._make(num_bytes, idle=True)
-            except OSError as error:
+            except Exception as error:
                 logger.warning(_NOT_MADE, error)
                 return
 

@@ -16,18 +16,18 @@ import logging
 import os
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import TypeAlias
 
-from ckpt.device import Device, Mark, Patience, poll
+from ckpt.device import Device, Mark, Patience
 from ckpt.host.segment import Segment
 from ckpt.lazily import torch
-from ckpt.snapshot.guard import DeviceGuard, Part, SamplePlaces, Watch
+from ckpt.snapshot.guard import DeviceGuard, Part, SamplePlaces, Watch, is_in_order
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,8 @@ _TOGETHER_BYTES = 64 << 20
 
 Pairs: TypeAlias = "tuple[list[torch.Tensor], list[torch.Tensor]]"
 """Copy to, and copy from."""
+Queue: TypeAlias = "Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]"
+"""Queues copies: to these tensors, from these."""
 
 
 def by_size(pairs: Pairs) -> tuple[Pairs, Pairs]:
@@ -63,15 +65,15 @@ class GatheredLeaves:
         for views, tensors in _groups(pairs):
             self._groups.append((views, device.gather(tensors, side)))
 
-    def copy(self, side: bool) -> None:
+    def copy(self, queue: Queue) -> None:
         """Queue the copies to the host."""
         for views, gathered in self._groups:
             memory = self._host_memory(views, gathered)
             if memory is None:
                 flat = [view.view(-1) for view in views]
-                self._device.copy(flat, torch.split(gathered, [view.numel() for view in views]), side)
+                queue(flat, torch.split(gathered, [view.numel() for view in views]))
                 continue
-            self._device.copy([memory.view(gathered.dtype)], [gathered], side)
+            queue([memory.view(gathered.dtype)], [gathered])
             self._kept.append(memory)
             at = memory.data_ptr()
             for view in views:
@@ -116,6 +118,10 @@ PIN_BYTES = 256 << 20
 _PIN_LEAST_BYTES = 16 << 20
 _PIN_PAUSE_S = 0.005
 _RING_BYTES = 32 << 20
+_LAUNCHES = 768
+"""How many are pending on the side stream at most. About a thousand fill the queue of a device: further ones block."""
+_SLICE = 64
+"""Leaves that are queued at once."""
 
 Views: TypeAlias = "Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]"
 """Makes the tensors in the slot that some leaves are copied to."""
@@ -156,6 +162,10 @@ class DeviceCopies:
         self._waiting: set[tuple[Hashable, Mark]] = set()
         self._guard: DeviceGuard | None = None
         self._lock = threading.Lock()
+        self._patience = Patience()
+        self._queued: deque[tuple[Mark, int]] = deque()
+        """The ends of the slices on the side stream, and their launches."""
+        self._launches = 0
 
     @property
     def tensors(self) -> Iterable[torch.Tensor]:
@@ -191,11 +201,12 @@ class DeviceCopies:
         self._gather(small, side=False)
 
     def start(self, patience: Patience) -> None:
-        """Wait until the state is complete.
+        """Wait until the state is complete. Raises SaveFailed, as `copy` does, if time has expired.
 
         Copies that were queued behind a long backlog would fill the launch queue of the process, and launches of the
         training thread would block.
         """
+        self._patience = patience
         if not self._later and self._ahead is None:
             return
         assert self._ready is not None
@@ -204,7 +215,7 @@ class DeviceCopies:
         if self._guard is None or not self._watch.digests:
             return
         try:
-            self._guard.digest([tensor for _, tensors in self._later.values() for tensor in tensors])
+            self._guard.digest([tensor for _, tensors in self._later.values() for tensor in tensors], self._slices)
         finally:
             self._done = self._device.mark(side=True)
 
@@ -228,7 +239,7 @@ class DeviceCopies:
         if self._ahead is not None:
             self._gathered.append(self._ahead)
             try:
-                self._ahead.copy(side=True)
+                self._ahead.copy(partial(self._queue, side=True))
             finally:
                 self._done = self._device.mark(side=True)
 
@@ -280,25 +291,39 @@ class DeviceCopies:
                 self._queue(*pairs, side)
                 return
             self._gathered.append(gathered)
-            gathered.copy(side)
+            gathered.copy(partial(self._queue, side=side))
 
     def _queue(self, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], side: bool) -> None:
         if self._pinned:
-            self._device.copy(views, tensors, side)
+            for part in self._slices(len(tensors), launches=1) if side else [slice(None)]:
+                self._device.copy(views[part], tensors[part], side)
         elif tensors:
             self._copy_through_ring(views, tensors, side)
+
+    def _slices(self, leaves: int, launches: int) -> Iterator[slice]:
+        """Parts of as many leaves, each when it may be queued on the side stream. launches: for each leaf."""
+        for at in range(0, leaves, _SLICE):
+            new = launches * min(_SLICE, leaves - at)
+            while self._queued and self._launches + new > _LAUNCHES:
+                mark, done = self._queued.popleft()
+                self._patience.wait_until(mark.done)
+                self._launches -= done
+            self._patience.check()
+            yield slice(at, at + _SLICE)
+            self._queued.append((self._device.mark(side=True), new))
+            self._launches += new
 
     def _copy_through_ring(self, views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], side: bool) -> None:
         """Copy through a little pinned memory, and wait for each piece."""
         ring = self._device.pinned(_RING_BYTES)
         for view, tensor in zip(views, tensors, strict=True):
-            whole = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+            whole = tensor.view(-1) if is_in_order(tensor) else self._device.gather([tensor], side)
             to, size = view.view(-1), tensor.element_size()
             for at in range(0, whole.numel(), _RING_BYTES // size):
                 piece = whole[at : at + _RING_BYTES // size]
                 staged = ring[: piece.nbytes].view(piece.dtype)
                 self._device.copy([staged], [piece], side)
-                poll(self._device.mark(side).done)
+                self._patience.wait_until(self._device.mark(side).done)
                 ctypes.memmove(to[at:].data_ptr(), staged.data_ptr(), piece.nbytes)
 
 

@@ -22,10 +22,10 @@ import numpy.typing as npt
 import xxhash
 
 from ckpt.capture.leaves import Leaves
-from ckpt.device import Addresses, Device, digests, rows
+from ckpt.device import DIGEST_LAUNCHES, Addresses, Device, digests, rows
 from ckpt.host.segment import Segment
 from ckpt.lazily import torch
-from ckptstore.errors import SnapshotTorn
+from ckptstore.errors import SaveFailed, SnapshotTorn
 from ckptstore.format.columns import distinct
 from ckptstore.format.shards import Placed, Slice
 from ckptstore.threads import Latch
@@ -355,15 +355,18 @@ def sample_places(copies: Sequence[int], tensors: Sequence[torch.Tensor]) -> lis
     """
     if not tensors:
         return []
-    in_order = np.fromiter(map(torch.Tensor.is_contiguous, tensors), bool)
-    for differs in (torch.Tensor.is_conj, torch.Tensor.is_neg):
-        in_order &= ~np.fromiter(map(differs, tensors), bool)
+    in_order = np.fromiter(map(is_in_order, tensors), bool)
     sizes = np.array([tensor.nbytes for tensor in tensors])
     begins = np.minimum(sizes // 2, np.maximum(sizes - _SAMPLE_BYTES, 0))
     sources = np.fromiter(map(torch.Tensor.data_ptr, tensors), np.int64) + begins
     to, sampled = np.array(copies) + begins, np.minimum(sizes, _SAMPLE_BYTES) * in_order
     chosen = [(size, np.flatnonzero(sampled == size)) for size in distinct(sampled[sampled > 0]).tolist()]
     return [SamplePlaces(size, numbers, sources[numbers], to[numbers]) for size, numbers in chosen]
+
+
+def is_in_order(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's bytes are its elements, in order."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 class DeviceGuard:
@@ -380,11 +383,13 @@ class DeviceGuard:
             for places in found:
                 self._samples.append((places, self._device.read(places.sources, places.size)))
 
-    def digest(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Read everything on the side stream."""
+    def digest(self, tensors: Sequence[torch.Tensor], slices: Callable[[int, int], Iterable[slice]]) -> None:
+        """Read everything on the side stream. slices: parts of as many leaves, of so many launches each, when they can
+        be queued."""
         with _only_warns("digests"):
             memory = self._device.pinned(8 * len(tensors)).view(torch.int64)
-            self._device.digest(memory, tensors)
+            for part in slices(len(tensors), DIGEST_LAUNCHES):
+                self._device.digest(memory[part], tensors[part])
             self._digests = memory
 
     def torn(self, views: Sequence[torch.Tensor]) -> list[int]:
@@ -404,6 +409,8 @@ def _only_warns(kind: str) -> Iterator[None]:
     """Errors, such as missing memory, of a check that only finds mistakes of the training loop: they fail no save."""
     try:
         yield
+    except SaveFailed:  # the device is stuck
+        raise
     except Exception as error:
         _warn_once(kind, type(error).__name__)
 

@@ -44,7 +44,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ckpt.capture.leaves import Change, Leaves
 from ckpt.capture.optimizers import state_holder
 from ckpt.capture.parts import inner_tensors
-from ckpt.device import Patience, has_device, is_capturing
+from ckpt.device import Patience, has_device, is_capturing, stuck
 from ckpt.snapshot.client import SaveClient, Snapshot
 from ckpt.snapshot.guard import (
     EVERYONE,
@@ -82,7 +82,8 @@ class StorageHold:
         if storage.device.type not in ("cpu", "cuda"):
             return  # a storage without memory, of a meta or fake tensor
         if self._addresses is None:  # computed by the first caller only: most copies see none
-            self._addresses = frozenset(held.data_ptr() for held in self._storages())
+            # Without 0, the address of each storage that is empty or was freed.
+            self._addresses = frozenset(held.data_ptr() for held in self._storages()) - {0}
         if storage.data_ptr() in self._addresses:
             self._wait()
 
@@ -476,7 +477,7 @@ class Overlap:
             pending.copied.set()
             reads = snapshot.captured.reads
             if not pending.transfer.finish(pending.patience.expired) or not reads.finish(pending.patience.expired):
-                raise _stuck_error()
+                raise stuck()
             snapshot.handle.measure(stage_s=time.perf_counter() - started)
             if changed := pending.changed_entries() or pending.transfer.torn():
                 raise _torn_error(changed)
@@ -549,14 +550,6 @@ def _let_go(pending: PendingCopy) -> bool:
     if not finished:
         _STUCK.append(pending)
     return finished
-
-
-def _stuck_error() -> SaveFailed:
-    return SaveFailed(
-        "a device did not finish the copy of the snapshot in time",
-        "It is stuck behind earlier work, such as a collective whose other rank is lost. Look for the first rank that "
-        "failed",
-    )
 
 
 def _torn_error(entries: Sequence[str]) -> SnapshotTorn:

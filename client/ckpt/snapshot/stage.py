@@ -32,6 +32,7 @@ from ckpt.snapshot.guard import (
     Watch,
     differ,
     differ_by_element,
+    is_in_order,
     memory_at,
     sample,
     sample_places,
@@ -503,6 +504,4 @@ def _view(segment: Segment, at: int, tensor: torch.Tensor) -> torch.Tensor:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the tensor's bytes in host memory are its elements, in order."""
-    if not tensor.is_cpu or has_device(tensor):
-        return False
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.is_cpu and not has_device(tensor) and is_in_order(tensor)

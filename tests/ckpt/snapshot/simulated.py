@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -25,6 +26,7 @@ from torch.optim import Optimizer
 from ckpt import device
 from ckpt.host.segment import Segment
 from ckpt.snapshot.arena import Arena
+from ckpt.snapshot.guard import is_in_order
 
 DEFAULT, SIDE = "default", "side"
 POISON = -77
@@ -69,6 +71,8 @@ class SimulatedDevice(device.Device):
         self.copies = 0
         """To host memory."""
         self.refuses_pins = False
+        self.queue_size = 1 << 40
+        """With as many operations pending on a stream, launches block."""
         self.node: int | None = None
         self.fails_after: int | None = None
         """Fail the copy into a slot after this many."""
@@ -128,6 +132,8 @@ class SimulatedDevice(device.Device):
 
     def digest(self, into: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         assert self._is_pinned(into.data_ptr(), into.nbytes)
+        for _ in range(device.DIGEST_LAUNCHES * len(tensors)):
+            self._queue(SIDE, bool)
         self._queue(SIDE, lambda: into.copy_(device.digests(tensors)))
 
     def free_bytes(self) -> int:
@@ -212,7 +218,8 @@ class SimulatedDevice(device.Device):
 
     def _allocate(self, memory: np.ndarray[Any, Any], stream: Hashable) -> torch.Tensor:
         owner = memory.view()
-        weakref.finalize(owner, lambda: self._queue(stream, lambda: memory.view(np.int8).fill(POISON))).atexit = False
+        poison = partial(memory.view(np.int8).fill, POISON)
+        weakref.finalize(owner, self._streams[stream].append, poison).atexit = False
         return torch.from_numpy(owner)
 
     def progress(self) -> None:
@@ -253,6 +260,9 @@ class SimulatedDevice(device.Device):
         self._writes.pop(to, None)
 
     def _queue(self, stream: Hashable, operation: _Operation) -> None:
+        while len(self._streams[stream]) >= self.queue_size:
+            self.progress()
+            time.sleep(1e-3)
         with self._lock:
             self._streams[stream].append(operation)
 
@@ -315,13 +325,13 @@ def plugged_in(seed: int, kind: type[SimulatedDevice] = SimulatedDevice) -> Iter
 
 
 def _spread(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A tensor whose elements do not lie one after the other, for the time of the kernel that reads it."""
-    return None if tensor.is_contiguous() else tensor.detach()
+    """A tensor whose bytes are not its elements, in order, for the time of the kernel that reads it."""
+    return None if is_in_order(tensor) else tensor.detach()
 
 
 def _gather(to: int, source: int, spread: torch.Tensor | None, num_bytes: int) -> None:
     """A kernel. It keeps no memory that is read by its address."""
-    kept = None if spread is None else spread.contiguous()
+    kept = None if spread is None else spread.resolve_conj().resolve_neg().contiguous()
     ctypes.memmove(to, source if kept is None else kept.data_ptr(), num_bytes)
 
 

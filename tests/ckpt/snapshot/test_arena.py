@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from ckpt import Checkpointer
 from ckpt.host import segment as segments
 from ckpt.host.segment import Segment, posix_shared_memory
 from ckpt.saver.messages import Forget, Slot
+from ckpt.snapshot import arena as arenas
 from ckpt.snapshot.arena import Arena
 from tests.support.training import same_state
 
@@ -149,6 +151,23 @@ def test_everything_is_given_back_on_close(tmp_path: Path) -> None:
     while grown() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not grown()
+
+
+def test_a_slot_that_cannot_be_made_in_the_background_is_made_by_a_save(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever the error is."""
+    arena = Arena(2, Announced())
+    first = arena.acquire(1000)
+    with monkeypatch.context() as broken:
+        broken.setattr(arenas, "populate", Mock(side_effect=AttributeError("pci_domain_id")))
+        arena.prepare_rest()
+        assert arena._background is not None
+        arena._background.join()
+    assert "pci_domain_id" in caplog.text
+    second = arena.acquire(1000)
+    assert first is not None is not second
+    arena.close()
 
 
 def test_extra_memory_is_one_state_per_slot(tmp_path: Path) -> None:

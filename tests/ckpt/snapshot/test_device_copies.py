@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from ctypes import addressof
@@ -166,6 +167,30 @@ def test_unpinnable_memory_goes_through_a_ring(seed: int, tmp_path: Path, caplog
         simulated.synchronize()
 
 
+@pytest.mark.parametrize("order", [(1, 0, 2, 3), (0, 3, 1, 2)], ids=["transposed", "channels last"])
+def test_the_ring_reads_in_the_order_of_the_stream(order: tuple[int, ...], tmp_path: Path) -> None:
+    """The device is behind: memory whose elements are not in order is read when the state of the call is complete."""
+    with plugged_in(0) as simulated, open_run(tmp_path) as checkpointer:
+        simulated.refuses_pins = True
+        model = nn.ParameterList([simulated.tensor(0.0, 16 * LARGE).view(16, 8, -1, 2).permute(order)])
+        optim = SimulatedSGD(simulated, list(model))
+        checkpointer.prepare(model, optim)
+        optim.step()
+        for step in range(3):
+            simulated.synchronize()
+            released = simulated.hang()
+            optim.step()
+            handle = checkpointer.save_async(model, optim, step)
+            stepping = threading.Thread(target=optim.step)
+            stepping.start()
+            wait_until(lambda: simulated.queued(SIDE) > 1, "the copier to queue a copy", PATIENCE_S)
+            released.set()
+            stepping.join(PATIENCE_S)
+            handle.result(PATIENCE_S)
+            assert checkpointer.load(step)["model/0"].unique().tolist() == [2.0 * (step + 1)]
+        simulated.synchronize()
+
+
 def test_all_slots_are_pinned_before_training_begins() -> None:
     with plugged_in(0) as simulated:
         slots = Arena(2, Announced())
@@ -201,19 +226,24 @@ def test_a_capture_while_a_snapshot_is_copied_is_refused(tmp_path: Path) -> None
         simulated.synchronize()
 
 
-def test_waits_for_a_device_that_is_stuck_are_bounded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "through a ring"])
+def test_waits_for_a_device_that_is_stuck_are_bounded(pinned: bool, tmp_path: Path) -> None:
+    """Its queue would be full: launches behind a collective whose other rank is lost would block."""
     with plugged_in(0) as simulated:
-        training = Training(simulated)
+        simulated.refuses_pins = not pinned
+        model = nn.ParameterList(simulated.tensor(1.0, LARGE) for _ in range(300))
+        optim = SimulatedSGD(simulated, list(model))
         checkpointer = open_run(tmp_path)
-        checkpointer.prepare(training.model, training.optim)
-        training.step()
-        released = simulated.hang()
-        handle = training.save(checkpointer, 1)
+        checkpointer.prepare(model, optim)
+        optim.step()
+        simulated.synchronize()
+        released, simulated.queue_size = simulated.hang(), 1024
+        handle = checkpointer.save_async(model, optim, 1)
         with pytest.raises(TimeoutError, match="step 1"):
             checkpointer.wait(0.2)
         assert not handle.done()
         with pytest.raises(SaveFailed, match="did not finish"):
-            checkpointer.close(3.0)
+            checkpointer.close(1.0)
         assert handle.exception() is not None
         released.set()
         simulated.synchronize()
