@@ -39,6 +39,7 @@ def save_state(accelerator: Accelerator, step: int, metrics: Mapping[str, float]
     ranks, from the training thread, after `load_state`. Raises what `ckpt.save_async` raises, and AttributeError if
     `load_state` was not called.
     """
+    default.current()._saves.looks = False
     return default.save_async(
         _model(accelerator), _optimizers(accelerator), step,
         grads=not accelerator.sync_gradients, metrics=metrics, shared=_shared(accelerator),

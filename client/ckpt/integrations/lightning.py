@@ -208,6 +208,7 @@ class CkptdCheckpoint(ModelCheckpoint):
         self._due = False
         if trainer.sanity_checking or trainer.fast_dev_run:
             return
+        self._checkpointer._saves.looks = False
         self._newest = self._checkpointer.save_async(
             trainer.strategy.model,
             trainer.strategy.optimizers,

@@ -143,6 +143,7 @@ class _CkptdTrainer(Trainer):
             return
         self.store_flos()
         self._name_best()
+        self._checkpointer._saves.looks = False
         handle = self._checkpointer.save_async(
             model,
             None if self.args.save_only_model else self._raw_optimizer(),

@@ -252,6 +252,8 @@ class RunSaves:
         self.steps = StepClock()
         self.newest: SaveHandle | None = None
         """The save that began last."""
+        self.looks = True
+        """Whether to look for objects that are not saved. An integration knows what its framework saves or resumes."""
         self._measured: SaveHandle | None = None
         self._expedited = False
         self._looking: threading.Thread | None = None
@@ -312,7 +314,7 @@ class RunSaves:
                 on_busy = "wait"  # the last save: the slots of those that were dropped are released shortly
             taken = take_snapshot(client, snapshot, self._gate(state), on_busy)
         self.session.saved(handle)
-        if self.newest is None and torch_loaded():
+        if self.newest is None and torch_loaded() and self.looks:
             self._look_for_unsaved(state, handle)
         self._measured = self.measured
         self.newest = handle

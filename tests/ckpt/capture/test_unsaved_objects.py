@@ -44,6 +44,7 @@ def warnings_of(folder: Path, caplog: pytest.LogCaptureFixture, **extras: Any) -
     """The warnings of two saves."""
     caplog.clear()
     with caplog.at_level(logging.WARNING), Checkpointer(str(folder), run="r", writer="thread") as checkpointer:
+        checkpointer._saves.looks = folder.name != "integration"
         for step in (1, 2):
             checkpointer.save(nn.Linear(2, 2), None, step, **extras)
     return [record.getMessage() for record in caplog.records if record.name == "ckpt.capture.unsaved_objects"]
@@ -55,6 +56,7 @@ def test_a_scaler_in_use(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     scaler.scale(torch.ones(1))
     (found,) = warnings_of(tmp_path / "unsaved", caplog)
     assert "pass scaler=scaler" in found
+    assert warnings_of(tmp_path / "integration", caplog) == []
     assert warnings_of(tmp_path / "given", caplog, scaler=scaler) == []
     assert warnings_of(tmp_path / "held", caplog, progress=Progress(scaler)) == []
     assert warnings_of(tmp_path / "shared", caplog, shared={"scaler": scaler}) == []
