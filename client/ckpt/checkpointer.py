@@ -236,6 +236,7 @@ class Checkpointer:
             self._saves.steps,
             self._preemption,
             self.config.group,
+            optimizer_steps=self._saves.optimizer_steps if torch_loaded() else None,
         )
         self._schedules.append(schedule)
         return schedule

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 LEAD_S = 2.0
 """How far ahead of its own step rank 0 decides."""
 _POLLS_PER_LEAD = 5
+_FIRST_WINDOW = 16  # steps
 _REMEMBERED = 16  # saves in a decision: no rank is that far behind
 
 OVERHEAD = 0.01
@@ -84,10 +85,12 @@ class Schedule:
         group: Group = "all",
         clock: Callable[[], float] = time.monotonic,
         lead_s: float = LEAD_S,
+        optimizer_steps: Callable[[], int] | None = None,
     ) -> None:
         """newest: the save that began last. steps: gets the steps of `due`, for heartbeats. group: see Config.
 
-        preemption: gives notice, and says what to do about it.
+        preemption: gives notice, and says what to do about it. optimizer_steps: their number so far: no step of `due`
+        is chosen within an accumulation window.
         """
         self._preemption = preemption
         self._stopping: SaveEstimate | None = None
@@ -98,6 +101,13 @@ class Schedule:
         self._lead_s, self._poll_s = lead_s, lead_s / _POLLS_PER_LEAD
         self._steps = steps
         self._costs = Costs()
+        self._optimizer_steps = optimizer_steps
+        self._num_optimizer_steps = optimizer_steps() if optimizer_steps is not None else 0
+        self._whole: int | None = None
+        """The last step after which no accumulation window was open; None: no optimizer was seen to step."""
+        self._window = 0
+        """The longest window so far, in steps."""
+        self._looks = 0
         self._rank = self._global_rank = 0
         self._broadcast: SaveBroadcast | None = None
         self._step: int | None = None
@@ -126,6 +136,7 @@ class Schedule:
         self._preemption.look()
         now = self._clock()
         self._costs.tick(now, self._newest())
+        self._look_at_optimizers(step)
         if self._rank == 0:
             self._decide(step, now)
         else:
@@ -197,19 +208,39 @@ class Schedule:
         wanted = self._requested()
         pending = decision.num_saves > self._taken
         if decision.stop_at < 0 and not pending and (deadline := self._deadline()) is not None:
-            self._publish(self._stop(max(step, horizon + 1), step, deadline))
+            self._publish(self._stop(self._between_windows(max(step, horizon + 1)), step, deadline))
             return
         others_s = self._broadcast.cost.seconds if self._broadcast is not None else 0.0
-        if not pending and (
+        if self._may_be_within:
+            self._served -= wanted
+        elif not pending and (
             wanted or self._costs.may_save(now, self._limits.seconds, self._limits.interval_s, others_s)
         ):
-            save_at = max(step, horizon + 1)
+            save_at = self._between_windows(max(step, horizon + 1))
             horizon, saves = save_at, (*saves, save_at)[-_REMEMBERED:]
         if horizon < step + lead / 2:
             horizon = step + lead
         if (horizon, saves) != (decision.horizon, decision.saves):
             num_saves = decision.num_saves + (saves != decision.saves)
             self._publish(replace(decision, horizon=horizon, num_saves=num_saves, saves=saves))
+
+    def _look_at_optimizers(self, step: int) -> None:
+        if self._optimizer_steps is None:
+            return
+        made, self._looks = self._optimizer_steps(), self._looks + 1
+        if made != self._num_optimizer_steps:
+            window = self._looks * self._stride if self._whole is None else step - self._whole
+            self._window = max(self._window, window)
+            self._whole, self._num_optimizer_steps = step, made
+
+    def _between_windows(self, step: int) -> int:
+        """This step or the next one after which optimizers have used all gradients, if windows go on as before."""
+        return step if self._whole is None else step + (self._whole - step) % self._window
+
+    @property
+    def _may_be_within(self) -> bool:
+        """Whether the first window may be open: optimizers that were not seen to step in so long may call no hook."""
+        return self._optimizer_steps is not None and self._whole is None and self._looks < _FIRST_WINDOW
 
     def _publish(self, decision: SaveDecision) -> None:
         self._decision = decision

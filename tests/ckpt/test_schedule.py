@@ -122,6 +122,33 @@ def test_a_cheap_save_is_made_often_but_half_of_the_time_none_is_under_way() -> 
     assert training.intervals == pytest.approx([1.0] * len(training.intervals), abs=0.2)
 
 
+@pytest.mark.parametrize(("window", "stride"), [(1, 1), (2, 1), (4, 1), (4, 10), (7, 3)])
+def test_no_save_is_due_within_an_accumulation_window(window: int, stride: int) -> None:
+    now, calls = 0.0, 0
+    schedule = schedule_of(
+        lambda: None, Limits(5.0, None), 1.0, clock=lambda: now, optimizer_steps=lambda: calls // window
+    )
+    due = []
+    for calls in range(1, 200):
+        now = float(calls)
+        if calls == 3:
+            schedule.request()
+        due += [calls] if schedule.due(stride * calls) else []
+    assert all(number % window == 0 for number in due)
+    assert due[0] <= 2 * window + 2
+    assert len(due) >= 199 // (5 + window)
+
+
+def test_saves_are_due_where_optimizers_are_not_seen() -> None:
+    now = 0.0
+    schedule = schedule_of(lambda: None, Limits(5.0, None), 1.0, clock=lambda: now, optimizer_steps=lambda: 0)
+    due = []
+    for step in range(40):
+        now = float(step)
+        due += [step] if schedule.due(step) else []
+    assert len(due) >= 4
+
+
 def test_a_save_that_was_not_made_is_asked_for_again_after_the_interval() -> None:
     now = 0.0
     schedule = schedule_of(lambda: None, Limits(10.0, None), peer_timeout_s=1.0, clock=lambda: now)

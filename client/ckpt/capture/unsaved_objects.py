@@ -4,18 +4,88 @@ from __future__ import annotations
 
 import gc
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
+import torch
 from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, SequentialSampler
 
+from ckpt.capture.leaves import Captured
 from ckpt.capture.train_state import Resumable, TrainState
 
 logger = logging.getLogger(__name__)
 
 _KINDS = (GradScaler, DataLoader)
+
+
+_SAMPLED = 3
+
+
+class UnsavedGradients:
+    """Gradients that the next step uses, and a save without `grads=True` leaves out. For the training thread.
+
+    Gradients that have not changed since the last step are used up, and a zero one adds nothing. A few of each
+    optimizer are looked at. A GPU is asked whether they are zero without waiting for it.
+    """
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        """The steps of all optimizers since this was made."""
+        self._used: weakref.WeakKeyDictionary[Optimizer, list[_Mark]] = weakref.WeakKeyDictionary()
+        self._warned = False
+        weakref.finalize(self, register_optimizer_step_pre_hook(_hook(weakref.ref(self))).remove)
+
+    def stepping(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step."""
+        self.num_steps += 1
+        self._used[optimizer] = [(weakref.ref(one), one._version) for one in _gradients(optimizer)]
+
+    @torch.no_grad()
+    def look(self, state: TrainState, captured: Captured) -> None:
+        """Log a warning, once, if this save is within an accumulation window; when the save is written."""
+        found: list[torch.Tensor] = []
+        for optimizer in chain(*state.optimizers.values()):
+            held = _gradients(optimizer)
+            used = {id(mark()): version for mark, version in self._used.get(optimizer, ())}
+            if optimizer in self._used:
+                found += [one for one in held if used.get(id(one)) != one._version]
+            self._used[optimizer] = [(weakref.ref(one), one._version) for one in held]
+        if found and not self._warned:
+            flags = [captured.reads.read(getattr(one, "_local_tensor", one).any()) for one in found]
+            captured.late.append(lambda: self._warn(flags))
+
+    def _warn(self, flags: Sequence[torch.Tensor]) -> None:
+        if any(map(bool, flags)) and not self._warned:
+            self._warned = True
+            logger.warning(
+                "a save was made between a backward pass and the step of its optimizer, and gradients are not saved: a "
+                "resumed run goes on without them; save after the step, or pass grads=True"
+            )
+
+
+_Mark = tuple[Callable[[], torch.Tensor | None], int]
+
+
+def _hook(reference: weakref.ref[UnsavedGradients]) -> Any:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def before_step(optimizer: Optimizer, *_: object) -> None:
+        if (gradients := reference()) is not None:
+            gradients.stepping(optimizer)
+
+    return before_step
+
+
+def _gradients(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Gradients of the first and last parameters of groups."""
+    held = [group["params"] for group in optimizer.param_groups[-2 * _SAMPLED :]]
+    some = {id(one): one for params in held for one in (*params[:_SAMPLED], *params[-_SAMPLED:])}
+    return [one.grad for one in some.values() if one.grad is not None and one.grad.layout is torch.strided]
 
 
 def look_for_unsaved(state: TrainState) -> Callable[[], None]:

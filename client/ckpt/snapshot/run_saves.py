@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -35,6 +35,7 @@ from ckptstore.reading.source import Source, StoreSource
 from ckptstore.tiers.source import TieredSource
 
 if TYPE_CHECKING:
+    from ckpt.capture.unsaved_objects import UnsavedGradients
     from ckpt.snapshot.overlap import Overlap
 
 logger = logging.getLogger(__name__)
@@ -307,6 +308,8 @@ class RunSaves:
             if (unreplicable := client.unreplicable.get(attempt.session.id)) is not None:
                 self.session.supersede(unreplicable)
             captured = self.agreement.capture(state, grads, attempt.ulid)
+            if not grads and state.optimizers:
+                self.gradients.look(state, captured)
             layout = self.agreement.layout
             handle = LiveHandle(step, layout.num_bytes, started)
             snapshot = Snapshot(attempt, captured, layout, handle, finite(metrics), lease, cost_before())
@@ -347,6 +350,17 @@ class RunSaves:
             client.calls.run(partial(client.arena.expect, num_bytes, captured.leaves.gpu, wait=False))
         except BadInput as error:
             logger.warning("the first save will wait for its memory: %s", error)
+
+    @cached_property
+    def gradients(self) -> UnsavedGradients:
+        """It sees the optimizers' steps from the first use on."""
+        from ckpt.capture.unsaved_objects import UnsavedGradients
+
+        return UnsavedGradients()
+
+    def optimizer_steps(self) -> int:
+        """How often optimizers have stepped since the first call."""
+        return self.gradients.num_steps
 
     @property
     def measured(self) -> SaveHandle | None:

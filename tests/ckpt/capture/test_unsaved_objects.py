@@ -62,6 +62,48 @@ def test_a_scaler_in_use(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     assert warnings_of(tmp_path / "shared", caplog, shared={"scaler": scaler}) == []
 
 
+BACKWARD, STEP, SAVE, CLEAR, ZERO = ["backward", "step", "save", "clear", "zero"]
+
+
+@pytest.mark.parametrize(
+    ("loop", "warned"),
+    [
+        ((BACKWARD, STEP, SAVE, CLEAR), False),
+        ((BACKWARD, STEP, CLEAR, SAVE), False),
+        ((BACKWARD, STEP, ZERO, SAVE), False),
+        ((ZERO, BACKWARD, STEP, SAVE), False),
+        ((CLEAR, BACKWARD, BACKWARD, STEP, SAVE), False),
+        ((BACKWARD, SAVE, STEP, CLEAR), True),
+        ((BACKWARD, SAVE, STEP, ZERO), True),
+        ((BACKWARD, BACKWARD, STEP, CLEAR, BACKWARD, SAVE, BACKWARD), True),
+    ],
+)
+@pytest.mark.parametrize("given", [{"grads": True}, {"grads": False}, {"grads": False, "overlap": False}])
+def test_a_save_within_an_accumulation_window(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, loop: tuple[str, ...], warned: bool, given: dict[str, bool]
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    optim = torch.optim.SGD(model.parameters(), 0.1)
+    overlap = given.get("overlap", True)
+    with (
+        caplog.at_level(logging.WARNING),
+        Checkpointer(str(tmp_path), run="r", writer="thread", overlap=overlap) as target,
+    ):
+        for number in range(3):
+            for one in loop:
+                if one == BACKWARD:
+                    model(torch.ones(1, 2)).sum().backward()
+                elif one == STEP:
+                    optim.step()
+                elif one == SAVE:
+                    target.save_async(model, optim, number, grads=given["grads"])
+                else:
+                    optim.zero_grad(set_to_none=one == CLEAR)
+    found = [record for record in caplog.records if "pass grads=True" in record.getMessage()]
+    assert len(found) == (warned and not given["grads"])
+
+
 def test_a_shuffled_loader(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     numbers: Any = [1, 2, 3]
     validation = DataLoader(numbers)
