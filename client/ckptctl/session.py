@@ -47,6 +47,8 @@ class Session:
         self.clock = clock
         self._choose = choose
         self._local: str | None = None
+        self.creates = False
+        """Whether this call may make the store's folder, as a first save does."""
 
     @cached_property
     def target(self) -> Target:
@@ -56,7 +58,7 @@ class Session:
     @cached_property
     def source(self) -> Source:
         """The target, opened."""
-        return open_target(self.target, self._local)
+        return open_target(self.target, self._local, self.creates)
 
     def add_local_tier(self, local: str | None) -> None:
         """Read this local tier too, if there is one. Raises InvalidRequest if the target is a daemon."""
@@ -155,13 +157,13 @@ _LEASE_S = 600.0
 _SLOWEST_BYTES_PER_S = 10 << 20
 
 
-def open_target(target: Target, local: str | None = None) -> Source:
-    """Open the target. local: a store that is read, too.
+def open_target(target: Target, local: str | None = None, creates: bool = False) -> Source:
+    """Open the target. local: a store that is read, too. creates: the first write creates a folder that is not there.
 
-    Raises StoreUnavailable for a local store whose folder does not exist, unless there is a local one.
+    Else raises StoreUnavailable for a local store whose folder does not exist, unless there is a local one.
     """
     source = open_source(target.url, target.token, cacert=target.cacert, local=local)
-    if isinstance(source, TieredSource):
+    if creates or isinstance(source, TieredSource):
         return source
     if isinstance(source, StoreSource) and isinstance(source.store, LocalStore) and not source.store.root.is_dir():
         raise StoreUnavailable(

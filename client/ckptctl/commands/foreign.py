@@ -140,7 +140,7 @@ def import_checkpoint(
     committed when all data is in the store. Existing checkpoints are never replaced.
     """
     session: Session = ctx.obj
-    kind = importing.choose_format(path, format)
+    kind, session.creates = importing.choose_format(path, format), True
     # If the store's create-only writes overwrite, the daemon decides who commits.
     store = with_remote_create(session.store("import"), os.environ.get("CKPTD_URL"), os.environ.get("CKPT_TOKEN"))
     run, attempt = importing.new_attempt(store, to, session.clock)

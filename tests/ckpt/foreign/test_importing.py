@@ -77,6 +77,15 @@ def test_a_safetensors_file_becomes_a_model(empty: Path, tmp_path: Path) -> None
     }
 
 
+def test_an_import_makes_the_stores_folder_as_a_save_does(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors")
+    store = tmp_path / "new" / "store"
+    assert invoke("import", tmp_path / "missing.safetensors", "gpt@7", "--store", store).code
+    assert not store.exists()
+    assert invoke("import", tmp_path / "a.safetensors", "gpt@7", "--store", store).code == 0
+    assert invoke("verify", "gpt@7", "--store", store).code == 0
+
+
 def test_a_summary_of_the_import_is_printed(empty: Path, tmp_path: Path) -> None:
     save_file({"w": torch.zeros(4)}, tmp_path / "a.safetensors")
     done = invoke("import", tmp_path / "a.safetensors", "gpt@7", "--store", empty)
