@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, SequentialSampler
 
-from ckpt.capture.leaves import Captured
 from ckpt.capture.train_state import Resumable, TrainState
 
 logger = logging.getLogger(__name__)
@@ -47,8 +46,13 @@ class UnsavedGradients:
         self._used[optimizer] = [(weakref.ref(one), one._version) for one in _gradients(optimizer)]
 
     @torch.no_grad()
-    def look(self, state: TrainState, captured: Captured) -> None:
-        """Log a warning, once, if this save is within an accumulation window; when the save is written."""
+    def look(
+        self, state: TrainState, read: Callable[[torch.Tensor], torch.Tensor], later: Callable[..., object]
+    ) -> None:
+        """Log a warning, once, if this save is within an accumulation window.
+
+        read: begins to read a tensor. later: gets what is to be called once it is read.
+        """
         found: list[torch.Tensor] = []
         for optimizer in chain(*state.optimizers.values()):
             held = _gradients(optimizer)
@@ -57,8 +61,8 @@ class UnsavedGradients:
                 found += [one for one in held if used.get(id(one)) != one._version]
             self._used[optimizer] = [(weakref.ref(one), one._version) for one in held]
         if found and not self._warned:
-            flags = [captured.reads.read(getattr(one, "_local_tensor", one).any()) for one in found]
-            captured.late.append(lambda: self._warn(flags))
+            flags = [read(getattr(one, "_local_tensor", one).any()) for one in found]
+            later(lambda: self._warn(flags))
 
     def _warn(self, flags: Sequence[torch.Tensor]) -> None:
         if any(map(bool, flags)) and not self._warned:

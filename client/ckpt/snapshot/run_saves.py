@@ -309,7 +309,7 @@ class RunSaves:
                 self.session.supersede(unreplicable)
             captured = self.agreement.capture(state, grads, attempt.ulid)
             if not grads and state.optimizers:
-                self.gradients.look(state, captured)
+                self.gradients.look(state, captured.reads.read, captured.late.append)
             layout = self.agreement.layout
             handle = LiveHandle(step, layout.num_bytes, started)
             snapshot = Snapshot(attempt, captured, layout, handle, finite(metrics), lease, cost_before())
