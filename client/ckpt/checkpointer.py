@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -236,7 +236,7 @@ class Checkpointer:
             self._saves.steps,
             self._preemption,
             self.config.group,
-            optimizer_steps=self._saves.optimizer_steps if torch_loaded() else None,
+            optimizer_steps=_optimizer_steps(),
         )
         self._schedules.append(schedule)
         return schedule
@@ -355,3 +355,11 @@ def _close_at_exit(checkpointer: Checkpointer) -> None:
 
     # atexit itself comes too late: thread pools refuse work by then.
     threading._register_atexit(close)  # type: ignore[attr-defined]
+
+
+def _optimizer_steps() -> Callable[[], int] | None:
+    if not torch_loaded():
+        return None
+    from ckpt.capture.unsaved_objects import optimizer_steps
+
+    return optimizer_steps

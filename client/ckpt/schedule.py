@@ -101,13 +101,11 @@ class Schedule:
         self._lead_s, self._poll_s = lead_s, lead_s / _POLLS_PER_LEAD
         self._steps = steps
         self._costs = Costs()
-        self._optimizer_steps = optimizer_steps
-        self._num_optimizer_steps = optimizer_steps() if optimizer_steps is not None else 0
-        self._whole: int | None = None
-        """The last step after which no accumulation window was open; None: no optimizer was seen to step."""
-        self._window = 0
-        """The longest window so far, in steps."""
-        self._looks = 0
+        self._optimizer_steps = optimizer_steps or (lambda: 0)
+        self._num_optimizer_steps = self._optimizer_steps()
+        self._whole = self._window = 0
+        """The last step after which no accumulation window was open, and the longest one so far, in steps."""
+        self._looks = _FIRST_WINDOW if optimizer_steps is None else 0
         self._rank = self._global_rank = 0
         self._broadcast: SaveBroadcast | None = None
         self._step: int | None = None
@@ -205,15 +203,15 @@ class Schedule:
         """On rank 0: decide on the steps that are still open, far enough ahead."""
         decision, lead = self._decision, self._lead()
         horizon, saves = decision.horizon, decision.saves
-        wanted = self._requested()
+        # Optimizers that were not seen to step in so long may call no hook.
+        may_be_within = not self._window and self._looks < _FIRST_WINDOW
+        wanted = not may_be_within and self._requested()
         pending = decision.num_saves > self._taken
         if decision.stop_at < 0 and not pending and (deadline := self._deadline()) is not None:
             self._publish(self._stop(self._between_windows(max(step, horizon + 1)), step, deadline))
             return
         others_s = self._broadcast.cost.seconds if self._broadcast is not None else 0.0
-        if self._may_be_within:
-            self._served -= wanted
-        elif not pending and (
+        if not (pending or may_be_within) and (
             wanted or self._costs.may_save(now, self._limits.seconds, self._limits.interval_s, others_s)
         ):
             save_at = self._between_windows(max(step, horizon + 1))
@@ -225,22 +223,15 @@ class Schedule:
             self._publish(replace(decision, horizon=horizon, num_saves=num_saves, saves=saves))
 
     def _look_at_optimizers(self, step: int) -> None:
-        if self._optimizer_steps is None:
-            return
-        made, self._looks = self._optimizer_steps(), self._looks + 1
-        if made != self._num_optimizer_steps:
-            window = self._looks * self._stride if self._whole is None else step - self._whole
+        self._looks += 1
+        if (made := self._optimizer_steps()) != self._num_optimizer_steps:
+            window = step - self._whole if self._window else self._looks * self._stride
             self._window = max(self._window, window)
             self._whole, self._num_optimizer_steps = step, made
 
     def _between_windows(self, step: int) -> int:
         """This step or the next one after which optimizers have used all gradients, if windows go on as before."""
-        return step if self._whole is None else step + (self._whole - step) % self._window
-
-    @property
-    def _may_be_within(self) -> bool:
-        """Whether the first window may be open: optimizers that were not seen to step in so long may call no hook."""
-        return self._optimizer_steps is not None and self._whole is None and self._looks < _FIRST_WINDOW
+        return step + (self._whole - step) % self._window if self._window else step
 
     def _publish(self, decision: SaveDecision) -> None:
         self._decision = decision

@@ -21,75 +21,48 @@ from ckpt.capture.train_state import Resumable, TrainState
 logger = logging.getLogger(__name__)
 
 _KINDS = (GradScaler, DataLoader)
-
-
 _SAMPLED = 3
 
+_used: weakref.WeakKeyDictionary[Optimizer, set[tuple[int, int]]] = weakref.WeakKeyDictionary()
+"""The gradients at the last step of each optimizer, by identity and version."""
+_steps = [0]
 
-class UnsavedGradients:
-    """Gradients that the next step uses, and a save without `grads=True` leaves out. For the training thread.
 
-    Gradients that have not changed since the last step are used up, and a zero one adds nothing. A few of each
-    optimizer are looked at. A GPU is asked whether they are zero without waiting for it.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _before_step(optimizer: Optimizer, *_: object) -> None:
+    _steps[0] += 1
+    _used[optimizer] = {(id(one), one._version) for one in _gradients(optimizer)}
+
+
+register_optimizer_step_pre_hook(_before_step)
+
+
+def optimizer_steps() -> int:
+    """The number of steps of all optimizers since this module was loaded."""
+    return _steps[0]
+
+
+def unsaved_gradients(state: TrainState, read: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], bool]:
+    """Whether the next step uses gradients of before this save, which it leaves out. For the training thread.
+
+    Gradients that are the same as at the last step are used up, and a zero one adds nothing. A few of each optimizer
+    are looked at. read: begins to read a tensor, so that a GPU is not waited for; the result is called afterwards.
     """
-
-    def __init__(self) -> None:
-        self.num_steps = 0
-        """The steps of all optimizers since this was made."""
-        self._used: weakref.WeakKeyDictionary[Optimizer, list[_Mark]] = weakref.WeakKeyDictionary()
-        self._warned = False
-        weakref.finalize(self, register_optimizer_step_pre_hook(_hook(weakref.ref(self))).remove)
-
-    def stepping(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step."""
-        self.num_steps += 1
-        self._used[optimizer] = [(weakref.ref(one), one._version) for one in _gradients(optimizer)]
-
-    @torch.no_grad()
-    def look(
-        self, state: TrainState, read: Callable[[torch.Tensor], torch.Tensor], later: Callable[..., object]
-    ) -> None:
-        """Log a warning, once, if this save is within an accumulation window.
-
-        read: begins to read a tensor. later: gets what is to be called once it is read.
-        """
-        found: list[torch.Tensor] = []
-        for optimizer in chain(*state.optimizers.values()):
-            held = _gradients(optimizer)
-            used = {id(mark()): version for mark, version in self._used.get(optimizer, ())}
-            if optimizer in self._used:
-                found += [one for one in held if used.get(id(one)) != one._version]
-            self._used[optimizer] = [(weakref.ref(one), one._version) for one in held]
-        if found and not self._warned:
-            flags = [read(getattr(one, "_local_tensor", one).any()) for one in found]
-            later(lambda: self._warn(flags))
-
-    def _warn(self, flags: Sequence[torch.Tensor]) -> None:
-        if any(map(bool, flags)) and not self._warned:
-            self._warned = True
-            logger.warning(
-                "a save was made between a backward pass and the step of its optimizer, and gradients are not saved: a "
-                "resumed run goes on without them; save after the step, or pass grads=True"
-            )
-
-
-_Mark = tuple[Callable[[], torch.Tensor | None], int]
-
-
-def _hook(reference: weakref.ref[UnsavedGradients]) -> Any:
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def before_step(optimizer: Optimizer, *_: object) -> None:
-        if (gradients := reference()) is not None:
-            gradients.stepping(optimizer)
-
-    return before_step
+    found = [
+        read(getattr(one, "_local_tensor", one).any())
+        for optimizer in chain(*state.optimizers.values())
+        if (used := _used.get(optimizer)) is not None
+        for one in _gradients(optimizer)
+        if (id(one), one._version) not in used
+    ]
+    return lambda: any(map(bool, found))
 
 
 def _gradients(optimizer: Optimizer) -> list[torch.Tensor]:
     """Gradients of the first and last parameters of groups."""
     held = [group["params"] for group in optimizer.param_groups[-2 * _SAMPLED :]]
-    some = {id(one): one for params in held for one in (*params[:_SAMPLED], *params[-_SAMPLED:])}
-    return [one.grad for one in some.values() if one.grad is not None and one.grad.layout is torch.strided]
+    some = {id(one): one.grad for params in held for one in (*params[:_SAMPLED], *params[-_SAMPLED:])}
+    return [one for one in some.values() if one is not None and one.layout is torch.strided]
 
 
 def look_for_unsaved(state: TrainState) -> Callable[[], None]:

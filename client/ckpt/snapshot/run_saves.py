@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,7 @@ from ckptstore.reading.source import Source, StoreSource
 from ckptstore.tiers.source import TieredSource
 
 if TYPE_CHECKING:
-    from ckpt.capture.unsaved_objects import UnsavedGradients
+    from ckpt.capture.leaves import Captured
     from ckpt.snapshot.overlap import Overlap
 
 logger = logging.getLogger(__name__)
@@ -255,6 +255,7 @@ class RunSaves:
         """The save that began last."""
         self.looks = True
         """Whether to look for objects that are not saved. An integration knows what its framework saves or resumes."""
+        self._warned = False
         self._measured: SaveHandle | None = None
         self._expedited = False
         self._looking: threading.Thread | None = None
@@ -309,7 +310,7 @@ class RunSaves:
                 self.session.supersede(unreplicable)
             captured = self.agreement.capture(state, grads, attempt.ulid)
             if not grads and state.optimizers:
-                self.gradients.look(state, captured.reads.read, captured.late.append)
+                self._look_for_gradients(state, captured)
             layout = self.agreement.layout
             handle = LiveHandle(step, layout.num_bytes, started)
             snapshot = Snapshot(attempt, captured, layout, handle, finite(metrics), lease, cost_before())
@@ -325,6 +326,22 @@ class RunSaves:
         self.steps.saving(handle)
         self.tally.add(blocked_s=handle.timings.blocked_s, wait_s=handle.timings.wait_s)
         return handle, taken
+
+    def _look_for_gradients(self, state: TrainState, captured: Captured) -> None:
+        """Warn once, when what the look reads has been read."""
+        from ckpt.capture.unsaved_objects import unsaved_gradients
+
+        found = unsaved_gradients(state, captured.reads.read)
+
+        def warn() -> None:
+            if found() and not self._warned:
+                self._warned = True
+                logger.warning(
+                    "a save was made between a backward pass and the step of its optimizer, without the gradients: a "
+                    "resumed run goes on without them; save after the step, or pass grads=True"
+                )
+
+        captured.late.append(warn)
 
     def _look_for_unsaved(self, state: TrainState, handle: LiveHandle) -> None:
         """Once the first save has ended: the interpreter runs nothing else meanwhile, and a save must be short."""
@@ -350,17 +367,6 @@ class RunSaves:
             client.calls.run(partial(client.arena.expect, num_bytes, captured.leaves.gpu, wait=False))
         except BadInput as error:
             logger.warning("the first save will wait for its memory: %s", error)
-
-    @cached_property
-    def gradients(self) -> UnsavedGradients:
-        """It sees the optimizers' steps from the first use on."""
-        from ckpt.capture.unsaved_objects import UnsavedGradients
-
-        return UnsavedGradients()
-
-    def optimizer_steps(self) -> int:
-        """How often optimizers have stepped since the first call."""
-        return self.gradients.num_steps
 
     @property
     def measured(self) -> SaveHandle | None:
