@@ -83,6 +83,7 @@ def create_app(settings: Settings, store: Store | None = None, clock: Clock = sy
     store: overrides the store of the settings. Raises BadInput or IndexUnavailable.
     """
     store = store or open_store(settings.store)
+    store.must_exist = True
     if not store.shared_between_processes:
         raise InvalidRequest(f"{store.url} is visible to one process only", "Use file:// or an object store")
     tracer = Tracer(settings.otlp_endpoint) if settings.otlp_endpoint else None

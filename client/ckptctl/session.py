@@ -17,12 +17,11 @@ from ckptctl.targets import Target
 from ckptstore.clock import Clock, system_clock
 from ckptstore.commits.audit import operator
 from ckptstore.commits.catalog import Checkpoint
-from ckptstore.errors import CkptError, InvalidRequest, NoCheckpoint, StoreReadOnly, StoreUnavailable
+from ckptstore.errors import CkptError, InvalidRequest, NoCheckpoint, StoreReadOnly
 from ckptstore.names import LATEST, Reference, check_run
 from ckptstore.operator import Operator, StoreOperator
 from ckptstore.reading.source import Source, StoreSource
 from ckptstore.stores import Store
-from ckptstore.stores.local import LocalStore
 from ckptstore.tiers.source import TieredSource
 
 if TYPE_CHECKING:
@@ -158,18 +157,10 @@ _SLOWEST_BYTES_PER_S = 10 << 20
 
 
 def open_target(target: Target, local: str | None = None, creates: bool = False) -> Source:
-    """Open the target. local: a store that is read, too. creates: the first write creates a folder that is not there.
-
-    Else raises StoreUnavailable for a local store whose folder does not exist, unless there is a local one.
-    """
+    """Open the target. local: a store that is read, too. creates: the first write creates a folder that is missing."""
     source = open_source(target.url, target.token, cacert=target.cacert, local=local)
-    if creates or isinstance(source, TieredSource):
-        return source
-    if isinstance(source, StoreSource) and isinstance(source.store, LocalStore) and not source.store.root.is_dir():
-        raise StoreUnavailable(
-            f"there is no folder {source.store.root}",
-            "Check the path, and that it is mounted. The first save creates the folder",
-        )
+    if isinstance(source, StoreSource) and not (creates or isinstance(source, TieredSource)):
+        source.store.must_exist = True
     return source
 
 

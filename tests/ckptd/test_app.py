@@ -310,6 +310,19 @@ def test_a_restart_without_the_store_answers_nothing(store: Store, tmp_path: Pat
         assert _unready(daemon)
 
 
+def test_a_folder_that_does_not_exist_is_said_and_never_created(tmp_path: Path) -> None:
+    mistyped = tmp_path / "no" / "store"
+    with running_daemon(str(mistyped), ready=False) as daemon:
+        wait_until(lambda: f"there is no folder {mistyped}" in daemon.log(), "saying so")
+        assert f"there is no folder {mistyped}" in daemon.get("/readyz").json()["store"]
+        _unavailable(daemon.post(bodies.REINDEX))
+        _unavailable(daemon.get("/v1/checkpoints/gpt@1"))
+        assert not daemon.post(bodies.PROBE).json().get("ok")
+        assert not mistyped.parent.exists()
+        mistyped.mkdir(parents=True)
+        wait_until(lambda: not _unready(daemon), "readiness")
+
+
 def test_a_store_emptied_on_purpose_is_believed_after_reindex(store: Store, tmp_path: Path) -> None:
     write_checkpoint(store, step=1)
     with running_daemon(store.url) as daemon:

@@ -78,6 +78,7 @@ def test_the_health_check_knows_tls(tmp_path: Path) -> None:
         environment = {**os.environ, "CKPTD_PORT": str(port), **tls}
         return subprocess.run(command, env=environment, capture_output=True, timeout=60).returncode == 0
 
+    (tmp_path / "store").mkdir()
     for options, tls in (((), {}), (("--tls-cert", str(pem), "--tls-key", str(pem)), {"CKPTD_TLS_CERT": str(pem)})):
         with running_daemon(str(tmp_path / "store"), options=options, ready=False) as daemon:
             port = int(daemon.url.rpartition(":")[2])

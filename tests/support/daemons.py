@@ -111,6 +111,10 @@ def running_daemon(
         try:
             daemon = Daemon(_wait_for_url(process, log_path), process, log_path)
             if ready:
+                if "://" not in store_url or store_url.startswith("file://"):
+                    Path(store_url.removeprefix("file://")).mkdir(
+                        parents=True, exist_ok=True
+                    )  # without, it is never ready
                 wait_until(lambda: _is_ready(daemon), "the daemon's readiness")
             yield daemon
         finally:

@@ -181,6 +181,8 @@ class Store(ABC):
     """Whether one of several `put_if_absent` of a key wins; None: unknown, so it is probed first (remote_create.py)."""
     listing_lag_s: float = 0.0
     """For how long another host may not see what this one has written."""
+    must_exist: bool = False
+    """A root that is missing is unavailable, not empty, and no write creates it. Set it before the store is wrapped."""
     remote_create: bool = False
     """A daemon's database decides create-only writes, because the store itself cannot."""
 

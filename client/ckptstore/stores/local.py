@@ -67,9 +67,9 @@ class LocalStore(Store):
         self.url = self.identity = f"file://{self.root}"
         self._skipped = len(os.path.join(self.root, ""))
         """Length of the path before the key."""
-        self._existed = self.root.is_dir()
+        self.must_exist = self.root.is_dir()
         self._mounted = False
-        self._new = not self._existed
+        self._new = not self.must_exist
         """The root may not be durable yet: this process creates it, or another one does at the same time."""
 
     @property
@@ -193,15 +193,15 @@ class LocalStore(Store):
                 raise
 
     def _check_root(self) -> None:
-        """Raises StoreUnavailable if the root existed and does not exist now."""
-        existed = self._existed  # first: another thread may be creating the root
+        """Raises StoreUnavailable if the root does not exist, and existed before or must exist."""
+        must_exist = self.must_exist  # first: another thread may be creating the root
         if self.root.is_dir():
-            self._existed = True
-        elif existed:
+            self.must_exist = True
+        elif must_exist:
             raise StoreUnavailable(
-                f"the folder {self.root} of the store has vanished",
-                "Mount the volume again. It is not created again, because that would hide what the volume holds; if "
-                "the folder was deleted on purpose, create it or restart this process",
+                f"there is no folder {self.root}",
+                "Check the path, and that its volume is mounted. The first save creates a new folder, but not one that "
+                "was there before",
             )
 
     def _create(self, path: Path) -> int:
@@ -213,7 +213,7 @@ class LocalStore(Store):
         if self._new:
             make_folders(self.root.parent)
             make_folders(self.root, self.root.parent)
-            self._existed, self._new = True, False
+            self.must_exist, self._new = True, False
         for _ in range(_CREATE_TRIES):  # another process may remove the empty folder at the same time
             try:
                 make_folders(path.parent, self.root)
