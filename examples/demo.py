@@ -103,6 +103,7 @@ def main() -> int:
 
 def demonstrate(plan: Plan) -> None:
     """All steps, in order."""
+    (plan.folder / "store").mkdir()
     store = f"file://{plan.folder}/store"
     chapter("A daemon on SQLite and a local folder")
     with daemon(plan.folder, store) as url:

@@ -26,7 +26,8 @@ from tests.support.ports import free_port
 
 _DEADLINE_S = 120.0
 _END, _FAILED = "--the-block-ended--", "--the-shell-ended--"
-_WAIT = """for i in $(seq 600); do
+_WAIT = """mkdir -p ckpts  # in place of the mounted volume
+for i in $(seq 600); do
     curl -fs "http://127.0.0.1:$CKPTD_PORT/readyz" >.ready && break
     curl -fsk "https://127.0.0.1:$CKPTD_PORT/readyz" >.ready && break
     sleep 0.1
