@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint
-from ckptstore.errors import TooMuchToDelete
 from ckptstore.format.records import Policy
 from ckptstore.names import Attempt
 from ckptstore.retention.pins import Holds, active_holds
@@ -35,11 +34,7 @@ class RetentionView:
         if self.policy is None:
             return ""
         decisions = tuple(self.evaluate(checkpoints, self.policy))
-        try:
-            PrunePlan(decisions, (run,), max_delete_fraction=self.max_delete_fraction).check_fractions()
-        except TooMuchToDelete as error:
-            return error.message
-        return ""
+        return PrunePlan(decisions, (run,), max_delete_fraction=self.max_delete_fraction).blocked
 
     def evaluate(self, checkpoints: Sequence[Checkpoint], policy: Policy) -> list[KeepDecision]:
         """The decisions that a prune would make about these checkpoints of the run."""

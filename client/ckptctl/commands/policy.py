@@ -16,11 +16,13 @@ from ckptctl.commands.struct_options import with_options
 from ckptctl.render import Row, Table
 from ckptctl.session import Session
 from ckptstore import human
-from ckptstore.errors import CkptError, InvalidRequest, TooMuchToDelete
+from ckptstore.errors import CkptError, InvalidRequest
 from ckptstore.format.decoding import convert
 from ckptstore.format.records import Override, Policy, PolicySet
 from ckptstore.retention.policy import check_policies, policy_for
 from ckptstore.retention.pruning import Prune
+
+_NAMED = 3
 
 EXAMPLE = """\
 default:                     # for runs that no override matches; leave it out: they are never pruned
@@ -116,7 +118,7 @@ def show(
     ctx: typer.Context,
     run: Annotated[str | None, typer.Argument(metavar="RUN", help="A run: show the rules that apply to it.")] = None,
 ) -> None:
-    """Show the policies in force, as a file for policy apply.
+    """Show the policies in force, as a file for policy apply, and which runs they prune or are blocked for.
 
     Which checkpoints they delete is shown by ckptctl prune --dry-run.
     """
@@ -126,11 +128,15 @@ def show(
         policy = policy_for(body.policies, run)
         text = write_policies(PolicySet(default=policy)).strip() if policy else f"run {run} is never pruned"
         session.screen.emit(policy, [], text.splitlines())
+        if policy is not None:
+            _explain_effect(session, run)
         return
     if not body.version:
         session.screen.note("no policies were ever set: nothing is pruned automatically")
     text = f"# version {body.version}\n{write_policies(body.policies)}".strip()
     session.screen.emit(body, [str(body.version)], text.splitlines())
+    if body.policies != PolicySet():
+        _explain_effect(session)
 
 
 @group.command("apply", epilog=_EPILOG)
@@ -218,21 +224,25 @@ def _change(session: Session, policies: PolicySet, expect: int | None, reason: s
         _explain_effect(session)
 
 
-def _explain_effect(session: Session) -> None:
+def _explain_effect(session: Session, run: str | None = None) -> None:
     """Note what the policies in force delete, and for which runs they are blocked."""
     try:
-        plan = session.operator.plan_prune(Prune())
+        plan = session.operator.plan_prune(Prune(run=run))
     except CkptError as error:
         session.screen.note(f"what they delete is not known: {error}")
         return
-    for run, of_run in plan.by_run():
-        try:
-            of_run.check_fractions()
-        except TooMuchToDelete as error:
-            session.screen.note(f"blocked: {error.message}. ckptctl prune {run} shows and confirms the plan")
-        else:
-            if of_run.remove:
-                session.screen.note(f"run {run}: {human.count(len(of_run.remove), 'checkpoint')} will be deleted")
+    blocked: list[str] = []
+    pruned: list[str] = []
+    for name, of_run in plan.by_run():
+        if of_run.blocked:
+            blocked.append(f"blocked: {of_run.blocked}. ckptctl prune {name} shows and confirms the plan")
+        elif of_run.remove:
+            pruned.append(f"run {name}: {human.count(len(of_run.remove), 'checkpoint')} will be deleted")
+    for lines in (blocked, pruned):
+        for line in lines[:_NAMED]:
+            session.screen.note(line)
+        if lines[_NAMED:]:
+            session.screen.note(f"and {human.count(len(lines) - _NAMED, 'run')} more likewise")
 
 
 def _words(rules: Policy | None) -> str:

@@ -29,6 +29,9 @@ from ckptstore.stores.checks import check_store
 
 MAX_DELETE_FRACTION = 0.9
 """The largest fraction of a run that a prune removes unless a person confirmed the plan."""
+SMALL_RUN = 10
+"""The fraction limits only runs with more checkpoints than this."""
+_NAMED = 3
 
 
 class Prune(msgspec.Struct, frozen=True):
@@ -93,25 +96,28 @@ class PrunePlan:
             found[decision.checkpoint.run].append(decision)
         return [(run, replace(self, decisions=tuple(decisions), runs=(run,))) for run, decisions in found.items()]
 
+    @property
+    def num_allowed(self) -> int:
+        """How many checkpoints of its one run may be removed at once without a confirmation."""
+        count = len(self.decisions)
+        return count if count <= SMALL_RUN else int(self.max_delete_fraction * count)
+
     def within_fractions(self) -> PrunePlan:
-        """The same, but of each run at most `max_delete_fraction` is removed: the newest of the others stay for now."""
+        """The same, but of each run at most `num_allowed` are removed: the newest of the others stay for now."""
         spared: set[Attempt] = set()
         for _, plan in self.by_run():
-            oldest_first = sorted(checkpoint.attempt for checkpoint in plan.remove)
-            spared.update(oldest_first[int(self.max_delete_fraction * len(plan.decisions)) :])
+            spared.update(sorted(checkpoint.attempt for checkpoint in plan.remove)[plan.num_allowed :])
         decisions = (d._replace(reasons=("for-now",)) if d.checkpoint.attempt in spared else d for d in self.decisions)
         return replace(self, decisions=tuple(decisions))
 
-    def check_fractions(self) -> None:
-        """Raises TooMuchToDelete if a run would lose more than `max_delete_fraction` of its checkpoints."""
-        for run, plan in self.by_run():
-            share = len(plan.remove) / max(1, len(plan.decisions))
-            if share > self.max_delete_fraction:
-                raise TooMuchToDelete(
-                    f"the prune would delete {len(plan.remove)} of {len(plan.decisions)} checkpoints of run {run!r}: "
-                    f"{share:.0%}, and the limit is {self.max_delete_fraction:.0%}",
-                    "Check the plan (--dry-run), then force the prune if the plan is right",
-                )
+    @property
+    def blocked(self) -> str:
+        """Why its one run is not pruned without a confirmation: it would lose too much. Empty if it is pruned."""
+        removed, count = len(self.remove), len(self.decisions)
+        if removed <= self.num_allowed:
+            return ""
+        share = f"{removed / count:.0%}, and the limit is {self.max_delete_fraction:.0%}"
+        return f"the prune would delete {removed} of {count} checkpoints of run {self.runs[0]!r}: {share}"
 
 
 def plan_prune(run: Run, policy: Policy) -> PrunePlan:
@@ -188,14 +194,17 @@ def apply_prunes(
     """Hide the checkpoints that the plan removes; durable on return. Then sweep those that were hidden and are due.
 
     Returns the plan with `held`: checkpoints that were not deleted because something holds them now. on_change is
-    called with each run that lost a checkpoint, even if the rest fails. Raises TooMuchToDelete unless `confirmed`,
-    StoreUnsafe before anything is done; or Unavailable after a part was done: a new plan continues.
+    called with each run that lost a checkpoint, even if the rest fails. Raises StoreUnsafe before anything is done;
+    TooMuchToDelete after all other runs were pruned, unless `confirmed`; or Unavailable after a part was done: a new
+    plan continues.
     """
-    if not confirmed:
-        plan.check_fractions()
     check_store(store, clock)
     held: list[Checkpoint] = []
+    blocked: list[str] = []
     for name, part in plan.by_run():
+        if part.blocked and not confirmed:
+            blocked.append(part.blocked)
+            continue
         run = Run(store, name, clock, by)
         try:
             held += apply_prune(run, part, progress, plan.grace_s)
@@ -203,4 +212,9 @@ def apply_prunes(
         finally:
             if part.remove:
                 on_change(name)
+    if blocked:
+        more = f"; {len(blocked) - _NAMED} more runs likewise" if len(blocked) > _NAMED else ""
+        raise TooMuchToDelete(
+            "; ".join(blocked[:_NAMED]) + more, "Check the plan (--dry-run), then force the prune if the plan is right"
+        )
     return replace(plan, held=tuple(held))

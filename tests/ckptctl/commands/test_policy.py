@@ -4,12 +4,11 @@ import pytest
 import yaml
 
 from ckptctl.commands.policy import EXAMPLE, parse_policies, write_policies
-from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.errors import InvalidRequest
 from ckptstore.format.records import Override, Policy, PolicySet
 from ckptstore.retention.policy import read_policies
-from ckptstore.run import Run
 from ckptstore.stores import Store
+from tests.support.checkpoints import steps, write_checkpoint
 from tests.support.command_line import invoke
 from tests.support.daemons import running_daemon
 
@@ -57,14 +56,17 @@ def test_policies_are_applied_shown_and_kept(folder: Path, filled: Store, tmp_pa
 def test_a_prune_without_rules_follows_the_policies(folder: Path, filled: Store, tmp_path: Path) -> None:
     file = tmp_path / "policy.yaml"
     file.write_text("default: {keep_last: 1}\noverrides: [{runs: 'w*', rules: null}]\ngrace: 1h\n")
+    for step in (*range(100, 106), *range(200, 203)):
+        write_checkpoint(filled, "gpt" if step < 200 else "small", step)
     invoke("policy", "apply", file, "--store", folder)
     refused = invoke("prune", "--yes", "--store", folder, "-o", "json")
     assert (refused.code, refused.error["code"]) == (6, "too_much_to_delete"), (
         "half of a run is the policies' own limit"
     )
+    assert steps(filled, "small") == [202], "small runs have no such limit, and other runs are pruned"
     done = invoke("prune", "--yes", "--force", "--store", folder, "-o", "json").json
     assert done["grace_s"] == 3600
-    assert [c.step for c in list_checkpoints(Run(filled, "gpt"))] == [40]
+    assert steps(filled, "gpt") == [105]
     assert invoke("audit", "--store", folder, "-o", "json").json[0]["reason"] == "policies, version 1"
 
 
@@ -93,13 +95,22 @@ def test_rules_are_set_one_by_one(folder: Path, filled: Store) -> None:
     assert shown.count("keep_abandoned") == 1, "where it is not the default"
 
 
-def test_what_policies_delete_and_where_they_are_blocked_is_noted(folder: Path) -> None:
+def test_what_policies_delete_and_where_they_are_blocked_is_noted(folder: Path, filled: Store) -> None:
+    for step in range(100, 106):
+        write_checkpoint(filled, "gpt", step)
     with running_daemon(folder.as_uri()) as daemon:
         for target in (("--store", folder), ("--url", daemon.url)):
             blocked = invoke("policy", "set", "--keep", 1, *target)
             assert blocked.code == 0
-            assert "blocked: the prune would delete 4 of 5 checkpoints of run 'gpt': 80%" in blocked.stderr
+            assert "blocked: the prune would delete 10 of 11 checkpoints of run 'gpt': 91%" in blocked.stderr
             assert "ckptctl prune gpt" in blocked.stderr
             assert invoke("policy", "clear", *target).stderr == ""
-    allowed = invoke("policy", "set", "--keep", 4, "--store", folder)
+    for number in range(5):
+        for step in range(3):
+            write_checkpoint(filled, f"sweep-{number}", step)
+    several = invoke("policy", "set", "--keep", 1, "--store", folder)
+    assert "run sweep-0: 2 checkpoints will be deleted" in several.stderr
+    assert "and 2 runs more likewise" in several.stderr
+    assert invoke("policy", "show", "--store", folder).stderr == several.stderr
+    allowed = invoke("policy", "set", "--keep", 10, "--store", folder)
     assert "run gpt: 1 checkpoint will be deleted" in allowed.stderr
