@@ -189,7 +189,7 @@ def test_what_cannot_be_stored_is_refused_by_name(run: Checkpointer) -> None:
     with pytest.raises(UnsupportedObject, match=r"'state/w' is a \w*Tracer"):
         jax.jit(inside)(jnp.ones(3))
     with pytest.raises(InvalidRequest, match=r"shared=\{...\}"):
-        run.save({"w": jnp.ones(3)}, None, 1)  # type: ignore[arg-type]
+        run.save({"w": jnp.ones(3)}, None, 1)
 
 
 def test_a_state_without_memory_for_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,7 +147,8 @@ class StateFingerprint:
         children, parameters, buffers, hidden, hooks = zip(*map(_MODULE, found), strict=True)
         below = list(map(id, chain.from_iterable(held.values() for held in children)))
         names = list(map(len, children)), list(chain.from_iterable(children))
-        self.marks += [id(found[0]), below, names, [(n, frozenset(held)) for n, held in enumerate(hidden) if held]]
+        root = type(found[0]) is not nn.ModuleDict and id(found[0])  # a mapping of models is a new one at each call
+        self.marks += [root, below, names, [(n, frozenset(held)) for n, held in enumerate(hidden) if held]]
         own = any(map(_is_custom, set(map(type, found))))
         # The hooks of fully_shard reshard parameters, which has been done.
         own |= any(hooks) or any(one._state_dict_pre_hooks for one in found if not isinstance(one, FSDPModule))

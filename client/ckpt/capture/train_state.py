@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ckpt.capture.optimizers import NamedOptimizer
     from ckpt.capture.parameters import Leaf, Parameters
 
-    Model = nn.Module | Sequence[nn.Module]
+    Model = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
     Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
 
 MODEL = "model"
@@ -25,6 +25,8 @@ OPTIMIZER = "optim"
 GRADIENTS = "grads"
 RNG = "rng"
 RESERVED = (MODEL, OPTIMIZER, GRADIENTS, RNG)
+_MISTAKEN = frozenset(("tags", "tag", "metric", "name", "run", "step", "strict", "map_location", "pin"))
+"""What callers expect to be an option. An extra of this name has to be an object."""
 
 
 @runtime_checkable
@@ -74,7 +76,11 @@ class TrainState:
         """Raises InvalidRequest for objects of the wrong kind or reserved names."""
         shared = dict(shared or {})
         for name in (*extras, *shared):
-            if name in (*RESERVED, "tags") or name.startswith(f"{OPTIMIZER}.") or (name in extras and name in shared):
+            if name in _MISTAKEN and not isinstance(extras.get(name), Stateful):
+                raise InvalidRequest(
+                    f"there is no option {name!r}", "See metrics= of save, checkpoint= of restore, ckptctl tag"
+                )
+            if name in RESERVED or name.startswith(f"{OPTIMIZER}.") or (name in extras and name in shared):
                 raise InvalidRequest(f"the name {name!r} is reserved or given twice", "Use another one")
             if not name or "/" in name:
                 raise InvalidRequest(f"the name {name!r} is empty or contains a slash", "Use another one")
@@ -181,7 +187,7 @@ def _joined(item: str, named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
         if not _same(joined.setdefault(name, value), value):
             raise InvalidRequest(
                 f"two chunks of {item!r} hold different tensors under the name {name!r}",
-                "Keep the names that parameters have in the whole model",
+                "Keep the names that parameters have in the whole model; pass several models as {'G': G, 'D': D}",
             )
     return joined
 
@@ -200,15 +206,23 @@ def _same(known: Any, value: Any) -> bool:
 
 
 def _chunks(model: Model) -> tuple[nn.Module, ...]:
-    one = _is_module(model) or isinstance(model, Mapping) or not isinstance(model, Iterable)
-    chunks: tuple[Any, ...] = (model,) if one else tuple(model)  # type: ignore[arg-type]
+    """Several models by name are one, as `torch.nn.ModuleDict` names their parameters."""
+    chunks: Any = (model,)
+    if not _is_module(model) and isinstance(model, Iterable):
+        chunks = tuple(model.values() if isinstance(model, Mapping) else model)
     for chunk in chunks:
         if not _is_module(chunk):
+            kind = "state_dict" if isinstance(model, Mapping) and is_tensor(chunk) else type(chunk).__name__
             raise InvalidRequest(
-                f"model is a {type(chunk).__name__}",
-                "Pass a torch.nn.Module, or several; arrays of numpy and JAX as shared={...}",
+                f"model is a {kind}",
+                "Pass a torch.nn.Module, several, or {'G': G, 'D': D}; arrays of numpy and JAX as shared={...}",
             )
-    return chunks
+    if not isinstance(model, Mapping):
+        return tuple(chunks)
+    try:
+        return (torch.nn.ModuleDict(model),)
+    except (KeyError, TypeError) as error:
+        raise InvalidRequest(f"model has a name that is not allowed: {error}", "Use names without dots") from error
 
 
 def _named_optimizers(optim: Optimizers | None) -> dict[str, tuple[Optimizer, ...]]:
@@ -222,5 +236,8 @@ def _named_optimizers(optim: Optimizers | None) -> dict[str, tuple[Optimizer, ..
     for item, found in named.items():
         for optimizer in found:
             if not (torch_loaded() and isinstance(optimizer, torch.optim.Optimizer)):
-                raise InvalidRequest(f"{item} is a {type(optimizer).__name__}", "Pass torch.optim.Optimizer objects")
+                raise InvalidRequest(
+                    f"{item} is a {type(optimizer).__name__}",
+                    "Pass torch.optim.Optimizer objects, not their state_dict",
+                )
     return named

@@ -65,10 +65,14 @@ logger = logging.getLogger(__name__)
 
 def finite(metrics: Mapping[str, float] | None) -> dict[str, float]:
     """The finite metrics: a diverged loss must not lose the checkpoint."""
-    try:
-        numbers = {name: float(value) for name, value in (metrics or {}).items()}
-    except (OverflowError, TypeError, ValueError) as error:
-        raise InvalidRequest(f"a metric is not a number: {error}", "Pass numbers; texts as an extra") from error
+    numbers: dict[str, float] = {}
+    for name, value in (metrics or {}).items():
+        try:
+            numbers[name] = float(value)
+        except (OverflowError, TypeError, ValueError) as error:
+            raise InvalidRequest(
+                f"metric {name!r} is not a number: {error}", "Pass numbers; texts as an extra"
+            ) from error
     kept = {name: value for name, value in numbers.items() if math.isfinite(value)}
     if len(kept) < len(numbers):
         logger.warning("metrics that are not finite are not kept: %s", sorted(numbers.keys() - kept.keys()))

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from ckpt import Checkpointer
 from ckpt.capture.describe import describe
 from ckpt.capture.leaves import Change
 from ckpt.capture.ownership import agree
-from ckpt.capture.state import Capturer
+from ckpt.capture.state import Capturer, StateFingerprint
 from ckpt.capture.train_state import TrainState
 from ckptstore.errors import InvalidRequest
+from tests.support.training import same_state
 
 
 class Counted(nn.Module):
@@ -89,3 +93,38 @@ def test_chunks_may_share_a_tensor_and_not_a_name() -> None:
         TrainState.of([first, second], None, {}).leaves("model")
     second.weight, second.bias = first.weight, first.bias
     assert [leaf.name for leaf in TrainState.of([first, second], None, {}).leaves("model")] == ["weight", "bias"]
+
+
+def test_several_models_by_name_are_one_with_their_names_in_front(tmp_path: Path) -> None:
+    def models() -> tuple[dict[str, nn.Module], dict[str, torch.optim.Optimizer]]:
+        found: dict[str, nn.Module] = {"G": nn.Linear(2, 2), "D": nn.Linear(2, 2)}
+        return found, {name: trained(model) for name, model in found.items()}
+
+    saved, again = models(), models()
+    marks = [StateFingerprint(TrainState.of(saved[0], saved[1], {})) for _ in range(2)]
+    assert marks[0].complete
+    assert marks[0].marks == marks[1].marks, "and described once"
+    with Checkpointer(tmp_path.as_uri(), run="gan") as run:
+        run.save(*saved, 1, grads=True)
+        run.restore(*again)
+    assert same_state(
+        {"G": saved[0]["G"].state_dict(), "D": saved[0]["D"].state_dict()},
+        {"G": again[0]["G"].state_dict(), "D": again[0]["D"].state_dict()},
+    )
+    assert torch.equal(next(again[0]["D"].parameters()).grad, next(saved[0]["D"].parameters()).grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("of", "said"),
+    [
+        (lambda m, _: (m.state_dict(), None, {}), r"state_dict.*torch.nn.Module"),
+        (lambda m, o: (m, o.state_dict(), {}), r"not their state_dict"),
+        (lambda m, _: ({"a.b": m}, None, {}), r"without dots"),
+        (lambda m, _: (m, None, {"tags": {"best": True}}), r"no option 'tags'"),
+        (lambda m, _: (m, None, {"step": 3}), r"no option 'step'.*checkpoint="),
+    ],
+)
+def test_what_is_passed_by_mistake_is_refused_with_what_to_pass(of: Callable[..., Any], said: str) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(InvalidRequest, match=said):
+        TrainState.of(*of(model, trained(model)))
