@@ -53,8 +53,7 @@ def test_serving_loads_no_torch() -> None:
 
 
 def test_importing_the_training_library_loads_nothing() -> None:
-    loaded = loaded_by("import ckpt")
-    assert loaded & {"torch", "numpy", "ckptstore", *WEB_AND_SQL} == set()
+    assert loaded_by("import ckpt") & {"torch", "numpy", "ckptstore", *WEB_AND_SQL} == set()
 
 
 def test_the_saver_process_is_light() -> None:

@@ -73,8 +73,7 @@ def test_a_killed_run_continues_bit_for_bit(
     for all_of_it, before, after in zip(whole, killed, rest, strict=True):
         assert len(all_of_it) == STEPS + 1
         assert all_of_it[-1].endswith("False")  # without torch
-        assert before == all_of_it[: KILL_AT + 1]
-        assert after == all_of_it[KILL_AT + 1 :]
+        assert (before, after) == (all_of_it[: KILL_AT + 1], all_of_it[KILL_AT + 1 :])
 
 
 def test_what_one_process_saved_two_restore(uninterrupted: Callable[[int], tuple[Path, list[list[str]]]]) -> None:
@@ -107,8 +106,7 @@ def test_what_two_processes_saved_is_restored_by_one_on_other_devices_and_export
     mesh = Mesh(np.array(jax.devices()), ("all",))
     with ckpt.Checkpointer(str(store), run="jax", writer="thread") as checkpointer:
         state, start = restore(begin(mesh), checkpointer=checkpointer)
-    assert start == STEPS
-    assert int(state.step) == STEPS
+    assert (start, int(state.step)) == (STEPS, STEPS)
     assert len(state.params["Dense_0"]["kernel"].sharding.device_set) == 8
     target = tmp_path / "out.safetensors"
     ctl("export", f"jax@{STEPS - 1}", "--to", target, "--store", store)

@@ -39,8 +39,7 @@ def test_a_benchmark_ends_with_its_verdict(bench: str, tmp_path: Path) -> None:
     line = done.stdout.splitlines()[-1]
     assert (tmp_path / "verdict").read_text() == line + "\n"
     verdict = json.loads(line)
-    assert verdict.keys() == FIELDS | {"quick", "machine", "load", "versions"}
-    assert verdict["bench"] == bench
+    assert (verdict.keys(), verdict["bench"]) == (FIELDS | {"quick", "machine", "load", "versions"}, bench)
     assert verdict["quick"] is True
     assert verdict["ok"] == all(goal["ok"] for goal in verdict["goals"])
     assert verdict["versions"]["torch"]
@@ -82,7 +81,6 @@ def test_the_table_shows_what_was_missed_what_failed_and_who_did_not_run(tmp_pat
 
 
 def test_each_benchmark_is_a_module_and_the_readme_has_a_place_for_their_verdicts() -> None:
-    missing = [name for name in BENCHES if not (README.parent / f"{name.replace('-', '_')}.py").is_file()]
-    assert missing == []
+    assert [name for name in BENCHES if not (README.parent / f"{name.replace('-', '_')}.py").is_file()] == []
     assert README.read_text().index(BEGIN) < README.read_text().index(END)
     assert len(README.read_text().splitlines()) <= 150

@@ -45,8 +45,7 @@ def test_contestants_take_turns_and_one_that_fails_is_left_out_with_its_reason()
         return calls.count(name)
 
     found, problems = in_turns({"a": lambda: call("a"), "b": lambda: call("b", 2), "c": lambda: call("c")}, 3)
-    assert found == {"a": [1, 2, 3], "c": [1, 2, 3]}
-    assert problems == {"b": "ValueError: two lines"}
+    assert (found, problems) == ({"a": [1, 2, 3], "c": [1, 2, 3]}, {"b": "ValueError: two lines"})
     assert calls == ["a", "b", "c", "b", "c", "a", "c", "a"]
 
 
@@ -172,10 +171,8 @@ def test_a_verdict_is_valid_json_and_false_if_one_goal_is_missed() -> None:
     assert verdict["goals"][1] == {
         "name": "first", "vs": "later", "ratio": None, "goal": 1.5, "direction": "at most", "ok": False,
     }  # fmt: skip
-    assert verdict["limit"] == 0.1
-    assert verdict["peers"] == {"dcp": 0.3}
-    assert verdict["problems"] == {"x": "ImportError"}
-    assert verdict["state_bytes"] == 10**9
+    assert (verdict["limit"], verdict["peers"]) == (0.1, {"dcp": 0.3})
+    assert (verdict["problems"], verdict["state_bytes"]) == ({"x": "ImportError"}, 10**9)
     assert verdict["facts"] == {"s": 0.1235, "steps": 7}
 
 

@@ -80,8 +80,7 @@ def test_names_are_text_and_never_markup(browser: Browser, open_to_all: Dashboar
     assert browser.count("script:not([src])") == 0
     browser.open(f"{open_to_all.daemon.url}/checkpoints/fsdp@9000")
     assert "<img src=x" in browser.text("section[aria-labelledby=entries-title]")
-    assert browser.count("img") == 0
-    assert browser.complaints() == []
+    assert (browser.count("img"), browser.complaints()) == (0, [])
 
 
 def test_the_content_policy_stops_what_is_not_ours(browser: Browser, open_to_all: Dashboard) -> None:
@@ -194,8 +193,7 @@ def test_a_restore_is_shown_live(browser: Browser, open_to_all: Dashboard) -> No
         dashboard.report(client, id, 1, 1.0)
         wait_until(lambda: browser.text(".headline .state") == "restored", "the end")
     assert browser.run("return window.sameDocument") is True
-    assert browser.count("[data-part][data-ended]") == 1
-    assert browser.complaints() == []
+    assert (browser.count("[data-part][data-ended]"), browser.complaints()) == (1, [])
 
 
 def test_an_upload_appears_and_goes_on_while_one_looks(browser: Browser, open_to_all: Dashboard) -> None:
@@ -306,8 +304,7 @@ def test_a_token_for_some_runs_shows_those_and_no_others(browser: Browser, guard
         secret = client.create_token(request).secret
     browser.open(guarded.daemon.url)
     _log_in(browser, secret)
-    assert browser.count("tbody tr") == 1
-    assert browser.text("tbody th") == "vit"
+    assert (browser.count("tbody tr"), browser.text("tbody th")) == (1, "vit")
     assert "Jobs" not in browser.text("header")
     browser.open(f"{guarded.daemon.url}/attempts")
     assert browser.text("tbody th") == "vit"

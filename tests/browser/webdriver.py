@@ -135,8 +135,7 @@ class Browser:
         self._command("Emulation.setDeviceMetricsOverride", **size)
 
     def _find(self, selector: str) -> str:
-        found = self._post("/element", using="css selector", value=selector)
-        return str(found[_ELEMENT])
+        return str(self._post("/element", using="css selector", value=selector)[_ELEMENT])
 
     def _command(self, name: str, **parameters: object) -> None:
         self._post("/goog/cdp/execute", cmd=name, params=parameters)

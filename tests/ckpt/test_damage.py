@@ -83,8 +83,7 @@ def test_a_replay_after_damage_is_not_born_damaged(restart: bool, tmp_path: Path
     with checkpointer:
         restored = checkpointer.restore(state_at(0))
         assert restored is not None
-        assert restored.checkpoint.id == first.id
-        assert latest(run_of(tmp_path)).attempt == first.attempt
+        assert (restored.checkpoint.id, latest(run_of(tmp_path)).attempt) == (first.id, first.attempt)
         replayed = checkpointer.save(state_at(2), None, 3)
     source = StoreSource(open_store(str(tmp_path)))
     assert verify(source, replayed).ok
@@ -126,8 +125,7 @@ def test_every_reader_records_what_it_finds(read: Callable[[Path], None], victim
     run = run_of(tmp_path)
     assert [attempt.step for attempt in quarantined_attempts(run)] == [2]
     key = run.keys.quarantine_record(second.attempt)
-    finding = parse_sealed(run.store.get(key), Finding, key)
-    assert finding.problems
+    assert parse_sealed(run.store.get(key), Finding, key).problems
     assert latest(run).step == 1
 
 
@@ -175,8 +173,7 @@ def test_an_intact_one_is_spared(failure: Exception | None, tmp_path: Path, capl
             assert restored is not None
             assert restored.step == 1
             assert "a second read of the store found no damage" in caplog.text
-    assert quarantine(tmp_path) == []
-    assert latest(run_of(tmp_path)).step == 2
+    assert (quarantine(tmp_path), latest(run_of(tmp_path)).step) == ([], 2)
 
 
 def test_a_deleted_checkpoint_is_not_damaged(tmp_path: Path) -> None:
@@ -245,8 +242,7 @@ def test_the_next_save_of_a_live_trainer_heals_what_it_still_has(compress: Any, 
     with Checkpointer(str(tmp_path), run=RUN, writer="thread", compress=compress) as checkpointer:
         assert checkpointer.save(model, None, 3).referenced_bytes == 0
     healed = scrub(run.store, saved, "me", run.clock, heal_from=())
-    assert [found.ok for found in healed] == [True, True]
-    assert run.store.get(key) == intact
+    assert ([found.ok for found in healed], run.store.get(key)) == ([True, True], intact)
     assert quarantine(tmp_path) == []
 
 

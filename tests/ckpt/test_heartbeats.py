@@ -37,8 +37,7 @@ def test_a_killed_trainer_and_the_one_that_resumes(tmp_path: Path) -> None:
             trainer.kill()
         wait_until(lambda: not is_alive(trainer.saver))
         found = read_heartbeats(run)
-        assert [one.ended for one in found] == [TrainerEnd.DIED] * number
-        assert found[-1].generation == number
+        assert ([one.ended for one in found], found[-1].generation) == ([TrainerEnd.DIED] * number, number)
         assert found[-1].step[-1] >= trainer.saved
     first, second = read_account(run).attempts
     assert (first.ended, second.ended) == (EndOf.DIED, EndOf.DIED)
@@ -70,8 +69,7 @@ def test_a_rewind_in_place_is_another_attempt(tmp_path: Path, monkeypatch: pytes
     assert [one.resumed_from for one in found.attempts] == [None, 10]
     assert [one.lost_steps for one in found.attempts] == [10, 0]
     assert found.seconds["stall"] > 0, "saves that are waited for"
-    assert found.step == 13
-    assert {one.origin for one in found.attempts} == {origin()}
+    assert (found.step, {one.origin for one in found.attempts}) == (13, {origin()})
     assert str(origin()) == f"{operator()} · slurm 4711"
     store = run.store
     store.delete_many([info.key for info in store.list(run.keys.heartbeats)])

@@ -90,8 +90,7 @@ def test_restored_in_another_layout(grids: dict[str, Matrix], grid: str, saved: 
 
 def test_core_layouts_have_the_odd_shapes(grids: dict[str, Matrix]) -> None:
     """Shapes that no world size divides, that are smaller than it, empty shards and scalars: they do occur."""
-    content = _content(grids["core"], "fsdp2_4")
-    of_entry = _slices(content)
+    of_entry = _slices(_content(grids["core"], "fsdp2_4"))
     assert [boxes.sizes(box)[0] for _, box in of_entry["model/head.weight"]] == [9, 9, 9, 6]
     # Rank 3 of 4 has nothing of a tensor of three elements, and ranks 1 to 3 nothing of one row.
     assert [(shard, box) for shard, box in of_entry["model/blocks.0.mix"]] == [(i, (i, 1)) for i in range(3)]

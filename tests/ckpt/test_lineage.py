@@ -108,8 +108,7 @@ def test_the_next_call_raises_it_if_nobody_looked_at_the_handle(jobs: Callable[.
     old.save(100)
     assert successor.restore() == 100
     successor.save(110)
-    handle = old.save_async(200)
-    assert handle._finished.wait(60.0)
+    assert old.save_async(200)._finished.wait(60.0)
     with pytest.raises(Superseded):
         old.checkpointer.wait()
 
@@ -141,8 +140,7 @@ def test_rewinding_in_place(jobs: Callable[..., Job], run: Run) -> None:
     again = jobs()
     assert again.restore() == 310
     again.save(320)
-    assert states(run)[900] == State.ABANDONED
-    assert jobs().restore() == 320
+    assert (states(run)[900], jobs().restore()) == (State.ABANDONED, 320)
     # Damage in the new branch falls back along the lineage, never to an abandoned checkpoint.
     for step in (320, 310):
         (found,) = (c for c in list_checkpoints(run) if c.step == step)
@@ -155,13 +153,11 @@ def test_rewinding_in_place(jobs: Callable[..., Job], run: Run) -> None:
 def test_an_evaluation_changes_nothing(jobs: Callable[..., Job], run: Run) -> None:
     job = jobs()
     job.save(100, 200)
-    reader = jobs()
-    reader.restore(100)
+    jobs().restore(100)
     # In the trainer itself: a teacher, without an optimizer.
     job.checkpointer.restore(nn.Linear(4, 4), checkpoint=100)
     job.save(300)
-    assert len(read_generations(run)) == 1
-    assert jobs().restore() == 300
+    assert (len(read_generations(run)), jobs().restore()) == (1, 300)
 
 
 def test_the_first_restore_counts_without_an_optimizer_too(jobs: Callable[..., Job], run: Run) -> None:
@@ -181,8 +177,7 @@ def test_no_restore_is_warned_of_once(jobs: Callable[..., Job], run: Run, caplog
     assert caplog.text.count("are abandoned") == 1
     assert f"the newest is {RUN}@200." in caplog.text
     assert "it continues from nothing" in caplog.text
-    assert jobs().restore() == 20
-    assert states(run)[200] == State.ABANDONED
+    assert (jobs().restore(), states(run)[200]) == (20, State.ABANDONED)
 
 
 def test_an_error_about_damage_names_abandoned_checkpoints(jobs: Callable[..., Job], run: Run) -> None:
@@ -208,8 +203,7 @@ def test_a_second_checkpointer_of_the_process_continues_the_run(
     first.save_async(200)
     if closed:
         first.checkpointer.close()
-    second = jobs()
-    second.save(*steps)
+    jobs().save(*steps)
     assert {c.state for c in list_checkpoints(run)} == {State.COMMITTED}
     assert {c.step for c in list_checkpoints(run)} == {100, 200, *steps}
     third = jobs()

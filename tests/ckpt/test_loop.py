@@ -65,12 +65,10 @@ def steps_of(store: Path) -> list[int]:
 @pytest.mark.parametrize("stop_at", [0, 4, 7])
 def test_steps_go_on_with_the_same_losses(store: Path, stop_at: int) -> None:
     whole = train_steps(begin(store / "whole"))
-    before = train_steps(begin(store), stop_at, schedule=3)
-    assert before == whole[: stop_at + 1]
+    assert train_steps(begin(store), stop_at, schedule=3) == whole[: stop_at + 1]
     saved = (stop_at - 1) // 3 * 3 if stop_at else None  # the step at which the loop is left is not saved
     rest = train_steps(begin(store, seed=1) if saved is not None else begin(store), schedule=3)
-    assert rest == whole[0 if saved is None else saved + 1 :]
-    assert steps_of(store)[-1] == NUM_STEPS - 1
+    assert (rest, steps_of(store)[-1]) == (whole[0 if saved is None else saved + 1 :], NUM_STEPS - 1)
 
 
 @pytest.mark.parametrize("stop_at", [4, 6, 7, 13])
@@ -163,9 +161,7 @@ def test_the_sampler_may_be_given_the_epoch_as_without_this_project(store: Path)
         return run.seen
 
     whole = train(store / "whole")
-    assert train(store, 6)[:4] + train(store) == whole
-    assert len(whole) == 9
-    assert steps_of(store)[-1] == 9
+    assert (train(store, 6)[:4] + train(store), len(whole), steps_of(store)[-1]) == (whole, 9, 9)
 
 
 def test_a_loop_needs_a_schedule_that_saves(store: Path) -> None:

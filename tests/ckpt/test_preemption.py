@@ -67,7 +67,8 @@ def test_a_signal_is_notice_and_handlers_before_it_are_called(sent: signal.Signa
             os.kill(os.getpid(), sent)
             wait_until(lambda: notice.deadline is not None)
             assert notice.deadline == 1030.0
-            assert (notice.source, called) == (sent.name, [sent])
+            assert notice.source == sent.name
+            assert called == [sent]
         os.kill(os.getpid(), sent)
         wait_until(lambda: called == [sent, sent], "the handler before it is back")
     finally:
@@ -191,8 +192,7 @@ def test_a_function_is_asked_on_a_rank_with_notice_too() -> None:
     assert preemption.notice is not None
     preemption.notice._note("a signal", 20.0)
     schedule = schedule_of(lambda: None, Limits(3600.0, None), 1.0, preemption=preemption)
-    assert [schedule.due(step) for step in range(2)] == [True, False]
-    assert asked == [True, True]
+    assert ([schedule.due(step) for step in range(2)], asked) == ([True, False], [True, True])
     assert preemption.deadline == 1020.0
 
 

@@ -71,8 +71,7 @@ def test_resumed_run_equals_uninterrupted_run(make: Callable[[], Loop], tmp_path
     with Checkpointer(str(tmp_path), run="r") as checkpointer:
         restored = checkpointer.restore(resumed.model, resumed.optim, **resumed.extras())
         assert restored is not None
-        assert restored.step == 6
-        assert [resumed.step() for _ in range(7, 12)] == losses[7:]
+        assert (restored.step, [resumed.step() for _ in range(7, 12)]) == (6, losses[7:])
     assert same_state(resumed.model.state_dict(), reference.model.state_dict())
     assert same_state(resumed.optim.state_dict(), reference.optim.state_dict())
     assert resumed.model.head.weight is resumed.model.embed.weight
@@ -128,8 +127,7 @@ def test_save_in_the_middle_of_an_accumulation_window(tmp_path: Path) -> None:
     resumed = make()
     with Checkpointer(str(tmp_path), run="r") as checkpointer:
         checkpointer.restore(resumed.model, resumed.optim, scheduler=resumed.sched)
-    assert window(resumed, passes=2) == losses[2][2:]
-    assert window(resumed) == losses[3]
+    assert (window(resumed, passes=2), window(resumed)) == (losses[2][2:], losses[3])
     assert same_state(resumed.model.state_dict(), reference.model.state_dict())
 
 
@@ -243,8 +241,7 @@ def test_two_ranks_resume_exactly_and_write_one_shard(places: tuple[Path, Path])
     second = run_ranks("tests.ckpt.ddp_train", 2, meet, str(folder), "8", "-1")
     for rank in range(2):
         joined = eval(lines(first[rank])[-2]) + eval(lines(second[rank])[-2])
-        assert joined == eval(lines(whole[rank])[-2])
-        assert lines(second[rank])[-1] == f"rank {rank}"
+        assert (joined, lines(second[rank])[-1]) == (eval(lines(whole[rank])[-2]), f"rank {rank}")
 
     source = StoreSource(open_store(str(folder)))
     checkpoint = source.latest("ddp")

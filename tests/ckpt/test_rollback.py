@@ -141,8 +141,7 @@ def test_parameter_groups_that_do_not_fit_are_refused_before_anything_changes(st
 def test_rollback_of_sharded_state(sharding: str, tmp_path: Path) -> None:
     (tmp_path / "scenario").mkdir()
     arguments = {"store": str(tmp_path / "store"), "sharding": sharding}
-    scenario = Scenario(f"{__name__}:roll_back", 2, arguments)
-    [outcome] = run_scenarios([scenario], tmp_path / "scenario")
+    [outcome] = run_scenarios([Scenario(f"{__name__}:roll_back", 2, arguments)], tmp_path / "scenario")
     assert outcome.result() == [{"restored": True, "trained": True}] * 2
 
 
@@ -183,8 +182,7 @@ def roll_back(store: str, sharding: str) -> dict[str, Any]:
 
     def train() -> list[Any]:
         for step in range(3):
-            values = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
-            model(values).square().mean().backward()
+            model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().mean().backward()
             optim.step()
             optim.zero_grad()
         return _state(model, optim)

@@ -150,8 +150,7 @@ def test_all_dtypes(tmp_path: Path) -> None:
     tensors = {f"a_{name}": random_bits(dtype, 1000).reshape(20, 50) for name, dtype in BY_NAME.items()}
     assert {"a_float8_e4m3fn", "a_bfloat16", "a_complex64", "a_uint16"} <= tensors.keys()
     for name, tensor in round_trip(tmp_path, tensors).items():
-        assert tensor.dtype == tensors[name].dtype
-        assert tensor_bits(tensor) == tensor_bits(tensors[name])
+        assert (tensor.dtype, tensor_bits(tensor)) == (tensors[name].dtype, tensor_bits(tensors[name]))
 
 
 def test_shapes_and_layouts(tmp_path: Path) -> None:
@@ -192,8 +191,7 @@ def test_tensor_of_more_than_two_gigabytes(tmp_path: Path) -> None:
         checkpointer.save(model, None, 0)
         tensor.fill_(1)
         checkpointer.restore(model)
-    assert int(tensor[-1]) == 9
-    assert int(tensor.count_nonzero()) == len(range(0, size, 1 << 20)) + 1
+    assert (int(tensor[-1]), int(tensor.count_nonzero())) == (9, len(range(0, size, 1 << 20)) + 1)
     assert bool((tensor[:: 1 << 20] == 7).all())
 
 

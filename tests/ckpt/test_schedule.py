@@ -82,8 +82,7 @@ class Training:
     @property
     def intervals(self) -> list[float]:
         """From save to save."""
-        times = [at for _, at in self.saves]
-        return [after - before for before, after in pairwise(times)]
+        return [after - before for before, after in pairwise([at for _, at in self.saves])]
 
 
 def test_a_fixed_interval() -> None:

@@ -77,8 +77,7 @@ def test_every_save_is_local_and_each_third_and_the_last_remote(host: Host) -> N
         for step in range(1, 9):
             host.save(checkpointer, step)
     assert host.steps("remote") == [8, 7, 4, 1]
-    local = host.steps("local")
-    assert local[:2] == [8, 7]
+    assert host.steps("local")[:2] == [8, 7]
     assert all(verify(StoreSource(host.run("remote").store), c).ok for c in list_checkpoints(host.run("remote")))
     assert replication_queue(host.run("local")).attempts == ()
     with host.start() as checkpointer:
@@ -96,8 +95,7 @@ def test_a_host_without_local_checkpoints_reads_the_remote_ones(host: Host, tmp_
         host.save(checkpointer, 2)
     other = Host(tmp_path, "other")
     with other.start() as checkpointer:
-        read = other.resumes(checkpointer, 2)
-        assert read["store"] >= 600_000
+        assert other.resumes(checkpointer, 2)["store"] >= 600_000
         other.save(checkpointer, 3)
     assert host.steps("remote") == [3, 2, 1]
     with host.start() as checkpointer:  # back on the first host
@@ -187,8 +185,7 @@ def test_nothing_is_written_below_a_remote_mount_point_although_the_host_forgot(
     with host.start() as checkpointer:
         host.resumes(checkpointer, 1)
         host.save(checkpointer, 2)
-    assert [*host.remote.iterdir()] == []
-    assert replication_queue(host.run("local")).attempts[-1].step == 2
+    assert ([*host.remote.iterdir()], replication_queue(host.run("local")).attempts[-1].step) == ([], 2)
     host.remote.rmdir()
     (tmp_path / "unmounted").rename(host.remote)
     with host.start() as checkpointer:
@@ -338,8 +335,7 @@ def test_the_command_line_shows_where_checkpoints_are(host: Host) -> None:
         host.save(checkpointer, 4)
         wait_until(lambda: host.steps("local") == [4])
         stores = ("--store", host.remote, "--local", host.local)
-        listed = invoke("ls", "gpt", *stores, "-o", "json").json
-        where = {body["step"]: body["tiers"] for body in listed}
+        where = {body["step"]: body["tiers"] for body in invoke("ls", "gpt", *stores, "-o", "json").json}
         assert where == {4: ["local"], 3: ["remote"], 1: ["remote"]}
         assert "WHERE" in invoke("ls", "gpt", *stores).stdout
         assert "WHERE" not in invoke("ls", "gpt", "--store", host.remote).stdout

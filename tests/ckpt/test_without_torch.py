@@ -74,9 +74,7 @@ def test_a_killed_run_continues_bit_for_bit(tmp_path: Path) -> None:
     assert killed.returncode == -9
     rest = run("import numpy; numpy.random.seed(99)" + TRAIN, str(tmp_path / "b"), "-1")
     lines = whole.stdout.splitlines()
-    assert killed.stdout.splitlines() == lines[:6]
-    assert rest.splitlines() == lines[7:]
-    assert lines[-1] == "None"
+    assert (killed.stdout.splitlines(), rest.splitlines(), lines[-1]) == (lines[:6], lines[7:], "None")
 
 
 def test_arrays_of_an_interpreter_without_torch_are_tensors_and_arrays_here(tmp_path: Path) -> None:

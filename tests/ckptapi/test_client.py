@@ -19,8 +19,7 @@ def received(stream: bytes, after: int | None = None) -> tuple[list[EventBody], 
     """The events of a stream, and the headers of the request."""
     given = Answer(200, stream, {"Content-Type": bodies.EVENT_STREAM})
     with scripted_daemon([given]) as daemon, closing(DaemonClient(daemon.url)) as client:
-        events = list(client.event_stream(after))
-        return events, daemon.requests[0].headers
+        return list(client.event_stream(after)), daemon.requests[0].headers
 
 
 def test_a_stream_is_parsed() -> None:

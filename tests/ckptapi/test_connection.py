@@ -26,8 +26,7 @@ def test_reads_are_repeated_while_there_is_patience() -> None:
         scripted_daemon([BUSY, NO_ANSWER, BUSY, NO_RUNS]) as daemon,
         closing(DaemonClient(daemon.url, patience_s=60.0)) as client,
     ):
-        assert client.runs() == []
-        assert [request.method for request in daemon.requests] == ["GET"] * 4
+        assert (client.runs(), [request.method for request in daemon.requests]) == ([], ["GET"] * 4)
 
 
 def test_reads_are_not_repeated_without_patience() -> None:
@@ -51,8 +50,7 @@ def test_errors_that_last_are_not_repeated() -> None:
     ):
         with pytest.raises(NoCheckpoint, match="none of gpt") as caught:
             client.latest("gpt")
-        assert caught.value.hint == "save one"
-        assert len(daemon.requests) == 1
+        assert (caught.value.hint, len(daemon.requests)) == ("save one", 1)
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,7 @@ def test_exit_codes(folder: Path, filled: Store, tmp_path: Path) -> None:
     store = ("--store", folder)
     assert run_program("ls", *store).code == 0
     assert run("export", "gpt@40", "--to", tmp_path / "x.bin", *store).code == 2
-    assert run("prune", "--keep", "1", *store).code == 2
-    assert run("latest", "typo", *store).code == 4
+    assert (run("prune", "--keep", "1", *store).code, run("latest", "typo", *store).code) == (2, 4)
     assert run_program("ls", "--url", "http://127.0.0.1:1").code == 7
     shard = folder / RunKeys("gpt").shard(newest.attempt, "shard-00000.ckpt")
     shard.write_bytes(b"\0" + shard.read_bytes()[1:])
@@ -83,8 +82,7 @@ def test_a_reader_that_has_seen_enough_is_no_error_message(folder: Path, filled:
     with process, process.stdout as out, process.stderr as err:
         out.readline()
         out.close()
-        assert err.read() == b""
-        assert process.wait(60) == 1
+        assert (err.read(), process.wait(60)) == (b"", 1)
 
 
 def test_prune_asks_and_obeys(folder: Path, filled: Store) -> None:
@@ -263,8 +261,7 @@ def test_every_command_explains_itself_with_examples_that_are_right(command: str
     assert f"{names[-1]} " in invoke(*names[:-1], "--help").stdout
     for example in EXAMPLES[command]:
         assert f"  {example}\n" in shown.stdout
-        words = itertools.takewhile(lambda word: word not in "|>#", shlex.split(example))
-        _program, *rest = words
+        _program, *rest = itertools.takewhile(lambda word: word not in "|>#", shlex.split(example))
         assert rest[: len(names)] == names
         found = typer.main.get_command(app)
         context = None
@@ -294,8 +291,7 @@ def test_the_value_of_another_option_is_not_a_global_option(folder: Path) -> Non
 
 def test_errors_are_objects_for_programs() -> None:
     done = invoke("ls", "-o", "json", "--nonsense")
-    assert (done.code, done.stdout) == (2, "")
-    assert done.error["code"] == "invalid_request"
+    assert (done.code, done.stdout, done.error["code"]) == (2, "", "invalid_request")
     assert "--nonsense" in done.error["message"]
 
 
@@ -328,8 +324,7 @@ def test_names_are_offered_through_a_daemon(folder: Path) -> None:
 
 def test_nothing_is_offered_when_the_daemon_does_not_answer(tmp_path: Path) -> None:
     assert offered("--store", tmp_path / "gone", "ls", "g") == []
-    assert offered("--url", "http://127.0.0.1:1", "show", "gpt@") == []
-    assert offered("show", "gpt@") == []
+    assert (offered("--url", "http://127.0.0.1:1", "show", "gpt@"), offered("show", "gpt@")) == ([], [])
 
 
 def test_the_script_of_a_shell_is_printed() -> None:

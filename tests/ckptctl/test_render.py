@@ -29,8 +29,7 @@ def test_the_last_column_is_shortened_first() -> None:
 
 
 def test_then_columns_go_by_their_rank() -> None:
-    assert lines(40)[0] == "NAME      SIZE  EXTRA  METRICS"
-    assert lines(33)[0] == "NAME      SIZE  METRICS"
+    assert (lines(40)[0], lines(33)[0]) == ("NAME      SIZE  EXTRA  METRICS", "NAME      SIZE  METRICS")
 
 
 def test_what_must_be_seen_stays_however_narrow_the_terminal() -> None:

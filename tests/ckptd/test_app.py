@@ -170,8 +170,7 @@ def test_a_reader_that_does_not_read_cannot_hold_up_the_end(store: Store) -> Non
         with socket.create_connection((host, int(port))) as reader:
             path = f"/v1/checkpoints/{checkpoint.id}/shards/shard-00000.ckpt"
             reader.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-            assert reader.recv(15) == b"HTTP/1.1 200 OK"
-            assert daemon.stop() == 0
+            assert (reader.recv(15), daemon.stop()) == (b"HTTP/1.1 200 OK", 0)
 
 
 def test_a_running_download_is_finished(store: Store) -> None:

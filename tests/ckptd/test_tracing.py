@@ -60,8 +60,7 @@ def test_a_collector_that_is_away_disturbs_no_request(store: Store) -> None:
         taken.bind(("127.0.0.1", 0))  # nothing listens here
         endpoint = f"http://127.0.0.1:{taken.getsockname()[1]}"
         with running_daemon(store.url, options=("--otlp-endpoint", endpoint)) as daemon:
-            assert daemon.get("/checkpoints/latest").status_code == 200
-            assert daemon.stop() == 0
+            assert (daemon.get("/checkpoints/latest").status_code, daemon.stop()) == (200, 0)
 
 
 @dataclass(slots=True)

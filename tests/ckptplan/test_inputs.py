@@ -46,16 +46,13 @@ def test_numbers_that_make_no_sense(wrong: dict[str, Any]) -> None:
 
 def test_the_data_parallel_degree_follows_from_nodes_and_processes() -> None:
     inputs = PlanInputs(nodes=2048, processes=8, tp=8, pp=16)
-    assert inputs.layout().dp == 128
-    assert inputs.layout().nodes == 2048
-    assert PlanInputs().layout().world_size == 1
+    assert (inputs.layout().dp, inputs.layout().nodes, PlanInputs().layout().world_size) == (128, 2048, 1)
     with pytest.raises(InvalidRequest, match="multiple"):
         PlanInputs(nodes=3, tp=16).layout()
 
 
 def test_the_failure_rate_is_given_once() -> None:
-    assert PlanInputs().mtbf(8) == (None, "")
-    assert PlanInputs(mtbf_s=3600).mtbf(8) == (3600, "given")
+    assert (PlanInputs().mtbf(8), PlanInputs(mtbf_s=3600).mtbf(8)) == ((None, ""), (3600, "given"))
     assert PlanInputs(failure_rate=6.5).mtbf(2048)[0] == pytest.approx(6490, abs=1)
     for name, rate in PRESETS.items():
         assert PlanInputs(failures=name).mtbf(8)[1] == rate.source

@@ -16,30 +16,26 @@ DENSE = Model(parameters=960_000)
 
 def test_replicas_write_one_copy() -> None:
     found = writers(DENSE, TERMS, Layout(dp=8))
-    assert num_files(found) == 1
-    assert rank_bytes(found) == 16 * 960_000
+    assert (num_files(found), rank_bytes(found)) == (1, 16 * 960_000)
     assert bytes_read(DENSE, TERMS, Layout(dp=8)) == 8 * 16 * 960_000
 
 
 def test_all_replicas_may_share_the_writing() -> None:
     found = writers(DENSE, TERMS, Layout(dp=8, split_replicas=True))
-    assert num_files(found) == 8
-    assert rank_bytes(found) == 2 * 960_000
+    assert (num_files(found), rank_bytes(found)) == (8, 2 * 960_000)
 
 
 def test_full_sharding_writes_and_reads_each_byte_once() -> None:
     layout = Layout(dp=8, tp=2, pp=3, sharding=Sharding.FSDP)
     found = writers(DENSE, TERMS, layout)
     assert num_files(found) == layout.world_size == 48
-    assert rank_bytes(found) == 16 * 960_000 / 48
-    assert bytes_read(DENSE, TERMS, layout) == 16 * 960_000
+    assert (rank_bytes(found), bytes_read(DENSE, TERMS, layout)) == (16 * 960_000 / 48, 16 * 960_000)
 
 
 def test_hybrid_sharding_writes_the_first_of_equal_copies() -> None:
     layout = Layout(dp=8, replicas=4, sharding=Sharding.FSDP)
     found = writers(DENSE, TERMS, layout)
-    assert num_files(found) == 2
-    assert rank_bytes(found) == 8 * 960_000
+    assert (num_files(found), rank_bytes(found)) == (2, 8 * 960_000)
     assert bytes_read(DENSE, TERMS, layout) == 4 * 16 * 960_000
 
 
@@ -47,8 +43,7 @@ def test_hybrid_sharding_writes_the_first_of_equal_copies() -> None:
 def test_zero_distributes_optimizer_state_and_then_gradients(sharding: Sharding, whole: int) -> None:
     layout = Layout(dp=8, sharding=sharding)
     found = writers(DENSE, TERMS, layout)
-    assert num_files(found) == 8
-    assert rank_bytes(found) == whole * 960_000 + (16 - whole) * 960_000 / 8
+    assert (num_files(found), rank_bytes(found)) == (8, whole * 960_000 + (16 - whole) * 960_000 / 8)
     assert bytes_read(DENSE, TERMS, layout) == 8 * whole * 960_000 + (16 - whole) * 960_000
 
 
@@ -56,8 +51,7 @@ def test_experts_are_written_by_the_ranks_that_have_them() -> None:
     model = Model(parameters=960_000, expert_parameters=800_000)
     layout = Layout(dp=8, ep=4)
     found = writers(model, TERMS, layout)
-    assert num_files(found) == 4
-    assert rank_bytes(found) == 16 * (160_000 + 800_000 / 4)
+    assert (num_files(found), rank_bytes(found)) == (4, 16 * (160_000 + 800_000 / 4))
     assert bytes_read(model, TERMS, layout) == 16 * (8 * 160_000 + 2 * 800_000)
 
 
@@ -87,8 +81,7 @@ def test_everything_is_written_once_under_every_layout(
 
 def test_125_replicas_read_125_times_as_much() -> None:
     """AWS: 1 TB is written, 125 TB are read, if each of 125 replicas restores for itself."""
-    model = Model(parameters=10**12 // 16)
-    assert bytes_read(model, TERMS, Layout(dp=125)) == pytest.approx(125e12)
+    assert bytes_read(Model(parameters=10**12 // 16), TERMS, Layout(dp=125)) == pytest.approx(125e12)
 
 
 @pytest.mark.parametrize("wrong", [{"dp": 0}, {"tp": -1}, {"dp": 6, "ep": 4}, {"dp": 6, "replicas": 4}])

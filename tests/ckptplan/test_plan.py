@@ -45,8 +45,7 @@ def test_a_whole_plan() -> None:
     assert found.training is not None
     assert found.training.with_failures_s == pytest.approx(400_000 / found.interval.ettr)
     assert found.retained is not None
-    assert found.retained.stored_bytes == 5 * found.size.stored_bytes
-    assert found.global_batch == 4 * 8 * 2
+    assert (found.retained.stored_bytes, found.global_batch) == (5 * found.size.stored_bytes, 4 * 8 * 2)
     assert found.termination_grace_period_s == 4 + 14 + 5  # a step, 0.2 + 13.2 s, and spare seconds
 
 
@@ -85,8 +84,7 @@ def test_replicas_that_share_reads() -> None:
 
 
 def test_saves_that_pile_up_are_visible() -> None:
-    found = plan(parameters=1e9, interval_s=10, durable_s=20, mtbf_s=3600)
-    assert found.interval.write_share == 2.0
+    assert plan(parameters=1e9, interval_s=10, durable_s=20, mtbf_s=3600).interval.write_share == 2.0
 
 
 def test_no_interval_gives_progress() -> None:
@@ -101,8 +99,7 @@ def test_requests_of_multipart_uploads() -> None:
     # Each file of 3.5 GB: 418 parts, begin and end. Then four receipts, manifest and outcome.
     assert found.puts_per_save == 4 * (418 + 2) + 4 + 2
     assert found.puts_per_s == pytest.approx(found.puts_per_save / 10)
-    small = plan(parameters=1000).requests
-    assert small.puts_per_save == 1 + 1 + 2
+    assert plan(parameters=1000).requests.puts_per_save == 1 + 1 + 2
 
 
 def test_the_plan_is_the_same_by_keywords_and_as_json() -> None:

@@ -34,8 +34,7 @@ def test_two_micro_batches_of_five_are_a_batch_of_ten() -> None:
 
 
 def test_epochs_and_incomplete_batches() -> None:
-    assert num_steps(1001, 10) == 101
-    assert num_steps(1001, 10, epochs=3) == 303
+    assert (num_steps(1001, 10), num_steps(1001, 10, epochs=3)) == (101, 303)
     assert num_steps(1000, 10, epochs=2.5) == 250
 
 
@@ -149,11 +148,9 @@ def test_the_interval_is_best(cost_s: float, mtbf_s: float, restart_s: float, du
 
 
 def test_time_until_durable_is_lost_work() -> None:
-    with_exposure = ettr(600, 1, LLAMA3_S, 60, durable_s=120)
-    assert with_exposure == pytest.approx(ettr(600, 1, LLAMA3_S, 60 + 120))
+    assert ettr(600, 1, LLAMA3_S, 60, durable_s=120) == pytest.approx(ettr(600, 1, LLAMA3_S, 60 + 120))
     assert best_interval(0.001, LLAMA3_S, durable_s=120) == 120, "saves do not overlap"
-    assert best_interval(1, 100, restart_s=90, durable_s=20) == inf
-    assert ettr(600, 1, 100, 90) == 0
+    assert (best_interval(1, 100, restart_s=90, durable_s=20), ettr(600, 1, 100, 90)) == (inf, 0)
 
 
 def test_a_rate_must_be_positive() -> None:

@@ -15,8 +15,7 @@ ERRORS = sorted(
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.code)
 def test_every_error_is_explained(error: type[CkptError]) -> None:
-    assert (error.__doc__ or "").strip()[-1] == "."
-    assert vars(error)["remedy"][-1] == "."
+    assert ((error.__doc__ or "").strip()[-1], vars(error)["remedy"][-1]) == (".", ".")
 
 
 def test_error_codes_are_unique() -> None:

@@ -104,8 +104,7 @@ def test_all_ranks_derive_the_same_ulid() -> None:
     one = derive_ulid(session, 5, 0)
     assert one == derive_ulid(session, 5, 0)
     assert one[:10] == session[:10], "keeps the time"
-    others = {derive_ulid(session, step, count) for step in range(20) for count in range(20)}
-    assert len(others) == 400
+    assert len({derive_ulid(session, step, count) for step in range(20) for count in range(20)}) == 400
 
 
 def test_receipts_are_recognised() -> None:

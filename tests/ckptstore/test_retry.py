@@ -109,5 +109,4 @@ def test_a_sleep_that_is_interrupted_ends_the_retries(time: Time) -> None:
 
 def test_jitter_leaves_the_random_state_of_the_trainer_alone() -> None:
     before = random.getstate()
-    assert len(set(islice(pauses(1.0), 3))) == 3
-    assert random.getstate() == before
+    assert (len(set(islice(pauses(1.0), 3))), random.getstate()) == (3, before)

@@ -55,8 +55,7 @@ def test_compose_accepts_its_file() -> None:
 def test_the_image_has_no_torch_and_no_root() -> None:
     lines = (ROOT / "Dockerfile").read_text()
     assert "[torch" not in lines
-    user = re.findall(r"^USER (\d+)$", lines, re.MULTILINE)
-    assert [int(number) > 0 for number in user] == [True]
+    assert [int(number) > 0 for number in re.findall(r"^USER (\d+)$", lines, re.MULTILINE)] == [True]
     assert set(re.findall(r"CKPTD_\w+", lines)) <= ENVIRONMENT.keys()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     defaults = dict(re.findall(r"^ARG (\w+)=(.+)$", lines, re.MULTILINE))
@@ -158,8 +157,7 @@ def test_nginx_reads_its_file() -> None:
     (server,) = [block for block in parsed["config"][0]["parsed"] if block["directive"] == "server"]
     (location, _) = [block for block in server["block"] if block["directive"] == "location"]
     told = [line["args"] for line in location["block"] if line["directive"] == "proxy_set_header"]
-    headers = dict(told)
-    assert headers["X-Forwarded-For"] == "$remote_addr"
+    assert dict(told)["X-Forwarded-For"] == "$remote_addr"
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool: make browser installs it")

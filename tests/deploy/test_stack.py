@@ -127,8 +127,7 @@ def test_tokens_ranges_and_addresses_go_through(store: Store, tmp_path: Path, mo
     checkpoint = write_checkpoint(store, step=1)
     authority = trustme.CA()
     authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
-    issued = authority.issue_cert("127.0.0.1")
-    issued.private_key_and_cert_chain_pem.write_to_path(str(tmp_path / "both.pem"))
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(tmp_path / "both.pem"))
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
     port = free_port()
     with running_daemon(store.url, environment={**os.environ, "CKPTD_TOKEN": _TOKEN}) as daemon:

@@ -135,8 +135,7 @@ def test_retention_can_keep_the_newest_healthy_checkpoint(folder: Path) -> None:
     plan = invoke("prune", "nan", "--keep-healthy", "--dry-run", "--store", folder)
     assert "healthy-1" in next(line for line in plan.stdout.splitlines() if "nan@50" in line)
     with running_daemon(folder.as_uri()) as daemon:
-        through = invoke("ls", "nan", "--url", daemon.url, "-o", "json").json
-        assert through == listed
+        assert invoke("ls", "nan", "--url", daemon.url, "-o", "json").json == listed
         planned = invoke("prune", "nan", "--keep-healthy", "--dry-run", "--url", daemon.url)
         assert "healthy-1" in planned.stdout
         assert invoke("policy", "set", "--keep", 1, "--keep-healthy", "--url", daemon.url).code == 0

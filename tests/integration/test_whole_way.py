@@ -38,8 +38,7 @@ def test_training_on_s3_resumes_exactly(s3_store: S3Location) -> None:
     with Checkpointer(s3_store.url, run="s3", options=s3_store.options) as checkpointer:
         restored = checkpointer.restore(resumed.model, resumed.optim, scheduler=resumed.sched)
         assert restored is not None
-        assert restored.step == 4
-        assert [resumed.step() for _ in range(5, 8)] == losses[5:]
+        assert (restored.step, [resumed.step() for _ in range(5, 8)]) == (4, losses[5:])
     assert same_state(resumed.optim.state_dict(), reference.optim.state_dict())
 
 

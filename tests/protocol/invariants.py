@@ -68,8 +68,7 @@ class Invariants:
         self, objects: Mapping[Key, Value], claim: Claim, claims: Sequence[Claim], visible: set[str], swept: set[str]
     ) -> str | None:
         kind, a = claim[:2]
-        hidden = any(key[:2] == ("tombstones", a) for key in objects)
-        gone = hidden or a in swept
+        gone = any(key[:2] == ("tombstones", a) for key in objects) or a in swept
         if kind == "confirmed":
             if not gone and a not in visible:
                 return STAYS

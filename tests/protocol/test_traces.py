@@ -199,7 +199,6 @@ def _without(event: Event, key: Key) -> Event:
 def test_a_trace_without_one_of_its_writes_is_refused(store: Store, case: str) -> None:
     before, act, programs = CASES[case]
     trace = record(store, before, act)
-    writes = [event for event in trace if event.verb in ("put", "create")]
-    for write_ in writes:
+    for write_ in [event for event in trace if event.verb in ("put", "create")]:
         left = [_without(event, write_.key) for event in trace if event is not write_]
         assert any(accepts(one, left) for one in programs), f"{write_} is not missed"

@@ -84,8 +84,7 @@ def test_a_dataclass_comes_back_without_a_call_of_its_constructor(tmp_path: Path
         checkpointer.save(None, None, 1, window=saved)
         restored = checkpointer.restore(window=template)
     assert restored is not None
-    assert restored.values["window"] == saved
-    assert template == Window(9)
+    assert (restored.values["window"], template) == (saved, Window(9))
 
 
 def test_without_objects_the_whole_checkpoint_comes_back(tmp_path: Path) -> None:
@@ -151,8 +150,7 @@ def test_an_export_holds_what_is_shared_and_names_what_is_not(tmp_path: Path) ->
     found = torch.load(to.with_suffix(".pt"), weights_only=True)["lightning"]
     assert torch.equal(found["w"], state["w"])
     assert torch.equal(found["b"], state["b"])
-    assert found["at"]["moments"]["number"] == 7
-    assert found["at"]["folder"] == "/data/x"
+    assert (found["at"]["moments"]["number"], found["at"]["folder"]) == (7, "/data/x")
 
     for suffix in (".safetensors", ".pt"):
         target = (tmp_path / "own").with_suffix(suffix)
@@ -164,8 +162,7 @@ def test_an_export_holds_what_is_shared_and_names_what_is_not(tmp_path: Path) ->
     part = invoke(
         "export", "r@2", "--to", tmp_path / "p.safetensors", "--names", "rank-*", "--store", tmp_path / "store"
     )
-    assert part.code == 0
-    assert list(load_file(tmp_path / "p.safetensors")) == ["rank-00000/lightning/w"]
+    assert (part.code, list(load_file(tmp_path / "p.safetensors"))) == (0, ["rank-00000/lightning/w"])
 
 
 @pytest.mark.parametrize("batches", [0, 2])
@@ -237,8 +234,7 @@ def solo(store: str) -> list[Any]:
         model = nn.Linear(2, 2)
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
         with Checkpointer(store, run="r", writer="thread", group="solo") as checkpointer:
-            schedule = checkpointer.every(seconds=1000)
-            schedule.due(0)
+            checkpointer.every(seconds=1000).due(0)
             checkpointer.save(model, optim, 1, shared={"x": torch.ones(1)})
             restored = checkpointer.restore(model, optim)
             assert restored is not None

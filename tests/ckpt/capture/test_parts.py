@@ -37,8 +37,7 @@ def test_a_part_is_what_torch_chunk_gives(case: tuple[list[int], tuple[Placement
         for dimension, size in enumerate(shape):
             local = local.index_select(dimension, held(size, dimension, mesh, given_placements, coordinate))
         cut = _mesh_cut(cast(Any, Mesh(ranks, coordinate)), given_placements, tuple(shape))
-        assert cut.local == tuple(local.shape)
-        assert cut.ranks == tuple(range(prod(mesh)))
+        assert (cut.local, cut.ranks) == (tuple(local.shape), tuple(range(prod(mesh))))
         placed = torch.full_like(local, -1)
         for box, at in zip(cut.boxes, cut.at, strict=True):
             here = tuple(slice(start, start + size) for start, size in zip(at, boxes.sizes(box), strict=True))

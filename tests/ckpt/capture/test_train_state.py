@@ -82,8 +82,7 @@ def test_a_save_asks_a_module_for_its_state_once() -> None:
     ownership, _ = agree(0, [describe(state, sampled=True)], split_replicas=False)
     assert model.calls == 1
     captured = Capturer().capture(state, ownership, grads=True)
-    assert model.calls == 2
-    assert captured.aliases == {"model/second.weight": "model/first.weight"}
+    assert (model.calls, captured.aliases) == (2, {"model/second.weight": "model/first.weight"})
     assert {entry.entry for entry in captured.leaves.slices} >= {"model/mean", "optim/state/group0.param1/exp_avg"}
 
 

@@ -37,8 +37,7 @@ def test_values_are_those_that_torch_finds_and_nest_puts_them_back(state: dict[s
     except ValueError:  # two values of one name
         assume(False)
     values = list(flatten(as_trees(state)))
-    assert {value.fqn: value.path for value in values} == paths
-    assert list(flatten(nest(values))) == values
+    assert ({value.fqn: value.path for value in values}, list(flatten(nest(values)))) == (paths, values)
 
 
 def test_optimizers_of_checkpointer_have_options_by_parameter() -> None:

@@ -36,8 +36,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> str:
     with Checkpointer(str(place / "store"), run="single", writer="thread") as checkpointer:
         checkpointer.save(model, make_optimizer(model), 7)
     for output in run_ranks("tests.ckpt.dcp.dcp_ranks", 2, place / "meet", str(place / "store")):
-        held = [line for line in lines(output) if line.endswith(" held")]
-        assert len(held) == 7, output
+        assert len([line for line in lines(output) if line.endswith(" held")]) == 7, output
     return str(place / "store")
 
 
@@ -48,8 +47,7 @@ def test_two_ranks_write_the_checkpoint_that_one_process_would(ranks: str) -> No
     assert verify(source, checkpoint).ok
     content = read_manifest(source, checkpoint).content
     shapes = dict(zip(content.entries.name, content.entries.shape, strict=True))
-    assert shapes["model/0.weight"] == [301, 7]
-    assert shapes["optim/state.2.weight.exp_avg"] == [1, 301]
+    assert (shapes["model/0.weight"], shapes["optim/state.2.weight.exp_avg"]) == ([301, 7], [1, 301])
     assert content.trees["model"]["0.weight"] == {"$": "tensor", "name": "model/0.weight"}
     assert content.trees["objects"] == {
         "seen": 17,

@@ -52,8 +52,7 @@ def refused(store: Path, path: Path) -> Any:
     """The error of an import that must leave nothing."""
     done = take(store, path)
     assert done.code != 0
-    assert list_checkpoints(Run(open_store(str(store)), "r")) == []
-    assert list(store.rglob("*.ckpt")) == []
+    assert (list_checkpoints(Run(open_store(str(store)), "r")), list(store.rglob("*.ckpt"))) == ([], [])
     return done.error
 
 
@@ -111,8 +110,7 @@ def test_shapes_of_all_kinds_keep_their_bits(store: Path, tmp_path: Path) -> Non
     assert same(found["model"], {**state["model"]})
     assert same(found["list"][0], state["list"][0])
     assert same(found["list"][1], state["list"][1])
-    assert found["list"][2:] == state["list"][2:]
-    assert found["values"] == state["values"]
+    assert (found["list"][2:], found["values"]) == (state["list"][2:], state["values"])
 
 
 def test_a_flat_state_dict_becomes_a_model(store: Path, tmp_path: Path) -> None:

@@ -37,8 +37,7 @@ def test_safetensors_hold_the_same_bits(folder: Path, tmp_path: Path) -> None:
     found = load_file(to)
     for name, array in sample_arrays(40).items():
         assert tensor_bytes(found.pop(name)) == array.tobytes()
-    assert found == {}
-    assert left_in(tmp_path) == ["out.safetensors"]
+    assert (found, left_in(tmp_path)) == ({}, ["out.safetensors"])
     assert to.stat().st_mode & 0o777 == 0o666 & ~_umask()
 
 
@@ -46,13 +45,10 @@ def test_a_torch_file_holds_the_state_as_it_was_saved(training: Path, tmp_path: 
     to = tmp_path / "out.pt"
     assert invoke("export", "r@1", "--to", to, "--store", training).code == 0
     state = torch.load(to, weights_only=True)
-    assert list(state) == ["model", "optim", "scheduler"]
-    assert state["model"]["emb"].dtype == torch.bfloat16
+    assert (list(state), state["model"]["emb"].dtype) == (["model", "optim", "scheduler"], torch.bfloat16)
     assert state["model"]["emb"].data_ptr() == state["model"]["head"].data_ptr()
-    assert state["model"]["bias"].dtype == torch.float64
-    assert state["optim"]["state"][0]["t"] == 3
-    assert state["optim"]["state"][0]["m"].shape == (0, 4)
-    assert state["optim"]["betas"][0] == 0.9
+    assert (state["model"]["bias"].dtype, state["optim"]["state"][0]["t"]) == (torch.float64, 3)
+    assert (state["optim"]["state"][0]["m"].shape, state["optim"]["betas"][0]) == ((0, 4), 0.9)
     assert state["optim"]["betas"][1].shape == ()
     assert state["scheduler"] == {
         "last": float("inf"), "size": torch.Size([2, 3]), "type": torch.bfloat16, "milestones": Counter({30: 1}),
@@ -82,8 +78,7 @@ def test_every_element_type_that_safetensors_has_keeps_its_bits(tmp_path: Path) 
     _, raw = write_entries(open_store(str(folder)), entries, {}, {})
     to = tmp_path / "a.safetensors"
     assert invoke("export", "r@1", "--to", to, "--store", folder).code == 0
-    found = load_file(to)
-    assert {name: tensor_bytes(tensor) for name, tensor in found.items()} == raw
+    assert {name: tensor_bytes(tensor) for name, tensor in load_file(to).items()} == raw
 
 
 @pytest.mark.parametrize("dtype", ["complex128", "complex32"])
@@ -102,8 +97,7 @@ def test_tied_weights_are_in_a_safetensors_file_once(training: Path, tmp_path: P
     with safe_open(to, "pt") as file:
         assert sorted(file.keys()) == ["model/bias", "model/emb", "optim/beta", "optim/m"]
         metadata = file.metadata()
-    assert metadata["model/head"] == "model/emb"
-    assert metadata["format"] == "pt"
+    assert (metadata["model/head"], metadata["format"]) == ("model/emb", "pt")
     assert metadata["checkpoint"].startswith("r@1.")
 
 
@@ -119,8 +113,7 @@ def test_tied_weights_are_in_a_safetensors_file_once(training: Path, tmp_path: P
 def test_a_part_can_be_exported(training: Path, tmp_path: Path, pattern: str, expected: dict[str, set[str]]) -> None:
     to = tmp_path / "part.pt"
     assert invoke("export", "r@1", "--to", to, "--names", pattern, "--store", training).code == 0
-    state = torch.load(to, weights_only=True)
-    assert {item: set(tree) for item, tree in state.items()} == expected
+    assert {item: set(tree) for item, tree in torch.load(to, weights_only=True).items()} == expected
 
 
 def test_what_is_left_out_of_a_tuple_is_none_and_out_of_a_dict_is_missing(training: Path, tmp_path: Path) -> None:

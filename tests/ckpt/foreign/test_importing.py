@@ -101,8 +101,7 @@ def test_every_element_type_survives_export_and_import(tmp_path: Path) -> None:
     assert invoke("export", "r@1", "--to", first, "--store", folder).code == 0
     assert invoke("import", first, "copy@1", "--store", folder).code == 0
     assert invoke("export", "copy@1", "--to", second, "--store", folder).code == 0
-    found = load_file(second)
-    assert {name: tensor_bytes(tensor) for name, tensor in found.items()} == raw
+    assert {name: tensor_bytes(tensor) for name, tensor in load_file(second).items()} == raw
 
 
 def test_an_own_export_falls_into_its_items_again(tmp_path: Path) -> None:
@@ -111,8 +110,7 @@ def test_an_own_export_falls_into_its_items_again(tmp_path: Path) -> None:
     assert invoke("export", "r@1", "--to", to, "--store", folder).code == 0
     assert invoke("import", to, "copy@1", "--store", folder).code == 0
     content = content_of(folder, "copy")
-    assert sorted(content.trees) == ["model", "optim"]
-    assert content.aliases == {"model/head": "model/emb"}
+    assert (sorted(content.trees), content.aliases) == (["model", "optim"], {"model/head": "model/emb"})
     state = exported(folder, "copy", tmp_path / "b.pt")
     assert state["model"]["head"].data_ptr() == state["model"]["emb"].data_ptr()
     assert state["optim"]["m"].shape == (0, 4)
@@ -143,8 +141,7 @@ def test_a_step_that_has_a_checkpoint_is_not_replaced(folder: Path, filled: Stor
     save_file({"w": torch.zeros(4)}, tmp_path / "a.safetensors")
     before = list_checkpoints(run)
     done = invoke("import", tmp_path / "a.safetensors", "gpt@40", "--store", folder, "-o", "json")
-    assert (done.code, done.error["code"]) == (2, "invalid_request")
-    assert list_checkpoints(run) == before
+    assert (done.code, done.error["code"], list_checkpoints(run)) == (2, "invalid_request", before)
 
 
 def test_no_import_moves_a_run_back_to_an_earlier_step(folder: Path, filled: Store, tmp_path: Path) -> None:

@@ -46,8 +46,7 @@ def refused(store: Path, path: Path) -> Any:
     """The error of an import that must leave nothing."""
     done = take(store, path)
     assert done.code != 0
-    assert list_checkpoints(Run(open_store(str(store)), "r")) == []
-    assert list(store.rglob("*.ckpt")) == []
+    assert (list_checkpoints(Run(open_store(str(store)), "r")), list(store.rglob("*.ckpt"))) == ([], [])
     return done.error
 
 
@@ -277,5 +276,4 @@ def test_a_file_of_the_other_byte_order_is_read_not_changed(tmp_path: Path, monk
     (part,) = read_torch(path, "model").parts
     buffer = bytearray(8)
     part.read(0, memoryview(buffer))
-    assert bytes(buffer) == bytes([0, 0, 0, 1, 0, 0, 0, 2])
-    assert path.read_bytes() == before
+    assert (bytes(buffer), path.read_bytes()) == (bytes([0, 0, 0, 1, 0, 0, 0, 2]), before)

@@ -58,8 +58,7 @@ def test_a_small_model_is_one_file_without_an_index_with_tied_weights_once(train
     assert export(training, "r@1", to, "huggingface") == 0
     assert [path.name for path in to.iterdir()] == ["model.safetensors"]
     with safe_open(to / "model.safetensors", "pt") as file:
-        assert sorted(file.keys()) == ["bias", "emb"]
-        assert file.metadata() == {"format": "pt", "head": "emb"}
+        assert (sorted(file.keys()), file.metadata()) == (["bias", "emb"], {"format": "pt", "head": "emb"})
 
 
 def test_another_item_can_be_the_model(training: Path, tmp_path: Path) -> None:
@@ -95,8 +94,7 @@ def test_a_dcp_folder_holds_the_state_as_it_was_saved(training: Path, tmp_path: 
     load_dcp(tmp_path / "dcp", state)
     for name, tensor in expected["model"].items():
         assert tensor_bytes(state["model"][name]) == tensor_bytes(tensor)
-    assert state["optim"]["state"]["0"]["t"] == 3
-    assert state["optim"]["betas"] == expected["optim"]["betas"]
+    assert (state["optim"]["state"]["0"]["t"], state["optim"]["betas"]) == (3, expected["optim"]["betas"])
     assert state["scheduler"] == {name: expected["scheduler"][name] for name in state["scheduler"]}
 
 

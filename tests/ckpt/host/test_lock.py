@@ -71,8 +71,7 @@ def test_a_relative_store_survives_a_chdir(tmp_path: Path, temporary: Path, monk
         assert latest is not None
         assert latest.step == 2
         nn.init.zeros_(model.weight)
-        restored = checkpointer.restore(model, checkpoint=1)
-        assert restored is not None
+        assert checkpointer.restore(model, checkpoint=1) is not None
         assert torch.count_nonzero(model.weight)
     for spelling in (str(tmp_path / "one/ckpts"), f"file://{tmp_path}/one/ckpts", "../one/ckpts"):
         with Checkpointer(spelling, run="r") as checkpointer:

@@ -97,8 +97,7 @@ class Integration:
         """Kill a run, resume it under another seed, and compare it with a run without this project."""
         plain = self.outputs(folder, "none", 0, "plain", *options, ranks=ranks)
         self.outputs(folder, name, kill_at, *options, ranks=ranks)
-        resumed = self.outputs(folder, name, 0, *options, ranks=ranks)
-        for lines, whole in zip(resumed, plain, strict=True):
+        for lines, whole in zip(self.outputs(folder, name, 0, *options, ranks=ranks), plain, strict=True):
             expected = [line for line in whole if not line[0].isdigit() or int(line.split()[0]) >= resumed_at]
             assert len(lines) > 2
             stored = sorted(str(path.relative_to(folder)) for path in (folder / name).rglob("*"))
@@ -135,5 +134,4 @@ def operators_can_use(folder: Path, name: str, own: Path, prefix: str = "model/"
         assert torch.equal(tensor, expected[entry.removeprefix(prefix)]), entry
     pruned = invoke("prune", name, "--keep", "1", "--yes", "--grace", "0s", "--store", store)
     assert pruned.code == 0, pruned.stderr
-    left = invoke("ls", name, "--store", store, "-o", "json").json
-    assert [one["id"] for one in left] == [newest]
+    assert [one["id"] for one in invoke("ls", name, "--store", store, "-o", "json").json] == [newest]

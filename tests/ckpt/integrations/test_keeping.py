@@ -61,8 +61,7 @@ def test_a_foreign_error_is_logged_and_the_next_save_prunes(tmp_path: Path, capl
         keeper = Keeper(checkpointer.config, Policy(keep_last=1))
         save(checkpointer, keeper, 1)
         keeper._operator = StoreOperator(Failing(open_store(str(tmp_path))))
-        assert save(checkpointer, keeper, 2) == [1, 2]
-        assert save(checkpointer, keeper, 3) == [3]
+        assert (save(checkpointer, keeper, 2), save(checkpointer, keeper, 3)) == ([1, 2], [3])
         keeper.close()
     [record] = warnings(caplog)
     assert record.message == "run gpt is not pruned"

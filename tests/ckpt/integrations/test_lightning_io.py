@@ -19,10 +19,8 @@ def test_what_lightning_saves_is_loaded_and_removed_by_its_paths(tmp_path: Path,
     """Saves at steps 4, 8 and 12, of which two stay; a resume by `last`; and a save at the end, step 14."""
     lines = LIGHTNING.outputs(tmp_path, "gpt", 0, "io", ranks=ranks)
     again = LIGHTNING.outputs(tmp_path, "gpt", 0, "io", "again", ranks=ranks)
-    assert [line.split()[0] for line in again[0]] == ["12", "13", "weights"]
-    assert len(lines[0]) == 13
-    listed = invoke("ls", "gpt", "--store", tmp_path, "-o", "json").json
-    assert [one["step"] for one in listed] == [14, 12, 8]
+    assert ([line.split()[0] for line in again[0]], len(lines[0])) == (["12", "13", "weights"], 13)
+    assert [one["step"] for one in invoke("ls", "gpt", "--store", tmp_path, "-o", "json").json] == [14, 12, 8]
     last = torch.load(tmp_path / "gpt-0.pt", weights_only=True)
     operators_can_use(tmp_path, "gpt", tmp_path / "gpt-0.pt", prefix="state_dict/")
     loaded = torch.load(tmp_path / "loaded.pt", weights_only=True)
@@ -51,5 +49,4 @@ def test_fits_of_one_process_continue_each_other_or_start_over(tmp_path: Path) -
     assert [one for one in found["went on"] if one[1] == 2 and one[2] == "committed"] == [
         [step, 2, "committed"] for step in (2, 4, 6)
     ]
-    assert found["paths"] == [2, 4]
-    assert found["removed"] == [4]
+    assert (found["paths"], found["removed"]) == ([2, 4], [4])

@@ -35,8 +35,7 @@ def test_two_ranks_with_fully_shard(tmp_path: Path) -> None:
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     TORCHTITAN.outputs(tmp_path, "llama", 0, "keep=2", "wait")
-    listed = invoke("ls", "llama", "--store", tmp_path, "-o", "json").json
-    assert [one["step"] for one in listed] == [20, 18]
+    assert [one["step"] for one in invoke("ls", "llama", "--store", tmp_path, "-o", "json").json] == [20, 18]
 
 
 def test_names_that_are_not_public() -> None:

@@ -34,8 +34,7 @@ def test_a_run_that_saved_the_weights_alone_goes_on_with_a_new_optimizer(tmp_pat
     """As without this project; its first loss is that of the weights and the random state that were saved."""
     (before,) = TRANSFORMERS.outputs(tmp_path, "gpt", 18, "weights")
     (rest,) = TRANSFORMERS.outputs(tmp_path, "gpt", 0, "weights")
-    assert rest[0].split()[0] == "16"
-    assert rest[0] == before[16]
+    assert (rest[0].split()[0], rest[0]) == ("16", before[16])
     assert rest[1] != before[17]
 
 

@@ -114,9 +114,7 @@ def test_ranks_that_have_not_come_are_found_in_few_requests(missing: set[int]) -
 
 def test_one_process_is_a_world_of_its_own() -> None:
     world = World(1.0)
-    assert (world.rank, world.size) == (0, 1)
-    assert world.gather("a") == ["a"]
-    assert world.broadcast("b") == "b"
+    assert (world.rank, world.size, world.gather("a"), world.broadcast("b")) == (0, 1, ["a"], "b")
     world.beat()
 
 

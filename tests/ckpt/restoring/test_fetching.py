@@ -78,8 +78,7 @@ class NextHeldSnapshot(msgspec.Struct, tag="HeldSnapshot"):
 
 
 def test_an_answer_of_another_version_stops_neither_a_restore_nor_a_save(tmp_path: Path) -> None:
-    store = str(tmp_path / "store")
-    url = open_store(store).url
+    url = open_store(str(tmp_path / "store")).url
     with peer(url, lambda channel: channel.send(NextHeldSnapshot(1))):
         assert attach(url, CHECKPOINT) is None
     with peer(url, lambda channel: channel.send(NextHeldSnapshot(1))):

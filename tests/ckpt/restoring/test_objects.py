@@ -48,8 +48,7 @@ def test_values_return_to_the_current_device(kind: str, expected: str, monkeypat
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     tree = {"$": "tensor", "dtype": "float32", "shape": [1], "data": "AACAPw==", "device": kind}
-    value = Destinations(EMPTY).decode(tree, "extra")
-    assert value.device.type == expected
+    assert Destinations(EMPTY).decode(tree, "extra").device.type == expected
 
 
 def moved(folder: Path, old: nn.Module, new: nn.Module, kind: Callable[..., Optimizer] = AdamW) -> list[Optimizer]:

@@ -119,8 +119,7 @@ def test_a_corrupt_newest_checkpoint_is_skipped(victim: str, tmp_path: Path, cap
     with Checkpointer(str(tmp_path), run="r") as checkpointer:
         restored = checkpointer.restore(model)
         assert restored is not None
-        assert restored.step == 1
-        assert [identity for identity, _ in restored.skipped] == [checkpoints[2].id]
+        assert (restored.step, [identity for identity, _ in restored.skipped]) == (1, [checkpoints[2].id])
         assert same_state(dict(model.state_dict()), states[1])
         assert checkpoints[2].id in caplog.text
         # A restore of the corrupt one by name raises the error, not another checkpoint.
@@ -149,8 +148,7 @@ def test_no_good_checkpoint_left_is_an_error_not_a_fresh_start(tmp_path: Path) -
 
 def test_an_undecided_attempt_with_a_hostile_receipt_does_not_stop_a_restore(tmp_path: Path) -> None:
     (checkpoint,), (state,) = save_steps(tmp_path, 1)
-    store = open_store(str(tmp_path))
-    write_rank(store, "r", Attempt(2, new_ulid(system_clock())), {}, world_size=2**40)
+    write_rank(open_store(str(tmp_path)), "r", Attempt(2, new_ulid(system_clock())), {}, world_size=2**40)
     model = nn.Linear(64, 64)
     with Checkpointer(str(tmp_path), run="r") as checkpointer:
         restored = checkpointer.restore(model)
@@ -218,8 +216,7 @@ def test_an_older_one_that_does_not_fit_is_a_mismatch_if_nothing_was_read_of_the
 
 def test_what_a_live_run_resumed_from_is_not_pruned_until_it_commits(tmp_path: Path) -> None:
     save_steps(tmp_path, 3)
-    store = open_store(str(tmp_path))
-    run = Run(store, "r")
+    run = Run(open_store(str(tmp_path)), "r")
     model = nn.Linear(64, 64)
     with Checkpointer(str(tmp_path), run="r") as checkpointer:
         checkpointer.restore(model, checkpoint=0)
@@ -289,8 +286,7 @@ def test_a_colleague_needs_only_the_store(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("CKPT_STORE", str(tmp_path))
     assert ckpt.runs() == ["gpt"]
     found = ckpt.checkpoints("gpt")
-    assert [c.step for c in found] == [3, 2, 1]
-    assert repr(found[0]) == f"<Checkpoint {found[0].id} committed>"
+    assert ([c.step for c in found], repr(found[0])) == ([3, 2, 1], f"<Checkpoint {found[0].id} committed>")
     assert (found.best("val/loss").step, found.best("val/loss", "max").step) == (2, 3)
     assert found._repr_html_().count("<tr>") == 4
     for name in ("gpt@1", "gpt@prod", "gpt@best:val/loss:min", f"{tmp_path}/gpt@best:val/loss:max"):
@@ -407,8 +403,7 @@ def test_a_restore_meets_a_few_times(outcomes: dict[object, Outcome], name: str,
 
 def test_all_ranks_get_all_reports_and_what_rank_0_chooses(outcomes: dict[object, Outcome]) -> None:
     for rank, result in enumerate(outcomes["none"].result()):
-        assert (result["answers"], result["result"]) == ([[0], [1]], "first")
-        assert result["chosen"] == (rank == 0)
+        assert (result["answers"], result["result"], result["chosen"]) == ([[0], [1]], "first", rank == 0)
         assert result["later"] == [[0, 1], "again"]
 
 
@@ -512,8 +507,7 @@ def test_objects_are_restored_as_they_are_built(tmp_path: Path) -> None:
         assert torch.count_nonzero(other.get_parameter("weight")) == 0, "the model is not read again"
         assert same_state(late.state_dict(), optim.state_dict())
         seed_all(9)
-        found = [batch.tolist() for batch in loader] + [random.random(), float(torch.rand(()))]
-        assert found == expected
+        assert ([batch.tolist() for batch in loader] + [random.random(), float(torch.rand(()))]) == expected
         checkpointer.save(other, late, 2)  # after the restored step: the same lineage
 
 

@@ -69,8 +69,7 @@ def test_a_loader_that_can_gets_the_states_of_all_ranks(world_size: int) -> None
     saved = _saved(2, loader=[{"at": 1}, {"at": 2}])
     for rank in range(world_size):
         state = share_out(saved, rank, world_size, {"loader": Loader()}, strict=True)
-        assert state.redistributed == {"loader": [{"at": 1}, {"at": 2}]}
-        assert state.items == {}
+        assert (state.redistributed, state.items) == ({"loader": [{"at": 1}, {"at": 2}]}, {})
         assert "loader: the states of all ranks were redistributed" in state.notes
 
 
@@ -86,8 +85,7 @@ def test_state_that_fits_no_rank_is_refused_with_a_hint() -> None:
 
 def test_state_that_is_not_to_be_restored_may_differ() -> None:
     saved = _saved(2, loader=[1, 2], step=[7, 7])
-    state = share_out(saved, 0, 1, {"step": None}, strict=True)
-    assert state.items == {"loader": 1, "step": 7}
+    assert share_out(saved, 0, 1, {"step": None}, strict=True).items == {"loader": 1, "step": 7}
     with pytest.raises(StateMismatch, match="grads differed"):
         share_out(_saved(2, grads=[1, 2]), 0, 1, {}, strict=True)
 
@@ -122,8 +120,7 @@ def test_in_real_ranks(outcomes: dict[int, Outcome], world_size: int) -> None:
     assert [result["drawn"] for result in results][:2] == drawn[:world_size]
     assert len({str(result["drawn"]) for result in results}) == world_size
     # Samples 0 to 9 were to be seen; each rank had seen two of its own.
-    left = [sample for result in results for sample in result["left"]]
-    assert sorted(left) == [4, 5, 6, 7, 8, 9]
+    assert sorted([sample for result in results for sample in result["left"]]) == [4, 5, 6, 7, 8, 9]
     changed = world_size != 2
     assert all(bool(result["notes"]) == changed for result in results)
 
@@ -151,8 +148,7 @@ class Samples:
         self.left = state["left"]
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        shared = sorted(sample for state in states for sample in state["left"])
-        self.left = shared[_rank() :: _size()]
+        self.left = sorted(sample for state in states for sample in state["left"])[_rank() :: _size()]
 
 
 def save(store: str) -> dict[str, Any]:

@@ -137,8 +137,7 @@ def test_a_corrupt_checkpoint_fails_its_session_and_the_next_one_is_restored(job
     assert repaired.ok
     older = source.checkpoints(RUN)[1]
     for rank, result in enumerate(results):
-        assert result["restored"] == [older.id, rank]
-        assert [id for id, _ in result["skipped"]] == [newest.id]
+        assert (result["restored"], [id for id, _ in result["skipped"]]) == ([older.id, rank], [newest.id])
     second, first = _sessions(daemon)[:2]
     assert (second.checkpoint.id, second.state) == (older.id, RestoreState.RESTORED)
     assert (first.checkpoint.id, first.state) == (newest.id, RestoreState.FAILED)
@@ -169,8 +168,7 @@ def test_wrong_bytes_in_the_cache_are_read_again_past_it(job: Job, tmp_path: Pat
         given = {"daemon": served, "replica_reads": "daemon"} if direct else {"store": None, "daemon": served}
         results = job.restore(**given)
     for result in results:
-        assert result["digest"] == job.digest
-        assert result["skipped"] == []
+        assert (result["digest"], result["skipped"]) == (job.digest, [])
         assert any("reading again, bypassing the daemon's cache" in line for line in result["log"])
 
 

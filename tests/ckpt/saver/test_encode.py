@@ -54,8 +54,7 @@ def test_encoding_runs_into_the_next_snapshot_as_far_as_one_budget_allows(encode
         assert 4 not in work.encoded  # what was taken counts until the next one is asked for
         assert taken(chunks, 1) == [2]
         wait_until(lambda: 4 in work.encoded)
-        assert list(chunks) == []
-        assert [chunk.data[0] for chunk in second] == [3, 4, 5]
+        assert (list(chunks), [chunk.data[0] for chunk in second]) == ([], [3, 4, 5])
 
 
 def test_a_chunk_larger_than_the_budget_is_encoded_alone(encoder: Encoder) -> None:

@@ -121,8 +121,7 @@ def test_what_is_local_only_is_reported_also_after_the_end_of_the_trainer(store:
     now[0] = _T + 90
     writer.local_only(LocalOnly(0, 0, None))
     writer.close()
-    assert reported() == (0, None)
-    assert read_heartbeats(run)[0].ended_at == _T + 60
+    assert (reported(), read_heartbeats(run)[0].ended_at) == ((0, None), _T + 60)
 
 
 class _Away(WrappedStore):

@@ -142,10 +142,8 @@ def test_a_frozen_base_is_stored_once(tmp_path: Path, writer: Any) -> None:
             checkpointer.restore(fresh.model, fresh.optim, checkpoint=step)
             assert same(fresh.state(), state)
     check_all(tmp_path)
-    store = open_store(str(tmp_path))
-    run = Run(store, RUN)
-    assert {mark.attempt for mark in marks(run)} == {first.attempt}
-    assert active_leases(run) == {}
+    run = Run(open_store(str(tmp_path)), RUN)
+    assert ({mark.attempt for mark in marks(run)}, active_leases(run)) == ({first.attempt}, {})
 
 
 def test_saves_without_a_pause_reference_as_well(tmp_path: Path) -> None:
@@ -208,8 +206,7 @@ def test_a_layout_that_changed_is_stored_whole(checkpointer: Checkpointer, tmp_p
     training.model.adapter = nn.Linear(1025, 2)
     training.optim = torch.optim.AdamW(training.model.adapter.parameters())
     checkpointer.prepare(training.model, training.optim)
-    second = training.save(checkpointer)
-    assert second.stored_bytes >= first.stored_bytes
+    assert training.save(checkpointer).stored_bytes >= first.stored_bytes
     check_all(tmp_path)
 
 

@@ -256,8 +256,7 @@ def test_signals_reach_the_trainer_and_orphans_are_reaped(sent: signal.Signals) 
         assert process.lines.next() == "ready\n"
         wait_until(lambda: len(children.read_text().split()) == 1, "the orphan is reaped")
         process.send_signal(sent)
-        assert process.lines.next() == "got\n"
-        assert process.wait(60) == 7
+        assert (process.lines.next(), process.wait(60)) == ("got\n", 7)
     finally:
         for pid in [*map(int, children.read_text().split() if process.poll() is None else []), process.pid]:
             with suppress(ProcessLookupError):

@@ -41,8 +41,7 @@ def test_messages_arrive_in_order_and_whole(pair: Pair) -> None:
 
 
 def test_descriptors_stay_with_their_messages_among_others(pair: Pair) -> None:
-    files = [os.memfd_create(f"test-{number}") for number in range(3)]
-    for number, fd in enumerate(files):
+    for number, fd in enumerate([os.memfd_create(f"test-{number}") for number in range(3)]):
         os.write(fd, str(number).encode())
         pair[0].send(Forget(number))
         pair[0].send(Slot(number, 100 + number), fds=[fd])

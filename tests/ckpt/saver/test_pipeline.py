@@ -97,8 +97,7 @@ def test_progress_then_release_then_commit(store: Store, attempt: NewAttempt) ->
     assert reports[-3].done_bytes == len(RAW)
     done = reports[-1]
     assert isinstance(done, Done)
-    outcome = parse_sealed(done.outcome.encode(), Outcome, "report")
-    assert outcome.attempt == str(stored(attempt))
+    assert parse_sealed(done.outcome.encode(), Outcome, "report").attempt == str(stored(attempt))
     assert verify(StoreSource(store), StoreSource(store).latest("r")).ok
 
 
@@ -219,15 +218,13 @@ def test_any_one_lost_request_fails_no_save(tmp_path: Path, mode: Literal["befor
     assert any(call.startswith("commit") for call in faults.calls)
     for fail_at in range(len(faults.calls)):
         reports, _ = save(fail_at + 1, fail_at)
-    released = next(report for report in reports if isinstance(report, Released))
-    assert released.retries <= 1
+    assert next(report for report in reports if isinstance(report, Released)).retries <= 1
 
 
 def test_a_save_waits_for_a_store_that_is_away_and_not_longer_than_its_limit(tmp_path: Path) -> None:
     folder, away = tmp_path / "store", tmp_path / "away"
     store = open_store(str(folder))
-    reports = run(store, setup(store), [job(new_attempt(7))])
-    assert isinstance(reports[-1], Done)
+    assert isinstance(run(store, setup(store), [job(new_attempt(7))])[-1], Done)
     folder.rename(away)
     failed = run(store, replace(setup(store), retry_s=0.2), [job(new_attempt(8))])[-1]
     assert isinstance(failed, Failed)

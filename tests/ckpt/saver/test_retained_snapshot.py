@@ -108,8 +108,7 @@ def test_a_restart_on_the_same_host_reads_no_shard_and_frees_the_memory(tmp_path
             assert restored is not None
             assert restored.step == 2
             assert restored.read == {"memory": restored.checkpoint.raw_bytes, "store": 0}
-            assert slow.reads == []
-            assert state_digest(model) == state_digest(network(2))
+            assert (slow.reads, state_digest(model)) == ([], state_digest(network(2)))
             assert is_alive(saver)
             # The second save had referenced what had not changed. A restart needs neither.
             assert restored.checkpoint.referenced_bytes > 0
@@ -159,8 +158,7 @@ def test_two_trainers_attach_at_once(tmp_path: Path) -> None:
                 results.append(json.loads(Lines(pipe).next()))
             assert process.wait(60) == 0
     for result in results:
-        assert result["digest"] == state_digest(network(2))
-        assert result["read"]["store"] == 0
+        assert (result["digest"], result["read"]["store"]) == (state_digest(network(2)), 0)
 
 
 def test_another_run_store_or_attempt_is_refused(tmp_path: Path) -> None:
@@ -183,8 +181,7 @@ def test_another_run_store_or_attempt_is_refused(tmp_path: Path) -> None:
         assert list(ask(url, "other", Attach(url, "other", str(newest.attempt)))) == []
         # Another run of the same store does not find it either.
         with Checkpointer(store, run="other") as checkpointer:
-            restored = checkpointer.restore(network(0), checkpoint=newest.id)
-            assert restored is not None
+            assert checkpointer.restore(network(0), checkpoint=newest.id) is not None
 
 
 OTHER_USER = """
@@ -247,8 +244,7 @@ def test_an_idle_saver_holds_up_nothing_and_ends_by_itself(tmp_path: Path) -> No
     with killed_trainer(tmp_path / "store2") as saver:
         wait_for_memory(tmp_path / "store2")
         assert saver not in [state.pid for state in savers()]
-        held = sum("ckpt-arena" in str(link.readlink()) for link in Path(f"/proc/{saver}/fd").iterdir())
-        assert held == 1
+        assert sum("ckpt-arena" in str(link.readlink()) for link in Path(f"/proc/{saver}/fd").iterdir()) == 1
         wait_until(lambda: os.readlink(f"/proc/{saver}/cwd") == "/", "that it leaves the folder of the job")
         os.kill(saver, signal.SIGTERM)
         wait_until(lambda: not is_alive(saver), "the end by a signal")
@@ -356,8 +352,7 @@ def test_the_memory_is_freed_when_the_host_needs_it(cause: str, monkeypatch: pyt
     contents, segments = SlotContents(), {0: Segment(SIZE), 1: Segment(SIZE)}
     hold(contents, 1, 1, ONE)
     kept = RetainedSnapshot(SETUP, contents, segments)
-    assert set(segments) == {1}
-    assert ask_for_one() == [held(ONE)]
+    assert (set(segments), ask_for_one()) == ({1}, [held(ONE)])
     if cause == "an error":
         available.clear()
     else:
@@ -380,7 +375,6 @@ def test_a_socket_is_found_only_once_it_listens(monkeypatch: pytest.MonkeyPatch)
     with monkeypatch.context() as patched:
         patched.setattr(socket.socket, "listen", ask_and_listen)
         kept = RetainedSnapshot(SETUP, contents, segments)
-    assert early == []
-    assert ask_for_one() == [held(ONE)]
+    assert (early, ask_for_one()) == ([], [held(ONE)])
     retained_snapshot.release(SETUP.store, RUN, SETUP.rank)
     kept.wait()

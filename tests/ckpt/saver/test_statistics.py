@@ -54,8 +54,7 @@ def check(found: CheckpointStatistics, state: dict[str, torch.Tensor]) -> None:
         assert (row.elements, row.shape) == (tensor.numel(), list(tensor.shape))
         finite = numbers[numbers.isfinite()]
         assert (row.minimum, row.maximum) == (finite.min().item(), finite.max().item())
-        assert row.nan == numbers.isnan().sum().item()
-        assert row.inf == numbers.isinf().sum().item()
+        assert (row.nan, row.inf) == (numbers.isnan().sum().item(), numbers.isinf().sum().item())
 
 
 def named(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -147,8 +146,7 @@ def test_casts_that_are_not_stored_have_statistics(tmp_path: Path) -> None:
     with Checkpointer(str(tmp_path), run="r", writer="thread", dedup_casts=True) as checkpointer:
         checkpointer.save(net, optimizer, step=1)
     source = StoreSource(open_store(str(tmp_path)))
-    manifest = read_manifest(source, source.latest("r"))
-    assert len(manifest.content.slices.derived_rows)
+    assert len(read_manifest(source, source.latest("r")).content.slices.derived_rows)
     check(statistics(tmp_path), named(net))
 
 
@@ -201,8 +199,7 @@ def test_a_save_survives_a_store_that_takes_no_statistics(caplog: pytest.LogCapt
 def test_damaged_and_missing_statistics_are_reported_and_harm_nothing_else() -> None:
     store = open_store("memory://survey-damage")
     save(store)
-    run = Run(store, "r")
-    checkpoint = latest(run)
+    checkpoint = latest(Run(store, "r"))
     key = RunKeys("r").shard(checkpoint.attempt, shard_name(0))
     good = store.get(key)
     assert statistics(store).tensors["model/w"].elements == COUNT
@@ -242,8 +239,7 @@ def truth(dtype: str, raw: bytes | memoryview) -> Any:
 
 def check_exact(table: Table, row: int, numbers: Any) -> None:
     finite = numbers[np.isfinite(numbers)]
-    assert table.elements[row] == len(numbers)
-    assert table.nan[row] == np.isnan(numbers).sum()
+    assert (table.elements[row], table.nan[row]) == (len(numbers), np.isnan(numbers).sum())
     assert table.positive_inf[row] == (numbers == np.inf).sum()
     assert table.negative_inf[row] == (numbers == -np.inf).sum()
     extremes = [finite.min(), finite.max()] if len(finite) else [np.nan, np.nan]
@@ -304,8 +300,7 @@ def test_merging_does_not_depend_on_how_a_tensor_was_cut() -> None:
     numbers = (rng.standard_normal(600) * 10.0 ** rng.integers(-12, 12, 600)).astype(np.float64)
     numbers[[3, 77, 500]] = np.nan, np.inf, -np.inf
     numbers[100:140] = 0
-    whole = of("float64", numbers.data.cast("B"), (600,))
-    check_exact(whole, 0, numbers)
+    check_exact(of("float64", numbers.data.cast("B"), (600,)), 0, numbers)
     for _ in range(50):
         cuts = np.sort(rng.choice(np.arange(1, 600), rng.integers(1, 20), replace=False))
         sizes = np.diff([0, *cuts, 600]).tolist()

@@ -49,8 +49,7 @@ def test_slots_are_reused_grow_with_the_state_and_wait_when_all_are_in_use() -> 
     arena.release(first.number)
     larger = arena.acquire(5000)
     assert larger is not None
-    assert larger.segment.num_bytes == 5000
-    assert announced.known == [second.number, larger.number]
+    assert (larger.segment.num_bytes, announced.known) == (5000, [second.number, larger.number])
     arena.release(second.number)
     arena.release(larger.number)
     assert arena.acquire(5000) is larger
@@ -103,8 +102,7 @@ def test_data_loader_workers_hold_nothing_of_the_arena(tmp_path: Path) -> None:
         checkpointer.save(model, None, 0)
         assert "ckpt-arena" in Path("/proc/self/maps").read_text()
         loader = DataLoader(Spy(), batch_size=1, num_workers=2, multiprocessing_context="fork")
-        held = torch.cat(list(loader))
-        assert not held.any()
+        assert not torch.cat(list(loader)).any()
         checkpointer.save(model, None, 1)
         other = nn.Linear(512, 512)
         checkpointer.restore(other)

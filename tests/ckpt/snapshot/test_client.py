@@ -82,8 +82,7 @@ def test_the_oldest_save_that_waits_gives_its_slot_to_the_newest(tmp_path: Path,
             third.result(60)
         gate.open()
         checkpointer.wait()
-        assert (first.result(0).step, fourth.result(0).step) == (1, 4)
-        assert checkpointer.counters.skipped == 2
+        assert (first.result(0).step, fourth.result(0).step, checkpointer.counters.skipped) == (1, 4, 2)
     assert steps(tmp_path) == [4, 1]
 
 
@@ -136,8 +135,7 @@ def test_the_other_ranks_skip_a_save_at_once_that_one_rank_skipped(folder: Path,
         kept = sorted({1, 2, 3, 4, 5} - set(skipped))
         first, second = outcomes[on_busy].result()
         for rank in (first, second):
-            assert rank["committed"] == kept
-            assert list(rank["skipped"]) == [str(step) for step in skipped]
+            assert (rank["committed"], list(rank["skipped"])) == (kept, [str(step) for step in skipped])
         assert all("skipped by rank 1" in said for said in first["skipped"].values())
         source = StoreSource(open_store(str(folder / on_busy)))
         assert [checkpoint.step for checkpoint in source.checkpoints(RUN)] == kept[::-1]
@@ -146,8 +144,7 @@ def test_the_other_ranks_skip_a_save_at_once_that_one_rank_skipped(folder: Path,
 def test_the_other_ranks_fail_at_once_with_the_cause(folder: Path, outcomes: dict[str, Outcome]) -> None:
     """Its saver was killed, its shard cannot be written, its snapshot is torn; what it leaves is collected."""
     first, second = outcomes["fail"].result()
-    causes = {"2": "saver_died", "3": "store_unavailable", "4": "snapshot_torn"}
-    for step, cause in causes.items():
+    for step, cause in {"2": "saver_died", "3": "store_unavailable", "4": "snapshot_torn"}.items():
         code, message = first["errors"][step]
         assert code == "rank_failed"
         assert f"rank 1 could not save step {step} " in message
@@ -159,8 +156,7 @@ def test_the_other_ranks_fail_at_once_with_the_cause(folder: Path, outcomes: dic
     assert [checkpoint.step for checkpoint in StoreSource(store).checkpoints(RUN)] == [5, 1]
     clock.advance(2 * 24 * 3600)
     collect(run)
-    left = {Attempt.parse(info.key.split("/")[2]).step for info in store.list(run.keys.attempts)}
-    assert left == {1, 5}
+    assert {Attempt.parse(info.key.split("/")[2]).step for info in store.list(run.keys.attempts)} == {1, 5}
 
 
 def test_a_rank_whose_save_raises_fails_that_step_alone_for_all(folder: Path, outcomes: dict[str, Outcome]) -> None:
@@ -217,8 +213,7 @@ def rank_one_fails(store: str) -> dict[str, Any]:
         checkpointer.save(model, optim, 1)
         for step, fail in ((2, _kill_saver), (3, _block_shard), (4, _tear)):
             nn.init.constant_(model.get_parameter(f"stage{rank}.weight"), step)
-            handle = fail(checkpointer, model, optim, step, Path(store))
-            errors[step] = _error(handle)
+            errors[step] = _error(fail(checkpointer, model, optim, step, Path(store)))
             try:
                 checkpointer.wait()
             except CkptError:

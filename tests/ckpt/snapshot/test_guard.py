@@ -231,11 +231,7 @@ def test_a_forked_child_replaces_its_memory_without_waiting(tmp_path: Path) -> N
     "make", [lambda: torch.zeros(600, 100), lambda: torch.zeros(600, 100).t(), lambda: torch.zeros(9)]
 )
 def test_memory_that_changes_while_the_call_copies_it_is_not_committed(
-    make: Callable[[], torch.Tensor],
-    whole_bytes: int,
-    overlap: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[], torch.Tensor], whole_bytes: int, overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by another process that shares it: one element of a small state, all of a large one."""
     model, check = nn.Module(), stage.Transfer.check

@@ -39,8 +39,7 @@ _OF_TWO_RANKS = 3 * _NUMBER // 10
 
 def _lives(store: Path, numbers: range, world_size: int) -> Scenario:
     arguments: dict[str, Any] = {"store": str(store), "numbers": list(numbers)}
-    function = f"{__name__}:live"
-    return Scenario(function, world_size, arguments, timeout_s=120 + 10 * len(numbers))
+    return Scenario(f"{__name__}:live", world_size, arguments, timeout_s=120 + 10 * len(numbers))
 
 
 @pytest.fixture(scope="module")

@@ -42,8 +42,7 @@ def test_gc_commits_what_is_complete_and_deletes_old_orphans(folder: Path, fille
     assert f"rolled forward gpt@70.{fresh.ulid}" in done.stdout
     row = done.stdout.splitlines()[1].split()
     assert (row[:4], row[5]) == (["gpt", "0", "1", "1"], "MiB")
-    assert list(filled.list(run.keys.attempt(partial))) == []
-    assert visible_attempts(run)[0] == fresh
+    assert (list(filled.list(run.keys.attempt(partial))), visible_attempts(run)[0]) == ([], fresh)
 
 
 def test_without_a_grace_the_space_is_free_at_once(folder: Path, filled: Store) -> None:
@@ -87,8 +86,7 @@ def test_what_is_swept_does_not_come_back(folder: Path, filled: Store) -> None:
 
 
 def test_rm_asks(folder: Path, filled: Store) -> None:
-    assert invoke("rm", "gpt@20", "--store", folder).code == 2
-    assert len(steps(filled, "gpt")) == 5
+    assert (invoke("rm", "gpt@20", "--store", folder).code, len(steps(filled, "gpt"))) == (2, 5)
     done = invoke("rm", "gpt@20", "--yes", "--store", folder)
     assert "ckptctl undelete restores it for 24h 00m" in done.stdout
     assert steps(filled, "gpt") == [40, 30, 30, 10]
@@ -120,8 +118,7 @@ def test_a_whole_run_is_deleted_and_comes_back(folder: Path, filled: Store, thro
         assert len(steps(filled, "gpt")) == 6
         done = invoke("rm", "gpt", "--all", "--yes", *target)
         assert (done.code, done.stdout.count("deleted gpt@")) == (0, 6), done.stderr
-        assert steps(filled, "gpt") == []
-        assert steps(filled, "wide") == [5]
+        assert (steps(filled, "gpt"), steps(filled, "wide")) == ([], [5])
         for step in (40, 50):
             assert invoke("undelete", f"gpt@{step}", *target).code == 0
         assert steps(filled, "gpt") == [50, 40]

@@ -52,8 +52,7 @@ def test_jobs_are_listed_shown_waited_for_and_ended(daemon: Daemon, client: Daem
 
 
 def test_what_makes_no_sense_of_jobs(daemon: Daemon, folder: Path) -> None:
-    unknown = "01M7Y6P7WGCXV53EY39EPJ6JT8"
-    for args, code in (((unknown,), 4), (("../x",), 2), (("--cancel",), 2)):
+    for args, code in ((("01M7Y6P7WGCXV53EY39EPJ6JT8",), 4), (("../x",), 2), (("--cancel",), 2)):
         assert invoke("jobs", *args, "--url", daemon.url).code == code
 
 
@@ -77,8 +76,7 @@ class Overwriting(FaultyStore):
 
 def test_a_store_that_lies_about_conditions_is_found_out(folder: Path) -> None:
     found = run_store_checks(Overwriting(open_store(str(folder)), Faults()), system_clock)
-    wrong = [check.name for check in found.checks if not check.ok]
-    assert wrong == ["create once", "one winner"]
+    assert [check.name for check in found.checks if not check.ok] == ["create once", "one winner"]
     assert not found.conditional_writes
     assert not found.ok
 
@@ -125,5 +123,4 @@ def test_the_doctor_needs_no_admin_to_be_content(folder: Path) -> None:
         done = invoke("doctor", "--url", daemon.url, "--token", reader, "-o", "json")
     assert done.code == 0, done.stdout + done.stderr
     found = {finding["check"]: (finding["verdict"], finding["found"]) for finding in json.loads(done.stdout)}
-    assert found["store"] == ("skipped", "not checked: needs scope admin")
-    assert found["runs"][0] == "ok"
+    assert (found["store"], found["runs"][0]) == (("skipped", "not checked: needs scope admin"), "ok")

@@ -19,8 +19,7 @@ from tests.support.daemons import running_daemon
 
 
 def test_ls_lists_the_newest_step_first_and_marks_superseded_ones(folder: Path) -> None:
-    done = invoke("ls", "--store", folder)
-    header, *rows = done.stdout.splitlines()
+    header, *rows = invoke("ls", "--store", folder).stdout.splitlines()
     assert " ".join(header.split()) == "CHECKPOINT STATE AGE SIZE STORED SAVED IN RANKS METRICS"
     assert [row.split()[0].partition(".")[0] for row in rows] == [
         "gpt@40", "gpt@30", "gpt@30", "gpt@20", "gpt@10", "wide@5",
@@ -65,8 +64,7 @@ def test_latest_is_the_highest_step_of_a_run_which_must_be_named_unless_it_is_th
 
 
 def test_runs_are_summed_up(folder: Path) -> None:
-    done = invoke("runs", "--store", folder)
-    rows = [line.split() for line in done.stdout.splitlines()]
+    rows = [line.split() for line in invoke("runs", "--store", folder).stdout.splitlines()]
     assert rows[1][:2] + rows[1][4:6] == ["gpt", "5", "step", "40"]
     assert rows[2][:2] + rows[2][4:6] == ["wide", "1", "step", "5"]
     assert invoke("runs", "--store", folder, "-o", "id").stdout == "gpt\nwide\n"
@@ -170,8 +168,7 @@ def test_times_are_ages_or_moments(folder: Path) -> None:
     def steps(*options: str) -> list[int]:
         return [body["step"] for body in invoke("ls", "gpt", *options, "--store", folder, "-o", "json").json]
 
-    assert steps("--since", "4h") == [40]
-    assert steps("--until", "4h") == [30, 30, 20, 10]
+    assert (steps("--since", "4h"), steps("--until", "4h")) == ([40], [30, 30, 20, 10])
     (moment,) = [
         datetime.fromtimestamp(body["committed_at"] - 0.001, UTC).isoformat()
         for body in invoke("ls", "gpt", "--state", "superseded", "--store", folder, "-o", "json").json

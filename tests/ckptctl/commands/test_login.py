@@ -39,8 +39,7 @@ def guarded(folder: Path) -> Iterator[Daemon]:
 
 
 def test_a_token_is_checked_stored_privately_and_used(guarded: Daemon, home: Path) -> None:
-    refused = invoke("login", guarded.url, "--token", "wrong")
-    assert refused.code == 8
+    assert invoke("login", guarded.url, "--token", "wrong").code == 8
     assert not home.exists()
     asked = subprocess.run(
         [*PROGRAM, "login", guarded.url], env=clean_environment(), input=f"{SECRET}\n", capture_output=True, text=True,
@@ -90,8 +89,7 @@ def test_a_new_token_goes_where_the_profile_reads_it(guarded: Daemon, home: Path
     file.write_text(f'profile = "lab"\n[profiles.lab]\nurl = "{guarded.url}/"\ntoken_file = "{secret}"\n')
     before = file.read_text()
     assert invoke("login", guarded.url, "--name", "lab", "--token", SECRET).code == 0
-    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
-    assert file.read_text() == before
+    assert (stat.S_IMODE(secret.stat().st_mode), file.read_text()) == (0o600, before)
     assert invoke("runs", "-o", "id").stdout == "gpt\nwide\n"
     file.write_text(before.replace(f'token_file = "{secret}"', 'token = "old"'))
     file.chmod(0o600)

@@ -84,8 +84,7 @@ def test_safetensors_files(tmp_path: Path) -> None:
     save_file({"a": np.zeros((3, 5), np.float16)}, tmp_path / "1.safetensors")
     save_file({"b": np.zeros(10, np.float16), "c": np.zeros(2, np.float32)}, tmp_path / "2.safetensors")
     body = planned("--safetensors", tmp_path)
-    assert body["model"]["parameters"] == 27
-    assert body["terms"][0]["dtype"] == "float16"
+    assert (body["model"]["parameters"], body["terms"][0]["dtype"]) == (27, "float16")
     assert planned("--safetensors", tmp_path / "1.safetensors")["size"]["raw_bytes"] == 14 * 15
 
 
@@ -96,8 +95,7 @@ def test_a_checkpoint_in_a_store_and_in_a_daemon(folder: Path) -> None:
             checkpoint = invoke("show", shown, "--store", folder, "-o", "json").json["checkpoint"]
             assert body["size"]["raw_bytes"] == checkpoint["raw_bytes"]
             assert body["size"]["compressed_bytes"] == pytest.approx(checkpoint["stored_bytes"], abs=1)
-            assert body["model"]["source"] == checkpoint["id"]
-            assert planned(name, "--url", daemon.url) == body
+            assert (body["model"]["source"], planned(name, "--url", daemon.url)) == (checkpoint["id"], body)
 
 
 def test_a_run_is_measured(folder: Path) -> None:
@@ -105,8 +103,7 @@ def test_a_run_is_measured(folder: Path) -> None:
     assert re.search(r"time until durable: \S+ \(median\), \S+ \(slowest\)", done.stderr)
     assert done.code == 0
     assert "no measurement of: stall, slowdown" in done.stderr
-    interval = done.json["interval"]
-    assert interval["durable_source"] == "measured"
+    assert done.json["interval"]["durable_source"] == "measured"
     given = invoke("plan", "--from", "gpt", "--store", folder, "--durable", "3s", "-o", "json").json["interval"]
     assert (given["durable_s"], given["durable_source"]) == (3.0, "given")
 
@@ -136,8 +133,7 @@ def test_ctrl_c_leaves_a_measured_store_clean(tmp_path: Path) -> None:
 def test_the_chart(tmp_path: Path) -> None:
     path = tmp_path / "plan.svg"
     options = "--model mlperf-405b --nodes 2048 --tp 8 --pp 16 --sharding fsdp --stall 20s --restart 5m --interval 30m"
-    done = invoke("plan", *options.split(), "--failures", "rsc-1", "--plot", path)
-    assert done.code == 0
+    assert invoke("plan", *options.split(), "--failures", "rsc-1", "--plot", path).code == 0
     root = ElementTree.fromstring(path.read_text())
     texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert texts[0] == "Effective training time 80.62% with a save every 30m 00s"

@@ -18,8 +18,7 @@ def test_a_file_comes_back_as_it_was() -> None:
     assert policies.grace_s == 86400
     assert policies.overrides[0].rules is not None
     assert (policies.overrides[0].rules.keep_within_s, policies.overrides[0].rules.max_bytes) == (43200, 500 * 10**9)
-    assert parse_policies(write_policies(policies)) == policies
-    assert parse_policies("{}") == PolicySet()
+    assert (parse_policies(write_policies(policies)), parse_policies("{}")) == (policies, PolicySet())
 
 
 @pytest.mark.parametrize(
@@ -77,8 +76,7 @@ def test_rules_are_set_one_by_one(folder: Path, filled: Store) -> None:
     assert change() == 2, "no rule"
     assert change("--keep", 0) == 2, "nothing would stay"
     assert change("--keep", 5, "--keep-best", "loss:min:3", "--reason", "space") == 0
-    assert change("w*", "--keep-within", "12h") == 0
-    assert change("wide", "--keep-every", 1000) == 0
+    assert (change("w*", "--keep-within", "12h"), change("wide", "--keep-every", 1000)) == (0, 0)
     assert change("w*", "--max-bytes", "1GB", "--keep-abandoned", "0s") == 0
     assert change("--keep-abandoned", "1d") == 2, "nothing of the live lineage would stay"
     found = read_policies(filled)

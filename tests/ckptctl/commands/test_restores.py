@@ -58,8 +58,7 @@ def test_a_list_shows_how_far_they_are(daemon: Daemon, client: DaemonClient, job
     client.report_restore(failed, 0, Phase.FAILED, problem="no space left\n\x1b[2J")
     lines = invoke("restores", run, "--url", daemon.url).stdout.splitlines()
     columns = ["RESTORE", "CHECKPOINT", "STATE", "RANKS", "DONE", "AGE", "HOST", "SLOWEST,", "OR", "PROBLEM"]
-    assert lines[0].split() == columns
-    assert lines[1].split()[:4] == [failed, f"{run}@40", "failed", "0/2"]
+    assert (lines[0].split(), lines[1].split()[:4]) == (columns, [failed, f"{run}@40", "failed", "0/2"])
     assert lines[1].endswith(r"rank 0 failed: no space left\n\x1b[2J")
     assert lines[2].split()[:5] == [job, f"{run}@40", "restoring", "1/4", "47%"]
     assert " node-7 " in lines[2]
@@ -69,8 +68,7 @@ def test_a_list_shows_how_far_they_are(daemon: Daemon, client: DaemonClient, job
 
 
 def test_one_shows_its_ranks_the_slowest_first(daemon: Daemon, job: str, run: str) -> None:
-    shown = invoke("restores", job, "--url", daemon.url).stdout
-    facts, _, ranks = shown.partition("\n\n")
+    facts, _, ranks = invoke("restores", job, "--url", daemon.url).stdout.partition("\n\n")
     assert f"{run}@40." in facts
     assert "1 restored, 3 joined, of 4 ranks" in facts
     assert "behind      rank 1, 3" in facts
@@ -109,8 +107,7 @@ def test_a_watch_prints_each_change_once(daemon: Daemon, client: DaemonClient, j
         assert "2/4 ranks  70%  rank 2 (fetching, 80%)" in lines.next()
         client.report_restore(job, 3, Phase.FAILED, problem="out of memory")
         assert lines.next() == f"{job}  {run}@40  failed  2/4 ranks  rank 3 failed: out of memory\n"
-        assert lines.next() == ""
-        assert watching.wait(30) == 0
+        assert (lines.next(), watching.wait(30)) == ("", 0)
 
 
 def test_a_watch_gives_programs_an_object_a_line(daemon: Daemon, client: DaemonClient, job: str, run: str) -> None:
@@ -138,6 +135,5 @@ def test_a_watch_can_be_interrupted(daemon: Daemon, job: str, run: str) -> None:
 
 
 def test_what_makes_no_sense(daemon: Daemon, job: str, run: str) -> None:
-    unknown = "01M7Y6P7WGCXV53EY39EPJ6JT8"
-    for args, code in (((unknown,), 4), (("../x",), 2), ((job, run), 2)):
+    for args, code in ((("01M7Y6P7WGCXV53EY39EPJ6JT8",), 4), (("../x",), 2), ((job, run), 2)):
         assert invoke("restores", *args, "--url", daemon.url).code == code, args

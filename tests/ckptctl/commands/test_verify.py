@@ -42,8 +42,7 @@ def test_all_or_one_run_or_one_checkpoint(folder: Path) -> None:
         return [result["id"].partition(".")[0] for result in results]
 
     assert verified("--all") == ["gpt@40", "gpt@30", "gpt@30", "gpt@20", "gpt@10", "wide@5"]
-    assert verified("wide") == ["wide@5"]
-    assert verified("gpt@20") == ["gpt@20"]
+    assert (verified("wide"), verified("gpt@20")) == (["wide@5"], ["gpt@20"])
     assert verified("gpt@20", "w*") == ["gpt@20", "wide@5"]
 
 
@@ -59,8 +58,7 @@ def test_every_problem_of_every_checkpoint_is_listed(folder: Path, filled: Store
     assert "chunk 0 of shard-00000.ckpt" in done.stdout
     assert "chunk 13 of shard-00000.ckpt" in done.stdout
     verdicts = {line.split()[0]: line.split()[4:] for line in done.stdout.splitlines()[1:7]}
-    assert verdicts["gpt@40"] == ["2", "problems"]
-    assert verdicts["gpt@20"] == ["14", "problems"]
+    assert (verdicts["gpt@40"], verdicts["gpt@20"]) == (["2", "problems"], ["14", "problems"])
     assert sum(verdict == ["ok"] for verdict in verdicts.values()) == 4
 
 
@@ -112,8 +110,7 @@ def test_through_a_daemon_the_estimate_is_that_of_its_readers(folder: Path, fill
 def test_no_lease_is_left_behind(folder: Path, filled: Store) -> None:
     run = Run(filled, "gpt", lambda: 0.0)
     invoke("verify", "--all", "--store", folder)
-    assert list(filled.list(run.keys.leases)) == []
-    assert active_leases(run) == {}
+    assert (list(filled.list(run.keys.leases)), active_leases(run)) == ([], {})
 
 
 def _flip(folder: Path, filled: Store, step: int) -> tuple[str, Path]:
@@ -128,15 +125,11 @@ def test_damage_is_remembered_until_it_is_repaired(folder: Path, filled: Store) 
     run = Run(filled, "gpt")
     id, path = _flip(folder, filled, 40)
     done = invoke("scrub", "gpt", "--store", folder, "-o", "json")
-    assert done.code == 5
-    assert [body["ok"] for body in done.json].count(False) == 1
-    listed = list_checkpoints(run)
-    assert {c.id for c in listed if c.state is State.CORRUPT} == {id}
-    assert latest(run).step == 30
+    assert (done.code, [body["ok"] for body in done.json].count(False)) == (5, 1)
+    assert ({c.id for c in list_checkpoints(run) if c.state is State.CORRUPT}, latest(run).step) == ({id}, 30)
     assert "corrupt" in invoke("ls", "--store", folder).stdout
     path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
-    assert invoke("scrub", id, "--store", folder).code == 0
-    assert latest(run).step == 40
+    assert (invoke("scrub", id, "--store", folder).code, latest(run).step) == (0, 40)
 
 
 def test_damage_is_healed_from_a_copy(folder: Path, filled: Store, tmp_path: Path) -> None:
@@ -166,8 +159,7 @@ def test_a_daemon_heals_in_a_job(folder: Path, filled: Store) -> None:
         assert not verify(client, whole).ok
         done = invoke("scrub", "--heal", "gpt", "--url", daemon.url, "-o", "json")
         assert done.code == 0, done.stderr
-        assert done.json["result"]["num_healed"] == 1
-        assert done.json["result"]["num_corrupt"] == 0
+        assert (done.json["result"]["num_healed"], done.json["result"]["num_corrupt"]) == (1, 0)
         assert verify(client, whole).ok
         assert [c.id for c in client.checkpoints("gpt") if c.state is State.CORRUPT] == []
         assert invoke("scrub", "--heal", "--from", folder, "--url", daemon.url).code == 2

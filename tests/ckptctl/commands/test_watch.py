@@ -66,8 +66,7 @@ def test_commits_are_followed_across_a_restart_of_the_daemon(tmp_path: Path) -> 
             while events[-1]["checkpoint"] != missed.id:
                 events.append(event(lines))
     ids = [event["checkpoint"] for event in events]
-    assert len(set(ids)) == len(ids)
-    assert {event["kind"] for event in events} == {"committed"}
+    assert (len(set(ids)), {event["kind"] for event in events}) == (len(ids), {"committed"})
 
 
 def test_a_store_is_polled(folder: Path, filled: Store) -> None:

@@ -158,8 +158,7 @@ def test_latest_is_not_sent_twice(served: Served) -> None:
 def test_no_checkpoint_is_404(served: Served, path: str) -> None:
     answer = served.daemon.get(path)
     problem = answer.json()
-    assert answer.status_code == 404
-    assert answer.headers["content-type"] == bodies.PROBLEM
+    assert (answer.status_code, answer.headers["content-type"]) == (404, bodies.PROBLEM)
     assert (problem["code"], problem["retryable"]) == ("no_checkpoint", False)
     assert problem["request_id"] == answer.headers["x-request-id"]
     assert problem["hint"]

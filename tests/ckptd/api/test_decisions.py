@@ -114,8 +114,7 @@ def test_a_decision_that_cannot_be_written_is_published_later(store: Store, inde
         failing.decide("gpt/commits/a", b"first")
     assert keys(store) == []
     RemoteCreateDecider(store, index, system_clock).finish()
-    assert store.get("gpt/commits/a") == b"first"
-    assert failing.decide("gpt/commits/a", b"second") == b"first"
+    assert (store.get("gpt/commits/a"), failing.decide("gpt/commits/a", b"second")) == (b"first", b"first")
 
 
 @on_both
@@ -224,8 +223,7 @@ def test_trainers_at_once_get_a_generation_each(overwriting: Store, gateway: S3S
         sessions = [Session(new_ulid(system_clock()), None) for _ in range(3)]
         raced = race(*(partial(begin_generation, run, sessions[i % 3]) for i, run in enumerate(runs)))
         numbers = [begun.number for begun in raced if isinstance(begun, Begun)]
-        assert numbers[:3] == numbers[3:]
-        assert sorted(numbers[:3]) == [1, 2, 3]
+        assert (numbers[:3], sorted(numbers[:3])) == (numbers[3:], [1, 2, 3])
         documents = read_generations(Run(overwriting, RUN))
         of_sessions = [sessions[numbers.index(number)].id for number in (1, 2, 3)]
         assert [document and document.session for document in documents.values()] == of_sessions
@@ -251,8 +249,7 @@ def test_other_doors_ask_the_daemon_too(overwriting: Store, gateway: S3Service, 
 
 def test_a_daemon_of_another_store(overwriting: Store, honest: Honest) -> None:
     attempt = new_attempt()
-    store = impatient(overwriting, honest.daemon.url)
-    run = Run(store, RUN)
+    run = Run(impatient(overwriting, honest.daemon.url), RUN)
     with pytest.raises(InvalidRequest, match="Does the daemon serve the store"):
         commit_attempt(run, [write_rank(overwriting, RUN, attempt, {})])
     with pytest.raises(StoreUnsafe, match="does not have the decision"):

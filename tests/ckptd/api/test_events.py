@@ -49,8 +49,7 @@ def listening(
         except Exception:
             pass  # the test closes the connection under it
 
-    thread = threading.Thread(target=follow, daemon=True)
-    thread.start()
+    threading.Thread(target=follow, daemon=True).start()
     try:
         yield received
     finally:
@@ -82,8 +81,7 @@ def test_a_commit_is_one_event_although_it_is_notified_and_listed(watched: tuple
         assert events[0].detail["step"] == 1
         assert sorted(event.id for event in events) == [event.id for event in events]
         with daemon.client() as client:
-            reindexed = client.reindex()
-            assert reindexed.checkpoints >= 3
+            assert client.reindex().checkpoints >= 3
             assert [event.checkpoint for event in client.events(run="once").items] == ids
 
 
@@ -110,8 +108,7 @@ def test_a_stream_resumes_where_it_ended(watched: tuple[Daemon, Store]) -> None:
     missed = [commit(daemon, store, "resumed", step) for step in (2, 3)]
     with listening(daemon, after=first.id, run="resumed") as received:
         events = [received.get(timeout=60) for _ in range(3)]
-    assert [event.checkpoint for event in events[1:]] == missed
-    assert events[0].kind == bodies.OPEN
+    assert ([event.checkpoint for event in events[1:]], events[0].kind) == (missed, bodies.OPEN)
 
 
 def test_events_survive_a_restart_and_a_stream_goes_on(tmp_path: Path) -> None:

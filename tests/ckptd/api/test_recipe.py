@@ -69,8 +69,7 @@ def answering(*statuses: int, body: bool = True) -> Iterator[str]:
 
 @pytest.mark.parametrize("program", ["sh", "bash"])
 def test_the_newest_checkpoint_becomes_variables(served: Served, program: str) -> None:
-    line = f'{use()}; echo "$CKPT_STEP of $CKPT_RUN: $CKPT_ID"'
-    done = shell(line, served.daemon.url, program)
+    done = shell(f'{use()}; echo "$CKPT_STEP of $CKPT_RUN: $CKPT_ID"', served.daemon.url, program)
     assert (done.returncode, done.stdout) == (0, f"30 of gpt: {served.newest.id}\n"), done.stderr
 
 

@@ -242,8 +242,7 @@ def test_a_prune_waits_for_the_end(store: Store, client: DaemonClient, run: str)
     client.report_restore(id, 0, Phase.RESTORED)
     wait_until(lambda: not _leases(store, run), "the release of the lease")
     client.prune(Prune(Policy(1), run))
-    assert steps(store, run) == [2]
-    assert client.restore_session(id).checkpoint.id == old.id
+    assert (steps(store, run), client.restore_session(id).checkpoint.id) == ([2], old.id)
 
 
 def test_a_cancelled_restore_lets_go_at_once(store: Store, daemon: Daemon, client: DaemonClient, run: str) -> None:

@@ -41,8 +41,7 @@ def test_a_deletion_hides_at_once_and_is_taken_back(served: tuple[Daemon, Store]
     assert httpx.delete(daemon.url + "/v1/checkpoints/gpt@3?reason=diverged&force=true").status_code == 204
     assert daemon.get("/v1/checkpoints/latest?run=gpt").json()["step"] == 2
     (hidden,) = daemon.get("/v1/deleted?run=gpt").json()["items"]
-    assert (hidden["id"].startswith("gpt@3."), hidden["reason"]) == (True, "diverged")
-    assert steps(store) == [2, 1]
+    assert (hidden["id"].startswith("gpt@3."), hidden["reason"], steps(store)) == (True, "diverged", [2, 1])
     back = daemon.post("/v1/checkpoints/gpt@3/undelete", {"reason": "it did not"})
     assert (back.status_code, back.json()["step"]) == (200, 3)
     assert daemon.get("/v1/checkpoints/latest?run=gpt").json()["step"] == 3
@@ -65,8 +64,7 @@ def test_without_a_grace_it_is_gone_for_good(served: tuple[Daemon, Store]) -> No
 def test_a_pin_holds(served: tuple[Daemon, Store]) -> None:
     daemon, _ = served
     pinned = httpx.put(daemon.url + "/v1/checkpoints/gpt@1/pins/paper?reason=figure+3")
-    assert pinned.status_code == 200
-    assert daemon.get("/v1/pins?run=gpt").json()["items"] == [pinned.json()]
+    assert (pinned.status_code, daemon.get("/v1/pins?run=gpt").json()["items"]) == (200, [pinned.json()])
     refused = httpx.delete(daemon.url + "/v1/checkpoints/gpt@1")
     assert (refused.status_code, refused.json()["code"]) == (409, "checkpoint_held")
     for _ in range(2):
@@ -167,10 +165,8 @@ def test_a_prune_works_from_the_store_and_updates_the_index(store: Store, daemon
     for step in range(4):
         write_checkpoint(store, step=step)  # the index has seen none of them
     write_checkpoint(store, "bert", 1)
-    pruned = client.prune(Prune(Policy(2), "gpt"))
-    assert not pruned.held
-    assert steps(store) == [3, 2]
-    assert [c.step for c in client.checkpoints("gpt")] == [3, 2]
+    assert not client.prune(Prune(Policy(2), "gpt")).held
+    assert (steps(store), [c.step for c in client.checkpoints("gpt")]) == ([3, 2], [3, 2])
     client.prune(Prune(Policy(1)))
     assert (steps(store), steps(store, "bert")) == ([3], [1])
     assert "ckptd_prune_deleted_total 3.0" in daemon.get("/metrics").text

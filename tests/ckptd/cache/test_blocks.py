@@ -128,8 +128,7 @@ def test_an_error_reaches_all_who_wait_and_is_not_kept(cached: Opener) -> None:
     with ThreadPoolExecutor(5) as pool:
         futures = [pool.submit(cache.read, 0, 1000) for _ in range(5)]
         assert [type(future.exception()) for future in futures] == [StoreUnavailable] * 5
-    assert len(cache.store.reads) == 1
-    assert cache.files == []
+    assert (len(cache.store.reads), cache.files) == (1, [])
     cache.store.before_read = lambda: None
     cache.check(0, 1000)
     assert len(cache.store.reads) == 2
@@ -266,8 +265,7 @@ def test_leftovers_are_removed_at_the_start(cached: Opener) -> None:
     cache = cached()
     cache.check(0, _SIZE)
     good, folder = cache.files, cache.folder / "extents"
-    extent = Extent.parse(good[0].name)
-    assert extent is not None
+    assert Extent.parse(good[0].name) is not None
     (folder / ".tmp-01HF7YAT00ABCDEFGHJKMNPQRS").write_bytes(b"half")
     (folder / "something else").write_bytes(b"x")
     for wrong in (Extent(_KEY, 0, 4096), Extent(_KEY, 4096, BLOCK_BYTES), Extent(_KEY, 0, 0)):
@@ -295,8 +293,7 @@ def test_two_caches_do_not_share_a_folder(cached: Opener, caplog: pytest.LogCapt
 def test_without_a_folder_readers_at_once_share_a_read(cached: Opener, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     cache = cached(folder=tmp_path / "file")
-    assert at_once(cache, [(0, 1000)] * 5) == [cache.data[:1000]] * 5
-    assert len(cache.store.reads) == 1
+    assert (at_once(cache, [(0, 1000)] * 5), len(cache.store.reads)) == ([cache.data[:1000]] * 5, 1)
     cache.check(0, 1000)
     assert len(cache.store.reads) == 2
 
@@ -318,8 +315,7 @@ def test_reads_go_on_with_a_full_disk(cached: Opener, tmp_path: Path, caplog: py
 
 def test_reads_of_the_store_are_limited(cached: Opener) -> None:
     cache = cached(reads=2)
-    both = threading.Barrier(2, timeout=60)
-    cache.store.before_read = both.wait
+    cache.store.before_read = threading.Barrier(2, timeout=60).wait
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda block: cache.check(block * BLOCK_BYTES, 1000), range(4)))
     assert cache.store.most_at_a_time == 2

@@ -30,8 +30,7 @@ def test_extents_cover_what_is_wanted_and_never_overlap(ranges: list[tuple[int, 
             assert extent.offset <= offset < extent.end <= _SIZE
             assert Extent.parse(extent.file_name) == extent
             offset = extent.end
-    ordered = sorted(claimed)
-    assert all(one.end <= other.offset for one, other in pairwise(ordered))
+    assert all(one.end <= other.offset for one, other in pairwise(sorted(claimed)))
     wanted = set().union(*(_grains(start, min(start + count, _SIZE)) for start, count in ranges))
     assert sum(extent.bytes for extent in claimed) <= len(wanted) * GRAIN_BYTES
     random.shuffle(claimed)

@@ -57,8 +57,7 @@ def _read(url: str, ranges: Sequence[tuple[int, int]], headers: dict[str, str] |
     with httpx.Client(timeout=60) as http:
         for start, end in ranges:
             answer = http.get(url, headers={"Range": f"bytes={start}-{end - 1}", **(headers or {})})
-            assert answer.status_code == 206
-            assert answer.content == _DATA[start:end]
+            assert (answer.status_code, answer.content) == (206, _DATA[start:end])
 
 
 @dataclass
@@ -105,8 +104,7 @@ def test_four_readers_of_a_checkpoint_cost_one_read(counted: Counted, readers: l
     assert counted.shard_bytes == _SIZE
     _read(counted.url, _ranges(5, 999_999))
     assert counted.shard_bytes == _SIZE, "warm"
-    assert counted.metric("store_bytes_total") == _SIZE
-    assert counted.metric("served_bytes_total") == 5 * _SIZE
+    assert (counted.metric("store_bytes_total"), counted.metric("served_bytes_total")) == (_SIZE, 5 * _SIZE)
     assert counted.metric("bytes") == _SIZE
     assert counted.metric("misses_total") == len([key for key, _, _ in counted.store.reads if key.endswith(".ckpt")])
 
@@ -177,8 +175,7 @@ def test_a_restart_is_warm_also_after_sigkill(store: Store, tmp_path: Path) -> N
     for _ in range(2):
         with running_daemon(store.url, options=options) as daemon:
             _read(daemon.url + _path(checkpoint), [(0, _SIZE)])
-            assert _cache(daemon, "store_bytes_total") == 0
-            assert _cache(daemon, "bytes") == _SIZE
+            assert (_cache(daemon, "store_bytes_total"), _cache(daemon, "bytes")) == (0, _SIZE)
 
 
 def _has_missed(daemon: Daemon, count: int) -> bool:

@@ -267,8 +267,7 @@ def test_one_that_does_not_lead_cannot_change_the_store(database: Database, stor
     for change in changes:
         with pytest.raises(LeadershipLost):
             change()
-    assert guarded.get("key") == b"x"
-    assert [info.key for info in guarded.list("")] == ["key"]
+    assert (guarded.get("key"), [info.key for info in guarded.list("")]) == (b"x", ["key"])
 
 
 DAEMON_LEASE_S = 3.0

@@ -40,8 +40,7 @@ def test_policies_are_applied_after_each_commit_and_when_they_change(store: Stor
         _keep(store, 2, version=1)
         wait_until(lambda: steps(store) == [4, 3, 0], "a prune after a change of the policies")
         assert steps(store, "paper") == [3, 2, 1, 0]
-        hidden = {h.attempt.step for h in list_hidden(run)}
-        assert hidden == {1, 2}, "and not deleted before the grace"
+        assert {h.attempt.step for h in list_hidden(run)} == {1, 2}, "and not deleted before the grace"
         client.undelete(Reference.parse("gpt@1"))
         assert [c.step for c in client.checkpoints("gpt")] == [4, 3, 1, 0]
         write_checkpoint(store, step=5)
@@ -72,5 +71,4 @@ def test_the_scrub_finds_damage_and_takes_it_out_of_latest(store: Store) -> None
         wait_until(lambda: "ckptd_scrubbed_total 3.0" in daemon.get("/metrics").text, "the scrub")
         wait_until(lambda: client.latest("gpt").step == 1, "the index")
         assert "ckptd_scrub_corrupt_total 1.0" in daemon.get("/metrics").text
-    assert latest(run).step == 1
-    assert set(verified_at(run)) == {written[0].attempt, written[1].attempt}
+    assert (latest(run).step, set(verified_at(run))) == (1, {written[0].attempt, written[1].attempt})

@@ -43,8 +43,7 @@ def test_a_damaged_newest_checkpoint_fails_and_the_one_before_it_is_next(store: 
         wait_until(lambda: "ckptd_scrubbed_total 2.0" in daemon.get("/metrics").text, "both")
         assert "ckptd_scrub_corrupt_total 1.0" in daemon.get("/metrics").text
         wait_until(lambda: client.latest("gpt").step == 1, "the index")
-    assert latest(Run(store, "gpt")).step == 1
-    assert set(verified_at(Run(store, "gpt"))) == {before.attempt}
+    assert (latest(Run(store, "gpt")).step, set(verified_at(Run(store, "gpt")))) == (1, {before.attempt})
 
 
 def test_a_job_verifies_that_checkpoints_restore(store: Store) -> None:

@@ -52,8 +52,7 @@ class Guarded:
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
-    folder = tmp_path_factory.mktemp("guarded")
-    store = open_store(str(folder / "store"))
+    store = open_store(str(tmp_path_factory.mktemp("guarded") / "store"))
     mine, other = (write_checkpoint(store, run, step=1) for run in ("gpt-a", "bert"))
     environment = {**os.environ, "CKPTD_TOKEN": _BOOTSTRAP}
     # With tokens it may listen beyond loopback.
@@ -80,8 +79,7 @@ def test_every_endpoint_has_a_rule_and_every_rule_an_endpoint(guarded: Guarded) 
 def test_everything_but_the_probes_asks_for_a_token(guarded: Guarded) -> None:
     for path in ("/livez", "/readyz"):
         assert guarded.daemon.get(path).status_code == 200
-    paths = ("/openapi.json", "/nope", "/livez/", "//livez", *(path for (_, path), _ in _SCOPED))
-    for path in paths:
+    for path in ("/openapi.json", "/nope", "/livez/", "//livez", *(path for (_, path), _ in _SCOPED)):
         for method in ("GET", "POST", "PUT", "PATCH", "DELETE"):
             answer = guarded.http.request(method, guarded.daemon.url + path)
             assert (answer.status_code, answer.json()["code"]) == (401, "unauthorized"), (method, path)

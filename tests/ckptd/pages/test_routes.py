@@ -98,8 +98,7 @@ def test_pages_are_well_formed_and_bring_nothing_inline(served: Served, path: st
 def test_every_page_has_a_rule() -> None:
     found = [route for route in routes.router.routes if isinstance(route, APIRoute)]
     pages = {(method, route.path) for route in found for method in route.methods or ()}
-    assert pages - RULES.keys() == set()
-    assert len(pages) == 11
+    assert (pages - RULES.keys(), len(pages)) == (set(), 11)
 
 
 def test_pages_are_no_part_of_the_api(served: Served) -> None:
@@ -186,8 +185,7 @@ def test_a_login_is_worth_what_its_token_is(guarded: Daemon, visitor: httpx.Clie
         assert "Probe the store now" not in page.text
         assert visitor.post("/store", data=_form(page)).status_code == 403
         admin.revoke_token("reader")
-        assert visitor.get("/").url.path == "/login"
-        assert _log_in(visitor, useless).status_code == 403
+        assert (visitor.get("/").url.path, _log_in(visitor, useless).status_code) == ("/login", 403)
 
 
 def test_the_api_knows_no_cookie(visitor: httpx.Client) -> None:

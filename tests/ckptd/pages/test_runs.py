@@ -46,8 +46,7 @@ def test_a_view_of_a_run_filters_pages_and_shows_reasons() -> None:
     assert preview is not None
     assert preview.rules == "--keep 5 --keep-abandoned 0d"
     healthy = RunPageQuery(keep=5, healthy=True)
-    assert healthy.policy == Policy(keep_last=5, keep_healthy=1)
-    assert healthy.link() == "?keep=5&healthy=1"
+    assert (healthy.policy, healthy.link()) == (Policy(keep_last=5, keep_healthy=1), "?keep=5&healthy=1")
     preview = run_view("gpt", checkpoints, reasons, kept, healthy, 1000.0).preview
     assert preview is not None
     assert preview.rules == "--keep 5 --keep-healthy"
@@ -84,8 +83,7 @@ def test_a_run_whose_next_commit_is_overdue_is_stalled(now: float, uploads: int,
 
 
 def test_two_commits_have_no_usual_gap() -> None:
-    recent = _commits(100, 200)
-    assert progress(recent, 0, None, 9000.0).stalled == ""
+    assert progress(_commits(100, 200), 0, None, 9000.0).stalled == ""
 
 
 def test_a_run_has_the_end_and_the_origin_of_its_last_attempt() -> None:
@@ -125,9 +123,7 @@ def test_runs_are_found_by_name_and_tag_and_sorted() -> None:
         "a", 1.0, 1.0, 0.0, None, 0, [], TrainerEnd.NOT, 1.0, origin=Origin(user="ada", host="node-3", job="slurm 7")
     )
     bert = account("bert", [life], 2.0, 300.0)
-    assert names("GPT") == ["gpt-a", "gpt-b"]
-    assert names("owner=ann") == ["bert"]
-    assert names("paper") == ["gpt-a"]
+    assert (names("GPT"), names("owner=ann"), names("paper")) == (["gpt-a", "gpt-b"], ["bert"], ["gpt-a"])
     assert names("none") == []
     assert names("ADA@node") == names("slurm 7") == ["bert"]
     assert names(order=RunOrder.NEWEST) == ["gpt-a", "gpt-b", "bert"]

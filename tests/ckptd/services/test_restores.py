@@ -133,8 +133,7 @@ def test_the_lease_lasts_as_long_as_the_session(store: Store, clock: MovableCloc
     services.restores.report(id, 0, _RESTORED)
     services.restores.report(id, 1, _RESTORED)
     services.leases.run_once()
-    assert _holders(store, clock) == []
-    assert services.ended == [id]
+    assert (_holders(store, clock), services.ended) == ([], [id])
     delete_checkpoint(run, old.attempt, "test")
 
 
@@ -210,8 +209,7 @@ def test_a_lease_that_ran_out_meanwhile_is_taken_again(store: Store, clock: Mova
     clock.advance(800)  # the session's lease is over; the store keeps it for five more minutes
     back = make(store)
     back.leases.run_once()
-    assert set(_holders(store, clock)) == {f"restore {id}"}
-    assert len(keys(store, f"{RUN}/leases/")) == 2
+    assert (set(_holders(store, clock)), len(keys(store, f"{RUN}/leases/"))) == ({f"restore {id}"}, 2)
     assert back.restores.find(id).live
 
 
@@ -285,8 +283,7 @@ def test_a_deletion_in_between_never_takes_what_is_restored(store: Store, clock:
 
 def test_a_newest_deleted_in_between_gives_way_to_the_one_before(store: Store, clock: MovableClock, make: Make) -> None:
     write(store, 0)
-    calls = count_calls(store, lambda counted: make(store, counted).open("count"))
-    for number in range(calls + 1):
+    for number in range(count_calls(store, lambda counted: make(store, counted).open("count")) + 1):
         (newest,) = write(store, number + 1)
         services = make(store, FaultyStore(store, Interleaving(number, partial(_delete, store, newest, clock))))
         assert intact(store, services.open(f"k{number}").checkpoint)
@@ -425,8 +422,7 @@ def test_sums_are_those_of_the_ranks(reports: list[tuple[int, RankReport]]) -> N
 
 def test_a_rank_below_half_of_the_median_is_behind() -> None:
     ranks = [_fetching(0, 80), _fetching(1, 39), _fetching(2, 41), _fetching(3, 80), _fetching(4, 90)]
-    assert module.stragglers(_restore(5), ranks, _BEGAN) == [1]
-    assert module.slowest(ranks) == ranks[1]
+    assert (module.stragglers(_restore(5), ranks, _BEGAN), module.slowest(ranks)) == ([1], ranks[1])
 
 
 def test_no_rank_is_behind_before_one_has_begun() -> None:

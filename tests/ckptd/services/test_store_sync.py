@@ -61,8 +61,7 @@ def test_a_deleted_checkpoint_is_not_indexed_and_its_list_is_read_once(store: St
     counting = Faults()
     store_sync = _store_sync(FaultyStore(store, counting), database)
     store_sync.run_once()
-    assert _all(database) == [new, old]
-    assert record_deleted(Run(store, "a"), [old.attempt]) == {old.attempt}
+    assert (_all(database), record_deleted(Run(store, "a"), [old.attempt])) == ([new, old], {old.attempt})
     for _ in range(3):
         store_sync.run_once()
     assert _all(database) == [new]

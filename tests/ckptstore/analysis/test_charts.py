@@ -56,8 +56,7 @@ def test_a_logarithmic_axis_has_labels_up_to_the_largest_number(values: list[flo
 
 def test_a_long_line_is_thinned_but_keeps_its_ends() -> None:
     marks = plot([[Point(step, -step, str(step)) for step in range(5000)]]).lines[0].marks
-    assert len(marks) == 300
-    assert (marks[0].title, marks[-1].title) == ("0", "4999")
+    assert (len(marks), marks[0].title, marks[-1].title) == (300, "0", "4999")
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,7 @@ def difference(store: Store, before: Checkpoint, after: Checkpoint) -> Differenc
 
 def test_added_removed_reshaped_and_changed() -> None:
     store = open_store("memory://difference")
-    rng = np.random.default_rng(0)
-    weight = rng.standard_normal((300, 700)).astype(np.float32)
+    weight = np.random.default_rng(0).standard_normal((300, 700)).astype(np.float32)
     nudged = weight.copy()
     nudged[7, 9] += 3
     nudged[8, 1] = np.nan
@@ -45,8 +44,7 @@ def test_added_removed_reshaped_and_changed() -> None:
     (cut,) = found.reshaped
     assert (cut.name, cut.before, cut.after) == ("cut", [4, 700], [5, 700])
     changed = {one.name: one for one in found.changed}
-    assert set(changed) == {"w", "count", "flag"}
-    assert (changed["w"].changed, changed["w"].not_finite) == (2, 1)
+    assert (set(changed), changed["w"].changed, changed["w"].not_finite) == ({"w", "count", "flag"}, 2, 1)
     assert changed["w"].largest == pytest.approx(3, rel=1e-6)
     assert changed["count"].changed == 4
     assert changed["count"].relative_norm == pytest.approx(1.0)
@@ -57,8 +55,7 @@ def test_added_removed_reshaped_and_changed() -> None:
 
 def save(store: Store, run: str, array: Array, ranks: int, axis: int) -> Checkpoint:
     """Save an array, cut along an axis into one slice per rank."""
-    session = Session(new_ulid(system_clock()), None)
-    attempt = NewAttempt(session, 1, new_ulid(system_clock()))
+    attempt = NewAttempt(Session(new_ulid(system_clock()), None), 1, new_ulid(system_clock()))
     pipelines = []
     for rank, cut in enumerate(np.array_split(np.arange(array.shape[axis]), ranks)):
         offsets, sizes = [0, 0], list(array.shape)
@@ -82,8 +79,7 @@ def save(store: Store, run: str, array: Array, ranks: int, axis: int) -> Checkpo
 @pytest.mark.parametrize(("ranks", "axis"), [(1, 0), (2, 0), (4, 0), (3, 0), (2, 1)])
 def test_layouts_do_not_matter(ranks: int, axis: int) -> None:
     plain = open_store(f"memory://difference-{ranks}-{axis}")
-    rng = np.random.default_rng(1)
-    array = rng.standard_normal((2048, 700)).astype(np.float32)
+    array = np.random.default_rng(1).standard_normal((2048, 700)).astype(np.float32)
     altered = array.copy()
     altered[1900] *= 1.5
     before = save(plain, "one", array, 1, 0)

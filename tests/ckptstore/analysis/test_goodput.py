@@ -58,8 +58,7 @@ def test_a_life_that_nobody_resumed_from_is_lost_as_a_whole() -> None:
         replace(_life(250, 260, 300, parent=80, how=TrainerEnd.NOT, generation=3), parent=_at(80, 1)),
     )
     found = _of(*lives, now=310)
-    assert [one.lost_steps for one in found.attempts] == [20, 60, 0]
-    assert found.seconds[Spent.LOST] == 20 + 60
+    assert ([one.lost_steps for one in found.attempts], found.seconds[Spent.LOST]) == ([20, 60, 0], 20 + 60)
     assert found.attempts[-1].ended is EndOf.RUNNING
     assert _of(*lives, now=300 + SILENT_S + 1).attempts[-1].ended is EndOf.VANISHED
 
@@ -91,8 +90,7 @@ def test_a_checkpoint_newer_than_the_last_heartbeat_counts() -> None:
 
 def test_costs_of_saves_are_not_productive() -> None:
     beats = [Beat(_T + 60, 40, 5.0, 2.0), Beat(_T + 110, 80, 10.0, 4.0), Beat(_T + 120, 80, 10.0, 4.0)]
-    life = replace(_life(0, 10, 130, how=TrainerEnd.CLOSED), beats=beats)
-    found = _of(life)
+    found = _of(replace(_life(0, 10, 130, how=TrainerEnd.CLOSED), beats=beats))
     assert found.seconds[Spent.STALL] == pytest.approx(10 + 10), "and the wait at the end"
     assert found.seconds[Spent.SLOWDOWN] == pytest.approx(4)
     assert found.seconds[Spent.PRODUCTIVE] == pytest.approx(130 - 10 - 24)

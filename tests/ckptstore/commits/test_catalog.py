@@ -59,8 +59,7 @@ def test_latest_is_the_highest_step_not_the_last_write(store: Store) -> None:
     run = Run(store, "gpt")
     for step in (5, 100, 20):
         write(store, step)
-    assert latest(run).step == 100
-    assert [c.step for c in list_checkpoints(run)] == [100, 20, 5]
+    assert (latest(run).step, [c.step for c in list_checkpoints(run)]) == (100, [100, 20, 5])
     assert [c.step for c in newest_first(run)] == [100, 20, 5]
 
 
@@ -69,8 +68,7 @@ def test_runs_do_not_see_each_other(store: Store) -> None:
     write(store, 9, "gpt-2", ahead_s=10)
     write(store, 2, "a")
     store.put("not a run!/x", b"")
-    assert list_runs(store) == ["a", "gpt", "gpt-2"]
-    assert latest(Run(store, "gpt")).step == 1
+    assert (list_runs(store), latest(Run(store, "gpt")).step) == (["a", "gpt", "gpt-2"], 1)
     source = StoreSource(store)
     with pytest.raises(InvalidRequest, match="several: a, gpt, gpt-2"):
         source.latest()
@@ -89,8 +87,7 @@ def test_of_one_step_the_later_commit_counts_even_on_another_clock(store: Store)
         (late.attempt, State.COMMITTED),
         (early.attempt, State.SUPERSEDED),
     ]
-    assert list(newest_first(run)) == [late]
-    assert find(store, Reference.parse("gpt@5")) == late
+    assert (list(newest_first(run)), find(store, Reference.parse("gpt@5"))) == ([late], late)
     assert find(store, Reference.parse(early.id)).attempt == early.attempt, "by its full id it is still found"
 
 

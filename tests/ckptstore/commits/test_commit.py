@@ -70,11 +70,9 @@ def test_nothing_exists_before_the_outcome(store: Store) -> None:
     run = Run(store, RUN)
     attempt = new_attempt()
     receipts = write_ranks(store, attempt)
-    assert list_checkpoints(run) == []
-    assert undecided_attempts(run) == [attempt]
+    assert (list_checkpoints(run), undecided_attempts(run)) == ([], [attempt])
     outcome = commit_attempt(run, receipts)
-    assert [c.attempt for c in list_checkpoints(run)] == [attempt]
-    assert undecided_attempts(run) == []
+    assert ([c.attempt for c in list_checkpoints(run)], undecided_attempts(run)) == ([attempt], [])
     assert read_outcome(run, attempt) == outcome
     assert_legal(store)
 

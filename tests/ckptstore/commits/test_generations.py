@@ -84,8 +84,7 @@ def test_ranks_that_race_begin_one_generation_and_trainers_one_each(store: Store
     found = [begun for begun in raced if isinstance(begun, Begun)]
     assert found == raced
     numbers = [{begun.number for begun in found[i : i + 4]} for i in (0, 4, 8)]
-    assert sorted(map(len, numbers)) == [1, 1, 1]
-    assert set.union(*numbers) == {1, 2, 3}
+    assert (sorted(map(len, numbers)), set.union(*numbers)) == ([1, 1, 1], {1, 2, 3})
     assert sum(begun.created for begun in found) == 3
 
 
@@ -99,8 +98,7 @@ def test_a_beginning_that_fails_at_any_call_is_repeated_with_the_same_number(sto
             begin_generation(Run(FaultyStore(store, faults), run.name), one)
         except StoreUnavailable:
             assert not any(call.startswith("put_if_absent") for call in faults.calls), "a create is repeated"
-        assert begin_generation(run, one).number == 2
-        assert newest_generation(run) == 2
+        assert (begin_generation(run, one).number, newest_generation(run)) == (2, 2)
         if len(faults.calls) <= number:
             return
     pytest.fail("it makes more calls than expected")
@@ -119,9 +117,7 @@ def test_another_rank_or_trainer_may_act_at_every_call(store: Store) -> None:
         if not numbers:
             assert len(between.calls) <= number
             return
-        assert found == numbers[1]
-        assert sorted(numbers) == [1, 2]
-        assert newest_generation(run) == 2
+        assert (found, sorted(numbers), newest_generation(run)) == (numbers[1], [1, 2], 2)
     pytest.fail("it makes more calls than expected")
 
 
@@ -166,8 +162,7 @@ def test_a_commit_that_had_happened_is_not_taken_back(store: Store) -> None:
     receipt = receipt_of(store, attempt)
     before = commit_attempt(run, [receipt])
     begin(run)
-    assert commit_attempt(run, [receipt]) == before
-    assert latest(run).attempt == attempt
+    assert (commit_attempt(run, [receipt]), latest(run).attempt) == (before, attempt)
 
 
 def test_a_generation_may_begin_at_every_call_of_a_commit(store: Store) -> None:
@@ -249,8 +244,7 @@ def live_by_definition(checkpoints: list[Checkpoint], parents: dict[int, Attempt
             return attempt == parent or attempt.step < parent.step
         return in_lineage(attempt, parent.generation)
 
-    readable = {c.attempt.generation for c in checkpoints if c.state is State.COMMITTED}
-    certain = max(readable, default=-1)
+    certain = max({c.attempt.generation for c in checkpoints if c.state is State.COMMITTED}, default=-1)
     heads = {c.attempt.generation for c in checkpoints if c.attempt.generation >= certain}
     # Generation 0 has no document, and nothing is before it.
     return {c.attempt for c in checkpoints if any(in_lineage(c.attempt, head) for head in heads)}
@@ -370,8 +364,7 @@ def test_aborted_attempts_are_no_head(store: Store) -> None:
     run = Run(store, "gpt")
     one = write(run, begin(run), 100)
     decide(run, Attempt(50, new_ulid(system_clock()), generation=begin(run)), None)
-    assert latest(run) == one
-    assert list_checkpoints(run) == [one]
+    assert (latest(run), list_checkpoints(run)) == (one, [one])
 
 
 def test_a_session_of_long_ago_is_looked_for_only_as_far_as_needed(store: Store) -> None:

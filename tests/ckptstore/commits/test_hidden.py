@@ -209,8 +209,7 @@ def wake(store: Store, deleted: list[list[StoredReceipt]]) -> None:
         # Committed again, but a tombstone is left.
         assert outcome.committed is not None
         assert named(receipts) in hidden_attempts(Run(store, RUN)).tombstoned
-    assert steps(store) == [3]
-    assert latest(Run(store, RUN)).step == 3
+    assert (steps(store), latest(Run(store, RUN)).step) == ([3], 3)
 
 
 @in_memory

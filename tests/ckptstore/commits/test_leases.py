@@ -11,14 +11,7 @@ import pytest
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, list_checkpoints
 from ckptstore.commits.hidden import hidden_attempts
-from ckptstore.commits.leases import (
-    active_leases,
-    end_lease,
-    expired_leases,
-    release_lease,
-    renew_lease,
-    take_lease,
-)
+from ckptstore.commits.leases import active_leases, end_lease, expired_leases, release_lease, renew_lease, take_lease
 from ckptstore.errors import CheckpointHeld, NoCheckpoint
 from ckptstore.format.records import Policy
 from ckptstore.names import new_ulid

@@ -139,8 +139,7 @@ def test_threads_race(place: Place) -> None:
     stores = [place.open() for _ in range(place.contestants)]
     for finished in write_attempts(stores[0], ROUNDS):
         results = race(*(partial(take_part, store, finished, me) for me, store in enumerate(stores)))
-        failures = [result for result in results if isinstance(result, BaseException)]
-        assert not failures
+        assert not [result for result in results if isinstance(result, BaseException)]
         check_round(place.truth(), finished, results)  # type: ignore[arg-type]
 
 
@@ -194,8 +193,7 @@ def test_the_gateway_overwrites_and_is_found_out(overwriting: Store) -> None:
     assert overwriting.put_if_absent("run/a", b"first")
     assert overwriting.put_if_absent("run/a", b"second"), "if it refuses now, it can be used for no test here"
     assert overwriting.get("run/a") == b"second"
-    results = race(*(partial(overwriting.put_if_absent, "run/b", b"%d" % me) for me in range(6)))
-    assert results.count(True) > 1
+    assert race(*(partial(overwriting.put_if_absent, "run/b", b"%d" % me) for me in range(6))).count(True) > 1
     assert not probe_store(overwriting, system_clock).creates_once
     assert not creates_once(overwriting, system_clock)
     assert keys(overwriting, names.PROBES_PREFIX) == []

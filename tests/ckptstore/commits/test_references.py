@@ -125,8 +125,7 @@ def test_what_is_referenced_is_kept_until_the_last_that_needs_it_is_gone(store: 
     apply_prune(run, plan)
     assert verify(StoreSource(store), third).ok
     delete_checkpoint(run, third.attempt, "test", force=True)
-    assert [c.step for c in list_checkpoints(run)] == [1]
-    assert active_holds(run) == {}
+    assert ([c.step for c in list_checkpoints(run)], active_holds(run)) == ([1], {})
     delete_checkpoint(run, first.attempt, "test", force=True)
     assert list(store.list(run.keys.attempts)) == list(store.list(run.keys.references)) == []
 

@@ -39,8 +39,7 @@ def test_the_smallest_width_is_taken(top: int, width: int) -> None:
 
 
 def test_the_empty_column() -> None:
-    assert pack(column()) == "u1:"
-    assert unpack("u1:").tolist() == []
+    assert (pack(column()), unpack("u1:").tolist()) == ("u1:", [])
 
 
 @pytest.mark.parametrize(

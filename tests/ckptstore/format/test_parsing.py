@@ -418,8 +418,7 @@ def test_a_manifest_has_the_extensions_of_the_lowest_rank_that_gives_them() -> N
         stored._replace(receipt=msgspec.structs.replace(stored.receipt, extensions=extensions))
         for stored, extensions in zip(ranks, given, strict=True)
     ]
-    assert merge(changed).extensions == {"a": 0, "b": 1, "c": 2}
-    assert merge(ranks).extensions == {}
+    assert (merge(changed).extensions, merge(ranks).extensions) == ({"a": 0, "b": 1, "c": 2}, {})
 
 
 # In a process of its own: with the functions of msgspec in the place of ours it dies by SIGSEGV.

@@ -78,8 +78,7 @@ def test_a_plan_brings_numpys_slices(drawn: tuple[Layout, list[Want], dict[str, 
     assert max(Counter((chunk.shard, chunk.index) for chunk in chunks).values(), default=1) == 1
     assert chunks == sorted(chunks, key=lambda chunk: (chunk.shard, chunk.index))
     for read in reads:
-        gaps = read.bytes - sum(chunk.stored for chunk in read.chunks)
-        assert gaps * 32 <= read.bytes
+        assert (read.bytes - sum(chunk.stored for chunk in read.chunks)) * 32 <= read.bytes
         assert {chunk.shard for chunk in read.chunks} == {read.shard}
 
 
@@ -135,8 +134,7 @@ def test_neighbours_are_fetched_at_once_up_to_a_limit(monkeypatch: pytest.Monkey
     assert [read.bytes for read in plan_reads(layout.content, whole_entries(["w"]))] == [40, 40, 20]
     monkeypatch.setattr(planning, "READ_BYTES", 1)
     assert len(plan_reads(layout.content, whole_entries(["w"]))) == 10, "a chunk larger than the limit is read alone"
-    assert len(plan_all(layout.content)) == 10
-    assert entry_bytes(layout.content) == {"w": 100}
+    assert (len(plan_all(layout.content)), entry_bytes(layout.content)) == (10, {"w": 100})
 
 
 @pytest.mark.parametrize(("gap", "reads"), [(3, 1), (4, 2)])
@@ -222,10 +220,8 @@ def test_one_tensor_of_a_rank_of_eight(shape: tuple[int, int]) -> None:
 
 
 def test_stretches_that_adjoin_become_one() -> None:
-    content = saved({"w": (40 * CHUNK_BYTES // 4,)}, 2).content
-    reads = plan_reads(content, [Want("w", None, "w")])
-    assert [read.bytes // CHUNK_BYTES for read in reads] == [2] * 20
-    assert join(reads, READ_BYTES) == reads
+    reads = plan_reads(saved({"w": (40 * CHUNK_BYTES // 4,)}, 2).content, [Want("w", None, "w")])
+    assert ([read.bytes // CHUNK_BYTES for read in reads], join(reads, READ_BYTES)) == ([2] * 20, reads)
     joined = join(reads, 3 * READ_BYTES)
     assert [(read.shard, read.bytes // READ_BYTES) for read in joined] == [
         (shard, units) for shard in ("shard-00000.ckpt", "shard-00001.ckpt") for units in (3, 3, 3, 1)

@@ -35,8 +35,7 @@ def test_slices_lie_back_to_back_and_aligned(pieces: list[Slice]) -> None:
     assert sorted(place.slice.entry for place in placed) == sorted(piece.entry for piece in pieces)
     at = 0
     for place in placed:
-        assert place.at == at
-        assert place.at % ITEM_BYTES[place.slice.dtype] == 0
+        assert (place.at, place.at % ITEM_BYTES[place.slice.dtype]) == (at, 0)
         at += place.slice.bytes
     assert raw_bytes(placed) == at
     assert place_slices(pieces) == placed, "every rank and every retry must place alike"
@@ -58,8 +57,7 @@ def test_chunks_cover_the_stream(pieces: list[Slice]) -> None:
 
 
 def test_small_slices_share_and_large_ones_start_their_own() -> None:
-    small = [Slice.whole(f"s/{i}", "float32", (100,)) for i in range(50)]
-    assert len(plan_chunks(place_slices(small))) == 1
+    assert len(plan_chunks(place_slices([Slice.whole(f"s/{i}", "float32", (100,)) for i in range(50)]))) == 1
     large = [Slice.whole(f"l/{i}", "float32", (1, MIB // 10)) for i in range(3)]
     assert [span.bytes for span in plan_chunks(place_slices(large))] == [MIB // 10 * 4] * 3
 

@@ -187,8 +187,7 @@ def test_leaves_are_found_under_the_paths_that_captured_them() -> None:
         return {"$": "tensor", "name": path}
 
     state = {"a": [Weird(), {"b": (1, Weird())}], "c": {0: Weird(), "$": OrderedDict(x=Weird())}}
-    tree = encode_tree(state, "s", leaf)
-    found = list(leaves(tree, "s"))
+    found = list(leaves(encode_tree(state, "s", leaf), "s"))
     assert [path for path, _ in found] == [tagged["name"] for _, tagged in found]
     assert [path for path, _ in found] == ["s/a/0", "s/a/1/b/1", "s/c/0", "s/c/$/x"]
 

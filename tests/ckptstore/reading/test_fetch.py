@@ -96,8 +96,7 @@ def test_damage_is_found(store: Store, coding: CodingPolicy) -> None:
     key = RunKeys("gpt").shard(checkpoint.attempt, "shard-00000.ckpt")
     good = store.get(key)
     chance = random.Random(1)
-    places = [0, len(good) - 1, *(chance.randrange(len(good)) for _ in range(6))]
-    for at in places:
+    for at in [0, len(good) - 1, *(chance.randrange(len(good)) for _ in range(6))]:
         damaged = bytearray(good)
         damaged[at] ^= 1 << chance.randrange(8)
         store.put(key, bytes(damaged))
@@ -218,8 +217,7 @@ def shard_of(tmp_path: Path, tier: str) -> Path:
 def test_all_chunks_come_from_the_nearest(tmp_path: Path, written: Checkpoint) -> None:
     shard_of(tmp_path, "remote").unlink()
     left, found = restore(tmp_path, written)
-    assert left == []
-    assert found == {"local": sum(array.nbytes for array in ARRAYS.values())}
+    assert (left, found) == ([], {"local": sum(array.nbytes for array in ARRAYS.values())})
 
 
 def test_a_damaged_chunk_is_read_from_the_next(

@@ -84,8 +84,7 @@ def test_every_flipped_bit_is_detected(store: Store) -> None:
                 missed.append((key, at, bit))
             store.put(key, good)
             assert latest(Run(store, "gpt")) == checkpoint
-    assert flipped.total() == 4 * FLIPS_PER_CLASS
-    assert missed == []
+    assert (flipped.total(), missed) == (4 * FLIPS_PER_CLASS, [])
     assert verify(StoreSource(store), checkpoint).ok, "no false alarm once all bits are back"
 
 
@@ -102,8 +101,7 @@ def test_missing_and_truncated_objects_are_detected(store: Store) -> None:
         store.put(info.key, good)
     report = verify(StoreSource(store), checkpoint)
     assert report.ok
-    assert report.num_chunks == 2 * WORLD
-    assert report.stored_bytes == checkpoint.stored_bytes
+    assert (report.num_chunks, report.stored_bytes) == (2 * WORLD, checkpoint.stored_bytes)
 
 
 def test_a_report_names_every_damaged_object(store: Store) -> None:

@@ -129,8 +129,7 @@ def test_orphans_are_collected_after_the_grace_only(store: Store) -> None:
     attempt = orphan(store, 2)
     size = sum(info.bytes for info in store.list(RunKeys(RUN).attempt(attempt)))
     clock = MovableClock(ORPHAN_GRACE_S - 60)
-    assert collect(Run(store, RUN, clock)).aborted == []
-    assert undecided_attempts(Run(store, RUN)) == [attempt]
+    assert (collect(Run(store, RUN, clock)).aborted, undecided_attempts(Run(store, RUN))) == ([], [attempt])
     clock.advance(120)
     collected = collect(Run(store, RUN, clock))
     assert (collected.aborted, collected.rolled_forward, collected.freed_bytes) == (
@@ -138,8 +137,7 @@ def test_orphans_are_collected_after_the_grace_only(store: Store) -> None:
         [],
         size,
     )
-    assert undecided_attempts(Run(store, RUN)) == []
-    assert keys(store, RunKeys(RUN).attempt(attempt)) == []
+    assert (undecided_attempts(Run(store, RUN)), keys(store, RunKeys(RUN).attempt(attempt))) == ([], [])
     assert steps(store) == [1]
     assert intact(store, good)
 
@@ -158,8 +156,7 @@ def test_an_attempt_that_still_grows_is_no_orphan(store: Store) -> None:
 def test_finished_attempts_are_rolled_forward_at_any_age(store: Store) -> None:
     run = Run(store, RUN)
     attempt = orphan(store, 2, (0, 1))
-    assert collect(run).rolled_forward == [run.id_of(attempt)]
-    assert steps(store) == [2]
+    assert (collect(run).rolled_forward, steps(store)) == ([run.id_of(attempt)], [2])
     assert intact(store, latest(run))
 
 
@@ -171,8 +168,7 @@ def test_what_comes_late_to_an_aborted_attempt_is_collected_too(store: Store) ->
     write_rank(store, RUN, attempt, {}, 0, 2)
     write_rank(store, RUN, attempt, {}, 1, 2)
     assert steps(store) == [], "complete now, and still aborted"
-    assert collect(run).aborted == [run.id_of(attempt)]
-    assert keys(store, run.keys.attempts) == []
+    assert (collect(run).aborted, keys(store, run.keys.attempts)) == ([run.id_of(attempt)], [])
     assert steps(store) == []
 
 
@@ -192,8 +188,7 @@ def test_aborted_outcomes_and_tombstones_are_forgotten_in_the_end(store: Store) 
     clock.advance(120)
     collect(run)
     assert not hidden_attempts(run).tombstoned
-    assert decided_attempts(run) == [latest(run).attempt]
-    assert steps(store) == [2]
+    assert (decided_attempts(run), steps(store)) == ([latest(run).attempt], [2])
     assert intact(store, latest(run))
 
 
@@ -328,5 +323,4 @@ def test_outcomes_of_checkpoints_that_stay_are_read_once_and_in_parallel() -> No
     meeting = _Meeting(store)
     done = collect(Run(meeting, RUN, clock))
     assert (done.swept, done.aborted, done.rolled_forward) == ([], [], [])
-    assert sorted(meeting.read.values()) == [1] * 8
-    assert len(steps(store)) == 8
+    assert (sorted(meeting.read.values()), len(steps(store))) == ([1] * 8, 8)

@@ -61,11 +61,9 @@ def chain(run: Run, base: bool) -> list[Checkpoint]:
 
 def check_healed(run: Run, keys: dict[str, bytes]) -> None:
     """The objects have their old bytes, and nothing is known to be damaged."""
-    assert {key: run.store.get(key) for key in keys} == keys
-    assert quarantined_attempts(run) == []
+    assert ({key: run.store.get(key) for key in keys}, quarantined_attempts(run)) == (keys, [])
     healings = [record for record in read_log(run) if record.action is Action.HEAL]
-    assert len(healings) == len(keys)
-    assert healings[0].by == "me"
+    assert (len(healings), healings[0].by) == (len(keys), "me")
 
 
 @pytest.mark.parametrize("damaged", [0, 1])
@@ -132,8 +130,7 @@ def test_what_nothing_else_holds_stays_as_it_is(run: Run) -> None:
     (result,) = (found for found in heal(run) if found.checkpoint.attempt == first.attempt)
     assert not result.ok
     assert any("nothing else holds the bytes of chunk" in problem for problem in result.problems)
-    assert run.store.get(key) == damaged
-    assert quarantined_attempts(run) == [first.attempt]
+    assert (run.store.get(key), quarantined_attempts(run)) == (damaged, [first.attempt])
 
 
 def test_damaged_holders_are_not_believed(run: Run, tmp_path: Path) -> None:
@@ -165,8 +162,7 @@ def test_an_interrupted_healing_leaves_the_old_or_the_new_object(run: Run, mode:
             continue
         break
     assert failed > 20
-    assert [found.ok for found in results] == [True]
-    assert run.store.get(key) == intact
+    assert ([found.ok for found in results], run.store.get(key)) == ([True], intact)
     assert [info.key for info in run.store.list(run.keys.attempt(victim.attempt)) if ".ckpt" in info.key] == [key]
 
 

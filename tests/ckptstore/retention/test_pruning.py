@@ -31,14 +31,11 @@ def test_prune_keeps_the_newest_steps_and_deletes_the_bytes_of_the_rest(store: S
     assert [(v.checkpoint.step, v.reasons) for v in plan.keep] == [(9, ("last-1",)), (8, ("last-2",)), (7, ("last-3",))]
     assert [c.step for c in plan.remove] == [6, 5, 4, 3, 2, 1, 0]
     assert steps(store) == [9, 8, 7, 6, 5, 4, 3, 2, 1, 0], "planning deletes nothing"
-    assert prune(store, 3) == []
-    assert steps(store) == [9, 8, 7]
+    assert (prune(store, 3), steps(store)) == ([], [9, 8, 7])
     for checkpoint in written:
-        left = keys(store, run.keys.attempt(checkpoint.attempt))
-        assert bool(left) == (checkpoint.step >= 7)
+        assert bool(keys(store, run.keys.attempt(checkpoint.attempt))) == (checkpoint.step >= 7)
     assert all(intact(store, checkpoint) for checkpoint in list_checkpoints(run))
-    assert prune(store, 3) == []
-    assert steps(store) == [9, 8, 7]
+    assert (prune(store, 3), steps(store)) == ([], [9, 8, 7])
 
 
 @pytest.mark.parametrize("off_s", [-7200, -1000, 0, 1000, 7200])
@@ -92,8 +89,7 @@ def test_abandoned_checkpoints_have_a_rule_of_their_own() -> None:
         return {d.checkpoint.step: d.reasons for d in plan.keep}
 
     live, recently = {320: ("last-1",), 310: ("last-2",)}, ("abandoned-within",)
-    assert kept() == live | {400: recently, 500: recently}
-    assert kept(keep_abandoned_s=0) == live
+    assert (kept(), kept(keep_abandoned_s=0)) == (live | {400: recently, 500: recently}, live)
     clock.now = begun_at + 7 * DAY_S + 1
     assert kept() == live | {500: recently}
     assert kept(keep_abandoned_s=8 * DAY_S) == live | {400: recently, 500: recently}
@@ -102,11 +98,9 @@ def test_abandoned_checkpoints_have_a_rule_of_their_own() -> None:
     assert kept() == live | {500: ("pin:look",)}
     ids = {c.step: c.id for c in list_checkpoints(run)}
     assert apply_prune(run, plan_prune(run, Policy(keep_last=2))) == []
-    assert [c.step for c in list_checkpoints(run)] == [320, 310, 500]
-    assert latest(run).step == 320
+    assert ([c.step for c in list_checkpoints(run)], latest(run).step) == ([320, 310, 500], 320)
     log = {entry.reason: entry.ids for entry in (AuditEntry.of(RUN, record) for record in read_log(run))}
-    assert log["prune"] == [ids[300], ids[200], ids[100]]
-    assert log["prune: abandoned"] == [ids[400]]
+    assert (log["prune"], log["prune: abandoned"]) == ([ids[300], ids[200], ids[100]], [ids[400]])
 
 
 def test_a_damaged_generation_costs_no_abandoned_checkpoint() -> None:
@@ -115,15 +109,12 @@ def test_a_damaged_generation_costs_no_abandoned_checkpoint() -> None:
     run.store.put(run.keys.generation(2), b"noise")
     clock.now += 30 * DAY_S
     plan = plan_prune(run, Policy(keep_last=100))
-    assert plan.remove == []
-    assert {d.checkpoint.state for d in plan.keep} == {State.COMMITTED}
+    assert (plan.remove, {d.checkpoint.state for d in plan.keep}) == ([], {State.COMMITTED})
 
 
 def test_prune_of_a_run_that_does_not_exist(store: Store) -> None:
     run = Run(store, RUN)
-    assert plan_prune(run, Policy(1)).decisions == ()
-    assert collect(run).freed_bytes == 0
-    assert keys(store) == []
+    assert (plan_prune(run, Policy(1)).decisions, collect(run).freed_bytes, keys(store)) == ((), 0, [])
 
 
 def test_prune_reports_each_checkpoint(store: Store) -> None:
@@ -140,5 +131,4 @@ def test_an_old_plan_may_be_applied_twice_and_late(store: Store) -> None:
     plan = plan_prune(run, Policy(1))
     write(store, 4)
     for _ in range(2):
-        assert apply_prune(run, plan) == []
-        assert steps(store) == [4, 3]
+        assert (apply_prune(run, plan), steps(store)) == ([], [4, 3])

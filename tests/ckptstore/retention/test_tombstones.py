@@ -52,8 +52,7 @@ LATER = MovableClock(SWEEP_GRACE_S + 60)
 
 def hidden_checkpoint(store: Store) -> Checkpoint:
     (checkpoint,) = write(store, 1)
-    assert hide(Run(store, RUN, by="me"), [checkpoint.attempt], "test") == {}
-    assert steps(store) == []
+    assert (hide(Run(store, RUN, by="me"), [checkpoint.attempt], "test"), steps(store)) == ({}, [])
     return checkpoint
 
 
@@ -182,8 +181,7 @@ def test_an_old_undelete_does_not_undo_the_next_deletion(store: Store) -> None:
     """It stalls before it removes the tombstone; meanwhile others take it back, delete again, and sweep."""
     run = Run(store, RUN, by="me")
     checkpoint = hidden_checkpoint(store)
-    calls = count_calls(store, partial(try_to_undelete, checkpoint=checkpoint))
-    for k in range(calls):
+    for k in range(count_calls(store, partial(try_to_undelete, checkpoint=checkpoint))):
         clear(store)
         checkpoint = hidden_checkpoint(store)
 
@@ -396,6 +394,5 @@ def test_sigkill_at_any_moment_leaves_what_can_be_finished(store: Store) -> None
         for _ in range(2):
             collect(Run(store, RUN, end))
             apply_prune(Run(store, RUN, end), plan_prune(Run(store, RUN, end), Policy(4)))
-        assert steps(store) == [12, 11, 10, 9]
-        assert len(list(store.list_folders(RunKeys(RUN).attempts))) == 4
+        assert (steps(store), len(list(store.list_folders(RunKeys(RUN).attempts)))) == ([12, 11, 10, 9], 4)
         clear(store)

@@ -40,8 +40,7 @@ def abandon(writer: ObjectWriter, data: bytes) -> None:
 def test_put_replaces_whole_objects(store: Store) -> None:
     store.put("run/a", b"first, and longer")
     store.put("run/a", b"second")
-    assert store.get("run/a") == b"second"
-    assert store.size("run/a") == 6
+    assert (store.get("run/a"), store.size("run/a")) == (b"second", 6)
     store.put("run/empty", b"")
     assert store.get("run/empty") == b""
     store.put("run/view", memoryview(bytearray(b"a view")))
@@ -132,12 +131,8 @@ def test_ranged_reads(store: Store) -> None:
         assert buffer[count:] == b"." * (size - count), "wrote behind what it says it read"
         return bytes(buffer[:count])
 
-    assert read(0, 10) == b"0123456789"
-    assert read(3, 4) == b"3456"
-    assert read(8, 5) == b"89"
-    assert read(10, 5) == b""
-    assert read(1000, 5) == b""
-    assert read(4, 0) == b""
+    assert (read(0, 10), read(3, 4), read(8, 5), read(10, 5)) == (b"0123456789", b"3456", b"89", b"")
+    assert (read(1000, 5), read(4, 0)) == (b"", b"")
 
 
 @every_store
@@ -159,14 +154,12 @@ def test_lists_are_ordered_and_stop_at_the_prefix(store: Store) -> None:
     for key in ("run/b/2", "run/a/1", "run/b/10", "run-2/x", "run/top", "r/y"):
         store.put(key, key.encode())
     assert keys(store, "run/") == ["run/a/1", "run/b/10", "run/b/2", "run/top"]
-    assert keys(store, "run/b/") == ["run/b/10", "run/b/2"]
-    assert keys(store, "run/b/1") == ["run/b/10"]
+    assert (keys(store, "run/b/"), keys(store, "run/b/1")) == (["run/b/10", "run/b/2"], ["run/b/10"])
     assert keys(store, "run/t") == ["run/top"]
     assert keys(store, "nothing/") == keys(store, "run/c") == keys(store, "nothing/at") == []
     assert keys(store) == ["r/y", "run-2/x", "run/a/1", "run/b/10", "run/b/2", "run/top"]
     assert list(store.list_folders("")) == ["r", "run", "run-2"]
-    assert list(store.list_folders("run/")) == ["a", "b"]
-    assert list(store.list_folders("nothing/")) == []
+    assert (list(store.list_folders("run/")), list(store.list_folders("nothing/"))) == (["a", "b"], [])
 
 
 @every_store
@@ -208,8 +201,7 @@ def test_a_writer_makes_one_object_of_its_parts(store: Store, sizes: tuple[int, 
             buffer = bytearray(part)
             writer.write(memoryview(buffer))
             buffer[:] = b"!" * len(buffer)  # the caller may reuse its buffer at once
-    assert store.get("run/a") == b"".join(parts)
-    assert keys(store) == ["run/a"]
+    assert (store.get("run/a"), keys(store)) == (b"".join(parts), ["run/a"])
 
 
 @every_store
@@ -259,8 +251,7 @@ def test_an_abandoned_upload_leaves_no_parts_on_s3(s3_store: S3Location) -> None
     writer.write(bytes(40 << 20))
     assert len(pending()) == 1, "the test must begin an upload to prove anything"
     abandon(writer, b"some more")
-    assert keys(store) == []
-    assert pending() == []
+    assert (keys(store), pending()) == ([], [])
 
 
 def test_s3_by_environment_alone(s3_store: S3Location) -> None:
@@ -301,9 +292,7 @@ def test_local_folders_may_vanish_while_objects_are_made(tmp_path: Path) -> None
             store.delete_many([f"run/leases/{name}"])
         return True
 
-    results = race(*(partial(come_and_go, str(i)) for i in range(4)))
-    assert results == [True] * 4
-    assert keys(store) == []
+    assert (race(*(partial(come_and_go, str(i)) for i in range(4))), keys(store)) == ([True] * 4, [])
 
 
 def test_memory_is_listed_while_others_write_and_delete() -> None:

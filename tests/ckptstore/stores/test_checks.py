@@ -65,12 +65,10 @@ def test_speeds_of_what_was_written_and_read(tmp_path: Path, kind: str) -> None:
     store = open_store(str(tmp_path) if kind == "file" else "memory://speed")
     seen: list[int] = []
     found = measure_store(store, system_clock, LEAST, seen.append)
-    assert found.store == store.url
-    assert (found.num_objects, found.num_bytes) == (NUM_OBJECTS, LEAST)
+    assert (found.store, found.num_objects, found.num_bytes) == (store.url, NUM_OBJECTS, LEAST)
     assert found.write_bytes_per_s > 0
     assert found.read_bytes_per_s > 0
-    assert sum(seen) == 2 * LEAST
-    assert left(store) == []
+    assert (sum(seen), left(store)) == (2 * LEAST, [])
 
 
 @pytest.mark.parametrize("after", [1, NUM_OBJECTS - 1, NUM_OBJECTS + 1])

@@ -103,8 +103,7 @@ def test_parts_of_one_size_within_the_limits(size: int) -> None:
 
 def test_parts_grow_where_the_size_is_unknown() -> None:
     sizes = [part_bytes(number, 0) for number in range(1, 10_001)]
-    assert sizes == sorted(sizes)
-    assert sizes[0] == part_bytes(1, 1)
+    assert (sizes, sizes[0]) == (sorted(sizes), part_bytes(1, 1))
     assert sum(sizes) > 5000 * GIB
     assert sizes[-1] <= 5 * GIB
 
@@ -122,8 +121,7 @@ def test_parts_go_up_side_by_side_within_the_memory(s3_store: S3Location, noise:
     data = noise * 2  # four parts, and a short one
     write(store, "run/a", data)
     assert watched.most_bytes == 10 * MIB, "two on their way while a third is being filled"
-    assert store.get("run/a") == data
-    assert [info.bytes for info in store.list("")] == [len(data)]
+    assert (store.get("run/a"), [info.bytes for info in store.list("")]) == (data, [len(data)])
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -163,8 +161,7 @@ def test_a_part_that_fails_takes_the_others_back(s3_store: S3Location, noise: by
     with pytest.raises(StoreUnavailable, match="run/a: OSError: injected"):
         write(store, "run/a", noise)
     assert begun, "the test must begin an upload to prove anything"
-    assert pending(s3_store) == []
-    assert list(store.list("")) == []
+    assert (pending(s3_store), list(store.list(""))) == ([], [])
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -303,8 +300,7 @@ def test_listings_go_from_page_to_page(s3_store: S3Location) -> None:
             return files.call_s3(method, MaxKeys=2, **parameters)
 
     store._fs = Paged()
-    assert [info.key for info in store.list("run/")] == names
-    assert len(asked) == 5
+    assert ([info.key for info in store.list("run/")], len(asked)) == (names, 5)
     assert list(store.list_folders("run/")) == ["a", "b", "c"]
 
 

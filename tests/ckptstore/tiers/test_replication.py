@@ -170,8 +170,7 @@ def test_another_trainer_that_went_on_elsewhere_wins(tiers: Tiers) -> None:
     third = tiers.begin(other, seen=newest_generation(tiers.remote))
     enqueue(tiers.local, tiers.save(40, third).attempt)
     tiers.replicate_all()
-    assert (third, latest(tiers.remote).step) == (3, 40)
-    assert sorted(list_generations(tiers.remote)) == [1, 2, 3]
+    assert (third, latest(tiers.remote).step, sorted(list_generations(tiers.remote))) == (3, 40, [1, 2, 3])
     with pytest.raises(Superseded):
         replicate(tiers.local, tiers.remote, other_of(tiers, 20))
 
@@ -266,8 +265,7 @@ def test_damage_is_not_replicated(tiers: Tiers) -> None:
     tiers.local.store.put(key, data)
     with pytest.raises(CorruptObject):
         tiers.replicate_all()
-    assert listed(tiers.remote) == []
-    assert pinned(tiers.local)[one.attempt] == [QUEUED]
+    assert (listed(tiers.remote), pinned(tiers.local)[one.attempt]) == ([], [QUEUED])
 
 
 def test_each_outcome_is_read_once_however_long_the_replication_queue(tiers: Tiers) -> None:
@@ -276,8 +274,7 @@ def test_each_outcome_is_read_once_however_long_the_replication_queue(tiers: Tie
     for step in range(1, 6):
         one = tiers.save(step, generation)
         enqueue(local, one.attempt)
-        assert len(replication_queue(local, known).attempts) == step
-        assert trim(local, 1, known) == ()
+        assert (len(replication_queue(local, known).attempts), trim(local, 1, known)) == (step, ())
     outcomes = [key for key, _ in counting.documents if key.startswith(local.keys.commits)]
     assert len(outcomes) == len(set(outcomes)) == 5
     tiers.replicate_all()
