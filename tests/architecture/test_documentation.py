@@ -1,5 +1,3 @@
-"""The pages keep up with the code."""
-
 from __future__ import annotations
 
 import json

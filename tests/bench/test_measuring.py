@@ -1,5 +1,3 @@
-"""What the benchmarks measure with is itself right."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Averages of weights: an extra module that is saved, resumed and exported; and swapped in for a save."""
-
 from __future__ import annotations
 
 import os

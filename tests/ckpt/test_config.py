@@ -1,5 +1,3 @@
-"""Settings that make no sense are refused by name, and the environment fills what is not given."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Damage that a restore finds is recorded as by a scrub, so that nothing lists, restores or references it."""
-
 from __future__ import annotations
 
 from collections import Counter

@@ -1,5 +1,3 @@
-"""Heartbeats of real trainers, and the account of their time."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""When to save: what saves cost decides, by a clock that the test moves."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""A local tier beside the remote one: saves are committed locally at once, and replicated in the background."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""Bodies as JSON: they come back as they were sent, and leave room for later versions."""
-
 from __future__ import annotations
 
 import inspect

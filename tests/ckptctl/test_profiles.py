@@ -1,5 +1,3 @@
-"""The configuration file: named targets, and which one counts."""
-
 from __future__ import annotations
 
 from pathlib import Path

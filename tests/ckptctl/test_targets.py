@@ -1,5 +1,3 @@
-"""Which store or daemon a command works on."""
-
 import pytest
 
 from ckptctl.targets import Target, choose_target

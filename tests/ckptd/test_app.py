@@ -1,5 +1,3 @@
-"""A daemon that is killed or stopped, or loses its database or its store; and what it does by itself."""
-
 from __future__ import annotations
 
 import os

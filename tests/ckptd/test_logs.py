@@ -1,5 +1,3 @@
-"""Logs: as JSON, with the ids of requests, and without secrets."""
-
 from __future__ import annotations
 
 import json

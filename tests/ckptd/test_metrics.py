@@ -1,5 +1,3 @@
-"""Metrics of checkpoints and requests."""
-
 from __future__ import annotations
 
 from ckptapi.client import DaemonClient

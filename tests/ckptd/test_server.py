@@ -1,5 +1,3 @@
-"""TLS, and the end of a daemon under slow readers."""
-
 from __future__ import annotations
 
 import signal

@@ -1,5 +1,3 @@
-"""Where settings come from, and what `ckptd config` shows of them."""
-
 from __future__ import annotations
 
 import os

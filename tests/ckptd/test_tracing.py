@@ -1,5 +1,3 @@
-"""Traces of requests, as a collector receives them."""
-
 from __future__ import annotations
 
 import socket

@@ -1,5 +1,3 @@
-"""Measurements from the history of a run."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""Inputs that are missing, contradict each other, or make no sense."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""Numbers of parameters: MLPerf's models, and published models from their configurations."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Whole plans: figures that follow from each other, and parts that are left out."""
-
 from __future__ import annotations
 
 import inspect

@@ -1,5 +1,3 @@
-"""Steps and training time, by worked examples."""
-
 from __future__ import annotations
 
 from math import inf

@@ -1,5 +1,3 @@
-"""Every error has a code of its own, a meaning and a remedy."""
-
 from __future__ import annotations
 
 import pytest

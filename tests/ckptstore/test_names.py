@@ -1,5 +1,3 @@
-"""Names are checked on every way in: no name can leave its run's folder."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""The policies in deploy/aws: a real S3 service enforces them while each role works, and each action is used."""
-
 from __future__ import annotations
 
 import json

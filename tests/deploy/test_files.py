@@ -1,5 +1,3 @@
-"""The files in deploy/ are what their readers accept, and name only metrics, paths and settings that exist."""
-
 from __future__ import annotations
 
 import json

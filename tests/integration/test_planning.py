@@ -1,5 +1,3 @@
-"""Plans of real runs: docs/how-to/planning.md as printed, and what a run's history predicts about its next save."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""Train, save to a real S3 service through the saver process, restore from it and through a daemon's URL."""
-
 from __future__ import annotations
 
 import subprocess

@@ -1,5 +1,3 @@
-"""Parameters have the names of the plain module, whatever wraps it."""
-
 from __future__ import annotations
 
 from pathlib import Path

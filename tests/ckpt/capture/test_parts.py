@@ -1,5 +1,3 @@
-"""Parts: the boxes of a global tensor that lie in a process, against what torch.chunk gives."""
-
 from __future__ import annotations
 
 from math import prod

@@ -1,5 +1,3 @@
-"""Random state of every generator. Host generators stand for those of devices."""
-
 from __future__ import annotations
 
 import random

@@ -1,5 +1,3 @@
-"""The leaves of a training state: each value once, with the unit of its parameter."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""The names of ckpt.dcp, against those that torch gives."""
-
 from __future__ import annotations
 
 from typing import Any

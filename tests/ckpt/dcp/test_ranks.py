@@ -1,5 +1,3 @@
-"""torch.distributed.checkpoint with two ranks, and what others make of what they saved."""
-
 from __future__ import annotations
 
 from pathlib import Path

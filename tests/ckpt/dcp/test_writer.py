@@ -1,5 +1,3 @@
-"""torch.distributed.checkpoint through our writer and reader, in one process."""
-
 from __future__ import annotations
 
 import math

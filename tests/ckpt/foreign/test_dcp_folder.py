@@ -1,5 +1,3 @@
-"""What torch.distributed.checkpoint wrote, imported: whole again, restorable, and never executed."""
-
 import os
 import pickle
 import shutil

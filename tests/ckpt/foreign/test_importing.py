@@ -1,5 +1,3 @@
-"""ckptctl import: safetensors as they come, and what all formats have in common."""
-
 import json
 import os
 import struct

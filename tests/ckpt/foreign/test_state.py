@@ -1,5 +1,3 @@
-"""What torch.save wrote, imported: restorable, exact, and never executed."""
-
 import mmap
 import os
 import sys

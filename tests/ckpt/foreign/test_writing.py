@@ -1,5 +1,3 @@
-"""Exports to folders: Hugging Face's and torch.distributed.checkpoint's."""
-
 import json
 import os
 import signal

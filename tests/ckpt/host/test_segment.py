@@ -1,5 +1,3 @@
-"""Shared memory: descriptors, forks, and both ways to make it."""
-
 from __future__ import annotations
 
 import multiprocessing

@@ -1,5 +1,3 @@
-"""Accelerate: killed runs resume exactly, in mid-epoch and at its end."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Folders that hold only the name of a checkpoint, copied as Ray Train copies them."""
-
 from __future__ import annotations
 
 import shutil

@@ -1,5 +1,3 @@
-"""torchtitan: killed runs resume exactly with its components, and operators can use what was saved."""
-
 from __future__ import annotations
 
 from pathlib import Path

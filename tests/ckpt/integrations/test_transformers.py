@@ -1,5 +1,3 @@
-"""The Trainer of transformers: killed runs resume exactly, and its arguments keep their meaning."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""A rank that ends or hangs during a save or a restore: the others stop waiting and name it."""
-
 from __future__ import annotations
 
 import os

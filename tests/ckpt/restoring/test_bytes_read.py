@@ -1,5 +1,3 @@
-"""What leaves the store: hardly more than the bytes that are needed."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,5 +1,3 @@
-"""Restores beside a daemon: sessions that all ranks share, their ends, and its cache."""
-
 from __future__ import annotations
 
 import socket

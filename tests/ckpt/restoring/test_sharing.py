@@ -1,5 +1,3 @@
-"""One read for all replicas: who reads what, and what leaves the store."""
-
 from __future__ import annotations
 
 from collections import Counter

@@ -1,5 +1,3 @@
-"""Encoding ahead: order, one byte budget over snapshots, and giving up."""
-
 from __future__ import annotations
 
 import threading

@@ -1,5 +1,3 @@
-"""The socket between trainer and saver."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""The stages behind the training thread, without a trainer: order of events, other ranks, failures."""
-
 from __future__ import annotations
 
 import threading

@@ -1,5 +1,3 @@
-"""Replicator: what waits, what is unreplicable, and what an unreplicable checkpoint does to those after it."""
-
 from __future__ import annotations
 
 import shutil

@@ -1,5 +1,3 @@
-"""Statistics of chunks against the numbers themselves; those that saves write; and saves whose statistics fail."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

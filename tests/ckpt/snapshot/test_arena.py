@@ -1,5 +1,3 @@
-"""The slots of shared memory, and forks that hold none of it."""
-
 from __future__ import annotations
 
 import multiprocessing

@@ -1,5 +1,3 @@
-"""TrainerSession: attempts that all ranks derive alike, and what it remembers of earlier saves."""
-
 from __future__ import annotations
 
 import gc

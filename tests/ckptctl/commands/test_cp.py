@@ -1,5 +1,3 @@
-"""cp: a copy holds the same bytes, is committed as a save is, and continues after an interruption."""
-
 from __future__ import annotations
 
 import signal

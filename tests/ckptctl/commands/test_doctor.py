@@ -1,5 +1,3 @@
-"""jobs, probe and doctor: what they show, and how they end."""
-
 from __future__ import annotations
 
 import json

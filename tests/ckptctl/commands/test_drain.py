@@ -1,5 +1,3 @@
-"""drain: 0 when all that was accepted is durable, 3 when it is not, and 0 without savers."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""login, open, doctor --wait, and certificates: how a person reaches a daemon."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""plan: inputs from files and stores, tables, JSON, chart, and errors."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""`ckptctl prune`: previews, rules, confirmations."""
-
 from pathlib import Path
 
 from ckptstore.commits.catalog import list_checkpoints

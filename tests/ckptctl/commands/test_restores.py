@@ -1,5 +1,3 @@
-"""ckptctl restores: what operators see of the restores of jobs."""
-
 from __future__ import annotations
 
 import json

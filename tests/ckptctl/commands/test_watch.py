@@ -1,5 +1,3 @@
-"""watch: every event once, through a stream that breaks, and on a store."""
-
 from __future__ import annotations
 
 import itertools

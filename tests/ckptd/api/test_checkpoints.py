@@ -1,5 +1,3 @@
-"""What the daemon answers about checkpoints, and that a restore needs nothing but its URL."""
-
 from __future__ import annotations
 
 from datetime import datetime

@@ -1,5 +1,3 @@
-"""Events: pages of them, streams that resume, latest that waits; none is lost or sent twice."""
-
 from __future__ import annotations
 
 import os

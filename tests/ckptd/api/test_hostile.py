@@ -1,5 +1,3 @@
-"""Hostile requests to the newer endpoints, and what they cost: typed refusals, bounded memory, no crash."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""Jobs: what they do, how they are watched, ended, refused and interrupted."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""Notifications and reindexing, over HTTP: the index follows the store at once."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Restore sessions over HTTP, on a real daemon."""
-
 from __future__ import annotations
 
 import time

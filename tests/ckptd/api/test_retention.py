@@ -1,5 +1,3 @@
-"""Pins, deletions that are taken back, policies and the audit log, over HTTP."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""The block cache: one read of the store for all, the right bytes whatever happens to its folder."""
-
 from __future__ import annotations
 
 import logging

@@ -1,5 +1,3 @@
-"""The daemon applies the policies in force by itself, and scrubs."""
-
 from __future__ import annotations
 
 from ckptstore.clock import system_clock

@@ -1,5 +1,3 @@
-"""Commits of attempts whose committer has ended."""
-
 from __future__ import annotations
 
 from ckptd.housekeeping.recovery import Recovery

@@ -1,5 +1,3 @@
-"""The daemon verifies the newest checkpoint of each run, and that it restores."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""Who may do what, at every endpoint, and the headers for browsers."""
-
 from __future__ import annotations
 
 import itertools

@@ -1,5 +1,3 @@
-"""Readers take turns, and concurrent requests are limited."""
-
 from __future__ import annotations
 
 import asyncio

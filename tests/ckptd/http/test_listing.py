@@ -1,5 +1,3 @@
-"""Listings by conditions, in any order, page by page; against the same done in Python."""
-
 from __future__ import annotations
 
 import random

@@ -1,5 +1,3 @@
-"""Shards over HTTP: whole, in ranges, conditionally, by many at once."""
-
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor

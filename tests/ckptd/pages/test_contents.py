@@ -1,5 +1,3 @@
-"""The contents of a checkpoint: bytes by rank, entries by size."""
-
 from __future__ import annotations
 
 import pytest

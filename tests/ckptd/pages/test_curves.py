@@ -1,5 +1,3 @@
-"""The plots of a run."""
-
 from __future__ import annotations
 
 from ckptd.pages.queries import RunPageQuery

@@ -1,5 +1,3 @@
-"""The queries of pages with forms."""
-
 from __future__ import annotations
 
 from ckptd.pages.queries import RunPageQuery

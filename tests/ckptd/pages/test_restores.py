@@ -1,5 +1,3 @@
-"""The view of a restore session: ranks and stragglers."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""The pages over HTTP: who gets in, what a cookie is good for, and what hostile requests get."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""The views of the list of runs and of one run, without a daemon."""
-
 from __future__ import annotations
 
 from dataclasses import replace

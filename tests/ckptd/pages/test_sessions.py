@@ -1,5 +1,3 @@
-"""Logins of the pages."""
-
 from __future__ import annotations
 
 from ckptd.pages.sessions import LIFETIME_S, Sessions

@@ -1,5 +1,3 @@
-"""Which answers of the index count while the store does not answer."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""The event log over an index, with other daemons on its database."""
-
 from __future__ import annotations
 
 import json

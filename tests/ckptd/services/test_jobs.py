@@ -1,5 +1,3 @@
-"""Jobs over an index, whose work the test holds: cancelled, failed, interrupted."""
-
 from __future__ import annotations
 
 import threading

@@ -1,5 +1,3 @@
-"""Tokens from their making to their end; what is kept of them."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""When a run began to go wrong: the rules, on statistics that are made up."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,5 +1,3 @@
-"""The numbers of every element type, against torch."""
-
 from __future__ import annotations
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Which checkpoints exist, which one is latest, and what a reference finds."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

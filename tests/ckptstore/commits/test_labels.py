@@ -1,5 +1,3 @@
-"""Tags, and metrics that are set after the save: no change is lost, and a checkpoint's labels go with it."""
-
 from __future__ import annotations
 
 import itertools

@@ -1,5 +1,3 @@
-"""Leases against deletions and collections, at every moment of both."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

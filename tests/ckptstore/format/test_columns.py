@@ -1,5 +1,3 @@
-"""Columns come back as they were, in the smallest width, and nothing else passes for one."""
-
 from __future__ import annotations
 
 import base64

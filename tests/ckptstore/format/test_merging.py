@@ -1,5 +1,3 @@
-"""The merge of receipts, whose content is checked only when it is part of the manifest."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,5 +1,3 @@
-"""Plans: whatever was saved how, every wanted byte comes once, in its place, and little else is read."""
-
 from __future__ import annotations
 
 from collections import Counter

@@ -1,5 +1,3 @@
-"""The plan of a shard file: no gaps, aligned, one element type per chunk, whole elements."""
-
 from __future__ import annotations
 
 from itertools import pairwise

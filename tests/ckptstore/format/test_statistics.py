@@ -1,5 +1,3 @@
-"""Documents of statistics: those of earlier writers, and columns that do not fit together."""
-
 from __future__ import annotations
 
 import base64

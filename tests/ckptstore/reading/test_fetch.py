@@ -1,5 +1,3 @@
-"""From a store to destinations: what was planned is fetched, checked, decoded and placed."""
-
 from __future__ import annotations
 
 import random

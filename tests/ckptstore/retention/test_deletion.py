@@ -1,5 +1,3 @@
-"""Deletions, collections and tombstones, on a clock that moves and with calls that fail."""
-
 from __future__ import annotations
 
 import threading

@@ -1,5 +1,3 @@
-"""Damaged objects are written again, bit for bit, or stay as they are."""
-
 from __future__ import annotations
 
 import threading

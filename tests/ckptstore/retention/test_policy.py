@@ -1,5 +1,3 @@
-"""From a policy and checkpoints to reasons; and policies in the store, which two people change at once."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""Plans of prunes and what they delete, on a clock that moves."""
-
 from __future__ import annotations
 
 from functools import partial

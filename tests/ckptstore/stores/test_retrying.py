@@ -1,5 +1,3 @@
-"""A store that is away for a moment fails nothing; what a retry cannot change fails at once."""
-
 from __future__ import annotations
 
 import errno
