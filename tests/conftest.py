@@ -103,7 +103,6 @@ class S3Location:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Storage options for open_store."""
         return self.service.options
 
     @property

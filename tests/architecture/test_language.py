@@ -126,9 +126,6 @@ def test_code_is_exempt_and_lines_are_right(tmp_path: Path) -> None:
         '"""Of a rank. What it saves."""\n\n\ndef tell() -> str:\n    return "anew is no time"  # doomed\n'
     )
     assert sorted(finding.split(": write")[0] for finding in findings(module)) == [
-        f'{module}:1: \'"""Of a\'',
-        f"{module}:1: '. What'",
-        f"{module}:5: '\"anew is no t'",
-        f"{module}:5: 'anew'",
+        f'{module}:1: \'"""Of a\'', f"{module}:1: '. What'", f"{module}:5: '\"anew is no t'", f"{module}:5: 'anew'",
         f"{module}:5: 'doomed'",
-    ]
+    ]  # fmt: skip

@@ -228,7 +228,8 @@ def test_every_file_and_folder_has_a_layer(package: str) -> None:
 @pytest.mark.parametrize("package", LAYERS)
 def test_nothing_imports_a_higher_layer(package: str) -> None:
     ranks = _ranks(LAYERS[package])
-    assert [(a, b) for a, targets in _arrows(package).items() for b in targets if ranks[b] > ranks[a]] == []
+    upward = [(a, b) for a, targets in _arrows(package).items() for b in targets if ranks[b] > ranks[a]]
+    assert upward == []
 
 
 def test_no_package_imports_a_higher_one() -> None:
@@ -269,8 +270,10 @@ def test_no_small_file_has_a_single_importer() -> None:
 def test_each_folder_has_its_folder_of_tests(package: str) -> None:
     folder, tests = FOLDERS[package], ROOT / "tests" / package
     source = {p.parent.relative_to(folder) for p in folder.rglob("*.py") if "migrations" not in p.parts}
-    assert {p.parent.relative_to(tests) for p in tests.rglob("test_*.py")} == source
-    assert ({p.parent.relative_to(tests) for p in tests.rglob("*.py")} - source) == set()
+    tested = {p.parent.relative_to(tests) for p in tests.rglob("test_*.py")}
+    assert tested == source
+    strangers = {p.parent.relative_to(tests) for p in tests.rglob("*.py")} - source
+    assert strangers == set()
 
 
 def test_the_tests_of_every_file_are_found_by_its_name_or_in_the_table() -> None:

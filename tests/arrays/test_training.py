@@ -29,7 +29,6 @@ STEPS, KILL_AT = 16, 8  # an epoch has 6
 
 
 def train(store: Path, kill_at: int = -1, processes: int = 1) -> list[list[str]]:
-    """The lines of each process."""
     port, files = str(free_port()), [store.with_name(f"{store.name}-{kill_at}-{rank}") for rank in range(processes)]
     environment = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // processes}"}
     with ExitStack() as stack:

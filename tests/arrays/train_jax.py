@@ -50,7 +50,6 @@ def sharding(mesh: Mesh, leaf: Any) -> NamedSharding:
 
 
 def begin(mesh: Mesh) -> Any:
-    """The state at step 0."""
     net = Net()
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(1e-2, 40)))
 
@@ -83,7 +82,6 @@ def batch(step: int, data: Any, labels: Any) -> tuple[Any, Any]:
 
 
 def main(store: str, num_steps: int, kill_at: int, rank: int, processes: int, port: str, file: str) -> None:
-    """Train."""
     output = open(file, "w", buffering=1)  # noqa: SIM115 - until the end
     if processes > 1:
         jax.distributed.initialize(f"127.0.0.1:{port}", processes, rank)

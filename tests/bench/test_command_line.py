@@ -15,19 +15,8 @@ from bench.collection import BEGIN, END, README, write_table
 from bench.state import SMALL
 
 FIELDS = {
-    "bench",
-    "ratio",
-    "vs",
-    "goal",
-    "direction",
-    "ok",
-    "limit",
-    "peers",
-    "problems",
-    "state_bytes",
-    "goals",
-    "facts",
-}
+    "bench", "ratio", "vs", "goal", "direction", "ok", "limit", "peers", "problems", "state_bytes", "goals", "facts",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("bench", ["codec", "plan"])

@@ -137,16 +137,10 @@ def test_memcpy_copies() -> None:
 @pytest.mark.parametrize(
     ("ratio", "direction", "ok"),
     [
-        (0.9, "at most", True),
-        (1.0, "at most", True),
-        (1.1, "at most", False),
-        (0.9, "at least", False),
-        (1.0, "at least", True),
-        (1.1, "at least", True),
-        (math.nan, "at most", False),
-        (math.nan, "at least", False),
+        (0.9, "at most", True), (1.0, "at most", True), (1.1, "at most", False), (0.9, "at least", False),
+        (1.0, "at least", True), (1.1, "at least", True), (math.nan, "at most", False), (math.nan, "at least", False),
     ],
-)
+)  # fmt: skip
 def test_a_goal_knows_its_direction_and_what_was_not_measured_is_missed(ratio: float, direction: str, ok: bool) -> None:
     assert Goal("save", "memcpy", ratio, 1.0, direction).ok is ok  # type: ignore[arg-type]
 
@@ -160,12 +154,8 @@ def test_a_verdict_is_valid_json_and_false_if_one_goal_is_missed() -> None:
     verdict = json.loads(json.dumps(report.verdict(), allow_nan=False))
     assert verdict["ok"] is False
     assert {
-        "bench": "stall",
-        "ratio": 1.05,
-        "vs": "memcpy",
-        "goal": 1.1,
-        "direction": "at most",
-    }.items() <= verdict.items()
+        "bench": "stall", "ratio": 1.05, "vs": "memcpy", "goal": 1.1, "direction": "at most",
+    }.items() <= verdict.items()  # fmt: skip
     assert verdict["goals"][1] == {
         "name": "first", "vs": "later", "ratio": None, "goal": 1.5, "direction": "at most", "ok": False,
     }  # fmt: skip

@@ -26,8 +26,6 @@ ADMIN = "0123456789abcdef-bootstrap"
 
 @dataclass(frozen=True, slots=True)
 class Dashboard:
-    """A daemon and its store."""
-
     daemon: Daemon
     store: Store
     shown: Shown
@@ -58,14 +56,12 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, Shown]:
 
 @pytest.fixture(scope="package")
 def open_to_all(running_browser: Browser, filled: tuple[Store, Shown]) -> Iterator[Dashboard]:
-    """It asks for no token."""
     with running_daemon(filled[0].url, options=_PATIENT) as daemon:
         yield Dashboard(daemon, *filled)
 
 
 @pytest.fixture(scope="package")
 def guarded(running_browser: Browser, filled: tuple[Store, Shown]) -> Iterator[Dashboard]:
-    """It asks for tokens; ADMIN is one."""
     environment = {**os.environ, "CKPTD_TOKEN": ADMIN}
     with running_daemon(filled[0].url, options=_PATIENT, environment=environment) as daemon:
         yield Dashboard(daemon, *filled)

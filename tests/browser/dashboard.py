@@ -37,8 +37,6 @@ SMALL = {"model/weight": np.arange(500, dtype=np.float32)}
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What is in the store."""
-
     sharded: Checkpoint
     """Written by many ranks; in it, entries with strange names."""
     live: Attempt

@@ -40,8 +40,6 @@ def missing() -> list[str]:
 
 
 class Browser:
-    """One window."""
-
     def __init__(self, url: str, id: str) -> None:
         self._session = f"{url}/session/{id}"
         self._client = httpx.Client(base_url=self._session, timeout=60)
@@ -51,7 +49,6 @@ class Browser:
         self._post("/url", url=url)
 
     def run(self, script: str, *arguments: object) -> Any:
-        """What a script returns."""
         return self._post("/execute/sync", script=script, args=list(arguments))
 
     def text(self, selector: str = "main") -> str:
@@ -59,7 +56,6 @@ class Browser:
         return str(self.run("return document.querySelector(arguments[0])?.innerText ?? ''", selector))
 
     def count(self, selector: str) -> int:
-        """How many elements match."""
         return int(self.run("return document.querySelectorAll(arguments[0]).length", selector))
 
     def follow(self, selector: str) -> None:
@@ -70,11 +66,9 @@ class Browser:
         wait_until(lambda: self.run(arrived), f"the page behind {selector}")
 
     def type(self, selector: str, text: str) -> None:
-        """Type into the first element that matches."""
         self._post(f"/element/{self._find(selector)}/value", text=text)
 
     def press(self, key: str) -> None:
-        """Press one key, wherever the focus is."""
         actions = [{"type": "keyDown", "value": key}, {"type": "keyUp", "value": key}]
         self._post("/actions", actions=[{"type": "key", "id": "keyboard", "actions": actions}])
 

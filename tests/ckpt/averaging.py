@@ -29,7 +29,6 @@ class Training:
         self.ema = AveragedModel(self.model, multi_avg_fn=average, use_buffers=True)
 
     def step(self) -> None:
-        """One step of training."""
         (self.model(torch.randn(16, 40)) - 1).square().mean().backward()
         self.optim.step()
         self.optim.zero_grad()
@@ -41,7 +40,6 @@ class Training:
 
 
 def main() -> None:
-    """Train until killed."""
     training = Training()
     checkpointer = Checkpointer(sys.argv[1], run=RUN)
     for step in count():

@@ -28,7 +28,6 @@ def make_model(seed: int) -> nn.Module:
 
 
 def make_optimizer(model: nn.Module) -> Optimizer:
-    """With the state of one step."""
     optim = AdamW(model.parameters(), lr=0.01)
     for number, parameter in enumerate(model.parameters()):
         parameter.grad = torch.full_like(parameter, 0.1 * (number + 1))
@@ -63,14 +62,12 @@ def same(first: Any, second: Any) -> bool:
 
 
 def save(store: Store | str, state: dict[str, Any], step: int = 1, **options: Any) -> str:
-    """Returns the id of the checkpoint."""
     metadata = dcp.save(state, storage_writer=StorageWriter(store, run="r", step=step), **options)
     assert metadata.storage_meta is not None
     return str(metadata.storage_meta.checkpoint_id)
 
 
 def load(store: Store | str, state: dict[str, Any], checkpoint: str | int | None = None, **options: Any) -> Any:
-    """`state`, loaded."""
     dcp.load(state, storage_reader=StorageReader(store, run="r", checkpoint=checkpoint), **options)
     return state
 

@@ -57,5 +57,4 @@ def _environment(rank: int, world_size: int, meeting: Path) -> dict[str, str]:
 
 
 def lines(output: str) -> Sequence[str]:
-    """Non-empty lines of an output."""
     return [line for line in output.splitlines() if line]

@@ -19,7 +19,6 @@ from tests.support.training import seed_all
 
 
 def main() -> None:
-    """Train."""
     folder, steps, save_at, mode = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), "".join(sys.argv[4:])
     rank = join()
     if mode == "accumulate":
@@ -75,7 +74,6 @@ def accumulate(folder: str, rank: int) -> None:
 
 
 def broken(*_: object) -> None:
-    """A hook that fails."""
     raise RuntimeError("a hook of rank 1 fails")
 
 

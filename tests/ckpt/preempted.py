@@ -42,7 +42,6 @@ def average_gradients(model: nn.Module) -> None:
 
 
 def main(store: str, steps: int, grace_s: float, log: str) -> int:
-    """Train to the end, or until preempted."""
     rank = int(os.environ["RANK"])
     said = open(f"{log}.{rank}", "w", buffering=1)  # noqa: SIM115 - ends with the process
     dist.init_process_group("gloo")

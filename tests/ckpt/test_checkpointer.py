@@ -161,7 +161,6 @@ def test_a_diverged_loss_does_not_fail_the_save(tmp_path: Path, caplog: pytest.L
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 24 MiB."""
     folder = tmp_path / "small"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)]

@@ -26,16 +26,9 @@ pytestmark = pytest.mark.slow
 
 CORE = ("single", "ddp", "fsdp2", "fsdp2_4", "hsdp", "tp", "tp_fsdp2", "pp")
 FURTHER = {
-    "fsdp1": "tp",
-    "fsdp1_grad": "fsdp2_4",
-    "fsdp1_flat": "fsdp1",
-    "zero": "fsdp2",
-    "zero_by_hand": "zero",
-    "ddp_tp": "hsdp",
-    "pp_interleaved": "tp_fsdp2",
-    "model_parallel": "pp",
-    "fsdp2_checkpointed": "ddp",
-}
+    "fsdp1": "tp", "fsdp1_grad": "fsdp2_4", "fsdp1_flat": "fsdp1", "zero": "fsdp2", "zero_by_hand": "zero",
+    "ddp_tp": "hsdp", "pp_interleaved": "tp_fsdp2", "model_parallel": "pp", "fsdp2_checkpointed": "ddp",
+}  # fmt: skip
 
 Pairs = list[tuple[str, str]]
 
@@ -58,11 +51,8 @@ GRIDS = {
     "further": Grid([pair for name, other in FURTHER.items() for pair in _with_each(name, "single", other)]),
     "tied": Grid(
         [
-            *_with_each("pp", "single", "fsdp2"),
-            *_with_each("pp_interleaved", "model_parallel", "tp"),
-            *_with_each("fsdp1", "pp"),
-            *_with_each("fsdp1_flat", "fsdp2"),
-            *_with_each("tp_fsdp2", "pp_interleaved"),
+            *_with_each("pp", "single", "fsdp2"), *_with_each("pp_interleaved", "model_parallel", "tp"),
+            *_with_each("fsdp1", "pp"), *_with_each("fsdp1_flat", "fsdp2"), *_with_each("tp_fsdp2", "pp_interleaved"),
         ],
         Setup(shape=Shape(tied=True)),
     ),
@@ -71,7 +61,7 @@ GRIDS = {
         Setup(two_optimizers=True),
     ),
     "experts": Grid([*_with_each("ep", "single", "fsdp2"), ("ddp", "ep")], Setup(shape=Shape(experts=3))),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

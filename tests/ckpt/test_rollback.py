@@ -210,7 +210,6 @@ def _make(sharding: str) -> tuple[nn.Module, Optimizer]:
 
 
 def _state(model: nn.Module, optim: Optimizer) -> list[Any]:
-    """What this rank holds."""
     kept = state_holder(optim).state
     parameters = list(model.parameters())
     return deepcopy([

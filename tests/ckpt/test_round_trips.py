@@ -197,20 +197,11 @@ def test_tensor_of_more_than_two_gigabytes(tmp_path: Path) -> None:
 
 def test_plain_data_keeps_values_and_types(tmp_path: Path) -> None:
     value: dict[Any, Any] = {
-        "none": None,
-        "big": 2**200,
-        "floats": [0.1, -0.0, float("inf"), float("nan")],
-        "tuple": (1, ("x", b"\x00\xff")),
-        "set": {3, 4},
-        1: "integer key",
-        "$": "dollar key",
-        "array": np.arange(6, dtype=np.int16).reshape(2, 3),
-        "scalar": np.float32(0.25),
-        "size": torch.Size([2, 3]),
-        "dtype": torch.bfloat16,
-        "tensor": torch.tensor([1.5, float("nan")]),
-        "large": torch.arange(40_000),
-    }
+        "none": None, "big": 2**200, "floats": [0.1, -0.0, float("inf"), float("nan")],
+        "tuple": (1, ("x", b"\x00\xff")), "set": {3, 4}, 1: "integer key", "$": "dollar key",
+        "array": np.arange(6, dtype=np.int16).reshape(2, 3), "scalar": np.float32(0.25), "size": torch.Size([2, 3]),
+        "dtype": torch.bfloat16, "tensor": torch.tensor([1.5, float("nan")]), "large": torch.arange(40_000),
+    }  # fmt: skip
     with Checkpointer(str(tmp_path), run="r") as checkpointer:
         checkpointer.save(None, None, 0, value=value)
         restored = checkpointer.restore(value=None)

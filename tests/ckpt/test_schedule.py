@@ -58,7 +58,6 @@ class Training:
         )
 
     def run(self, seconds: float) -> Training:
-        """Train for so long."""
         end = self.now + seconds
         while self.now < end:
             self.step += self.stride
@@ -79,7 +78,6 @@ class Training:
 
     @property
     def intervals(self) -> list[float]:
-        """From save to save."""
         return [after - before for before, after in pairwise([at for _, at in self.saves])]
 
 

@@ -18,14 +18,11 @@ WITHOUT = "import sys; sys.modules['torch'] = None\n"  # every import of it fail
 
 
 class Pair(NamedTuple):
-    """Two arrays."""
-
     first: np.ndarray
     second: np.ndarray
 
 
 def run(script: str, *arguments: str) -> str:
-    """The output of an interpreter without torch."""
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT + script, *arguments], capture_output=True, text=True, timeout=300
     )

@@ -26,20 +26,16 @@ NO_ANSWER = Answer(0)
 
 
 def answer(body: msgspec.Struct, status: int = 200) -> Answer:
-    """An answer with a JSON body."""
     return Answer(status, msgspec.json.encode(body), {"Content-Type": "application/json"})
 
 
 def problem(status: int, code: str, detail: str = "as tested", hint: str = "") -> Answer:
-    """An answer with one of ckptd's errors."""
     body = bodies.Problem(type="about:blank", title=code, status=status, detail=detail, code=code, hint=hint)
     return Answer(status, msgspec.json.encode(body), {"Content-Type": bodies.PROBLEM})
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request as it came."""
-
     method: str
     path: str
     headers: dict[str, str]

@@ -51,7 +51,6 @@ def unchanged(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def filled(folder: Path) -> Store:
-    """The store in `folder`."""
     return open_store(str(folder))
 
 

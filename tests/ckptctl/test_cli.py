@@ -306,13 +306,10 @@ def offered(*words: object) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "names"),
     [
-        (("ls", "g"), ["gpt"]),
-        (("show", "gpt@3"), ["gpt@30"]),
-        (("show", "w"), ["wide@latest", "wide@5"]),
-        (("verify", "gpt@l"), ["gpt@latest"]),
-        (("show", "typo@"), ["typo@latest"]),
+        (("ls", "g"), ["gpt"]), (("show", "gpt@3"), ["gpt@30"]), (("show", "w"), ["wide@latest", "wide@5"]),
+        (("verify", "gpt@l"), ["gpt@latest"]), (("show", "typo@"), ["typo@latest"]),
     ],
-)
+)  # fmt: skip
 def test_names_in_the_store_are_offered(folder: Path, words: tuple[str, ...], names: list[str]) -> None:
     assert offered("--store", folder, *words) == names
 
@@ -494,7 +491,6 @@ MISTAKES = [
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """A port on which nothing listens."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         yield held.getsockname()[1]

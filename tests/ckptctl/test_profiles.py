@@ -14,7 +14,6 @@ _LAB = Profile("lab", url="https://lab", token="secret of the lab")
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A configuration folder of one's own."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     (tmp_path / "config").mkdir()
     return tmp_path / "config"

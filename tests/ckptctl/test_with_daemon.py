@@ -48,16 +48,10 @@ def test_what_there_is(daemon: Daemon, folder: Path) -> None:
 @pytest.mark.parametrize(
     "args",
     [
-        ("latest",),
-        ("latest", "typo"),
-        ("ls", "typo"),
-        ("ls", "../x"),
-        ("show", "gpt@31"),
-        ("prune", "--keep", "1", "--yes", "typo"),
-        ("prune", "--keep", "0", "--yes"),
-        ("prune", "--keep", "1"),
+        ("latest",), ("latest", "typo"), ("ls", "typo"), ("ls", "../x"), ("show", "gpt@31"),
+        ("prune", "--keep", "1", "--yes", "typo"), ("prune", "--keep", "0", "--yes"), ("prune", "--keep", "1"),
     ],
-)
+)  # fmt: skip
 def test_what_goes_wrong_goes_wrong_alike(daemon: Daemon, folder: Path, args: tuple[str, ...]) -> None:
     through, direct = both(daemon, folder, *args, "-o", "json")
     assert through.code == direct.code

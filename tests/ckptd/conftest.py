@@ -27,7 +27,6 @@ class Served:
 
     @property
     def newest(self) -> Checkpoint:
-        """gpt@30."""
         return self.checkpoints[-1]
 
 

@@ -55,14 +55,11 @@ def test_every_setting_can_be_set_everywhere_and_is_explained(knob: object, tmp_
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("port = 'x'", "sets port to a str"),
-        ("port = 1.5", "sets port to a float"),
-        ("port = true", "sets port to a bool"),
-        ("colour = 1", "sets 'colour', which is not a setting"),
-        ("port = ", "cannot read"),
-        ("\xff", "cannot read"),
+        ("port = 'x'", "sets port to a str"), ("port = 1.5", "sets port to a float"),
+        ("port = true", "sets port to a bool"), ("colour = 1", "sets 'colour', which is not a setting"),
+        ("port = ", "cannot read"), ("\xff", "cannot read"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_file_is_refused_with_its_name(text: str, says: str, tmp_path: Path) -> None:
     file = tmp_path / "ckptd.toml"
     file.write_bytes(text.encode("latin-1"))

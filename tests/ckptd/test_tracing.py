@@ -70,7 +70,6 @@ class Collector:
     spans: list[dict[str, Any]] = field(default_factory=list)
 
     def take(self, path: str, data: bytes) -> None:
-        """Keep what one request brings."""
         self.paths.append(path)
         request = ExportTraceServiceRequest.FromString(data)  # type: ignore[no-untyped-call]
         for resource in request.resource_spans:

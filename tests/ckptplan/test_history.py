@@ -62,19 +62,13 @@ def test_the_bytes_of_a_checkpoint_by_kind() -> None:
     store = open_store("memory://contents")
     w = np.zeros((3, 4), np.float32)
     arrays: dict[str, npt.NDArray[Any]] = {
-        "model/w": w,
-        "optim/state/w/exp_avg": w,
-        "optim/state/w/exp_avg_sq": w.astype(np.float64),
-        "optim/state/w/step": np.zeros((), np.float32),
-        "ema/w": w,
-    }
+        "model/w": w, "optim/state/w/exp_avg": w, "optim/state/w/exp_avg_sq": w.astype(np.float64),
+        "optim/state/w/step": np.zeros((), np.float32), "ema/w": w,
+    }  # fmt: skip
     checkpoint = write_checkpoint(store, "r", 1, arrays, clock=system_clock)
     model, terms = contents(checkpoint, read_manifest(StoreSource(store), checkpoint).content)
     assert (model.parameters, model.source) == (12, checkpoint.id)
     assert [(term.name, term.dtype, term.bytes_per_parameter * 12) for term in terms] == [
-        ("weights", "float32", 48),
-        ("momentum", "float32", 48),
-        ("variance", "float64", 96),
-        ("other", "", 52),
-    ]
+        ("weights", "float32", 48), ("momentum", "float32", 48), ("variance", "float64", 96), ("other", "", 52),
+    ]  # fmt: skip
     assert per_parameter(terms) * 12 == pytest.approx(checkpoint.raw_bytes)

@@ -118,16 +118,11 @@ def test_keywords_that_do_not_exist() -> None:
 @pytest.mark.parametrize(
     ("policy", "kept"),
     [
-        (None, 1000),
-        (Policy(keep_last=5), 5),
-        (Policy(keep_every=1000), 10),
-        (Policy(keep_last=5, keep_every=1000), 14),
-        (Policy(keep_hourly=24), 17),
-        (Policy(keep_within_s=600), 11),
-        (Policy(keep_last=2, keep_best=("loss:min:3",)), 5),
-        (Policy(keep_last=2, keep_best=("accuracy:max:3",)), 5),
+        (None, 1000), (Policy(keep_last=5), 5), (Policy(keep_every=1000), 10),
+        (Policy(keep_last=5, keep_every=1000), 14), (Policy(keep_hourly=24), 17), (Policy(keep_within_s=600), 11),
+        (Policy(keep_last=2, keep_best=("loss:min:3",)), 5), (Policy(keep_last=2, keep_best=("accuracy:max:3",)), 5),
     ],
-)
+)  # fmt: skip
 def test_rules_are_those_that_prune(policy: Policy | None, kept: int) -> None:
     """1000 saves, one every ten steps of six seconds: 16.7 hours."""
     found = retained(policy, num_saves=1000, interval_s=60, step_s=6, stored_bytes=7, price=None)
@@ -158,7 +153,6 @@ def theirs() -> Any:
 
 @pytest.fixture(scope="module")
 def quantity(theirs: Any) -> Any:
-    """Numbers with units."""
     from mlsysim.core.units import Q_
 
     return Q_

@@ -141,7 +141,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(answer)
 
     def _turned_away(self, request: str) -> bool:
-        """Whether the request is not forwarded."""
         proxy = self.server.proxy
         if proxy.refuses(request):
             self.send_error(403)

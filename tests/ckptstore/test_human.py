@@ -7,16 +7,10 @@ from ckptstore.errors import InvalidRequest
 @pytest.mark.parametrize(
     ("count", "text"),
     [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (102_348, "99.9 KiB"),
-        (102_400, "100 KiB"),
-        (1_048_000, "1.0 MiB"),
-        (3 << 30, "3.0 GiB"),
-        (1 << 62, "4096 PiB"),
+        (0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (102_348, "99.9 KiB"), (102_400, "100 KiB"),
+        (1_048_000, "1.0 MiB"), (3 << 30, "3.0 GiB"), (1 << 62, "4096 PiB"),
     ],
-)
+)  # fmt: skip
 def test_sizes_have_binary_units_and_three_digits(count: int, text: str) -> None:
     assert human.size(count) == text
 

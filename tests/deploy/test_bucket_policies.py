@@ -23,17 +23,11 @@ from tests.support.seaweed import S3Service
 
 POLICIES = Path(__file__).parents[2] / "deploy" / "aws"
 _ACTIONS = {
-    "ListObjectsV2": "s3:ListBucket",
-    "ListMultipartUploads": "s3:ListBucketMultipartUploads",
-    "GetObject": "s3:GetObject",
-    "HeadObject": "s3:GetObject",
-    "PutObject": "s3:PutObject",
-    "CreateMultipartUpload": "s3:PutObject",
-    "UploadPart": "s3:PutObject",
-    "CompleteMultipartUpload": "s3:PutObject",
-    "AbortMultipartUpload": "s3:AbortMultipartUpload",
-    "DeleteObject": "s3:DeleteObject",
-}
+    "ListObjectsV2": "s3:ListBucket", "ListMultipartUploads": "s3:ListBucketMultipartUploads",
+    "GetObject": "s3:GetObject", "HeadObject": "s3:GetObject", "PutObject": "s3:PutObject",
+    "CreateMultipartUpload": "s3:PutObject", "UploadPart": "s3:PutObject", "CompleteMultipartUpload": "s3:PutObject",
+    "AbortMultipartUpload": "s3:AbortMultipartUpload", "DeleteObject": "s3:DeleteObject",
+}  # fmt: skip
 """What AWS asks for, by kind of request."""
 
 

@@ -42,7 +42,6 @@ def documents(text: str) -> list[dict[str, Any]]:
 
 @cache
 def kustomize(folder: str) -> list[dict[str, Any]]:
-    """What the real program renders."""
     program = ["kustomize", "build"] if shutil.which("kustomize") else ["kubectl", "kustomize"]
     if shutil.which(program[0]) is None:
         pytest.skip("no kustomize or kubectl: Debian 13 has the package kustomize")
@@ -52,7 +51,6 @@ def kustomize(folder: str) -> list[dict[str, Any]]:
 
 
 def helm(values: dict[str, Any], name: str = "ckptd") -> list[dict[str, Any]]:
-    """What Helm's own library renders."""
     helm_python = pytest.importorskip("helm_python", reason="no helm-python-sdk: it has wheels for Linux on x86-64")
     with helm_python.Chart.load(CHART) as chart:
         rendered: dict[str, str] = chart.render(values, name=name, namespace="training")
@@ -61,8 +59,6 @@ def helm(values: dict[str, Any], name: str = "ckptd") -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Rendered:
-    """The objects of one variant, by kind."""
-
     variant: str
     objects: dict[str, list[dict[str, Any]]]
 

@@ -138,14 +138,8 @@ def test_tokens_ranges_and_addresses_go_through(store: Store, tmp_path: Path, mo
         (tmp_path / "ckptd.conf").write_text(text)
         (tmp_path / "nginx.conf").write_text(_MAIN.format(folder=tmp_path))
         command = [
-            str(NGINX),
-            "-e",
-            str(tmp_path / "error.log"),
-            "-p",
-            str(tmp_path),
-            "-c",
-            str(tmp_path / "nginx.conf"),
-        ]
+            str(NGINX), "-e", str(tmp_path / "error.log"), "-p", str(tmp_path), "-c", str(tmp_path / "nginx.conf"),
+        ]  # fmt: skip
         subprocess.run([*command, "-t"], check=True, capture_output=True, timeout=60)
         process = subprocess.Popen(command)
         try:

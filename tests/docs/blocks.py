@@ -28,8 +28,6 @@ _BLOCK = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """Some code, or what it prints."""
-
     language: str
     text: str
     line: int

@@ -77,7 +77,6 @@ class Reader:
         return "".join(self._command(command) for command in _joined(commands))
 
     def environment(self) -> dict[str, str]:
-        """The shell's exported variables."""
         file = self.folder / ".environment"
         self._in_shell(f"env -0 >{file}")
         return dict(line.split("=", 1) for line in file.read_text().split("\0") if "=" in line)

@@ -91,14 +91,10 @@ def test_a_script_needs_at_most_three_changed_lines(place: str, text: str) -> No
 @pytest.mark.parametrize(
     ("text", "number"),
     [
-        ("+a\n+b\n c\n+d\n", 3),
-        ("-a\n+b\n", 1),
-        ("-a\n+b\n+c\n", 2),
-        ("-a\n b\n+c\n", 2),
-        ("-a\n-b\n+c\n", 2),
+        ("+a\n+b\n c\n+d\n", 3), ("-a\n+b\n", 1), ("-a\n+b\n+c\n", 2), ("-a\n b\n+c\n", 2), ("-a\n-b\n+c\n", 2),
         (" a\n", 0),
     ],
-)
+)  # fmt: skip
 def test_a_line_that_takes_the_place_of_another_is_one_change(text: str, number: int) -> None:
     assert changed_lines(text) == number
 
@@ -163,16 +159,9 @@ def _parse_yaml(text: str) -> None:
 
 
 _PARSERS: dict[str, Any] = {
-    "python": _parse_python,
-    "diff": _parse_diff,
-    "sh": _parse_shell,
-    "console": _parse_console,
-    "yaml": _parse_yaml,
-    "toml": tomllib.loads,
-    "json": json.loads,
-    "text": str,
-    "": str,
-}
+    "python": _parse_python, "diff": _parse_diff, "sh": _parse_shell, "console": _parse_console, "yaml": _parse_yaml,
+    "toml": tomllib.loads, "json": json.loads, "text": str, "": str,
+}  # fmt: skip
 
 
 def test_the_losses_of_the_readme_do_not_depend_on_a_kill(tmp_path: Path) -> None:

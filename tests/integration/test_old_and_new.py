@@ -62,8 +62,6 @@ def old_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class OldClient:
-    """The old client's process."""
-
     def __init__(self, process: subprocess.Popen[str]) -> None:
         assert process.stdin is not None
         self._requests = process.stdin
@@ -71,7 +69,6 @@ class OldClient:
         assert json.loads(self._replies.next()) == {"format": 1}
 
     def __call__(self, act: str, **arguments: Any) -> tuple[Any, str]:
-        """Result and error code."""
         self._requests.write(json.dumps({"act": act, **arguments}) + "\n")
         self._requests.flush()
         reply = json.loads(self._replies.next())

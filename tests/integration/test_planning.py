@@ -23,7 +23,6 @@ _ULID = re.compile(r"\.[0-9A-Z]{26}\b")
 
 
 def step(model: nn.Module, optim: torch.optim.Optimizer) -> None:
-    """One step on a batch of zeros."""
     tokens = torch.zeros(1, CONTEXT, dtype=torch.long)
     model(tokens, tokens).backward()
     optim.step()

@@ -173,7 +173,6 @@ def training(local: Path, service: RestartableService) -> Iterator[Trainer]:
 
 
 def end(saver: int) -> None:
-    """SIGKILL, and wait until it is gone."""
     with suppress(ProcessLookupError):
         os.kill(saver, signal.SIGKILL)
     wait_until(lambda: not is_alive(saver))

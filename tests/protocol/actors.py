@@ -36,12 +36,10 @@ def highest_version(found: Objects) -> int:
 
 
 def dead(found: Objects) -> frozenset[str]:
-    """The attempts in the highest version."""
     return frozenset(found.get(("dead", str(highest_version(found))), ()))
 
 
 def look_at_the_dead(at: str, a: str, yes: str, no: str, *claims: Claim) -> Row:
-    """Whether an attempt is on the list."""
     return row(at, listing("dead", classify=lambda found: "dead" if a in dead(found) else "alive"), *claims,
                dead=yes, alive=no)  # fmt: skip
 
@@ -454,5 +452,4 @@ def pinner(a: str, rules: Rules, forgets: bool = False) -> Program:
 
 
 def time(a: str, lease: str) -> Program:
-    """A lease expires at any moment."""
     return program(row("expire", Op("expire", ("leases", a, lease)), ok="expired"))

@@ -65,7 +65,6 @@ def stored(a: str, ranks: Sequence[str] = ONE, outcome: str = "committed") -> di
 
 
 def hidden(a: str, id: str, fate: str = "") -> dict[Key, Value]:
-    """A tombstone, and its fate."""
     objects: dict[Key, Value] = {("tombstones", a, id): ""}
     return objects | ({("fates", a, id): fate} if fate else {})
 

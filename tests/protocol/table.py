@@ -89,7 +89,6 @@ def row(at: str, op: Op, *claims: Claim, **then: str) -> Row:
 
 
 def end(at: str, *claims: Claim) -> Row:
-    """An end that claims something."""
     return Row(at, None, {}, claims)
 
 

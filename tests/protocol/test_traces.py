@@ -67,7 +67,6 @@ def hidden(store: Store) -> Attempt:
 
 
 def first(store: Store) -> Attempt:
-    """The only attempt in the store."""
     (name,) = store.list_folders(f"{RUN}/attempts/")
     return Attempt.parse(name)
 

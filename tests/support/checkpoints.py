@@ -185,12 +185,10 @@ SMALL = {"model/a": np.arange(3000, dtype=np.float32)}
 
 
 def write(store: Store, *steps: int) -> list[Checkpoint]:
-    """Committed checkpoints of the given steps."""
     return [write_checkpoint(store, RUN, step, SMALL) for step in steps]
 
 
 def steps(store: Store, run: str = RUN) -> list[int]:
-    """Steps that are listed."""
     return [checkpoint.step for checkpoint in list_checkpoints(Run(store, run))]
 
 
@@ -213,7 +211,6 @@ def prune_undelete_and_collect(store: Store, taken_back: Attempt) -> None:
 
 
 def keys(store: Store, prefix: str = "") -> list[str]:
-    """Keys in the store."""
     return [info.key for info in store.list(prefix)]
 
 

@@ -41,7 +41,6 @@ class Finished:
 
     @property
     def json(self) -> Any:
-        """Standard output as JSON."""
         return json.loads(self.stdout)
 
     @property
@@ -126,16 +125,13 @@ class Terminal:
         os.close(self._master)
 
     def wait_for(self, text: str) -> None:
-        """Read until `text` is on the screen."""
         while text not in self.screen:
             assert self._read(), f"{text!r} never came:\n{self.screen}"
 
     def type(self, text: str) -> None:
-        """Press keys."""
         os.write(self._master, text.encode())
 
     def interrupt(self) -> None:
-        """What Ctrl-C does."""
         os.kill(self._process.pid, signal.SIGINT)
 
     def finish(self) -> int:

@@ -29,8 +29,6 @@ _OPEN = ("--auth", "off")
 
 @dataclass(frozen=True, slots=True)
 class Daemon:
-    """A running daemon."""
-
     url: str
     process: subprocess.Popen[bytes] | Fork
     log_path: Path
@@ -40,15 +38,12 @@ class Daemon:
         return self.log_path.read_text(errors="replace")
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        """One GET."""
         return httpx.get(self.url + path, **options)
 
     def post(self, path: str, body: object = None, **options: Any) -> httpx.Response:
-        """One POST of a JSON body."""
         return httpx.post(self.url + path, json=body, timeout=60, **options)
 
     def waiting_requests(self) -> int:
-        """How many requests wait for a change."""
         lines = self.get("/metrics").text.splitlines()
         return round(float(next(line.split()[1] for line in lines if line.startswith("ckptd_waiting_requests "))))
 

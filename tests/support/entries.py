@@ -73,5 +73,4 @@ def write_entries(
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
-    """The row-major elements of a tensor."""
     return bytes(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""

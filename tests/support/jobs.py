@@ -83,12 +83,10 @@ class Job:
         return found
 
     def errors(self) -> str:
-        """What the ranks wrote to standard error."""
         self._errors.seek(0)
         return self._errors.read()
 
     def kill(self, *ranks: int) -> None:
-        """SIGKILL to these ranks, or to all."""
         for rank in ranks or range(len(self.ranks)):
             self.ranks[rank].send_signal(signal.SIGKILL)
 

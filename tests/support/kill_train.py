@@ -19,7 +19,6 @@ SIZE = 300_000
 
 
 def weights(step: int) -> torch.Tensor:
-    """The weights of a step."""
     return torch.randn(SIZE, generator=torch.Generator().manual_seed(step))
 
 
@@ -42,7 +41,6 @@ def resumed(checkpointer: Checkpointer) -> tuple[nn.ParameterDict, int]:
 
 
 def main() -> None:
-    """Train until killed."""
     daemon = sys.argv[2] if len(sys.argv) > 2 else None
     checkpointer = Checkpointer(sys.argv[1], run="kill", daemon=daemon)
     model, step = resumed(checkpointer)

@@ -144,7 +144,6 @@ def with_slices(content: Content, rows: Sequence[int]) -> Content:
 
 
 def box_of(content: Content, row: int) -> Box:
-    """Of one slice."""
     at = sum(2 * len(content.entries.shape[entry]) for entry in content.slices.entry[:row].tolist())
     count = 2 * len(content.entries.shape[int(content.slices.entry[row])])
     return tuple(content.slices.box[at : at + count].tolist())

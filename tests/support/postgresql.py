@@ -44,7 +44,6 @@ class PostgresqlServer:
     _keeper: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     def new_database(self) -> str:
-        """The URL of an empty database."""
         name = f"test_{uuid.uuid4().hex}"
         with self._connect() as connection:
             connection.execute(f"CREATE DATABASE {name}".encode())
@@ -65,7 +64,6 @@ class PostgresqlServer:
             time.sleep(0.02)
 
     def stop(self) -> None:
-        """Break all connections and end."""
         if self._keeper is not None:
             self._keeper.communicate()
             self._keeper = None

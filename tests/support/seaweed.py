@@ -45,7 +45,6 @@ class S3Service:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Storage options for open_store."""
         return {"endpoint_url": self.endpoint, "key": ACCESS_KEY, "secret": SECRET_KEY}
 
     @property
@@ -117,7 +116,6 @@ def _credentials(role: str) -> dict[str, str]:
 
 
 def as_role(service: S3Service, role: str) -> dict[str, Any]:
-    """Storage options of one of ROLES."""
     own = _credentials(role)
     return {**service.options, "key": own["accessKey"], "secret": own["secretKey"]}
 

@@ -33,7 +33,6 @@ class MovableClock:
         return system_clock() + self.ahead_s
 
     def advance(self, seconds: float) -> None:
-        """Let time pass."""
         self.ahead_s += seconds
 
 
@@ -98,8 +97,6 @@ class Interleaving:
 
 
 class FaultyStore(Store):
-    """Another store, behind Faults or an Interleaving."""
-
     def __init__(self, store: Store, faults: Faults | Interleaving) -> None:
         self._store = store
         self._faults = faults
@@ -221,12 +218,10 @@ class CountingStore(FaultyStore):
 
     @property
     def read_bytes(self) -> int:
-        """Of all ranged reads together."""
         return sum(count for _, _, count in self.reads)
 
     @property
     def all_bytes(self) -> int:
-        """Of all reads together."""
         return self.read_bytes + sum(count for _, count in self.documents)
 
 

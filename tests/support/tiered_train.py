@@ -17,7 +17,6 @@ from tests.support.kill_train import resumed, say, weights
 
 
 def main() -> None:
-    """Train until killed."""
     checkpointer = Checkpointer(sys.argv[1], run="kill", local=sys.argv[2], local_keep=1, retry_s=1.0)
     model, step = resumed(checkpointer)
     while True:

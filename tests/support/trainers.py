@@ -52,14 +52,12 @@ class Trainer:
                 self.deaths += 1
 
     def kill(self) -> None:
-        """SIGKILL, and read its last lines."""
         self.process.kill()
         self.process.wait()
         self._listener.join()
         self._said.close()
 
     def wait_for_save(self) -> None:
-        """Wait until another save_async returned."""
         seen = self.saved
         wait_until(lambda: self.saved > seen)
 

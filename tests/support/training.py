@@ -80,7 +80,6 @@ class Loop:
         self.optim.zero_grad()
 
     def step(self) -> float:
-        """One step of training; its loss."""
         if isinstance(self.optim, torch.optim.LBFGS):
             losses: list[float] = []
 
@@ -96,13 +95,11 @@ class Loop:
         return loss
 
     def extras(self) -> dict[str, Any]:
-        """What is saved beside model and optimizer."""
         found = {"scheduler": self.sched, "scaler": self.scaler}
         return {name: value for name, value in found.items() if value is not None}
 
 
 def seed_all(seed: int) -> None:
-    """Seed every generator."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

@@ -33,7 +33,6 @@ class Mesh:
 
 
 def coordinates(sizes: Sequence[int]) -> list[Coordinate]:
-    """All of a mesh."""
     return list(product(*map(range, sizes)))
 
 

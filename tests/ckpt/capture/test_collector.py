@@ -212,7 +212,6 @@ def test_one_rank_saves_and_restores_alone(tmp_path: Path) -> None:
 
 
 def save_and_restore(store: str) -> list[float]:
-    """What this rank gets back."""
     model = nn.Linear(2, 2)
     with Checkpointer(store, run="r", writer="thread") as checkpointer:
         checkpointer.save(model, None, 1, shared={"seen": {"w": torch.arange(2.0)}})

@@ -211,7 +211,6 @@ def model_of_pairs(value: float) -> nn.Module:
 
 
 def inner_values(model: nn.Module) -> dict[str, Any]:
-    """The inner tensors of the local shards."""
     found = {}
     for name, parameter in model.named_parameters():
         local: Any = parameter._local_tensor if hasattr(parameter, "_local_tensor") else parameter

@@ -76,7 +76,6 @@ def strided() -> dict[str, Any]:
 
 
 def dtensor() -> dict[str, bool]:
-    """Two ranks."""
     mesh = init_device_mesh("cpu", (2,))
     rank = dist.get_rank()
     local = torch.full((2 - rank, 3), float(rank))
@@ -144,7 +143,6 @@ def fsdp1() -> dict[str, bool]:
 
 
 def zero() -> dict[str, bool]:
-    """Two ranks."""
     model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
     model(torch.ones(1, 4)).sum().backward()

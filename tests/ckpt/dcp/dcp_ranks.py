@@ -55,7 +55,6 @@ def sharded(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def state_of(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
-    """What DCP is given."""
     return {"model": model.state_dict(), "optim": flat_optimizer_state(model, optim)}
 
 
@@ -228,12 +227,9 @@ def titan(folder: str, rank: int) -> None:
         model, optim = sharded(seed)
         scheduler = LambdaLR(optim, lambda step: 1 / (step + 1))
         state = {
-            "model": Model(model),
-            "optimizer": Optimizers(model, optim),
-            "lr_scheduler": scheduler,
-            "train_state": Progress(),
-            "dataloader": Data(rank, seed),
-        }
+            "model": Model(model), "optimizer": Optimizers(model, optim), "lr_scheduler": scheduler,
+            "train_state": Progress(), "dataloader": Data(rank, seed),
+        }  # fmt: skip
         states.append(state)
     saved, loaded = states
     for _ in range(3):
@@ -313,7 +309,6 @@ def die(folder: str, rank: int) -> None:
 
 
 def wait_for(path: Path) -> None:
-    """Return when the file is there."""
     deadline = time.monotonic() + 30
     while not path.exists():
         assert time.monotonic() < deadline, path

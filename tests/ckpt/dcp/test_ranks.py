@@ -48,12 +48,9 @@ def test_two_ranks_write_the_checkpoint_that_one_process_would(ranks: str) -> No
     assert (shapes["model/0.weight"], shapes["optim/state.2.weight.exp_avg"]) == ([301, 7], [1, 301])
     assert content.trees["model"]["0.weight"] == {"$": "tensor", "name": "model/0.weight"}
     assert content.trees["objects"] == {
-        "seen": 17,
-        "only_0": {"$": "bytes", "v": "Ynl0ZXM="},
-        "only_1": {"$": "bytes", "v": "Ynl0ZXM="},
-        "groups": [{"lr": 0.1}, {"lr": 0.2}],
-        "order": [3, 1, 2],
-    }
+        "seen": 17, "only_0": {"$": "bytes", "v": "Ynl0ZXM="}, "only_1": {"$": "bytes", "v": "Ynl0ZXM="},
+        "groups": [{"lr": 0.1}, {"lr": 0.2}], "order": [3, 1, 2],
+    }  # fmt: skip
 
 
 def test_one_process_loads_what_two_ranks_saved(ranks: str) -> None:

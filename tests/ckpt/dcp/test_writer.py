@@ -126,8 +126,6 @@ def test_a_dict_that_resembles_an_optimizer_keeps_its_names(store: Store) -> Non
 
 
 class OwnBytes(DefaultSavePlanner):
-    """Makes bytes of objects itself."""
-
     def transform_object(self, write_item: Any, object: Any) -> Any:
         return super().transform_object(write_item, [object] if isinstance(object, int) else object)
 
@@ -218,13 +216,10 @@ def test_only_what_is_needed_is_read_and_only_once(store: Store) -> None:
 @pytest.mark.parametrize(
     ("checkpoint_id", "found"),
     [
-        ("12", "r@12"),
-        ("out/step-12", "r@12"),
-        (Path("out/step_12/"), "r@12"),
-        ("step12", "r@12"),
+        ("12", "r@12"), ("out/step-12", "r@12"), (Path("out/step_12/"), "r@12"), ("step12", "r@12"),
         ("other@12", "other@12"),
     ],
-)
+)  # fmt: skip
 def test_checkpoint_ids(store: Store, checkpoint_id: Any, found: str) -> None:
     writer, reader = StorageWriter(store, run="r", step=1), StorageReader(store, run="r")
     for each in (writer, reader):

@@ -11,16 +11,11 @@ from ckpt.foreign.archive import Storage, StridedTensor, strided_read
 @pytest.mark.parametrize(
     ("memory", "shape", "strides", "offset"),
     [
-        (b"", (2,), (1,), 0),
-        (b"", (), (), 0),
-        (bytes(4), (1,), (1,), 1),
-        (bytes(8), (2,), (2,), 0),
-        (bytes(8), (2, 2), (1, 1), 0),
-        (bytes(8), (2,), (-1,), 1),
-        (bytes(8), (1,), (1,), -1),
+        (b"", (2,), (1,), 0), (b"", (), (), 0), (bytes(4), (1,), (1,), 1), (bytes(8), (2,), (2,), 0),
+        (bytes(8), (2, 2), (1, 1), 0), (bytes(8), (2,), (-1,), 1), (bytes(8), (1,), (1,), -1),
         (bytes(7), (2,), (1,), 0),
     ],
-)
+)  # fmt: skip
 def test_elements_outside_memory(memory: bytes, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> None:
     with pytest.raises(ValueError, match="outside"):
         strided_read(memoryview(memory), 4, shape, strides, offset)

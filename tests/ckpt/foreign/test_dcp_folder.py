@@ -31,7 +31,6 @@ def store(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A folder of one process."""
     return save(tmp_path / "dcp", {"model": {"w": torch.arange(60.0).reshape(20, 3)}, "step": 5})
 
 
@@ -61,7 +60,6 @@ def given_back(store: Path, run: str = "r") -> Any:
 
 
 def change(folder: Path, how: Callable[[Metadata], object]) -> None:
-    """Write other metadata into a folder."""
     path = folder / ".metadata"
     metadata = pickle.loads(path.read_bytes())
     how(metadata)

@@ -30,7 +30,6 @@ from tests.support.entries import ENTRIES, TREES, tensor_bytes, write_entries
 
 @pytest.fixture
 def empty(tmp_path: Path) -> Path:
-    """A store without a checkpoint."""
     (tmp_path / "store").mkdir()
     return tmp_path / "store"
 
@@ -41,13 +40,11 @@ def content_of(folder: Path, run: str) -> Content:
 
 
 def exported(folder: Path, run: str, to: Path) -> Any:
-    """The state of a run's newest checkpoint."""
     assert invoke("export", f"{run}@latest", "--to", to, "--store", folder).code == 0
     return torch.load(to, weights_only=True)
 
 
 def write_header(path: Path, header: object, data: bytes = b"") -> Path:
-    """A safetensors file with any header."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
     return path
@@ -179,21 +176,12 @@ PLACE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 @pytest.mark.parametrize(
     "header",
     [
-        b"not json",
-        b"[1]",
-        b'{"x": 3}',
-        b'{"\xff": 3}',
-        {"x": {"dtype": "F32", "shape": [2]}},
-        {"x": {**PLACE, "shape": [-2]}},
-        {"x": {**PLACE, "shape": [3]}},
-        {"x": {**PLACE, "shape": [2**40, 2**40]}},
-        {"x": {**PLACE, "data_offsets": [4, 12]}},
-        {"x": {**PLACE, "data_offsets": [0, 2**63]}},
-        {"x": PLACE, "y": PLACE},
-        {},
-        {"__metadata__": {"a": 1}, "x": PLACE},
+        b"not json", b"[1]", b'{"x": 3}', b'{"\xff": 3}', {"x": {"dtype": "F32", "shape": [2]}},
+        {"x": {**PLACE, "shape": [-2]}}, {"x": {**PLACE, "shape": [3]}}, {"x": {**PLACE, "shape": [2**40, 2**40]}},
+        {"x": {**PLACE, "data_offsets": [4, 12]}}, {"x": {**PLACE, "data_offsets": [0, 2**63]}},
+        {"x": PLACE, "y": PLACE}, {}, {"__metadata__": {"a": 1}, "x": PLACE},
     ],
-)
+)  # fmt: skip
 def test_a_malformed_header_is_damage(empty: Path, tmp_path: Path, header: object) -> None:
     done = refused(empty, write_header(tmp_path / "a.safetensors", header, bytes(8)))
     assert (done.code, done.error["code"]) == (5, "corrupt")

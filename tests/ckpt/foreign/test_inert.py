@@ -64,8 +64,6 @@ for path in sorted(Path(sys.argv[1]).glob("*")):
 
 
 class Call:
-    """Pickled as a call."""
-
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         self._call = function, args
 
@@ -118,7 +116,6 @@ def deep(depth: int) -> bytes:
 
 
 def torch_file(path: Path, data: bytes, compression: int = zipfile.ZIP_STORED) -> Path:
-    """A file as torch.save writes it."""
     with zipfile.ZipFile(path, "w", compression) as archive:
         archive.writestr("archive/data.pkl", data)
         archive.writestr("archive/version", "3\n")
@@ -152,7 +149,6 @@ def pickled(state: Any) -> bytes:
 
 
 def repacked(path: Path) -> None:
-    """A file of torch.save with compressed tensors."""
     torch.save({"w": torch.zeros(10_000)}, path.with_suffix(".plain"))
     with zipfile.ZipFile(path.with_suffix(".plain")) as plain, zipfile.ZipFile(path, "w") as packed:
         for info in plain.infolist():

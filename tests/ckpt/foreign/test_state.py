@@ -49,7 +49,6 @@ def refused(store: Path, path: Path) -> Any:
 
 
 def given_back(store: Path) -> Any:
-    """The imported state, exported again."""
     to = store.parent / "out.pt"
     assert invoke("export", "r@1", "--to", to, "--store", store, "--force").code == 0
     with warnings.catch_warnings():
@@ -161,13 +160,9 @@ def test_every_kind_of_tensor_and_value_keeps_its_bits(store: Path) -> None:
             parameter=nn.Parameter(torch.ones(2)),
         ),
         "misc": {
-            "none": None,
-            "list": [1, (2.5, "x")],
-            "size": torch.Size([2]),
-            3: torch.bfloat16,
-            "nan": float("inf"),
+            "none": None, "list": [1, (2.5, "x")], "size": torch.Size([2]), 3: torch.bfloat16, "nan": float("inf"),
         },
-    }
+    }  # fmt: skip
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
         imported(store, state)

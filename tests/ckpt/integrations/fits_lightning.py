@@ -28,8 +28,6 @@ FOUND: dict[str, Any] = {}
 
 
 class Module(LightningModule):
-    """One layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net = torch.nn.Linear(4, 1)
@@ -43,7 +41,6 @@ class Module(LightningModule):
 
 
 def trainer(max_steps: int, *callbacks: Callback, **options: Any) -> Trainer:
-    """On the CPU, silent."""
     return Trainer(
         accelerator="cpu", max_steps=max_steps, max_epochs=-1, logger=False, callbacks=list(callbacks),
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=FOLDER, **options,
@@ -51,7 +48,6 @@ def trainer(max_steps: int, *callbacks: Callback, **options: Any) -> Trainer:
 
 
 def fit(one: Trainer, module: Module, **options: Any) -> None:
-    """To its last step."""
     one.fit(module, DataLoader(TensorDataset(torch.ones(40, 4)), batch_size=4), **options)
 
 
@@ -126,7 +122,6 @@ def by_paths() -> None:
 
 
 def main() -> None:
-    """All of them."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     by_callback()

@@ -78,12 +78,9 @@ def torchtitan() -> None:
 
     assert version("torchtitan").startswith("0.3.")
     hooks = {
-        "_load": ["self", "step"],
-        "_save": ["self", "curr_step", "last_step"],
-        "_maybe_wait_for_staging": ["self"],
-        "_wait_for_saving": ["self"],
-        "_close": ["self"],
-    }
+        "_load": ["self", "step"], "_save": ["self", "curr_step", "last_step"], "_maybe_wait_for_staging": ["self"],
+        "_wait_for_saving": ["self"], "_close": ["self"],
+    }  # fmt: skip
     assert BaseCheckpointManager.__abstractmethods__ == set(hooks)
     for name, arguments in hooks.items():
         assert list(signature(getattr(BaseCheckpointManager, name)).parameters) == arguments, name

@@ -52,8 +52,6 @@ def die_after(step: int) -> None:
 
 @dataclass(frozen=True)
 class Integration:
-    """One program, and how it is run."""
-
     program: str
     imports: Sequence[str]
 
@@ -105,7 +103,6 @@ class Integration:
 
 
 def private_names_exist(framework: str, integration: Integration) -> None:
-    """Of a framework: see pins.py."""
     code, _, errors = run(integration.imports, "tests.ckpt.integrations.pins", [framework])
     assert code == 0, errors
 

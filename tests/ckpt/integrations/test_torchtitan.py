@@ -11,14 +11,10 @@ from tests.support.command_line import invoke
 TORCHTITAN = Integration(
     "tests.ckpt.integrations.train_torchtitan",
     (
-        "torchtitan.components.checkpointer",
-        "torchtitan.components.dataloader",
-        "torchtitan.components.optimizer",
-        "ckpt.integrations.torchtitan",
-        "tests.ckpt.integrations.proof",
-        "torch._dynamo",
+        "torchtitan.components.checkpointer", "torchtitan.components.dataloader", "torchtitan.components.optimizer",
+        "ckpt.integrations.torchtitan", "tests.ckpt.integrations.proof", "torch._dynamo",
     ),
-)
+)  # fmt: skip
 
 
 def test_a_run_killed_in_mid_epoch_resumes_exactly(tmp_path: Path) -> None:

@@ -22,8 +22,6 @@ SAMPLES = TensorDataset(torch.randn(40, 4, generator=torch.Generator().manual_se
 
 
 class Counter:
-    """A custom object."""
-
     def __init__(self) -> None:
         self.total, self.epochs = 0.0, 0
 
@@ -35,7 +33,6 @@ class Counter:
 
 
 def main() -> None:
-    """Train for three epochs."""
     warnings.simplefilter("ignore")
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world > 1:

@@ -55,7 +55,6 @@ class Own:
 
 
 def training_data() -> Any:
-    """A loader, or several."""
     loader = DataLoader(SAMPLES, batch_size=4, shuffle=True)
     if "several" not in OPTIONS:
         return loader
@@ -63,8 +62,6 @@ def training_data() -> Any:
 
 
 class Module(LightningModule):
-    """Two layers with dropout."""
-
     def __init__(self) -> None:
         super().__init__()
         self.save_hyperparameters({"width": 8, "activation": nn.Tanh()})
@@ -98,7 +95,6 @@ class Module(LightningModule):
 
 
 def callbacks() -> list[CkptdCheckpoint]:
-    """The callback, unless the run is plain."""
     if "plain" in OPTIONS:
         return []
     every = next((int(one[6:]) for one in OPTIONS if one.startswith("every=")), None)
@@ -143,7 +139,6 @@ def save_by_io(module: Module, world: int) -> None:
 
 
 def main() -> None:
-    """Train for three epochs."""
     warnings.simplefilter("ignore")
     logging.getLogger("lightning").setLevel(logging.ERROR)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

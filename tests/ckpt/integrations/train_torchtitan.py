@@ -63,7 +63,6 @@ class Trainer:
 
 
 def main() -> None:
-    """Train to the last step."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

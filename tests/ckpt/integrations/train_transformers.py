@@ -24,14 +24,10 @@ SAMPLES = [{"x": x} for x in INPUTS]
 
 
 class Config(PretrainedConfig):
-    """Nothing."""
-
     model_type = "tiny"
 
 
 class Model(PreTrainedModel):
-    """Two layers with dropout."""
-
     config_class = Config
 
     def __init__(self, config: Config) -> None:
@@ -45,15 +41,11 @@ class Model(PreTrainedModel):
 
 
 class Reports(TrainerCallback):
-    """The killer."""
-
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         die_after(state.global_step)
 
 
 class Reporting(Trainer):
-    """Prints each loss."""
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         loss = super().training_step(*args, **kwargs)
         report(self.state.global_step, loss)
@@ -61,7 +53,6 @@ class Reporting(Trainer):
 
 
 def main() -> None:
-    """Train for three epochs."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     world = int(os.environ.get("WORLD_SIZE", 1))

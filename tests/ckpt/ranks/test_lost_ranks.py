@@ -188,8 +188,6 @@ def save(folder: str, lost: int, how: str, peer_timeout_s: float) -> dict[str, A
 
 
 class Loss:
-    """The loss of this rank."""
-
     def __init__(self, how: str) -> None:
         self._how = how
         self._lock = threading.Lock()

@@ -348,13 +348,10 @@ def at_once(store: str) -> dict[str, Any]:
         problems.append(_problem(checkpointer, model, object() if dist.get_rank() >= 2 else 0))
     dist.barrier()
     return {
-        "problems": problems,
-        "asks": checkpointer._is_first(),
-        "step": restored.step,
-        "equal": _values(model) == _values(other),
-        "position": restored.values["position"],
+        "problems": problems, "asks": checkpointer._is_first(), "step": restored.step,
+        "equal": _values(model) == _values(other), "position": restored.values["position"],
         "world_size": restored.checkpoint.world_size,
-    }
+    }  # fmt: skip
 
 
 def one_replica(store: str, split_replicas: bool) -> dict[str, Any]:

@@ -30,7 +30,6 @@ def replica(seed: int, layers: int = 6) -> nn.Module:
 
 
 def state_digest(model: nn.Module) -> str:
-    """Of all bits of the state."""
     digest = xxhash.xxh3_128()
     for value in model.state_dict().values():
         digest.update(value.numpy().tobytes())

@@ -87,16 +87,12 @@ def _part() -> torch.Tensor:
 @pytest.mark.parametrize(
     "live",
     [
-        torch.zeros(LARGE, dtype=torch.float64),
-        torch.zeros(LARGE + 1),
-        torch.zeros(1, LARGE),
-        torch.zeros(1).expand(LARGE),
-        _part(),
-        torch.zeros(LARGE, requires_grad=True) * 1,
+        torch.zeros(LARGE, dtype=torch.float64), torch.zeros(LARGE + 1), torch.zeros(1, LARGE),
+        torch.zeros(1).expand(LARGE), _part(), torch.zeros(LARGE, requires_grad=True) * 1,
         torch.from_numpy(np.zeros(LARGE, np.float32)),
     ],
     ids=["type", "size", "shape", "expanded", "part", "computed", "memory of others"],
-)
+)  # fmt: skip
 def test_what_does_not_fit_is_left_alone_and_a_new_tensor_comes_back(live: torch.Tensor, tmp_path: Path) -> None:
     saved, before = torch.rand(LARGE), live.detach().clone()
     with open_run(tmp_path) as checkpointer:

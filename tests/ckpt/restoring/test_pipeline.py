@@ -562,7 +562,6 @@ def test_a_shared_loader_also_puts_random_state_back_at_its_position(tmp_path: P
 
 
 def save(store: str) -> None:
-    """Tensors of each rank."""
     with Checkpointer(store, run="r", writer="thread") as checkpointer:
         checkpointer.save(None, None, 1, own={"tensor": torch.full((3,), 7.0)})
 

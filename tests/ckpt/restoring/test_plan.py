@@ -164,7 +164,6 @@ def save(store: str) -> dict[str, Any]:
 
 
 def restore(store: str) -> dict[str, Any]:
-    """What this rank goes on with."""
     seed_all(99)
     samples = Samples()
     with Checkpointer(store, run="r", writer="thread") as checkpointer:

@@ -143,18 +143,13 @@ def test_without_sharing_each_replica_reads_all(restores: Restores, replica_read
 @pytest.mark.parametrize(
     ("replica_reads", "daemon", "world_size", "ranks_in_environment", "expected"),
     [
-        ("auto", None, 1, None, "none"),
-        ("auto", None, 4, None, "broadcast"),
-        ("auto", "http://d", 4, 4, "broadcast"),
-        ("auto", "http://d", 1, None, "none"),
-        ("auto", "http://d", 1, 4, "daemon"),
-        ("auto", None, 1, 4, "none"),
-        ("broadcast", "http://d", 1, None, "none"),
-        ("daemon", "http://d", 4, None, "daemon"),
-        ("daemon", "http://d", 1, None, "daemon"),
-        ("none", "http://d", 4, 4, "none"),
+        ("auto", None, 1, None, "none"), ("auto", None, 4, None, "broadcast"),
+        ("auto", "http://d", 4, 4, "broadcast"), ("auto", "http://d", 1, None, "none"),
+        ("auto", "http://d", 1, 4, "daemon"), ("auto", None, 1, 4, "none"),
+        ("broadcast", "http://d", 1, None, "none"), ("daemon", "http://d", 4, None, "daemon"),
+        ("daemon", "http://d", 1, None, "daemon"), ("none", "http://d", 4, 4, "none"),
     ],
-)
+)  # fmt: skip
 def test_what_auto_means(
     monkeypatch: pytest.MonkeyPatch,
     replica_reads: ReplicaReads,

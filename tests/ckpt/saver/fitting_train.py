@@ -20,7 +20,6 @@ from ckpt import Checkpointer  # noqa: E402
 
 
 def main() -> None:
-    """Save, then wait for the end."""
     logging.basicConfig(stream=sys.stderr)
     store, megabytes, saves, grace_s = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
     checkpointer = Checkpointer(store, run="r", compress="off", max_references=0)

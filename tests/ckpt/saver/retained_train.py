@@ -31,7 +31,6 @@ def network(step: int) -> nn.ParameterDict:
 
 
 def state_digest(model: nn.Module) -> str:
-    """Of all bits of the state."""
     digest = xxhash.xxh3_128()
     for name, value in sorted(model.state_dict().items()):
         digest.update(name.encode() + value.numpy().tobytes())
@@ -39,7 +38,6 @@ def state_digest(model: nn.Module) -> str:
 
 
 def train(store: str, retain_snapshot_s: str) -> None:
-    """Save, and wait to be killed."""
     checkpointer = Checkpointer(store, run=RUN, compress="fast", retain_snapshot_s=float(retain_snapshot_s))
     for step in (1, 2):
         checkpointer.save(network(step), None, step)

@@ -21,7 +21,6 @@ from ckptstore.names import new_ulid
 
 
 def main() -> None:
-    """Save, then wait for the end."""
     logging.basicConfig(stream=sys.stderr)
     store, megabytes, saves = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     count = megabytes << 18

@@ -196,13 +196,8 @@ def test_any_box_of_a_derived_entry_can_be_read_from_any_layout(cut: int) -> Non
     assert derived_bytes(content) == {"model/w": weights.nbytes}
     source = StoreSource(store)
     boxes: list[Box] = [
-        (0, 0, *SHAPE),
-        (0, 0, 256, 160),
-        (200, 0, 160, 160),
-        (0, 33, 512, 100),
-        (7, 79, 200, 2),
-        (511, 159, 1, 1),
-    ]
+        (0, 0, *SHAPE), (0, 0, 256, 160), (200, 0, 160, 160), (0, 33, 512, 100), (7, 79, 200, 2), (511, 159, 1, 1),
+    ]  # fmt: skip
     for box in boxes:
         into = np.zeros(box[2:], np.uint16)
         wants = [Want("model/w", box, "x")]

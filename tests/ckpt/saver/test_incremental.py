@@ -56,14 +56,11 @@ class Adapted(nn.Module):
         self.adapter = nn.Linear(1024, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of a batch."""
         result: torch.Tensor = self.adapter(self.base(x))
         return result
 
 
 class Training:
-    """Steps of it."""
-
     def __init__(self) -> None:
         torch.manual_seed(0)
         self.model = Adapted()

@@ -50,7 +50,6 @@ class Printing(subprocess.Popen[str]):
         self.lines = Lines(self.stdout)
 
     def close(self) -> None:
-        """Close the pipe."""
         assert self.stdout is not None
         self.stdout.close()
 
@@ -189,18 +188,8 @@ def test_too_short_a_grace_tears_nothing(tmp_path: Path) -> None:
 def test_ranks_that_outlive_the_command_may_go_on_saving(tmp_path: Path) -> None:
     """torchrun may be killed before its ranks: they and their savers would end with PID 1."""
     command = [
-        *LAUNCHER,
-        "--grace",
-        "60",
-        "--",
-        "sh",
-        "-c",
-        '"$0" "$@" & wait',
-        *TRAINER,
-        str(tmp_path / "store"),
-        "1",
-        "1",
-    ]
+        *LAUNCHER, "--grace", "60", "--", "sh", "-c", '"$0" "$@" & wait', *TRAINER, str(tmp_path / "store"), "1", "1",
+    ]  # fmt: skip
     with container(command, tmp_path) as process:
         wait_for_line(process, "accepted", "1")
         os.kill(trainer_in(process, launched=True), signal.SIGKILL)

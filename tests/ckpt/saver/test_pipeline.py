@@ -74,15 +74,11 @@ def attempt() -> NewAttempt:
 @pytest.mark.parametrize(
     ("compress", "url", "expected"),
     [
-        ("auto", "file:///checkpoints", "off"),
-        ("auto", "/checkpoints", "off"),
-        ("auto", "memory://m", "off"),
-        ("auto", "s3://bucket/prefix", "fast"),
-        ("auto", "gs://bucket", "fast"),
-        ("max", "file:///checkpoints", "max"),
-        ("off", "s3://bucket", "off"),
+        ("auto", "file:///checkpoints", "off"), ("auto", "/checkpoints", "off"), ("auto", "memory://m", "off"),
+        ("auto", "s3://bucket/prefix", "fast"), ("auto", "gs://bucket", "fast"),
+        ("max", "file:///checkpoints", "max"), ("off", "s3://bucket", "off"),
     ],
-)
+)  # fmt: skip
 def test_the_store_decides_about_compression_unless_the_setting_does(compress: str, url: str, expected: str) -> None:
     assert coding_policy(compress, url) is POLICIES[expected]
 

@@ -75,7 +75,6 @@ def sockets(store: Path) -> list[Path]:
 
 
 def notes(store: Path) -> list[dict[str, Any]]:
-    """Those of the savers of the store."""
     found = []
     for path in host_folder().glob("*.note"):
         with suppress(FileNotFoundError):

@@ -27,7 +27,6 @@ class Gate:
         self._opened.clear()
 
     def enter(self) -> None:
-        """Wait until it is open."""
         self.waiting += 1
         assert self._opened.wait(60), "the gate was not opened"
         self.waiting -= 1

@@ -39,7 +39,6 @@ class Subject:
         self.step()
 
     def step(self) -> None:
-        """One step with gradients of its own."""
         for parameter in self.model:
             if parameter.requires_grad:
                 parameter.grad = torch.randn_like(parameter)
@@ -63,8 +62,6 @@ class Subject:
 
 @dataclass(frozen=True)
 class Mutation:
-    """One way to change the state."""
-
     change: Callable[[Subject, random.Random, bool], Undo | None]
     """The last argument: whether every change is to be detected, also one that samples miss."""
     harmless: bool = False

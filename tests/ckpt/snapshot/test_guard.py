@@ -37,13 +37,10 @@ def guarded(tensor: torch.Tensor) -> ChangeGuard:
 
 
 LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
-    "whole": lambda: torch.zeros(600, 100),
-    "odd": lambda: torch.zeros(60_007, dtype=torch.uint8),
-    "small": lambda: torch.zeros(16, 16),
-    "transposed": lambda: torch.zeros(600, 100).t(),
-    "columns": lambda: torch.zeros(600, 100)[:, 3:40],
-    "scalar": lambda: torch.zeros(()),
-}
+    "whole": lambda: torch.zeros(600, 100), "odd": lambda: torch.zeros(60_007, dtype=torch.uint8),
+    "small": lambda: torch.zeros(16, 16), "transposed": lambda: torch.zeros(600, 100).t(),
+    "columns": lambda: torch.zeros(600, 100)[:, 3:40], "scalar": lambda: torch.zeros(()),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS.keys())

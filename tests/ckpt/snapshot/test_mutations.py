@@ -129,14 +129,12 @@ class Pauses:
             self._changed.notify_all()
 
     def release(self) -> None:
-        """Hold it no more."""
         with self._changed:
             self._stop, self._held = None, False
             self._changed.notify_all()
 
     @property
     def held(self) -> bool:
-        """Whether the copier is held."""
         return self._held
 
     def event(self) -> None:

@@ -39,13 +39,8 @@ def test_what_is_pinned_stays_until_it_is_unpinned(folder: Path, filled: Store) 
     pins = invoke("pin", "--store", folder, "-o", "json").json
     assert pins == [{"id": oldest.id, "name": "paper"}, {"id": oldest.id, "name": "v1.0"}]
     assert invoke("pin", "--store", folder).stdout.split() == [
-        "CHECKPOINT",
-        "PIN",
-        oldest.id,
-        "paper",
-        oldest.id,
-        "v1.0",
-    ]
+        "CHECKPOINT", "PIN", oldest.id, "paper", oldest.id, "v1.0",
+    ]  # fmt: skip
     plan = invoke("prune", "--keep", 1, "gpt", "--dry-run", "--store", folder)
     assert "pin:paper, pin:v1.0" in plan.stdout
     assert invoke("prune", "--keep", 1, "gpt", "--yes", "--store", folder).code == 0

@@ -47,13 +47,9 @@ def test_every_term_is_printed(name: str, size: str) -> None:
     lines = invoke("plan", "--model", f"mlperf-{name}").stdout.splitlines()
     table = [line.split()[:3] for line in lines[3:9]]
     assert table == [
-        ["weights", "bfloat16", "2"],
-        ["master", "float32", "4"],
-        ["momentum", "float32", "4"],
-        ["variance", "float32", "4"],
-        ["grads", "not", "saved"],
-        ["total", "14", size],
-    ]
+        ["weights", "bfloat16", "2"], ["master", "float32", "4"], ["momentum", "float32", "4"],
+        ["variance", "float32", "4"], ["grads", "not", "saved"], ["total", "14", size],
+    ]  # fmt: skip
 
 
 def test_rules_and_price() -> None:
@@ -65,13 +61,8 @@ def test_rules_and_price() -> None:
 
 def test_a_configuration_file(tmp_path: Path) -> None:
     config = {
-        "model_type": "gpt2",
-        "n_embd": 768,
-        "n_layer": 12,
-        "n_head": 12,
-        "n_positions": 1024,
-        "vocab_size": 50257,
-    }
+        "model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257,
+    }  # fmt: skip
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     model = planned("--config", path)["model"]
@@ -155,17 +146,11 @@ def test_a_chart_that_cannot_be_drawn_or_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "unit", "value"),
     [
-        ("0.2s", "s", 0.2),
-        ("1.5h", "s", 5400),
-        ("20ms", "s", 0.02),
-        ("2.5GB", "bytes", 2.5e9),
-        ("888GiB", "bytes", 888 << 30),
-        ("7TB", "bytes", 7e12),
-        ("70B", "count", 70e9),
-        ("70e9", "count", 70e9),
+        ("0.2s", "s", 0.2), ("1.5h", "s", 5400), ("20ms", "s", 0.02), ("2.5GB", "bytes", 2.5e9),
+        ("888GiB", "bytes", 888 << 30), ("7TB", "bytes", 7e12), ("70B", "count", 70e9), ("70e9", "count", 70e9),
         ("8.03B", "count", 8.03e9),
     ],
-)
+)  # fmt: skip
 def test_quantities(text: str, unit: str, value: float) -> None:
     assert quantity(text, unit) == pytest.approx(value)
 

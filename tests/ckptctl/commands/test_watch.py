@@ -33,7 +33,6 @@ def watching(*args: object) -> Iterator[Lines]:
 
 
 def event(lines: Lines) -> dict[str, Any]:
-    """The next event."""
     found: dict[str, Any] = json.loads(lines.next())
     return found
 

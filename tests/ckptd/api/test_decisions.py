@@ -274,7 +274,6 @@ def test_an_honest_store_decides_itself(honest: Honest) -> None:
 
 
 def proposal(attempt: Attempt, run: str = RUN, at: float = 1.0, **changes: Any) -> bytes:
-    """An outcome that gives the attempt up."""
     fields = {"run": run, "step": attempt.step, "attempt": str(attempt), "committed": None, **changes}
     nonce = "01HF7YAT00ABCDEFGHJKMNPQRS"
     return seal(Outcome(format=FORMAT, kind="outcome", nonce=nonce, by="test", at=at, **fields))
@@ -319,7 +318,6 @@ def committing(attempt: Attempt) -> tuple[bytes, bytes]:
 
 
 def generation(number: int, run: str = RUN) -> bytes:
-    """A document that begins a generation."""
     document = Generation(
         format=FORMAT, kind="generation", run=run, number=number, session=new_ulid(0.0), parent=None, by="me", at=1.0
     )

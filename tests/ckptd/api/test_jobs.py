@@ -31,7 +31,6 @@ def served(tmp_path: Path) -> Iterator[tuple[Daemon, Store]]:
 
 
 def done(client: DaemonClient, request: bodies.JobRequest) -> bodies.JobBody:
-    """The job when it has ended."""
     job = client.start_job(request)
     wait_until(lambda: not client.job(job.id).state.live, f"the end of job {job.id}")
     return client.job(job.id)

@@ -47,12 +47,10 @@ class Cached:
         return bytes(found)
 
     def check(self, offset: int, count: int) -> None:
-        """The bytes are right."""
         assert self.read(offset, count) == self.data[offset : offset + count]
 
     @property
     def files(self) -> list[Path]:
-        """What the cache has on disk."""
         return sorted((self.folder / "extents").iterdir())
 
     @property

@@ -62,8 +62,6 @@ def _read(url: str, ranges: Sequence[tuple[int, int]], headers: dict[str, str] |
 
 @dataclass
 class Counted:
-    """A daemon in this process."""
-
     url: str
     store: CountingStore
     app_metrics: str
@@ -73,7 +71,6 @@ class Counted:
 
     @property
     def shard_bytes(self) -> int:
-        """Read from the store, of shards."""
         return sum(count for key, _, count in self.store.reads if key.endswith(".ckpt"))
 
 

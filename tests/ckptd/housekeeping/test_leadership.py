@@ -258,12 +258,9 @@ def test_one_that_does_not_lead_cannot_change_the_store(database: Database, stor
     _, follower = _pair(database, Time())
     guarded = LeaderStore(store, follower)
     changes: list[Callable[[], object]] = [
-        lambda: guarded.put("a", b""),
-        lambda: guarded.put_if_absent("a", b""),
-        lambda: guarded.open_writer("a"),
-        lambda: guarded.delete_many(["key"]),
-        lambda: guarded.abort_uploads("", 0.0),
-    ]
+        lambda: guarded.put("a", b""), lambda: guarded.put_if_absent("a", b""), lambda: guarded.open_writer("a"),
+        lambda: guarded.delete_many(["key"]), lambda: guarded.abort_uploads("", 0.0),
+    ]  # fmt: skip
     for change in changes:
         with pytest.raises(LeadershipLost):
             change()

@@ -88,13 +88,9 @@ def test_no_wrong_token_is_let_in(store: Store) -> None:
     write_checkpoint(store, step=1)
     environment = {**os.environ, "CKPTD_TOKEN": _BOOTSTRAP}
     wrong = (
-        _BOOTSTRAP,
-        f"Bearer {_BOOTSTRAP}x",
-        "Bearer",
-        f"bearer  {_BOOTSTRAP}",
-        "Basic eDp5",
+        _BOOTSTRAP, f"Bearer {_BOOTSTRAP}x", "Bearer", f"bearer  {_BOOTSTRAP}", "Basic eDp5",
         "Bearer ckptd_x_" + "0" * 64,
-    )
+    )  # fmt: skip
     with running_daemon(store.url, environment=environment) as daemon:
         for given in wrong:
             answer = daemon.get("/checkpoints/latest", headers={"Authorization": given})

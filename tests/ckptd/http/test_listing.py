@@ -33,7 +33,6 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 
 def everything(daemon: Daemon, query: str = "", limit: int = 7) -> list[Body]:
-    """All pages of a listing."""
     found: list[Body] = []
     path = f"{bodies.CHECKPOINTS}?limit={limit}&{query}"
     while True:

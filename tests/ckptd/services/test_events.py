@@ -20,8 +20,6 @@ class _Busy(EventLog):
 
 
 class _NoRestores:
-    """No restore session is there."""
-
     def find(self, id: str) -> None:
         return None
 

@@ -34,7 +34,6 @@ class Bench:
         return self.now
 
     def ended(self, job: JobBody) -> JobBody:
-        """The job when it has ended."""
         wait_until(lambda: not self.jobs.find(job.id).state.live, "the end of the job")
         return self.jobs.find(job.id)
 

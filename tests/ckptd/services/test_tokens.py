@@ -43,7 +43,6 @@ class Desk:
     file: Path
 
     def make(self, name: str = "t", scopes: tuple[Scope, ...] = (Scope.READ,), **options: object) -> str:
-        """A new token's secret."""
         asked = TokenRequest(name=name, scopes=list(scopes), **options)  # type: ignore[arg-type]
         return self.tokens.create(asked, "test").secret
 

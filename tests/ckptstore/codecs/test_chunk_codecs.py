@@ -224,15 +224,12 @@ def test_threads_do_not_share_scratch_memory() -> None:
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        ((0, 0, 0, 0, 0, 0, 0), "block of 0 words"),
-        ((8, 0, 0, 0, 0, 0, 0), "block of 8 words"),
-        ((60_001, 0, 0, 0, 0, 0, 0), "block of 60001 words"),
-        ((70_000, 0, 0, 0, 0, 0, 0), "block of 70000 words"),
-        ((65_536, 0, 0, 0, 0, 0, 4), "mode 4"),
-        ((65_536, 0, 0, 0, 1, 0, 1), "escape outside"),
+        ((0, 0, 0, 0, 0, 0, 0), "block of 0 words"), ((8, 0, 0, 0, 0, 0, 0), "block of 8 words"),
+        ((60_001, 0, 0, 0, 0, 0, 0), "block of 60001 words"), ((70_000, 0, 0, 0, 0, 0, 0), "block of 70000 words"),
+        ((65_536, 0, 0, 0, 0, 0, 4), "mode 4"), ((65_536, 0, 0, 0, 1, 0, 1), "escape outside"),
         ((65_536, 1 << 31, 0, 0, 0, 0, 0), "ends early"),
     ],
-)
+)  # fmt: skip
 def test_headers_that_lie(header: tuple[int, ...], message: str) -> None:
     stored = struct.pack("<IIIIHBBxxxx", *header) + b"\xff" * (4 << 16)
     with pytest.raises(CorruptObject, match=message):

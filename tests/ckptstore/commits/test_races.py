@@ -60,7 +60,6 @@ class Place:
         return with_remote_create(open_store(self.url, {**self.options, **options}), self.daemon, None)
 
     def truth(self) -> Store:
-        """The store itself."""
         return open_store(self.url, self.options)
 
 
@@ -262,7 +261,6 @@ def save_in_parts(store: Store, step: int) -> Outcome:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts as small as S3 allows."""
     monkeypatch.setattr(multipart, "PART_BYTES", _PART_BYTES)
 
 

@@ -130,12 +130,10 @@ def _write_rank(store: Store, rank: int) -> StoredReceipt:
 
 
 def write_frozen(store: Store) -> None:
-    """Write and commit the checkpoint."""
     commit_attempt(Run(store, RUN, lambda: MOMENT + 1), [_write_rank(store, rank) for rank in range(WORLD)])
 
 
 def expected_entries() -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Every entry's dtype, shape and bytes."""
     array = sharded_entry()
     found = {**whole_entries(), "model/sharded": ("float64", array.shape, array.tobytes())}
     assert all(prod(shape) or not data for _, shape, data in found.values())

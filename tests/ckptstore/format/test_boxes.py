@@ -39,7 +39,6 @@ def test_strides_are_numpys(shape: list[int]) -> None:
 
 
 def paints(found: list[Box], shape: list[int]) -> bool:
-    """Whether every element is painted once."""
     painted = np.zeros(shape, int)
     for box in found:
         painted[region(box)] += 1

@@ -24,7 +24,6 @@ COLUMNS = ("entry", "shard", "at", "box", "raw", "stored", "codec")
 
 
 def of_rank(rank: int, *names: str) -> Receipt:
-    """A receipt of one of two ranks."""
     store = open_store("memory://merging")
     return write_rank(store, "gpt", ATTEMPT, {name: ARRAYS[name] for name in names}, rank, 2).receipt
 
@@ -44,7 +43,6 @@ def with_column(receipt: Receipt, name: str, numbers: np.ndarray[Any, Any]) -> R
 
 
 def column_of(receipt: Receipt, name: str) -> np.ndarray[Any, Any]:
-    """The numbers of a column."""
     content = receipt.content
     found: np.ndarray[Any, Any] = getattr(content.slices if name in COLUMNS[:4] else content.shards[0].chunks, name)
     return found

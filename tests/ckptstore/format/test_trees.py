@@ -90,18 +90,12 @@ def test_integers_longer_than_python_likes_to_print() -> None:
 @pytest.mark.parametrize(
     ("state", "path"),
     [
-        ({"a": [1, {"b": Weird()}]}, "'s/a/1/b'"),
-        ({"a": (1, Weird())}, "'s/a/1'"),
-        ({3: Weird()}, "'s/3'"),
-        ({Weird(): 3}, "'s/key'"),
-        ([Text("x")], "'s/0'"),
-        ({"a": {Text("x"): 1}}, "'s/a/key'"),
-        ([object], "'s/0'"),
-        ([bytearray(b"x")], "'s/0'"),
-        ({"name": "half a pair: \ud800"}, "'s/name'"),
+        ({"a": [1, {"b": Weird()}]}, "'s/a/1/b'"), ({"a": (1, Weird())}, "'s/a/1'"), ({3: Weird()}, "'s/3'"),
+        ({Weird(): 3}, "'s/key'"), ([Text("x")], "'s/0'"), ({"a": {Text("x"): 1}}, "'s/a/key'"), ([object], "'s/0'"),
+        ([bytearray(b"x")], "'s/0'"), ({"name": "half a pair: \ud800"}, "'s/name'"),
         ({"half a pair: \ud800": 1}, "'s'"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_stored_is_named_by_its_path(state: Any, path: str) -> None:
     with pytest.raises(UnsupportedObject) as caught:
         encode_tree(state, "s", refuse)

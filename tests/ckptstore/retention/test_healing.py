@@ -44,7 +44,6 @@ def flip(run: Run, key: str, at: int = 1000) -> bytes:
 
 
 def copy_of(run: Run, folder: Path) -> Store:
-    """Another store with the same objects."""
     copy = open_store(str(folder / "copy"))
     for info in list(run.store.list("")):
         copy.put(info.key, run.store.get(info.key))

@@ -42,12 +42,9 @@ def reasons(policy: Policy, *checkpoints: Checkpoint, **more: Any) -> dict[int, 
 
 def test_last_counts_steps_that_are_whole() -> None:
     listed = [
-        checkpoint(9, state=State.CORRUPT),
-        checkpoint(8),
-        checkpoint(8, state=State.SUPERSEDED),
-        checkpoint(7),
+        checkpoint(9, state=State.CORRUPT), checkpoint(8), checkpoint(8, state=State.SUPERSEDED), checkpoint(7),
         checkpoint(6),
-    ]
+    ]  # fmt: skip
     held = {listed[4].attempt: ["lease:restore"], listed[1].attempt: ["lease:restore", "pin:paper"]}
     found = [verdict.reasons for verdict in evaluate(Policy(2), listed, held, NOW)]
     assert found == [("corrupt",), ("last-1", "lease:restore", "pin:paper"), (), ("last-2",), ("lease:restore",)]

@@ -42,7 +42,6 @@ def small_packs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def memory_folder() -> Iterator[Path]:
-    """A folder of a tmpfs."""
     with small_file_system(Path("/dev/shm") / f"ckpt-test-{os.getpid()}", "16m") as folder:
         yield folder
     folder.rmdir()
@@ -304,15 +303,8 @@ def test_several_writers_at_once(store: Store) -> None:
 
 
 RANGES = (
-    (0, 1),
-    (0, 4096),
-    (1, 4096),
-    (4095, 2),
-    (4096, PACK),
-    (5000, 3 * PACK + 17),
-    (5 * PACK, 1),
-    (0, 5 * PACK + 1),
-)
+    (0, 1), (0, 4096), (1, 4096), (4095, 2), (4096, PACK), (5000, 3 * PACK + 17), (5 * PACK, 1), (0, 5 * PACK + 1),
+)  # fmt: skip
 
 
 def read_ranges(store: Store) -> None:

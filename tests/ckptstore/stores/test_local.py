@@ -96,16 +96,12 @@ def test_a_folder_that_vanished_is_neither_empty_nor_created_again(tmp_path: Pat
     old = open_store(str(folder))
     folder.rename(elsewhere)
     calls: list[Callable[[Store], object]] = [
-        lambda store: store.put("gpt/a", b"x"),
-        lambda store: store.put_if_absent("gpt/a", b"x"),
-        lambda store: store.open_writer("gpt/new/a"),
-        lambda store: store.get("gpt/a"),
-        lambda store: store.size("gpt/a"),
-        lambda store: list(store.list("gpt/")),
-        lambda store: list(store.list_folders("")),
-        lambda store: store.delete_many(["gpt/a"]),
+        lambda store: store.put("gpt/a", b"x"), lambda store: store.put_if_absent("gpt/a", b"x"),
+        lambda store: store.open_writer("gpt/new/a"), lambda store: store.get("gpt/a"),
+        lambda store: store.size("gpt/a"), lambda store: list(store.list("gpt/")),
+        lambda store: list(store.list_folders("")), lambda store: store.delete_many(["gpt/a"]),
         lambda store: latest(Run(store, "gpt")),
-    ]
+    ]  # fmt: skip
     for store in (new, old):
         for call in calls:
             with pytest.raises(StoreUnavailable, match=f"there is no folder {folder}") as caught:
@@ -185,16 +181,11 @@ def _mounted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, place: 
 @pytest.mark.parametrize(
     ("kind", "one_winner", "lags", "on_this_host"),
     [
-        ("btrfs", True, False, True),
-        ("fuseblk", True, False, True),
-        ("nfs4", True, True, False),
-        ("lustre", True, False, False),
-        ("cifs", None, True, False),
-        ("fuse.gcsfuse", None, True, False),
-        ("fuse.seaweedfs", False, True, False),
-        ("unheard-of", None, False, False),
+        ("btrfs", True, False, True), ("fuseblk", True, False, True), ("nfs4", True, True, False),
+        ("lustre", True, False, False), ("cifs", None, True, False), ("fuse.gcsfuse", None, True, False),
+        ("fuse.seaweedfs", False, True, False), ("unheard-of", None, False, False),
     ],
-)
+)  # fmt: skip
 def test_what_a_file_system_promises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, one_winner: bool | None, lags: bool, on_this_host: bool
 ) -> None:

@@ -156,12 +156,9 @@ def test_a_real_s3_server_stops_and_starts(service: RestartableService, caplog: 
         for _ in range(2):
             writer.write(part)
     calls: list[Callable[[], object]] = [
-        lambda: [begun.write(part) for _ in range(2)],
-        complete.commit,
-        lambda: store.put_if_absent("r/a", b"y"),
-        lambda: store.get("r/a"),
-        lambda: [info.key for info in store.list("r/a/")],
-    ]
+        lambda: [begun.write(part) for _ in range(2)], complete.commit, lambda: store.put_if_absent("r/a", b"y"),
+        lambda: store.get("r/a"), lambda: [info.key for info in store.list("r/a/")],
+    ]  # fmt: skip
     service.stop()
     with ThreadPoolExecutor(len(calls)) as pool:
         results = [pool.submit(call) for call in calls]

@@ -81,7 +81,6 @@ def optimizers(setup: Setup, chunks: Iterable[nn.Module], make: MakesOptimizer |
 
 
 def finish_step(optimizers: Sequence[Optimizer]) -> None:
-    """Apply the gradients and drop them."""
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
@@ -110,7 +109,6 @@ def data_parallel(
 
 
 def mean(loss: Tensor, parts: int, group: dist.ProcessGroup | None = None) -> float:
-    """Over the ranks of the group."""
     total = loss.detach().clone()
     if parts > 1:
         dist.all_reduce(total, group=group)

@@ -34,7 +34,6 @@ GRACE_S = 5.0
 
 
 def main(folder: Path, together: bool) -> None:
-    """Run all scenarios of the folder."""
     os.setsid()  # so that one signal ends this process and its ranks
     scenarios = json.loads((folder / "scenarios.json").read_text())
     for scenario in scenarios:
@@ -51,8 +50,6 @@ def main(folder: Path, together: bool) -> None:
 
 @dataclass
 class Running:
-    """A scenario whose ranks run."""
-
     scenario: dict[str, Any]
     place: Path
     pids: dict[int, int]
@@ -100,7 +97,6 @@ class Running:
 
 
 def _start(scenario: dict[str, Any], place: Path) -> Running:
-    """Fork the ranks."""
     place.mkdir()
     pids = {}
     for rank in range(scenario["world_size"]):

@@ -67,7 +67,6 @@ class Grid:
 
 
 def run_matrix(pairs: Sequence[tuple[str, str]], folder: Path, save: str = SAVE, restore: str = RESTORE) -> Matrix:
-    """The one matrix of one grid."""
     return run_matrices({"only": Grid(pairs)}, folder, save, restore)["only"]
 
 

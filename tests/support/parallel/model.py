@@ -67,8 +67,6 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The usual two layers."""
-
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
         self.up = nn.Linear(width, hidden)

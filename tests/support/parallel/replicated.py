@@ -21,7 +21,6 @@ def single(setup: Setup) -> Built:
 
 
 def ddp(setup: Setup) -> Built:
-    """DistributedDataParallel."""
     model = DistributedDataParallel(setup.model())
     return data_parallel(setup, model, optimizers(setup, [model]), dist.get_rank(), dist.get_world_size())
 

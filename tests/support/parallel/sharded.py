@@ -18,7 +18,6 @@ from tests.support.parallel.model import Block, Transformer
 
 
 def fsdp2(setup: Setup) -> Built:
-    """fully_shard for each block and the root."""
     model = setup.model()
     shard(model)
     return _data_parallel(setup, model, model.scale)
@@ -41,7 +40,6 @@ def hsdp(setup: Setup) -> Built:
 
 
 def fsdp1(setup: Setup) -> Built:
-    """FullyShardedDataParallel that shows the original parameters."""
     return _fsdp1(setup, ShardingStrategy.FULL_SHARD, originals=True)
 
 
