@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import ckpt
 from ckpt import Checkpointer
 from ckptstore.errors import InvalidRequest, StateMismatch, UnsupportedObject
+from tests.support.waiting import present
 
 ROOT = Path(__file__).parents[2]
 ONE = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
@@ -71,9 +72,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def restored(run: Checkpointer, template: Any, **options: Any) -> Any:
-    found = run.restore(shared={"state": template}, **options)
-    assert found is not None
-    return found.values["state"]
+    return present(run.restore(shared={"state": template}, **options)).values["state"]
 
 
 def test_the_same_shardings(run: Checkpointer) -> None:
@@ -111,8 +110,7 @@ def test_equal_replicas_are_stored_once(run: Checkpointer) -> None:
 def test_without_a_template_arrays_are_those_of_numpy(run: Checkpointer) -> None:
     state = some_state()
     run.save(None, None, 1, shared={"state": state}, own={"large": jnp.arange(50_000), "small": jnp.arange(3)})
-    found = run.restore()
-    assert found is not None
+    found = present(run.restore())
     assert type(found.values["state"]["half"]) is np.ndarray
     assert bits(found.values["state"]["half"]) == bits(state["half"])
     assert found.values["own"]["large"].sum() == np.arange(50_000).sum()
@@ -154,8 +152,7 @@ def test_a_restore_in_place_is_a_new_branch(run: Checkpointer) -> None:
         run.save(None, None, step, shared={"state": state})
     restored(run, state, checkpoint=1)
     run.save(None, None, 2, shared={"state": {"w": jnp.ones(4)}})
-    newest = run.latest()
-    assert newest is not None
+    newest = present(run.latest())
     assert (newest.step, newest.attempt.generation) == (2, 2)
 
 
@@ -229,8 +226,7 @@ def test_torch_reads_what_jax_wrote_and_jax_what_torch_wrote(tmp_path: Path) -> 
     ours, theirs = map(float.fromhex, done.stdout.split())
     assert ours == np.asarray(state["cut twice"]).astype(np.float64).sum()
     with Checkpointer(str(tmp_path), run="torch", writer="thread") as run:
-        found = run.restore(shared={"t": jax.ShapeDtypeStruct((20, 30), jnp.float32)})
-        assert found is not None
+        found = present(run.restore(shared={"t": jax.ShapeDtypeStruct((20, 30), jnp.float32)}))
         assert np.asarray(run.load()["model/weight"]).astype(np.float64).sum() == pytest.approx(theirs)
         assert np.array_equal(np.asarray(found.values["t"]), run.load()["model/weight"])
     assert "torch" not in sys.modules

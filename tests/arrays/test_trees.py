@@ -15,6 +15,7 @@ from flax import nnx
 from ckpt import Checkpointer
 from ckpt.integrations.jax import named, restore, save_async
 from ckptstore.errors import StateMismatch
+from tests.support.waiting import present
 
 
 @pytest.fixture
@@ -76,9 +77,7 @@ def test_states_of_optax_have_the_names_of_their_fields(run: Checkpointer) -> No
     found, start = restore(jax.tree.map(lambda leaf: leaf * 0, state), checkpointer=run)
     assert (found["number"], start) == (3, 2)
     assert type(found["opt"][1][0]) is type(state["opt"][1][0])
-    latest = run.latest()
-    assert latest is not None
-    assert latest.metrics == {"loss": 0.5}
+    assert present(run.latest()).metrics == {"loss": 0.5}
 
 
 def test_a_state_of_another_structure_is_refused(run: Checkpointer) -> None:

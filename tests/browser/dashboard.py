@@ -26,6 +26,7 @@ from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint, write_rank
 from tests.support.histories import History
+from tests.support.waiting import present
 
 SCRIPT = "<script>alert(1)</script>"
 IMAGE = "model/<img src=x onerror=alert(1)>.weight"
@@ -120,9 +121,7 @@ def _sharded(store: Store, clock: Clock) -> Checkpoint:
         receipts.append(
             write_rank(store, "fsdp", attempt, arrays, rank, WORLD, {"loss": 2.5} if not rank else {}, clock)
         )
-    checkpoint = from_outcome(commit_attempt(Run(store, "fsdp", _always(clock() + 8)), receipts))
-    assert checkpoint is not None
-    return checkpoint
+    return present(from_outcome(commit_attempt(Run(store, "fsdp", _always(clock() + 8)), receipts)))
 
 
 def _running(store: Store, name: str, now: float) -> None:

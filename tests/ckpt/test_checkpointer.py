@@ -36,6 +36,7 @@ from ckptstore.retention.pruning import apply_prune, plan_prune
 from ckptstore.run import Run
 from ckptstore.stores import open_store
 from tests.support.training import same_state
+from tests.support.waiting import present
 
 
 def test_unreachable_daemon() -> None:
@@ -108,8 +109,7 @@ def test_strict_restore_reports_every_difference_and_changes_nothing(tmp_path: P
             assert part in str(caught.value)
         assert same_state(dict(other.state_dict()), before)
 
-        restored = checkpointer.restore(other, scheduler=None, strict=False)
-        assert restored is not None
+        restored = present(checkpointer.restore(other, scheduler=None, strict=False))
         assert restored.missing == ["model/new.weight", "model/new.bias", "scheduler"]
         assert restored.unexpected == ["model/gone.bias", "model/gone.weight"]
         assert len(restored.mismatched) == 1
@@ -197,9 +197,7 @@ def test_read_only_folder(small_disk: Path) -> None:
         checkpointer.save(model, None, 1)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with Checkpointer(str(small_disk), run="r") as checkpointer:
-        restored = checkpointer.restore(model)
-        assert restored is not None
-        assert restored.step == 1
+        assert present(checkpointer.restore(model)).step == 1
         with pytest.raises(StoreReadOnly, match="small"):
             checkpointer.save(model, None, 2)
 

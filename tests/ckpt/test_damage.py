@@ -32,7 +32,7 @@ from ckptstore.stores import open_store
 from ckptstore.stores.base import WrappedStore
 from tests.support.daemons import running_daemon
 from tests.support.parallel.runner import Scenario, run_scenarios
-from tests.support.waiting import wait_until
+from tests.support.waiting import present, wait_until
 
 RUN = "r"
 SHARD = names.shard_name(0)
@@ -79,8 +79,7 @@ def test_a_replay_after_damage_is_not_born_damaged(restart: bool, tmp_path: Path
         checkpointer.close()
         checkpointer = Checkpointer(str(tmp_path), run=RUN)
     with checkpointer:
-        restored = checkpointer.restore(state_at(0))
-        assert restored is not None
+        restored = present(checkpointer.restore(state_at(0)))
         assert (restored.checkpoint.id, latest(run_of(tmp_path)).attempt) == (first.id, first.attempt)
         replayed = checkpointer.save(state_at(2), None, 3)
     source = StoreSource(open_store(str(tmp_path)))
@@ -167,9 +166,7 @@ def test_an_intact_one_is_spared(failure: Exception | None, tmp_path: Path, capl
             with pytest.raises(StoreUnavailable):
                 checkpointer.restore(state_at(0))
         else:
-            restored = checkpointer.restore(state_at(0))
-            assert restored is not None
-            assert restored.step == 1
+            assert present(checkpointer.restore(state_at(0))).step == 1
             assert "a second read of the store found no damage" in caplog.text
     assert (quarantine(tmp_path), latest(run_of(tmp_path)).step) == ([], 2)
 
@@ -212,9 +209,7 @@ def test_a_daemon_records_damage_that_it_finds_itself(tmp_path: Path) -> None:
         daemon.client() as client,
         Checkpointer(daemon.url, run=RUN) as checkpointer,
     ):
-        restored = checkpointer.restore(state_at(0))
-        assert restored is not None
-        assert restored.checkpoint.id == first.id
+        assert present(checkpointer.restore(state_at(0))).checkpoint.id == first.id
         wait_until(lambda: client.latest(RUN).id == first.id, "the end of the job")
         assert quarantine(tmp_path) == [2]
         wait_until(lambda: not client.jobs()[0].state.live, "the end of the job")

@@ -45,7 +45,7 @@ from tests.ckptapi.scripted import Answer, answer, scripted_daemon
 from tests.support.daemons import running_daemon
 from tests.support.forking import TRAINER, fork
 from tests.support.ports import free_port
-from tests.support.waiting import wait_until
+from tests.support.waiting import present, wait_until
 
 
 @contextmanager
@@ -382,9 +382,7 @@ def test_the_notice_of_the_daemon_is_found_behind_many_events(tmp_path: Path) ->
             client.preempt("gpt", 1.0)
         notice = DaemonNotice(daemon.url, None, "gpt")
         client.preempt("gpt", 60.0)
-        left = notice()
-        assert left is not None
-        assert left > 30.0
+        assert present(notice()) > 30.0
 
 
 def test_an_answer_that_makes_no_sense_does_not_end_the_watch(caplog: pytest.LogCaptureFixture) -> None:
@@ -414,9 +412,7 @@ def test_the_daemon_gives_notice_once(rank: str, group: Any, tmp_path: Path, mon
             event = client.preempt("gpt", 60.0, "the node is drained")
             assert event.detail["reason"] == "the node is drained"
             wait_until(lambda: schedule.noticed)
-            deadline = checkpointer._preemption.deadline
-            assert deadline is not None
-            assert abs(deadline - (event.at + 60.0)) < 30.0
+            assert abs(present(checkpointer._preemption.deadline) - (event.at + 60.0)) < 30.0
             assert schedule.due(2)
             checkpointer.save(model, None, 2)
         late = DaemonNotice(daemon.url, None, "gpt")

@@ -26,7 +26,7 @@ from tests.ckpt.ddp import lines, run_ranks
 from tests.support.kill_train import weights
 from tests.support.trainers import is_alive, trainer_on
 from tests.support.training import Loop, Net, same_state, seed_all
-from tests.support.waiting import wait_until
+from tests.support.waiting import present, wait_until
 
 
 def one_cycle(optim: torch.optim.Optimizer) -> Any:
@@ -69,8 +69,7 @@ def test_resumed_run_equals_uninterrupted_run(make: Callable[[], Loop], tmp_path
     resumed = make()
     seed_all(99)
     with Checkpointer(str(tmp_path), run="r") as checkpointer:
-        restored = checkpointer.restore(resumed.model, resumed.optim, **resumed.extras())
-        assert restored is not None
+        restored = present(checkpointer.restore(resumed.model, resumed.optim, **resumed.extras()))
         assert (restored.step, [resumed.step() for _ in range(7, 12)]) == (6, losses[7:])
     assert same_state(resumed.model.state_dict(), reference.model.state_dict())
     assert same_state(resumed.optim.state_dict(), reference.optim.state_dict())
@@ -182,8 +181,7 @@ def test_death_of_the_saver_is_reported_and_healed(tmp_path: Path) -> None:
     model = nn.Linear(300, 300)
     with Checkpointer(str(tmp_path), run="r") as checkpointer:
         checkpointer.save(model, None, 1)
-        first = checkpointer.saver_pid
-        assert first is not None
+        first = present(checkpointer.saver_pid)
         os.kill(first, signal.SIGSTOP)
         lost = checkpointer.save_async(model, None, 2)
         os.kill(first, signal.SIGKILL)

@@ -29,7 +29,7 @@ from tests.support.command_line import invoke
 from tests.support.disks import small_file_system
 from tests.support.parallel.runner import Scenario, run_scenarios
 from tests.support.stores import Faults, FaultyStore
-from tests.support.waiting import wait_until
+from tests.support.waiting import present, wait_until
 
 
 class Host:
@@ -58,8 +58,7 @@ class Host:
 
     def resumes(self, checkpointer: Checkpointer, step: int) -> dict[str, int]:
         """Where the bytes were read."""
-        restored = checkpointer.restore(self.model)
-        assert restored is not None
+        restored = present(checkpointer.restore(self.model))
         assert restored.step == step
         assert torch.equal(self.model["w"], torch.full((50_000,), float(step)))
         return restored.read
@@ -79,8 +78,7 @@ def test_every_save_is_local_and_each_third_and_the_last_remote(host: Host) -> N
     assert all(verify(StoreSource(host.run("remote").store), c).ok for c in list_checkpoints(host.run("remote")))
     assert replication_queue(host.run("local")).attempts == ()
     with host.start() as checkpointer:
-        newest = checkpointer.latest()
-        assert newest is not None
+        newest = present(checkpointer.latest())
         assert (newest.step, newest.tiers) == (8, ("local", "remote"))
         read = host.resumes(checkpointer, 8)
     assert read["store"] == 0
@@ -160,8 +158,7 @@ def test_a_job_that_was_superseded_after_its_last_save_ends_with_an_error(host: 
         other.resumes(elsewhere, 1)
         other.save(elsewhere, 2)
     host.save(checkpointer, 5)
-    client = checkpointer._saves.client
-    assert client is not None
+    client = present(checkpointer._saves.client)
     wait_until(lambda: client.unreplicable)
     with pytest.raises(Superseded, match="another trainer has begun generation 2"):
         checkpointer.wait()
@@ -391,8 +388,7 @@ def save_and_restore(folder: str, own: bool) -> dict[str, Any]:
                 return {"error": error.message}
     dist.barrier()
     with Checkpointer(str(remote), run="gpt", local=str(local)) as checkpointer:
-        restored = checkpointer.restore(model)
-        assert restored is not None
+        restored = present(checkpointer.restore(model))
         assert torch.equal(model[f"part-{rank}"], torch.full((1000,), 2.0 + rank))
     listed = list_checkpoints(Run(open_store(str(remote)), "gpt"))
     return {"steps": steps, "remote": [c.step for c in listed], "local_only": restored.read["store"] == 0}

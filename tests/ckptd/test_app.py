@@ -32,7 +32,7 @@ from tests.support.checkpoints import Arrays, keys, sample_arrays, write_checkpo
 from tests.support.command_line import invoke
 from tests.support.daemons import Daemon, running_daemon
 from tests.support.forking import DAEMON, run
-from tests.support.waiting import wait_until
+from tests.support.waiting import present, wait_until
 
 _QUESTIONS = (
     "/checkpoints/latest?run=gpt", "/v1/checkpoints/latest?run=gpt", "/v1/checkpoints",
@@ -115,9 +115,7 @@ def test_it_collects_orphans(store: Store) -> None:
     eager = ("--collect-seconds", "0.2", "--orphan-grace-seconds", "0")
     with running_daemon(store.url, options=eager) as daemon, daemon.client() as client:
         wait_until(lambda: "ckptd_orphans_aborted_total 1.0" in daemon.get("/metrics").text, "giving up")
-        outcome = read_outcome(Run(store, "gpt"), attempt)
-        assert outcome is not None
-        assert outcome.committed is None
+        assert present(read_outcome(Run(store, "gpt"), attempt)).committed is None
         assert not list(store.list("gpt/attempts/"))
         wait_until(lambda: client.runs() == ["gpt"], "listing")
         assert client.checkpoints("gpt") == []

@@ -20,6 +20,7 @@ from tests.support import seaweed
 from tests.support.command_line import invoke
 from tests.support.daemons import running_daemon
 from tests.support.seaweed import S3Service
+from tests.support.waiting import present
 
 POLICIES = Path(__file__).parents[2] / "deploy" / "aws"
 _ACTIONS = {
@@ -106,9 +107,7 @@ def begin_upload(store: Store) -> Any:
 def test_a_trainer_saves_and_restores(bucket: Bucket) -> None:
     model = fill(bucket)
     with bucket.checkpointer() as checkpointer:
-        restored = checkpointer.restore(model)
-        assert restored is not None
-        assert restored.step == 2
+        assert present(checkpointer.restore(model)).step == 2
     begin_upload(bucket.store("trainer")).abort()
     assert bucket.used() == actions("trainer")
 

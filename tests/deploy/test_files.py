@@ -26,7 +26,7 @@ from ckptd.settings import KNOBS, Settings
 from ckptstore.stores import open_store
 from tests.support.checkpoints import write_checkpoint
 from tests.support.daemons import running_daemon
-from tests.support.waiting import wait_until
+from tests.support.waiting import present, wait_until
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -64,8 +64,7 @@ def test_the_image_has_no_torch_and_no_root() -> None:
 
 
 def test_the_health_check_knows_tls(tmp_path: Path) -> None:
-    found = re.search(r"^ +CMD (\[\"python\".*\])$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
-    assert found is not None
+    found = present(re.search(r"^ +CMD (\[\"python\".*\])$", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
     command = [sys.executable, *json.loads(found[1])[1:]]
     pem = tmp_path / "daemon.pem"
     certificate = trustme.CA().issue_cert("ckptd.example.com")  # without 127.0.0.1

@@ -15,7 +15,7 @@ from ckpt import Checkpointer, SaveHandle
 from ckptapi.client import DaemonClient
 from tests.support.daemons import Daemon, running_daemon
 from tests.support.ports import free_port
-from tests.support.waiting import wait_until
+from tests.support.waiting import present, wait_until
 
 RUN = "busy"
 SAVES = 24
@@ -55,8 +55,7 @@ def restore_often(url: str, stop: threading.Event, steps: list[int]) -> None:
     with Checkpointer(run=RUN, daemon=url) as checkpointer:
         while not stop.is_set():
             model = model_of(-1)
-            restored = checkpointer.restore(model)
-            assert restored is not None
+            restored = present(checkpointer.restore(model))
             assert bool((model.weight == float(restored.step)).all()), "weights of another step, or a mixture"
             assert restored.skipped == []
             steps.append(restored.step)

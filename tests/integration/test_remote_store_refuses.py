@@ -31,7 +31,7 @@ from tests.support import seaweed
 from tests.support.command_line import invoke
 from tests.support.seaweed import BUCKET, RestartableService, S3Service
 from tests.support.trainers import Trainer, is_alive
-from tests.support.waiting import wait_until
+from tests.support.waiting import present, wait_until
 
 IMPATIENT = {"config_kwargs": {"connect_timeout": 0.5, "read_timeout": 0.5}}
 
@@ -236,8 +236,7 @@ def test_all_is_local_at_once_and_remote_afterwards(tmp_path: Path, monkeypatch:
         # The saver outlives the trainer, works on the replication queue, and ends.
         wait_until(lambda: invoke("drain", "kill", "--timeout", "60").code == 0, deadline_s=LIMIT_S + 3 * AWAY_S)
         wait_until(lambda: not is_alive(second.saver), deadline_s=LIMIT_S)
-        reported = read_heartbeats(remote)[-1].extension(LOCAL_ONLY, LocalOnly)
-        assert reported is not None
+        reported = present(read_heartbeats(remote)[-1].extension(LOCAL_ONLY, LocalOnly))
         assert (reported.checkpoints, reported.since) == (0, None)
         check_that_all_is_remote(local, remote, second.saved)
     finally:

@@ -14,7 +14,7 @@ from ckptstore.errors import NoCheckpoint, StoreUnavailable
 from tests.conftest import S3Location
 from tests.support.daemons import running_daemon
 from tests.support.training import Loop, same_state
-from tests.support.waiting import wait_until
+from tests.support.waiting import present, wait_until
 
 
 def make() -> Loop:
@@ -34,8 +34,7 @@ def test_training_on_s3_resumes_exactly(s3_store: S3Location) -> None:
             checkpointer.save_async(first.model, first.optim, step, scheduler=first.sched)
     resumed = make()
     with Checkpointer(s3_store.url, run="s3", options=s3_store.options) as checkpointer:
-        restored = checkpointer.restore(resumed.model, resumed.optim, scheduler=resumed.sched)
-        assert restored is not None
+        restored = present(checkpointer.restore(resumed.model, resumed.optim, scheduler=resumed.sched))
         assert (restored.step, [resumed.step() for _ in range(5, 8)]) == (4, losses[5:])
     assert same_state(resumed.optim.state_dict(), reference.optim.state_dict())
 
@@ -84,8 +83,7 @@ def test_restore_through_the_daemon_needs_no_store(tmp_path: Path) -> None:
             wait_until(lambda: _latest_step(client) == 2, "the daemon's knowledge of the commit")
         again = make()
         with Checkpointer(run="gpt", daemon=daemon.url) as reader:
-            restored = reader.restore(again.model, again.optim, scheduler=again.sched)
-            assert restored is not None
+            restored = present(reader.restore(again.model, again.optim, scheduler=again.sched))
             assert restored.step == 2
             assert restored.lease is not None
             assert [again.step() for _ in range(3)] == following

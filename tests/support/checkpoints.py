@@ -42,6 +42,7 @@ from ckptstore.retention.pruning import apply_prune, plan_prune
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.stores import Faults, FaultyStore, MovableClock
+from tests.support.waiting import present
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -170,9 +171,7 @@ def write_checkpoint(
     receipt = write_rank(
         store, run, attempt, arrays, metrics=metrics, clock=clock, coding=coding, base=base, statistics=statistics
     )
-    checkpoint = from_outcome(commit_attempt(Run(store, run, clock), [receipt]))
-    assert checkpoint is not None
-    return checkpoint
+    return present(from_outcome(commit_attempt(Run(store, run, clock), [receipt])))
 
 
 def whole_entries(names: Iterable[str]) -> list[Want]:

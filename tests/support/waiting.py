@@ -1,4 +1,7 @@
-"""Waiting for an event with a generous limit: a slow machine takes longer, and only what never happens fails."""
+"""Waiting for an event with a generous limit: a slow machine takes longer, and only what never happens fails.
+
+Also: values that must be there.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,16 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 DEADLINE_S = 60.0
+_T = TypeVar("_T")
+
+
+def present(value: _T | None) -> _T:
+    """The value, which is not None."""
+    assert value is not None
+    return value
 
 
 def wait_until(condition: Callable[[], object], what: str = "it", deadline_s: float = DEADLINE_S) -> None:

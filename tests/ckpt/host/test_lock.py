@@ -41,7 +41,7 @@ from ckptstore.operator import StoreOperator
 from ckptstore.stores import open_store
 from tests.ckpt.saver.looking import RUN, forked, looks
 from tests.support.forking import ROOT
-from tests.support.waiting import wait_until
+from tests.support.waiting import present, wait_until
 
 STORE = "file:///store"
 
@@ -66,9 +66,7 @@ def test_a_relative_store_survives_a_chdir(tmp_path: Path, temporary: Path, monk
     with Checkpointer("./ckpts", run="r") as checkpointer:
         monkeypatch.chdir(tmp_path / "three")
         checkpointer.save(model, None, 2)
-        latest = checkpointer.latest()
-        assert latest is not None
-        assert latest.step == 2
+        assert present(checkpointer.latest()).step == 2
         nn.init.zeros_(model.weight)
         assert checkpointer.restore(model, checkpoint=1) is not None
         assert torch.count_nonzero(model.weight)

@@ -30,7 +30,7 @@ from ckptstore.errors import CkptError, InvalidRequest, RankLost, UnsupportedObj
 from ckptstore.reading.fetch import fetch_stored
 from tests.support.command_line import invoke
 from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
-from tests.support.waiting import wait_until
+from tests.support.waiting import present, wait_until
 
 _TIMEOUT_S = 3.0
 _ROUNDS = 3
@@ -342,8 +342,7 @@ def at_once(store: str) -> dict[str, Any]:
             schedule.due(step)
             checkpointer.save(model, optim, step, position=dist.get_rank())
         other, other_optim = _trained(7, own, steps=2)
-        restored = checkpointer.restore(other, other_optim, position=None)
-        assert restored is not None
+        restored = present(checkpointer.restore(other, other_optim, position=None))
         problems = [_problem(checkpointer, nn.Linear(2 + dist.get_rank(), 2))]
         problems.append(_problem(checkpointer, model, object() if dist.get_rank() >= 2 else 0))
     dist.barrier()

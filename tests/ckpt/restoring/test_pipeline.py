@@ -53,7 +53,7 @@ from tests.ckpt.ddp import ROOT
 from tests.support.checkpoints import write_rank
 from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
 from tests.support.training import same_state, seed_all
-from tests.support.waiting import wait_until
+from tests.support.waiting import present, wait_until
 
 
 def save_steps(folder: Path, count: int) -> tuple[list[Checkpoint], list[dict[str, torch.Tensor]]]:
@@ -117,8 +117,7 @@ def test_a_corrupt_newest_checkpoint_is_skipped(victim: str, tmp_path: Path, cap
     flip(files_of(tmp_path, checkpoints[2])[victim])
     model = nn.Linear(64, 64)
     with Checkpointer(str(tmp_path), run="r") as checkpointer:
-        restored = checkpointer.restore(model)
-        assert restored is not None
+        restored = present(checkpointer.restore(model))
         assert (restored.step, [identity for identity, _ in restored.skipped]) == (1, [checkpoints[2].id])
         assert same_state(dict(model.state_dict()), states[1])
         assert checkpoints[2].id in caplog.text
@@ -131,9 +130,7 @@ def test_a_missing_shard_is_skipped_too(tmp_path: Path) -> None:
     checkpoints, _ = save_steps(tmp_path, 2)
     files_of(tmp_path, checkpoints[1])["shard"].unlink()
     with Checkpointer(str(tmp_path), run="r") as checkpointer:
-        restored = checkpointer.restore(nn.Linear(64, 64))
-        assert restored is not None
-        assert restored.step == 0
+        assert present(checkpointer.restore(nn.Linear(64, 64))).step == 0
         with pytest.raises(ObjectMissing):
             checkpointer.load(1)
 
@@ -267,8 +264,7 @@ def test_module_functions_on_the_environment(default_run: Path) -> None:
     assert handle.result(0).metrics == {"loss": 0.5}
     assert handle.progress == (handle.timings.raw_bytes, handle.timings.raw_bytes)
     assert ckpt.save(model, optim, 2).step == 2
-    latest = ckpt.latest()
-    assert latest is not None
+    latest = present(ckpt.latest())
     assert latest.id == f"from-environment@2.{latest.attempt.ulid}"
     assert ckpt.load(names="model/w*").keys() == {"model/weight"}
     loaded = ckpt.load(f"{default_run}/from-environment@1", names="model/*")
@@ -296,9 +292,7 @@ def test_a_colleague_needs_only_the_store(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(NoCheckpoint, match="no checkpoint named 'prod'"):
             other.load("prod")
     with Checkpointer(str(tmp_path), run="gpt", writer="thread") as trainer:
-        best = trainer.restore(model, checkpoint="best:val/loss:min")
-        assert best is not None
-        assert best.step == 2
+        assert present(trainer.restore(model, checkpoint="best:val/loss:min")).step == 2
     with pytest.raises(CheckpointHeld):
         ckpt.delete(ckpt.checkpoints("gpt")[0])
     ckpt.delete("gpt@prod", reason="old")
@@ -498,8 +492,7 @@ def test_objects_are_restored_as_they_are_built(tmp_path: Path) -> None:
                 other.get_parameter("weight").zero_()
             late = torch.optim.AdamW(other.parameters(), lr=0.5)
             stages.optimizers(late)
-            restored = stages.extras(loader=loader, shared={"note": None})
-            assert restored is not None
+            restored = present(stages.extras(loader=loader, shared={"note": None}))
             assert restored.values == {"note": "x"}
             assert stages.restored is restored
             wait_until(lambda: leases(tmp_path) == 1)  # of the extras; that of the model is released in a thread

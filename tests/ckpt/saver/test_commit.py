@@ -23,7 +23,7 @@ from ckptstore.run import Run
 from ckptstore.stores import Store, WrappedStore, open_store
 from tests.ckpt.saver.test_pipeline import setup
 from tests.support.checkpoints import sample_arrays, write_rank
-from tests.support.waiting import wait_until
+from tests.support.waiting import present, wait_until
 
 ATTEMPT = Attempt(7, new_ulid(1_700_000_000.0))
 RANKS = 3
@@ -118,9 +118,7 @@ def test_rank_0_does_not_wait_once_another_trainer_continues(store: Gets, monkey
     committer.add(attempt, own, ended.append)
     committer.close()
     assert [type(result) for result in ended] == [Superseded]
-    outcome = read_outcome(run, attempt)
-    assert outcome is not None
-    assert outcome.committed is None
+    assert present(read_outcome(run, attempt)).committed is None
 
 
 class Away(WrappedStore):

@@ -42,6 +42,7 @@ from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.retention.scrubbing import scrub
 from ckptstore.run import Run
 from ckptstore.stores import open_store
+from tests.support.waiting import present
 
 RUN = "r"
 ULID = "01ARZ3NDEKTSV4RRFFQ69G5FAV"
@@ -234,9 +235,7 @@ def test_nothing_damaged_is_referenced(checkpointer: Checkpointer, tmp_path: Pat
     assert after.referenced_bytes == 0
     assert verify(StoreSource(store), after).ok
     fresh = Training()
-    restored = checkpointer.restore(fresh.model, fresh.optim)
-    assert restored is not None
-    assert restored.checkpoint.id == after.id
+    assert present(checkpointer.restore(fresh.model, fresh.optim)).checkpoint.id == after.id
 
 
 @pytest.mark.parametrize("newest_first", [False, True])
@@ -259,8 +258,7 @@ def test_a_saver_that_is_killed_leaves_what_the_next_one_can_use(tmp_path: Path)
         first = training.save(checkpointer)
         training.step()
         checkpointer.save_async(training.model, training.optim, training.steps)
-        pid = checkpointer.saver_pid
-        assert pid is not None
+        pid = present(checkpointer.saver_pid)
         os.kill(pid, signal.SIGKILL)
         for _ in range(2):  # the death of the saver, and the save that died with it
             with suppress(SaverDied):

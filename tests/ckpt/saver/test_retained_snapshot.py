@@ -34,7 +34,7 @@ from tests.ckpt.saver.retained_train import RUN, network, state_digest
 from tests.support.forking import TRAINER, fork
 from tests.support.stores import CountingStore
 from tests.support.trainers import is_alive
-from tests.support.waiting import Lines, wait_until
+from tests.support.waiting import Lines, present, wait_until
 
 RETAIN_SNAPSHOT_S = "600"
 SIZE = 1 << 16
@@ -103,8 +103,7 @@ def test_a_restart_on_the_same_host_reads_no_shard_and_frees_the_memory(tmp_path
         wait_for_memory(store)
         with Checkpointer(str(store), run=RUN) as checkpointer:
             slow = slowed(checkpointer)
-            restored = checkpointer.restore(model)
-            assert restored is not None
+            restored = present(checkpointer.restore(model))
             assert restored.step == 2
             assert restored.read == {"memory": restored.checkpoint.raw_bytes, "store": 0}
             assert (slow.reads, state_digest(model)) == ([], state_digest(network(2)))
@@ -277,9 +276,7 @@ def test_the_memory_of_a_trainer_that_ends_by_an_exception_is_kept(tmp_path: Pat
     try:
         wait_for_memory(Path(store))
         with Checkpointer(store, run=RUN) as checkpointer:
-            restored = checkpointer.restore(model)
-            assert restored is not None
-            assert restored.read["store"] == 0
+            assert present(checkpointer.restore(model)).read["store"] == 0
             checkpointer.prepare(model, None)
         wait_until(lambda: not is_alive(saver), "the end of the saver")
     finally:

@@ -32,7 +32,7 @@ from tests.ckpt.snapshot.test_agreement import RUN
 from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
 from tests.support.stores import MovableClock
 from tests.support.trainers import suspended
-from tests.support.waiting import wait_until
+from tests.support.waiting import present, wait_until
 
 
 def steps(store: Path) -> list[int]:
@@ -249,8 +249,7 @@ def rank_one_loses_its_idle_saver(store: str) -> dict[str, Any]:
 
 
 def _kill_saver(checkpointer: Checkpointer, model: Any, optim: Any, step: int, store: Path) -> SaveHandle:
-    pid = checkpointer.saver_pid
-    assert pid is not None
+    pid = present(checkpointer.saver_pid)
     if dist.get_rank() == 1:
         os.kill(pid, signal.SIGSTOP)
     handle = checkpointer.save_async(model, optim, step)
@@ -261,8 +260,7 @@ def _kill_saver(checkpointer: Checkpointer, model: Any, optim: Any, step: int, s
 
 
 def _block_shard(checkpointer: Checkpointer, model: Any, optim: Any, step: int, store: Path) -> SaveHandle:
-    session = checkpointer._saves.agreement.session
-    assert session is not None
+    session = present(checkpointer._saves.agreement.session)
     attempt = Attempt(step, derive_ulid(session, step, 0), generation=1)
     if dist.get_rank() == 1:
         (store / RunKeys(RUN).shard(attempt, names.shard_name(1))).mkdir(parents=True)

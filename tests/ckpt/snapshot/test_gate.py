@@ -24,7 +24,7 @@ from tests.ckpt.snapshot.simulated import DEFAULT, SIDE, SimulatedDevice, plugge
 from tests.ckpt.snapshot.test_device_copies import PATIENCE_S, SCHEDULES, Training
 from tests.ckpt.snapshot.test_device_copies import open_run as open_device_run
 from tests.support.training import same_state
-from tests.support.waiting import wait_until
+from tests.support.waiting import present, wait_until
 
 
 class Gan(nn.Module):
@@ -289,8 +289,7 @@ def test_a_method_that_a_class_adds_to_optimizer_waits_as_its_step_does(tmp_path
             before = copy.deepcopy(model.state_dict())
             handle = run.save_async(model, optim, 2)
             assert run._saves.overlap is not None
-            pending = run._saves.overlap._pending
-            assert pending is not None
+            pending = present(run._saves.overlap._pending)
             exchange = threading.Thread(target=optim.eval)
             exchange.start()
             wait_until(pending.patience.wanted.is_set)

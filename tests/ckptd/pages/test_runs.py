@@ -15,6 +15,7 @@ from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.format.records import Origin, Policy, TrainerEnd
 from ckptstore.names import Attempt
 from ckptstore.retention.policy import evaluate
+from tests.support.waiting import present
 
 _ULID = "01HF7YAT00ABCDEFGHJKMNPQRS"
 
@@ -40,16 +41,13 @@ def test_a_view_of_a_run_filters_pages_and_shows_reasons() -> None:
     fewer = RunPageQuery(keep=5, abandoned=0)
     assert fewer.policy == Policy(keep_last=5, keep_abandoned_s=0.0)
     assert fewer.link() == "?keep=5&abandoned=0"
-    preview = run_view("gpt", checkpoints, reasons, kept, fewer, 1000.0).preview
-    assert preview is not None
+    preview = present(run_view("gpt", checkpoints, reasons, kept, fewer, 1000.0).preview)
     assert preview.rules == "--keep 5 --keep-abandoned 0d"
     healthy = RunPageQuery(keep=5, healthy=True)
     assert (healthy.policy, healthy.link()) == (Policy(keep_last=5, keep_healthy=1), "?keep=5&healthy=1")
-    preview = run_view("gpt", checkpoints, reasons, kept, healthy, 1000.0).preview
-    assert preview is not None
+    preview = present(run_view("gpt", checkpoints, reasons, kept, healthy, 1000.0).preview)
     assert preview.rules == "--keep 5 --keep-healthy"
-    both = run_view("gpt", checkpoints, reasons, kept, query, 1000.0).preview
-    assert both is not None
+    both = present(run_view("gpt", checkpoints, reasons, kept, query, 1000.0).preview)
     assert both.rules == "--keep 5 --keep-every 100 --keep-best loss:min:2"
     only = run_view("gpt", checkpoints, reasons, None, RunPageQuery(state=State.CORRUPT, metric=SIZE), 1000.0)
     assert [(row.checkpoint.step, row.reasons) for row in only.rows] == [(117, ("corrupt",))]
@@ -136,8 +134,7 @@ def test_branches_begin_at_the_checkpoint_that_they_continue_from() -> None:
         Checkpoint("gpt", Attempt(step, _ULID, generation=4), State.COMMITTED, parent=first[1].attempt)
         for step in (150, 250)
     ]
-    drawn = run_view("gpt", [*second[::-1], *first[::-1]], None, None, RunPageQuery(), 10.0).branches
-    assert drawn is not None
+    drawn = present(run_view("gpt", [*second[::-1], *first[::-1]], None, None, RunPageQuery(), 10.0).branches)
     old, new = drawn.rows
     assert (old.number, new.number, drawn.num_hidden) == (0, 4, 0)
     fork = old.marks[1]

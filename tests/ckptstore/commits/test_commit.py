@@ -36,6 +36,7 @@ from ckptstore.stores.retrying import RetryingStore
 from tests.conftest import here_and_in_memory, in_memory
 from tests.support.checkpoints import clear, count_calls, sample_arrays, write_checkpoint, write_rank
 from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock, race
+from tests.support.waiting import present
 
 RUN = "gpt"
 SMALL: dict[str, npt.NDArray[Any]] = {"model/a": np.arange(3000, dtype=np.float32), "model/b": np.arange(5)}
@@ -88,8 +89,7 @@ def test_roll_forward_gives_the_manifest_the_committer_would_have_given(store: S
     run = Run(store, RUN)
     attempt = new_attempt()
     receipts = write_ranks(store, attempt)
-    rolled = roll_forward(run, attempt)
-    assert rolled is not None
+    rolled = present(roll_forward(run, attempt))
     assert store.get(run.keys.manifest(attempt)) == pack_manifest(merge(receipts))
     assert commit_attempt(run, receipts) == rolled
 
@@ -341,8 +341,7 @@ def test_many_committers_of_one_attempt(store: Store) -> None:
             partial(roll_forward, run, attempt),
             partial(commit_attempt, run, receipts),
         )
-        outcome = read_outcome(run, attempt)
-        assert outcome is not None
+        outcome = present(read_outcome(run, attempt))
         assert results == [outcome] * 4, "all of them learn the same decision"
     assert_legal(store)
 

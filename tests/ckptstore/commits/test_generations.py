@@ -43,6 +43,7 @@ from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import write_checkpoint, write_rank
 from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock, race
+from tests.support.waiting import present
 
 SMALL = {"model/a": np.arange(10)}
 
@@ -70,8 +71,7 @@ def test_numbers_are_used_in_sequence_and_a_session_has_one(store: Store) -> Non
     assert begin_generation(run, second) == Begun(2, created=True)
     assert begin_generation(run, first) == Begun(1, created=False)
     assert begin_generation(run, second) == Begun(2, created=False)
-    found = read_generation(run, 2)
-    assert found is not None
+    found = present(read_generation(run, 2))
     assert (found.session, found.parent, found.by) == (second.id, str(parent), run.by)
     assert newest_generation(run) == 2
 
@@ -149,8 +149,7 @@ def test_an_attempt_of_an_older_generation_is_aborted_and_every_committer_says_w
         with pytest.raises(Superseded, match="generation 2") as caught:
             commit_attempt(run, [receipt])
         assert caught.value.code == "superseded"
-    outcome = read_outcome(run, attempt)
-    assert outcome is not None
+    outcome = present(read_outcome(run, attempt))
     assert (outcome.committed, outcome.by) == (None, "superseded by generation 2")
     with pytest.raises(NoCheckpoint):
         latest(run)

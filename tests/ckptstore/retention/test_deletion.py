@@ -49,6 +49,7 @@ from tests.support.checkpoints import (
     write_rank,
 )
 from tests.support.stores import DictStore, FakeClock, Faults, FaultyStore, MovableClock
+from tests.support.waiting import present
 
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S
@@ -282,9 +283,7 @@ def test_an_aborted_attempt_is_not_listed(store: Store) -> None:
     attempt = orphan(store, 1, (0, 1))
     decide(run, attempt, None)
     assert list_checkpoints(run) == []
-    outcome = read_outcome(run, attempt)
-    assert outcome is not None
-    assert outcome.committed is None
+    assert present(read_outcome(run, attempt)).committed is None
 
 
 def test_a_reference_means_the_deletion_that_can_be_undone(store: Store) -> None:

@@ -41,6 +41,7 @@ from ckptstore.tiers.replication import (
 from ckptstore.tiers.source import TieredSource
 from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
 from tests.support.stores import CountingStore, Faults, FaultyStore, Interleaving, MovableClock
+from tests.support.waiting import present
 
 
 class Tiers:
@@ -86,8 +87,7 @@ def test_a_copy_is_the_same_checkpoint(tiers: Tiers, statistics: object) -> None
     enqueue(tiers.local, one.attempt)
     assert replication_queue(tiers.local).attempts == (one.attempt,)
     assert replication_queue(tiers.local).bytes == one.needed_bytes
-    replicated = replicate(tiers.local, tiers.remote, one.attempt)
-    assert replicated is not None
+    replicated = present(replicate(tiers.local, tiers.remote, one.attempt))
     assert (replicated.id, replicated.manifest_digest) == (one.id, one.manifest_digest)
     assert objects(tiers.remote, one.attempt) == objects(tiers.local, one.attempt)
     assert len(objects(tiers.remote, one.attempt)) == 3 + (statistics == "apart")
@@ -248,8 +248,7 @@ def test_damaged_statistics_are_left_behind(tiers: Tiers) -> None:
     key = tiers.local.keys.shard(one.attempt, shard_name(0))
     data = tiers.local.store.get(key)
     tiers.local.store.put(key, data[:-9] + bytes(9))
-    replicated = replicate(tiers.local, tiers.remote, one.attempt)
-    assert replicated is not None
+    replicated = present(replicate(tiers.local, tiers.remote, one.attempt))
     assert tiers.remote.store.get(key) == data[: one.stored_bytes]
     assert verify(StoreSource(tiers.remote.store), replicated).ok
     with pytest.raises(CorruptObject, match="no statistics"):
