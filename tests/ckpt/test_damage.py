@@ -30,6 +30,7 @@ from ckptstore.retention.scrubbing import confirm_damage, scrub
 from ckptstore.run import Run
 from ckptstore.stores import open_store
 from ckptstore.stores.base import WrappedStore
+from tests.support.checkpoints import flip
 from tests.support.daemons import running_daemon
 from tests.support.parallel.runner import Scenario, run_scenarios
 from tests.support.waiting import present, wait_until
@@ -64,9 +65,7 @@ def quarantine(folder: Path) -> list[int]:
 
 def flip_shard(folder: Path, checkpoint: Checkpoint) -> None:
     path = folder / RunKeys(RUN).shard(checkpoint.attempt, SHARD)
-    data = bytearray(path.read_bytes())
-    data[1000] ^= 1
-    path.write_bytes(data)
+    flip(path, 1000)
 
 
 @pytest.mark.parametrize("restart", [True, False])

@@ -25,6 +25,7 @@ from ckptstore.run import Run
 from ckptstore.stores import open_store
 from ckptstore.tiers.replication import replication_queue
 from ckptstore.tiers.source import TieredSource
+from tests.support.checkpoints import flip
 from tests.support.command_line import invoke
 from tests.support.disks import small_file_system
 from tests.support.parallel.runner import Scenario, run_scenarios
@@ -106,9 +107,7 @@ def test_a_damaged_local_chunk_is_read_remotely(host: Host) -> None:
     with host.start() as checkpointer:
         host.save(checkpointer, 1)
     [shard] = host.local.rglob("*.ckpt")
-    data = bytearray(shard.read_bytes())
-    data[10] ^= 1
-    shard.write_bytes(data)
+    flip(shard, 10)
     with host.start() as checkpointer:
         read = host.resumes(checkpointer, 1)
     assert min(read.values()) > 0

@@ -14,7 +14,7 @@ import torch
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.run import Run
 from ckptstore.stores import Store
-from tests.support.checkpoints import write_checkpoint
+from tests.support.checkpoints import flip, write_checkpoint
 from tests.support.command_line import Finished, Terminal, invoke, run
 from tests.support.daemons import Daemon, running_daemon
 from tests.support.waiting import wait_until
@@ -105,9 +105,7 @@ def test_verify_looks_at_the_store_not_into_the_cache(daemon: Daemon, folder: Pa
     newest = list_checkpoints(run)[0]
     daemon.get(f"/v1/checkpoints/{newest.id}/shards/shard-00000.ckpt").raise_for_status()
     path = folder / run.keys.shard(newest.attempt, "shard-00000.ckpt")
-    data = bytearray(path.read_bytes())
-    data[100] ^= 1
-    path.write_bytes(data)
+    flip(path, 100)
     assert invoke("verify", newest.id, "--url", daemon.url).code == 5
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -45,6 +46,19 @@ from tests.support.stores import Faults, FaultyStore, MovableClock
 from tests.support.waiting import present
 
 Arrays = Mapping[str, npt.NDArray[Any]]
+
+
+def flipped(data: bytes, at: int, mask: int = 1) -> bytes:
+    """The bytes, one of which has other bits: those of `mask`."""
+    damaged = bytearray(data)
+    damaged[at] ^= mask
+    return bytes(damaged)
+
+
+def flip(path: Path, at: int | None = None, mask: int = 1) -> None:
+    """Damage one byte of a file, by default the one in the middle."""
+    data = path.read_bytes()
+    path.write_bytes(flipped(data, len(data) // 2 if at is None else at, mask))
 
 
 def sample_arrays(seed: int = 0) -> dict[str, npt.NDArray[Any]]:

@@ -24,6 +24,7 @@ from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from tests.ckpt.dcp_state import dcp, failing, flat_optimizer_state, load, make_model, make_optimizer, same, save
 from tests.ckpt.restoring.receiving import receiving
+from tests.support.checkpoints import flip
 from tests.support.stores import Faults, FaultyStore
 
 MODES: tuple[Literal["before", "after"], ...] = ("before", "after")
@@ -38,9 +39,7 @@ def flip_a_bit(store: Store, checkpoint: str) -> None:
     """In the middle of the first shard."""
     found = StoreSource(store).find(Reference.parse(checkpoint))
     path = Path(store.object_url(RunKeys(found.run).shard(found.attempt, shard_name(0))).removeprefix("file://"))
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
-    path.write_bytes(data)
+    flip(path)
 
 
 @pytest.mark.parametrize("place", [nullcontext, receiving], ids=["host", "device"])

@@ -20,7 +20,7 @@ from ckptstore.format.documents import Content, Entries, Slices
 from ckptstore.format.shards import Slice
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
-from tests.support.checkpoints import sample_arrays
+from tests.support.checkpoints import flip, sample_arrays
 from tests.support.command_line import invoke, run_program
 from tests.support.entries import tensor_bytes, write_entries
 
@@ -161,9 +161,7 @@ def test_damage_leaves_no_file_and_the_old_one_as_it_was(folder: Path, filled: S
     run = Run(filled, "gpt")
     newest = list_checkpoints(run)[0]
     shard = folder / run.keys.shard(newest.attempt, "shard-00000.ckpt")
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 1
-    shard.write_bytes(data)
+    flip(shard, -1)
     old = tmp_path / "old.pt"
     old.write_text("precious")
     for to in (old, tmp_path / "new.safetensors"):

@@ -16,6 +16,7 @@ from torch import nn
 from ckpt import Checkpointer
 from ckptstore.errors import CorruptObject
 from ckptstore.names import RunKeys, shard_name
+from tests.support.checkpoints import flip
 
 LARGE = 70_000
 """Elements of a tensor that is an entry; a small one of this rank lies in a receipt."""
@@ -162,8 +163,6 @@ def test_a_given_tensor_that_the_next_checkpoint_does_not_refill_is_a_mixture(tm
         checkpointer.save(None, None, 1, own={"y": torch.rand(LARGE)})
         newest = checkpointer.save(None, None, 2, own={"x": torch.rand(LARGE)})
         shard = tmp_path / RunKeys("r").shard(newest.attempt, shard_name(0))
-        data = bytearray(shard.read_bytes())
-        data[100] ^= 4
-        shard.write_bytes(data)
+        flip(shard, 100, 4)
         with pytest.raises(CorruptObject, match=r"cannot be read to the end, and .* does not have own/x"):
             checkpointer.restore(own={"x": torch.zeros(LARGE)})

@@ -50,7 +50,7 @@ from ckptstore.run import Run
 from ckptstore.stores import open_store
 from tests.ckpt.data.trained import Samples
 from tests.ckpt.ddp import ROOT
-from tests.support.checkpoints import write_rank
+from tests.support.checkpoints import flip, write_rank
 from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
 from tests.support.training import same_state, seed_all
 from tests.support.waiting import present, wait_until
@@ -67,12 +67,6 @@ def save_steps(folder: Path, count: int) -> tuple[list[Checkpoint], list[dict[st
             checkpoints.append(checkpointer.save(model, None, step))
             states.append({name: value.clone() for name, value in model.state_dict().items()})
     return checkpoints, states
-
-
-def flip(path: Path, at: int = 100) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 4
-    path.write_bytes(data)
 
 
 def files_of(folder: Path, checkpoint: Checkpoint) -> dict[str, Path]:
@@ -114,7 +108,7 @@ def test_a_default_device_is_not_where_bytes_arrive(tmp_path: Path) -> None:
 @pytest.mark.parametrize("victim", ["shard", "receipt", "manifest", "outcome"])
 def test_a_corrupt_newest_checkpoint_is_skipped(victim: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoints, states = save_steps(tmp_path, 3)
-    flip(files_of(tmp_path, checkpoints[2])[victim])
+    flip(files_of(tmp_path, checkpoints[2])[victim], 100)
     model = nn.Linear(64, 64)
     with Checkpointer(str(tmp_path), run="r") as checkpointer:
         restored = present(checkpointer.restore(model))
@@ -138,7 +132,7 @@ def test_a_missing_shard_is_skipped_too(tmp_path: Path) -> None:
 def test_no_good_checkpoint_left_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
     checkpoints, _ = save_steps(tmp_path, 2)
     for checkpoint in checkpoints:
-        flip(files_of(tmp_path, checkpoint)["shard"])
+        flip(files_of(tmp_path, checkpoint)["shard"], 100)
     with Checkpointer(str(tmp_path), run="r") as checkpointer, pytest.raises(CorruptObject, match="none of the 2"):
         checkpointer.restore(nn.Linear(64, 64))
 
@@ -172,7 +166,7 @@ def deep(layers: int) -> nn.Module:
 @pytest.mark.parametrize("strict", [True, False])
 def test_an_older_checkpoint_that_does_not_fit_after_a_damaged_one_is_a_mixture(strict: bool, tmp_path: Path) -> None:
     saved = save_with_and_without_extra_layer(tmp_path)
-    flip(files_of(tmp_path, saved[1])["shard"])
+    flip(files_of(tmp_path, saved[1])["shard"], 100)
     with (
         Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer,
         pytest.raises(
@@ -186,7 +180,7 @@ def test_an_older_checkpoint_that_does_not_fit_after_a_damaged_one_is_a_mixture(
 
 def test_what_both_checkpoints_lack_is_missing_after_a_damaged_one(tmp_path: Path) -> None:
     checkpoints, states = save_steps(tmp_path, 2)
-    flip(files_of(tmp_path, checkpoints[1])["shard"])
+    flip(files_of(tmp_path, checkpoints[1])["shard"], 100)
     model = nn.Linear(64, 64)
     model.register_buffer("further", torch.full((3,), 7.0))
     with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
@@ -198,7 +192,7 @@ def test_what_both_checkpoints_lack_is_missing_after_a_damaged_one(tmp_path: Pat
 
 def test_an_older_one_that_does_not_fit_is_a_mismatch_if_nothing_was_read_of_the_damaged_one(tmp_path: Path) -> None:
     saved = save_with_and_without_extra_layer(tmp_path)
-    flip(files_of(tmp_path, saved[1])["manifest"])
+    flip(files_of(tmp_path, saved[1])["manifest"], 100)
     model = deep(3)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:

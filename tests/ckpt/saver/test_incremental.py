@@ -42,6 +42,7 @@ from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.retention.scrubbing import scrub
 from ckptstore.run import Run
 from ckptstore.stores import open_store
+from tests.support.checkpoints import flipped
 from tests.support.waiting import present
 
 RUN = "r"
@@ -226,9 +227,7 @@ def test_nothing_damaged_is_referenced(checkpointer: Checkpointer, tmp_path: Pat
     training, store = Training(), open_store(str(tmp_path))
     saved = [training.save(checkpointer) for _ in range(3)]
     key = RunKeys(RUN).shard(saved[0].attempt, names.shard_name(0))
-    data = bytearray(store.get(key))
-    data[1000] ^= 1
-    (tmp_path / key).write_bytes(data)
+    (tmp_path / key).write_bytes(flipped(store.get(key), 1000))
     (result,) = scrub(store, [saved[found_in]], "me", system_clock)
     assert not result.ok
     after = training.save(checkpointer)

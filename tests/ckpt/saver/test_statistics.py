@@ -31,6 +31,7 @@ from ckptstore.tiers.copying import copy_checkpoint
 from tests.ckpt.saver.attempts import new_attempt
 from tests.ckpt.saver.test_pipeline import COUNT, RAW, job
 from tests.ckptstore.codecs.test_dtypes import COMPONENTS
+from tests.support.checkpoints import flipped
 
 Words = npt.NDArray[Any]
 
@@ -202,9 +203,7 @@ def test_damaged_and_missing_statistics_are_reported_and_harm_nothing_else() -> 
     good = store.get(key)
     assert statistics(store).tensors["model/w"].elements == COUNT
     for at in range(checkpoint.stored_bytes, len(good), 41):
-        damaged = bytearray(good)
-        damaged[at] ^= 1
-        store.put(key, bytes(damaged))
+        store.put(key, flipped(good, at))
         with pytest.raises(CorruptObject, match="checksum"):
             statistics(store)
         assert verify(StoreSource(store), checkpoint).ok

@@ -23,7 +23,7 @@ from ckptstore.reading.verify import verify
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from ckptstore.tiers.copying import copy_checkpoint
-from tests.support.checkpoints import whole_entries, write_checkpoint
+from tests.support.checkpoints import flip, whole_entries, write_checkpoint
 from tests.support.command_line import PROGRAM, clean_environment, invoke
 from tests.support.daemons import running_daemon
 from tests.support.stores import Faults, FaultyStore
@@ -137,9 +137,7 @@ def test_damage_is_not_copied(folder: Path, filled: Store, there: Path) -> None:
     run = Run(filled, "gpt")
     original = latest(run)
     path = folder / run.keys.shard(original.attempt, "shard-00000.ckpt")
-    data = bytearray(path.read_bytes())
-    data[1000] ^= 1
-    path.write_bytes(data)
+    flip(path, 1000)
     done = invoke("cp", "gpt@40", "--to", there, "--store", folder)
     assert done.code == 5
     assert "chunk" in done.stderr

@@ -11,15 +11,9 @@ from ckptstore.names import RunKeys
 from ckptstore.reading.verify import verify
 from ckptstore.run import Run
 from ckptstore.stores import Store
-from tests.support.checkpoints import sample_arrays, write_checkpoint
+from tests.support.checkpoints import flip, sample_arrays, write_checkpoint
 from tests.support.command_line import invoke
 from tests.support.daemons import running_daemon
-
-
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 def shard_path(folder: Path, checkpoint: Checkpoint) -> Path:

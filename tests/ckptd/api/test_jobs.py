@@ -14,7 +14,7 @@ from ckptstore.clock import system_clock
 from ckptstore.errors import CkptError, NoCheckpoint, NotFound
 from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.stores import Store, open_store
-from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
+from tests.support.checkpoints import flipped, sample_arrays, write_checkpoint, write_rank
 from tests.support.daemons import Daemon, running_daemon
 from tests.support.waiting import wait_until
 
@@ -46,9 +46,7 @@ def test_verify_finds_the_flipped_byte_and_the_checkpoint_is_corrupt(served: tup
         assert good.log.count(" ok\n") == 3
         newest = client.latest("gpt")
         key = RunKeys("gpt").shard(newest.attempt, names.shard_name(0))
-        data = bytearray(store.get(key))
-        data[1000] ^= 1
-        store.put(key, data)
+        store.put(key, flipped(store.get(key), 1000))
         bad = done(client, bodies.VerifyJob(checkpoint=newest.id))
         assert bad.result is not None
         assert (bad.result["corrupt"], client.latest("gpt").step) == ([newest.id], 2)

@@ -19,6 +19,7 @@ from ckptd.metrics import Metrics
 from ckptstore.errors import CorruptObject, StoreUnavailable
 from ckptstore.names import Attempt, RunKeys
 from ckptstore.stores import open_store
+from tests.support.checkpoints import flip
 from tests.support.disks import small_file_system
 from tests.support.stores import CountingStore
 from tests.support.waiting import wait_until
@@ -191,12 +192,6 @@ def test_the_number_of_small_files_is_limited(cached: Opener) -> None:
     assert len(cache.files) == 16
 
 
-def _flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
-
-
 def _swap(path: Path, other: Path) -> None:
     kept = path.read_bytes()
     path.write_bytes(other.read_bytes())
@@ -209,8 +204,8 @@ def _make_folder(path: Path) -> None:
 
 
 _DAMAGES: dict[str, Callable[[Path, Path], object]] = {
-    "a bit of the bytes": lambda path, _: _flip(path, 1234),
-    "a bit of the checksum": lambda path, _: _flip(path, -1),
+    "a bit of the bytes": lambda path, _: flip(path, 1234),
+    "a bit of the checksum": lambda path, _: flip(path, -1),
     "cut": lambda path, _: os.truncate(path, 4096),
     "empty": lambda path, _: os.truncate(path, 0),
     "zeros": lambda path, _: path.write_bytes(bytes(path.stat().st_size)),
@@ -241,7 +236,7 @@ def test_damage_in_the_folder_is_never_served(cached: Opener, damage: str, resta
 def test_damage_is_logged(cached: Opener, caplog: pytest.LogCaptureFixture) -> None:
     cache = cached()
     cache.check(0, 1000)
-    _flip(cache.files[0], 0)
+    flip(cache.files[0], 0)
     with caplog.at_level(logging.WARNING):
         cache.check(0, 1000)
     assert [record.message for record in caplog.records if "damaged" in record.message]
@@ -333,7 +328,7 @@ def test_what_is_dropped_is_read_again_and_others_stay(cached: Opener) -> None:
 def test_a_read_past_the_cache_mends_it(cached: Opener, tmp_path: Path) -> None:
     cache = cached()
     path = tmp_path / "store" / _KEY
-    _flip(path, 500)
+    flip(path, 500)
     assert cache.read(0, 1000) != cache.data[:1000]
     path.write_bytes(cache.data)
     assert cache.read(0, 1000) != cache.data[:1000]

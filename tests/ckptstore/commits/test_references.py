@@ -35,7 +35,7 @@ from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.ckptstore.format import independent_reader
 from tests.conftest import in_memory
-from tests.support.checkpoints import clear, whole_entries, write_checkpoint, write_rank
+from tests.support.checkpoints import clear, flipped, whole_entries, write_checkpoint, write_rank
 from tests.support.stores import FaultyStore, Interleaving, MovableClock
 
 RUN = "gpt"
@@ -258,9 +258,7 @@ def _quietly(work: Callable[[Store], object], store: Store) -> None:
 def test_damage_shows_in_all_that_need_the_chunk(store: Store) -> None:
     first, second = chain(store, 1, 2)
     key = RunKeys(RUN).shard(first.attempt, names.shard_name(0))
-    data = bytearray(store.get(key))
-    data[0] ^= 1
-    store.put(key, bytes(data))
+    store.put(key, flipped(store.get(key), 0))
     assert [verify(StoreSource(store), c).ok for c in (first, second)] == [False, False]
     with pytest.raises(CorruptObject):
         read(store, second)
@@ -270,9 +268,7 @@ def test_damage_shows_in_all_that_need_the_chunk(store: Store) -> None:
 def test_an_unreferenced_checkpoint_is_not_needed(store: Store) -> None:
     first, second = chain(store, 1, 2)
     key = RunKeys(RUN).shard(first.attempt, names.shard_name(0))
-    data = bytearray(store.get(key))
-    data[-1] ^= 1  # of the step
-    store.put(key, bytes(data))
+    store.put(key, flipped(store.get(key), -1))  # of the step
     assert [verify(StoreSource(store), c).ok for c in (first, second)] == [False, True]
 
 

@@ -25,7 +25,7 @@ from ckptstore.reading.fetch import StoredChunks, Stretches, fetch, fetch_from
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
-from tests.support.checkpoints import sample_arrays, whole_entries, write_checkpoint, write_rank
+from tests.support.checkpoints import flip, flipped, sample_arrays, whole_entries, write_checkpoint, write_rank
 from tests.support.stores import race
 
 
@@ -95,9 +95,7 @@ def test_damage_is_found(store: Store, coding: CodingPolicy) -> None:
     good = store.get(key)
     chance = random.Random(1)
     for at in [0, len(good) - 1, *(chance.randrange(len(good)) for _ in range(6))]:
-        damaged = bytearray(good)
-        damaged[at] ^= 1 << chance.randrange(8)
-        store.put(key, bytes(damaged))
+        store.put(key, flipped(good, at, 1 << chance.randrange(8)))
         with pytest.raises(CorruptObject, match="checksum"):
             load(store, checkpoint)
     store.put(key, good[:-1])
@@ -222,9 +220,7 @@ def test_a_damaged_chunk_is_read_from_the_next(
     tmp_path: Path, written: Checkpoint, caplog: pytest.LogCaptureFixture
 ) -> None:
     shard = shard_of(tmp_path, "local")
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 1
-    shard.write_bytes(data)
+    flip(shard)
     left, found = restore(tmp_path, written)
     assert sum(len(read.chunks) for read in left) == 1
     assert found["local"] == sum(array.nbytes for array in ARRAYS.values()) - left[0].chunks[0].raw

@@ -17,7 +17,7 @@ from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
 from ckptstore.run import Run
 from ckptstore.stores import Store
-from tests.support.checkpoints import write_checkpoint, write_rank
+from tests.support.checkpoints import flipped, write_checkpoint, write_rank
 
 FLIPS_PER_CLASS = 200
 WORLD = 3
@@ -70,21 +70,19 @@ def test_every_flipped_bit_is_detected(store: Store) -> None:
     }  # fmt: skip
     chance = random.Random(20_261_121)
     missed: list[tuple[str, int, int]] = []
-    flipped: Counter[str] = Counter()
+    hit: Counter[str] = Counter()
     for name, keys in objects.items():
         for _ in range(FLIPS_PER_CLASS):
             key = chance.choice(keys)
             good = store.get(key)
             at, bit = chance.randrange(len(good)), chance.randrange(8)
-            damaged = bytearray(good)
-            damaged[at] ^= 1 << bit
-            store.put(key, bytes(damaged))
-            flipped[name] += 1
+            store.put(key, flipped(good, at, 1 << bit))
+            hit[name] += 1
             if not detected(store, checkpoint):
                 missed.append((key, at, bit))
             store.put(key, good)
             assert latest(Run(store, "gpt")) == checkpoint
-    assert (flipped.total(), missed) == (4 * FLIPS_PER_CLASS, [])
+    assert (hit.total(), missed) == (4 * FLIPS_PER_CLASS, [])
     assert verify(StoreSource(store), checkpoint).ok, "no false alarm once all bits are back"
 
 
@@ -108,9 +106,7 @@ def test_a_report_names_every_damaged_object(store: Store) -> None:
     checkpoint = write(store)
     for rank in range(WORLD):
         key = RunKeys("gpt").shard(checkpoint.attempt, names.shard_name(rank))
-        data = bytearray(store.get(key))
-        data[0] ^= 1
-        store.put(key, bytes(data))
+        store.put(key, flipped(store.get(key), 0))
     problems = verify(StoreSource(store), checkpoint).problems
     assert len(problems) == WORLD
     assert all(names.shard_name(rank) in problems[rank] for rank in range(WORLD))

@@ -39,7 +39,7 @@ from ckptstore.tiers.replication import (
     trim,
 )
 from ckptstore.tiers.source import TieredSource
-from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
+from tests.support.checkpoints import flipped, sample_arrays, write_checkpoint, write_rank
 from tests.support.stores import CountingStore, Faults, FaultyStore, Interleaving, MovableClock
 from tests.support.waiting import present
 
@@ -259,9 +259,7 @@ def test_damage_is_not_replicated(tiers: Tiers) -> None:
     one = tiers.save(10, tiers.begin())
     enqueue(tiers.local, one.attempt)
     key = tiers.local.keys.shard(one.attempt, "shard-00000.ckpt")
-    data = bytearray(tiers.local.store.get(key))
-    data[100] ^= 1
-    tiers.local.store.put(key, data)
+    tiers.local.store.put(key, flipped(tiers.local.store.get(key), 100))
     with pytest.raises(CorruptObject):
         tiers.replicate_all()
     assert (listed(tiers.remote), pinned(tiers.local)[one.attempt]) == ([], [QUEUED])
