@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -216,10 +217,8 @@ def prune_undelete_and_collect(store: Store, taken_back: Attempt) -> None:
     later = MovableClock(SWEEP_GRACE_S + 60)
     run = Run(store, RUN, later)
     apply_prune(run, plan_prune(run, Policy(1)), grace_s=3600)
-    try:
+    with contextlib.suppress(SweepBegun, NoCheckpoint):
         undelete(Run(store, RUN, by="me"), taken_back)
-    except (SweepBegun, NoCheckpoint):
-        pass
     collect(run)
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 from pathlib import Path
@@ -207,10 +208,8 @@ def test_all_or_nothing_and_again_at_every_call(filled: Store, there: Path, mode
     for number in range(100):
         target = open_store(str(there / str(number)))
         faults = Faults(fail_at=number, mode=mode)
-        try:
+        with contextlib.suppress(StoreUnavailable):
             copy_checkpoint(StoreSource(filled), original, Run(FaultyStore(target, faults), "gpt"), lambda _: None)
-        except StoreUnavailable:
-            pass
         for found in list_checkpoints(Run(target, "gpt")):
             assert verify(StoreSource(target), found).ok
         made = copy_checkpoint(StoreSource(filled), original, Run(target, "gpt"), lambda _: None).checkpoint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -289,10 +290,8 @@ def test_a_newest_deleted_in_between_gives_way_to_the_one_before(store: Store, c
 
 
 def _delete(store: Store, checkpoint: Checkpoint, clock: MovableClock) -> None:
-    try:
+    with contextlib.suppress(CheckpointHeld):
         delete_checkpoint(Run(store, RUN, clock), checkpoint.attempt, "test", force=True)
-    except CheckpointHeld:
-        pass
 
 
 def test_ended_sessions_are_forgotten_after_a_day(store: Store, clock: MovableClock, make: Make) -> None:

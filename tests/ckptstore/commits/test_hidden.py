@@ -3,6 +3,7 @@ outcomes."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -222,10 +223,8 @@ def test_a_crash_at_every_call_of_a_collection_that_forgets(store: Store, mode: 
     for k in range(len(calls.calls)):
         clear(store)
         deleted = swept_and_aborted(store)
-        try:
+        with contextlib.suppress(StoreUnavailable):
             forget(FaultyStore(store, Faults(k, mode)))
-        except StoreUnavailable:
-            pass
         wake(store, deleted)
         for _ in range(2):
             forget(store)

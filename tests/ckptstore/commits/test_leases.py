@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -137,10 +138,8 @@ def read_under_lease(store: Store, checkpoint: Checkpoint, meanwhile: Callable[[
 
 
 def delete(store: Store, checkpoint: Checkpoint) -> None:
-    try:
+    with contextlib.suppress(CheckpointHeld):
         delete_checkpoint(Run(store, RUN), checkpoint.attempt, "prune", force=True)
-    except CheckpointHeld:
-        pass
 
 
 @in_memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -205,10 +206,8 @@ def _meet(
 ) -> int:
     """Do some work on the store, while another process acts just before call `at`. Returns the number of calls."""
     meanwhile = Interleaving(at, act)
-    try:
+    with contextlib.suppress(CkptError):
         work(FaultyStore(store, meanwhile))
-    except CkptError:
-        pass
     return len(meanwhile.calls)
 
 
@@ -246,10 +245,8 @@ def test_a_commit_and_a_deletion_of_its_base_never_both_win(store: Store, grace_
 
 
 def _quietly(work: Callable[[Store], object], store: Store) -> None:
-    try:
+    with contextlib.suppress(CkptError):
         work(store)
-    except CkptError:
-        pass
 
 
 # Damage.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import subprocess
@@ -310,10 +311,8 @@ def test_deep_nesting(kind: str, depth: int) -> None:
         parse_body(kind, b'{"format":1,"surprise":' + deep + b"}")
     if kind == "receipt":
         receipt = SAMPLES[kind].split(b"\n")[0].replace(b'"local":{', b'"local":{"deep":' + deep + b",")
-        try:
+        with contextlib.suppress(CorruptObject):
             parse_body(kind, receipt)
-        except CorruptObject:
-            pass
 
 
 def test_bombs_are_not_unpacked() -> None:
@@ -357,10 +356,8 @@ def test_fuzzed_bytes(kind: str, data: st.DataObject) -> None:
     tokens = st.sampled_from([b"null", b"-1", b"1e999", b'"', b"[[", b"{}", b"\xff", b"\\ud800", b"9" * 400, b"\x00"])
     inserted = data.draw(st.lists(tokens | st.binary(max_size=6), max_size=3).map(b"".join))
     candidate = original[:begin] + inserted + original[end:]
-    try:
+    with contextlib.suppress(CorruptObject, UnsupportedFormat):
         parse_body(kind, candidate)
-    except (CorruptObject, UnsupportedFormat):
-        pass
 
 
 @given(st.binary(max_size=200))

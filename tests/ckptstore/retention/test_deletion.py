@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
 from functools import partial
@@ -202,10 +203,8 @@ def test_half_a_deletion_is_finished(store: Store) -> None:
         write(store, 1, 2)
         old = list_checkpoints(Run(store, RUN))[1]
         faulty = FaultyStore(store, Faults(k))
-        try:
+        with contextlib.suppress(StoreUnavailable):
             delete_checkpoint(Run(faulty, RUN), old.attempt, "prune", force=True)
-        except StoreUnavailable:
-            pass
         hidden = old.attempt in hidden_attempts(Run(store, RUN))
         assert steps(store) == ([2] if hidden else [2, 1]), "gone from the listing at once, or not at all"
         clock = MovableClock(1.0)  # file systems round up what a deletion without grace compares
@@ -254,10 +253,8 @@ def test_cleaning_that_fails_at_any_call(store: Store, mode: Literal["before", "
     for k in range(calls):
         clear(store)
         newest, finished, clock = _everything(store)
-        try:
+        with contextlib.suppress(StoreUnavailable):
             _clean(FaultyStore(store, Faults(k, mode)), clock)
-        except StoreUnavailable:
-            pass
         for checkpoint in list_checkpoints(run):
             assert intact(store, checkpoint), f"call {k} left {checkpoint.id} listed and broken"
         assert latest(run) == newest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import signal
@@ -210,10 +211,8 @@ def test_undeletes_sweeps_deleters_and_readers_in_threads(store: Store) -> None:
             release_lease(run, lease)
 
         def delete(checkpoint: Checkpoint = checkpoint) -> None:
-            try:
+            with contextlib.suppress(CheckpointHeld):
                 delete_checkpoint(run, checkpoint.attempt, "again", SWEEP_GRACE_S, force=True)
-            except CheckpointHeld:
-                pass
 
         results = race(
             partial(try_to_undelete, store, checkpoint), partial(sweep_all, store), read, delete,
@@ -234,10 +233,8 @@ def _scene(store: Store) -> tuple[Checkpoint, ...]:
     hide(Run(store, RUN, by="me"), [c.attempt for c in written[:3]], "test")
     for action, fail_at in ((lambda s: sweep(Run(s, RUN, by="me"), [written[0].attempt]), 8),
                             (lambda s: try_to_undelete(s, written[1]), 3)):  # fmt: skip
-        try:
+        with contextlib.suppress(StoreUnavailable):
             action(FaultyStore(store, Faults(fail_at)))
-        except StoreUnavailable:
-            pass
     return tuple(written)
 
 
@@ -250,10 +247,8 @@ def test_a_crash_at_every_call_of_prune_undelete_and_sweep(store: Store, mode: L
     for k in range(calls):
         clear(store)
         written = _scene(store)
-        try:
+        with contextlib.suppress(StoreUnavailable):
             prune_undelete_and_collect(FaultyStore(store, Faults(k, mode)), written[2].attempt)
-        except StoreUnavailable:
-            pass
         _is_legal_and_can_be_finished(store, written, f"call {k}")
 
 
