@@ -32,7 +32,7 @@ from ckptstore.stores import open_store
 from ckptstore.stores.base import WrappedStore
 from tests.support.checkpoints import flip
 from tests.support.daemons import running_daemon
-from tests.support.parallel.runner import Scenario, run_scenarios
+from tests.support.parallel.runner import Scenario, run_scenario
 from tests.support.waiting import present, wait_until
 
 RUN = "r"
@@ -127,7 +127,7 @@ def test_every_reader_records_what_it_finds(read: Callable[[Path], None], victim
 
 def test_damage_that_only_one_rank_reads_is_recorded(tmp_path: Path) -> None:
     scenario = Scenario(f"{__name__}:restore_after_damage", 2, {"store": str(tmp_path / "store")})
-    assert run_scenarios([scenario], tmp_path)[0].result() == [[1, 1], [1, 1]]
+    assert run_scenario(scenario, tmp_path) == [[1, 1], [1, 1]]
     run = Run(open_store(str(tmp_path / "store")), STAGES)
     (damaged,) = quarantined_attempts(run)
     key = run.keys.quarantine_record(damaged)

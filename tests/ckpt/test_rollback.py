@@ -18,7 +18,7 @@ from ckpt import Checkpointer
 from ckpt.capture import optimizers
 from ckpt.capture.optimizers import state_holder
 from ckptstore.errors import StateMismatch
-from tests.support.parallel.runner import Scenario, run_scenarios
+from tests.support.parallel.runner import Scenario, run_scenario
 from tests.support.parallel.zero import ZeroRedundancyOptimizer
 from tests.support.training import Loop, OptimizerFactory, same_state, seed_all
 
@@ -139,10 +139,11 @@ def test_parameter_groups_that_do_not_fit_are_refused_before_anything_changes(st
 
 @pytest.mark.parametrize("sharding", ["fsdp2", "fsdp1", "fsdp1_flat", "zero"])
 def test_rollback_of_sharded_state(sharding: str, tmp_path: Path) -> None:
-    (tmp_path / "scenario").mkdir()
     arguments = {"store": str(tmp_path / "store"), "sharding": sharding}
-    [outcome] = run_scenarios([Scenario(f"{__name__}:roll_back", 2, arguments)], tmp_path / "scenario")
-    assert outcome.result() == [{"restored": True, "trained": True}] * 2
+    assert (
+        run_scenario(Scenario(f"{__name__}:roll_back", 2, arguments), tmp_path / "scenario")
+        == [{"restored": True, "trained": True}] * 2
+    )
 
 
 def test_state_of_another_class_of_optimizer_is_refused(tmp_path: Path) -> None:

@@ -362,7 +362,6 @@ def test_a_remote_store_that_refuses_for_a_while(host: Host) -> None:
 
 
 def test_ranks_on_one_local_tier_and_on_two(tmp_path: Path) -> None:
-    (tmp_path / "ranks").mkdir()
     scenarios = [
         Scenario(f"{__name__}:save_and_restore", 2, {"folder": str(tmp_path), "own": own}) for own in (False, True)
     ]

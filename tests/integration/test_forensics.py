@@ -37,7 +37,6 @@ RUNS = ("nan", "moment", "layer")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("forensics")
     store = folder / "store"
-    (folder / "ranks").mkdir()
     scenarios = [Scenario(f"{__name__}:go_wrong", 2, {"store": str(store), "how": how}) for how in RUNS]
     for outcome in run_scenarios(scenarios, folder / "ranks"):
         assert outcome.result()[0]["name"].endswith("1.mlp.up.weight")

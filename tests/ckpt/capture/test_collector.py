@@ -23,7 +23,7 @@ from ckpt import Checkpointer
 from ckpt.data import resumable
 from ckptstore.errors import InvalidRequest, UnsupportedObject
 from tests.support.command_line import invoke
-from tests.support.parallel.runner import Scenario, run_scenarios
+from tests.support.parallel.runner import Scenario, run_scenario, run_scenarios
 from tests.support.parallel.zero import ZeroRedundancyOptimizer
 
 
@@ -185,10 +185,8 @@ def test_an_export_without_the_position_of_a_loader_is_whole(tmp_path: Path, bat
 
 
 def test_two_ranks_keep_it_once(tmp_path: Path) -> None:
-    (tmp_path / "scenarios").mkdir()
     scenario = Scenario(f"{__name__}:save_and_restore", 2, {"store": str(tmp_path / "store")})
-    (outcome,) = run_scenarios([scenario], tmp_path / "scenarios")
-    assert outcome.result() == [[0.0, 1.0], [0.0, 1.0]]
+    assert run_scenario(scenario, tmp_path / "scenarios") == [[0.0, 1.0], [0.0, 1.0]]
     with open_run(tmp_path / "store") as checkpointer:
         assert list(checkpointer.load(names="*seen*")) == ["seen/w"]
 
@@ -201,7 +199,6 @@ def test_a_dataclass_that_contains_itself_is_refused(tmp_path: Path) -> None:
 
 
 def test_one_rank_saves_and_restores_alone(tmp_path: Path) -> None:
-    (tmp_path / "scenarios").mkdir()
     scenario = Scenario(f"{__name__}:solo", 2, {"store": str(tmp_path / "store")})
     (outcome,) = run_scenarios([scenario], tmp_path / "scenarios")
     (step, refused, divided), others = outcome.result()

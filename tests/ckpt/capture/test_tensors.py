@@ -29,7 +29,6 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     scenarios = [
         Scenario(f"{__name__}:{name}", 2, {"store": str(folder / f"store-{name}")}, 120.0) for name in _SCENARIOS
     ]
-    (folder / "run").mkdir()
     return dict(zip(_SCENARIOS, run_scenarios(scenarios, folder / "run"), strict=True))
 
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckpt.capture.parts import part_of
 from tests.support.layouts import region
-from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
+from tests.support.parallel.runner import Outcome, Scenario, run_named
 from tests.support.parallel.zero import ZeroRedundancyOptimizer
 
 _PINS = ("dtensor", "fsdp2", "fsdp1", "zero", "store_and_exchange", "store_and_exchange over tcp")
@@ -29,8 +29,7 @@ _PINS = ("dtensor", "fsdp2", "fsdp1", "zero", "store_and_exchange", "store_and_e
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     scenarios = {name: Scenario(f"{__name__}:{name.split()[0]}", 2, tcp=name.endswith("tcp")) for name in _PINS}
     scenarios["strided"] = Scenario(f"{__name__}:strided", 6)
-    found = run_scenarios(list(scenarios.values()), tmp_path_factory.mktemp("pins"))
-    return dict(zip(scenarios, found, strict=True))
+    return run_named(scenarios, tmp_path_factory.mktemp("pins"))
 
 
 @pytest.mark.parametrize("pin", _PINS)

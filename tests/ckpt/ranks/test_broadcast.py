@@ -22,7 +22,7 @@ from ckpt.schedule import Limits
 from ckpt.snapshot.handle import LiveHandle, SaveHandle
 from ckptstore.errors import RankLost, SaveFailed
 from tests.ckpt.test_schedule import schedule_of
-from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
+from tests.support.parallel.runner import Outcome, Scenario, run_named
 from tests.support.waiting import wait_until
 
 _STORES = ("file", "tcp")
@@ -45,9 +45,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[object, Outcome]:
         scenarios["straggler", store] = Scenario(f"{__name__}:save_with_a_straggler", 3, tcp=store == "tcp")
         limit = {"timeout_s": _TIMEOUT_S}
         scenarios["lost", store] = Scenario(f"{__name__}:lose_rank_zero", 2, limit, lost=(0,), tcp=store == "tcp")
-    (folder / "ranks").mkdir()
-    found = run_scenarios(list(scenarios.values()), folder / "ranks", together=True)
-    return dict(zip(scenarios, found, strict=True))
+    return run_named(scenarios, folder / "ranks", together=True)
 
 
 @pytest.mark.parametrize(("store", "slowest", "stride"), _UNEVEN)

@@ -26,7 +26,7 @@ from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import collect, undecided_attempts
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
-from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
+from tests.support.parallel.runner import Outcome, Scenario, run_named
 from tests.support.stores import MovableClock
 from tests.support.waiting import wait_until
 
@@ -76,10 +76,8 @@ def lost(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lost]:
     arguments = {**at, "lost": 1, "timeout_s": _TIMEOUT_S}
     scenarios["first"] = Scenario(f"{__name__}:first_save", 3, arguments, lost=(1,))
     ranks = folder / "ranks"
-    ranks.mkdir()
     try:
-        found = run_scenarios(list(scenarios.values()), ranks, together=True)
-        yield Lost(folder, dict(zip(scenarios, found, strict=True)))
+        yield Lost(folder, run_named(scenarios, ranks, together=True))
     finally:
         # A saver that is stopped does not notice that its trainer has ended.
         os.kill(int((folder / "saver-SIGSTOP").read_text()), signal.SIGKILL)

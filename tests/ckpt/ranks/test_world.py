@@ -29,7 +29,7 @@ from ckpt.restoring import sharing
 from ckptstore.errors import CkptError, InvalidRequest, RankLost, UnsupportedObject
 from ckptstore.reading.fetch import fetch_stored
 from tests.support.command_line import invoke
-from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
+from tests.support.parallel.runner import Outcome, Scenario, run_named
 from tests.support.waiting import present, wait_until
 
 _TIMEOUT_S = 3.0
@@ -56,8 +56,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[object, Outcome]:
         store, how, lost, meeting = case
         arguments = {"lost": lost, "how": how, "meeting": meeting, "timeout_s": _TIMEOUT_S}
         scenarios[case] = Scenario(f"{__name__}:lose", 3, arguments, lost=(lost,), tcp=store == "tcp")
-    found = run_scenarios(list(scenarios.values()), tmp_path_factory.mktemp("world"), together=True)
-    return dict(zip(scenarios, found, strict=True))
+    return run_named(scenarios, tmp_path_factory.mktemp("world"), together=True)
 
 
 @pytest.mark.parametrize("store", _STORES)
@@ -263,8 +262,7 @@ def group_outcomes(store: Path) -> dict[object, Outcome]:
     scenarios["refused"] = Scenario(f"{_RANKS}refused", 2, at)
     scenarios["wait"] = Scenario(f"{_RANKS}wait_in_a_restore", 2, at | {"notice_s": 0.3})
     ranks = store.parent / "ranks"
-    ranks.mkdir()
-    return dict(zip(scenarios, run_scenarios(list(scenarios.values()), ranks, together=True), strict=True))
+    return run_named(scenarios, ranks, together=True)
 
 
 def test_two_groups_save_and_restore_a_run_each_at_once(group_outcomes: dict[object, Outcome], store: Path) -> None:

@@ -21,7 +21,7 @@ from ckptstore.format.planning import plan_reads
 from ckptstore.format.shards import EncodedChunk, Slice, chunk_table, place_slices, plan_chunks
 from ckptstore.names import shard_name
 from ckptstore.reading.source import StoreSource
-from tests.support.parallel.runner import Scenario, run_scenarios
+from tests.support.parallel.runner import Scenario, run_scenario
 from tests.support.stores import CountingStore
 
 _MOST = 1.05
@@ -85,10 +85,9 @@ def test_one_rank_of_eight_reads_its_slice(width: int, vocabulary: int, ranks: i
 def test_eight_sharded_ranks_read_their_slices(tmp_path: Path, replica_reads: str) -> None:
     with Checkpointer(str(tmp_path / "store"), run=RUN, writer="thread", compress="off") as checkpointer:
         checkpointer.save(model(seed=3), None, 1)
-    (tmp_path / "ranks").mkdir()
     arguments = {"store": str(tmp_path / "store"), "seed": 3, "replica_reads": replica_reads}
     scenario = Scenario(f"{__name__}:restore", _READERS, arguments)
-    results = run_scenarios([scenario], tmp_path / "ranks")[0].result()
+    results = run_scenario(scenario, tmp_path / "ranks")
     for result in results:
         assert result["equal"]
         assert replica_reads == "broadcast" or result["read"] <= _MOST * result["held"]

@@ -51,7 +51,7 @@ from ckptstore.stores import open_store
 from tests.ckpt.data.trained import Samples
 from tests.ckpt.ddp import ROOT
 from tests.support.checkpoints import flip, write_rank
-from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
+from tests.support.parallel.runner import Outcome, Scenario, run_named
 from tests.support.training import same_state, seed_all
 from tests.support.waiting import present, wait_until
 
@@ -357,7 +357,6 @@ _MODES = ("auto", "broadcast")
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[object, Outcome]:
     folder = tmp_path_factory.mktemp("together")
-    (folder / "ranks").mkdir()
     two, one = ({"store": str(folder / name)} for name in ("two", "one"))
     scenarios: dict[object, Scenario] = {
         "save": Scenario(f"{_RANKS}save", 2, two),
@@ -370,7 +369,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[object, Outcome]:
         scenarios[mode] = Scenario(f"{_RANKS}restore_deleted", 2, {"store": str(folder / mode), "replica_reads": mode})
     for name, failing in _FAILING.items():
         scenarios[name] = Scenario(f"{_RANKS}fail", 2, {"failing": failing})
-    return dict(zip(scenarios, run_scenarios(list(scenarios.values()), folder / "ranks"), strict=True))
+    return run_named(scenarios, folder / "ranks")
 
 
 @pytest.mark.parametrize(

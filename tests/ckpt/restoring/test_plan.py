@@ -17,7 +17,7 @@ from ckpt import Checkpointer
 from ckpt.restoring.plan import share_out
 from ckptstore.errors import StateMismatch
 from ckptstore.format.documents import JSON
-from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
+from tests.support.parallel.runner import Outcome, Scenario, run_scenario, run_scenarios
 from tests.support.training import seed_all
 
 
@@ -105,7 +105,6 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Outcome]:
     """Saved by two ranks, restored by `world_size`."""
     folder: Path = tmp_path_factory.mktemp("ranks")
     store = str(folder / "store")
-    (folder / "scenarios").mkdir()
     scenarios = [Scenario(f"{__name__}:save", 2, {"store": store})]
     scenarios += [Scenario(f"{__name__}:restore", size, {"store": store}) for size in WORLDS]
     found = run_scenarios(scenarios, folder / "scenarios")
@@ -127,11 +126,9 @@ def test_in_real_ranks(outcomes: dict[int, Outcome], world_size: int) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_with_and_without_an_optimizer_restore_together(rank: int, tmp_path: Path) -> None:
-    (tmp_path / "scenario").mkdir()
     arguments = {"store": str(tmp_path / "store"), "rank": rank}
     scenario = Scenario(f"{__name__}:optimizer_on_one_rank", 2, arguments)
-    [outcome] = run_scenarios([scenario], tmp_path / "scenario")
-    assert outcome.result() == [[None, 1, 1, 2]] * 2
+    assert run_scenario(scenario, tmp_path / "scenario") == [[None, 1, 1, 2]] * 2
 
 
 class Samples:

@@ -25,7 +25,7 @@ from ckptstore.stores import Store, open_store
 from tests.ckpt.restoring.replicas import RUN
 from tests.support.command_line import invoke
 from tests.support.daemons import Daemon, running_daemon
-from tests.support.parallel.runner import Scenario, run_scenarios
+from tests.support.parallel.runner import Scenario, run_scenario
 from tests.support.stores import CountingStore, serving
 from tests.support.waiting import wait_until
 
@@ -48,15 +48,14 @@ class Job:
         place = self.folder / f"restore-{len(list(self.folder.iterdir()))}"
         place.mkdir()
         arguments = {"store": str(self.folder / "store"), "daemon": None, "replica_reads": "auto"} | arguments
-        return run_scenarios([Scenario("tests.ckpt.restoring.replicas:restore", 2, arguments)], place)[0].result()
+        return run_scenario(Scenario("tests.ckpt.restoring.replicas:restore", 2, arguments), place)
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     folder = tmp_path_factory.mktemp("sessions")
-    (folder / "save").mkdir()
     arguments = {"store": str(folder / "store"), "steps": _STEPS}
-    digests = run_scenarios([Scenario("tests.ckpt.restoring.replicas:save", 2, arguments)], folder / "save")[0].result()
+    digests = run_scenario(Scenario("tests.ckpt.restoring.replicas:save", 2, arguments), folder / "save")
     return Job(folder, digests[0])
 
 

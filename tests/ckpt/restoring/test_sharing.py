@@ -20,7 +20,7 @@ from ckptd.settings import Settings
 from ckptstore.format.documents import Chunks, Content, Entries, References, Shard, Slices
 from ckptstore.names import shard_name
 from ckptstore.stores import open_store
-from tests.support.parallel.runner import Scenario, run_scenarios
+from tests.support.parallel.runner import Scenario, run_scenario, run_scenarios
 from tests.support.stores import CountingStore, serving
 from tests.support.waiting import wait_until
 
@@ -54,11 +54,9 @@ class Restores:
 @pytest.fixture(scope="module")
 def restores(tmp_path_factory: pytest.TempPathFactory) -> Restores:
     folder = tmp_path_factory.mktemp("replicas")
-    (folder / "save").mkdir()
-    (folder / "restore").mkdir()
     store = open_store(str(folder / "store"))
     saving = Scenario("tests.ckpt.restoring.replicas:save", _REPLICAS, {"store": str(folder / "store"), "steps": [1]})
-    digests = run_scenarios([saving], folder / "save")[0].result()
+    digests = run_scenario(saving, folder / "save")
     stored = sum(info.bytes for info in store.list(""))
     counting = CountingStore(store)
     index, cache = f"sqlite:///{folder / 'index.db'}", str(folder / "cache")

@@ -30,7 +30,7 @@ from tests.ckpt.restoring.replicas import logged
 from tests.support.parallel.built import Built, Setup
 from tests.support.parallel.layouts import LAYOUTS
 from tests.support.parallel.matrix import Matrix, check_restored, run_matrix
-from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
+from tests.support.parallel.runner import Outcome, Scenario, run_named
 from tests.support.training import same_state
 
 _LAYOUTS = ("ddp", "fsdp2", "tp_fsdp2", "fsdp1", "zero", "pp")
@@ -157,8 +157,7 @@ def outcomes(folder: Path) -> dict[str, Outcome]:
     }
     for name in ("change_layout", "change_everywhere", "fail_to_describe", "derive_under_fsdp2"):
         scenarios[name] = Scenario(f"{__name__}:{name}", 2, {"store": str(folder / name)})
-    (folder / "ranks").mkdir()
-    return dict(zip(scenarios, run_scenarios(list(scenarios.values()), folder / "ranks"), strict=True))
+    return run_named(scenarios, folder / "ranks")
 
 
 @pytest.mark.parametrize("layout", _LAYOUTS)

@@ -29,7 +29,7 @@ from ckptstore.stores import open_store
 from tests.ckpt.snapshot.gates import Gate, gated
 from tests.ckpt.snapshot.overlapping import held_copies
 from tests.ckpt.snapshot.test_agreement import RUN
-from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
+from tests.support.parallel.runner import Outcome, Scenario, run_named
 from tests.support.stores import MovableClock
 from tests.support.trainers import suspended
 from tests.support.waiting import present, wait_until
@@ -126,8 +126,7 @@ def outcomes(folder: Path) -> dict[str, Outcome]:
     }
     for name, scenario in (("fail", "rank_one_fails"), ("idle", "rank_one_loses_its_idle_saver")):
         scenarios[name] = Scenario(f"{__name__}:{scenario}", 2, {"store": str(folder / name)})
-    (folder / "ranks").mkdir()
-    return dict(zip(scenarios, run_scenarios(list(scenarios.values()), folder / "ranks"), strict=True))
+    return run_named(scenarios, folder / "ranks")
 
 
 def test_the_other_ranks_skip_a_save_at_once_that_one_rank_skipped(folder: Path, outcomes: dict[str, Outcome]) -> None:

@@ -47,7 +47,6 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
     folder = tmp_path_factory.mktemp("mutations")
     one = _lives(folder / "one", range(_NUMBER - _OF_TWO_RANKS), 1)
     two = _lives(folder / "two", range(_NUMBER - _OF_TWO_RANKS, _NUMBER), 2)
-    (folder / "ranks").mkdir()
     return run_scenarios([one, two], folder / "ranks")
 
 

@@ -29,7 +29,7 @@ from ckptstore.reading.source import StoreSource
 from ckptstore.stores import open_store
 from tests.ckpt.loops import OPTIMIZERS, Loop, open_run
 from tests.ckpt.snapshot.overlapping import held_copies
-from tests.support.parallel.runner import Outcome, Scenario, run_scenarios
+from tests.support.parallel.runner import Outcome, Scenario, run_named
 from tests.support.training import same_state
 from tests.support.waiting import wait_until
 
@@ -391,8 +391,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     scenarios["counters"] = Scenario("tests.ckpt.snapshot.overlapping:version_counters", 2, {"kind": "fsdp2"})
     arguments = {"store": str(folder / "changed")}
     scenarios["changed"] = Scenario("tests.ckpt.snapshot.overlapping:change_on_both_ranks", 2, arguments)
-    (folder / "ranks").mkdir()
-    return dict(zip(scenarios, run_scenarios(list(scenarios.values()), folder / "ranks"), strict=True))
+    return run_named(scenarios, folder / "ranks")
 
 
 @pytest.mark.parametrize("layout", _LAYOUTS)

@@ -22,7 +22,7 @@ from ckpt import Checkpointer
 from ckpt.device import Device, digests
 from ckpt.snapshot.guard import _warn_once
 from ckptstore.errors import SnapshotTorn
-from tests.support.parallel.runner import Scenario, run_scenarios
+from tests.support.parallel.runner import Scenario, run_scenario
 from tests.support.training import same_state
 
 pytestmark = [
@@ -347,9 +347,7 @@ def test_float8_parameters_of_torchao(tmp_path: Path) -> None:
 
 def test_two_processes_on_one_gpu(tmp_path: Path) -> None:
     scenario = Scenario(f"{__name__}:replicas_on_one_gpu", 2, {"store": str(tmp_path / "store")}, timeout_s=180)
-    (tmp_path / "ranks").mkdir()
-    (outcome,) = run_scenarios([scenario], tmp_path / "ranks")
-    assert outcome.result() == [[True] * 4] * 2
+    assert run_scenario(scenario, tmp_path / "ranks") == [[True] * 4] * 2
 
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {

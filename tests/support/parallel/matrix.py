@@ -91,7 +91,6 @@ def run_matrices(
     scenarios = [_scenario("save_in", world_size, works, save) for world_size, works in saves.items()]
     scenarios += [_scenario("restore_in", world_size, works, restore) for world_size, works in restores.items()]
     ranks = folder / "ranks"
-    ranks.mkdir()
     outcomes = iter(run_scenarios(scenarios, ranks))
     found = {name: Matrix(folder / name, {}, {}) for name in grids}
     for works in saves.values():

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tests.support.forking import TRAINER, Fork, fork
 
 HOST = "tests.support.parallel.host"
+_Name = TypeVar("_Name")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +48,11 @@ class Outcome:
 
 
 def run_scenarios(scenarios: Sequence[Scenario], folder: Path, together: bool = False) -> list[Outcome]:
-    """Run them in `folder`, which is empty: one after the other, or all at the same time.
+    """Run them in `folder`, which is empty or not there: one after the other, or all at the same time.
 
     One that fails or hangs spoils no other.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "scenarios.json").write_text(json.dumps([asdict(scenario) for scenario in scenarios]))
     limit = 60 + sum(scenario.timeout_s + 10 for scenario in scenarios)
     with (folder / "host.txt").open("w+") as output:
@@ -63,6 +65,15 @@ def run_scenarios(scenarios: Sequence[Scenario], folder: Path, together: bool = 
             _kill_all(host)
         assert code == 0, (folder / "host.txt").read_text()
     return [_outcome(folder / str(number), scenario) for number, scenario in enumerate(scenarios)]
+
+
+def run_named(scenarios: Mapping[_Name, Scenario], folder: Path, together: bool = False) -> dict[_Name, Outcome]:
+    return dict(zip(scenarios, run_scenarios(list(scenarios.values()), folder, together), strict=True))
+
+
+def run_scenario(scenario: Scenario, folder: Path) -> list[Any]:
+    """By rank."""
+    return run_scenarios([scenario], folder)[0].result()
 
 
 def _outcome(place: Path, scenario: Scenario) -> Outcome:
