@@ -32,9 +32,6 @@ from ckptstore.tiers.source import LOCAL, TieredSource
 
 logger = logging.getLogger(__name__)
 
-LOCAL_SCHEMES = ("file://", "memory://")
-"""Stores that every rank of a host reads at the speed of memory."""
-
 
 class Fetcher:
     """Reads one checkpoint. All ranks call the same methods in the same order."""
@@ -126,8 +123,7 @@ class Fetcher:
         if self._share == "broadcast":
             from ckpt.restoring.sharing import fetch_shared  # loads torch
 
-            local = isinstance(self._last, StoreSource) and self._last.store.url.startswith(LOCAL_SCHEMES)
-            fetch_shared(self._world, self._last, self.checkpoint, content, reads, buffers, progress, local)
+            fetch_shared(self._world, self._last, self.checkpoint, content, reads, buffers, progress)
         elif self._share == "daemon":
             self._fetch_cached(reads, buffers, progress)
         else:

@@ -7,22 +7,18 @@ the next ones are read and the last ones decoded. Ranks send stored bytes, and e
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from ckpt.device import poll
 from ckpt.ranks.world import World
 from ckptstore.commits.catalog import Checkpoint
-from ckptstore.errors import RankLost
 from ckptstore.format.documents import Content
 from ckptstore.format.planning import READ_BYTES, ChunkRead, ShardRead, coalesce
 from ckptstore.format.shards import Places
@@ -33,9 +29,6 @@ ROUND_BYTES = 64 << 20
 """Maximum number of stored bytes exchanged per round, unless one stretch is larger."""
 _STRETCH_BYTES = 1 << 20  # smaller reads are not worth their request
 _AHEAD = 4  # stretches that a rank reads before their round
-DEVICE_BACKENDS = {"nccl": "cuda"}
-"""By backend of a process group: the type of device whose memory it exchanges, past the host's network stack. Gloo
-also takes memory of a GPU, but copies it to the host first."""
 
 ChunkId = tuple[int, int]
 """Index of a shard, and index of a chunk in it."""
@@ -117,11 +110,10 @@ def fetch_shared(
     reads: Sequence[ShardRead],
     buffers: Buffers,
     progress: Progress,
-    local: bool = False,
 ) -> None:
     """Like `fetch`, but a collective of all ranks: bytes that several ranks need are read from the store once.
 
-    local: the store is a folder or memory. Otherwise the process group of the devices exchanges them, if there is one.
+    The bytes pass through host memory: NCCL would keep gigabytes of each GPU for the connections of an exchange.
     A rank whose own work failed takes part until the end, and raises its error then.
     Raises RankLost if a rank is gone.
     """
@@ -137,24 +129,8 @@ def fetch_shared(
         if key not in shared
     )
     if rounds:
-        device = None if local else _group_device(world)
-        _Exchange(world, source, checkpoint, own, buffers, progress, device).run(rounds)
+        _Exchange(world, source, checkpoint, own, buffers, progress).run(rounds)
     fetch(source, checkpoint, alone, buffers, progress)
-
-
-def _group_device(world: World) -> torch.device | None:
-    """The current device, if the default process group exchanges memory of devices; the same kind on all ranks."""
-    kind = exchanging_kind(dist.get_backend_config()) if world.whole else None
-    return None if kind is None else torch.empty(0, device=kind).device
-
-
-def exchanging_kind(backends: str) -> str | None:
-    """The type of device whose memory a process group exchanges; None: host memory only. Pure.
-
-    backends: kinds and their backends, such as `cpu:gloo,cuda:nccl`.
-    """
-    pairs = [each.partition(":") for each in backends.split(",")]
-    return next((kind for kind, _, backend in pairs if DEVICE_BACKENDS.get(backend) == kind), None)
 
 
 def _chunk_ids(data: bytes) -> list[ChunkId]:
@@ -179,8 +155,6 @@ class _Exchange:
     _own: Mapping[ChunkId, ChunkRead]
     _buffers: Buffers
     _progress: Progress
-    _device: torch.device | None
-    """Bytes are exchanged from its memory; None: from host memory."""
     _error: Exception | None = None
 
     def run(self, rounds: Sequence[Round]) -> None:
@@ -254,24 +228,7 @@ class _Exchange:
     def _exchange(self, parts: Sequence[memoryview], sizes: list[int]) -> Iterator[memoryview]:
         """Send each rank its part, and receive a part of this size from each."""
         outgoing = torch.from_numpy(np.frombuffer(bytearray().join(parts), np.uint8))
+        into = torch.empty(sum(sizes), dtype=torch.uint8)
         with self._watch():
-            into = self._all_to_all(outgoing, [len(part) for part in parts], sizes)
+            dist.all_to_all_single(into, outgoing, sizes, list(map(len, parts)), group=self._world.exchange_group())
         return _parts(into.numpy().data, sizes)
-
-    def _all_to_all(self, outgoing: torch.Tensor, parts: list[int], sizes: list[int]) -> torch.Tensor:
-        """The bytes that the ranks send this one, in host memory. Raises RankLost if devices do not finish in time."""
-        into = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
-        if self._device is None:
-            dist.all_to_all_single(into, outgoing, sizes, parts, group=self._world.exchange_group())
-            return into
-        # Without a limit, a lost rank would hang the others until the watchdog of the backend ends their processes.
-        deadline = time.monotonic() + self._world.exchange_s
-        work: Any = dist.all_to_all_single(into, outgoing.to(self._device), sizes, parts, async_op=True)
-        if not poll(work.is_completed, lambda: time.monotonic() > deadline):
-            raise RankLost(
-                f"an exchange between the devices of {self._world.size} ranks is not complete after "
-                f"{self._world.exchange_s:.0f} s",
-                "Look at the logs of the other ranks; raise peer_timeout_s if the network was merely slow",
-            )
-        work.wait()
-        return into.cpu()

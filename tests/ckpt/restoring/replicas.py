@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,6 @@ import xxhash
 from torch import nn
 
 from ckpt import Checkpointer
-from ckpt.restoring import fetching, sharing
 from ckptstore.errors import CkptError
 from ckptstore.reading.source import StoreSource
 from tests.ckpt.restoring.receiving import receiving
@@ -72,46 +70,6 @@ def receive(store: str) -> str:
     with receiving(), Checkpointer(store, run=RUN, writer="thread", replica_reads="broadcast") as checkpointer:
         checkpointer.restore(model, strict=False)
     return state_digest(model)
-
-
-def exchange(store: str, stuck_rank: int | None = None) -> dict[str, Any]:
-    """A restore from a store far away, whose bytes pass through the default process group, as with a group of GPUs.
-
-    stuck_rank: fails before the exchange, and sends nothing.
-    """
-    groups: list[Any] = []
-    all_to_all = dist.all_to_all_single
-
-    def count(*args: Any, **options: Any) -> Any:
-        groups.append(options.get("group"))
-        if dist.get_rank() == stuck_rank:
-            raise RuntimeError("this rank is stuck")
-        return all_to_all(*args, **options)
-
-    model, found = replica(0), dict[str, Any]()
-    timeout_s = 60.0 if stuck_rank is None else 12.0
-    with (
-        patch.dict(sharing.DEVICE_BACKENDS, {"gloo": "cpu"}),
-        patch.object(fetching, "LOCAL_SCHEMES", ("none://",)),
-        patch.object(dist, "all_to_all_single", count),
-        Checkpointer(store, run=RUN, writer="thread", replica_reads="broadcast", peer_timeout_s=timeout_s) as restoring,
-    ):
-        counting = _count(restoring)
-        try:
-            restoring.restore(model, strict=False)
-        except CkptError as error:
-            found["error"] = [error.code, error.message]
-    found |= {"digest": state_digest(model), "read": counting.all_bytes if counting else None}
-    return found | {"exchanges": len(groups), "own group": any(group is not None for group in groups)}
-
-
-def exchange_by_nccl(store: str) -> dict[str, Any]:
-    """The same through a group of GPUs, one for each rank: in place of the group of the scenario."""
-    rank, size, found = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
-    dist.destroy_process_group()
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", store=dist.distributed_c10d.PrefixStore("nccl", found), rank=rank, world_size=size)
-    return exchange(store)
 
 
 def _count(checkpointer: Checkpointer) -> CountingStore | None:

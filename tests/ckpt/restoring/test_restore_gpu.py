@@ -21,7 +21,6 @@ from ckptstore.names import Reference
 from ckptstore.reading.fetch import fetch
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.stores import open_store
-from tests.support.parallel.runner import Scenario, run_scenario
 from tests.support.training import same_state
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -162,16 +161,3 @@ def test_two_devices_of_one_process(tmp_path: Path, pinned: list[torch.Tensor]) 
         checkpointer.restore(other, None)
     assert same_state(other.state_dict(), model.state_dict())
     assert pinned
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_nccl_exchanges_what_is_read_far_away(tmp_path: Path) -> None:
-    store = {"store": str(tmp_path / "store")}
-    for folder in ("save", "restore"):
-        (tmp_path / folder).mkdir()
-    saving = Scenario("tests.ckpt.restoring.replicas:save", 2, store | {"steps": [1]})
-    digests = run_scenario(saving, tmp_path / "save")
-    restoring = Scenario("tests.ckpt.restoring.replicas:exchange_by_nccl", 2, store, timeout_s=180)
-    found = run_scenario(restoring, tmp_path / "restore")
-    assert [each["digest"] for each in found] == digests
-    assert [each["own group"] for each in found] == [False] * 2

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import ast
+import re
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,10 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ckpt
 from ckpt.config import Config, ReplicaReads
 from ckpt.restoring import sharing
 from ckpt.restoring.fetching import how_to_share
-from ckpt.restoring.sharing import ShardStretch, divide, exchanging_kind
+from ckpt.restoring.sharing import ShardStretch, divide
 from ckptd.app import create_app
 from ckptd.settings import Settings
 from ckptstore.format.documents import Chunks, Content, Entries, References, Shard, Slices
@@ -26,6 +30,7 @@ from tests.support.waiting import wait_until
 
 _REPLICAS = 4
 _MOST = 1.05
+_COLLECTIVE = r"(torch\.distributed|dist)\.(all_|broadcast|barrier|gather|scatter|reduce)"
 
 MB = 1 << 20
 
@@ -42,10 +47,6 @@ class Restores:
     """That the daemon read of the store for replica_reads="daemon"."""
     received: list[str]
     """Digests of what two replicas restored to other memory than the host's."""
-    exchanged: list[dict[str, Any]]
-    """What two replicas said that exchange bytes by the process group of their devices."""
-    stuck: list[dict[str, Any]]
-    """The same, one of which sends nothing."""
 
     def read_bytes(self, replica_reads: str) -> int:
         return sum(result["read"] for result in self.by_share[replica_reads])
@@ -77,13 +78,11 @@ def restores(tmp_path_factory: pytest.TempPathFactory) -> Restores:
             for replica_reads in ("broadcast", "none", "daemon", "auto")
         ]
         receiving = Scenario("tests.ckpt.restoring.replicas:receive", 2, {"store": str(folder / "store")})
-        scenario, far = "tests.ckpt.restoring.replicas:exchange", {"store": str(folder / "store")}
-        exchanging = [Scenario(scenario, 2, far), Scenario(scenario, 2, far | {"stuck_rank": 1})]
-        *outcomes, received, exchanged, stuck = run_scenarios([*scenarios, receiving, *exchanging], folder / "restore")
+        *outcomes, received = run_scenarios([*scenarios, receiving], folder / "restore")
         read = counting.all_bytes - before
     shares = [scenario.arguments["replica_reads"] for scenario in scenarios]
     by_share = dict(zip(shares, (outcome.result() for outcome in outcomes), strict=True))
-    return Restores(digests[0], stored, by_share, read, received.result(), exchanged.result(), stuck.result())
+    return Restores(digests[0], stored, by_share, read, received.result())
 
 
 @pytest.mark.parametrize("replica_reads", ["broadcast", "daemon", "none", "auto"])
@@ -111,25 +110,16 @@ def test_what_is_passed_on_lands_in_other_memory_too(restores: Restores) -> None
     assert restores.received == [restores.digest] * 2
 
 
-def test_the_process_group_of_devices_exchanges_what_is_read_far_away(restores: Restores) -> None:
-    """A group of gloo stands for one of GPUs, and host memory for theirs."""
-    assert [found["digest"] for found in restores.exchanged] == [restores.digest] * 2
-    assert [found["own group"] for found in restores.exchanged] == [False] * 2
-    assert all(found["exchanges"] for found in restores.exchanged)
-    assert sum(found["read"] for found in restores.exchanged) <= _MOST * restores.stored_bytes
-
-
-def test_an_exchange_of_devices_that_is_never_complete_loses_a_rank(restores: Restores) -> None:
-    assert [found["error"][0] for found in restores.stuck] == ["rank_lost"] * 2
-    assert "exchange between the devices" in restores.stuck[0]["error"][1]
-
-
-@pytest.mark.parametrize(
-    ("backends", "expected"),
-    [("cpu:gloo,cuda:gloo", None), ("cuda:nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cuda"), ("cpu:gloo", None)],
-)
-def test_the_kind_of_device_that_a_group_exchanges(backends: str, expected: str | None) -> None:
-    assert exchanging_kind(backends) == expected
+def test_no_collective_uses_the_group_of_the_training() -> None:
+    """NCCL would keep the connections of an exchange, and gigabytes of each GPU, for the life of the job."""
+    calls = [
+        call
+        for path in Path(ckpt.__file__).parent.rglob("*.py")
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and re.match(_COLLECTIVE, ast.unparse(call.func))
+    ]
+    assert calls
+    assert not [ast.unparse(call) for call in calls if "group" not in {keyword.arg for keyword in call.keywords}]
 
 
 @pytest.mark.parametrize("replica_reads", ["none", "auto"])
