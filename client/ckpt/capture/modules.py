@@ -183,7 +183,9 @@ def check_reduced(modules: Iterable[nn.Module]) -> None:
             )
         if not isinstance(child, FSDPModule):
             continue
-        for group in child._get_fsdp_state()._fsdp_param_groups:
+        state: Any = child._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.6 has one, or None
+        for group in filter(None, groups):
             if any(map(_holds_back, group.fsdp_params)):
                 raise UnsupportedObject(
                     "fully_shard holds gradients that are not reduced yet, as set_requires_gradient_sync(False) has it",

@@ -1,14 +1,20 @@
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from ckpt import Checkpointer
+from ckpt.capture import modules
+from ckpt.capture.modules import check_reduced
 from ckpt.capture.train_state import TrainState
+from ckptstore.errors import UnsupportedObject
 from tests.support.training import Net, same_state, seed_all
 
 
@@ -33,3 +39,32 @@ def test_names_do_not_depend_on_wrappers() -> None:
     for model in (plain, wrapped, nn.DataParallel(plain), nn.DataParallel(wrapped)):
         found = [leaf.name for leaf in TrainState.of(model, None, {}).leaves("model")]
         assert found == list(plain.state_dict())
+
+
+@pytest.mark.parametrize("held", [None, "accumulated", "unsharded"])
+@pytest.mark.parametrize("version", ["2.6", "2.13"])
+def test_gradients_that_are_not_reduced_are_found_in_every_torch(
+    version: str, held: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2.6 has one group of parameters, or none: the module has no parameters of its own."""
+    grad = torch.ones(1)
+    parameter = SimpleNamespace(
+        unsharded_accumulated_grad=grad if held == "accumulated" else None,
+        _unsharded_param=SimpleNamespace(grad=grad if held == "unsharded" else None),
+    )
+    group = SimpleNamespace(fsdp_params=[parameter])
+
+    class Sharded(nn.Module):
+        def __init__(self, group: object) -> None:
+            super().__init__()
+            self.group = group
+
+        def _get_fsdp_state(self) -> object:
+            if version == "2.6":
+                return SimpleNamespace(_fsdp_param_group=self.group)
+            return SimpleNamespace(_fsdp_param_groups=[self.group] if self.group else [], _fsdp_param_group=None)
+
+    monkeypatch.setattr(modules, "FSDPModule", Sharded)
+    check_reduced([Sharded(None)])
+    with suppress(UnsupportedObject) if held is None else pytest.raises(UnsupportedObject, match="not reduced"):
+        check_reduced([nn.Sequential(Sharded(None), Sharded(group))])
