@@ -148,8 +148,13 @@ def try_lock(store: str, run: str, role: str) -> Iterator[bool]:
 
 def hold_folder() -> int:
     """The descriptor of a lock that keeps systemd-tmpfiles out of this user's folder. Raises as SaverLock does."""
-    fd = _open(host_folder(), os.O_RDONLY | os.O_DIRECTORY)
-    fcntl.flock(fd, fcntl.LOCK_SH)
+    folder = host_folder()
+    fd = _open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _flock(fd, fcntl.LOCK_SH, folder)
+    except BaseException:
+        os.close(fd)
+        raise
     return fd
 
 
@@ -157,7 +162,7 @@ def _hold(path: Path) -> int:
     while True:
         fd = _open(path)
         try:
-            fcntl.flock(fd, fcntl.LOCK_SH)
+            _flock(fd, fcntl.LOCK_SH, path)
             os.utime(fd)
             if os.fstat(fd).st_nlink:
                 return fd
@@ -177,7 +182,7 @@ def _locked(path: Path) -> Iterator[bool]:
     fd = _open(path)
     try:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, path)
         except BlockingIOError:
             yield False
         else:
@@ -196,21 +201,39 @@ def _open(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
         raise _unavailable(path, error) from error
 
 
+def _flock(fd: int, operation: int, path: Path) -> None:
+    try:
+        fcntl.flock(fd, operation)
+    except BlockingIOError:
+        raise
+    except OSError as error:  # some file systems of a network have no locks
+        raise _unavailable(path, error) from error
+
+
 def _unavailable(path: Path, error: OSError) -> Unavailable:
     return Unavailable(
-        f"cannot open {path}, which shows whether an earlier saver still uploads: {error.strerror}",
-        "Free space in that file system, or set TMPDIR to another folder for all processes of the run",
+        f"cannot open or lock {path}, which shows whether an earlier saver still uploads: {error.strerror}",
+        "Free space in that file system, or set TMPDIR to a folder of a local disk for all processes of the run",
     )
 
 
 def host_path(store: str, run: str, role: str) -> Path:
     """A file of one run in this host's folder. role: the end of its name. Raises InvalidRequest as SaverLock does.
 
-    All spellings of a store have the same files: with and without symbolic links, and slashes at the end.
+    All spellings of a store have the same files: with and without symbolic links, and slashes at the end. Locks and
+    sockets are those of this host until it is restarted: hosts may share the folder.
     """
     scheme, separator, path = store.rstrip("/").partition("://")
     store = f"{scheme}{separator}{os.path.realpath(path) if scheme == 'file' else path}"
-    return host_folder() / f"{xxhash.xxh3_64_hexdigest(f'{store} {run}'.encode())}.{role}"
+    boot = "" if role in (KNOWN, LOCAL) else _boot()
+    return host_folder() / f"{xxhash.xxh3_64_hexdigest(f'{store} {run}{boot}'.encode())}.{role}"
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return ""
 
 
 def host_folder() -> Path:

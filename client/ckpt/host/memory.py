@@ -6,6 +6,7 @@ Snapshots are shared memory, which counts against the cgroup. Beyond its limit t
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -14,6 +15,10 @@ _UNLIMITED = 1 << 60
 """cgroup v1 reports a number like this if there is no limit."""
 _V1 = "sys/fs/cgroup/memory"
 _V2 = "sys/fs/cgroup"
+_LOCAL_RANKS = (
+    "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PALS_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE",
+)  # fmt: skip
+"""Of torchrun, Open MPI, MPICH, PALS and srun, whose value may be 8(x2),4 for several hosts."""
 
 
 def available_bytes(
@@ -21,14 +26,17 @@ def available_bytes(
 ) -> int | None:
     """Memory that this rank can use without swapping and below the limits of its cgroups. None if nothing is known.
 
-    The ranks of a host ask at the same time, so each gets an equal part: torchrun sets LOCAL_WORLD_SIZE. root: of the
-    file system. ranks: divide among so many.
+    The ranks of a host ask at the same time, so each gets an equal part. root: of the file system. ranks: divide among
+    so many.
     """
     found = [free for free in (_system_free(root), *_cgroups_free(root)) if free is not None]
-    if ranks is None:
-        local = environ.get("LOCAL_WORLD_SIZE", "")
-        ranks = int(local) if local.isdecimal() else 1
-    return min(found) // max(1, ranks) if found else None
+    return min(found) // (ranks or local_ranks(environ)) if found else None
+
+
+def local_ranks(environ: Mapping[str, str] = os.environ) -> int:
+    """The ranks of the job on this host, as the launcher says; 1 if it does not."""
+    said = next(filter(None, map(environ.get, _LOCAL_RANKS)), "")
+    return max(1, *map(int, re.findall(r"(?:^|,)(\d+)", said)), 1)
 
 
 @contextmanager
@@ -60,10 +68,15 @@ def _cores(listed: str) -> set[int]:
 
 
 def _system_free(root: Path) -> int | None:
-    for line in _read(root / "proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return None
+    # A node without cores is memory of a device (GH200), which the system counts as its own.
+    nodes = [node for node in (root / "sys/devices/system/node").glob("node*") if not _read(node / "cpulist").strip()]
+    free = _bytes(root / "proc/meminfo", "MemAvailable")
+    return free and free - sum(_bytes(node / "meminfo", "MemFree") or 0 for node in nodes)
+
+
+def _bytes(path: Path, name: str) -> int | None:
+    found = re.search(rf"{name}:\s+(\d+)", _read(path))
+    return found and int(found[1]) << 10
 
 
 def _cgroups_free(root: Path) -> Iterator[int | None]:

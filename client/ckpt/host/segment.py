@@ -21,6 +21,7 @@ _T = TypeVar("_T")
 
 _POPULATE_STRIDE = 64 << 20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
+_MFD_NOEXEC_SEAL = 8
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -125,6 +126,8 @@ def make_shared_memory(num_bytes: int, anonymous: Callable[[], int] | None = Non
 
 def memfd() -> int:
     """Anonymous shared memory on Linux."""
+    with suppress(OSError):  # hardened hosts require the flag, and Linux before 6.3 does not know it
+        return os.memfd_create("ckpt-arena", os.MFD_CLOEXEC | _MFD_NOEXEC_SEAL)
     return os.memfd_create("ckpt-arena", os.MFD_CLOEXEC)
 
 

@@ -25,8 +25,12 @@ import torch
 from torch import nn
 
 from ckpt import Checkpoint, Checkpointer, Restored
+from ckpt.host import lock as locks
 from ckpt.host.lock import (
+    KNOWN,
+    LOCAL,
     SaverLock,
+    hold_folder,
     host_path,
     note_checkpoint,
     noted_checkpoint,
@@ -73,7 +77,8 @@ def test_a_relative_store_survives_a_chdir(tmp_path: Path, temporary: Path, monk
     for spelling in (str(tmp_path / "one/ckpts"), f"file://{tmp_path}/one/ckpts", "../one/ckpts"):
         with Checkpointer(spelling, run="r") as checkpointer:
             checkpointer.save(model, None, 3)
-    assert len({path.stem for path in (temporary / f"ckpt-{os.getuid()}").iterdir() if path.is_file()}) == 1
+    files = [path for path in (temporary / f"ckpt-{os.getuid()}").iterdir() if path.is_file()]
+    assert len({path.stem for path in files if path.suffix not in (f".{KNOWN}", f".{LOCAL}")}) == 1
     assert not [path for name in ("two", "three") for path in (tmp_path / name).iterdir()]
 
 
@@ -270,9 +275,43 @@ def test_a_full_temporary_folder_is_not_left_for_another(temporary: Path, monkey
 
     SaverLock(STORE, RUN).close()
     monkeypatch.setattr(os, "open", full)
-    with pytest.raises(Unavailable, match=f"cannot open {temporary}.*No space left") as caught:
+    with pytest.raises(Unavailable, match=f"cannot open or lock {temporary}.*No space left") as caught:
         SaverLock(STORE, RUN)
     assert "set TMPDIR" in caught.value.hint
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_is_named(code: int, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    uses: list[Callable[[], object]] = [
+        lambda: SaverLock(STORE, RUN), hold_folder, lambda: wait_for_orphans(STORE, RUN, timeout_s=30),
+    ]  # fmt: skip
+    before = len(os.listdir("/proc/self/fd"))
+    for use in uses:
+        with pytest.raises(Unavailable, match=f"lock {temporary}") as caught:
+            use()
+        assert "TMPDIR to a folder of a local disk" in caught.value.hint
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_hosts_that_share_the_folder_do_not_see_each_others_locks(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer of one host would hide an orphan of the other. What is known of the run is common to both."""
+    saver = _orphan(STORE)
+    note_checkpoint(STORE, RUN)
+    monkeypatch.setattr(locks, "_boot", lambda: "another host")
+    there = SaverLock(STORE, RUN)
+    assert noted_checkpoint(STORE, RUN) is not None
+    monkeypatch.undo()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    assert not wait_for_orphans(STORE, RUN, timeout_s=0)
+    os.close(saver)
+    there.inherited()
+    there.close()
 
 
 def test_the_temporary_folder_is_one_that_can_be_written(tmp_path: Path) -> None:

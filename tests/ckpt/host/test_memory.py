@@ -29,6 +29,13 @@ CONTAINER = {
     "sys/fs/cgroup/memory.max": f"{10 * GB}\n",
     "sys/fs/cgroup/memory.current": f"{3 * GB}\n",
 }
+GRACE = {
+    "sys/devices/system/node/node0/cpulist": "0-71\n",
+    "sys/devices/system/node/node0/meminfo": f"Node 0 MemTotal: 5 kB\nNode 0 MemFree:  {400 << 20} kB\n",
+    "sys/devices/system/node/node1/cpulist": "\n",
+    "sys/devices/system/node/node1/meminfo": f"Node 1 MemTotal: 5 kB\nNode 1 MemFree:  {380 << 20} kB\n",
+}
+"""The second node is memory of the GPU."""
 V1 = {
     "proc/self/cgroup": "5:cpu:/x\n4:hugetlb,memory:/job\n",
     "sys/fs/cgroup/memory/job/memory.limit_in_bytes": f"{20 * GB}\n",
@@ -50,8 +57,31 @@ V1 = {
         (SYSTEM | CONTAINER, {}, 7 * GB),
         (SYSTEM | V1, {}, 6 * GB),
         ({}, {"LOCAL_WORLD_SIZE": "8"}, None),
+        (SYSTEM | GRACE, {}, 420 * GB),
+        (SYSTEM, {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 200 * GB),
+        (SYSTEM, {"MPI_LOCALNRANKS": "4"}, 200 * GB),
+        (SYSTEM, {"PALS_LOCAL_SIZE": "4"}, 200 * GB),
+        (SYSTEM, {"SLURM_STEP_TASKS_PER_NODE": "4(x2),8,2(x16)"}, 100 * GB),
+        (SYSTEM, {"SLURM_STEP_TASKS_PER_NODE": "1", "LOCAL_WORLD_SIZE": "8"}, 100 * GB),
+        (SYSTEM, {"LOCAL_WORLD_SIZE": "?"}, 800 * GB),
     ],
-    ids=["system", "local-ranks", "cgroup", "cgroup-and-ranks", "parent", "container", "v1", "unknown"],
+    ids=[
+        "system",
+        "local-ranks",
+        "cgroup",
+        "cgroup-and-ranks",
+        "parent",
+        "container",
+        "v1",
+        "unknown",
+        "gh200",
+        "mpi",
+        "mpich",
+        "pals",
+        "slurm",
+        "torchrun in slurm",
+        "odd",
+    ],
 )
 def test_available_bytes(
     files: Mapping[str, str], environ: Mapping[str, str], expected: int | None, tmp_path: Path

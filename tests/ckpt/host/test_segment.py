@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 
@@ -22,6 +23,20 @@ def test_memory_is_shared_through_the_descriptor_and_has_no_name(make: object) -
     assert two.view[9_999] == 7
     one.close()
     two.close()
+
+
+@pytest.mark.parametrize("system", ["hardened", "before 6.3"])
+def test_hardened_and_old_systems_have_shared_memory(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vm.memfd_noexec=2 requires a flag that old ones do not know."""
+    memfd_create = os.memfd_create
+
+    def create(name: str, flags: int) -> int:
+        if (flags & 8 == 0) == (system == "hardened"):
+            raise OSError(errno.EACCES if system == "hardened" else errno.EINVAL, "no")
+        return memfd_create(name, flags & ~8)
+
+    monkeypatch.setattr(os, "memfd_create", create)
+    os.close(memfd())
 
 
 def test_a_segment_that_is_forgotten_or_closed_twice_leaves_no_descriptor_in_children() -> None:
