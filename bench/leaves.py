@@ -172,6 +172,9 @@ class _ThreadDevice(Device):
     def unpin(self, address: int) -> int:
         return 0
 
+    def crosses(self, address: int) -> bool:
+        return True
+
     def numa_node(self) -> int | None:
         return None
 

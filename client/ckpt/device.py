@@ -7,6 +7,7 @@ before a device is used.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -115,14 +116,12 @@ class Device:
         self.run(lambda: into.copy_(digests(tensors), non_blocking=True))
 
     def free_bytes(self) -> int:
-        """Memory that may be used beside training, which will need as much again as it ever did.
+        """Memory that may be used beside training, less a margin for a peak that is yet to come. Raises RuntimeError.
 
-        The free memory of CUDA and torch's allocator, less what training has used in addition at its peak, and a margin
-        for fragments, and for a peak that is yet to come.
+        Not what torch's allocator keeps: training needs it again, or a CUDA graph has it alone.
         """
         free, total = torch.cuda.mem_get_info(self._device)
-        cached = torch.cuda.memory_reserved(self._device) - torch.cuda.max_memory_allocated(self._device)
-        return int(free + cached - _MARGIN * total)
+        return int(free - _MARGIN * total)
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         """New pinned memory. Raises RuntimeError."""
@@ -138,6 +137,16 @@ class Device:
         """Undo `pin`. Returns an error code; 0: success."""
         with torch.cuda.device(self._device):
             return int(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
+
+    def crosses(self, address: int) -> bool:
+        """Whether a copy may cross the border at this address, between two pieces of memory that were pinned one by
+        one. Writes the bytes beside it."""
+        beside = torch.frombuffer((ctypes.c_char * 2).from_address(address - 1), dtype=torch.uint8)
+        try:
+            self.copy([beside], [torch.zeros(2, dtype=torch.uint8, device=self._device)], side=True)
+        except RuntimeError:
+            return False
+        return poll(self.mark(side=True).done)
 
     def numa_node(self) -> int | None:
         """The NUMA node that the device is connected to, as Linux reports it. None if that is not known."""

@@ -20,6 +20,14 @@ def test_a_numa_node_that_is_not_known(said: dict[str, int], monkeypatch: pytest
     assert Device(torch.device("cuda", 0)).numa_node() is None
 
 
+def test_memory_that_the_allocator_keeps_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its statistics say: loops reset the peak before a save, pools of CUDA graphs are kept."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (30 << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 45 << 30)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 5 << 30)
+    assert Device(torch.device("cuda", 0)).free_bytes() == 22 << 30
+
+
 def test_patience_ends_a_wait() -> None:
     patience = Patience()
     patience.wait_until(lambda: True)

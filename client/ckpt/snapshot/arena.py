@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckpt.device import DEVICES
-from ckpt.host.memory import available_bytes, on_node
+from ckpt.host.memory import available_bytes, local_ranks, on_node
 from ckpt.host.segment import Segment, populate
 from ckpt.lazily import torch
 from ckpt.saver.messages import Forget, Slot
@@ -53,6 +53,8 @@ class Arena:
         self._wanted_bytes = 0
         self._gpu: torch.device | None = None
         self._background: threading.Thread | None = None
+        self._prepared = False
+        """Whether slots are allocated before training."""
         self._share = available_bytes()
         """Available memory per rank when the ranks of the host began to save: none had a slot yet."""
 
@@ -70,7 +72,7 @@ class Arena:
         """
         with self._changed:
             self._wanted_bytes = num_bytes
-            self._gpu = gpu
+            self._gpu, self._prepared = gpu, wait
             self._drop_small()
         if not num_bytes:
             return
@@ -83,8 +85,8 @@ class Arena:
             if slot is not None:
                 self.release(slot.number)
         self.prepare_rest()
-        if wait and gpu is not None and self._background is not None:
-            self._background.join()
+        if wait and gpu is not None:
+            self.join()
 
     def acquire(self, num_bytes: int) -> ArenaSlot | None:
         """An idle slot of at least `num_bytes`, now in use. None if all are in use; then wait for `released`.
@@ -126,10 +128,14 @@ class Arena:
                 self._changed.notify_all()
                 self.released.set()
 
+    def join(self, timeout_s: float | None = None) -> None:
+        """Return when no slot is allocated in the background, at the latest after `timeout_s`."""
+        if self._background is not None:
+            self._background.join(timeout_s)
+
     def close(self) -> None:
         """Free all slots."""
-        if self._background is not None:
-            self._background.join()
+        self.join()
         with self._changed:
             for slot in self._slots.values():
                 slot.segment.close()
@@ -165,7 +171,9 @@ class Arena:
                 populate(segment)
             stager = Stager(segment)
             if gpu is not None:
-                stager.pin(gpu)
+                if idle and not self._prepared:
+                    logger.info("pinning memory beside training delays launches; prepare() does it before")
+                stager.pin(gpu, 0 if self._prepared else local_ranks())
         except BaseException:
             with self._changed:
                 self._making -= 1

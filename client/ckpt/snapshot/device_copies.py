@@ -192,8 +192,8 @@ class DeviceCopies:
             return
         small, large = by_size(self._now)
         size = sum(view.nbytes for view in large[0])
-        if self._watch.ahead and size and self._device.free_bytes() >= size:
-            with suppress(RuntimeError):  # the device has less memory than it says
+        with suppress(RuntimeError):  # the device has less memory than it says, or does not say
+            if self._watch.ahead and size and self._device.free_bytes() >= size:
                 self._ahead, self.ahead_bytes = GatheredLeaves(self._device, large, side=False), size
         if self._ahead is None:
             self.in_order_bytes = size
@@ -327,14 +327,15 @@ class DeviceCopies:
                 ctypes.memmove(to[at:].data_ptr(), staged.data_ptr(), piece.nbytes)
 
 
-def pin_segment(segment: Segment, device: Device) -> bool:
+def pin_segment(segment: Segment, device: Device, ranks: int = 0) -> bool:
     """Page-lock a segment, so that GPUs copy into it asynchronously. It is unlocked before it is unmapped.
 
+    ranks: of this host that do so beside training; their launches get as much time in between.
     If the system refuses, logs a warning that copies take longer, and returns False.
     """
     # In a separate thread: CUDA keeps the last error per thread, and torch attributes it to its next kernel.
     with ThreadPoolExecutor(1, thread_name_prefix="ckpt-pin") as thread:
-        addresses, code = thread.submit(_pin_chunks, ctypes.addressof(segment.map), segment.num_bytes, device).result()
+        addresses, code = thread.submit(_pin, ctypes.addressof(segment.map), segment.num_bytes, device, ranks).result()
     if code:
         logger.warning("%d bytes cannot be pinned (CUDA error %d): copies take longer", segment.num_bytes, code)
         return False
@@ -342,15 +343,26 @@ def pin_segment(segment: Segment, device: Device) -> bool:
     return True
 
 
-def _pin_chunks(address: int, num_bytes: int, device: Device) -> tuple[list[int], int]:
-    """The addresses of the chunks that were pinned: all, or none and the error code."""
-    addresses, at, size = list[int](), 0, PIN_BYTES
+def _pin(address: int, num_bytes: int, device: Device, ranks: int) -> tuple[list[int], int]:
+    """The addresses of the chunks that were pinned: all, or none and the error code. One chunk, if need be."""
+    for size in (PIN_BYTES, num_bytes):
+        addresses, code = _pin_chunks(address, num_bytes, device, ranks, size)
+        if len(addresses) < 2 or device.crosses(addresses[1]):
+            return addresses, code
+        _unpin_chunks(addresses, device, os.getpid())
+    return [], 1
+
+
+def _pin_chunks(address: int, num_bytes: int, device: Device, ranks: int, size: int) -> tuple[list[int], int]:
+    addresses, at = list[int](), 0
     while at < num_bytes:
+        began = time.perf_counter()
         code = device.pin(address + at, min(size, num_bytes - at))
         if not code:
             addresses.append(address + at)
             at += size
-            time.sleep(_PIN_PAUSE_S if at < num_bytes else 0)
+            if at < num_bytes:
+                time.sleep(_PIN_PAUSE_S + ranks * (time.perf_counter() - began))
         elif size > _PIN_LEAST_BYTES:
             size //= 2  # some kernels limit the size of one call
         else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -44,6 +45,17 @@ class CopyProgress:
     def __init__(self, parts: Iterable[Part]) -> None:
         self._copied = {part: Latch() for part in parts}
         self._wanted: set[Part] = set()
+        self._of: dict[int | None, list[Part]] = defaultdict(list)
+        """By the number of an optimizer; there may be thousands. None: the parts that every one waits for."""
+        for part in self._copied:
+            for number in part or (None,):
+                self._of[number].append(part)
+
+    def parts_of(self, number: int | None) -> list[Part]:
+        """The parts that an optimizer with this number waits for; one without a number waits for all."""
+        if number is None:
+            return list(self._copied)
+        return [*self._of.get(None, ()), *self._of.get(number, ())]
 
     def wait_for(self, parts: Iterable[Part]) -> None:
         """Return when these parts are copied, or the copy has failed. They are copied before others."""
@@ -53,11 +65,12 @@ class CopyProgress:
 
     def next(self, left: Mapping[Part, Any]) -> Part:
         """The part among these to copy next."""
-        return next((part for part in left if part in self._wanted), next(iter(left)))
+        return next((part for part in tuple(self._wanted) if part in left), next(iter(left)))
 
     def copied(self, part: Part) -> None:
         """A part is copied."""
         self._copied[part].set()
+        self._wanted.discard(part)
 
     def end(self) -> None:
         """No optimizer waits for the copy any more."""

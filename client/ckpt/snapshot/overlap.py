@@ -50,6 +50,7 @@ from ckpt.snapshot.guard import (
     EVERYONE,
     FROZEN_BYTES,
     ChangeGuard,
+    CopyProgress,
     DigestGuard,
     FrozenTracker,
     Guard,
@@ -192,10 +193,9 @@ class Gate:
         owners = self._owners_of(tensor)
         return owners if owners <= self.hooked else EVERYONE
 
-    def waits(self, optimizer: Optimizer, parts: Iterable[Part]) -> list[Part]:
+    def waits(self, optimizer: Optimizer, progress: CopyProgress) -> list[Part]:
         """The parts that an optimizer waits for."""
-        number = self._numbers.get(optimizer)
-        return [part for part in parts if number is None or number in part or not part]
+        return progress.parts_of(self._numbers.get(optimizer))
 
     def _is_hooked(self, optimizer: Optimizer) -> bool:
         if optimizer in _captured or optimizer not in self._known:
@@ -253,6 +253,8 @@ _YIELD_S = 200e-6
 """The thread that copies lets training go on first: holding the interpreter, it could delay it by 5 ms."""
 _DEVICE_S = 60.0
 """How long `close` waits for a device, which is busy for seconds at most if it makes progress."""
+_BLOCKED_S = 5.0
+"""How much longer it waits for the thread that copies, which a launch may block."""
 _STUCK: list[PendingCopy] = []
 """Copies that devices had not finished when their Checkpointer was closed. They may still write to the slots."""
 
@@ -430,7 +432,7 @@ class Overlap:
             self._wait(optimizer, pending)
 
     def _wait(self, optimizer: Optimizer, pending: PendingCopy) -> None:
-        parts = self._gate.waits(optimizer, pending.transfer.parts)
+        parts = self._gate.waits(optimizer, pending.transfer.progress)
         if pending.transfer.on_devices or not pending.passed.issuperset(parts):
             self._pass(pending, parts)
 
@@ -452,10 +454,16 @@ class Overlap:
         """Join.
 
         timeout_s: how long to wait for a device, one minute by default. It may be stuck behind a collective of a dead
-        rank; then the save fails.
+        rank; then the save fails. Raises SaveFailed if that thread is stuck too.
         """
-        if self._pending is not None:
-            self._pending.patience.give_up_at = time.monotonic() + (_DEVICE_S if timeout_s is None else timeout_s)
+        if (pending := self._pending) is not None:
+            wait_s = _DEVICE_S if timeout_s is None else timeout_s
+            pending.patience.give_up_at = time.monotonic() + wait_s
+            if not pending.ended.wait(wait_s + _BLOCKED_S):
+                _STUCK.append(pending)
+                pending.snapshot.handle.fail(stuck())
+                with pending.client.declining(pending.snapshot.attempt):
+                    raise stuck()
         self.join()
 
     def close(self) -> None:

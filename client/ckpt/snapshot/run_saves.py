@@ -395,6 +395,8 @@ class RunSaves:
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
                 with suppress(SaveSkipped):
                     handle.result(left)
+            # Pinning in the background ends the capture of a CUDA graph as well.
+            self.client.arena.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
         self.client.calls.run(self.client.raise_failure)
         self.session.end(self.client.unreplicable)
 

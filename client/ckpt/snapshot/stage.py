@@ -390,10 +390,10 @@ class Stager:
         self._last: Transfer | None = None
         """The copy that began last. If its save was interrupted, a device may still write to the segment."""
 
-    def pin(self, gpu: torch.device) -> None:
-        """Page-lock the segment, once for all GPUs."""
+    def pin(self, gpu: torch.device, ranks: int = 0) -> None:
+        """Page-lock the segment, once for all GPUs. ranks: see pin_segment."""
         if self.gpu is None:
-            self.pinned = pin_segment(self._segment, DEVICES[gpu.type](gpu))
+            self.pinned = pin_segment(self._segment, DEVICES[gpu.type](gpu), ranks)
             self.gpu = gpu
 
     def stage(self, leaves: Leaves, layout: SnapshotLayout, sameness: object | None = None) -> None:

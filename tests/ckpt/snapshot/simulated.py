@@ -71,6 +71,8 @@ class SimulatedDevice(device.Device):
         self.copies = 0
         """To host memory."""
         self.refuses_pins = False
+        self.crosses_borders = True
+        """Copies may cross from one piece of memory that was pinned to the next."""
         self.queue_size = 1 << 40
         """With as many operations pending on a stream, launches block."""
         self.node: int | None = None
@@ -154,6 +156,9 @@ class SimulatedDevice(device.Device):
     def unpin(self, address: int) -> int:
         return 0 if self._pinned.pop(address, None) is not None else 1
 
+    def crosses(self, address: int) -> bool:
+        return self.crosses_borders
+
     def numa_node(self) -> int | None:
         return self.node
 
@@ -205,11 +210,11 @@ class SimulatedDevice(device.Device):
         finally:
             released.set()
 
-    def hang(self) -> threading.Event:
-        """The current stream stops here, until the event is set."""
+    def hang(self, stream: Hashable | None = None) -> threading.Event:
+        """A stream, by default the current one, stops here until the event is set."""
         released = threading.Event()
         with self._lock:
-            self._streams[self.current()].append(released)
+            self._streams[stream or self.current()].append(released)
         return released
 
     def tensor(self, value: float, size: int = 512) -> torch.Tensor:
@@ -276,6 +281,8 @@ class SimulatedDevice(device.Device):
         while address < end:
             chunk = next((at + size for at, size in self._pinned.items() if at <= address < at + size), None)
             if chunk is None:
+                return False
+            if chunk < end and not self.crosses_borders:
                 return False
             address = chunk
         return True

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import threading
@@ -17,7 +18,9 @@ from ckpt.host import segment as segments
 from ckpt.host.segment import Segment, posix_shared_memory
 from ckpt.saver.messages import Forget, Slot
 from ckpt.snapshot import arena as arenas
+from ckpt.snapshot import stage
 from ckpt.snapshot.arena import Arena
+from tests.ckpt.snapshot.simulated import plugged_in
 from tests.support.training import same_state
 
 
@@ -164,6 +167,48 @@ def test_a_slot_that_cannot_be_made_in_the_background_is_made_by_a_save(
     second = arena.acquire(1000)
     assert first is not None is not second
     arena.close()
+
+
+def test_pinning_beside_training_leaves_time_for_every_rank(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the host: the driver blocks all of them. Nothing is launched during `prepare`."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    ranks: list[int] = []
+    monkeypatch.setattr(stage, "pin_segment", lambda segment, device, of_host: ranks.append(of_host))
+    with plugged_in(0), caplog.at_level(logging.INFO, "ckpt"):
+        for prepare in (True, False):
+            arena = Arena(2, Announced())
+            arena.expect(1000, torch.device("cpu"), wait=prepare)
+            arena.join()
+            arena.close()
+            assert ranks == [0 if prepare else 8] * 2
+            assert ("prepare()" in caplog.text) is not prepare
+            ranks.clear()
+
+
+def test_wait_returns_when_no_memory_is_pinned_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinning would end the capture of a CUDA graph that follows."""
+    populated, making = threading.Event(), threading.Event()
+    populate = segments.populate
+
+    def slowly(segment: Segment) -> None:
+        if threading.current_thread().name == "ckpt-arena":
+            making.set()
+            populated.wait()
+        populate(segment)
+
+    monkeypatch.setattr(arenas, "populate", slowly)
+    model = nn.Linear(4, 4)
+    with Checkpointer(str(tmp_path), run="r", slots=2, writer="thread") as checkpointer:
+        checkpointer.save_async(model, None, 1)
+        making.wait()
+        waiting = threading.Thread(target=checkpointer.wait)
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive()
+        populated.set()
+        waiting.join()
 
 
 def test_extra_memory_is_one_state_per_slot(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from ctypes import addressof
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 from ckpt import Checkpointer
 from ckpt.device import DEVICES
 from ckpt.host.segment import Segment
+from ckpt.snapshot import device_copies, overlap
 from ckpt.snapshot.arena import Arena
 from ckpt.snapshot.device_copies import SMALL_BYTES, by_size, pin_segment
 from ckptstore.errors import CkptError, InvalidRequest, SaveFailed, SnapshotTorn
@@ -212,6 +214,57 @@ def test_a_slot_that_is_refused_whole_is_pinned_in_smaller_pieces(monkeypatch: p
         segment.close()
 
 
+@pytest.mark.parametrize("limit", [1 << 40, 20 << 20], ids=["whole", "not at all"])
+def test_pieces_that_no_copy_may_cross_are_not_used(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """limit: of the bytes that are pinned at once."""
+    monkeypatch.setattr(device_copies, "PIN_BYTES", 16 << 20)
+    with plugged_in(0) as simulated:
+        pin, simulated.crosses_borders = simulated.pin, False
+        monkeypatch.setattr(simulated, "pin", lambda at, size: pin(at, size) if size <= limit else 2)
+        segment = Segment(40 << 20)
+        assert pin_segment(segment, DEVICES["cpu"](torch.device("cpu"))) == (limit > 40 << 20)
+        assert simulated.registered == ({addressof(segment.map)} if limit > 40 << 20 else set())
+        segment.close()
+
+
+class OwnStream(SimulatedSGD):
+    """Steps on a stream of its own, which may wait for the current one."""
+
+    waits = True
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        hooked = self._device.record(DEFAULT)
+        with self._device.stream("own"):
+            if self.waits:
+                self._device.wait(hooked, side=False)
+            super().step()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_optimizer_on_a_stream_of_its_own_waits_for_the_current_one(waits: bool, tmp_path: Path) -> None:
+    """The gate orders the current stream after the copy. One that does not wait for it is found by the samples."""
+    with plugged_in(0) as simulated, open_run(tmp_path) as checkpointer:
+        model = nn.ParameterList([simulated.tensor(1.0, LARGE)])
+        optim = OwnStream(simulated, list(model))
+        checkpointer.prepare(model, optim)
+        optim.step()
+        simulated.synchronize()
+        optim.waits = waits
+        with simulated.paused(SIDE):
+            handle = checkpointer.save_async(model, optim, 1)
+            wait_until(lambda: simulated.queued(SIDE) > 1, "the copier to queue a copy", PATIENCE_S)
+            optim.step()
+            for _ in range(100):
+                simulated.progress()
+        if waits:
+            handle.result(PATIENCE_S)
+            assert checkpointer.load(1)["model/0"].unique().tolist() == [2.0]
+        else:
+            with pytest.raises(SnapshotTorn, match="model/0"):
+                handle.result(PATIENCE_S)
+        simulated.synchronize()
+
+
 def test_a_capture_while_a_snapshot_is_copied_is_refused(tmp_path: Path) -> None:
     with plugged_in(0) as simulated, open_run(tmp_path) as checkpointer:
         training = Training(simulated)
@@ -247,6 +300,26 @@ def test_waits_for_a_device_that_is_stuck_are_bounded(pinned: bool, tmp_path: Pa
         assert handle.exception() is not None
         released.set()
         simulated.synchronize()
+
+
+def test_close_does_not_wait_for_a_launch_that_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other work of the process may have filled the queue of the driver."""
+    monkeypatch.setattr(overlap, "_BLOCKED_S", 0.1)
+    with plugged_in(0) as simulated:
+        training, checkpointer = Training(simulated), open_run(tmp_path)
+        checkpointer.prepare(training.model, training.optim)
+        training.step()
+        simulated.synchronize()
+        released, simulated.queue_size = simulated.hang(SIDE), 1
+        handle = training.save(checkpointer, 1)
+        with pytest.raises(SaveFailed, match="did not finish"):
+            checkpointer.close(0.1)
+        assert isinstance(handle.exception(), SaveFailed)
+        released.set()
+        simulated.queue_size = 1 << 40
+        simulated.synchronize()
+        with suppress(CkptError):
+            checkpointer.close()
 
 
 def test_the_gate_waits_for_no_device(tmp_path: Path) -> None:
@@ -366,7 +439,7 @@ def test_what_a_graph_changes_is_gathered(training: Training, tmp_path: Path, ca
     assert "in GPU memory first" in said[0]
 
 
-@pytest.mark.parametrize("refusal", ["known", "on allocation"])
+@pytest.mark.parametrize("refusal", ["known", "on allocation", "unknown"])
 def test_without_memory_on_the_device_it_is_copied_in_order(
     training: Training, tmp_path: Path, caplog: pytest.LogCaptureFixture, refusal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,6 +450,8 @@ def test_without_memory_on_the_device_it_is_copied_in_order(
         training.device.limit_bytes = SMALL_BYTES
         if refusal == "on allocation":
             monkeypatch.setattr(training.device, "free_bytes", iter([1 << 40, 0] * 100).__next__)
+        if refusal == "unknown":  # the allocator is not torch's
+            monkeypatch.setattr(training.device, "free_bytes", Mock(side_effect=RuntimeError("does not support")))
         for step in range(4):
             training.save(checkpointer, step)
             training.step("other")

@@ -18,13 +18,14 @@ from torch._subclasses import FakeTensorMode
 
 from ckpt.capture.leaves import Change, Leaves, StateLeaf
 from ckpt.snapshot import stage
-from ckpt.snapshot.guard import ChangeGuard, sample
+from ckpt.snapshot.guard import EVERYONE, ChangeGuard, CopyProgress, sample
 from ckptstore.errors import SnapshotTorn
 from ckptstore.format.shards import Slice
 from tests.ckpt.ddp import ROOT
 from tests.ckpt.loops import open_run
 from tests.ckpt.snapshot.overlapping import held_copies
 from tests.ckpt.snapshot.simulated import plugged_in
+from tests.support.waiting import wait_until
 
 PATIENCE_S = 30
 
@@ -52,6 +53,37 @@ def test_a_change_of_the_first_or_last_element_is_found(make: Callable[[], torch
     index = () if not tensor.dim() else (element,) * tensor.dim()
     tensor.data[index] = 1
     assert not guard.check(0)
+
+
+def test_thousands_of_optimizers_do_not_search_each_others_parts() -> None:
+    """An optimizer in backward for each parameter, and leaves that several change or that every one waits for."""
+    looked = list[object]()
+
+    class Counted(frozenset[int]):
+        def __contains__(self, number: object) -> bool:
+            looked.append(number)
+            return super().__contains__(number)
+
+    parts = [EVERYONE, *(Counted({number}) for number in range(3000)), Counted({7, 8})]
+    progress = CopyProgress(parts)
+    for number in range(3000):
+        assert set(progress.parts_of(number)) == {part for part in parts if part >= {number} or not part}
+    assert set(progress.parts_of(3000)) == {EVERYONE}
+    assert progress.parts_of(None) == parts
+    assert not looked
+
+
+def test_what_an_optimizer_waits_for_is_copied_first() -> None:
+    parts = [frozenset({number}) for number in range(4)]
+    progress, left = CopyProgress(parts), dict.fromkeys(parts)
+    waiting = threading.Thread(target=progress.wait_for, args=([parts[2]],))
+    waiting.start()
+    wait_until(lambda: progress.next(left) == parts[2])
+    del left[parts[2]]
+    assert progress.next(left) == parts[0]
+    progress.copied(parts[2])
+    waiting.join()
+    assert progress.next(left) == parts[0]
 
 
 @pytest.mark.parametrize("quarter", range(4))
