@@ -72,9 +72,7 @@ def save(checkpointer: Checkpointer, step: int) -> None:
 
 
 @pytest.mark.parametrize("away", ["busy", "silent", "forbidden"])
-def test_saves_are_local_and_the_replication_queue_is_replicated_in_order(
-    away: Any, remote: Remote, proxy: LossyProxy
-) -> None:
+def test_saves_are_local_and_the_queue_is_replicated_in_order(away: Any, remote: Remote, proxy: LossyProxy) -> None:
     def switch(off: bool) -> None:
         proxy.away = away if off and away != "forbidden" else None
         proxy.refuses = lambda _: off and away == "forbidden"
@@ -142,9 +140,7 @@ def test_credentials_that_are_renewed_are_used(
     assert remote.remote_steps() == [2, 1]
 
 
-def test_without_a_local_tier_missing_credentials_fail_at_once(
-    remote: Remote, proxy: LossyProxy, credentials: Path
-) -> None:
+def test_without_a_local_tier_no_credentials_fail_at_once(remote: Remote, proxy: LossyProxy, credentials: Path) -> None:
     """A retry for ten minutes would end in the time limit of the test."""
     options = {"endpoint_url": proxy.url, **IMPATIENT}
     for knobs in ({"options": options}, {}):
@@ -165,7 +161,7 @@ PACE_S = max(0.05, AWAY_S / 1000)
 @contextmanager
 def training(local: Path, service: RestartableService) -> Iterator[Trainer]:
     environment = {**os.environ, **service.where.environment, "PACE_S": str(PACE_S)}
-    trainer = Trainer(URL, str(local), "tests.support.tiered_train", environment)
+    trainer = Trainer(URL, str(local), environment)
     try:
         yield trainer
     finally:

@@ -2,12 +2,15 @@
 
 It checks what it resumes from, then saves step after step, printing "resumed STEP",
 "saver PID", "saved STEP" (right after save_async returned), "died" (the saver's death was reported).
+PACE_S: seconds between saves to a local tier, whose folder is in place of DAEMON; "saved STEP" means committed there.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,15 +44,16 @@ def resumed(checkpointer: Checkpointer) -> tuple[nn.ParameterDict, int]:
 
 
 def main() -> None:
-    daemon = sys.argv[2] if len(sys.argv) > 2 else None
-    checkpointer = Checkpointer(sys.argv[1], run="kill", daemon=daemon)
+    second, pace_s = sys.argv[2] if len(sys.argv) > 2 else None, os.environ.get("PACE_S")
+    options: dict[str, Any] = {"local": second, "local_keep": 1, "retry_s": 1.0} if pace_s else {"daemon": second}
+    checkpointer = Checkpointer(sys.argv[1], run="kill", **options)
     model, step = resumed(checkpointer)
     while True:
         step += 1
         with torch.no_grad():
             model["w"].copy_(weights(step))
         try:
-            checkpointer.save_async(model, None, step)
+            (checkpointer.save if pace_s else checkpointer.save_async)(model, None, step)
         except SaverDied:
             say("died", step)
             step -= 1
@@ -57,7 +61,7 @@ def main() -> None:
         if checkpointer.saver_pid is not None:
             say("saver", checkpointer.saver_pid)
         say("saved", step)
-        time.sleep(0.02)
+        time.sleep(float(pace_s or 0.02))
 
 
 if __name__ == "__main__":

@@ -18,16 +18,13 @@ class Trainer:
     """A running kill_train and what it said so far."""
 
     def __init__(
-        self,
-        store: Path | str,
-        second: str | None = None,
-        program: str = "tests.support.kill_train",
-        environment: Mapping[str, str] | None = None,
+        self, store: Path | str, second: str | None = None, environment: Mapping[str, str] | None = None
     ) -> None:
-        """second: the second argument of the program."""
         said, says = os.pipe()
         arguments = [str(store), *([second] if second else [])]
-        self.process = fork(TRAINER, program, arguments, stdout=says, stderr=2, environment=environment)
+        self.process = fork(
+            TRAINER, "tests.support.kill_train", arguments, stdout=says, stderr=2, environment=environment
+        )
         os.close(says)
         self._said = open(said)  # noqa: SIM115 - closed when it has ended
         self.resumed: int | None = None

@@ -279,9 +279,7 @@ def test_two_groups_save_and_restore_a_run_each_at_once(group_outcomes: dict[obj
 
 
 @pytest.mark.parametrize("split_replicas", [False, True])
-def test_a_checkpoint_of_one_replica_group_is_whole(
-    group_outcomes: dict[object, Outcome], split_replicas: bool
-) -> None:
+def test_a_checkpoint_of_a_replica_group_is_whole(group_outcomes: dict[object, Outcome], split_replicas: bool) -> None:
     """Its copies are not copy 0 of the mesh; all ranks restore it."""
     for result in group_outcomes["replica", split_replicas].result():
         assert result["restored"] == result["values"]

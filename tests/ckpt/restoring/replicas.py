@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch import nn
 
 from ckpt import Checkpointer
 from ckptstore.errors import CkptError
 from ckptstore.reading.source import StoreSource
 from tests.ckpt.restoring.receiving import receiving
+from tests.ckpt.saver.retained_train import state_digest
 from tests.support.stores import CountingStore
 
 RUN = "replicas"
@@ -25,13 +25,6 @@ def replica(seed: int, layers: int = 6) -> nn.Module:
     """25 MB of weights, unless fewer layers are asked for."""
     torch.manual_seed(seed)
     return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(layers)))
-
-
-def state_digest(model: nn.Module) -> str:
-    digest = xxhash.xxh3_128()
-    for value in model.state_dict().values():
-        digest.update(value.numpy().tobytes())
-    return digest.hexdigest()
 
 
 def save(store: str, steps: list[int]) -> str:

@@ -72,9 +72,7 @@ class Flagged(nn.Linear):
 
 
 @pytest.mark.parametrize(("saved", "version"), [(nn.Linear, 1), (Flagged, 2)])
-def test_a_load_method_of_a_module_runs_with_the_saved_version(
-    tmp_path: Path, saved: type[nn.Linear], version: int
-) -> None:
+def test_a_load_method_of_a_module_gets_the_saved_version(tmp_path: Path, saved: type[nn.Linear], version: int) -> None:
     old, new = saved(4, 4), Flagged(4, 4)
     moved(tmp_path, old, new)
     assert new.version == version

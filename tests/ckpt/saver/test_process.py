@@ -31,9 +31,7 @@ COUNT = 4_000_000
 
 
 @pytest.mark.parametrize("last", [b"", b"\5\0\0\0\0\0\0\0hello", b"\xff" * 8], ids=["end", "no command", "no length"])
-def test_a_saver_without_trainer_finishes_and_holds_neither_memory_nor_the_next_trainer(
-    last: bytes, tmp_path: Path
-) -> None:
+def test_a_saver_without_trainer_finishes_and_holds_no_memory_nor_next_trainer(last: bytes, tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     run = Run(store, "r")
     attempt = new_attempt(3)

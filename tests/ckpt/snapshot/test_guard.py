@@ -8,7 +8,8 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,11 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
+from ckpt import Checkpointer
 from ckpt.capture.leaves import Change, Leaves, StateLeaf
 from ckpt.snapshot import stage
 from ckpt.snapshot.guard import EVERYONE, ChangeGuard, CopyProgress, sample
+from ckpt.snapshot.handle import SaveHandle
 from ckptstore.errors import SnapshotTorn
 from ckptstore.format.shards import Slice
 from tests.ckpt.ddp import ROOT
@@ -119,11 +122,20 @@ def test_memory_that_was_replaced_is_a_change_and_is_not_read() -> None:
     assert guard.changed([0]) == ["t"]
 
 
+@contextmanager
+def held_save(folder: Path) -> Iterator[tuple[Checkpointer, nn.ParameterList, SaveHandle, Callable[[], None]]]:
+    """A save whose copies begin when the function is called."""
+    model = nn.ParameterList(torch.ones(1 << 14) for _ in range(3))
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    with open_run(folder) as checkpointer, held_copies() as brake:
+        checkpointer.prepare(model, optim)
+        optim.step()  # the leaves of a device overlap from now on
+        yield checkpointer, model, checkpointer.save_async(model, optim, 1), brake.released.set
+
+
 @pytest.mark.usefixtures("everywhere")
 def test_weights_swapped_during_a_copy_and_back_fail_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As averages are that are swapped in for a validation."""
-    model = nn.ParameterList(torch.ones(1 << 14) for _ in range(3))
-    optim = torch.optim.SGD(model.parameters(), lr=0.1)
     check = ChangeGuard.check
 
     def undo_at_once(guard: ChangeGuard, index: int) -> bool:
@@ -132,13 +144,10 @@ def test_weights_swapped_during_a_copy_and_back_fail_the_save(tmp_path: Path, mo
             model[1].data.fill_(1.0)
         return unchanged
 
-    with open_run(tmp_path) as checkpointer, held_copies() as brake:
-        checkpointer.prepare(model, optim)
-        optim.step()  # the leaves of a device overlap from now on
-        handle = checkpointer.save_async(model, optim, 1)
+    with held_save(tmp_path) as (checkpointer, model, handle, release):
         model[1].data.fill_(2.0)
         monkeypatch.setattr(ChangeGuard, "check", undo_at_once)
-        brake.released.set()
+        release()
         with pytest.raises(SnapshotTorn, match="model/1"):
             handle.result(PATIENCE_S)
         assert checkpointer.latest() is None
@@ -163,15 +172,10 @@ def test_half_of_a_parameter_that_changes_past_the_counter_fails_the_save(tmp_pa
 @pytest.mark.usefixtures("everywhere")
 def test_memory_that_is_resized_in_the_middle_of_a_copy_is_not_read(tmp_path: Path) -> None:
     """By a call that ckpt does not see."""
-    model = nn.ParameterList(torch.ones(1 << 14) for _ in range(3))
-    optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    with open_run(tmp_path) as checkpointer, held_copies() as brake:
-        checkpointer.prepare(model, optim)
-        optim.step()  # the leaves of a device overlap from now on
-        handle = checkpointer.save_async(model, optim, 1)
+    with held_save(tmp_path) as (_, model, handle, release):
         with torch.no_grad():
             model[1].data.resize_(1 << 20)
-        brake.released.set()
+        release()
         with pytest.raises(SnapshotTorn, match="model/1"):
             handle.result(PATIENCE_S)
 
@@ -187,12 +191,7 @@ def test_memory_that_is_replaced_during_the_copy_is_that_of_the_call(tmp_path: P
 def test_only_storages_that_are_copied_wait_and_the_methods_of_torch_are_restored(tmp_path: Path) -> None:
     names = ("_share_fd_cpu_", "_share_filename_cpu_", "resize_")
     before = {name: vars(torch.UntypedStorage).get(name) for name in names}
-    model = nn.ParameterList(torch.ones(1 << 14) for _ in range(2))
-    optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    with open_run(tmp_path) as checkpointer, held_copies() as brake:
-        checkpointer.prepare(model, optim)
-        optim.step()  # the leaves of a device overlap from now on
-        handle = checkpointer.save_async(model, optim, 1)
+    with held_save(tmp_path) as (checkpointer, model, handle, release):
         torch.ones(5).share_memory_()  # type: ignore[no-untyped-call]
         torch.ones(5).untyped_storage().resize_(100)
         with FakeTensorMode():  # as a compiler traces it
@@ -202,7 +201,7 @@ def test_only_storages_that_are_copied_wait_and_the_methods_of_torch_are_restore
         sharing.join(0.2)
         assert sharing.is_alive()
         assert not model[0].is_shared()
-        brake.released.set()
+        release()
         sharing.join(PATIENCE_S)
         assert model[0].is_shared()
         handle.result(PATIENCE_S)
@@ -236,12 +235,7 @@ def test_memory_that_a_device_copies_in_order_is_not_replaced_before(tmp_path: P
 
 @pytest.mark.usefixtures("everywhere")
 def test_a_forked_child_replaces_its_memory_without_waiting(tmp_path: Path) -> None:
-    model = nn.ParameterList(torch.ones(1 << 14) for _ in range(2))
-    optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    with open_run(tmp_path) as checkpointer, held_copies() as brake:
-        checkpointer.prepare(model, optim)
-        optim.step()  # the leaves of a device overlap from now on
-        handle = checkpointer.save_async(model, optim, 1)
+    with held_save(tmp_path) as (_, model, handle, release):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # forks with other threads
             child = os.fork()
@@ -250,7 +244,7 @@ def test_a_forked_child_replaces_its_memory_without_waiting(tmp_path: Path) -> N
             model[0].untyped_storage().resize_(0)
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
-        brake.released.set()
+        release()
         handle.result(PATIENCE_S)
 
 

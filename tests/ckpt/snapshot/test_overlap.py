@@ -34,9 +34,10 @@ from tests.support.training import same_state
 from tests.support.waiting import wait_until
 
 PATIENCE_S = 30
+Make = Callable[[list[torch.Tensor]], Any]
 
 
-def stored(folder: Path, make: Callable[[list[torch.Tensor]], Any], step: int) -> Any:
+def stored(folder: Path, make: Make, step: int) -> Any:
     """The state of a step, in a new loop."""
     loop = Loop(make, seed=99)
     with open_run(folder) as checkpointer:
@@ -49,10 +50,13 @@ def _committed(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+@pytest.mark.parametrize(
+    "options", [{"slots": 1, "writer": "process"}, {"overlap": "verify"}], ids=["default", "verify"]
+)
 @pytest.mark.usefixtures("everywhere")
-def test_what_is_stored_is_the_state_of_the_save(make: Callable[[list[torch.Tensor]], Any], tmp_path: Path) -> None:
+def test_what_is_stored_is_the_state_of_the_save(make: Make, options: dict[str, Any], tmp_path: Path) -> None:
     loop, states = Loop(make), []
-    with open_run(tmp_path, slots=1, writer="process") as checkpointer:
+    with open_run(tmp_path, **options) as checkpointer:
         for step in range(4):
             states.append(loop.state())
             with held_copies(release_at_gate=True) as brake:

@@ -37,11 +37,6 @@ def test_prune_deletes_run_by_run_and_tells_what_went(folder: Path, filled: Stor
     assert (again.code, again.stdout.splitlines()[-1]) == (0, "Nothing to remove")
 
 
-def test_prune_of_one_run_leaves_the_others_alone(folder: Path, filled: Store) -> None:
-    assert invoke("prune", "--keep", 1, "gpt", "--yes", "--store", folder).code == 0
-    assert (steps(filled, "gpt"), steps(filled, "wide")) == ([40], [5])
-
-
 def test_prune_as_json(folder: Path, filled: Store) -> None:
     plan = invoke("prune", "--keep", 3, "--dry-run", "--store", folder, "-o", "json").json
     gone = [item["checkpoint"]["step"] for item in plan["items"] if not item["reasons"]]

@@ -190,9 +190,7 @@ def test_a_lost_database_takes_no_decision_with_it(overwriting: Store, gateway: 
     assert [read_outcome(Run(overwriting, RUN), attempt) for attempt in attempts] == outcomes
 
 
-def test_a_commit_needs_a_daemon_and_the_next_one_will_do(
-    overwriting: Store, gateway: S3Service, tmp_path: Path
-) -> None:
+def test_a_commit_needs_a_daemon_and_the_next_will_do(overwriting: Store, gateway: S3Service, tmp_path: Path) -> None:
     run = Run(overwriting, RUN)
     receipt = write_rank(overwriting, RUN, new_attempt(), {})
     with pytest.raises(DaemonUnavailable):

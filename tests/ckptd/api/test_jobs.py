@@ -124,17 +124,6 @@ def test_an_upload_of_an_impossible_world_is_listed(served: tuple[Daemon, Store]
     assert (upload.world_size, upload.missing_ranks, daemon.get("/").status_code) == (None, [], 200)
 
 
-def test_a_probe_of_a_good_store_is_good(served: tuple[Daemon, Store]) -> None:
-    daemon, store = served
-    with daemon.client() as client:
-        found = client.probe()
-    assert found.ok, found
-    assert found.conditional_writes
-    assert found.clock_skew_s == 0
-    # The daemon probes on its own account as well, perhaps at this moment.
-    wait_until(lambda: not list(store.list(names.PROBES_PREFIX)), "the end of all probes")
-
-
 def test_a_restart_interrupts_what_ran(tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "store"))
     write_checkpoint(store, "gpt", 1)

@@ -11,7 +11,7 @@ from ckptapi import bodies
 from ckptapi.client import DaemonClient
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.commits.labels import LabelChange, change_labels
-from ckptstore.errors import CheckpointHeld, InvalidRequest, NoCheckpoint
+from ckptstore.errors import InvalidRequest, NoCheckpoint
 from ckptstore.format.records import Action, Policy
 from ckptstore.names import Reference, RunKeys, new_ulid
 from ckptstore.reading.verify import verify
@@ -49,41 +49,6 @@ def test_a_deletion_hides_at_once_and_is_taken_back(served: tuple[Daemon, Store]
     assert httpx.delete(daemon.url + "/v1/checkpoints/gpt@3?force=true").json()["code"] == "checkpoint_held"
     assert len(daemon.get("/v1/audit?run=gpt").json()["items"]) == 3, "what is refused was not done"
     assert daemon.post("/v1/checkpoints/gpt@3/undelete", {}).json()["code"] == "no_checkpoint"
-
-
-def test_without_a_grace_it_is_gone_for_good(served: tuple[Daemon, Store]) -> None:
-    daemon, store = served
-    assert httpx.delete(daemon.url + "/v1/checkpoints/gpt@1?grace_s=0").status_code == 204
-    assert steps(store) == [3, 2]
-    assert daemon.post("/v1/checkpoints/gpt@1/undelete", {}).status_code in (404, 410)
-    assert httpx.delete(daemon.url + "/v1/checkpoints/gpt@1").json()["code"] == "no_checkpoint"
-
-
-def test_a_pin_holds(served: tuple[Daemon, Store]) -> None:
-    daemon, _ = served
-    pinned = httpx.put(daemon.url + "/v1/checkpoints/gpt@1/pins/paper?reason=figure+3")
-    assert (pinned.status_code, daemon.get("/v1/pins?run=gpt").json()["items"]) == (200, [pinned.json()])
-    refused = httpx.delete(daemon.url + "/v1/checkpoints/gpt@1")
-    assert (refused.status_code, refused.json()["code"]) == (409, "checkpoint_held")
-    for _ in range(2):
-        assert httpx.delete(daemon.url + "/v1/checkpoints/gpt@1/pins/paper").status_code == 204
-    assert httpx.delete(daemon.url + "/v1/checkpoints/gpt@1").status_code == 204
-    assert httpx.put(daemon.url + "/v1/checkpoints/gpt@1/pins/a%2Fb").status_code in (404, 422)
-
-
-def test_the_newest_checkpoint_is_deleted_only_if_that_is_forced(served: tuple[Daemon, Store]) -> None:
-    daemon, store = served
-    refused = httpx.delete(daemon.url + "/v1/checkpoints/gpt@3?grace_s=0")
-    assert (refused.status_code, refused.json()["code"]) == (409, "checkpoint_held")
-    with daemon.client() as client:
-        newest = client.checkpoints("gpt")[0]
-        with pytest.raises(CheckpointHeld, match=newest.id):
-            client.delete(newest, 0.0)
-        assert steps(store) == [3, 2, 1]
-        client.delete(newest, 3600.0, force=True)
-    assert steps(store) == [2, 1]
-    assert httpx.delete(daemon.url + "/v1/checkpoints/gpt@2?force=true").status_code == 204
-    assert steps(store) == [1]
 
 
 def test_policies_are_versions_and_are_applied(served: tuple[Daemon, Store]) -> None:

@@ -346,9 +346,7 @@ def test_a_leader_stopped_in_a_sweep_sweeps_nothing_when_it_wakes(
     assert [c.step for c in list_checkpoints(Run(store, "gpt"))] == [1000]
 
 
-def test_a_killed_leader_is_followed_within_the_lease(
-    store: Store, postgresql_database: str, daemons: ExitStack
-) -> None:
+def test_a_killed_leader_is_followed_within_a_lease(store: Store, postgresql_database: str, daemons: ExitStack) -> None:
     write_checkpoint(store, step=1, arrays={})
     first = daemons.enter_context(running_daemon(store.url, postgresql_database, options=_OPTIONS))
     wait_until(lambda: _leads(first), "leading")
@@ -362,9 +360,7 @@ def test_a_killed_leader_is_followed_within_the_lease(
     wait_until(lambda: second.get("/v1/checkpoints/gpt@3").status_code == 200, "rolling forward")
 
 
-def test_one_that_is_asked_to_stop_is_followed_at_once(
-    store: Store, postgresql_database: str, daemons: ExitStack
-) -> None:
+def test_one_asked_to_stop_is_followed_at_once(store: Store, postgresql_database: str, daemons: ExitStack) -> None:
     slow = ("--leader-lease-seconds", "60")
     first = daemons.enter_context(running_daemon(store.url, postgresql_database, options=slow))
     wait_until(lambda: _leads(first), "leading")

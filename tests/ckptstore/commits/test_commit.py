@@ -372,9 +372,7 @@ def test_two_collectors_at_once(store: Store) -> None:
 
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))
-def test_the_last_save_of_a_step_counts_in_whatever_order_they_are_rolled_forward(
-    store: Store, order: tuple[int, ...]
-) -> None:
+def test_the_last_save_of_a_step_counts_in_any_order_of_roll_forward(store: Store, order: tuple[int, ...]) -> None:
     """Rank 0's saver died before it committed any of them. The order of listings is that of hashes."""
     attempts = [new_attempt() for _ in range(3)]
     for number, attempt in enumerate(attempts):

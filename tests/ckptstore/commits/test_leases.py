@@ -21,9 +21,9 @@ from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from ckptstore.stores.checks import MAX_SKEW_S
 from ckptstore.stores.retrying import RetryingStore
-from tests.conftest import here_and_in_memory, in_memory
+from tests.conftest import in_memory
 from tests.support.checkpoints import RUN, clear, count_calls, intact, keys, write
-from tests.support.stores import DictStore, FakeClock, Faults, FaultyStore, Interleaving, MovableClock, race
+from tests.support.stores import DictStore, FakeClock, Faults, FaultyStore, Interleaving, MovableClock
 
 
 def test_a_leased_checkpoint_is_spared_until_the_lease_ends(store: Store) -> None:
@@ -210,18 +210,4 @@ def test_a_deletion_is_taken_back_when_a_reader_came_between_its_two_looks(store
         assert intact(store, checkpoint)
         collect(Run(store, RUN, MovableClock(2 * TOMBSTONE_KEPT_S)))
         assert not hidden_attempts(Run(store, RUN)).tombstoned
-        clear(store)
-
-
-@here_and_in_memory
-def test_readers_and_deleters_in_threads(store: Store) -> None:
-    for _ in range(40):
-        (checkpoint,) = write(store, 1)
-        results = race(
-            partial(read_under_lease, store, checkpoint),
-            partial(delete, store, checkpoint),
-            partial(collect, Run(store, RUN)),
-            partial(delete, store, checkpoint),
-        )
-        assert not [r for r in results if isinstance(r, BaseException)], results
         clear(store)

@@ -216,9 +216,7 @@ def test_all_chunks_come_from_the_nearest(tmp_path: Path, written: Checkpoint) -
     assert (left, found) == ([], {"local": sum(array.nbytes for array in ARRAYS.values())})
 
 
-def test_a_damaged_chunk_is_read_from_the_next(
-    tmp_path: Path, written: Checkpoint, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damage_is_read_from_the_next(tmp_path: Path, written: Checkpoint, caplog: pytest.LogCaptureFixture) -> None:
     shard = shard_of(tmp_path, "local")
     flip(shard)
     left, found = restore(tmp_path, written)

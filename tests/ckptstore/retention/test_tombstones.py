@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -345,49 +343,3 @@ def test_a_damaged_tombstone_hides_and_waits_for_the_usual_grace(store: Store) -
     assert sweep(Run(store, RUN, MovableClock(SWEEP_GRACE_S - 60), "me")).attempts == ()
     assert sweep_all(store) is not None
     assert keys(store, RunKeys(RUN).attempts) == []
-
-
-_KILLED = """
-import sys
-from ckptstore.clock import system_clock
-from ckptstore.format.records import Policy
-from ckptstore.retention.deletion import collect
-from ckptstore.retention.pruning import apply_prune, plan_prune
-from ckptstore.retention.deletion import list_hidden, undelete
-from ckptstore.run import Run
-from ckptstore.stores import open_store
-
-store = open_store(sys.argv[1])
-run = Run(store, "gpt")
-print("ready", flush=True)
-sys.stdin.readline()
-apply_prune(run, plan_prune(run, Policy(4)), grace_s=0.01)
-for hidden in list_hidden(run)[:2]:
-    undelete(run, hidden.attempt)
-collect(Run(store, "gpt", lambda: system_clock() + 5))
-"""
-
-
-def test_sigkill_at_any_moment_leaves_what_can_be_finished(store: Store) -> None:
-    dice = random.Random(7)
-    for _ in range(5):
-        write(store, *range(1, 13))
-        process = subprocess.Popen(
-            [sys.executable, "-c", _KILLED, store.url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        with process:
-            assert process.stdin is not None
-            assert Lines(process.stdout).next() == "ready\n"
-            process.stdin.write("\n")
-            process.stdin.flush()
-            time.sleep(dice.random() * 0.3)  # where it is killed, not what is waited for
-            process.send_signal(signal.SIGKILL)
-        for checkpoint in list_checkpoints(Run(store, RUN)):
-            assert intact(store, checkpoint)
-        assert steps(store)[:4] == [12, 11, 10, 9]
-        end = MovableClock(3 * SWEEP_GRACE_S)
-        for _ in range(2):
-            collect(Run(store, RUN, end))
-            apply_prune(Run(store, RUN, end), plan_prune(Run(store, RUN, end), Policy(4)))
-        assert (steps(store), len(list(store.list_folders(RunKeys(RUN).attempts)))) == ([12, 11, 10, 9], 4)
-        clear(store)

@@ -209,7 +209,7 @@ def test_a_mount_without_hard_links_is_named_so(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("kind", ["fuse.unheard-of", "fuse.seaweedfs"])
-def test_a_mount_that_emulates_hard_links_decides_nothing(
+def test_a_mount_with_emulated_links_decides_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     store = _mounted(monkeypatch, tmp_path, kind)
