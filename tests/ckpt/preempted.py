@@ -76,13 +76,9 @@ def main(store: str, steps: int, grace_s: float, log: str) -> int:
         stopping = schedule._stopping
         checkpointer.wait()
         print(
-            "end",
-            step,
-            schedule.exit_code,
-            time.time(),
-            stopping.estimate_s if stopping is not None else None,
+            "end", step, schedule.exit_code, time.time(), stopping.estimate_s if stopping is not None else None,
             file=said,
-        )
+        )  # fmt: skip
     dist.destroy_process_group()
     return schedule.exit_code or 0
 

@@ -51,11 +51,9 @@ class Training:
     def __post_init__(self) -> None:
         self._newest: LiveHandle | None = None
         self.schedule = schedule_of(
-            lambda: self._newest,
-            Limits.of(self.seconds, self.overhead, self.mtbf_s),
-            peer_timeout_s=1.0,
+            lambda: self._newest, Limits.of(self.seconds, self.overhead, self.mtbf_s), peer_timeout_s=1.0,
             clock=lambda: self.now,
-        )
+        )  # fmt: skip
 
     def run(self, seconds: float) -> Training:
         end = self.now + seconds
@@ -233,14 +231,10 @@ def test_a_failure_rate_replaces_the_share_of_time_unless_both_are_given() -> No
 
 @settings(max_examples=30)
 @given(
-    step_s=st.floats(0.01, 2.0),
-    blocked_s=st.floats(0.0, 1.0),
-    held_s=st.floats(0.0, 1.0),
-    durable_s=st.floats(0.0, 20.0),
-    slowdown=st.floats(1.0, 2.0),
-    overhead=st.floats(0.005, 0.2),
+    step_s=st.floats(0.01, 2.0), blocked_s=st.floats(0.0, 1.0), held_s=st.floats(0.0, 1.0),
+    durable_s=st.floats(0.0, 20.0), slowdown=st.floats(1.0, 2.0), overhead=st.floats(0.005, 0.2),
     spread=st.floats(0.0, 0.5),
-)
+)  # fmt: skip
 def test_saves_cost_no_more_than_their_share(
     step_s: float, blocked_s: float, held_s: float, durable_s: float, slowdown: float, overhead: float, spread: float
 ) -> None:

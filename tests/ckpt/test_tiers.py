@@ -235,12 +235,10 @@ def test_nothing_local_and_the_remote_store_away_is_an_error(host: Host) -> None
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"local": "http://localhost:1"}, "two stores"),
-        ({"local": "/remote"}, "the same"),
-        ({"replicate_every": 0}, "replicate_every 0"),
-        ({"local_keep": 0}, "local_keep 0"),
+        ({"local": "http://localhost:1"}, "two stores"), ({"local": "/remote"}, "the same"),
+        ({"replicate_every": 0}, "replicate_every 0"), ({"local_keep": 0}, "local_keep 0"),
     ],
-)
+)  # fmt: skip
 def test_wrong_knobs(knobs: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         Config("/remote", run="gpt", **{"local": "/local", **knobs})  # type: ignore[arg-type]

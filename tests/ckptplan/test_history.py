@@ -20,14 +20,9 @@ from tests.support.checkpoints import write_checkpoint
 
 def saved(step: int, at: float, durable_s: float, generation: int = 1, stored: int = 1000) -> Checkpoint:
     return Checkpoint(
-        run="r",
-        attempt=Attempt(step, "0" * 26, generation=generation),
-        state=State.COMMITTED,
-        created_at=at,
-        committed_at=at + durable_s,
-        raw_bytes=1200,
-        stored_bytes=stored,
-    )
+        run="r", attempt=Attempt(step, "0" * 26, generation=generation), state=State.COMMITTED, created_at=at,
+        committed_at=at + durable_s, raw_bytes=1200, stored_bytes=stored,
+    )  # fmt: skip
 
 
 def test_medians_of_the_newest_saves() -> None:

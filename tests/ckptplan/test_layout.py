@@ -56,14 +56,9 @@ def test_experts_are_written_by_the_ranks_that_have_them() -> None:
 
 
 @given(
-    sharding=st.sampled_from(Sharding),
-    shards=st.sampled_from([1, 2, 4]),
-    replicas=st.sampled_from([1, 2, 3]),
-    tp=st.integers(1, 4),
-    pp=st.integers(1, 4),
-    split=st.booleans(),
-    experts=st.integers(0, 900),
-)
+    sharding=st.sampled_from(Sharding), shards=st.sampled_from([1, 2, 4]), replicas=st.sampled_from([1, 2, 3]),
+    tp=st.integers(1, 4), pp=st.integers(1, 4), split=st.booleans(), experts=st.integers(0, 900),
+)  # fmt: skip
 def test_everything_is_written_once_under_every_layout(
     sharding: Sharding, shards: int, replicas: int, tp: int, pp: int, split: bool, experts: int
 ) -> None:

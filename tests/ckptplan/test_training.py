@@ -132,12 +132,9 @@ def test_the_failures_of_llama_3_and_of_mlcommons() -> None:
 
 
 @given(
-    cost_s=st.floats(0.01, 600),
-    mtbf_s=st.floats(600, 1e7),
-    restart_s=st.floats(0, 500),
-    durable_s=st.floats(0, 90),
+    cost_s=st.floats(0.01, 600), mtbf_s=st.floats(600, 1e7), restart_s=st.floats(0, 500), durable_s=st.floats(0, 90),
     factor=st.floats(0.3, 3.0),
-)
+)  # fmt: skip
 def test_the_interval_is_best(cost_s: float, mtbf_s: float, restart_s: float, durable_s: float, factor: float) -> None:
     best = best_interval(cost_s, mtbf_s, restart_s, durable_s)
     other = max(durable_s, best * factor)

@@ -91,12 +91,9 @@ def test_the_last_error_is_raised_when_the_tries_are_used_up(time: Time) -> None
 def test_other_errors_and_exceptions_to_the_rule_are_not_retried(time: Time, error: Exception) -> None:
     with pytest.raises(type(error), match="other"):
         retry(
-            Flaky(error),
-            OSError,
-            pauses(1.0, clock=time),
-            unless=lambda error: isinstance(error, FileNotFoundError),
+            Flaky(error), OSError, pauses(1.0, clock=time), unless=lambda error: isinstance(error, FileNotFoundError),
             sleep=time.sleep,
-        )
+        )  # fmt: skip
     assert time.slept == []
 
 

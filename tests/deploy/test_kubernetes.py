@@ -112,10 +112,8 @@ def test_the_deployment_fits_the_daemon(rendered: Rendered) -> None:
     assert container["ports"][0]["containerPort"] == settings.port
     probes = {name: container[f"{name}Probe"]["httpGet"] for name in ("startup", "liveness", "readiness")}
     assert {name: probe["path"] for name, probe in probes.items()} == {
-        "startup": "/livez",
-        "liveness": "/livez",
-        "readiness": "/readyz",
-    }
+        "startup": "/livez", "liveness": "/livez", "readiness": "/readyz",
+    }  # fmt: skip
     scheme = "HTTPS" if settings.tls_cert else "HTTP"
     assert {probe.get("scheme", "HTTP") for probe in probes.values()} == {scheme}
     mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}

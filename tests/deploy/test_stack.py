@@ -30,10 +30,8 @@ from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 CHOSEN = {
-    "CKPTD_TOKEN": "chosen by the operator",
-    "POSTGRES_PASSWORD": "p",
-    "AWS_SECRET_ACCESS_KEY": "s3cret-of-the-test",
-}
+    "CKPTD_TOKEN": "chosen by the operator", "POSTGRES_PASSWORD": "p", "AWS_SECRET_ACCESS_KEY": "s3cret-of-the-test",
+}  # fmt: skip
 
 
 def services() -> dict[str, Any]:

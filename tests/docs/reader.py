@@ -54,15 +54,9 @@ class Reader:
             "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }  # fmt: skip
         self._shell = subprocess.Popen(
-            ["bash", "-eu", "-o", "pipefail"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            cwd=folder,
-            env=environment,
-            text=True,
-            start_new_session=True,
-        )
+            ["bash", "-eu", "-o", "pipefail"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
+            cwd=folder, env=environment, text=True, start_new_session=True,
+        )  # fmt: skip
         self._in_shell(f"trap 'echo {_FAILED}' EXIT")  # a daemon holds the pipe open
 
     def do(self, block: Block, where: str) -> str:
@@ -124,10 +118,8 @@ class Reader:
         """Run a file; ranks: of torchrun, 0 without it."""
         environment = self.environment()
         meeting: Mapping[str, str] = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-            "WORLD_SIZE": str(ranks),
-        }
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks),
+        }  # fmt: skip
         with tempfile.TemporaryFile("w+") as printed:
             started = [
                 fork(

@@ -86,11 +86,9 @@ class Soak:
 
     def prune(self, dice: random.Random) -> None:
         policy = Policy(
-            keep_last=dice.randint(1, 4),
-            keep_every=dice.choice([0, 10]),
-            keep_best=("loss:min:2",) if dice.random() < 0.3 else (),
-            max_bytes=dice.choice([0, 0, 60_000]),
-        )
+            keep_last=dice.randint(1, 4), keep_every=dice.choice([0, 10]),
+            keep_best=("loss:min:2",) if dice.random() < 0.3 else (), max_bytes=dice.choice([0, 0, 60_000]),
+        )  # fmt: skip
         wanted = Prune(policy, dice.choice([None, *RUNS]), dice.choice([0.0, 0.0, 0.2, 1.0]))
         apply_prunes(self.store, plan_prunes(self.store, wanted, system_clock), system_clock, "pruner", confirmed=True)
 

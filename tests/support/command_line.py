@@ -84,13 +84,9 @@ def run_program(
     if largest_file_blocks is not None:
         command = ["sh", "-c", f'ulimit -f {largest_file_blocks}; exec "$@"', "sh", *command]
     done = subprocess.run(
-        command,
-        env=clean_environment(env),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
+        command, env=clean_environment(env), stdin=subprocess.DEVNULL, capture_output=True, text=True,
         timeout=_DEADLINE_S,
-    )
+    )  # fmt: skip
     return Finished(done.returncode, done.stdout, done.stderr)
 
 

@@ -87,18 +87,9 @@ def running_daemon(
         log_path = Path(folder) / "log"
         db_url = db_url or f"sqlite:///{folder}/index.db"
         arguments = [
-            "--store",
-            store_url,
-            "--db",
-            db_url,
-            "--cache",
-            f"{folder}/cache",
-            "--port",
-            "0",
-            *_EAGER,
-            *(() if "CKPTD_TOKEN" in (environment or {}) else _OPEN),
-            *options,
-        ]
+            "--store", store_url, "--db", db_url, "--cache", f"{folder}/cache", "--port", "0", *_EAGER,
+            *(() if "CKPTD_TOKEN" in (environment or {}) else _OPEN), *options,
+        ]  # fmt: skip
         inherited = os.environ if environment is None else environment
         clean = {**_others(inherited), **_settings(environment or {})}
         with log_path.open("wb") as log:

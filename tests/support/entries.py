@@ -40,11 +40,9 @@ TREES: dict[str, Any] = {
 }
 """A model with tied weights, an optimizer and a scheduler."""
 ENTRIES = [
-    Slice.whole("model/emb", "bfloat16", (5, 3)),
-    Slice.whole("model/bias", "float64", (3,)),
-    Slice.whole("optim/m", "float8_e5m2", (0, 4)),
-    Slice.whole("optim/beta", "uint16", ()),
-]
+    Slice.whole("model/emb", "bfloat16", (5, 3)), Slice.whole("model/bias", "float64", (3,)),
+    Slice.whole("optim/m", "float8_e5m2", (0, 4)), Slice.whole("optim/beta", "uint16", ()),
+]  # fmt: skip
 
 
 def write_entries(

@@ -33,11 +33,9 @@ class Job:
         self._reader, self._rest = reader, b""
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed when the job has ended
         meeting = {
-            "PYTHONUNBUFFERED": "",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
+            "PYTHONUNBUFFERED": "", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
             "WORLD_SIZE": str(world_size),
-        }
+        }  # fmt: skip
         self.ranks = [
             fork(
                 TRAINER,

@@ -90,11 +90,9 @@ def deal(
                 raw[shard].append(min(left, next(chunks) * item))
                 left -= raw[shard][-1]
     slices = Slices(
-        entry=column(row[0] for row in rows),
-        shard=column(row[1] for row in rows),
-        at=column(row[2] for row in rows),
+        entry=column(row[0] for row in rows), shard=column(row[1] for row in rows), at=column(row[2] for row in rows),
         box=column(number for row in rows for number in row[3]),
-    )
+    )  # fmt: skip
     found = [_shard(rank, bytes(stream), raw[rank]) for rank, stream in enumerate(streams)]
     content = Content(shards=found, entries=entries, slices=slices, aliases={}, trees={})
     return Layout(content, arrays, {shard.name: bytes(s) for shard, s in zip(found, streams, strict=True)})

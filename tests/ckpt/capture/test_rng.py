@@ -19,11 +19,9 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[torch.Generator]:
     """Three devices; the second one is current."""
     generators = [torch.Generator() for _ in range(3)]
     answers: dict[str, Callable[[], object]] = {
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "init": lambda: None,
+        "is_available": lambda: True, "is_initialized": lambda: True, "init": lambda: None,
         "current_device": lambda: 1,
-    }
+    }  # fmt: skip
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)
     monkeypatch.setattr(torch.cuda, "default_generators", tuple(generators))

@@ -48,11 +48,9 @@ def test_leaves_know_their_names_and_when_they_change() -> None:
     model = Counted()
     state = TrainState.of(model, trained(model), {})
     assert [(leaf.name, leaf.change) for leaf in state.leaves("model")] == [
-        ("frozen", Change.NEVER),
-        ("mean", Change.ANY_TIME),
-        ("first.weight", Change.STEP),
+        ("frozen", Change.NEVER), ("mean", Change.ANY_TIME), ("first.weight", Change.STEP),
         ("second.weight", Change.STEP),
-    ]
+    ]  # fmt: skip
 
 
 def test_the_leaves_of_an_optimizer_have_the_units_of_their_parameters() -> None:

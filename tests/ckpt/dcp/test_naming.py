@@ -41,10 +41,8 @@ def test_values_are_those_that_torch_finds_and_nest_puts_them_back(state: dict[s
 def test_optimizers_of_checkpointer_have_options_by_parameter() -> None:
     tree = {"state": {"w": {"step": 1}}, "groups": [{"params": ["w", "b"], "lr": 0.1}]}
     assert [value.fqn for value in flatten({"optim": tree})] == [
-        "optim.state.w.step",
-        "optim.param_groups.w.lr",
-        "optim.param_groups.b.lr",
-    ]
+        "optim.state.w.step", "optim.param_groups.w.lr", "optim.param_groups.b.lr",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("first", "second"), [(("a",), ("a", "b")), (("a", "b"), ("a",)), (("a", 0), ("a", "b"))])

@@ -46,15 +46,11 @@ def flip_a_bit(store: Store, checkpoint: str) -> None:
 def test_tensors_of_all_shapes_and_types_come_back_bit_exact(store: Store, place: Callable[[], Any]) -> None:
     torch.manual_seed(1)
     state = {
-        "scalar": torch.tensor(3.5),
-        "empty": torch.zeros(0, 3, dtype=torch.float16),
-        "large": torch.randn(300, 1000),
-        "turned": torch.randn(20, 30).T,
-        "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
-        "eight": torch.randn(9).to(torch.float8_e4m3fn),
-        "flags": torch.tensor([True, False]),
+        "scalar": torch.tensor(3.5), "empty": torch.zeros(0, 3, dtype=torch.float16), "large": torch.randn(300, 1000),
+        "turned": torch.randn(20, 30).T, "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+        "eight": torch.randn(9).to(torch.float8_e4m3fn), "flags": torch.tensor([True, False]),
         "nan": torch.tensor([math.nan, -0.0]),
-    }
+    }  # fmt: skip
     save(store, state)
     with place():
         loaded = load(store, {name: torch.zeros_like(tensor) for name, tensor in state.items()})
@@ -92,10 +88,8 @@ def test_objects_of_all_sorts_come_back(store: Store) -> None:
     kind, words, tail = loaded["state"]
     assert (kind, words.dtype, words.sum(), tail.tolist()) == ("MT19937", np.uint32, 624 * 623 // 2, [0, 1, 2])
     assert [loaded["mixed"][0], loaded["mixed"][1]["b"][0].tolist(), loaded["mixed"][1]["b"][1]] == [
-        {"a": 1},
-        [1, 1],
-        5,
-    ]
+        {"a": 1}, [1, 1], 5,
+    ]  # fmt: skip
     assert loaded["mixed"][2] == {"$odd": 2}
 
 

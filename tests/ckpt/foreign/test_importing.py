@@ -222,18 +222,13 @@ def test_names_that_exclude_each_other_are_damage(empty: Path, tmp_path: Path, t
 @pytest.mark.parametrize(
     "index",
     [
-        {"weight_map": {"w": "../secret.safetensors"}},
-        {"weight_map": {"w": "/etc/passwd"}},
-        {"weight_map": {"w": "sub/a.safetensors"}},
-        {"weight_map": {"w": "other.txt"}},
-        {"weight_map": {"w": "missing.safetensors"}},
-        {"weight_map": {"w": "a.safetensors", "v": "a.safetensors"}},
-        {"weight_map": {"w": "a.safetensors", "x": "b.safetensors"}},
-        {"weight_map": {"w": 3}},
-        {"weight_map": []},
+        {"weight_map": {"w": "../secret.safetensors"}}, {"weight_map": {"w": "/etc/passwd"}},
+        {"weight_map": {"w": "sub/a.safetensors"}}, {"weight_map": {"w": "other.txt"}},
+        {"weight_map": {"w": "missing.safetensors"}}, {"weight_map": {"w": "a.safetensors", "v": "a.safetensors"}},
+        {"weight_map": {"w": "a.safetensors", "x": "b.safetensors"}}, {"weight_map": {"w": 3}}, {"weight_map": []},
         {},
     ],
-)
+)  # fmt: skip
 def test_a_malformed_index_is_damage(empty: Path, tmp_path: Path, index: object) -> None:
     hub = tmp_path / "hub"
     hub.mkdir()

@@ -216,10 +216,8 @@ def test_a_tensor_that_cannot_be_stored_is_named(store: Path, tmp_path: Path, te
     torch.save({"w": tensor}, tmp_path / "odd.pt")
     error = refused(store, tmp_path / "odd.pt")
     assert (error["code"], said in error["message"], "model/w" in error["message"]) == (
-        "unsupported_object",
-        True,
-        True,
-    )
+        "unsupported_object", True, True,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("keep", [0, 3, 100, 5_000, -1, -500])

@@ -103,12 +103,10 @@ def _open_to_others(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("prepare", "problem"),
     [
-        (_of_another_user, "belongs to user 65534"),
-        (_link, "is not a folder"),
-        (Path.touch, "is not a folder"),
+        (_of_another_user, "belongs to user 65534"), (_link, "is not a folder"), (Path.touch, "is not a folder"),
         (_open_to_others, "has mode 0770"),
     ],
-)
+)  # fmt: skip
 def test_locks_in_reach_of_others_are_refused(prepare: Callable[[Path], None], problem: str, temporary: Path) -> None:
     prepare(temporary / f"ckpt-{os.getuid()}")
     with pytest.raises(InvalidRequest, match=problem) as caught:

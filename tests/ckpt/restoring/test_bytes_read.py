@@ -60,11 +60,9 @@ def saved(shapes: Shapes, ranks: int) -> Content:
         chunks = [EncodedChunk(b"", span.bytes, span.bytes, "raw", "00" * 16) for span in plan_chunks(placed)]
         shards.append(Shard(name=shard_name(rank), rank=rank, chunks=chunk_table(chunks)))
     slices = Slices(
-        entry=column(row[0] for row in rows),
-        shard=column(row[1] for row in rows),
-        at=column(row[2] for row in rows),
+        entry=column(row[0] for row in rows), shard=column(row[1] for row in rows), at=column(row[2] for row in rows),
         box=column(number for row in rows for number in row[3]),
-    )
+    )  # fmt: skip
     entries = Entries(name=list(shapes), dtype=["float32"] * len(shapes), shape=[list(s) for s in shapes.values()])
     return Content(shards=shards, entries=entries, slices=slices, aliases={}, trees={})
 

@@ -274,12 +274,9 @@ def test_a_saver_that_is_killed_leaves_what_the_next_one_can_use(tmp_path: Path)
 def _known(raw: bytes, sample: bool, digest: bool) -> KnownChunk:
     was = compare(memoryview(raw), None)
     return KnownChunk(
-        Attempt(0, ULID),
-        0,
-        EncodedChunk(b"", len(raw), 1, "raw", ""),
-        was[0] if sample else None,
+        Attempt(0, ULID), 0, EncodedChunk(b"", len(raw), 1, "raw", ""), was[0] if sample else None,
         was[1] if digest else None,
-    )
+    )  # fmt: skip
 
 
 @given(

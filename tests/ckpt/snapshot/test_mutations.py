@@ -96,18 +96,12 @@ class Life:
         if point is None and not MUTATIONS[name].races:
             point = 0
         return Life(
-            number=number,
-            overlap=rng.choice([True, True, "verify", "verify", False]),
-            optimizer=rng.choice(["sgd", "adamw", "foreach", "fused"]),
-            sizes=sizes,
-            piece_bytes=rng.choice([64 << 10, 1 << 20, 16 << 20]),
-            mutation=name,
-            point=point,
-            undo_after=rng.randint(1, 8) if rng.random() < 0.5 else None,
-            saves=rng.choice([0, 0, 1, 2]),
-            steps=rng.random() < 0.5,
-            mutating=rng.choice([(0,), (1,), (0, 1)]),
-        )
+            number=number, overlap=rng.choice([True, True, "verify", "verify", False]),
+            optimizer=rng.choice(["sgd", "adamw", "foreach", "fused"]), sizes=sizes,
+            piece_bytes=rng.choice([64 << 10, 1 << 20, 16 << 20]), mutation=name, point=point,
+            undo_after=rng.randint(1, 8) if rng.random() < 0.5 else None, saves=rng.choice([0, 0, 1, 2]),
+            steps=rng.random() < 0.5, mutating=rng.choice([(0,), (1,), (0, 1)]),
+        )  # fmt: skip
 
 
 class Pauses:

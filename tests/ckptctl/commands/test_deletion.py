@@ -68,10 +68,8 @@ def test_a_deletion_is_seen_and_taken_back(folder: Path, filled: Store) -> None:
     assert (again.code, again.error["code"]) == (4, "no_checkpoint")
     log = invoke("audit", "gpt", "--store", folder, "-o", "json").json
     assert [(r["action"], r["reason"], len(r["ids"])) for r in log] == [
-        ("undelete", "a mistake", 1),
-        ("pin", "undeleted", 1),
-        ("delete", "prune", 4),
-    ]
+        ("undelete", "a mistake", 1), ("pin", "undeleted", 1), ("delete", "prune", 4),
+    ]  # fmt: skip
     assert "@" in log[0]["by"]
     assert "undelete" in invoke("audit", "--store", folder).stdout
 

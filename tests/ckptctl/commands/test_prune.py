@@ -12,16 +12,12 @@ def test_a_dry_run_shows_what_would_go_and_stay_and_why_and_deletes_nothing(fold
     keep, remove = done.stdout.split("\n\n")
     assert keep.splitlines()[0] == "Keep 3 checkpoints of 2 runs, 6.8 MiB"
     assert [(line.split()[0], line.split()[-1]) for line in keep.splitlines()[2:]] == [
-        ("gpt@40", "last-1"),
-        ("gpt@30", "last-2"),
-        ("wide@5", "last-1"),
-    ]
+        ("gpt@40", "last-1"), ("gpt@30", "last-2"), ("wide@5", "last-1"),
+    ]  # fmt: skip
     assert remove.splitlines()[0] == "Remove 3 checkpoints, 6.8 MiB"
     assert [(line.split()[0].partition(".")[0], line.split()[-1]) for line in remove.splitlines()[2:]] == [
-        ("gpt@30", "superseded"),
-        ("gpt@20", "older"),
-        ("gpt@10", "older"),
-    ]
+        ("gpt@30", "superseded"), ("gpt@20", "older"), ("gpt@10", "older"),
+    ]  # fmt: skip
     assert (done.code, steps(filled, "gpt"), steps(filled, "wide")) == (0, [40, 30, 30, 20, 10], [5])
 
 

@@ -73,10 +73,8 @@ def test_one_shows_its_ranks_the_slowest_first(daemon: Daemon, job: str, run: st
     rows = [line.split() for line in ranks.splitlines()]
     assert rows[0] == ["RANK", "PHASE", "DONE", "BYTES", "OF", "REPORTED", "PROBLEM"]
     assert [row[:3] for row in rows[1:]] == [
-        ["1", "fetching", "10%"],
-        ["2", "fetching", "80%"],
-        ["0", "restored", "100%"],
-    ]
+        ["1", "fetching", "10%"], ["2", "fetching", "80%"], ["0", "restored", "100%"],
+    ]  # fmt: skip
 
 
 def test_json_output_equals_the_daemons_answer(daemon: Daemon, client: DaemonClient, job: str, run: str) -> None:

@@ -325,9 +325,7 @@ def test_metrics_count_sessions_by_state(store: Store, run: str) -> None:
         text = daemon.get("/metrics").text
     counted = [line for line in text.splitlines() if line.startswith("ckptd_restores{")]
     assert counted == [
-        'ckptd_restores{state="restoring"} 1.0',
-        'ckptd_restores{state="restored"} 0.0',
-        'ckptd_restores{state="failed"} 0.0',
-        'ckptd_restores{state="expired"} 0.0',
+        'ckptd_restores{state="restoring"} 1.0', 'ckptd_restores{state="restored"} 0.0',
+        'ckptd_restores{state="failed"} 0.0', 'ckptd_restores{state="expired"} 0.0',
         'ckptd_restores{state="cancelled"} 1.0',
-    ]
+    ]  # fmt: skip

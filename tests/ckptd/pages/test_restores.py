@@ -21,11 +21,9 @@ def _session(world_size: int, ranks: list[RankBody], **of: Any) -> RestoreBody:
 
 def test_a_session_shows_first_who_failed_then_who_is_behind() -> None:
     ranks = [
-        RankBody(0, Phase.RESTORED, 10, 10, 19),
-        RankBody(1, Phase.FETCHING, 9, 10, 19),
-        RankBody(2, Phase.FETCHING, 5, 10, 19),
-        RankBody(3, Phase.FAILED, 8, 10, 19, "no"),
-    ]
+        RankBody(0, Phase.RESTORED, 10, 10, 19), RankBody(1, Phase.FETCHING, 9, 10, 19),
+        RankBody(2, Phase.FETCHING, 5, 10, 19), RankBody(3, Phase.FAILED, 8, 10, 19, "no"),
+    ]  # fmt: skip
     view = session_view(_session(5, ranks, progress=0.5, stragglers=[1, 4]), 20.0)
     assert [row.progress.rank for row in view.rows] == [3, 1, 2, 0]
     assert [cell.kind for cell in view.cells] == ["restored", "fetching", "fetching", "failed", "absent"]

@@ -85,19 +85,11 @@ def test_two_commits_have_no_usual_gap() -> None:
 def test_a_run_has_the_end_and_the_origin_of_its_last_attempt() -> None:
     lives = [
         TrainerRun(
-            str(at),
-            at,
-            at,
-            0.0,
-            None,
-            0,
-            [Beat(at + 1, 7)],
-            TrainerEnd.DIED,
-            at + 2,
+            str(at), at, at, 0.0, None, 0, [Beat(at + 1, 7)], TrainerEnd.DIED, at + 2,
             origin=Origin(user="ada", host=host),
         )
         for at, host in ((100.0, "node-1"), (200.0, "node-2"))
-    ]
+    ]  # fmt: skip
     recent = _commits(100, 200, 300, 400, 500)
     going = progress(recent, 0, account("gpt", lives, 9000.0, 300.0), 9000.0)
     assert (going.origin, going.ended, going.stalled) == ("ada@node-2", "died", "")

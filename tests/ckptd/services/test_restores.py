@@ -89,17 +89,9 @@ _BEGAN = 1000.0
 def _restore(world_size: int = 4, ttl_s: float = 100) -> Restore:
     checkpoint = Checkpoint("gpt", Attempt(10, _ULID), State.COMMITTED)
     return Restore(
-        id=_ULID,
-        run="gpt",
-        key="job-1",
-        checkpoint=checkpoint,
-        by="trainer",
-        world_size=world_size,
-        ttl_s=ttl_s,
-        created_at=_BEGAN,
-        lease=None,
-        lease_until=0,
-    )
+        id=_ULID, run="gpt", key="job-1", checkpoint=checkpoint, by="trainer", world_size=world_size, ttl_s=ttl_s,
+        created_at=_BEGAN, lease=None, lease_until=0,
+    )  # fmt: skip
 
 
 def _fetching(rank: int, done: int, reported_at: float = _BEGAN) -> RankBody:
@@ -379,10 +371,8 @@ def test_a_restored_rank_can_still_fail() -> None:
     restore, said = module.advance(_restore(2), None, 0, RankReport(phase=Phase.RESTORED), 1001)
     restore, said = module.advance(restore, said, 0, RankReport(phase=Phase.FAILED, problem="out of memory"), 1002)
     assert (restore.state, restore.problem, restore.num_restored) == (
-        RestoreState.FAILED,
-        "rank 0 failed: out of memory",
-        0,
-    )
+        RestoreState.FAILED, "rank 0 failed: out of memory", 0,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("state", [state for state in RestoreState if state is not RestoreState.RESTORING])

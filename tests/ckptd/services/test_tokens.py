@@ -215,13 +215,9 @@ def _made_offline(store: Store, index: str) -> str:
     command = [sys.executable, "-m", "ckptd", "token", "create", "boss", "--scope", "admin"]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("CKPTD_")}
     done = subprocess.run(
-        [*command, "--store", store.url, "--db", index],
-        env=clean,
-        capture_output=True,
-        text=True,
-        timeout=60,
+        [*command, "--store", store.url, "--db", index], env=clean, capture_output=True, text=True, timeout=60,
         check=True,
-    )
+    )  # fmt: skip
     return done.stdout.strip()
 
 

@@ -130,10 +130,8 @@ def checkpoint(step: int, state: State = State.COMMITTED, at: float = 0.0) -> Ch
 def test_supersede_prefers_the_later_commit_and_leaves_the_corrupt() -> None:
     a, b, c = checkpoint(1, at=1.0), checkpoint(1, at=3.0), checkpoint(1, State.CORRUPT)
     assert [(x.attempt, x.state) for x in supersede([a, c, b])] == [
-        (b.attempt, State.COMMITTED),
-        (a.attempt, State.SUPERSEDED),
-        (c.attempt, State.CORRUPT),
-    ]
+        (b.attempt, State.COMMITTED), (a.attempt, State.SUPERSEDED), (c.attempt, State.CORRUPT),
+    ]  # fmt: skip
     assert supersede([]) == []
 
 

@@ -336,11 +336,9 @@ def test_many_committers_of_one_attempt(store: Store) -> None:
         attempt = new_attempt(step)
         receipts = write_ranks(store, attempt)
         results = race(
-            partial(commit_attempt, run, receipts),
-            partial(roll_forward, run, attempt),
-            partial(roll_forward, run, attempt),
-            partial(commit_attempt, run, receipts),
-        )
+            partial(commit_attempt, run, receipts), partial(roll_forward, run, attempt),
+            partial(roll_forward, run, attempt), partial(commit_attempt, run, receipts),
+        )  # fmt: skip
         outcome = present(read_outcome(run, attempt))
         assert results == [outcome] * 4, "all of them learn the same decision"
     assert_legal(store)

@@ -66,13 +66,7 @@ def _samples() -> dict[str, bytes]:
         ),
         "finding": seal(
             Finding(
-                format=FORMAT,
-                kind="finding",
-                attempt=str(ATTEMPT),
-                at=1.0,
-                by="me",
-                num_chunks=1,
-                stored_bytes=9,
+                format=FORMAT, kind="finding", attempt=str(ATTEMPT), at=1.0, by="me", num_chunks=1, stored_bytes=9,
                 problems=["a chunk is damaged"],
             )
         ),
@@ -94,7 +88,7 @@ def _samples() -> dict[str, bytes]:
             )
         ),
         "manifest": manifest_bytes(merge([stored])) + b"\n",
-    }
+    }  # fmt: skip
 
 
 SAMPLES = _samples()

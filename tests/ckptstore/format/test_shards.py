@@ -75,10 +75,8 @@ def test_large_slices_are_cut_where_halves_quarters_and_eighths_end() -> None:
     assert sizes(Slice.whole("e", "float32", (7, 4 * row))) == [16 * row] * 7
     assert sizes(Slice.whole("f", "float32", (40 * MIB // 4 // 8, 8))) == [5 * MIB] * 8
     assert sizes(Slice("g", "float32", (160 * MIB // 4,), (0, 20 * MIB // 4))) == [
-        27 * MIB // 4,
-        27 * MIB // 4,
-        26 * MIB // 4,
-    ]
+        27 * MIB // 4, 27 * MIB // 4, 26 * MIB // 4,
+    ]  # fmt: skip
 
 
 def test_raw_chunks_are_not_copied() -> None:

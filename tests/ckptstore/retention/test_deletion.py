@@ -133,10 +133,8 @@ def test_orphans_are_collected_after_the_grace_only(store: Store) -> None:
     clock.advance(120)
     collected = collect(Run(store, RUN, clock))
     assert (collected.aborted, collected.rolled_forward, collected.freed_bytes) == (
-        [Run(store, RUN).id_of(attempt)],
-        [],
-        size,
-    )
+        [Run(store, RUN).id_of(attempt)], [], size,
+    )  # fmt: skip
     assert (undecided_attempts(Run(store, RUN)), keys(store, RunKeys(RUN).attempt(attempt))) == ([], [])
     assert steps(store) == [1]
     assert intact(store, good)

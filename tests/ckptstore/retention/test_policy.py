@@ -80,10 +80,8 @@ def test_best_ranks_by_a_metric_and_prefers_the_newer() -> None:
     values = {1: 0.5, 2: 0.3, 3: 0.3, 4: float("nan"), 5: 0.9}
     listed = [checkpoint(step, loss=value) for step, value in values.items()] + [checkpoint(6)]
     assert reasons(Policy(keep_best=("loss:min:2",)), *listed) == {
-        3: ("best-loss-1",),
-        2: ("best-loss-2",),
-        6: ("newest",),
-    }
+        3: ("best-loss-1",), 2: ("best-loss-2",), 6: ("newest",),
+    }  # fmt: skip
     assert reasons(Policy(keep_best=("loss:max:1",)), *listed) == {5: ("best-loss-1",), 6: ("newest",)}
 
 
@@ -172,15 +170,11 @@ policies = st.builds(
 )
 runs = st.lists(
     st.builds(
-        checkpoint,
-        st.integers(0, 60),
-        st.floats(MONDAY, NOW),
-        st.sampled_from(State),
-        st.integers(0, 500),
+        checkpoint, st.integers(0, 60), st.floats(MONDAY, NOW), st.sampled_from(State), st.integers(0, 500),
         loss=st.floats(allow_nan=True),
     ),
     max_size=25,
-)
+)  # fmt: skip
 
 
 @given(policies, runs)

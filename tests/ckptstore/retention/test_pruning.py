@@ -45,10 +45,8 @@ def test_ages_count_by_the_stores_clock_not_the_committers(off_s: float) -> None
         clock.now += 1800
     plan = plan_prune(Run(store, RUN, clock), Policy(keep_within_s=3600, keep_hourly=2))
     assert [(v.checkpoint.step, v.reasons) for v in plan.keep] == [
-        (3, ("hourly-1", "within")),
-        (2, ("within",)),
-        (1, ("hourly-2",)),
-    ]
+        (3, ("hourly-1", "within")), (2, ("within",)), (1, ("hourly-2",)),
+    ]  # fmt: skip
 
 
 def zombie_and_successor(store: Store, clock: FakeClock) -> Run:

@@ -64,13 +64,9 @@ def _data_parallel(setup: Setup, model: nn.Module, whole: nn.Parameter) -> Built
     """Every rank is data parallel; `whole` is the parameter that the wrapper leaves alone."""
     world = dist.get_world_size()
     return data_parallel(
-        setup,
-        model,
-        optimizers(setup, [model]),
-        dist.get_rank(),
-        world,
+        setup, model, optimizers(setup, [model]), dist.get_rank(), world,
         reduce=lambda: average_gradients([whole], world),
-    )
+    )  # fmt: skip
 
 
 def _fsdp1(setup: Setup, strategy: ShardingStrategy, originals: bool) -> Built:
@@ -78,10 +74,8 @@ def _fsdp1(setup: Setup, strategy: ShardingStrategy, originals: bool) -> Built:
     assert not setup.two_optimizers, "torch gathers no optimizer that has only some of the parameters"
     model = setup.model()
     options: dict[str, Any] = {
-        "device_id": torch.device("cpu"),
-        "use_orig_params": originals,
-        "sharding_strategy": strategy,
-    }
+        "device_id": torch.device("cpu"), "use_orig_params": originals, "sharding_strategy": strategy,
+    }  # fmt: skip
     for name, block in model.blocks.items():
         model.blocks[name] = FullyShardedDataParallel(block, **options)
     ignored = [model.scale] if originals else [model.scale, model.position]
