@@ -31,7 +31,7 @@ from ckpt.preemption import (
     estimate_save,
 )
 from ckpt.schedule import Limits
-from ckpt.snapshot import handle, writers
+from ckpt.snapshot import handle
 from ckpt.snapshot.handle import LiveHandle, SaveHandle
 from ckptapi import bodies
 from ckptstore.commits.catalog import latest
@@ -39,7 +39,7 @@ from ckptstore.errors import InvalidRequest
 from ckptstore.format.shards import CHUNK_BYTES
 from ckptstore.run import Run
 from ckptstore.stores import open_store
-from tests.ckpt.snapshot.gates import Gate, gated
+from tests.ckpt.snapshot.gates import Gate
 from tests.ckpt.test_schedule import schedule_of
 from tests.ckptapi.scripted import Answer, answer, scripted_daemon
 from tests.support.daemons import running_daemon
@@ -328,15 +328,6 @@ def test_a_preempted_checkpointer_saves_all_state_uncompressed_and_drops_what_is
         found = handle.result(60)
     assert found.stored_bytes >= found.raw_bytes
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """No upload of writer="thread" begins while it is closed."""
-    gate = Gate()
-    monkeypatch.setattr(writers, "open_store", gated(gate))
-    yield gate
-    gate.open()
 
 
 def test_the_last_save_waits_for_a_slot_whatever_on_busy_is(tmp_path: Path, gate: Gate) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from ckptstore.clock import system_clock
 from ckptstore.names import RunKeys
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import write_checkpoint
+from tests.support.daemons import Daemon, running_daemon
 from tests.support.entries import ENTRIES, TREES, write_entries
 
 
@@ -52,6 +54,12 @@ def unchanged(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def filled(folder: Path) -> Store:
     return open_store(str(folder))
+
+
+@pytest.fixture
+def daemon(folder: Path) -> Iterator[Daemon]:
+    with running_daemon(folder.as_uri()) as running:
+        yield running
 
 
 @pytest.fixture

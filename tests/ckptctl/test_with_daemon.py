@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,6 @@ from tests.support.checkpoints import flip, write_checkpoint
 from tests.support.command_line import Finished, Terminal, invoke, run
 from tests.support.daemons import Daemon, running_daemon
 from tests.support.waiting import wait_until
-
-
-@pytest.fixture
-def daemon(folder: Path) -> Iterator[Daemon]:
-    with running_daemon(folder.as_uri()) as running:
-        yield running
 
 
 def both(daemon: Daemon, folder: Path, *args: object) -> tuple[Finished, Finished]:

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ckpt import Checkpointer
 from ckpt.data import resumable
 from ckptstore.errors import InvalidRequest, UnsupportedObject
+from tests.ckpt.loops import open_run
 from tests.support.command_line import invoke
 from tests.support.parallel.runner import Scenario, run_scenario, run_scenarios
 from tests.support.parallel.zero import ZeroRedundancyOptimizer
@@ -53,10 +54,6 @@ class Window:
 
 def progress() -> Progress:
     return Progress(Moments(torch.arange(4.0), 7), datetime(2026, 5, 1, 12, tzinfo=UTC), Path("/data/x"))
-
-
-def open_run(folder: Path) -> Checkpointer:
-    return Checkpointer(str(folder), run="r", writer="thread")
 
 
 def test_values_come_back_in_their_types(tmp_path: Path) -> None:

@@ -1,4 +1,3 @@
-import os
 import pickle
 import shutil
 import warnings
@@ -18,15 +17,10 @@ from ckptstore.run import Run
 from ckptstore.stores import open_store
 from tests.ckpt.dcp_state import make_model, make_optimizer, same
 from tests.ckpt.ddp import run_ranks
+from tests.ckpt.foreign.conftest import Payload, without_a_trace
 from tests.support.command_line import Finished, invoke
 
 dcp: Any = torch.distributed.checkpoint  # it exports without saying so
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    (tmp_path / "store").mkdir()
-    return tmp_path / "store"
 
 
 @pytest.fixture
@@ -46,11 +40,7 @@ def take(store: Path, path: Path, run: str = "r") -> Finished:
 
 
 def refused(store: Path, path: Path) -> Any:
-    """The error of an import that must leave nothing."""
-    done = take(store, path)
-    assert done.code != 0
-    assert (list_checkpoints(Run(open_store(str(store)), "r")), list(store.rglob("*.ckpt"))) == ([], [])
-    return done.error
+    return without_a_trace(store, take(store, path))
 
 
 def given_back(store: Path, run: str = "r") -> Any:
@@ -124,16 +114,6 @@ def test_an_export_imports_to_the_same_state(store: Path, tmp_path: Path) -> Non
     assert invoke("export", "r@1", "--to", to, "--format", "dcp", "--store", store).code == 0
     assert take(store, to, "copy").code == 0
     assert same(given_back(store, "copy"), given_back(store))
-
-
-class Payload:
-    """What a hostile pickle would do."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
 
 
 def test_nothing_in_the_metadata_is_executed(store: Path, saved: Path, tmp_path: Path) -> None:

@@ -28,12 +28,6 @@ from tests.support.disks import small_file_system
 from tests.support.entries import ENTRIES, TREES, tensor_bytes, write_entries
 
 
-@pytest.fixture
-def empty(tmp_path: Path) -> Path:
-    (tmp_path / "store").mkdir()
-    return tmp_path / "store"
-
-
 def content_of(folder: Path, run: str) -> Content:
     store = open_store(str(folder))
     return read_manifest(StoreSource(store), list_checkpoints(Run(store, run))[0]).content
@@ -57,15 +51,15 @@ def refused(folder: Path, path: Path, *more: object) -> Finished:
     return done
 
 
-def test_a_safetensors_file_becomes_a_model(empty: Path, tmp_path: Path) -> None:
+def test_a_safetensors_file_becomes_a_model(store: Path, tmp_path: Path) -> None:
     tensors = {name.removeprefix("model/"): torch.tensor(a) for name, a in sample_arrays(3).items()}
     save_file(tensors, tmp_path / "a.safetensors")
-    done = invoke("import", tmp_path / "a.safetensors", "gpt@7", "--store", empty, "-o", "json")
+    done = invoke("import", tmp_path / "a.safetensors", "gpt@7", "--store", store, "-o", "json")
     assert done.code == 0
     assert done.json["id"].startswith("gpt@7.")
     assert (done.json["items"], done.json["num_entries"], done.json["format"]) == (["model"], 5, "safetensors")
-    assert invoke("verify", "gpt@7", "--store", empty).code == 0
-    state = exported(empty, "gpt", tmp_path / "b.pt")
+    assert invoke("verify", "gpt@7", "--store", store).code == 0
+    state = exported(store, "gpt", tmp_path / "b.pt")
     assert list(state) == ["model"]
     assert {name: tensor_bytes(t) for name, t in state["model"].items()} == {
         name: tensor_bytes(t) for name, t in tensors.items()
@@ -81,9 +75,9 @@ def test_an_import_makes_the_stores_folder_as_a_save_does(tmp_path: Path) -> Non
     assert invoke("verify", "gpt@7", "--store", store).code == 0
 
 
-def test_a_summary_of_the_import_is_printed(empty: Path, tmp_path: Path) -> None:
+def test_a_summary_of_the_import_is_printed(store: Path, tmp_path: Path) -> None:
     save_file({"w": torch.zeros(4)}, tmp_path / "a.safetensors")
-    done = invoke("import", tmp_path / "a.safetensors", "gpt@7", "--store", empty)
+    done = invoke("import", tmp_path / "a.safetensors", "gpt@7", "--store", store)
     assert done.stdout.startswith(f"Imported 1 entry (16 B) from {tmp_path}/a.safetensors as gpt@7.")
 
 
@@ -111,11 +105,11 @@ def test_an_own_export_falls_into_its_items_again(tmp_path: Path) -> None:
     assert state["optim"]["m"].shape == (0, 4)
 
 
-def test_tied_weights_of_the_safetensors_package_stay_tied(empty: Path, tmp_path: Path) -> None:
+def test_tied_weights_of_the_safetensors_package_stay_tied(store: Path, tmp_path: Path) -> None:
     layer = torch.nn.Linear(4, 4, bias=False)
     save_model(torch.nn.Sequential(layer, layer), str(tmp_path / "a.safetensors"))
-    assert invoke("import", tmp_path / "a.safetensors", "gpt@7", "--store", empty).code == 0
-    state = exported(empty, "gpt", tmp_path / "b.pt")["model"]
+    assert invoke("import", tmp_path / "a.safetensors", "gpt@7", "--store", store).code == 0
+    state = exported(store, "gpt", tmp_path / "b.pt")["model"]
     assert state["0.weight"].data_ptr() == state["1.weight"].data_ptr()
     assert torch.equal(state["0.weight"], layer.weight)
 
@@ -152,17 +146,17 @@ def test_no_import_moves_a_run_back_to_an_earlier_step(folder: Path, filled: Sto
 
 
 @pytest.mark.parametrize("to", ["gpt@latest", "gpt", "../x@1", "gpt@1.01ARZ3NDEKTSV4RRFFQ69G5FAV"])
-def test_a_name_that_is_no_new_checkpoint_is_refused(empty: Path, tmp_path: Path, to: str) -> None:
+def test_a_name_that_is_no_new_checkpoint_is_refused(store: Path, tmp_path: Path, to: str) -> None:
     save_file({"w": torch.zeros(4)}, tmp_path / "a.safetensors")
-    assert invoke("import", tmp_path / "a.safetensors", to, "--store", empty).code == 2
-    assert list_runs(open_store(str(empty))) == []
+    assert invoke("import", tmp_path / "a.safetensors", to, "--store", store).code == 2
+    assert list_runs(open_store(str(store))) == []
 
 
-def test_a_path_that_tells_no_format_is_refused(empty: Path, tmp_path: Path) -> None:
+def test_a_path_that_tells_no_format_is_refused(store: Path, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "x.txt").touch()
     for path in (tmp_path / "missing", tmp_path / "folder", tmp_path / "x.txt"):
-        assert refused(empty, path).error["code"] == "invalid_request"
+        assert refused(store, path).error["code"] == "invalid_request"
 
 
 def test_a_daemon_cannot_import(tmp_path: Path) -> None:
@@ -182,41 +176,41 @@ PLACE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         {"x": PLACE, "y": PLACE}, {}, {"__metadata__": {"a": 1}, "x": PLACE},
     ],
 )  # fmt: skip
-def test_a_malformed_header_is_damage(empty: Path, tmp_path: Path, header: object) -> None:
-    done = refused(empty, write_header(tmp_path / "a.safetensors", header, bytes(8)))
+def test_a_malformed_header_is_damage(store: Path, tmp_path: Path, header: object) -> None:
+    done = refused(store, write_header(tmp_path / "a.safetensors", header, bytes(8)))
     assert (done.code, done.error["code"]) == (5, "corrupt")
 
 
 @pytest.mark.parametrize("length", [0, 7, 8, 50, -1])
-def test_a_truncated_file_is_damage(empty: Path, tmp_path: Path, length: int) -> None:
+def test_a_truncated_file_is_damage(store: Path, tmp_path: Path, length: int) -> None:
     save_file({"w": torch.zeros(4)}, tmp_path / "a.safetensors")
     data = (tmp_path / "a.safetensors").read_bytes()
     (tmp_path / "a.safetensors").write_bytes(data[:length])
-    assert refused(empty, tmp_path / "a.safetensors").error["code"] == "corrupt"
+    assert refused(store, tmp_path / "a.safetensors").error["code"] == "corrupt"
 
 
-def test_a_header_that_claims_the_memory_of_the_machine_is_damage(empty: Path, tmp_path: Path) -> None:
+def test_a_header_that_claims_the_memory_of_the_machine_is_damage(store: Path, tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", 2**62) + b"{}")
-    assert refused(empty, tmp_path / "a.safetensors").error["code"] == "corrupt"
+    assert refused(store, tmp_path / "a.safetensors").error["code"] == "corrupt"
 
 
-def test_an_element_type_that_we_lack_is_named(empty: Path, tmp_path: Path) -> None:
+def test_an_element_type_that_we_lack_is_named(store: Path, tmp_path: Path) -> None:
     path = write_header(tmp_path / "a.safetensors", {"x": {**PLACE, "dtype": "F4"}}, bytes(8))
-    done = refused(empty, path)
+    done = refused(store, path)
     assert (done.code, done.error["code"]) == (2, "unsupported_object")
     assert "F4" in done.error["message"]
 
 
-def test_nothing_is_no_checkpoint(empty: Path, tmp_path: Path) -> None:
-    assert refused(empty, write_header(tmp_path / "a.safetensors", {})).error["code"] == "invalid_request"
+def test_nothing_is_no_checkpoint(store: Path, tmp_path: Path) -> None:
+    assert refused(store, write_header(tmp_path / "a.safetensors", {})).error["code"] == "invalid_request"
 
 
 @pytest.mark.parametrize(
     "tensors", [{"model/a": 1, "model/a/b": 1}, {"model/a/b": 1, "model/a": 1}, {"model": 1, "model/a": 1}, {"m/$": 1}]
 )
-def test_names_that_exclude_each_other_are_damage(empty: Path, tmp_path: Path, tensors: Mapping[str, int]) -> None:
+def test_names_that_exclude_each_other_are_damage(store: Path, tmp_path: Path, tensors: Mapping[str, int]) -> None:
     save_file({name: torch.zeros(n) for name, n in tensors.items()}, tmp_path / "a.safetensors", {"checkpoint": "x"})
-    assert refused(empty, tmp_path / "a.safetensors").error["code"] == "corrupt"
+    assert refused(store, tmp_path / "a.safetensors").error["code"] == "corrupt"
 
 
 @pytest.mark.parametrize(
@@ -229,7 +223,7 @@ def test_names_that_exclude_each_other_are_damage(empty: Path, tmp_path: Path, t
         {},
     ],
 )  # fmt: skip
-def test_a_malformed_index_is_damage(empty: Path, tmp_path: Path, index: object) -> None:
+def test_a_malformed_index_is_damage(store: Path, tmp_path: Path, index: object) -> None:
     hub = tmp_path / "hub"
     hub.mkdir()
     save_file({"w": torch.zeros(4)}, tmp_path / "secret.safetensors")
@@ -237,7 +231,7 @@ def test_a_malformed_index_is_damage(empty: Path, tmp_path: Path, index: object)
     save_file({"w": torch.zeros(4), "x": torch.zeros(1)}, hub / "b.safetensors")  # w is in both
     (hub / "other.txt").touch()
     (hub / "model.safetensors.index.json").write_text(json.dumps(index))
-    done = refused(empty, hub)
+    done = refused(store, hub)
     assert (done.code, done.error["code"]) == (5, "corrupt")
 
 
@@ -250,13 +244,13 @@ def test_a_store_that_is_full_keeps_nothing(tmp_path: Path) -> None:
         assert [path for path in disk.rglob("*") if path.is_file()] == []
 
 
-def test_no_torch_is_needed_for_safetensors(empty: Path, tmp_path: Path) -> None:
+def test_no_torch_is_needed_for_safetensors(store: Path, tmp_path: Path) -> None:
     save_file({"w": torch.zeros(4)}, tmp_path / "a.safetensors")
     script = (
         "import sys; sys.modules.update(torch=None, safetensors=None); from tests.support.command_line import invoke\n"
-        f"a = invoke('import', {str(tmp_path / 'a.safetensors')!r}, 'r@1', '--store', {str(empty)!r})\n"
-        f"b = invoke('export', 'r@1', '--to', {str(tmp_path / 'b.safetensors')!r}, '--store', {str(empty)!r})\n"
-        f"c = invoke('import', {str(tmp_path / 'x.pt')!r}, 'r@2', '--store', {str(empty)!r})\n"
+        f"a = invoke('import', {str(tmp_path / 'a.safetensors')!r}, 'r@1', '--store', {str(store)!r})\n"
+        f"b = invoke('export', 'r@1', '--to', {str(tmp_path / 'b.safetensors')!r}, '--store', {str(store)!r})\n"
+        f"c = invoke('import', {str(tmp_path / 'x.pt')!r}, 'r@2', '--store', {str(store)!r})\n"
         "print(a, b, c); sys.exit((a.code, b.code, c.code) != (0, 0, 2) or 'ckptd[torch]' not in c.stderr)"
     )
     (tmp_path / "x.pt").touch()
@@ -267,22 +261,21 @@ def test_no_torch_is_needed_for_safetensors(empty: Path, tmp_path: Path) -> None
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_killed_import_leaves_no_checkpoint(empty: Path, tmp_path: Path) -> None:
+def test_a_killed_import_leaves_no_checkpoint(store: Path, tmp_path: Path) -> None:
     layout = write_header(
         tmp_path / "a.safetensors", {"w": {"dtype": "U8", "shape": [1 << 30], "data_offsets": [0, 1 << 30]}}
     )
     with open(layout, "rb+") as file:
         file.truncate(layout.stat().st_size + (1 << 30))
-    args = ("import", str(layout), "r@1", "--store", str(empty))
+    args = ("import", str(layout), "r@1", "--store", str(store))
     process = subprocess.Popen([sys.executable, "-m", "ckptctl", *args], env=clean_environment())
     try:
-        while not any(path.name.startswith("shard-") for path in empty.rglob("*")):
+        while not any(path.name.startswith("shard-") for path in store.rglob("*")):
             assert process.poll() is None
     finally:
         process.kill()
         process.wait()
-    store = open_store(str(empty))
-    run = Run(store, "r")
+    run = Run(open_store(str(store)), "r")
     assert list_checkpoints(run) == []
-    assert not any(info.key.endswith(".json") for info in store.list(run.keys.attempts))
+    assert not any(info.key.endswith(".json") for info in run.store.list(run.keys.attempts))
     os.truncate(layout, 0)

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt import Checkpointer
 from ckptstore.errors import CorruptObject
 from ckptstore.names import RunKeys, shard_name
+from tests.ckpt.loops import open_run
 from tests.support.checkpoints import flip
 
 LARGE = 70_000
@@ -37,10 +37,6 @@ def tensors(found: dict[str, Any]) -> list[torch.Tensor]:
 
 def zeros() -> dict[str, Any]:
     return {"large": torch.zeros(LARGE), "small": torch.zeros(3), "pair": Pair(torch.zeros(2, LARGE), [torch.zeros(4)])}
-
-
-def open_run(folder: Path) -> Checkpointer:
-    return Checkpointer(str(folder), run="r", writer="thread")
 
 
 def test_tensors_of_shared_and_own_values_are_filled_in_place(tmp_path: Path) -> None:
@@ -81,15 +77,11 @@ def test_tensors_at_equal_paths_stay_distinct(tmp_path: Path) -> None:
     assert torch.equal(restored.values["own"]["a"]["b"], saved["a"]["b"])
 
 
-def _part() -> torch.Tensor:
-    return torch.zeros(2, LARGE)[0]
-
-
 @pytest.mark.parametrize(
     "live",
     [
         torch.zeros(LARGE, dtype=torch.float64), torch.zeros(LARGE + 1), torch.zeros(1, LARGE),
-        torch.zeros(1).expand(LARGE), _part(), torch.zeros(LARGE, requires_grad=True) * 1,
+        torch.zeros(1).expand(LARGE), torch.zeros(2, LARGE)[0], torch.zeros(LARGE, requires_grad=True) * 1,
         torch.from_numpy(np.zeros(LARGE, np.float32)),
     ],
     ids=["type", "size", "shape", "expanded", "part", "computed", "memory of others"],

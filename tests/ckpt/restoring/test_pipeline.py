@@ -50,6 +50,7 @@ from ckptstore.run import Run
 from ckptstore.stores import open_store
 from tests.ckpt.data.trained import Samples
 from tests.ckpt.ddp import ROOT
+from tests.ckpt.loops import open_run
 from tests.support.checkpoints import flip, write_rank
 from tests.support.parallel.runner import Outcome, Scenario, run_named
 from tests.support.training import same_state, seed_all
@@ -447,10 +448,6 @@ def test_searches_that_the_caller_stopped_stay_stopped() -> None:
     gc.disable()
     assert not is_searching()
     assert not gc.isenabled()
-
-
-def open_run(folder: Path) -> Checkpointer:
-    return Checkpointer(str(folder), run="r", writer="thread")
 
 
 def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
@@ -37,15 +36,6 @@ from tests.support.waiting import present, wait_until
 
 def steps(store: Path) -> list[int]:
     return [checkpoint.step for checkpoint in StoreSource(open_store(str(store))).checkpoints("r")]
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """No upload of writer="thread" begins while it is closed."""
-    gate = Gate()
-    monkeypatch.setattr(writers, "open_store", gated(gate))
-    yield gate
-    gate.open()
 
 
 def test_a_save_is_skipped_without_an_error_while_all_slots_are_in_use(tmp_path: Path) -> None:

@@ -22,12 +22,6 @@ from tests.support.waiting import wait_until
 
 
 @pytest.fixture
-def daemon(folder: Path) -> Iterator[Daemon]:
-    with running_daemon(folder.as_uri()) as running:
-        yield running
-
-
-@pytest.fixture
 def client(daemon: Daemon) -> Iterator[DaemonClient]:
     with daemon.client() as made:
         yield made

@@ -39,10 +39,6 @@ def _all(database: Database, run: str | None = None) -> list[Checkpoint]:
     return Listing(database).page(Filter(run=run), Sort.RUN, None, 1000).checkpoints
 
 
-def _outcome(store: Store, tmp_path: Path, checkpoint: Checkpoint) -> Path:
-    return tmp_path / "store" / RunKeys(checkpoint.run).outcome(checkpoint.attempt)
-
-
 def test_a_poll_costs_six_listings_per_run(store: Store, database: Database) -> None:
     for run in "ab":
         write_checkpoint(store, run, arrays={})
@@ -93,7 +89,7 @@ def test_an_outcome_damaged_after_it_was_read_is_marked(store: Store, database: 
     for _ in range(2):
         store_sync.run_once()
     assert Index(database).latest_of_runs(9) == [newer]
-    path = _outcome(store, tmp_path, newer)
+    path = tmp_path / "store" / RunKeys(newer.run).outcome(newer.attempt)
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])
     for _ in range(2):

@@ -172,11 +172,7 @@ def test_another_trainer_that_went_on_elsewhere_wins(tiers: Tiers) -> None:
     tiers.replicate_all()
     assert (third, latest(tiers.remote).step, sorted(list_generations(tiers.remote))) == (3, 40, [1, 2, 3])
     with pytest.raises(Superseded):
-        replicate(tiers.local, tiers.remote, other_of(tiers, 20))
-
-
-def other_of(tiers: Tiers, step: int) -> Attempt:
-    return next(c.attempt for c in list_checkpoints(tiers.local) if c.step == step)
+        replicate(tiers.local, tiers.remote, next(c.attempt for c in list_checkpoints(tiers.local) if c.step == 20))
 
 
 def test_a_number_that_is_only_local_is_filled_remotely(tiers: Tiers) -> None:
