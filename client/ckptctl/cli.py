@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+from typer.models import CommandInfo
 
 from ckptctl import manual
 from ckptctl.output import INTERRUPTED, MEANINGS, OK, Output
@@ -65,8 +66,15 @@ def _load(name: str, function: str) -> Any:
         program.add_typer(found, name=name)
     else:
         program.command(name)(found)
-    manual.finish_commands(program, _Command)
+    manual.finish_commands(program, _finish)
     return typer.main.get_group(program).commands[name]
+
+
+def _finish(command: CommandInfo) -> None:
+    from ckptctl.commands.struct_options import with_session
+
+    assert command.callback is not None
+    command.cls, command.callback = _Command, with_session(command.callback)
 
 
 class _Command(TyperCommand):

@@ -6,10 +6,11 @@ through the parser.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from difflib import get_close_matches
 
 import typer
-from typer.core import TyperCommand
+from typer.models import CommandInfo
 
 SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Look": {
@@ -192,15 +193,15 @@ def suggestions(word: str) -> list[str]:
     return meant or list(dict.fromkeys(ALIASES.get(name, name) for name in similar))
 
 
-def finish_commands(program: typer.Typer, kind: type[TyperCommand], prefix: str = "") -> None:
-    """Make every command one of this kind, with its examples at the end of its help.
+def finish_commands(program: typer.Typer, finish: Callable[[CommandInfo], None], prefix: str = "") -> None:
+    """Call `finish` with every command, and put its examples at the end of its help.
 
     Raises KeyError for a command without examples.
     """
     for command in program.registered_commands:
-        command.cls = kind
+        finish(command)
         lines = ["\b", "Examples:", *(f"  {line}" for line in EXAMPLES[f"{prefix}{command.name}"])]
         command.epilog = "\n".join(filter(None, [command.epilog, "\n".join(lines)])).replace("\n\b", "\n\n\b")
     for group in program.registered_groups:
         if group.typer_instance is not None:
-            finish_commands(group.typer_instance, kind, f"{prefix}{group.name} ")
+            finish_commands(group.typer_instance, finish, f"{prefix}{group.name} ")

@@ -42,7 +42,7 @@ class Table:
 
     A header that begins with > has its column aligned right. If the terminal is too narrow, columns whose header ends
     in a slash and a number are dropped, the highest number first. A header that ends in ? is left out if its column is
-    empty.
+    empty. A table without rows is not printed.
     """
 
     headers: Sequence[str]
@@ -105,9 +105,11 @@ class Screen:
         if self._patience is not None:
             self._patience.cancel()
 
-    def emit(self, body: object, ids: Iterable[str], blocks: Iterable[Block]) -> None:
-        """Print one result in the output format; `blocks` is only consumed for tables."""
+    def emit(self, body: object, ids: Iterable[str], blocks: Iterable[Block], none: str = "") -> None:
+        """Print one result; `blocks` is only consumed for tables. none: a note if the result is an empty list."""
         self._begin_output()
+        if body == [] and none:
+            self.note(none)
         if self.output is Output.TABLE:
             self.preview(blocks)
         elif self.output is Output.ID:
@@ -184,7 +186,7 @@ class Screen:
     def _texts(self, blocks: Iterable[Block]) -> Iterator[Text]:
         for block in blocks:
             if isinstance(block, Table):
-                yield from table_lines(block, self._out.width)
+                yield from table_lines(block, self._out.width) if block.rows else ()
             elif isinstance(block, Facts):
                 yield from facts_lines(block)
             else:

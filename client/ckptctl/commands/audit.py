@@ -14,7 +14,7 @@ from ckptstore import human
 
 
 def audit(
-    ctx: typer.Context,
+    session: Session,
     run: RunArgument = None,
     limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, metavar="N", help="Show the newest N of each run.")] = 100,
 ) -> None:
@@ -22,14 +22,12 @@ def audit(
 
     A record is written before its action. Records are kept for a year.
     """
-    session: Session = ctx.obj
     found = [body for name in session.run_names(run) for body in session.operator.audit(name, limit)]
     found.sort(key=lambda body: body.at, reverse=True)
-    if not found:
-        session.screen.note("the audit log is empty")
     columns = ("WHEN, UTC", "WHO/2", "DID", "REASON/1", "CHECKPOINTS")
     rows = [Row((human.moment(b.at).removesuffix(" UTC"), b.by, b.action, b.reason, _ids(b.ids))) for b in found]
-    session.screen.emit(found, [id for body in found for id in body.ids], [Table(columns, rows)] if rows else [])
+    ids = [id for body in found for id in body.ids]
+    session.screen.emit(found, ids, [Table(columns, rows)], none="the audit log is empty")
 
 
 def _ids(ids: list[str]) -> str:

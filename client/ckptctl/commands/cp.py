@@ -33,7 +33,7 @@ class CopyBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def copy_checkpoints(
-    ctx: typer.Context,
+    session: Session,
     which: ChosenArgument = None,
     to: Annotated[str, typer.Option("--to", metavar="STORE", help="The other store: a path, file://, s3://, ...")] = "",
     name: Annotated[str | None, typer.Option("--as", metavar="RUN", help="Name of the run there.")] = None,
@@ -45,7 +45,6 @@ def copy_checkpoints(
     metrics are copied, pins are not. Chunks in earlier checkpoints are stored with each copy that needs them. If some
     checkpoints cannot be copied, because they are damaged for example, the others are, and the exit code is 3.
     """
-    session: Session = ctx.obj
     if not which or not to:
         missing = "nothing to copy is given" if not which else "no store to copy to is given"
         raise InvalidRequest(missing, "Use ckptctl cp RUN@STEP --to STORE")

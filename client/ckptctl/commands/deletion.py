@@ -23,7 +23,7 @@ from ckptstore.retention.deletion import UNDELETED, CollectReport, Deleted
 
 
 def remove(
-    ctx: typer.Context,
+    session: Session,
     checkpoints: Annotated[
         list[str],
         typer.Argument(
@@ -48,7 +48,6 @@ def remove(
     exist, none is deleted; if some are refused, the others are deleted and the exit code is 3. --all asks for the name
     of the run.
     """
-    session: Session = ctx.obj
     grace_s = human.parse_duration(grace)
     found = list({c.id: c for text in checkpoints for c in _meant(session, text, everything)}.values())
     if dry_run:
@@ -113,7 +112,7 @@ def _confirm(session: Session, found: Sequence[Checkpoint], run: str | None) -> 
 
 
 def undelete(
-    ctx: typer.Context,
+    session: Session,
     checkpoint: Annotated[
         str | None,
         typer.Argument(
@@ -128,7 +127,6 @@ def undelete(
     The checkpoint is listed again, unchanged. It is pinned as "undeleted", so that the policy which deleted it does not
     delete it again; ckptctl pin RUN@STEP undeleted --remove removes that pin.
     """
-    session: Session = ctx.obj
     if checkpoint is None or "@" not in checkpoint:
         _list_deleted(session, checkpoint)
         return
@@ -139,13 +137,12 @@ def undelete(
 
 def _list_deleted(session: Session, run: str | None) -> None:
     bodies = [body for name in session.run_names(run) for body in session.operator.deleted(name)]
-    if not bodies:
-        session.screen.note("nothing is waiting to be deleted")
-    session.screen.emit(bodies, [body.id for body in bodies], _deleted_blocks(bodies, session.clock()))
+    ids, table = [body.id for body in bodies], _deleted_table(bodies, session.clock())
+    session.screen.emit(bodies, ids, [table], none="nothing is waiting to be deleted")
 
 
 def collect_garbage(
-    ctx: typer.Context,
+    session: Session,
     run: RunArgument = None,
     grace: Annotated[
         str | None,
@@ -160,7 +157,6 @@ def collect_garbage(
     Deletes checkpoints whose grace period is over, commits complete saves, and deletes incomplete ones older than
     --grace. A daemon runs this as a job, with its own grace setting.
     """
-    session: Session = ctx.obj
     reports = session.operator.collect(run, human.parse_duration(grace) if grace is not None else None)
     touched = [name for report in reports for name in (*report.swept, *report.rolled_forward, *report.aborted)]
     session.screen.emit(reports, touched, _collected_blocks(reports))
@@ -172,16 +168,14 @@ def _collected_blocks(reports: Sequence[CollectReport]) -> Iterator[Block]:
         Row((r.run, *(str(len(ids)) for ids in (r.swept, r.rolled_forward, r.aborted)), human.size(r.freed_bytes)))
         for r in reports
     ]
-    if rows:
-        yield Table(columns, rows)
+    yield Table(columns, rows)
     for report in reports:
         yield from (f"deleted {name}" for name in report.swept)
         yield from (f"rolled forward {name}" for name in report.rolled_forward)
         yield from (f"aborted {name}" for name in report.aborted)
 
 
-def _deleted_blocks(bodies: Sequence[Deleted], now: float) -> Iterator[Block]:
+def _deleted_table(bodies: Sequence[Deleted], now: float) -> Table:
     columns = ("CHECKPOINT", ">DELETED", ">LEFT", "BY/1", "REASON")
     rows = [Row((b.id, human.age(now - b.at), human.age(b.until - now), b.by, b.reason)) for b in bodies]
-    if rows:
-        yield Table(columns, rows)
+    return Table(columns, rows)

@@ -20,7 +20,7 @@ _SHOWN = 40
 
 
 def diff(
-    ctx: typer.Context,
+    session: Session,
     before: Annotated[
         str, typer.Argument(metavar="RUN[@STEP]", help="The earlier checkpoint.", autocompletion=checkpoint_names)
     ],
@@ -30,7 +30,6 @@ def diff(
 
     Chunks that are equal in both are not read. With -o id it prints the names of the tensors that differ.
     """
-    session: Session = ctx.obj
     source = session.source
     found = [find_readable(source, text) for text in (before, after)]
     with ExitStack() as held:

@@ -45,12 +45,11 @@ class HealthBody(msgspec.Struct, frozen=True):
     ready: bool
 
 
-def probe(ctx: typer.Context) -> None:
+def probe(session: Session) -> None:
     """Check a store with a few small objects: conditional writes, listings, its clock, its speed.
 
     With --url, the daemon checks its store. The objects are deleted afterwards. Exit code 1 if a check fails.
     """
-    session: Session = ctx.obj
     found = session.operator.probe()
     session.screen.emit(found, [check.name for check in found.checks if not check.ok], _probe_blocks(found))
     if not found.ok:
@@ -62,7 +61,7 @@ def probe(ctx: typer.Context) -> None:
 
 
 def doctor(
-    ctx: typer.Context,
+    session: Session,
     wait: Annotated[
         str | None,
         typer.Option(
@@ -77,7 +76,6 @@ def doctor(
     With --wait, it needs no token and writes nothing to the store. Exit code 0 as soon as the daemon is ready or the
     store can be listed, and 7 if neither happens in time.
     """
-    session: Session = ctx.obj
     if wait is not None:
         _wait(session, human.parse_duration(wait))
         return
@@ -112,12 +110,11 @@ def _ask_daemon(session: Session) -> None:
         )
 
 
-def reindex(ctx: typer.Context) -> None:
+def reindex(session: Session) -> None:
     """Rebuild the index of a daemon from the store.
 
     No data is lost: the index is a cache of the store.
     """
-    session: Session = ctx.obj
     found = session.daemon("reindex").reindex()
     text = f"Indexed {human.count(found.checkpoints, 'checkpoint')} of {human.count(found.runs, 'run')}"
     session.screen.emit(found, [], [text])

@@ -31,7 +31,7 @@ class Drained(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def drain(
-    ctx: typer.Context,
+    session: Session,
     run: Annotated[str | None, typer.Argument(metavar="RUN", help="Only savers of this run.")] = None,
     timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="Wait at most this long.")] = 25.0,
 ) -> None:
@@ -40,7 +40,6 @@ def drain(
     Looks at this host only, at savers of this user, and needs no store. Exit code 0: all are done, or there is none;
     3: some are not, or a save failed meanwhile. Savers go on after this command has ended.
     """
-    session: Session = ctx.obj
     if timeout < 0:
         raise InvalidRequest(f"timeout {timeout} is negative", "Give seconds")
     if run is not None:

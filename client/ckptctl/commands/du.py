@@ -46,7 +46,7 @@ class PartBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def show_usage(
-    ctx: typer.Context,
+    session: Session,
     which: Annotated[
         str | None,
         typer.Argument(
@@ -64,22 +64,19 @@ def show_usage(
     SIZE counts the tensors, STORED the files. On a store (--store), data that waits for its deletion and data of saves
     that did not finish are measured as well; ckptctl gc removes what is due.
     """
-    session: Session = ctx.obj
     if which is not None and "@" in which:
         _show_parts(session, which, depth)
         return
     found = _usages(session, which)
-    if not found:
-        session.screen.note(f"no run in {session.source.url}")
-    session.screen.emit(found, dict.fromkeys(body.run for body in found), _usage_blocks(found))
+    runs = dict.fromkeys(body.run for body in found)
+    session.screen.emit(found, runs, _usage_blocks(found), none=f"no run in {session.source.url}")
 
 
 def _show_parts(session: Session, which: str, depth: int) -> None:
     checkpoint = find_readable(session.source, which)
     bodies = _parts(entry_bytes(read_manifest(session.source, checkpoint).content), depth)
-    if not bodies:
-        session.screen.note(f"{checkpoint.id} has no tensors")
-    session.screen.emit(bodies, [body.part for body in bodies], _part_blocks(bodies))
+    parts = [body.part for body in bodies]
+    session.screen.emit(bodies, parts, [_part_table(bodies)], none=f"{checkpoint.id} has no tensors")
 
 
 def _parts(sizes: Mapping[str, int], depth: int) -> list[PartBody]:
@@ -142,12 +139,11 @@ def _usage_blocks(found: Sequence[UsageBody]) -> Iterator[Block]:
         yield Table(columns, [*rows, Row(("total", "", "", "", human.size(total), ""), "bold")])
 
 
-def _part_blocks(bodies: Sequence[PartBody]) -> Iterator[Block]:
+def _part_table(bodies: Sequence[PartBody]) -> Table:
     total = sum(body.raw_bytes for body in bodies)
     columns = ("PART", ">ENTRIES", ">SIZE", ">SHARE")
     rows = [
         Row((body.part, f"{body.entries:,}", human.size(body.raw_bytes), human.ratio(body.raw_bytes, total)))
         for body in bodies
     ]
-    if rows:
-        yield Table(columns, rows)
+    return Table(columns, rows)

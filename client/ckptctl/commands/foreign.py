@@ -40,7 +40,7 @@ class ExportBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def export(
-    ctx: typer.Context,
+    session: Session,
     checkpoint: CheckpointArgument,
     to: Annotated[
         Path,
@@ -71,7 +71,6 @@ def export(
     random state and of data loaders, and --names is not given, the exit code is 3. torch and dcp need the same amount
     of disk space again next to PATH while they write.
     """
-    session: Session = ctx.obj
     kind = choose_format(to, format)
     write = writer_of(kind, human.parse_size(max_shard_size))
     found = find_readable(session.source, checkpoint)
@@ -125,7 +124,7 @@ class ImportBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def import_checkpoint(
-    ctx: typer.Context,
+    session: Session,
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A file or folder on this machine.")],
     to: Annotated[str, typer.Argument(metavar="RUN@STEP", help="The new checkpoint: RUN@STEP.")],
     format: Annotated[ForeignFormat | None, typer.Option("--format", help="Required if it cannot be detected.")] = None,
@@ -139,7 +138,6 @@ def import_checkpoint(
     state_dict), "optim" (also optimizer), and others; any other state becomes the item NAME. The checkpoint is
     committed when all data is in the store. Existing checkpoints are never replaced.
     """
-    session: Session = ctx.obj
     kind, session.creates = importing.choose_format(path, format), True
     # If the store's create-only writes overwrite, the daemon decides who commits.
     store = with_remote_create(session.store("import"), os.environ.get("CKPTD_URL"), os.environ.get("CKPT_TOKEN"))

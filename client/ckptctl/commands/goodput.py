@@ -27,7 +27,7 @@ _WORDS = {
 
 
 def goodput(
-    ctx: typer.Context,
+    session: Session,
     run: Annotated[str, typer.Argument(metavar="RUN")],
     metrics: Annotated[
         bool, typer.Option("--openmetrics", help="Print OpenMetrics, for a node exporter's text files.")
@@ -39,7 +39,6 @@ def goodput(
     those of Google's ML Productivity Goodput, and -o json has its names. With heartbeats figures are exact to a minute
     per attempt; without, only the times of captures are known. With -o id it prints the attempts.
     """
-    session: Session = ctx.obj
     check_run(run)
     found = session.dispatch(
         lambda: session.daemon("goodput").goodput(run),

@@ -28,20 +28,19 @@ _STYLES = {
 
 
 def jobs(
-    ctx: typer.Context,
+    session: Session,
     id: Annotated[str | None, typer.Argument(metavar="JOB", help="Show this job with its log.")] = None,
     cancel: Annotated[bool, typer.Option("--cancel", help="Cancel the job.")] = False,
     wait: Annotated[bool, typer.Option("--wait", "-w", help="Wait until the job has ended.")] = False,
     limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, metavar="N", help="Show the newest N.")] = 20,
 ) -> None:
     """Show the jobs of a daemon: verifications and collections."""
-    session: Session = ctx.obj
     daemon = session.daemon("jobs")
     if id is None:
         if cancel or wait:
             raise InvalidRequest("--cancel and --wait need a job", "ckptctl jobs lists them")
         found = daemon.jobs(limit)
-        session.screen.emit(found, [job.id for job in found], _table(found, session.clock()))
+        session.screen.emit(found, [job.id for job in found], [_table(found, session.clock())])
         return
     job = daemon.cancel_job(id) if cancel else daemon.job(id)
     if wait:
@@ -62,10 +61,9 @@ def follow(session: Session, daemon: DaemonClient, request: JobRequest) -> JobBo
     )
 
 
-def _table(found: list[JobBody], now: float) -> Iterator[Block]:
+def _table(found: list[JobBody], now: float) -> Table:
     columns = ("JOB", "KIND", "STATE", ">DONE/1", ">AGE/2", "OF", "PROBLEM")
-    if found:
-        yield Table(columns, [Row(_cells(job, now), _STYLES[job.state]) for job in found])
+    return Table(columns, [Row(_cells(job, now), _STYLES[job.state]) for job in found])
 
 
 def _cells(job: JobBody, now: float) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from ckptstore.retention.pins import NamedPin
 
 
 def pin(
-    ctx: typer.Context,
+    session: Session,
     checkpoint: Annotated[
         str | None,
         typer.Argument(
@@ -37,7 +37,6 @@ def pin(
 
     A checkpoint may have several pins, and a name may pin several checkpoints.
     """
-    session: Session = ctx.obj
     if name is None or checkpoint is None:
         _list(session, checkpoint, remove)
         return
@@ -59,10 +58,8 @@ def _list(session: Session, run: str | None, remove: bool) -> None:
     if remove or (run is not None and "@" in run):
         raise InvalidRequest("no name of a pin is given", "Use ckptctl pin RUN@STEP NAME")
     found = [body for each in session.run_names(run) for body in session.operator.pins(each)]
-    if not found:
-        session.screen.note("no checkpoint is pinned")
     table = Table(("CHECKPOINT", "PIN"), [Row((body.id, body.name)) for body in found])
-    session.screen.emit(found, [body.id for body in found], [table] if found else [])
+    session.screen.emit(found, [body.id for body in found], [table], none="no checkpoint is pinned")
 
 
 LabelsArgument = Annotated[
@@ -81,7 +78,7 @@ MetricOption = Annotated[
 
 
 def tag(
-    ctx: typer.Context,
+    session: Session,
     checkpoint: CheckpointArgument,
     labels: LabelsArgument = None,
     metric: MetricOption = None,
@@ -95,7 +92,6 @@ def tag(
     RUN@TAG names the newest checkpoint with a tag. With --move a tag is a name that moves: ckptctl tag gpt@1000 prod
     --move, then ckptctl export gpt@prod, or ckpt.load("gpt@prod").
     """
-    session: Session = ctx.obj
     change = LabelChange(dict(map(_tag, labels or ())), dict(map(_metric, metric or ())))
     if not change.tags and not change.metrics:
         raise InvalidRequest("there is nothing to set or remove", "Pass a tag, or --metric NAME=NUMBER")

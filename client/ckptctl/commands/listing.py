@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from math import inf, isfinite
@@ -13,7 +13,7 @@ import typer
 from ckptapi.bodies import CheckpointBody, RunBody
 from ckptapi.listing import Bound, Filter, Sort, Tagged, in_order
 from ckptctl.commands.arguments import LocalOption, RunArgument
-from ckptctl.render import Block, Facts, Row, Table
+from ckptctl.render import Facts, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, State, has_branches
@@ -35,7 +35,7 @@ STATE_STYLES = {State.COMMITTED: "", State.SUPERSEDED: "dim", State.ABANDONED: "
 
 
 def list_checkpoints(
-    ctx: typer.Context,
+    session: Session,
     run: RunArgument = None,
     limit: LimitOption = None,
     state: StateOption = None,
@@ -54,7 +54,6 @@ def list_checkpoints(
     run, step, time, size or metric:NAME, with a minus sign for descending order. --limit counts for each run in the
     order by run, otherwise for all. With --local, a column names the stores that have each checkpoint: local, remote.
     """
-    session: Session = ctx.obj
     session.add_local_tier(local)
     now = session.clock()
     wanted = Filter(
@@ -84,11 +83,9 @@ def _show_some(session: Session, found: dict[str, list[Checkpoint]], limit: int 
             of_run = f" of run {name}" if name else ""
             total = human.count(len(checkpoints), "checkpoint")
             session.screen.note(f"{len(checkpoints[:limit])} of {total}{of_run} shown")
-    if not shown:
-        none = "no checkpoint" if unfiltered else "no checkpoint that meets all conditions"
-        session.screen.note(f"{none} in {session.source.url}")
-    bodies = [CheckpointBody.of(c) for c in shown]
-    session.screen.emit(bodies, [c.id for c in shown], [checkpoint_table(shown, session.clock())] if shown else [])
+    bodies, table = [CheckpointBody.of(c) for c in shown], checkpoint_table(shown, session.clock())
+    none = "no checkpoint" if unfiltered else "no checkpoint that meets all conditions"
+    session.screen.emit(bodies, [c.id for c in shown], [table], none=f"{none} in {session.source.url}")
 
 
 def _arrangement(text: str) -> Callable[[list[Checkpoint]], list[Checkpoint]]:
@@ -123,27 +120,24 @@ def _moment(text: str, now: float) -> float:
         raise InvalidRequest(f"{text!r} is not a time", "Write 90s, 30m, 24h, 7d or 2026-11-22T10:00:00Z") from None
 
 
-def show_latest(ctx: typer.Context, run: RunArgument = None, local: LocalOption = None) -> None:
+def show_latest(session: Session, run: RunArgument = None, local: LocalOption = None) -> None:
     """Show the newest checkpoint of a run: the highest step of its newest generation.
 
     RUN may be left out if the store holds only one run.
     """
-    session: Session = ctx.obj
     session.add_local_tier(local)
     found = session.source.latest(run)
     session.screen.emit(CheckpointBody.of(found), [found.id], [checkpoint_facts(found, session.clock())])
 
 
-def list_runs(ctx: typer.Context) -> None:
+def list_runs(session: Session) -> None:
     """List runs with their checkpoints and sizes."""
-    session: Session = ctx.obj
     runs = session.dispatch(
         lambda: session.daemon("runs").run_summaries(),
         lambda: [_summary(session, name, found) for name, found in session.checkpoints(None).items()],
     )
-    if not runs:
-        session.screen.note(f"no run in {session.source.url}")
-    session.screen.emit(runs, [run.run for run in runs], _run_blocks(runs, session.clock()))
+    names, table = [run.run for run in runs], _run_table(runs, session.clock())
+    session.screen.emit(runs, names, [table], none=f"no run in {session.source.url}")
 
 
 def _summary(session: Session, run: str, found: Sequence[Checkpoint]) -> RunBody:
@@ -219,10 +213,8 @@ def _where(c: Checkpoint) -> str:
     return ", ".join(c.tiers)
 
 
-def _run_blocks(runs: Iterable[RunBody], now: float) -> Iterator[Block]:
-    rows = [Row(_run_cells(run, now)) for run in runs]
-    if rows:
-        yield Table(("RUN", ">CHECKPOINTS", ">STORED", "LATEST", ">AGE"), rows)
+def _run_table(runs: Iterable[RunBody], now: float) -> Table:
+    return Table(("RUN", ">CHECKPOINTS", ">STORED", "LATEST", ">AGE"), [Row(_run_cells(run, now)) for run in runs])
 
 
 def _run_cells(run: RunBody, now: float) -> tuple[str, ...]:

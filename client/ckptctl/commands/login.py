@@ -29,7 +29,7 @@ class LoginBody(msgspec.Struct, frozen=True):
 
 
 def login(
-    ctx: typer.Context,
+    session: Session,
     url: Annotated[str | None, typer.Argument(metavar="URL", help="The daemon; by default --url.")] = None,
     name: Annotated[str, typer.Option("--name", metavar="NAME", help="Name of the profile.")] = "default",
 ) -> None:
@@ -39,7 +39,6 @@ def login(
     line. It is stored in a file that only you can read. The first profile becomes the default one. A profile of the
     same name and address gets the new token.
     """
-    session: Session = ctx.obj
     given = session.given
     url = url or given["url"]
     if not url:
@@ -63,7 +62,7 @@ def _ask() -> str:
 
 
 def open_page(
-    ctx: typer.Context,
+    session: Session,
     which: Annotated[
         str | None,
         typer.Argument(
@@ -78,7 +77,6 @@ def open_page(
 
     The environment variable BROWSER names the program. Without a browser, the address is only printed.
     """
-    session: Session = ctx.obj
     daemon = session.daemon("open")
     page = daemon.url + _path(session, which)
     if browser and not webbrowser.open(page):

@@ -75,7 +75,7 @@ PlotOption = Annotated[
 
 @with_options(rules=Policy, options=PlanInputs)
 def plan(
-    ctx: typer.Context,
+    session: Session,
     checkpoint: RunOrCheckpoint = None,
     from_run: FromOption = None,
     config: ConfigOption = None,
@@ -92,7 +92,6 @@ def plan(
     else is optional; parts without their inputs are left out. docs/how-to/planning.md has the
     formulas and their sources.
     """
-    session: Session = ctx.obj
     found = _model(session, checkpoint, from_run, config, safetensors)
     _check_state(found, options)
     if measure is not None:

@@ -115,14 +115,13 @@ group = typer.Typer(
 
 @group.command("show")
 def show(
-    ctx: typer.Context,
+    session: Session,
     run: Annotated[str | None, typer.Argument(metavar="RUN", help="A run: show the rules that apply to it.")] = None,
 ) -> None:
     """Show the policies in force, as a file for policy apply, and which runs they prune or are blocked for.
 
     Which checkpoints they delete is shown by ckptctl prune --dry-run.
     """
-    session: Session = ctx.obj
     body = session.operator.policies()
     if run is not None:
         policy = policy_for(body.policies, run)
@@ -141,7 +140,7 @@ def show(
 
 @group.command("apply", epilog=_EPILOG)
 def apply(
-    ctx: typer.Context,
+    session: Session,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML; - for standard input.")],
     expect: ExpectOption = None,
     reason: HistoryReasonOption = "",
@@ -151,7 +150,6 @@ def apply(
     A daemon applies them after each commit and once an hour; without a daemon, ckptctl prune does. Prints what they
     will delete, and where they are blocked.
     """
-    session: Session = ctx.obj
     try:
         text = sys.stdin.read() if str(file) == "-" else file.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -162,7 +160,7 @@ def apply(
 @group.command("set")
 @with_options(rules=Policy)
 def change_rules(
-    ctx: typer.Context,
+    session: Session,
     run: Annotated[
         str | None,
         typer.Argument(
@@ -179,7 +177,6 @@ def change_rules(
     apply to runs that several patterns match. Prints what the policies will delete, and where they are blocked, because
     they would delete more than max_delete_fraction of a run at once. Fails if the policies are changed concurrently.
     """
-    session: Session = ctx.obj
     if not rules:
         raise InvalidRequest(
             "no rule is set", "Use for example ckptctl policy set --keep 5; ckptctl policy clear removes all policies"
@@ -195,25 +192,24 @@ def change_rules(
 
 
 @group.command("clear")
-def clear(ctx: typer.Context, expect: ExpectOption = None, reason: HistoryReasonOption = "") -> None:
+def clear(session: Session, expect: ExpectOption = None, reason: HistoryReasonOption = "") -> None:
     """Remove all policies: nothing is pruned automatically any more.
 
     policy history keeps them.
     """
-    _change(ctx.obj, PolicySet(), expect, reason)
+    _change(session, PolicySet(), expect, reason)
 
 
 @group.command("history")
 def history(
-    ctx: typer.Context,
+    session: Session,
     limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, metavar="N", help="Show the newest N.")] = 20,
 ) -> None:
     """List the versions of the policies, newest first."""
-    session: Session = ctx.obj
     found = session.operator.policies_history(limit)
     columns = (">VERSION", "WHEN", "WHO", "DEFAULT", "REASON")
     rows = [Row((str(b.version), human.moment(b.at), b.by, _words(b.policies.default), b.reason)) for b in found]
-    session.screen.emit(found, [str(body.version) for body in found], [Table(columns, rows)] if rows else [])
+    session.screen.emit(found, [str(body.version) for body in found], [Table(columns, rows)])
 
 
 def _change(session: Session, policies: PolicySet, expect: int | None, reason: str) -> None:

@@ -33,9 +33,8 @@ class VersionBody(msgspec.Struct, frozen=True):
     daemon: str | None
 
 
-def version(ctx: typer.Context) -> None:
+def version(session: Session) -> None:
     """Show the version of this program, and of the daemon if --url is set."""
-    session: Session = ctx.obj
     body = VersionBody(installed_version("ckptd"), _daemon_version(session))
     facts = [("ckptctl", body.ckptctl), *([("ckptd", body.daemon)] if body.daemon else [])]
     session.screen.emit(body, [body.ckptctl], [Facts(facts)])
@@ -75,13 +74,12 @@ class ConfigBody(msgspec.Struct, frozen=True):
     has_token: bool
 
 
-def show_config(ctx: typer.Context) -> None:
+def show_config(session: Session) -> None:
     """Show the profiles of the configuration file, and the target in force.
 
     A target on the command line (--url, --store, --profile) overrides one in the environment (CKPTD_URL, CKPT_STORE,
     CKPTCTL_PROFILE), which overrides the file's own `profile`.
     """
-    session: Session = ctx.obj
     found = load_profiles()
     profiles = [ProfileBody(p.name, p.url or p.store or "", p.token is not None) for p in found.profiles]
     try:
@@ -97,4 +95,4 @@ def show_config(ctx: typer.Context) -> None:
     ]
     columns = ("PROFILE", "TARGET", "TOKEN")
     rows = [Row((p.name, p.target, "yes" if p.has_token else "none")) for p in profiles]
-    session.screen.emit(body, [p.name for p in profiles], [Facts(pairs), *([Table(columns, rows)] if rows else [])])
+    session.screen.emit(body, [p.name for p in profiles], [Facts(pairs), Table(columns, rows)])

@@ -24,7 +24,7 @@ from ckptstore.retention.pruning import Prune, PrunePlan
 
 @with_options(rules=Policy)
 def prune(
-    ctx: typer.Context,
+    session: Session,
     run: RunArgument = None,
     rules: Any = None,
     grace: Annotated[
@@ -42,7 +42,6 @@ def prune(
     disappear from listings immediately and are deleted after the grace period. ckptctl undelete restores them until
     then.
     """
-    session: Session = ctx.obj
     policy = Policy(**rules) if rules else None
     wanted = Prune(policy, run, human.parse_duration(grace) if grace is not None else None)
     _prune(session, wanted, dry_run, yes, force)

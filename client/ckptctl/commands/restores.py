@@ -26,7 +26,7 @@ _LOOK_S = 0.5
 
 
 def show_restores(
-    ctx: typer.Context,
+    session: Session,
     which: Annotated[
         str | None,
         typer.Argument(metavar="RUN|RESTORE", help="The sessions of a run, or one session with its ranks."),
@@ -38,7 +38,6 @@ def show_restores(
 
     If stdout is not a terminal, --watch prints a line for each change.
     """
-    session: Session = ctx.obj
     daemon = session.daemon("restores")
     id, run = (which, None) if which is not None and is_ulid(which) else (None, which)
 
@@ -53,9 +52,9 @@ def show_restores(
         _watch(session, look, blocks)
         return
     found = look()
-    if not found:
-        session.screen.note(f"no restores at {session.source.url}")
-    session.screen.emit(found if id is None else found[0], [restore.id for restore in found], blocks(found))
+    body = found if id is None else found[0]
+    ids, none = [restore.id for restore in found], f"no restores at {session.source.url}"
+    session.screen.emit(body, ids, blocks(found), none=none)
 
 
 def _watch(
@@ -80,8 +79,7 @@ def _watch(
 
 def _list_blocks(restores: Sequence[RestoreBody], now: float) -> Iterator[Block]:
     columns = ("RESTORE", "CHECKPOINT", "STATE", ">RANKS", ">DONE/2", ">AGE/1", "HOST/3", "SLOWEST, OR PROBLEM")
-    if restores:
-        yield Table(columns, [Row(_cells(restore, now), _STYLES[restore.state]) for restore in restores])
+    yield Table(columns, [Row(_cells(restore, now), _STYLES[restore.state]) for restore in restores])
 
 
 def _cells(restore: RestoreBody, now: float) -> tuple[str, ...]:

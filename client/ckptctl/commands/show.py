@@ -63,7 +63,7 @@ class ContentBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def show(
-    ctx: typer.Context,
+    session: Session,
     checkpoint: CheckpointArgument,
     entries: Annotated[
         str | None,
@@ -75,7 +75,6 @@ def show(
 
     TO MEAN shows how evenly the ranks share the bytes: a save waits for the rank that writes the most.
     """
-    session: Session = ctx.obj
     session.add_local_tier(local)
     found = find_readable(session.source, checkpoint)
     content = read_manifest(session.source, found).content

@@ -33,7 +33,7 @@ class StatisticsBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def stats(
-    ctx: typer.Context,
+    session: Session,
     target: Annotated[
         str,
         typer.Argument(metavar="RUN[@STEP]", help="A run, or one checkpoint.", autocompletion=checkpoint_names),
@@ -47,7 +47,6 @@ def stats(
 
     Statistics are saved with a checkpoint, so its data is not read.
     """
-    session: Session = ctx.obj
     if "@" in target:
         found = [read_statistics(session.source, find_readable(session.source, target))]
     else:

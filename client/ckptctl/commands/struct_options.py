@@ -1,10 +1,10 @@
-"""Options from structs: one for each described field, with the field's own description."""
+"""Parameters of commands, as Typer needs them: options from the described fields of structs, and the session."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 from types import UnionType
@@ -13,6 +13,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 import msgspec
 import typer
 
+from ckptctl.session import Session
 from ckptstore.errors import InvalidRequest
 
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
@@ -98,24 +99,43 @@ def with_options(**structs: type[msgspec.Struct]) -> Callable[[Callable[..., Non
     inputs = {one.name: one for owner, struct in structs.items() for one in _inputs(owner, struct)}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        def wrapper(ctx: typer.Context, **given: Any) -> None:
+        def wrapper(session: Session, **given: Any) -> None:
             chosen: dict[str, dict[str, Any]] = {owner: {} for owner in structs}
             for name, one in inputs.items():
                 value = given.pop(name)
                 if value is not None and value != []:
                     chosen[one.owner][name] = one.convert(value)
-            command(ctx, **given, **chosen)
+            command(session, **given, **chosen)
 
         parameters: list[inspect.Parameter] = []
         for own in inspect.signature(command, eval_str=True).parameters.values():
             options = [one.parameter() for one in inputs.values() if one.owner == own.name]
             parameters += options or [own]
-        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        wrapper.__annotations__ = {each.name: each.annotation for each in parameters}
-        wrapper.__doc__, wrapper.__name__ = command.__doc__, command.__name__
-        return wrapper
+        return _shown_as(wrapper, command, parameters)
 
     return decorate
+
+
+def with_session(command: Callable[..., None]) -> Callable[..., None]:
+    """A command for Typer, which passes a context: if its first parameter is a Session, it gets that of the context."""
+    first, *others = inspect.signature(command, eval_str=True).parameters.values()
+    if first.annotation is not Session:
+        return command
+
+    def wrapper(ctx: typer.Context, **given: Any) -> None:
+        command(ctx.obj, **given)
+
+    return _shown_as(wrapper, command, [first.replace(name="ctx", annotation=typer.Context), *others])
+
+
+def _shown_as(
+    wrapper: Callable[..., None], command: Callable[..., None], parameters: Sequence[inspect.Parameter]
+) -> Callable[..., None]:
+    """The wrapper with these parameters, and the name and the description of the command."""
+    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {each.name: each.annotation for each in parameters}
+    wrapper.__doc__, wrapper.__name__ = command.__doc__, command.__name__
+    return wrapper
 
 
 def _inputs(owner: str, struct: type[msgspec.Struct]) -> Iterator[_Input]:

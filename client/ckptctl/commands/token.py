@@ -19,7 +19,7 @@ group = typer.Typer(help="Manage the access tokens of a daemon.", no_args_is_hel
 
 @group.command("create")
 def create(
-    ctx: typer.Context,
+    session: Session,
     name: TokenNameArgument,
     scope: Annotated[list[Scope], typer.Option("--scope", help="read, write, prune or admin. May be repeated.")],
     run: Annotated[
@@ -29,38 +29,33 @@ def create(
     expires: Annotated[str | None, typer.Option(metavar="TIME", help="Expire after this time: 90s, 24h, 30d.")] = None,
 ) -> None:
     """Create a token and print its secret, which is never shown again."""
-    session: Session = ctx.obj
     expires_in_s = human.parse_duration(expires) if expires else None
     request = TokenRequest(name=name, scopes=scope, runs=run or [], expires_in_s=expires_in_s)
     _show(session, session.daemon("token create").create_token(request))
 
 
 @group.command("ls")
-def list_tokens(ctx: typer.Context) -> None:
+def list_tokens(session: Session) -> None:
     """List tokens, without their secrets."""
-    session: Session = ctx.obj
     found = session.daemon("token ls").tokens()
-    if not found:
-        session.screen.note(f"no tokens at {session.source.url}")
-    session.screen.emit(found, [t.name for t in found], [_table(found, session.clock())] if found else [])
+    table, none = _table(found, session.clock()), f"no tokens at {session.source.url}"
+    session.screen.emit(found, [token.name for token in found], [table], none=none)
 
 
 @group.command("rotate")
 def rotate(
-    ctx: typer.Context,
+    session: Session,
     name: TokenNameArgument,
     keep_old: Annotated[str, typer.Option(metavar="TIME", help="Keep the old secret valid for this time.")] = "0s",
 ) -> None:
     """Give a token a new secret and print it."""
-    session: Session = ctx.obj
     request = RotateRequest(keep_old_s=human.parse_duration(keep_old))
     _show(session, session.daemon("token rotate").rotate_token(name, request))
 
 
 @group.command("revoke")
-def revoke(ctx: typer.Context, name: TokenNameArgument) -> None:
+def revoke(session: Session, name: TokenNameArgument) -> None:
     """Revoke a token. It is refused from now on."""
-    session: Session = ctx.obj
     session.daemon("token revoke").revoke_token(name)
     session.screen.note(f"Token {name} is revoked")
 

@@ -59,7 +59,7 @@ class VerificationBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def verify(
-    ctx: typer.Context,
+    session: Session,
     which: ChosenArgument = None,
     everything: Annotated[bool, typer.Option("--all", help="All checkpoints of all runs.")] = False,
     ranks: Annotated[
@@ -80,7 +80,6 @@ def verify(
     ALONE is the time of a restore if each rank reads as fast as this program did. TOGETHER is the time if all ranks
     share this speed, on one host or at the limit of the store.
     """
-    session: Session = ctx.obj
     session.operator.read_past_caches()  # bytes from a cache prove nothing about the store
     chosen = _choose(session, which or [], everything)
     _report(
@@ -144,8 +143,7 @@ def _blocks(results: Sequence[Verification]) -> Iterator[Block]:
         )
         for r in results
     ]
-    if rows:
-        yield Table(columns, rows)
+    yield Table(columns, rows)
     for result in results:
         if not result.ok or result.healed:
             yield ""
@@ -187,7 +185,7 @@ def _verdict(result: Verification) -> str:
 
 
 def scrub_checkpoints(
-    ctx: typer.Context,
+    session: Session,
     which: Annotated[
         str | None,
         typer.Argument(
@@ -219,7 +217,6 @@ def scrub_checkpoints(
     other checkpoints of the run or in the copy; then the checkpoint is verified once more.
     A daemon scrubs in a job: one checkpoint, a run or all checkpoints, at full speed.
     """
-    session: Session = ctx.obj
     if copy is not None and not heal:
         raise InvalidRequest("--from is given without --heal", "Add --heal")
     named: dict[str, Any] = {"checkpoint" if which is not None and "@" in which else "run": which}

@@ -26,7 +26,7 @@ _LOOK_S = 2.0
 
 
 def watch(
-    ctx: typer.Context,
+    session: Session,
     run: Annotated[str | None, typer.Argument(metavar="RUN", help="Limit to one run.")] = None,
     count: Annotated[int, typer.Option("--count", "-n", min=0, metavar="N", help="Exit after N events; 0: never.")] = 0,
 ) -> None:
@@ -35,7 +35,6 @@ def watch(
     With a daemon, events arrive within moments and include prunes, restores and jobs; no event is missed if the
     connection is lost. A store is polled every two seconds.
     """
-    session: Session = ctx.obj
     run = check_run(run) if run is not None else None
     events = session.dispatch(
         lambda: _from_daemon(session.daemon("watch"), run, session.screen.note),

@@ -19,14 +19,13 @@ _SHOWN = 12
 
 
 def why(
-    ctx: typer.Context,
+    session: Session,
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run.", autocompletion=run_names)],
 ) -> None:
     """Find the first checkpoint with NaN or Inf, or with a tensor that left its range.
 
     Reads the statistics of all checkpoints of the run, not their data. With -o id it prints the checkpoint.
     """
-    session: Session = ctx.obj
     steps, skipped = read_series(session, check_run(run))
     found = first_trouble(run, steps, skipped)
     session.screen.emit(found, [found.checkpoint] if found.checkpoint else [], _blocks(found))
