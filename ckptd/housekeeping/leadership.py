@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from math import inf
 
@@ -23,7 +24,7 @@ from typing_extensions import override
 from ckptd.index import LeaderIndex, Tenure
 from ckptstore.clock import system_clock
 from ckptstore.codecs.chunk_codecs import Buffer
-from ckptstore.errors import IndexUnavailable, LeadershipLost
+from ckptstore.errors import CkptError, IndexUnavailable, LeadershipLost
 from ckptstore.names import new_ulid
 from ckptstore.stores import ObjectWriter, Store, WrappedStore
 
@@ -37,6 +38,17 @@ _DELETES = 100
 def boot_clock() -> float:
     """Seconds since the machine booted, including suspended time; this clock cannot be set."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+@contextmanager
+def reported(report: Callable[[str, CkptError], None], what: str) -> Iterator[None]:
+    """Report an error of the work on a run, and go on with the next run. LeadershipLost is raised: there is no next."""
+    try:
+        yield
+    except LeadershipLost:
+        raise
+    except CkptError as error:
+        report(what, error)
 
 
 class Leadership:

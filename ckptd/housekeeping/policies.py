@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+from ckptd.housekeeping.leadership import reported
 from ckptd.index import Index
 from ckptd.metrics import Metrics
 from ckptd.services.events import Events
 from ckptstore.clock import Clock
-from ckptstore.errors import CkptError, LeadershipLost, TooMuchToDelete
+from ckptstore.errors import CkptError, TooMuchToDelete
 from ckptstore.format.records import PoliciesVersion
 from ckptstore.operator import StoreOperator
 from ckptstore.retention.policy import policy_for, read_policies
@@ -40,29 +41,19 @@ class PolicyLoop:
     def run_once(self) -> None:
         """Apply the policies to changed runs, to all runs if the policies changed, and to each run once an hour.
 
-        Never raises CkptError: a run that fails is tried again.
+        A run that fails is tried again. Raises LeadershipLost.
         """
-        try:
+        with reported(self._count, "all runs"):
             in_force = read_policies(self._operator.store)
             versions = self._index.versions()
-        except CkptError as error:
-            self._count("all runs", error)
-            return
-        if in_force is None:
-            return
-        self._applied = {run: seen for run, seen in self._applied.items() if run in versions}
-        for run, version in versions.items():
-            if self._is_due(run, version, in_force.version):
-                try:
-                    self._apply(run, in_force)
-                except LeadershipLost as error:
-                    _LOG.warning("leaving the policies to another daemon: %s", error)
-                    return
-                except CkptError as error:
-                    self._count(run, error)
-                    if not isinstance(error, TooMuchToDelete):
-                        continue
-                self._applied[run] = (version, in_force.version, self._clock())
+            if in_force is None:
+                return
+            self._applied = {run: seen for run, seen in self._applied.items() if run in versions}
+            for run, version in versions.items():
+                if self._is_due(run, version, in_force.version):
+                    with reported(self._count, run):
+                        self._apply(run, in_force)
+                        self._applied[run] = (version, in_force.version, self._clock())
 
     def _is_due(self, run: str, version: int, policies: int) -> bool:
         seen = self._applied.get(run)
@@ -78,7 +69,11 @@ class PolicyLoop:
             max_delete_fraction=in_force.policies.max_delete_fraction,
             reason=f"policies, version {in_force.version}",
         )
-        done = self._operator.prune(Prune(policy), plan)
+        try:
+            done = self._operator.prune(Prune(policy), plan)
+        except TooMuchToDelete as error:
+            self._count(run, error)  # a person decides: the same policies remove as much at the next try
+            return
         if done.remove:
             self._events.pruned(done.remove)
             _LOG.info("hid %d checkpoints of run %s: %s", len(done.remove), run, plan.reason)

@@ -9,13 +9,14 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ckptd.housekeeping.leadership import reported
 from ckptd.index import Index
 from ckptd.metrics import Metrics
 from ckptd.services.store_sync import PollPlan
 from ckptstore.clock import Clock
 from ckptstore.commits.catalog import list_runs
 from ckptstore.commits.commit import receipt_ranks
-from ckptstore.errors import CkptError, LeadershipLost, Unavailable
+from ckptstore.errors import CkptError, Unavailable
 from ckptstore.names import Attempt, RunKeys, checkpoint_id
 from ckptstore.retention.deletion import Waste, advance, collect, measure_waste, undecided_attempts
 from ckptstore.run import Run
@@ -85,22 +86,10 @@ class RecoveryLoop:
         self._poll_plan = PollPlan(clock)
 
     def run_once(self) -> None:
-        """List each run once, and again only if an attempt is not in the index. Never raises CkptError."""
-        try:
-            runs = self._poll_plan.due(self._index.versions())
-        except CkptError as error:
-            _LOG.warning("cannot check for unfinished attempts: %s", error)
-            return
-        for run in runs:
-            try:
+        """List each run once, and again only if an attempt is not in the index. Raises CkptError."""
+        for run in self._poll_plan.due(self._index.versions()):
+            with reported(self._count, run):
                 self._recover(run)
-            except LeadershipLost as error:
-                _LOG.warning("leaving unfinished attempts to another daemon: %s", error)
-                return
-            except CkptError as error:
-                _LOG.warning("cannot check for unfinished attempts of run %s: %s", run, error)
-                if isinstance(error, Unavailable):
-                    self._metrics.store_errors.labels("recover", error.code).inc()
 
     def _recover(self, run: str) -> None:
         present = set(self._store.list_folders(RunKeys(run).attempts))
@@ -112,6 +101,11 @@ class RecoveryLoop:
             _LOG.warning("committed %s: its own committer did not", checkpoint_id(run, attempt))
             self._metrics.rolled_forward.inc()
             self._on_commit(run, attempt)
+
+    def _count(self, run: str, error: CkptError) -> None:
+        _LOG.warning("cannot check for unfinished attempts of run %s: %s", run, error)
+        if isinstance(error, Unavailable):
+            self._metrics.store_errors.labels("recover", error.code).inc()
 
 
 class OrphanCollector:
@@ -130,28 +124,19 @@ class OrphanCollector:
         return Waste(sum(waste.orphans for waste in found), sum(waste.tombstoned for waste in found))
 
     def run_once(self) -> None:
-        """Collect in every run; a run that fails is tried again in the next round. Never raises CkptError."""
-        try:
+        """Collect in every run; a run that fails is tried again in the next round. Raises LeadershipLost."""
+        with reported(self._count, "all runs"):
             check_store(self._store, self._clock)
             runs = list_runs(self._store)
             self._waste = {run: waste for run, waste in self._waste.items() if run in runs}
             for run in runs:
-                self._collect(run)
-        except LeadershipLost as error:
-            _LOG.warning("leaving orphan collection to another daemon: %s", error)
-        except CkptError as error:
-            self._count(error)
+                with reported(self._count, run):
+                    self._collect(run)
 
     def _collect(self, name: str) -> None:
-        try:
-            run = Run(self._store, name, self._clock)
-            collected = collect(run, self._grace_s)
-            self._waste = {**self._waste, name: measure_waste(run)}
-        except LeadershipLost:
-            raise
-        except CkptError as error:
-            self._count(error)
-            return
+        run = Run(self._store, name, self._clock)
+        collected = collect(run, self._grace_s)
+        self._waste = {**self._waste, name: measure_waste(run)}
         self._metrics.rolled_forward.inc(len(collected.rolled_forward))
         self._metrics.orphans_aborted.inc(len(collected.aborted))
         self._metrics.orphan_freed_bytes.inc(collected.freed_bytes)
@@ -163,6 +148,6 @@ class OrphanCollector:
                 collected.freed_bytes,
             )
 
-    def _count(self, error: CkptError) -> None:
-        _LOG.warning("cannot collect orphans: %s", error)
+    def _count(self, name: str, error: CkptError) -> None:
+        _LOG.warning("cannot collect orphans of %s: %s", name, error)
         self._metrics.store_errors.labels("collect", error.code).inc()

@@ -54,14 +54,12 @@ class Scrubber:
         self._listed_at = self._newest_listed_at = float("-inf")
 
     def run_once(self) -> None:
-        """Verify the checkpoint that is most overdue. Never raises CkptError: a failure is retried."""
-        if not self._every_s and not self._newest_s:
-            return
+        """Verify the checkpoint that is most overdue. A failure is retried. Raises LeadershipLost."""
         try:
             self._scrub_next()
-        except LeadershipLost as error:
-            _LOG.warning("leaving the scrub to another daemon: %s", error)
+        except LeadershipLost:
             self._list_again()
+            raise
         except CkptError as error:
             _LOG.warning("cannot scrub: %s", error)
             self._metrics.store_errors.labels("scrub", error.code).inc()
