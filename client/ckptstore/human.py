@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from math import inf, isfinite
 
 from ckptstore.errors import InvalidRequest
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_SIZES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_FACTORS = {
+    "s": {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0},
+    "bytes": {"kB": 1e3}
+    | {
+        f"{prefix}{unit}": float(base ** (power + 1))
+        for base, unit in ((1000, "B"), (1024, "iB"))
+        for power, prefix in enumerate("KMGTP")
+    },
+    "count": {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12},
+}
+_FORMS = {
+    "s": ("duration", "0.2s, 30m, 24h or 7d"),
+    "bytes": ("size", "500MB, 2.5GB or 100GiB"),
+    "count": ("number", "70e9 or 70B"),
+}
+_QUANTITY = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)(?P<unit>[A-Za-z]*)")
 
 
 def size(count: int) -> str:
@@ -83,18 +99,24 @@ def tags(values: Mapping[str, str]) -> str:
     return " ".join(f"{name}={value}" if value else name for name, value in sorted(values.items()))
 
 
+def quantity(text: str, unit: str) -> float:
+    """A decimal number with a unit. unit: s (durations, in seconds), bytes or count. Raises InvalidRequest."""
+    match = _QUANTITY.fullmatch(text)
+    value = float(match["number"]) * _FACTORS[unit].get(match["unit"], inf) if match is not None else inf
+    if not isfinite(value):
+        noun, examples = _FORMS[unit]
+        raise InvalidRequest(f"{text!r} is not a {noun}", f"Write it like {examples}")
+    return value
+
+
 def parse_duration(text: str) -> float:
-    """Seconds in "90s", "30m", "24h" or "7d". Raises InvalidRequest."""
-    number, unit = text[:-1], text[-1:]
-    if unit not in _SECONDS or not (number.isascii() and number.isdigit()):
-        raise InvalidRequest(f"{text!r} is not a duration", "Write it like 90s, 30m, 24h or 7d")
-    return float(int(number) * _SECONDS[unit])
+    """Seconds in "90s", "30m", "1.5h" or "7d". Raises InvalidRequest."""
+    return quantity(text, "s")
 
 
 def parse_size(text: str) -> int:
-    """Bytes in "500MB", "5GB" or "4GiB". Raises InvalidRequest."""
-    for unit, factor in _SIZES.items():
-        number = text.removesuffix(unit)
-        if number != text and number.isascii() and number.isdigit() and int(number):
-            return int(number) * factor
-    raise InvalidRequest(f"{text!r} is not a size", "Write it like 500MB, 5GB or 4GiB")
+    """Bytes, at least 1, in "500MB", "2.5GB" or "4GiB". Raises InvalidRequest."""
+    count = int(quantity(text, "bytes"))
+    if not count:
+        raise InvalidRequest(f"{text!r} is not above zero", "Write it like 500MB, 2.5GB or 100GiB")
+    return count

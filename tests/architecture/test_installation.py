@@ -50,6 +50,7 @@ def missing(programs: Path, *modules: str) -> list[str]:
 @contextmanager
 def served(programs: Path, folder: Path) -> Iterator[str]:
     """The URL of a daemon that runs in the environment."""
+    (folder / "store").mkdir()
     log = folder / "log"
     arguments = ["serve", "--store", f"file://{folder}/store", "--db", f"sqlite:///{folder}/db", "--port", "0"]
     arguments += ["--cache", f"{folder}/cache", "--auth", "off"]

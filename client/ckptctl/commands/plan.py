@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from ckpt.foreign.safetensors_file import StoredTensor, read_header
-from ckptctl.commands.struct_options import quantity, with_options
+from ckptctl.commands.struct_options import with_options
 from ckptctl.completion import checkpoint_names, run_names
 from ckptctl.render import Block, Facts, Row, Table, write_file
 from ckptctl.session import Session, open_target
@@ -97,7 +97,7 @@ def plan(
     if measure is not None:
         if measure.startswith(("http://", "https://")):
             raise InvalidRequest("--measure needs the URL of a store, not of a daemon", "Give file:///... or s3://...")
-        found |= _measured(session, measure, quantity(measure_size, "bytes"))
+        found |= _measured(session, measure, human.quantity(measure_size, "bytes"))
     measured = found.pop("measured", frozenset()) - options.keys()
     policy = Policy(**rules) if rules else None
     made = make_plan(PlanInputs(**{**found, **options, "keep": policy, "measured": measured}))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import inf, isfinite
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
@@ -14,28 +12,9 @@ import msgspec
 import typer
 
 from ckptctl.session import Session
-from ckptstore.errors import InvalidRequest
+from ckptstore import human
 
-_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
-_BYTES = {
-    f"{prefix}{unit}": float(base ** (power + 1))
-    for base, unit in ((1000, "B"), (1024, "iB"))
-    for power, prefix in enumerate("KMGTP")
-}
-_COUNTS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-_EXAMPLES = {"s": "0.2s, 30m, 3h or 7d", "bytes": "500MB, 2.5GB or 100GiB", "count": "70e9 or 70B"}
-_UNITS = {"s": _SECONDS, "bytes": _BYTES, "count": {"": 1.0, **_COUNTS}}
 _METAVARS = {"s": "TIME", "bytes": "SIZE", "count": "N"}
-_NUMBER = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)(?P<unit>[A-Za-z]*)")
-
-
-def quantity(text: str, unit: str) -> float:
-    """A decimal number with a unit. unit: s (durations, in seconds), bytes or count. Raises InvalidRequest."""
-    match = _NUMBER.fullmatch(text)
-    value = float(match["number"]) * _UNITS[unit].get(match["unit"], inf) if match is not None else inf
-    if not isfinite(value):
-        raise InvalidRequest(f"{text!r} cannot be read", f"Write it like {_EXAMPLES[unit]}")
-    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +35,8 @@ class _Input:
 
     def convert(self, value: Any) -> Any:
         """The value of the field for a value of the option."""
-        if self.unit in _UNITS:
-            number = quantity(value, self.unit)
+        if self.unit in _METAVARS:
+            number = human.quantity(value, self.unit)
             return int(number) if self.kind is int else number
         return tuple(value) if isinstance(value, list) else self.kind(value) if self.unit else value
 

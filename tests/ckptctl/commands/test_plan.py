@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ckptctl.commands.struct_options import quantity
 from ckptplan.plan import plan as plan_by_keywords
-from ckptstore.errors import InvalidRequest
 from tests.support.command_line import Terminal, invoke
 from tests.support.daemons import running_daemon
 from tests.support.waiting import wait_until
@@ -141,21 +139,3 @@ def test_a_chart_that_cannot_be_drawn_or_written(tmp_path: Path) -> None:
     assert (without.code, "--mtbf" in without.stderr) == (2, True)
     unwritable = invoke("plan", "--parameters", "1e9", "--mtbf", "8h", "--plot", path, "-o", "json")
     assert (unwritable.code, unwritable.error["code"], unwritable.stdout) == (1, "not_written", "")
-
-
-@pytest.mark.parametrize(
-    ("text", "unit", "value"),
-    [
-        ("0.2s", "s", 0.2), ("1.5h", "s", 5400), ("20ms", "s", 0.02), ("2.5GB", "bytes", 2.5e9),
-        ("888GiB", "bytes", 888 << 30), ("7TB", "bytes", 7e12), ("70B", "count", 70e9), ("70e9", "count", 70e9),
-        ("8.03B", "count", 8.03e9),
-    ],
-)  # fmt: skip
-def test_quantities(text: str, unit: str, value: float) -> None:
-    assert quantity(text, unit) == pytest.approx(value)
-
-
-@pytest.mark.parametrize("text", ["", "s", "-1s", "1", "nans", "infs", "1e999s", "²s", "1s2s", "0x10s", "1_0s"])
-def test_other_quantities_are_refused(text: str) -> None:
-    with pytest.raises(InvalidRequest):
-        quantity(text, "s")
