@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from ckptstore import names
 from ckptstore.clock import Clock, system_clock
-from ckptstore.errors import InvalidName
+from ckptstore.errors import Damaged, InvalidName, ObjectMissing
 from ckptstore.format.documents import StoredDocument
 from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.format.records import Origin
@@ -71,6 +71,13 @@ class Run:
     def read(self, key: str, kind: type[_D]) -> _D:
         """The document at a key, checked. Raises ObjectMissing, Damaged or Unavailable."""
         return parse_sealed(self.store.get(key), kind, self.store.object_url(key))
+
+    def read_intact(self, key: str, kind: type[_D]) -> _D | None:
+        """The document at a key; None if it is missing or damaged. Raises Unavailable."""
+        try:
+            return self.read(key, kind)
+        except (Damaged, ObjectMissing):
+            return None
 
     def write(self, key: str, document: StoredDocument) -> None:
         """Write a document; durable on return."""

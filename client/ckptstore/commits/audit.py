@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from ckptstore.errors import Damaged, ObjectMissing
 from ckptstore.format.documents import FORMAT
 from ckptstore.format.records import Action, AuditRecord
 from ckptstore.names import Attempt, checkpoint_id, new_ulid, ulid_time
@@ -60,10 +59,8 @@ def record(run: Run, action: Action, attempts: Iterable[Attempt], reason: str) -
 def read_log(run: Run) -> Iterator[AuditRecord]:
     """The records of a run, newest first, read when they are asked for. Damaged ones are left out."""
     for key in sorted((info.key for info in run.store.list(run.keys.audit)), reverse=True):
-        try:
-            yield run.read(key, AuditRecord)
-        except (Damaged, ObjectMissing):
-            continue
+        if (record := run.read_intact(key, AuditRecord)) is not None:
+            yield record
 
 
 def forget_old(run: Run) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from ckptstore.errors import Damaged, InvalidName, ObjectMissing
-from ckptstore.format.parsing import parse_sealed
+from functools import partial
+
 from ckptstore.format.records import Heartbeat
-from ckptstore.names import Attempt
 from ckptstore.run import Run
 from ckptstore.threads import in_parallel
 
@@ -16,18 +15,9 @@ MOST = 1000
 
 def read_heartbeats(run: Run) -> list[Heartbeat]:
     """All heartbeats of a run, oldest first; damaged ones are left out. Raises UnsupportedFormat or Unavailable."""
-
-    def read(key: str) -> Heartbeat | None:
-        try:
-            found = parse_sealed(run.store.get(key), Heartbeat, run.store.object_url(key))
-            columns = {len(column) for column in (found.at, found.step, found.stalled_s, found.slowed_s)}
-            if found.parent is not None:
-                Attempt.parse(found.parent)
-        except (Damaged, InvalidName, ObjectMissing):
-            return None
-        return found if found.run == run.name and len(columns) == 1 else None
-
-    return [found for found in in_parallel(read, sorted(_listed(run))) if found is not None]
+    read = partial(run.read_intact, kind=Heartbeat)
+    found = in_parallel(read, sorted(_listed(run)))
+    return [heartbeat for heartbeat in found if heartbeat is not None and heartbeat.run == run.name]
 
 
 def old_heartbeats(run: Run) -> list[str]:

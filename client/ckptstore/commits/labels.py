@@ -71,7 +71,7 @@ def change_labels(run: Run, attempt: Attempt, change: LabelChange, reason: str =
             continue  # another writer was faster
         after = _apply(attempt, before, change, run.by, run.clock())
         key = run.keys.labels_version(attempt, after.version)
-        if run.store.put_if_absent(key, seal(after)) or _read_if_there(run, attempt, after.version) == after:
+        if run.store.put_if_absent(key, seal(after)) or run.read_intact(key, Labels) == after:
             # After a lost reply the winner looks like the loser: the stored object decides.
             if max(label_versions(run).get(attempt, [0])) > after.version:
                 # This version had been removed because a later one exists, which does not include this change.
@@ -156,13 +156,6 @@ def _apply(attempt: Attempt, before: Labels | None, change: LabelChange, by: str
 
 def _read(run: Run, attempt: Attempt, version: int) -> Labels:
     return run.read(run.keys.labels_version(attempt, version), Labels)
-
-
-def _read_if_there(run: Run, attempt: Attempt, version: int) -> Labels | None:
-    try:
-        return _read(run, attempt, version)
-    except (Damaged, ObjectMissing):
-        return None
 
 
 def _check_still_there(run: Run, attempt: Attempt, key: str) -> None:

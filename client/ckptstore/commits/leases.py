@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from ckptstore.commits.hidden import hidden_attempts
-from ckptstore.errors import CkptError, Damaged, InvalidName, NoCheckpoint, ObjectMissing
+from ckptstore.errors import CkptError, NoCheckpoint
 from ckptstore.format.documents import Lease, oldest_format
 from ckptstore.names import Attempt, new_ulid, ulid_time
 from ckptstore.run import Run
@@ -61,7 +61,7 @@ def end_lease(run: Run, lease: str) -> None:
 
 def lease_holder(run: Run, lease: str) -> str | None:
     """Who took a lease; None if it is gone or damaged."""
-    found = _read(run, run.keys.lease(lease))
+    found = run.read_intact(run.keys.lease(lease), Lease)
     return found.holder if found is not None else None
 
 
@@ -82,17 +82,8 @@ def expired_leases(run: Run) -> list[str]:
 def _listed(run: Run) -> Iterator[tuple[str, Lease | None]]:
     """The key of each lease, and its document while it is active; None if it is expired or damaged."""
     for ulid, info in run.listed_by_ulid(run.keys.leases):
-        lease = _read(run, info.key)
+        lease = run.read_intact(info.key, Lease)
         # The same clock wrote both times. A renewal does not change the ULID, so a renewed lease may last longer.
         if lease is not None and run.age_s(info.modified_at) >= lease.expires_at - ulid_time(ulid) + MAX_SKEW_S:
             lease = None
         yield info.key, lease
-
-
-def _read(run: Run, key: str) -> Lease | None:
-    try:
-        lease = run.read(key, Lease)
-        Attempt.parse(lease.attempt)
-    except (Damaged, InvalidName, ObjectMissing):
-        return None
-    return lease

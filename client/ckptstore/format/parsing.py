@@ -40,7 +40,7 @@ from ckptstore.format.documents import (
     Shard,
     digest,
 )
-from ckptstore.format.records import DeletedList
+from ckptstore.format.records import DeletedList, Heartbeat
 
 MAX_SEALED_BYTES = 256 << 20
 MAX_MANIFEST_BYTES = 4 << 30
@@ -77,8 +77,7 @@ def seal(document: Document) -> bytes:
 
 def is_sealed(data: bytes) -> bool:
     """Whether the bytes are a document that matches its checksum."""
-    end = data.find(b"\n")
-    body = data[:end] if end >= 0 else data
+    body = data[: data.find(b"\n")]
     return data == body + _trailer(body)
 
 
@@ -96,6 +95,10 @@ def parse_sealed(data: bytes, kind: type[_D], key: str) -> _D:
                 _check_generation(document)
             case DeletedList():
                 _check_deleted(document)
+            case Heartbeat():
+                _same_length("beats", document.at, document.step, document.stalled_s, document.slowed_s)
+                if document.parent is not None:
+                    names.Attempt.parse(document.parent)
     return document
 
 
@@ -124,8 +127,7 @@ def _open_sealed(data: bytes, kind: type[_D], key: str) -> _D:
         raise CorruptObject(f"{key} is larger than {MAX_SEALED_BYTES} bytes")
     if not is_sealed(data):
         raise CorruptObject(f"{key} does not match its checksum")
-    end = data.find(b"\n")
-    document = _decode(data[:end] if end >= 0 else data, kind, key)
+    document = _decode(data[: data.find(b"\n")], kind, key)
     _check_names(document, key)
     return document
 
@@ -332,7 +334,6 @@ def _check_chunks(shards: Sequence[Shard]) -> None:
 
 
 def _check_entries(entries: Entries) -> None:
-    _same_length("entries", entries.name, entries.dtype, entries.shape)
     _require(len(set(entries.name)) == len(entries.name), "two entries of one name")
     lengths = {1, *map(len, entries.name)}
     _require(min(lengths) > 0 and max(lengths) <= _MAX_NAME, "an entry's name is empty or too long")
