@@ -14,7 +14,7 @@ from ckptd.index import RunSummary
 from ckptd.pages.curves import WRITERS, Curves, main_metric, metric_curves, metric_names, time_curves, value_of
 from ckptd.pages.queries import RunOrder, RunPageQuery
 from ckptstore import human
-from ckptstore.analysis.charts import ChartMark, Spark, Tick, sparkline, step_axis
+from ckptstore.analysis.charts import Line, Point, Tick, sparkline, step_axis
 from ckptstore.analysis.goodput import Account, EndOf
 from ckptstore.commits.catalog import Checkpoint, State, has_branches
 from ckptstore.format.records import LocalOnly
@@ -185,7 +185,7 @@ class RunRow:
     summary: RunSummary
     age_s: float | None
     """Age of its newest checkpoint; None if it has none."""
-    trend: Spark | None
+    trend: Line | None
     trend_of: str
     num_uploads: int | None
     """None if unknown."""
@@ -280,7 +280,7 @@ class Branch:
     line: str
     """The path of its line."""
     live: bool
-    marks: tuple[ChartMark, ...]
+    marks: tuple[Point, ...]
     """Its checkpoints; evenly thinned if there are many."""
 
 
@@ -325,9 +325,9 @@ def branches(checkpoints: Sequence[Checkpoint]) -> Branches:
     return Branches(_WIDTH, bottom + _AXIS, _LEFT, _RIGHT, bottom, tuple(rows), ticks, len(by_generation) - len(shown))
 
 
-def _marks(own: Sequence[Checkpoint], across: Callable[[float], float], y: float) -> tuple[ChartMark, ...]:
+def _marks(own: Sequence[Checkpoint], across: Callable[[float], float], y: float) -> tuple[Point, ...]:
     kept = own[:: -(-len(own) // _MOST_MARKS)]
     return tuple(
-        ChartMark(across(c.step), y, f"step {c.step:,} ({c.branch_state})", c.state, f"/checkpoints/{quote(c.id)}")
+        Point(across(c.step), y, f"step {c.step:,} ({c.branch_state})", c.state, f"/checkpoints/{quote(c.id)}")
         for c in kept
     )

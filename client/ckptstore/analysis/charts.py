@@ -30,7 +30,7 @@ _STYLE = (
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One value of a chart."""
+    """One value of a chart, or the dot that shows it."""
 
     x: float
     y: float
@@ -52,33 +52,14 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
-class ChartMark:
-    """A dot."""
-
-    x: float
-    y: float
-    title: str
-    kind: str
-    link: str
-
-
-@dataclass(frozen=True, slots=True)
 class Line:
-    """A line with a dot at each value."""
+    """A line, and its dots."""
 
     points: str
     """The points of the polyline."""
     area: str
     """The polygon between the line and the axis; empty without a line."""
-    marks: tuple[ChartMark, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Spark:
-    """A small line without axes."""
-
-    points: str
-    area: str
+    marks: tuple[Point, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +89,14 @@ def compact(number: float) -> str:
     return f"{number / 1000**power:.4g}{_SUFFIXES[power]}"
 
 
-def sparkline(values: Iterable[float], width: int = 120, height: int = 24) -> Spark | None:
+def sparkline(values: Iterable[float], width: int = 120, height: int = 24) -> Line | None:
     """A line of the finite values; None if there are fewer than two."""
     known = [value for value in values if isfinite(value)]
     if len(known) < 2:
         return None
-    low, high = min(known), max(known)
-    step = (width - 4) / (len(known) - 1)
-    places = [
-        (round(2 + i * step, 1), round(height - 2 - (height - 4) * _share(value, low, high), 1))
-        for i, value in enumerate(known)
-    ]
-    return Spark(_polyline(places), _area(places, height))
+    across, up = _scale((0, len(known) - 1), 2, width - 2), _scale(known, height - 2, 2)
+    places = [(across(i), up(value)) for i, value in enumerate(known)]
+    return Line(_polyline(places), _area(places, height))
 
 
 def plot(
@@ -143,19 +120,12 @@ def plot(
     if from_zero and ys:
         ys += [0.0] if any(ys) else [0.0, 1.0]
     left, right, top, bottom = 74, width - 16, 12, height - 30
-    x_low, x_high = _limits(xs)
-    y_low, y_high = _limits(ys)
+    across, up = _scale(xs, left + _EDGE, right - _EDGE), _scale(ys, bottom - _EDGE, top + _EDGE)
     written = (lambda value: write(10.0**value)) if log else write
 
-    def across(value: float) -> float:
-        return round(left + _EDGE + (right - left - 2 * _EDGE) * _share(value, x_low, x_high), 1)
-
-    def up(value: float) -> float:
-        return round(bottom - _EDGE - (bottom - top - 2 * _EDGE) * _share(value, y_low, y_high), 1)
-
     def line(found: Sequence[Point]) -> Line:
-        marks = tuple(ChartMark(across(p.x), up(p.y), p.title, p.kind, p.link) for p in found)
-        places = [(mark.x, mark.y) for mark, p in zip(marks, found, strict=True) if p.on_line]
+        marks = tuple(replace(p, x=across(p.x), y=up(p.y)) for p in found)
+        places = [(mark.x, mark.y) for mark in marks if mark.on_line]
         return Line(_polyline(places), _area(places, bottom), marks)
 
     return Plot(
@@ -213,12 +183,14 @@ def _svg_lines(title: str, drawn: Plot, names: Sequence[str], notes: Sequence[st
 
 def step_axis(steps: Sequence[int], left: float, right: float) -> tuple[Callable[[float], float], tuple[Tick, ...]]:
     """The place of a step between two edges, and the ticks."""
-    low, high = _limits(steps)
-
-    def across(step: float) -> float:
-        return round(left + _EDGE + (right - left - 2 * _EDGE) * _share(step, low, high), 1)
-
+    across = _scale(steps, left + _EDGE, right - _EDGE)
     return across, tuple(Tick(across(value), compact(value)) for value in _ticks(steps, 6))
+
+
+def _scale(values: Sequence[float], begin: float, end: float) -> Callable[[float], float]:
+    """The place of a value between two edges, which are those of the lowest and the highest value."""
+    low, high = _limits(values)
+    return lambda value: round(begin + (end - begin) * _share(value, low, high), 1)
 
 
 def _polyline(places: Iterable[tuple[float, float]]) -> str:
