@@ -112,7 +112,7 @@ class _Core:
         self.database = Database(settings.db, INDEX_THREADS + STORE_THREADS + _BACKGROUND_THREADS)
         _LOG.info("serving %s with the index at %s", store.url, self.database.url)
         self.decider = RemoteCreateDecider(store, DecisionIndex(self.database), clock)
-        self.store = RemoteCreateStore(store, self.decider, clock)
+        self.store = RemoteCreateStore(store, self.decider.decide, clock)
         self.log = EventLog(self.database, clock)
         self.index = Index(self.database, self.log)
         self.index.adopt(store.url, clock())

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import wraps
 from html import escape
 from types import MethodType
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, cast
 
 from ckpt.checkpointer import Checkpointer
 from ckpt.config import Config
@@ -18,9 +18,12 @@ from ckptapi.opening import open_source
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, named
 from ckptstore.names import Reference, check_run
-from ckptstore.operator import Operator, StoreOperator
+from ckptstore.operator import StoreOperator
 from ckptstore.reading.source import Source, StoreSource
 from ckptstore.retention.deletion import SWEEP_GRACE_S
+
+if TYPE_CHECKING:
+    from ckptapi.client import DaemonClient
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -121,7 +124,7 @@ def delete(
     """
     with _source() as source:
         found = source.find(Reference.parse(checkpoint)) if isinstance(checkpoint, str) else checkpoint
-        operator = StoreOperator(source.store) if isinstance(source, StoreSource) else cast(Operator, source)
+        operator = StoreOperator(source.store) if isinstance(source, StoreSource) else cast("DaemonClient", source)
         operator.delete(found, grace_s, reason, force)
 
 

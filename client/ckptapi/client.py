@@ -11,7 +11,6 @@ from urllib.parse import quote
 
 import httpx
 import msgspec
-from typing_extensions import override
 
 from ckptapi import bodies
 from ckptapi.connection import Connection
@@ -24,7 +23,6 @@ from ckptstore.format.decoding import convert, decode_json
 from ckptstore.format.records import PolicySet
 from ckptstore.format.statistics import SideDocument
 from ckptstore.names import Attempt, Reference, check_pin, check_ulid
-from ckptstore.operator import Operator
 from ckptstore.reading.fetch import Progress
 from ckptstore.retention.deletion import CollectReport, Deleted
 from ckptstore.retention.pins import NamedPin
@@ -40,7 +38,7 @@ _ANSWER_S = 60.0
 _T = TypeVar("_T")
 
 
-class DaemonClient(Connection, Operator):
+class DaemonClient(Connection):
     """A client of one daemon. Use it from any thread, and close it when done.
 
     Every method raises DaemonUnavailable if the daemon does not respond, or the error that it returned.
@@ -55,8 +53,8 @@ class DaemonClient(Connection, Operator):
         """Names of the runs."""
         return [item.run for item in self.run_summaries()]
 
-    @override
     def checkpoints(self, run: str) -> list[Checkpoint]:
+        """All checkpoints of a run, newest step first."""
         return list(self._pages(run))
 
     def candidates(self, run: str) -> Iterator[Checkpoint]:
@@ -137,20 +135,11 @@ class DaemonClient(Connection, Operator):
         request = bodies.PreemptRequest(grace_s=grace_s, reason=reason)
         return self._json("POST", f"{bodies.RUNS}/{quote(run, safe='')}/preempt", bodies.EventBody, body=request)
 
-    def decide(self, run: str, attempt: Attempt, proposal: bytes, tombstone: str | None = None) -> bytes:
-        """Propose an outcome of an attempt, or the sweep decision of a tombstone; returns the first proposal of any
-        client.
+    def decide(self, request: bodies.DecisionRequest) -> bytes:
+        """Propose a document; returns the first proposal of any client.
 
         For stores that overwrite on create. The decision is in the daemon's store on return.
         """
-        return self._decide(proposal, run=run, attempt=str(attempt), tombstone=tombstone)
-
-    def decide_generation(self, run: str, number: int, proposal: bytes) -> bytes:
-        """As `decide`, for the trainer that begins a generation."""
-        return self._decide(proposal, run=run, generation=number)
-
-    def _decide(self, proposal: bytes, **about: Any) -> bytes:
-        request = bodies.DecisionRequest(proposal=proposal.decode(), **about)
         return self._json("POST", bodies.DECISIONS, bodies.DecisionBody, body=request).document.encode()
 
     def reindex(self) -> bodies.ReindexBody:
@@ -225,55 +214,65 @@ class DaemonClient(Connection, Operator):
 
     # Retention. The audit log records the name of the caller's token.
 
-    @override
     def delete(self, checkpoint: Checkpoint, grace_s: float, reason: str = "", force: bool = False) -> None:
+        """Hide a checkpoint and delete it after the grace; hidden durably on return.
+
+        force: even if it is the newest one of its run. Raises NoCheckpoint or CheckpointHeld.
+        """
         self._request("DELETE", self._path(checkpoint.id), grace_s=grace_s, reason=reason, force=force or None)
 
-    @override
     def undelete(self, reference: Reference, reason: str = "") -> Checkpoint:
+        """Undo a deletion; listed, and pinned as `undeleted`, on return. Raises NoCheckpoint or SweepBegun."""
         body, path = bodies.UndeleteRequest(reason), self._path(str(reference), "undelete")
         return self._json("POST", path, bodies.CheckpointBody, body=body).checkpoint()
 
-    @override
     def deleted(self, run: str) -> list[Deleted]:
+        """Checkpoints of a run that are hidden and can be undeleted, newest step first. Raises InvalidName."""
         return self._items(bodies.DELETED, Deleted, run=run)
 
-    @override
     def pin(self, checkpoint: Checkpoint, name: str, reason: str = "") -> None:
+        """Keep a checkpoint until the pin is removed; durable on return. Raises InvalidName or NoCheckpoint."""
         self._request("PUT", self._path(checkpoint.id, "pins", check_pin(name)), reason=reason)
 
-    @override
     def unpin(self, checkpoint: Checkpoint, name: str) -> None:
+        """Remove a pin. Idempotent. Raises InvalidName or NoCheckpoint."""
         self._request("DELETE", self._path(checkpoint.id, "pins", check_pin(name)))
 
-    @override
     def label(self, checkpoint: Checkpoint, change: LabelChange, reason: str = "") -> Checkpoint:
+        """Change tags and metrics; durable on return. Raises InvalidRequest or NoCheckpoint."""
         body = bodies.LabelsRequest(tags=dict(change.tags), metrics=dict(change.metrics), reason=reason)
         return self._json("PATCH", self._path(checkpoint.id), bodies.CheckpointBody, body=body).checkpoint()
 
-    @override
     def pins(self, run: str) -> list[NamedPin]:
+        """All pins of a run, newest step first. Raises InvalidName."""
         return self._items(bodies.PINS, NamedPin, run=run)
 
     def audit(self, run: str, limit: int = 100) -> list[AuditEntry]:
         """The audit log of a run, newest first; bodies.MAX_PAGE records at most."""
         return self._items(bodies.AUDIT, AuditEntry, run=run, limit=limit)
 
-    @override
     def policies(self) -> PoliciesInForce:
+        """The policies in force; version 0: policies were never set."""
         return self._json("GET", bodies.POLICIES, PoliciesInForce)
 
     def policies_history(self, limit: int = 100) -> list[PoliciesInForce]:
         """The versions of the policies, newest first; bodies.MAX_PAGE at most."""
         return self._items(f"{bodies.POLICIES}/history", PoliciesInForce, limit=limit)
 
-    @override
     def change_policies(self, policies: PolicySet, expected: int, reason: str = "") -> PoliciesInForce:
+        """Replace version `expected` of the policies (0 for none); durable on return.
+
+        Raises InvalidRequest, or Conflict if that is not the newest version.
+        """
         request = bodies.PoliciesRequest(expected=expected, policies=policies, reason=reason)
         return self._json("PUT", bodies.POLICIES, PoliciesInForce, body=request)
 
-    @override
     def plan_prune(self, prune: Prune) -> PrunePlan:
+        """Which checkpoints a prune would delete and keep, and why. Deletes nothing.
+
+        Raises NoCheckpoint if runs are given and no matching run has a checkpoint, or InvalidRequest if neither the
+        prune nor the store has a policy.
+        """
         return self._prune(prune, dry_run=True)
 
     def prune(self, prune: Prune, plan: PrunePlan | None = None, progress: Progress = lambda _: None) -> PrunePlan:
@@ -370,8 +369,8 @@ class DaemonClient(Connection, Operator):
         """A breakdown of a run's wall-clock time. Raises NoCheckpoint if nothing is known of it."""
         return self._json("GET", bodies.GOODPUT, Account, run=run)
 
-    @override
     def probe(self) -> StoreReport:
+        """Run the checks of the store, with a few small objects."""
         return self._json("POST", bodies.PROBE, StoreReport, timeout=300)
 
     def shards(self, checkpoint: Checkpoint) -> list[bodies.ShardBody]:

@@ -15,12 +15,10 @@ import msgspec
 from ckptapi import bodies
 from ckptstore.errors import DaemonUnavailable, InvalidRequest, Unavailable, error_from_code
 from ckptstore.format.decoding import decode_json
-from ckptstore.retry import pauses, retry
+from ckptstore.retry import outage_pauses, retry
 
 _TIMEOUT = httpx.Timeout(60.0, connect=5.0)
 _RETRIES = 3
-_FIRST_PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 5.0
 _B = TypeVar("_B", bound=msgspec.Struct)
 _T = TypeVar("_T")
 
@@ -90,7 +88,7 @@ class Connection:
 
     def _patiently(self, ask: Callable[[], _T]) -> _T:
         """The result of `ask`, retried with growing pauses on Unavailable, for at most `patience_s`."""
-        waits = pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, timeout_s=self._patience_s)
+        waits = outage_pauses(self._patience_s)
         return retry(ask, Unavailable, waits, unless=is_certificate_error, log_level=logging.WARNING)
 
     def _request_once(self, method: str, path: str, **options: Any) -> httpx.Response:

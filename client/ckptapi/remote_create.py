@@ -5,22 +5,17 @@ from __future__ import annotations
 import logging
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from ckptapi.bodies import DecisionRequest
 from ckptstore import names
 from ckptstore.errors import InvalidName, StoreUnsafe, Unavailable
-from ckptstore.retry import pauses, retry
+from ckptstore.retry import outage_pauses, retry
 from ckptstore.stores import Store
 from ckptstore.stores.remote_create import RemoteCreateStore
-
-if TYPE_CHECKING:
-    from ckptapi.client import DaemonClient
 
 PATIENCE_S = 60.0
 """How long requests are retried if the daemon does not respond: longer than its restart takes."""
 ANSWER_S = 20.0
-_FIRST_PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +39,22 @@ class DaemonRemoteCreate:
         import httpx
 
         from ckptapi.client import DaemonClient
+        from ckptapi.connection import is_certificate_error
 
+        request = _request(key, proposal)
         with closing(DaemonClient(self.url, self.token, httpx.Timeout(self.answer_s), retries=0)) as client:
-            decided = self._propose(client, key, proposal)
+
+            def propose() -> bytes:
+                try:
+                    return client.decide(request)
+                except Unavailable:
+                    # A decision that is in the store counts, even if the response was lost.
+                    if (stored := self.store.find(key)) is not None:
+                        return stored
+                    raise
+
+            waits = outage_pauses(self.patience_s)
+            decided = retry(propose, Unavailable, waits, unless=is_certificate_error, log_level=logging.WARNING)
         if self.store.find(key) != decided:
             raise StoreUnsafe(
                 f"ckptd at {self.url} decided about {key}, but {self.store.url} does not have the decision",
@@ -54,36 +62,20 @@ class DaemonRemoteCreate:
             )
         return decided
 
-    def _propose(self, client: DaemonClient, key: str, proposal: bytes) -> bytes:
-        from ckptapi.connection import is_certificate_error
 
-        run, number = names.check_run(key.partition("/")[0]), names.generation_number(key)
-
-        def decide() -> bytes:
-            if number is not None:
-                return client.decide_generation(run, number, proposal)
-            try:
-                attempt, tombstone = names.attempt_and_name(key)
-            except InvalidName as error:
-                raise StoreUnsafe(
-                    f"a client cannot decide {key}: the store overwrites on create",
-                    "Run the operation through the daemon",
-                ) from error
-            return client.decide(run, attempt, proposal, tombstone or None)
-
-        def propose() -> bytes:
-            try:
-                return decide()
-            except Unavailable:
-                # A decision that is in the store counts, even if the response was lost.
-                if (stored := self.store.find(key)) is not None:
-                    return stored
-                raise
-
-        waits = pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, timeout_s=self.patience_s)
-        return retry(propose, Unavailable, waits, unless=is_certificate_error, log_level=logging.WARNING)
+def _request(key: str, proposal: bytes) -> DecisionRequest:
+    run, number = names.check_run(key.partition("/")[0]), names.generation_number(key)
+    if number is not None:
+        return DecisionRequest(run=run, generation=number, proposal=proposal.decode())
+    try:
+        attempt, tombstone = names.attempt_and_name(key)
+    except InvalidName as error:
+        raise StoreUnsafe(
+            f"a client cannot decide {key}: the store overwrites on create", "Run the operation through the daemon"
+        ) from error
+    return DecisionRequest(run=run, attempt=str(attempt), tombstone=tombstone or None, proposal=proposal.decode())
 
 
 def with_remote_create(store: Store, daemon: str | None, token: str | None) -> RemoteCreateStore:
     """The store; if a daemon is given, its database decides. Sends no request before the first decision."""
-    return RemoteCreateStore(store, DaemonRemoteCreate(store, daemon, token) if daemon is not None else None)
+    return RemoteCreateStore(store, DaemonRemoteCreate(store, daemon, token).decide if daemon is not None else None)

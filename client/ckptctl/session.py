@@ -19,7 +19,7 @@ from ckptstore.commits.audit import operator
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CkptError, InvalidRequest, NoCheckpoint, StoreReadOnly
 from ckptstore.names import LATEST, Reference, check_run
-from ckptstore.operator import Operator, StoreOperator
+from ckptstore.operator import StoreOperator
 from ckptstore.reading.source import Source, StoreSource
 from ckptstore.stores import Store
 from ckptstore.tiers.source import TieredSource
@@ -68,11 +68,9 @@ class Session:
         self._local = local
 
     @cached_property
-    def operator(self) -> Operator:
-        """The target, for what operators do."""
-        daemon: Callable[[], Operator] = self._daemon
-        store: Callable[[], Operator] = self._store_operator
-        return self.dispatch(daemon, store)
+    def operator(self) -> StoreOperator | DaemonClient:
+        """The target, for what operators do: both have the same methods."""
+        return self._daemon() if self.target.is_daemon else self._store_operator()
 
     def dispatch(self, daemon: Callable[[], _T], store: Callable[[], _T]) -> _T:
         """Call `daemon` if the target is one, else `store`."""

@@ -9,7 +9,7 @@ docs/decisions/0014 has the sequences.
 from __future__ import annotations
 
 import logging
-from typing import Protocol
+from collections.abc import Callable
 
 from ckptstore import names
 from ckptstore.clock import Clock, system_clock
@@ -21,28 +21,26 @@ from ckptstore.stores.checks import creates_once
 logger = logging.getLogger(__name__)
 
 
-class RemoteCreate(Protocol):
-    """A service that records which of several proposals for one key came first. For any thread."""
-
-    def decide(self, key: str, proposal: bytes) -> bytes:
-        """The first proposal ever made for `key`; it is in the store on return. Idempotent."""
+Decide = Callable[[str, bytes], bytes]
+"""The first of all proposals for a key, in the store on return: of the key and a proposal. Idempotent, for any
+thread."""
 
 
 class RemoteCreateStore(WrappedStore):
-    """A store whose create-only writes have one winner, if the store itself or `remote` guarantees it.
+    """A store whose create-only writes have one winner, if the store itself or `decide` guarantees it.
 
     The first decision may take as long as a probe. Any thread may call any method.
     """
 
-    def __init__(self, store: Store, remote: RemoteCreate | None, clock: Clock = system_clock) -> None:
+    def __init__(self, store: Store, decide: Decide | None, clock: Clock = system_clock) -> None:
         super().__init__(store)
-        self.remote_create = remote is not None
-        self._remote = remote
+        self.remote_create = decide is not None
+        self._decide = decide
         self._clock = clock
         self._warned = False
 
     def put_if_absent(self, key: str, data: Buffer) -> bool:
-        """Decided by the store or by `remote`; without either, a read and then a write.
+        """Decided by the store or by `decide`; without either, a read and then a write.
 
         Raises what the store raises, or DaemonUnavailable, IndexUnavailable, StoreUnsafe or Denied. After an error the
         decision is unknown.
@@ -51,9 +49,9 @@ class RemoteCreateStore(WrappedStore):
             return self._store.put_if_absent(key, data)
         if not names.is_decision(key):
             return self._read_and_put(key, data)
-        if self._remote is not None:
+        if self._decide is not None:
             proposal = bytes(data)
-            return self._remote.decide(key, proposal) == proposal
+            return self._decide(key, proposal) == proposal
         if not self._warned:
             self._warned = True
             logger.warning(

@@ -19,6 +19,7 @@ from torch.distributed import checkpoint as dcp
 from ckpt.dcp import StorageWriter
 from ckptapi import bodies
 from ckptapi.bodies import Scope, TokenRequest
+from ckptapi.client import DaemonClient
 from ckptapi.remote_create import DaemonRemoteCreate, with_remote_create
 from ckptd.index import Database, Decision, DecisionIndex
 from ckptd.index.tables import decisions
@@ -84,8 +85,15 @@ def new_attempt(step: int = 5) -> Attempt:
     return Attempt(step, new_ulid(system_clock()))
 
 
+def propose(
+    client: DaemonClient, run: str, about: Attempt | int, document: bytes, tombstone: str | None = None
+) -> bytes:
+    subject: dict[str, Any] = {"generation": about} if isinstance(about, int) else {"attempt": str(about)}
+    return client.decide(bodies.DecisionRequest(run=run, tombstone=tombstone, proposal=document.decode(), **subject))
+
+
 def impatient(store: Store, daemon: str) -> RemoteCreateStore:
-    return RemoteCreateStore(store, DaemonRemoteCreate(store, daemon, _TOKEN, patience_s=0))
+    return RemoteCreateStore(store, DaemonRemoteCreate(store, daemon, _TOKEN, patience_s=0).decide)
 
 
 # Where decisions are kept.
@@ -212,7 +220,7 @@ def test_pruning_works_through_the_daemon_only(overwriting: Store, gateway: S3Se
         for gone in written[:2]:
             assert not keys(overwriting, run.keys.attempt(gone.attempt))
             with pytest.raises(ObjectMissing):
-                client.decide(RUN, gone.attempt, proposal(gone.attempt))
+                propose(client, RUN, gone.attempt, proposal(gone.attempt))
 
 
 def test_trainers_at_once_get_a_generation_each(overwriting: Store, gateway: S3Service, tmp_path: Path) -> None:
@@ -242,7 +250,7 @@ def test_other_doors_ask_the_daemon_too(overwriting: Store, gateway: S3Service, 
         for checkpoint in written:
             overwriting.delete_many([RunKeys(RUN).outcome(checkpoint.attempt)])
             with pytest.raises(ObjectMissing):  # it has been decided otherwise
-                client.decide(RUN, checkpoint.attempt, proposal(checkpoint.attempt))
+                propose(client, RUN, checkpoint.attempt, proposal(checkpoint.attempt))
 
 
 def test_a_daemon_of_another_store(overwriting: Store, honest: Honest) -> None:
@@ -261,11 +269,11 @@ def test_an_honest_store_decides_itself(honest: Honest) -> None:
     with honest.daemon.client(_TOKEN) as client:
         first, second = (new_attempt(step) for step in (1, 2))
         mine = decide(run, first, None)
-        assert client.decide(RUN, first, proposal(first, at=1.0)) == seal(mine)
-        assert client.decide(RUN, second, proposal(second, at=1.0)) == proposal(second, at=1.0)
+        assert propose(client, RUN, first, proposal(first, at=1.0)) == seal(mine)
+        assert propose(client, RUN, second, proposal(second, at=1.0)) == proposal(second, at=1.0)
         assert decide(run, second, None).at == 1.0
         store.delete_many([run.keys.outcome(second)])
-        assert client.decide(RUN, second, proposal(second, at=2.0)) == proposal(second, at=2.0)
+        assert propose(client, RUN, second, proposal(second, at=2.0)) == proposal(second, at=2.0)
 
 
 # What strangers may propose.
@@ -296,9 +304,9 @@ def test_proposals_that_make_no_sense(honest: Honest) -> None:
             (attempt.ulid, proposal(attempt)),
         ]:
             with pytest.raises(InvalidRequest):
-                client.decide(RUN, attempt, document, tombstone)
+                propose(client, RUN, attempt, document, tombstone)
         with pytest.raises(InvalidRequest, match="has no bytes"):
-            client.decide(RUN, attempt, committing(attempt)[0])
+            propose(client, RUN, attempt, committing(attempt)[0])
         for body in ({}, {"run": RUN, "attempt": "x", "proposal": "y"}, {"run": "../x", "attempt": str(attempt)}):
             assert honest.daemon.post(bodies.DECISIONS, body, headers=_ADMIN).status_code == 422
         big = {"run": RUN, "attempt": str(attempt), "proposal": "x" * (2 << 20)}
@@ -332,21 +340,21 @@ def test_who_may_propose_what(honest: Honest) -> None:
     (commit, manifest), abort = committing(attempt), proposal(attempt)
     store.put(RunKeys(RUN).manifest(attempt), manifest)
     with daemon.client(reader) as client, pytest.raises(Forbidden):
-        client.decide(RUN, attempt, commit)
+        propose(client, RUN, attempt, commit)
     with daemon.client(writer) as client:
         with pytest.raises(Forbidden):
-            client.decide(RUN, attempt, abort)
+            propose(client, RUN, attempt, abort)
         with pytest.raises(Forbidden):
-            client.decide("bert", attempt, proposal(attempt, run="bert"))
-        assert client.decide(RUN, attempt, commit) == commit
+            propose(client, "bert", attempt, proposal(attempt, run="bert"))
+        assert propose(client, RUN, attempt, commit) == commit
         first = generation(1)
-        assert client.decide_generation(RUN, 1, first) == client.decide_generation(RUN, 1, generation(1)) == first
+        assert propose(client, RUN, 1, first) == propose(client, RUN, 1, generation(1)) == first
         with pytest.raises(InvalidRequest, match="names another"):
-            client.decide_generation(RUN, 2, first)
+            propose(client, RUN, 2, first)
     with daemon.client(pruner) as client:
-        assert client.decide(RUN, attempt, abort) == commit
+        assert propose(client, RUN, attempt, abort) == commit
         store.delete_many([RunKeys(RUN).outcome(attempt)])
-        assert client.decide(RUN, attempt, abort) == abort
+        assert propose(client, RUN, attempt, abort) == abort
 
 
 def test_who_may_write_may_abort_what_is_superseded(honest: Honest) -> None:
@@ -358,9 +366,9 @@ def test_who_may_write_may_abort_what_is_superseded(honest: Honest) -> None:
     honest.store.put(run.keys.generation(1), generation(1, "bert"))
     with honest.daemon.client(writer) as client:
         document = proposal(attempt, "bert")
-        assert client.decide("bert", attempt, document) == document
+        assert propose(client, "bert", attempt, document) == document
         later = replace(attempt, generation=1)
         with pytest.raises(Forbidden):
-            client.decide("bert", later, proposal(later, "bert"))
+            propose(client, "bert", later, proposal(later, "bert"))
     with pytest.raises(AttemptAborted):
         commit_attempt(run, [receipt])

@@ -297,7 +297,7 @@ def test_replies_of_the_daemon_get_lost(remote_create_place: Place) -> None:
     truth = remote_create_place.truth()
     assert remote_create_place.daemon is not None
     with lossy_proxy(remote_create_place.daemon) as proxy:
-        store = RemoteCreateStore(truth, DaemonRemoteCreate(truth, proxy.url, None, answer_s=0.5))
+        store = RemoteCreateStore(truth, DaemonRemoteCreate(truth, proxy.url, None, answer_s=0.5).decide)
 
         def save(step: int) -> Outcome:
             receipt = write_rank(store, RUN, Attempt(step, new_ulid(system_clock())), {})
