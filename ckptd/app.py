@@ -50,7 +50,6 @@ from ckptd.services import (
     Jobs,
     Objects,
     Restores,
-    Services,
     StoreSync,
     Tokens,
     Uploads,
@@ -89,14 +88,14 @@ def create_app(settings: Settings, store: Store | None = None, clock: Clock = sy
     tracer = Tracer(settings.otlp_endpoint) if settings.otlp_endpoint else None
     core = _Core(settings, store, clock)
     cache = _open_cache(settings, core.store, core.metrics)
-    services = _services(core, cache)
-    services.tokens.refresh()
+    context = _context(core, cache, Threads(tracer.span if tracer else no_span))
+    context.tokens.refresh()
     core.metrics.registry.register(Gauges(core.index, core.restores, core.freshness.lag_s, clock))
     return _assemble(
-        Context(services, Threads(tracer.span if tracer else no_span), core.metrics, core.waiting),
+        context,
         settings.auth != AUTH_OFF,
         clock,
-        [*_serving(core, services), *_housekeeping(core)],
+        [*_serving(core, context), *_housekeeping(core)],
         [cache, core.leadership, core.database],
         tracer,
     )
@@ -138,12 +137,15 @@ class _Core:
         return StoreOperator(store or self.store, self.clock, by, self.store_sync.sync_run, check_deletes=False)
 
 
-def _services(core: _Core, cache: BlockCache) -> Services:
+def _context(core: _Core, cache: BlockCache, threads: Threads) -> Context:
     store, clock = core.store, core.clock
     objects, source = Objects(store, core.catalog, cache), StoreSource(store, clock)
     leases = RestoreLeases(store, core.restores, core.metrics, clock, core.events.restore_ended)
     handlers = JobHandlers(store, core.store_sync, clock, core.settings.orphan_grace_seconds, objects.forget)
-    return Services(
+    return Context(
+        threads=threads,
+        metrics=core.metrics,
+        waiting=core.waiting,
         accounts=core.accounts,
         catalog=core.catalog,
         contents=Contents(core.catalog, objects),
@@ -163,25 +165,25 @@ def _services(core: _Core, cache: BlockCache) -> Services:
     )
 
 
-def _serving(core: _Core, services: Services) -> list[_Background]:
+def _serving(core: _Core, context: Context) -> list[_Background]:
     """Background work of every daemon."""
     settings = core.settings
     webhooks = Webhooks(settings.webhook_urls, settings.webhook_secret, core.metrics, core.clock)
     core.log.subscribe(webhooks.offer)
     return [
-        services.jobs,
+        context.jobs,
         webhooks,
-        Periodic("sending heartbeats of jobs", services.jobs.watch, every_s=3.0),
+        Periodic("sending heartbeats of jobs", context.jobs.watch, every_s=3.0),
         Periodic("following other daemons", core.follow, every_s=0.5),
         Periodic("deleting old events", core.events.forget, every_s=600.0),
         Periodic("synchronizing", core.store_sync.run_once, every_s=settings.poll_seconds),
-        Periodic("trimming the cache", services.objects.forget_deleted, every_s=settings.poll_seconds),
+        Periodic("trimming the cache", context.objects.forget_deleted, every_s=settings.poll_seconds),
         Periodic("finishing decisions", core.decider.finish, every_s=60.0),
         Periodic("renewing the lead", core.leadership.run_once, every_s=core.leadership.every_s),
-        Periodic("expiring restores", services.restores.watch, every_s=0.5),
-        Periodic("deleting old restore sessions", services.restores.forget, every_s=600.0),
-        Periodic("reading tokens", services.tokens.refresh, every_s=1.0),
-        Periodic("recording the use of tokens", services.tokens.note_use, every_s=10.0),
+        Periodic("expiring restores", context.restores.watch, every_s=0.5),
+        Periodic("deleting old restore sessions", context.restores.forget, every_s=600.0),
+        Periodic("reading tokens", context.tokens.refresh, every_s=1.0),
+        Periodic("recording the use of tokens", context.tokens.note_use, every_s=10.0),
     ]
 
 
@@ -259,7 +261,7 @@ def _assemble(
     for module in (probes, routes):
         _include(app, module.router, [])
     # The last one added is the outermost.
-    known = context.services.tokens if auth else None
+    known = context.tokens if auth else None
     app.add_middleware(Authentication, tokens=known, metrics=context.metrics)
     app.add_middleware(PageSessions, tokens=known, metrics=context.metrics, clock=clock)
     app.add_middleware(Bounds)

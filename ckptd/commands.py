@@ -108,7 +108,7 @@ def _serve(configuration: Configuration) -> None:
     """
     settings = configuration.settings
     app = create_app(settings)
-    if settings.auth != AUTH_OFF and not app.state.context.services.tokens.any():
+    if settings.auth != AUTH_OFF and not app.state.context.tokens.any():
         _LOG.warning(
             "there is no token, so every request will be refused: create the first one with ckptd token create"
         )

@@ -73,7 +73,7 @@ async def page(
     limit: Annotated[int, Query(ge=1, le=bodies.MAX_PAGE)] = 100,
 ) -> Response:
     """Checkpoints that match all filters, in pages. A page may be short or empty and still have a next one."""
-    found = await ctx.threads.index(ctx.services.catalog.page, query.filter(caller), query.sort, query.place(), limit)
+    found = await ctx.threads.index(ctx.catalog.page, query.filter(caller), query.sort, query.place(), limit)
     cursor = write_cursor(query.sort, found.next) if found.next is not None else None
     headers = {}
     if cursor is not None:
@@ -87,14 +87,14 @@ async def page(
 @router.get(bodies.RUNS, **documented(bodies.Items[bodies.RunBody]))
 async def runs(ctx: Ctx, caller: CallerDep) -> Response:
     """All runs, with their sizes and newest checkpoints."""
-    found = await ctx.threads.index(ctx.services.catalog.runs)
+    found = await ctx.threads.index(ctx.catalog.runs)
     return json_response(bodies.Items([_run(one) for one in found if caller.sees(one.run)]))
 
 
 @router.get(bodies.RUNS + "/{run}", **documented(bodies.RunBody, 404))
 async def run(ctx: Ctx, run: RunName) -> Response:
     """One run, with its size and newest checkpoint."""
-    for summary in await ctx.threads.index(ctx.services.catalog.runs):
+    for summary in await ctx.threads.index(ctx.catalog.runs):
         if summary.run == run:
             return json_response(_run(summary))
     raise NoCheckpoint(f"run {run!r} has no checkpoint", "GET /v1/runs lists the runs")
@@ -109,7 +109,7 @@ async def checkpoint(found: Found) -> Response:
 @router.get(bodies.CHECKPOINTS + "/{id}/shards", **documented(bodies.Items[bodies.ShardBody], 404))
 async def shards(ctx: Ctx, reference: Ref) -> Response:
     """The shards of a checkpoint, by rank."""
-    return json_response(await ctx.threads.store(ctx.services.contents.shards, reference))
+    return json_response(await ctx.threads.store(ctx.contents.shards, reference))
 
 
 @router.get(bodies.CHECKPOINTS + "/{id}/entries", **documented(bodies.EntriesBody, 404))
@@ -120,7 +120,7 @@ async def entries(
     limit: Annotated[int, Query(ge=1, le=bodies.MAX_ENTRIES)] = 1000,
 ) -> Response:
     """A page of the entries of a checkpoint."""
-    contents = ctx.services.contents
+    contents = ctx.contents
     return json_response(await ctx.threads.store(contents.entries, reference, offset, limit))
 
 
@@ -128,7 +128,7 @@ async def entries(
 @router.head(bodies.CHECKPOINTS + "/{id}/manifest", include_in_schema=False)
 async def manifest(request: Request, ctx: Ctx, reference: Ref) -> Response:
     """The stored manifest: zstd-compressed JSON."""
-    stored = await ctx.threads.store(ctx.services.objects.manifest, reference)
+    stored = await ctx.threads.store(ctx.objects.manifest, reference)
     return await object_response(request, ctx, stored)
 
 
@@ -136,7 +136,7 @@ async def manifest(request: Request, ctx: Ctx, reference: Ref) -> Response:
 @router.head(bodies.CHECKPOINTS + "/{id}/receipts/{rank}", include_in_schema=False)
 async def receipt(request: Request, ctx: Ctx, reference: Ref, rank: Annotated[int, Path(ge=0, le=99_999)]) -> Response:
     """The stored receipt of a rank."""
-    stored = await ctx.threads.store(ctx.services.objects.receipt, reference, rank)
+    stored = await ctx.threads.store(ctx.objects.receipt, reference, rank)
     return await object_response(request, ctx, stored)
 
 
@@ -145,7 +145,7 @@ async def statistics(
     request: Request, ctx: Ctx, reference: Ref, rank: Annotated[int, Path(ge=0, le=99_999)]
 ) -> Response:
     """The stored statistics of the shard of a rank. 404 also if the checkpoint was saved without."""
-    stored = await ctx.threads.store(ctx.services.objects.statistics, reference, rank)
+    stored = await ctx.threads.store(ctx.objects.statistics, reference, rank)
     return await object_response(request, ctx, stored)
 
 
@@ -153,7 +153,7 @@ async def statistics(
 @router.head(bodies.CHECKPOINTS + "/{id}/shards/{name}", include_in_schema=False)
 async def shard(request: Request, ctx: Ctx, reference: Ref, name: Annotated[str, Path(max_length=32)]) -> Response:
     """A shard, or one range of its bytes."""
-    stored = await ctx.threads.store(ctx.services.objects.shard, reference, name)
+    stored = await ctx.threads.store(ctx.objects.shard, reference, name)
     return await object_response(request, ctx, stored)
 
 
@@ -162,19 +162,19 @@ async def notify(request: Request, ctx: Ctx) -> Response:
     """Report a committed attempt: its outcome is read from the store now instead of at the next poll."""
     body = await read_body(request, bodies.NotifyRequest)
     attempt = Attempt.parse(body.attempt)
-    found = await ctx.threads.store(ctx.services.store_sync.notify, check_run(body.run), attempt)
+    found = await ctx.threads.store(ctx.store_sync.notify, check_run(body.run), attempt)
     return json_response(bodies.CheckpointBody.of(found))
 
 
 @router.post(bodies.REINDEX, **documented(bodies.ReindexBody))
 async def reindex(ctx: Ctx) -> Response:
     """Read every outcome in the store again."""
-    num_runs, num_checkpoints = await ctx.threads.store(ctx.services.store_sync.reindex)
+    num_runs, num_checkpoints = await ctx.threads.store(ctx.store_sync.reindex)
     return json_response(bodies.ReindexBody(runs=num_runs, checkpoints=num_checkpoints))
 
 
 async def _latest(ctx: Context, run: str | None) -> Checkpoint:
-    catalog = ctx.services.catalog
+    catalog = ctx.catalog
     found = catalog.cached_latest(run)
     return found if found is not None else await ctx.threads.index(catalog.latest, run)
 

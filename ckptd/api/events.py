@@ -21,7 +21,7 @@ from ckptd.http.concurrency import happens
 from ckptd.http.context import Context, Ctx, Ref
 from ckptd.http.openapi import documented
 from ckptd.http.streaming import client_of
-from ckptd.services.events import ANY, EventPage
+from ckptd.services.events import ANY
 from ckptstore.errors import CkptError, InvalidRequest
 from ckptstore.names import check_run
 
@@ -53,17 +53,14 @@ async def events(
     run = check_run(run) if run is not None else None
     if bodies.EVENT_STREAM in request.headers.get("accept", ""):
         return await _stream(request, ctx, run, _position(last_event_id, after))
-    page = await ctx.threads.index(ctx.services.events.page, after or 0, run, limit)
-    return json_response(bodies.EventsBody(items=page.events, last_id=page.last_id, gap=page.gap))
+    return json_response(await ctx.threads.index(ctx.events.page, after or 0, run, limit))
 
 
 @router.post(bodies.RUNS + "/{run}/preempt", **documented(bodies.EventBody, status=201, body=bodies.PreemptRequest))
 async def preempt(request: Request, ctx: Ctx, caller: CallerDep, run: Annotated[str, Path(max_length=128)]) -> Response:
     """Give notice to the trainers of a run that they will be killed: a node-termination handler does so."""
     body = await read_body(request, bodies.PreemptRequest)
-    event = await ctx.threads.index(
-        ctx.services.events.preempted, check_run(run), body.grace_s, body.reason, caller.name
-    )
+    event = await ctx.threads.index(ctx.events.preempted, check_run(run), body.grace_s, body.reason, caller.name)
     return json_response(event, 201)
 
 
@@ -72,8 +69,8 @@ async def of_checkpoint(ctx: Ctx, reference: Ref) -> Response:
     """Events of one checkpoint. If it was deleted, the id must include the ULID."""
     id = str(reference)
     if reference.ulid is None:
-        id = (await ctx.threads.index(ctx.services.catalog.find, reference)).id
-    items = await ctx.threads.index(ctx.services.events.of_checkpoint, id)
+        id = (await ctx.threads.index(ctx.catalog.find, reference)).id
+    items = await ctx.threads.index(ctx.events.of_checkpoint, id)
     return json_response(bodies.EventsBody(items=items, last_id=items[-1].id if items else 0))
 
 
@@ -89,7 +86,7 @@ async def _stream(request: Request, ctx: Context, run: str | None, after: int | 
     stack = ExitStack()
     stack.enter_context(ctx.stream_limit.use(client_of(request)))
     try:
-        position = after if after is not None else await ctx.threads.index(ctx.services.events.newest_id)
+        position = after if after is not None else await ctx.threads.index(ctx.events.newest_id)
     except BaseException:
         stack.close()
         raise
@@ -103,13 +100,13 @@ async def _messages(
     with ctx.waiting.listen(ANY) as changed:
         while not ctx.waiting.closed:
             changed.clear()
-            page = await ctx.threads.index(ctx.services.events.page, position, run, _BATCH)
+            page = await ctx.threads.index(ctx.events.page, position, run, _BATCH)
             for text in _texts(page):
                 if not still_valid():
                     return
                 yield text
             position = page.last_id
-            if len(page.events) == _BATCH:
+            if len(page.items) == _BATCH:
                 continue
             for _ in range(round(HEARTBEAT_S / VALIDITY_S)):
                 if await happens(changed, VALIDITY_S):
@@ -120,9 +117,9 @@ async def _messages(
                 yield b":\n\n"
 
 
-def _texts(page: EventPage) -> list[bytes]:
-    gap = [_message(bodies.GAP, page.events[0].id - 1 if page.events else page.last_id, {})] if page.gap else []
-    return gap + [_message(event.kind, event.id, event) for event in page.events]
+def _texts(page: bodies.EventsBody) -> list[bytes]:
+    gap = [_message(bodies.GAP, page.items[0].id - 1 if page.items else page.last_id, {})] if page.gap else []
+    return gap + [_message(event.kind, event.id, event) for event in page.items]
 
 
 def _message(kind: str, id: int, data: Any) -> bytes:

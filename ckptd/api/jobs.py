@@ -29,43 +29,43 @@ async def start(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
     body = await read_body(request, cast(type[Any], bodies.JobRequest))
     if getattr(body, "run", None) is not None:
         check_glob(body.run)
-    job = await ctx.threads.index(ctx.services.jobs.submit, body, caller.name)
+    job = await ctx.threads.index(ctx.jobs.submit, body, caller.name)
     return json_response(job, 202, {"Location": f"{bodies.JOBS}/{job.id}"})
 
 
 @router.get(bodies.JOBS, **documented(bodies.Items[bodies.JobBody]))
 async def newest(ctx: Ctx, limit: Annotated[int, Query(ge=1, le=bodies.MAX_PAGE)] = 100) -> Response:
     """Jobs, newest first, without their logs."""
-    found = await ctx.threads.index(ctx.services.jobs.newest, limit)
+    found = await ctx.threads.index(ctx.jobs.newest, limit)
     return json_response(bodies.Items([replace(job, log=None) for job in found]))
 
 
 @router.get(bodies.JOBS + "/{id}", **documented(bodies.JobBody, 404))
 async def job(ctx: Ctx, id: JobId) -> Response:
     """One job, with the last lines of its log."""
-    return json_response(await ctx.threads.index(ctx.services.jobs.find, id))
+    return json_response(await ctx.threads.index(ctx.jobs.find, id))
 
 
 @router.delete(bodies.JOBS + "/{id}", **documented(bodies.JobBody, 404))
 async def cancel(ctx: Ctx, id: JobId) -> Response:
     """Cancel a job; its effects so far remain. A job that has ended is not changed."""
-    return json_response(await ctx.threads.index(ctx.services.jobs.cancel, id))
+    return json_response(await ctx.threads.index(ctx.jobs.cancel, id))
 
 
 @router.get(bodies.ATTEMPTS, **documented(bodies.Items[bodies.AttemptBody]))
 async def attempts(ctx: Ctx, run: RunQuery = None) -> Response:
     """Live uploads: attempts of one run or all runs that are neither committed nor aborted, oldest first."""
-    return json_response(bodies.Items(await ctx.threads.store(ctx.services.uploads.live, run)))
+    return json_response(bodies.Items(await ctx.threads.store(ctx.uploads.live, run)))
 
 
 @router.get(bodies.GOODPUT, **documented(Account, 404))
 async def goodput(ctx: Ctx, run: Annotated[str, Query(max_length=128)]) -> Response:
     """A breakdown of a run's wall-clock time, by category and by attempt of the job."""
-    return json_response(await ctx.threads.store(ctx.services.accounts.of_run, run))
+    return json_response(await ctx.threads.store(ctx.accounts.of_run, run))
 
 
 @router.post(bodies.PROBE, **documented(StoreReport))
 async def probe(ctx: Ctx) -> Response:
     """Check the store with a few small objects: conditional writes, clock, speed."""
     async with ctx.locks.of("probe"):
-        return json_response(await ctx.threads.store(ctx.services.probe))
+        return json_response(await ctx.threads.store(ctx.probe))

@@ -26,7 +26,7 @@ async def live() -> Response:
 async def ready(ctx: Ctx) -> Response:
     """200 if the database responds, and the index matched a recent listing of the store; otherwise 503."""
     database = await ctx.threads.index(_database_problem, ctx)
-    store = ctx.services.freshness.problem()
+    store = ctx.freshness.problem()
     ready = not (database or store or ctx.leaving)
     body = bodies.ReadinessBody(ready=ready, database=database or "ok", store=store or "ok", leaving=ctx.leaving)
     return json_response(body, 200 if body.ready else 503, {"Cache-Control": "no-store"})
@@ -41,7 +41,7 @@ async def metrics(ctx: Ctx) -> Response:
 
 def _database_problem(ctx: Context) -> str:
     try:
-        ctx.services.catalog.ping()
+        ctx.catalog.follow()
     except IndexUnavailable as error:
         return str(error)
     return ""

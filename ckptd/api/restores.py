@@ -36,7 +36,7 @@ async def join(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
     """
     body = await read_body(request, bodies.RestoreRequest)
     restore, created = await _join(ctx, body, caller)
-    view = await ctx.threads.index(ctx.services.restores.view, restore.id, False)
+    view = await ctx.threads.index(ctx.restores.view, restore.id, False)
     return json_response(view, 201 if created else 200)
 
 
@@ -46,7 +46,7 @@ async def report(
 ) -> Response:
     """Report the progress of a rank. Returns the status of the session, also after it has ended."""
     body = await read_body(request, bodies.RankReport)
-    restore = await ctx.threads.index(ctx.services.restores.report, id, rank, body)
+    restore = await ctx.threads.index(ctx.restores.report, id, rank, body)
     return json_response(convert(restore, bodies.RestoreStatus, from_attributes=True))
 
 
@@ -60,7 +60,7 @@ async def restore(
     ranks: Annotated[bool, Query(description="List the ranks, and detect stragglers")] = True,
 ) -> Response:
     """One session. With `wait`, the response is delayed until the session has ended or the time is up."""
-    restores = ctx.services.restores
+    restores = ctx.restores
     if wait:
         with ctx.waiting.listen(id) as ended:
             if (await ctx.threads.index(restores.find, id)).live:
@@ -73,19 +73,19 @@ async def newest(
     ctx: Ctx, run: RunQuery = None, limit: Annotated[int, Query(ge=1, le=bodies.MAX_PAGE)] = 100
 ) -> Response:
     """Sessions of one run or all runs, newest first, without their ranks."""
-    found = await ctx.threads.index(ctx.services.restores.newest, run, limit)
+    found = await ctx.threads.index(ctx.restores.newest, run, limit)
     return json_response(bodies.Items(found))
 
 
 @router.delete(bodies.RESTORES + "/{id}", **documented(bodies.RestoreBody, 404))
 async def cancel(ctx: Ctx, id: RestoreId) -> Response:
     """End a session and release its lease. A session that has ended is not changed."""
-    restore = await ctx.threads.store(ctx.services.restores.cancel, id)
-    return json_response(await ctx.threads.index(ctx.services.restores.view, restore.id, True))
+    restore = await ctx.threads.store(ctx.restores.cancel, id)
+    return json_response(await ctx.threads.index(ctx.restores.view, restore.id, True))
 
 
 async def _join(ctx: Context, body: bodies.RestoreRequest, caller: Caller) -> tuple[Restore, bool]:
-    restores = ctx.services.restores
+    restores = ctx.restores
     if joined := await ctx.threads.index(restores.join, body, caller.check_owner):
         return joined, False
     # A thousand ranks may join at once: one of them reads the store; the others wait here without using a thread.

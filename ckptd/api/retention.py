@@ -46,7 +46,7 @@ async def delete(
 
     409 if a lease or pin holds it, or if it is the newest one of its run and the deletion is not forced.
     """
-    operator = ctx.services.operator(caller.name)
+    operator = ctx.operator(caller.name)
     grace_s = SWEEP_GRACE_S if grace_s is None else grace_s
     await ctx.threads.store(operator.delete, found, grace_s, reason, force)
     return Response(status_code=204)
@@ -56,7 +56,7 @@ async def delete(
 async def undelete(request: Request, ctx: Ctx, caller: CallerDep, reference: Ref) -> Response:
     """Undo a deletion, and pin the checkpoint as `undeleted`. 410 if the deletion of its data has begun."""
     body = await read_body(request, bodies.UndeleteRequest)
-    found = await ctx.threads.store(ctx.services.operator(caller.name).undelete, reference, body.reason)
+    found = await ctx.threads.store(ctx.operator(caller.name).undelete, reference, body.reason)
     return json_response(bodies.CheckpointBody.of(found))
 
 
@@ -69,11 +69,11 @@ async def prune(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
     wanted = await read_body(request, Prune)
     if wanted.run is not None:
         check_glob(wanted.run)
-    operator = ctx.services.operator(caller.name)
+    operator = ctx.operator(caller.name)
     plan = await ctx.threads.store(operator.plan_prune, wanted)
     if not wanted.dry_run:
         plan = await ctx.threads.store(operator.prune, wanted, plan)
-        await ctx.threads.index(ctx.services.events.pruned, plan.remove)
+        await ctx.threads.index(ctx.events.pruned, plan.remove)
     return json_response(bodies.PruneBody.of(plan, wanted.dry_run))
 
 
@@ -81,30 +81,30 @@ async def prune(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
 async def take_lease(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
     """Protect a checkpoint from deletion for `ttl_s` seconds. Only this token, or one with scope prune, may end it."""
     body = await read_body(request, bodies.LeaseRequest)
-    found = await ctx.threads.index(ctx.services.catalog.find, Reference.parse(body.id))
+    found = await ctx.threads.index(ctx.catalog.find, Reference.parse(body.id))
     holder = f"{caller.name}{OF_TOKEN}{body.holder}"
-    lease = await ctx.threads.store(ctx.services.source.take_lease, found, holder, body.ttl_s)
+    lease = await ctx.threads.store(ctx.source.take_lease, found, holder, body.ttl_s)
     return json_response(bodies.LeaseBody(run=found.run, lease=lease), 201)
 
 
 @router.delete(bodies.LEASES + "/{run}/{lease}", **documented(status=204))
 async def release_lease(ctx: Ctx, run: RunName, lease: Annotated[str, Path(max_length=26)]) -> Response:
     """End a lease. Succeeds if the lease is already gone."""
-    await ctx.threads.store(ctx.services.source.release_lease, run, lease)
+    await ctx.threads.store(ctx.source.release_lease, run, lease)
     return Response(status_code=204)
 
 
 @router.put(_ONE + "/pins/{name}", **documented(NamedPin, 404))
 async def pin(ctx: Ctx, caller: CallerDep, found: Found, name: PinName, reason: ReasonQuery = "") -> Response:
     """Keep a checkpoint until the pin is removed. Succeeds if the pin exists already."""
-    await ctx.threads.store(ctx.services.operator(caller.name).pin, found, name, reason)
+    await ctx.threads.store(ctx.operator(caller.name).pin, found, name, reason)
     return json_response(NamedPin(id=found.id, name=name))
 
 
 @router.delete(_ONE + "/pins/{name}", **documented(None, 404, status=204))
 async def unpin(ctx: Ctx, caller: CallerDep, found: Found, name: PinName) -> Response:
     """Remove a pin. Succeeds if the pin is already gone."""
-    await ctx.threads.store(ctx.services.operator(caller.name).unpin, found, name)
+    await ctx.threads.store(ctx.operator(caller.name).unpin, found, name)
     return Response(status_code=204)
 
 
@@ -113,39 +113,39 @@ async def label(request: Request, ctx: Ctx, caller: CallerDep, found: Found) -> 
     """Set tags and metrics; null removes one. Those that are not named stay."""
     body = await read_body(request, bodies.LabelsRequest)
     change = LabelChange(body.tags, body.metrics)
-    changed = await ctx.threads.store(ctx.services.operator(caller.name).label, found, change, body.reason)
+    changed = await ctx.threads.store(ctx.operator(caller.name).label, found, change, body.reason)
     return json_response(bodies.CheckpointBody.of(changed))
 
 
 @router.get(bodies.PINS, **documented(bodies.Items[NamedPin]))
 async def pins(ctx: Ctx, run: RequiredRun) -> Response:
     """All pins of a run, newest step first."""
-    return json_response(bodies.Items(await ctx.threads.store(ctx.services.operator("").pins, run)))
+    return json_response(bodies.Items(await ctx.threads.store(ctx.operator("").pins, run)))
 
 
 @router.get(bodies.DELETED, **documented(bodies.Items[Deleted]))
 async def deleted(ctx: Ctx, run: RequiredRun) -> Response:
     """Deleted checkpoints of a run that can be undeleted, newest step first."""
-    return json_response(bodies.Items(await ctx.threads.store(ctx.services.operator("").deleted, run)))
+    return json_response(bodies.Items(await ctx.threads.store(ctx.operator("").deleted, run)))
 
 
 @router.get(bodies.AUDIT, **documented(bodies.Items[AuditEntry]))
 async def audit(ctx: Ctx, run: RequiredRun, limit: Limit = 100) -> Response:
     """The audit log of a run, newest first: who started which action on which checkpoints, when and why."""
-    audit = ctx.services.operator("").audit
+    audit = ctx.operator("").audit
     return json_response(bodies.Items(await ctx.threads.store(audit, run, limit)))
 
 
 @router.get(bodies.POLICIES, **documented(PoliciesInForce))
 async def policies(ctx: Ctx) -> Response:
     """The retention policies in force; version 0 if they were never set."""
-    return json_response(await ctx.threads.store(ctx.services.operator("").policies))
+    return json_response(await ctx.threads.store(ctx.operator("").policies))
 
 
 @router.get(bodies.POLICIES + "/history", **documented(bodies.Items[PoliciesInForce]))
 async def history(ctx: Ctx, limit: Limit = 100) -> Response:
     """The versions of the policies, newest first."""
-    history = ctx.services.operator("").policies_history
+    history = ctx.operator("").policies_history
     return json_response(bodies.Items(await ctx.threads.store(history, limit)))
 
 
@@ -153,6 +153,6 @@ async def history(ctx: Ctx, limit: Limit = 100) -> Response:
 async def change(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
     """Replace the policies. 409 if `expected` is not the version in force."""
     body = await read_body(request, bodies.PoliciesRequest)
-    operator = ctx.services.operator(caller.name)
+    operator = ctx.operator(caller.name)
     done = await ctx.threads.store(operator.change_policies, body.policies, body.expected, body.reason)
     return json_response(done)

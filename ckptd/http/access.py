@@ -62,7 +62,7 @@ def check_body(request: Request, body: Any) -> None:
     """Raises Forbidden unless the caller may make the request that this body describes. Called by read_body."""
     caller = caller_of(request)
     if isinstance(body, JobRequest):
-        caller.check_scope(JOBS.get(type(body), Scope.ADMIN))
+        caller.check_scope(JOBS.get(type(body), ADMIN))
     if not caller.bound:
         return
     ids = (getattr(body, name, None) for name in ("id", "checkpoint"))
@@ -114,13 +114,13 @@ async def opener_of_restore(request: Request) -> str | None:
 
 async def _restore(request: Request) -> Restore:
     context: Context = request.app.state.context
-    return await context.threads.index(context.services.restores.find, request.path_params["id"])
+    return await context.threads.index(context.restores.find, request.path_params["id"])
 
 
 async def taker_of_lease(request: Request) -> str | None:
     """/v1/leases/{run}/{lease}. A lease that was taken without the daemon has no token: the empty name."""
     context: Context = request.app.state.context
-    run = context.services.source.run(request.path_params["run"])
+    run = context.source.run(request.path_params["run"])
     holder = await context.threads.store(lease_holder, run, request.path_params["lease"])
     return holder and (holder.partition(OF_TOKEN)[0] if OF_TOKEN in holder else "")
 
@@ -128,7 +128,7 @@ async def taker_of_lease(request: Request) -> str | None:
 async def of_job(request: Request) -> str | None:
     """/v1/jobs/{id}"""
     context: Context = request.app.state.context
-    job = await context.threads.index(context.services.jobs.find, request.path_params["id"])
+    job = await context.threads.index(context.jobs.find, request.path_params["id"])
     checkpoint: Any = job.request.get("checkpoint")
     run: Any = Reference.parse(checkpoint).run if checkpoint else job.request.get("run")
     return str(run) if run else None
@@ -153,79 +153,80 @@ class AccessRule:
     """The name of the token that began what the request ends; None in place of a name if it is gone."""
 
 
+READ, WRITE, PRUNE, ADMIN = Scope
 RULES: dict[tuple[str, str], AccessRule] = {
     ("GET", "/healthz"): AccessRule(None),
     ("GET", "/livez"): AccessRule(None),
     ("GET", "/readyz"): AccessRule(None),
-    ("GET", "/metrics"): AccessRule(Scope.READ),
-    ("GET", "/checkpoints/latest"): AccessRule(Scope.READ, in_query),
-    ("GET", bodies.LATEST): AccessRule(Scope.READ, in_query),
-    ("GET", bodies.CHECKPOINTS): AccessRule(Scope.READ, in_query, filters=True),
-    ("GET", bodies.RUNS): AccessRule(Scope.READ, in_query, filters=True),
-    ("GET", bodies.RUNS + "/{run}"): AccessRule(Scope.READ, in_path),
-    ("POST", bodies.RUNS + "/{run}/preempt"): AccessRule(Scope.WRITE, in_path),
-    ("GET", _ONE): AccessRule(Scope.READ, of_checkpoint),
-    ("GET", _ONE + "/shards"): AccessRule(Scope.READ, of_checkpoint),
-    ("GET", _ONE + "/entries"): AccessRule(Scope.READ, of_checkpoint),
-    ("GET", _ONE + "/events"): AccessRule(Scope.READ, of_checkpoint),
-    ("GET", _ONE + "/manifest"): AccessRule(Scope.READ, of_checkpoint),
-    ("GET", _ONE + "/receipts/{rank}"): AccessRule(Scope.READ, of_checkpoint),
-    ("GET", _ONE + "/statistics/{rank}"): AccessRule(Scope.READ, of_checkpoint),
-    ("GET", _ONE + "/shards/{name}"): AccessRule(Scope.READ, of_checkpoint),
-    ("PATCH", _ONE): AccessRule(Scope.WRITE, of_checkpoint),
-    ("DELETE", _ONE): AccessRule(Scope.PRUNE, of_checkpoint),
-    ("POST", _ONE + "/undelete"): AccessRule(Scope.PRUNE, of_checkpoint),
-    ("PUT", _ONE + "/pins/{name}"): AccessRule(Scope.PRUNE, of_checkpoint),
-    ("DELETE", _ONE + "/pins/{name}"): AccessRule(Scope.PRUNE, of_checkpoint),
-    ("GET", bodies.PINS): AccessRule(Scope.READ, in_query),
-    ("GET", bodies.DELETED): AccessRule(Scope.READ, in_query),
-    ("GET", bodies.AUDIT): AccessRule(Scope.READ, in_query),
-    ("GET", bodies.POLICIES): AccessRule(Scope.READ),
-    ("GET", bodies.POLICIES + "/history"): AccessRule(Scope.READ),
-    ("PUT", bodies.POLICIES): AccessRule(Scope.ADMIN),
-    ("POST", bodies.NOTIFY): AccessRule(Scope.WRITE, in_body),
-    ("POST", bodies.DECISIONS): AccessRule(Scope.WRITE, in_body),
-    ("POST", bodies.PRUNE): AccessRule(Scope.PRUNE, in_body),
-    ("POST", bodies.REINDEX): AccessRule(Scope.ADMIN),
-    ("POST", bodies.LEASES): AccessRule(Scope.READ, in_body),
-    ("DELETE", bodies.LEASES + "/{run}/{lease}"): AccessRule(Scope.READ, in_path, owner=taker_of_lease),
-    ("POST", bodies.RESTORES): AccessRule(Scope.READ, in_body),
-    ("GET", bodies.RESTORES): AccessRule(Scope.READ, in_query),
-    ("GET", bodies.RESTORES + "/{id}"): AccessRule(Scope.READ, of_restore),
-    ("PUT", bodies.RESTORES + "/{id}/ranks/{rank}"): AccessRule(Scope.READ, of_restore, owner=opener_of_restore),
-    ("DELETE", bodies.RESTORES + "/{id}"): AccessRule(Scope.READ, of_restore, owner=opener_of_restore),
-    ("GET", bodies.EVENTS): AccessRule(Scope.READ, in_query),
-    ("GET", bodies.ATTEMPTS): AccessRule(Scope.READ, in_query),
-    ("POST", bodies.JOBS): AccessRule(Scope.READ, in_body),  # and the scope of its kind, below
-    ("GET", bodies.JOBS): AccessRule(Scope.READ),
-    ("GET", bodies.JOBS + "/{id}"): AccessRule(Scope.READ, of_job),
-    ("DELETE", bodies.JOBS + "/{id}"): AccessRule(Scope.PRUNE, of_job),
-    ("GET", bodies.GOODPUT): AccessRule(Scope.READ, in_query),
-    ("POST", bodies.PROBE): AccessRule(Scope.ADMIN),
-    ("GET", bodies.TOKENS): AccessRule(Scope.ADMIN),
-    ("POST", bodies.TOKENS): AccessRule(Scope.ADMIN),
-    ("POST", bodies.TOKENS + "/{name}/rotate"): AccessRule(Scope.ADMIN),
-    ("DELETE", bodies.TOKENS + "/{name}"): AccessRule(Scope.ADMIN),
+    ("GET", "/metrics"): AccessRule(READ),
+    ("GET", "/checkpoints/latest"): AccessRule(READ, in_query),
+    ("GET", bodies.LATEST): AccessRule(READ, in_query),
+    ("GET", bodies.CHECKPOINTS): AccessRule(READ, in_query, filters=True),
+    ("GET", bodies.RUNS): AccessRule(READ, in_query, filters=True),
+    ("GET", bodies.RUNS + "/{run}"): AccessRule(READ, in_path),
+    ("POST", bodies.RUNS + "/{run}/preempt"): AccessRule(WRITE, in_path),
+    ("GET", _ONE): AccessRule(READ, of_checkpoint),
+    ("GET", _ONE + "/shards"): AccessRule(READ, of_checkpoint),
+    ("GET", _ONE + "/entries"): AccessRule(READ, of_checkpoint),
+    ("GET", _ONE + "/events"): AccessRule(READ, of_checkpoint),
+    ("GET", _ONE + "/manifest"): AccessRule(READ, of_checkpoint),
+    ("GET", _ONE + "/receipts/{rank}"): AccessRule(READ, of_checkpoint),
+    ("GET", _ONE + "/statistics/{rank}"): AccessRule(READ, of_checkpoint),
+    ("GET", _ONE + "/shards/{name}"): AccessRule(READ, of_checkpoint),
+    ("PATCH", _ONE): AccessRule(WRITE, of_checkpoint),
+    ("DELETE", _ONE): AccessRule(PRUNE, of_checkpoint),
+    ("POST", _ONE + "/undelete"): AccessRule(PRUNE, of_checkpoint),
+    ("PUT", _ONE + "/pins/{name}"): AccessRule(PRUNE, of_checkpoint),
+    ("DELETE", _ONE + "/pins/{name}"): AccessRule(PRUNE, of_checkpoint),
+    ("GET", bodies.PINS): AccessRule(READ, in_query),
+    ("GET", bodies.DELETED): AccessRule(READ, in_query),
+    ("GET", bodies.AUDIT): AccessRule(READ, in_query),
+    ("GET", bodies.POLICIES): AccessRule(READ),
+    ("GET", bodies.POLICIES + "/history"): AccessRule(READ),
+    ("PUT", bodies.POLICIES): AccessRule(ADMIN),
+    ("POST", bodies.NOTIFY): AccessRule(WRITE, in_body),
+    ("POST", bodies.DECISIONS): AccessRule(WRITE, in_body),
+    ("POST", bodies.PRUNE): AccessRule(PRUNE, in_body),
+    ("POST", bodies.REINDEX): AccessRule(ADMIN),
+    ("POST", bodies.LEASES): AccessRule(READ, in_body),
+    ("DELETE", bodies.LEASES + "/{run}/{lease}"): AccessRule(READ, in_path, owner=taker_of_lease),
+    ("POST", bodies.RESTORES): AccessRule(READ, in_body),
+    ("GET", bodies.RESTORES): AccessRule(READ, in_query),
+    ("GET", bodies.RESTORES + "/{id}"): AccessRule(READ, of_restore),
+    ("PUT", bodies.RESTORES + "/{id}/ranks/{rank}"): AccessRule(READ, of_restore, owner=opener_of_restore),
+    ("DELETE", bodies.RESTORES + "/{id}"): AccessRule(READ, of_restore, owner=opener_of_restore),
+    ("GET", bodies.EVENTS): AccessRule(READ, in_query),
+    ("GET", bodies.ATTEMPTS): AccessRule(READ, in_query),
+    ("POST", bodies.JOBS): AccessRule(READ, in_body),  # and the scope of its kind, below
+    ("GET", bodies.JOBS): AccessRule(READ),
+    ("GET", bodies.JOBS + "/{id}"): AccessRule(READ, of_job),
+    ("DELETE", bodies.JOBS + "/{id}"): AccessRule(PRUNE, of_job),
+    ("GET", bodies.GOODPUT): AccessRule(READ, in_query),
+    ("POST", bodies.PROBE): AccessRule(ADMIN),
+    ("GET", bodies.TOKENS): AccessRule(ADMIN),
+    ("POST", bodies.TOKENS): AccessRule(ADMIN),
+    ("POST", bodies.TOKENS + "/{name}/rotate"): AccessRule(ADMIN),
+    ("DELETE", bodies.TOKENS + "/{name}"): AccessRule(ADMIN),
     # Pages
-    ("GET", "/"): AccessRule(Scope.READ, filters=True),
-    ("GET", "/runs/{run}"): AccessRule(Scope.READ, in_path),
-    ("GET", "/runs/{run}/goodput"): AccessRule(Scope.READ, in_path),
-    ("GET", "/checkpoints/{id}"): AccessRule(Scope.READ, of_checkpoint),
-    ("GET", "/attempts"): AccessRule(Scope.READ, in_query, filters=True),
-    ("GET", "/restores"): AccessRule(Scope.READ, in_query, filters=True),
-    ("GET", "/restores/{id}"): AccessRule(Scope.READ, of_restore),
-    ("GET", "/jobs"): AccessRule(Scope.READ),
-    ("GET", "/jobs/{id}"): AccessRule(Scope.READ, of_job),
-    ("GET", "/store"): AccessRule(Scope.READ),
-    ("POST", "/store"): AccessRule(Scope.ADMIN),
+    ("GET", "/"): AccessRule(READ, filters=True),
+    ("GET", "/runs/{run}"): AccessRule(READ, in_path),
+    ("GET", "/runs/{run}/goodput"): AccessRule(READ, in_path),
+    ("GET", "/checkpoints/{id}"): AccessRule(READ, of_checkpoint),
+    ("GET", "/attempts"): AccessRule(READ, in_query, filters=True),
+    ("GET", "/restores"): AccessRule(READ, in_query, filters=True),
+    ("GET", "/restores/{id}"): AccessRule(READ, of_restore),
+    ("GET", "/jobs"): AccessRule(READ),
+    ("GET", "/jobs/{id}"): AccessRule(READ, of_job),
+    ("GET", "/store"): AccessRule(READ),
+    ("POST", "/store"): AccessRule(ADMIN),
 }
 JOBS: dict[type[Any], Scope] = {
-    bodies.VerifyJob: Scope.READ,
-    bodies.HealJob: Scope.WRITE,
-    bodies.CollectJob: Scope.PRUNE,
+    bodies.VerifyJob: READ,
+    bodies.HealJob: WRITE,
+    bodies.CollectJob: PRUNE,
 }
 """The scope that starting a job of a kind requires; other kinds are for admins."""
-_FOR_ADMINS = AccessRule(Scope.ADMIN)
+_FOR_ADMINS = AccessRule(ADMIN)
 
 
 def rule_of(request: Request) -> AccessRule:

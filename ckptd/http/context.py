@@ -46,11 +46,10 @@ class Threads:
             return await to_thread.run_sync(call, limiter=self._store, abandon_on_cancel=True)
 
 
-@dataclass(slots=True)
-class Context:
+@dataclass(slots=True, kw_only=True)
+class Context(Services):
     """One app's services, threads and counters."""
 
-    services: Services
     threads: Threads
     metrics: Metrics
     waiting: Waiting
@@ -83,7 +82,7 @@ Ref = Annotated[Reference, Depends(_reference)]
 
 
 async def _found(context: Ctx, reference: Ref) -> Checkpoint:
-    return await context.threads.index(context.services.catalog.find, reference)
+    return await context.threads.index(context.catalog.find, reference)
 
 
 Found = Annotated[Checkpoint, Depends(_found)]

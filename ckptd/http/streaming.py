@@ -34,7 +34,7 @@ class Reader:
 
     async def read(self, stored: StoredObject, wanted: ByteRange) -> memoryview:
         """The first bytes of a range: as many as one read returns."""
-        objects, threads = self.context.services.objects, self.context.threads
+        objects, threads = self.context.objects, self.context.threads
         async with self.context.read_slots.slot(self.client):
             return await threads.store(objects.read, stored, wanted.offset, wanted.count, fresh=self.fresh)
 

@@ -108,35 +108,24 @@ class Index:
 
     # Queries
 
-    @retried
-    def ping(self) -> None:
-        """Raises IndexUnavailable if the database does not answer."""
-        self._database.ping()
-
     @property
     def seen(self) -> tuple[int, int]:
         """How often the revision that this object has seen went back, and that revision: after its own changes, or at
         the last `look`. It goes back when another server takes over that lacks the last changes."""
         return self._seen
 
-    @retried
     def look(self) -> int:
         """The current revision: a number that grows with every change of the tables that the queries below read."""
-        with self._database.read() as connection:
-            return self._see(connection.execute(select(revision.c.value)).scalar_one())
+        return self._see(self._database.scalar(select(revision.c.value)))
 
-    @retried
     def versions(self) -> dict[str, int]:
         """All runs by name, each with the revision of its last change."""
-        with self._database.read() as connection:
-            rows = connection.execute(select(runs.c.name, runs.c.version).order_by(runs.c.name))
-            return {row.name: row.version for row in rows}
+        rows = self._database.rows(select(runs.c.name, runs.c.version).order_by(runs.c.name))
+        return {row.name: row.version for row in rows}
 
-    @retried
     def version(self, run: str) -> int:
         """The revision of the last change of a run, 0 if it is not indexed."""
-        with self._database.read() as connection:
-            return connection.scalar(select(runs.c.version).where(runs.c.name == run)) or 0
+        return self._database.scalar(select(runs.c.version).where(runs.c.name == run)) or 0
 
     @retried
     def attempts(self, run: str) -> IndexedAttempts:
@@ -154,7 +143,6 @@ class Index:
             generations={number: Stamp(*stamp) if stamp else None for number, stamp in begun.items()},
         )
 
-    @retried
     def find(self, reference: Reference) -> Checkpoint | None:
         """The checkpoint that a reference names; without a ULID, one that a restore may use.
 
@@ -175,7 +163,6 @@ class Index:
             query = query.where(c.step == reference.step, c.ulid == reference.ulid)
         return next(iter(self._select(query.order_by(*NEWEST_FIRST).limit(1))), None)
 
-    @retried
     def latest_of_runs(self, limit: int) -> list[Checkpoint]:
         """The newest checkpoint of each run that has one, by name; of the first `limit` runs."""
         usable = select(runs).where(runs.c.latest_committed_at.is_not(None)).order_by(runs.c.name)
@@ -263,8 +250,7 @@ class Index:
         return self._log.record(connection, list(found))
 
     def _select(self, query: Select[Any]) -> list[Checkpoint]:
-        with self._database.read() as connection:
-            return [read_checkpoint(row) for row in connection.execute(query)]
+        return [read_checkpoint(row) for row in self._database.rows(query)]
 
 
 def _newest(some_runs: FromClause) -> Select[Any]:

@@ -9,7 +9,7 @@ which it decides. A daemon that is stopped inside a transaction loses the transa
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -18,7 +18,19 @@ from typing import Any, ParamSpec, TypeVar
 from alembic import command
 from alembic.config import Config
 from alembic.util.exc import CommandError
-from sqlalchemy import URL, Connection, Engine, create_engine, event, text
+from sqlalchemy import (
+    URL,
+    Connection,
+    Engine,
+    Executable,
+    Table,
+    create_engine,
+    delete,
+    event,
+    or_,
+    select,
+    text,
+)
 from sqlalchemy.engine import ExceptionContext, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 
@@ -130,10 +142,28 @@ class Database:
         other._fence = fence
         return other
 
-    def ping(self) -> None:
-        """Raises IndexUnavailable if the database does not answer."""
+    @retried
+    def rows(self, query: Executable) -> Sequence[Any]:
+        """The rows of one query."""
         with self.read() as connection:
-            connection.execute(text("SELECT 1"))
+            return connection.execute(query).all()
+
+    def scalar(self, query: Executable) -> Any:
+        """The first value of the first row of one query; None without rows."""
+        return next((row[0] for row in self.rows(query)), None)
+
+    @retried
+    def change(self, statement: Executable) -> int:
+        """Execute one statement; returns how many rows it changed."""
+        with self.write() as connection:
+            return connection.execute(statement).rowcount
+
+    def forget_ended(self, table: Table, before: float, keep: int) -> None:
+        """Delete the rows of a table that ended before `before`, and all but the `keep` that ended last."""
+        ended_at = table.c.ended_at
+        newest = select(ended_at).where(ended_at.is_not(None)).order_by(ended_at.desc())
+        crowded_out = newest.offset(keep).limit(1).scalar_subquery()
+        self.change(delete(table).where(or_(ended_at < before, ended_at <= crowded_out)))
 
     def close(self) -> None:
         """Close all connections."""

@@ -67,22 +67,17 @@ class EventLog:
             query = query.where(events.c.run == run)
         if checkpoint is not None:
             query = query.where(events.c.checkpoint == checkpoint)
-        with self._database.read() as connection:
-            return [EventBody(**row._mapping, time=rfc3339(row.at)) for row in connection.execute(query)]
+        return [EventBody(**row._mapping, time=rfc3339(row.at)) for row in self._database.rows(query)]
 
     def bounds(self) -> tuple[int, int]:
         """The ids of the oldest and the newest stored event; zeros without events."""
-        with self._database.read() as connection:
-            row = connection.execute(select(func.min(events.c.id), func.max(events.c.id))).one()
-        return row[0] or 0, row[1] or 0
+        [(oldest, newest)] = self._database.rows(select(func.min(events.c.id), func.max(events.c.id)))
+        return oldest or 0, newest or 0
 
     def trim(self, keep: int) -> None:
         """Delete all events but the `keep` newest."""
-        with self._database.write() as connection:
-            query = select(events.c.id).order_by(events.c.id.desc()).offset(keep).limit(1)
-            last: int | None = connection.scalar(query)
-            if last is not None:
-                connection.execute(delete(events).where(events.c.id <= last))
+        last = select(events.c.id).order_by(events.c.id.desc()).offset(keep).limit(1).scalar_subquery()
+        self._database.change(delete(events).where(events.c.id <= last))
 
 
 def content_of(

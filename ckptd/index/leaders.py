@@ -40,14 +40,12 @@ class LeaderIndex:
             connection.execute(insert(leaders).values(values))
             return Tenure("", 0, 0)
 
-    @retried
     def claim(self, holder: str, seen: Tenure) -> int | None:
         """Take over from a holder without a heartbeat since `seen`. Returns the new epoch; None if there was one."""
         c = leaders.c
         unchanged = (self._same, c.holder == seen.holder, c.epoch == seen.epoch, c.renewals == seen.renewals)
         taken = update(leaders).where(*unchanged).values(holder=holder, epoch=seen.epoch + 1, renewals=0)
-        with self._database.write() as connection:
-            return seen.epoch + 1 if connection.execute(taken).rowcount else None
+        return seen.epoch + 1 if self._database.change(taken) else None
 
     @retried
     def renew(self, holder: str) -> int | None:
@@ -58,12 +56,10 @@ class LeaderIndex:
             epoch: int | None = connection.scalar(renewed)
             return epoch
 
-    @retried
     def resign(self, holder: str) -> None:
         """Give the lead away immediately."""
         mine = (self._same, leaders.c.holder == holder)
-        with self._database.write() as connection:
-            connection.execute(update(leaders).where(*mine).values(holder="", renewals=0))
+        self._database.change(update(leaders).where(*mine).values(holder="", renewals=0))
 
     @retried
     def fence(self, connection: Connection, holder: str, epoch: int) -> None:

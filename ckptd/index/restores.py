@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from msgspec.structs import asdict
-from sqlalchemy import Connection, Row, delete, func, insert, select, update
+from sqlalchemy import Connection, Row, func, insert, select, update
 
 from ckptapi.bodies import Phase, RankBody, RestoreState
 from ckptd.index.database import Database, retried
@@ -62,58 +62,42 @@ class RestoreIndex:
 
     # Queries
 
-    @retried
     def find(self, id: str) -> Restore | None:
         """One session."""
-        with self._database.read() as connection:
-            return _one(connection, restores.c.id == id)
+        return next(iter(self._all(restores.c.id == id)), None)
 
-    @retried
     def find_key(self, run: str, key: str) -> Restore | None:
         """The session that a job calls `key`."""
-        with self._database.read() as connection:
-            return _one(connection, restores.c.run == run, restores.c.key == key)
+        return next(iter(self._all(restores.c.run == run, restores.c.key == key)), None)
 
-    @retried
     def newest(self, run: str | None, limit: int) -> list[Restore]:
         """Sessions of one run or all, newest first."""
-        query = select(restores).order_by(*_NEWEST_FIRST).limit(limit)
-        with self._database.read() as connection:
-            rows = connection.execute(query if run is None else query.where(restores.c.run == run))
-            return [Restore(**row._mapping) for row in rows]
+        return self._all(*([restores.c.run == run] if run is not None else []), limit=limit)
 
-    @retried
     def live(self) -> list[Restore]:
         """Sessions that have not ended."""
         return self._all(restores.c.state == RestoreState.RESTORING)
 
-    @retried
     def leased(self) -> list[Restore]:
         """Sessions that hold a lease."""
         return self._all(restores.c.lease.is_not(None))
 
-    @retried
     def ranks(self, id: str) -> list[RankBody]:
         """The ranks that joined, in order."""
         query = select(restore_ranks).where(restore_ranks.c.restore_id == id).order_by(restore_ranks.c.rank)
-        with self._database.read() as connection:
-            return [_rank(row) for row in connection.execute(query)]
+        return [_rank(row) for row in self._database.rows(query)]
 
-    @retried
     def oldest_report(self, id: str) -> float | None:
         """Time of the oldest last report among the ranks that joined and are not restored."""
         reported = restore_ranks.c.updated_at
         query = select(func.min(reported)).where(restore_ranks.c.restore_id == id)
-        with self._database.read() as connection:
-            found: float | None = connection.scalar(query.where(restore_ranks.c.phase != Phase.RESTORED))
+        found: float | None = self._database.scalar(query.where(restore_ranks.c.phase != Phase.RESTORED))
         return found
 
-    @retried
     def count_by_state(self) -> dict[RestoreState, int]:
         """The number of sessions by state, including ended ones that are still stored."""
         query = select(restores.c.state, func.count()).group_by(restores.c.state)
-        with self._database.read() as connection:
-            found = {RestoreState(state): count for state, count in connection.execute(query)}
+        found = {RestoreState(state): count for state, count in self._database.rows(query)}
         return {state: found.get(state, 0) for state in RestoreState}
 
     # Changes
@@ -155,34 +139,23 @@ class RestoreIndex:
             connection.execute(update(restores).where(*live).values(ended))
             return _one(connection, restores.c.id == id)
 
-    @retried
     def renew(self, id: str, lease: str, until: float) -> bool:
         """Record the lease of a session; False if the session has ended."""
         live = (restores.c.id == id, restores.c.state == RestoreState.RESTORING)
-        with self._database.write() as connection:
-            done = connection.execute(update(restores).where(*live).values(lease=lease, lease_until=until))
-            return done.rowcount == 1
+        return self._database.change(update(restores).where(*live).values(lease=lease, lease_until=until)) == 1
 
-    @retried
     def release(self, id: str) -> None:
         """Record that a session holds no lease any more."""
-        with self._database.write() as connection:
-            connection.execute(update(restores).where(restores.c.id == id).values(lease=None))
+        self._database.change(update(restores).where(restores.c.id == id).values(lease=None))
 
-    @retried
     def forget(self, before: float, keep: int) -> None:
         """Delete sessions that ended before `before`, and all but the `keep` that ended last."""
-        ended_at = restores.c.ended_at
-        with self._database.write() as connection:
-            ended = select(ended_at).where(ended_at.is_not(None)).order_by(ended_at.desc())
-            crowded_out: float | None = connection.scalar(ended.offset(keep).limit(1))
-            connection.execute(delete(restores).where(ended_at < before))
-            if crowded_out is not None:
-                connection.execute(delete(restores).where(ended_at <= crowded_out))
+        self._database.forget_ended(restores, before, keep)
 
-    def _all(self, condition: Any) -> list[Restore]:
-        with self._database.read() as connection:
-            return [Restore(**row._mapping) for row in connection.execute(select(restores).where(condition))]
+    def _all(self, *conditions: Any, limit: int | None = None) -> list[Restore]:
+        """Newest first."""
+        query = select(restores).where(*conditions).order_by(*_NEWEST_FIRST).limit(limit)
+        return [Restore(**row._mapping) for row in self._database.rows(query)]
 
 
 def _one(connection: Connection, *conditions: Any, lock: bool = False) -> Restore | None:

@@ -39,11 +39,9 @@ class TokenIndex:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    @retried
     def all(self) -> list[Token]:
         """All of them, by name."""
-        with self._database.read() as connection:
-            return [_token(row) for row in connection.execute(select(tokens).order_by(tokens.c.name))]
+        return [_token(row) for row in self._database.rows(select(tokens).order_by(tokens.c.name))]
 
     @retried
     def create(self, token: Token) -> None:
@@ -68,12 +66,10 @@ class TokenIndex:
                 raise _missing(name)
             return _token(connection.execute(select(tokens).where(tokens.c.name == name)).one())
 
-    @retried
     def delete(self, name: str) -> None:
         """Remove one; durable on return. Raises NotFound."""
-        with self._database.write() as connection:
-            if not connection.execute(delete(tokens).where(tokens.c.name == name)).rowcount:
-                raise _missing(name)
+        if not self._database.change(delete(tokens).where(tokens.c.name == name)):
+            raise _missing(name)
 
     @retried
     def note_use(self, used_at: Mapping[str, float]) -> None:

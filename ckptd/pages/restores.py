@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckptapi.bodies import Phase, RankBody, RestoreBody
-from ckptd.services.restores import fraction
 from ckptstore import human
 
 _CELL = 18.0
@@ -72,7 +71,7 @@ def session_view(view: RestoreBody, now: float) -> SessionView:
     columns = min(_COLUMNS, len(cells))
     behind = set(view.stragglers)
     rows = [
-        RankRow(progress, fraction(progress), max(0.0, now - progress.updated_at), progress.rank in behind)
+        RankRow(progress, progress.fraction, max(0.0, now - progress.updated_at), progress.rank in behind)
         for progress in ranks
     ]
     rows.sort(key=lambda row: (row.progress.phase is not Phase.FAILED, not row.behind, row.done, row.progress.rank))
@@ -93,7 +92,7 @@ def session_view(view: RestoreBody, now: float) -> SessionView:
 def _cell(at: int, span: range, known: dict[int, RankBody]) -> Cell:
     """A cell, of the kind of its least advanced rank."""
     ranks = [known.get(rank) for rank in span]
-    done = sum(fraction(progress) for progress in ranks if progress is not None) / len(span)
+    done = sum(progress.fraction for progress in ranks if progress is not None) / len(span)
     joined = [progress for progress in ranks if progress is not None]
     failed = any(progress.phase is Phase.FAILED for progress in joined)
     if len(joined) < len(span) and not failed:

@@ -53,6 +53,8 @@ class Visitor:
     """The CSRF token for the forms."""
     logged_in: bool
     """Logged in by the form instead of by a header."""
+    here: str
+    """The path of the page."""
 
     @property
     def name(self) -> str:
@@ -65,18 +67,17 @@ class Visitor:
         everybody = ("/", "/attempts", "/restores")
         return everybody if self.caller.bound else (*everybody, "/jobs", "/store")
 
+    def page(self, template: str, /, live_s: int = 0, **values: Any) -> Response:
+        """A page with its frame. live_s: refresh interval in seconds; 0: no refresh."""
+        return page(template, visitor=self, now=self.now, here=self.here, live_s=live_s, **values)
+
 
 async def _visitor(request: Request) -> Visitor:
     visit: Visit = request.scope[VISIT]
-    return Visitor(caller_of(request), visit.now, visit.secret, visit.logged_in)
+    return Visitor(caller_of(request), visit.now, visit.secret, visit.logged_in, request.url.path)
 
 
 Visiting = Annotated[Visitor, Depends(_visitor)]
-
-
-def frame(request: Request, visitor: Visitor, live_s: int = 0) -> dict[str, Any]:
-    """The values that every page shows. live_s: refresh interval in seconds; 0: no refresh."""
-    return {"visitor": visitor, "now": visitor.now, "here": request.url.path, "live_s": live_s}
 
 
 async def soon(ctx: Context, work: Callable[..., _T], *args: Any) -> _T | None:
@@ -90,15 +91,15 @@ async def soon(ctx: Context, work: Callable[..., _T], *args: Any) -> _T | None:
 
 def newest(ctx: Context, run: str, limit: int) -> list[Checkpoint]:
     """The checkpoints of a run, newest step first. Raises InvalidName or NoCheckpoint."""
-    return ctx.services.catalog.page(Filter(run=check_run(run)), Sort.RUN, None, limit).checkpoints
+    return ctx.catalog.page(Filter(run=check_run(run)), Sort.RUN, None, limit).checkpoints
 
 
 @router.get("/")
 async def overview(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
     """All runs that the visitor may see."""
-    seen = [s for s in await ctx.threads.index(ctx.services.catalog.runs) if visitor.caller.sees(s.run)]
+    seen = [s for s in await ctx.threads.index(ctx.catalog.runs) if visitor.caller.sees(s.run)]
     query = runs_query(request)
-    accounts = ctx.services.accounts.known()
+    accounts = ctx.accounts.known()
     summaries = chosen_runs(seen, query.q.strip(), query.sort, accounts)
     num_pages = -(-len(summaries) // _RUNS_A_PAGE) or 1
     at = min(max(1, query.page), num_pages)
@@ -119,9 +120,9 @@ async def overview(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
             for summary in shown
         ]
 
-    return page(
+    return visitor.page(
         "overview.html",
-        **frame(request, visitor, live_s=5),
+        live_s=5,
         rows=await ctx.threads.index(look),
         page=at,
         num_pages=num_pages,
@@ -140,47 +141,45 @@ async def overview(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
 async def attempts(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
     """Live uploads."""
     name = request.query_params.get("run")
-    found: list[AttemptBody] = await ctx.threads.store(ctx.services.uploads.live, name)
+    found: list[AttemptBody] = await ctx.threads.store(ctx.uploads.live, name)
     seen = [attempt for attempt in found if visitor.caller.sees(attempt.run)]
-    return page("attempts.html", **frame(request, visitor, live_s=_LIVE_S), attempts=seen, run=name)
+    return visitor.page("attempts.html", live_s=_LIVE_S, attempts=seen, run=name)
 
 
 @router.get("/restores")
 async def restores(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
     """Restore sessions."""
     name = request.query_params.get("run")
-    found = await ctx.threads.index(ctx.services.restores.newest, name, RESTORES)
+    found = await ctx.threads.index(ctx.restores.newest, name, RESTORES)
     views = [view for view in found if visitor.caller.sees(view.run)]
-    return page("restores.html", **frame(request, visitor, live_s=_LIVE_S), views=views, run=name)
+    return visitor.page("restores.html", live_s=_LIVE_S, views=views, run=name)
 
 
 @router.get("/restores/{id}")
-async def restore(request: Request, ctx: Ctx, visitor: Visiting, id: str) -> Response:
+async def restore(ctx: Ctx, visitor: Visiting, id: str) -> Response:
     """One restore session and its ranks."""
-    view = await ctx.threads.index(ctx.services.restores.view, id, True)
-    live_s = 1 if view.state.live else 0
-    return page("restore.html", **frame(request, visitor, live_s), view=session_view(view, visitor.now))
+    view = await ctx.threads.index(ctx.restores.view, id, True)
+    return visitor.page("restore.html", live_s=int(view.state.live), view=session_view(view, visitor.now))
 
 
 @router.get("/jobs")
-async def jobs(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
+async def jobs(ctx: Ctx, visitor: Visiting) -> Response:
     """Jobs."""
-    found = await ctx.threads.index(ctx.services.jobs.newest, _JOBS)
-    return page("jobs.html", **frame(request, visitor, live_s=_LIVE_S), jobs=found)
+    found = await ctx.threads.index(ctx.jobs.newest, _JOBS)
+    return visitor.page("jobs.html", live_s=_LIVE_S, jobs=found)
 
 
 @router.get("/jobs/{id}")
-async def job(request: Request, ctx: Ctx, visitor: Visiting, id: str) -> Response:
+async def job(ctx: Ctx, visitor: Visiting, id: str) -> Response:
     """One job and its log."""
-    found = await ctx.threads.index(ctx.services.jobs.find, id)
-    live_s = 1 if found.state.live else 0
-    return page("job.html", **frame(request, visitor, live_s), job=found)
+    found = await ctx.threads.index(ctx.jobs.find, id)
+    return visitor.page("job.html", live_s=int(found.state.live), job=found)
 
 
 @router.get("/store")
-async def store(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
+async def store(ctx: Ctx, visitor: Visiting) -> Response:
     """The state of the store."""
-    return _store_page(request, ctx, visitor, None)
+    return _store_page(ctx, visitor, None)
 
 
 @router.post("/store")
@@ -188,14 +187,13 @@ async def probe(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
     """Check the store with a few small objects, which are deleted before the page is returned."""
     await read_form(request)
     async with ctx.locks.of("probe"):
-        return _store_page(request, ctx, visitor, await ctx.threads.store(ctx.services.probe))
+        return _store_page(ctx, visitor, await ctx.threads.store(ctx.probe))
 
 
-def _store_page(request: Request, ctx: Context, visitor: Visitor, probe: StoreReport | None) -> Response:
-    return page(
+def _store_page(ctx: Context, visitor: Visitor, probe: StoreReport | None) -> Response:
+    return visitor.page(
         "store.html",
-        **frame(request, visitor),
-        url=ctx.services.catalog.store_url,
+        url=ctx.catalog.store_url,
         probe=probe,
         may_probe=Scope.ADMIN in visitor.caller.scopes,
         **_health(ctx),
@@ -203,19 +201,19 @@ def _store_page(request: Request, ctx: Context, visitor: Visitor, probe: StoreRe
 
 
 def _health(ctx: Context) -> dict[str, Any]:
-    freshness = ctx.services.freshness
+    freshness = ctx.freshness
     return {"trouble": freshness.problem(), "lag_s": freshness.lag_s()}
 
 
 async def _uploads(ctx: Context) -> list[str] | None:
     """The run of each live upload."""
-    found: list[AttemptBody] | None = await soon(ctx, ctx.services.uploads.live, None)
+    found: list[AttemptBody] | None = await soon(ctx, ctx.uploads.live, None)
     return [attempt.run for attempt in found] if found is not None else None
 
 
 async def _restoring(ctx: Context, caller: Caller) -> list[str]:
     """The run of each restore in progress."""
-    found = await ctx.threads.index(ctx.services.restores.newest, None, RESTORES)
+    found = await ctx.threads.index(ctx.restores.newest, None, RESTORES)
     return [view.run for view in found if view.state.live and caller.sees(view.run)]
 
 
@@ -228,7 +226,7 @@ async def run(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Respon
         raise _nothing_here(run)
     kept: RetentionView | None
     kept, going = await asyncio.gather(
-        soon(ctx, ctx.services.retention_views.of_run, run),
+        soon(ctx, ctx.retention_views.of_run, run),
         _progress(ctx, run, checkpoints, visitor),
     )
     policy = kept.policy if kept else None
@@ -243,16 +241,15 @@ async def run(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Respon
         await _overlaid(ctx, visitor, query.other),
     )
     states = ", ".join(f"{count:,} {state}" for state, count in view.states)
-    return page(
+    return visitor.page(
         "run.html",
-        **frame(request, visitor),
         view=view,
         states=states,
         all_states=tuple(State),
         most=MOST_CHECKPOINTS,
         policy=policy,
         progress=going,
-        account=ctx.services.accounts.known().get(run),
+        account=ctx.accounts.known().get(run),
         tags=sorted(checkpoints[0].tags.items()),
         blocked=kept.blocked(run, checkpoints) if kept else "",
         not_finite_steps=sum(bool(c.not_finite) for c in checkpoints),
@@ -261,11 +258,11 @@ async def run(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Respon
 
 
 @router.get("/runs/{run}/goodput")
-async def goodput(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Response:
+async def goodput(ctx: Ctx, visitor: Visiting, run: str) -> Response:
     """A breakdown of one run's wall-clock time."""
-    account = await ctx.threads.store(ctx.services.accounts.of_run, run)
+    account = await ctx.threads.store(ctx.accounts.of_run, run)
     checkpoints = await ctx.threads.index(newest, ctx, run, MOST_CHECKPOINTS)
-    return page("goodput.html", **frame(request, visitor), view=goodput_view(account, checkpoints))
+    return visitor.page("goodput.html", view=goodput_view(account, checkpoints))
 
 
 def _nothing_here(run: str) -> NoCheckpoint:
@@ -283,8 +280,8 @@ async def _overlaid(ctx: Context, visitor: Visitor, other: str) -> list[Checkpoi
 
 async def _progress(ctx: Context, run: str, checkpoints: list[Checkpoint], visitor: Visitor) -> Progress:
     """How the run goes; without what only the store knows, if it is slow."""
-    accounts = ctx.services.accounts
-    account, uploads = accounts.known().get(run), soon(ctx, ctx.services.uploads.live, run)
+    accounts = ctx.accounts
+    account, uploads = accounts.known().get(run), soon(ctx, ctx.uploads.live, run)
     if account is None:
         account, live = await asyncio.gather(soon(ctx, accounts.of_run, run), uploads)
     else:
@@ -298,15 +295,14 @@ _MAX_ENTRIES = 100_000
 @router.get("/checkpoints/{id}")
 async def checkpoint(request: Request, ctx: Ctx, visitor: Visiting, id: str) -> Response:
     """One checkpoint and its contents."""
-    found = await ctx.threads.index(ctx.services.catalog.find, Reference.parse(id))
-    kept: RetentionView | None = await soon(ctx, ctx.services.retention_views.of_run, found.run)
+    found = await ctx.threads.index(ctx.catalog.find, Reference.parse(id))
+    kept: RetentionView | None = await soon(ctx, ctx.retention_views.of_run, found.run)
     contents, unread = await _contents(ctx, found)
-    restores = await ctx.threads.index(ctx.services.restores.newest, found.run, RESTORES)
+    restores = await ctx.threads.index(ctx.restores.newest, found.run, RESTORES)
     older, newer = await ctx.threads.index(_neighbours, ctx, found)
     verified_at = kept.verified.get(found.attempt) if kept else None
-    return page(
+    return visitor.page(
         "checkpoint.html",
-        **frame(request, visitor),
         checkpoint=found,
         branch=found.branch_state.removeprefix(str(found.attempt.generation)).lstrip(",; "),
         older=older,
@@ -319,7 +315,7 @@ async def checkpoint(request: Request, ctx: Ctx, visitor: Visiting, id: str) -> 
         contents=contents,
         unread=unread,
         restores=[view for view in restores if view.checkpoint.id == found.id],
-        events=await ctx.threads.index(ctx.services.events.of_checkpoint, found.id),
+        events=await ctx.threads.index(ctx.events.of_checkpoint, found.id),
     )
 
 
@@ -330,7 +326,7 @@ async def _contents(ctx: Context, found: Checkpoint) -> tuple[ContentsView | Non
     exact = Reference(found.run, found.step, found.attempt.ulid)
 
     def look() -> ContentsView:
-        contents = ctx.services.contents
+        contents = ctx.contents
         entries = contents.entries(exact, 0, _MAX_ENTRIES).items
         return contents_view(found.world_size, contents.shards(exact).items, entries)
 

@@ -19,7 +19,7 @@ from ckptstore.reading.source import StoreSource
 from ckptstore.stores.checks import StoreReport
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, kw_only=True)
 class Services:
     """All services, as the API uses them."""
 

@@ -27,10 +27,6 @@ class Catalog:
         self.store_url = store_url
         self._latest: dict[str | None, tuple[tuple[int, int], Checkpoint]] = {}
 
-    def ping(self) -> None:
-        """Raises IndexUnavailable if the database does not answer."""
-        self._index.ping()
-
     def latest(self, run: str | None) -> Checkpoint:
         """The newest checkpoint of a run. Raises NoCheckpoint.
 

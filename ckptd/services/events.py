@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from ckptapi.bodies import MAX_EVENTS, EventBody, EventKind, JobBody
+from ckptapi.bodies import MAX_EVENTS, EventBody, EventKind, EventsBody, JobBody
 from ckptd.index import EventLog, RestoreIndex
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CkptError, InvalidRequest
@@ -23,16 +22,6 @@ CHECKPOINTS = "checkpoints"
 """The topic of checkpoints that are committed, deleted or corrupt; for one run, append a slash and its name."""
 
 
-@dataclass(frozen=True, slots=True)
-class EventPage:
-    """Events after an id, oldest first."""
-
-    events: list[EventBody]
-    last_id: int
-    gap: bool
-    """Whether some events after the id have been deleted."""
-
-
 class Events:
     """Reads and records events. Any thread may use it."""
 
@@ -46,14 +35,14 @@ class Events:
         self._seen = self.newest_id()
         self._ended: set[str] = set()
 
-    def page(self, after: int, run: str | None = None, limit: int = MAX_EVENTS) -> EventPage:
+    def page(self, after: int, run: str | None = None, limit: int = MAX_EVENTS) -> EventsBody:
         """Events after an id, of one run or all. Raises InvalidName."""
         oldest, newest = self._log.bounds()
         found = self._log.after(after, limit, check_run(run) if run is not None else None)
         last = max((event.id for event in found), default=after)
         if len(found) < limit:
             last = max(last, newest)  # those of other runs as well; an event since then may be newer
-        return EventPage(found, last, gap=after < oldest - 1 and after != 0)
+        return EventsBody(items=found, last_id=last, gap=after < oldest - 1 and after != 0)
 
     def of_checkpoint(self, id: str) -> list[EventBody]:
         """The events of one checkpoint, oldest first."""

@@ -341,22 +341,15 @@ def advance(
     return restore, latest
 
 
-def fraction(progress: RankBody) -> float:
-    """The fraction of its restore that a rank has done, from 0 to 1."""
-    if progress.phase is Phase.RESTORED:
-        return 1.0
-    return min(1.0, progress.done_bytes / progress.total_bytes) if progress.total_bytes else 0.0
-
-
 def mean(restore: Restore, ranks: Iterable[RankBody]) -> float:
     """The fraction of a session that is done, from 0 to 1."""
-    return sum(map(fraction, ranks)) / restore.world_size
+    return sum(progress.fraction for progress in ranks) / restore.world_size
 
 
 def slowest(ranks: Iterable[RankBody]) -> RankBody | None:
     """The rank with the least progress among those that joined and are not restored."""
     waiting = (progress for progress in ranks if progress.phase is not Phase.RESTORED)
-    return min(waiting, key=lambda progress: (fraction(progress), progress.rank), default=None)
+    return min(waiting, key=lambda progress: (progress.fraction, progress.rank), default=None)
 
 
 def stragglers(restore: Restore, ranks: Sequence[RankBody], now: float) -> list[int]:
@@ -367,12 +360,12 @@ def stragglers(restore: Restore, ranks: Sequence[RankBody], now: float) -> list[
     """
     if not restore.live:
         return []
-    half = _median(restore.world_size, [fraction(progress) for progress in ranks]) / 2
+    half = _median(restore.world_size, [progress.fraction for progress in ranks]) / 2
     late = now - restore.ttl_s / 4
     behind = [
         progress.rank
         for progress in ranks
-        if progress.phase is not Phase.RESTORED and (fraction(progress) < half or progress.updated_at < late)
+        if progress.phase is not Phase.RESTORED and (progress.fraction < half or progress.updated_at < late)
     ]
     if half > 0 or restore.created_at < late:
         behind += _absent(restore.world_size, ranks)

@@ -234,6 +234,13 @@ class RankBody(msgspec.Struct, frozen=True):
     updated_at: float
     problem: str = ""
 
+    @property
+    def fraction(self) -> float:
+        """The fraction of its restore that it has done, from 0 to 1."""
+        if self.phase is Phase.RESTORED:
+            return 1.0
+        return min(1.0, self.done_bytes / self.total_bytes) if self.total_bytes else 0.0
+
 
 class RestoreBody(msgspec.Struct, frozen=True, kw_only=True):
     """One restore session as JSON."""

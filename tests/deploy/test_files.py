@@ -89,7 +89,7 @@ def metrics(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     app = create_app(Settings(store=str(folder / "store"), db=f"sqlite:///{folder}/index.db", auth="off"))
     context = app.state.context
     checkpoint = write_checkpoint(open_store(str(folder / "store")), step=1)
-    context.services.store_sync.notify(checkpoint.run, checkpoint.attempt)
+    context.store_sync.notify(checkpoint.run, checkpoint.attempt)
     names: set[str] = set()
     for family in context.metrics.registry.collect():
         names |= {family.name, *(sample.name for sample in family.samples)}

@@ -133,7 +133,7 @@ def _restore_blocks(restore: RestoreBody, now: float) -> Iterator[Block]:
 def _rank_table(restore: RestoreBody, ranks: Iterable[RankBody], now: float) -> Table:
     columns = (">RANK", "PHASE", ">DONE", ">BYTES/2", ">OF/2", ">REPORTED/1", "PROBLEM")
     behind = set(restore.stragglers)
-    ordered = sorted(ranks, key=lambda rank: (rank.phase is not Phase.FAILED, _fraction(rank), rank.rank))
+    ordered = sorted(ranks, key=lambda rank: (rank.phase is not Phase.FAILED, rank.fraction, rank.rank))
     return Table(columns, [Row(_rank_cells(rank, now), "yellow" if rank.rank in behind else "") for rank in ordered])
 
 
@@ -141,7 +141,7 @@ def _rank_cells(rank: RankBody, now: float) -> tuple[str, ...]:
     return (
         str(rank.rank),
         rank.phase,
-        f"{_fraction(rank):.0%}",
+        f"{rank.fraction:.0%}",
         human.size(rank.done_bytes),
         human.size(rank.total_bytes) if rank.total_bytes else "?",
         human.age(now - rank.updated_at),
@@ -161,10 +161,4 @@ def _slowest(restore: RestoreBody) -> str:
         return ""
     absent = restore.world_size - restore.num_joined
     to_join = f"; {human.count(absent, 'rank')} still to join" if absent else ""
-    return f"rank {restore.slowest.rank} ({restore.slowest.phase}, {_fraction(restore.slowest):.0%}){to_join}"
-
-
-def _fraction(rank: RankBody) -> float:
-    if rank.phase is Phase.RESTORED:
-        return 1.0
-    return min(1.0, rank.done_bytes / rank.total_bytes) if rank.total_bytes else 0.0
+    return f"rank {restore.slowest.rank} ({restore.slowest.phase}, {restore.slowest.fraction:.0%}){to_join}"

@@ -122,7 +122,7 @@ def test_a_demoted_server_is_left_for_the_one_that_takes_writes(
             connection.execute(text("SET SESSION CHARACTERISTICS AS TRANSACTION READ ONLY"))
     for key in "ab":
         assert index.create(Decision(key, b"x", 1, False)).key == key
-    database.ping()
+    assert database.scalar(text("SELECT 1")) == 1
     database.close()
 
 

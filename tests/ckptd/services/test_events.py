@@ -72,6 +72,6 @@ def test_an_event_that_comes_between_two_queries_is_on_one_page(db_url: str) -> 
     events = Events(_Busy(database, system_clock), _NoRestores(), lambda _: None)  # type: ignore[arg-type]
     first = events.page(0)
     second = events.page(first.last_id)
-    assert [len(first.events), len(second.events)] == [2, 1]
-    assert second.events[0].id > first.events[-1].id
+    assert [len(first.items), len(second.items)] == [2, 1]
+    assert second.items[0].id > first.items[-1].id
     database.close()
