@@ -234,7 +234,8 @@ class SavePipeline:
     def submit(self, job: SaveJob, raw: RawStream) -> None:
         """Accept a snapshot; its slot stays in use until Released or Failed is reported.
 
-        raw: read only; masters and casts of a state that is not in memory as a whole are not compared.
+        raw: read only; masters and casts of a state that is not in memory as a whole are not compared. If it can
+        change while it is read, its `check` raises.
         """
         received_at = time.perf_counter()
         self.heartbeats.captured(job.attempt.step, job.created_at)
@@ -270,7 +271,7 @@ class SavePipeline:
             self._waiting[job.number] = running
         # The memory of the slot must not outlive its use: the job does not hold it.
         again: _Again = lambda: (encode(part, span) for part, span in incremental.again(raw))  # noqa: E731
-        self._uploads.submit(self._upload, running, again)
+        self._uploads.submit(self._upload, running, again, getattr(raw, "check", list))
 
     def _drop_queued(self, reason: str) -> None:
         """Skip the oldest job with a slot whose upload has not begun, if there is one."""
@@ -326,7 +327,7 @@ class SavePipeline:
         if self._notifier is not None:
             self._notifier.close()
 
-    def _upload(self, running: _RunningJob, again: _Again) -> None:
+    def _upload(self, running: _RunningJob, again: _Again, check: Callable[[], object]) -> None:
         job = running.job
         with self._lock:
             if self._waiting.pop(job.number, None) is None:
@@ -335,7 +336,7 @@ class SavePipeline:
             attempt = self._numbering.attempt(job.attempt)
             self.heartbeats.numbered(attempt.generation, job.created_at)
             with closing(running.encoding):
-                receipt, released = self._make_durable(running, attempt, again)
+                receipt, released = self._make_durable(running, attempt, again, check)
             self._report(released)
         except BaseException as error:
             running.incremental.end(None)
@@ -345,10 +346,13 @@ class SavePipeline:
         ended = partial(self._end, running, receipt, time.perf_counter())
         self._committer.add(attempt, receipt, ended)
 
-    def _make_durable(self, running: _RunningJob, attempt: Attempt, again: _Again) -> tuple[StoredReceipt, Released]:
+    def _make_durable(
+        self, running: _RunningJob, attempt: Attempt, again: _Again, check: Callable[[], object]
+    ) -> tuple[StoredReceipt, Released]:
         job, placed = running.job, running.placed
         started, cpu = time.perf_counter(), time.process_time()
         uploaded = self._upload_shard(running, attempt, again)
+        check()  # before the receipt, which others may commit
         stored = uploaded.chunks if uploaded else []
         shard = running.incremental.shard(stored) if placed else None
         extensions: dict[str, JSON] = {}

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from ckpt.capture.leaves import Leaves
 from ckpt.device import DEVICES, has_device, poll
 from ckpt.lazily import torch
-from ckpt.snapshot.guard import memory_at
+from ckpt.snapshot.guard import LET_NOTHING_WRITE, memory_at, memory_digests, sample, torn_error
 from ckpt.snapshot.stage import SnapshotLayout, is_plain
 from ckptstore.errors import SaveFailed
 
@@ -15,8 +15,8 @@ from ckptstore.errors import SaveFailed
 class LiveState:
     """The raw stream of a shard, read from the tensors of the training loop, which must not change until `close`.
 
-    The training thread waits meanwhile. Each read returns memory of a tensor in place, or a copy of the range that was
-    asked for. For any thread.
+    The training thread waits meanwhile; `check` detects changes by others. Each read returns memory of a tensor in
+    place, or a copy of the range that was asked for. For any thread.
     """
 
     def __init__(self, leaves: Leaves, layout: SnapshotLayout) -> None:
@@ -25,9 +25,28 @@ class LiveState:
         found = [(at, tensor) for at, tensor in found if tensor.nbytes]
         self._begins = [at for at, _ in found]
         self._tensors = [tensor for _, tensor in found]
+        self._entries = [place.slice.entry for place in layout.placed if place.slice.bytes]
         self._closed = False
         for device in {tensor.device for tensor in self._tensors if has_device(tensor)}:
             poll(DEVICES[device.type](device).mark(side=False).done)
+        self._seen = self._look()
+
+    def check(self) -> None:
+        """Raises SnapshotTorn if host memory has changed since the call: any byte, or samples of what is not in order.
+
+        Call it when everything is read.
+        """
+        pairs = zip(self._entries, self._seen, self._look(), strict=True)
+        if changed := [entry for entry, before, now in pairs if before != now]:
+            raise torn_error(changed, "while it was uploaded, in another thread or process", LET_NOTHING_WRITE)
+
+    def _look(self) -> list[bytes]:
+        plain = [tensor for tensor in self._tensors if is_plain(tensor)]
+        digests = iter(memory_digests(plain))
+        return [
+            next(digests) if is_plain(tensor) else b"" if has_device(tensor) else sample(tensor).read()
+            for tensor in self._tensors
+        ]
 
     def __getitem__(self, part: slice) -> memoryview:
         """The bytes of a range. Raises SaveFailed after `close`."""

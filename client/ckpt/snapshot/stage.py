@@ -22,6 +22,7 @@ from ckpt.saver.messages import SliceRow
 from ckpt.snapshot.device_copies import DeviceCopies, pin_segment
 from ckpt.snapshot.guard import (
     FROZEN_BYTES,
+    LET_NOTHING_WRITE,
     WHOLE_BYTES,
     CopyProgress,
     Guard,
@@ -134,7 +135,7 @@ class Transfer:
             raise torn_error(
                 [leaves.slices[i].entry for i in found],
                 "while it was copied, in another thread or process",
-                "Let nothing write to the state during save_async",
+                LET_NOTHING_WRITE,
             )
 
     def begun(self) -> None:

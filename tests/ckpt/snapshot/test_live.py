@@ -21,7 +21,7 @@ from ckpt.capture.leaves import Change, Leaves
 from ckpt.snapshot import writers
 from ckpt.snapshot.live import LiveState
 from ckpt.snapshot.stage import SnapshotLayout
-from ckptstore.errors import SaveFailed, StoreUnavailable
+from ckptstore.errors import SaveFailed, SnapshotTorn, StoreUnavailable
 from ckptstore.format.shards import Slice
 from ckptstore.stores import open_store
 from tests.ckpt.snapshot.simulated import add_one, plugged_in
@@ -140,6 +140,33 @@ def test_an_interrupted_save_stores_nothing_changed_later(tmp_path: Path, monkey
         with pytest.raises(SaveFailed, match="interrupted"):
             run.wait()
         assert run.save(model, None, 3).step == 3
+
+
+@pytest.mark.usefixtures("no_memory")
+@pytest.mark.parametrize("changed", ["weight", "turned"])
+def test_what_another_thread_or_process_changes_meanwhile_is_not_committed(
+    changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, read, armed = Mixed(), LiveState.__getitem__, threading.Event()
+
+    def read_then_change(state: LiveState, part: slice) -> memoryview:
+        data = read(state, part)
+        if armed.is_set():  # through numpy, as in another process: no version counter moves
+            value = model.state_dict()[changed].numpy()
+            value[(0,) * value.ndim] = not value.flat[0]
+            armed.clear()
+        return data
+
+    monkeypatch.setattr(LiveState, "__getitem__", read_then_change)
+    with Checkpointer(str(tmp_path), run="r", retry_s=0) as run:
+        run.save(model, None, 1)
+        armed.set()
+        with pytest.raises(SnapshotTorn, match=f"model/{changed} changed while it was uploaded"):
+            run.save(model, None, 2)
+        state = {f"model/{name}": tensor.clone() for name, tensor in model.state_dict().items()}
+        assert run.save(model, None, 3).step == 3
+        assert [found.step for found in run._source.checkpoints("r")] == [3, 1]
+        assert same_state(run.load(3, "model/*"), state)
 
 
 @given(st.data())
