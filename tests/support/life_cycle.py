@@ -149,13 +149,11 @@ class LifeCycle(RuleBasedStateMachine):
         swept = [b'"swept":true' in self.store.get(decisions[attempt, id]) for id in ids if (attempt, id) in decisions]
         return bool(ids) and not any(swept)
 
-    def held(self, attempt: Attempt) -> bool:
+    def held(self, attempt: Attempt, by: str = "visible hidden") -> bool:
+        """by: the states of the checkpoints whose references count. A hidden one keeps data, but hides nothing less."""
         leased = any(a == attempt and until > self.clock() for a, until in self.leases.values())
-        return leased or bool(self.lives[attempt].pins) or self.referenced(attempt)
-
-    def referenced(self, attempt: Attempt) -> bool:
-        """By a checkpoint that can be read, or made readable again."""
-        return any(life.frozen == attempt != other for other, life in self.lives.items() if life.state != "gone")
+        referenced = any(life.frozen == attempt != other for other, life in self.lives.items() if life.state in by)
+        return leased or bool(self.lives[attempt].pins) or referenced
 
     def damaged(self, attempt: Attempt) -> bool:
         """Whether it cannot be read whole, through its own fault or through that of what it references."""
@@ -258,7 +256,7 @@ class LifeCycle(RuleBasedStateMachine):
         error = self.attempt_to(
             lambda s: delete_checkpoint(Run(s, RUN, self.clock), checkpoint.attempt, "test", grace_s, force=True), fault
         )
-        if self.held(attempt):
+        if self.held(attempt, by="visible"):
             assert isinstance(error, CheckpointHeld | StoreUnavailable)
             self.settle({})
         else:
@@ -429,7 +427,7 @@ class LifeCycle(RuleBasedStateMachine):
         for attempt, life in self.lives.items():
             if life.state != "gone":
                 holder = self.lives[life.frozen].state
-                assert holder == "visible" or life.frozen == attempt, f"{attempt} needs what is {holder}"
+                assert holder != "gone", f"{attempt} needs what is gone"
 
     @precondition(lambda self: self.lives)
     @invariant()
