@@ -29,7 +29,7 @@ class Job:
     def __init__(self, store: str, **config: object) -> None:
         self.net = nn.Linear(4, 4)
         self.optim = torch.optim.SGD(self.net.parameters(), momentum=0.9)
-        self.checkpointer = Checkpointer(store, run=RUN, **{"writer": "thread", **config})  # type: ignore[arg-type]
+        self.checkpointer = Checkpointer(store, **{"run": RUN, "writer": "thread", **config})  # type: ignore[arg-type]
 
     def save(self, *steps: int) -> None:
         """Save these steps, each durable before the next."""
@@ -227,6 +227,15 @@ def test_a_second_checkpointer_names_what_another_process_saved_meanwhile(
     jobs().save(110)
     assert f"the newest is {RUN}@200." in caplog.text
     assert "it continues from step 100" in caplog.text
+
+
+def test_a_run_begins_from_a_checkpoint_of_another(jobs: Callable[..., Job]) -> None:
+    jobs().save(5)
+    tuned = jobs(run="tuned")
+    assert tuned.restore() is None
+    assert tuned.restore(f"{RUN}@5") == 5
+    tuned.save(1)
+    assert jobs(run="tuned").restore() == 1
 
 
 def test_a_step_is_saved_once(jobs: Callable[..., Job], run: Run) -> None:

@@ -186,7 +186,7 @@ class Restorer:
                     raise
                 raise self._mixture(checkpoint, error) from error
             seconds = time.perf_counter() - started
-            note_restored(self._source, self._config)
+            note_restored(self._source, self._config, checkpoint.run)
             restored = Restored(
                 checkpoint=checkpoint, values=plan.values, skipped=skipped, missing=plan.missing,
                 unexpected=plan.unexpected, mismatched=plan.mismatched, unused=plan.unused,

@@ -184,10 +184,11 @@ def newest_remote_generation(source: Source, config: Config, checkpoint: Checkpo
     return max(source.newest_generation(config.run_name), restored)
 
 
-def note_restored(source: Source, config: Config) -> None:
-    """Remember on this host that the run has a checkpoint (check_present)."""
+def note_restored(source: Source, config: Config, run: str) -> None:
+    """Remember on this host that the run has a checkpoint (check_present); not if that of another run was restored."""
     if (
-        isinstance(source, StoreSource)
+        run == config.run_name
+        and isinstance(source, StoreSource)
         and not isinstance(source, TieredSource)
         and source.store.shared_between_processes
     ):
