@@ -8,7 +8,6 @@ import json
 import re
 import shlex
 import subprocess
-import sys
 import textwrap
 import tomllib
 from itertools import groupby
@@ -26,6 +25,7 @@ from ckptctl.cli import app
 from ckptd.commands import cli
 from tests.docs.blocks import ROOT, Block, blocks, pages
 from tests.docs.reader import Reader
+from tests.support.forking import TRAINER, run
 
 PAGES = {str(page.relative_to(ROOT)): page for page in pages()}
 _ULID = re.compile(r"\.[0-9A-Z]{26}\b")
@@ -175,9 +175,9 @@ def test_the_losses_of_the_readme_do_not_depend_on_a_kill(tmp_path: Path) -> Non
     code = code.replace("        print(step, loss.item())\n", "")
 
     def losses(store: str, *arguments: str) -> dict[str, str]:
-        command = [sys.executable, "-c", code.replace("/tmp/ckpts", str(tmp_path / store)), *arguments]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300)
-        return dict(line.split() for line in done.stdout.splitlines())
+        (tmp_path / "train.py").write_text(code.replace("/tmp/ckpts", str(tmp_path / store)))
+        _, printed, _ = run(TRAINER, "tests.docs.program", [str(tmp_path), "train.py", *arguments])
+        return dict(line.split() for line in printed.splitlines())
 
     whole, before, after = losses("whole"), losses("killed", "130"), losses("killed")
     assert (len(whole), len(before)) == (200, 131)

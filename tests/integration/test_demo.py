@@ -22,7 +22,7 @@ PARTS = [Curve("first", {1: 3.0, 2: 2.5}, None), Curve("second", {2: 2.5, 3: 2.2
 def test_a_short_demonstration_succeeds(tmp_path: Path) -> None:
     host = tmp_path / "host"
     host.mkdir()
-    arguments = ["--steps", "18", "--save-every", "3", "--out", str(tmp_path / "out")]
+    arguments = ["--steps", "12", "--save-every", "2", "--out", str(tmp_path / "out")]
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "demo.py"), *arguments],
         capture_output=True,
@@ -31,7 +31,7 @@ def test_a_short_demonstration_succeeds(tmp_path: Path) -> None:
         env={**os.environ, "TMPDIR": str(host)},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "The loss curve is the uninterrupted one, exactly: all 18 steps" in done.stdout
+    assert "The loss curve is the uninterrupted one, exactly: all 12 steps" in done.stdout
     assert not list(host.rglob("*.known")), "the next demonstration would find that its runs have vanished"
     assert done.stdout.count("SIGKILL at step") == 3  # two, and the heading that announces the second
 

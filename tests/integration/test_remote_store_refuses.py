@@ -154,7 +154,7 @@ def test_without_a_local_tier_no_credentials_fail_at_once(remote: Remote, proxy:
 URL = f"s3://{seaweed.BUCKET}/runs"
 AWAY_S = float(os.environ.get("CKPTD_AWAY_SECONDS", "0"))
 LIMIT_S = 180.0
-PACE_S = max(0.05, AWAY_S / 1000)
+PACE_S = max(0.2, AWAY_S / 1000)
 """Seconds between saves: the test also waits until all are replicated."""
 
 

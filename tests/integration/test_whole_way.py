@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from ckptapi.client import DaemonClient
 from ckptstore.errors import NoCheckpoint, StoreUnavailable
 from tests.conftest import S3Location
 from tests.support.daemons import running_daemon
+from tests.support.forking import TRAINER, run
 from tests.support.training import Loop, same_state
 from tests.support.waiting import present, wait_until
 
@@ -49,7 +48,7 @@ def test_a_large_shard_goes_to_s3_in_parts(s3_store: S3Location) -> None:
     assert torch.equal(model.weight, before)
 
 
-def test_s3_from_the_environment_alone(s3_store: S3Location) -> None:
+def test_s3_from_the_environment_alone(s3_store: S3Location, tmp_path: Path) -> None:
     program = (
         "import torch, ckpt\n"
         "model = torch.nn.Linear(4, 4)\n"
@@ -57,8 +56,9 @@ def test_s3_from_the_environment_alone(s3_store: S3Location) -> None:
         "print(ckpt.save(model, None, 7).id)\n"
     )
     environment = {**s3_store.environment, "CKPT_STORE": s3_store.url, "CKPT_RUN": "env"}
-    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, env=environment, timeout=90)
-    assert done.stdout.startswith(b"env@7.")
+    (tmp_path / "program.py").write_text(program)
+    _, printed, errors = run(TRAINER, "tests.docs.program", [str(tmp_path), "program.py"], environment=environment)
+    assert printed.startswith("env@7."), errors
 
 
 def test_unreachable_s3_is_an_error_not_an_empty_run() -> None:

@@ -125,12 +125,14 @@ def fork(
     return Fork(host, host.ask(request, stdout, stderr, *passed))
 
 
-def run(imports: Sequence[str], module: str, arguments: Sequence[str], **options: Any) -> tuple[int, str, str]:
-    """The same to its end: exit status, standard output and standard error."""
+def run(
+    imports: Sequence[str], module: str, arguments: Sequence[str], *, end_s: float = _END_S, **options: Any
+) -> tuple[int, str, str]:
+    """The same to its end, for `end_s` at most: exit status, standard output and standard error."""
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
         started = fork(imports, module, arguments, stdout=stdout.fileno(), stderr=stderr.fileno(), **options)
         try:
-            code = started.wait(_END_S)
+            code = started.wait(end_s)
         finally:
             started.kill()
             started.wait()
@@ -208,6 +210,7 @@ def _become(request: dict[str, Any], descriptors: Sequence[int]) -> None:
         os.close(number)
     os.environ.clear()
     os.environ.update(request["environment"])
+    tempfile.tempdir = None  # which an import may have asked for
     if "fsspec.config" in sys.modules:  # which has read FSSPEC_... when the host imported it
         config = sys.modules["fsspec.config"]
         config.set_conf_env(config.conf)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
-import subprocess
 import sys
 import threading
 from contextlib import suppress
@@ -13,32 +13,11 @@ from pathlib import Path
 import pytest
 
 from ckpt.foreign.safetensors_file import plan_file
-from tests.support.command_line import clean_environment
-from tests.support.waiting import Lines
+from tests.support.command_line import clean_environment, invoke
+from tests.support.forking import TRAINER, fork
 
 LARGE = 320 << 20
 LIMIT = 200 << 20
-
-# Runs each command on a small checkpoint, so that everything is loaded, then on the large one.
-COMMANDS = """
-import sys
-from tests.support.command_line import invoke
-
-def both_ways(run, kind, to):
-    done = [
-        invoke("export", f"{run}@1", "--to", to, "--format", kind, "--store", "store", "--max-shard-size", "100MB"),
-        invoke("import", to, f"{run}-{kind}@1", "--store", "store"),
-    ]
-    assert [d.code for d in done] == [0, 0], done
-
-kind, to = sys.argv[1:]
-invoke("import", "small.safetensors", "small@1", "--store", "store")
-invoke("import", "large.safetensors", "large@1", "--store", "store")
-both_ways("small", kind, f"small-{to}")
-print("ready", flush=True)
-sys.stdin.readline()
-both_ways("large", kind, f"large-{to}")
-"""
 
 
 def write_zeros(path: Path, size: int) -> None:
@@ -53,27 +32,30 @@ def write_zeros(path: Path, size: int) -> None:
 
 @pytest.mark.parametrize(("kind", "to"), [("huggingface", "folder"), ("torch", "x.pt"), ("dcp", "folder")])
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path, kind: str, to: str) -> None:
+    """Both ways on a small checkpoint, so that everything is loaded, then on the large one."""
     (tmp_path / "store").mkdir()
     write_zeros(tmp_path / "small.safetensors", 1 << 20)
     write_zeros(tmp_path / "large.safetensors", LARGE)
-    root = Path(__file__).parents[3]
-    with subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", COMMANDS, kind, to],
-        env=clean_environment({"PYTHONPATH": str(root)}),
-        cwd=tmp_path,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdin is not None
-        assert Lines(process.stdout).next() == "ready\n"
-        before = PeakMemory(process)
+    (in_child, go_on), (said, says) = os.pipe(), os.pipe()
+    process = fork(
+        TRAINER,
+        __name__,
+        [str(tmp_path), kind, to],
+        stdout=says,
+        stderr=2,
+        environment=clean_environment(),
+        strict=True,
+        passed=[in_child],
+    )
+    for descriptor in (in_child, says):
+        os.close(descriptor)
+    with open(said) as lines, open(go_on, "w") as gate:
+        assert lines.readline() == "ready\n"
+        before = PeakMemory(process.pid)
         before.look()
-        with PeakMemory(process) as peak:
-            process.stdin.close()
-            process.wait(60)
-    assert process.returncode == 0
-    print((peak.bytes - before.bytes) / 2**20)
+        with PeakMemory(process.pid) as peak:
+            gate.close()
+            assert process.wait(60) == 0
     assert before.bytes < peak.bytes < before.bytes + LIMIT
     shutil.rmtree(tmp_path)
 
@@ -84,9 +66,9 @@ _EVERY_S = 0.005
 class PeakMemory:
     """The most anonymous memory that a process had while this context was entered; looks 200 times a second."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, pid: int) -> None:
         self.bytes = 0
-        self._status = Path(f"/proc/{process.pid}/status")
+        self._status = Path(f"/proc/{pid}/status")
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch)
 
@@ -107,3 +89,33 @@ class PeakMemory:
         with suppress(FileNotFoundError, ProcessLookupError):  # it has been waited for
             while not self._stop.wait(_EVERY_S):
                 self.look()
+
+
+def main(gate: int, folder: str, kind: str, to: str) -> None:
+    """Import and export the small checkpoint; when the gate is closed, the large one."""
+    os.chdir(folder)
+    for name in ("small", "large"):
+        done = [
+            invoke("import", f"{name}.safetensors", f"{name}@1", "--store", "store"),
+            invoke(
+                "export",
+                f"{name}@1",
+                "--to",
+                f"{name}-{to}",
+                "--format",
+                kind,
+                "--store",
+                "store",
+                "--max-shard-size",
+                "100MB",
+            ),
+            invoke("import", f"{name}-{to}", f"{name}-{kind}@1", "--store", "store"),
+        ]
+        assert [one.code for one in done] == [0, 0, 0], done
+        if name == "small":
+            print("ready", flush=True)
+            os.read(gate, 1)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *sys.argv[2:])

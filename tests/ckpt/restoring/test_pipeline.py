@@ -8,8 +8,6 @@ import logging
 import pydoc
 import random
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -49,9 +47,9 @@ from ckptstore.retention.pruning import plan_prune
 from ckptstore.run import Run
 from ckptstore.stores import open_store
 from tests.ckpt.data.trained import Samples
-from tests.ckpt.ddp import ROOT
 from tests.ckpt.loops import open_run
 from tests.support.checkpoints import flip, write_rank
+from tests.support.forking import TRAINER, run
 from tests.support.parallel.runner import Outcome, Scenario, run_named
 from tests.support.training import same_state, seed_all
 from tests.support.waiting import present, wait_until
@@ -323,11 +321,13 @@ def test_the_help_of_the_module_functions_has_signature_and_text() -> None:
 def test_saves_are_durable_at_interpreter_exit(writer: str, tmp_path: Path) -> None:
     program = (
         "import torch, ckpt\n"
-        f"ckpt.init({str(tmp_path)!r}, run='r', writer={writer!r})\n"
+        f"ckpt.init('store', run='r', writer={writer!r})\n"
         "ckpt.save_async(torch.nn.Linear(2000, 2000), None, 3)\n"
     )
-    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, cwd=ROOT, timeout=60)
-    assert StoreSource(open_store(str(tmp_path))).latest("r").step == 3
+    (tmp_path / "program.py").write_text(program)
+    code, _, errors = run(TRAINER, "tests.docs.program", [str(tmp_path), "program.py"], strict=True)
+    assert code == 0, errors
+    assert StoreSource(open_store(str(tmp_path / "store"))).latest("r").step == 3
 
 
 @pytest.mark.parametrize("url", ["memory://restore-test/a", "{folder}"])

@@ -2,7 +2,8 @@
 waits to be killed.
 
 `retained_train restore STORE FOLDER NAME` restores when there is a file `go` in the folder, and prints as JSON what it
-read from where, and the digest of the state. The file `NAME` shows that it is ready.
+read from where, and the digest of the state. The file `NAME` shows that it is ready. `retained_train fail STORE` saves
+one step, and ends by an exception.
 """
 
 from __future__ import annotations
@@ -57,8 +58,14 @@ def restore(store: str, folder: str, name: str) -> None:
         print(json.dumps({"read": restored.read, "digest": state_digest(model)}), flush=True)
 
 
+def fail(store: str) -> None:
+    """Save once, and end by an exception."""
+    checkpointer = Checkpointer(store, run=RUN, retain_snapshot_s=600)
+    checkpointer.save_async(network(1), None, 1)
+    checkpointer.wait()
+    print(checkpointer.saver_pid, flush=True)
+    raise RuntimeError("an error of training")
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "train":
-        train(*sys.argv[2:])
-    else:
-        restore(*sys.argv[2:])
+    {"train": train, "restore": restore, "fail": fail}[sys.argv[1]](*sys.argv[2:])

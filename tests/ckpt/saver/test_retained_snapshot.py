@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.stores import open_store
 from tests.ckpt.saver.attempts import new_attempt
 from tests.ckpt.saver.retained_train import RUN, network, state_digest
-from tests.support.forking import TRAINER, fork
+from tests.support.forking import TRAINER, fork, run
 from tests.support.stores import CountingStore
 from tests.support.trainers import is_alive
 from tests.support.waiting import Lines, present, wait_until
@@ -39,15 +39,17 @@ from tests.support.waiting import Lines, present, wait_until
 RETAIN_SNAPSHOT_S = "600"
 SIZE = 1 << 16
 ROOT = Path(__file__).parents[3]
+PROGRAM = "tests.ckpt.saver.retained_train"
 
 
 @contextmanager
-def killed_trainer(store: Path, retain_snapshot_s: str = RETAIN_SNAPSHOT_S) -> Iterator[int]:
+def killed_trainer(
+    store: Path, retain_snapshot_s: str = RETAIN_SNAPSHOT_S, environment: Mapping[str, str] | None = None
+) -> Iterator[int]:
     """The process id of the saver of a trainer that has saved two steps and was killed."""
     said, says = os.pipe()
-    process = fork(
-        TRAINER, "tests.ckpt.saver.retained_train", ["train", str(store), retain_snapshot_s], stdout=says, stderr=2
-    )
+    arguments = ["train", str(store), retain_snapshot_s]
+    process = fork(TRAINER, PROGRAM, arguments, stdout=says, stderr=2, environment=environment)
     os.close(says)
     try:
         with open(said) as output:
@@ -146,7 +148,7 @@ def test_two_trainers_attach_at_once(tmp_path: Path) -> None:
         for name in ("first", "second"):
             said, says = os.pipe()
             arguments = ["restore", str(store), str(tmp_path), name]
-            processes.append(fork(TRAINER, "tests.ckpt.saver.retained_train", arguments, stdout=says, stderr=2))
+            processes.append(fork(TRAINER, PROGRAM, arguments, stdout=says, stderr=2))
             os.close(says)
             pipes.append(open(said))  # noqa: SIM115 - closed below
         wait_until(lambda: (tmp_path / "first").exists() and (tmp_path / "second").exists(), "both")
@@ -208,12 +210,7 @@ print(channel.receive(Answer))
 def test_another_user_is_refused(tmp_path: Path) -> None:
     """In a folder of its own, whose mode is changed."""
     store, environment = tmp_path / "store", {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.ckpt.saver.retained_train", "train", str(store), RETAIN_SNAPSHOT_S]
-    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-    saver = json.loads(Lines(trainer.stdout).next())["saver"]
-    trainer.kill()
-    trainer.communicate()
-    try:
+    with killed_trainer(store, environment=environment):
         folder = tmp_path / f"ckpt-{os.getuid()}"
         wait_until(lambda: list(folder.glob("memory/*")), "a saver that keeps memory")
         [path] = folder.glob("memory/*")
@@ -230,9 +227,6 @@ def test_another_user_is_refused(tmp_path: Path) -> None:
         for each in (folder, path.parent):
             each.chmod(0o711)
         assert ask_as_other() == "Refused(reason='the peer belongs to another user')"
-    finally:
-        os.kill(saver, signal.SIGKILL)
-        wait_until(lambda: not is_alive(saver), "the end of the saver")
 
 
 def test_an_idle_saver_holds_up_nothing_and_ends_by_itself(tmp_path: Path) -> None:
@@ -251,28 +245,11 @@ def test_an_idle_saver_holds_up_nothing_and_ends_by_itself(tmp_path: Path) -> No
         assert sockets(tmp_path / "store2") == []
 
 
-FAILING = """
-import sys
-from ckpt import Checkpointer
-from tests.ckpt.saver.attempts import new_attempt
-from tests.ckpt.saver.retained_train import RUN, network
-
-checkpointer = Checkpointer(sys.argv[1], run=RUN, retain_snapshot_s=600)
-checkpointer.save_async(network(1), None, 1)
-checkpointer.wait()
-print(checkpointer.saver_pid, flush=True)
-raise RuntimeError("an error of training")
-"""
-
-
 def test_the_memory_of_a_trainer_that_ends_by_an_exception_is_kept(tmp_path: Path) -> None:
     store, model = str(tmp_path / "store"), network(0)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", FAILING, store], capture_output=True, text=True, timeout=300, env=environment
-    )
-    assert "an error of training" in done.stderr
-    saver = int(done.stdout)
+    _, printed, errors = run(TRAINER, PROGRAM, ["fail", store])
+    assert "an error of training" in errors
+    saver = int(printed)
     try:
         wait_for_memory(Path(store))
         with Checkpointer(store, run=RUN) as checkpointer:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,10 +22,10 @@ from ckpt.snapshot.guard import EVERYONE, ChangeGuard, CopyProgress, sample
 from ckpt.snapshot.handle import SaveHandle
 from ckptstore.errors import SnapshotTorn
 from ckptstore.format.shards import Slice
-from tests.ckpt.ddp import ROOT
 from tests.ckpt.loops import open_run
 from tests.ckpt.snapshot.overlapping import held_copies
 from tests.ckpt.snapshot.simulated import plugged_in
+from tests.support.forking import TRAINER, run
 from tests.support.waiting import wait_until
 
 PATIENCE_S = 30
@@ -181,10 +179,9 @@ def test_memory_that_is_resized_in_the_middle_of_a_copy_is_not_read(tmp_path: Pa
 
 
 def test_memory_that_is_replaced_during_the_copy_is_that_of_the_call(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.ckpt.snapshot.replaced_memory", str(tmp_path)]
-    trainer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    code, printed, errors = run(TRAINER, "tests.ckpt.snapshot.replaced_memory", [str(tmp_path)])
     lines = [f"{call} committed [True, True]" for call in ("put", "share", "resize", "free")]
-    assert (trainer.returncode, trainer.stdout.splitlines()) == (0, lines), trainer.stderr
+    assert (code, printed.splitlines()) == (0, lines), errors
 
 
 @pytest.mark.usefixtures("everywhere")
