@@ -23,7 +23,7 @@ from hypothesis import settings
 
 from ckpt.host.lock import KNOWN, LOCAL
 from ckptstore.stores import Store, open_store
-from tests.support import postgresql, seaweed
+from tests.support import forking, postgresql, seaweed
 from tests.support.juicefs import running_gateway
 from tests.support.postgresql import PostgresqlServer
 from tests.support.seaweed import S3Service
@@ -70,12 +70,20 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if not hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):
+        forking.controllers.append(config.workerinput["hosts"])
+    else:
         folder = Path(tempfile.gettempdir(), f"ckpt-{os.getuid()}")
         for note in chain(folder.glob(f"*.{KNOWN}"), folder.glob(f"*.{LOCAL}")):
             with contextlib.suppress(FileNotFoundError):  # another session of pytest may remove it too
                 if "/pytest-of-" in note.read_text():
                     note.unlink()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """In the controller of workers, of each."""
+    node.workerinput["hosts"] = forking.share_hosts()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

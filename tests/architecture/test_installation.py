@@ -20,12 +20,26 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The distribution."""
+    return built(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
     """The bin folder of an environment with the distribution and no extra."""
     folder = tmp_path_factory.mktemp("installed")
     venv.create(folder)
-    install(folder / "bin", str(ROOT))
+    install(folder / "bin", str(wheel))
     return folder / "bin"
+
+
+def built(folder: Path, **environment: str) -> Path:
+    """The wheel that pip builds with these variables."""
+    pip = ["pip", "wheel", "--quiet", "--retries", "10", "--no-deps", "-w", str(folder), str(ROOT)]
+    subprocess.run([sys.executable, "-m", *pip], env={**os.environ, **environment}, check=True)
+    [found] = folder.iterdir()
+    return found
 
 
 def install(programs: Path, requirement: str) -> None:
@@ -82,21 +96,19 @@ def test_without_extras_there_is_what_a_trainer_needs(programs: Path) -> None:
 def test_the_loops_of_float_split_are_compiled_where_there_is_a_compiler(programs: Path, tmp_path: Path) -> None:
     asked = "from ckptstore.codecs.fused import IS_BUILT; print(IS_BUILT)"
     assert run(programs / "python", "-c", asked).strip() == str(shutil.which("cc") is not None)
-    pip = ["pip", "wheel", "--quiet", "--retries", "10", "--no-deps", "-w", str(tmp_path), str(ROOT)]
-    subprocess.run([sys.executable, "-m", *pip], env={**os.environ, "CC": "/without/compiler"}, check=True)
-    assert [path.name.split("-", 2)[2] for path in tmp_path.iterdir()] == ["py3-none-any.whl"]
+    assert built(tmp_path, CC="/without/compiler").name.split("-", 2)[2] == "py3-none-any.whl"
 
 
 @pytest.mark.slow
-def test_the_extra_cli_runs_the_command_line(programs: Path) -> None:
-    install(programs, f"{ROOT}[cli]")
+def test_the_extra_cli_runs_the_command_line(programs: Path, wheel: Path) -> None:
+    install(programs, f"{wheel}[cli]")
     assert run(programs / "ckptctl", "--version").startswith("ckptctl ")
     assert missing(programs, "typer", "fastapi", "torch") == ["fastapi", "torch"]
 
 
 @pytest.mark.slow
-def test_the_server_extra_runs_the_daemon_without_torch(programs: Path, tmp_path: Path) -> None:
-    install(programs, f"{ROOT}[server]")
+def test_the_server_extra_runs_the_daemon_without_torch(programs: Path, wheel: Path, tmp_path: Path) -> None:
+    install(programs, f"{wheel}[server]")
     assert run(programs / "ckptd", "--version").startswith("ckptd ")
     with served(programs, tmp_path) as url:
         wait_until(lambda: httpx.get(f"{url}/readyz").status_code == 200, "readiness")

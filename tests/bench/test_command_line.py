@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import pytest
 from bench.__main__ import BENCHES
 from bench.collection import BEGIN, END, README, write_table
 from bench.state import SMALL
+from tests.support.forking import TRAINER, run
 
 FIELDS = {
     "bench", "ratio", "vs", "goal", "direction", "ok", "limit", "peers", "problems", "state_bytes", "goals", "facts",
@@ -21,11 +20,11 @@ FIELDS = {
 
 @pytest.mark.parametrize("bench", ["codec", "plan"])
 def test_a_benchmark_ends_with_its_verdict(bench: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "bench", bench, "--quick", "--json", str(tmp_path / "verdict")]
     environment = os.environ | {SMALL: "1", "XDG_CACHE_HOME": str(tmp_path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    line = done.stdout.splitlines()[-1]
+    command = [bench, "--quick", "--json", str(tmp_path / "verdict")]
+    code, printed, errors = run(TRAINER, "bench", command, environment=environment)
+    assert code == 0, errors
+    line = printed.splitlines()[-1]
     assert (tmp_path / "verdict").read_text() == line + "\n"
     verdict = json.loads(line)
     assert (verdict.keys(), verdict["bench"]) == (FIELDS | {"quick", "machine", "load", "versions"}, bench)
@@ -38,8 +37,8 @@ def test_a_benchmark_ends_with_its_verdict(bench: str, tmp_path: Path) -> None:
 def test_the_table_shows_what_was_missed_what_failed_and_who_did_not_run(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    for run in ("full", "again"):
-        (tmp_path / run).mkdir()
+    for name in ("full", "again"):
+        (tmp_path / name).mkdir()
     (tmp_path / "full" / "plan.json").write_text(json.dumps({"bench": "plan", "error": "killed", "machine": "F"}))
     goals = [
         {"name": "eager", "vs": "memcpy", "ratio": 1.234, "goal": 1.1, "direction": "at most", "ok": False},

@@ -4,8 +4,9 @@
 
 A daemon takes a second to import itself, and a trainer, with torch, three; hundreds of tests start one. A fork runs a
 module as `python -m` does: with arguments, environment and output of its own, as a process of its own that is killed,
-signalled and waited for like any other. What must begin with a bare interpreter (command lines, measurements of
-memory, installations) uses subprocess. The host of a framework on torch is a fork of the host of trainers.
+signalled and waited for like any other. What must begin with a bare interpreter (command lines, installations) uses
+subprocess. The host of a framework on torch is a fork of the host of trainers, and those of the workers of pytest-xdist
+are forks of hosts of their controller.
 """
 
 from __future__ import annotations
@@ -43,6 +44,10 @@ TRAINER = (
 )  # fmt: skip
 _REQUEST_BYTES = 1 << 20
 _END_S = 120.0
+
+
+controllers: list[str] = []
+"""In a worker of pytest-xdist: the address of share_hosts."""
 
 
 class Fork:
@@ -86,7 +91,8 @@ class Host:
     """The process that forks, from the side of the tests."""
 
     connection: socket.socket
-    process: subprocess.Popen[bytes] | Fork
+    process: subprocess.Popen[bytes] | Fork | None
+    """None: the controller's."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def ask(self, request: dict[str, Any], *descriptors: int) -> int:
@@ -99,8 +105,11 @@ class Host:
 
     def close(self) -> None:
         """End it, and what it has forked."""
+        self.connection.shutdown(socket.SHUT_WR)
+        self.connection.recv(1)  # until it has ended
         self.connection.close()
-        self.process.wait()
+        if self.process is not None:
+            self.process.wait()
 
 
 def fork(
@@ -149,16 +158,38 @@ def _host(imports: tuple[str, ...]) -> Host:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     with theirs:
         descriptor = theirs.fileno()
+        process: subprocess.Popen[bytes] | Fork | None = None
         if "torch._dynamo" in imports and imports != TRAINER:
-            process: subprocess.Popen[bytes] | Fork = fork(
-                TRAINER, __name__, imports, stdout=1, stderr=2, environment=environment, passed=[descriptor]
-            )
+            process = fork(TRAINER, __name__, imports, stdout=1, stderr=2, environment=environment, passed=[descriptor])
+        elif controllers:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as controller:
+                controller.connect(controllers[0])
+                socket.send_fds(controller, [json.dumps(imports).encode()], [descriptor])
         else:
             command = [sys.executable, "-m", __name__, str(descriptor), *imports]
             process = subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=[descriptor])
     host = Host(ours, process)
     atexit.register(host.close)
     return host
+
+
+@functools.cache
+def share_hosts() -> str:
+    """In the controller: forks of its hosts for its workers, on a thread. Returns the address, for `controllers`."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(address := f"\0ckpt-tests-{os.getpid()}")  # in no folder
+    listener.listen()
+    threading.Thread(target=_share, args=(listener,), name="hosts", daemon=True).start()
+    return address
+
+
+def _share(listener: socket.socket) -> None:
+    while True:
+        worker, _ = listener.accept()
+        data, [descriptor], _, _ = socket.recv_fds(worker, _REQUEST_BYTES, 1)
+        worker.close()
+        fork(tuple(json.loads(data)), __name__, [], stdout=1, stderr=2, passed=[descriptor])
+        os.close(descriptor)
 
 
 def main(descriptor: int, imports: Sequence[str]) -> None:
@@ -172,7 +203,9 @@ def main(descriptor: int, imports: Sequence[str]) -> None:
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not be forked"
     gc.freeze()  # else the first collection of each fork copies every page that it shares with the others
     task = _serve(socket.socket(fileno=descriptor))
-    if task is not None:
+    if task is not None and task["module"] == "tests.support.forking":
+        main(int(task["arguments"][0]), task["arguments"][1:])
+    elif task is not None:
         sys.argv = ["", *task["arguments"]]
         runpy.run_module(task["module"], run_name="__main__", alter_sys=True)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -68,4 +69,5 @@ def fail(store: str) -> None:
 
 
 if __name__ == "__main__":
-    {"train": train, "restore": restore, "fail": fail}[sys.argv[1]](*sys.argv[2:])
+    programs: dict[str, Callable[..., None]] = {"train": train, "restore": restore, "fail": fail}
+    programs[sys.argv[1]](*sys.argv[2:])

@@ -1,7 +1,7 @@
 """A daemon whose store notes every delete in a file, and stops itself at one of them.
 
-`python -m tests.ckptd.housekeeping.counted_daemon`, with options of `ckptd serve`. Environment: NOTES, the file; STOP,
-the place: `before` or `after` a delete, or `never`.
+`python -m tests.ckptd.housekeeping.counted_daemon`, with options of `ckptd serve`. Environment: CKPTD_TEST_NOTES, the
+file; CKPTD_TEST_STOP, the place: `before` or `after` a delete, or `never`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main() -> None:
     names = [option.removeprefix("--").replace("-", "_") for option in sys.argv[1::2]]
     settings = load(dict(zip(names, sys.argv[2::2], strict=True)), {}).settings
     logs.configure(settings.log_level, settings.log_format, Redactor([]))
-    store = Noting(open_store(settings.store), Path(os.environ["NOTES"]), os.environ["STOP"])
+    store = Noting(open_store(settings.store), Path(os.environ["CKPTD_TEST_NOTES"]), os.environ["CKPTD_TEST_STOP"])
     serve(create_app(settings, store), settings)
 
 

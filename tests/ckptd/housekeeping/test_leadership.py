@@ -314,7 +314,7 @@ def test_a_leader_stopped_in_a_sweep_sweeps_nothing_when_it_wakes(
     notes = tmp_path / "deletes"
 
     def start(stop: str) -> Daemon:
-        environment = {**os.environ, "NOTES": str(notes), "STOP": stop}
+        environment = {**os.environ, "CKPTD_TEST_NOTES": str(notes), "CKPTD_TEST_STOP": stop}
         program = ("-m", "tests.ckptd.housekeeping.counted_daemon")
         return daemons.enter_context(
             running_daemon(

@@ -26,7 +26,7 @@ from ckptstore.stores import open_store
 from tests.support.checkpoints import sample_arrays, write_checkpoint
 from tests.support.daemons import Daemon, running_daemon
 
-EXAMPLES = int(os.environ.get("CKPTD_CONTRACT_EXAMPLES", "12"))
+EXAMPLES = int(os.environ.get("CKPTD_CONTRACT_EXAMPLES", "8"))
 """Requests for each endpoint."""
 _CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 _WITHOUT_BODY = (bodies.REINDEX, bodies.PROBE, bodies.CHECKPOINTS + "/{id}/pins/{name}")
