@@ -66,7 +66,6 @@ def served(programs: Path, folder: Path) -> Iterator[str]:
     """The URL of a daemon that runs in the environment."""
     (folder / "store").mkdir()
     log = folder / "log"
-    (folder / "store").mkdir()
     arguments = ["serve", "--store", f"file://{folder}/store", "--db", f"sqlite:///{folder}/db", "--port", "0"]
     arguments += ["--cache", f"{folder}/cache", "--auth", "off"]
     with log.open("w") as stderr:
