@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Container images often set it; then each of the tests' hundreds of processes compiles the whole project once more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup arrays browser demo docs pictures test coverage check fmt bench bench-full bench-gpu clean
+.PHONY: setup arrays browser demo docs pictures test coverage check fmt bench bench-full bench-gpu gpu oldest clean
 
 setup: .venv/.ready
 
@@ -80,6 +80,19 @@ bench-full: .venv/.peers
 bench-gpu: setup
 	$(BIN)/python -m bench.gpu
 
+# Facts about a GPU and its machine, its tests and its benchmark. Half an hour.
+gpu: setup
+	$(BIN)/python -m bench.gpu_probe
+
+# The oldest torch that pyproject.toml promises: what touches it most. Its default wheel has 5 GB of CUDA.
+OLDEST := $(addprefix tests/ckpt/,test_device.py $(addprefix capture/test_,modules.py parts.py state.py train_state.py) \
+	$(addprefix snapshot/test_,arena.py device_copies.py device_guard.py gate.py guard.py) restoring/test_gpu_copy.py)
+
+oldest:
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/pip install --quiet -e . 'torch==2.6.0' hypothesis pytest
+	.venv-oldest/bin/python -m pytest -o addopts=--import-mode=importlib --noconftest -p tests.ckpt.snapshot.conftest -W default $(OLDEST)
+
 # A peer that cannot be installed does not stop the benchmarks, which list it as missing.
 .venv/.peers: .venv/.ready
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,bench]' || echo "some peers are missing"
@@ -89,4 +102,4 @@ bench-gpu: setup
 	touch $@
 
 clean:
-	rm -rf .venv .venv-arrays demo-out build dist .coverage* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-arrays .venv-oldest demo-out build dist .coverage* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from bench import gpu
+from bench import gpu, gpu_probe
 from bench.gpu_device import Gpu, Stamp
 from tests.ckpt.snapshot.simulated import PromptDevice, plugged_in
+from tests.support.forking import ROOT
 
 
 class _Time:
@@ -48,6 +50,41 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["python -m bench.gpu"])
     with pytest.raises(SystemExit, match="needs a CUDA device"):
         gpu.main()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_the_probe_says_so_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["python -m bench.gpu_probe", "-o", "json"])
+    with pytest.raises(SystemExit) as ended:
+        gpu_probe.main()
+    assert ended.value.code == 2
+    assert "no CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_the_probe_of_a_simulated_device(refuses: bool) -> None:
+    with plugged_in(0, PromptDevice) as simulated:
+        simulated.refuses_pins = refuses
+        rows = {row.what: row for row in gpu_probe.look_at_driver(Host(), num_bytes=64 << 10, busy_s=0, leaves=8)}
+    assert rows["memory can be pinned"].ok is not refuses
+    assert ("its bytes are equal" in rows) is not refuses
+    assert refuses or rows["its bytes are equal"].ok
+    assert gpu_probe.line(rows["memory can be pinned"]).startswith("MISS" if refuses else "ok  ")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_the_probe_looks_at_any_machine() -> None:
+    rows = [row.what for row in gpu_probe.look_at_machine(Host())]
+    assert len(rows) == len(set(rows)) > 3
+
+
+def test_the_tests_of_gpus_need_no_plugin() -> None:
+    """Nor what CONTRIBUTING.md says: machines with a GPU have pytest, but not each plugin of this project."""
+    command = gpu_probe.pytest_command()
+    assert " ".join(["python", *command[1:]]) in re.sub(r" +\\\n +", " ", (ROOT / "CONTRIBUTING.md").read_text())
+    done = gpu_probe._run([*gpu_probe.pytest_command("tests/ckpt/snapshot/test_training_gpu.py"), "--collect-only"])
+    assert done.returncode == 0, done.stdout
+    assert "test_many_small_leaves" in done.stdout
 
 
 def test_all_of_it_runs_on_a_simulated_device() -> None:

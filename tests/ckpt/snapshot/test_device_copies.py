@@ -253,6 +253,8 @@ def test_an_optimizer_on_a_stream_of_its_own_waits_for_the_current_one(waits: bo
         with simulated.paused(SIDE):
             handle = checkpointer.save_async(model, optim, 1)
             wait_until(lambda: simulated.queued(SIDE) > 1, "the copier to queue a copy", PATIENCE_S)
+            while simulated.queued(DEFAULT):  # the samples of the call are read
+                simulated.progress()
             optim.step()
             for _ in range(100):
                 simulated.progress()
