@@ -295,8 +295,16 @@ def old_trainer(name: str, steps: Sequence[str], rules: Rules) -> Program:
     return program(saves("save 1", [f"1-{step}-{name}" for step in steps], rules, "1"))
 
 
-def _holds(first: str, a: str, held: str, free: str, clock_is_wrong: bool = False) -> Iterator[Row]:
-    """Pins, leases and marks are three listings; none of them may name the attempt."""
+def _holds(first: str, a: str, held: str, free: str, clock_is_wrong: bool = False, reader: str = "") -> Iterator[Row]:
+    """Pins, leases and marks are three listings; none of them may name the attempt. reader: whose mark does not count
+    while it is hidden."""
+    if reader:
+        yield row(first, listing("tombstones", reader), some=f"{first} unread", none=f"{first} read")
+        yield from _holds(f"{first} read", a, held, free, clock_is_wrong)
+        unmarked = [one for one in _holds(f"{first} unread", a, held, free, clock_is_wrong) if "marks" not in one.at]
+        yield from (Row(one.at, one.op, {**one.then, "none": one.then["none"].replace(f"{first} unread marks", free)})
+                    for one in unmarked)  # fmt: skip
+        return
 
     def live(found: Objects) -> str:
         return "some" if "live" in found.values() and not clock_is_wrong else "none"
@@ -328,13 +336,13 @@ def _remove(a: str, id: str, rules: Rules) -> list[Op]:
     return [tombstone] if rules.own_tombstone_for_each_deletion else [tombstone, delete("fates", a, id)]
 
 
-def deleter(a: str, id: str, rules: Rules) -> Program:
-    """Hides a checkpoint, unless something holds it. `id` is the ULID of its tombstone."""
+def deleter(a: str, id: str, rules: Rules, reader: str = "") -> Program:
+    """Hides a checkpoint, unless something holds it. `id` is the ULID of its tombstone. reader: see `_holds`."""
     again = "held now?" if rules.deleter_looks_after_its_tombstone else "hidden"
     return program(
-        _holds("held?", a, held="end", free="hide"),
+        _holds("held?", a, held="end", free="hide", reader=reader),
         row("hide", put("tombstones", a, id), ok=again),
-        _holds("held now?", a, held="withdraw", free="hidden"),
+        _holds("held now?", a, held="withdraw", free="hidden", reader=reader),
         end("hidden", ("hidden", a, id)),
         _fate("withdraw", a, id, "taken back", rules, won="remove", lost="lost")
         if rules.withdrawal_needs_fate else row("withdraw", Op("begin"), ok="remove"),
@@ -373,9 +381,11 @@ def undeleter(a: str, ids: Sequence[str], rules: Rules) -> Program:
 
 
 def sweeper(
-    a: str, id: str, rules: Rules, ranks: Sequence[str] = RANKS, base: str = "", clock_is_wrong: bool = False
-) -> Program:
-    """Sweeps a checkpoint whose grace is over, by one tombstone. base: what it references, if anything."""
+    a: str, id: str, rules: Rules, ranks: Sequence[str] = RANKS, base: str = "", clock_is_wrong: bool = False,
+    reader: str = "",
+) -> Program:  # fmt: skip
+    """Sweeps a checkpoint whose grace is over, by one tombstone. base: what it references, if anything. reader: what
+    references it."""
     if clock_is_wrong and rules.clock_is_probed:
         return program(row("probe the clock", Op("begin"), ok="end"))
     decided = ("swept", a, id)
@@ -393,7 +403,8 @@ def sweeper(
             **{"absent": look, "swept": _after_fate("fate", "delete", rules), "taken back": "finish"})
         if rules.fate_decides else row("fate?", Op("begin"), ok=look),
         in_turn("finish", _remove(a, id, rules), "end"),  # the undelete died before it did this
-        _holds("held?", a, held="end", free="fate", clock_is_wrong=clock_is_wrong),
+        _holds("held?", a, held="end", free="fate", clock_is_wrong=clock_is_wrong,
+               reader="" if rules.hidden_readers_keep_data else reader),
         _fate("fate", a, id, "swept", rules, won="delete", lost="end")
         if rules.fate_decides else row("fate", get("tombstones", a, id), absent="end", else_="delete"),
         in_turn("delete", [*ops, *marks] if rules.marks_until_data_is_gone else [*marks, *ops], "swept", decided),

@@ -41,6 +41,8 @@ class Rules:
     base_may_be_dead: bool = True  # 27
     """It looks at the list of the dead as well."""
     marks_until_data_is_gone: bool = True  # 18, sequence 3
+    hidden_readers_keep_data: bool = True  # 18
+    """A deleter ignores marks of hidden checkpoints, a sweeper does not; False: neither counts them."""
     ends_earlier_saves: bool = True  # 25
     """Who commits the last save of a step aborts earlier ones that are not decided, before."""
     numbered_generations: bool = True  # 25

@@ -131,8 +131,8 @@ def _reference(rules: Rules) -> Mapping[str, Program]:
 def _delete_reference(rules: Rules) -> Mapping[str, Program]:
     return {
         "deleter of b": deleter("b", "u", rules), "sweeper of b": sweeper("b", "u", rules, ONE, base="a"),
-        "undeleter of b": undeleter("b", ["u"], rules), "deleter": deleter("a", "t", rules),
-        "sweeper": sweeper("a", "t", rules, ONE), "unmarker": unmarker("a", "b", rules),
+        "undeleter of b": undeleter("b", ["u"], rules), "deleter": deleter("a", "t", rules, reader="b"),
+        "sweeper": sweeper("a", "t", rules, ONE, reader="b"), "unmarker": unmarker("a", "b", rules),
     }  # fmt: skip
 
 

@@ -43,6 +43,7 @@ FOUND = {
     "base_is_checked": ("reference to a zombie", WHOLE),
     "base_may_be_dead": ("reference to a zombie", WHOLE),
     "marks_until_data_is_gone": ("delete a reference", WHOLE),
+    "hidden_readers_keep_data": ("delete a reference", WHOLE),
     "numbered_generations": ("generations", LATEST),
     "generation_is_create_only": ("generations", ALONE),
     "dead_are_listed": ("sleeping committer", HELD),
