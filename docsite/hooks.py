@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 SEARCH = "assets/offline-search.js"
+FOR_DEVELOPERS = ("decisions/", "explanation/format", "explanation/internals", "project/")
 MADE = {
     "command line": command_line,
     "endpoints": endpoints,
@@ -47,7 +48,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Puts in what is made from the code, leaves out what is for tests, and makes links to files links to pages."""
+    """Puts in what is made from the code, leaves out what is for tests, and makes links to files links to pages.
+
+    The search leaves out what only developers read.
+    """
+    page.meta.setdefault("search", {"exclude": page.file.src_uri.startswith(FOR_DEVELOPERS)})
     made = _PLACE.sub(lambda place: MADE[place[1]](), _SETUP.sub("", markdown))
     source = ADOPTED.get(page.file.src_uri, f"docs/{page.file.src_uri}")
     return _repository.relinked(made, source, page.file.src_uri)
