@@ -235,9 +235,17 @@ def _named_optimizers(optim: Optimizers | None) -> dict[str, tuple[Optimizer, ..
         named = {OPTIMIZER: tuple(optim) if isinstance(optim, Iterable) else (optim,)}
     for item, found in named.items():
         for optimizer in found:
-            if not (torch_loaded() and isinstance(optimizer, torch.optim.Optimizer)):
-                raise InvalidRequest(
-                    f"{item} is a {type(optimizer).__name__}",
-                    "Pass torch.optim.Optimizer objects, not their state_dict",
-                )
+            _check_optimizer(item, optimizer)
     return named
+
+
+def _check_optimizer(item: str, optimizer: Any) -> None:
+    """Raises InvalidRequest for a wrapper (LARC, Lookahead) whose own `state_dict` lacks the optimizer inside it."""
+    base: Any = torch.optim.Optimizer if torch_loaded() else ()
+    inside = [name for name, value in getattr(optimizer, "__dict__", {}).items() if isinstance(value, base)]
+    if isinstance(optimizer, base) and not (inside and type(optimizer).state_dict is base.state_dict):
+        return
+    wrapped = f"Pass its .{inside[0]}; state of its own as an extra" if inside else ""
+    raise InvalidRequest(
+        f"{item} is a {type(optimizer).__name__}", wrapped or "Pass torch.optim.Optimizer objects, not their state_dict"
+    )

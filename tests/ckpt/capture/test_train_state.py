@@ -34,6 +34,19 @@ class Counted(nn.Module):
         self.calls += 1
 
 
+class Wrapper:
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Its state_dict lacks the state of the optimizer inside."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+
 def trained(model: nn.Module) -> torch.optim.Optimizer:
     own = nn.Parameter(torch.zeros(3))  # belongs to no module
     optim = torch.optim.AdamW([*(p for p in model.parameters() if p.requires_grad), own])
@@ -114,6 +127,8 @@ def test_several_models_by_name_are_one_with_their_names_in_front(tmp_path: Path
     [
         (lambda m, _: (m.state_dict(), None, {}), r"state_dict.*torch.nn.Module"),
         (lambda m, o: (m, o.state_dict(), {}), r"not their state_dict"),
+        (lambda m, o: (m, Wrapper(o), {}), r"is a Wrapper. Pass its .inner"),
+        (lambda m, o: (m, {"a": Lookahead(o)}, {}), r"is a Lookahead. Pass its .inner"),
         (lambda m, _: ({"a.b": m}, None, {}), r"without dots"),
         (lambda m, _: (m, None, {"tags": {"best": True}}), r"no option 'tags'"),
         (lambda m, _: (m, None, {"step": 3}), r"no option 'step'.*checkpoint="),
