@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -13,14 +13,16 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, SequentialSampler
 
-from ckpt.capture.train_state import Resumable, TrainState
+from ckpt.capture.train_state import Resumable, Stateful, TrainState
+from ckptstore.format.trees import value_leaves
 
 logger = logging.getLogger(__name__)
 
-_KINDS = (GradScaler, DataLoader)
+_KINDS = (GradScaler, LRScheduler, DataLoader)
 _SAMPLED = 3
 
 _used: weakref.WeakKeyDictionary[Optimizer, set[tuple[int, int]]] = weakref.WeakKeyDictionary()
@@ -66,18 +68,36 @@ def _gradients(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def look_for_unsaved(state: TrainState) -> Callable[[], None]:
-    """A look for objects that this state does not have, for any thread: it holds nothing of the state but scalers.
+    """A look for objects that this state does not have, for any thread: it holds nothing of the state but extras.
 
-    It logs a warning for a GradScaler that scales, and for a shuffled DataLoader if no loader is saved. It visits all
-    objects that the garbage collector knows, 0.1 µs each: 30 ms in a process with 285,000, in one call of the
-    interpreter. So it is no part of a save.
+    It logs a warning for a GradScaler that scales, for schedulers of the saved optimizers, and for a shuffled
+    DataLoader, if none is saved. It visits all objects that the garbage collector knows, 0.1 µs each: 30 ms in a
+    process with 285,000, in one call of the interpreter. So it is no part of a save. Parameters of the optimizers that
+    are in no saved module are reported at once.
     """
     saved = list(_reachable((*state.others.values(), *state.shared.values())))
-    scalers = [one for one in saved if isinstance(one, GradScaler)]
-    return partial(_look, scalers, any(isinstance(one, (Resumable, DataLoader)) for one in saved))
+    if (names := _unsaved_parameters(state, saved)) and state.modules:
+        logger.warning(
+            "parameters of the optimizers are in no saved module (%s): their values start again after a restore; pass "
+            "what holds them to saves and restores, such as loss=criterion",
+            ", ".join(names[:3]) + ", ..." * (len(names) > 3),
+        )
+    positioned = any(isinstance(one, (Resumable, DataLoader)) for one in saved)
+    return partial(_look, saved, set(map(id, chain(*state.optimizers.values()))), positioned)
 
 
-def _look(saved: Sequence[GradScaler], positioned: bool) -> None:
+def _unsaved_parameters(state: TrainState, saved: Iterable[Any]) -> list[str]:
+    """Names of the trained parameters that are neither in a module nor an extra, or in the state of one."""
+    leaves = [leaf for named in state.named_optimizers.values() for one in named for leaf in one.leaves.values()]
+    left = [leaf for leaf in leaves if id(leaf.value) not in state.parameters.leaves and leaf.value.requires_grad]
+    if left:
+        held = [one.state_dict() if isinstance(one, Stateful) else one for one in saved]
+        found = {one.data_ptr() for _, one in value_leaves(held, "") if isinstance(one, torch.Tensor)}
+        left = [leaf for leaf in left if leaf.value.data_ptr() not in found]
+    return [leaf.path for leaf in left]
+
+
+def _look(saved: Sequence[Any], optimizers: Collection[int], positioned: bool) -> None:
     living = list(_living())
     scalers = [one for one in living if isinstance(one, GradScaler) and _scales(one)]
     if scalers and not any(one is scaler for one in saved for scaler in scalers):
@@ -85,12 +105,23 @@ def _look(saved: Sequence[GradScaler], positioned: bool) -> None:
             "a GradScaler is in use and is not saved: its scale starts again after a restore; pass scaler=scaler to "
             "saves and restores"
         )
+    schedulers = [one for one in living if isinstance(one, LRScheduler) and id(one.optimizer) in optimizers]
+    if schedulers and not any(isinstance(one, LRScheduler) or _has(one, "last_epoch") for one in saved):
+        logger.warning(
+            "a %s is in use and is not saved: the learning rate starts again after a restore; pass "
+            "scheduler=scheduler to saves and restores",
+            type(schedulers[0]).__name__,
+        )
     loaders = [one for one in living if isinstance(one, DataLoader) and _shuffles(one)]
     if loaders and not positioned:
         logger.warning(
             "a shuffled DataLoader is in use and its position is not saved: a resumed run gets other batches and other "
             "random numbers; iterate over loader = ckpt.data.resumable(loader) and pass loader=loader"
         )
+
+
+def _has(value: object, name: str) -> bool:
+    return name in value if isinstance(value, dict) else hasattr(value, name)
 
 
 def _living() -> Iterator[Any]:
@@ -110,7 +141,7 @@ def _reachable(values: Iterable[Any]) -> Iterator[Any]:
     """The saved objects and what they hold directly, such as a loop's own state object."""
     for value in values:
         yield value
-        yield from vars(value).values() if hasattr(value, "__dict__") else ()
+        yield from value.values() if isinstance(value, dict) else getattr(value, "__dict__", {}).values()
 
 
 def _scales(scaler: GradScaler) -> bool:

@@ -11,18 +11,23 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import date, datetime, timedelta, timezone
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from ckpt.capture.arrays import Array
 from ckpt.dtypes import BY_NAME
 from ckpt.foreign.inert import (
     Budget,
     GlobalName,
+    LeftOut,
     Maker,
     Malformed,
+    Record,
     check_key,
     ordered_dict,
     read_pickle,
@@ -91,6 +96,43 @@ class StridedTensor:
             numbers ^= sign
 
 
+class NumpyType(Record):
+    """The type of an array or number of numpy."""
+
+    def __init__(self, code: Any, *_: Any) -> None:
+        found = np.dtype(code) if type(code) is str and len(code) < 4 else None
+        self.made = found if found is not None and found.name in BY_NAME else None
+        """None unless a checkpoint can hold it."""
+
+    def set(self, state: object) -> None:
+        """Its byte order."""
+        match state:
+            case (_, "<" | ">" as order, *_) if self.made is not None:
+                self.made = self.made.newbyteorder(order)
+
+
+class NumpyArray(Record):
+    """An array of numpy."""
+
+    made: Array | LeftOut = LeftOut("numpy.ndarray")
+    """The elements, in the byte order of this machine."""
+
+    def set(self, state: object) -> None:
+        """Shape, type, order and elements."""
+        self.state = state
+        match state:
+            case (_, tuple(shape), NumpyType(made=np.dtype() as kind), fortran, bytes(data)):
+                array = np.frombuffer(data, kind).reshape(size(shape), order="F" if fortran else "C")
+                self.made = np.ascontiguousarray(array, kind.newbyteorder("=")).reshape(array.shape)
+
+
+def _scalar(kind: Any, data: Any) -> Any:
+    """A number of numpy."""
+    if type(kind) is NumpyType and kind.made is not None and type(data) is bytes:
+        return np.frombuffer(data, kind.made).astype(kind.made.newbyteorder("="))[0]
+    return LeftOut("numpy.generic", [data])
+
+
 class NotDense:
     """A tensor that is sparse, quantized, without memory, or of a class of its own."""
 
@@ -135,6 +177,10 @@ _SCHEMES = ("per_tensor_affine", "per_tensor_symmetric", "per_channel_affine", "
             "per_channel_affine_float_qparams")  # fmt: skip
 _ODD_TENSORS = ("sparse_tensor", "qtensor", "meta_tensor_no_storage", "nested_tensor", "wrapper_subclass",
                 "device_tensor_from_numpy", "device_tensor_from_cpu_tensor")  # fmt: skip
+
+
+_NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
+PATHS = [(m, n) for m in ("pathlib", "pathlib._local") for n in ("Path", "PosixPath", "PurePosixPath", "WindowsPath")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +293,20 @@ class _Archive:
             ("collections", "OrderedDict"): Maker(ordered_dict),
             ("collections", "Counter"): Maker(self._counter),
             ("builtins", "set"): Maker(self._set),
+            ("builtins", "frozenset"): Maker(lambda *items: frozenset(self._set(*items))),
+            **{(f"numpy.{core}.multiarray", "scalar"): Maker(_scalar) for core in ("core", "_core")},
+            **{
+                (f"numpy.{core}.multiarray", "_reconstruct"): Maker(lambda *_: NumpyArray())
+                for core in ("core", "_core")
+            },
+            ("numpy", "dtype"): Maker(NumpyType),
+            ("collections", "defaultdict"): Maker(lambda *_: {}),
+            ("argparse", "Namespace"): Maker(lambda *_: {}),
+            ("types", "SimpleNamespace"): Maker(lambda *_: {}),
+            **{("datetime", kind.__name__): Maker(kind) for kind in (date, datetime, timedelta, timezone)},
+            **{path: Maker(Path) for path in PATHS},
             ("builtins", "complex"): Maker(_complex),
+            ("builtins", "bytes"): Maker(lambda: b""),
             ("_codecs", "encode"): Maker(self._bytes),
         }
 
@@ -297,9 +356,9 @@ def _parameter(tensor: Any, *_: Any) -> Any:
 
 def _rebuild(maker: Any, _: Any, args: Any, __: Any) -> Any:
     """A tensor with attributes, which are left out."""
-    if type(maker) is not Maker or type(args) is not tuple:
+    if type(maker) not in (Maker, LeftOut) or type(args) is not tuple:
         raise Malformed("a tensor is malformed")
-    return maker.make(*args)
+    return maker.called(*args) if type(maker) is LeftOut else maker.make(*args)
 
 
 def size(sizes: Any = ()) -> torch.Size:

@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from ckpt.dtypes import BY_NAME
-from ckpt.foreign.archive import Storage, StridedTensor, read_archive, size
+from ckpt.foreign.archive import PATHS, Storage, StridedTensor, read_archive, size
 from ckpt.foreign.inert import (
     MAX_DEPTH,
     Budget,
@@ -48,10 +48,9 @@ _CLASSES = (
     "StorageMeta",
     "_StorageInfo",
 )
-_PATHS = [(m, n) for m in ("pathlib", "pathlib._local") for n in ("Path", "PosixPath", "PurePosixPath", "WindowsPath")]
 _NAMES: dict[GlobalName, Any] = {
     **{(module, name): record_maker(name) for module in _MODULES for name in _CLASSES},
-    **{path: record_maker(path[1]) for path in _PATHS},
+    **{path: record_maker(path[1]) for path in PATHS},
     ("torch", "Size"): Maker(size),
     ("torch.serialization", "_get_layout"): Maker(text),
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): Maker(number),

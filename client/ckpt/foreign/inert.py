@@ -1,8 +1,8 @@
 """Reads pickles without running any code that they name, in memory and time that their size bounds.
 
 The only place that reads a pickle: files of torch.save and the metadata of torch.distributed.checkpoint. It interprets
-the instructions itself. Every name in a pickle must be on an allowlist; the only functions that are called are the
-Makers there, which check their arguments. There is no way to an attribute of anything.
+the instructions itself. The only functions that are called are the Makers on an allowlist of names, which check their
+arguments; any other name is refused, or stands for a LeftOut. There is no way to an attribute of anything.
 
 Objects of a pickle may be shared, and a checkpoint stores each of them as often as it is referenced. So a Budget
 compares the size of the state with the size of the file: a small file never expands to a large state.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckptstore.errors import CkptError, UnsupportedObject
@@ -108,6 +108,25 @@ class Malformed(Exception):
     """The pickle breaks its own rules; the message says how."""
 
 
+@dataclass(slots=True, eq=False)
+class LeftOut:
+    """An object, or the class or function itself, of a name that is not on the allowlist. Its content is only kept."""
+
+    name: str
+    parts: list[Any] = field(default_factory=list)
+
+    def called(self, *args: Any) -> LeftOut:
+        """What it makes from arguments."""
+        return LeftOut(self.name, [*self.parts, *args])
+
+    def refusal(self, what: str) -> UnsupportedObject:
+        """The error of a file that needs it."""
+        return UnsupportedObject(
+            f"{what} names {self.name}, which importing without executing code refuses",
+            "Load it where it was written, keep only tensors, numbers, strings, lists and dicts, and save that",
+        )
+
+
 class Record:
     """An object of a pickle. Its fields are attributes, or in `state` if they are not named."""
 
@@ -164,7 +183,8 @@ def read_pickle(
     budget: Budget,
     persistent: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """The object in a pickle. names: the globals that it may name. persistent: resolves references to other records.
+    """The object in a pickle. names: the globals that it may name. persistent: resolves references to other records;
+    other names are then left out.
 
     The caller has granted the budget the size of the data, before reading it. Raises UnsupportedObject for any other
     name and if the budget is exceeded, Malformed if the pickle is damaged.
@@ -267,6 +287,8 @@ class _Reader:
         self._extend(self.unmark())
 
     def _extend(self, items: list[Any]) -> None:
+        if self._within(items):
+            return
         if type(self._stack[-1]) is not list:
             raise Malformed("items are added to something else than a list")
         self._stack[-1].extend(items)
@@ -279,12 +301,20 @@ class _Reader:
         self._update(self.unmark())
 
     def _update(self, items: list[Any]) -> None:
+        if self._within(items):
+            return
         target = self._stack[-1]
         if type(target) not in (dict, OrderedDict) or len(items) % 2:
             raise Malformed("items are set in something else than a dict")
         for key, value in zip(items[::2], items[1::2], strict=True):
             check_key(key, self._budget)
             target[key] = value
+
+    def _within(self, items: list[Any]) -> bool:
+        """Whether they belong to an object that is left out."""
+        if found := isinstance(self._stack[-1], LeftOut):
+            self._stack[-1].parts += items
+        return found
 
     def named(self) -> None:
         self._name(self._line(), self._line())
@@ -297,29 +327,34 @@ class _Reader:
         if type(module) is not str or type(name) is not str:
             raise Malformed("a name is not text")
         known = (_MODULES.get(module, module), name)
-        if known not in self._names:
-            raise UnsupportedObject(
-                f"{self._what} names {'.'.join(known)}, which importing without executing code refuses",
-                "Load it where it was written, keep only tensors, numbers, strings, lists and dicts, and save that",
-            )
-        self._stack.append(self._names[known])
+        unknown = LeftOut(".".join(known))
+        if known not in self._names and self._persistent is None:
+            raise unknown.refusal(self._what)
+        self._stack.append(self._names.get(known, unknown))
 
     def call(self) -> None:
         args, maker = self._stack.pop(), self._stack.pop()
-        if type(maker) is not Maker or type(args) is not tuple:
+        if type(maker) not in (Maker, LeftOut) or type(args) is not tuple:
             raise Malformed("a call of something that cannot be called")
+        unknown = next((one for one in (maker, *args) if type(one) is LeftOut), None)
         try:
-            self._stack.append(maker.make(*args))
+            self._stack.append(maker.make(*args) if type(maker) is Maker else maker.called(*args))
         except CkptError:
             raise
         except TypeError as error:  # another number of arguments
-            raise Malformed(str(error)) from error
+            if unknown is None:
+                raise Malformed(str(error)) from error
+            self._stack.append(unknown.called(*args))
 
     def build(self) -> None:
         state = self._stack.pop()
         target = self._stack[-1]
+        if self._within([state]):
+            return
         if isinstance(target, Record):
             target.set(state)
+        elif type(target) is dict and type(state) is dict:
+            self._update([part for item in state.items() for part in item])
         elif type(target) is not OrderedDict:  # its attributes, such as the _metadata of a state dict, are left out
             raise Malformed("a state of something that has none")
 

@@ -8,22 +8,26 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import timezone
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from ckpt.capture.arrays import byte_view
 from ckpt.capture.modules import canonical
+from ckpt.capture.tensors import small_leaf
 from ckpt.capture.train_state import MODEL, OPTIMIZER
-from ckpt.dtypes import NAMES
-from ckpt.foreign.archive import NotDense, StridedTensor, read_archive
-from ckpt.foreign.inert import Budget
+from ckpt.dtypes import BY_NAME, NAMES
+from ckpt.foreign.archive import NotDense, NumpyArray, NumpyType, Storage, StridedTensor, read_archive
+from ckpt.foreign.inert import Budget, LeftOut
 from ckpt.foreign.parts import ForeignSlice, ForeignState, Read
 from ckptstore.errors import CorruptObject, InvalidRequest, UnsupportedObject
 from ckptstore.format.boxes import Box
 from ckptstore.format.documents import JSON
 from ckptstore.format.shards import Slice
-from ckptstore.format.trees import TAG, encode_tree, unsupported
+from ckptstore.format.trees import TAG, children, encode_tree, with_records
 
 _RENAMED = {
     "state_dict": MODEL,
@@ -46,6 +50,9 @@ class Scattered:
     pieces: tuple[tuple[Box, Read], ...]
 
 
+_SMALL = with_records(small_leaf)
+
+
 @dataclass(slots=True)
 class _Builder:
     """Collects the parts and trees of one file."""
@@ -66,15 +73,15 @@ class _Builder:
             return {TAG: "tensor", "name": name}
         if isinstance(value, StridedTensor):
             return {TAG: "tensor", "name": self._tensor(path, value)}
+        if isinstance(value, np.ndarray):
+            steps = tuple(step // value.itemsize for step in value.strides)
+            array = StridedTensor(Storage(byte_view(value).data), BY_NAME[value.dtype.name], value.shape, steps)
+            return {TAG: "array", "name": self._tensor(path, array)}
+        if isinstance(value, LeftOut):
+            raise value.refusal(self.path)
         if isinstance(value, NotDense):
             raise UnsupportedObject(f"tensor at {path!r} of {self.path} is not dense", "Save dense tensors")
-        if type(value) is torch.Size:
-            return {TAG: "size", "v": list(value)}
-        if type(value) is torch.dtype:
-            return {TAG: "dtype", "v": self._dtype(path, value)}
-        if type(value) is torch.device:
-            return {TAG: "device", "v": str(value)}
-        raise unsupported(path, value)
+        return _SMALL(path, value)
 
     def _tensor(self, path: str, tensor: StridedTensor) -> str:
         dtype = self._dtype(path, tensor.dtype)
@@ -118,8 +125,13 @@ def to_foreign(state: Any, item: str, path: str, budget: Budget) -> ForeignState
     Raises InvalidRequest if it is empty, UnsupportedObject for objects that cannot be stored.
     """
     budget.spend_on(state)
+    builder, left_out = _Builder(path), dict[str, LeftOut]()
+    state = _kept(state, "", left_out)
+    for at, one in left_out.items():
+        if not at or _has_tensors(one):
+            raise one.refusal(path)
+        builder.foreign.notes.append(f"{at[1:]} is left out: a {one.name} cannot be imported")
     items = _items(state, item)
-    builder = _Builder(path)
     if isinstance(items.get(MODEL), Mapping):
         items[MODEL] = _plain_names(items[MODEL], builder.foreign.notes)
     for name, value in items.items():
@@ -128,7 +140,41 @@ def to_foreign(state: Any, item: str, path: str, budget: Budget) -> ForeignState
         builder.add(f"{name}{_NUMBERED}" if _is_optimizer(state) else name, state)
     if not builder.foreign.trees:
         raise InvalidRequest(f"{path} is empty", "Check that it is the right file")
+    if left_out and not builder.foreign.parts:
+        raise next(iter(left_out.values())).refusal(path)
     return builder.foreign
+
+
+def _kept(value: Any, path: str, left_out: dict[str, LeftOut]) -> Any:
+    """The value with arrays of numpy, and without what is left out, which is added by its path. In lists and tuples
+    that is None."""
+    if isinstance(value, NumpyArray):
+        value = value.made
+    if isinstance(value, NumpyType | timezone):
+        value = LeftOut(type(value).__name__)
+    if isinstance(value, LeftOut):
+        left_out[path] = value
+    elif isinstance(value, dict):
+        kept = {_kept(key, f"{path}/key", left_out): _kept(value[key], f"{path}/{key}", left_out) for key in value}
+        value = type(value)({key: one for key, one in kept.items() if LeftOut not in (type(key), type(one))})
+    elif type(value) in (list, tuple):
+        kept_items = [_kept(one, f"{path}/{i}", left_out) for i, one in enumerate(value)]
+        value = type(value)(None if type(one) is LeftOut else one for one in kept_items)
+    return value
+
+
+def _has_tensors(value: LeftOut) -> bool:
+    todo: list[Any] = [value]
+    seen: set[int] = set()
+    while todo:
+        one = todo.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, StridedTensor | Storage | NotDense):
+            return True
+        todo += one.parts if isinstance(one, LeftOut) else [child for _, child in children(one) or ()]
+    return False
 
 
 def _items(state: Any, item: str) -> dict[str, Any]:

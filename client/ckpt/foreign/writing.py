@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Collection, Mapping
 from datetime import date, timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from ckpt.capture.tensors import inline_tensor, small_value
 from ckpt.dtypes import BY_NAME
 from ckptstore.errors import CorruptObject, UnsupportedObject
 from ckptstore.format.documents import Content
-from ckptstore.format.trees import TAG, decode_tree
+from ckptstore.format.trees import TAG, decode_tree, field_names
 
 Data = Mapping[str, memoryview]
 """Writable row-major bytes by entry name."""
@@ -119,8 +118,8 @@ def _without_gaps(value: Any) -> Any:
         return str(value)
     if isinstance(value, timedelta):
         return value.total_seconds()
-    if isinstance(value, SimpleNamespace) or hasattr(value, "_asdict"):
-        value = dict(vars(value) if isinstance(value, SimpleNamespace) else value._asdict())
+    if (names := field_names(value)) is not None:
+        value = {name: getattr(value, name) for name in names}
     if isinstance(value, dict):
         for key in [key for key, item in value.items() if item is _LEFT_OUT]:
             del value[key]

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import base64
 import math
+import sys
 from collections import Counter, OrderedDict, namedtuple
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import fields, is_dataclass
 from datetime import date, datetime, timedelta
@@ -61,8 +62,8 @@ def encode_tree(value: Any, path: str, leaf: EncodeLeaf, depth: int = 0) -> JSON
     kind = type(value)
     if value is None or kind is bool:
         return value
-    if kind is str:
-        return _text(value, path)
+    if kind in _TEXTS:
+        return _TEXTS[kind](value, path)
     if kind in _SCALARS:
         return _SCALARS[kind](value)
 
@@ -90,7 +91,7 @@ def with_records(leaf: EncodeLeaf) -> EncodeLeaf:
     def record_or_leaf(path: str, value: Any) -> JSON:
         if isinstance(value, Path):
             return {TAG: "path", "v": _text(str(value), path)}
-        if (names := _field_names(value)) is None:
+        if (names := field_names(value)) is None:
             return leaf(path, value)
         _check_nesting(path.count("/"), path)
         pairs = [[name, encode_tree(getattr(value, name), f"{path}/{name}", record_or_leaf)] for name in names]
@@ -228,32 +229,34 @@ def _tagged_leaves(tree: dict[str, Any], path: str, depth: int) -> Iterator[tupl
 def in_types_of(template: Any, value: Any) -> Any:
     """A decoded value with its named tuples and dataclasses in the types that `template` has in their places.
 
-    Where the template has no object with the same fields, a named tuple is one of a type made for it, and a dataclass
-    is a SimpleNamespace: no name in a checkpoint leads to an import.
+    Where the template has no object with the same fields, they are of the class that was saved if that is loaded.
+    Otherwise a named tuple is one of a type made for it, and a dataclass is a SimpleNamespace: no name in a checkpoint
+    leads to an import.
     """
-    names = _field_names(template)
-    if names is not None and (isinstance(value, SimpleNamespace) or hasattr(value, "_fields")):
-        if names == _field_names(value):
-            made = [in_types_of(getattr(template, name), getattr(value, name)) for name in names]
-            return _with_fields(template, names, made)
-    elif type(template) is dict and type(value) is dict:
+    names = field_names(template)
+    if names is not None and names == field_names(value):
+        made = [in_types_of(getattr(template, name), getattr(value, name)) for name in names]
+        return _with_fields(template, names, made)
+    if type(template) is dict and type(value) is dict:
         return {key: in_types_of(template.get(key), item) for key, item in value.items()}
-    elif type(template) is type(value) and type(value) in (list, tuple) and len(template) == len(value):
+    if type(template) is type(value) and type(value) in (list, tuple) and len(template) == len(value):
         return type(value)(map(in_types_of, template, value))
     return value
 
 
-def _with_fields(template: Any, names: Sequence[str], values: Sequence[Any]) -> Any:
-    """One of the template's type. Its constructor is not called: it may take other arguments, or change a field."""
-    if isinstance(template, tuple):
-        return tuple.__new__(type(template), values)
-    made = copy(template)
+def _with_fields(template: Any, names: Iterable[str], values: Iterable[Any]) -> Any:
+    """One of the template's type, or of a class. No constructor is called: it may take other arguments, or change a
+    field."""
+    kind = template if isinstance(template, type) else type(template)
+    if issubclass(kind, tuple):
+        return tuple.__new__(kind, values)
+    made = object.__new__(kind) if kind is template else copy(template)
     for name, value in zip(names, values, strict=True):
         object.__setattr__(made, name, value)  # also of a frozen one
     return made
 
 
-def _field_names(value: Any) -> list[str] | None:
+def field_names(value: Any) -> list[str] | None:
     """The fields of a named tuple, a dataclass, or what stands for one; None for other values."""
     if isinstance(value, tuple):
         return list(value._fields) if hasattr(value, "_fields") else None
@@ -264,7 +267,7 @@ def _field_names(value: Any) -> list[str] | None:
 
 def children(value: Any) -> list[tuple[object, Any]] | None:
     """The contents of a container, by key, index or field; None for a leaf."""
-    if (names := _field_names(value)) is not None:
+    if (names := field_names(value)) is not None:
         return [(name, getattr(value, name)) for name in names]
     if isinstance(value, dict):
         return list(value.items())
@@ -281,9 +284,18 @@ def value_leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _record(tag: str, name: str, values: dict[str, Any]) -> Any:
-    if tag == "dataclass":
-        return SimpleNamespace(**values)
-    return _named_tuple(name.rpartition(".")[2], tuple(values))(**values)
+    module, _, last = name.rpartition(".")
+    kind = getattr(sys.modules.get(module), "__dict__", {}).get(last)  # imports nothing
+    if isinstance(kind, type) and _class_fields(kind) == list(values):
+        return _with_fields(kind, values, values.values())
+    return SimpleNamespace(**values) if tag == "dataclass" else _named_tuple(last, tuple(values))(**values)
+
+
+def _class_fields(kind: type) -> list[str] | None:
+    """The fields of a class whose objects are nothing but them."""
+    if issubclass(kind, tuple):
+        return list(getattr(kind, "_fields", ()))
+    return [one.name for one in fields(kind)] if is_dataclass(kind) and kind.__new__ is object.__new__ else None
 
 
 @cache
@@ -316,6 +328,15 @@ def _text(value: str, path: str) -> str:
     return value
 
 
+def _same_zone(value: datetime, path: str) -> JSON:
+    text = value.isoformat()
+    if repr(datetime.fromisoformat(text)) != repr(value):
+        raise UnsupportedObject(
+            f"the datetime at {path!r} has a named time zone or a fold", "Store value.astimezone(timezone.utc)"
+        )
+    return {TAG: "datetime", "v": text}
+
+
 def _int(value: int) -> JSON:
     # Hexadecimal, because Python limits the digits of decimal conversions.
     return value if -_SAFE_INT < value < _SAFE_INT else {TAG: "int", "v": hex(value)}
@@ -343,10 +364,10 @@ _SCALARS: dict[type, Callable[[Any], JSON]] = {
     float: _float,
     complex: _complex,
     bytes: _bytes,
-    datetime: lambda value: {TAG: "datetime", "v": value.isoformat()},
     date: lambda value: {TAG: "date", "v": value.isoformat()},
     timedelta: lambda value: {TAG: "timedelta", "v": [value.days, value.seconds, value.microseconds]},
 }
+_TEXTS: dict[type, Callable[[Any, str], JSON]] = {str: _text, datetime: _same_zone}
 _NUMBERS: dict[type, Callable[[Any], JSON]] = {bool: bool, int: _int, float: _float}
 _RECORDS = ("namedtuple", "dataclass")
 _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "odict", Counter: "counter"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,8 +70,20 @@ def test_values_come_back_in_their_types(tmp_path: Path) -> None:
     assert restored.values["plain"] == plain
     assert type(restored.values["plain"]["scale"]) is np.float32
     without = restored.values["own"]
-    assert isinstance(without, SimpleNamespace)
-    assert (without.moments.number, without.moments[1], without.folder) == (7, 7, Path("/data/x"))
+    assert (type(without), type(without.moments), without.folder) == (Progress, Moments, Path("/data/x"))
+
+
+def test_records_of_classes_that_are_not_loaded(tmp_path: Path) -> None:
+    class Pair(NamedTuple):
+        a: int
+        b: int
+
+    local = make_dataclass("Local", ["a"])
+    with open_run(tmp_path) as checkpointer:
+        checkpointer.save(None, None, 1, own=[local(3), Pair(1, 2)])
+        restored = checkpointer.restore(own=None)
+    assert restored is not None
+    assert restored.values["own"] == [SimpleNamespace(a=3), (1, 2)]
 
 
 def test_a_dataclass_comes_back_without_a_call_of_its_constructor(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The first save warns of a scaler or a shuffled loader that it was not given."""
+"""The first save warns of what it was not given: scalers, schedulers, loaders, parameters."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ def frozen() -> Iterator[None]:
 
 
 class Progress:
-    """A loop's own state object, which saves the scaler with it."""
+    """A loop's own state object, which saves the scaler or scheduler with it."""
 
-    def __init__(self, scaler: GradScaler) -> None:
+    def __init__(self, scaler: Any) -> None:
         self.scaler = scaler
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Any:
         return self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         raise NotImplementedError
 
 
-def warnings_of(folder: Path, caplog: pytest.LogCaptureFixture, **extras: Any) -> list[str]:
+def warnings_of(folder: Path, caplog: pytest.LogCaptureFixture, optim: Any = None, **extras: Any) -> list[str]:
     """The warnings of two saves."""
     caplog.clear()
     with caplog.at_level(logging.WARNING), Checkpointer(str(folder), run="r", writer="thread") as checkpointer:
         checkpointer._saves.looks = folder.name != "integration"
         for step in (1, 2):
-            checkpointer.save(nn.Linear(2, 2), None, step, **extras)
+            checkpointer.save(nn.Linear(2, 2) if optim is None else MODEL, optim, step, **extras)
     return [record.getMessage() for record in caplog.records if record.name == "ckpt.capture.unsaved_objects"]
 
 
@@ -60,6 +60,35 @@ def test_a_scaler_in_use(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     assert warnings_of(tmp_path / "given", caplog, scaler=scaler) == []
     assert warnings_of(tmp_path / "held", caplog, progress=Progress(scaler)) == []
     assert warnings_of(tmp_path / "shared", caplog, shared={"scaler": scaler}) == []
+
+
+MODEL, LOSS = nn.Linear(2, 2), nn.Linear(1, 1)
+WEIGHT = nn.Parameter(torch.zeros(3))
+
+
+def test_a_trained_parameter_in_no_saved_module(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+    optim = torch.optim.SGD([*MODEL.parameters(), WEIGHT, frozen, *LOSS.parameters()], 0.1)
+    assert warnings_of(tmp_path / "integration", caplog, optim) == []
+    (found,) = warnings_of(tmp_path / "unsaved", caplog, optim)
+    assert "(optim/group0.param2, optim/group0.param4, optim/group0.param5)" in found
+    (found,) = warnings_of(tmp_path / "loss", caplog, optim, loss=LOSS)
+    assert "(optim/group0.param2)" in found
+    for given in ({"w": WEIGHT}, {"shared": {"all": {"w": WEIGHT}}}, {"weights": nn.ParameterList([WEIGHT])}):
+        assert warnings_of(tmp_path / next(iter(given)), caplog, optim, loss=LOSS, **given) == []
+
+
+def test_a_scheduler_of_a_saved_optimizer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    optim, other = (torch.optim.SGD(MODEL.parameters(), 0.1) for _ in range(2))
+    elsewhere = torch.optim.lr_scheduler.StepLR(other, 5)
+    assert warnings_of(tmp_path / "none", caplog, optim) == []
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optim, 8)
+    (found,) = warnings_of(tmp_path / "unsaved", caplog, optim)
+    assert "CosineAnnealingLR is in use" in found
+    assert warnings_of(tmp_path / "integration", caplog, optim) == []
+    for n, given in enumerate((scheduler, scheduler.state_dict(), {"s": scheduler.state_dict()}, Progress(scheduler))):
+        assert warnings_of(tmp_path / str(n), caplog, optim, scheduler=given) == []
+    assert elsewhere.optimizer is other
 
 
 BACKWARD, STEP, SAVE, CLEAR, ZERO = ["backward", "step", "save", "clear", "zero"]

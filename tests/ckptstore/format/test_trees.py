@@ -6,8 +6,10 @@ import contextlib
 import math
 import struct
 from collections import Counter, OrderedDict
+from datetime import datetime, timedelta, timezone
 from functools import reduce
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import msgspec
 import pytest
@@ -94,7 +96,9 @@ def test_integers_longer_than_python_likes_to_print() -> None:
         ({"a": [1, {"b": Weird()}]}, "'s/a/1/b'"), ({"a": (1, Weird())}, "'s/a/1'"), ({3: Weird()}, "'s/3'"),
         ({Weird(): 3}, "'s/key'"), ([Text("x")], "'s/0'"), ({"a": {Text("x"): 1}}, "'s/a/key'"), ([object], "'s/0'"),
         ([bytearray(b"x")], "'s/0'"), ({"name": "half a pair: \ud800"}, "'s/name'"),
-        ({"half a pair: \ud800": 1}, "'s'"),
+        ({"half a pair: \ud800": 1}, "'s'"), ([datetime(2026, 1, 2, fold=1)], "'s/0'"),
+        ([datetime(2026, 1, 2, tzinfo=ZoneInfo("UTC"))], "'s/0'"),
+        ([datetime(2026, 1, 2, tzinfo=timezone(timedelta(0), "X"))], "'s/0'"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_stored_is_named_by_its_path(state: Any, path: str) -> None:
