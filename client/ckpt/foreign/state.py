@@ -138,10 +138,10 @@ def to_foreign(state: Any, item: str, path: str, budget: Budget) -> ForeignState
         state = value if name == MODEL else _unflattened(value)
         state = _optimizer(name, state, items.get(MODEL), builder.foreign.notes)
         builder.add(f"{name}{_NUMBERED}" if _is_optimizer(state) else name, state)
-    if not builder.foreign.trees:
-        raise InvalidRequest(f"{path} is empty", "Check that it is the right file")
     if left_out and not builder.foreign.parts:
         raise next(iter(left_out.values())).refusal(path)
+    if not builder.foreign.trees:
+        raise InvalidRequest(f"{path} is empty", "Check that it is the right file")
     return builder.foreign
 
 

@@ -201,7 +201,7 @@ def test_values_of_usual_scripts_are_imported_and_others_left_out(store: Path) -
         "zone": [UTC],
         "by": {Color.RED: 1},
         "own": Settings(),
-        "type": np.dtype("f4"),
+        "t": np.dtype("f4"),
     }
     notes = imported(store, {"model": {"w": torch.ones(2)}, "others": {**ODD, **left}}).json["notes"]
     with Checkpointer(str(store), run="r", writer="thread") as checkpointer:
@@ -212,7 +212,7 @@ def test_values_of_usual_scripts_are_imported_and_others_left_out(store: Path) -
     assert repr(found) == repr({**plain, "by": {}}).replace("'>i4'", "int32")
     assert found["columns"].dtype == np.int32
     assert sorted(note.split()[0] for note in notes) == [
-        "others/by/key", "others/items/0", "others/own", "others/type", "others/zone/0",
+        "others/by/key", "others/items/0", "others/own", "others/t", "others/zone/0",
     ]  # fmt: skip
 
 
