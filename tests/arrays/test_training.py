@@ -67,8 +67,7 @@ def test_a_killed_run_continues_bit_for_bit(
     tmp_path: Path, processes: int, uninterrupted: Callable[[int], tuple[Path, list[list[str]]]]
 ) -> None:
     _, whole = uninterrupted(processes)
-    killed = train(tmp_path, KILL_AT, processes)
-    rest = train(tmp_path, processes=processes)
+    killed, rest = train(tmp_path, KILL_AT, processes), train(tmp_path, processes=processes)
     for all_of_it, before, after in zip(whole, killed, rest, strict=True):
         assert len(all_of_it) == STEPS + 1
         assert all_of_it[-1].endswith("False")  # without torch
@@ -78,8 +77,7 @@ def test_a_killed_run_continues_bit_for_bit(
 def test_what_one_process_saved_two_restore(uninterrupted: Callable[[int], tuple[Path, list[list[str]]]]) -> None:
     """They have no step left to train, and report the weights: each those of its two devices."""
     store, _ = uninterrupted(1)
-    two = train(store, processes=2)
-    mesh = Mesh(np.array(jax.devices()[:4]), ("all",))
+    two, mesh = train(store, processes=2), Mesh(np.array(jax.devices()[:4]), ("all",))
     with ckpt.Checkpointer(str(store), run="jax", writer="thread") as checkpointer:
         state, _ = restore(begin(mesh), checkpointer=checkpointer)
     for rank, lines in enumerate(two):

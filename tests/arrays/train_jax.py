@@ -85,8 +85,7 @@ def main(store: str, num_steps: int, kill_at: int, rank: int, processes: int, po
     output = open(file, "w", buffering=1)  # noqa: SIM115 - until the end
     if processes > 1:
         jax.distributed.initialize(f"127.0.0.1:{port}", processes, rank)
-    mesh = Mesh(np.array(jax.devices()), ("all",))
-    rng = np.random.default_rng(0)
+    mesh, rng = Mesh(np.array(jax.devices()), ("all",)), np.random.default_rng(0)
     data, labels = rng.standard_normal((SAMPLES, 16)).astype(np.float32), rng.integers(0, 8, SAMPLES)
     state = begin(mesh)
     ckpt.init(store, run="jax", peer_timeout_s=120)

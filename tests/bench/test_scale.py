@@ -16,8 +16,7 @@ def test_requests_of_eight_ranks() -> None:
     one = scale.Save(RANKS)
     with scale.in_virtual_time(one.clock):
         one.write()
-        outcome = one.commit()
-        committed_at = one.clock.now
+        outcome, committed_at = one.commit(), one.clock.now
         known_at = one.learn()
     assert one.durable_at < committed_at < known_at
     others, leader = one.elsewhere.count, one.at_rank_0.count
@@ -53,8 +52,7 @@ EACH_LOOK = 5
 
 @pytest.mark.parametrize(("size", "per_run"), [(60, 30), (30, 30)])
 def test_requests_grow_with_what_is_new(tmp_path: Path, size: int, per_run: int) -> None:
-    runs = size // per_run
-    found = scale_daemon.simulate(tmp_path, size, per_run)
+    runs, found = size // per_run, scale_daemon.simulate(tmp_path, size, per_run)
     looks = (EACH_LOOK + 1) * runs
     # A first scan looks twice: at what has changed, then at what to read. Each outcome is read once.
     assert found["first scan requests"] == 1 + 2 * looks + size

@@ -91,8 +91,7 @@ def _diverged(store: Store) -> None:
         store=store.url, options={}, run="unstable", rank=0, world_size=1, compress="fast", peer_timeout_s=60,
         daemon=None, token=None,
     )  # fmt: skip
-    rng = np.random.default_rng(0)
-    session = Session(new_ulid(system_clock()), None)
+    rng, session = np.random.default_rng(0), Session(new_ulid(system_clock()), None)
     names = [f"model/blocks.{layer}.mlp.up.weight" for layer in range(3)]
     pipeline = SavePipeline(store, setup, lambda _: None)
     for step in range(10, 70, 10):

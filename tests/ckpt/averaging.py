@@ -40,8 +40,7 @@ class Training:
 
 
 def main() -> None:
-    training = Training()
-    checkpointer = Checkpointer(sys.argv[1], run=RUN)
+    training, checkpointer = Training(), Checkpointer(sys.argv[1], run=RUN)
     for step in count():
         training.step()
         checkpointer.save_async(training.model, training.optim, step, ema=training.ema)

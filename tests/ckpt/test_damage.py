@@ -258,8 +258,7 @@ def test_a_damaged_byte_costs_a_part_of_the_run(restart: bool, tmp_path: Path) -
                 model["trained"].data.add_(1)
                 saved.append(checkpointer.save(model, None, len(saved)))
     assert max(damaged_by_each_shard(tmp_path)) <= 1 + 6
-    whole = saved[0].stored_bytes
-    later = [c.stored_bytes for c in saved[1:]]
+    whole, later = saved[0].stored_bytes, [c.stored_bytes for c in saved[1:]]
     assert max(later) < 0.6 * whole, "not all of it in one save"
     assert sum(later) < 5 * whole, "nor in every save"
     store = StoreSource(run_of(tmp_path).store)
@@ -293,8 +292,7 @@ def restore_after_damage(store: str) -> list[int]:
             path = Path(store) / RunKeys(STAGES).shard(newest.attempt, shard_name(rank))
             path.write_bytes(bytes(8) + path.read_bytes()[8:])
         dist.barrier()
-        restored = checkpointer.restore(model)
-        latest = checkpointer.latest()
+        restored, latest = checkpointer.restore(model), checkpointer.latest()
     assert restored is not None
     assert latest is not None
     return [restored.step, latest.step]

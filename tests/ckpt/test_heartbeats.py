@@ -48,8 +48,7 @@ def test_a_killed_trainer_and_the_one_that_resumes(tmp_path: Path) -> None:
 def test_a_rewind_in_place_is_another_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     model = nn.Linear(64, 64)
-    optim = torch.optim.AdamW(model.parameters())
-    run = _run(tmp_path, "r")
+    optim, run = torch.optim.AdamW(model.parameters()), _run(tmp_path, "r")
     with Checkpointer(str(tmp_path), run="r") as checkpointer:
         for step in (10, 20):
             checkpointer.save(model, optim, step)
@@ -76,8 +75,7 @@ def test_a_rewind_in_place_is_another_attempt(tmp_path: Path, monkeypatch: pytes
 
 def test_steps_are_counted_where_nothing_names_them(tmp_path: Path) -> None:
     model = nn.Linear(64, 64)
-    optim = torch.optim.AdamW(model.parameters())
-    run = _run(tmp_path, "r")
+    optim, run = torch.optim.AdamW(model.parameters()), _run(tmp_path, "r")
     with Checkpointer(str(tmp_path), run="r") as checkpointer:
         checkpointer.prepare(model, optim)
 

@@ -218,8 +218,7 @@ def test_a_second_checkpointer_names_what_another_process_saved_meanwhile(
     jobs: Callable[..., Job], run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     jobs().save(100)
-    here = elsewhere()
-    other = jobs()
+    here, other = elsewhere(), jobs()
     other.restore()
     other.save(200)
     assert not caplog.text

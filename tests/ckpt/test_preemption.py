@@ -506,8 +506,7 @@ def live(folder: Path, seed: int, curve: dict[int, str]) -> Moment:
     time.sleep(chance.uniform(0.0, 3.0))
     noticed_at = time.time()
     job.ranks[chance.randrange(RANKS)].send_signal(signal.SIGTERM)
-    codes = job.finish()
-    after_s = time.time() - noticed_at
+    codes, after_s = job.finish(), time.time() - noticed_at
     assert len(set(codes)) == 1, (codes, job.errors())
     ends = [job.lines(rank, "end")[0] for rank in range(RANKS)]
     assert len({end[1] for end in ends}) == 1, ends

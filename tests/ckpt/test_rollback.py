@@ -190,8 +190,7 @@ def roll_back(store: str, sharding: str) -> dict[str, Any]:
 
     with Checkpointer(store, run="r", writer="thread") as checkpointer:
         checkpointer.save(model, optim, 0)
-        start = _state(model, optim)
-        trained = train()
+        start, trained = _state(model, optim), train()
         checkpointer.restore(model, optim)
         restored = same_state(_state(model, optim), start)
     return {"restored": restored, "trained": same_state(train(), trained)}
@@ -211,8 +210,7 @@ def _make(sharding: str) -> tuple[nn.Module, Optimizer]:
 
 
 def _state(model: nn.Module, optim: Optimizer) -> list[Any]:
-    kept = state_holder(optim).state
-    parameters = list(model.parameters())
+    kept, parameters = state_holder(optim).state, list(model.parameters())
     return deepcopy([
         [_local(p) for p in parameters],
         [{name: _local(value) for name, value in kept[p].items()} if p in kept else None for p in parameters],

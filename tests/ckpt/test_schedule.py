@@ -245,7 +245,6 @@ def test_saves_cost_no_more_than_their_share(
     training.run(600 * step_s)
     # Each save is paid for before the next one: only the last may not be yet. What steps take longer is believed
     # when five of them were seen, and medians miss a part of the noise.
-    slower = (slowdown - 1) * (durable_s + 2 * step_s)
-    noise = spread * (durable_s + step_s)
+    slower, noise = (slowdown - 1) * (durable_s + 2 * step_s), spread * (durable_s + step_s)
     allowed = overhead * (training.now - 1000.0) + blocked_s + held_s + 5 * slower + noise * len(training.saves)
     assert training.lost_s <= allowed + 1e-6

@@ -83,8 +83,7 @@ def test_arrays_of_an_interpreter_without_torch_are_tensors_and_arrays_here(tmp_
         str(tmp_path),
     )
     with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
-        found = checkpointer.load()
-        restored = checkpointer.restore()
+        found, restored = checkpointer.load(), checkpointer.restore()
     assert torch.equal(found["state/w"], torch.arange(30000.0, dtype=torch.float64))
     assert found.keys() == {"state/w", "state/b", "rank-00000/mine"}
     assert restored is not None

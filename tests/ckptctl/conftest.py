@@ -29,8 +29,7 @@ class Calendar:
 
 def fill(folder: Path) -> Path:
     """gpt: steps 10, 20, 30 (saved twice) and 40; wide: step 5, committed last of all."""
-    written = open_store(str(folder))
-    clock = Calendar(system_clock() - 7 * 3600 - 60)
+    written, clock = open_store(str(folder)), Calendar(system_clock() - 7 * 3600 - 60)
     for step in (10, 20, 30, 30, 40):
         checkpoint = write_checkpoint(written, "gpt", step, metrics={"loss": 1 / step}, clock=clock)
         outcome = folder / RunKeys("gpt").outcome(checkpoint.attempt)

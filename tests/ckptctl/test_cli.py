@@ -263,8 +263,7 @@ def test_every_command_explains_itself_with_examples_that_are_right(command: str
         assert f"  {example}\n" in shown.stdout
         _program, *rest = itertools.takewhile(lambda word: word not in "|>#", shlex.split(example))
         assert rest[: len(names)] == names
-        found = typer.main.get_command(app)
-        context = None
+        found, context = typer.main.get_command(app), None
         for name in names:
             context = found.make_context(name, ["version"], parent=context)
             found = found.get_command(context, name)  # type: ignore[attr-defined]
@@ -503,8 +502,7 @@ def attempt(mistake: Mistake, folder: Path, port: int) -> Finished:
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.typed)
 def test_a_mistake_is_answered_with_its_cause_and_its_remedy(mistake: Mistake, unchanged: Path, port: int) -> None:
-    before = sorted(unchanged.rglob("*"))
-    done = attempt(mistake, unchanged, port)
+    before, done = sorted(unchanged.rglob("*")), attempt(mistake, unchanged, port)
     assert done.code == mistake.code
     assert done.stdout == "" or mistake.typed == "prune gpt --keep 1", "which shows its plan"
     assert done.stderr.startswith("error: ")

@@ -182,8 +182,7 @@ def test_a_running_download_is_finished(store: Store) -> None:
 
 
 def test_killed_while_commits_arrive_it_loses_none(store: Store, tmp_path: Path) -> None:
-    index = f"sqlite:///{tmp_path / 'index.db'}"
-    step = 0
+    index, step = f"sqlite:///{tmp_path / 'index.db'}", 0
     for _ in range(3):
         with running_daemon(store.url, index) as daemon, daemon.client() as client:
             for _ in range(5):

@@ -25,8 +25,7 @@ _SHARD_BYTES = 24 << 20
 
 
 def test_tls_end_to_end(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = write_checkpoint(store, step=1)
-    authority = trustme.CA()
+    checkpoint, authority = write_checkpoint(store, step=1), trustme.CA()
     authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
     issued = authority.issue_cert("127.0.0.1", "localhost")
     issued.private_key_and_cert_chain_pem.write_to_path(str(tmp_path / "both.pem"))

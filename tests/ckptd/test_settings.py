@@ -39,8 +39,7 @@ def test_every_setting_can_be_set_everywhere_and_is_explained(knob: object, tmp_
         name, "17" * 8 if secret else "17"
     )
     also = {"tls_cert": {"tls_key": "k"}, "tls_key": {"tls_cert": "c"}}.get(name, {})
-    expected = type(default)(text)
-    file = tmp_path / "ckptd.toml"
+    expected, file = type(default)(text), tmp_path / "ckptd.toml"
     quoted = f'"{text}"' if isinstance(expected, str) else text
     file.write_text(f"{name} = {quoted}\n")
     flags = {**_STORE, **also}
@@ -114,8 +113,7 @@ def test_the_command_shows_them_without_secrets(tmp_path: Path) -> None:
 
 def test_secrets_are_replaced_wherever_they_stand() -> None:
     environment = {"AWS_SECRET_ACCESS_KEY": "sk/12+34.56", "PGPASSWORD": "pass", "HOME": "/home/someone"}
-    redact = Redactor(secrets_of(environment))
-    token = "ckptd_trainer-1_" + "0af9" * 16
+    redact, token = Redactor(secrets_of(environment)), "ckptd_trainer-1_" + "0af9" * 16
     text = f"GET /x?a={token} by sk/12+34.56 at postgresql://u:p4ss@h/d and http://h:80/v1/checkpoints/gpt@30, pass on"
     assert redact(text) == (
         f"GET /x?a={MASK} by {MASK} at postgresql://u:{MASK}@h/d and http://h:80/v1/checkpoints/gpt@30, pass on"

@@ -54,8 +54,7 @@ def test_a_run_without_a_usable_checkpoint() -> None:
 
 
 def test_the_bytes_of_a_checkpoint_by_kind() -> None:
-    store = open_store("memory://contents")
-    w = np.zeros((3, 4), np.float32)
+    store, w = open_store("memory://contents"), np.zeros((3, 4), np.float32)
     arrays: dict[str, npt.NDArray[Any]] = {
         "model/w": w, "optim/state/w/exp_avg": w, "optim/state/w/exp_avg_sq": w.astype(np.float64),
         "optim/state/w/step": np.zeros((), np.float32), "ema/w": w,

@@ -48,8 +48,7 @@ def test_zero_distributes_optimizer_state_and_then_gradients(sharding: Sharding,
 
 
 def test_experts_are_written_by_the_ranks_that_have_them() -> None:
-    model = Model(parameters=960_000, expert_parameters=800_000)
-    layout = Layout(dp=8, ep=4)
+    model, layout = Model(parameters=960_000, expert_parameters=800_000), Layout(dp=8, ep=4)
     found = writers(model, TERMS, layout)
     assert (num_files(found), rank_bytes(found)) == (4, 16 * (160_000 + 800_000 / 4))
     assert bytes_read(model, TERMS, layout) == 16 * (8 * 160_000 + 2 * 800_000)
@@ -66,8 +65,7 @@ def test_everything_is_written_once_under_every_layout(
     layout = Layout(
         dp=shards * replicas, ep=shards, replicas=replicas, tp=tp, pp=pp, sharding=sharding, split_replicas=split
     )
-    found = writers(model, TERMS, layout)
-    total = 1000 * per_parameter(TERMS)
+    found, total = writers(model, TERMS, layout), 1000 * per_parameter(TERMS)
     assert sum(group.ranks * group.bytes_per_rank for group in found) == pytest.approx(total)
     assert num_files(found) <= layout.world_size
     assert total / num_files(found) <= rank_bytes(found) * (1 + 1e-9)

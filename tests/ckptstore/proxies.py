@@ -69,8 +69,7 @@ class LossyProxy:
 @contextmanager
 def lossy_proxy(target: str) -> Iterator[LossyProxy]:
     """A proxy on a free port of this machine in front of the service at `target`, an http:// URL."""
-    host = urlsplit(target).netloc
-    server = _Server(("127.0.0.1", 0), _Handler)
+    host, server = urlsplit(target).netloc, _Server(("127.0.0.1", 0), _Handler)
     server.target = host
     server.proxy = LossyProxy(f"http://127.0.0.1:{server.server_address[1]}")
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="lossy proxy")

@@ -65,8 +65,7 @@ def test_the_image_has_no_torch_and_no_root() -> None:
 
 def test_the_health_check_knows_tls(tmp_path: Path) -> None:
     found = present(re.search(r"^ +CMD (\[\"python\".*\])$", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
-    command = [sys.executable, *json.loads(found[1])[1:]]
-    pem = tmp_path / "daemon.pem"
+    command, pem = [sys.executable, *json.loads(found[1])[1:]], tmp_path / "daemon.pem"
     certificate = trustme.CA().issue_cert("ckptd.example.com")  # without 127.0.0.1
     pem.write_bytes(certificate.private_key_and_cert_chain_pem.bytes())
 

@@ -51,8 +51,7 @@ def settings(given: Mapping[str, str], endpoint: str, database: str) -> dict[str
 
 @pytest.mark.slow
 def test_the_stack_of_the_compose_file_works(tmp_path: Path, postgresql_server: PostgresqlServer) -> None:
-    found = services()
-    database = postgresql_server.new_database()
+    found, database = services(), postgresql_server.new_database()
     store_service = found["seaweedfs"]
     with seaweed.running_command(tmp_path, store_service["command"], store_service["environment"]) as endpoint:
         environment = settings(found["ckptd"]["environment"], endpoint, database)
@@ -122,8 +121,7 @@ http {{
 
 @pytest.mark.skipif(NGINX is None, reason="no nginx: apt-get install nginx")
 def test_tokens_ranges_and_addresses_go_through(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = write_checkpoint(store, step=1)
-    authority = trustme.CA()
+    checkpoint, authority = write_checkpoint(store, step=1), trustme.CA()
     authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
     authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(tmp_path / "both.pem"))
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))

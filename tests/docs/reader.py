@@ -88,8 +88,7 @@ class Reader:
             return ""
         if match := _TRAINING.match(command.split(" #")[0].strip()):
             return self._train(*shlex.split(match["rest"]), ranks=int(match["ranks"] or 0))
-        is_daemon = command.startswith("ckptd serve")
-        printed = self._in_shell(command)
+        is_daemon, printed = command.startswith("ckptd serve"), self._in_shell(command)
         if is_daemon:
             self._in_shell(_WAIT)
         return printed

@@ -142,8 +142,7 @@ def test_retention_can_keep_the_newest_healthy_checkpoint(folder: Path) -> None:
 
 
 def test_the_first_nan_is_logged_and_an_event(tmp_path: Path) -> None:
-    store = open_store(str(tmp_path / "store"))
-    numbers = np.ones(1000, np.float32)
+    store, numbers = open_store(str(tmp_path / "store")), np.ones(1000, np.float32)
     reports: list[Report] = []
     with running_daemon((tmp_path / "store").as_uri()) as daemon:
         setup = Setup(

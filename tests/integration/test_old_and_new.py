@@ -148,8 +148,7 @@ class World:
             assert found == self.new.latest()
 
     def old_prunes(self) -> None:
-        grace_s = self.random.choice([0.0, 3 * DAY_S])
-        keep = self.random.randint(1, 3)
+        grace_s, keep = self.random.choice([0.0, 3 * DAY_S]), self.random.randint(1, 3)
         found, error = self.old("prune", keep=keep, grace_s=grace_s)
         if self.is_new:
             assert error == NEWER

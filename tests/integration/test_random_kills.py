@@ -87,8 +87,7 @@ def latest_step(source: Source) -> int:
 @pytest.mark.slow
 def test_random_kills_never_tear_a_checkpoint(cluster: Cluster) -> None:
     store = open_store(str(cluster.folder / "store"))
-    source = StoreSource(store)
-    dice = random.Random(20)
+    source, dice = StoreSource(store), random.Random(20)
     plan = dice.choices(list(VICTIMS), list(VICTIMS.values()), k=ROUNDS)
     assert {plan.count(victim) for victim in VICTIMS}.isdisjoint({0, 1})
     reached = 0

@@ -24,8 +24,7 @@ def make() -> Loop:
 
 def test_training_on_s3_resumes_exactly(s3_store: S3Location) -> None:
     reference = make()
-    losses = [reference.step() for _ in range(8)]
-    first = make()
+    losses, first = [reference.step() for _ in range(8)], make()
     with Checkpointer(s3_store.url, run="s3", options=s3_store.options) as checkpointer:
         assert checkpointer.restore(first.model, first.optim, scheduler=first.sched) is None
         for step in range(5):
@@ -70,8 +69,7 @@ def test_unreachable_s3_is_an_error_not_an_empty_run() -> None:
 
 
 def test_restore_through_the_daemon_needs_no_store(tmp_path: Path) -> None:
-    folder = tmp_path / "store"
-    loop = make()
+    folder, loop = tmp_path / "store", make()
     with running_daemon(str(folder)) as daemon:
         with Checkpointer(str(folder), run="gpt", daemon=daemon.url) as checkpointer:
             for step in range(3):

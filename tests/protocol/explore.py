@@ -62,8 +62,7 @@ def explore(scenario: Scenario, check: Check, most_states: int = 5_000_000) -> E
     machine = _Machine(scenario)
     first = machine.first()
     came_from: dict[State, tuple[State, str] | None] = {first: None}
-    queue = deque([first])
-    steps = 0
+    queue, steps = deque([first]), 0
     checked = _Checked(machine, check)
     while queue:
         state = queue.popleft()

@@ -133,8 +133,7 @@ class RecordingStore(WrappedStore):
         return iter(listed)
 
     def list_folders(self, prefix: str) -> Iterator[str]:
-        listed = [*self._store.list_folders(prefix)]
-        kind = self._names.key(prefix)
+        listed, kind = [*self._store.list_folders(prefix)], self._names.key(prefix)
         if kind is not None:
             found: dict[Key, Value] = {(*kind, self._names.attempt(name)): "" for name in listed}
             self.trace.append(Event("list", kind, found=found))
@@ -221,8 +220,7 @@ def _get(op: Op, found: dict[Key, Value]) -> str:
 
 def _silent(program: Program, places: set[str]) -> set[str]:
     """With the rows that are reached without an operation: a deletion of what is not there is skipped."""
-    found = set(places)
-    todo = list(places)
+    found, todo = set(places), list(places)
     while todo:
         row = program[todo.pop()]
         skipped = row.op is not None and row.op.verb == "delete" and row.op.key[0] in ("attempts", "references")

@@ -100,8 +100,7 @@ def zombie(store: Store) -> None:
 
 
 def referencing(store: Store) -> object:
-    base = first(store)
-    later = Attempt(2, new_ulid(1))
+    base, later = first(store), Attempt(2, new_ulid(1))
     return commit_attempt(Run(store, RUN), [write_rank(store, RUN, later, STATE | {"model/b": np.ones(9)}, base=base)])
 
 

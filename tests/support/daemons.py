@@ -84,8 +84,7 @@ def running_daemon(
     environment: instead of this process's own. program: another one with the same options, and how Python runs it.
     """
     with tempfile.TemporaryDirectory() as folder:
-        log_path = Path(folder) / "log"
-        db_url = db_url or f"sqlite:///{folder}/index.db"
+        log_path, db_url = Path(folder) / "log", db_url or f"sqlite:///{folder}/index.db"
         arguments = [
             "--store", store_url, "--db", db_url, "--cache", f"{folder}/cache", "--port", "0", *_EAGER,
             *(() if "CKPTD_TOKEN" in (environment or {}) else _OPEN), *options,

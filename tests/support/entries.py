@@ -49,8 +49,7 @@ def write_entries(
     store: Store, entries: list[Slice], trees: dict[str, Any], aliases: dict[str, str]
 ) -> tuple[Checkpoint, dict[str, bytes]]:
     """A checkpoint of entries with any bytes; also gives the bytes of each."""
-    attempt = Attempt(1, new_ulid(system_clock()))
-    placed = place_slices(entries)
+    attempt, placed = Attempt(1, new_ulid(system_clock())), place_slices(entries)
     raw = np.random.default_rng(1).bytes(sum(entry.bytes for entry in entries))
     chunks = [encode_chunk(span.of(memoryview(raw)), fast(span.dtype)) for span in plan_chunks(placed)]
     with store.open_writer(RunKeys("r").shard(attempt, "shard-00000.ckpt")) as writer:

@@ -53,8 +53,7 @@ class History:
         self._now = began_at
         in_place = False
         for number in range(1, num_lives + 1):
-            last = number == num_lives
-            life = self._begin(number, in_place)
+            last, life = number == num_lives, self._begin(number, in_place)
             in_place = self._train(life, self._random.choice(("kill", "vanish", "preempt", "rewind")), last)
             if not in_place and not last:
                 self._now += self._random.uniform(20, 900)
@@ -145,8 +144,7 @@ class History:
         )  # fmt: skip
         if any(save.captured_at <= life.known_until for save in life.saves):
             recorded.generation = life.number
-        due = life.trains_at + BEAT_S
-        last = Reading(0.0, 0, 0.0, 0.0, ExpectedEnd.NONE)
+        due, last = life.trains_at + BEAT_S, Reading(0.0, 0, 0.0, 0.0, ExpectedEnd.NONE)
         for reading in life.readings:
             if reading.at > life.known_until:
                 break
@@ -166,8 +164,7 @@ class History:
     def truth(self) -> dict[str, float]:
         """Seconds by category."""
         found = dict.fromkeys((kind.value for kind in Spent), 0.0)
-        cuts = self._cuts()
-        ended_at = self.lives[0].began_at
+        cuts, ended_at = self._cuts(), self.lives[0].began_at
         for life in self.lives:
             found[Spent.WAITING] += life.began_at - ended_at
             found[Spent.RESTORE] += life.restored_s

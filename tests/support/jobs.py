@@ -75,8 +75,7 @@ class Job:
 
     def finish(self) -> list[list[str]]:
         """All lines; AssertionError if a rank fails."""
-        found = list(self.lines())
-        codes = [rank.wait(DEADLINE_S) for rank in self.ranks]
+        found, codes = list(self.lines()), [rank.wait(DEADLINE_S) for rank in self.ranks]
         assert not any(codes), f"exit {codes}\n{self.errors()}"
         return found
 

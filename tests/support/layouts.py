@@ -27,11 +27,9 @@ def region(box: Box) -> tuple[slice, ...]:
 
 def cut(shape: Sequence[int], fractions: Sequence[float], times: int) -> list[Box]:
     """The whole, cut in two as often as said, each cut within one box: tilings that no grid gives."""
-    found = [boxes.whole(shape)]
-    numbers = iter(fractions)
+    found, numbers = [boxes.whole(shape)], iter(fractions)
     for _ in range(times if shape else 0):
-        box = found.pop(int(next(numbers) * len(found)))
-        where = next(numbers)
+        box, where = found.pop(int(next(numbers) * len(found))), next(numbers)
         dimension = int(where * 1000) % len(shape)
         start, size = box[dimension], box[len(shape) + dimension]
         first = int(where * (size + 1))

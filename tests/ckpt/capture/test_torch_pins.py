@@ -87,8 +87,7 @@ def strided() -> dict[str, Any]:
         for style, weight in ((ColwiseParallel(), (rows, 3)), (RowwiseParallel(), (3, rows))):
             torch.manual_seed(rows)
             layer = nn.Linear(weight[1], weight[0], bias=False)
-            whole = layer.weight.detach().clone()
-            model = nn.Sequential(layer)
+            whole, model = layer.weight.detach().clone(), nn.Sequential(layer)
             parallelize_module(model, mesh["tp"], {"0": style})
             fully_shard(model, mesh=mesh["dp"])
             parameter = model.get_parameter("0.weight")
@@ -105,8 +104,7 @@ def strided() -> dict[str, Any]:
 
 
 def dtensor() -> dict[str, bool]:
-    mesh = init_device_mesh("cpu", (2,))
-    rank = dist.get_rank()
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
     local = torch.full((2 - rank, 3), float(rank))
     tensor = DTensor.from_local(local, mesh, (Shard(0),), run_check=False, shape=torch.Size((3, 3)), stride=(3, 1))
     whole = tensor.full_tensor()
@@ -157,8 +155,7 @@ def fsdp1() -> dict[str, bool]:
         found[f"{name}: sharded or not"] = handle.uses_sharded_strategy == (strategy != ShardingStrategy.NO_SHARD)
         if not handle.uses_sharded_strategy:
             continue
-        flat = handle.flat_param
-        ranks = dist.get_process_group_ranks(handle.process_group)
+        flat, ranks = handle.flat_param, dist.get_process_group_ranks(handle.process_group)
         found[f"{name}: names and group"] = flat._fqns == ["weight", "bias"] and ranks == [0, 1]
         parts = zip(flat._params, flat._shapes, flat._shard_param_infos, expected, strict=True)
         for parameter, shape, info, whole in parts:

@@ -113,8 +113,7 @@ def test_a_save_within_an_accumulation_window(
 ) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     model[0].requires_grad_(False)
-    optim = torch.optim.SGD(model.parameters(), 0.1)
-    overlap = given.get("overlap", True)
+    optim, overlap = torch.optim.SGD(model.parameters(), 0.1), given.get("overlap", True)
     with (
         caplog.at_level(logging.WARNING),
         Checkpointer(str(tmp_path), run="r", writer="thread", overlap=overlap) as target,

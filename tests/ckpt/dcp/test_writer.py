@@ -161,8 +161,7 @@ def test_a_flipped_bit_is_not_loaded(store: Store) -> None:
 
 def test_any_single_fault_of_the_store_fails_the_save_or_changes_nothing(tmp_path: Path) -> None:
     state = {"x": torch.ones(3), "n": 1}
-    store = open_store(str(tmp_path / "counted"))
-    faults = Faults()
+    store, faults = open_store(str(tmp_path / "counted")), Faults()
     save(FaultyStore(store, faults), state)
     assert len(faults.calls) > 5
     for number in range(len(faults.calls)):

@@ -24,8 +24,7 @@ def main() -> None:
     model = make_model(1)
     for layer in (model[0], model[2], model):  # type: ignore[index]
         fully_shard(layer)
-    optim = make_optimizer(model)
-    more = {"step": 5, "history": [0.5, {"loss": 0.25}]}
+    optim, more = make_optimizer(model), {"step": 5, "history": [0.5, {"loss": 0.25}]}
     weights = get_model_state_dict(model)
     dcp.save(
         {"model": weights, "optimizer": get_optimizer_state_dict(model, optim), **more}, checkpoint_id=folder / "tree"

@@ -31,8 +31,7 @@ def test_any_view_reads_like_its_contiguous_copy(shape: list[int], data: st.Data
     expected = bytes(view.contiguous().reshape(-1).view(torch.uint8).numpy())
     low = data.draw(st.integers(0, view.numel() - 1)) * 4
     high = data.draw(st.integers(low // 4 + 1, view.numel())) * 4
-    buffer = bytearray(high - low)
-    storage = Storage(memoryview(base.numpy().tobytes()))
+    buffer, storage = bytearray(high - low), Storage(memoryview(base.numpy().tobytes()))
     tensor = StridedTensor(storage, view.dtype, view.shape, view.stride(), int(view.storage_offset()))
     tensor.reader()(low, memoryview(buffer))
     assert bytes(buffer) == expected[low:high]

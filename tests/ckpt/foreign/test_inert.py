@@ -192,8 +192,7 @@ def test_compressed_records_are_refused_before_they_are_unpacked(found: Found, n
 
 
 def test_a_budget_grows_with_the_file_up_to_a_limit() -> None:
-    data = b"\x80\x02(" + b"}" * 100_000 + b"t."
-    budget = Budget("x", 1 << 21)
+    data, budget = b"\x80\x02(" + b"}" * 100_000 + b"t.", Budget("x", 1 << 21)
     with pytest.raises(UnsupportedObject, match="too many objects"):
         read_pickle(data, "x", {}, budget)
     budget = Budget("x", 1 << 21)

@@ -125,8 +125,7 @@ def _orphan(store: str) -> int:
 
 
 def test_ranks_that_test_the_locks_at_the_same_time_do_not_take_each_other_for_a_live_trainer(temporary: Path) -> None:
-    orphan = _orphan(STORE)
-    ranks = 4
+    orphan, ranks = _orphan(STORE), 4
     with ProcessPoolExecutor(ranks, multiprocessing.get_context("spawn")) as pool:
         assert not any(any(found) for found in pool.map(looks, [STORE] * ranks)), "one did not wait for the orphan"
         os.close(orphan)
@@ -218,8 +217,7 @@ def test_files_that_are_locked_are_not_old(temporary: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("systemd-tmpfiles") is None, reason="systemd-tmpfiles is not installed")
 def test_systemd_keeps_old_files_that_are_locked(temporary: Path) -> None:
-    lock = SaverLock(STORE, RUN)
-    rule = temporary.with_name("rule.conf")
+    lock, rule = SaverLock(STORE, RUN), temporary.with_name("rule.conf")
     rule.write_text(f"d {temporary} - - - 1us\n")
     clean = ["systemd-tmpfiles", "--clean", str(rule)]
     subprocess.run(clean, check=True, timeout=60)

@@ -16,8 +16,7 @@ def test_memory_is_shared_through_the_descriptor_and_has_no_name(make: object) -
     fd = make_shared_memory(10_000, make)  # type: ignore[arg-type]
     assert os.fstat(fd).st_nlink == 0
     assert not os.get_inheritable(fd)
-    one = Segment(10_000, fd)
-    two = Segment(10_000, os.dup(fd))
+    one, two = Segment(10_000, fd), Segment(10_000, os.dup(fd))
     populate(one)
     one.view[9_999] = 7
     assert two.view[9_999] == 7

@@ -114,8 +114,7 @@ def test_lost_in_a_save(lost: Lost, how: str) -> None:
     assert "ranks [2] of 3 did not finish attempt 000001-000000000002-" in results[0]["errors"][0][1]
 
     store, clock = lost.store(how), MovableClock()
-    run = Run(store, RUN, clock)
-    source = StoreSource(store)
+    run, source = Run(store, RUN, clock), StoreSource(store)
     undecided = undecided_attempts(run)
     assert ([attempt.step for attempt in undecided], collect(run).aborted) == ([2, 3], [])
     clock.advance(2 * 24 * 3600)
@@ -136,8 +135,7 @@ def model() -> nn.Module:
 def restore(folder: str, lost: int, how: str, phase: str, replica_reads: Any, timeout_s: float) -> dict[str, Any]:
     """One rank is lost in a phase of the restore; what the others say, and what they leave."""
     sharing.ROUND_BYTES = 1 << 20
-    rank = dist.get_rank()
-    loss = Loss(how)
+    rank, loss = dist.get_rank(), Loss(how)
     if rank == lost:
         loss.happens_in(phase)
     options: dict[str, Any] = {"writer": "thread", "peer_timeout_s": timeout_s, "replica_reads": replica_reads}

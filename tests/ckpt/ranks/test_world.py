@@ -328,8 +328,7 @@ def _problem(checkpointer: Checkpointer, model: nn.Module, position: object = 0)
 
 def at_once(store: str) -> dict[str, Any]:
     """Ranks 0 and 2, and ranks 3 and 1, train, save and restore a run each; neither group waits for the other."""
-    groups = [dist.new_group([0, 2]), dist.new_group([3, 1])]
-    number = dist.get_rank() % 2
+    groups, number = [dist.new_group([0, 2]), dist.new_group([3, 1])], dist.get_rank() % 2
     own = DeviceMesh.from_group(groups[number], "cpu")
     model, optim = _trained(number, own)
     with Checkpointer(store, run=f"run-{number}", group=groups[number], writer="thread") as checkpointer:

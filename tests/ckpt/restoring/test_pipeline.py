@@ -206,8 +206,7 @@ def test_an_older_one_that_does_not_fit_is_a_mismatch_if_nothing_was_read_of_the
 
 def test_what_a_live_run_resumed_from_is_not_pruned_until_it_commits(tmp_path: Path) -> None:
     save_steps(tmp_path, 3)
-    run = Run(open_store(str(tmp_path)), "r")
-    model = nn.Linear(64, 64)
+    run, model = Run(open_store(str(tmp_path)), "r"), nn.Linear(64, 64)
     with Checkpointer(str(tmp_path), run="r") as checkpointer:
         checkpointer.restore(model, checkpoint=0)
         reasons = {v.checkpoint.step: v.reasons for v in plan_prune(run, Policy(1)).decisions}

@@ -58,8 +58,7 @@ def restores(tmp_path_factory: pytest.TempPathFactory) -> Restores:
     store = open_store(str(folder / "store"))
     saving = Scenario("tests.ckpt.restoring.replicas:save", _REPLICAS, {"store": str(folder / "store"), "steps": [1]})
     digests = run_scenario(saving, folder / "save")
-    stored = sum(info.bytes for info in store.list(""))
-    counting = CountingStore(store)
+    stored, counting = sum(info.bytes for info in store.list("")), CountingStore(store)
     index, cache = f"sqlite:///{folder / 'index.db'}", str(folder / "cache")
     settings = Settings(store=store.url, auth="off", db=index, cache=cache, poll_seconds=0.1)
     with serving(create_app(settings, counting)) as url:
@@ -179,8 +178,7 @@ def _content(sizes: list[list[int]]) -> Content:
     nothing = np.zeros(0, np.int64)
     shards = []
     for rank, stored in enumerate(sizes):
-        column = np.array(stored, np.int64)
-        raw = np.zeros(len(stored), np.int64)
+        column, raw = np.array(stored, np.int64), np.zeros(len(stored), np.int64)
         codecs = ["raw"] if stored else []
         chunks = Chunks(raw=column, stored=column, codec=raw, codecs=codecs, digest=b"\0" * 16 * len(stored))
         shards.append(Shard(name=shard_name(rank), rank=rank, chunks=chunks))
@@ -227,8 +225,7 @@ def test_readers_have_about_equal_work(case: tuple[Content, Needs]) -> None:
 
 
 def test_a_stretch_is_no_larger_than_one_read() -> None:
-    content = _content([[4 * MB] * 40])
-    needs = [[(0, chunk) for chunk in range(40)]] * 8
+    content, needs = _content([[4 * MB] * 40]), [[(0, chunk) for chunk in range(40)]] * 8
     stretches: list[ShardStretch] = [stretch for one in _divide(content, needs) for stretch in one]
     assert {stretch.bytes for stretch in stretches} == {8 * MB}
     assert Counter(stretch.reader for stretch in stretches) == {0: 3, 1: 3, 2: 3, 3: 3, 4: 2, 5: 2, 6: 2, 7: 2}

@@ -199,8 +199,7 @@ def test_any_box_of_a_derived_entry_can_be_read_from_any_layout(cut: int) -> Non
         (0, 0, *SHAPE), (0, 0, 256, 160), (200, 0, 160, 160), (0, 33, 512, 100), (7, 79, 200, 2), (511, 159, 1, 1),
     ]  # fmt: skip
     for box in boxes:
-        into = np.zeros(box[2:], np.uint16)
-        wants = [Want("model/w", box, "x")]
+        into, wants = np.zeros(box[2:], np.uint16), [Want("model/w", box, "x")]
         fetch(source, source.latest("r"), plan_reads(content, wants), {"x": into.view(np.uint8).reshape(-1).data})
         assert np.array_equal(into, weights[box[0] : box[0] + box[2], box[1] : box[1] + box[3]]), box
 
@@ -213,8 +212,7 @@ def test_documents_with_impossible_derivations_are_refused() -> None:
     store = open_store(f"memory://{new_ulid(system_clock())}")
     content, _ = save_halves(store, 0)
     source = StoreSource(store)
-    manifest = read_manifest(source, source.latest("r"))
-    slices = content.slices
+    manifest, slices = read_manifest(source, source.latest("r")), content.slices
     assert slices.derived is not None
     rows = slices.derived.tolist()
     one = rows[0]

@@ -106,8 +106,7 @@ def test_errors_of_a_chunk_or_of_its_source_reach_the_consumer(encoder: Encoder)
 
 
 def test_chunks_in_memory_of_their_own_are_asked_for_as_the_budget_allows() -> None:
-    asked = 0
-    thread = threading.current_thread()
+    asked, thread = 0, threading.current_thread()
 
     def chunks() -> Iterator[tuple[memoryview, ChunkSpan]]:
         nonlocal asked

@@ -189,8 +189,7 @@ def test_what_thaws_is_stored_and_what_freezes_is_referenced(checkpointer: Check
         training.model.base.weight[-1, -1] += 1  # and one that is not
     changed = training.save(checkpointer)
     assert changed.stored_bytes > 0.2 * before.stored_bytes
-    state = training.state()
-    frozen = training.save(checkpointer)
+    state, frozen = training.state(), training.save(checkpointer)
     assert frozen.stored_bytes * 20 < frozen.referenced_bytes
     fresh = Training()
     checkpointer.restore(fresh.model, fresh.optim, checkpoint=changed.step)
@@ -211,8 +210,7 @@ def test_a_layout_that_changed_is_stored_whole(checkpointer: Checkpointer, tmp_p
 
 def test_nothing_is_referenced_in_what_is_being_deleted(checkpointer: Checkpointer, tmp_path: Path) -> None:
     training, store = Training(), open_store(str(tmp_path))
-    run = Run(store, RUN)
-    first = training.save(checkpointer)
+    run, first = Run(store, RUN), training.save(checkpointer)
     delete_checkpoint(run, first.attempt, "test", grace_s=3600, force=True)
     second = training.save(checkpointer)
     assert (second.referenced_bytes, second.stored_bytes > 0.9 * first.stored_bytes) == (0, True)

@@ -155,8 +155,7 @@ def test_a_kill_loses_no_accepted_save_for_which_there_is_time(seed: int, tmp_pa
     said, source = (tmp_path / "stderr").read_text(), StoreSource(open_store(str(tmp_path / "store")))
     found = source.checkpoints("r")
     assert all(verify(source, checkpoint).ok for checkpoint in found), "nothing is torn"
-    steps = [checkpoint.step for checkpoint in found]
-    enough = kill.grace_s > 1
+    steps, enough = [checkpoint.step for checkpoint in found], kill.grace_s > 1
     assert choice == ("save" if enough else "finish")
     assert steps == [*range(kill.saves + 1, 0, -1)] if enough else steps[-1] == 1, said
     assert ("ckpt-run -- torchrun" in said) == (kill.where == "bare")

@@ -33,8 +33,7 @@ COUNT = 4_000_000
 @pytest.mark.parametrize("last", [b"", b"\5\0\0\0\0\0\0\0hello", b"\xff" * 8], ids=["end", "no command", "no length"])
 def test_a_saver_without_trainer_finishes_and_holds_no_memory_nor_next_trainer(last: bytes, tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
-    run = Run(store, "r")
-    attempt = new_attempt(3)
+    run, attempt = Run(store, "r"), new_attempt(3)
     setup = Setup(
         store=str(tmp_path), options={}, run="r", rank=0, world_size=2, compress="off", peer_timeout_s=60.0,
         daemon=None, token=None,

@@ -104,8 +104,7 @@ def test_a_restart_on_the_same_host_reads_no_shard_and_frees_the_memory(tmp_path
     with killed_trainer(store) as saver:
         wait_for_memory(store)
         with Checkpointer(str(store), run=RUN) as checkpointer:
-            slow = slowed(checkpointer)
-            restored = present(checkpointer.restore(model))
+            slow, restored = slowed(checkpointer), present(checkpointer.restore(model))
             assert restored.step == 2
             assert restored.read == {"memory": restored.checkpoint.raw_bytes, "store": 0}
             assert (slow.reads, state_digest(model)) == ([], state_digest(network(2)))
@@ -127,8 +126,7 @@ def test_a_flipped_bit_in_memory_is_read_from_the_store(tmp_path: Path, caplog: 
                     byte = os.pread(file.fileno(), 1, 3_000_000)
                     os.pwrite(file.fileno(), bytes([byte[0] ^ 1]), 3_000_000)
         with Checkpointer(str(store), run=RUN) as checkpointer:
-            slow = slowed(checkpointer)
-            restored = checkpointer.restore(model)
+            slow, restored = slowed(checkpointer), checkpointer.restore(model)
     assert restored is not None
     content = read_manifest(StoreSource(open_store(str(store))), restored.checkpoint).content
     sizes = set(content.shards[0].chunks.raw.tolist())

@@ -245,11 +245,9 @@ def check_exact(table: Table, row: int, numbers: Any) -> None:
 
 @pytest.mark.parametrize("dtype", sorted(ITEM_BYTES))
 def test_all_bit_patterns_in_slices_of_all_sizes(dtype: str) -> None:
-    rng = np.random.default_rng(0)
-    sizes = [1, 2, 3, 7, 64, 1000, 1024, 1025, 5000]
+    rng, sizes = np.random.default_rng(0), [1, 2, 3, 7, 64, 1000, 1024, 1025, 5000]
     raw = rng.integers(0, 2 if dtype == "bool" else 256, sum(sizes) * ITEM_BYTES[dtype], dtype=np.uint8).tobytes()
-    table = of(dtype, raw, sizes)
-    numbers = truth(dtype, raw)
+    table, numbers = of(dtype, raw, sizes), truth(dtype, raw)
     parts = 2 if dtype in COMPONENTS else 1
     ends = np.cumsum(sizes) * parts
     for row, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):

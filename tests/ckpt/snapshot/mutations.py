@@ -98,8 +98,7 @@ def _past_the_counter(subject: Subject, rng: random.Random, every: bool) -> Undo
 def _part_by_numpy(subject: Subject, rng: random.Random, every: bool) -> Undo:
     """The sampled places include the first element."""
     parameter = subject.any_parameter(rng)
-    before = parameter.detach().clone()
-    view = parameter.detach().numpy()
+    before, view = parameter.detach().clone(), parameter.detach().numpy()
     begin = rng.randrange(len(view)) if every else 0
     view[begin : begin + rng.randint(1, len(view))] = 7.0
     return _set_back([parameter], [before])

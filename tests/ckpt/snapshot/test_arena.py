@@ -40,8 +40,7 @@ class Announced:
 def test_slots_are_reused_grow_with_the_state_and_wait_when_all_are_in_use() -> None:
     announced = Announced()
     arena = Arena(2, announced)
-    first = arena.acquire(1000)
-    second = arena.acquire(1000)
+    first, second = arena.acquire(1000), arena.acquire(1000)
     assert first is not None
     assert second is not None
     assert arena.acquire(1000) is None

@@ -129,8 +129,7 @@ def test_an_optimizer_waits_for_what_it_changes_which_is_copied_first(tmp_path: 
         checkpointer.prepare(gan, gan.optim)
         for name in gan.optim:
             gan.turn(name)
-        state = gan.state()
-        handle = checkpointer.save_async(gan, gan.optim, 1)
+        state, handle = gan.state(), checkpointer.save_async(gan, gan.optim, 1)
         assert returns(lambda: gan.turn("critic"))(PATIENCE_S)
         assert not handle.staged()
         stepped = returns(lambda: gan.turn("generator"))

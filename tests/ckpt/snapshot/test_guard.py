@@ -32,8 +32,7 @@ PATIENCE_S = 30
 
 
 def guarded(tensor: torch.Tensor) -> ChangeGuard:
-    piece = Slice.whole("t", "float32", tuple(tensor.shape))
-    leaves = Leaves()
+    piece, leaves = Slice.whole("t", "float32", tuple(tensor.shape)), Leaves()
     leaves.append(StateLeaf(piece, tensor, tensor, Change.STEP))
     return ChangeGuard(leaves, [sample(tensor)], [tensor.untyped_storage()])
 
@@ -69,8 +68,7 @@ def test_thousands_of_optimizers_do_not_search_each_others_parts() -> None:
     progress = CopyProgress(parts)
     for number in range(3000):
         assert set(progress.parts_of(number)) == {part for part in parts if part >= {number} or not part}
-    assert set(progress.parts_of(3000)) == {EVERYONE}
-    assert progress.parts_of(None) == parts
+    assert (set(progress.parts_of(3000)), progress.parts_of(None)) == ({EVERYONE}, parts)
     assert not looked
 
 
@@ -212,8 +210,7 @@ def test_memory_that_a_device_copies_in_order_is_not_replaced_before(tmp_path: P
         model = nn.ParameterList(torch.full((1 << 15,), 3.0) for _ in range(2))
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
         with open_run(tmp_path) as checkpointer:
-            released = simulated.hang()
-            handle = checkpointer.save_async(model, optim, 1)
+            released, handle = simulated.hang(), checkpointer.save_async(model, optim, 1)
             resizing = threading.Thread(target=model[0].untyped_storage().resize_, args=(0,))
             resizing.start()
             resizing.join(0.2)

@@ -191,8 +191,7 @@ def test_any_range_of_any_tensor_is_read(data: st.DataObject) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_work_that_a_device_has_queued_comes_first(seed: int, tmp_path: Path) -> None:
     with plugged_in(seed) as simulated:
-        model = nn.Module()
-        buffer = simulated.tensor(5.0)
+        model, buffer = nn.Module(), simulated.tensor(5.0)
         model.register_buffer("average", buffer)
         with Checkpointer(str(tmp_path), run="r", writer="thread") as run:
             for _ in range(8):

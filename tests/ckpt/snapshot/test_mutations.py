@@ -89,8 +89,7 @@ class Life:
     @staticmethod
     def draw(number: int) -> Life:
         rng = random.Random(number)
-        name = rng.choice(list(MUTATIONS))
-        sizes = rng.choices(_SMALL, k=rng.randint(1, 6))
+        name, sizes = rng.choice(list(MUTATIONS)), rng.choices(_SMALL, k=rng.randint(1, 6))
         events = 4 * len(sizes)
         point = rng.choice([0, rng.randrange(events), rng.randrange(events), None])
         if point is None and not MUTATIONS[name].races:

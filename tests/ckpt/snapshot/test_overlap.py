@@ -179,8 +179,7 @@ def test_a_change_before_the_step_fails_the_save(tmp_path: Path, caplog: pytest.
         loop.step()
         with pytest.raises(SnapshotTorn, match=r"model/first\.weight"):
             handle.result(PATIENCE_S)
-        state = loop.state()
-        eager = checkpointer.save_async(loop.model, loop.optim, 2)
+        state, eager = loop.state(), checkpointer.save_async(loop.model, loop.optim, 2)
         assert eager.staged()  # overlap is off by then
         eager.result(PATIENCE_S)
         assert (brake.copies, _committed(tmp_path)) == (1, [2])

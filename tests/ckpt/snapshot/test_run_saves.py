@@ -26,8 +26,7 @@ def save(session: TrainerSession, step: int) -> LiveHandle:
 
 
 def test_all_ranks_derive_the_same_attempts() -> None:
-    ranks = [TrainerSession("gpt") for _ in range(2)]
-    resumed = checkpoint(300)
+    ranks, resumed = [TrainerSession("gpt") for _ in range(2)], checkpoint(300)
     before = [rank.new_attempt(AGREED, 1) for rank in ranks]
     again = [rank.new_attempt(AGREED, 1) for rank in ranks]
     for rank in ranks:

@@ -63,8 +63,7 @@ def test_a_prune_without_rules_follows_the_policies(folder: Path, filled: Store,
     )
     assert steps(filled, "small") == [202], "small runs have no such limit, and other runs are pruned"
     done = invoke("prune", "--yes", "--force", "--store", folder, "-o", "json").json
-    assert done["grace_s"] == 3600
-    assert steps(filled, "gpt") == [105]
+    assert (done["grace_s"], steps(filled, "gpt")) == (3600, [105])
     assert invoke("audit", "--store", folder, "-o", "json").json[0]["reason"] == "policies, version 1"
 
 

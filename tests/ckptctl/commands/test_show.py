@@ -12,8 +12,7 @@ from tests.support.command_line import invoke
 
 
 def test_who_wrote_how_much_is_seen_against_the_mean(tmp_path: Path) -> None:
-    store = open_store(str(tmp_path))
-    attempt = Attempt(7, new_ulid(system_clock()))
+    store, attempt = open_store(str(tmp_path)), Attempt(7, new_ulid(system_clock()))
     random = np.random.default_rng(0)
     receipts = [
         write_rank(

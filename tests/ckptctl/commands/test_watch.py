@@ -47,8 +47,7 @@ def commit_until_printed(store: Store, steps: Iterator[int], lines: Lines) -> Ch
 
 
 def test_commits_are_followed_across_a_restart_of_the_daemon(tmp_path: Path) -> None:
-    store = open_store(str(tmp_path / "store"))
-    db = f"sqlite:///{tmp_path}/index.db"
+    store, db = open_store(str(tmp_path / "store")), f"sqlite:///{tmp_path}/index.db"
     port = ("--port", str(free_port()))
     steps = itertools.count()
     with (

@@ -129,8 +129,7 @@ def test_the_type_of_a_problem_has_its_code(served: Served) -> None:
     "path", ["/livez", "/checkpoints/latest?run=gpt", "/checkpoints/latest?run=none", "/v1/runs", "/"]
 )
 def test_head_is_get_without_the_body(served: Served, path: str) -> None:
-    whole = served.daemon.get(path)
-    head = httpx.head(served.daemon.url + path)
+    whole, head = served.daemon.get(path), httpx.head(served.daemon.url + path)
     assert (head.status_code, head.content) == (whole.status_code, b"")
     for name in ("content-type", "etag"):
         assert head.headers.get(name) == whole.headers.get(name)

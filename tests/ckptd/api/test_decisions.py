@@ -199,8 +199,7 @@ def test_a_lost_database_takes_no_decision_with_it(overwriting: Store, gateway: 
 
 
 def test_a_commit_needs_a_daemon_and_the_next_will_do(overwriting: Store, gateway: S3Service, tmp_path: Path) -> None:
-    run = Run(overwriting, RUN)
-    receipt = write_rank(overwriting, RUN, new_attempt(), {})
+    run, receipt = Run(overwriting, RUN), write_rank(overwriting, RUN, new_attempt(), {})
     with pytest.raises(DaemonUnavailable):
         commit_attempt(Run(impatient(overwriting, "http://127.0.0.1:9"), RUN), [receipt])
     assert list_checkpoints(run) == []
@@ -254,8 +253,7 @@ def test_other_doors_ask_the_daemon_too(overwriting: Store, gateway: S3Service, 
 
 
 def test_a_daemon_of_another_store(overwriting: Store, honest: Honest) -> None:
-    attempt = new_attempt()
-    run = Run(impatient(overwriting, honest.daemon.url), RUN)
+    attempt, run = new_attempt(), Run(impatient(overwriting, honest.daemon.url), RUN)
     with pytest.raises(InvalidRequest, match="Does the daemon serve the store"):
         commit_attempt(run, [write_rank(overwriting, RUN, attempt, {})])
     with pytest.raises(StoreUnsafe, match="does not have the decision"):

@@ -110,8 +110,7 @@ def test_a_stream_resumes_where_it_ended(watched: tuple[Daemon, Store]) -> None:
 
 
 def test_events_survive_a_restart_and_a_stream_goes_on(tmp_path: Path) -> None:
-    store = open_store(str(tmp_path / "store"))
-    db = f"sqlite:///{tmp_path}/index.db"
+    store, db = open_store(str(tmp_path / "store")), f"sqlite:///{tmp_path}/index.db"
     with running_daemon(store.url, db) as daemon:
         first = commit(daemon, store, "gpt", 1)
         with daemon.client() as client:
@@ -170,8 +169,7 @@ def test_a_wait_that_is_over_answers_as_without(watched: tuple[Daemon, Store]) -
 
 @pytest.mark.parametrize("end", ["revoked", "rotated", "expired"])
 def test_a_stream_ends_with_its_token(tmp_path: Path, end: str) -> None:
-    store = open_store(str(tmp_path / "store"))
-    admin = "the bootstrap token of the test"
+    store, admin = open_store(str(tmp_path / "store")), "the bootstrap token of the test"
     environment = {**os.environ, "CKPTD_TOKEN": admin}
     with running_daemon(store.url, environment=environment) as daemon, daemon.client(admin) as client:
         expires_in_s = 10.0 if end == "expired" else None

@@ -128,8 +128,7 @@ def test_a_restart_interrupts_what_ran(tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "store"))
     write_checkpoint(store, "gpt", 1)
     db = f"sqlite:///{tmp_path}/index.db"
-    database = Database(db, 2)
-    old = system_clock() - 60
+    database, old = Database(db, 2), system_clock() - 60
     with running_daemon(store.url, db):
         JobIndex(database).add(
             JobBody(id=ULID, kind="verify", request={}, state=JobState.RUNNING, created_at=system_clock())

@@ -79,8 +79,7 @@ def _waiting(daemon: Daemon, id: str, count: int = 1) -> Iterator[list[Future[bo
 
 
 def test_all_ranks_get_the_same_checkpoint_and_one_lease(store: Store, daemon: Daemon, run: str) -> None:
-    newest = _write(store, run, 10, 20)[1]
-    barrier = Barrier(24)
+    newest, barrier = _write(store, run, 10, 20)[1], Barrier(24)
 
     def join(rank: int) -> httpx.Response:
         body = {"run": run, "key": "job-1", "world_size": 24, "rank": rank, "ttl_s": 60}
@@ -112,8 +111,7 @@ def test_a_join_that_is_repeated_changes_nothing(store: Store, client: DaemonCli
     _write(store, run, 1)
     first = client.join_restore(run, "k", 2, 0)
     client.report_restore(first.id, 0, Phase.FETCHING, 5, 10)
-    newer = _write(store, run, 2)[0]
-    again = client.join_restore(run, "k", 2, 0)
+    newer, again = _write(store, run, 2)[0], client.join_restore(run, "k", 2, 0)
     assert (again.id, again.num_joined, again.done_bytes) == (first.id, 1, 5)
     assert again.checkpoint == first.checkpoint
     assert client.join_restore(run, "k2", 2, 0).checkpoint.id == newer.id
@@ -184,8 +182,7 @@ def test_a_wait_ends_when_all_ranks_are_restored(store: Store, daemon: Daemon, c
 
 def test_a_wait_ends_when_its_time_is_up(store: Store, client: DaemonClient, run: str) -> None:
     _write(store, run, 1)
-    session = client.join_restore(run, "k", 2, 0)
-    began = time.monotonic()
+    session, began = client.join_restore(run, "k", 2, 0), time.monotonic()
     assert client.restore_session(session.id, wait_s=0.5).state is RestoreState.RESTORING
     assert time.monotonic() - began >= 0.5
 

@@ -90,8 +90,7 @@ def test_what_a_token_deletes_is_recorded_under_its_name(tmp_path: Path) -> None
 
 def test_labels_are_patched_listed_and_found_in_the_store(served: tuple[Daemon, Store]) -> None:
     daemon, store = served
-    run = Run(store, "gpt", by="ann")
-    url = daemon.url + "/v1/checkpoints/gpt@2"
+    run, url = Run(store, "gpt", by="ann"), daemon.url + "/v1/checkpoints/gpt@2"
     body = {"tags": {"paper": "", "owner": "ann"}, "metrics": {"val_loss": 2.5}, "reason": "camera ready"}
     patched = httpx.patch(url, json=body)
     assert (patched.status_code, patched.json()["tags"]) == (200, {"owner": "ann", "paper": ""})

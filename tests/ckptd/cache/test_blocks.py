@@ -66,8 +66,7 @@ Opener = Callable[..., Cached]
 @pytest.fixture
 def cached(tmp_path: Path) -> Iterator[Opener]:
     """Opens caches over one store, by default in one folder; the one before is closed first."""
-    inner = open_store(str(tmp_path / "store"))
-    data = Random(5).randbytes(_SIZE)
+    inner, data = open_store(str(tmp_path / "store")), Random(5).randbytes(_SIZE)
     inner.put(_KEY, data)
     opened: list[BlockCache] = []
 
@@ -105,8 +104,7 @@ def at_once(cache: Cached, ranges: list[tuple[int, int]]) -> list[bytes | BaseEx
 
 
 def test_many_readers_of_missing_bytes_cost_one_read(cached: Opener) -> None:
-    cache = cached()
-    ranges = [(5000 + 100 * i, 1_000_000) for i in range(8)]
+    cache, ranges = cached(), [(5000 + 100 * i, 1_000_000) for i in range(8)]
     assert at_once(cache, [(0, 2 * 10**6), *ranges]) == [cache.data[:2_000_000]] + [
         cache.data[offset : offset + count] for offset, count in ranges
     ]
@@ -144,8 +142,7 @@ def test_an_object_that_ends_early_is_not_kept(cached: Opener, tmp_path: Path) -
 
 
 def test_nothing_is_read_twice_nor_beyond_the_end(cached: Opener) -> None:
-    cache = cached()
-    random = Random(1)
+    cache, random = cached(), Random(1)
     for _ in range(40):
         offset = random.randrange(_SIZE)
         cache.check(offset, random.randint(1, min(_SIZE - offset, 2 * BLOCK_BYTES)))
@@ -326,8 +323,7 @@ def test_what_is_dropped_is_read_again_and_others_stay(cached: Opener) -> None:
 
 
 def test_a_read_past_the_cache_mends_it(cached: Opener, tmp_path: Path) -> None:
-    cache = cached()
-    path = tmp_path / "store" / _KEY
+    cache, path = cached(), tmp_path / "store" / _KEY
     flip(path, 500)
     assert cache.read(0, 1000) != cache.data[:1000]
     path.write_bytes(cache.data)

@@ -77,8 +77,7 @@ class Counted:
 @pytest.fixture
 def counted(store: Store, tmp_path: Path) -> Iterator[Counted]:
     """A daemon that serves a shard; its URL is the shard's."""
-    checkpoint = _write(store)
-    counting = CountingStore(store)
+    checkpoint, counting = _write(store), CountingStore(store)
     index, cache = f"sqlite:///{tmp_path / 'index.db'}", str(tmp_path / "cache")
     settings = Settings(store=store.url, auth="off", db=index, cache=cache, poll_seconds=0.1)
     with serving(create_app(settings, counting)) as url:
@@ -164,8 +163,7 @@ def _cache(daemon: Daemon, name: str) -> float:
 
 
 def test_a_restart_is_warm_also_after_sigkill(store: Store, tmp_path: Path) -> None:
-    checkpoint = _write(store)
-    options = ["--cache", str(tmp_path / "cache")]
+    checkpoint, options = _write(store), ["--cache", str(tmp_path / "cache")]
     with running_daemon(store.url, options=options) as daemon:
         _read(daemon.url + _path(checkpoint), [(0, _SIZE)])
         daemon.kill()
@@ -195,8 +193,7 @@ def test_killed_while_it_writes_it_serves_the_right_bytes_after(store: Store, tm
 
 
 def test_two_daemons_with_one_folder_both_serve(store: Store, tmp_path: Path) -> None:
-    checkpoint = _write(store)
-    options = ["--cache", str(tmp_path / "cache")]
+    checkpoint, options = _write(store), ["--cache", str(tmp_path / "cache")]
     with running_daemon(store.url, options=options) as first, running_daemon(store.url, options=options) as second:
         assert "another daemon uses" in second.log()
         assert "another daemon uses" not in first.log()
@@ -218,8 +215,7 @@ def test_a_deleted_checkpoint_is_not_served_and_leaves_the_cache(store: Store) -
 
 
 def test_a_store_that_does_not_answer_empties_no_cache(store: Store, tmp_path: Path) -> None:
-    checkpoint = _write(store)
-    options = ["--cache", str(tmp_path / "cache")]
+    checkpoint, options = _write(store), ["--cache", str(tmp_path / "cache")]
     with running_daemon(store.url, options=options) as daemon:
         _read(daemon.url + _path(checkpoint), [(0, _SIZE)])
     shutil.move(tmp_path / "store", tmp_path / "away")

@@ -294,8 +294,7 @@ def _is_stopped(daemon: Daemon) -> bool:
 
 def _rubbish(store: Store) -> set[str]:
     """Hidden checkpoints and orphans; returns the keys that have to go."""
-    run = Run(store, "gpt", by="test")
-    kept = write_checkpoint(store, step=1000, arrays={})
+    run, kept = Run(store, "gpt", by="test"), write_checkpoint(store, step=1000, arrays={})
     before = {info.key for info in store.list("")}
     checkpoints = [write_checkpoint(store, step=step, arrays={}) for step in range(15)]
     for step in range(20, 35):
@@ -310,8 +309,7 @@ def _rubbish(store: Store) -> set[str]:
 def test_a_leader_stopped_in_a_sweep_sweeps_nothing_when_it_wakes(
     store: Store, postgresql_database: str, tmp_path: Path, daemons: ExitStack, place: str
 ) -> None:
-    to_delete = _rubbish(store)
-    notes = tmp_path / "deletes"
+    to_delete, notes = _rubbish(store), tmp_path / "deletes"
 
     def start(stop: str) -> Daemon:
         environment = {**os.environ, "CKPTD_TEST_NOTES": str(notes), "CKPTD_TEST_STOP": stop}

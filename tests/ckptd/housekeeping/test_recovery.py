@@ -9,8 +9,7 @@ from tests.support.stores import MovableClock
 
 def test_a_live_committer_is_given_time(store: Store) -> None:
     clock = MovableClock()
-    recovery = Recovery(store, clock, 5)
-    attempt = Attempt(1, new_ulid(clock()))
+    recovery, attempt = Recovery(store, clock, 5), Attempt(1, new_ulid(clock()))
     write_rank(store, "gpt", attempt, {}, 0, world_size=2)
     assert recovery.advance_run("gpt") == []
     clock.advance(6)

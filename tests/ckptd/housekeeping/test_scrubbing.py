@@ -21,8 +21,7 @@ def _flip(store: Store, checkpoint: Checkpoint) -> None:
 
 
 def test_the_newest_checkpoint_comes_first_and_each_is_read_once(store: Store) -> None:
-    first = write_checkpoint(store, step=1)
-    newest = write_checkpoint(store, step=2)
+    first, newest = write_checkpoint(store, step=1), write_checkpoint(store, step=2)
     with running_daemon(store.url, options=_OPTIONS) as daemon:
         wait_until(lambda: "ckptd_scrubbed_total 2.0" in daemon.get("/metrics").text, "both")
         metrics = daemon.get("/metrics").text
@@ -34,8 +33,7 @@ def test_the_newest_checkpoint_comes_first_and_each_is_read_once(store: Store) -
 
 
 def test_a_damaged_newest_checkpoint_fails_and_the_one_before_it_is_next(store: Store) -> None:
-    before = write_checkpoint(store, step=1)
-    damaged = write_checkpoint(store, step=2)
+    before, damaged = write_checkpoint(store, step=1), write_checkpoint(store, step=2)
     _flip(store, damaged)
     with running_daemon(store.url, options=_OPTIONS[:-2]) as daemon, daemon.client() as client:
         wait_until(lambda: "ckptd_scrubbed_total 2.0" in daemon.get("/metrics").text, "both")

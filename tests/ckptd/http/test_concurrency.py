@@ -45,8 +45,7 @@ def test_turns_come_round_however_many_one_client_wants() -> None:
 
 def test_turns_of_cancelled_waiters_are_passed_on() -> None:
     async def run() -> int:
-        slots = FairSemaphore(1)
-        entered = 0
+        slots, entered = FairSemaphore(1), 0
 
         async def read() -> None:
             nonlocal entered

@@ -21,8 +21,7 @@ SMALL = {"model/scalar": sample_arrays()["model/scalar"]}
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     """Three runs with steps in a random order of commits; bert_large has no loss."""
     folder: Path = tmp_path_factory.mktemp("listed")
-    store = open_store(str(folder / "store"))
-    chosen = random.Random(0)
+    store, chosen = open_store(str(folder / "store")), random.Random(0)
     wanted = [(run, step) for run in ("gpt", "gpt-2", "bert_large") for step in range(0, 80, 10)]
     chosen.shuffle(wanted)
     for run, step in wanted:

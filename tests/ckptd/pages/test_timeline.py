@@ -11,8 +11,7 @@ from tests.support.histories import History
 
 
 def _account(num_lives: int = 6) -> Account:
-    history = History(3, num_lives)
-    run = Run(open_store("memory://timeline"), "sim")
+    history, run = History(3, num_lives), Run(open_store("memory://timeline"), "sim")
     return account("sim", lives_of(history.heartbeats(run), (), ()), history.now, SILENT_S)
 
 
@@ -23,8 +22,7 @@ def test_bars_follow_time_and_leave_gaps() -> None:
     assert [part.kind for part in view.parts] == list(Spent)
     rows = view.timeline.rows
     assert [row.number for row in rows] == [1, 2, 3, 4, 5, 6]
-    width = view.timeline.right - view.timeline.left
-    drawn = dict.fromkeys(Spent, 0.0)
+    width, drawn = view.timeline.right - view.timeline.left, dict.fromkeys(Spent, 0.0)
     for row in rows:
         for one, other in zip(row.spans, row.spans[1:], strict=False):
             assert other.x == pytest.approx(one.x + one.width, abs=0.02)
@@ -38,8 +36,7 @@ def test_bars_follow_time_and_leave_gaps() -> None:
 
 
 def test_checkpoints_are_marked_in_the_row_of_their_generation() -> None:
-    found = _account()
-    store = open_store("memory://timeline-marks")
+    found, store = _account(), open_store("memory://timeline-marks")
     third = found.attempts[2]
     assert third.generation is not None
     middle = (third.trains_at + third.ended_at) / 2

@@ -46,8 +46,7 @@ def test_a_run_without_a_usable_checkpoint_does_not_stop_other_accounts(store: S
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     """Of a run that has ended with checkpoints in a local tier, and one that replicated all."""
-    store = open_store(str(tmp_path_factory.mktemp("local") / "store"))
-    now = system_clock()
+    store, now = open_store(str(tmp_path_factory.mktemp("local") / "store")), system_clock()
     for name, local in (("gpt", LocalOnly(3, 3000, now - 7300, now - 7200)), ("bert", LocalOnly(0, 0, None, now))):
         write_checkpoint(store, name, 5)
         run = Run(store, name)

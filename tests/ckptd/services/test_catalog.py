@@ -17,8 +17,7 @@ from tests.support.stores import MovableClock
 
 def test_what_is_believed_follows_the_last_listings() -> None:
     clock = MovableClock()
-    freshness = Freshness(clock, 60)
-    failure = StoreUnavailable("down")
+    freshness, failure = Freshness(clock, 60), StoreUnavailable("down")
 
     def believed(run: str | None, found: bool) -> bool:
         try:

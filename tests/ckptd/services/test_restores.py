@@ -377,8 +377,7 @@ def test_a_restored_rank_can_still_fail() -> None:
 
 @pytest.mark.parametrize("state", [state for state in RestoreState if state is not RestoreState.RESTORING])
 def test_what_has_ended_never_changes(state: RestoreState) -> None:
-    ended = replace(_restore(1), state=state, ended_at=1001)
-    before = _fetching(0, 50)
+    ended, before = replace(_restore(1), state=state, ended_at=1001), _fetching(0, 50)
     for phase in Phase:
         assert module.advance(ended, before, 0, RankReport(phase=phase), 1002) == (ended, before)
     assert module.add_rank(ended, None, 0, 1002) == (ended, None)

@@ -69,8 +69,7 @@ def test_a_deleted_checkpoint_is_not_indexed_and_its_list_is_read_once(store: St
 
 def test_runs_in_which_nothing_happens_are_looked_at_less_often() -> None:
     clock = MovableClock()
-    pace = PollPlan(clock)
-    runs = {f"run-{number}": 1 for number in range(50)}
+    pace, runs = PollPlan(clock), {f"run-{number}": 1 for number in range(50)}
     assert pace.due(runs) == list(runs)
     clock.advance(IDLE_AFTER_S + 1)
     rounds = [pace.due(runs) for _ in range(IDLE_ROUNDS)]
@@ -134,8 +133,7 @@ def test_old_news_is_not_written(database: Database) -> None:
 @pytest.mark.parametrize("how", ["notify", "sync_run", "reindex"])
 def test_what_another_daemon_removes_at_any_moment_stays_away(store: Store, database: Database, how: str) -> None:
     kept = write_checkpoint(store, step=0, arrays={})
-    other = _store_sync(store, database)
-    hit = True
+    other, hit = _store_sync(store, database), True
     at = 0
     while hit:
         to_delete = write_checkpoint(store, step=1, arrays={})
@@ -199,8 +197,7 @@ def test_a_round_that_fails_at_any_call_removes_nothing(store: Store, database: 
     for step in (1, 1, 2):
         write_checkpoint(store, step=step, arrays={})
     write_checkpoint(store, "bert", 1, arrays={})
-    index = Index(database)
-    counting = Faults()
+    index, counting = Index(database), Faults()
     _sync_and_freshness(FaultyStore(store, counting), index)[0].run_once()
     before = _all(database)
     assert before == [*list_checkpoints(Run(store, "bert")), *list_checkpoints(Run(store, "gpt"))]

@@ -50,8 +50,7 @@ class Desk:
 @pytest.fixture
 def desk(tmp_path: Path) -> Iterator[Desk]:
     file = tmp_path / "index.db"
-    database = Database(f"sqlite:///{file}", 4)
-    clock = Still()
+    database, clock = Database(f"sqlite:///{file}", 4), Still()
     index = TokenIndex(database)
     yield Desk(Tokens(index, _SETTINGS_TOKEN, clock), index, clock, file)
     database.close()
@@ -69,8 +68,7 @@ def test_a_secret_is_recognized_and_kept_nowhere(desk: Desk) -> None:
 
 
 def test_nothing_but_the_secret_is_recognized(desk: Desk) -> None:
-    secret = desk.make()
-    other = desk.make("other")
+    secret, other = desk.make(), desk.make("other")
     digest = desk.index.all()[1].digest
     wrong = ["", "t", secret[:-1], secret + "0", secret.upper(), secret[:-1] + ("0" if secret[-1] != "0" else "1")]
     wrong += [f"ckptd_t_{other.rpartition('_')[2]}", digest, f"ckptd_t_{digest}", "ckptd_nobody_" + "0" * 64]

@@ -83,8 +83,7 @@ def test_layouts_do_not_matter(ranks: int, axis: int) -> None:
     altered = array.copy()
     altered[1900] *= 1.5
     before = save(plain, "one", array, 1, 0)
-    after = save(plain, "other", altered, ranks, axis)
-    store = CountingStore(plain)
+    after, store = save(plain, "other", altered, ranks, axis), CountingStore(plain)
     found = difference(store, before, after)
     (one,) = found.changed
     assert one.changed == 700

@@ -203,8 +203,7 @@ def test_equal_bytes_are_encoded_alike_whatever_came_before() -> None:
 def test_chunks_at_odd_addresses_are_decoded() -> None:
     raw = numbers("outliers").tobytes()
     used, stored = encoded("float-split/float32", raw)
-    shifted = memoryview(b"x" + stored)[1:]
-    into = memoryview(bytearray(len(raw) + 3))[3:]
+    shifted, into = memoryview(b"x" + stored)[1:], memoryview(bytearray(len(raw) + 3))[3:]
     decode(used, shifted, into)
     assert into == raw
 

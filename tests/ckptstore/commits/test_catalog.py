@@ -78,8 +78,7 @@ def test_runs_do_not_see_each_other(store: Store) -> None:
 
 
 def test_of_one_step_the_later_commit_counts_even_on_another_clock(store: Store) -> None:
-    run = Run(store, "gpt")
-    late = write(store, 5, ahead_s=100)
+    run, late = Run(store, "gpt"), write(store, 5, ahead_s=100)
     early = write(store, 5)
     assert [(c.attempt, c.state) for c in list_checkpoints(run)] == [
         (late.attempt, State.COMMITTED),

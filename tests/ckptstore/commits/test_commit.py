@@ -68,8 +68,7 @@ def assert_legal(store: Store) -> None:
 
 
 def test_nothing_exists_before_the_outcome(store: Store) -> None:
-    run = Run(store, RUN)
-    attempt = new_attempt()
+    run, attempt = Run(store, RUN), new_attempt()
     receipts = write_ranks(store, attempt)
     assert (list_checkpoints(run), undecided_attempts(run)) == ([], [attempt])
     outcome = commit_attempt(run, receipts)
@@ -79,17 +78,14 @@ def test_nothing_exists_before_the_outcome(store: Store) -> None:
 
 
 def test_committing_twice_changes_nothing(store: Store) -> None:
-    run = Run(store, RUN)
-    receipts = write_ranks(store, new_attempt())
+    run, receipts = Run(store, RUN), write_ranks(store, new_attempt())
     first = commit_attempt(run, receipts)
     assert commit_attempt(run, receipts) == first
 
 
 def test_roll_forward_gives_the_manifest_the_committer_would_have_given(store: Store) -> None:
-    run = Run(store, RUN)
-    attempt = new_attempt()
-    receipts = write_ranks(store, attempt)
-    rolled = present(roll_forward(run, attempt))
+    run, attempt = Run(store, RUN), new_attempt()
+    receipts, rolled = write_ranks(store, attempt), present(roll_forward(run, attempt))
     assert store.get(run.keys.manifest(attempt)) == pack_manifest(merge(receipts))
     assert commit_attempt(run, receipts) == rolled
 
@@ -105,8 +101,7 @@ def test_a_receipt_of_an_impossible_world_is_not_committed(store: Store) -> None
 
 
 def test_roll_forward_waits_for_every_rank(store: Store) -> None:
-    run = Run(store, RUN)
-    attempt = new_attempt()
+    run, attempt = Run(store, RUN), new_attempt()
     assert roll_forward(run, attempt) is None
     write_rank(store, RUN, attempt, SMALL, 1, 3)
     write_rank(store, RUN, attempt, {}, 2, 3)
@@ -152,8 +147,7 @@ def test_receipts_that_do_not_belong_together(store: Store) -> None:
 
 
 def test_a_different_manifest_is_not_committed(store: Store) -> None:
-    run = Run(store, RUN)
-    attempt = new_attempt()
+    run, attempt = Run(store, RUN), new_attempt()
     receipts = write_ranks(store, attempt)
     store.put(run.keys.manifest(attempt), pack_manifest(merge(write_ranks(store, new_attempt()))))
     with pytest.raises(CorruptObject, match="does not match the receipts"):
@@ -162,8 +156,7 @@ def test_a_different_manifest_is_not_committed(store: Store) -> None:
 
 
 def test_the_same_step_twice(store: Store) -> None:
-    run = Run(store, RUN)
-    clock = MovableClock()
+    run, clock = Run(store, RUN), MovableClock()
     first = write_checkpoint(store, RUN, 5, SMALL, clock=clock)
     clock.advance(1)
     second = write_checkpoint(store, RUN, 5, SMALL, clock=clock)
@@ -216,8 +209,7 @@ def save(store: Store, attempt: Attempt) -> None:
 @here_and_in_memory
 @pytest.mark.parametrize("mode", ["before", "after"])
 def test_a_save_that_fails_at_any_call(store: Store, mode: Literal["before", "after"]) -> None:
-    run = Run(store, RUN)
-    old = write_checkpoint(store, RUN, 1, SMALL)
+    run, old = Run(store, RUN), write_checkpoint(store, RUN, 1, SMALL)
     calls = count_calls(store, lambda faulty: save(faulty, new_attempt(2)))
     assert calls > 15
     survived = 0
@@ -272,8 +264,7 @@ class Scene:
     def check(self) -> bool:
         """Whether it was committed; nothing may be deleted under a committed outcome."""
         run = Run(self.store, RUN)
-        outcome = read_outcome(run, self.attempt)
-        listed = list_checkpoints(run)
+        outcome, listed = read_outcome(run, self.attempt), list_checkpoints(run)
         assert [c.attempt for c in listed] == ([self.attempt] if outcome and outcome.committed else [])
         for checkpoint in listed:
             report = verify(StoreSource(self.store), checkpoint, threads=1)
@@ -347,8 +338,7 @@ def test_many_committers_of_one_attempt(store: Store) -> None:
 @in_memory
 def test_a_committer_that_sleeps_through_a_prune_commits_nothing_visible(store: Store) -> None:
     """Why tombstones are kept: the sleeper has all receipts in memory and creates an outcome over no data."""
-    run = Run(store, RUN)
-    attempt = new_attempt()
+    run, attempt = Run(store, RUN), new_attempt()
     receipts = write_ranks(store, attempt)
     roll_forward(run, attempt)
     delete_checkpoint(run, latest(run).attempt, "prune", force=True)

@@ -64,8 +64,7 @@ def write(run: Run, generation: int, step: int) -> Checkpoint:
 
 
 def test_numbers_are_used_in_sequence_and_a_session_has_one(store: Store) -> None:
-    run = Run(store, "gpt")
-    parent = Attempt(7, new_ulid(0))
+    run, parent = Run(store, "gpt"), Attempt(7, new_ulid(0))
     first, second = session(), session(parent)
     assert begin_generation(run, first) == Begun(1, created=True)
     assert begin_generation(run, second) == Begun(2, created=True)
@@ -78,8 +77,7 @@ def test_numbers_are_used_in_sequence_and_a_session_has_one(store: Store) -> Non
 
 @pytest.mark.parametrize("store", ["local", "memory", "s3"], indirect=True)
 def test_ranks_that_race_begin_one_generation_and_trainers_one_each(store: Store) -> None:
-    run = Run(store, "gpt")
-    sessions = [session() for _ in range(3)]
+    run, sessions = Run(store, "gpt"), [session() for _ in range(3)]
     raced = race(*(partial(begin_generation, run, one) for one in sessions for _ in range(4)))
     found = [begun for begun in raced if isinstance(begun, Begun)]
     assert found == raced
@@ -285,8 +283,7 @@ def test_a_restore_tries_exactly_what_is_live(story: tuple[list[Checkpoint], dic
     for number in range(1, 5):
         found = docs(parents)(number)
         store.put(run.keys.generation(number), seal_of(found))
-    listed = list_checkpoints(run)
-    live = live_by_definition(planned, parents)
+    listed, live = list_checkpoints(run), live_by_definition(planned, parents)
     usable = (State.COMMITTED, State.CORRUPT)
     tried = [c.attempt for c in listed if c.attempt in live and c.state in usable]
     assert [c.attempt for c in candidates(run)] == tried
@@ -303,8 +300,7 @@ def test_a_zombie_is_never_latest_and_rewinding_in_place_works(store: Store) -> 
     for step in (100, 200, 300):
         write(run, one, step)
     old = [Attempt(step, new_ulid(system_clock()), generation=one) for step in (400, 500)]
-    receipts = [receipt_of(store, attempt) for attempt in old]
-    two = begin(run, latest(run))
+    receipts, two = [receipt_of(store, attempt) for attempt in old], begin(run, latest(run))
     # The old trainer had looked before the new one began.
     for attempt, receipt in zip(old, receipts, strict=True):
         committed_late(run, attempt, receipt)

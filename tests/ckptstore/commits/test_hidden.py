@@ -309,8 +309,7 @@ def test_a_list_of_a_newer_format_is_an_error(store: Store) -> None:
 
 
 def test_latest_reads_the_list_of_the_head_only(store: Store) -> None:
-    run = Run(store, RUN)
-    calls = Faults()
+    run, calls = Run(store, RUN), Faults()
     write(store, 1)
     latest(Run(FaultyStore(store, calls), RUN))
     assert len([call for call in calls.calls if "/dead/" in call]) == 1, "one listing while nothing is forgotten"
@@ -351,8 +350,7 @@ def test_a_list_is_checked(change: dict[str, object]) -> None:
 
 @in_memory
 def test_collectors_at_once_list_everything(store: Store) -> None:
-    run = Run(store, RUN)
-    attempts = [Attempt(step, new_ulid(0)) for step in range(12)]
+    run, attempts = Run(store, RUN), [Attempt(step, new_ulid(0)) for step in range(12)]
     results = race(*(partial(record_deleted, run, attempts[n::4]) for n in range(4)))
     assert results == [set(attempts[n::4]) for n in range(4)]
     assert all(attempt in DeletedAttempts(run) for attempt in attempts)

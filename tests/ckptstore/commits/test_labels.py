@@ -41,8 +41,7 @@ def only(store: Store, step: int) -> Checkpoint:
 
 
 def test_tags_and_metrics_are_set_changed_and_removed(folder_store: Store) -> None:
-    run = Run(folder_store, "gpt")
-    first = only(folder_store, 1)
+    run, first = Run(folder_store, "gpt"), only(folder_store, 1)
     change(folder_store, first, tags={"paper": "", "owner": "ann"}, metrics={"val_loss": 2.5, "loss": 9.0})
     change(folder_store, first, tags={"owner": "bob", "paper": None}, metrics={"val_loss": 2.25, "loss": None})
     assert only(folder_store, 1).tags == {"owner": "bob"}
@@ -65,8 +64,7 @@ def test_retention_goes_by_metrics_that_were_set_later(folder_store: Store) -> N
 
 
 def test_changes_at_the_same_time_all_count(folder_store: Store) -> None:
-    first = only(folder_store, 1)
-    names = [f"tag{i}" for i in range(8)]
+    first, names = only(folder_store, 1), [f"tag{i}" for i in range(8)]
     results = race(*(partial(change, folder_store, first, tags={name: "x"}) for name in names))
     assert (results, only(folder_store, 1).tags) == ([None] * len(names), dict.fromkeys(names, "x"))
 

@@ -147,8 +147,7 @@ def test_a_reader_at_every_moment_of_a_deletion(store: Store) -> None:
     """And a second deleter and a collector act while the reader reads."""
     run = Run(store, RUN)
     (checkpoint,) = write(store, 1)
-    calls = count_calls(store, partial(delete, checkpoint=checkpoint))
-    granted = set()
+    calls, granted = count_calls(store, partial(delete, checkpoint=checkpoint)), set()
     for k in range(calls):
         clear(store)
         (checkpoint,) = write(store, 1)

@@ -161,8 +161,7 @@ def _take_part_in_all(place: Place, attempts: list[Finished], me: int) -> list[O
 
 def test_processes_race(place: Place) -> None:
     store = place.truth()
-    attempts = write_attempts(store, ROUNDS)
-    context = multiprocessing.get_context("spawn")
+    attempts, context = write_attempts(store, ROUNDS), multiprocessing.get_context("spawn")
     with context.Pool(PROCESSES, _meet, (context.Barrier(PROCESSES),)) as pool:
         pending = [pool.apply_async(_take_part_in_all, (place, attempts, me)) for me in range(PROCESSES)]
         believed = [result.get(timeout=120 + ROUNDS) for result in pending]

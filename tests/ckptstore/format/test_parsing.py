@@ -101,8 +101,7 @@ _FIGURES = {
 
 @every_kind
 def test_every_place_with_every_wrong_value(kind: str) -> None:
-    original = body(kind)
-    accepted = set()
+    original, accepted = body(kind), set()
     for path in list(places(original))[1:]:
         for wrong in WRONG:
 
@@ -380,8 +379,7 @@ def test_metrics_must_be_numbers_that_json_has() -> None:
 def test_what_no_reader_takes_is_not_merged() -> None:
     """Two ranks that claim the same shard would make a manifest that cannot be read back."""
     store = open_store("memory://clash")
-    attempt = Attempt(1, new_ulid(system_clock()))
-    arrays = sample_arrays()
+    attempt, arrays = Attempt(1, new_ulid(system_clock())), sample_arrays()
     first = write_rank(store, "gpt", attempt, {"model/ids": arrays["model/ids"]}, 0, 2)
     second = write_rank(store, "gpt", attempt, {"model/half": arrays["model/half"]}, 1, 2)
     shard = msgspec.structs.replace(second.receipt.content.shards[0], name="shard-00000.ckpt")

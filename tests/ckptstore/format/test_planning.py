@@ -62,8 +62,7 @@ def test_a_plan_brings_numpys_slices(drawn: tuple[Layout, list[Want], dict[str, 
     reads = plan_reads(layout.content, wants)
     buffers = {name: bytearray(b"\xaa" * size) for name, size in sizes.items()}
     apply(layout, reads, buffers)
-    expected = {name: bytearray(b"\xaa" * size) for name, size in sizes.items()}
-    needed = 0
+    expected, needed = {name: bytearray(b"\xaa" * size) for name, size in sizes.items()}, 0
     for want in wants:
         array = layout.arrays[want.entry]
         data = array[region(boxes.whole(array.shape) if want.box is None else want.box)].tobytes()

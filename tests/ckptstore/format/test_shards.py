@@ -42,8 +42,7 @@ def test_slices_lie_back_to_back_and_aligned(pieces: list[Slice]) -> None:
 @given(slice_lists())
 def test_chunks_cover_the_stream(pieces: list[Slice]) -> None:
     placed = place_slices(pieces)
-    spans = plan_chunks(placed)
-    at = 0
+    spans, at = plan_chunks(placed), 0
     for span in spans:
         assert span.at == at, "a gap or an overlap"
         assert 0 < span.bytes <= CHUNK_BYTES

@@ -226,8 +226,7 @@ def merged(trees: list[Any]) -> Any:
 @given(st.lists(SAID, min_size=3, max_size=3))
 def test_the_ranks_values_are_joined_or_refused(values: list[Any]) -> None:
     trees = [encode_tree(value, "s", refuse) for value in values]
-    before = msgspec.json.encode(trees)
-    whole = merged(trees)
+    before, whole = msgspec.json.encode(trees), merged(trees)
     assert msgspec.json.encode(trees) == before, "receipts stay as they are"
     right = merged(trees[1:])
     if whole is None:

@@ -92,8 +92,7 @@ def test_damage_is_found(store: Store, coding: CodingPolicy) -> None:
     arrays = special_arrays()
     checkpoint = write_checkpoint(store, arrays=arrays, coding=coding)
     key = RunKeys("gpt").shard(checkpoint.attempt, "shard-00000.ckpt")
-    good = store.get(key)
-    chance = random.Random(1)
+    good, chance = store.get(key), random.Random(1)
     for at in [0, len(good) - 1, *(chance.randrange(len(good)) for _ in range(6))]:
         store.put(key, flipped(good, at, 1 << chance.randrange(8)))
         with pytest.raises(CorruptObject, match="checksum"):
@@ -132,8 +131,7 @@ def test_parts_of_what_two_ranks_hold(store: Store) -> None:
 def test_after_an_error_the_rest_is_given_up(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "READ_BYTES", 1)  # each chunk is fetched alone
     arrays = {f"model/{i}": np.full((1, 1 << 16), i, dtype=np.float32) for i in range(40)}
-    checkpoint = write_checkpoint(store, arrays=arrays)
-    source = StoreSource(store)
+    checkpoint, source = write_checkpoint(store, arrays=arrays), StoreSource(store)
     content = read_manifest(source, checkpoint).content
     reads = plan_reads(content, whole_entries(content.entries.name))
     assert len(reads) == 40

@@ -24,8 +24,7 @@ WORLD = 3
 
 
 def write(store: Store) -> Checkpoint:
-    rng = np.random.default_rng(0)
-    attempt = Attempt(2, new_ulid(system_clock()))
+    rng, attempt = np.random.default_rng(0), Attempt(2, new_ulid(system_clock()))
     receipts = [
         write_rank(
             store, "gpt", attempt,

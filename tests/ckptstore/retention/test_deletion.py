@@ -141,8 +141,7 @@ def test_orphans_are_collected_after_the_grace_only(store: Store) -> None:
 
 
 def test_an_attempt_that_still_grows_is_no_orphan(store: Store) -> None:
-    attempt = orphan(store, 2)
-    clock = MovableClock(ORPHAN_GRACE_S - 60)
+    attempt, clock = orphan(store, 2), MovableClock(ORPHAN_GRACE_S - 60)
     run = Run(store, RUN, clock)
     write_rank(store, RUN, attempt, {}, 1, 3)
     assert collect(run).aborted == []
@@ -152,15 +151,13 @@ def test_an_attempt_that_still_grows_is_no_orphan(store: Store) -> None:
 
 
 def test_finished_attempts_are_rolled_forward_at_any_age(store: Store) -> None:
-    run = Run(store, RUN)
-    attempt = orphan(store, 2, (0, 1))
+    run, attempt = Run(store, RUN), orphan(store, 2, (0, 1))
     assert (collect(run).rolled_forward, steps(store)) == ([run.id_of(attempt)], [2])
     assert intact(store, latest(run))
 
 
 def test_what_comes_late_to_an_aborted_attempt_is_collected_too(store: Store) -> None:
-    attempt = orphan(store, 2)
-    clock = MovableClock(ORPHAN_GRACE_S + 60)
+    attempt, clock = orphan(store, 2), MovableClock(ORPHAN_GRACE_S + 60)
     run = Run(store, RUN, clock)
     collect(run)
     write_rank(store, RUN, attempt, {}, 0, 2)
@@ -173,8 +170,7 @@ def test_what_comes_late_to_an_aborted_attempt_is_collected_too(store: Store) ->
 def test_aborted_outcomes_and_tombstones_are_forgotten_in_the_end(store: Store) -> None:
     write(store, 1, 2)
     prune(store, 1)
-    aborted = orphan(store, 3)
-    clock = MovableClock(ORPHAN_GRACE_S + 60)
+    aborted, clock = orphan(store, 3), MovableClock(ORPHAN_GRACE_S + 60)
     run = Run(store, RUN, clock)
     collect(run)
     assert len(hidden_attempts(run).tombstoned) == 1
@@ -192,15 +188,13 @@ def test_aborted_outcomes_and_tombstones_are_forgotten_in_the_end(store: Store) 
 
 def test_half_a_deletion_is_finished(store: Store) -> None:
     write(store, 1, 2)
-    old = list_checkpoints(Run(store, RUN))[1]
-    faulty = FaultyStore(store, Faults())
+    old, faulty = list_checkpoints(Run(store, RUN))[1], FaultyStore(store, Faults())
     calls = count_calls(store, lambda s: delete_checkpoint(Run(s, RUN), old.attempt, "prune", force=True))
     assert calls >= 6
     clear(store)
     for k in range(calls):
         write(store, 1, 2)
-        old = list_checkpoints(Run(store, RUN))[1]
-        faulty = FaultyStore(store, Faults(k))
+        old, faulty = list_checkpoints(Run(store, RUN))[1], FaultyStore(store, Faults(k))
         with contextlib.suppress(StoreUnavailable):
             delete_checkpoint(Run(faulty, RUN), old.attempt, "prune", force=True)
         hidden = old.attempt in hidden_attempts(Run(store, RUN))
@@ -274,8 +268,7 @@ def test_a_damaged_outcome_is_not_collected(store: Store) -> None:
 
 
 def test_an_aborted_attempt_is_not_listed(store: Store) -> None:
-    run = Run(store, RUN)
-    attempt = orphan(store, 1, (0, 1))
+    run, attempt = Run(store, RUN), orphan(store, 1, (0, 1))
     decide(run, attempt, None)
     assert list_checkpoints(run) == []
     assert present(read_outcome(run, attempt)).committed is None

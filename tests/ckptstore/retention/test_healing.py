@@ -91,8 +91,7 @@ def test_all_checkpoints_that_need_a_healed_shard_leave_quarantine(run: Run) -> 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
 def test_everything_but_the_outcome_is_healed_from_a_copy(run: Run, damage: str, tmp_path: Path) -> None:
     only = write_checkpoint(run.store, RUN, 1, sample_arrays(), statistics=True)
-    copy = copy_of(run, tmp_path)
-    keys = run.keys
+    copy, keys = copy_of(run, tmp_path), run.keys
     intact = {
         key: run.store.get(key)
         for key in (keys.shard(only.attempt, SHARD), keys.manifest(only.attempt), keys.receipt(only.attempt, 0))
@@ -145,8 +144,7 @@ def test_damaged_holders_are_not_believed(run: Run, tmp_path: Path) -> None:
 def test_an_interrupted_healing_leaves_the_old_or_the_new_object(run: Run, mode: str) -> None:
     victim = chain(run, base=False)[0]
     key = run.keys.shard(victim.attempt, SHARD)
-    intact = flip(run, key)
-    damaged = run.store.get(key)
+    intact, damaged = flip(run, key), run.store.get(key)
     failed = 0
     while True:
         faults = Faults(failed, mode)  # type: ignore[arg-type]

@@ -23,8 +23,7 @@ DAY_S = 24 * HOUR_S
 
 
 def test_prune_keeps_the_newest_steps_and_deletes_the_bytes_of_the_rest(store: Store) -> None:
-    run = Run(store, RUN)
-    written = write(store, *range(10))
+    run, written = Run(store, RUN), write(store, *range(10))
     plan = plan_prune(run, Policy(3))
     assert [(v.checkpoint.step, v.reasons) for v in plan.keep] == [(9, ("last-1",)), (8, ("last-2",)), (7, ("last-3",))]
     assert [c.step for c in plan.remove] == [6, 5, 4, 3, 2, 1, 0]
@@ -74,8 +73,7 @@ def zombie_and_successor(store: Store, clock: FakeClock) -> Run:
 def test_abandoned_checkpoints_have_a_rule_of_their_own() -> None:
     """And the newest steps are counted within the live lineage: an old job that came back costs none of it."""
     clock = FakeClock()
-    run = zombie_and_successor(DictStore(clock), clock)
-    begun_at = clock.now - HOUR_S
+    run, begun_at = zombie_and_successor(DictStore(clock), clock), clock.now - HOUR_S
     listed = {c.step: c.abandoned_at for c in list_checkpoints(run) if c.state is State.ABANDONED}
     assert listed == {400: begun_at, 500: begun_at + HOUR_S}, "500 was committed after its successor began"
 

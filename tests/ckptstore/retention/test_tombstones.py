@@ -84,8 +84,7 @@ def exactly_one_won(store: Store, checkpoint: Checkpoint, undeleted: bool) -> No
 
 
 def test_a_deletion_can_be_taken_back_and_done_again(store: Store) -> None:
-    run = Run(store, RUN, by="me")
-    checkpoint = hidden_checkpoint(store)
+    run, checkpoint = Run(store, RUN, by="me"), hidden_checkpoint(store)
     for _ in range(3):
         undelete(run, checkpoint.attempt, "a mistake")
         assert list_checkpoints(run) == [checkpoint]
@@ -112,8 +111,7 @@ def test_what_was_never_deleted_cannot_be_taken_back(store: Store) -> None:
 @in_memory
 def test_an_undelete_at_every_moment_of_a_sweep(store: Store, weeks: int) -> None:
     hidden_checkpoint(store)
-    calls = count_calls(store, sweep_all)
-    results = set()
+    calls, results = count_calls(store, sweep_all), set()
     for k in range(calls):
         clear(store)
         checkpoint = hidden_checkpoint(store)
@@ -178,8 +176,7 @@ def test_an_undelete_with_a_pin_at_every_moment_of_another_or_of_a_sweep(store: 
 @in_memory
 def test_an_old_undelete_does_not_undo_the_next_deletion(store: Store) -> None:
     """It stalls before it removes the tombstone; meanwhile others take it back, delete again, and sweep."""
-    run = Run(store, RUN, by="me")
-    checkpoint = hidden_checkpoint(store)
+    run, checkpoint = Run(store, RUN, by="me"), hidden_checkpoint(store)
     for k in range(count_calls(store, partial(try_to_undelete, checkpoint=checkpoint))):
         clear(store)
         checkpoint = hidden_checkpoint(store)
@@ -299,8 +296,7 @@ def test_complete_deletions_are_not_read_again(store: Store) -> None:
 
 
 def test_a_week_later_an_undelete_that_died_is_finished(store: Store) -> None:
-    checkpoint = hidden_checkpoint(store)
-    faults = Faults()
+    checkpoint, faults = hidden_checkpoint(store), Faults()
     undelete(Run(FaultyStore(store, faults), RUN), checkpoint.attempt)
     hide(Run(store, RUN), [checkpoint.attempt], "test")
     with pytest.raises(StoreUnavailable):
@@ -325,8 +321,7 @@ def test_a_second_tombstone_with_a_long_grace_brings_nothing_back(store: Store) 
 
 
 def test_a_damaged_sweep_decision_deletes_nothing_and_is_reported(store: Store) -> None:
-    run = Run(store, RUN)
-    checkpoint = hidden_checkpoint(store)
+    run, checkpoint = Run(store, RUN), hidden_checkpoint(store)
     (hidden,) = list_hidden(run)
     store.put(run.keys.sweep_decision(checkpoint.attempt, hidden.id), b"noise")
     actions: list[Callable[[Store], object]] = [sweep_all, lambda s: undelete(Run(s, RUN), checkpoint.attempt)]

@@ -229,8 +229,7 @@ def test_an_abandoned_writer_leaves_nothing(store: Store) -> None:
 
 
 def test_many_parts_to_s3(s3_store: S3Location) -> None:
-    store = open_store(s3_store.url, s3_store.options)
-    piece = os.urandom(7 << 20)
+    store, piece = open_store(s3_store.url, s3_store.options), os.urandom(7 << 20)
     with store.open_writer("run/large") as writer:  # parts of 32 MiB: three, the last one short
         for _ in range(10):
             writer.write(piece)
@@ -296,8 +295,7 @@ def test_local_folders_may_vanish_while_objects_are_made(tmp_path: Path) -> None
 
 
 def test_memory_is_listed_while_others_write_and_delete() -> None:
-    count = 4000
-    store = open_store(f"memory://{uuid.uuid4().hex}")
+    count, store = 4000, open_store(f"memory://{uuid.uuid4().hex}")
     for i in range(count):
         store.put(f"runs/{i:04}/stays", b"x")
 

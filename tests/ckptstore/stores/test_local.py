@@ -92,8 +92,7 @@ def test_a_folder_that_vanished_is_neither_empty_nor_created_again(tmp_path: Pat
     folder, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
     new = open_store(str(folder))
     assert list(new.list("")) == []
-    checkpoint = write_checkpoint(new)
-    old = open_store(str(folder))
+    checkpoint, old = write_checkpoint(new), open_store(str(folder))
     folder.rename(elsewhere)
     calls: list[Callable[[Store], object]] = [
         lambda store: store.put("gpt/a", b"x"), lambda store: store.put_if_absent("gpt/a", b"x"),

@@ -126,8 +126,7 @@ def test_parts_go_up_side_by_side_within_the_memory(s3_store: S3Location, noise:
 
 @pytest.mark.usefixtures("small_parts")
 def test_only_what_may_change_is_copied(s3_store: S3Location, noise: bytes) -> None:
-    store = open_store(s3_store.url, s3_store.options)
-    buffer = bytearray(noise)
+    store, buffer = open_store(s3_store.url, s3_store.options), bytearray(noise)
     shared: dict[int, list[bool]] = {}
     """Of the pieces of each part; parts are sent in any order."""
 

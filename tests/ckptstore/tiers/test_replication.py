@@ -177,8 +177,7 @@ def test_another_trainer_that_went_on_elsewhere_wins(tiers: Tiers) -> None:
 
 def test_a_number_that_is_only_local_is_filled_remotely(tiers: Tiers) -> None:
     tiers.begin(run=tiers.remote)
-    seen = tiers.begin(seen=1)
-    abandoned = [tiers.begin() for _ in range(2)]
+    seen, abandoned = tiers.begin(seen=1), [tiers.begin() for _ in range(2)]
     newest = tiers.begin()
     assert (seen, abandoned, newest) == (2, [3, 4], 5)
     enqueue(tiers.local, tiers.save(1, newest).attempt)
@@ -323,8 +322,7 @@ def test_a_copy_that_others_roll_forward_is_not_taken_for_another_trainer(tiers:
     for at in count():
         first = tiers.begin()
         late = tiers.save(20, first)
-        newest = tiers.save(30, tiers.begin(late), late)
-        faults = Faults(at)
+        newest, faults = tiers.save(30, tiers.begin(late), late), Faults(at)
         with suppress(StoreUnavailable):
             replicate(tiers.local, Run(FaultyStore(tiers.remote.store, faults), "gpt"), newest.attempt)
         collect(tiers.remote)  # a daemon, or a restore on another host
@@ -357,8 +355,7 @@ def test_a_copy_that_waits_for_days_is_continued_and_not_collected(tiers: Tiers)
     """A day after its last write, an attempt without an outcome is an orphan for the remote store's collection."""
     one = tiers.save(10, tiers.begin())
     enqueue(tiers.local, one.attempt)
-    calls = Faults()
-    later = MovableClock(29 * 24 * 3600.0)
+    calls, later = Faults(), MovableClock(29 * 24 * 3600.0)
     copy = f"{tiers.remote.keys.attempt(one.attempt)}"
 
     class Away(Faults):

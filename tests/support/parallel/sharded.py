@@ -104,8 +104,7 @@ def tp(setup: Setup) -> Built:
 def ddp_tp(setup: Setup) -> Built:
     """Tensor parallel in pairs, and the pairs are plain replicas."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = parallelize(setup, mesh["tp"])
-    replicas = mesh["dp"]
+    model, replicas = parallelize(setup, mesh["tp"]), mesh["dp"]
     return data_parallel(
         setup,
         model,
@@ -120,8 +119,7 @@ def ddp_tp(setup: Setup) -> Built:
 def tp_fsdp2(setup: Setup) -> Built:
     """Tensor parallel in pairs, then sharded over the pairs: strided shards."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = parallelize(setup, mesh["tp"])
-    shards = mesh["dp"]
+    model, shards = parallelize(setup, mesh["tp"]), mesh["dp"]
     shard(model, shards)
     return data_parallel(
         setup,
