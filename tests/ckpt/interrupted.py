@@ -14,6 +14,7 @@ import logging
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -26,6 +27,7 @@ from torch import nn
 import ckptstore
 from ckpt import Checkpointer, CkptError
 from ckpt.snapshot.arena import Arena
+from tests.ckpt.snapshot.simulated import PromptDevice, plugged_in
 
 WATCHED = ("ckpt/snapshot/", "ckpt/restoring/", "ckpt/saver/", "ckptstore/threads.py")
 _ROOT = str(Path(ckptstore.__file__).parents[1]) + "/"
@@ -37,7 +39,7 @@ class Alarm(Exception):
 
 
 KINDS: tuple[type[BaseException], ...] = (KeyboardInterrupt, MemoryError, Alarm)
-MODES = ("overlap", "eager", "process", "live")
+MODES = ("overlap", "eager", "process", "live", "device")
 Line = tuple[str, int]
 
 
@@ -158,9 +160,10 @@ def attempt(mode: str, interruption: Interruption) -> str | None:
     """What was wrong, if anything was."""
     faulthandler.dump_traceback_later(3 * _PATIENCE_S, exit=True)
     no_memory = patch.object(Arena, "_check_memory", side_effect=OSError(errno.ENOMEM, "no memory"))
+    special: dict[str, Any] = {"live": no_memory, "device": plugged_in(0, PromptDevice)}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
-            with no_memory if mode == "live" else patch.object(Arena, "none", create=True):
+            with special.get(mode, nullcontext()):
                 Program(mode, folder, interruption)()
         except Exception as error:
             return f"{mode}, {interruption.kind.__name__} at {interruption.line}: {error!r}"

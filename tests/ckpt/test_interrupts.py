@@ -7,7 +7,7 @@ import os
 
 from tests.support.forking import TRAINER, run
 
-_EVERY = 1 if os.environ.get("CKPTD_INTERRUPTS") == "all" else 160
+_EVERY = 1 if os.environ.get("CKPTD_INTERRUPTS") == "all" else 200
 
 
 def test_an_exception_at_any_line_leaves_what_is_committed_as_it_was_at_the_call() -> None:
