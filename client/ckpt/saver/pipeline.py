@@ -170,7 +170,8 @@ class SavePipeline:
         """
         self.segments: dict[int, Segment] = {}
         """The memory of the slots."""
-        self._store = RetryingStore(store, setup.retry_s)
+        warn: Callable[[str], object] = lambda message: report(Warned(message))  # noqa: E731
+        self._store = RetryingStore(store, setup.retry_s, warn=warn)
         # Where a store ignores If-None-Match, the daemon decides: for its own store, the remote one if there are two.
         daemon = setup.daemon if setup.remote is None else None
         self._run = Run(with_remote_create(self._store, daemon, setup.token), setup.run, clock)
@@ -178,7 +179,7 @@ class SavePipeline:
         self.heartbeats = HeartbeatWriter(
             remote or self._run, setup.heartbeat_s if setup.rank == 0 else 0.0, replicated=remote is not None
         )
-        self._numbering = Numbering(self._run, lambda message: report(Warned(message)))
+        self._numbering = Numbering(self._run, warn)
         self._setup = setup
         self._report = report
         # Rank 0 commits for all ranks, so only its saver notifies the daemon.

@@ -207,7 +207,10 @@ def _acquire(client: SaveClient, snapshot: Snapshot, on_busy: OnBusy) -> bool:
             client.calls.run(partial(client.supersede, snapshot.attempt.step))
             on_busy = "wait"
         if not client.arena.released.wait(_WARN_AFTER_S):
-            logger.warning("training waits for an idle slot: saves take longer than the interval between them")
+            for oldest in client.pending[:1]:
+                logger.warning(
+                    "training waits for an idle slot: the save of step %d began %.0f s ago", oldest.step, oldest.age_s
+                )
     return True
 
 

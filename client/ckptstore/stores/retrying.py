@@ -41,11 +41,18 @@ class RetryingStore(WrappedStore):
     their writers only where the store `resumes_uploads`. Otherwise the caller begins again (`repeat`).
     """
 
-    def __init__(self, store: Store, retry_s: float = RETRY_S, sleep: Callable[[float], object] = time.sleep) -> None:
-        """retry_s: 0 for no retries."""
+    def __init__(
+        self,
+        store: Store,
+        retry_s: float = RETRY_S,
+        sleep: Callable[[float], object] = time.sleep,
+        warn: Callable[[str], object] = logger.warning,
+    ) -> None:
+        """retry_s: 0 for no retries. warn: gets a message when an outage begins, and when it ends."""
         store.retry_s = retry_s
         super().__init__(store)
         self._sleep = sleep
+        self._warn = warn
         self._lock = threading.Lock()
         """Guards the fields below."""
         self._retries = 0
@@ -96,7 +103,7 @@ class RetryingStore(WrappedStore):
         self._sleep(seconds)
 
     def _watched(self, call: Callable[[], _T]) -> _T:
-        """Call, and log the first failure of an outage."""
+        """Call, and warn of the first failure of an outage."""
         try:
             return call()
         except StoreUnavailable as error:
@@ -105,7 +112,8 @@ class RetryingStore(WrappedStore):
                     first = self._away_since is None
                     self._away_since = time.monotonic() if first else self._away_since
                 if first:
-                    logger.warning("requests are repeated for up to %.0f s: %s", self.retry_s, error)
+                    left = f"requests are repeated for {self.retry_s:.0f} s more"
+                    self._warn(f"{self.url} does not answer, {left}: {error}")
             raise
 
     def _answered(self) -> None:
@@ -114,7 +122,7 @@ class RetryingStore(WrappedStore):
         with self._lock:
             since, self._away_since = self._away_since, None
         if since is not None:
-            logger.warning("%s answers again, after %.1f s", self.url, time.monotonic() - since)
+            self._warn(f"{self.url} answers again, after {time.monotonic() - since:.1f} s")
 
 
 class _RetryingReader(ObjectReader):

@@ -26,6 +26,7 @@ from ckptstore.run import Run
 from ckptstore.stores import open_store
 from tests.ckpt.saver.attempts import new_attempt, stored
 from tests.support.checkpoints import write_rank
+from tests.support.waiting import wait_until
 
 COUNT = 4_000_000
 
@@ -106,3 +107,18 @@ def test_a_saver_keeps_to_its_cpu_budget_and_gives_way(tmp_path: Path) -> None:
         assert os.getpriority(os.PRIO_PROCESS, checkpointer.saver_pid) > os.getpriority(os.PRIO_PROCESS, 0)
     timings = handle.timings
     assert 0 < timings.cpu_s <= budget * (timings.encode_s + timings.upload_s + burst_s) + chunk_s
+
+
+def test_the_trainer_says_which_store_does_not_answer_and_for_how_long(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "store"
+    with Checkpointer(str(folder), run="r", writer="process", retry_s=60) as run:
+        run.save(nn.Linear(2, 2), None, 1)
+        folder.rename(tmp_path / "away")
+        saved = run.save_async(nn.Linear(2, 2), None, 2)
+        said = f"file://{folder} does not answer, requests are repeated for 60 s more: there is no folder {folder}"
+        wait_until(lambda: said in caplog.text, "the outage")
+        (tmp_path / "away").rename(folder)
+        assert saved.result(60).step == 2
+        wait_until(lambda: f"file://{folder} answers again" in caplog.text, "its end")

@@ -71,7 +71,7 @@ def test_an_outage_of_three_requests_is_not_noticed(store: Store, name: str, cap
     assert away.take_retries() == len(pauses) == 3
     assert [0.05 * 2**n <= pause <= 0.1 * 2**n for n, pause in enumerate(pauses)] == [True] * 3
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert warnings[0] == "requests are repeated for up to 60 s: away"
+    assert warnings[0] == f"{store.url} does not answer, requests are repeated for 60 s more: away"
     assert "answers again" in warnings[1]
     assert len(warnings) == 2, "one outage is logged once"
 
@@ -162,7 +162,7 @@ def test_a_real_s3_server_stops_and_starts(service: RestartableService, caplog: 
     service.stop()
     with ThreadPoolExecutor(len(calls)) as pool:
         results = [pool.submit(call) for call in calls]
-        wait_until(lambda: "requests are repeated for up to 120 s" in caplog.text, "the outage is noticed")
+        wait_until(lambda: "requests are repeated for 120 s more" in caplog.text, "the outage is noticed")
         assert not any(result.done() for result in results[1:])  # the first one is buffered
         service.start()
         assert [result.result(100) for result in results[2:]] == [False, b"x", []]
