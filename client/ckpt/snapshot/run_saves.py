@@ -208,9 +208,7 @@ def _acquire(client: SaveClient, snapshot: Snapshot, on_busy: OnBusy) -> bool:
             on_busy = "wait"
         if not client.arena.released.wait(_WARN_AFTER_S):
             for oldest in client.pending[:1]:
-                logger.warning(
-                    "training waits for an idle slot: the save of step %d began %.0f s ago", oldest.step, oldest.age_s
-                )
+                logger.warning("training waits for an idle slot: the save of step %d has not ended", oldest.step)
     return True
 
 
