@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 import ckpt
 from ckpt.integrations.jax import restore
 from tests.arrays.train_jax import begin
-from tests.support.command_line import invoke
+from tests.support.command_line import succeed
 from tests.support.daemons import running_daemon
 from tests.support.forking import fork
 from tests.support.ports import free_port
@@ -94,9 +94,7 @@ def store(uninterrupted: Callable[[int], tuple[Path, list[list[str]]]]) -> Path:
 
 
 def ctl(*arguments: object) -> str:
-    done = invoke(*arguments)
-    assert done.code == 0, done.stderr
-    return done.stdout
+    return succeed(*arguments).stdout
 
 
 def test_what_two_processes_saved_is_restored_by_one_on_other_devices_and_exported(store: Path, tmp_path: Path) -> None:

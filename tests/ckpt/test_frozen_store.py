@@ -18,7 +18,7 @@ from ckpt import Checkpointer
 from ckptstore.format.planning import derived_bytes
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.stores import open_store
-from tests.support.command_line import invoke
+from tests.support.command_line import invoke, succeed
 
 DATA = Path(__file__).parents[1] / "data" / "format-1-training"
 RUN, OTHER_RUN = "training", "other"
@@ -33,9 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 def query(folder: Path, *command: object) -> Any:
     """The JSON that a command of ckptctl prints."""
-    done = invoke(*command, "--store", folder, "-o", "json")
-    assert done.code == 0, done.stderr
-    return done.json
+    return succeed(*command, "--store", folder, "-o", "json").json
 
 
 def restored(folder: Path, run: str, step: int) -> tuple[Any, ...]:

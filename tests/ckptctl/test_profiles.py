@@ -7,7 +7,7 @@ import pytest
 from ckptctl.profiles import Profile, load_profiles
 from ckptctl.targets import Target, choose_target
 from ckptstore.errors import InvalidRequest
-from tests.support.command_line import invoke
+from tests.support.command_line import invoke, succeed
 
 _LAB = Profile("lab", url="https://lab", token="secret of the lab")
 
@@ -62,8 +62,7 @@ def test_config_shows_what_is_in_force_without_tokens(home: Path) -> None:
 
 
 def test_without_a_file_config_reports_it(home: Path) -> None:
-    shown = invoke("config")
-    assert shown.code == 0
+    shown = succeed("config")
     assert "not found" in shown.stdout
     assert "neither a daemon nor a store" in shown.stdout
 

@@ -14,7 +14,7 @@ from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import flip, write_checkpoint
-from tests.support.command_line import Finished, Terminal, invoke, run
+from tests.support.command_line import Finished, Terminal, invoke, run, succeed
 from tests.support.daemons import Daemon, running_daemon
 from tests.support.waiting import wait_until
 
@@ -112,8 +112,7 @@ def test_a_deletion_is_seen_and_taken_back(daemon: Daemon, folder: Path, filled:
     assert [(body["id"], body["reason"], body["by"]) for body in through.json] == [
         (oldest.id, "diverged & blown up", "anonymous")
     ]
-    done = invoke("undelete", "gpt@10", "--reason", "it did not", "--url", daemon.url)
-    assert done.code == 0
+    done = succeed("undelete", "gpt@10", "--reason", "it did not", "--url", daemon.url)
     assert done.stdout == f"{oldest.id} is back, and stays until ckptctl pin gpt@10 undeleted --remove\n"
     assert invoke("rm", "gpt@10", "--yes", "--grace", "0s", "--url", daemon.url).code == 6
     assert invoke("pin", "gpt@10", "undeleted", "--remove", "--url", daemon.url).code == 0

@@ -17,7 +17,7 @@ from ckpt import Checkpointer
 from ckptstore.errors import StoreReadOnly
 from ckptstore.stores import Store, open_store
 from tests.support import seaweed
-from tests.support.command_line import invoke
+from tests.support.command_line import invoke, succeed
 from tests.support.daemons import running_daemon
 from tests.support.seaweed import S3Service
 from tests.support.waiting import present
@@ -146,8 +146,7 @@ def test_an_operator_and_a_daemon_do_their_work(bucket: Bucket, monkeypatch: pyt
         ("prune", "gpt", "--keep", "1", "--grace", "0s", "--yes"),
         ("gc",),
     ):
-        done = invoke(*words, "--store", bucket.url)
-        assert done.code == 0, done.stderr
+        succeed(*words, "--store", bucket.url)
     store = bucket.store("operator")
     assert len([info.key for info in store.list("gpt/attempts/") if info.key.endswith(".ckpt")]) == 1
     begin_upload(bucket.store("trainer"))

@@ -69,6 +69,13 @@ def invoke(*args: object, env: Mapping[str, str] | None = None) -> Finished:
         return Finished(code, stdout.getvalue().decode(), stderr.getvalue().decode())
 
 
+def succeed(*args: object) -> Finished:
+    """The same, of a command whose exit code must be 0."""
+    done = invoke(*args)
+    assert done.code == 0, done.stdout + done.stderr
+    return done
+
+
 def run(*args: object, env: Mapping[str, str] | None = None) -> Finished:
     """Run ckptctl in a process of its own without a terminal, a fork: see tests.support.forking."""
     return Finished(

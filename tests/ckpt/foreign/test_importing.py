@@ -23,7 +23,7 @@ from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import sample_arrays
-from tests.support.command_line import Finished, clean_environment, invoke
+from tests.support.command_line import Finished, clean_environment, invoke, succeed
 from tests.support.disks import small_file_system
 from tests.support.entries import ENTRIES, TREES, tensor_bytes, write_entries
 
@@ -54,8 +54,7 @@ def refused(folder: Path, path: Path, *more: object) -> Finished:
 def test_a_safetensors_file_becomes_a_model(store: Path, tmp_path: Path) -> None:
     tensors = {name.removeprefix("model/"): torch.tensor(a) for name, a in sample_arrays(3).items()}
     save_file(tensors, tmp_path / "a.safetensors")
-    done = invoke("import", tmp_path / "a.safetensors", "gpt@7", "--store", store, "-o", "json")
-    assert done.code == 0
+    done = succeed("import", tmp_path / "a.safetensors", "gpt@7", "--store", store, "-o", "json")
     assert done.json["id"].startswith("gpt@7.")
     assert (done.json["items"], done.json["num_entries"], done.json["format"]) == (["model"], 5, "safetensors")
     assert invoke("verify", "gpt@7", "--store", store).code == 0

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.support.command_line import invoke
+from tests.support.command_line import invoke, succeed
 from tests.support.daemons import running_daemon
 from tests.support.forking import Fork, fork, run
 
@@ -113,22 +113,18 @@ def operators_can_use(folder: Path, name: str, own: Path, prefix: str = "model/"
     own: the framework's own state_dict of the newest checkpoint, in a file of torch's.
     """
     store = str(folder)
-    listed = invoke("ls", name, "--store", store, "-o", "json")
-    assert listed.code == 0, listed.stderr
-    newest = listed.json[0]["id"]
+    newest = succeed("ls", name, "--store", store, "-o", "json").json[0]["id"]
     assert invoke("show", newest, "--store", store).code == 0
     assert invoke("verify", newest, "--store", store).code == 0
     with running_daemon(store) as daemon:
         assert daemon.get(f"/checkpoints/latest?run={name}").json()["id"] == newest
     to = folder / f"{name}.safetensors"
-    done = invoke("export", newest, "--to", to, "--names", f"{prefix}*", "--store", store)
-    assert done.code == 0, done.stderr
+    succeed("export", newest, "--to", to, "--names", f"{prefix}*", "--store", store)
     from safetensors.torch import load_file
 
     exported, expected = load_file(to), torch.load(own, weights_only=True)
     assert {entry.removeprefix(prefix) for entry in exported} == set(expected)
     for entry, tensor in exported.items():
         assert torch.equal(tensor, expected[entry.removeprefix(prefix)]), entry
-    pruned = invoke("prune", name, "--keep", "1", "--yes", "--grace", "0s", "--store", store)
-    assert pruned.code == 0, pruned.stderr
+    succeed("prune", name, "--keep", "1", "--yes", "--grace", "0s", "--store", store)
     assert [one["id"] for one in invoke("ls", name, "--store", store, "-o", "json").json] == [newest]

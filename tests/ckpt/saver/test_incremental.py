@@ -43,6 +43,7 @@ from ckptstore.retention.scrubbing import scrub
 from ckptstore.run import Run
 from ckptstore.stores import open_store
 from tests.support.checkpoints import flipped
+from tests.support.training import same_state
 from tests.support.waiting import present
 
 RUN = "r"
@@ -95,10 +96,6 @@ def checkpointer(tmp_path: Path) -> Iterator[Checkpointer]:
         yield found
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-
-
 def check_all(folder: Path) -> None:
     store = open_store(str(folder))
     for checkpoint in list_checkpoints(Run(store, RUN)):
@@ -139,7 +136,7 @@ def test_a_frozen_base_is_stored_once(tmp_path: Path, writer: Any) -> None:
         for step, state in states.items():
             fresh = Training()
             checkpointer.restore(fresh.model, fresh.optim, checkpoint=step)
-            assert same(fresh.state(), state)
+            assert same_state(fresh.state(), state)
     check_all(tmp_path)
     run = Run(open_store(str(tmp_path)), RUN)
     assert ({mark.attempt for mark in marks(run)}, active_leases(run)) == ({first.attempt}, {})
@@ -193,7 +190,7 @@ def test_what_thaws_is_stored_and_what_freezes_is_referenced(checkpointer: Check
     assert frozen.stored_bytes * 20 < frozen.referenced_bytes
     fresh = Training()
     checkpointer.restore(fresh.model, fresh.optim, checkpoint=changed.step)
-    assert same(fresh.state(), state)
+    assert same_state(fresh.state(), state)
     check_all(tmp_path)
 
 

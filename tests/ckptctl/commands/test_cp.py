@@ -25,7 +25,7 @@ from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from ckptstore.tiers.copying import copy_checkpoint
 from tests.support.checkpoints import flip, whole_entries, write_checkpoint
-from tests.support.command_line import PROGRAM, clean_environment, invoke
+from tests.support.command_line import PROGRAM, clean_environment, invoke, succeed
 from tests.support.daemons import running_daemon
 from tests.support.stores import Faults, FaultyStore
 from tests.support.waiting import wait_until
@@ -57,8 +57,7 @@ def same(store: Store, original: Checkpoint, target: Store, copy: Checkpoint) ->
 
 def test_a_run_is_copied_and_again_costs_nothing(folder: Path, filled: Store, there: Path) -> None:
     change_labels(Run(filled, "gpt"), latest(Run(filled, "gpt")).attempt, LabelChange({"paper": ""}, {"val": 2.0}))
-    done = invoke("cp", "gpt", "--to", there, "--store", folder, "-o", "json")
-    assert done.code == 0, done.stderr
+    done = succeed("cp", "gpt", "--to", there, "--store", folder, "-o", "json")
     assert [body["existed"] for body in done.json] == [False] * 4
     target = open_store(str(there))
     copies = list_checkpoints(Run(target, "gpt"))
@@ -103,8 +102,7 @@ def test_statistics_come_along(folder: Path, there: Path, changed: int, statisti
     )
     with running_daemon(folder.as_uri()) as daemon:
         for at, name in ((("--url", daemon.url), "one"), (("--store", folder), "two")):
-            done = invoke("cp", "gpt@2", "--to", there, "--as", name, *at)
-            assert done.code == 0, done.stderr
+            succeed("cp", "gpt@2", "--to", there, "--as", name, *at)
             copy = latest(Run(target, name))
             assert verify(StoreSource(target), copy).ok
             assert not read_statistics(StoreSource(target), copy).missing
@@ -194,8 +192,7 @@ def test_a_copy_that_was_killed_continues(folder: Path, filled: Store, there: Pa
     wait_until(lambda: any(there.rglob("*.ckpt")) or process.poll() is not None, "the copy of the shard")
     process.send_signal(signal.SIGKILL)
     process.wait(60)
-    done = invoke("cp", "big@1", "--to", there, "--store", folder)
-    assert done.code == 0, done.stderr
+    succeed("cp", "big@1", "--to", there, "--store", folder)
     target = open_store(str(there))
     same(filled, original, target, latest(Run(target, "big")))
     assert len(list(there.rglob("*.ckpt"))) == 1

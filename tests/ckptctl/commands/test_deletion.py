@@ -10,7 +10,7 @@ from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import sample_arrays, steps, write_checkpoint, write_rank
-from tests.support.command_line import Terminal, invoke
+from tests.support.command_line import Terminal, invoke, succeed
 from tests.support.daemons import running_daemon
 
 
@@ -36,8 +36,7 @@ def test_gc_commits_what_is_complete_and_deletes_old_orphans(folder: Path, fille
     ]
     assert steps(filled, "gpt")[0] == 50
     write_rank(filled, "gpt", fresh, sample_arrays())
-    done = invoke("gc", "gpt", "--grace", "0s", "--store", folder)
-    assert done.code == 0
+    done = succeed("gc", "gpt", "--grace", "0s", "--store", folder)
     assert f"aborted gpt@60.{partial.ulid}" in done.stdout
     assert f"rolled forward gpt@70.{fresh.ulid}" in done.stdout
     row = done.stdout.splitlines()[1].split()
@@ -59,8 +58,7 @@ def test_a_deletion_is_seen_and_taken_back(folder: Path, filled: Store) -> None:
     assert [body["id"] for body in waiting] == [c.id for c in sorted(before[1:], key=lambda c: c.attempt, reverse=True)]
     assert {body["reason"] for body in waiting} == {"prune"}
     assert "23h 59m" in invoke("undelete", "--store", folder).stdout
-    done = invoke("undelete", "gpt@10", "--reason", "a mistake", "--store", folder)
-    assert done.code == 0
+    done = succeed("undelete", "gpt@10", "--reason", "a mistake", "--store", folder)
     assert done.stdout == f"{before[-1].id} is back, and stays until ckptctl pin gpt@10 undeleted --remove\n"
     assert invoke("prune", "--keep", 1, "--yes", "--store", folder).code == 0
     assert steps(filled, "gpt") == [40, 10]

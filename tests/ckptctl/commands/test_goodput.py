@@ -7,7 +7,7 @@ from ckptstore.analysis.goodput import BADPUT, Spent
 from ckptstore.format.parsing import seal
 from ckptstore.run import Run
 from ckptstore.stores import Store
-from tests.support.command_line import invoke
+from tests.support.command_line import invoke, succeed
 from tests.support.daemons import running_daemon
 from tests.support.histories import History
 from tests.support.waiting import wait_until
@@ -28,8 +28,7 @@ def test_the_account_of_a_run(folder: Path, filled: Store) -> None:
         assert found["seconds"][kind] == pytest.approx(seconds, abs=0.02 * total)
     assert found["goodput"] == pytest.approx(found["seconds"]["productive"] / total)
     assert set(found["badput"]) == set(BADPUT.values())
-    table = invoke("goodput", "sim", "--store", folder)
-    assert table.code == 0
+    table = succeed("goodput", "sim", "--store", folder)
     for kind in Spent:
         assert kind in table.stdout
     assert len(invoke("goodput", "sim", "--store", folder, "-o", "id").stdout.split()) == len(history.lives)
@@ -44,9 +43,7 @@ def test_openmetrics_can_be_parsed(folder: Path, filled: Store) -> None:
 
 
 def test_a_run_without_heartbeats_is_marked(folder: Path, filled: Store) -> None:
-    done = invoke("goodput", "gpt", "--store", folder)
-    assert done.code == 0
-    assert "* without heartbeats" in done.stdout
+    assert "* without heartbeats" in succeed("goodput", "gpt", "--store", folder).stdout
 
 
 def test_through_a_daemon_and_in_its_metrics(folder: Path, filled: Store) -> None:
@@ -54,8 +51,7 @@ def test_through_a_daemon_and_in_its_metrics(folder: Path, filled: Store) -> Non
     for heartbeat in history.heartbeats(run):
         filled.put(run.keys.heartbeat(heartbeat.id), seal(heartbeat))
     with running_daemon(f"file://{folder}") as daemon:
-        found = invoke("goodput", "gpt", "--url", daemon.url, "-o", "json")
-        assert found.code == 0, found.stderr
+        found = succeed("goodput", "gpt", "--url", daemon.url, "-o", "json")
         assert found.json["goodput"] == invoke("goodput", "gpt", "--store", folder, "-o", "json").json["goodput"]
         wait_until(lambda: 'ckptd_goodput_ratio{run="gpt"}' in daemon.get("/metrics").text, "the account")
         assert 'ckptd_goodput_seconds{category="lost",run="gpt"}' in daemon.get("/metrics").text

@@ -9,13 +9,12 @@ import pytest
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.run import Run
 from ckptstore.stores import Store
-from tests.support.command_line import invoke
+from tests.support.command_line import invoke, succeed
 from tests.support.daemons import running_daemon
 
 
 def test_tags_and_metrics_on_a_store_and_through_a_daemon(folder: Path, filled: Store) -> None:
-    done = invoke("tag", "gpt@10", "paper", "owner=ann", "--metric", "val_loss=2.5", "--store", folder)
-    assert done.code == 0
+    done = succeed("tag", "gpt@10", "paper", "owner=ann", "--metric", "val_loss=2.5", "--store", folder)
     assert "owner=ann paper" in done.stdout
     with running_daemon(folder.as_uri()) as daemon:
         body = invoke("tag", "gpt@10", "paper-", "draft=1", "--url", daemon.url, "-o", "json").json

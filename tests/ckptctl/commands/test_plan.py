@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from ckptplan.plan import plan as plan_by_keywords
-from tests.support.command_line import Terminal, invoke
+from tests.support.command_line import Terminal, invoke, succeed
 from tests.support.daemons import running_daemon
 from tests.support.waiting import wait_until
 
@@ -96,8 +96,7 @@ def test_a_run_is_measured(folder: Path) -> None:
 
 
 def test_a_store_is_measured_and_left_clean(tmp_path: Path) -> None:
-    done = invoke("plan", "--parameters", "1e9", "--measure", tmp_path, "--measure-size", "32MiB", "-o", "json")
-    assert done.code == 0
+    done = succeed("plan", "--parameters", "1e9", "--measure", tmp_path, "--measure-size", "32MiB", "-o", "json")
     assert "one rank writes" in done.stderr
     assert done.json["interval"]["durable_s"] > 0
     assert done.json["restore"]["seconds_shared"] > 0

@@ -9,7 +9,7 @@ from ckptstore.format.records import Override, Policy, PolicySet
 from ckptstore.retention.policy import read_policies
 from ckptstore.stores import Store
 from tests.support.checkpoints import steps, write_checkpoint
-from tests.support.command_line import invoke
+from tests.support.command_line import invoke, succeed
 from tests.support.daemons import running_daemon
 from tests.support.waiting import present
 
@@ -95,8 +95,7 @@ def test_what_policies_delete_and_where_they_are_blocked_is_noted(folder: Path, 
         write_checkpoint(filled, "gpt", step)
     with running_daemon(folder.as_uri()) as daemon:
         for target in (("--store", folder), ("--url", daemon.url)):
-            blocked = invoke("policy", "set", "--keep", 1, *target)
-            assert blocked.code == 0
+            blocked = succeed("policy", "set", "--keep", 1, *target)
             assert "blocked: the prune would delete 10 of 11 checkpoints of run 'gpt': 91%" in blocked.stderr
             assert "ckptctl prune gpt" in blocked.stderr
             assert invoke("policy", "clear", *target).stderr == ""

@@ -12,7 +12,7 @@ from ckptstore.reading.verify import verify
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import flip, sample_arrays, write_checkpoint
-from tests.support.command_line import invoke
+from tests.support.command_line import invoke, succeed
 from tests.support.daemons import running_daemon
 
 
@@ -80,9 +80,7 @@ def test_damaged_documents_are_found(folder: Path, filled: Store, which: str) ->
 
 
 def test_it_restores_on_so_many_ranks(folder: Path, filled: Store) -> None:
-    done = invoke("verify", "gpt@latest", "--ranks", 8, "--ranks", 512, "--store", folder, "-o", "json")
-    assert done.code == 0, done.stderr
-    (found,) = done.json
+    (found,) = succeed("verify", "gpt@latest", "--ranks", 8, "--ranks", 512, "--store", folder, "-o", "json").json
     assert [one["ranks"] for one in found["estimates"]] == [1, 8, 512]
     table = invoke("verify", "gpt@10", "--ranks", 2, "--store", folder)
     assert "restores:" in table.stdout
@@ -134,8 +132,7 @@ def test_damage_is_healed_from_a_copy(folder: Path, filled: Store, tmp_path: Pat
     lost = invoke("scrub", "--heal", "gpt", "--store", folder)
     assert lost.code == 5
     assert "nothing else holds the bytes of chunk" in lost.stdout
-    done = invoke("scrub", "--heal", "--from", copy, "gpt", "--store", folder, "-o", "json")
-    assert done.code == 0
+    done = succeed("scrub", "--heal", "--from", copy, "gpt", "--store", folder, "-o", "json")
     (healed,) = (body["healed"] for body in done.json if body["id"] == id)
     assert [key.rsplit("/", 1)[-1] for key in healed] == ["shard-00000.ckpt"]
     assert path.read_bytes() == (copy / path.relative_to(folder)).read_bytes()
@@ -151,8 +148,7 @@ def test_a_daemon_heals_in_a_job(folder: Path, filled: Store) -> None:
     _flip(folder, filled, 40)
     with running_daemon(f"file://{folder}") as daemon, daemon.client() as client:
         assert not verify(client, whole).ok
-        done = invoke("scrub", "--heal", "gpt", "--url", daemon.url, "-o", "json")
-        assert done.code == 0, done.stderr
+        done = succeed("scrub", "--heal", "gpt", "--url", daemon.url, "-o", "json")
         assert (done.json["result"]["num_healed"], done.json["result"]["num_corrupt"]) == (1, 0)
         assert verify(client, whole).ok
         assert [c.id for c in client.checkpoints("gpt") if c.state is State.CORRUPT] == []

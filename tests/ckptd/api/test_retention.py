@@ -135,7 +135,8 @@ def test_a_prune_works_from_the_store_and_updates_the_index(store: Store, daemon
 
 
 def test_prunes_that_make_no_sense(daemon: Daemon, client: DaemonClient) -> None:
-    rules: list[dict[str, object]] = [{"keep_last": 0}, {"rules": {}}, {"rules": {"keep_best": ["loss"]}}]
+    rules: list[dict[str, object]] = [{"keep_last": 0}, {"keep_last": -1}, {"rules": {}}]
+    rules.append({"rules": {"keep_best": ["loss"]}})
     for keeps_nothing in rules:
         answer = daemon.post(bodies.PRUNE, {**keeps_nothing, "dry_run": False})
         assert (answer.status_code, answer.json()["code"]) == (422, InvalidRequest.code)

@@ -86,13 +86,6 @@ def test_bodies(served: Served, path: str, body: object) -> None:
     _refused(served.daemon.post(path, body), "invalid_name", "invalid_request")
 
 
-def test_keeping_nothing_is_refused(served: Served) -> None:
-    for keep_last in (0, -1):
-        answer = served.daemon.post(bodies.PRUNE, {"keep_last": keep_last, "dry_run": False})
-        _refused(answer, "invalid_request")
-        assert answer.status_code == 422
-
-
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"\xff\xfe", b"[" * 60_000, b'{"keep_last":1}' + b" " * 70_000, b"1e999"]
 )

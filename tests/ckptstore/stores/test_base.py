@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -251,17 +249,6 @@ def test_an_abandoned_upload_leaves_no_parts_on_s3(s3_store: S3Location) -> None
     assert len(pending()) == 1, "the test must begin an upload to prove anything"
     abandon(writer, b"some more")
     assert (keys(store), pending()) == ([], [])
-
-
-def test_s3_by_environment_alone(s3_store: S3Location) -> None:
-    """What a saver process gets: a URL and an environment."""
-    program = "import sys; from ckptstore.stores import open_store; open_store(sys.argv[1]).put('run/a', b'hello')"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program, s3_store.url],
-        env=s3_store.environment, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert open_store(s3_store.url, s3_store.options).get("run/a") == b"hello"
 
 
 def test_local_files_being_written_are_not_objects(tmp_path: Path) -> None:

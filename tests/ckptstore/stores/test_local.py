@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
 import subprocess
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -74,17 +73,6 @@ def test_unknown_schemes(url: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         open_store(url)
     assert caught.value.hint
-
-
-@pytest.mark.timeout(120)
-def test_an_unreachable_s3_service_is_unavailable() -> None:
-    pytest.importorskip("s3fs")
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # bound and not listening: refuses
-        endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        store = open_store("s3://bucket/root", {"endpoint_url": endpoint, "key": "a", "secret": "b"})
-        with pytest.raises(StoreUnavailable, match="s3://bucket/root/gpt"):
-            latest(Run(store, "gpt"))
 
 
 def test_a_folder_that_vanished_is_neither_empty_nor_created_again(tmp_path: Path) -> None:
