@@ -35,8 +35,14 @@ from ckptstore.format.trees import TAG, decode_bytes, encode_bytes, encode_tree,
 if TYPE_CHECKING:
     import torch
 
+RANK_PREFIX = "rank-"
 INLINE_BYTES = 64 << 10
 """Rank-local arrays up to this size lie in the receipt, so that a rank without other state writes no shard."""
+
+
+def rank_prefix(rank: int) -> str:
+    """Begins the names of the entries that a rank has for itself."""
+    return f"{RANK_PREFIX}{rank:05d}/"
 
 
 def small_leaf(path: str, value: Any) -> JSON:
@@ -84,7 +90,10 @@ class Collector:
     def __init__(self, ownership: Ownership) -> None:
         self.captured = Captured()
         self.ownership = ownership
-        self._prefix = f"rank-{ownership.rank:05d}/"
+        self._prefix = rank_prefix(ownership.rank)
+        self.copies: tuple[list[tuple[str, Any]], ...] = [], []
+        """Plain tensors of modules and optimizers that other ranks have, too: those beside sharded parameters, where
+        nothing else shows that they are copies, and others."""
         self._names: MutableMapping[str, None] = {}
         self._seen: MutableMapping[object, str] = {}
 

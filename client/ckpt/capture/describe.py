@@ -18,14 +18,13 @@ from torch.optim import Optimizer
 from ckpt.capture import modules
 from ckpt.capture.leaves import Captured
 from ckpt.capture.optimizers import NamedOptimizer
-from ckpt.capture.ownership import Ownership, Unit, Units
+from ckpt.capture.ownership import DIFFERS, Ownership, Unit, Units
 from ckpt.capture.parameters import Leaf
 from ckpt.capture.parts import check_within, kind_of
-from ckpt.capture.tensors import dtype_name, tensor_bytes
+from ckpt.capture.tensors import digest, dtype_name, first_elements
 from ckpt.capture.train_state import TrainState
 from ckptstore.format import boxes
 
-_SAMPLE = 64  # elements of each parameter that are compared between ranks
 _FRAME = Unit("", (), (), False, 0)
 """State without tensors of its own: its first holder writes it."""
 
@@ -41,17 +40,20 @@ def describe(state: TrainState, sampled: bool, members: AbstractSet[int] | None 
     state.reshard()
     units: dict[str, Unit] = {}
     for item, chunks in state.modules.items():
-        trusted = not sampled or all(map(modules.is_replicated, chunks))
-        for chunk in chunks:
-            modules.own_loading(modules.unwrap(chunk))  # refuses code that a restore could not run
+        wrappers = {modules.unwrap(chunk): chunk for chunk in chunks}
+        for inner in wrappers:
+            modules.own_loading(inner)  # refuses code that a restore could not run
         units[item_frame(item)] = _FRAME
         for leaf in state.leaves(item):
             if not isinstance(leaf.value, torch.Tensor):
                 units[leaf.unit] = _FRAME
                 continue
             buffer = id(leaf.value) not in state.parameters.leaves
+            assert leaf.module is not None
+            trusted = not sampled or modules.is_replicated(wrappers[leaf.module], leaf.raw, buffer)
             if unit := _unit(leaf, trusted, buffer):
-                units[leaf.unit] = unit
+                own = buffer and not trusted and leaf.raw.endswith(modules.STATISTICS)
+                units[leaf.unit] = replace(unit, sample=DIFFERS) if own else unit
             if members is not None:
                 check_within(leaf.path, leaf.part.cells, members)
     kept: dict[str, list[str]] = defaultdict(list)
@@ -103,7 +105,7 @@ def _unit(leaf: Leaf, trusted: bool, buffer: bool) -> Unit | None:
     wrapped = [unit for one in inner or () if (unit := _unit(one, trusted, buffer))]
     sample = ""
     if not trusted and part.ranks is None:
-        sample = " ".join(unit.sample for unit in wrapped) if wrapped else _sample(part.pieces[0].tensor)
+        sample = " ".join(unit.sample for unit in wrapped) if wrapped else digest(first_elements(part.pieces[0].tensor))
     return Unit(
         dtype=" ".join((kind, *(unit.dtype for unit in wrapped))),
         shape=part.shape,
@@ -113,11 +115,6 @@ def _unit(leaf: Leaf, trusted: bool, buffer: bool) -> Unit | None:
         sample=sample,
         buffer=buffer,
     )
-
-
-def _sample(tensor: torch.Tensor) -> str:
-    # A copy: torch refuses to resize a storage once numpy has seen its memory.
-    return xxhash.xxh3_64_hexdigest(tensor_bytes(tensor.reshape(-1)[:_SAMPLE].clone().cpu()))
 
 
 _NOT_HERE = {"capturable": False, "fused": None, "foreign": False, "differentiable": False}
@@ -146,7 +143,7 @@ def _bytes_to_come(optimizer: NamedOptimizer, ownership: Ownership) -> int:
             continue
         key = (id(group), parameter.dtype, min(parameter.dim(), 2))
         if key not in rehearsed:
-            rehearsed[key] = _rehearse(optimizer.holder, group, parameter.dtype, key[2])
+            rehearsed[key] = rehearse(optimizer.holder, group, parameter.dtype, key[2])
         (per_element, extra), part = rehearsed[key], leaf.part
         total += extra
         if ownership.writes(ownership.state_unit(leaf.unit, optimizer.item), part.ranks, part.holders):
@@ -154,7 +151,9 @@ def _bytes_to_come(optimizer: NamedOptimizer, ownership: Ownership) -> int:
     return total
 
 
-def _rehearse(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, dimensions: int) -> tuple[int, int]:
+def rehearse(
+    optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype = torch.float32, dimensions: int = 2
+) -> tuple[int, int]:
     """The bytes that such an optimizer keeps for each element of such a parameter and a constant: measured by a step of
     another on a tiny parameter."""
     kind = type(optimizer)

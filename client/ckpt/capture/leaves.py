@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ckpt.device import DEVICES, Mark, has_device, poll
 from ckpt.lazily import torch
-from ckptstore.format.documents import JSON
+from ckptstore.format.documents import JSON, Replicas
 from ckptstore.format.shards import Slice
 
 
@@ -131,8 +131,14 @@ class Captured:
     aliases: dict[str, str] = field(default_factory=dict)
     seen: list[object] = field(default_factory=list)
     """The leaves and optimizers that this rank holds, also what another rank writes. Another layout has others."""
+    replicas: Replicas = field(default_factory=Replicas)
     sameness: object | None = None
     """If two captures have the same object here, their leaves are the same slices and lie in the same memory."""
+
+    def copy(self, leaves: Leaves) -> Captured:
+        """The same with other leaves, and nothing that is late."""
+        trees, aliases, alike = dict(self.trees), dict(self.aliases), dict(self.replicas.alike)
+        return Captured(leaves, trees, aliases=aliases, seen=self.seen, replicas=Replicas(alike))
 
     def write(self) -> dict[str, JSON]:
         """All of `local`. Completes `trees`. Of any thread: what need not be done while training waits is done now."""

@@ -19,6 +19,8 @@ from ckptstore.errors import UnsupportedObject
 # Infixes that wrappers put into names of the modules below them.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 EXTRA_STATE = "_extra_state"
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+"""Ends of the names of buffers that are of the batches of one rank."""
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -31,9 +33,15 @@ def unwrap(module: nn.Module) -> nn.Module:
         module = inner
 
 
-def is_replicated(module: nn.Module) -> bool:
-    """Whether the process group is known to hold equal parameters on all ranks."""
-    return any(isinstance(one, DistributedDataParallel) for one in (module, getattr(module, "_orig_mod", None)))
+def is_replicated(module: nn.Module, raw: str, buffer: bool) -> bool:
+    """Whether all ranks are known to hold equal values under a name of the module's `state_dict`."""
+    ddp = module if isinstance(module, DistributedDataParallel) else getattr(module, "_orig_mod", None)
+    return (
+        isinstance(ddp, DistributedDataParallel)
+        and raw not in ddp.parameters_to_ignore
+        and (ddp.broadcast_buffers or not buffer)
+        and torch.distributed.get_world_size(ddp.process_group) == torch.distributed.get_world_size()
+    )
 
 
 def canonical(name: str) -> str:

@@ -15,13 +15,12 @@ from itertools import count, islice
 from typing import Any, cast
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ckpt.capture.leaves import Change
 from ckpt.capture.parameters import Leaf, OptimizerState, Parameters
 from ckpt.capture.parts import Ranks
-from ckptstore.errors import StateMismatch, UnsupportedObject
+from ckptstore.errors import StateMismatch
 
 CLASS = "optimizer_class"
 """Key of a saved group: the name of its optimizer's class. Checkpoints of older versions lack it."""
@@ -163,23 +162,6 @@ def _as_zero(optimizer: Optimizer) -> Any:
     """The optimizer, if it is a ZeroRedundancyOptimizer; its module is slow to import, and warns."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return optimizer if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer) else None
-
-
-def check_sharded_alike(path: str, parameter: torch.Tensor, state: Any) -> None:
-    """UnsupportedObject if state of a sharded parameter has the shape of this rank's shard, but does not say so.
-
-    It would be taken for a copy that all ranks hold alike, and that of one of them would be saved for all.
-    """
-    if not isinstance(parameter, DTensor) or not isinstance(state, dict):
-        return
-    local = parameter._local_tensor.shape
-    for key, value in state.items() if local != parameter.shape else ():
-        plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-        if plain and value.shape == local and value.numel() > 1:
-            raise UnsupportedObject(
-                f"{path}/{key} is a plain tensor of this rank's shard of a sharded parameter",
-                "Have the optimizer keep it as a DTensor like the parameter, such as torch.zeros_like(parameter) makes",
-            )
 
 
 def describe_groups(

@@ -8,6 +8,9 @@ between the ranks of a mesh are written by each of these ranks; of several equal
   the copies within it by the first one that the group holds;
 - a tensor that ranks hold whole: by the unit's first holder, the lowest rank that has any of it.
 
+A buffer that ranks hold differently is also kept per rank: one that differed when the ranks agreed, and statistics of
+batches that no wrapper is known to keep equal.
+
 With split_replicas=True the units are distributed over the copies, largest first, so that all replicas write about the
 same number of bytes.
 """
@@ -16,12 +19,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from ckptstore.errors import LayoutChanged, UnsupportedObject
+
+DIFFERS = "differs"
+"""The sample of a buffer that is of the batches of one rank."""
 
 
 class Unit(msgspec.Struct, frozen=True, array_like=True):
@@ -64,6 +71,8 @@ class Ownership:
     holders: Mapping[str, tuple[int, ...]]
     members: tuple[int, ...] | None = None
     """The global ranks of the group, by rank; None: all ranks."""
+    per_rank: AbstractSet[str] = frozenset()
+    """The units of buffers that each holder also keeps for itself."""
 
     def state_unit(self, unit: str, item: str) -> str:
         """The unit of the state that optimizers of an item keep for a unit."""
@@ -115,10 +124,8 @@ class Ownership:
         )
 
 
-def agree(
-    rank: int, said: Sequence[Units], split_replicas: bool, members: tuple[int, ...] | None = None
-) -> tuple[Ownership, list[str]]:
-    """The ownership that follows from all ranks' units, in rank order, and the buffers that differ between ranks.
+def agree(rank: int, said: Sequence[Units], split_replicas: bool, members: tuple[int, ...] | None = None) -> Ownership:
+    """The ownership that follows from all ranks' units, in rank order.
 
     members: the global ranks of the group that saves, by rank; None: all ranks.
     Raises UnsupportedObject if ranks hold different tensors under one name: one of them would be lost.
@@ -128,7 +135,7 @@ def agree(
         for name in units:
             holders[name].append(holder)
     named = range(len(said)) if members is None else members
-    different = [n for n, ranks in holders.items() if _differs(n, [(named[r], said[r][n]) for r in ranks])]
+    per_rank = {n for n, ranks in holders.items() if _may_differ(n, [(named[r], said[r][n]) for r in ranks])}
     ordered = {name: tuple(ranks) for name, ranks in holders.items()}
     for name, ranks in holders.items():
         for item in {item for rank in ranks for item in said[rank][name].optimizers}:
@@ -138,32 +145,33 @@ def agree(
     owner = {name: ranks[0] for name, ranks in ordered.items()}
     turn = dict.fromkeys(ordered, 0)
     if split_replicas:
-        turn |= _turns({name: said[owner[name]][name].bytes for name in holders}, ordered)
-    return Ownership(rank, said[rank], owner, turn, ordered, members), different
+        turn |= _turns({name: said[owner[name]][name].bytes for name in holders.keys() - per_rank}, ordered)
+    return Ownership(rank, said[rank], owner, turn, ordered, members, per_rank)
 
 
 def _state_unit(unit: str, item: str) -> str:
     return f"{item}#{unit}"
 
 
-def _differs(name: str, found: Sequence[tuple[int, Unit]]) -> bool:
-    """Whether a buffer differs between ranks. Raises UnsupportedObject for a parameter that does.
+def _may_differ(name: str, found: Sequence[tuple[int, Unit]]) -> bool:
+    """Whether a buffer differs between ranks, or will. Raises UnsupportedObject for a parameter that does.
 
     found: what each global rank holds.
     """
     first_rank, first = found[0]
+    unequal = False
     for rank, unit in found[1:]:
-        same_tensor = (unit.dtype, unit.shape, unit.distributed) == (first.dtype, first.shape, first.distributed)
-        if same_tensor and (unit.distributed or unit.sample == first.sample):
+        differ = [field for field in ("dtype", "shape", "distributed") if getattr(unit, field) != getattr(first, field)]
+        unequal |= not unit.distributed and (unit.sample != first.sample or unit.sample == DIFFERS)
+        if not differ and (unit.buffer or not unequal):
             continue
-        if same_tensor and unit.buffer:
-            return True
+        what = f"{differ[0]} {getattr(first, differ[0])} and {getattr(unit, differ[0])}" if differ else "other values"
         raise UnsupportedObject(
-            f"ranks {first_rank} and {rank} hold different tensors under the name {name!r}",
+            f"ranks {first_rank} and {rank} hold different tensors under the name {name!r}: {what}",
             "Give parameters that are not copies of each other names of their own (a pipeline stage keeps its "
             "parameters' names in the whole model), shard them as DTensor, or make the copies equal",
         )
-    return False
+    return unequal
 
 
 def _turns(sizes: Mapping[str, int], holders: Mapping[str, tuple[int, ...]]) -> dict[str, int]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import product
 from math import prod
 
@@ -102,8 +102,6 @@ def part_of(path: str, tensor: torch.Tensor) -> TensorPart:
 
 def _elements(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a tensor as a plain one: the operations of a subclass may do anything."""
-    if type(tensor) in _PLAIN:
-        return tensor.detach()
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.detach()
 
@@ -247,7 +245,6 @@ def _cut(runs: Sequence[IndexRange], parts: int, part: int) -> list[IndexRange]:
     return found
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _CACHED = {
     # The scale is computed from the weight after a step; a first save lacks it. Flattening would wait for the GPU.
     "torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor": (("_tensor",), ("_precomputed_scale",)),
@@ -258,12 +255,8 @@ _CACHED = {
 def is_plain_type(tensor: torch.Tensor) -> bool:
     """Whether a tensor, or the local tensor of a DTensor, has memory of its own. Subclasses may only add attributes and
     functions."""
-    return _has_memory(type(tensor._local_tensor if isinstance(tensor, DTensor) else tensor))
-
-
-@cache
-def _has_memory(kind: type[torch.Tensor]) -> bool:
-    return kind in _PLAIN or kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    kind = type(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
+    return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def has_plain_elements(tensor: torch.Tensor) -> bool:

@@ -7,13 +7,15 @@ for memory of the same layout, shared in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
+import xxhash
 from msgspec.structs import replace
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -72,14 +74,29 @@ def _capture_optimizers(collector: TensorCollector, item: str, state: TrainState
             seen.add(name)
             leaf, path = optimizer.leaves.get(name), f"{item}/state/{name}"
             if leaf is not None:
-                optimizers.check_sharded_alike(path, leaf.value, values)
                 leaf = replace(leaf, unit=ownership.state_unit(leaf.unit, item))
             collector.add_state(owned, name, leaf or Leaf(item, name, None, unit=frame), path, values)
+        collector.captured.replicas.alike |= _held(optimizer, ownership)
         if ownership.owns(frame):
             frames.append(whole)
     if owned or ownership.owns(frame):
         tree = {"state": mapping(owned), "groups": [], **collector.joined(item, frames)}
         collector.captured.trees[item] = mapping(tree)
+
+
+def _held(optimizer: optimizers.NamedOptimizer, ownership: Ownership) -> dict[str, str]:
+    """The parameters that have state, for each set of ranks that should hold the same: where the first of them has
+    none, that of the others would be lost."""
+    held: dict[tuple[int, ...], dict[str, bool]] = defaultdict(dict)
+    for name, leaf in optimizer.leaves.items():
+        ranks = ownership.holders.get(ownership.state_unit(leaf.unit, optimizer.item), ())
+        if len(ranks) > 1 and ownership.rank in ranks:
+            held[ranks][name] = bool(optimizer.live_state(leaf))
+    return {
+        f"{optimizer.item}/state/{min(found)}": f"state of {sum(found.values())} of {len(found)} parameters, "
+        + xxhash.xxh3_64_hexdigest(repr(sorted(found.items())).encode())
+        for found in held.values()
+    }
 
 
 def _capture_gradients(collector: TensorCollector, state: TrainState) -> None:
@@ -186,8 +203,13 @@ class _Description(NamedTuple):
     places: list[tuple[int, tuple[Any, ...]]]
     """By leaf: the number of its tensor; size, stride and offset if it is a part of that."""
     collector: TensorCollector
+    copies: list[Sequence[tuple[str, int]]]
+    """Those of the collector, with numbers of tensors."""
     groups: dict[str, list[list[list[str]]]]
     """Names of parameters by item, optimizer and group, where this rank writes the groups."""
+
+
+_COMPARED = 8  # copies
 
 
 class Capturer:
@@ -195,6 +217,7 @@ class Capturer:
 
     def __init__(self) -> None:
         self._last: _Description | None = None
+        self._captures = 0
 
     @torch.no_grad()
     def capture(self, state: TrainState, ownership: Ownership, grads: bool) -> Captured:
@@ -204,27 +227,38 @@ class Capturer:
         ranks, except those of sharded parameters. Raises UnsupportedObject for what cannot be stored, or LayoutChanged.
         """
         state.reshard()
+        self._captures += 1
         if grads:  # they come and go
             collector = _capture_objects(state, ownership)
             _capture_gradients(collector, state)
+            collector.add_digests(*self._turn(*collector.copies))
             return capture_values(collector, state)
         made, last = StateFingerprint(state), self._last
+        copies: list[Any]
         if last is not None and last.collector.ownership is ownership and made.complete and made.marks == last.marks:
             collector, captured = last.collector, _again(last, state, made)
+            copies = [[(path, made.tensors[n]) for path, n in found] for found in self._turn(*last.copies)]
         else:
             collector = _capture_objects(state, ownership)
-            captured = collector.captured
+            captured, copies = collector.captured, self._turn(*collector.copies)
             last = self._last = _describe(state, made, collector) if made.complete else None
         shared = len(captured.leaves)
-        capture_values(collector.fork(captured), state)
+        values = collector.fork(captured)
+        values.add_digests(*copies)
+        capture_values(values, state)
         captured.sameness = last if len(captured.leaves) == shared else None
         return captured
+
+    def _turn(self, alike: Sequence[Any], others: Sequence[Any]) -> list[Sequence[Any]]:
+        """The copies that a save compares: some of the others, not the same each time, but the same on all ranks."""
+        every = max(1, len(others) // _COMPARED)
+        return [alike, others[self._captures % every :: every]]
 
 
 def _describe(state: TrainState, made: StateFingerprint, collector: TensorCollector) -> _Description | None:
     captured, leaves = collector.captured, collector.captured.leaves
     number_of = {id(tensor): i for i, tensor in enumerate(made.tensors)}
-    if not all(id(origin) in number_of for origin in leaves.origins):
+    if not {id(one) for one in (*leaves.origins, *(one for _, one in chain(*collector.copies)))} <= number_of.keys():
         return None  # a leaf is not part of the fingerprint
     found = [(number_of[id(origin)], one) for origin, one in zip(leaves.origins, leaves.tensors, strict=True)]
     places = [
@@ -237,15 +271,16 @@ def _describe(state: TrainState, made: StateFingerprint, collector: TensorCollec
         if collector.ownership.owns(optimizer_frame(item, state))
     }
     columns = Leaves(list(leaves.slices), changes=list(leaves.changes))
-    kept = Captured(columns, dict(captured.trees), aliases=dict(captured.aliases), seen=captured.seen)
-    return _Description(made.marks, kept, places, collector.fork(Captured()), groups)
+    copies: list[Any] = [[(path, number_of[id(tensor)]) for path, tensor in found] for found in collector.copies]
+    return _Description(made.marks, captured.copy(columns), places, collector.fork(Captured()), copies, groups)
 
 
 def _again(last: _Description, state: TrainState, made: StateFingerprint) -> Captured:
-    trees, leaves = dict(last.captured.trees), last.captured.leaves
+    leaves = last.captured.leaves
     tensors = [made.locals[n].as_strided(*view) if view else made.locals[n] for n, view in last.places]
     leaves = Leaves(leaves.slices, tensors, [made.tensors[n] for n, _ in last.places], leaves.changes)
-    captured = Captured(leaves, trees, aliases=dict(last.captured.aliases), seen=last.captured.seen)
+    captured = last.captured.copy(leaves)
+    trees = captured.trees
     collector = last.collector.fork(captured)
     for item, names in last.groups.items():
         each = zip(state.optimizers[item], names, strict=True)

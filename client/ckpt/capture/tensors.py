@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
@@ -41,6 +42,7 @@ from ckptstore.format.trees import (
 )
 
 _KINDS: Mapping[str, Callable[[Any], Any]] = {"size": torch.Size, "dtype": BY_NAME.__getitem__, "device": torch.device}
+_SAMPLED = 64  # elements
 _BUFFER_TYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.uint8})
 """Those that Python's own views of memory know; there are more."""
 
@@ -91,7 +93,9 @@ class TensorCollector(Collector):
                 if (inner := inner_tensors(at, found)) is not None:
                     trees = {name: encode_tree(one, f"{at}/{name}", node) for name, one in inner.items()}
                     return mapping(trees, **({} if found is leaf.value else _wrapper(at, found, leaf)))
-                return {TAG: "tensor", "name": self._store_leaf(at, found, leaf), **_device(found)}
+                plain = isinstance(leaf.value, DTensor) and not isinstance(found, DTensor) and found.dim()
+                stored = {TAG: "tensor", "name": self._store_leaf(at, found, leaf), **_device(found)}
+                return stored | ({"plain": True} if plain else {})
             if isinstance(found, np.ndarray):
                 return {TAG: "array", "name": self._store(at, array_part(at, found), leaf.unit, leaf.change)}
             return small_leaf(at, found)
@@ -99,6 +103,24 @@ class TensorCollector(Collector):
         tree = encode_tree(value, path, with_records(node))
         if self.ownership.owns(leaf.unit):
             trees[name] = tree
+
+    def _compare(self, path: str, tensor: torch.Tensor, leaf: Leaf) -> None:
+        """Have a plain tensor that several ranks hold compared, or kept for each of them."""
+        unit = leaf.unit
+        if unit in self.ownership.per_rank:
+            if not self.ownership.owns(unit):
+                self._store_leaf(self._prefix + path, tensor)
+        elif len(self.ownership.holders.get(unit, ())) > 1:
+            sharded = isinstance(leaf.value, DTensor) or leaf.layout is not None
+            self.copies[not sharded or path.endswith("/step")].append((path, tensor))
+
+    def add_digests(self, alike: Iterable[tuple[str, Any]], sampled: Iterable[tuple[str, Any]]) -> None:
+        """Add the digests of all elements of copies, and of some."""
+        captured, samples = self.captured, [(path, first_elements(tensor)) for path, tensor in sampled]
+        for digests, copies in ((captured.replicas.alike, alike), (captured.replicas.sampled, samples)):
+            for path, tensor in copies:
+                host = captured.reads.read(tensor.clone())
+                captured.late.append(partial(_add_digest, digests, path, host))
 
     def _inline_leaf(self, path: str, value: Any) -> JSON:
         if not isinstance(value, torch.Tensor) or not has_device(value):
@@ -124,6 +146,8 @@ class TensorCollector(Collector):
         written = ArrayPart(dtype, part.shape, part.pieces, _memory_key(path, part), part.ranks, part.holders)
         if leaf is None:
             return self._store(path, written, origin=tensor)
+        if part.ranks is None:
+            self._compare(path, tensor, leaf)
         return self._store(path, written, leaf.unit, leaf.change, tensor)
 
 
@@ -167,6 +191,10 @@ def _memory_key(path: str, part: TensorPart) -> object:
     return address, part.dtype, part.shape, part.boxes, view
 
 
+def _add_digest(digests: dict[str, str], path: str, host: torch.Tensor) -> None:
+    digests[path] = digest(host)
+
+
 def _complete(leaf: dict[str, JSON], host: torch.Tensor) -> None:
     leaf["data"] = encode_bytes(tensor_bytes(host))
 
@@ -179,6 +207,20 @@ def whole(path: str, tensor: torch.Tensor) -> torch.Tensor:
             "Pass the module or optimizer itself instead of its state_dict",
         )
     return tensor
+
+
+def first_elements(tensor: torch.Tensor) -> torch.Tensor:
+    """Some elements of a tensor, most often a view."""
+    tensor = tensor.detach()
+    while tensor.dim() > 1 and len(tensor) and not tensor.is_contiguous():  # else a reshape would copy all of it
+        tensor = tensor[0]
+    return tensor.reshape(-1)[:_SAMPLED]
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Of the bytes of a tensor."""
+    # A copy: torch refuses to resize a storage once numpy has seen its memory.
+    return xxhash.xxh3_64_hexdigest(tensor_bytes(tensor.resolve_conj().resolve_neg().cpu().contiguous().clone()))
 
 
 def inline_tensor(path: str, leaf: dict[str, Any]) -> torch.Tensor:

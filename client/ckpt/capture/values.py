@@ -27,6 +27,8 @@ def capture_values(collector: Collector, state: TrainState) -> Captured:
             collector.add_unchanging(item, numbers)
         else:
             collector.add_local(item, value.state_dict() if isinstance(value, Stateful) else value)
+    if state.shared or not collector.ownership.rank:
+        collector.captured.replicas.alike["shared="] = ", ".join(sorted(state.shared))
     for item, value in state.shared.items():
         collector.add_shared(item, value.state_dict() if isinstance(value, Stateful) else value)
     return collector.captured

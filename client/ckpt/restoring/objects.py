@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from ckpt.capture.describe import rehearse
 from ckpt.capture.modules import EXTRA_STATE, canonical, is_own, own_loading, unwrap
 from ckpt.capture.optimizers import NamedOptimizer
 from ckpt.capture.parameters import Leaf
@@ -68,7 +69,7 @@ def _plan_leaf(plan: RestorePlan, leaf: Leaf, saved: Mapping[str, JSON], own: bo
     tree = saved[leaf.name]
     if own and _is_entry(tree) and isinstance(leaf.value, torch.Tensor):
         plan.overwritten.add(leaf.path)
-        values[leaf.raw] = _tensors(plan).new_beside(tree["name"], leaf, leaf.value.device)
+        values[leaf.raw] = _tensors(plan).new_beside(_entry_here(plan, tree), leaf, leaf.value.device)
     elif own:
         values[leaf.raw] = plan.destinations.decode(tree, leaf.path)
     elif place[2] == EXTRA_STATE:
@@ -124,6 +125,8 @@ def _plan_optimizers(plan: RestorePlan, item: str, state: TrainState, tree: JSON
     steps_on_device = {name for group in on_device for name in group["params"]}
     for optimizer in optimizers:
         _compare_groups(plan, optimizer, frame["groups"])
+        if plan.unchecked:
+            plan.missing += _without_state(optimizer, states)
         here = {name for name, leaf in optimizer.leaves.items() if optimizer.keeps_state_here(leaf)}
         # State without a parameter belongs to the whole optimizer.
         here |= states.keys() - held if alone else set()
@@ -166,6 +169,16 @@ def _compare_groups(plan: RestorePlan, optimizer: NamedOptimizer, saved: list[di
         plan.refused = plan.refused or error
 
 
+def _without_state(optimizer: NamedOptimizer, saved: Collection[str]) -> list[str]:
+    """The state that groups should have, of which nothing is saved. saved: names of the parameters that have state."""
+    lost: list[str] = []
+    for group, held in zip(optimizer.optimizer.param_groups, optimizer.groups, strict=True):
+        leaves = [leaf for one in held for leaf in one if leaf.value.requires_grad]
+        if {leaf.name for leaf in leaves}.isdisjoint(saved) and (saved or any(rehearse(optimizer.holder, group))):
+            lost += [f"{leaf.item}/state/{leaf.name}" for leaf in leaves]
+    return lost
+
+
 def _decode_state(plan: RestorePlan, optimizer: NamedOptimizer, leaf: Leaf, tree: JSON, step_on_device: bool) -> Any:
     """The state of one parameter; tensors the optimizer already has are filled in place.
 
@@ -195,6 +208,8 @@ def _decode_state(plan: RestorePlan, optimizer: NamedOptimizer, leaf: Leaf, tree
         if fits and is_plain_type(target) and destinations.fits(entry, part := leaf.part_of(entry, target)):
             destinations.fill(entry, part)
             state[key] = target
+        elif "plain" in saved:
+            state[key] = destinations.new(entry, device)
         else:
             state[key] = destinations.new_beside(entry, leaf, device)
     return state
@@ -230,6 +245,10 @@ def _plan_gradients(plan: RestorePlan, state: TrainState, tree: JSON) -> None:
         else:
             gradient = plan.destinations.decode(saved, f"{GRADIENTS}/{name}", leaf.value.device)
         plan.finish.append(partial(setattr, leaf.value, "grad", gradient))
+
+
+def _entry_here(plan: RestorePlan, saved: JSON) -> str:
+    return plan.own.get(saved["name"], saved["name"])
 
 
 def _tensors(plan: RestorePlan) -> Destinations:
@@ -302,7 +321,7 @@ def _fill_tensor(plan: RestorePlan, saved: JSON, leaf: Leaf) -> bool:
         return False
     if part.dtype != dtype:
         plan.mismatched.append(f"{name}: {dtype} in the checkpoint, {part.dtype} here")
-    _tensors(plan).fill(saved["name"], part)
+    _tensors(plan).fill(_entry_here(plan, saved), part)
     return True
 
 

@@ -49,6 +49,10 @@ class RestorePlan:
     """Live state that is overwritten: tensors of modules, and items of optimizers that have state."""
     refused: StateMismatch | None = None
     """The reason why it cannot be restored, even with strict=False."""
+    own: Mapping[str, str] = field(default_factory=dict)
+    """The entries that this rank had in place of others, by the names of these."""
+    unchecked: bool = False
+    """Whether an older version saved it that lost optimizer state of ranks."""
     notes: Sequence[str] = ()
     """How state of ranks was redistributed, for the user."""
 

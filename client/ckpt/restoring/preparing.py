@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from ckpt.capture.collector import RANK_PREFIX, rank_prefix
 from ckpt.capture.rng import RngOnce, derive_rng_state, load_rng_state
 from ckpt.capture.train_state import GRADIENTS, RNG, Resumable, Stateful, TrainState
 from ckpt.lazily import prefers_torch
@@ -21,7 +22,7 @@ from ckpt.restoring.fetching import Fetcher
 from ckpt.restoring.host_destinations import HostDestinations
 from ckpt.restoring.jax_arrays import has_templates, plan_arrays
 from ckpt.restoring.plan import RankState, RestorePlan, share_out
-from ckptstore.format.documents import JSON, Content, Manifest
+from ckptstore.format.documents import JSON, REPLICAS, Content, Manifest
 from ckptstore.format.planning import ShardRead, plan_reads
 from ckptstore.format.trees import in_types_of, merge_trees
 from ckptstore.reading.source import Source, read_all_local, read_local
@@ -46,6 +47,8 @@ class PreparedRestore:
         self._fetcher = fetcher
         self._state = state
         self._rng = rng
+        self._own = RANK_PREFIX
+        """Begins the entries that this rank had for itself, if it is the same rank."""
 
     def read_manifest(self) -> None:
         """Raises Damaged, ObjectMissing, Unavailable or RankLost."""
@@ -56,6 +59,7 @@ class PreparedRestore:
         checkpoint = self._fetcher.checkpoint
         if self.manifest.world_size == world.size:
             self.rank_state = RankState(read_local(self._source, checkpoint, self.manifest, world.rank))
+            self._own = rank_prefix(world.rank)
         elif world.rank == 0:
             self.states = read_all_local(self._source, checkpoint, self.manifest)
 
@@ -64,7 +68,11 @@ class PreparedRestore:
         others = self._state.others_among(states[0])
         self.rank_state = share_out(states, world.rank, world.size, others, strict)
         if world.rank == 0:
-            for note in self.rank_state.notes:
+            notes = list(self.rank_state.notes)
+            entries = self.manifest.content.entries.name
+            if own := {one.partition("/")[2] for one in entries if one.startswith(RANK_PREFIX)}.intersection(entries):
+                notes.append(f"each rank had its own {', '.join(sorted(own))}: those of the lowest rank are restored")
+            for note in notes:
                 logger.warning("%s: %s", self._fetcher.checkpoint.id, note)
 
     def plan_reads(self) -> None:
@@ -78,7 +86,7 @@ class PreparedRestore:
 
     def _planned(self, rank_state: RankState) -> RestorePlan:
         others = self._state.others
-        plan = plan_restore(self.manifest.content, rank_state.items, self._state)
+        plan = plan_restore(self.manifest, rank_state.items, self._state, self._own)
         plan.notes = rank_state.notes
         for item, trees in rank_state.redistributed.items():
             states = [plan.destinations.decode(tree, item) for tree in trees]
@@ -104,9 +112,12 @@ def _restore_rng(state: TrainState, plan: RestorePlan) -> None:
             value.restore_rng_at_position(once)
 
 
-def plan_restore(content: Content, local: Mapping[str, JSON], state: TrainState) -> RestorePlan:
-    """The plan for one rank. local: the rank's own items, without items that must not be used."""
-    plan = RestorePlan(make_destinations(content))
+def plan_restore(manifest: Manifest, local: Mapping[str, JSON], state: TrainState, prefix: str) -> RestorePlan:
+    """The plan for one rank. local: the rank's own items, without items that must not be used. prefix: begins its own
+    entries."""
+    content, plan = manifest.content, RestorePlan(make_destinations(manifest.content))
+    plan.own = {name.removeprefix(prefix): name for name in content.entries.name if name.startswith(prefix)}
+    plan.unchecked = manifest.world_size > 1 and manifest.step > 0 and REPLICAS not in manifest.extensions
     trees = dict(content.trees)
     for item, tree in local.items():
         trees[item] = merge_trees(trees[item], tree, item) if item in trees else tree

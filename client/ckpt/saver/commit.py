@@ -37,7 +37,7 @@ from ckptstore.commits.commit import (
 from ckptstore.commits.generations import NewAttempt, Session, begin_generation
 from ckptstore.errors import AttemptAborted, CkptError, ObjectMissing, RankFailed, SaveFailed, SaveSkipped
 from ckptstore.format.documents import FORMAT, JSON, Content, Outcome, Receipt, Shard
-from ckptstore.format.merging import StoredReceipt
+from ckptstore.format.merging import StoredReceipt, difference, replicas
 from ckptstore.format.parsing import seal
 from ckptstore.format.shards import Placed, slice_tables
 from ckptstore.names import Attempt
@@ -154,6 +154,10 @@ _READ_AHEAD = 2
 """The newest attempts, whose receipts rank 0 keeps before they are complete."""
 _LOST_S = 10.0, 60.0
 """How long rank 0, and another rank, waits without news before it looks whether another trainer continues the run."""
+_DRIFTED = (
+    "the checkpoint of step {} has the state of the lowest rank only, and replicas have drifted apart: {}. Make them "
+    "equal before a save, or save what each rank has as a run of its own"
+)
 _NEVER_FORGOTTEN_S = 24 * 3600.0
 """An attempt whose snapshot is younger is on no list of deleted attempts: an attempt is on it a week after its
 deletion."""
@@ -215,9 +219,11 @@ class _Waiting:
 class Committer:
     """Commits attempts as soon as all of their receipts exist, in any order. Each has a time-out of its own."""
 
-    def __init__(self, run: Run, setup: Setup) -> None:
+    def __init__(self, run: Run, setup: Setup, warn: Callable[[str], object] = logger.warning) -> None:
+        """warn: called with a message for the user, once replicas of different ranks have drifted apart."""
         self._run = run
         self._setup = setup
+        self._warn: Callable[[str], object] | None = warn
         self._changed = threading.Condition()
         """Guards the fields below."""
         self._waiting: list[_Waiting] = []
@@ -307,7 +313,13 @@ class Committer:
         """
         run, setup, attempt = self._run, self._setup, one.attempt
         if setup.rank == 0 and _gather(run, setup, one, ahead):
-            return commit_attempt(run, [one.own, *(one.found[rank] for rank in range(1, setup.world_size))])
+            receipts = [one.own, *(one.found[rank] for rank in range(1, setup.world_size))]
+            committed = commit_attempt(run, receipts)
+            different = difference(replicas(stored).sampled for stored in receipts)
+            if different and self._warn is not None:
+                self._warn(_DRIFTED.format(attempt.step, different))
+                self._warn = None
+            return committed
         outcome = read_outcome(run, attempt)
         if outcome is not None and outcome.committed is None:
             raise _aborted(run.name, attempt, outcome)

@@ -52,7 +52,7 @@ from ckptstore.codecs.chunk_codecs import POLICIES, CodingPolicy
 from ckptstore.commits.commit import EARLIER
 from ckptstore.commits.generations import NewAttempt
 from ckptstore.commits.leases import end_lease
-from ckptstore.errors import CkptError, CorruptObject, ReferenceLost, SaveSkipped
+from ckptstore.errors import CkptError, CorruptObject, ReferenceLost, SaveSkipped, UnsupportedObject
 from ckptstore.format.documents import JSON, Outcome
 from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import seal
@@ -203,7 +203,7 @@ class SavePipeline:
         self._waiting: dict[int, _RunningJob] = {}
         self._derivations = ThreadPoolExecutor(1, thread_name_prefix="ckpt-derive")
         self._uploads = ThreadPoolExecutor(1, thread_name_prefix="ckpt-upload")
-        self._committer = Committer(self._run, setup)
+        self._committer = Committer(self._run, setup, lambda message: report(Warned(message)))
         self._background = ThreadPoolExecutor(1, thread_name_prefix="ckpt-background")
         self._chunk_index = ChunkIndex(self._run, setup, self._background.submit)
         self._known_statistics: ChunkTables = {}
@@ -409,7 +409,7 @@ class SavePipeline:
         if isinstance(result, BaseException):
             running.incremental.end(None)
             self._fail(job, None, result)
-            if self._setup.rank == 0 and isinstance(result, ReferenceLost | CorruptObject):
+            if self._setup.rank == 0 and isinstance(result, ReferenceLost | CorruptObject | UnsupportedObject):
                 self._abort(job.attempt, describe(result))  # no other rank could commit it either
             return
         running.incremental.end(receipt.receipt)

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SHOWN = 8
-
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
@@ -40,8 +38,6 @@ class Agreement:
     session: str
     """A ULID, from which the attempts of all saves are derived."""
     ownership: Ownership
-    different_buffers: tuple[str, ...]
-    """Buffers that are not equal on all ranks; the first holder's are kept."""
 
 
 class LayoutAgreement:
@@ -83,11 +79,6 @@ class LayoutAgreement:
         if self._local_id is not None:
             _check_shared(world, self._local_id)
         agreement = self._meet(state, check, world)
-        if agreement.different_buffers and world.rank == 0:
-            logger.warning(
-                "buffers differ between ranks, and those of the lowest rank are kept: %s",
-                ", ".join(agreement.different_buffers[:_SHOWN]),
-            )
         if self._agreement is not None:  # of another layout; the session goes on
             agreement = replace(agreement, session=self._agreement.session)
         self._agreement = agreement
@@ -214,5 +205,5 @@ def _agree(world: World, describe: Callable[[], dict[str, Unit]], split_replicas
         for rank in ranks:
             if rank != world.rank:
                 held[rank] = theirs
-    ownership, different = assign(world.rank, held, split_replicas, None if world.whole else world.members)
-    return Agreement(said[0][0], ownership, tuple(different))
+    ownership = assign(world.rank, held, split_replicas, None if world.whole else world.members)
+    return Agreement(said[0][0], ownership)

@@ -51,7 +51,7 @@ from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, from_outcome
 from ckptstore.commits.generations import NewAttempt
 from ckptstore.errors import CkptError, InvalidRequest, RankFailed, SaverDied, SaveSkipped, Superseded, error_from_code
-from ckptstore.format.documents import Outcome
+from ckptstore.format.documents import REPLICAS, Outcome
 from ckptstore.format.parsing import parse_sealed
 from ckptstore.format.records import SAVE_COST, SaveCost
 from ckptstore.run import Run
@@ -104,6 +104,8 @@ class Snapshot:
         """The message to the saver; the captured tensors are released. Encodes the state that is not in tensors, so
         call it off the training thread if possible."""
         captured, self.captured = self.captured, Captured()
+        local, cost = captured.write(), self.cost_before
+        extensions = {REPLICAS: captured.replicas, **({} if cost is None else {SAVE_COST: cost})}
         return SaveJob(
             number=number,
             slot=self.slot.number if self.slot is not None else None,
@@ -112,9 +114,9 @@ class Snapshot:
             slices=self.layout.rows,
             aliases=captured.aliases,
             trees=captured.trees,
-            local=captured.write(),
+            local=local,
             metrics=dict(self.metrics),
-            extensions={SAVE_COST: msgspec.to_builtins(cost)} if (cost := self.cost_before) is not None else {},
+            extensions=msgspec.to_builtins(extensions),
             lease=self.lease,
         )
 

@@ -238,6 +238,19 @@ class Committed(Document, frozen=True):
     summary: Summary
 
 
+REPLICAS = "replicas"
+"""Name of the extension of a receipt about what several ranks hold."""
+
+
+class Replicas(msgspec.Struct, omit_defaults=True):
+    """What one rank holds of state that others hold, too."""
+
+    alike: dict[str, str] = {}
+    """Texts by name that must be equal on all ranks that have the name."""
+    sampled: dict[str, str] = {}
+    """The same; the checkpoint has the state of the lowest of these ranks."""
+
+
 class Outcome(StoredDocument, frozen=True):
     """The create-only decision about one attempt: committed, or aborted (committed is None)."""
 

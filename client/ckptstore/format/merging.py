@@ -6,22 +6,24 @@ it has been read: while receipts are still missing, the merging process has time
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec import Raw
 
-from ckptstore.errors import CorruptObject
+from ckptstore.errors import CorruptObject, UnsupportedObject
 from ckptstore.format.boxes import check_cover
 from ckptstore.format.columns import Column, column, concatenate
 from ckptstore.format.documents import (
     FORMAT,
     JSON,
+    REPLICAS,
     Content,
     Entries,
     Manifest,
     Receipt,
     ReceiptRef,
+    Replicas,
     Shard,
     Slices,
     digest,
@@ -65,7 +67,7 @@ def checked(parsed: Sequence[tuple[Receipt, ReceiptRef]]) -> list[StoredReceipt]
 def merge(receipts: Sequence[StoredReceipt]) -> Manifest:
     """The manifest of an attempt, from the receipts of all ranks in rank order. Pure.
 
-    Raises CorruptObject if the receipts do not belong together.
+    Raises CorruptObject if the receipts do not belong together, UnsupportedObject if state would be lost.
     """
     first = receipts[0].receipt
     for rank, stored in enumerate(receipts):
@@ -89,8 +91,35 @@ def merge(receipts: Sequence[StoredReceipt]) -> Manifest:
     # A manifest that readers would reject must not be committed.
     check_together(manifest, f"the manifest of attempt {first.attempt}")
     check_cover(manifest.content)
+    _check_alike(receipts)
     _check_trees(manifest.content)
     return manifest
+
+
+def _check_alike(receipts: Sequence[StoredReceipt]) -> None:
+    """Raises UnsupportedObject if ranks hold different state that must be equal."""
+    if problem := difference(replicas(stored).alike for stored in receipts):
+        raise UnsupportedObject(
+            f"{problem}. State would be lost",
+            "Nothing was committed. Keep optimizer state of sharded parameters as DTensor like the parameter, step all "
+            "optimizers of one item on the same ranks, pass the same shared= on all, and state of one rank as an extra",
+        )
+
+
+def replicas(stored: StoredReceipt) -> Replicas:
+    """What a rank says of state that others hold, too."""
+    return stored.receipt.extension(REPLICAS, Replicas) or Replicas()
+
+
+def difference(said: Iterable[Mapping[str, str]]) -> str:
+    """The first name that two ranks have different texts for, in words. said: texts by name, of each rank."""
+    known: dict[str, tuple[int, str]] = {}
+    for rank, texts in enumerate(said):
+        for name, text in texts.items():
+            first, other = known.setdefault(name, (rank, text))
+            if text != other:
+                return f"ranks {first} and {rank} hold different {name!r}: {other} and {text}"
+    return ""
 
 
 def _merge_content(contents: Sequence[Content]) -> Content:

@@ -51,8 +51,9 @@ def unsupported(path: str, value: object) -> UnsupportedObject:
     kind = type(value)
     return UnsupportedObject(
         f"state at {path!r} is a {kind.__module__}.{kind.__qualname__}, which cannot be stored without pickle",
-        "Convert it to numbers, strings, lists, dicts, tensors or arrays, or give the object "
-        "state_dict/load_state_dict",
+        "Convert it to numbers, strings, lists, dicts, tensors or arrays. Only objects passed by a keyword of their "
+        "own are asked for a state_dict: pass this one so, or have the state_dict of the object that holds it give "
+        "the state_dict of this one",
     )
 
 

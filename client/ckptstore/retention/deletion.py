@@ -40,6 +40,7 @@ from ckptstore.errors import (
     StoreUnavailable,
     Superseded,
     SweepBegun,
+    UnsupportedObject,
 )
 from ckptstore.format.documents import Outcome, Tombstone, oldest_format
 from ckptstore.format.parsing import seal
@@ -422,7 +423,9 @@ def advance(run: Run, attempt: Attempt) -> bool:
     committed."""
     try:
         return roll_forward(run, attempt) is not None
-    except (AttemptAborted, ReferenceLost, Superseded, Damaged, ObjectMissing):  # missing: another collector was faster
+    except (AttemptAborted, ReferenceLost, Superseded, Damaged, UnsupportedObject):
+        return False
+    except ObjectMissing:  # another collector was faster
         return False
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from ckpt.capture.ownership import Ownership, Unit, agree
+from ckpt.capture.ownership import DIFFERS, Ownership, Unit, agree
 from ckpt.capture.parts import FlatRange, TensorPart, TensorPiece, _mesh_cut, check_within, part_of
 from ckptstore.errors import LayoutChanged, UnsupportedObject
 from tests.ckpt.capture.meshes import Mesh, placements
@@ -45,7 +45,7 @@ class World:
             {name: unit_of(parts[rank]) for name, parts in self.tensors.items() if rank in parts}
             for rank in members or range(self.size)
         ]
-        return [agree(rank, said, split_replicas, members)[0] for rank in range(len(said))]
+        return [agree(rank, said, split_replicas, members) for rank in range(len(said))]
 
 
 def unit_of(part: TensorPart, sample: str = "same", buffer: bool = False) -> Unit:
@@ -204,7 +204,7 @@ def test_optimizer_state_belongs_to_ranks_whose_optimizer_has_it(split_replicas:
     unit = unit_of(whole((3,)))
     with_state = replace(unit, optimizers=("optim",))
     said = [{"m/a": unit, "m/b": with_state}, {"m/a": with_state, "m/b": with_state}, {"m/a": with_state}]
-    ownerships = [agree(rank, said, split_replicas)[0] for rank in range(3)]
+    ownerships = [agree(rank, said, split_replicas) for rank in range(3)]
     own = ownerships[0].state_unit("m/a", "optim")
     assert [ownership.owns(own) for ownership in ownerships] == [False, True, False]
     assert [ownership.writes(own, None, ()) for ownership in ownerships] == [False, True, False]
@@ -221,17 +221,20 @@ def test_state_of_a_sharded_parameter_is_written_by_a_copy_that_keeps_it() -> No
     ]
     writers = []
     for rank, part in enumerate(parts):
-        ownership, _ = agree(rank, said, split_replicas=False)
+        ownership = agree(rank, said, split_replicas=False)
         writers.append(ownership.writes(ownership.state_unit("m/a", "optim"), part.ranks, part.holders))
     assert writers == [False, False, True, True]
 
 
 def test_a_tensor_that_differs_between_ranks_is_refused_and_both_are_named() -> None:
     first, second = {"model/w": unit_of(whole((3,)))}, {"model/w": unit_of(whole((4,)))}
-    with pytest.raises(UnsupportedObject, match="ranks 0 and 2 hold different tensors under the name 'model/w'"):
+    with pytest.raises(
+        UnsupportedObject,
+        match=r"ranks 0 and 2 hold different tensors under the name 'model/w': shape \(3,\) and \(4,\)",
+    ):
         agree(1, [first, {}, second], split_replicas=False)
     other_values = {"model/w": unit_of(whole((3,)), sample="other")}
-    with pytest.raises(UnsupportedObject, match="ranks 0 and 1"):
+    with pytest.raises(UnsupportedObject, match=r"ranks 0 and 1 .*other values"):
         agree(0, [first, other_values], split_replicas=False)
     with pytest.raises(UnsupportedObject, match="ranks 3 and 5"):
         agree(0, [first, other_values], split_replicas=False, members=(3, 5))
@@ -239,22 +242,24 @@ def test_a_tensor_that_differs_between_ranks_is_refused_and_both_are_named() -> 
 
 def test_a_changed_layout_names_the_global_rank() -> None:
     said = [{"model/w": unit_of(whole((3,)))}] * 2
-    ownership, _ = agree(1, said, split_replicas=False, members=(3, 5))
+    ownership = agree(1, said, split_replicas=False, members=(3, 5))
     with pytest.raises(LayoutChanged, match="on rank 5 'model/w' is gone"):
         ownership.check({})
 
 
-def test_a_buffer_that_differs_is_the_lowest_ranks() -> None:
-    said = [{"model/b": unit_of(whole((3,)), sample=str(rank), buffer=True)} for rank in range(2)]
-    ownership, different = agree(1, said, split_replicas=False)
-    assert different == ["model/b"]
-    assert not ownership.owns("model/b")
+@pytest.mark.parametrize(("samples", "kept"), [("ab", True), ("aa", False), ((DIFFERS, DIFFERS), True)])
+def test_buffers_that_ranks_may_hold_differently_are_kept_per_rank(samples: Sequence[str], kept: bool) -> None:
+    said = [{"model/b": unit_of(whole((3,)), sample, buffer=True)} for sample in samples]
+    ownership = agree(1, said, split_replicas=False)
+    assert ownership.per_rank == ({"model/b"} if kept else set())
+    assert not ownership.owns("model/b"), "the entry is the lowest rank's"
+    assert not agree(0, said[:1], split_replicas=False).per_rank
 
 
 def test_a_layout_that_changes_is_refused_and_the_rank_is_named() -> None:
     part = whole((3,))
     said = {"model/w": unit_of(part), "model/v": unit_of(part)}
-    ownership, _ = agree(1, [said, said], split_replicas=False)
+    ownership = agree(1, [said, said], split_replicas=False)
     ownership.check(said)
     for changed, name, what in (
         ({"model/w": unit_of(part)}, "model/v", "is gone"),

@@ -88,7 +88,7 @@ def test_parameters_of_other_modules_have_the_name_of_their_item_in_optimizers()
 def test_a_save_asks_a_module_for_its_state_once() -> None:
     model = Counted()
     state = TrainState.of(model, trained(model), {})
-    ownership, _ = agree(0, [describe(state, sampled=True)], split_replicas=False)
+    ownership = agree(0, [describe(state, sampled=True)], split_replicas=False)
     assert model.calls == 1
     captured = Capturer().capture(state, ownership, grads=True)
     assert (model.calls, captured.aliases) == (2, {"model/second.weight": "model/first.weight"})

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from ckpt import Checkpointer
+from ckpt.capture.train_state import TrainState
 from ckpt.restoring.destinations import Destinations
+from ckpt.restoring.preparing import plan_restore
 from ckptstore.errors import StateMismatch
 from ckptstore.format.documents import Content, Entries, Slices
+from ckptstore.reading.source import StoreSource, read_manifest
+from ckptstore.stores import open_store
 
 EMPTY = Content(
     shards=[], entries=Entries([], [], []), slices=Slices(*[np.zeros(0, np.int64)] * 4), aliases={}, trees={}
@@ -60,6 +66,36 @@ def moved(folder: Path, old: nn.Module, new: nn.Module, kind: Callable[..., Opti
         checkpointer.save(old, optimizers[0], 1)
         checkpointer.restore(new, optimizers[1])
     return optimizers
+
+
+@pytest.mark.parametrize("stepped", [{0}, set()])
+@pytest.mark.parametrize(
+    ("old", "make", "named"),
+    [
+        (True, AdamW, True),
+        (False, AdamW, False),
+        (True, SGD, False),
+        (True, partial(SGD, momentum=0.9), True),
+    ],
+)
+def test_a_checkpoint_of_an_older_version_that_lost_optimizer_state_names_it(
+    tmp_path: Path, old: bool, make: Any, named: bool, stepped: set[int]
+) -> None:
+    """Those versions did not compare what ranks hold."""
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)])
+    optim = make([{"params": list(part.parameters())} for part in model], lr=0.1)
+    for part in stepped:
+        for parameter in model[part].parameters():
+            parameter.grad = torch.ones_like(parameter)
+    optim.step()
+    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        checkpointer.save(model, optim, 1)
+    source = StoreSource(open_store(str(tmp_path)))
+    manifest = replace(read_manifest(source, source.latest("r")), world_size=2)
+    manifest = replace(manifest, extensions={}) if old else manifest
+    plan = plan_restore(manifest, {}, TrainState.of(model, optim, {}), "rank-00000/")
+    lost = [f"optim/state/{part}.{name}" for part in {0, 1} - stepped for name in ("weight", "bias")]
+    assert [name for name in plan.missing if name.startswith("optim")] == (lost if named else [])
 
 
 class Flagged(nn.Linear):

@@ -219,10 +219,11 @@ def test_ranks_derive_their_slices_of_shards(outcomes: dict[str, Outcome], folde
 
 
 def test_unmarked_state_of_a_shard_is_refused(outcomes: dict[str, Outcome]) -> None:
-    """It would be taken for what all ranks hold alike."""
-    for result in outcomes["derive_under_fsdp2"].result():
-        assert result["code"] == "unsupported_object"
-        assert "optim/state/0.weight/" in result["said"]
+    """It would be taken for what all ranks hold alike; equal state beside it may be."""
+    results = outcomes["derive_under_fsdp2"].result()
+    assert [result["code"] for result in results] == ["unsupported_object", "rank_failed"]
+    for result in results:
+        assert "ranks 0 and 1 hold different 'optim/state/0.weight/master'" in result["said"]
 
 
 @pytest.fixture(scope="module")
@@ -402,7 +403,7 @@ def derive_under_fsdp2(store: str) -> dict[str, Any]:
             pairs = zip(model.parameters(), other.parameters(), strict=True)
             found["alike"] += [torch.equal(first.to_local(), second.to_local()) for first, second in pairs]  # type: ignore[attr-defined]
             try:
-                checkpointer.save_async(model, _Masters(model, sharded=False), 2)
+                checkpointer.save(model, _Masters(model, sharded=False), 2)
             except CkptError as error:
                 found |= {"code": error.code, "said": str(error)}
     return found
