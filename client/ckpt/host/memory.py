@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 _UNLIMITED = 1 << 60
@@ -45,16 +45,13 @@ def on_node(node: int | None, root: Path = Path("/")) -> Iterator[None]:
 
     Does nothing if the node is None or unknown, or if this process must not use its cores.
     """
-    cores = set() if node is None else _cores(_read(root / f"sys/devices/system/node/node{node}/cpulist"))
-    if not cores or not hasattr(os, "sched_setaffinity"):
+    cores = _cores(_read(root / f"sys/devices/system/node/node{node}/cpulist"))
+    if not cores:
         yield
         return
     before = os.sched_getaffinity(0)
-    try:
+    with suppress(OSError):  # the cpuset of a container
         os.sched_setaffinity(0, cores)
-    except OSError:  # the cpuset of a container
-        yield
-        return
     try:
         yield
     finally:
