@@ -18,7 +18,7 @@ _V2 = "sys/fs/cgroup"
 _LOCAL_RANKS = (
     "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PALS_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE",
 )  # fmt: skip
-"""Of torchrun, Open MPI, MPICH, PALS and srun, whose value may be 8(x2),4 for several hosts."""
+"""The variables of torchrun, Open MPI, MPICH, PALS and srun, whose value may be 8(x2),4 for several hosts."""
 
 
 def available_bytes(
@@ -36,7 +36,7 @@ def available_bytes(
 def local_ranks(environ: Mapping[str, str] = os.environ) -> int:
     """The ranks of the job on this host, as the launcher says; 1 if it does not."""
     said = next(filter(None, map(environ.get, _LOCAL_RANKS)), "")
-    return max(1, *map(int, re.findall(r"(?:^|,)(\d+)", said)), 1)
+    return max(1, 1, *map(int, re.findall(r"(?:^|,)(\d+)", said)))
 
 
 @contextmanager
