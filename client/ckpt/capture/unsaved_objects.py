@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, SequentialSampler
 
@@ -22,7 +21,7 @@ from ckptstore.format.trees import value_leaves
 
 logger = logging.getLogger(__name__)
 
-_KINDS = (GradScaler, LRScheduler, DataLoader)
+_KINDS = (GradScaler, DataLoader)
 _SAMPLED = 3
 
 _used: weakref.WeakKeyDictionary[Optimizer, set[tuple[int, int]]] = weakref.WeakKeyDictionary()
@@ -68,12 +67,11 @@ def _gradients(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def look_for_unsaved(state: TrainState) -> Callable[[], None]:
-    """A look for objects that this state does not have, for any thread: it holds nothing of the state but extras.
+    """A look for objects that this state does not have, for any thread: it holds nothing of the state but scalers.
 
-    It logs a warning for a GradScaler that scales, for schedulers of the saved optimizers, and for a shuffled
-    DataLoader, if none is saved. It visits all objects that the garbage collector knows, 0.1 µs each: 30 ms in a
-    process with 285,000, in one call of the interpreter. So it is no part of a save. Parameters of the optimizers that
-    are in no saved module are reported at once.
+    It logs a warning for a GradScaler that scales, and for a shuffled DataLoader if no loader is saved. It visits all
+    objects that the garbage collector knows, 0.1 µs each: 30 ms in a process with 285,000, in one call of the
+    interpreter. So it is no part of a save. Schedulers, and parameters in no saved module, are reported at once.
     """
     saved = list(_reachable((*state.others.values(), *state.shared.values())))
     if (names := _unsaved_parameters(state, saved)) and state.modules:
@@ -82,8 +80,15 @@ def look_for_unsaved(state: TrainState) -> Callable[[], None]:
             "what holds them to saves and restores, such as loss=criterion",
             ", ".join(names[:3]) + ", ..." * (len(names) > 3),
         )
-    positioned = any(isinstance(one, (Resumable, DataLoader)) for one in saved)
-    return partial(_look, saved, set(map(id, chain(*state.optimizers.values()))), positioned)
+    # A scheduler marks the step that it wraps.
+    scheduled = any(hasattr(one.step, "_wrapped_by_lr_sched") for one in chain(*state.optimizers.values()))
+    if scheduled and not any(_has(one, "last_epoch") for one in saved):
+        logger.warning(
+            "an optimizer has a scheduler that is not saved: the learning rate starts again after a restore; pass "
+            "scheduler=scheduler to saves and restores"
+        )
+    scalers = [one for one in saved if isinstance(one, GradScaler)]
+    return partial(_look, scalers, any(isinstance(one, (Resumable, DataLoader)) for one in saved))
 
 
 def _unsaved_parameters(state: TrainState, saved: Iterable[Any]) -> list[str]:
@@ -97,20 +102,13 @@ def _unsaved_parameters(state: TrainState, saved: Iterable[Any]) -> list[str]:
     return [leaf.path for leaf in left]
 
 
-def _look(saved: Sequence[Any], optimizers: Collection[int], positioned: bool) -> None:
+def _look(saved: Sequence[GradScaler], positioned: bool) -> None:
     living = list(_living())
     scalers = [one for one in living if isinstance(one, GradScaler) and _scales(one)]
     if scalers and not any(one is scaler for one in saved for scaler in scalers):
         logger.warning(
             "a GradScaler is in use and is not saved: its scale starts again after a restore; pass scaler=scaler to "
             "saves and restores"
-        )
-    schedulers = [one for one in living if isinstance(one, LRScheduler) and id(one.optimizer) in optimizers]
-    if schedulers and not any(isinstance(one, LRScheduler) or _has(one, "last_epoch") for one in saved):
-        logger.warning(
-            "a %s is in use and is not saved: the learning rate starts again after a restore; pass "
-            "scheduler=scheduler to saves and restores",
-            type(schedulers[0]).__name__,
         )
     loaders = [one for one in living if isinstance(one, DataLoader) and _shuffles(one)]
     if loaders and not positioned:

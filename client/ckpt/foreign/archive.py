@@ -31,8 +31,6 @@ from ckpt.foreign.inert import (
     check_key,
     ordered_dict,
     read_pickle,
-    record_maker,
-    text,
 )
 from ckpt.foreign.parts import Read
 from ckptstore.errors import CkptError, CorruptObject, UnsupportedObject
@@ -133,13 +131,6 @@ def _scalar(kind: Any, data: Any) -> Any:
     return LeftOut("numpy.generic", [data])
 
 
-class NotDense:
-    """A tensor that is sparse, quantized, without memory, or of a class of its own."""
-
-    def __init__(self, *_: object) -> None:
-        """Nothing about it is kept."""
-
-
 def strided_read(memory: memoryview, item: int, shape: Sequence[int], strides: Sequence[int], offset: int) -> Read:
     """Reads elements of `item` bytes in memory. Strides and offset are in elements. ValueError if out of bounds."""
     last = offset + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
@@ -173,12 +164,6 @@ _STORAGES = {
     "QInt8Storage": torch.qint8, "QUInt8Storage": torch.quint8, "QUInt4x2Storage": torch.quint4x2,
     "QUInt2x4Storage": torch.quint2x4,
 }  # fmt: skip
-_SCHEMES = ("per_tensor_affine", "per_tensor_symmetric", "per_channel_affine", "per_channel_symmetric",
-            "per_channel_affine_float_qparams")  # fmt: skip
-_ODD_TENSORS = ("sparse_tensor", "qtensor", "meta_tensor_no_storage", "nested_tensor", "wrapper_subclass",
-                "device_tensor_from_numpy", "device_tensor_from_cpu_tensor")  # fmt: skip
-
-
 _NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
 PATHS = [(m, n) for m in ("pathlib", "pathlib._local") for n in ("Path", "PosixPath", "PurePosixPath", "WindowsPath")]
 
@@ -276,20 +261,15 @@ class _Archive:
             "_rebuild_tensor_v3": self._tensor_of_type,
             "_rebuild_parameter": _parameter,
             "_rebuild_parameter_with_state": _parameter,
-            **{f"_rebuild_{name}": NotDense for name in _ODD_TENSORS},
         }
         return {
             **{("torch._utils", name): Maker(make) for name, make in rebuild.items()},
             **{("torch", name): dtype for name, dtype in BY_NAME.items()},
             **{("torch", name): _StorageType(dtype) for name, dtype in _STORAGES.items()},
-            **{("torch", name): name for name in _SCHEMES},
             ("torch.storage", "UntypedStorage"): _StorageType(torch.uint8),
             ("torch._tensor", "_rebuild_from_type_v2"): Maker(_rebuild),
-            ("torch", "Tensor"): record_maker("Tensor"),
-            ("torch.nn.parameter", "Parameter"): record_maker("Parameter"),
             ("torch", "Size"): Maker(size),
             ("torch", "device"): Maker(_device),
-            ("torch.serialization", "_get_layout"): Maker(text),
             ("collections", "OrderedDict"): Maker(ordered_dict),
             ("collections", "Counter"): Maker(self._counter),
             ("builtins", "set"): Maker(self._set),
@@ -358,7 +338,7 @@ def _rebuild(maker: Any, _: Any, args: Any, __: Any) -> Any:
     """A tensor with attributes, which are left out."""
     if type(maker) not in (Maker, LeftOut) or type(args) is not tuple:
         raise Malformed("a tensor is malformed")
-    return maker.called(*args) if type(maker) is LeftOut else maker.make(*args)
+    return maker.called(args) if type(maker) is LeftOut else maker.make(*args)
 
 
 def size(sizes: Any = ()) -> torch.Size:

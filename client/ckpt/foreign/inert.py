@@ -115,9 +115,9 @@ class LeftOut:
     name: str
     parts: list[Any] = field(default_factory=list)
 
-    def called(self, *args: Any) -> LeftOut:
-        """What it makes from arguments."""
-        return LeftOut(self.name, [*self.parts, *args])
+    def called(self, args: tuple[Any, ...]) -> LeftOut:
+        """An object made from arguments, which are not copied: others may share them."""
+        return LeftOut(self.name, [self, args])
 
     def refusal(self, what: str) -> UnsupportedObject:
         """The error of a file that needs it."""
@@ -338,13 +338,13 @@ class _Reader:
             raise Malformed("a call of something that cannot be called")
         unknown = next((one for one in (maker, *args) if type(one) is LeftOut), None)
         try:
-            self._stack.append(maker.make(*args) if type(maker) is Maker else maker.called(*args))
+            self._stack.append(maker.make(*args) if type(maker) is Maker else maker.called(args))
         except CkptError:
             raise
         except TypeError as error:  # another number of arguments
             if unknown is None:
                 raise Malformed(str(error)) from error
-            self._stack.append(unknown.called(*args))
+            self._stack.append(unknown.called(args))
 
     def build(self) -> None:
         state = self._stack.pop()

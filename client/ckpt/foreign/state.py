@@ -20,7 +20,7 @@ from ckpt.capture.modules import canonical
 from ckpt.capture.tensors import small_leaf
 from ckpt.capture.train_state import MODEL, OPTIMIZER
 from ckpt.dtypes import BY_NAME, NAMES
-from ckpt.foreign.archive import NotDense, NumpyArray, NumpyType, Storage, StridedTensor, read_archive
+from ckpt.foreign.archive import NumpyArray, NumpyType, Storage, StridedTensor, read_archive
 from ckpt.foreign.inert import Budget, LeftOut
 from ckpt.foreign.parts import ForeignSlice, ForeignState, Read
 from ckptstore.errors import CorruptObject, InvalidRequest, UnsupportedObject
@@ -79,8 +79,6 @@ class _Builder:
             return {TAG: "array", "name": self._tensor(path, array)}
         if isinstance(value, LeftOut):
             raise value.refusal(self.path)
-        if isinstance(value, NotDense):
-            raise UnsupportedObject(f"tensor at {path!r} of {self.path} is not dense", "Save dense tensors")
         return _SMALL(path, value)
 
     def _tensor(self, path: str, tensor: StridedTensor) -> str:
@@ -127,9 +125,10 @@ def to_foreign(state: Any, item: str, path: str, budget: Budget) -> ForeignState
     budget.spend_on(state)
     builder, left_out = _Builder(path), dict[str, LeftOut]()
     state = _kept(state, "", left_out)
+    seen: set[int] = set()
     for at, one in left_out.items():
-        if not at or _has_tensors(one):
-            raise one.refusal(path)
+        if not at or _has_tensors(one, seen):
+            raise one.refusal(path + at)
         builder.foreign.notes.append(f"{at[1:]} is left out: a {one.name} cannot be imported")
     items = _items(state, item)
     if isinstance(items.get(MODEL), Mapping):
@@ -146,8 +145,8 @@ def to_foreign(state: Any, item: str, path: str, budget: Budget) -> ForeignState
 
 
 def _kept(value: Any, path: str, left_out: dict[str, LeftOut]) -> Any:
-    """The value with arrays of numpy, and without what is left out, which is added by its path. In lists and tuples
-    that is None."""
+    """The value with arrays of numpy, and without objects that are left out, which are added by their paths. In
+    lists and tuples they are None."""
     if isinstance(value, NumpyArray):
         value = value.made
     if isinstance(value, NumpyType | timezone):
@@ -163,15 +162,15 @@ def _kept(value: Any, path: str, left_out: dict[str, LeftOut]) -> Any:
     return value
 
 
-def _has_tensors(value: LeftOut) -> bool:
+def _has_tensors(value: LeftOut, seen: set[int]) -> bool:
+    """seen: objects without any, which this adds to: several may share one."""
     todo: list[Any] = [value]
-    seen: set[int] = set()
     while todo:
         one = todo.pop()
         if id(one) in seen:
             continue
         seen.add(id(one))
-        if isinstance(one, StridedTensor | Storage | NotDense):
+        if isinstance(one, StridedTensor | Storage):
             return True
         todo += one.parts if isinstance(one, LeftOut) else [child for _, child in children(one) or ()]
     return False
@@ -181,7 +180,7 @@ def _items(state: Any, item: str) -> dict[str, Any]:
     """The items of a state: a dict without tensors at the top level is a dict of items; other states are one item."""
     if not isinstance(state, dict) or not all(type(key) is str for key in state):
         return {item: state}
-    if any(isinstance(value, StridedTensor | Scattered | NotDense) for value in state.values()):
+    if any(isinstance(value, StridedTensor | Scattered) for value in state.values()):
         return {item: dict(state)}
     names = [_RENAMED.get(str(key), str(key)) for key in state]
     if len(set(names)) < len(names):

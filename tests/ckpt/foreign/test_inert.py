@@ -100,6 +100,7 @@ STATES: dict[str, tuple[str, Callable[[], Any]]] = {
     "a tensor": ("unsupported_object", lambda: Call(torch.Tensor, 1 << 34)),
     "a key": ("unsupported_object", lambda: keyed([nested(tuple, 40)])),
     "equal hashes": ("corrupt", lambda: keyed([i * ((1 << 61) - 1) for i in range(1, 200_000)])),
+    "unknown objects": ("unsupported_object", lambda: chained(MANY, 20_000)),
     "nesting": ("unsupported_object", lambda: deep(2_000)),
 }
 
@@ -108,6 +109,12 @@ def keyed(keys: list[Any]) -> bytes:
     """The pickle of a dict with these keys, which are never hashed here."""
     items = [pickle.dumps(key, protocol=2)[2:-1] + b"K\x01" for key in keys]
     return b"\x80\x02}(" + b"".join(items) + b"u."
+
+
+def chained(shared: list[Any], times: int) -> bytes:
+    """A pickle of an unknown object that is called again and again with the same arguments."""
+    args = pickle.dumps(tuple(shared), protocol=2)[2:-1]
+    return b"\x80\x02" + args + b"r\xff\x00\x00\x00" + b"0cno\nname\n" + b"j\xff\x00\x00\x00R" * times + b"."
 
 
 def deep(depth: int) -> bytes:
