@@ -291,7 +291,7 @@ class DigestGuard(Guard):
     def __init__(self, leaves: Leaves, samples: Sequence[Sample], storages: Sequence[torch.UntypedStorage]) -> None:
         """Reads all leaves, with as many threads as torch uses."""
         super().__init__(leaves, samples, storages)
-        self._digests = memory_digests(leaves.tensors)
+        self._digests = _digests(leaves.tensors)
         self._sizes = [tensor.nbytes for tensor in leaves.tensors]
         self._same = {index for index, size in enumerate(self._sizes) if not size}
         """The leaves whose copies are complete and equal."""
@@ -316,8 +316,8 @@ class DigestGuard(Guard):
         return [self._leaves.slices[index].entry for index in sorted(torn)]
 
 
-def memory_digests(tensors: Sequence[torch.Tensor]) -> list[bytes]:
-    """The digest of each tensor's memory, by as many threads as torch uses."""
+def _digests(tensors: Sequence[torch.Tensor]) -> list[bytes]:
+    """The digest of each tensor's memory."""
     digests = [b""] * len(tensors)
     left = iter(range(len(tensors)))  # shared by all threads, each of which takes the next tensor
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
+import xxhash
+
 from ckpt.capture.leaves import Leaves
 from ckpt.device import DEVICES, has_device, poll
 from ckpt.lazily import torch
-from ckpt.snapshot.guard import LET_NOTHING_WRITE, memory_at, memory_digests, sample, torn_error
+from ckpt.snapshot.guard import LET_NOTHING_WRITE, memory_at, torn_error
 from ckpt.snapshot.stage import SnapshotLayout, is_plain
 from ckptstore.errors import SaveFailed
 
@@ -29,24 +31,13 @@ class LiveState:
         self._closed = False
         for device in {tensor.device for tensor in self._tensors if has_device(tensor)}:
             poll(DEVICES[device.type](device).mark(side=False).done)
-        self._seen = self._look()
+        self._seen = list(map(_digest, self._tensors))
 
     def check(self) -> None:
-        """Raises SnapshotTorn if host memory has changed since the call: any byte, or samples of what is not in order.
-
-        Call it when everything is read.
-        """
-        pairs = zip(self._entries, self._seen, self._look(), strict=True)
+        """Call it when all is read. Raises SnapshotTorn if any byte of host memory has changed since the call."""
+        pairs = zip(self._entries, self._seen, map(_digest, self._tensors), strict=True)
         if changed := [entry for entry, before, now in pairs if before != now]:
             raise torn_error(changed, "while it was uploaded, in another thread or process", LET_NOTHING_WRITE)
-
-    def _look(self) -> list[bytes]:
-        plain = [tensor for tensor in self._tensors if is_plain(tensor)]
-        digests = iter(memory_digests(plain))
-        return [
-            next(digests) if is_plain(tensor) else b"" if has_device(tensor) else sample(tensor).read()
-            for tensor in self._tensors
-        ]
 
     def __getitem__(self, part: slice) -> memoryview:
         """The bytes of a range. Raises SaveFailed after `close`."""
@@ -64,6 +55,17 @@ class LiveState:
     def close(self) -> None:
         """Refuse further reads."""
         self._closed = True
+
+
+_PIECE_BYTES = 16 << 20
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    """Of host memory, in pieces: there is none for a copy of the whole tensor."""
+    found = xxhash.xxh3_128()
+    for at in range(0, 0 if has_device(tensor) else tensor.nbytes, _PIECE_BYTES):
+        found.update(_read(tensor, at, min(at + _PIECE_BYTES, tensor.nbytes)))
+    return found.digest()
 
 
 def _read(tensor: torch.Tensor, begin: int, end: int) -> memoryview:
