@@ -30,6 +30,7 @@ from tests.support.seaweed import S3Service
 
 STORE_KINDS = ("local", "memory", "s3")
 DATABASE_KINDS = ("sqlite", "postgresql")
+_LONG = ("docs", "integration", "protocol")
 
 every_store = pytest.mark.parametrize("store", STORE_KINDS, indirect=True)
 in_memory = pytest.mark.parametrize("store", ["memory"], indirect=True)
@@ -87,9 +88,12 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first: workers are dealt files in this order, and none should get a long one last."""
+    """Long files first: workers are dealt files in this order, and none should get a long one last.
+
+    They are those with slow tests, then those of folders whose names are last in the alphabet.
+    """
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    items.sort(key=lambda item: (item.path not in slow, item.path.parent.name not in _LONG))
 
 
 @pytest.hookimpl(wrapper=True)

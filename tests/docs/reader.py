@@ -1,7 +1,7 @@
 """A reader who does what a page says: an interpreter, a shell with the variables it exports, and a folder.
 
-Where a page names a store or the daemon's port, the reader uses others, so that tests do not meet. Programs that load
-torch, `python FILE` and `torchrun`, are forks.
+Where a page names a store or the daemon's port, the reader uses others, so that tests do not meet. `python FILE`,
+`torchrun`, `ckptctl` and `ckptd serve` are forks.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
 from tests.docs.blocks import ROOT, Block
-from tests.support.forking import TRAINER, Fork, fork
+from tests.support.forking import COMMAND_LINE, DAEMON, TRAINER, Fork, fork
 from tests.support.ports import free_port
 
 _DEADLINE_S = 120.0
+_PROGRAMS = Path(sys.executable).parent
 _END, _FAILED = "--the-block-ended--", "--the-shell-ended--"
 _WAIT = """mkdir -p ckpts  # in place of the mounted volume
 for i in $(seq 600); do
@@ -44,10 +45,11 @@ class Reader:
         self.folder = folder
         self._port = free_port()
         self._session: tuple[socket.socket, Fork] | None = None
+        self._daemons: list[Fork] = []
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed at the end
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("CKPT", "PYTHON"))}
         environment |= {
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PATH": f"{_PROGRAMS}:{os.environ['PATH']}",
             "CKPTD_PORT": str(self._port), "CKPTD_POLL_SECONDS": "0.2", "CKPTD_NOTICE_SECONDS": "0",
             "XDG_STATE_HOME": f"{folder}/state", "XDG_CACHE_HOME": f"{folder}/cache", "HOME": str(folder),
             "BROWSER": "true", "COLUMNS": "150", "PYTHONPATH": f"{ROOT}:{ROOT / 'client'}",
@@ -86,12 +88,16 @@ class Reader:
     def _command(self, command: str) -> str:
         if command.split("#")[0].strip().startswith("pip install"):
             return ""
-        if match := _TRAINING.match(command.split(" #")[0].strip()):
-            return self._train(*shlex.split(match["rest"]), ranks=int(match["ranks"] or 0))
-        is_daemon, printed = command.startswith("ckptd serve"), self._in_shell(command)
-        if is_daemon:
-            self._in_shell(_WAIT)
-        return printed
+        plain = command.split(" #")[0].strip()
+        if match := _TRAINING.match(plain):
+            return self._run(TRAINER, *shlex.split(match["rest"]), ranks=int(match["ranks"] or 0))
+        if plain.startswith("ckptctl ") and not re.search(r"[|>;&$`]", re.sub("'.*?'", "", plain)):
+            return self._run(COMMAND_LINE, str(_PROGRAMS / "ckptctl"), *shlex.split(plain)[1:])
+        if plain.startswith("ckptd serve ") and plain.endswith("&"):
+            arguments = shlex.split(plain.removesuffix("&"))[1:]
+            self._daemons.append(self._fork(DAEMON, str(_PROGRAMS / "ckptd"), arguments, self._errors.fileno()))
+            return self._in_shell(_WAIT)
+        return self._in_shell(command)
 
     def _in_shell(self, command: str) -> str:
         shell = self._shell
@@ -113,23 +119,27 @@ class Reader:
             watch.cancel()
         raise AssertionError(f"{command!r} failed\n{printed}\n{self._said()}")
 
-    def _train(self, file: str, *arguments: str, ranks: int) -> str:
+    def _fork(
+        self, imports: Sequence[str], file: str, arguments: Sequence[str], stdout: int, **environment: str
+    ) -> Fork:
+        return fork(
+            imports,
+            "tests.docs.program",
+            [str(self.folder), file, *arguments],
+            stdout=stdout,
+            stderr=self._errors.fileno(),
+            environment={**self.environment(), **environment},
+        )
+
+    def _run(self, imports: Sequence[str], file: str, *arguments: str, ranks: int = 0) -> str:
         """Run a file; ranks: of torchrun, 0 without it."""
-        environment = self.environment()
-        meeting: Mapping[str, str] = {
+        file = str(ROOT / file) if "/" in file else file
+        meeting = {
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks),
         }  # fmt: skip
         with tempfile.TemporaryFile("w+") as printed:
             started = [
-                fork(
-                    TRAINER,
-                    "tests.docs.program",
-                    [str(self.folder), str(ROOT / file) if "/" in file else file, *arguments],
-                    stdout=printed.fileno(),
-                    stderr=self._errors.fileno(),
-                    environment=environment
-                    | ({**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {}),
-                )
+                self._fork(imports, file, arguments, printed.fileno(), **(meeting | _rank(rank) if ranks else {}))
                 for rank in range(ranks or 1)
             ]
             codes = [one.wait(_DEADLINE_S) for one in started]
@@ -177,11 +187,18 @@ class Reader:
             self._session[1].wait(_DEADLINE_S)
         assert self._shell.stdin is not None
         assert self._shell.stdout is not None
-        os.killpg(self._shell.pid, signal.SIGKILL)  # and the daemon that it has started
+        for daemon in self._daemons:
+            daemon.kill()
+            daemon.wait(_DEADLINE_S)
+        os.killpg(self._shell.pid, signal.SIGKILL)
         self._shell.stdin.close()
         self._shell.stdout.close()
         self._shell.wait()
         self._errors.close()
+
+
+def _rank(rank: int) -> dict[str, str]:
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank)}
 
 
 def _joined(lines: list[str]) -> list[str]:
