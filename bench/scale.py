@@ -30,15 +30,16 @@ import numpy as np
 from bench.report import Goal, Report
 from bench.virtual_store import Clock, Limits, Requests, VirtualStore, lanes_of
 from ckpt.saver import commit as saver
-from ckpt.saver.messages import SaveJob, Setup
+from ckpt.saver.messages import Setup
 from ckptstore import threads as parallel
+from ckptstore.commits.commit import write_receipt
 from ckptstore.commits.generations import NewAttempt, Session
 from ckptstore.format.boxes import Want
-from ckptstore.format.documents import JSON, Outcome, Shard
+from ckptstore.format.documents import JSON, Content, Outcome, Shard
 from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import parse_manifest, seal
 from ckptstore.format.planning import plan_reads
-from ckptstore.format.shards import EncodedChunk, Placed, Slice, chunk_table, place_slices, plan_chunks
+from ckptstore.format.shards import EncodedChunk, Placed, Slice, chunk_table, place_slices, plan_chunks, slice_tables
 from ckptstore.format.statistics import Statistics, Table, named_document, side_extension
 from ckptstore.format.trees import encode_tree, unsupported
 from ckptstore.names import derive_ulid, new_ulid, shard_name
@@ -106,7 +107,6 @@ class Save:
         self.run = Run(self.store, "scale", self.clock)
         session = Session(new_ulid(BEGAN_AT), None)
         self.attempt = NewAttempt(session, 1000, derive_ulid(session.id, 1000)).of(1)
-        self._new = NewAttempt(session, 1000, self.attempt.ulid)
         self._random = random.Random(0)
         rows = TENSORS * len(KINDS)
         self._table = Table.finite(np.zeros(rows, np.int64), np.zeros(rows), np.zeros(rows))
@@ -185,17 +185,18 @@ class Save:
     def _write_receipt(self, rank: int) -> StoredReceipt:
         placed = place_slices(slices_of(rank, self.ranks))
         numbers = {"torch": self._random.randbytes(5056), "others": self._random.randbytes(5000)}
-        job = SaveJob(
-            number=1, slot=0, attempt=self._new, created_at=BEGAN_AT, slices=[], aliases={}, lease=None,
-            trees=trees_of(rank, placed), local={"rng": encode_tree(numbers, "rng", no_leaf)}, metrics={"loss": 1.0},
-        )  # fmt: skip
         chunks = [
             EncodedChunk(b"", span.bytes, span.bytes, "raw", self._random.randbytes(16).hex())
             for span in plan_chunks(placed)
         ]
         shard = Shard(name=shard_name(rank), rank=rank, chunks=chunk_table(chunks))
         extensions = self._named_statistics(rank)
-        return saver.write_receipt(self.run, self._setup(rank), self.attempt, job, placed, [], shard, extensions)
+        entries, slices = slice_tables(placed)
+        content = Content(shards=[shard], entries=entries, slices=slices, aliases={}, trees=trees_of(rank, placed))
+        return write_receipt(
+            self.run, self.attempt, content, BEGAN_AT, rank, self.ranks,
+            local={"rng": encode_tree(numbers, "rng", no_leaf)}, metrics={"loss": 1.0}, extensions=extensions,
+        )  # fmt: skip
 
 
 def no_leaf(path: str, value: object) -> JSON:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from msgspec.structs import replace as with_fields
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter as TorchStorageWriter
@@ -29,12 +30,11 @@ from ckptstore import names
 from ckptstore.clock import system_clock
 from ckptstore.codecs.chunk_codecs import POLICIES
 from ckptstore.commits.catalog import Checkpoint
-from ckptstore.commits.commit import commit_attempt, read_receipts
+from ckptstore.commits.commit import commit_attempt, read_receipts, write_receipt
 from ckptstore.commits.generations import Session, begin_generation, newest_generation
 from ckptstore.errors import BadInput, InvalidName, InvalidRequest, SaveFailed
-from ckptstore.format.documents import FORMAT, JSON, Content, Receipt, Shard
+from ckptstore.format.documents import Content, Shard
 from ckptstore.format.merging import StoredReceipt
-from ckptstore.format.parsing import seal
 from ckptstore.format.shards import chunk_table, raw_bytes, slice_tables
 from ckptstore.names import Attempt, RunKeys, check_run, check_step, new_ulid
 from ckptstore.run import Run
@@ -168,7 +168,7 @@ class StorageWriter(TorchStorageWriter):
         if self._is_coordinator:
             self._own = (assignment, content)
         else:
-            _write_receipt(Run(store, assignment.run), assignment, content, {})
+            _write_receipt(Run(store, assignment.run), assignment, content)
         future: Future[list[WriteResult]] = Future()
         future.set_result(items.results)
         return future
@@ -184,7 +184,7 @@ class StorageWriter(TorchStorageWriter):
         self._check_complete(metadata, results)
         run = Run(self._open(), assignment.run)
         trees = nest(result.storage_data for rank in results for result in rank)
-        own = _write_receipt(run, assignment, content, trees)
+        own = _write_receipt(run, assignment, with_fields(content, trees=trees))
         others = [rank for rank in range(assignment.world_size) if rank != assignment.rank]
         receipts = read_receipts(run, assignment.attempt, others)
         commit_attempt(run, [*receipts[: assignment.rank], own, *receipts[assignment.rank :]])
@@ -227,21 +227,7 @@ def _new_checkpoint(checkpoint_id: str | os.PathLike[str], run: str) -> tuple[st
     return reference.run, reference.step
 
 
-def _write_receipt(run: Run, assignment: Assignment, content: Content, trees: dict[str, JSON]) -> StoredReceipt:
-    """Write the receipt, which states that the rank's shard is durable; the receipt is durable on return."""
-    receipt = Receipt(
-        format=FORMAT,
-        kind="receipt",
-        run=assignment.run,
-        step=assignment.attempt.step,
-        attempt=str(assignment.attempt),
-        rank=assignment.rank,
-        world_size=assignment.world_size,
-        created_at=assignment.created_at,
-        content=Content(shards=content.shards, entries=content.entries, slices=content.slices, aliases={}, trees=trees),
-        local={},
-        metrics={},
+def _write_receipt(run: Run, assignment: Assignment, content: Content) -> StoredReceipt:
+    return write_receipt(
+        run, assignment.attempt, content, assignment.created_at, assignment.rank, assignment.world_size
     )
-    data = seal(receipt)
-    run.store.put(run.keys.receipt(assignment.attempt, assignment.rank), data)
-    return StoredReceipt.of(receipt, data)

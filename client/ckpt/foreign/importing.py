@@ -5,31 +5,27 @@ Torch is loaded for its own formats only.
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 
 import msgspec
 
 from ckpt.foreign.exporting import INDEX, ONLY, missing_torch
-from ckpt.foreign.parts import ForeignSlice, ForeignState, Read, file_read
+from ckpt.foreign.parts import ForeignSlice, ForeignState, file_read
 from ckpt.foreign.safetensors_file import StoredTensor, read_header
-from ckpt.saver.pipeline import Uploaded, upload_shard
+from ckpt.saver.encode import encode_stream
+from ckpt.saver.pipeline import upload_shard
 from ckptstore import names
 from ckptstore.clock import Clock
 from ckptstore.codecs.chunk_codecs import fast
 from ckptstore.commits.catalog import Checkpoint, find, from_outcome, joined_generation
-from ckptstore.commits.commit import commit_attempt
+from ckptstore.commits.commit import commit_attempt, write_receipt
 from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint
-from ckptstore.format.boxes import Box, check_cover
+from ckptstore.format.boxes import check_cover
 from ckptstore.format.decoding import decode_json
-from ckptstore.format.documents import FORMAT, JSON, Content, Receipt, Shard
-from ckptstore.format.merging import StoredReceipt
-from ckptstore.format.parsing import seal
+from ckptstore.format.documents import JSON, Content, Shard
 from ckptstore.format.shards import (
     ChunkSpan,
     EncodedChunk,
@@ -47,9 +43,6 @@ from ckptstore.names import Attempt, Reference, new_ulid
 from ckptstore.reading.fetch import Progress
 from ckptstore.run import Run
 from ckptstore.stores import Store
-
-_THREADS = min(4, max(1, os.cpu_count() or 1))
-_AHEAD = 2  # encoded chunks that wait, in addition to one per thread
 
 
 def new_attempt(store: Store, reference: str, clock: Clock) -> tuple[str, Attempt]:
@@ -79,51 +72,23 @@ def write_checkpoint(run: Run, attempt: Attempt, foreign: ForeignState, progress
     created_at = run.clock()
     placed = place_slices(part.slice for part in foreign.parts)
     entries, slices = slice_tables(placed)
-    trees, aliases = foreign.trees, foreign.aliases
-    check_cover(Content(shards=[], entries=entries, slices=slices, aliases=aliases, trees=trees))
-    uploaded = _upload(run, attempt, placed, foreign, progress) if placed else None
-    shards = [Shard(name=names.shard_name(0), rank=0, chunks=chunk_table(uploaded.chunks))] if uploaded else []
-    receipt = Receipt(
-        format=FORMAT,
-        kind="receipt",
-        run=run.name,
-        step=attempt.step,
-        attempt=str(attempt),
-        rank=0,
-        world_size=1,
-        created_at=created_at,
-        content=Content(shards=shards, entries=entries, slices=slices, aliases=aliases, trees=trees),
-        local={},
-        metrics={},
-    )
-    data = seal(receipt)
-    run.store.put(run.keys.receipt(attempt, 0), data)
-    checkpoint = from_outcome(commit_attempt(run, [StoredReceipt.of(receipt, data)]))
+    content = Content(shards=[], entries=entries, slices=slices, aliases=foreign.aliases, trees=foreign.trees)
+    check_cover(content)
+    if placed:
+        content.shards.append(_upload(run, attempt, placed, foreign, progress))
+    checkpoint = from_outcome(commit_attempt(run, [write_receipt(run, attempt, content, created_at)]))
     assert checkpoint is not None  # an aborted attempt is an error of commit_attempt
     return checkpoint
 
 
-def _upload(
-    run: Run, attempt: Attempt, placed: Sequence[Placed], foreign: ForeignState, progress: Progress
-) -> Uploaded:
+def _upload(run: Run, attempt: Attempt, placed: Sequence[Placed], foreign: ForeignState, progress: Progress) -> Shard:
+    """Write the shard, with only a few chunks in memory; durable on return."""
     reads = {(part.slice.entry, part.slice.box): part.read for part in foreign.parts}
-    key = run.keys.shard(attempt, names.shard_name(0))
+    starts = [place.at for place in placed]
     done = 0
 
-    def report(total: int) -> None:
-        nonlocal done
-        progress(total - done)
-        done = total
-
-    return upload_shard(run.store, key, raw_bytes(placed), _encode(placed, reads), report)
-
-
-def _encode(placed: Sequence[Placed], reads: Mapping[tuple[str, Box], Read]) -> Iterator[EncodedChunk]:
-    """The encoded chunks in order, with only a few of them in memory."""
-    starts = [place.at for place in placed]
-
-    def encode(span: ChunkSpan) -> EncodedChunk:
-        raw = memoryview(bytearray(span.bytes))
+    def encode(_: memoryview, span: ChunkSpan) -> EncodedChunk:
+        raw = memoryview(bytearray(span.bytes))  # read here, in several threads
         for place in placed[bisect_right(starts, span.at) - 1 :]:
             low, high = max(span.at, place.at), min(span.at + span.bytes, place.at + place.slice.bytes)
             if place.at >= span.at + span.bytes:
@@ -133,17 +98,15 @@ def _encode(placed: Sequence[Placed], reads: Mapping[tuple[str, Box], Read]) -> 
                 read(low - place.at, raw[low - span.at : high - span.at])
         return encode_chunk(raw, fast(span.dtype))
 
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-import") as pool:
-        waiting: deque[Future[EncodedChunk]] = deque()
-        try:
-            for span in plan_chunks(placed):
-                if len(waiting) >= _THREADS + _AHEAD:
-                    yield waiting.popleft().result()
-                waiting.append(pool.submit(encode, span))
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+    def report(total: int) -> None:
+        nonlocal done
+        progress(total - done)
+        done = total
+
+    name, spans = names.shard_name(0), ((memoryview(b""), span) for span in plan_chunks(placed))
+    key = run.keys.shard(attempt, name)
+    uploaded = upload_shard(run.store, key, raw_bytes(placed), encode_stream(spans, encode), report)
+    return Shard(name=name, rank=0, chunks=chunk_table(uploaded.chunks))
 
 
 class ForeignFormat(StrEnum):

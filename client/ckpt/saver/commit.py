@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from ckpt.saver.deriving import Derived, in_stream
-from ckpt.saver.messages import SaveJob, Setup
+from ckpt.saver.messages import Setup
 from ckptstore.commits.catalog import newest_first
 from ckptstore.commits.commit import (
     Known,
@@ -36,10 +35,8 @@ from ckptstore.commits.commit import (
 )
 from ckptstore.commits.generations import NewAttempt, Session, begin_generation
 from ckptstore.errors import AttemptAborted, CkptError, ObjectMissing, RankFailed, SaveFailed, SaveSkipped
-from ckptstore.format.documents import FORMAT, JSON, Content, Outcome, Receipt, Shard
+from ckptstore.format.documents import Outcome
 from ckptstore.format.merging import StoredReceipt, difference, replicas
-from ckptstore.format.parsing import seal
-from ckptstore.format.shards import Placed, slice_tables
 from ckptstore.names import Attempt
 from ckptstore.run import Run
 
@@ -70,21 +67,19 @@ class Numbering:
             return next((session for session, number in self._numbers.items() if number == generation), None)
 
     def _begin(self, session: Session) -> int:
-        begun = begin_generation(self.run, session)
-        if begun.created:
-            self._warn_of_abandoned(begun.number, session.parent)
-        return begun.number
-
-    def _warn_of_abandoned(self, number: int, parent: Attempt | None) -> None:
-        newest = next((c for c in newest_first(self.run) if c.attempt.generation < number), None)
+        begun, parent = begin_generation(self.run, session), session.parent
+        if not begun.created:
+            return begun.number
+        newest = next((c for c in newest_first(self.run) if c.attempt.generation < begun.number), None)
         if newest is not None and (parent is None or newest.attempt > parent):
             start = "from nothing" if parent is None else f"from step {parent.step}"
             self._warn(
                 f"run {self.run.name!r} has checkpoints, the newest is {newest.id}, that this trainer has not "
                 f"restored: it continues {start}. From its first commit on it is the run's newest generation "
-                f"({number}), and earlier checkpoints that are not before that step are abandoned: they are not "
+                f"({begun.number}), and earlier checkpoints that are not before that step are abandoned: they are not "
                 "restored unless they are named. Restore before the first save to continue the run, or use another run"
             )
+        return begun.number
 
 
 _TIMEOUT_S = 5.0
@@ -163,38 +158,6 @@ _NEVER_FORGOTTEN_S = 24 * 3600.0
 deletion."""
 
 OnEnd = Callable[[Outcome | BaseException], None]
-
-
-def write_receipt(
-    run: Run,
-    setup: Setup,
-    attempt: Attempt,
-    job: SaveJob,
-    placed: list[Placed],
-    derived: list[Derived],
-    shard: Shard | None,
-    extensions: dict[str, JSON],
-) -> StoredReceipt:
-    """Write the receipt, which states that this rank's shard is durable; the receipt is durable on return."""
-    shards = [shard] if shard is not None else []
-    entries, slices = slice_tables(*in_stream(placed, derived))
-    receipt = Receipt(
-        format=FORMAT,
-        kind="receipt",
-        run=run.name,
-        step=attempt.step,
-        attempt=str(attempt),
-        rank=setup.rank,
-        world_size=setup.world_size,
-        created_at=job.created_at,
-        content=Content(shards=shards, entries=entries, slices=slices, aliases=job.aliases, trees=job.trees),
-        local=job.local,
-        metrics=job.metrics,
-        extensions=job.extensions | extensions,
-    )
-    data = seal(receipt)
-    run.store.put(run.keys.receipt(attempt, setup.rank), data)
-    return StoredReceipt.of(receipt, data)
 
 
 @dataclass(slots=True, eq=False)

@@ -276,17 +276,16 @@ class ChunkIndex:
                 self._changed.wait_for(lambda: save.ended or previous.ended, _COMMIT_WAIT_S)
         return self._base
 
-    def set_base(self, base: BaseCheckpoint, number: int) -> None:
-        """Compare later saves with this one, which this process has committed, unless a later one is the base."""
-        with self._changed:
-            if number > self._base_number:
-                self._base, self._base_number = base, number
+    def mark(self, save: IncrementalSave, ended: bool, base: BaseCheckpoint | None = None) -> None:
+        """Mark a save as uploaded, or ended, and wake up the save that waits for it.
 
-    def mark(self, save: IncrementalSave, ended: bool) -> None:
-        """Mark a save as uploaded, or ended, and wake up the save that waits for it."""
+        base: of a committed one: later saves are compared with it, unless a later one was committed before.
+        """
         with self._changed:
             save.uploaded = True
             save.ended = save.ended or ended
+            if base is not None and save.number > self._base_number:
+                self._base, self._base_number = base, save.number
             self._changed.notify_all()
 
     def protect(self, base: BaseCheckpoint, holder: str) -> tuple[str, set[Attempt]]:
@@ -380,11 +379,6 @@ class IncrementalSave:
         return [(span, match.raw_digest or digest) for span, match, digest in known]
 
     @property
-    def unchanged_bytes(self) -> int:
-        """Raw bytes of the chunks that are referenced."""
-        return sum(span.bytes for span in self.spans) - self.changed_bytes
-
-    @property
     def changed_bytes(self) -> int:
         """Raw bytes of the chunks to store."""
         matches = self._matches.result()
@@ -409,6 +403,7 @@ class IncrementalSave:
 
     def end(self, receipt: Receipt | None) -> None:
         """End the save. receipt: committed, as base for the next save; None: not committed."""
+        base = None
         if receipt is not None and receipt.content.shards and self.index.enabled:
             attempt, shard = Attempt.parse(receipt.attempt), receipt.content.shards[0]
             others = {other: self._holders[other] for other in referenced_by(shard)}
@@ -416,8 +411,7 @@ class IncrementalSave:
             holders, most = {attempt: Holder(shard.stored_bytes), **counted}, self.index.most
             matches = self._matches.result()
             base = next_base(attempt, shard, self._keys(), matches, holders, self.number, most)
-            self.index.set_base(base, self.number)
-        self.index.mark(self, ended=True)
+        self.index.mark(self, ended=True, base=base)
         self._release()
 
     def mark_uploaded(self) -> None:

@@ -19,8 +19,8 @@ from typing import Any
 
 from ckpt.host.lock import note_checkpoint
 from ckpt.host.segment import Segment
-from ckpt.saver.commit import Committer, Notifier, Numbering, abort_attempts, describe, write_receipt
-from ckpt.saver.deriving import Derived, divide
+from ckpt.saver.commit import Committer, Notifier, Numbering, abort_attempts, describe
+from ckpt.saver.deriving import Derived, divide, in_stream
 from ckpt.saver.encode import CpuThrottle, Encoder, Encoding, encode_by
 from ckpt.saver.heartbeat_writer import HeartbeatWriter, SharedStep
 from ckpt.saver.incremental import ChunkIndex, IncrementalSave, ignore
@@ -49,14 +49,14 @@ from ckptapi.remote_create import with_remote_create
 from ckptstore import names
 from ckptstore.clock import Clock, system_clock
 from ckptstore.codecs.chunk_codecs import POLICIES, CodingPolicy
-from ckptstore.commits.commit import EARLIER
+from ckptstore.commits.commit import EARLIER, write_receipt
 from ckptstore.commits.generations import NewAttempt
 from ckptstore.commits.leases import end_lease
 from ckptstore.errors import CkptError, CorruptObject, ReferenceLost, SaveSkipped, UnsupportedObject
-from ckptstore.format.documents import JSON, Outcome
+from ckptstore.format.documents import JSON, Content, Outcome
 from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import seal
-from ckptstore.format.shards import CHUNK_BYTES, EncodedChunk, Placed, RawStream, Slice, plan_chunks
+from ckptstore.format.shards import CHUNK_BYTES, EncodedChunk, Placed, RawStream, Slice, plan_chunks, slice_tables
 from ckptstore.format.statistics import warning_of
 from ckptstore.names import Attempt
 from ckptstore.run import Run
@@ -141,11 +141,6 @@ class _RunningJob:
     """None: none are taken."""
     received_at: float
 
-    @property
-    def not_stored_bytes(self) -> int:
-        """Raw bytes that are referenced or derived."""
-        return self.incremental.unchanged_bytes + sum(one.place.slice.bytes for one in self.derived)
-
 
 class SavePipeline:
     """Makes snapshots durable, in the saver process or in threads of the trainer.
@@ -175,7 +170,11 @@ class SavePipeline:
         # Where a store ignores If-None-Match, the daemon decides: for its own store, the remote one if there are two.
         daemon = setup.daemon if setup.remote is None else None
         self._run = Run(with_remote_create(self._store, daemon, setup.token), setup.run, clock)
-        remote = self._remote_run(setup, setup.remote, clock) if setup.remote is not None else None
+        remote = None
+        if setup.remote is not None:
+            opened = open_store(setup.remote, setup.remote_options, retried=True)
+            patient = RetryingStore(opened, min(setup.retry_s, REQUEST_RETRY_S))
+            remote = Run(with_remote_create(patient, setup.daemon, setup.token), setup.run, clock)
         self.heartbeats = HeartbeatWriter(
             remote or self._run, setup.heartbeat_s if setup.rank == 0 else 0.0, replicated=remote is not None
         )
@@ -192,8 +191,7 @@ class SavePipeline:
                 self._run, remote, setup, self._numbering, self._replicator_reports, self._notify
             )
         self._own_process = own_process
-        cpu_budget = setup.cpu_budget if own_process else None
-        self._throttle = CpuThrottle(cpu_budget)
+        self._throttle = CpuThrottle(setup.cpu_budget if own_process else None)
         self._encoder = Encoder(self._throttle)
         self._contents = contents or SlotContents(enabled=False)
         self._policy = coding_policy(setup.compress, store.url)
@@ -362,7 +360,13 @@ class SavePipeline:
             extensions = running.statistics.extensions(self._run, attempt, self._setup.rank, offset)
         if self._setup.rank == 0 and (earlier := job.attempt.earlier(attempt.generation)):
             extensions = {**extensions, EARLIER: list(map(str, earlier))}
-        receipt = write_receipt(self._run, self._setup, attempt, job, placed, running.derived, shard, extensions)
+        entries, slices = slice_tables(*in_stream(placed, running.derived))
+        shards = [shard] if shard is not None else []
+        content = Content(shards=shards, entries=entries, slices=slices, aliases=job.aliases, trees=job.trees)
+        receipt = write_receipt(
+            self._run, attempt, content, job.created_at, self._setup.rank, self._setup.world_size,
+            local=job.local, metrics=job.metrics, extensions=job.extensions | extensions,
+        )  # fmt: skip
         self._contents.uploaded(job, attempt, shard, running.incremental.raw_digests(stored))
         total, upload_s = time.perf_counter() - started, uploaded.upload_s if uploaded else 0.0
         timings = {
@@ -382,7 +386,9 @@ class SavePipeline:
         if first is None:
             return None
         key, tries = self._run.keys.shard(attempt, names.shard_name(self._setup.rank)), count()
-        statistics, number, rest = running.statistics, running.job.number, running.not_stored_bytes
+        statistics, number, changed = running.statistics, running.job.number, running.incremental.changed_bytes
+        slices = chain(running.placed, (one.place for one in running.derived))
+        rest = sum(place.slice.bytes for place in slices) - changed  # referenced or derived
         tail = partial(statistics.document, attempt, self._setup.rank) if statistics is not None else bytes
 
         def progress(done: int) -> None:
@@ -394,12 +400,12 @@ class SavePipeline:
                 running.encoding.close()  # other saves need its memory
                 self._store.delete_many([key])  # what the failed try may have left
                 chunks = again()
-            return upload_shard(self._run.store, key, running.incremental.changed_bytes, chunks, progress, tail)
+            return upload_shard(self._run.store, key, changed, chunks, progress, tail)
 
         def persist() -> Uploaded:
             return upload() if self._store.resumes_uploads else self._store.repeat(upload)
 
-        return persist() if self._quota is None else self._quota.write(running.incremental.changed_bytes, persist)
+        return persist() if self._quota is None else self._quota.write(changed, persist)
 
     def _end(
         self, running: _RunningJob, receipt: StoredReceipt, started: float, result: Outcome | BaseException
@@ -435,11 +441,6 @@ class SavePipeline:
         if isinstance(report, LocalOnly):
             self.heartbeats.local_only(report)
         self._report(report)
-
-    def _remote_run(self, setup: Setup, url: str, clock: Clock) -> Run:
-        remote = open_store(url, setup.remote_options, retried=True)
-        store = RetryingStore(remote, min(setup.retry_s, REQUEST_RETRY_S))
-        return Run(with_remote_create(store, setup.daemon, setup.token), setup.run, clock)
 
     def _warn_of(self, outcome: Outcome) -> None:
         """Warn of the first NaN or Inf in a checkpoint of this process; rank 0 does it for all ranks."""

@@ -32,6 +32,7 @@ from ckptstore.format.documents import (
     FORMAT,
     JSON,
     Committed,
+    Content,
     Entries,
     Manifest,
     Outcome,
@@ -62,6 +63,32 @@ _FEW = 4
 
 Known = dict[tuple[str, ...], Entries]
 """Entries by their names. Most ranks name the same ones: one object stands for all equal ones."""
+
+
+def write_receipt(
+    run: Run,
+    attempt: Attempt,
+    content: Content,
+    created_at: float,
+    rank: int = 0,
+    world_size: int = 1,
+    *,
+    local: Mapping[str, JSON] = {},
+    metrics: Mapping[str, float] = {},
+    extensions: Mapping[str, JSON] = {},
+) -> StoredReceipt:
+    """Write the receipt of a rank, which states that its shard is durable; the receipt is durable on return.
+
+    created_at: when the state was captured, in seconds since the epoch. Raises Unavailable.
+    """
+    receipt = Receipt(
+        format=FORMAT, kind="receipt", run=run.name, step=attempt.step, attempt=str(attempt), rank=rank,
+        world_size=world_size, created_at=created_at, content=content, local=dict(local), metrics=dict(metrics),
+        extensions=dict(extensions),
+    )  # fmt: skip
+    data = seal(receipt)
+    run.store.put(run.keys.receipt(attempt, rank), data)
+    return StoredReceipt.of(receipt, data)
 
 
 def read_receipt(run: Run, attempt: Attempt, rank: int) -> Receipt:
