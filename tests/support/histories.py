@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from ckpt.saver.heartbeat_writer import ExpectedEnd, Reading
+from ckpt.saver.heartbeat_writer import ExpectedEnd, Reading, SharedStep
 from ckpt.saver.heartbeat_writer import TrainerRun as RecordedRun
 from ckpt.saver.messages import TrainerStarted
 from ckptstore.analysis.goodput import Spent
@@ -140,7 +140,8 @@ class History:
             TrainerStarted(
                 id=new_ulid(life.began_at), parent=str(life.parent.attempt) if life.parent else None,
                 began_at=life.began_at, trains_at=life.trains_at, restored_s=life.restored_s,
-            )
+            ),
+            SharedStep(),
         )  # fmt: skip
         if any(save.captured_at <= life.known_until for save in life.saves):
             recorded.generation = life.number

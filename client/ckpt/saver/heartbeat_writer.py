@@ -93,11 +93,31 @@ class TrainerRun:
     """One life of the trainer. Not thread-safe."""
 
     began: TrainerStarted
+    shared_step: SharedStep
+    """Closed when it has ended."""
+    written: bool = False
+    """Its end is written, with the generation that is known."""
     generation: int | None = None
     beats: list[Reading] = field(default_factory=list)
     ended: TrainerEnd = TrainerEnd.NOT
     ended_at: float | None = None
     """None: it goes on, or ends with the saver."""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it has not ended."""
+        return self.ended is TrainerEnd.NOT
+
+    def beat(self) -> None:
+        """Add the present numbers, while it goes on."""
+        if self.goes_on:
+            self.add(self.shared_step.read())
+
+    def end(self, how: TrainerEnd, at: float | None) -> None:
+        """Take the last beat."""
+        self.beat()
+        self.shared_step.close()
+        self.ended, self.ended_at = how, at
 
     def add(self, beat: Reading) -> None:
         """Add a beat in order of time. If there are too many, every second one is forgotten."""
@@ -139,12 +159,8 @@ class HeartbeatWriter:
         self._every_s = every_s
         self._changed = threading.Condition()
         """Guards the fields below."""
-        self._life: TrainerRun | None = None
-        self._shared_step: SharedStep | None = None
-        self._ended: list[TrainerRun] = []
-        """Lives that have ended and are not written yet."""
-        self._unnumbered: list[TrainerRun] = []
-        """Lives that have ended and are written without their generation, which may begin later."""
+        self._lives: list[TrainerRun] = []
+        """One that goes on, after those that have ended and whose generation may begin later."""
         self._local_only: LocalOnly | None = None
         self._newest: Heartbeat | None = None
         """The document that was written last."""
@@ -156,39 +172,38 @@ class HeartbeatWriter:
         if not self._every_s:
             return
         with self._changed:
-            if self._life is not None and self._life.began.id != began.id:
-                self._end(TrainerEnd.REWOUND, began.began_at)
-            self._life, self._shared_step = TrainerRun(began), shared_step
+            if (before := self._life) is not None:
+                before.end(TrainerEnd.REWOUND, began.began_at)
+            self._lives.append(TrainerRun(began, shared_step))
             if not self._thread.is_alive():
                 self._thread.start()
+
+    @property
+    def _life(self) -> TrainerRun | None:
+        return self._lives[-1] if self._lives and self._lives[-1].goes_on else None
 
     def captured(self, step: int, at: float) -> None:
         """A checkpoint of this step was captured at this moment."""
         with self._changed:
-            if self._life is not None and self._shared_step is not None:
-                self._life.add(replace(self._shared_step.read(), at=at, step=step))
+            if (life := self._life) is not None:
+                life.add(replace(life.shared_step.read(), at=at, step=step))
 
     def numbered(self, generation: int, captured_at: float) -> None:
         """The generation of a save that was captured at this moment. The life that saved may have ended by now."""
         with self._changed:
-            lives = [*self._unnumbered, *self._ended, *([self._life] if self._life is not None else [])]
-            began = [life for life in lives if life.began.trains_at <= captured_at]
-            if began:
-                life = max(began, key=lambda one: one.began.trains_at)
-                life.generation = generation
-                self._ended += [one for one in self._unnumbered if one is life]
-                self._unnumbered = [one for one in self._unnumbered if one is not life]
+            if began := [life for life in self._lives if life.began.trains_at <= captured_at]:
+                began[-1].generation, began[-1].written = generation, False
 
     def stop(self, closed: bool) -> None:
         """The trainer has closed its end, or died: take the last beat. `close` writes it."""
         with self._changed:
-            if self._life is None or self._shared_step is None:
+            if (life := self._life) is None:
                 return
-            now, reading = self._run.clock(), self._shared_step.read()
+            now, reading = self._run.clock(), life.shared_step.read()
             if closed:
-                self._life.add(replace(reading, at=now))
+                life.add(replace(reading, at=now))
             # A trainer that closes waits for its saves: its life ends with those.
-            self._end(_ENDS_BY_EXPECTED[reading.ending] if closed else TrainerEnd.DIED, None if closed else now)
+            life.end(_ENDS_BY_EXPECTED[reading.ending] if closed else TrainerEnd.DIED, None if closed else now)
 
     def local_only(self, now: LocalOnly) -> None:
         """The replication queue of the saver; it is part of each beat, also after the end of the trainer."""
@@ -210,14 +225,6 @@ class HeartbeatWriter:
         if alive:
             self._thread.join(_CLOSE_TIMEOUT_S)
 
-    def _end(self, how: TrainerEnd, at: float | None) -> None:
-        if self._life is not None and self._shared_step is not None:
-            self._life.add(self._shared_step.read())
-            self._life.ended, self._life.ended_at = how, at
-            self._ended.append(self._life)
-            self._shared_step.close()
-            self._life = self._shared_step = None
-
     def _serve(self) -> None:
         while True:
             with self._changed:
@@ -231,17 +238,18 @@ class HeartbeatWriter:
 
     def _documents(self) -> list[Heartbeat]:
         """The heartbeats to write now."""
-        life, ended, self._ended = self._life, self._ended, []
-        if not self._final:  # the others have not ended yet
-            self._ended = [one for one in ended if one.ended_at is None]
-            ended = [one for one in ended if one.ended_at is not None]
-            self._unnumbered += [one for one in ended if one.generation is None]
-        if life is not None and self._shared_step is not None:
-            life.add(self._shared_step.read())
+        for life in self._lives:
+            life.beat()
+        new = [life for life in self._lives if not life.written]
+        if self._final:
+            due = [life for life in new if not life.goes_on]
+        else:  # what ends with the saver has not ended yet
+            due = [life for life in new if life.goes_on or life.ended_at is not None]
+        for life in due:
+            life.written = not life.goes_on
+        self._lives = [life for life in self._lives if not life.written or life.generation is None]
         now = self._run.clock()
-        if life is not None and not self._final:
-            ended.append(life)
-        documents = [one.document(self._run, now) for one in ended]
+        documents = [life.document(self._run, now) for life in due]
         if not documents and self._newest is not None and self._local_only is not None:
             documents.append(self._newest)  # the saver still replicates what it has saved
         return documents

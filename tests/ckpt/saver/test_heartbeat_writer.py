@@ -152,7 +152,7 @@ def test_a_store_that_is_away_delays_nothing(now: list[float]) -> None:
 
 
 def test_beats_are_thinned_out_and_stay_in_order() -> None:
-    life = TrainerRun(_began(_T))
+    life = TrainerRun(_began(_T), SharedStep())
     for number in range(5000):
         life.add(Reading(_T + number, number, number / 2, 0.0, ExpectedEnd.NONE))
         if number % 7 == 0:
