@@ -11,20 +11,18 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import starmap
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from ckpt.capture.rng import RngOnce
-from ckpt.capture.train_state import MODEL, Resumable, TrainState
+from ckpt.capture.train_state import MODEL, TrainState
 from ckpt.capture.values import check_others
 from ckpt.config import Config
 from ckpt.ranks.world import World
 from ckpt.restoring.fetching import Fetcher, is_local
 from ckpt.restoring.jax_arrays import has_templates
 from ckpt.restoring.plan import RestoreFit, RestorePlan, require_fits
-from ckpt.restoring.preparing import PreparedRestore, make_destinations
+from ckpt.restoring.preparing import PreparedRestore, make_destinations, restore_rng
 from ckpt.restoring.resolve import (
     candidates,
     leased,
@@ -184,7 +182,11 @@ class Restorer:
             except StateMismatch as error:
                 if not self._begun or checkpoint.id in self._begun:
                     raise
-                raise self._mixture(checkpoint, error) from error
+                raise CorruptObject(
+                    f"{', '.join(self._begun)} cannot be read to the end, and {checkpoint.id} before it does not fit: "
+                    f"{error.message}",
+                    _MIXTURE,
+                ) from error
             seconds = time.perf_counter() - started
             note_restored(self._source, self._config, checkpoint.run)
             restored = Restored(
@@ -212,14 +214,6 @@ class Restorer:
                     f", {id}" for id in found[1:]
                 )
         return ""
-
-    def _mixture(self, checkpoint: Checkpoint, error: StateMismatch) -> CorruptObject:
-        """The error for an older checkpoint that does not fit, after bytes of a damaged one were placed."""
-        damaged = ", ".join(self._begun)
-        return CorruptObject(
-            f"{damaged} cannot be read to the end, and {checkpoint.id} before it does not fit: {error.message}",
-            _MIXTURE,
-        )
 
     def _begin(self, state: TrainState, found: Iterator[Checkpoint]) -> CheckpointBody | None:
         """Wait for orphaned savers on all hosts. Then rank 0 chooses the first candidate.
@@ -264,9 +258,9 @@ class Restorer:
             self._fetch(fetcher, prepared, session)
             fits = self._together.do(partial(self._place, plan, session), report=partial(self._fit, prepared))
             plan.unexpected = require_fits(fits, strict, after=True)
-            session.finish()
+            session.end(Phase.RESTORED)
         except BaseException as error:
-            session.fail(error)
+            session.end(Phase.FAILED, str(error))
             if fetcher.lease is not None:
                 release_lease(self._source, checkpoint.run, fetcher.lease)
             raise
@@ -298,7 +292,7 @@ class Restorer:
             *steps, await_lease, report=lambda: (session.joined, prepared.states, self._fit(prepared))
         )
         if not all(joined for joined, *_ in reports):
-            session.fail(RuntimeError("not all ranks could join"))
+            session.end(Phase.FAILED, "not all ranks could join")
         if prepared.manifest.world_size == world.size:
             fits = [fit for *_, fit in reports]
         else:
@@ -463,7 +457,7 @@ class StagedRestore:
         self._restore = restore
         self._checkpoint = checkpoint
         self._model: Model | None = None
-        self._loaders: list[Resumable] = []
+        self._extras: list[object] = []
         self._begun = self._rng_done = False
         self.restored: Restored | None = None
         """The result of the newest stage; None before the first one, or if the run has no checkpoint."""
@@ -485,25 +479,19 @@ class StagedRestore:
     def extras(self, shared: Mapping[str, Any] | None = None, **extras: Any) -> Restored | None:
         """Restore further objects: modules, schedulers, loaders; plain data is in `Restored.values` of the result."""
         state = TrainState.of(None, None, extras, shared).to_restore()
-        self._loaders += [value for value in state.others.values() if isinstance(value, Resumable)]
+        self._extras += state.others.values()
         return self._stage(state)
 
     def rng(self) -> None:
         """Put random state back: last, before the first step."""
         self._rng_done = True
-        if self.restored is None or self.restored.rng is None:
-            return
-        self.restored.restore_rng()
-        once = RngOnce(self.restored.rng)
-        for loader in self._loaders:
-            loader.restore_rng_at_position(once)
+        if self.restored is not None:
+            restore_rng(self.restored.rng, self._extras)
 
     def __enter__(self) -> StagedRestore:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if error is None and not self._rng_done:
             self.rng()
 

@@ -9,7 +9,7 @@ a destination on one rank may have one on another.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -97,19 +97,20 @@ class PreparedRestore:
         if rank_state.seed is not None:
             plan.restore_rng = partial(derive_rng_state, rank_state.seed)
         if self._rng:
-            plan.finish.append(partial(_restore_rng, self._state, plan))
+            plan.finish.append(lambda: restore_rng(plan.restore_rng, others.values()))
         return plan
 
 
-def _restore_rng(state: TrainState, plan: RestorePlan) -> None:
-    """Put random state back: now, and where a loader is in mid-epoch again when it has reached its position."""
-    if plan.restore_rng is None:
+def restore_rng(restore: Callable[[], None] | None, loaders: Iterable[object]) -> None:
+    """Put random state back, if there is any: now, and where a loader is in mid-epoch again when it has reached its
+    position. loaders: and other objects, which are left alone."""
+    if restore is None:
         return
-    plan.restore_rng()
-    once = RngOnce(plan.restore_rng)
-    for value in state.others.values():
-        if isinstance(value, Resumable):
-            value.restore_rng_at_position(once)
+    restore()
+    once = RngOnce(restore)
+    for loader in loaders:
+        if isinstance(loader, Resumable):
+            loader.restore_rng_at_position(once)
 
 
 def plan_restore(manifest: Manifest, local: Mapping[str, JSON], state: TrainState, prefix: str) -> RestorePlan:

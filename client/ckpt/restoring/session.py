@@ -1,4 +1,4 @@
-"""The daemon's view of a restore: one session for all ranks, with each rank's progress, and a final barrier.
+"""The daemon's view of a restore: one session for all ranks, with each rank's progress.
 
 A session is informational: the ranks themselves agree on the checkpoint, and on whether the restore succeeded.
 """
@@ -8,14 +8,13 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-import time
 from contextlib import closing
 from typing import TYPE_CHECKING
 
 from ckpt.config import Config
-from ckptapi.bodies import Phase, RestoreState
+from ckptapi.bodies import Phase
 from ckptstore.commits.catalog import Checkpoint
-from ckptstore.errors import CkptError, RankLost
+from ckptstore.errors import CkptError
 
 if TYPE_CHECKING:
     from ckptapi.client import DaemonClient
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _REPORT_S = 2.0
-_WAIT_S = 30.0
 
 
 class RestoreSession:
@@ -81,66 +79,29 @@ class RestoreSession:
         with self._lock:
             self._done += num_bytes
 
-    def fail(self, error: BaseException) -> None:
-        """Report that this rank failed: the session ends, unless it has ended already."""
-        client, self._client = self._client, None
-        if client is not None:
-            with closing(client):
-                self._end(client, Phase.FAILED, str(error))
-
-    def finish(self) -> None:
-        """Report that this rank is restored, and wait for the others. Raises RankLost if one is late or has failed."""
+    def end(self, phase: Phase, problem: str = "") -> None:
+        """Report that this rank is restored, or has failed; does nothing if it has ended already."""
         client, self._client = self._client, None
         if client is None:
             return
-        with closing(client):
-            try:
-                if not self._end(client, Phase.RESTORED):
-                    # The daemon may be back by now, and would wait for this rank.
-                    self._report(client)
-                self._wait(client)
-            except RankLost:
-                raise
-            except CkptError as error:
-                logger.warning("cannot find out from the daemon whether all ranks are restored: %s", error)
-
-    def _wait(self, client: DaemonClient) -> None:
-        timeout_s = self._config.peer_timeout_s
-        deadline = time.monotonic() + timeout_s
-        while True:
-            body = client.restore_session(self._id, min(_WAIT_S, timeout_s), ranks=False)
-            if body.num_restored == body.world_size:
-                return
-            if body.state is not RestoreState.RESTORING:
-                raise RankLost(f"restore session {self._id} ended: {body.problem}", "Restart the job")
-            if time.monotonic() > deadline:
-                raise RankLost(
-                    f"restore session {self._id}: only {body.num_restored} of {body.world_size} ranks are restored "
-                    f"after {timeout_s:.0f} s",
-                    f"ckptctl restores {self._id} shows which are behind",
-                )
-
-    def _end(self, client: DaemonClient, phase: Phase, problem: str = "") -> bool:
-        """End the reports with this one. Returns False if it did not reach the daemon."""
         self._stop.set()
         self._reporter.join()
         self.enter(phase)
-        return self._try_report(client, problem)
+        with closing(client):
+            # The daemon may be back at the second try, and would wait for this rank.
+            any(self._report(client, problem) for _ in range(2))
 
     def _report_often(self, client: DaemonClient) -> None:
         # Often enough that the session does not expire between two reports.
         while not self._stop.wait(min(_REPORT_S, self._config.peer_timeout_s / 4)):
-            self._try_report(client)
+            self._report(client)
 
-    def _try_report(self, client: DaemonClient, problem: str = "") -> bool:
+    def _report(self, client: DaemonClient, problem: str = "") -> bool:
+        with self._lock:
+            phase, done, total = self._phase, self._done, self._total
         try:
-            self._report(client, problem)
+            client.report_restore(self._id, self._rank, phase, done, total, problem)
         except CkptError as error:
             logger.warning("cannot report progress to the daemon: %s", error)
             return False
         return True
-
-    def _report(self, client: DaemonClient, problem: str = "") -> None:
-        with self._lock:
-            phase, done, total = self._phase, self._done, self._total
-        client.report_restore(self._id, self._rank, phase, done, total, problem)
