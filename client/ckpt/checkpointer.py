@@ -10,11 +10,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt.capture.train_state import TrainState
-from ckpt.config import Config, OnBusy, takes
+from ckpt.config import Config, takes
 from ckpt.lazily import torch_loaded
 from ckpt.preemption import DaemonNotice, Preemption, SaveEstimate, Sources, estimate_save
 from ckpt.ranks.world import World, is_grouped
@@ -50,8 +49,7 @@ class Checkpointer:
         self._source: Source = open_source(
             config.source, config.token, config.options, patience_s=config.retry_s, local=config.local
         )
-        self._saves = RunSaves(config, self._source, self._world)
-        self._lease: str | None = None
+        self._saves = RunSaves(config, self._source, self._world, partial(check_present, self._source, config))
         self._releases = _one_thread()
         self._schedules: list[Schedule] = []
         self._preemption = Preemption(self.fits, self._saves.expedite)
@@ -78,7 +76,7 @@ class Checkpointer:
         state = TrainState.of(model, optim, extras, shared)
         if self._saves.client is None:
             wait_for_orphan_saver(self.config)
-        self._saves.prepare(state, partial(check_present, self._source, self.config))
+        self._saves.prepare(state)
 
     def save_async(
         self,
@@ -105,9 +103,8 @@ class Checkpointer:
         error of an earlier save, Superseded, InvalidRequest, UnsupportedObject, LayoutChanged, RankLost.
         docs/explanation/saves.md says more.
         """
-        return self._save(
-            TrainState.of(model, optim, extras, shared), step, grads, metrics, self.config.on_busy, repeat_step
-        )
+        state, cost_before = TrainState.of(model, optim, extras, shared), cost_of(self._saves.newest, self._schedules)
+        return self._saves.save(state, step, grads, metrics, self.config.on_busy, repeat_step, cost_before)
 
     def save(
         self,
@@ -123,29 +120,10 @@ class Checkpointer:
         **extras: Any,
     ) -> Checkpoint:
         """As save_async, but return when the checkpoint of all ranks is durable; waits for a slot if none is idle."""
-        handle = self._save(TrainState.of(model, optim, extras, shared), step, grads, metrics, "wait", repeat_step)
+        state, cost_before = TrainState.of(model, optim, extras, shared), cost_of(self._saves.newest, self._schedules)
+        handle = self._saves.save(state, step, grads, metrics, "wait", repeat_step, cost_before)
         with self._saves.steps.waiting():
             return handle.result()
-
-    def _save(
-        self,
-        state: TrainState,
-        step: int,
-        grads: bool,
-        metrics: Mapping[str, float] | None,
-        on_busy: OnBusy,
-        repeat_step: bool,
-    ) -> SaveHandle:
-        cost_before = partial(cost_of, self._saves.newest, self._schedules)
-        handle, taken = self._saves.save(
-            state, step, grads, metrics, on_busy, self._lease, cost_before, self._check_begin, repeat_step
-        )
-        self._lease = None if taken else self._lease
-        return handle
-
-    def _check_begin(self) -> None:
-        if self._saves.session.parent is None:
-            check_present(self._source, self.config, noted=True)
 
     def restore(
         self,
@@ -195,8 +173,7 @@ class Checkpointer:
             self._saves.session.seen = max(self._saves.session.seen, restorer.seen)
             self._release_lease()  # of what was restored before, which may be the same checkpoint
         if restored is not None:
-            self._lease = restored.lease
-            session = self._saves.session
+            self._saves.lease, session = restored.lease, self._saves.session
             # Arrays of JAX from another run may be a teacher: training does not continue from them.
             own = bool(state.modules or state.optimizers) or restored.checkpoint.run == self.config.run_name
             if session.restored(restored.checkpoint, restorer.trains and own):
@@ -286,7 +263,7 @@ class Checkpointer:
         try:
             self._saves.close(timeout)
         finally:
-            self._preemption.close()  # not before: a second signal must not kill this process while it saves
+            self._preemption.notice.close()  # not before: a second signal must not kill this process while it saves
             for schedule in schedules:
                 schedule.close()
             self._release_lease()
@@ -297,9 +274,7 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -323,7 +298,7 @@ class Checkpointer:
 
     def _release_lease(self) -> None:
         """In a thread, which `close` waits for: a restore does not."""
-        lease, self._lease = self._lease, None
+        lease, self._saves.lease = self._saves.lease, None
         if lease is not None:
             self._releases.submit(release_lease, self._source, self.config.run_name, lease)
 

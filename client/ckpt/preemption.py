@@ -7,6 +7,7 @@ agree through the schedule's messages: one rank's notice is enough.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import signal
@@ -295,32 +296,19 @@ class Notice:
         return re.search(self._sources.url_matches, body) is not None
 
 
+@dataclass(slots=True)
 class Preemption:
     """The response of a Checkpointer to notice, for its schedules."""
 
-    def __init__(
-        self, fits: Callable[[float, float], SaveEstimate], expedite: Callable[[], object], clock: Clock = system_clock
-    ) -> None:
-        """fits: see `Checkpointer.fits`. expedite: makes the saves from now on as fast as possible."""
-        self.fits, self.expedite, self.clock = fits, expedite, clock
-        self.notice: Notice | None = None
-
-    @property
-    def deadline(self) -> float | None:
-        """When this process must be done, in seconds since the epoch; None: it has no notice. For any thread."""
-        return self.notice.deadline if self.notice is not None else None
-
-    def look(self) -> None:
-        """See `Notice.look`."""
-        if self.notice is not None:
-            self.notice.look()
+    fits: Callable[[float, float], SaveEstimate]
+    """See `Checkpointer.fits`."""
+    expedite: Callable[[], object]
+    """Makes the saves from now on as fast as possible."""
+    clock: Clock = system_clock
+    notice: Notice = field(default_factory=lambda: Notice(Sources(math.inf, signals=())))
+    """That of this process; before `watch` it never comes."""
 
     def watch(self, sources: Sources, daemon: DaemonNotice | None = None) -> None:
         """Watch these sources, instead of those before."""
-        self.close()
+        self.notice.close()
         self.notice = Notice(sources, self.clock, daemon=daemon)
-
-    def close(self) -> None:
-        """Watch no more."""
-        if self.notice is not None:
-            self.notice.close()

@@ -131,7 +131,7 @@ class Schedule:
             self._stride = step - self._step
         self._step = step
         self._steps.reached(step)
-        self._preemption.look()
+        self._preemption.notice.look()
         now = self._clock()
         self._costs.tick(now, self._newest())
         self._look_at_optimizers(step)
@@ -187,7 +187,7 @@ class Schedule:
             self._rank, self._global_rank = world.rank, world.global_rank
             preemption = self._preemption
             self._broadcast = SaveBroadcast(
-                world.private_store(), world.rank, self._poll_s, lambda: preemption.deadline, world.members
+                world.private_store(), world.rank, self._poll_s, world.members, lambda: preemption.notice.deadline
             )
             if self._requests and self._rank:
                 self._broadcast.request()
@@ -240,7 +240,7 @@ class Schedule:
 
     def _deadline(self) -> float | None:
         """When the job must be done, in seconds since the epoch, as far as this rank knows."""
-        known = self._broadcast.notice if self._broadcast is not None else None, self._preemption.deadline
+        known = self._broadcast.notice if self._broadcast is not None else None, self._preemption.notice.deadline
         return min((deadline for deadline in known if deadline is not None), default=None)
 
     def _stop(self, stop_at: int, step: int, deadline: float) -> SaveDecision:
@@ -295,8 +295,8 @@ class Schedule:
         if self._stopping:
             self._preemption.expedite()
         if self._rank == 0:
-            source = self._preemption.notice.source if self._preemption.notice is not None else ""
-            logger.warning("preempted at step %d (%s): %s", decision.stop_at, source or "another rank", self._stopping)
+            source = self._preemption.notice.source or "another rank"
+            logger.warning("preempted at step %d (%s): %s", decision.stop_at, source, self._stopping)
 
 
 def cost_of(newest: SaveHandle | None, schedules: Iterable[Schedule]) -> SaveCost | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any, TypeVar
@@ -96,13 +97,13 @@ class CallThread:
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._serving = Lock()
 
-    def run(self, work: Callable[[], _T], until: Latch | None = None) -> _T:
-        """The result of `work`, or its error.
+    def run(self, work: Callable[..., _T], *args: Any, until: Latch | None = None) -> _T:
+        """The result of `work` with these arguments, or its error.
 
         until: return when it is set, with `work` still under way; `work` sets it, also if it fails. An exception that
         interrupts this call is raised when `work` is done, or was not begun and never will be.
         """
-        call = _Call(work)
+        call = _Call(partial(work, *args))
         try:
             self._calls.put(call)
             self._serve_in_thread()

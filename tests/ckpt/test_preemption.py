@@ -177,7 +177,7 @@ def test_a_function_is_asked_by_due() -> None:
     preemption.watch(Sources(30.0, (), ask=lambda: left.pop(0)))
     schedule = schedule_of(lambda: None, Limits(3600.0, None), 1.0, preemption=preemption)
     assert [schedule.due(step) for step in range(3)] == [False, False, True]
-    assert preemption.deadline == 1012.0
+    assert preemption.notice.deadline == 1012.0
 
 
 def test_a_function_is_asked_on_a_rank_with_notice_too() -> None:
@@ -189,11 +189,10 @@ def test_a_function_is_asked_on_a_rank_with_notice_too() -> None:
 
     preemption = Preemption(lambda seconds, _: SaveEstimate("save", seconds, 1.0), lambda: None, lambda: 1000.0)
     preemption.watch(Sources(30.0, (), ask=ask))
-    assert preemption.notice is not None
     preemption.notice._note("a signal", 20.0)
     schedule = schedule_of(lambda: None, Limits(3600.0, None), 1.0, preemption=preemption)
     assert ([schedule.due(step) for step in range(2)], asked) == ([True, False], [True, True])
-    assert preemption.deadline == 1020.0
+    assert preemption.notice.deadline == 1020.0
 
 
 @pytest.mark.parametrize(("choice", "code"), [("save", EXIT_SAVED), ("finish", EXIT_BEHIND)])
@@ -208,7 +207,6 @@ def test_a_schedule_ends_the_loop_and_saves_only_if_there_is_time(choice: str, c
     preemption = Preemption(fits, lambda: expedited.append(True), lambda: 1000.0)
     schedule = schedule_of(lambda: None, Limits(3600.0, None), 1.0, preemption=preemption)
     preemption.watch(Sources(30.0, ()))
-    assert preemption.notice is not None
     assert not schedule.due(1)
     assert (schedule.stop, schedule.noticed, schedule.exit_code) == (False, False, None)
     preemption.notice._note("a test", 20.0)
@@ -283,12 +281,11 @@ def test_steps_until_the_end_of_the_loop_count_for_saves_under_way() -> None:
     preemption = Preemption(fits, lambda: None, lambda: 1000.0)
     schedule = schedule_of(lambda: None, Limits(3600.0, None), 1.0, preemption=preemption)
     preemption.watch(Sources(30.0, ()))
-    assert preemption.notice is not None
     preemption.notice._note("a test", 20.0)
     schedule._step, schedule._costs = 1, SimpleNamespace(step_s=0.5)  # type: ignore[assignment]
     schedule._stop(5, 1, 1020.0)
     assert asked == [(18.0, 2.0)]
-    preemption.close()
+    preemption.notice.close()
 
 
 @pytest.mark.parametrize("grace_s", [0.0, -1.0, float("nan")])
@@ -403,7 +400,7 @@ def test_the_daemon_gives_notice_once(rank: str, group: Any, tmp_path: Path, mon
             event = client.preempt("gpt", 60.0, "the node is drained")
             assert event.detail["reason"] == "the node is drained"
             wait_until(lambda: schedule.noticed)
-            assert abs(present(checkpointer._preemption.deadline) - (event.at + 60.0)) < 30.0
+            assert abs(present(checkpointer._preemption.notice.deadline) - (event.at + 60.0)) < 30.0
             assert schedule.due(2)
             checkpointer.save(model, None, 2)
         late = DaemonNotice(daemon.url, None, "gpt")

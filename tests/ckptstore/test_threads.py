@@ -24,7 +24,7 @@ def test_calls_are_made_one_after_the_other_on_one_thread_and_end_with_it() -> N
         passed.set()
         assert end.wait(60)
 
-    calls.run(go_on, passed)
+    calls.run(go_on, until=passed)
     end.set()
     calls.close()
     assert calls.run(lambda: 7) == 7

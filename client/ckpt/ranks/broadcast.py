@@ -59,13 +59,13 @@ class SaveBroadcast:
         store: Any,
         rank: int,
         poll_s: float,
+        members: Sequence[int],
         deadline: Callable[[], float | None] = lambda: None,
-        members: Sequence[int] | None = None,
     ) -> None:
         """store: a key-value store of torch that all ranks share, used for nothing else.
 
-        deadline: when this rank must be done, if it has notice of a preemption. Called in the thread. members: global
-        ranks by rank, for messages; None: those are equal.
+        members: global ranks by rank, for messages. deadline: when this rank must be done, if it has notice of a
+        preemption. Called in the thread.
         """
         self._deadline = deadline
         self._notified = False
@@ -73,7 +73,7 @@ class SaveBroadcast:
         """When one of the ranks must be done, in seconds since the epoch. For any thread."""
         self._store = store
         self._rank = rank
-        self._named, self._first = (rank, 0) if members is None else (members[rank], members[0])
+        self._named, self._first = members[rank], members[0]
         """This rank and rank 0 in messages."""
         self._poll_s = poll_s
         self._changed = threading.Condition()
@@ -177,8 +177,9 @@ class SaveBroadcast:
             with self._changed:
                 cost = self._own_cost
             if cost > told:
-                self._report_cost(cost)
-                told = cost
+                seen, told = self._store.get(_COST), cost
+                while _cost(seen) < cost:  # several ranks may report at the same time; the highest stays
+                    seen = self._store.compare_set(_COST, bytes(seen).decode(), _text(cost))
             if (asked := self._asked) > sent:
                 self._store.add(_REQUESTS, asked - sent)
                 sent = asked
@@ -203,12 +204,6 @@ class SaveBroadcast:
             self._notified = True
         if self.notice is None and self._store.check([_NOTICE]):
             self.notice = float(bytes(self._store.get(_NOTICE)))
-
-    def _report_cost(self, cost: Cost) -> None:
-        """Store a cost unless another rank has reported a higher one. Several ranks may do so at the same time."""
-        seen = self._store.get(_COST)
-        while _cost(seen) < cost:
-            seen = self._store.compare_set(_COST, bytes(seen).decode(), _text(cost))
 
 
 def _text(cost: Cost) -> str:

@@ -24,9 +24,8 @@ from ckpt.host.segment import Segment
 from ckpt.saver.commit import Numbering, abort_attempts, describe
 from ckpt.saver.messages import (
     Abort,
+    Command,
     Done,
-    DropQueued,
-    Expedite,
     Failed,
     Forget,
     LocalOnly,
@@ -48,7 +47,7 @@ from ckpt.snapshot.writers import ProcessWriter, SaveWriter, ThreadWriter
 from ckptapi.remote_create import with_remote_create
 from ckptstore import human
 from ckptstore.clock import system_clock
-from ckptstore.commits.catalog import Checkpoint, from_outcome
+from ckptstore.commits.catalog import from_outcome
 from ckptstore.commits.generations import NewAttempt
 from ckptstore.errors import CkptError, InvalidRequest, RankFailed, SaverDied, SaveSkipped, Superseded, error_from_code
 from ckptstore.format.documents import REPLICAS, Outcome
@@ -73,10 +72,9 @@ def finite(metrics: Mapping[str, float] | None) -> dict[str, float]:
             raise InvalidRequest(
                 f"metric {name!r} is not a number: {error}", "Pass numbers; texts as an extra"
             ) from error
-    kept = {name: value for name, value in numbers.items() if math.isfinite(value)}
-    if len(kept) < len(numbers):
-        logger.warning("metrics that are not finite are not kept: %s", sorted(numbers.keys() - kept.keys()))
-    return kept
+    if lost := sorted(name for name, value in numbers.items() if not math.isfinite(value)):
+        logger.warning("metrics that are not finite are not kept: %s", lost)
+    return {name: value for name, value in numbers.items() if name not in lost}
 
 
 @dataclass(slots=True, eq=False)
@@ -212,17 +210,13 @@ class SaveClient:
         """The slot that was acquired last belongs to a copy or to the writer."""
         self._staging = None
 
-    def supersede(self, step: int) -> None:
-        """Remove the oldest save whose upload has not begun from the queue, if there is one, for the save of `step`."""
-        self.start().send(DropQueued(step))
-
-    def expedite(self) -> None:
-        """Make the next save durable as soon as possible."""
-        self.start().send(Expedite())
+    def send(self, command: Command) -> None:
+        """Send a command that is about no snapshot."""
+        self.start().send(command)
 
     def skip(self, snapshot: Snapshot) -> None:
         """Finish a handle as skipped, and abort the attempt for the other ranks."""
-        self.start().send(Abort(snapshot.attempt))
+        self.send(Abort(snapshot.attempt))
         self._fail_handle(snapshot.handle, SaveSkipped("the save was skipped: all slots were in use by earlier saves"))
 
     @contextmanager
@@ -240,7 +234,7 @@ class SaveClient:
         with self._lock:
             self._finished.append(snapshot.handle)
         self._fail_handle(snapshot.handle, error)
-        self.start().send(Abort(snapshot.attempt, describe(error)))
+        self.send(Abort(snapshot.attempt, describe(error)))
         if snapshot.slot is not None and not keep_slot:
             self.arena.release(snapshot.slot.number)
 
@@ -307,34 +301,42 @@ class SaveClient:
     # Called by the writer, on its own threads.
 
     def _on_report(self, report: Report) -> None:
-        if isinstance(report, Warned):
-            logger.warning(report.message)
-        elif isinstance(report, LocalOnly):
-            self._counters.set(
-                local_only=report.checkpoints, local_only_bytes=report.bytes, local_only_since=report.since
-            )
-        elif isinstance(report, Unreplicable):
-            if report.session not in self.unreplicable:
-                logger.error("checkpoints of this job stay local: %s", report.message)
-            self.unreplicable[report.session] = Superseded(report.message, report.hint)
-        else:
-            self._on_job_report(report)
+        match report:
+            case Warned():
+                logger.warning(report.message)
+            case LocalOnly(checkpoints, num_bytes, since):
+                self._counters.set(local_only=checkpoints, local_only_bytes=num_bytes, local_only_since=since)
+            case Unreplicable():
+                if report.session not in self.unreplicable:
+                    logger.error("checkpoints of this job stay local: %s", report.message)
+                self.unreplicable[report.session] = Superseded(report.message, report.hint)
+            case _:
+                self._on_job_report(report)
 
     def _on_job_report(self, report: SaveProgress | Released | Done | Failed) -> None:
         with self._lock:
-            job = self._jobs.get(report.number)
-            if job is None:
+            if (job := self._jobs.get(report.number)) is None:
                 return  # abandoned already
-            slot = job.slot
+            slot, handle = job.slot, job.handle
             if isinstance(report, Released):
                 job.slot, job.released = None, True
-                job.handle.mark_staged()
+                handle.mark_staged()
             elif isinstance(report, Done | Failed):
                 del self._jobs[report.number]
-                self._finished.append(job.handle)
+                self._finished.append(handle)
         if slot is not None and isinstance(report, Released | Failed):
             self.arena.release(slot.number)
-        self._apply(job.handle, report)
+        match report:
+            case SaveProgress():
+                handle.uploaded(report.done_bytes)
+            case Released():
+                self._counters.add(store_retries=report.retries)
+                handle.measure(**report.timings)
+            case Done():
+                handle.measure(commit_s=report.commit_s)
+                self._committed(handle, parse_sealed(report.outcome.encode(), Outcome, "the saver's report"))
+            case Failed():
+                self._fail_handle(handle, error_from_code(report.code, report.message, report.hint))
 
     def _on_death(self, error: SaverDied) -> None:
         with self._lock:
@@ -372,23 +374,11 @@ class SaveClient:
         self._counters.add(**{"skipped" if isinstance(error, SaveSkipped) else "failed": 1})
         handle.fail(error)
 
-    def _apply(self, handle: LiveHandle, report: SaveProgress | Released | Done | Failed) -> None:
-        if isinstance(report, SaveProgress):
-            handle.uploaded(report.done_bytes)
-        elif isinstance(report, Released):
-            self._counters.add(store_retries=report.retries)
-            handle.measure(**report.timings)
-        elif isinstance(report, Done):
-            handle.measure(commit_s=report.commit_s)
-            checkpoint = from_outcome(parse_sealed(report.outcome.encode(), Outcome, "the saver's report"))
-            assert checkpoint is not None
-            if self._setup.remote is not None:
-                checkpoint = replace(checkpoint, tiers=(LOCAL,))
-            self._committed(handle, checkpoint)
-        else:
-            self._fail_handle(handle, error_from_code(report.code, report.message, report.hint))
-
-    def _committed(self, handle: LiveHandle, checkpoint: Checkpoint) -> None:
+    def _committed(self, handle: LiveHandle, outcome: Outcome) -> None:
+        checkpoint = from_outcome(outcome)
+        assert checkpoint is not None
+        if self._setup.remote is not None:
+            checkpoint = replace(checkpoint, tiers=(LOCAL,))
         timings = handle.timings
         self._counters.add(
             committed=1, raw_bytes=timings.raw_bytes, stored_bytes=timings.stored_bytes,

@@ -32,7 +32,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -397,7 +396,7 @@ class Overlap:
     def begin(self, pending: PendingCopy) -> None:
         """Copy in the background, then submit the job. The previous copy has been joined."""
         stepped, self._saved = self._gate.saved(), True
-        pending.client.calls.run(partial(self._copy, pending, stepped), pending.begun)
+        pending.client.calls.run(self._copy, pending, stepped, until=pending.begun)
 
     def join(self, timeout_s: float | None = None) -> None:
         """Return when the last snapshot is submitted to the saver or has failed. Raises TimeoutError."""

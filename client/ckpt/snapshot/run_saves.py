@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,7 @@ from ckpt.capture.values import check_others
 from ckpt.config import Config, OnBusy
 from ckpt.lazily import torch_loaded
 from ckpt.ranks.world import World
+from ckpt.saver.messages import DropQueued, Expedite
 from ckpt.snapshot.agreement import LayoutAgreement
 from ckpt.snapshot.client import SaveClient, Snapshot, finite
 from ckpt.snapshot.costs import StepClock
@@ -170,7 +170,7 @@ def take_snapshot(client: SaveClient, snapshot: Snapshot, overlap: Overlap | Non
     """
     leaves, layout, started = snapshot.captured.leaves, snapshot.layout, time.perf_counter()
     if not leaves:
-        client.calls.run(partial(client.submit, snapshot))
+        client.calls.run(client.submit, snapshot)
         return True
     try:
         acquired = _acquire(client, snapshot, on_busy)
@@ -178,7 +178,7 @@ def take_snapshot(client: SaveClient, snapshot: Snapshot, overlap: Overlap | Non
         _save_live(client, snapshot, error)
         return True
     if not acquired:
-        client.calls.run(partial(client.skip, snapshot))
+        client.calls.run(client.skip, snapshot)
         return False
     slot, began = snapshot.slot, time.perf_counter()
     assert slot is not None
@@ -188,7 +188,7 @@ def take_snapshot(client: SaveClient, snapshot: Snapshot, overlap: Overlap | Non
     elif overlap.copy(client, snapshot, slot.stager):
         return True  # it is submitted in the background
     snapshot.handle.measure(stage_s=time.perf_counter() - began)
-    client.calls.run(partial(client.submit, snapshot))
+    client.calls.run(client.submit, snapshot)
     return True
 
 
@@ -200,11 +200,11 @@ def _acquire(client: SaveClient, snapshot: Snapshot, on_busy: OnBusy) -> bool:
 
     "supersede" removes the oldest save whose upload has not begun from the queue, and waits if there is none.
     """
-    while not client.calls.run(partial(client.acquire, snapshot)):
+    while not client.calls.run(client.acquire, snapshot):
         if on_busy == "skip":
             return False
         if on_busy == "supersede":
-            client.calls.run(partial(client.supersede, snapshot.attempt.step))
+            client.calls.run(client.send, DropQueued(snapshot.attempt.step))
             on_busy = "wait"
         if not client.arena.released.wait(_WARN_AFTER_S):
             for oldest in client.pending[:1]:
@@ -217,7 +217,7 @@ def _save_live(client: SaveClient, snapshot: Snapshot, cause: OSError) -> None:
 
     cause: why there is no memory for a copy.
     """
-    client.calls.run(partial(client.use_threads, cause))
+    client.calls.run(client.use_threads, cause)
     client.wait_stopped(None)
     state = LiveState(snapshot.captured.leaves, snapshot.layout)
 
@@ -227,7 +227,7 @@ def _save_live(client: SaveClient, snapshot: Snapshot, cause: OSError) -> None:
 
     try:
         try:
-            client.calls.run(partial(client.submit_live, snapshot, state))
+            client.calls.run(client.submit_live, snapshot, state)
             snapshot.handle.wait_staged()
         finally:
             end()
@@ -238,11 +238,12 @@ def _save_live(client: SaveClient, snapshot: Snapshot, cause: OSError) -> None:
 class RunSaves:
     """The saving half of a Checkpointer, whose methods explain the errors. For the training thread."""
 
-    def __init__(self, config: Config, source: Source, world: Callable[[], World]) -> None:
-        """Performs no I/O."""
+    def __init__(self, config: Config, source: Source, world: Callable[[], World], check: Callable[..., None]) -> None:
+        """Performs no I/O. check: raises where the run may not begin; see `check_present`."""
         self._config = config
         self._source = source
         self._world = world
+        self._check = check
         self._pid = os.getpid()
         self.tally = LiveCounters()
         self.client: SaveClient | None = None
@@ -257,6 +258,8 @@ class RunSaves:
         self.looks = True
         """Whether to look for objects that are not saved. An integration knows what its framework saves or resumes."""
         self._warned = False
+        self.lease: str | None = None
+        """Of what was restored: a save that begins later releases it, once it is committed."""
         self._measured: SaveHandle | None = None
         self._expedited = False
         self._looking: threading.Thread | None = None
@@ -266,20 +269,20 @@ class RunSaves:
         """Whether this process is a fork of the one that saves, and so has neither the arena nor the saver."""
         return os.getpid() != self._pid
 
-    def prepare(self, state: TrainState, check: Callable[[], None]) -> None:
+    def prepare(self, state: TrainState) -> None:
         """Agree with the other ranks, start the saver, and return once there is a slot; with a GPU, all. A collective.
 
-        check: a rank where it raises fails the call on every rank.
+        A rank where the run may not begin fails the call on every rank.
         """
         client = self._saving_client()
         self._join()
         client.calls.run(client.start)
-        self.agreement.agree(state, check)
+        self.agreement.agree(state, self._check)
         extra = check_others(state, self._world().rank)
         state = state.without_others()
         self._gate(state)  # before the first step, so that its hooks are in place
         captured, num_bytes = self.agreement.estimate(state)
-        client.calls.run(partial(client.arena.expect, num_bytes + extra, captured.leaves.gpu, wait=True))
+        client.calls.run(client.arena.expect, num_bytes + extra, captured.leaves.gpu, True)
 
     def save(
         self,
@@ -288,24 +291,18 @@ class RunSaves:
         grads: bool,
         metrics: Mapping[str, float] | None,
         on_busy: OnBusy,
-        lease: str | None,
-        cost_before: Callable[[], SaveCost | None],
-        check: Callable[[], None],
-        repeat_step: bool = False,
-    ) -> tuple[SaveHandle, bool]:
-        """The handle of a save that has begun, and whether its state was copied: otherwise it was skipped.
-
-        check: as in `prepare`, for the first save of a trainer that has restored nothing.
-        lease: one to release once this save is committed. cost_before: what the save before this one cost.
-        """
+        repeat_step: bool,
+        cost_before: SaveCost | None,
+    ) -> SaveHandle:
+        """The handle of a save that has begun, or was skipped. cost_before: what the save before this one cost."""
         started = time.perf_counter()
         client = self._saving_client()
         self._join()
         step = check_step(step)
-        attempt = self.session.new_attempt(self.agreement.session_for(state, check), step)
+        attempt = self.session.new_attempt(self.agreement.session_for(state, self._check_begin), step)
         with client.declining(attempt):
             client.calls.run(client.start)  # replaces one that died, so that saves work again after the error
-            client.calls.run(partial(client.raise_failure, of_other_ranks=False))
+            client.calls.run(client.raise_failure, False)
             self.session.check(step, repeat_step)
             if (unreplicable := client.unreplicable.get(attempt.session.id)) is not None:
                 self.session.supersede(unreplicable)
@@ -314,10 +311,12 @@ class RunSaves:
                 self._look_for_gradients(state, captured)
             layout = self.agreement.layout
             handle = LiveHandle(step, layout.num_bytes, started)
-            snapshot = Snapshot(attempt, captured, layout, handle, finite(metrics), lease, cost_before())
+            snapshot = Snapshot(attempt, captured, layout, handle, finite(metrics), self.lease, cost_before)
             if self._expedited:
                 on_busy = "wait"  # the last save: the slots of those that were dropped are released shortly
             taken = take_snapshot(client, snapshot, self._gate(state), on_busy)
+        if taken:
+            self.lease = None
         self.session.saved(handle)
         if self.newest is None and torch_loaded() and self.looks:
             self._look_for_unsaved(state, handle)
@@ -326,7 +325,11 @@ class RunSaves:
         handle.measure(blocked_s=time.perf_counter() - started)
         self.steps.saving(handle)
         self.tally.add(blocked_s=handle.timings.blocked_s, wait_s=handle.timings.wait_s)
-        return handle, taken
+        return handle
+
+    def _check_begin(self) -> None:
+        if self.session.parent is None:
+            self._check(noted=True)
 
     def _look_for_gradients(self, state: TrainState, captured: Captured) -> None:
         """Warn once, when what the look reads has been read."""
@@ -365,7 +368,7 @@ class RunSaves:
             return
         try:
             captured, num_bytes = self.agreement.estimate(state)
-            client.calls.run(partial(client.arena.expect, num_bytes, captured.leaves.gpu, wait=False))
+            client.calls.run(client.arena.expect, num_bytes, captured.leaves.gpu, False)
         except BadInput as error:
             logger.warning("the first save will wait for its memory: %s", error)
 
@@ -383,7 +386,7 @@ class RunSaves:
         """Make the next save durable as soon as possible."""
         self._expedited = True
         if self.client is not None:
-            self.client.calls.run(self.client.expedite)
+            self.client.calls.run(self.client.send, Expedite())
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when every save is durable or skipped; raises the first error of one that failed, or TimeoutError."""
@@ -410,7 +413,7 @@ class RunSaves:
             overlap.close()
         if (client := self.client) is None:
             return
-        client.calls.run(partial(client.stop, failed))
+        client.calls.run(client.stop, failed)
         try:
             client.wait_stopped(timeout)
             client.calls.run(client.arena.close)
@@ -437,7 +440,7 @@ class RunSaves:
             setup = config.setup(self._world().rank, self._world().size)
             self.client = SaveClient(setup, config.in_process, config.slots, self.tally, self.steps)
             if self._expedited:
-                self.client.calls.run(self.client.expedite)
+                self.client.calls.run(self.client.send, Expedite())
         return self.client
 
     def _gate(self, state: TrainState) -> Overlap | None:
