@@ -51,7 +51,8 @@ class _Meetings:
     joining: threading.Lock = field(default_factory=threading.Lock)
     host: RendezvousHost | None = None
     count: int = 0
-    answers: list[str] = field(default_factory=list)
+    answer: Sequence[str] = ()
+    """The key of rank 0's last answer."""
     group: Any = None
 
     @classmethod
@@ -129,8 +130,12 @@ class World:
             # The store may end with this process: first let the other ranks read which rank is lost.
             time.sleep(2 * _LONGEST_POLL_S)
             raise
-        decided = decide([msgspec.msgpack.decode(data)[0] for data in self._ask(_get_all, self._store, keys)])
-        self._ask(_set_and_delete, self._store, key, msgspec.msgpack.encode([decided]), self._read_answers(keys))
+        store = self._store
+        values = self._ask(lambda: [bytes(store.get(key)) for key in keys])
+        decided = decide([msgspec.msgpack.decode(data)[0] for data in values])
+        # All ranks have reached this meeting, and so have read the answer of the one before.
+        answer, read, self._meetings.answer = msgspec.msgpack.encode([decided]), [*self._meetings.answer, *keys], [key]
+        self._ask(lambda: [store.set(key, answer), *map(store.delete_key, read)])
         return decided
 
     def gather_alike(self, value: bytes) -> dict[bytes, tuple[int, ...]]:
@@ -141,16 +146,6 @@ class World:
         first = {ranks[0] for ranks in saying.values()}
         values = self.gather(value if self.rank in first else None)
         return {values[ranks[0]]: tuple(ranks) for ranks in saying.values()}
-
-    def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, on every rank. Raises RankLost."""
-        if self.size == 1:
-            return value
-        key = self._next_key()
-        if self.rank == 0:
-            self._set(key, [value])
-            return msgspec.msgpack.decode(msgspec.msgpack.encode(value))
-        return self._answer(key, _Wait([key]))
 
     def beat(self) -> None:
         """Send a heartbeat to the ranks that wait for this one. Cheap, because it is rate-limited. Raises RankLost."""
@@ -166,9 +161,7 @@ class World:
         """A key-value store that all ranks share, with a prefix of its own. All ranks must call this in the same order.
 
         Only for threads that may block: the calls of the store have no timeout."""
-        meetings = self._meetings
-        meetings.count += 1
-        return prefixed(f"private/{meetings.count}", self._store)
+        return prefixed(f"private/{self._next_key()}", self._store)
 
     def exchange_group(self) -> torch.distributed.ProcessGroup:
         """A gloo process group that exchanges bytes in host memory. The first call creates it, and is a collective."""
@@ -190,8 +183,7 @@ class World:
 
         A collective has no keys that say which ranks have come: a thread sets one after two seconds.
         """
-        self._meetings.count += 1
-        key, numbers = str(self._meetings.count), count()
+        key, numbers = self._next_key(), count()
 
         def watch(number: int, ended: threading.Event) -> None:
             try:
@@ -263,17 +255,7 @@ class World:
 
     def _next_key(self) -> str:
         self._meetings.count += 1
-        key = str(self._meetings.count)
-        if self.rank == 0:
-            self._meetings.answers.append(key)
-        return key
-
-    def _read_answers(self, keys: Sequence[str]) -> list[str]:
-        """All ranks have reached this meeting: its values, and the earlier answers, can be deleted, for all have read
-        them."""
-        *read, last = self._meetings.answers
-        self._meetings.answers = [last]
-        return [*read, *keys]
+        return str(self._meetings.count)
 
     def _set(self, key: str, value: Any) -> None:
         self._ask(self._store.set, key, msgspec.msgpack.encode(value))
@@ -312,7 +294,9 @@ class World:
         """
         ranks = list(keys)
         for rank in (ranks[i] for i in absent(self._exist, list(keys.values()))):
-            beat, now = self._beat_of(rank), time.monotonic()
+            name = f"beat/{rank}"
+            beat = bytes(self._ask(self._store.get, name)) if self._exist(name) else b""
+            now = time.monotonic()
             last, new_at = beats.get(rank, (beat, since))
             beats[rank] = beat, new_at if beat == last else now
             if now > beats[rank][1] + self._silence_s:
@@ -321,10 +305,6 @@ class World:
     def _log_wait(self, wait: _Wait) -> None:
         if awaited := absent(self._exist, wait.keys):
             log_wait(self.global_rank, self.names(*awaited))
-
-    def _beat_of(self, rank: int) -> bytes:
-        name = f"beat/{rank}"
-        return bytes(self._ask(self._store.get, name)) if self._exist(name) else b""
 
     def _ask(self, call: Callable[..., _T], *arguments: Any) -> _T:
         """The store's answer. Raises RankLost if the store is gone or does not answer: its calls have no timeout."""
@@ -335,16 +315,6 @@ class World:
                 f"{self.names(self.rank)} lost the store of its process group: {str(error) or 'no answer'}",
                 "The process that hosts it (rank 0 of the job, or torchrun's agent) is gone or hangs; restart the job",
             ) from error
-
-
-def _get_all(store: Any, keys: Sequence[str]) -> list[bytes]:
-    return [bytes(store.get(key)) for key in keys]
-
-
-def _set_and_delete(store: Any, key: str, value: bytes, deleted: Sequence[str]) -> None:
-    store.set(key, value)
-    for name in deleted:
-        store.delete_key(name)
 
 
 def is_grouped() -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -51,7 +52,7 @@ Round = Sequence[ShardStretch]
 
 def share_bytes(world: World, data: bytes) -> bytes:
     """The bytes that rank 0 has, on every rank; the others pass none. Raises RankLost."""
-    shared = np.zeros(world.broadcast(len(data)), np.uint8)
+    shared = np.zeros(world.decide(len(data), itemgetter(0)), np.uint8)
     if data:
         shared[:] = np.frombuffer(data, np.uint8)
     dist.broadcast(torch.from_numpy(shared), group=world.exchange_group(), group_src=0)

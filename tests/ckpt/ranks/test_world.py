@@ -36,9 +36,7 @@ _TIMEOUT_S = 3.0
 _ROUNDS = 3
 _STORES = ("file", "tcp")
 _LOST = [
-    *product(_STORES, ("SIGKILL", "SIGSTOP"), (0, 2), ("gather",)),
-    ("file", "SIGKILL", 0, "broadcast"),
-    ("tcp", "SIGSTOP", 0, "broadcast"),
+    *product(_STORES, ("SIGKILL", "SIGSTOP"), (0, 2)),
 ]
 
 
@@ -53,8 +51,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[object, Outcome]:
         scenarios["slow", store] = Scenario(f"{__name__}:be_slow", 3, {"timeout_s": _TIMEOUT_S}, tcp=tcp)
     scenarios["late"] = Scenario(f"{__name__}:come_late", 3, {"notice_s": 0.2}, tcp=True)
     for case in _LOST:
-        store, how, lost, meeting = case
-        arguments = {"lost": lost, "how": how, "meeting": meeting, "timeout_s": _TIMEOUT_S}
+        store, how, lost = case
+        arguments = {"lost": lost, "how": how, "timeout_s": _TIMEOUT_S}
         scenarios[case] = Scenario(f"{__name__}:lose", 3, arguments, lost=(lost,), tcp=store == "tcp")
     return run_named(scenarios, tmp_path_factory.mktemp("world"), together=True)
 
@@ -81,9 +79,9 @@ def test_meetings_leave_nothing_but_the_last_answer(outcomes: dict[object, Outco
     assert [result["left"] for result in outcomes["meet", store].result()] == [[last]] * 3
 
 
-@pytest.mark.parametrize(("store", "how", "lost", "meeting"), _LOST)
-def test_a_lost_rank_is_named(outcomes: dict[object, Outcome], store: str, how: str, lost: int, meeting: str) -> None:
-    results = outcomes[store, how, lost, meeting].result()
+@pytest.mark.parametrize(("store", "how", "lost"), _LOST)
+def test_a_lost_rank_is_named(outcomes: dict[object, Outcome], store: str, how: str, lost: int) -> None:
+    results = outcomes[store, how, lost].result()
     for result in (result for rank, result in enumerate(results) if rank != lost):
         # With rank 0 its store is gone as well, and the rank that hosts it is named.
         assert f"rank {lost}" in result["said"]
@@ -113,7 +111,7 @@ def test_ranks_that_have_not_come_are_found_in_few_requests(missing: set[int]) -
 
 def test_one_process_is_a_world_of_its_own() -> None:
     world = World(1.0)
-    assert (world.rank, world.size, world.gather("a"), world.broadcast("b")) == (0, 1, ["a"], "b")
+    assert (world.rank, world.size, world.gather("a")) == (0, 1, ["a"])
     world.beat()
 
 
@@ -166,7 +164,7 @@ def meet(rounds: int) -> dict[str, Any]:
     for world in (World(30), World(30)):
         for number in range(rounds):
             heard.append(world.gather([number, world.rank, b"\x00\xff", None]))
-            heard.append(world.broadcast({"from": world.rank, "number": number}))
+            heard.append(world.decide({"from": world.rank, "number": number}, lambda found: found[0]))
     World(30).gather("end")
     dist.barrier()  # rank 0 clears up after it has answered
     keys = [f"{number}{of_rank}" for number in range(4 * rounds + 2) for of_rank in ("", "/0", "/1", "/2")]
@@ -188,14 +186,14 @@ def live_twice() -> list[list[Any]]:
     return [first, World(30).gather(["second", dist.get_rank()])]
 
 
-def lose(lost: int, how: str, meeting: str, timeout_s: float) -> dict[str, Any]:
+def lose(lost: int, how: str, timeout_s: float) -> dict[str, Any]:
     """One rank ends between two meetings; what the others report."""
     world = World(timeout_s)
     try:
         world.gather(None)
         if world.rank == lost:
             os.kill(os.getpid(), getattr(signal, how))
-        world.gather(None) if meeting == "gather" else world.broadcast(None)
+        world.gather(None)
     except RankLost as error:
         return {"said": str(error)}
     return {"said": "all are here"}
