@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import fsspec
 
+from ckpt.checkpointer import Checkpointer
 from ckpt.config import Config
 from ckpt.snapshot.handle import SaveHandle
-from ckptstore.commits.catalog import Checkpoint, State
-from ckptstore.errors import CkptError, SaveSkipped
+from ckptstore.errors import CkptError, NoCheckpoint, SaveSkipped
 from ckptstore.format.records import Policy
+from ckptstore.names import Reference
 from ckptstore.operator import StoreOperator
 from ckptstore.retention.pruning import Prune
 from ckptstore.stores import open_store
@@ -72,13 +72,11 @@ class Keeper:
         self._operator.prune(self._prune, plan)
 
 
-def best(checkpoints: list[Checkpoint], metric: str, mode: str) -> Checkpoint | None:
-    """The usable checkpoint with the least (mode "min") or greatest ("max") metric; None if none has the metric."""
-    usable = (one for one in checkpoints if one.state is State.COMMITTED)
-    have = [one for one in usable if math.isfinite(one.metrics.get(metric, math.nan))]
-    if not have:
-        return None
-    return (min if mode == "min" else max)(have, key=lambda one: one.metrics[metric])
+def best(checkpointer: Checkpointer, metric: str, mode: str) -> str | None:
+    """The id of the usable checkpoint with the least (mode "min") or greatest ("max") metric; None if none has it."""
+    with suppress(NoCheckpoint):
+        return checkpointer._source.find(Reference(checkpointer.config.run_name, name=f"best:{metric}:{mode}")).id
+    return None
 
 
 MAX_BYTES = 4096

@@ -95,11 +95,8 @@ class CkptdCheckpoint(ModelCheckpoint):
     @property
     def best_model_path(self) -> str:
         """The best checkpoint by `monitor`, from the store; empty if none has the metric."""
-        if self.monitor is None:
-            return ""
-        config = self._checkpointer.config
-        found = best(self._checkpointer._source.checkpoints(config.run_name), self.monitor, self.mode)
-        return "" if found is None else SCHEME + found.id
+        found = None if self.monitor is None else best(self._checkpointer, self.monitor, self.mode)
+        return "" if found is None else SCHEME + found
 
     @best_model_path.setter
     def best_model_path(self, path: str) -> None:
@@ -274,9 +271,8 @@ class Loading:
         fitting = self._trainer.state.fn == TrainerFn.FITTING
         checkpointer = self._open(fitting)
         named = self._trainer.strategy.broadcast(str(path).removeprefix(SCHEME))
-        checkpoint = None if named.endswith("@latest") else named
         self._stages = checkpointer.restore_in_stages(
-            checkpoint=checkpoint, strict=self._trainer.lightning_module.strict_loading
+            checkpoint=named, strict=self._trainer.lightning_module.strict_loading
         )
         restored = self._stages.extras(trainer=None)
         if restored is None:

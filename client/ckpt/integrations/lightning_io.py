@@ -91,10 +91,9 @@ class CkptdCheckpointIO(TorchCheckpointIO):
         if named is None:
             loaded: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)
             return loaded
-        checkpoint = None if named.endswith("@latest") else named
         self._end_resumed()
         self._resumed = self._open()
-        restored = self._resumed.restore(checkpoint=checkpoint, rng=False)
+        restored = self._resumed.restore(checkpoint=named, rng=False)
         if restored is None:
             raise NoCheckpoint(f"{named} does not exist", "ckptctl ls lists the checkpoints")
         tensors = {name: value for name, value in restored.values.items() if name != "trainer"}

@@ -22,7 +22,6 @@ from torchtitan.tools import filesystem
 
 from ckpt.checkpointer import Checkpointer
 from ckpt.integrations.keeping import Keeper
-from ckpt.ranks.world import World
 from ckptstore.errors import InvalidRequest
 from ckptstore.format.records import Policy
 from ckptstore.names import Reference
@@ -98,7 +97,7 @@ class CkptdManager(BaseCheckpointManager):
         keeps = config.keep_latest_k > 0 and not config.load_only
         self._keeper = (
             Keeper(self._checkpointer.config, Policy(keep_last=config.keep_latest_k))
-            if keeps and World(self._checkpointer.config.peer_timeout_s).rank == 0
+            if keeps and self._checkpointer._is_first()
             else None
         )
 

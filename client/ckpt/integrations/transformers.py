@@ -25,7 +25,6 @@ from transformers.trainer_callback import ExportableState
 from ckpt.checkpointer import Checkpointer
 from ckpt.integrations.keeping import Keeper, best
 from ckpt.restoring.pipeline import StagedRestore
-from ckptstore.errors import NoCheckpoint
 from ckptstore.format.records import Policy
 
 logger = logging.getLogger(__name__)
@@ -95,12 +94,9 @@ class _CkptdTrainer(Trainer):
 
     def _open(self, named: str, folder: Path) -> str | None:
         """Begin a restore. The folder holds what the trainer reads before it calls the methods below."""
-        newest = named.endswith("@latest")
-        self._stages = self._checkpointer.restore_in_stages(checkpoint=None if newest else named)
+        self._stages = self._checkpointer.restore_in_stages(checkpoint=named)
         restored = self._stages.extras(trainer=None)
         if restored is None:
-            if not newest:
-                raise NoCheckpoint(f"{named} does not exist", "ckptctl ls lists the checkpoints")
             logger.info("run %s has no checkpoint yet", self._config.run_name)
             return None
         self._saved = restored.values["trainer"]
@@ -167,8 +163,7 @@ class _CkptdTrainer(Trainer):
             return
         self.state.best_model_checkpoint = None  # with a limit of 1 the trainer compares the path with those of folders
         self._checkpointer.wait()
-        found = best(self._checkpointer._source.checkpoints(self._config.run_name), *self._metric())
-        name = self._agreed(None if found is None else found.id)
+        name = self._agreed(best(self._checkpointer, *self._metric()))
         if name is None:
             logger.warning(
                 "run %s has no checkpoint with %s: the newest weights stay", self._config.run_name, self._metric()[0]
