@@ -142,16 +142,15 @@ class Config:
         self._check_amounts()
 
     def _check_amounts(self) -> None:
-        if self.peer_timeout_s <= 0:
-            raise InvalidRequest(f"peer_timeout_s {self.peer_timeout_s} is not positive", "Give seconds")
-        if not 0 <= self.retry_s < math.inf:
-            raise InvalidRequest(f"retry_s must be at least 0, not {self.retry_s}", "Give seconds, or 0 for no retries")
-        if self.cpu_budget is not None and not 0 < self.cpu_budget < math.inf:
-            raise InvalidRequest(f"cpu_budget {self.cpu_budget} is not positive", "Give cores, such as 0.5")
-        if self.max_references < 0:
-            raise InvalidRequest(f"max_references {self.max_references} is negative", "Use 0 to reference nothing")
-        if self.slots < 1:
-            raise InvalidRequest(f"{self.slots} slots cannot hold a snapshot", "Use at least 1")
+        for name, is_allowed, hint in (
+            ("peer_timeout_s", self.peer_timeout_s > 0, "Give positive seconds"),
+            ("retry_s", 0 <= self.retry_s < math.inf, "Give seconds, or 0 for no retries"),
+            ("cpu_budget", self.cpu_budget is None or 0 < self.cpu_budget < math.inf, "Give cores, such as 0.5"),
+            ("max_references", self.max_references >= 0, "Use 0 to reference nothing"),
+            ("slots", self.slots >= 1, "Use at least 1: it holds a snapshot"),
+        ):
+            if not is_allowed:
+                raise InvalidRequest(f"{name} must not be {getattr(self, name)}", hint)
 
     def _check_local(self) -> None:
         if self.local is None:

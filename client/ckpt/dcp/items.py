@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from ckpt.capture.parts import has_plain_elements
 from ckpt.capture.tensors import small_leaf, tensor_bytes
 from ckpt.dcp.naming import Path, Value, entry_name, is_value, path_of
 from ckpt.dtypes import NAMES
@@ -94,17 +95,13 @@ def _tensor(planner: SavePlanner, item: WriteItem, piece: Slice) -> torch.Tensor
     tensor = planner.resolve_data(item)
     assert isinstance(tensor, torch.Tensor)
     sizes = piece.box[len(piece.shape) :]
-    if not _is_dense(tensor) or tuple(tensor.shape) != sizes or NAMES.get(tensor.dtype) != piece.dtype:
+    if not has_plain_elements(tensor) or tuple(tensor.shape) != sizes or NAMES.get(tensor.dtype) != piece.dtype:
         raise UnsupportedObject(
             f"tensor at {piece.entry!r} is {tensor.dtype} {list(tensor.shape)} ({tensor.layout}, {tensor.device}), "
             f"planned as {piece.dtype} {list(sizes)}",
             "Store dense tensors; a planner that transforms tensors must plan with the transformed ones",
         )
     return _host(tensor)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:
@@ -115,7 +112,7 @@ def _object(path: Path, value: Any, tensors: _Tensors) -> Value:
     """The object's tree; tensors and arrays in it become separate entries."""
 
     def leaf(at: str, found: Any) -> JSON:
-        if type(found) in (torch.Tensor, torch.nn.Parameter) and _is_dense(found):
+        if type(found) in (torch.Tensor, torch.nn.Parameter) and has_plain_elements(found):
             kind, tensor = "tensor", found
         elif type(found) is np.ndarray:
             kind, tensor = "array", _from_array(at, found)

@@ -107,7 +107,8 @@ def nest(values: Iterable[Value]) -> dict[str, JSON]:
                 raise _conflict(value.path[:depth])
         if isinstance(node.setdefault(value.path[-1], value), dict):
             raise _conflict(value.path)
-    return {str(item): encode_tree(_with_lists((item,), node), str(item), _tree) for item, node in root.items()}
+    listed = {str(item): _with_lists((item,), node) for item, node in root.items()}
+    return {item: encode_tree(node, item, lambda _, value: value.tree) for item, node in listed.items()}
 
 
 def _flatten(path: Path, tree: JSON) -> Iterator[Value]:
@@ -191,10 +192,6 @@ def _with_lists(path: Path, node: Any) -> Any:
     found = [items.get(index, {}) for index in range(max(indices) + 1)]
     flattened = any(not isinstance(item, Value) or item.entry is not None for item in found)
     return found if flattened else [*found, {}]
-
-
-def _tree(path: str, value: Value) -> JSON:
-    return value.tree
 
 
 def _conflict(path: Path) -> UnsupportedObject:

@@ -147,12 +147,15 @@ def select(
     state that belongs to single ranks, which has no place in a file for other programs. local: that of rank 0.
     """
     names = (*content.entries.name, *content.aliases)
-    matching = {name for name in names if (not _is_local(name) if pattern is None else fnmatchcase(name, pattern))}
+    # Entries rank-00000/... belong to one rank alone.
+    matching = {n for n in names if (not re.match(r"rank-\d{5,}/", n) if pattern is None else fnmatchcase(n, pattern))}
     chosen = {content.aliases.get(name, name) for name in matching}
     items = tuple(
         item
         for item, tree in content.trees.items()
-        if _matches(f"{item}/", pattern) or any(leaf.get("name") in chosen for _, leaf in leaves(tree, item))
+        if pattern is None
+        or fnmatchcase(f"{item}/", pattern)
+        or any(leaf.get("name") in chosen for _, leaf in leaves(tree, item))
     )
     if not chosen and not items:
         problem = "holds nothing that can be exported" if pattern is None else f"has nothing that matches {pattern!r}"
@@ -163,13 +166,10 @@ def select(
     left_out, positions = list[str](), list[str]()
     for item, count in sorted(counts.items()):
         if count and pattern is None:
-            kind = positions if _is_position((local or {})[item]) else left_out
+            tree = (local or {})[item]
+            kind = positions if isinstance(tree, dict) and tree.keys() >= _POSITION else left_out
             kind.append(f"{item} ({human.count(count, 'tensor')})")
     return Selection(entries, items, sum(sizes[name] for name in entries), tuple(left_out), tuple(positions))
-
-
-def _is_position(tree: JSON) -> bool:
-    return isinstance(tree, dict) and tree.keys() >= _POSITION
 
 
 def write_whole(path: Path, kind: FileFormat, force: bool, fill: Callable[[Path], None]) -> None:
@@ -223,15 +223,6 @@ def _check_free(path: Path, kind: FileFormat, force: bool) -> None:
         raise InvalidRequest(f"{path} is a folder", "Name a file")
     if path.exists() and not force:
         raise InvalidRequest(f"{path} exists", "Choose another name, or pass --force to replace it")
-
-
-def _matches(name: str, pattern: str | None) -> bool:
-    return pattern is None or fnmatchcase(name, pattern)
-
-
-def _is_local(name: str) -> bool:
-    """Whether an entry belongs to one rank alone: rank-00000/..."""
-    return re.match(r"rank-\d{5,}/", name) is not None
 
 
 ExportWriter = Callable[[Export, Path], None]

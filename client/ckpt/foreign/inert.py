@@ -192,26 +192,19 @@ def read_pickle(
     return _Reader(data, what, names, budget, persistent).read()
 
 
+@dataclass(slots=True)
 class _Reader:
     """The state of one read: a stack of objects, the stacks below its marks, and the memo."""
 
-    def __init__(
-        self,
-        data: bytes,
-        what: str,
-        names: Mapping[GlobalName, Any],
-        budget: Budget,
-        persistent: Callable[[Any], Any] | None,
-    ) -> None:
-        self._data = data
-        self._what = what
-        self._names = names
-        self._budget = budget
-        self._persistent = persistent
-        self._at = 0
-        self._stack: list[Any] = []
-        self._marks: list[list[Any]] = []
-        self._memo: dict[int, Any] = {}
+    _data: bytes
+    _what: str
+    _names: Mapping[GlobalName, Any]
+    _budget: Budget
+    _persistent: Callable[[Any], Any] | None
+    _at: int = 0
+    _stack: list[Any] = field(default_factory=list)
+    _marks: list[list[Any]] = field(default_factory=list)
+    _memo: dict[int, Any] = field(default_factory=dict)
 
     def read(self) -> Any:
         try:

@@ -21,7 +21,7 @@ import os
 import stat
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 import xxhash
@@ -134,16 +134,14 @@ def sweep_folder() -> None:
             with suppress(CkptError, OSError):
                 if not path.is_file() or system_clock() - path.lstat().st_mtime < _OLD_S:
                     continue
-                with _locked(path) as free:
+                with locked(path) as free:
                     if free:
                         path.unlink()
 
 
-@contextmanager
-def try_lock(store: str, run: str, role: str) -> Iterator[bool]:
+def try_lock(store: str, run: str, role: str) -> AbstractContextManager[bool]:
     """Hold a lock of this host in the block; False if another thread or process holds it. Raises InvalidRequest."""
-    with _locked(host_path(store, run, role)) as locked:
-        yield locked
+    return locked(host_path(store, run, role))
 
 
 def hold_folder() -> int:
@@ -173,13 +171,14 @@ def _hold(path: Path) -> int:
 
 
 def _is_held(path: Path) -> bool:
-    with _locked(path) as locked:
-        return not locked
+    with locked(path) as is_free:
+        return not is_free
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[bool]:
-    fd = _open(path)
+def locked(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> Iterator[bool]:
+    """Hold the lock of a file in the block; False if another thread or process holds it. Raises Unavailable."""
+    fd = _open(path, flags)
     try:
         try:
             _flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, path)

@@ -93,10 +93,6 @@ class Destinations(HostDestinations):
             return []
         return [f"{', '.join(dict.fromkeys(name for name, *_ in views))}: unequal, and in one place of memory here"]
 
-    def fits(self, name: str, part: TensorPart) -> bool:
-        """Whether the entry has the type and shape of a part."""
-        return self.describe(name) == (part.dtype, part.shape)
-
     def new(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
         """A new tensor that receives the whole entry."""
         dtype, shape = self.describe(name)

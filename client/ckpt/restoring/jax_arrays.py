@@ -44,7 +44,10 @@ def plan_arrays(plan: RestorePlan, item: str, template: Any, tree: JSON) -> None
         if at not in wanted:
             plan.unexpected.append(at)
         make = _plan_array(plan, at, leaf, wanted[at]) if is_template(wanted.get(at)) else None
-        makers.append(make or partial(_same, destinations.array_of(at, leaf)))
+        if make is None:
+            array = destinations.array_of(at, leaf)
+            make = lambda: array  # noqa: E731
+        makers.append(make)
 
     def finish() -> None:
         left = iter(makers)  # a tree is decoded in the same order each time
@@ -53,10 +56,6 @@ def plan_arrays(plan: RestorePlan, item: str, template: Any, tree: JSON) -> None
     decode(plan_leaf)
     plan.missing += [path for path in wanted if path not in found]
     plan.finish.append(finish)
-
-
-def _same(array: Any) -> Any:
-    return array
 
 
 def _plan_array(plan: RestorePlan, path: str, leaf: dict[str, Any], template: Any) -> Callable[[], Any] | None:
@@ -77,7 +76,8 @@ def _plan_array(plan: RestorePlan, path: str, leaf: dict[str, Any], template: An
     parts: dict[Box, Array] = {}
     for _, box in placed:
         if box not in parts:
-            parts[box] = _cut(small, box) if small is not None else destinations.new_array(leaf["name"], box)
+            cut = None if small is None else np.array(small[slices_of(box)], order="C")
+            parts[box] = destinations.new_array(leaf["name"], box) if cut is None else cut
     return partial(_assemble, template, shape, placed, parts, leaf.get("key"))
 
 
@@ -88,10 +88,6 @@ def _index_map(template: Any, shape: tuple[int, ...]) -> list[tuple[Any, Box]]:
         return [(None, box_of([slice(None)] * len(shape), shape))]
     indices = sharding.addressable_devices_indices_map(shape)
     return [(device, box_of(index, shape)) for device, index in indices.items()]
-
-
-def _cut(array: Array, box: Box) -> Array:
-    return np.array(array[slices_of(box)], order="C")
 
 
 def _assemble(

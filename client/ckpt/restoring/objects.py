@@ -205,7 +205,8 @@ def _decode_state(plan: RestorePlan, optimizer: NamedOptimizer, leaf: Leaf, tree
         moves = "device" in saved or (key == "step" and step_on_device)
         device = parameter.device if moves else torch.device("cpu")
         fits = isinstance(target, torch.Tensor) and (key != "step" or target.device == device)
-        if fits and is_plain_type(target) and destinations.fits(entry, part := leaf.part_of(entry, target)):
+        part = leaf.part_of(entry, target) if fits and is_plain_type(target) else None
+        if part is not None and destinations.describe(entry) == (part.dtype, part.shape):
             destinations.fill(entry, part)
             state[key] = target
         elif "plain" in saved:

@@ -179,12 +179,10 @@ def share_out(
             "Give the object a method load_state_dicts(states) that takes its share of all ranks' states, or pass "
             "strict=False to give each rank the state of rank (own rank modulo saved ranks)",
         )
-    seed = _seed(own[RNG], rank, world_size) if RNG in own and RNG not in chosen else None
+    seed = None
+    if RNG in own and RNG not in chosen:
+        seed = xxhash.xxh3_64_intdigest(msgspec.json.encode([own[RNG], rank, world_size]))
     return RankState(chosen, redistributed, seed, _notes(saved, world_size, redistributed, different))
-
-
-def _seed(tree: JSON, rank: int, world_size: int) -> int:
-    return xxhash.xxh3_64_intdigest(msgspec.json.encode([tree, rank, world_size]))
 
 
 def _notes(

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from ckpt.host.lock import hold_folder, host_folder, sweep_folder, temporary_folder, touch_locks
+from ckpt.host.lock import hold_folder, host_folder, locked, sweep_folder, temporary_folder, touch_locks
 from ckpt.saver.messages import Done, Failed, LocalOnly, Released, Report, SaveJob, SaveProgress, Setup
 from ckptstore.clock import system_clock
 from ckptstore.codecs.dtypes import ITEM_BYTES
@@ -254,21 +254,11 @@ def is_descendant(pid: int, ancestor: int) -> bool:
 
 def _read(path: Path) -> SaverState | None:
     """The state in a note; None if its saver is gone."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        with suppress(msgspec.DecodeError):
-            return decode_json(os.pread(fd, _NUM_BYTES, 0), SaverState)
-        return None
-    else:
+    with suppress(CkptError, OSError, msgspec.DecodeError), locked(path, os.O_RDWR) as is_left:
+        if not is_left:
+            return decode_json(path.read_bytes(), SaverState)
         path.unlink(missing_ok=True)
-        return None
-    finally:
-        os.close(fd)
+    return None
 
 
 def _processes() -> Iterator[int]:

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from ckpt.host.segment import Segment
@@ -42,24 +43,6 @@ IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.
 """Some schedulers send them to all processes of a job. A saver ends with its work, or by SIGKILL."""
 
 
-class _Reporter:
-    """Sends reports while the trainer is alive. For any thread."""
-
-    def __init__(self, channel: Channel, note: SaverNote) -> None:
-        self._channel = channel
-        self._note = note
-        self._lock = threading.Lock()
-
-    def __call__(self, report: Report | Idle) -> None:
-        if not isinstance(report, Warned | Unreplicable | Idle):
-            self._note.reported(report)
-        try:
-            with self._lock:
-                self._channel.send(report)
-        except OSError:
-            pass  # the trainer is gone; the result is in the store
-
-
 def main(sock: int, lock: int) -> int:
     """Serve the trainer at the other end of a socket until it stops or dies. Returns the exit status.
 
@@ -72,7 +55,15 @@ def main(sock: int, lock: int) -> int:
     if not isinstance(setup, Setup):
         return 1
     note = SaverNote(setup)
-    report = _Reporter(channel, note)
+    sending = threading.Lock()
+
+    def report(report: Report | Idle) -> None:
+        """Send it while the trainer is alive. For any thread."""
+        if not isinstance(report, Warned | Unreplicable | Idle):
+            note.reported(report)
+        with suppress(OSError), sending:  # the trainer may be gone; the result is in the store
+            channel.send(report)
+
     contents = SlotContents() if setup.retain_snapshot_s else None
     store = open_store(setup.store, setup.options, retried=setup.retry_s > 0)
     pipeline = SavePipeline(store, setup, report, own_process=True, contents=contents)
@@ -107,10 +98,8 @@ def _yield_to_all() -> None:
     for number in IGNORED:
         signal.signal(number, signal.SIG_DFL)
     os.chdir("/")  # the file system of the job may be unmounted
-    try:
+    with suppress(OSError):  # the system has no such choice
         Path("/proc/self/oom_score_adj").write_text("1000")
-    except OSError:
-        pass  # the system has no such choice
 
 
 def _serve(channel: Channel, pipeline: SavePipeline, note: SaverNote) -> Stop | None:

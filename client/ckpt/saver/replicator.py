@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 from ckpt.host.lock import note_checkpoint, noted_checkpoint, try_lock
@@ -57,7 +57,6 @@ logger = logging.getLogger(__name__)
 
 
 _T = TypeVar("_T")
-_LOOK_S = 0.2
 _IDLE_S = 10.0
 """How long nothing has to be replicated before a wait is hopeless: the replicator deletes just after it has
 replicated."""
@@ -121,7 +120,7 @@ REQUEST_RETRY_S = 10.0
 """How long a request to the remote store is repeated, before the whole checkpoint is."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 15.0
 _LOOK_S = 0.5
-"""How often to look whether another replicator of this host has ended."""
+"""How often to look whether another replicator of this host has ended, or the local tier has room."""
 _LIST_S = 1.0
 """How often to list the replication queue while it is replicated: what is added is newer, and to list a long one takes
 long."""
@@ -191,9 +190,7 @@ class Replicator:
         if self._newest is not None:
             self._enqueue(self._newest)
         self._unpaused.set()
-        with self._changed:
-            self._ending = self._work = True
-            self._changed.notify()
+        self._wake(ending=True)
         self._thread.join()
 
     def _enqueue(self, attempt: Attempt) -> None:
@@ -202,9 +199,9 @@ class Replicator:
         except CkptError as error:
             logger.warning("%s may not be replicated to %s: %s", attempt, self._remote.store.url, error)
 
-    def _wake(self) -> None:
+    def _wake(self, ending: bool = False) -> None:
         with self._changed:
-            self._work = True
+            self._work, self._ending = True, self._ending or ending
             self._changed.notify()
 
     def _serve(self) -> None:
@@ -285,7 +282,11 @@ class Replicator:
                 attempts = queued(self._local) if locked else []
                 if attempts:
                     self._check_mounted()
-                self._replicate_first(attempts)
+                listed_at = time.monotonic()
+                for attempt in attempts:
+                    self._replicate(attempt)
+                    if time.monotonic() - listed_at >= _LIST_S:
+                        break
             if not locked:
                 return False
             trim(self._local, self._setup.local_keep, self._known)
@@ -294,14 +295,6 @@ class Replicator:
                 while self._leases:
                     end_lease(self._remote, self._leases.pop())
                 return True
-
-    def _replicate_first(self, attempts: Sequence[Attempt]) -> None:
-        """Replicate the first of these, and more of them as long as they take no longer than _LIST_S."""
-        listed_at = time.monotonic()
-        for attempt in attempts:
-            self._replicate(attempt)
-            if time.monotonic() - listed_at >= _LIST_S:
-                return
 
     def _replicate(self, attempt: Attempt) -> None:
         try:

@@ -19,7 +19,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -157,7 +157,7 @@ class RetainedSnapshot:
         self._ended = threading.Event()
         self._lock = threading.Lock()
         """Guards the descriptors of the segments."""
-        self._free_unneeded()
+        self._free(self._contents.slots())
         self._socket, self._path = _listen(setup.home, setup.run)
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._accept, self._watch)]
         for thread in self._threads:
@@ -177,12 +177,12 @@ class RetainedSnapshot:
                 self._path.unlink()
             with suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)  # ends accept
-            self._free()
+            self._free(())
 
     def _wait_for_end(self) -> None:
         deadline = time.monotonic() + self._setup.retain_snapshot_s
         while not self._ended.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic()))):
-            self._free_unneeded()
+            self._free(self._contents.slots())
             held = sum(segment.num_bytes for segment in self._segments.values())
             available = available_bytes(environ={})
             if not held or time.monotonic() >= deadline or (available is not None and available * _RESERVE < held):
@@ -235,16 +235,10 @@ class RetainedSnapshot:
                     return
         channel.send(Refused(f"attempt {attempt} is not in memory here"))
 
-    def _free_unneeded(self) -> None:
-        needed = self._contents.slots()
+    def _free(self, needed: Container[int]) -> None:
         with self._lock:
             for slot in [slot for slot in self._segments if slot not in needed]:
                 self._segments.pop(slot).close()
-
-    def _free(self) -> None:
-        with self._lock:
-            while self._segments:
-                self._segments.popitem()[1].close()
 
 
 def retain_snapshot(
@@ -289,9 +283,8 @@ def ask(store: str, run: str, question: Question) -> Iterator[tuple[Answer, Chan
 
 def release(store: str, run: str, rank: int) -> None:
     """Free what an earlier saver of this rank keeps; returns when it is freed."""
-    for answer, _ in ask(store, run, Release(store, run, rank)):
-        if isinstance(answer, Freed):
-            logger.debug("an earlier saver of run %r has freed its memory", run)
+    for _ in ask(store, run, Release(store, run, rank)):
+        pass
 
 
 def is_own(peer: socket.socket) -> bool:
