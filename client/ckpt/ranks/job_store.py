@@ -138,20 +138,18 @@ class RendezvousHost:
         waits = pauses(_FIRST_POLL_S, _LONGEST_POLL_S, factor=_GROWTH, jitter=False)
         try:
             while self._answered and not self._stop.wait(next(waits)):
-                for rank in list(self._answered):
-                    self._answer(rank)
+                self._ask(self._answer_all)
         except RankLost:
             logger.debug("the store of the process group is gone", exc_info=True)
 
-    def _answer(self, rank: int) -> None:
-        if self._ask(self._store.check, [f"{self._prefix}/joined/{rank}"]):
-            del self._answered[rank]
-        elif self._ask(self._store.check, [f"join/{rank}"]):
-            number = bytes(self._ask(self._store.get, f"join/{rank}"))
-            if number != self._answered[rank]:
+    def _answer_all(self) -> None:
+        store = self._store
+        for rank, answered in list(self._answered.items()):
+            if store.check([f"{self._prefix}/joined/{rank}"]):
+                del self._answered[rank]
+            elif store.check([f"join/{rank}"]) and (number := bytes(store.get(f"join/{rank}"))) != answered:
                 self._answered[rank] = number
-                answer = msgspec.msgpack.encode((number, self._prefix))
-                self._ask(self._store.set, f"reply/{rank}", answer)
+                store.set(f"reply/{rank}", msgspec.msgpack.encode((number, self._prefix)))
 
 
 def join(store: Any, rank: int, ask: Ask) -> Iterator[Any]:

@@ -7,17 +7,14 @@ not use a GPU, and lost ranks can be named. The training thread calls nothing he
 from __future__ import annotations
 
 import logging
-import os
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from itertools import count
 from typing import Any, TypeVar, cast
 
@@ -402,49 +399,15 @@ def absent(exist: Callable[..., bool], keys: Sequence[str]) -> list[int]:
     return found
 
 
-_IDLE_S = 0.5
-
-_Call = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
-
-
-class _Caller:
-    """A daemon thread that makes one call at a time."""
-
-    def __init__(self) -> None:
-        self.calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="ckpt-meeting", daemon=True).start()
-
-    def _run(self) -> None:
-        while True:
-            try:
-                self._make(*self.calls.get(timeout=_IDLE_S))
-            except queue.Empty:
-                with suppress(ValueError):  # another thread has just taken it, for a call
-                    _idle.remove(self)
-                    return
-
-    def _make(self, answer: Future[Any], call: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        try:
-            done = partial(answer.set_result, call(*arguments))
-        except Exception as error:
-            done = partial(answer.set_exception, error)
-        _idle.append(self)  # before the caller continues: its next call is made here
-        done()
-
-
-_idle: list[_Caller] = []
-os.register_at_fork(after_in_child=_idle.clear)  # a child has none of its parent's threads
-
-
 def call_with_timeout(seconds: float, call: Callable[..., _T], *arguments: Any) -> _T:
-    """The result or error of the call. Raises TimeoutError after this time; the call goes on in its thread.
-
-    Meetings make many short calls: their threads are used again, and end when they have been idle for a while.
-    """
-    try:
-        caller = _idle.pop()
-    except IndexError:
-        caller = _Caller()
+    """The result or error of the call, in a thread of its own, which goes on after TimeoutError."""
     answer: Future[_T] = Future()
-    caller.calls.put((answer, call, arguments))
+
+    def make() -> None:
+        try:
+            answer.set_result(call(*arguments))
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=make, name="ckpt-meeting", daemon=True).start()
     return answer.result(seconds)

@@ -23,7 +23,7 @@ from queue import SimpleQueue
 
 from ckptstore.codecs.chunk_codecs import CodingPolicy
 from ckptstore.codecs.dtypes import Extremes
-from ckptstore.format.shards import ChunkSpan, EncodedChunk, encode_chunk
+from ckptstore.format.shards import CHUNK_BYTES, ChunkSpan, EncodedChunk, encode_chunk
 
 NICENESS = 5
 _BURST_S = 1.0
@@ -84,6 +84,8 @@ def lower_priority() -> None:
 THREADS = min(4, max(1, (os.cpu_count() or 2) - 1))
 BUDGET_BYTES = 64 << 20
 """Maximum raw bytes of chunks that are being encoded, or encoded and not yet written. One chunk is always allowed."""
+AHEAD = BUDGET_BYTES // CHUNK_BYTES
+"""Maximum number of chunks of a stream that are being encoded, or encoded and not yet consumed."""
 _GROUP_BYTES = 4 << 20
 """Small chunks are handed from thread to thread together: each time costs as much as hashing a megabyte."""
 
@@ -113,17 +115,13 @@ def encode_by(policy: CodingPolicy, hashes_raw: bool = False) -> Encode:
 def encode_stream(chunks: ChunkStream, encode: Encode) -> Iterator[EncodedChunk]:
     """The encoded chunks in order. `chunks` is consumed on the calling thread, while encoding runs ahead."""
     with ThreadPoolExecutor(THREADS, thread_name_prefix="ckpt-encode") as pool:
-        ahead: deque[tuple[Future[EncodedChunk], int]] = deque()
-        held = 0
+        ahead: deque[Future[EncodedChunk]] = deque()
         for raw, span in chunks:
-            while ahead and held + span.bytes > BUDGET_BYTES:
-                future, size = ahead.popleft()
-                yield future.result()
-                held -= size
-            ahead.append((pool.submit(encode, raw, span), span.bytes))
-            held += span.bytes
+            if len(ahead) == AHEAD:
+                yield ahead.popleft().result()
+            ahead.append(pool.submit(encode, raw, span))
         while ahead:
-            yield ahead.popleft()[0].result()
+            yield ahead.popleft().result()
 
 
 class Encoder:

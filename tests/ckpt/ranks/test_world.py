@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-import warnings
 from itertools import product
 from pathlib import Path
 from threading import Event, Thread
@@ -126,12 +125,10 @@ def _fail() -> None:
     raise KeyError("lost")
 
 
-def test_a_thread_is_used_again_and_ends_when_it_is_idle() -> None:
-    first = call_with_timeout(_LONG_S, threading.get_ident)
+def test_a_call_is_made_in_a_thread_of_its_own_and_raises_its_error() -> None:
+    assert call_with_timeout(_LONG_S, threading.get_ident) != threading.get_ident()
     with pytest.raises(KeyError, match="lost"):
         call_with_timeout(_LONG_S, _fail)
-    assert call_with_timeout(_LONG_S, threading.get_ident) == first != threading.get_ident()
-    wait_until(lambda: not _threads(), "the end of idle threads")
 
 
 def test_a_call_that_hangs_delays_no_other_and_its_thread_ends_after_it() -> None:
@@ -140,21 +137,7 @@ def test_a_call_that_hangs_delays_no_other_and_its_thread_ends_after_it() -> Non
         call_with_timeout(0.01, end.wait)
     assert call_with_timeout(_LONG_S, int, "7") == 7
     end.set()
-    wait_until(lambda: not _threads(), "the end of idle threads")
-
-
-def test_threads_of_a_parent_are_not_used_by_its_child() -> None:
-    call_with_timeout(_LONG_S, int, "7")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # there are threads
-        child = os.fork()
-    if not child:
-        status = 1
-        try:
-            status = 0 if call_with_timeout(_LONG_S, int, "7") == 7 else 1
-        finally:
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0
+    wait_until(lambda: not _threads(), "the end of the thread")
 
 
 def meet(rounds: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from contextlib import closing
 import pytest
 
 from ckpt.saver import encode
-from ckpt.saver.encode import BUDGET_BYTES, CpuThrottle, Encoder, _groups, encode_stream
+from ckpt.saver.encode import AHEAD, BUDGET_BYTES, CpuThrottle, Encoder, _groups, encode_stream
 from ckptstore.format.shards import ChunkSpan, EncodedChunk
 from tests.support.waiting import wait_until
 
@@ -113,12 +113,12 @@ def test_chunks_in_memory_of_their_own_are_asked_for_as_the_budget_allows() -> N
         for number in range(20):
             assert threading.current_thread() is thread
             asked += 1
-            yield memoryview(bytes([number])), ChunkSpan(0, BUDGET_BYTES // 4, "uint8")
+            yield memoryview(bytes([number])), ChunkSpan(0, 1, "uint8")
 
     work = Counted()
     for number, chunk in enumerate(encode_stream(chunks(), work.encode)):
         assert chunk.data[0] == number
-        assert asked <= number + 5
+        assert asked <= number + 1 + AHEAD
 
 
 def test_chunks_are_handed_over_in_groups() -> None:
