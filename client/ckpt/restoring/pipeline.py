@@ -250,8 +250,7 @@ class Restorer:
         session = RestoreSession(self._config, self._world.rank, self._world.size)
         fetcher = Fetcher(self._source, self._config, self._world, checkpoint, self._local)
         try:
-            with fetcher.protecting() as await_lease:
-                prepared = self._prepare(state, fetcher, session, await_lease, strict)
+            prepared = self._prepare(state, fetcher, session, strict)
             plan = prepared.plan
             self._begun.append(checkpoint.id)
             self._overwritten |= plan.overwritten
@@ -266,31 +265,22 @@ class Restorer:
             raise
         return plan, fetcher
 
-    def _prepare(
-        self,
-        state: TrainState,
-        fetcher: Fetcher,
-        session: RestoreSession,
-        await_lease: Callable[[], None],
-        strict: bool,
-    ) -> PreparedRestore:
-        """Read the documents and plan; changes nothing live. One meeting; one more if ranks exchange what they read,
-        and one more under another world size, where rank 0 reads the items of all ranks and shares them out.
+    def _prepare(self, state: TrainState, fetcher: Fetcher, session: RestoreSession, strict: bool) -> PreparedRestore:
+        """Protect the checkpoint, read the documents and plan; changes nothing live. One meeting; one more if ranks
+        exchange what they read, and one more under another world size, where rank 0 reads the items of all ranks and
+        shares them out.
 
-        await_lease: see Fetcher.protecting. Raises StateMismatch if the checkpoint does not fit
-        the objects of every rank.
+        Raises StateMismatch if the checkpoint does not fit the objects of every rank.
         """
         world, prepared = self._world, PreparedRestore(self._source, fetcher, state, self._rng)
-        steps: list[Callable[[], object]] = [partial(session.join, fetcher.checkpoint, self._key)]
+        # The lease comes before all reads: what is missing because the checkpoint is being deleted is not damage.
+        steps: list[Callable[[], object]] = [partial(session.join, fetcher.checkpoint, self._key), fetcher.protect]
         if fetcher.exchanges:
             # The manifest is read in a collective.
-            self._together.do(*steps, partial(_unless_deleted, fetcher.read_ahead, await_lease), await_lease)
+            self._together.do(*steps, fetcher.read_ahead)
             steps = []
-        reads = (prepared.read_manifest, partial(prepared.read_items, world), prepared.plan_reads)
-        steps += [partial(_unless_deleted, read, await_lease) for read in reads]
-        reports = self._together.do(
-            *steps, await_lease, report=lambda: (session.joined, prepared.states, self._fit(prepared))
-        )
+        steps += prepared.read_manifest, partial(prepared.read_items, world), prepared.plan_reads
+        reports = self._together.do(*steps, report=lambda: (session.joined, prepared.states, self._fit(prepared)))
         if not all(joined for joined, *_ in reports):
             session.end(Phase.FAILED, "not all ranks could join")
         if prepared.manifest.world_size == world.size:
@@ -333,15 +323,6 @@ class Restorer:
         plan.finish.clear()  # they hold the plan, which holds them
 
 
-def _unless_deleted(read: Callable[[], object], await_lease: Callable[[], None]) -> None:
-    """If the checkpoint is being deleted, raise the lease's error: what is missing then is not damage."""
-    try:
-        read()
-    except CkptError:
-        await_lease()
-        raise
-
-
 TRY_NEXT = (CorruptObject, ObjectMissing, NoCheckpoint)
 """Errors that another checkpoint may cure."""
 
@@ -361,7 +342,7 @@ class Together:
 
     A meeting costs more than most of the work between two of them. So work that changes nothing of the caller's is done
     in several steps before one meeting. The error that counts is the one of the earliest step, as if the ranks had met
-    after each. NoCheckpoint is the exception: it explains what other ranks found missing or damaged in earlier steps.
+    after each.
     """
 
     def __init__(self, world: World) -> None:
@@ -371,8 +352,8 @@ class Together:
     def do(self, *steps: Callable[[], object], report: Callable[[], Any] = lambda: None) -> list[Any]:
         """Do the steps one after the other, then meet. Returns every rank's report (JSON types and bytes).
 
-        Raises one rank's error on all ranks: of the earliest step that failed, or NoCheckpoint of any step. Among these
-        one that another checkpoint would not cure takes precedence, then NoCheckpoint.
+        Raises one rank's error on all ranks, of the earliest step that failed: one that another checkpoint would not
+        cure takes precedence, then NoCheckpoint.
         """
         return self.do_and_choose(steps, report, lambda: None)[0]
 
@@ -416,8 +397,7 @@ class Together:
         if not failed:
             return parsed
         first = min(steps for steps, _ in failed)
-        errors = [error for steps, error in failed if steps == first or isinstance(error, NoCheckpoint)]
-        raise min(errors, key=_precedence)
+        raise min((error for steps, error in failed if steps == first), key=_precedence)
 
     def _error_of(self, code: str, message: str, hint: str, chunks: Sequence[tuple[str, int]]) -> CkptError:
         error = error_from_code(code, message, hint)
