@@ -32,7 +32,7 @@ _RECEIPT = re.compile(r".*/shard-([0-9]{5})\.json")
 _PIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _REFERENCE = re.compile(
     r"(?P<run>[^@/]+)@(?:(?P<step>latest|[0-9]{1,12})(?:\.(?P<ulid>[0-9A-Z]{26}))?"
-    r"|(?P<name>best:[^@]{1,128}:(?:min|max)|[A-Za-z][A-Za-z0-9._-]{0,63}))"
+    r"|(?P<name>best:.{1,128}:(?:min|max)|[A-Za-z][A-Za-z0-9._-]{0,63}))"
 )
 
 

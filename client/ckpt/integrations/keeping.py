@@ -13,12 +13,10 @@ from contextlib import suppress
 
 import fsspec
 
-from ckpt.checkpointer import Checkpointer
 from ckpt.config import Config
 from ckpt.snapshot.handle import SaveHandle
-from ckptstore.errors import CkptError, NoCheckpoint, SaveSkipped
+from ckptstore.errors import CkptError, SaveSkipped
 from ckptstore.format.records import Policy
-from ckptstore.names import Reference
 from ckptstore.operator import StoreOperator
 from ckptstore.retention.pruning import Prune
 from ckptstore.stores import open_store
@@ -70,13 +68,6 @@ class Keeper:
                 self._prune.run, len(wanted.decisions), len(wanted.keep), len(plan.remove),
             )  # fmt: skip
         self._operator.prune(self._prune, plan)
-
-
-def best(checkpointer: Checkpointer, metric: str, mode: str) -> str | None:
-    """The id of the usable checkpoint with the least (mode "min") or greatest ("max") metric; None if none has it."""
-    with suppress(NoCheckpoint):
-        return checkpointer._source.find(Reference(checkpointer.config.run_name, name=f"best:{metric}:{mode}")).id
-    return None
 
 
 MAX_BYTES = 4096

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -29,13 +29,14 @@ from torch.utils.data import DataLoader
 
 from ckpt.checkpointer import Checkpointer
 from ckpt.data import ResumableLoader, resumable
-from ckpt.integrations.keeping import Keeper, best
+from ckpt.integrations.keeping import Keeper
 from ckpt.integrations.lightning_io import SCHEME, drop_objects
 from ckpt.restoring.pipeline import StagedRestore
 from ckpt.schedule import Schedule
 from ckpt.snapshot.handle import SaveHandle
-from ckptstore.errors import InvalidRequest
+from ckptstore.errors import InvalidRequest, NoCheckpoint
 from ckptstore.format.records import Policy
+from ckptstore.names import Reference
 
 
 class CkptdCheckpoint(ModelCheckpoint):
@@ -95,8 +96,11 @@ class CkptdCheckpoint(ModelCheckpoint):
     @property
     def best_model_path(self) -> str:
         """The best checkpoint by `monitor`, from the store; empty if none has the metric."""
-        found = None if self.monitor is None else best(self._checkpointer, self.monitor, self.mode)
-        return "" if found is None else SCHEME + found
+        with suppress(NoCheckpoint):
+            if self.monitor is not None:
+                best = Reference(self._checkpointer.config.run_name, name=f"best:{self.monitor}:{self.mode}")
+                return SCHEME + self._checkpointer._source.find(best).id
+        return ""
 
     @best_model_path.setter
     def best_model_path(self, path: str) -> None:
@@ -270,9 +274,8 @@ class Loading:
             return load(path, *args, **kwargs)
         fitting = self._trainer.state.fn == TrainerFn.FITTING
         checkpointer = self._open(fitting)
-        named = self._trainer.strategy.broadcast(str(path).removeprefix(SCHEME))
         self._stages = checkpointer.restore_in_stages(
-            checkpoint=named, strict=self._trainer.lightning_module.strict_loading
+            checkpoint=str(path).removeprefix(SCHEME), strict=self._trainer.lightning_module.strict_loading
         )
         restored = self._stages.extras(trainer=None)
         if restored is None:

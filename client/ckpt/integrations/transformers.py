@@ -23,8 +23,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
 from ckpt.checkpointer import Checkpointer
-from ckpt.integrations.keeping import Keeper, best
+from ckpt.integrations.keeping import Keeper
 from ckpt.restoring.pipeline import StagedRestore
+from ckptstore.errors import NoCheckpoint
 from ckptstore.format.records import Policy
 
 logger = logging.getLogger(__name__)
@@ -163,20 +164,11 @@ class _CkptdTrainer(Trainer):
             return
         self.state.best_model_checkpoint = None  # with a limit of 1 the trainer compares the path with those of folders
         self._checkpointer.wait()
-        name = self._agreed(best(self._checkpointer, *self._metric()))
-        if name is None:
-            logger.warning(
-                "run %s has no checkpoint with %s: the newest weights stay", self._config.run_name, self._metric()[0]
-            )
-        else:
-            self._checkpointer.restore(self.model, checkpoint=name, rng=False)
-
-    def _agreed(self, value: str | None) -> str | None:
-        """The first rank's result."""
-        from accelerate.utils import broadcast_object_list
-
-        agreed: str | None = broadcast_object_list([value])[0]
-        return agreed
+        metric, mode = self._metric()
+        try:
+            self._checkpointer.restore(self.model, checkpoint=f"best:{metric}:{mode}", rng=False)
+        except NoCheckpoint:
+            logger.warning("run %s has no checkpoint with %s: the newest weights stay", self._config.run_name, metric)
 
     def _trainer_state(self) -> dict[str, Any]:
         callbacks = [
