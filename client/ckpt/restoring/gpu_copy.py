@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -44,45 +44,37 @@ class BufferPool:
     """
 
     def __init__(self, num_buffers: int, make: Callable[[], Any]) -> None:
-        self._to_make = num_buffers
         self._make = make
-        self._changed = threading.Condition()
-        self._given: deque[tuple[Any, Sequence[Mark]]] = deque()
+        self._given: SimpleQueue[tuple[Any, Sequence[Mark]]] = SimpleQueue()
+        """None: a buffer to be made."""
+        for _ in range(num_buffers):
+            self._given.put((None, ()))
 
     def take(self) -> Any:
-        """An unused buffer. If none is empty and none can be made, waits for the one that was given back first.
+        """A buffer that is empty: a new one, or else the one that was given back first, for which this waits.
 
         Raises the error of making or emptying a buffer. That buffer is dropped, and a later call makes another.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._given or self._to_make)
-            used = self._given and (not self._to_make or all(mark.done() for mark in self._given[0][1]))
-            buffer, marks = self._given.popleft() if used else (None, ())
-            self._to_make -= not used
+        buffer, marks = self._given.get()
         try:
             for mark in marks:
                 poll(mark.done)
-            return buffer if used else self._make()
+            return self._make() if buffer is None else buffer
         except BaseException:
-            with self._changed:
-                self._to_make += 1
-                self._changed.notify()
+            self._given.put((None, ()))
             raise
 
     def give(self, buffer: Any, marks: Sequence[Mark]) -> None:
         """Give a buffer back; it is empty once the device has reached these marks."""
-        with self._changed:
-            if marks:
-                self._given.append((buffer, marks))
-            else:
-                self._given.appendleft((buffer, ()))
-            self._changed.notify()
+        self._given.put((buffer, marks))
 
     def drain(self) -> None:
-        """Return when all buffers that were given back are empty. Raises the error of emptying one."""
-        for _, marks in list(self._given):
+        """Return when all buffers are empty; all were given back. Raises the error of emptying one."""
+        for _ in range(self._given.qsize()):
+            buffer, marks = self._given.get()
             for mark in marks:
                 poll(mark.done)
+            self.give(buffer, ())
 
 
 class GpuTarget:

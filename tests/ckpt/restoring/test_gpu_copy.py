@@ -182,17 +182,6 @@ def ring_of(count: int) -> BufferPool:
     return BufferPool(count, lambda: next(numbers))
 
 
-def test_a_buffer_that_is_empty_is_used_before_another_is_made() -> None:
-    ring = ring_of(3)
-    first = ring.take()
-    ring.give(first, ())
-    assert ring.take() == first
-    flag = Flag()
-    flag.go()
-    ring.give(first, [flag])
-    assert ring.take() == first
-
-
 def test_one_that_is_being_emptied_is_left_alone_while_others_can_be_had() -> None:
     ring, flag = ring_of(2), Flag()
     assert ring.take() == 0
