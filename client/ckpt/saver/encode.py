@@ -1,7 +1,7 @@
 """Encode: a few threads compress and hash the chunks of snapshots, in order, within a byte budget.
 
-Encoding runs ahead of the upload, into the next snapshot if there is one, until the budget is filled with encoded
-chunks that are not yet written. Encoding a chunk runs in C, without the GIL.
+Encoding runs ahead of the upload, until the budget is filled with encoded chunks that are not yet written. Encoding a
+chunk runs in C, without the GIL.
 
 The saver must not slow down the training step. Its threads have a lower priority than the trainer's (SCHED_BATCH and
 niceness, lowest best-effort I/O priority). With a CPU budget, they sleep while the process has used more than it.
@@ -17,13 +17,12 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from queue import SimpleQueue
 
 from ckptstore.codecs.chunk_codecs import CodingPolicy
 from ckptstore.codecs.dtypes import Extremes
-from ckptstore.format.shards import CHUNK_BYTES, ChunkSpan, EncodedChunk, encode_chunk
+from ckptstore.format.shards import ChunkSpan, EncodedChunk, encode_chunk
 
 NICENESS = 5
 _BURST_S = 1.0
@@ -84,8 +83,6 @@ def lower_priority() -> None:
 THREADS = min(4, max(1, (os.cpu_count() or 2) - 1))
 BUDGET_BYTES = 64 << 20
 """Maximum raw bytes of chunks that are being encoded, or encoded and not yet written. One chunk is always allowed."""
-AHEAD = BUDGET_BYTES // CHUNK_BYTES
-"""Maximum number of chunks of a stream that are being encoded, or encoded and not yet consumed."""
 _GROUP_BYTES = 4 << 20
 """Small chunks are handed from thread to thread together: each time costs as much as hashing a megabyte."""
 
@@ -97,93 +94,43 @@ ChunkStream = Iterable[tuple[memoryview, ChunkSpan]]
 """The bytes of the chunks to encode, in order, and their spans of the raw stream."""
 
 _Group = list[tuple[memoryview, ChunkSpan]]
-_Encoded = tuple[Future[list[EncodedChunk]], int]
 
 
-def encode_by(policy: CodingPolicy, hashes_raw: bool = False) -> Encode:
+def encode_by(policy: CodingPolicy, hashes_raw: bool = False, throttle: CpuThrottle | None = None) -> Encode:
     """Encode each chunk with the policy's coding for its element type.
 
-    hashes_raw: chunks get the digest of their bytes before encoding, too.
+    hashes_raw: chunks get the digest of their bytes before encoding, too. throttle: may let each chunk wait.
     """
 
     def encode(raw: memoryview, span: ChunkSpan, extremes: Extremes | None = None) -> EncodedChunk:
+        if throttle is not None:
+            throttle.wait_for_budget()
         return encode_chunk(raw, policy(span.dtype), extremes, hashes_raw)
 
     return encode
 
 
-def encode_stream(chunks: ChunkStream, encode: Encode) -> Iterator[EncodedChunk]:
-    """The encoded chunks in order. `chunks` is consumed on the calling thread, while encoding runs ahead."""
+def encode_stream(chunks: ChunkStream, encode: Encode) -> Generator[EncodedChunk, None, None]:
+    """The encoded chunks in order. `chunks` is consumed on the calling thread, while encoding runs ahead.
+
+    Close it to end early: that waits for chunks that are being encoded.
+    """
+
+    def encode_all(group: _Group) -> list[EncodedChunk]:
+        return [encode(raw, span) for raw, span in group]
+
     with ThreadPoolExecutor(THREADS, thread_name_prefix="ckpt-encode") as pool:
-        ahead: deque[Future[EncodedChunk]] = deque()
-        for raw, span in chunks:
-            if len(ahead) == AHEAD:
-                yield ahead.popleft().result()
-            ahead.append(pool.submit(encode, raw, span))
+        ahead: deque[tuple[Future[list[EncodedChunk]], int]] = deque()
+        held = 0
+        for group, size in _groups(chunks):
+            while ahead and held + size > BUDGET_BYTES:
+                future, done = ahead.popleft()
+                yield from future.result()
+                held -= done
+            ahead.append((pool.submit(encode_all, group), size))
+            held += size
         while ahead:
-            yield ahead.popleft().result()
-
-
-class Encoder:
-    """Encodes one snapshot after the other, ahead of the consumer. One thread begins, one consumes."""
-
-    def __init__(self, throttle: CpuThrottle) -> None:
-        self._throttle = throttle
-        self._changed = threading.Condition()
-        self._held = 0
-        self._order = ThreadPoolExecutor(1, thread_name_prefix="ckpt-ahead")
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="ckpt-encode")
-
-    def begin(self, chunks: ChunkStream, encode: Encode) -> Encoding:
-        """Begin to encode a snapshot, after those begun before. The caller must close the Encoding."""
-        encoding = Encoding(self)
-        self._order.submit(self._feed, encoding, _groups(chunks), encode)
-        return encoding
-
-    def close(self) -> None:
-        """Stop the threads; every Encoding has been closed."""
-        self._order.shutdown()
-        self._pool.shutdown()
-
-    def _feed(self, encoding: Encoding, groups: Iterable[tuple[_Group, int]], encode: Encode) -> None:
-        try:
-            for group, size in groups:
-                if not self._reserve(encoding, size):
-                    break
-                encoding.queue.put((self._pool.submit(self._encode, group, encode), size))
-        except BaseException as error:
-            failed: Future[list[EncodedChunk]] = Future()
-            failed.set_exception(error)
-            encoding.queue.put((failed, 0))
-        encoding.queue.put(None)
-
-    def _encode(self, group: _Group, encode: Encode) -> list[EncodedChunk]:
-        encoded: list[EncodedChunk] = []
-        for raw, span in group:
-            self._throttle.wait_for_budget()
-            encoded.append(encode(raw, span))
-        return encoded
-
-    def _reserve(self, encoding: Encoding, count: int) -> bool:
-        """Wait until the budget has room; False if the encoding is cancelled."""
-        with self._changed:
-            self._changed.wait_for(lambda: encoding.cancelled or self._held == 0 or self._held + count <= BUDGET_BYTES)
-            if encoding.cancelled:
-                return False
-            self._held += count
-            return True
-
-    def release(self, count: int) -> None:
-        """Return bytes to the budget: they are written, or discarded."""
-        with self._changed:
-            self._held -= count
-            self._changed.notify_all()
-
-    def cancel(self, encoding: Encoding) -> None:
-        """Encode no more chunks of this encoding."""
-        with self._changed:
-            encoding.cancelled = True
-            self._changed.notify_all()
+            yield from ahead.popleft()[0].result()
 
 
 def _groups(chunks: ChunkStream) -> Iterator[tuple[_Group, int]]:
@@ -200,45 +147,3 @@ def _groups(chunks: ChunkStream) -> Iterator[tuple[_Group, int]]:
             group, size = [], 0
     if group:
         yield group, size
-
-
-class Encoding:
-    """The encoded chunks of one snapshot, in order. A chunk's memory is valid until the next chunk is requested.
-
-    Use it with `closing`: the chunks that were not consumed are discarded, and the snapshot is no longer read.
-    """
-
-    def __init__(self, encoder: Encoder) -> None:
-        self.cancelled = False
-        self.queue: SimpleQueue[_Encoded | None] = SimpleQueue()
-        self._encoder = encoder
-        self._ended = False
-        self._borrowed = 0
-        """Raw bytes of the group of chunks that the consumer has reached."""
-
-    def __iter__(self) -> Iterator[EncodedChunk]:
-        while (item := self._next()) is not None:
-            future, self._borrowed = item
-            yield from future.result()
-            self._release_borrowed()
-
-    def close(self) -> None:
-        """Discard the chunks that were not consumed. Waits for chunks that are being encoded."""
-        self._encoder.cancel(self)
-        self._release_borrowed()  # an error that ended the iteration early keeps the generator alive
-        while (item := self._next()) is not None:
-            future, size = item
-            if not future.cancel():
-                future.exception()
-            self._encoder.release(size)
-
-    def _release_borrowed(self) -> None:
-        borrowed, self._borrowed = self._borrowed, 0
-        self._encoder.release(borrowed)
-
-    def _next(self) -> _Encoded | None:
-        if self._ended:
-            return None
-        item = self.queue.get()
-        self._ended = item is None
-        return item

@@ -11,7 +11,6 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -214,12 +213,10 @@ class ChunkIndex:
     It is the last one that this process committed since its last restore; before that, the one that was restored, or
     the latest of the run.
 
-    One thread begins saves, in order; one thread compares chunks; one thread ends saves that are committed, in any
-    order.
+    One thread begins saves, in order, and compares their chunks; one ends saves that are committed, in any order.
     """
 
-    def __init__(self, run: Run, setup: Setup, run_soon: Callable[..., Future[None]]) -> None:
-        """run_soon: runs a function in another thread. It reads the checkpoint that the next save is compared with."""
+    def __init__(self, run: Run, setup: Setup) -> None:
         self.run = run
         self._setup = setup
         self.enabled, self.rank, self.most = setup.max_references > 0, setup.rank, setup.max_references
@@ -228,62 +225,52 @@ class ChunkIndex:
         """The number of the save that is the base; less than `_first`: it was committed before the session began."""
         self._session, self._first = "", 1
         """The session of the last save, and the number of its first save."""
-        self._run_soon = run_soon
         self._last: IncrementalSave | None = None
         self._changed = threading.Condition()
-        """Guards `uploaded` and `ended` of all saves."""
-        self._loaded: Future[None] | None = run_soon(self._load) if self.enabled else None
+        """Guards `ended` of all saves, and the base."""
 
     def begin(
         self,
         new: NewAttempt,
+        raw: RawStream,
         placed: Sequence[Placed],
         spans: Sequence[ChunkSpan],
         encode: Encode,
-        unchanged: Unchanged,
     ) -> IncrementalSave:
-        """Begin a save; its chunks are compared when they are consumed. encode: how this save encodes them.
-
-        unchanged: called with each chunk that is referenced, while its bytes are in memory.
-        """
+        """Begin a save: compare its chunks. The save before is uploaded. encode: how this save encodes them."""
         number = self._last.number + 1 if self._last else 1
-        self._last = IncrementalSave(self, new.step, placed, spans, encode, unchanged, self._last, number)
         if new.session.id != self._session:
-            self._enter(new.session, self._last.number)
+            self._enter(new.session, number)
+        base, self._last = self._wait_for_base(), IncrementalSave(self, new.step, placed, spans, encode, number)
+        self._last.compare(raw, base)
         return self._last
 
     def _enter(self, session: Session, number: int) -> None:
         """Compare the saves of a session with the checkpoint that was restored. number: of its first save."""
-        self._session = session.id
-        if self._loaded is not None and session.parent is not None:
+        begins, self._session = not self._session, session.id
+        if self.enabled and (begins or session.parent is not None):
             with self._changed:
                 self._first, self._base_number = number, number - 1
-            self._loaded = self._run_soon(self._load, session.parent)
+            self._load(session.parent)
 
-    def wait_for_base(self, save: IncrementalSave, previous: IncrementalSave | None) -> BaseCheckpoint | None:
+    def _wait_for_base(self) -> BaseCheckpoint | None:
         """The checkpoint to compare with; None if there is none.
 
         Waits shortly for this process's first commit. Later saves need not wait: chunks that stay unchanged are in it.
         """
-        if self._loaded is None:
-            return None
-        self._loaded.result()
-        if self._base_number < self._first <= (previous.number if previous is not None else 0):
-            assert previous is not None
+        previous = self._last
+        if previous is not None and self._base_number < self._first <= previous.number:
             with self._changed:
-                # Costs no time: the upload of this save cannot begin before the previous one is done.
-                self._changed.wait_for(lambda: save.ended or previous.uploaded)
-                self._changed.wait_for(lambda: save.ended or previous.ended, _COMMIT_WAIT_S)
+                self._changed.wait_for(lambda: previous.ended, _COMMIT_WAIT_S)
         return self._base
 
-    def mark(self, save: IncrementalSave, ended: bool, base: BaseCheckpoint | None = None) -> None:
-        """Mark a save as uploaded, or ended, and wake up the save that waits for it.
+    def end(self, save: IncrementalSave, base: BaseCheckpoint | None) -> None:
+        """Mark a save as ended, and wake up the save that waits for it.
 
         base: of a committed one: later saves are compared with it, unless a later one was committed before.
         """
         with self._changed:
-            save.uploaded = True
-            save.ended = save.ended or ended
+            save.ended = True
             if base is not None and save.number > self._base_number:
                 self._base, self._base_number = base, save.number
             self._changed.notify_all()
@@ -305,7 +292,7 @@ class ChunkIndex:
             suspect |= {mark.attempt for mark in marks(run) if mark.by in unfit}
         return lease, suspect
 
-    def _load(self, parent: Attempt | None = None) -> None:
+    def _load(self, parent: Attempt | None) -> None:
         """Load this checkpoint, or the latest one, as base. Never raises: without a base all chunks are stored."""
         run, rank = self.run, self._setup.rank
         if parent is not None and self._base is not None and self._base.attempt == parent:
@@ -337,35 +324,22 @@ class ChunkIndex:
 
 @dataclass(slots=True, eq=False)
 class IncrementalSave:
-    """One incremental save. `changed` runs on one thread; the other methods block on it."""
+    """One incremental save. `compare` comes first."""
 
     index: ChunkIndex
     step: int
     placed: Sequence[Placed]
     spans: Sequence[ChunkSpan]
     encode: Encode
-    unchanged: Unchanged
-    previous: IncrementalSave | None
-    """The save before this one, until this one compares its chunks."""
     number: int
-    uploaded: bool = False
     ended: bool = False
-    _matches: Future[list[Match]] = field(default_factory=Future)
+    _matches: list[Match] = field(default_factory=list)
     _holders: Mapping[Attempt, Holder] = field(default_factory=dict)
     _lease: str | None = None
 
-    def changed(self, raw: RawStream) -> Iterator[tuple[memoryview, ChunkSpan]]:
-        """The chunks of a raw stream to store, in order, each with its memory. Compares all chunks first."""
-        try:
-            self._matches.set_result(self._compare(raw))
-        except BaseException as error:
-            self._matches.set_exception(error)
-            raise
-        yield from self.again(raw, self.unchanged)
-
-    def again(self, raw: RawStream, unchanged: Unchanged = ignore) -> Iterator[tuple[memoryview, ChunkSpan]]:
-        """The chunks that `changed` returned, once more."""
-        for span, match in zip(self.spans, self._matches.result(), strict=True):
+    def changed(self, raw: RawStream, unchanged: Unchanged = ignore) -> Iterator[tuple[memoryview, ChunkSpan]]:
+        """The chunks of a raw stream to store, in order, each with its memory. unchanged: called with the others."""
+        for span, match in zip(self.spans, self._matches, strict=True):
             if match.known is None:
                 yield span.of(raw), span
             else:
@@ -373,7 +347,7 @@ class IncrementalSave:
 
     def raw_digests(self, stored: Sequence[EncodedChunk]) -> list[tuple[ChunkSpan, bytes]]:
         """Each chunk, and the digest of its bytes before encoding, if it was taken. stored: see `shard`."""
-        matches, rows = self._matches.result(), iter(stored)
+        matches, rows = self._matches, iter(stored)
         taken = [bytes.fromhex(next(rows).raw_digest) if match.known is None else b"" for match in matches]
         known = zip(self.spans, matches, taken, strict=True)
         return [(span, match.raw_digest or digest) for span, match, digest in known]
@@ -381,12 +355,12 @@ class IncrementalSave:
     @property
     def changed_bytes(self) -> int:
         """Raw bytes of the chunks to store."""
-        matches = self._matches.result()
+        matches = self._matches
         return sum(span.bytes for span, match in zip(self.spans, matches, strict=True) if match.known is None)
 
     def shard(self, stored: Sequence[EncodedChunk]) -> Shard:
         """The document of the shard. stored: the stored chunks, in order."""
-        matches, rows = self._matches.result(), iter(stored)
+        matches, rows = self._matches, iter(stored)
         table = chunk_table([match.known.chunk if match.known is not None else next(rows) for match in matches])
         if any(match.raw_digest for match in matches):
             table = with_fields(table, raw_digest=b"".join(match.raw_digest or UNKNOWN for match in matches))
@@ -409,28 +383,23 @@ class IncrementalSave:
             others = {other: self._holders[other] for other in referenced_by(shard)}
             counted = {other: replace(holder, references=holder.references + 1) for other, holder in others.items()}
             holders, most = {attempt: Holder(shard.stored_bytes), **counted}, self.index.most
-            matches = self._matches.result()
+            matches = self._matches
             base = next_base(attempt, shard, self._keys(), matches, holders, self.number, most)
-        self.index.mark(self, ended=True, base=base)
+        self.index.end(self, base)
         self._release()
-
-    def mark_uploaded(self) -> None:
-        """The shard and the receipt of this save are durable."""
-        self.index.mark(self, ended=False)
 
     def _release(self) -> None:
         lease, self._lease = self._lease, None
         if lease is not None:
             end_lease(self.index.run, lease)
 
-    def _compare(self, raw: RawStream) -> list[Match]:
-        previous, self.previous = self.previous, None
-        base = self.index.wait_for_base(self, previous)
+    def compare(self, raw: RawStream, base: BaseCheckpoint | None) -> None:
+        """Compare the chunks of a raw stream with the base, and lease what is referenced."""
         known = base.chunks if base is not None else {}
         keyed = zip(self.spans, self._keys(), strict=True)
         matches = [self._match(span, span.of(raw), known.get(key)) for span, key in keyed]
         usable = self._usable(base, (match.known for match in matches if match.known)) if base is not None else ()
-        return [
+        self._matches = [
             match if match.known is None or match.known.attempt in usable else replace(match, known=None)
             for match in matches
         ]
@@ -457,8 +426,6 @@ class IncrementalSave:
         except CkptError as error:
             logger.warning("the save of step %d stores all chunks: %s", self.step, error)
             return ()
-        if self.ended:  # aborted meanwhile
-            self._release()
         self._holders = {attempt: base.holders[attempt] for attempt in chosen - suspect}
         return () if base.attempt in suspect else chosen - suspect
 

@@ -1,6 +1,6 @@
 """The save pipeline: encode, upload, receipt, commit.
 
-Jobs are uploaded one at a time, in order, and encoding runs ahead of the upload. A separate thread waits for other
+Jobs are encoded and uploaded one at a time, in order. A separate thread waits for other
 ranks, so that this never delays the next upload; it commits jobs as they are complete, in any order.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from ckpt.host.lock import note_checkpoint
 from ckpt.host.segment import Segment
 from ckpt.saver.commit import Committer, Notifier, Numbering, abort_attempts, describe
 from ckpt.saver.deriving import Derived, divide, in_stream
-from ckpt.saver.encode import CpuThrottle, Encoder, Encoding, encode_by
+from ckpt.saver.encode import CpuThrottle, encode_by, encode_stream
 from ckpt.saver.heartbeat_writer import HeartbeatWriter, SharedStep
 from ckpt.saver.incremental import ChunkIndex, IncrementalSave, ignore
 from ckpt.saver.messages import (
@@ -116,7 +116,8 @@ def upload_shard(
     return Uploaded(written, spent)
 
 
-_Again = Callable[[], Iterator[EncodedChunk]]
+_Encoded = Callable[[bool], Generator[EncodedChunk, None, None]]
+"""The chunks of a job, encoded as they are consumed; True: once more, for a retry."""
 
 
 def coding_policy(compress: str, url: str) -> CodingPolicy:
@@ -136,10 +137,12 @@ class _RunningJob:
     derived: list[Derived]
     """The slices that are not stored, since they are casts of stored ones."""
     incremental: IncrementalSave
-    encoding: Encoding
     statistics: ShardStatistics | None
     """None: none are taken."""
     received_at: float
+    begun_at: float
+    begun_cpu_s: float
+    """CPU time of the process by then."""
 
 
 class SavePipeline:
@@ -192,18 +195,17 @@ class SavePipeline:
             )
         self._own_process = own_process
         self._throttle = CpuThrottle(setup.cpu_budget if own_process else None)
-        self._encoder = Encoder(self._throttle)
         self._contents = contents or SlotContents(enabled=False)
         self._policy = coding_policy(setup.compress, store.url)
         self._lock = threading.Lock()
         self._leases: set[str] = set()
         self._noted = self._warned = False
-        self._waiting: dict[int, _RunningJob] = {}
-        self._derivations = ThreadPoolExecutor(1, thread_name_prefix="ckpt-derive")
+        self._waiting: dict[int, SaveJob] = {}
+        """Jobs whose upload has not begun."""
         self._uploads = ThreadPoolExecutor(1, thread_name_prefix="ckpt-upload")
         self._committer = Committer(self._run, setup, lambda message: report(Warned(message)))
         self._background = ThreadPoolExecutor(1, thread_name_prefix="ckpt-background")
-        self._chunk_index = ChunkIndex(self._run, setup, self._background.submit)
+        self._chunk_index = ChunkIndex(self._run, setup)
         self._known_statistics: ChunkTables = {}
         """Statistics of the chunks of the last save."""
 
@@ -236,52 +238,46 @@ class SavePipeline:
         raw: read only; masters and casts of a state that is not in memory as a whole are not compared. If it can
         change while it is read, its `check` raises.
         """
-        received_at = time.perf_counter()
         self.heartbeats.captured(job.attempt.step, job.created_at)
         if job.lease is not None:
             self._leases.add(job.lease)
         self._contents.submitted(job)
+        with self._lock:
+            self._waiting[job.number] = job
+        self._uploads.submit(self._upload, job, raw, time.perf_counter())
+
+    def _begin(self, job: SaveJob, raw: RawStream, received_at: float) -> tuple[_RunningJob, _Encoded]:
+        # The memory of the slot must not outlive its use: the job does not hold it.
+        began = time.perf_counter(), time.process_time()
         placed = [Placed(Slice(row.entry, row.dtype, row.shape, row.box), row.at) for row in job.slices]
+        derived: list[Derived] = []
         if self._setup.dedup_casts and isinstance(raw, memoryview):
-            self._derivations.submit(self._derive, job, raw, placed, received_at)
-        else:
-            self._begin(job, raw, placed, [], received_at)
-
-    def _derive(self, job: SaveJob, raw: memoryview, placed: list[Placed], received_at: float) -> None:
-        try:
-            self._begin(job, raw, *divide(placed, raw), received_at)
-        except BaseException as error:
-            self._abort_job(job, error)
-
-    def _begin(
-        self, job: SaveJob, raw: RawStream, placed: list[Placed], derived: list[Derived], received_at: float
-    ) -> None:
+            placed, derived = divide(placed, raw)
         spans = plan_chunks(placed)
-        plain = encode_by(self._policy, self._contents.enabled)
+        plain = encode_by(self._policy, self._contents.enabled, self._throttle)
         statistics, encode, unchanged = None, plain, ignore
         if self._setup.statistics:
             statistics = ShardStatistics(self._known_statistics, raw, placed, spans, derived)
             self._known_statistics = statistics.chunks
             encode, unchanged = statistics.observing(plain), statistics.unchanged
-        incremental = self._chunk_index.begin(job.attempt, placed, spans, plain, unchanged)
-        encoding = self._encoder.begin(incremental.changed(raw), encode)
-        running = _RunningJob(job, placed, derived, incremental, encoding, statistics, received_at)
-        with self._lock:
-            self._waiting[job.number] = running
-        # The memory of the slot must not outlive its use: the job does not hold it.
-        again: _Again = lambda: (encode(part, span) for part, span in incremental.again(raw))  # noqa: E731
-        self._uploads.submit(self._upload, running, again, getattr(raw, "check", list))
+        incremental = self._chunk_index.begin(job.attempt, raw, placed, spans, plain)
+
+        check: Callable[[], object] = getattr(raw, "check", list)
+
+        def encoded(again: bool) -> Generator[EncodedChunk, None, None]:
+            yield from encode_stream(incremental.changed(raw, ignore if again else unchanged), encode)
+            check()  # before the receipt, which others may commit
+
+        return _RunningJob(job, placed, derived, incremental, statistics, received_at, *began), encoded
 
     def _drop_queued(self, reason: str) -> None:
         """Skip the oldest job with a slot whose upload has not begun, if there is one."""
         with self._lock:
-            number = next((number for number, one in self._waiting.items() if one.job.slot is not None), None)
-            if number is None:
+            job = next((job for job in self._waiting.values() if job.slot is not None), None)
+            if job is None:
                 return
-            running = self._waiting.pop(number)
-        running.incremental.end(None)
-        running.encoding.close()
-        self._abort_job(running.job, SaveSkipped(reason))
+            del self._waiting[job.number]
+        self._abort_job(job, SaveSkipped(reason))
 
     def _expedite(self) -> None:
         """Make the next save durable as soon as possible: with no compression, CPU limit, replication, queued
@@ -292,7 +288,7 @@ class SavePipeline:
             self._replicator.pause()
         self._policy = POLICIES["off"]
         with self._lock:
-            queued = sum(one.job.slot is not None for one in self._waiting.values())
+            queued = sum(job.slot is not None for job in self._waiting.values())
         for _ in range(queued):
             self._drop_queued("the save was dropped before its upload began: the trainer is being preempted")
 
@@ -308,7 +304,6 @@ class SavePipeline:
         """
         if self._quota is not None:
             self._quota.end()
-        self._derivations.shutdown(wait=True)
         self._uploads.shutdown(wait=True)
         if self._setup.world_size == 1:
             self._committer.close()
@@ -316,7 +311,6 @@ class SavePipeline:
     def close(self) -> None:
         """Return when every submitted job is committed or has failed."""
         self.finish_uploads()
-        self._encoder.close()
         self._committer.close()
         self._background.shutdown(wait=True)
         self.heartbeats.finish()
@@ -326,32 +320,30 @@ class SavePipeline:
         if self._notifier is not None:
             self._notifier.close()
 
-    def _upload(self, running: _RunningJob, again: _Again, check: Callable[[], object]) -> None:
-        job = running.job
+    def _upload(self, job: SaveJob, raw: RawStream, received_at: float) -> None:
+        running = None
         with self._lock:
             if self._waiting.pop(job.number, None) is None:
                 return  # dropped
         try:
             attempt = self._numbering.attempt(job.attempt)
             self.heartbeats.numbered(attempt.generation, job.created_at)
-            with closing(running.encoding):
-                receipt, released = self._make_durable(running, attempt, again, check)
+            running, encoded = self._begin(job, raw, received_at)
+            receipt, released = self._make_durable(running, attempt, encoded)
             self._report(released)
         except BaseException as error:
-            running.incremental.end(None)
+            if running is not None:
+                running.incremental.end(None)
             self._abort_job(job, error)
             return
-        running.incremental.mark_uploaded()
         ended = partial(self._end, running, receipt, time.perf_counter())
         self._committer.add(attempt, receipt, ended)
 
     def _make_durable(
-        self, running: _RunningJob, attempt: Attempt, again: _Again, check: Callable[[], object]
+        self, running: _RunningJob, attempt: Attempt, encoded: _Encoded
     ) -> tuple[StoredReceipt, Released]:
         job, placed = running.job, running.placed
-        started, cpu = time.perf_counter(), time.process_time()
-        uploaded = self._upload_shard(running, attempt, again)
-        check()  # before the receipt, which others may commit
+        uploaded = self._upload_shard(running, attempt, encoded)
         stored = uploaded.chunks if uploaded else []
         shard = running.incremental.shard(stored) if placed else None
         extensions: dict[str, JSON] = {}
@@ -368,44 +360,46 @@ class SavePipeline:
             local=job.local, metrics=job.metrics, extensions=job.extensions | extensions,
         )  # fmt: skip
         self._contents.uploaded(job, attempt, shard, running.incremental.raw_digests(stored))
-        total, upload_s = time.perf_counter() - started, uploaded.upload_s if uploaded else 0.0
+        total, upload_s = time.perf_counter() - running.begun_at, uploaded.upload_s if uploaded else 0.0
         timings = {
-            "queue_s": started - running.received_at,
+            "queue_s": running.begun_at - running.received_at,
             "encode_s": max(0.0, total - upload_s),
             "upload_s": upload_s,
-            "cpu_s": time.process_time() - cpu if self._own_process else 0.0,
+            "cpu_s": time.process_time() - running.begun_cpu_s if self._own_process else 0.0,
             "stored_bytes": uploaded.stored_bytes if uploaded else 0,
             "referenced_bytes": shard.referenced_bytes if shard is not None else 0,
         }
         return receipt, Released(job.number, job.slot, timings, self._store.take_retries())
 
-    def _upload_shard(self, running: _RunningJob, attempt: Attempt, again: _Again) -> Uploaded | None:
-        """Upload the shard; None if no chunk has to be stored. again: encodes all chunks once more, for a retry."""
-        ahead = iter(running.encoding)
-        first = next(ahead, None)
-        if first is None:
-            return None
-        key, tries = self._run.keys.shard(attempt, names.shard_name(self._setup.rank)), count()
-        statistics, number, changed = running.statistics, running.job.number, running.incremental.changed_bytes
-        slices = chain(running.placed, (one.place for one in running.derived))
-        rest = sum(place.slice.bytes for place in slices) - changed  # referenced or derived
-        tail = partial(statistics.document, attempt, self._setup.rank) if statistics is not None else bytes
+    def _upload_shard(self, running: _RunningJob, attempt: Attempt, encoded: _Encoded) -> Uploaded | None:
+        """Upload the shard; None if no chunk has to be stored."""
+        with closing(encoded(False)) as ahead:
+            if (first := next(ahead, None)) is None:
+                return None
+            key, tries = self._run.keys.shard(attempt, names.shard_name(self._setup.rank)), count()
+            statistics, number, changed = running.statistics, running.job.number, running.incremental.changed_bytes
+            slices = chain(running.placed, (one.place for one in running.derived))
+            rest = sum(place.slice.bytes for place in slices) - changed  # referenced or derived
+            tail = partial(statistics.document, attempt, self._setup.rank) if statistics is not None else bytes
 
-        def progress(done: int) -> None:
-            self._report(SaveProgress(number, rest + done))
+            def progress(done: int) -> None:
+                self._report(SaveProgress(number, rest + done))
 
-        def upload() -> Uploaded:
-            chunks: Iterable[EncodedChunk] = chain([first], ahead)
-            if next(tries):
-                running.encoding.close()  # other saves need its memory
+            def write(chunks: Iterable[EncodedChunk]) -> Uploaded:
+                return upload_shard(self._run.store, key, changed, chunks, progress, tail)
+
+            def upload() -> Uploaded:
+                if not next(tries):
+                    return write(chain([first], ahead))
+                ahead.close()
                 self._store.delete_many([key])  # what the failed try may have left
-                chunks = again()
-            return upload_shard(self._run.store, key, changed, chunks, progress, tail)
+                with closing(encoded(True)) as again:
+                    return write(again)
 
-        def persist() -> Uploaded:
-            return upload() if self._store.resumes_uploads else self._store.repeat(upload)
+            def persist() -> Uploaded:
+                return upload() if self._store.resumes_uploads else self._store.repeat(upload)
 
-        return persist() if self._quota is None else self._quota.write(changed, persist)
+            return persist() if self._quota is None else self._quota.write(changed, persist)
 
     def _end(
         self, running: _RunningJob, receipt: StoredReceipt, started: float, result: Outcome | BaseException

@@ -7,9 +7,8 @@ from contextlib import closing
 import pytest
 
 from ckpt.saver import encode
-from ckpt.saver.encode import AHEAD, BUDGET_BYTES, CpuThrottle, Encoder, _groups, encode_stream
+from ckpt.saver.encode import BUDGET_BYTES, CpuThrottle, _groups, encode_stream
 from ckptstore.format.shards import ChunkSpan, EncodedChunk
-from tests.support.waiting import wait_until
 
 SIZE = BUDGET_BYTES // 3
 
@@ -29,65 +28,16 @@ class Counted:
         return EncodedChunk(raw, span.bytes, 1, "raw", "")
 
 
-@pytest.fixture
-def encoder() -> Iterator[Encoder]:
-    encoder = Encoder(CpuThrottle(None))
-    yield encoder
-    encoder.close()
-
-
-def taken(chunks: Iterator[EncodedChunk], count: int) -> list[int]:
-    return [next(chunks).data[0] for _ in range(count)]
-
-
-def test_encoding_runs_into_the_next_snapshot_as_far_as_one_budget_allows(encoder: Encoder) -> None:
-    work = Counted()
-    with (
-        closing(encoder.begin(work.chunks(1, 2), work.encode)) as first,
-        closing(encoder.begin(work.chunks(3, 4, 5), work.encode)) as second,
-    ):
-        wait_until(lambda: sorted(work.encoded) == [1, 2, 3])
-        chunks = iter(first)
-        assert taken(chunks, 1) == [1]
-        assert 4 not in work.encoded  # what was taken counts until the next one is asked for
-        assert taken(chunks, 1) == [2]
-        wait_until(lambda: 4 in work.encoded)
-        assert (list(chunks), [chunk.data[0] for chunk in second]) == ([], [3, 4, 5])
-
-
-def test_a_chunk_larger_than_the_budget_is_encoded_alone(encoder: Encoder) -> None:
+def test_a_chunk_larger_than_the_budget_is_encoded_alone() -> None:
     work = Counted()
     large = ((memoryview(bytes([number])), ChunkSpan(0, 9 * SIZE, "uint8")) for number in (1, 2))
-    with closing(encoder.begin(large, work.encode)) as encoding:
-        wait_until(lambda: work.encoded == [1])
-        assert [chunk.data[0] for chunk in encoding] == [1, 2]
+    with closing(encode_stream(large, work.encode)) as encoding:
+        assert next(encoding).data[0] == 1
+        assert work.encoded == [1]
+        assert [chunk.data[0] for chunk in encoding] == [2]
 
 
-def test_a_snapshot_that_is_given_up_makes_room_and_is_not_read_any_more(encoder: Encoder) -> None:
-    work = Counted()
-    first = encoder.begin(work.chunks(*range(1, 9)), work.encode)
-    wait_until(lambda: len(work.encoded) == 3)
-    second = encoder.begin(work.chunks(11, 12), work.encode)
-    first.close()
-    given_up = list(work.encoded)
-    with closing(second):
-        assert [chunk.data[0] for chunk in second] == [11, 12]
-    assert [number for number in work.encoded if number < 11] == [number for number in given_up if number < 11]
-    assert max(number for number in work.encoded if number < 11) < 8
-
-
-def test_a_chunk_is_given_back_by_a_consumer_that_stops_early(encoder: Encoder) -> None:
-    """As an error of the store does, which keeps the iteration alive for as long as the error is kept."""
-    work, kept = Counted(), []
-    for number in range(4):
-        with closing(encoder.begin(work.chunks(number, 9), work.encode)) as encoding:
-            kept.append(iter(encoding))
-            assert taken(kept[-1], 1) == [number]
-    with closing(encoder.begin(work.chunks(5), work.encode)):
-        wait_until(lambda: 5 in work.encoded)
-
-
-def test_errors_of_a_chunk_or_of_its_source_reach_the_consumer(encoder: Encoder) -> None:
+def test_errors_of_a_chunk_or_of_its_source_reach_the_consumer() -> None:
     work = Counted()
 
     def torn() -> Iterator[tuple[memoryview, ChunkSpan]]:
@@ -97,12 +47,11 @@ def test_errors_of_a_chunk_or_of_its_source_reach_the_consumer(encoder: Encoder)
     def fail(raw: memoryview, span: ChunkSpan) -> EncodedChunk:
         raise ZeroDivisionError
 
-    with closing(encoder.begin(torn(), work.encode)) as encoding, pytest.raises(ValueError, match="gone"):
-        list(encoding)
-    with closing(encoder.begin(work.chunks(1, 2, 3, 4, 5), fail)) as encoding, pytest.raises(ZeroDivisionError):
-        list(encoding)
-    with closing(encoder.begin(work.chunks(1, 2, 3, 4, 5), work.encode)) as encoding:
-        assert len(list(encoding)) == 5
+    with pytest.raises(ValueError, match="gone"):
+        list(encode_stream(torn(), work.encode))
+    with pytest.raises(ZeroDivisionError):
+        list(encode_stream(work.chunks(1, 2, 3, 4, 5), fail))
+    assert len(list(encode_stream(work.chunks(1, 2, 3, 4, 5), work.encode))) == 5
 
 
 def test_chunks_in_memory_of_their_own_are_asked_for_as_the_budget_allows() -> None:
@@ -113,12 +62,12 @@ def test_chunks_in_memory_of_their_own_are_asked_for_as_the_budget_allows() -> N
         for number in range(20):
             assert threading.current_thread() is thread
             asked += 1
-            yield memoryview(bytes([number])), ChunkSpan(0, 1, "uint8")
+            yield memoryview(bytes([number])), ChunkSpan(0, BUDGET_BYTES // 4, "uint8")
 
     work = Counted()
     for number, chunk in enumerate(encode_stream(chunks(), work.encode)):
         assert chunk.data[0] == number
-        assert asked <= number + 1 + AHEAD
+        assert asked <= number + 5
 
 
 def test_chunks_are_handed_over_in_groups() -> None:

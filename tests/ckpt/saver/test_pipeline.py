@@ -222,7 +222,7 @@ def test_a_save_waits_for_a_store_that_is_away_and_not_longer_than_its_limit(tmp
     folder.rename(away)
     failed = run(store, replace(setup(store), retry_s=0.2), [job(new_attempt(8))])[-1]
     assert isinstance(failed, Failed)
-    assert (failed.code, "vanished" in failed.message) == ("store_unavailable", True)
+    assert (failed.code, "there is no folder" in failed.message) == ("store_unavailable", True)
     back = threading.Timer(0.5, away.rename, [folder])
     back.start()
     released, done = run(store, replace(setup(store), retry_s=60.0), [job(new_attempt(9))])[-2:]
