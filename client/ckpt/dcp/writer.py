@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -155,13 +156,10 @@ class StorageWriter(TorchStorageWriter):
         shards = []
         if items.placed:
             name = names.shard_name(assignment.rank)
-            uploaded = upload_shard(
-                store,
-                RunKeys(assignment.run).shard(assignment.attempt, name),
-                raw_bytes(items.placed),
-                encode_stream(items.chunks(), encode_by(POLICIES[self._compress])),
-                lambda _: None,
-            )
+            encoded = encode_stream(items.chunks(), encode_by(POLICIES[self._compress]))
+            key = RunKeys(assignment.run).shard(assignment.attempt, name)
+            with closing(encoded):
+                uploaded = upload_shard(store, key, raw_bytes(items.placed), encoded, lambda _: None)
             shards = [Shard(name=name, rank=assignment.rank, chunks=chunk_table(uploaded.chunks))]
         entries, slices = slice_tables(items.placed)
         content = Content(shards=shards, entries=entries, slices=slices, aliases={}, trees={})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from enum import StrEnum
 from pathlib import Path
 
@@ -105,7 +106,8 @@ def _upload(run: Run, attempt: Attempt, placed: Sequence[Placed], foreign: Forei
 
     name, spans = names.shard_name(0), ((memoryview(b""), span) for span in plan_chunks(placed))
     key = run.keys.shard(attempt, name)
-    uploaded = upload_shard(run.store, key, raw_bytes(placed), encode_stream(spans, encode), report)
+    with closing(encode_stream(spans, encode)) as encoded:
+        uploaded = upload_shard(run.store, key, raw_bytes(placed), encoded, report)
     return Shard(name=name, rank=0, chunks=chunk_table(uploaded.chunks))
 
 

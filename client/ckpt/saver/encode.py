@@ -113,7 +113,8 @@ def encode_by(policy: CodingPolicy, hashes_raw: bool = False, throttle: CpuThrot
 def encode_stream(chunks: ChunkStream, encode: Encode) -> Generator[EncodedChunk, None, None]:
     """The encoded chunks in order. `chunks` is consumed on the calling thread, while encoding runs ahead.
 
-    Close it to end early: that waits for chunks that are being encoded.
+    Close it, also after an error of the consumer: that waits for chunks that are being encoded. The garbage collector
+    would wait for them wherever it runs, such as in a thread that is about to begin.
     """
 
     def encode_all(group: _Group) -> list[EncodedChunk]:
