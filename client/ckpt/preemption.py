@@ -306,7 +306,7 @@ class Preemption:
     """Makes the saves from now on as fast as possible."""
     clock: Clock = system_clock
     notice: Notice = field(default_factory=lambda: Notice(Sources(math.inf, signals=())))
-    """That of this process; before `watch` it never comes."""
+    """The notice of this process; before `watch` it never comes."""
 
     def watch(self, sources: Sources, daemon: DaemonNotice | None = None) -> None:
         """Watch these sources, instead of those before."""

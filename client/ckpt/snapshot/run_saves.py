@@ -259,7 +259,7 @@ class RunSaves:
         """Whether to look for objects that are not saved. An integration knows what its framework saves or resumes."""
         self._warned = False
         self.lease: str | None = None
-        """Of what was restored: a save that begins later releases it, once it is committed."""
+        """The lease of what was restored: a save that begins later releases it, once it is committed."""
         self._measured: SaveHandle | None = None
         self._expedited = False
         self._looking: threading.Thread | None = None
