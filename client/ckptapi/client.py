@@ -167,26 +167,12 @@ class DaemonClient(Connection):
     # Restore sessions. Every call is idempotent and may be repeated after a lost response.
     # A malformed id raises InvalidName.
 
-    def join_restore(
-        self,
-        run: str,
-        key: str,
-        world_size: int,
-        rank: int,
-        checkpoint: str | None = None,
-        ttl_s: float = bodies.SILENCE_S,
-        host: str = "",
-    ) -> bodies.RestoreBody:
-        """Join the restore that a job names `key`; all ranks get the same checkpoint, held by a lease until the end.
+    def join_restore(self, request: bodies.RestoreRequest) -> bodies.RestoreBody:
+        """Join the restore of a job; all ranks get the same checkpoint, held by a lease until the end.
 
         A rank that needs the checkpoint for longer takes its own lease before it reports that it is restored.
-        checkpoint: an id; None for the newest usable one. ttl_s: a rank that is silent for this time ends the session.
-        host: of this rank, for display. Raises NoCheckpoint, or Conflict if the session has ended
-        or the requests of the ranks differ.
+        Raises NoCheckpoint, or Conflict if the session has ended or the requests of the ranks differ.
         """
-        request = bodies.RestoreRequest(
-            run=run, key=key, world_size=world_size, rank=rank, checkpoint=checkpoint, ttl_s=ttl_s, host=host
-        )
         return self._json("POST", bodies.RESTORES, bodies.RestoreBody, body=request)
 
     def report_restore(

@@ -25,6 +25,7 @@ from ckptstore.retention.policy import change_policies
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint, write_rank
+from tests.support.daemons import join
 from tests.support.histories import History
 from tests.support.waiting import present
 
@@ -74,7 +75,7 @@ def begin_restore(client: DaemonClient, run: str, key: str, fractions: list[floa
     for rank, fraction in enumerate(fractions):
         if fraction is None:
             continue
-        id = client.join_restore(run, key, len(fractions), rank, host=f"node-{rank + 7:02}").id
+        id = join(client, run, key, len(fractions), rank, host=f"node-{rank + 7:02}").id
         report(client, id, rank, fraction)
     return id
 

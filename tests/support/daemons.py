@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 
+from ckptapi.bodies import RestoreBody, RestoreRequest
 from ckptapi.client import DaemonClient
 from tests.support.forking import DAEMON, Fork, fork
 from tests.support.waiting import wait_until
@@ -91,15 +92,13 @@ def running_daemon(
         ]  # fmt: skip
         inherited = os.environ if environment is None else environment
         clean = {**_others(inherited), **_settings(environment or {})}
+        if ready and (path := store_url.removeprefix("file://")).startswith("/"):
+            Path(path).mkdir(parents=True, exist_ok=True)  # before it polls: without, it is not ready
         with log_path.open("wb") as log:
             process = _start(program, arguments, log.fileno(), clean)
         try:
             daemon = Daemon(_wait_for_url(process, log_path), process, log_path)
             if ready:
-                if "://" not in store_url or store_url.startswith("file://"):
-                    Path(store_url.removeprefix("file://")).mkdir(
-                        parents=True, exist_ok=True
-                    )  # without, it is never ready
                 wait_until(lambda: _is_ready(daemon), "the daemon's readiness")
             yield daemon
         finally:
@@ -157,3 +156,8 @@ def _end(process: subprocess.Popen[bytes] | Fork) -> None:
             process.kill()
             process.wait(_EXIT_S)
             raise
+
+
+def join(client: DaemonClient, run: str, key: str, world_size: int, rank: int, **options: Any) -> RestoreBody:
+    """Join a restore session as a rank."""
+    return client.join_restore(RestoreRequest(run=run, key=key, world_size=world_size, rank=rank, **options))

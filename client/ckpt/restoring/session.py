@@ -12,7 +12,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from ckpt.config import Config
-from ckptapi.bodies import Phase
+from ckptapi.bodies import Phase, RestoreRequest
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CkptError
 
@@ -53,11 +53,12 @@ class RestoreSession:
         # If the daemon hangs, the other ranks must not take this one for lost.
         timeout = httpx.Timeout(min(60.0, self._config.peer_timeout_s / 6), connect=5.0)
         client = DaemonClient(self._config.daemon, self._config.token, timeout)
+        request = RestoreRequest(
+            run=checkpoint.run, key=key, world_size=self._world_size, rank=self._rank, checkpoint=checkpoint.id,
+            ttl_s=max(1.0, self._config.peer_timeout_s), host=socket.gethostname(),
+        )  # fmt: skip
         try:
-            body = client.join_restore(
-                checkpoint.run, key, self._world_size, self._rank,
-                checkpoint=checkpoint.id, ttl_s=max(1.0, self._config.peer_timeout_s), host=socket.gethostname(),
-            )  # fmt: skip
+            body = client.join_restore(request)
         except CkptError as error:
             logger.warning("restoring without a session at the daemon: %s", error)
             client.close()

@@ -12,7 +12,7 @@ from ckptapi.client import DaemonClient
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import SMALL, write_checkpoint
 from tests.support.command_line import PROGRAM, Terminal, clean_environment, invoke
-from tests.support.daemons import Daemon, running_daemon
+from tests.support.daemons import Daemon, join, running_daemon
 from tests.support.waiting import Lines
 
 
@@ -44,7 +44,7 @@ def client(daemon: Daemon) -> Iterator[DaemonClient]:
 @pytest.fixture
 def job(client: DaemonClient, run: str) -> str:
     """A restore by four ranks: one is done, one behind, one is yet to join."""
-    id = client.join_restore(run, "job-7", 4, 0, ttl_s=3600, host="node-7").id
+    id = join(client, run, "job-7", 4, 0, ttl_s=3600, host="node-7").id
     client.report_restore(id, 0, Phase.RESTORED, 2048, 2048)
     client.report_restore(id, 1, Phase.FETCHING, 205, 2048)
     client.report_restore(id, 2, Phase.FETCHING, 1638, 2048)
@@ -52,7 +52,7 @@ def job(client: DaemonClient, run: str) -> str:
 
 
 def test_a_list_shows_how_far_they_are(daemon: Daemon, client: DaemonClient, job: str, run: str) -> None:
-    failed = client.join_restore(run, "job-8", 2, 0).id
+    failed = join(client, run, "job-8", 2, 0).id
     client.report_restore(failed, 0, Phase.FAILED, problem="no space left\n\x1b[2J")
     lines = invoke("restores", run, "--url", daemon.url).stdout.splitlines()
     columns = ["RESTORE", "CHECKPOINT", "STATE", "RANKS", "DONE", "AGE", "HOST", "SLOWEST,", "OR", "PROBLEM"]

@@ -18,7 +18,7 @@ from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import sample_arrays, write_checkpoint
-from tests.support.daemons import Daemon, running_daemon
+from tests.support.daemons import Daemon, join, running_daemon
 from tests.support.waiting import wait_until
 
 SMALL = {"model/scalar": sample_arrays()["model/scalar"]}
@@ -245,7 +245,7 @@ def test_the_end_of_a_restore_is_one_event(watched: tuple[Daemon, Store]) -> Non
     daemon, store = watched
     commit(daemon, store, "restored", 1)
     with daemon.client() as client:
-        session = client.join_restore("restored", "job", world_size=1, rank=0)
+        session = join(client, "restored", "job", world_size=1, rank=0)
         for _ in range(2):
             client.report_restore(session.id, 0, bodies.Phase.RESTORED)
         events = [event for event in client.events(run="restored").items if event.kind == EventKind.RESTORE_ENDED]

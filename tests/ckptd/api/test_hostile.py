@@ -22,7 +22,7 @@ from ckptstore.names import RunKeys
 from ckptstore.stores import open_store
 from tests.ckptd.conftest import Served
 from tests.support.checkpoints import write_checkpoint
-from tests.support.daemons import running_daemon
+from tests.support.daemons import join, running_daemon
 from tests.support.waiting import wait_until
 
 ULID = "01M7Y6P7WGCXV53EY39EPJ6JT8"
@@ -170,7 +170,7 @@ def test_joins_that_make_no_sense(served: Served, change: dict[str, object]) -> 
 )  # fmt: skip
 def test_reports_that_make_no_sense(served: Served, body: object) -> None:
     with served.daemon.client() as client:
-        before = client.join_restore("gpt", "reports", 2, 0)
+        before = join(client, "gpt", "reports", 2, 0)
         _refused(httpx.put(f"{served.daemon.url}{bodies.RESTORES}/{before.id}/ranks/1", json=body))
         assert client.restore_session(before.id).num_joined == 1
 

@@ -30,7 +30,7 @@ from ckptstore.names import RunKeys
 from ckptstore.retention.pruning import Prune
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import SMALL, steps, write_checkpoint
-from tests.support.daemons import Daemon, running_daemon
+from tests.support.daemons import Daemon, join, running_daemon
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
@@ -81,13 +81,13 @@ def _waiting(daemon: Daemon, id: str, count: int = 1) -> Iterator[list[Future[bo
 def test_all_ranks_get_the_same_checkpoint_and_one_lease(store: Store, daemon: Daemon, run: str) -> None:
     newest, barrier = _write(store, run, 10, 20)[1], Barrier(24)
 
-    def join(rank: int) -> httpx.Response:
+    def join_over_http(rank: int) -> httpx.Response:
         body = {"run": run, "key": "job-1", "world_size": 24, "rank": rank, "ttl_s": 60}
         barrier.wait()
         return daemon.post(bodies.RESTORES, body)
 
     with ThreadPoolExecutor(24) as pool:
-        answers = list(pool.map(join, range(24)))
+        answers = list(pool.map(join_over_http, range(24)))
     assert sorted(answer.status_code for answer in answers) == [200] * 23 + [201]
     assert {(answer.json()["id"], answer.json()["checkpoint"]["id"]) for answer in answers} == {
         (answers[0].json()["id"], newest.id)
@@ -102,37 +102,37 @@ def test_all_ranks_get_the_same_checkpoint_and_one_lease(store: Store, daemon: D
 
 def test_a_session_has_the_host_of_its_first_rank(store: Store, client: DaemonClient, run: str) -> None:
     _write(store, run, 1)
-    hosts = [client.join_restore(run, "k", 3, rank, host=f"node-{rank}").host for rank in (2, 1, 0, 1)]
+    hosts = [join(client, run, "k", 3, rank, host=f"node-{rank}").host for rank in (2, 1, 0, 1)]
     assert hosts == ["node-2", "node-2", "node-0", "node-0"]
-    assert client.join_restore(run, "old-client", 1, 0).host == ""
+    assert join(client, run, "old-client", 1, 0).host == ""
 
 
 def test_a_join_that_is_repeated_changes_nothing(store: Store, client: DaemonClient, run: str) -> None:
     _write(store, run, 1)
-    first = client.join_restore(run, "k", 2, 0)
+    first = join(client, run, "k", 2, 0)
     client.report_restore(first.id, 0, Phase.FETCHING, 5, 10)
-    newer, again = _write(store, run, 2)[0], client.join_restore(run, "k", 2, 0)
+    newer, again = _write(store, run, 2)[0], join(client, run, "k", 2, 0)
     assert (again.id, again.num_joined, again.done_bytes) == (first.id, 1, 5)
     assert again.checkpoint == first.checkpoint
-    assert client.join_restore(run, "k2", 2, 0).checkpoint.id == newer.id
+    assert join(client, run, "k2", 2, 0).checkpoint.id == newer.id
 
 
 def test_what_cannot_be_restored_is_passed_over(store: Store, client: DaemonClient, run: str) -> None:
     _, superseded, usable, corrupt, hidden = _write(store, run, 1, 2, 2, 3, 4)
     store.put(RunKeys(run).outcome(corrupt.attempt), b"flipped")
     store.put(RunKeys(run).tombstone(hidden.attempt, names.new_ulid(0)), b"its deletion has begun")
-    assert client.join_restore(run, "newest", 1, 0).checkpoint.id == usable.id
-    assert client.join_restore(run, "named", 1, 0, checkpoint=superseded.id).checkpoint.id == superseded.id
+    assert join(client, run, "newest", 1, 0).checkpoint.id == usable.id
+    assert join(client, run, "named", 1, 0, checkpoint=superseded.id).checkpoint.id == superseded.id
     with pytest.raises(CorruptObject):
-        client.join_restore(run, "corrupt", 1, 0, checkpoint=corrupt.id)
+        join(client, run, "corrupt", 1, 0, checkpoint=corrupt.id)
     with pytest.raises(NoCheckpoint):
-        client.join_restore(run, "hidden", 1, 0, checkpoint=hidden.id)
+        join(client, run, "hidden", 1, 0, checkpoint=hidden.id)
     assert len(client.restore_sessions(run)) == 2
 
 
 def test_a_run_without_checkpoints_has_nothing_to_restore(client: DaemonClient, run: str) -> None:
     with pytest.raises(NoCheckpoint):
-        client.join_restore(run, "k", 1, 0)
+        join(client, run, "k", 1, 0)
     assert client.restore_sessions(run) == []
 
 
@@ -143,31 +143,31 @@ def test_an_unmounted_volume_is_not_an_empty_one(tmp_path: Path) -> None:
         folder.rename(tmp_path / "elsewhere")
         for wanted in (None, checkpoint.id):
             with pytest.raises(StoreUnavailable):
-                client.join_restore("gpt", "k", 1, 0, checkpoint=wanted)
+                join(client, "gpt", "k", 1, 0, checkpoint=wanted)
         (tmp_path / "elsewhere").rename(folder)
-        assert client.join_restore("gpt", "k", 1, 0).checkpoint.id == checkpoint.id
+        assert join(client, "gpt", "k", 1, 0).checkpoint.id == checkpoint.id
 
 
 def test_ranks_that_disagree_are_refused(store: Store, client: DaemonClient, run: str) -> None:
     first, second = _write(store, run, 1, 2)
-    session = client.join_restore(run, "k", 4, 0)
+    session = join(client, run, "k", 4, 0)
     with pytest.raises(Conflict, match="has 4 ranks, but rank 1 sent 8"):
-        client.join_restore(run, "k", 8, 1)
+        join(client, run, "k", 8, 1)
     with pytest.raises(Conflict, match=f"restores {second.id}, but rank 1 requested {first.id}"):
-        client.join_restore(run, "k", 4, 1, checkpoint=first.id)
+        join(client, run, "k", 4, 1, checkpoint=first.id)
     for same in (None, second.id, f"{run}@2", f"{run}@latest"):
-        assert client.join_restore(run, "k", 4, 1, checkpoint=same).id == session.id
+        assert join(client, run, "k", 4, 1, checkpoint=same).id == session.id
     with pytest.raises(InvalidRequest, match="rank 4 is not in a world of 4 ranks"):
-        client.join_restore(run, "k", 4, 4)
+        join(client, run, "k", 4, 4)
     with pytest.raises(InvalidRequest, match="rank 4 is not in a world of 4 ranks"):
         client.report_restore(session.id, 4, Phase.FETCHING)
     with pytest.raises(InvalidRequest, match="is not a checkpoint of run"):
-        client.join_restore(run, "k3", 4, 0, checkpoint="other@1")
+        join(client, run, "k3", 4, 0, checkpoint="other@1")
 
 
 def test_a_wait_ends_when_all_ranks_are_restored(store: Store, daemon: Daemon, client: DaemonClient, run: str) -> None:
     _write(store, run, 1)
-    id = client.join_restore(run, "k", 3, 0).id
+    id = join(client, run, "k", 3, 0).id
     with _waiting(daemon, id) as (poll,):
         for rank in range(3):
             assert not poll.done()
@@ -182,14 +182,14 @@ def test_a_wait_ends_when_all_ranks_are_restored(store: Store, daemon: Daemon, c
 
 def test_a_wait_ends_when_its_time_is_up(store: Store, client: DaemonClient, run: str) -> None:
     _write(store, run, 1)
-    session, began = client.join_restore(run, "k", 2, 0), time.monotonic()
+    session, began = join(client, run, "k", 2, 0), time.monotonic()
     assert client.restore_session(session.id, wait_s=0.5).state is RestoreState.RESTORING
     assert time.monotonic() - began >= 0.5
 
 
 def test_many_waiting_requests_block_no_others(store: Store, daemon: Daemon, client: DaemonClient, run: str) -> None:
     _write(store, run, 1)
-    id = client.join_restore(run, "k", 1, 0).id
+    id = join(client, run, "k", 1, 0).id
     with _waiting(daemon, id, count=80) as polls:
         assert client.latest(run).step == 1
         assert not any(poll.done() for poll in polls)
@@ -199,7 +199,7 @@ def test_many_waiting_requests_block_no_others(store: Store, daemon: Daemon, cli
 
 def test_a_rank_that_fails_ends_it_for_all(store: Store, daemon: Daemon, client: DaemonClient, run: str) -> None:
     _write(store, run, 1)
-    id = client.join_restore(run, "k", 8, 0).id
+    id = join(client, run, "k", 8, 0).id
     problem = "rank 5 failed: chunk 17 is corrupt"
     with _waiting(daemon, id) as (poll,):
         client.report_restore(id, 5, Phase.FAILED, problem="chunk 17 is corrupt")
@@ -209,12 +209,12 @@ def test_a_rank_that_fails_ends_it_for_all(store: Store, daemon: Daemon, client:
     assert (status.state, status.problem) == (RestoreState.FAILED, problem)
     assert client.restore_session(id) == before
     with pytest.raises(Conflict, match="rank 5 failed: chunk 17"):
-        client.join_restore(run, "k", 8, 1)
+        join(client, run, "k", 8, 1)
 
 
 def test_a_silent_rank_ends_it_and_is_named(store: Store, daemon: Daemon, client: DaemonClient, run: str) -> None:
     _write(store, run, 1)
-    id = client.join_restore(run, "k", 3, 0, ttl_s=5).id
+    id = join(client, run, "k", 3, 0, ttl_s=5).id
     client.report_restore(id, 2, Phase.RESTORED)
     client.report_restore(id, 1, Phase.PLANNING)
     with _waiting(daemon, id) as (poll,):
@@ -230,7 +230,7 @@ def test_a_silent_rank_ends_it_and_is_named(store: Store, daemon: Daemon, client
 
 def test_a_prune_waits_for_the_end(store: Store, client: DaemonClient, run: str) -> None:
     old, _ = _write(store, run, 1, 2)
-    id = client.join_restore(run, "k", 1, 0, checkpoint=old.id).id
+    id = join(client, run, "k", 1, 0, checkpoint=old.id).id
     pruned = client.prune(Prune(Policy(1), run))
     assert [decision.reasons for decision in pruned.decisions] == [("last-1",), (f"lease:restore {id}",)]
     assert steps(store, run) == [2, 1]
@@ -242,7 +242,7 @@ def test_a_prune_waits_for_the_end(store: Store, client: DaemonClient, run: str)
 
 def test_a_cancelled_restore_lets_go_at_once(store: Store, daemon: Daemon, client: DaemonClient, run: str) -> None:
     old, _ = _write(store, run, 1, 2)
-    id = client.join_restore(run, "k", 2, 0, checkpoint=old.id).id
+    id = join(client, run, "k", 2, 0, checkpoint=old.id).id
     with _waiting(daemon, id) as (poll,):
         assert client.cancel_restore(id).state is RestoreState.CANCELLED
         assert poll.result(timeout=60).state is RestoreState.CANCELLED
@@ -259,7 +259,7 @@ def test_ranks_go_on_after_the_daemon_was_killed(store: Store, run: str, tmp_pat
     db = f"sqlite:///{tmp_path}/index.db"
     port = ("--port", str(free_port()))
     with running_daemon(store.url, db, options=port) as first, first.client() as client:
-        before = client.join_restore(run, "k", 3, 0, ttl_s=30)
+        before = join(client, run, "k", 3, 0, ttl_s=30)
         client.report_restore(before.id, 0, Phase.RESTORED, 10, 10)
         client.report_restore(before.id, 1, Phase.FETCHING, 5, 10)
         first.kill()
@@ -267,7 +267,7 @@ def test_ranks_go_on_after_the_daemon_was_killed(store: Store, run: str, tmp_pat
             client.report_restore(before.id, 1, Phase.FETCHING, 6, 10)
         _write(store, run, 3)
         with running_daemon(store.url, db, options=port) as second:
-            session = client.join_restore(run, "k", 3, 2)
+            session = join(client, run, "k", 3, 2)
             assert (session.id, session.checkpoint) == (before.id, before.checkpoint)
             assert (session.num_joined, session.num_restored, session.done_bytes) == (3, 1, 15)
             with _waiting(second, session.id) as (poll,):
@@ -281,7 +281,7 @@ def test_a_daemon_that_leaves_answers_those_that_wait(store: Store, run: str) ->
     _write(store, run, 1)
     with running_daemon(store.url, options=("--drain-seconds", "50")) as daemon:
         with daemon.client() as client:
-            id = client.join_restore(run, "k", 1, 0).id
+            id = join(client, run, "k", 1, 0).id
         with _waiting(daemon, id) as (poll,):
             assert daemon.stop() == 0  # raises after 30 s
             assert poll.result(timeout=60).state is RestoreState.RESTORING
@@ -289,7 +289,7 @@ def test_a_daemon_that_leaves_answers_those_that_wait(store: Store, run: str) ->
 
 def test_listings_are_newest_first(store: Store, client: DaemonClient, run: str) -> None:
     _write(store, run, 1)
-    ids = [client.join_restore(run, f"k{number}", 2, 0).id for number in range(3)]
+    ids = [join(client, run, f"k{number}", 2, 0).id for number in range(3)]
     client.report_restore(ids[2], 0, Phase.FETCHING, 1, 4)
     client.cancel_restore(ids[1])
     found = client.restore_sessions(run)
@@ -303,7 +303,7 @@ def test_listings_are_newest_first(store: Store, client: DaemonClient, run: str)
 
 def test_a_look_shows_who_is_behind(store: Store, client: DaemonClient, run: str) -> None:
     _write(store, run, 1)
-    id = client.join_restore(run, "k", 3, 0).id
+    id = join(client, run, "k", 3, 0).id
     for rank, done in ((0, 90), (1, 10), (2, 80)):
         client.report_restore(id, rank, Phase.FETCHING, done, 100)
     session = client.restore_session(id)
@@ -317,8 +317,8 @@ def test_a_look_shows_who_is_behind(store: Store, client: DaemonClient, run: str
 def test_metrics_count_sessions_by_state(store: Store, run: str) -> None:
     _write(store, run, 1)
     with running_daemon(store.url) as daemon, daemon.client() as client:
-        client.join_restore(run, "a", 2, 0)
-        client.cancel_restore(client.join_restore(run, "b", 2, 0).id)
+        join(client, run, "a", 2, 0)
+        client.cancel_restore(join(client, run, "b", 2, 0).id)
         text = daemon.get("/metrics").text
     counted = [line for line in text.splitlines() if line.startswith("ckptd_restores{")]
     assert counted == [
