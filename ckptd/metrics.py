@@ -13,7 +13,7 @@ from ckptapi.bodies import EventBody, EventKind, RestoreState
 from ckptd.index import Index, RestoreIndex
 from ckptstore.analysis.goodput import Account
 from ckptstore.clock import Clock
-from ckptstore.errors import IndexUnavailable
+from ckptstore.errors import CkptError, IndexUnavailable, Unavailable
 
 _SLOW = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
 """Histogram buckets for saves and restores, in seconds."""
@@ -39,6 +39,11 @@ class Metrics:
         self._create_cache_metrics()
         self._create_event_metrics()
         self._create_housekeeping_metrics()
+
+    def count(self, op: str, error: CkptError) -> None:
+        """Count an error of an operation, if it says that the store failed."""
+        if isinstance(error, Unavailable):
+            self.store_errors.labels(op, error.code).inc()
 
     def _create_request_metrics(self) -> None:
         self.http_requests = self._counter("http_requests", "Requests answered.", "method", "route", "status")

@@ -16,7 +16,7 @@ from ckptd.services.store_sync import PollPlan
 from ckptstore.clock import Clock
 from ckptstore.commits.catalog import list_runs
 from ckptstore.commits.commit import receipt_ranks
-from ckptstore.errors import CkptError, Unavailable
+from ckptstore.errors import CkptError
 from ckptstore.names import Attempt, RunKeys, checkpoint_id
 from ckptstore.retention.deletion import Waste, advance, collect, measure_waste, undecided_attempts
 from ckptstore.run import Run
@@ -104,8 +104,7 @@ class RecoveryLoop:
 
     def _count(self, run: str, error: CkptError) -> None:
         _LOG.warning("cannot check for unfinished attempts of run %s: %s", run, error)
-        if isinstance(error, Unavailable):
-            self._metrics.store_errors.labels("recover", error.code).inc()
+        self._metrics.count("recover", error)
 
 
 class OrphanCollector:

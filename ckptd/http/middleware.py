@@ -22,7 +22,7 @@ from ckptd.metrics import Metrics, method_label, route_of
 from ckptd.redaction import mask_passwords
 from ckptd.services.tokens import ANONYMOUS, Caller, Tokens
 from ckptd.settings import is_loopback
-from ckptstore.errors import CkptError, Denied, Forbidden, TooManyFailures, Unauthorized, Unavailable
+from ckptstore.errors import CkptError, Denied, Forbidden, TooManyFailures, Unauthorized
 
 _LOG = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -87,8 +87,7 @@ class RequestLog:
             return
         if error.http_status >= 500:
             _LOG.warning("%s: %s", error.code, error)
-        if isinstance(error, Unavailable):
-            self._metrics.store_errors.labels(route_of(scope), error.code).inc()
+        self._metrics.count(route_of(scope), error)
 
     def _finish(self, scope: Scope, status: int, seconds: float) -> None:
         route = route_of(scope)

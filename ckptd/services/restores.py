@@ -34,7 +34,6 @@ from ckptstore.errors import (
     NotFound,
     StoreUnavailable,
     TooManyRequests,
-    Unavailable,
 )
 from ckptstore.names import Reference, check_run, check_ulid, new_ulid
 from ckptstore.run import Run
@@ -451,8 +450,7 @@ class RestoreLeases:
                     self.release(restore)
             except CkptError as error:
                 _LOG.warning("cannot renew or release the lease of restore %s: %s", restore.id, error)
-                if isinstance(error, Unavailable):
-                    self._metrics.store_errors.labels("restore", error.code).inc()
+                self._metrics.count("restore", error)
 
     def _run(self, name: str) -> Run:
         return Run(self._store, name, self._clock)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import count
 from zlib import crc32
@@ -23,31 +22,27 @@ from ckptstore.clock import Clock
 from ckptstore.commits.catalog import (
     Checkpoint,
     State,
-    from_outcome,
     list_runs,
-    quarantined,
     quarantined_attempts,
+    read_decided,
 )
-from ckptstore.commits.commit import read_outcome
 from ckptstore.commits.generations import list_generations, read_generations
 from ckptstore.commits.hidden import HiddenAttempts, hidden_attempts, without_hidden
 from ckptstore.commits.labels import label_versions, labelled, newest_labels, with_labels
 from ckptstore.errors import (
     AttemptAborted,
     CkptError,
-    CorruptObject,
     IndexUnavailable,
     InvalidName,
     NoCheckpoint,
     StoreUnavailable,
-    Unavailable,
 )
 from ckptstore.names import Attempt, check_run, checkpoint_id
 from ckptstore.run import Run
 from ckptstore.stores import Store
+from ckptstore.threads import in_parallel
 
 _LOG = logging.getLogger(__name__)
-_READERS = 16
 _LISTERS = 4
 _BATCH = 1000
 """Outcomes per write to the index, so that an interrupted first read resumes."""
@@ -132,9 +127,8 @@ class StoreSync:
             _LOG.warning("%s answers again, after %.0f s", self._store.url, self._freshness.lag_s())
         self.answers = True
         due = sorted({*self._poll_plan.due(versions), *(self._failed & versions.keys())})
-        with ThreadPoolExecutor(_LISTERS) as pool:
-            results = pool.map(lambda run: self._try(run, versions[run]), due)
-            failures = {run: error for run, error in zip(due, results, strict=True) if error is not None}
+        results = in_parallel(lambda run: self._try(run, versions[run]), due, _LISTERS)
+        failures = {run: error for run, error in zip(due, results, strict=True) if error is not None}
         self._failed = set(failures)
         self._freshness.report(began_at, versions, failures)
 
@@ -161,7 +155,7 @@ class StoreSync:
         check_run(run)
         for _ in range(_TRIES):
             version = self._index.version(run)
-            found = self._read(run, attempt, quarantined_attempts(self._run(run)))
+            found = read_decided(self._run(run), attempt, quarantined_attempts(self._run(run)))
             if isinstance(found, Attempt):
                 raise AttemptAborted(f"attempt {attempt} of run {run!r} was aborted", "Save again")
             if found is None or attempt in hidden_attempts(self._run(run)):
@@ -297,8 +291,7 @@ class StoreSync:
             )
 
     def _read_all(self, run: str, attempts: Collection[Attempt], gone: list[Attempt], listing: _Listing) -> Reading:
-        with ThreadPoolExecutor(_READERS) as pool:
-            results = list(pool.map(lambda attempt: self._read_labelled(run, attempt, listing), attempts))
+        results = in_parallel(lambda attempt: self._read_labelled(run, attempt, listing), attempts)
         vanished = [attempt for attempt, result in zip(attempts, results, strict=True) if result is None]
         return Reading(
             found=[result for result in results if isinstance(result, Checkpoint)],
@@ -321,31 +314,17 @@ class StoreSync:
         ]
 
     def _read_labelled(self, run: str, attempt: Attempt, listing: _Listing) -> Checkpoint | Attempt | None:
-        found = self._read(run, attempt, listing.damaged)
+        found = read_decided(self._run(run), attempt, listing.damaged)
         if not isinstance(found, Checkpoint) or attempt not in listing.labels:
             return found
         return labelled(found, newest_labels(self._run(run), attempt, listing.labels[attempt]))
-
-    def _read(self, run: str, attempt: Attempt, damaged: Collection[Attempt]) -> Checkpoint | Attempt | None:
-        """A checkpoint; the attempt itself if it was aborted; None if it has no outcome."""
-        try:
-            outcome = read_outcome(self._run(run), attempt)
-        except CorruptObject as error:
-            return Checkpoint(run, attempt, State.CORRUPT, problem=str(error))
-        if outcome is None:
-            return None
-        found = from_outcome(outcome)
-        if found is None:
-            return attempt
-        return quarantined(found) if attempt in damaged else found
 
     def _run(self, name: str) -> Run:
         return Run(self._store, name, self._clock)
 
     def _count(self, error: CkptError, level: int = logging.WARNING) -> None:
         _LOG.log(level, "cannot synchronize with the store: %s", error)
-        if isinstance(error, Unavailable):
-            self._metrics.store_errors.labels("sync", error.code).inc()
+        self._metrics.count("sync", error)
 
 
 def _without(reading: Reading, known: IndexedAttempts) -> Reading:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import isfinite
 
@@ -16,8 +15,7 @@ from ckptstore.format.documents import Content, Manifest
 from ckptstore.format.parsing import parse_sealed
 from ckptstore.format.statistics import Statistics, Table, is_counter, merge, side_documents
 from ckptstore.reading.source import Source, checked_statistics, read_manifest, statistics_name
-
-_THREADS = 16
+from ckptstore.threads import in_parallel
 
 
 class TensorStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,8 +70,7 @@ def read_statistics(source: Source, checkpoint: Checkpoint) -> CheckpointStatist
             missing.append(error.message)
             return None
 
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-statistics") as pool:
-        tables = list(pool.map(read, range(len(content.shards))))
+    tables = in_parallel(read, range(len(content.shards)))
     if not any(table is not None for table in tables) and content.shards:
         if missing:
             raise CorruptObject(f"no statistics of {checkpoint.id} can be read: {missing[0]}", "Use another checkpoint")

@@ -188,13 +188,15 @@ def candidates(run: Run, decided: Sequence[Attempt] | None = None) -> Iterator[C
     if not decided:
         return iter(())
     with ThreadPoolExecutor(3) as pool:  # the first outcome is likely to be needed
-        newest = pool.submit(_load, run, decided[0])
+        newest = pool.submit(read_checkpoint, run, decided[0])
         hidden, damaged = pool.submit(HiddenAttempts, run, leased), pool.submit(quarantined_attempts, run)
     quarantine = set(damaged.result())
     visible = (attempt for attempt in decided if attempt not in hidden.result())  # reads only the lists it needs
 
     def read(attempt: Attempt) -> Checkpoint | None:
-        return _apply_quarantine(newest.result() if attempt == decided[0] else _load(run, attempt), quarantine)
+        if attempt == decided[0] and attempt not in quarantine:
+            return newest.result()
+        return read_checkpoint(run, attempt, quarantine)
 
     return walk(visible, read, lambda number: read_generation(run, number))
 
@@ -264,7 +266,7 @@ def _lineage(run: Run, visible: Iterable[Attempt]) -> Lineage:
     lineage = Lineage(lambda number: read_generation(run, number))
     for generation, attempts in groupby(visible, key=lambda attempt: attempt.generation):
         found = False
-        for checkpoint in (_load(run, attempt) for attempt in attempts):
+        for checkpoint in (read_checkpoint(run, attempt) for attempt in attempts):
             found = found or checkpoint is not None
             if checkpoint is not None and is_readable(checkpoint):
                 lineage.add(generation, readable=True)
@@ -377,26 +379,22 @@ def is_readable(checkpoint: Checkpoint) -> bool:
     return checkpoint.state is not State.CORRUPT or bool(checkpoint.manifest_digest)
 
 
-def quarantined(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint, marked corrupt because its bytes were found damaged. Pure."""
-    return replace(checkpoint, state=State.CORRUPT, problem=f"{checkpoint.id} was found damaged")
+def read_checkpoint(run: Run, attempt: Attempt, damaged: Collection[Attempt] = ()) -> Checkpoint | None:
+    """The checkpoint of an attempt; None if it was aborted or is undecided. damaged: the attempts in quarantine."""
+    found = read_decided(run, attempt, damaged)
+    return found if isinstance(found, Checkpoint) else None
 
 
-def read_checkpoint(run: Run, attempt: Attempt, damaged: Collection[Attempt]) -> Checkpoint | None:
-    """The checkpoint of a decided attempt; None if it was aborted. damaged: the attempts in quarantine."""
-    return _apply_quarantine(_load(run, attempt), damaged)
-
-
-def _load(run: Run, attempt: Attempt) -> Checkpoint | None:
+def read_decided(run: Run, attempt: Attempt, damaged: Collection[Attempt]) -> Checkpoint | Attempt | None:
+    """The checkpoint of an attempt; the attempt itself if it was aborted; None if it is undecided."""
     # A newer format is not damage and raises: skipping it would resume from the wrong step.
     try:
         outcome = read_outcome(run, attempt)
     except CorruptObject as error:
         return Checkpoint(run.name, attempt, State.CORRUPT, problem=str(error))
-    return from_outcome(outcome) if outcome else None
-
-
-def _apply_quarantine(found: Checkpoint | None, damaged: Collection[Attempt]) -> Checkpoint | None:
-    if found is None or found.state is State.CORRUPT or found.attempt not in damaged:
-        return found
-    return quarantined(found)
+    if outcome is None:
+        return None
+    found = from_outcome(outcome)
+    if found is not None and attempt in damaged:
+        return replace(found, state=State.CORRUPT, problem=f"{found.id} was found damaged")
+    return found or attempt

@@ -132,9 +132,7 @@ def _add(run: Run, generation: int, attempts: set[Attempt]) -> set[Attempt]:
         except StoreUnsafe as error:
             _LOG.info("tombstones of run %r are kept until a daemon collects: %s", run.name, error)
             return set()
-    raise StoreUnavailable(
-        f"the list of deleted attempts of run {run.name!r} is changed too often by others", "Try again"
-    )
+    raise _changed_too_often(run)
 
 
 def _versions(run: Run) -> dict[int, dict[int, ObjectInfo]]:
@@ -165,6 +163,9 @@ def _newest(run: Run, generation: int, versions: dict[int, dict[int, ObjectInfo]
         except CorruptObject as error:
             _LOG.warning("a list of deleted attempts counts as empty: %s", error)
             return None
-    raise StoreUnavailable(
-        f"the list of deleted attempts of run {run.name!r} is changed too often by others", "Try again"
-    )
+    raise _changed_too_often(run)
+
+
+def _changed_too_often(run: Run) -> StoreUnavailable:
+    text = f"the list of deleted attempts of run {run.name!r} is changed too often by others"
+    return StoreUnavailable(text, "Try again")
