@@ -52,11 +52,9 @@ from ckptd.services import (
     Restores,
     StoreSync,
     Tokens,
-    Uploads,
 )
-from ckptd.services.remote_create import RemoteCreateDecider, RemoteCreateService
+from ckptd.services.remote_create import RemoteCreateDecider
 from ckptd.services.restores import RestoreLeases
-from ckptd.services.retention import RetentionViews
 from ckptd.settings import AUTH_OFF, Settings
 from ckptd.tracing import Tracer, no_span
 from ckptstore.clock import Clock, system_clock
@@ -148,20 +146,19 @@ def _context(core: _Core, cache: BlockCache, threads: Threads) -> Context:
         waiting=core.waiting,
         accounts=core.accounts,
         catalog=core.catalog,
+        clock=clock,
         contents=Contents(core.catalog, objects),
         events=core.events,
         freshness=core.freshness,
         jobs=Jobs(JobIndex(core.database), core.events, clock, handlers.by_kind()),
-        retention_views=RetentionViews(store, clock),
         objects=objects,
         probe=partial(run_store_checks, store, clock),
-        remote_create=RemoteCreateService(store),
         operator=core.operator,
         restores=Restores(store, core.catalog, core.restores, leases, clock, core.events.restore_ended),
         source=source,
+        store=store,
         store_sync=core.store_sync,
         tokens=Tokens(TokenIndex(core.database), core.settings.token, clock),
-        uploads=Uploads(store, clock),
     )
 
 

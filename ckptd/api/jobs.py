@@ -15,6 +15,7 @@ from ckptd.http.access import CallerDep
 from ckptd.http.bodies import json_response, read_body
 from ckptd.http.context import Ctx
 from ckptd.http.openapi import documented
+from ckptd.services.uploads import live_uploads
 from ckptstore.analysis.goodput import Account
 from ckptstore.stores.checks import StoreReport
 
@@ -55,7 +56,7 @@ async def cancel(ctx: Ctx, id: JobId) -> Response:
 @router.get(bodies.ATTEMPTS, **documented(bodies.Items[bodies.AttemptBody]))
 async def attempts(ctx: Ctx, run: RunQuery = None) -> Response:
     """Live uploads: attempts of one run or all runs that are neither committed nor aborted, oldest first."""
-    return json_response(bodies.Items(await ctx.threads.store(ctx.uploads.live, run)))
+    return json_response(bodies.Items(await ctx.threads.store(live_uploads, ctx.store, ctx.clock, run)))
 
 
 @router.get(bodies.GOODPUT, **documented(Account, 404))

@@ -21,12 +21,14 @@ from ckptd.pages.restores import session_view
 from ckptd.pages.runs import Progress, RunRow, chosen_runs, progress, run_row, run_view
 from ckptd.pages.sessions import VISIT, Visit, read_form
 from ckptd.pages.timeline import goodput_view
-from ckptd.services.retention import RetentionView
+from ckptd.services.retention import RetentionView, retention_view
 from ckptd.services.tokens import Caller
+from ckptd.services.uploads import live_uploads
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import CkptError, Damaged, NoCheckpoint, Unavailable
 from ckptstore.names import Reference, check_run
+from ckptstore.run import Run
 from ckptstore.stores.checks import StoreReport
 
 _RUNS_A_PAGE = 50
@@ -141,7 +143,7 @@ async def overview(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
 async def attempts(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
     """Live uploads."""
     name = request.query_params.get("run")
-    found: list[AttemptBody] = await ctx.threads.store(ctx.uploads.live, name)
+    found: list[AttemptBody] = await ctx.threads.store(live_uploads, ctx.store, ctx.clock, name)
     seen = [attempt for attempt in found if visitor.caller.sees(attempt.run)]
     return visitor.page("attempts.html", live_s=_LIVE_S, attempts=seen, run=name)
 
@@ -207,7 +209,7 @@ def _health(ctx: Context) -> dict[str, Any]:
 
 async def _uploads(ctx: Context) -> list[str] | None:
     """The run of each live upload."""
-    found: list[AttemptBody] | None = await soon(ctx, ctx.uploads.live, None)
+    found: list[AttemptBody] | None = await soon(ctx, live_uploads, ctx.store, ctx.clock, None)
     return [attempt.run for attempt in found] if found is not None else None
 
 
@@ -226,7 +228,7 @@ async def run(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Respon
         raise _nothing_here(run)
     kept: RetentionView | None
     kept, going = await asyncio.gather(
-        soon(ctx, ctx.retention_views.of_run, run),
+        soon(ctx, retention_view, Run(ctx.store, run, ctx.clock)),
         _progress(ctx, run, checkpoints, visitor),
     )
     policy = kept.policy if kept else None
@@ -281,7 +283,7 @@ async def _overlaid(ctx: Context, visitor: Visitor, other: str) -> list[Checkpoi
 async def _progress(ctx: Context, run: str, checkpoints: list[Checkpoint], visitor: Visitor) -> Progress:
     """How the run goes; without what only the store knows, if it is slow."""
     accounts = ctx.accounts
-    account, uploads = accounts.known().get(run), soon(ctx, ctx.uploads.live, run)
+    account, uploads = accounts.known().get(run), soon(ctx, live_uploads, ctx.store, ctx.clock, run)
     if account is None:
         account, live = await asyncio.gather(soon(ctx, accounts.of_run, run), uploads)
     else:
@@ -296,7 +298,7 @@ _MAX_ENTRIES = 100_000
 async def checkpoint(request: Request, ctx: Ctx, visitor: Visiting, id: str) -> Response:
     """One checkpoint and its contents."""
     found = await ctx.threads.index(ctx.catalog.find, Reference.parse(id))
-    kept: RetentionView | None = await soon(ctx, ctx.retention_views.of_run, found.run)
+    kept: RetentionView | None = await soon(ctx, retention_view, Run(ctx.store, found.run, ctx.clock))
     contents, unread = await _contents(ctx, found)
     restores = await ctx.threads.index(ctx.restores.newest, found.run, RESTORES)
     older, newer = await ctx.threads.index(_neighbours, ctx, found)

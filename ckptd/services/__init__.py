@@ -8,14 +8,13 @@ from ckptd.services.catalog import Catalog, Freshness
 from ckptd.services.contents import Contents, Objects
 from ckptd.services.events import Events
 from ckptd.services.jobs import Jobs
-from ckptd.services.remote_create import RemoteCreateService
 from ckptd.services.restores import Restores
-from ckptd.services.retention import RetentionViews
 from ckptd.services.store_sync import StoreSync
 from ckptd.services.tokens import Tokens
-from ckptd.services.uploads import Uploads
+from ckptstore.clock import Clock
 from ckptstore.operator import StoreOperator
 from ckptstore.reading.source import StoreSource
+from ckptstore.stores import Store
 from ckptstore.stores.checks import StoreReport
 
 
@@ -25,6 +24,7 @@ class Services:
 
     accounts: Accounts
     catalog: Catalog
+    clock: Clock
     contents: Contents
     events: Events
     freshness: Freshness
@@ -34,13 +34,11 @@ class Services:
     """Makes an operator of the store that acts for a caller; the index is up to date when one of its calls returns."""
     probe: Callable[[], StoreReport]
     """Runs the checks of the store."""
-    remote_create: RemoteCreateService
     restores: Restores
-    retention_views: RetentionViews
     source: StoreSource
+    store: Store
     store_sync: StoreSync
     tokens: Tokens
-    uploads: Uploads
 
 
 __all__ = [
@@ -51,11 +49,8 @@ __all__ = [
     "Freshness",
     "Jobs",
     "Objects",
-    "RemoteCreateService",
     "Restores",
-    "RetentionViews",
     "Services",
     "StoreSync",
     "Tokens",
-    "Uploads",
 ]

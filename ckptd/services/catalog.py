@@ -36,17 +36,10 @@ class Catalog:
             return known
         # Read the revision before the query: the answer is of that revision or newer.
         revision = self._index.seen
-        found = self._latest_of(run) if run is not None else self._only_latest()
+        found = self.find(Reference(run, None)) if run is not None else self._only_latest()
         if len(self._latest) >= _ANSWERS_KEPT:
             self._latest.clear()
         self._latest[run] = (revision, found)
-        return found
-
-    def _latest_of(self, run: str) -> Checkpoint:
-        found = self._index.find(Reference(run, None))
-        self._freshness.check(run, found is not None)
-        if found is None:
-            raise NoCheckpoint(f"run {run!r} has no checkpoint in {self.store_url}", _HOW)
         return found
 
     def _only_latest(self) -> Checkpoint:

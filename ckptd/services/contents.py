@@ -15,7 +15,7 @@ from ckptd.services.catalog import Catalog
 from ckptstore.commits.catalog import find_attempt
 from ckptstore.commits.commit import read_outcome
 from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint, StoreUnavailable, Unavailable
-from ckptstore.format.documents import Content, Manifest, Receipt
+from ckptstore.format.documents import Content, Receipt
 from ckptstore.format.parsing import parse_sealed
 from ckptstore.format.planning import entry_bytes
 from ckptstore.format.statistics import side_document
@@ -36,7 +36,7 @@ class Contents:
         self._catalog = catalog
         self._objects = objects
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, Manifest] = OrderedDict()
+        self._kept: OrderedDict[str, Content] = OrderedDict()
 
     def shards(self, reference: Reference) -> Items[ShardBody]:
         """The shards of a checkpoint, by rank. Raises NoCheckpoint, InvalidRequest, Damaged or Unavailable."""
@@ -76,9 +76,6 @@ class Contents:
         return EntriesBody(items, len(entries.name), stop if stop < len(entries.name) else None)
 
     def _content(self, reference: Reference) -> Content:
-        return self._manifest(reference).content
-
-    def _manifest(self, reference: Reference) -> Manifest:
         checkpoint = self._catalog.find(reference)
         if checkpoint.manifest_bytes > MAX_MANIFEST_BYTES:
             raise InvalidRequest(
@@ -86,17 +83,17 @@ class Contents:
                 "Download it instead: GET .../manifest",
             )
         with self._lock:
-            manifest = self._kept.get(checkpoint.manifest_digest)
-            if manifest is None:
+            content = self._kept.get(checkpoint.manifest_digest)
+            if content is None:
                 stored = self._objects.manifest(reference)
                 if stored.bytes != checkpoint.manifest_bytes:
                     raise CorruptObject(f"the manifest of {checkpoint.id} has {stored.bytes} bytes")
-                manifest = check_manifest_data(checkpoint, self._objects.read_all(stored))
+                content = check_manifest_data(checkpoint, self._objects.read_all(stored)).content
                 if checkpoint.manifest_bytes <= _KEPT_BYTES:
-                    self._kept[checkpoint.manifest_digest] = manifest
+                    self._kept[checkpoint.manifest_digest] = content
             if len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
-        return manifest
+        return content
 
 
 _SIZES_KEPT = 4096

@@ -100,6 +100,26 @@ class Proposal:
         except Damaged as error:
             raise InvalidRequest(error.message, "Send the document exactly as it would be stored") from error
 
+    def is_superseded(self, store: Store) -> bool:
+        """Whether it only aborts an attempt that must not be committed any more: a newer generation has begun."""
+        return self.aborts is not None and superseded_by(Run(store, self.run), self.aborts.generation) is not None
+
+    def decide(self, store: Store) -> bytes:
+        """The winning document, decided now or earlier; it is in the store on return. store: with remote creates, if
+        it needs them.
+
+        Raises InvalidRequest if it would commit a manifest that is not there, ObjectMissing if the winning document
+        has been deleted since, or Unavailable: the decision may have been made then, so call again.
+        """
+        if self.committed is not None and _size(store, self.key) is None:
+            expected, found = self.committed.bytes, _size(store, self.manifest_key)
+            if found != expected:
+                raise InvalidRequest(
+                    f"{store.object_url(self.manifest_key)} has {found or 'no'} bytes, but {expected} in the proposal",
+                    "Does the daemon serve the store that the trainer writes to?",
+                )
+        return self.document if store.put_if_absent(self.key, self.document) else store.get(self.key)
+
 
 def _of_generation(run: str, number: int, document: bytes) -> Proposal:
     found = parse_sealed(document, Generation, "the proposal")
@@ -128,39 +148,8 @@ def _check_fits(fits: bool) -> None:
         )
 
 
-class RemoteCreateService:
-    """Decides proposals that arrive over HTTP. For any thread."""
-
-    def __init__(self, store: Store) -> None:
-        """store: with remote creates, if it needs them."""
-        self._store = store
-
-    def decide(self, proposal: Proposal) -> bytes:
-        """The winning document, decided now or earlier; it is in the store on return.
-
-        Raises InvalidRequest if it would commit a manifest that is not there, ObjectMissing if the winning document
-        has been deleted since, or Unavailable: the decision may have been made then, so call again.
-        """
-        if proposal.committed is not None and self._size(proposal.key) is None:
-            expected, found = proposal.committed.bytes, self._size(proposal.manifest_key)
-            if found != expected:
-                where = self._store.object_url(proposal.manifest_key)
-                raise InvalidRequest(
-                    f"{where} has {found or 'no'} bytes, but {expected} in the proposal",
-                    "Does the daemon serve the store that the trainer writes to?",
-                )
-        if self._store.put_if_absent(proposal.key, proposal.document):
-            return proposal.document
-        return self._store.get(proposal.key)
-
-    def is_superseded(self, proposal: Proposal) -> bool:
-        """Whether it only aborts an attempt that must not be committed any more: a newer generation has begun."""
-        if proposal.aborts is None:
-            return False
-        return superseded_by(Run(self._store, proposal.run), proposal.aborts.generation) is not None
-
-    def _size(self, key: str) -> int | None:
-        try:
-            return self._store.size(key)
-        except ObjectMissing:
-            return None
+def _size(store: Store, key: str) -> int | None:
+    try:
+        return store.size(key)
+    except ObjectMissing:
+        return None

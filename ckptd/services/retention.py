@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.format.records import Policy
 from ckptstore.names import Attempt
@@ -14,7 +13,6 @@ from ckptstore.retention.policy import KeepDecision, evaluate, policy_for, read_
 from ckptstore.retention.pruning import PrunePlan
 from ckptstore.retention.scrubbing import verified_at
 from ckptstore.run import Run
-from ckptstore.stores import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +46,13 @@ class RetentionView:
         return {decision.checkpoint.attempt: decision.reasons for decision in self.evaluate(checkpoints, self.policy)}
 
 
-class RetentionViews:
-    """Reads policies, holds and verifications. Any thread may use it."""
-
-    def __init__(self, store: Store, clock: Clock) -> None:
-        self._store = store
-        self._clock = clock
-
-    def of_run(self, run: str) -> RetentionView:
-        """The view of one run; takes a few listings. Raises InvalidName, Damaged or Unavailable."""
-        named = Run(self._store, run, self._clock)
-        in_force = read_policies(self._store)
-        return RetentionView(
-            policy=policy_for(in_force.policies, run) if in_force is not None else None,
-            holds=active_holds(named),
-            verified=verified_at(named),
-            now=self._clock(),
-            max_delete_fraction=in_force.policies.max_delete_fraction if in_force is not None else 1.0,
-        )
+def retention_view(run: Run) -> RetentionView:
+    """The view of one run; takes a few listings. Raises Damaged or Unavailable."""
+    in_force = read_policies(run.store)
+    return RetentionView(
+        policy=policy_for(in_force.policies, run.name) if in_force is not None else None,
+        holds=active_holds(run),
+        verified=verified_at(run),
+        now=run.clock(),
+        max_delete_fraction=in_force.policies.max_delete_fraction if in_force is not None else 1.0,
+    )
