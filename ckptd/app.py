@@ -38,7 +38,7 @@ from ckptd.index import (
     RestoreIndex,
     TokenIndex,
 )
-from ckptd.metrics import EventMetrics, Gauges, GoodputGauges, Metrics
+from ckptd.metrics import Gauges, GoodputGauges, Metrics
 from ckptd.pages import routes
 from ckptd.pages.sessions import PageSessions
 from ckptd.services import (
@@ -122,7 +122,7 @@ class _Core:
         self.waiting = Waiting()
         self.restores = RestoreIndex(self.database)
         self.events = Events(self.log, self.restores, self.waiting.wake)
-        self.log.subscribe(EventMetrics(self.metrics).count)
+        self.log.subscribe(self.metrics.count_events)
         self.metrics.leader.set_function(self.leadership.leads)
         self.metrics.waiting_requests.set_function(self.waiting.count)
 

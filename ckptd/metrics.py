@@ -40,10 +40,26 @@ class Metrics:
         self._create_event_metrics()
         self._create_housekeeping_metrics()
 
-    def count(self, op: str, error: CkptError) -> None:
+    def count_store_error(self, op: str, error: CkptError) -> None:
         """Count an error of an operation, if it says that the store failed."""
         if isinstance(error, Unavailable):
             self.store_errors.labels(op, error.code).inc()
+
+    def count_events(self, events: Sequence[EventBody]) -> None:
+        """Update the metrics from the event log. Each event is recorded by one daemon, and therefore counted once."""
+        for event in events:
+            detail = event.detail
+            if event.kind == EventKind.COMMITTED and "save_seconds" in detail:
+                self.commit_seconds.observe(detail["save_seconds"])
+                self.upload_bytes.inc(detail["stored_bytes"])
+            elif event.kind == EventKind.PRUNED:
+                self.prune_deleted.inc(detail["removed"])
+                self.prune_freed_bytes.inc(detail["freed_bytes"])
+            elif event.kind == EventKind.CORRUPT:
+                self.verify_failures.inc()
+            elif event.kind == EventKind.RESTORE_ENDED and detail["state"] == RestoreState.RESTORED:
+                self.restore_seconds.observe(detail["seconds"])
+                self.restore_bytes_per_second.set(detail["bytes"] / max(detail["seconds"], 1e-3))
 
     def _create_request_metrics(self) -> None:
         self.http_requests = self._counter("http_requests", "Requests answered.", "method", "route", "status")
@@ -201,26 +217,3 @@ class GoodputGauges(Collector):
                     age.add_metric([run], max(0.0, now - local.since))
                     report_age.add_metric([run], max(0.0, now - local.at))
         return count, stored, age, report_age
-
-
-class EventMetrics:
-    """Updates metrics from the event log. Each event is recorded by one daemon, and therefore counted once."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-
-    def count(self, events: Sequence[EventBody]) -> None:
-        """Add events to the metrics. Any thread may call."""
-        for event in events:
-            detail = event.detail
-            if event.kind == EventKind.COMMITTED and "save_seconds" in detail:
-                self._metrics.commit_seconds.observe(detail["save_seconds"])
-                self._metrics.upload_bytes.inc(detail["stored_bytes"])
-            elif event.kind == EventKind.PRUNED:
-                self._metrics.prune_deleted.inc(detail["removed"])
-                self._metrics.prune_freed_bytes.inc(detail["freed_bytes"])
-            elif event.kind == EventKind.CORRUPT:
-                self._metrics.verify_failures.inc()
-            elif event.kind == EventKind.RESTORE_ENDED and detail["state"] == RestoreState.RESTORED:
-                self._metrics.restore_seconds.observe(detail["seconds"])
-                self._metrics.restore_bytes_per_second.set(detail["bytes"] / max(detail["seconds"], 1e-3))

@@ -21,7 +21,7 @@ from ckptd.index import RunSummary
 from ckptd.services.events import CHECKPOINTS
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import NoCheckpoint
-from ckptstore.names import Attempt, check_run
+from ckptstore.names import Attempt, RunKeys, check_run
 
 router = APIRouter()
 
@@ -128,7 +128,7 @@ async def entries(
 @router.head(bodies.CHECKPOINTS + "/{id}/manifest", include_in_schema=False)
 async def manifest(request: Request, ctx: Ctx, reference: Ref) -> Response:
     """The stored manifest: zstd-compressed JSON."""
-    stored = await ctx.threads.store(ctx.objects.manifest, reference)
+    stored = await ctx.threads.store(ctx.objects.find, reference, RunKeys.manifest)
     return await object_response(request, ctx, stored)
 
 
@@ -136,7 +136,7 @@ async def manifest(request: Request, ctx: Ctx, reference: Ref) -> Response:
 @router.head(bodies.CHECKPOINTS + "/{id}/receipts/{rank}", include_in_schema=False)
 async def receipt(request: Request, ctx: Ctx, reference: Ref, rank: Annotated[int, Path(ge=0, le=99_999)]) -> Response:
     """The stored receipt of a rank."""
-    stored = await ctx.threads.store(ctx.objects.receipt, reference, rank)
+    stored = await ctx.threads.store(ctx.objects.find, reference, RunKeys.receipt, rank)
     return await object_response(request, ctx, stored)
 
 
@@ -153,7 +153,7 @@ async def statistics(
 @router.head(bodies.CHECKPOINTS + "/{id}/shards/{name}", include_in_schema=False)
 async def shard(request: Request, ctx: Ctx, reference: Ref, name: Annotated[str, Path(max_length=32)]) -> Response:
     """A shard, or one range of its bytes."""
-    stored = await ctx.threads.store(ctx.objects.shard, reference, name)
+    stored = await ctx.threads.store(ctx.objects.find, reference, RunKeys.shard, name)
     return await object_response(request, ctx, stored)
 
 

@@ -104,7 +104,7 @@ class RecoveryLoop:
 
     def _count(self, run: str, error: CkptError) -> None:
         _LOG.warning("cannot check for unfinished attempts of run %s: %s", run, error)
-        self._metrics.count("recover", error)
+        self._metrics.count_store_error("recover", error)
 
 
 class OrphanCollector:

@@ -87,7 +87,7 @@ class RequestLog:
             return
         if error.http_status >= 500:
             _LOG.warning("%s: %s", error.code, error)
-        self._metrics.count(route_of(scope), error)
+        self._metrics.count_store_error(route_of(scope), error)
 
     def _finish(self, scope: Scope, status: int, seconds: float) -> None:
         route = route_of(scope)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -85,7 +86,7 @@ class Contents:
         with self._lock:
             content = self._kept.get(checkpoint.manifest_digest)
             if content is None:
-                stored = self._objects.manifest(reference)
+                stored = self._objects.find(reference, RunKeys.manifest)
                 if stored.bytes != checkpoint.manifest_bytes:
                     raise CorruptObject(f"the manifest of {checkpoint.id} has {stored.bytes} bytes")
                 content = check_manifest_data(checkpoint, self._objects.read_all(stored)).content
@@ -123,20 +124,10 @@ class Objects:
         self._size = lru_cache(_SIZES_KEPT)(store.size)
         self._named: dict[Reference, Attempt] = {}
 
-    def shard(self, reference: Reference, name: str) -> StoredObject:
-        """A shard of a checkpoint."""
+    def find(self, reference: Reference, key: Callable[..., str], *of: str | int) -> StoredObject:
+        """An object of a checkpoint. key: its method of RunKeys, which is called with the attempt and `of`."""
         attempt = self._attempt(reference)
-        return self._object(RunKeys(reference.run).shard(attempt, name))
-
-    def manifest(self, reference: Reference) -> StoredObject:
-        """The manifest of a checkpoint."""
-        attempt = self._attempt(reference)
-        return self._object(RunKeys(reference.run).manifest(attempt))
-
-    def receipt(self, reference: Reference, rank: int) -> StoredObject:
-        """The receipt of a rank."""
-        attempt = self._attempt(reference)
-        return self._object(RunKeys(reference.run).receipt(attempt, rank))
+        return self._object(key(RunKeys(reference.run), attempt, *of))
 
     def statistics(self, reference: Reference, rank: int) -> StoredObject:
         """The statistics of a rank, which are a part of its shard if it has one. Raises CorruptObject as well."""

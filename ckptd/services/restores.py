@@ -450,7 +450,7 @@ class RestoreLeases:
                     self.release(restore)
             except CkptError as error:
                 _LOG.warning("cannot renew or release the lease of restore %s: %s", restore.id, error)
-                self._metrics.count("restore", error)
+                self._metrics.count_store_error("restore", error)
 
     def _run(self, name: str) -> Run:
         return Run(self._store, name, self._clock)

@@ -324,7 +324,7 @@ class StoreSync:
 
     def _count(self, error: CkptError, level: int = logging.WARNING) -> None:
         _LOG.log(level, "cannot synchronize with the store: %s", error)
-        self._metrics.count("sync", error)
+        self._metrics.count_store_error("sync", error)
 
 
 def _without(reading: Reading, known: IndexedAttempts) -> Reading:
