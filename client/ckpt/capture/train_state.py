@@ -26,7 +26,7 @@ GRADIENTS = "grads"
 RNG = "rng"
 RESERVED = (MODEL, OPTIMIZER, GRADIENTS, RNG)
 _MISTAKEN = frozenset(("tags", "tag", "metric", "name", "run", "step", "strict", "map_location", "pin"))
-"""What callers expect to be an option. An extra of this name has to be an object."""
+"""Names that callers expect to be options. An extra of this name has to be an object."""
 
 
 @runtime_checkable
