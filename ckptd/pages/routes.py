@@ -18,10 +18,9 @@ from ckptd.pages.contents import ContentsView, contents_view
 from ckptd.pages.queries import RunOrder, page_query, runs_query
 from ckptd.pages.rendering import page
 from ckptd.pages.restores import session_view
-from ckptd.pages.runs import Progress, RunRow, chosen_runs, progress, run_row, run_view
+from ckptd.pages.runs import Progress, RetentionView, RunRow, chosen_runs, progress, retention_view, run_row, run_view
 from ckptd.pages.sessions import VISIT, Visit, read_form
 from ckptd.pages.timeline import goodput_view
-from ckptd.services.retention import RetentionView, retention_view
 from ckptd.services.tokens import Caller
 from ckptd.services.uploads import live_uploads
 from ckptstore import human

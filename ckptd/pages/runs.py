@@ -1,4 +1,4 @@
-"""The view of one run with its checkpoints. Pure."""
+"""The view of one run with its checkpoints, and why they are kept. Pure, except for `retention_view`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ from ckptstore import human
 from ckptstore.analysis.charts import Line, Point, Tick, sparkline, step_axis
 from ckptstore.analysis.goodput import Account, EndOf
 from ckptstore.commits.catalog import Checkpoint, State, has_branches
-from ckptstore.format.records import LocalOnly
+from ckptstore.format.records import LocalOnly, Policy
 from ckptstore.names import Attempt
-from ckptstore.retention.policy import KeepDecision
+from ckptstore.retention.pins import Holds, active_holds
+from ckptstore.retention.policy import KeepDecision, evaluate, policy_for, read_policies
+from ckptstore.retention.pruning import PrunePlan
+from ckptstore.retention.scrubbing import verified_at
+from ckptstore.run import Run
 
 PAGE_ROWS = 50
 _METRICS_IN_A_ROW = 2
@@ -330,4 +334,47 @@ def _marks(own: Sequence[Checkpoint], across: Callable[[float], float], y: float
     return tuple(
         Point(across(c.step), y, f"step {c.step:,} ({c.branch_state})", c.state, f"/checkpoints/{quote(c.id)}")
         for c in kept
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionView:
+    """Policy, holds and verifications of one run, read from the store."""
+
+    policy: Policy | None
+    """The policy in force for the run; None if the run is never pruned."""
+    holds: Holds
+    verified: Mapping[Attempt, float]
+    """When each attempt last passed verification, by the store's clock."""
+    now: float
+    max_delete_fraction: float
+
+    def blocked(self, run: str, checkpoints: Sequence[Checkpoint]) -> str:
+        """Why the policy is not applied: it would delete too many checkpoints of the run. Empty if it is."""
+        if self.policy is None:
+            return ""
+        decisions = tuple(self.evaluate(checkpoints, self.policy))
+        return PrunePlan(decisions, (run,), max_delete_fraction=self.max_delete_fraction).blocked
+
+    def evaluate(self, checkpoints: Sequence[Checkpoint], policy: Policy) -> list[KeepDecision]:
+        """The decisions that a prune would make about these checkpoints of the run."""
+        newest = max((c.attempt for c in checkpoints if c.attempt in self.verified), default=None)
+        return evaluate(policy, checkpoints, self.holds, self.now, newest)
+
+    def reasons(self, checkpoints: Sequence[Checkpoint]) -> dict[Attempt, tuple[str, ...]]:
+        """The reasons to keep each checkpoint; without a policy, its holds."""
+        if self.policy is None:
+            return {c.attempt: tuple(self.holds.get(c.attempt, ())) for c in checkpoints}
+        return {decision.checkpoint.attempt: decision.reasons for decision in self.evaluate(checkpoints, self.policy)}
+
+
+def retention_view(run: Run) -> RetentionView:
+    """The view of one run; takes a few listings. Raises Damaged or Unavailable."""
+    in_force = read_policies(run.store)
+    return RetentionView(
+        policy=policy_for(in_force.policies, run.name) if in_force is not None else None,
+        holds=active_holds(run),
+        verified=verified_at(run),
+        now=run.clock(),
+        max_delete_fraction=in_force.policies.max_delete_fraction if in_force is not None else 1.0,
     )
