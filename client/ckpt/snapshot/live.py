@@ -61,7 +61,7 @@ _PIECE_BYTES = 16 << 20
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
-    """Of host memory, in pieces: there is none for a copy of the whole tensor."""
+    """The digest of host memory, read in pieces: there is no memory for a copy of the whole tensor."""
     found = xxhash.xxh3_128()
     for at in range(0, 0 if has_device(tensor) else tensor.nbytes, _PIECE_BYTES):
         found.update(_read(tensor, at, min(at + _PIECE_BYTES, tensor.nbytes)))
