@@ -204,7 +204,7 @@ class _Description(NamedTuple):
     """By leaf: the number of its tensor; size, stride and offset if it is a part of that."""
     collector: TensorCollector
     copies: list[Sequence[tuple[str, int]]]
-    """Those of the collector, with numbers of tensors."""
+    """The copies of the collector, with numbers of tensors."""
     groups: dict[str, list[list[list[str]]]]
     """Names of parameters by item, optimizer and group, where this rank writes the groups."""
 

@@ -218,7 +218,7 @@ def first_elements(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Of the bytes of a tensor."""
+    """The hash of the bytes of a tensor."""
     # A copy: torch refuses to resize a storage once numpy has seen its memory.
     return xxhash.xxh3_64_hexdigest(tensor_bytes(tensor.resolve_conj().resolve_neg().cpu().contiguous().clone()))
 

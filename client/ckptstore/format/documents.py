@@ -243,7 +243,7 @@ REPLICAS = "replicas"
 
 
 class Replicas(msgspec.Struct, omit_defaults=True):
-    """What one rank holds of state that others hold, too."""
+    """Digests of state that one rank holds, and others, too."""
 
     alike: dict[str, str] = {}
     """Texts by name that must be equal on all ranks that have the name."""

@@ -107,7 +107,7 @@ def _check_alike(receipts: Sequence[StoredReceipt]) -> None:
 
 
 def replicas(stored: StoredReceipt) -> Replicas:
-    """What a rank says of state that others hold, too."""
+    """The digests that a rank gives of state that others hold, too."""
     return stored.receipt.extension(REPLICAS, Replicas) or Replicas()
 
 
