@@ -249,7 +249,7 @@ def test_replicas_write_about_as_many_bytes(spread: Matrix, layout: str, writers
 
 
 _HARMLESS = ("get_", "is_", "supports_", "destroy_", "init_", "record_")
-_MEETINGS = ("gather", "decide", "gather_alike", "broadcast", "exchange_group")
+_MEETINGS = ("gather", "decide", "gather_alike", "exchange_group")
 
 
 def without_collectives(store: str, layout: str) -> dict[str, Any]:
