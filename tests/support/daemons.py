@@ -84,9 +84,6 @@ def running_daemon(
     db_url: None for an index that lives as long as the block. options: more arguments of `serve`.
     environment: instead of this process's own. program: another one with the same options, and how Python runs it.
     """
-    if ready and ("://" not in store_url or store_url.startswith("file://")):
-        # Without it the daemon is not ready before its next poll, which may be in an hour.
-        Path(store_url.removeprefix("file://")).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         log_path, db_url = Path(folder) / "log", db_url or f"sqlite:///{folder}/index.db"
         arguments = [
