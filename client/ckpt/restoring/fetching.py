@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from typing import Literal
 
 import numpy as np
@@ -64,9 +65,18 @@ class Fetcher:
         """Whether ranks exchange what they read, so that `manifest` is a collective."""
         return self._share == "broadcast"
 
-    def protect(self) -> None:
-        """Take the lease (rank 0). Raises NoCheckpoint if the checkpoint is being deleted, and CorruptObject if it is
-        listed as corrupt."""
+    @contextmanager
+    def protecting(self) -> Iterator[Callable[[], None]]:
+        """Take the lease (rank 0) in a thread during the block.
+
+        Yields a function that waits for the lease; call it before the first byte is placed. It raises NoCheckpoint if
+        the checkpoint is being deleted, and CorruptObject if it is listed as corrupt. After the block `lease` is known,
+        even if it fails, so that the caller can release it.
+        """
+        with ThreadPoolExecutor(1, thread_name_prefix="ckpt-lease") as pool:
+            yield pool.submit(self._protect).result
+
+    def _protect(self) -> None:
         if self.checkpoint.state is State.CORRUPT:
             raise CorruptObject(self.checkpoint.problem)
         if self._world.rank == 0:

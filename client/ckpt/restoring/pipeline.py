@@ -250,7 +250,8 @@ class Restorer:
         session = RestoreSession(self._config, self._world.rank, self._world.size)
         fetcher = Fetcher(self._source, self._config, self._world, checkpoint, self._local)
         try:
-            prepared = self._prepare(state, fetcher, session, strict)
+            with fetcher.protecting() as await_lease:
+                prepared = self._prepare(state, fetcher, session, await_lease, strict)
             plan = prepared.plan
             self._begun.append(checkpoint.id)
             self._overwritten |= plan.overwritten
@@ -265,22 +266,31 @@ class Restorer:
             raise
         return plan, fetcher
 
-    def _prepare(self, state: TrainState, fetcher: Fetcher, session: RestoreSession, strict: bool) -> PreparedRestore:
-        """Protect the checkpoint, read the documents and plan; changes nothing live. One meeting; one more if ranks
-        exchange what they read, and one more under another world size, where rank 0 reads the items of all ranks and
-        shares them out.
+    def _prepare(
+        self,
+        state: TrainState,
+        fetcher: Fetcher,
+        session: RestoreSession,
+        await_lease: Callable[[], None],
+        strict: bool,
+    ) -> PreparedRestore:
+        """Read the documents and plan; changes nothing live. One meeting; one more if ranks exchange what they read,
+        and one more under another world size, where rank 0 reads the items of all ranks and shares them out.
 
-        Raises StateMismatch if the checkpoint does not fit the objects of every rank.
+        await_lease: see Fetcher.protecting. Raises StateMismatch if the checkpoint does not fit
+        the objects of every rank.
         """
         world, prepared = self._world, PreparedRestore(self._source, fetcher, state, self._rng)
-        # The lease comes before all reads: what is missing because the checkpoint is being deleted is not damage.
-        steps: list[Callable[[], object]] = [partial(session.join, fetcher.checkpoint, self._key), fetcher.protect]
+        steps: list[Callable[[], object]] = [partial(session.join, fetcher.checkpoint, self._key)]
         if fetcher.exchanges:
             # The manifest is read in a collective.
-            self._together.do(*steps, fetcher.read_ahead)
+            self._together.do(*steps, partial(_unless_deleted, fetcher.read_ahead, await_lease), await_lease)
             steps = []
-        steps += prepared.read_manifest, partial(prepared.read_items, world), prepared.plan_reads
-        reports = self._together.do(*steps, report=lambda: (session.joined, prepared.states, self._fit(prepared)))
+        reads = (prepared.read_manifest, partial(prepared.read_items, world), prepared.plan_reads)
+        steps += [partial(_unless_deleted, read, await_lease) for read in reads]
+        reports = self._together.do(
+            *steps, await_lease, report=lambda: (session.joined, prepared.states, self._fit(prepared))
+        )
         if not all(joined for joined, *_ in reports):
             session.end(Phase.FAILED, "not all ranks could join")
         if prepared.manifest.world_size == world.size:
@@ -323,6 +333,15 @@ class Restorer:
         plan.finish.clear()  # they hold the plan, which holds them
 
 
+def _unless_deleted(read: Callable[[], object], await_lease: Callable[[], None]) -> None:
+    """If the checkpoint is being deleted, raise the lease's error: what is missing then is not damage."""
+    try:
+        read()
+    except CkptError:
+        await_lease()
+        raise
+
+
 TRY_NEXT = (CorruptObject, ObjectMissing, NoCheckpoint)
 """Errors that another checkpoint may cure."""
 
@@ -342,7 +361,7 @@ class Together:
 
     A meeting costs more than most of the work between two of them. So work that changes nothing of the caller's is done
     in several steps before one meeting. The error that counts is the one of the earliest step, as if the ranks had met
-    after each.
+    after each. NoCheckpoint is the exception: it explains what other ranks found missing or damaged in earlier steps.
     """
 
     def __init__(self, world: World) -> None:
@@ -352,8 +371,8 @@ class Together:
     def do(self, *steps: Callable[[], object], report: Callable[[], Any] = lambda: None) -> list[Any]:
         """Do the steps one after the other, then meet. Returns every rank's report (JSON types and bytes).
 
-        Raises one rank's error on all ranks, of the earliest step that failed: one that another checkpoint would not
-        cure takes precedence, then NoCheckpoint.
+        Raises one rank's error on all ranks: of the earliest step that failed, or NoCheckpoint of any step. Among these
+        one that another checkpoint would not cure takes precedence, then NoCheckpoint.
         """
         return self.do_and_choose(steps, report, lambda: None)[0]
 
@@ -397,7 +416,8 @@ class Together:
         if not failed:
             return parsed
         first = min(steps for steps, _ in failed)
-        raise min((error for steps, error in failed if steps == first), key=_precedence)
+        errors = [error for steps, error in failed if steps == first or isinstance(error, NoCheckpoint)]
+        raise min(errors, key=_precedence)
 
     def _error_of(self, code: str, message: str, hint: str, chunks: Sequence[tuple[str, int]]) -> CkptError:
         error = error_from_code(code, message, hint)

@@ -346,7 +346,8 @@ _FAILING: dict[str, dict[str, list[Any]]] = {
     "none": {},
     "the earliest step": {"0": [2, "unfit"], "1": [1, "damaged"]},
     "no other checkpoint helps": {"0": [1, "damaged"], "1": [1, "unfit"]},
-    "deleted meanwhile": {"0": [1, "deleted"], "1": [1, "damaged"]},
+    "deleted meanwhile": {"0": [2, "deleted"], "1": [1, "damaged"]},
+    "unfit before it was deleted": {"0": [2, "deleted"], "1": [1, "unfit"]},
     "a bug": {"1": [0, "bug"]},
     "in the choice": {"0": [3, "damaged"]},
 }
@@ -399,6 +400,7 @@ def test_all_ranks_get_all_reports_and_what_rank_0_chooses(outcomes: dict[object
         ("the earliest step", "corrupt", "damaged on rank 1"),
         ("no other checkpoint helps", "state_mismatch", "unfit on rank 1"),
         ("deleted meanwhile", "no_checkpoint", "deleted on rank 0"),
+        ("unfit before it was deleted", "state_mismatch", "unfit on rank 1"),
         ("a bug", "restore_failed", "rank 1 cannot restore: ValueError('bug on rank 1')"),
         ("in the choice", "corrupt", "damaged on rank 0"),
     ],
