@@ -26,7 +26,7 @@ from bench.virtual_store import Clock, Limits, Requests, VirtualStore, lanes_of
 from ckptapi.listing import Filter, Sort
 from ckptd.index import Database, Index, Listing
 from ckptd.metrics import Metrics
-from ckptd.services import Catalog, Freshness, StoreSync, store_sync
+from ckptd.services import Catalog, Freshness, StoreSync
 from ckptstore import threads
 from ckptstore.commits import catalog, hidden
 from ckptstore.format.parsing import seal
@@ -161,7 +161,7 @@ def run_name(number: int) -> str:
 def in_virtual_time(clock: Clock) -> Iterator[None]:
     """The daemon's threads are those of the simulation."""
     with ExitStack() as stack:
-        for module in (store_sync, catalog, hidden, threads):
+        for module in (catalog, hidden, threads):
             stack.enter_context(patch.object(module, "ThreadPoolExecutor", lanes_of(clock)))
         yield
 
