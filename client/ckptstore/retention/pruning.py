@@ -31,7 +31,6 @@ MAX_DELETE_FRACTION = 0.9
 """The largest fraction of a run that a prune removes unless a person confirmed the plan."""
 SMALL_RUN = 10
 """The fraction limits only runs with more checkpoints than this."""
-_NAMED = 3
 
 
 class Prune(msgspec.Struct, frozen=True):
@@ -213,8 +212,8 @@ def apply_prunes(
             if part.remove:
                 on_change(name)
     if blocked:
-        more = f"; {len(blocked) - _NAMED} more runs likewise" if len(blocked) > _NAMED else ""
+        others = f"; and {len(blocked) - 1} more likewise" if blocked[1:] else ""
         raise TooMuchToDelete(
-            "; ".join(blocked[:_NAMED]) + more, "Check the plan (--dry-run), then force the prune if the plan is right"
+            blocked[0] + others, "Check the plan (--dry-run), then force the prune if the plan is right"
         )
     return replace(plan, held=tuple(held))
