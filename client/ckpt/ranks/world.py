@@ -203,12 +203,12 @@ class World:
 
         return under_way
 
-    def apart(self, name: str) -> World:
+    def apart(self, name: str | None = None) -> World:
         """The same ranks, for meetings of this name; ranks that do not come stay in step with the others. After two
-        minutes they are lost."""
+        minutes they are lost. None: a new name; then all ranks must call this in the same order."""
         found = copy(self)
         if self.size > 1:
-            store = prefixed(f"apart/{name}", self._store)
+            store = prefixed(f"apart/{name or self._next_key()}", self._store)
             found._meetings, found._last_beat = _Meetings(store, store), 0.0
             found._silence_s = min(self._silence_s, _APART_S)
         return found

@@ -123,10 +123,10 @@ class LayoutAgreement:
         """A capture of the state for the agreement, and the bytes of its snapshots.
 
         Without an agreement the ranks meet for it, as a collective, and agree on nothing: saves may be given other
-        objects.
+        objects. Raises RankLost; other meetings are still in step then.
         """
         if self._agreement is None:
-            ownership = self._meet(state, lambda: None, self._world()).ownership
+            ownership = self._meet(state, lambda: None, self._world().apart()).ownership
             captured = self._captured(state, ownership, grads=False)
         else:
             ownership, captured = self._agreement.ownership, self._capture(state, grads=False)

@@ -28,7 +28,7 @@ from ckpt.snapshot.handle import LiveCounters, LiveHandle, SaveHandle
 from ckpt.snapshot.live import LiveState
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.generations import NewAttempt, Session
-from ckptstore.errors import BadInput, CkptError, InvalidRequest, SaveSkipped, Superseded
+from ckptstore.errors import BadInput, CkptError, InvalidRequest, RankLost, SaveSkipped, Superseded
 from ckptstore.format.records import SaveCost
 from ckptstore.names import Attempt, check_step, derive_ulid
 from ckptstore.reading.source import Source, StoreSource
@@ -361,7 +361,10 @@ class RunSaves:
         self._looking.start()
 
     def make_ready(self, state: TrainState) -> None:
-        """A training run will save: its first save need wait neither for the saver nor for memory. A collective."""
+        """A training run will save: its first save need wait neither for the saver nor for memory. A collective.
+
+        Everything is restored: a rank that has ended since is not reported here but by the next meeting.
+        """
         client = self._saving_client()
         client.calls.run(client.start)
         if self.agreement.session is not None:
@@ -369,7 +372,7 @@ class RunSaves:
         try:
             captured, num_bytes = self.agreement.estimate(state)
             client.calls.run(client.arena.expect, num_bytes, captured.leaves.gpu, False)
-        except BadInput as error:
+        except (BadInput, RankLost) as error:
             logger.warning("the first save will wait for its memory: %s", error)
 
     @property

@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt import Checkpointer
 from ckpt.ranks.world import World
-from ckptstore.errors import CkptError
+from ckpt.snapshot.agreement import LayoutAgreement
+from ckptstore.errors import CkptError, RankLost
 from ckptstore.format.planning import derived_bytes, entry_bytes
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.stores import open_store
@@ -155,7 +156,7 @@ def outcomes(folder: Path) -> dict[str, Outcome]:
         )
         for layout in _LAYOUTS
     }
-    for name in ("change_layout", "change_everywhere", "fail_to_describe", "derive_under_fsdp2"):
+    for name in ("change_layout", "change_everywhere", "fail_to_describe", "leave_after_restore", "derive_under_fsdp2"):
         scenarios[name] = Scenario(f"{__name__}:{name}", 2, {"store": str(folder / name)})
     return run_named(scenarios, folder / "ranks")
 
@@ -187,6 +188,10 @@ def test_ranks_whose_layout_changes_in_the_same_save_agree_again(outcomes: dict[
         assert result["restored"] == [[name, True] for name in CHANGES]
         assert result["agreed"] == ["kept", *["met"] * len(CHANGES)]
     assert (first["warnings"], second["warnings"]) == (1, 0)
+
+
+def test_a_rank_that_leaves_after_a_restore_fails_it_on_no_other_one(outcomes: dict[str, Outcome]) -> None:
+    assert outcomes["leave_after_restore"].result() == [[1, 2], [1, 2]]
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -407,6 +412,19 @@ def derive_under_fsdp2(store: str) -> dict[str, Any]:
             except CkptError as error:
                 found |= {"code": error.code, "said": str(error)}
     return found
+
+
+def leave_after_restore(store: str) -> list[int]:
+    """Rank 0 does not come when memory is made ready after the restore. The meeting of the next save is in step."""
+    made = Trained()
+    with Checkpointer(store, run=RUN, writer="thread") as checkpointer:
+        made.save(checkpointer, 1).result(60)
+    leaves = patch.object(LayoutAgreement, "_meet", side_effect=RankLost("gone", "")) if not dist.get_rank() else None
+    with Checkpointer(store, run=RUN, writer="thread") as checkpointer:
+        with leaves or patch("ckpt.ranks.world._APART_S", 1.0):
+            restored = checkpointer.restore(made.model, made.optims)
+        assert restored is not None
+        return [restored.step, made.save(checkpointer, 2).result(60).step]
 
 
 def fail_to_describe(store: str) -> dict[str, str]:
