@@ -46,7 +46,7 @@ class Held:
         return self
 
     def see(self, rank: int) -> None:
-        """Statistics become those of this rank, after the ranks have agreed."""
+        """This rank's own statistics, once the ranks have agreed."""
         for module in self.model.modules():
             if isinstance(module, nn.BatchNorm1d):
                 module(torch.randn(4, module.num_features) + rank)

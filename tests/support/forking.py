@@ -5,8 +5,8 @@
 A daemon takes a second to import itself, and a trainer, with torch, three; hundreds of tests start one. A fork runs a
 module as `python -m` does: with arguments, environment and output of its own, as a process of its own that is killed,
 signalled and waited for like any other. What must begin with a bare interpreter (command lines, installations) uses
-subprocess. The host of a framework on torch is a fork of the host of trainers, and those of the workers of pytest-xdist
-are forks of hosts of their controller.
+subprocess. The host of a framework on torch is a fork of the host of trainers, and the hosts
+of pytest-xdist's workers are forks of the controller's hosts.
 """
 
 from __future__ import annotations

@@ -85,8 +85,8 @@ def _capture_optimizers(collector: TensorCollector, item: str, state: TrainState
 
 
 def _held(optimizer: optimizers.NamedOptimizer, ownership: Ownership) -> dict[str, str]:
-    """The parameters that have state, for each set of ranks that should hold the same: where the first of them has
-    none, that of the others would be lost."""
+    """The parameters that have state, for each set of ranks that should hold the same: if the first of them has no
+    state, the state of the others would be lost."""
     held: dict[tuple[int, ...], dict[str, bool]] = defaultdict(dict)
     for name, leaf in optimizer.leaves.items():
         ranks = ownership.holders.get(ownership.state_unit(leaf.unit, optimizer.item), ())

@@ -220,7 +220,7 @@ def host_path(store: str, run: str, role: str) -> Path:
     """A file of one run in this host's folder. role: the end of its name. Raises InvalidRequest as SaverLock does.
 
     All spellings of a store have the same files: with and without symbolic links, and slashes at the end. Locks and
-    sockets are those of this host until it is restarted: hosts may share the folder.
+    sockets belong to this host until it is restarted: hosts may share the folder.
     """
     scheme, separator, path = store.rstrip("/").partition("://")
     store = f"{scheme}{separator}{os.path.realpath(path) if scheme == 'file' else path}"

@@ -71,7 +71,7 @@ class PreparedRestore:
             notes = list(self.rank_state.notes)
             entries = self.manifest.content.entries.name
             if own := {one.partition("/")[2] for one in entries if one.startswith(RANK_PREFIX)}.intersection(entries):
-                notes.append(f"each rank had its own {', '.join(sorted(own))}: those of the lowest rank are restored")
+                notes.append(f"each rank had its own {', '.join(sorted(own))}: the lowest rank's are restored")
             for note in notes:
                 logger.warning("%s: %s", self._fetcher.checkpoint.id, note)
 

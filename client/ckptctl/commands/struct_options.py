@@ -96,7 +96,7 @@ def with_options(**structs: type[msgspec.Struct]) -> Callable[[Callable[..., Non
 
 
 def with_session(command: Callable[..., None]) -> Callable[..., None]:
-    """A command for Typer, which passes a context: if its first parameter is a Session, it gets that of the context."""
+    """A command for Typer, which passes a context: a first parameter of type Session gets the context's session."""
     first, *others = inspect.signature(command, eval_str=True).parameters.values()
     if first.annotation is not Session:
         return command

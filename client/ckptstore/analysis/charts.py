@@ -188,7 +188,7 @@ def step_axis(steps: Sequence[int], left: float, right: float) -> tuple[Callable
 
 
 def _scale(values: Sequence[float], begin: float, end: float) -> Callable[[float], float]:
-    """The place of a value between two edges, which are those of the lowest and the highest value."""
+    """The place of a value between the edges of the lowest and the highest value."""
     low, high = _limits(values)
     return lambda value: round(begin + (end - begin) * _share(value, low, high), 1)
 
