@@ -77,6 +77,8 @@ def test_saves_are_local_and_the_queue_is_replicated_in_order(away: Any, remote:
         proxy.away = away if off and away != "forbidden" else None
         proxy.refuses = lambda _: off and away == "forbidden"
 
+    # Once it answers, one try has to be enough, on a slow machine too.
+    remote.options["config_kwargs"] = {"connect_timeout": 0.5, "read_timeout": 3.0 if away == "silent" else 60.0}
     with remote.start() as checkpointer:
         switch(off=True)
         for step in (1, 2, 3):
