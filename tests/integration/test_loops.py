@@ -44,6 +44,7 @@ def test_torchrun_starts_killed_workers_again_and_another_number_of_them_takes_t
     torchrun = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "examples/elastic.py", "--store", store]
     workers: dict[int, int] = {}
     killed: list[int] = []
+    resumed = 0
     lines: list[list[str]] = []
     environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with Job("torch.distributed.run", torchrun, environment=environment) as job:
@@ -53,14 +54,14 @@ def test_torchrun_starts_killed_workers_again_and_another_number_of_them_takes_t
                     workers[int(words[1])] = int(words[2])
                 elif words[:1] == ["resumed"]:
                     assert killed
-                    assert words[1] == "3"
-                    lines = kept(lines, 3)
+                    resumed = int(words[1])  # not always 3: others may have gone on before the signal came
+                    lines = kept(lines, resumed)
                 elif words[:1] == ["step"]:
                     lines.append(words)
                     if words[1:3] == ["1", "5"] and not killed:
                         killed.append(workers[1])
                         os.kill(workers[1], signal.SIGKILL)
-                    if words[2] == "11":
+                    if words[2] == "11" and resumed:
                         break
         finally:
             job.kill()
@@ -68,6 +69,7 @@ def test_torchrun_starts_killed_workers_again_and_another_number_of_them_takes_t
                 with suppress(ProcessLookupError):
                     os.kill(worker, signal.SIGKILL)
     assert killed[0] not in workers.values()
+    assert resumed % 3 == 0
     assert sorted(lines) == sorted(words for words in whole if int(words[2]) < 11 or words in lines)
     with Job(module, ["--store", store], 3) as job:
         last = [words for words in job.finish() if words[0] in ("step", "resumed")]
