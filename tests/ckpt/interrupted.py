@@ -1,16 +1,19 @@
 """A small training program that an exception of a signal handler interrupts at one line, which catches it and goes on.
 
-`python -m tests.ckpt.interrupted PART OF` raises at every line that the training thread visits in the watched files,
-one after the other, of which it does one part; prints what it found as JSON. sys.settrace puts the exception between
-two lines, on the training thread alone, as signal handlers do.
+`python -m tests.ckpt.interrupted PART OF` raises at every line that the training thread visits in the watched files, in
+each call of the program that visits it, of which it does one part; prints what it found as JSON. sys.settrace puts the
+exception between two lines, on the training thread alone, as signal handlers do. Each attempt has a process of its own:
+one that hangs or crashes is a finding, too.
 """
 
 from __future__ import annotations
 
 import errno
 import faulthandler
+import functools
 import json
 import logging
+import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -32,6 +35,7 @@ from tests.ckpt.snapshot.simulated import PromptDevice, plugged_in
 WATCHED = ("ckpt/snapshot/", "ckpt/restoring/", "ckpt/saver/", "ckptstore/threads.py")
 _ROOT = str(Path(ckptstore.__file__).parents[1]) + "/"
 _PATIENCE_S = 100
+_MEMORY = "/dev/shm"
 
 
 class Alarm(Exception):
@@ -40,31 +44,39 @@ class Alarm(Exception):
 
 KINDS: tuple[type[BaseException], ...] = (KeyboardInterrupt, MemoryError, Alarm)
 MODES = ("overlap", "eager", "process", "live", "device")
-Line = tuple[str, int]
+Line = tuple[str, str, int]
+"""A call of the program, a file, and a line that the call visits."""
+
+
+@functools.cache
+def _is_watched(file: str) -> bool:
+    return file.startswith(tuple(_ROOT + part for part in WATCHED))
 
 
 @dataclass
 class Interruption:
-    """Raises once, where a block reaches a line; notes the lines that are reached."""
+    """Raises once, where a call reaches a line; notes the lines that are reached."""
 
     kind: type[BaseException] = KeyboardInterrupt
     line: Line | None = None
     raised: bool = False
     seen: dict[Line, None] = field(default_factory=dict)
+    call: str = ""
 
     def __enter__(self) -> None:
-        sys.settrace(self._called)
+        if self.line is None or self.line[0] == self.call:
+            sys.settrace(self._called)
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
 
     def _called(self, frame: FrameType, event: str, arg: Any) -> Any:
         code = frame.f_code
-        watched = code.co_filename.startswith(tuple(_ROOT + part for part in WATCHED))
-        return self._reached if watched and code.co_name not in ("<module>", "__del__") else None
+        watched = _is_watched(code.co_filename) and code.co_name not in ("<module>", "__del__")
+        return self._reached if watched else None
 
     def _reached(self, frame: FrameType, event: str, arg: Any) -> Any:
-        line = (frame.f_code.co_filename.removeprefix(_ROOT), frame.f_lineno)
+        line = (self.call, frame.f_code.co_filename.removeprefix(_ROOT), frame.f_lineno)
         if event == "line":
             self.seen.setdefault(line)
             if line == self.line and not self.raised:
@@ -91,15 +103,15 @@ class Program:
         """Raises AssertionError, or whatever the program did not expect."""
         self._plainly(self._save_sync)
         self._train()
-        self._interrupted(lambda: self._accepted.append(self._save()))
-        self._interrupted(self._train)
-        self._interrupted(self._save_sync)
-        self._interrupted(lambda: self._run.wait(_PATIENCE_S))
-        if not self._interrupted(self._restore):
+        self._interrupted("save_async", lambda: self._accepted.append(self._save()))
+        self._interrupted("step", self._train)
+        self._interrupted("save", self._save_sync)
+        self._interrupted("wait", lambda: self._run.wait(_PATIENCE_S))
+        if not self._interrupted("restore", self._restore):
             self._restore()
         self._train()
         self._plainly(self._save_sync)
-        if not self._interrupted(lambda: self._run.close(_PATIENCE_S)):
+        if not self._interrupted("close", lambda: self._run.close(_PATIENCE_S)):
             self._train()
             self._plainly(self._save_sync)
         self._plainly(lambda: self._run.close(_PATIENCE_S))
@@ -109,14 +121,17 @@ class Program:
             differing = [name for name, value in expected.items() if not torch.equal(stored[name], value)]
             assert not differing, f"step {checkpoint.step} is not the state of its call: {differing}"
 
-    def _interrupted(self, action: Callable[[], object]) -> bool:
+    def _interrupted(self, call: str, action: Callable[[], object]) -> bool:
         """Whether the action came to its end; if not, because of the interruption."""
-        before = self._interruption.raised
+        if self._interruption.raised:
+            self._plainly(action)
+            return True
+        self._interruption.call = call
         try:
             with self._interruption:
                 action()
         except (KeyboardInterrupt, MemoryError, Alarm, CkptError):
-            assert self._interruption.raised > before
+            assert self._interruption.raised
             return False
         return True
 
@@ -161,15 +176,35 @@ def attempt(mode: str, interruption: Interruption) -> str | None:
     faulthandler.dump_traceback_later(3 * _PATIENCE_S, exit=True)
     no_memory = patch.object(Arena, "_check_memory", side_effect=OSError(errno.ENOMEM, "no memory"))
     special: dict[str, Any] = {"live": no_memory, "device": plugged_in(0, PromptDevice)}
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+    place = _MEMORY if os.path.isdir(_MEMORY) else None  # most of an attempt would be syncs of a disk
+    with tempfile.TemporaryDirectory(dir=place, ignore_cleanup_errors=True) as folder:
         try:
             with special.get(mode, nullcontext()):
                 Program(mode, folder, interruption)()
-        except Exception as error:
+        except BaseException as error:
             return f"{mode}, {interruption.kind.__name__} at {interruption.line}: {error!r}"
         finally:
             faulthandler.cancel_dump_traceback_later()
     return None
+
+
+def attempt_in_fork(mode: str, interruption: Interruption) -> str | None:
+    """The same in a process of its own."""
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:
+        wrong = attempt(mode, interruption)
+        with open(writer, "w") as told:
+            json.dump([wrong, interruption.raised, list(interruption.seen)], told)
+        os._exit(0)
+    os.close(writer)
+    with open(reader) as heard:
+        said = heard.read()
+    _, status = os.waitpid(pid, 0)
+    if not said:
+        return f"{mode}, {interruption.kind.__name__} at {interruption.line}: ended with {status}"
+    wrong, interruption.raised, seen = json.loads(said)
+    interruption.seen = dict.fromkeys(map(tuple, seen))
+    return None if wrong is None else str(wrong)
 
 
 def main(part: int, of: int) -> None:
@@ -180,14 +215,14 @@ def main(part: int, of: int) -> None:
     number = 0
     for mode in MODES:
         visited = Interruption()
-        assert (wrong := attempt(mode, visited)) is None, wrong
+        assert (wrong := attempt_in_fork(mode, visited)) is None, wrong
         found["lines"] += len(visited.seen)
         for line in visited.seen:
             for kind in KINDS:
                 number += 1
                 if number % of == part:
                     interruption = Interruption(kind, line)
-                    if wrong := attempt(mode, interruption):
+                    if wrong := attempt_in_fork(mode, interruption):
                         found["findings"].append(wrong)
                     found["raised"] += interruption.raised
     json.dump(found, sys.stdout)
