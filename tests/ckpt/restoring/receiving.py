@@ -8,8 +8,15 @@ from unittest.mock import patch
 
 import torch
 
+from ckpt.capture.parts import TensorPart, TensorPiece
 from ckpt.device import Mark
 from ckpt.restoring import gpu_copy
+from ckpt.restoring.destinations import Destinations
+from ckptstore.format.planning import plan_reads
+from ckptstore.names import Reference
+from ckptstore.reading.fetch import fetch
+from ckptstore.reading.source import StoreSource, read_manifest
+from ckptstore.stores import open_store
 from tests.ckpt.snapshot.simulated import DEFAULT, SimulatedDevice, plugged_in
 
 BUFFER_BYTES = 64 << 10
@@ -46,3 +53,25 @@ def receiving(kind: type[ReceivingDevice] = ReceivingDevice) -> Iterator[Receivi
     ):
         assert isinstance(device, ReceivingDevice)
         yield device
+
+
+def check_slices(store: str, step: int, name: str, whole: torch.Tensor, device: str = "cpu") -> None:
+    """Slices of a tensor of the model arrive in a part of another one, turned, in another type and in host memory."""
+    source, rows = StoreSource(open_store(store)), whole.shape[0]
+    checkpoint = source.find(Reference("r", step))
+    content = read_manifest(source, checkpoint).content
+    columns, host = torch.zeros(rows, 100, device=device), torch.ones(64, 80)
+    turned, again = torch.zeros(80, 64, device=device).t(), torch.zeros(64, 80, device=device).double()
+    box = (96, 100, 64, 80)
+    pieces = [TensorPiece((0, 3, rows, 50), columns[:, 50:]), *(TensorPiece(box, one) for one in (turned, again, host))]
+    destinations = Destinations(content)
+    destinations.fill(f"model/{name}", TensorPart(tuple(whole.shape), torch.float32, tuple(pieces)))
+    destinations.allocate()
+    reads = plan_reads(content, destinations.wants())
+    with destinations.receiving(reads) as buffers:
+        fetch(source, checkpoint, reads, buffers)
+    destinations.place()
+    assert torch.equal(columns[:, 50:], whole[:, 3:53])
+    assert columns[:, :50].eq(0).all()
+    for one in (turned, again, host):
+        assert torch.equal(one.to(device), whole[96:160, 100:180].to(one.dtype))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,17 +14,11 @@ import torch
 from torch import nn
 
 from ckpt import Checkpointer
-from ckpt.capture.parts import TensorPart, TensorPiece
 from ckpt.device import Mark
-from ckpt.restoring.destinations import Destinations
 from ckpt.restoring.gpu_copy import BufferPool
 from ckptstore.errors import RestoreFailed
-from ckptstore.format.planning import plan_reads
-from ckptstore.names import Reference
-from ckptstore.reading.fetch import fetch
-from ckptstore.reading.source import StoreSource, read_manifest
-from ckptstore.stores import open_store
-from tests.ckpt.restoring.receiving import ReceivingDevice, receiving
+from tests.ckpt.restoring.receiving import ReceivingDevice, check_slices, receiving
+from tests.support.checkpoints import flip
 from tests.support.training import same_state
 
 _PATIENCE_S = 30
@@ -103,41 +98,13 @@ def test_types_are_cast_and_what_differs_in_shape_is_left_alone(saved: tuple[str
 
 def test_slices_arrive_wherever_they_live(saved: tuple[str, Any]) -> None:
     store, (weights, _) = saved
-    source = StoreSource(open_store(store))
-    checkpoint = source.find(Reference("r", 2))
-    content = read_manifest(source, checkpoint).content
-    name, whole = "model/across.weight", weights["across.weight"]
     with receiving():
-        destinations = Destinations(content)
-        columns = torch.zeros(160, 100)  # of a larger tensor
-        turned = torch.zeros(80, 64).t()
-        again = torch.zeros(64, 80, dtype=torch.float64)
-        pieces = [
-            TensorPiece((0, 3, 160, 50), columns[:, 50:]),
-            TensorPiece((96, 100, 64, 80), turned),
-            TensorPiece((96, 100, 64, 80), again),
-        ]
-        destinations.fill(name, TensorPart((160, 192), torch.float32, tuple(pieces)))
-        destinations.allocate()
-        reads = plan_reads(content, destinations.wants())
-        with destinations.receiving(reads) as buffers:
-            fetch(source, checkpoint, reads, buffers)
-        destinations.place()
-    assert torch.equal(columns, torch.cat([torch.zeros(160, 50), whole[:, 3:53]], 1))
-    assert torch.equal(turned, whole[96:, 100:180])
-    assert torch.equal(again, whole[96:, 100:180].double())
+        check_slices(store, 2, "across.weight", weights["across.weight"])
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(saved: tuple[str, Any], tmp_path: Path) -> None:
-    store, _ = saved
-    copy = open_store(str(tmp_path))
-    for info in open_store(store).list(""):
-        copy.put(info.key, open_store(store).get(info.key))
-    checkpoint = StoreSource(copy).find(Reference("r", 2))
-    (shard,) = Path(tmp_path).rglob(f"{checkpoint.attempt}/*.ckpt")
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 1
-    shard.write_bytes(data)
+    shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
+    flip(next(tmp_path.rglob("000001-000000000002-*/*.ckpt")))
     first, optim = make(1)
     with receiving() as device:
         assert same_state(restore(str(tmp_path)), (first.state_dict(), optim.state_dict()))

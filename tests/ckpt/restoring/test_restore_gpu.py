@@ -13,14 +13,8 @@ from torch import nn
 from torch.optim import AdamW
 
 from ckpt import Checkpointer
-from ckpt.capture.parts import TensorPart, TensorPiece
 from ckpt.restoring import gpu_copy
-from ckpt.restoring.destinations import Destinations
-from ckptstore.format.planning import plan_reads
-from ckptstore.names import Reference
-from ckptstore.reading.fetch import fetch
-from ckptstore.reading.source import StoreSource, read_manifest
-from ckptstore.stores import open_store
+from tests.ckpt.restoring.receiving import check_slices
 from tests.support.training import same_state
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -123,29 +117,7 @@ def test_slices_arrive_wherever_they_live(tmp_path: Path, pinned: list[torch.Ten
     model, optim = make(1)
     with Checkpointer(str(tmp_path), run="r") as checkpointer:
         checkpointer.save(model, optim, 1)
-    source = StoreSource(open_store(str(tmp_path)))
-    checkpoint = source.find(Reference("r", 1))
-    content = read_manifest(source, checkpoint).content
-    whole = model["plain"].weight.detach()
-    destinations = Destinations(content)
-    columns = torch.zeros(700, 100, device="cuda")
-    turned, again, host = (
-        torch.zeros(80, 64, device="cuda").t(),
-        torch.zeros(64, 80).cuda().double(),
-        torch.ones(64, 80),
-    )
-    box = (96, 100, 64, 80)
-    pieces = [TensorPiece((0, 3, 700, 50), columns[:, 50:]), *(TensorPiece(box, one) for one in (turned, again, host))]
-    destinations.fill("model/plain.weight", TensorPart((700, 512), torch.float32, tuple(pieces)))
-    destinations.allocate()
-    reads = plan_reads(content, destinations.wants())
-    with destinations.receiving(reads) as buffers:
-        fetch(source, checkpoint, reads, buffers)
-    destinations.place()
-    assert torch.equal(columns[:, 50:], whole[:, 3:53])
-    assert columns[:, :50].eq(0).all()
-    for one in (turned, again, host):
-        assert torch.equal(one.cuda(), whole[96:160, 100:180].to(one.dtype))
+    check_slices(str(tmp_path), 1, "plain.weight", model["plain"].weight.detach(), "cuda")
     assert pinned
 
 
