@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ckpt.device import Device
-from tests.ckpt.snapshot.simulated import PromptDevice, plugged_in
+from tests.ckpt.snapshot.simulated import SCHEDULES, PromptDevice, Training, plugged_in
 
 _SCHEDULES = int(os.environ.get("CKPTD_SCHEDULES", 1))
 
@@ -25,6 +25,13 @@ def everywhere(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with plugged_in(request.param, PromptDevice) as simulated:
         yield
+        simulated.synchronize()
+
+
+@pytest.fixture(params=SCHEDULES)
+def training(request: pytest.FixtureRequest) -> Iterator[Training]:
+    with plugged_in(request.param) as simulated:
+        yield Training(simulated)
         simulated.synchronize()
 
 

@@ -60,9 +60,12 @@ class Subject:
         return self.model[rng.choices(numbers, [parameter.numel() for parameter in self.model])[0]]
 
 
+Change = Callable[[Subject, random.Random, bool], Undo | None]
+
+
 @dataclass(frozen=True)
 class Mutation:
-    change: Callable[[Subject, random.Random, bool], Undo | None]
+    change: Change
     """The last argument: whether every change is to be detected, also one that samples miss."""
     harmless: bool = False
     """The memory of the call is left alone, or kept until it is copied: the save is committed all the same."""
@@ -80,19 +83,21 @@ def _set_back(parameters: list[Any], values: list[torch.Tensor]) -> Undo:
     return undo
 
 
-def _in_place(subject: Subject, rng: random.Random, every: bool) -> Undo:
-    parameter = subject.any_parameter(rng)
-    before = parameter.detach().clone()
-    with torch.no_grad():
-        parameter.mul_(0.5)
-    return _set_back([parameter], [before])
+def _of_one(change: Callable[[Any], object], undoes: bool = False, steps: bool = True) -> Change:
+    """A change of any parameter. Without `steps`, the optimizer makes none afterwards."""
 
+    def mutate(subject: Subject, rng: random.Random, every: bool) -> Undo | None:
+        subject.steps &= steps
+        parameter = subject.any_parameter(rng)
+        before = parameter.detach().clone() if undoes else None
+        with torch.no_grad():
+            change(parameter)
+        if before is not None:
+            return _set_back([parameter], [before])
+        _churn(subject)
+        return None
 
-def _past_the_counter(subject: Subject, rng: random.Random, every: bool) -> Undo:
-    parameter = subject.any_parameter(rng)
-    before = parameter.detach().clone()
-    parameter.data.fill_(7.0)
-    return _set_back([parameter], [before])
+    return mutate
 
 
 def _part_by_numpy(subject: Subject, rng: random.Random, every: bool) -> Undo:
@@ -132,40 +137,15 @@ def _exchanged_average(subject: Subject, rng: random.Random, every: bool) -> Und
     return undo
 
 
-def _replace(subject: Subject, rng: random.Random, every: bool) -> None:
-    parameter = subject.any_parameter(rng)
-    parameter.data = torch.full_like(parameter, 7.0)
-    _churn(subject)
-
-
 def _convert(subject: Subject, rng: random.Random, every: bool) -> None:
     subject.steps = False
     subject.model.to(torch.bfloat16)
     _churn(subject)
 
 
-def _resize_storage(subject: Subject, rng: random.Random, every: bool) -> None:
-    subject.steps = False
-    subject.any_parameter(rng).untyped_storage().resize_(0)
-    _churn(subject)
-
-
-def _resize_tensor(subject: Subject, rng: random.Random, every: bool) -> None:
-    subject.steps = False
-    parameter = subject.any_parameter(rng)
-    parameter.data.resize_(2 * parameter.numel())
-    _churn(subject)
-
-
-def _share(subject: Subject, rng: random.Random, every: bool) -> None:
-    subject.any_parameter(rng).data.share_memory_()
-    _churn(subject)
-
-
-def _put(subject: Subject, rng: random.Random, every: bool) -> None:
+def _put(parameter: Any) -> None:
     queue: Any = mp.get_context("spawn").SimpleQueue()
-    queue.put(subject.any_parameter(rng).data)
-    _churn(subject)
+    queue.put(parameter.data)
     queue.get()
     queue.close()
 
@@ -182,13 +162,6 @@ def _load(subject: Subject, rng: random.Random, every: bool) -> None:
 
 def _load_optimizer(subject: Subject, rng: random.Random, every: bool) -> None:
     subject.optim.load_state_dict(copy.deepcopy(subject.optim.state_dict()))
-    _churn(subject)
-
-
-def _set(subject: Subject, rng: random.Random, every: bool) -> None:
-    with torch.no_grad():
-        parameter = subject.any_parameter(rng)
-        parameter.set_(torch.full_like(parameter, 7.0))
     _churn(subject)
 
 
@@ -216,22 +189,24 @@ def _churn(subject: Subject) -> None:
 
 MUTATIONS: dict[str, Mutation] = {
     "nothing": Mutation(_nothing, harmless=True),
-    "in place": Mutation(_in_place),
-    "past the counter": Mutation(_past_the_counter),
+    "in place": Mutation(_of_one(lambda p: p.mul_(0.5), undoes=True)),
+    "past the counter": Mutation(_of_one(lambda p: p.data.fill_(7.0), undoes=True)),
     "part by numpy": Mutation(_part_by_numpy),
     "optimizer state": Mutation(_optimizer_state),
     "average, copied": Mutation(_copied_average),
     "average, exchanged": Mutation(_exchanged_average, harmless=True),
-    "replace": Mutation(_replace, harmless=True),
+    "replace": Mutation(_of_one(lambda p: setattr(p, "data", torch.full_like(p, 7.0))), harmless=True),
     "convert": Mutation(_convert, harmless=True),
-    "resize storage": Mutation(_resize_storage, harmless=True, waits=True),
-    "resize tensor": Mutation(_resize_tensor, races=False),
-    "share": Mutation(_share, harmless=True, waits=True),
-    "put": Mutation(_put, harmless=True, waits=True),
+    "resize storage": Mutation(
+        _of_one(lambda p: p.untyped_storage().resize_(0), steps=False), harmless=True, waits=True
+    ),
+    "resize tensor": Mutation(_of_one(lambda p: p.data.resize_(2 * p.numel()), steps=False), races=False),
+    "share": Mutation(_of_one(lambda p: p.data.share_memory_()), harmless=True, waits=True),
+    "put": Mutation(_of_one(_put), harmless=True, waits=True),
     "free": Mutation(_free, harmless=True),
     "load": Mutation(_load),
     "load optimizer": Mutation(_load_optimizer, harmless=True),
-    "set": Mutation(_set),
+    "set": Mutation(_of_one(lambda p: p.set_(torch.full_like(p, 7.0)))),
     "buffers": Mutation(_buffers, harmless=True),
     "step": Mutation(_step, harmless=True, waits=True),
 }

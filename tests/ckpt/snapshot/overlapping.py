@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,11 +14,13 @@ import torch.distributed as dist
 from torch import nn
 
 from ckpt import Checkpointer
+from ckpt.capture.leaves import Change, Leaves, StateLeaf
 from ckpt.device import Patience
 from ckpt.snapshot import overlap
-from ckpt.snapshot.guard import ChangeGuard
+from ckpt.snapshot.guard import ChangeGuard, sample
 from ckpt.snapshot.overlap import Overlap, PendingCopy
 from ckpt.snapshot.stage import Transfer
+from ckptstore.format.shards import Slice
 from ckptstore.reading.source import StoreSource
 from ckptstore.stores import open_store
 from tests.support.parallel.built import Built, Setup
@@ -75,14 +77,35 @@ def held_copies(release_at_gate: bool = False, small_bytes: int = 0) -> Iterator
                 assert pending.copied.wait(_PATIENCE_S)
 
 
+def guarded(kind: Any, *tensors: torch.Tensor) -> Any:
+    """A guard of this kind around tensors t0, t1, ..."""
+    leaves = Leaves()
+    for number, tensor in enumerate(tensors):
+        piece = Slice.whole(f"t{number}", str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        leaves.append(StateLeaf(piece, tensor, tensor, Change.STEP))
+    return kind(leaves, list(map(sample, tensors)), [tensor.untyped_storage() for tensor in tensors])
+
+
+def returns(call: Callable[[], object]) -> Callable[[float], bool]:
+    """Start a call in a thread; ask whether it has returned within some seconds."""
+    thread = threading.Thread(target=call)
+    thread.start()
+
+    def ended(seconds: float) -> bool:
+        thread.join(seconds)
+        return not thread.is_alive()
+
+    return ended
+
+
 def stored_alike(store: str, layout: str) -> dict[str, Any]:
     """Each save twice: held until the optimizer steps, and with everything copied on return."""
     built: Built = LAYOUTS[layout].build(Setup())
     model: Any = built.model
     alike, copies = [], 0
     with (
-        Checkpointer(f"{store}/eager", run=RUN, overlap=False) as eager,
-        Checkpointer(f"{store}/overlap", run=RUN) as overlapped,
+        Checkpointer(f"{store}/eager", run=RUN, overlap=False, writer="thread") as eager,
+        Checkpointer(f"{store}/overlap", run=RUN, writer="process" if layout == "ddp" else "thread") as overlapped,
     ):
         for step in range(3):
             built.train_step(step)
@@ -119,23 +142,3 @@ def change_on_both_ranks(store: str) -> dict[str, Any]:
         steps = [found.step for found in StoreSource(open_store(store)).checkpoints(RUN)]
         values = {name: sorted(set(tensor.tolist())) for name, tensor in checkpointer.load(3, "model/*").items()}
     return {"code": error and error.code, "said": str(error), "steps": steps, "values": values}
-
-
-def version_counters(kind: str) -> dict[str, bool]:
-    """Why the guard cannot rest on version counters alone: steps on sharded parameters that do not advance them."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    found = {}
-    for options in ({"foreach": True}, {"fused": True}):
-        torch.manual_seed(0)
-        model: Any = nn.Linear(8, 8)
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-        optim = torch.optim.AdamW(model.parameters(), **options)  # type: ignore[arg-type]
-        model(torch.ones(2, 8)).sum().backward()
-        before = (model.weight._version, model.weight._local_tensor._version, model.weight.to_local().clone())
-        optim.step()
-        after = (model.weight._version, model.weight._local_tensor._version)
-        found[f"{kind}: no counter of a DTensor moves with {options}"] = before[:2] == after
-        found[f"{kind}: its values do, with {options}"] = not torch.equal(before[2], model.weight.to_local())
-    return found

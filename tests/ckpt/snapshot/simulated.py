@@ -8,6 +8,7 @@ go of it, in the order of the stream that it was allocated on, as a caching allo
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import time
 import weakref
@@ -15,21 +16,29 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from random import Random
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
-from ckpt import device
+from ckpt import Checkpointer, device
 from ckpt.host.segment import Segment
 from ckpt.snapshot.arena import Arena
+from ckpt.snapshot.device_copies import SMALL_BYTES
 from ckpt.snapshot.guard import is_in_order
 
 DEFAULT, SIDE = "default", "side"
 POISON = -77
+LARGE = SMALL_BYTES // 4 + 512
+"""Elements of a tensor that is not gathered with others."""
+SCHEDULES = range(max(4, int(os.environ.get("CKPTD_SCHEDULES", 0))))
+one_schedule = pytest.mark.parametrize("training", [0], indirect=True)
 _Operation = Callable[[], object]
 
 
@@ -372,3 +381,98 @@ def add_one(tensor: torch.Tensor) -> _Operation:
         np.ctypeslib.as_array((ctypes.c_float * size).from_address(address))[:] += 1
 
     return kernel
+
+
+class Training:
+    """Two optimizers, four parameters and a buffer on the device; and what their values are in program order."""
+
+    def __init__(self, simulated: SimulatedDevice) -> None:
+        self.device = simulated
+        self.model = nn.Module()
+        for i in range(4):
+            size = LARGE if i % 2 == 0 else 512
+            self.model.register_parameter(f"w{i}", nn.Parameter(simulated.tensor(100.0 * i, size)))
+        with simulated.stream("other"):
+            self.model.register_buffer("average", simulated.tensor(5.0))
+        parameters = list(self.model.parameters())
+        self.first, self.second = SimulatedSGD(simulated, parameters[:2]), SimulatedSGD(simulated, parameters[2:])
+        self.optim = {"first": self.first, "second": self.second}
+        self.values = {f"model/{name}": tensor[0].item() for name, tensor in self.model.state_dict().items()}
+        for key, optim in self.optim.items():
+            for name, parameter in self.model.named_parameters():
+                if parameter in optim.state:
+                    momentum = optim.state[parameter]["momentum"][0].item()
+                    self.values[f"optim.{key}/state/{name}/momentum"] = momentum
+        self.saved: dict[int, dict[str, float]] = {}
+        self.graph: list[Any] | None = None
+
+    def save(self, checkpointer: Checkpointer, step: int) -> Any:
+        handle = checkpointer.save_async(self.model, self.optim, step)
+        self.saved[step] = dict(self.values)
+        return handle
+
+    def step(self, stream: str = DEFAULT) -> None:
+        """The second optimizer steps on a stream, which waits for the backward pass; or its graph is replayed."""
+        device = self.device
+        after_backward = device.record(DEFAULT)
+        self.first.step()
+        with device.stream(stream):
+            device.wait(after_backward, side=False)
+            if self.graph is None:
+                self.second.step()
+            else:
+                for kernel in self.graph:
+                    device.launch(kernel)
+            joined = device.record(stream)
+        device.wait(joined, side=False)
+        self._count(("w0", "w1", "w2", "w3"))
+
+    def turn(self, name: str) -> None:
+        """One optimizer steps, on its own stream, in the order of the default stream."""
+        device = self.device
+        before = device.record(DEFAULT)
+        with device.stream(name):
+            device.wait(before, side=False)
+            self.optim[name].step()
+            joined = device.record(name)
+        device.wait(joined, side=False)
+        self._count(("w0", "w1") if name == "first" else ("w2", "w3"))
+
+    def capture(self) -> None:
+        """Capture the second optimizer's step into a graph; nothing is executed."""
+        with self.device.graph() as self.graph:
+            self.second.step()
+
+    def replace_average(self) -> None:
+        """Put new memory in the place of the average's: the old memory is free."""
+        with self.device.stream("other"):
+            value = self.values["model/average"] + 1
+            self.model.average.data = self.device.tensor(value)
+            self.values["model/average"] = value
+
+    def check(self, checkpointer: Checkpointer) -> None:
+        """Every committed checkpoint holds the values at its call."""
+        for step, values in self.saved.items():
+            found = {name: sorted(set(tensor.tolist())) for name, tensor in checkpointer.load(step).items()}
+            assert found == {name: [value] for name, value in values.items()}, step
+
+    def _count(self, names: tuple[str, ...]) -> None:
+        for entry in self.values:
+            if entry.split("/")[-1] in names or any(f"/{name}/" in entry for name in names):
+                self.values[entry] += 1
+
+    @contextmanager
+    def run(self, folder: Path, captured: bool = False, **options: Any) -> Iterator[Checkpointer]:
+        """A prepared run, after one step; its second optimizer may be captured. At its end, all it saved is right."""
+        with open_run(folder, **options) as checkpointer:
+            checkpointer.prepare(self.model, self.optim)
+            self.step()
+            if captured:
+                self.capture()
+            yield checkpointer
+            checkpointer.wait()
+            self.check(checkpointer)
+
+
+def open_run(folder: Path, **options: Any) -> Checkpointer:
+    return Checkpointer(str(folder), run="r", writer="thread", compress="off", **options)

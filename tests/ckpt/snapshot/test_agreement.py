@@ -33,6 +33,7 @@ from tests.support.parallel.layouts import LAYOUTS
 from tests.support.parallel.matrix import Matrix, check_restored, run_matrix
 from tests.support.parallel.runner import Outcome, Scenario, run_named
 from tests.support.training import same_state
+from tests.support.waiting import present
 
 _LAYOUTS = ("ddp", "fsdp2", "tp_fsdp2", "fsdp1", "zero", "pp")
 RUN = "saving"
@@ -77,8 +78,7 @@ class Trained:
         ]
         for value in values:
             value.zero_()
-        restored = checkpointer.restore(other.model, other.optims, **other.more)
-        assert restored is not None
+        restored = present(checkpointer.restore(other.model, other.optims, **other.more))
         pairs = [(self.model, other.model), *((one, other.more[name]) for name, one in self.more.items())]
         same = all(same_state(one.state_dict(), two.state_dict()) for one, two in pairs)
         states = [[one.state_dict() for one in (made.optim, made.critic) if one is not None] for made in (self, other)]
@@ -262,7 +262,7 @@ def without_collectives(store: str, layout: str) -> dict[str, Any]:
     built = LAYOUTS[layout].build(Setup())
     model: Any = built.model
     steps = []
-    with Checkpointer(store, run=RUN) as checkpointer:
+    with Checkpointer(store, run=RUN, writer="process" if layout == "ddp" else "thread") as checkpointer:
         checkpointer.save(model, built.optim, 0)
         for step in (1, 2, 3):
             built.train_step(step)
@@ -349,8 +349,7 @@ def change_layout(store: str) -> dict[str, Any]:
         checkpointer.prepare(model, None)
         checkpointer.save(model, None, 3)
         other = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-        restored = checkpointer.restore(other)
-    assert restored is not None
+        restored = present(checkpointer.restore(other))
     return found | {"restored": restored.step, "ones": all(bool((p == 1).all()) for p in other.parameters())}
 
 
@@ -422,8 +421,7 @@ def leave_after_restore(store: str) -> list[int]:
     leaves = patch.object(LayoutAgreement, "_meet", side_effect=RankLost("gone", "")) if not dist.get_rank() else None
     with Checkpointer(store, run=RUN, writer="thread") as checkpointer:
         with leaves or patch("ckpt.ranks.world._APART_S", 1.0):
-            restored = checkpointer.restore(made.model, made.optims)
-        assert restored is not None
+            restored = present(checkpointer.restore(made.model, made.optims))
         return [restored.step, made.save(checkpointer, 2).result(60).step]
 
 

@@ -143,7 +143,7 @@ def test_everything_is_given_back_on_close(tmp_path: Path) -> None:
 
     cycle()
     before = footprint()  # threads of earlier tests may still be ending, so that less may be left later
-    for _ in range(5):
+    for _ in range(2):
         cycle()
     deadline = time.monotonic() + 60
     while grown() and time.monotonic() < deadline:

@@ -76,31 +76,22 @@ def test_the_oldest_save_that_waits_gives_its_slot_to_the_newest(tmp_path: Path,
     assert steps(tmp_path) == [4, 1]
 
 
-def test_what_is_being_uploaded_is_not_superseded(tmp_path: Path, gate: Gate) -> None:
+@pytest.mark.parametrize(("on_busy", "save"), [("supersede", "save_async"), ("skip", "save")])
+def test_a_slot_that_is_being_uploaded_is_waited_for(on_busy: Any, save: str, tmp_path: Path, gate: Gate) -> None:
+    """It cannot be superseded; and `save` waits whatever on_busy is."""
     model = nn.Linear(8, 8)
-    with Checkpointer(str(tmp_path), run="r", writer="thread", slots=1, on_busy="supersede") as checkpointer:
+    with Checkpointer(str(tmp_path), run="r", writer="thread", slots=1, on_busy=on_busy) as checkpointer:
         gate.close()
         first = checkpointer.save_async(model, None, 1)
         wait_until(lambda: gate.waiting == 1)
-        opening = threading.Timer(1.0, gate.open)
+        opening = threading.Timer(0.3, gate.open)
         opening.start()
-        second = checkpointer.save_async(model, None, 2)
+        second = getattr(checkpointer, save)(model, None, 2)
         assert gate.is_open
-        assert second.timings.wait_s > 0
-        assert (first.result(60).step, second.result(60).step) == (1, 2)
+        assert (first.result(60).step, second.step) == (1, 2)
+        checkpointer.wait()
         opening.join()
-
-
-def test_save_waits_for_a_slot_whatever_on_busy_is(tmp_path: Path, gate: Gate) -> None:
-    model = nn.Linear(8, 8)
-    with Checkpointer(str(tmp_path), run="r", writer="thread", slots=1, on_busy="skip") as checkpointer:
-        gate.close()
-        first = checkpointer.save_async(model, None, 1)
-        opening = threading.Timer(0.2, gate.open)
-        opening.start()
-        assert checkpointer.save(model, None, 2).step == 2
-        assert first.done()
-        opening.join()
+    assert steps(tmp_path) == [2, 1]
 
 
 @pytest.fixture(scope="module")

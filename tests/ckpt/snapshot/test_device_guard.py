@@ -13,9 +13,10 @@ import torch
 from ckpt.device import _DIGEST_BYTES, digests
 from ckpt.snapshot.guard import _warn_once, sample_places
 from ckptstore.errors import SnapshotTorn
-from tests.ckpt.snapshot.simulated import DEFAULT, SIDE, SimulatedDevice, add_one, plugged_in
-from tests.ckpt.snapshot.test_device_copies import PATIENCE_S, Training, open_run
+from tests.ckpt.snapshot.simulated import DEFAULT, SIDE, SimulatedDevice, Training, add_one, one_schedule
 from tests.support.waiting import wait_until
+
+PATIENCE_S = 60
 
 MEMORY: dict[str, Callable[[], torch.Tensor]] = {
     "a byte": lambda: torch.zeros(1, dtype=torch.uint8),
@@ -54,25 +55,21 @@ def test_digests_are_those_of_each_tensor() -> None:
     assert found.tolist() == [*digests([first]).tolist(), *digests([second]).tolist(), 0]
 
 
-def test_a_change_of_one_element_fails_the_first_saves_of_a_layout(tmp_path: Path) -> None:
+@one_schedule
+def test_a_change_of_one_element_fails_the_first_saves_of_a_layout(training: Training, tmp_path: Path) -> None:
     """A kernel on a stream of its own changes it after the digest and before the copy, where there is no sample."""
-    digest = SimulatedDevice.digest
-    with plugged_in(0) as simulated, open_run(tmp_path) as checkpointer:
-        training = Training(simulated)
-        changed = training.model.get_parameter("w0").detach()[3:4]
+    digest, changed = SimulatedDevice.digest, training.model.get_parameter("w0").detach()[3:4]
 
-        def digest_and_change(device: SimulatedDevice, into: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-            digest(device, into, tensors)
-            with device.stream(SIDE):
-                device.launch(add_one(changed))
+    def digest_and_change(device: SimulatedDevice, into: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        digest(device, into, tensors)
+        with device.stream(SIDE):
+            device.launch(add_one(changed))
 
-        checkpointer.prepare(training.model, training.optim)
-        training.step()
-        with patch.object(SimulatedDevice, "digest", digest_and_change):
-            handle = training.save(checkpointer, 1)
-            with pytest.raises(SnapshotTorn, match="model/w0"):
-                handle.result(PATIENCE_S)
-        simulated.synchronize()
+    with training.run(tmp_path) as checkpointer, patch.object(SimulatedDevice, "digest", digest_and_change):
+        handle = training.save(checkpointer, 1)
+        with pytest.raises(SnapshotTorn, match="model/w0"):
+            handle.result(PATIENCE_S)
+        training.saved.clear()
 
 
 def test_samples_are_in_the_middle_of_leaves_and_all_of_small_ones() -> None:
@@ -95,64 +92,55 @@ def test_samples_are_in_the_middle_of_leaves_and_all_of_small_ones() -> None:
     assert places == {0: (64, 2000, 2000), 1: (12, 0, 0), 2: (1, 0, 0), 4: (64, 16, 16)}
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_any_save_finds_a_change_after_the_call(seed: int, tmp_path: Path) -> None:
+def test_any_save_finds_a_change_after_the_call(training: Training, tmp_path: Path) -> None:
     """A kernel that moves no counter, of the same stream, right after the call: the samples are those of the call."""
-    with plugged_in(seed) as simulated, open_run(tmp_path) as checkpointer:
-        training = Training(simulated)
-        checkpointer.prepare(training.model, training.optim)
+    with training.run(tmp_path) as checkpointer:
         for step in range(4):
-            training.step()
             training.save(checkpointer, step).result(PATIENCE_S)
-        training.step()
-        with simulated.paused(SIDE):
+            training.step()
+        with training.device.paused(SIDE):
             handle = training.save(checkpointer, 4)
-            simulated.launch(add_one(training.model.get_parameter("w1")))
-            changed = simulated.record(DEFAULT)
+            training.device.launch(add_one(training.model.get_parameter("w1")))
+            changed = training.device.record(DEFAULT)
             wait_until(changed.done, "the change", PATIENCE_S)
         with pytest.raises(SnapshotTorn, match="model/w1"):
             handle.result(PATIENCE_S)
-        simulated.synchronize()
+        del training.saved[4]
 
 
-def test_what_cannot_be_read_costs_no_save_and_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@one_schedule
+def test_what_cannot_be_read_costs_no_save_and_is_said_once(
+    training: Training, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     _warn_once.cache_clear()
     with (
         patch.object(SimulatedDevice, "read", side_effect=ValueError("pointer resides on host memory")),
         patch.object(SimulatedDevice, "digest", side_effect=IndexError("out of range")),
-        plugged_in(0) as simulated,
-        open_run(tmp_path) as checkpointer,
+        training.run(tmp_path) as checkpointer,
     ):
-        training = Training(simulated)
-        checkpointer.prepare(training.model, training.optim)
         for step in range(3):
-            training.step()
             training.save(checkpointer, step).result(PATIENCE_S)
-        simulated.synchronize()
+            training.step()
     said = [record for record in caplog.records if record.name == "ckpt.snapshot.guard"]
     assert [record.getMessage().split()[0] for record in said] == ["samples", "digests"]
     assert ["pointer resides" in str(record.exc_text) for record in said] == [True, False]
 
 
-def test_later_saves_of_a_layout_read_no_digests(tmp_path: Path) -> None:
+@one_schedule
+def test_later_saves_of_a_layout_read_no_digests(training: Training, tmp_path: Path) -> None:
     counts, digest = [0], SimulatedDevice.digest
 
     def counted(device: SimulatedDevice, into: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         counts[-1] += len(tensors)
         digest(device, into, tensors)
 
-    with plugged_in(0) as simulated, open_run(tmp_path) as checkpointer:
-        training = Training(simulated)
-        checkpointer.prepare(training.model, training.optim)
-        with patch.object(SimulatedDevice, "digest", counted):
-            for step in range(6):
-                training.step()
-                if step == 4:
-                    training.model.register_parameter("w4", torch.nn.Parameter(simulated.tensor(1.0)))
-                    checkpointer.prepare(training.model, training.optim)
-                handle = checkpointer.save_async(training.model, training.optim, step)
-                training.step()
-                handle.result(PATIENCE_S)
-                counts.append(0)
-        simulated.synchronize()
+    with training.run(tmp_path) as checkpointer, patch.object(SimulatedDevice, "digest", counted):
+        for step in range(6):
+            if step == 4:
+                training.model.register_parameter("w4", torch.nn.Parameter(training.device.tensor(1.0)))
+                checkpointer.prepare(training.model, training.optim)
+            handle = checkpointer.save_async(training.model, training.optim, step)
+            training.step()
+            handle.result(PATIENCE_S)
+            counts.append(0)
     assert counts == [8, 8, 0, 0, 8, 8, 0]

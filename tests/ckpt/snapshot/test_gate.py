@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,16 +16,18 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from ckpt.snapshot.device_copies import SMALL_BYTES
 from ckpt.snapshot.guard import CopyProgress, Guard, Part
 from ckpt.snapshot.overlap import Gate, Overlap, PendingCopy
 from ckpt.snapshot.stage import Transfer
 from tests.ckpt.loops import open_run
-from tests.ckpt.snapshot.overlapping import held_copies
-from tests.ckpt.snapshot.simulated import DEFAULT, SIDE, SimulatedDevice, plugged_in
-from tests.ckpt.snapshot.test_device_copies import PATIENCE_S, SCHEDULES, Training
-from tests.ckpt.snapshot.test_device_copies import open_run as open_device_run
+from tests.ckpt.snapshot.overlapping import held_copies, returns
+from tests.ckpt.snapshot.simulated import DEFAULT, SIDE, SimulatedDevice, Training, one_schedule
+from tests.ckpt.snapshot.simulated import open_run as open_device_run
 from tests.support.training import same_state
 from tests.support.waiting import present, wait_until
+
+PATIENCE_S = 60
 
 
 class Gan(nn.Module):
@@ -82,18 +85,6 @@ def held_leaves(held: Callable[[str], bool]) -> Iterator[threading.Event]:
             yield released
         finally:
             released.set()
-
-
-def returns(call: Callable[[], object]) -> Callable[[float], bool]:
-    """Start a call in a thread; ask whether it has returned within some seconds."""
-    thread = threading.Thread(target=call)
-    thread.start()
-
-    def ended(seconds: float) -> bool:
-        thread.join(seconds)
-        return not thread.is_alive()
-
-    return ended
 
 
 def with_gradients(optim: Optimizer) -> Optimizer:
@@ -170,66 +161,50 @@ def test_an_optimizer_that_may_change_more_waits_for_more(tmp_path: Path, kind: 
         handle.result(PATIENCE_S)
 
 
-@pytest.fixture(params=SCHEDULES)
-def training(request: pytest.FixtureRequest) -> Iterator[Training]:
-    with plugged_in(request.param) as simulated:
-        yield Training(simulated)
-        simulated.synchronize()
-
-
-def test_only_a_replayed_optimizer_loses_overlap(training: Training, tmp_path: Path, deferred: list[set[str]]) -> None:
-    with open_device_run(tmp_path) as checkpointer:
-        checkpointer.prepare(training.model, training.optim)
-        training.step()
-        training.capture()
-        for step in range(4):
+def test_only_a_replayed_optimizer_loses_overlap(
+    training: Training, tmp_path: Path, deferred: list[set[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it changes is gathered on the device. Replays begin right after the call; they do not wait for the host."""
+    with caplog.at_level(logging.INFO, "ckpt"), training.run(tmp_path, captured=True, slots=2) as checkpointer:
+        for step in range(5):
+            before = training.device.gathered_bytes
             training.save(checkpointer, step)
             entries = {"model/w0", "model/w1", "optim.first/state/w0/momentum", "optim.first/state/w1/momentum"}
             assert deferred[-1] == entries
+            assert step == 0 or training.device.gathered_bytes - before >= 2 * SMALL_BYTES
             training.step(training.device.random.choice([DEFAULT, "other"]))
-        checkpointer.wait()
-        training.check(checkpointer)
+    (said,) = [record.message for record in caplog.records if "CUDA graphs" in record.message]
+    assert "in GPU memory first" in said
 
 
 def test_optimizers_of_a_device_step_by_turns(training: Training, tmp_path: Path, deferred: list[set[str]]) -> None:
     """On two streams, of which each waits for its own copies."""
-    with open_device_run(tmp_path) as checkpointer:
-        checkpointer.prepare(training.model, training.optim)
-        training.step()
+    with training.run(tmp_path) as checkpointer:
         for step in range(8):
             training.save(checkpointer, step)
             assert len(deferred[-1]) == 8
             training.turn(training.device.random.choice(["first", "second"]))
-        checkpointer.wait()
-        training.check(checkpointer)
 
 
-def test_a_stream_waits_only_for_the_copies_of_its_optimizer(tmp_path: Path) -> None:
-    with plugged_in(0) as simulated, open_device_run(tmp_path) as checkpointer:
-        training = Training(simulated)
-        checkpointer.prepare(training.model, training.optim)
-        training.step()
-        simulated.synchronize()
-        waited: list[Any] = []
-        wait = SimulatedDevice.wait
+@one_schedule
+def test_a_stream_waits_only_for_the_copies_of_its_optimizer(training: Training, tmp_path: Path) -> None:
+    waited: list[Any] = []
+    wait = SimulatedDevice.wait
 
-        def counted(device: SimulatedDevice, mark: Any, side: bool) -> None:
-            if not side:
-                waited.append(mark)
-            wait(device, mark, side)
+    def counted(device: SimulatedDevice, mark: Any, side: bool) -> None:
+        if not side:
+            waited.append(mark)
+        wait(device, mark, side)
 
-        with simulated.paused(SIDE):  # from before the save: a copy that is complete is not waited for
+    with training.run(tmp_path) as checkpointer:
+        training.device.synchronize()
+        with training.device.paused(SIDE):  # from before the save: a copy that is complete is not waited for
             training.save(checkpointer, 1)
             with patch.object(SimulatedDevice, "wait", counted):
-                training.second.step()
-                assert len(waited) == 1
-                training.second.step()
-                assert len(waited) == 1  # once
-                training.first.step()
-                assert len(waited) == 2
+                for optim, waits in ((training.second, 1), (training.second, 1), (training.first, 2)):
+                    optim.step()
+                    assert len(waited) == waits  # once
             assert waited[0] is not waited[1]
-        training.saved.clear()
-        checkpointer.wait()
 
 
 def test_a_stream_waits_for_what_is_copied_in_the_order_of_another_one(training: Training, tmp_path: Path) -> None:
@@ -289,11 +264,10 @@ def test_a_method_that_a_class_adds_to_optimizer_waits_as_its_step_does(tmp_path
             handle = run.save_async(model, optim, 2)
             assert run._saves.overlap is not None
             pending = present(run._saves.overlap._pending)
-            exchange = threading.Thread(target=optim.eval)
-            exchange.start()
+            exchanged = returns(optim.eval)
             wait_until(pending.patience.wanted.is_set)
             brake.released.set()
-            exchange.join()
+            assert exchanged(PATIENCE_S)
             handle.result(PATIENCE_S)
         assert same_state(run.load(2, "model/*"), {f"model/{name}": value for name, value in before.items()})
         assert not torch.equal(model.weight, before["weight"])

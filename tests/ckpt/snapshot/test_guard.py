@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,25 +14,17 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from ckpt import Checkpointer
-from ckpt.capture.leaves import Change, Leaves, StateLeaf
+from ckpt.capture.leaves import Leaves
 from ckpt.snapshot import stage
-from ckpt.snapshot.guard import EVERYONE, ChangeGuard, CopyProgress, sample
+from ckpt.snapshot.guard import EVERYONE, ChangeGuard, CopyProgress, DigestGuard
 from ckpt.snapshot.handle import SaveHandle
 from ckptstore.errors import SnapshotTorn
-from ckptstore.format.shards import Slice
 from tests.ckpt.loops import open_run
-from tests.ckpt.snapshot.overlapping import held_copies
+from tests.ckpt.snapshot.overlapping import guarded, held_copies, returns
 from tests.ckpt.snapshot.simulated import plugged_in
-from tests.support.forking import TRAINER, run
 from tests.support.waiting import wait_until
 
 PATIENCE_S = 30
-
-
-def guarded(tensor: torch.Tensor) -> ChangeGuard:
-    piece, leaves = Slice.whole("t", "float32", tuple(tensor.shape)), Leaves()
-    leaves.append(StateLeaf(piece, tensor, tensor, Change.STEP))
-    return ChangeGuard(leaves, [sample(tensor)], [tensor.untyped_storage()])
 
 
 LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
@@ -48,7 +38,7 @@ LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
 @pytest.mark.parametrize("element", [0, -1])
 def test_a_change_of_the_first_or_last_element_is_found(make: Callable[[], torch.Tensor], element: int) -> None:
     tensor = make()
-    guard = guarded(tensor)
+    guard = guarded(ChangeGuard, tensor)
     assert guard.check(0)
     index = () if not tensor.dim() else (element,) * tensor.dim()
     tensor.data[index] = 1
@@ -88,14 +78,14 @@ def test_what_an_optimizer_waits_for_is_copied_first() -> None:
 @pytest.mark.parametrize("quarter", range(4))
 def test_a_change_of_a_quarter_past_the_counter_is_found(quarter: int) -> None:
     tensor = torch.zeros(6000, 60)
-    guard = guarded(tensor)
+    guard = guarded(ChangeGuard, tensor)
     tensor.detach().numpy()[1500 * quarter : 1500 * (quarter + 1)] = 7
-    assert guard.changed([0]) == ["t"]
+    assert guard.changed([0]) == ["t0"]
 
 
 def test_memory_between_the_elements_does_not_count() -> None:
     whole = torch.zeros(600, 100)
-    guard = guarded(whole[:, 3:40])
+    guard = guarded(ChangeGuard, whole[:, 3:40])
     whole.data[:, :3] = 1
     whole.data[:, 40:] = 1
     assert guard.changed([0]) == []
@@ -103,19 +93,20 @@ def test_memory_between_the_elements_does_not_count() -> None:
 
 def test_a_change_that_is_undone_after_a_check_is_reported_at_the_end() -> None:
     tensor = torch.zeros(600, 100)
-    guard = guarded(tensor)
+    guard = guarded(ChangeGuard, tensor)
     tensor.data.add_(1)
     assert not guard.check(0)
     tensor.data.sub_(1)
-    assert guard.changed([0]) == ["t"]
+    assert guard.changed([0]) == ["t0"]
 
 
-def test_memory_that_was_replaced_is_a_change_and_is_not_read() -> None:
+@pytest.mark.parametrize("kind", [ChangeGuard, DigestGuard])
+def test_memory_that_was_replaced_is_a_change_and_is_not_read(kind: Any) -> None:
     tensor = torch.zeros(600, 100)
-    guard = guarded(tensor)
+    guard = guarded(kind, tensor)
     tensor.untyped_storage().resize_(0)
     assert guard.moved(0)
-    assert guard.changed([0]) == ["t"]
+    assert guard.changed([0]) == ["t0"]
 
 
 @contextmanager
@@ -150,22 +141,6 @@ def test_weights_swapped_during_a_copy_and_back_fail_the_save(tmp_path: Path, mo
 
 
 @pytest.mark.usefixtures("everywhere")
-def test_half_of_a_parameter_that_changes_past_the_counter_fails_the_save(tmp_path: Path) -> None:
-    model = nn.Linear(300, 300)
-    optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    with open_run(tmp_path) as checkpointer:
-        checkpointer.prepare(model, optim)
-        optim.step()  # the leaves of a device overlap from now on
-        with held_copies(release_at_gate=True):
-            handle = checkpointer.save_async(model, optim, 1)
-            model.weight.data[150:] = 7
-            optim.step()
-            with pytest.raises(SnapshotTorn, match="model/weight"):
-                handle.result(PATIENCE_S)
-        assert checkpointer.latest() is None
-
-
-@pytest.mark.usefixtures("everywhere")
 def test_memory_that_is_resized_in_the_middle_of_a_copy_is_not_read(tmp_path: Path) -> None:
     """By a call that ckpt does not see."""
     with held_save(tmp_path) as (_, model, handle, release):
@@ -176,29 +151,44 @@ def test_memory_that_is_resized_in_the_middle_of_a_copy_is_not_read(tmp_path: Pa
             handle.result(PATIENCE_S)
 
 
-def test_memory_that_is_replaced_during_the_copy_is_that_of_the_call(tmp_path: Path) -> None:
-    code, printed, errors = run(TRAINER, "tests.ckpt.snapshot.replaced_memory", [str(tmp_path)])
-    lines = [f"{call} committed [True, True]" for call in ("put", "share", "resize", "free")]
-    assert (code, printed.splitlines()) == (0, lines), errors
+def _free(memory: torch.UntypedStorage) -> None:
+    data = memory.clone()  # type: ignore[no-untyped-call]
+    memory.resize_(0)
+    memory.resize_(len(data))
+    memory.copy_(data)
+
+
+REPLACE: dict[str, Callable[[torch.UntypedStorage], object]] = {
+    "share": lambda memory: memory.share_memory_(),
+    "resize": lambda memory: memory.resize_(2 * len(memory)),
+    "free": _free,
+}
 
 
 @pytest.mark.usefixtures("everywhere")
-def test_only_storages_that_are_copied_wait_and_the_methods_of_torch_are_restored(tmp_path: Path) -> None:
+@pytest.mark.parametrize("replace", REPLACE.values(), ids=REPLACE)
+def test_a_call_that_replaces_memory_waits_until_it_is_copied(
+    replace: Callable[[torch.UntypedStorage], object], tmp_path: Path
+) -> None:
+    with held_save(tmp_path) as (checkpointer, model, handle, release):
+        replaced = returns(lambda: replace(model[0].untyped_storage()))
+        assert not replaced(0.2)
+        release()
+        assert replaced(PATIENCE_S)
+        handle.result(PATIENCE_S)
+        assert torch.equal(checkpointer.load(1)["model/0"], torch.ones(1 << 14))
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_memory_that_is_not_copied_does_not_wait_and_the_methods_of_torch_are_restored(tmp_path: Path) -> None:
     names = ("_share_fd_cpu_", "_share_filename_cpu_", "resize_")
     before = {name: vars(torch.UntypedStorage).get(name) for name in names}
-    with held_save(tmp_path) as (checkpointer, model, handle, release):
+    with held_save(tmp_path) as (checkpointer, _, handle, release):
         torch.ones(5).share_memory_()  # type: ignore[no-untyped-call]
         torch.ones(5).untyped_storage().resize_(100)
         with FakeTensorMode():  # as a compiler traces it
             torch.ones(5).untyped_storage().resize_(100)
-        sharing = threading.Thread(target=model[0].data.share_memory_)
-        sharing.start()
-        sharing.join(0.2)
-        assert sharing.is_alive()
-        assert not model[0].is_shared()
         release()
-        sharing.join(PATIENCE_S)
-        assert model[0].is_shared()
         handle.result(PATIENCE_S)
         checkpointer.wait()
     assert {name: vars(torch.UntypedStorage).get(name) for name in names} == before
@@ -211,35 +201,14 @@ def test_memory_that_a_device_copies_in_order_is_not_replaced_before(tmp_path: P
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
         with open_run(tmp_path) as checkpointer:
             released, handle = simulated.hang(), checkpointer.save_async(model, optim, 1)
-            resizing = threading.Thread(target=model[0].untyped_storage().resize_, args=(0,))
-            resizing.start()
-            resizing.join(0.2)
-            assert resizing.is_alive()
+            resized = returns(lambda: model[0].untyped_storage().resize_(0))
+            assert not resized(0.2)
             released.set()
-            resizing.join(PATIENCE_S)
-            assert not resizing.is_alive()
+            assert resized(PATIENCE_S)
             handle.result(PATIENCE_S)
             found = checkpointer.load(1)
-        assert {name: sorted(set(tensor.tolist())) for name, tensor in found.items()} == {
-            "model/0": [3.0],
-            "model/1": [3.0],
-        }
+        assert [tensor.unique().tolist() for tensor in found.values()] == [[3.0], [3.0]]
         simulated.synchronize()
-
-
-@pytest.mark.usefixtures("everywhere")
-def test_a_forked_child_replaces_its_memory_without_waiting(tmp_path: Path) -> None:
-    with held_save(tmp_path) as (_, model, handle, release):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # forks with other threads
-            child = os.fork()
-        if child == 0:
-            signal.alarm(PATIENCE_S)
-            model[0].untyped_storage().resize_(0)
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        release()
-        handle.result(PATIENCE_S)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
