@@ -18,7 +18,9 @@ import httpx
 
 from ckptapi.bodies import RestoreBody, RestoreRequest
 from ckptapi.client import DaemonClient
+from ckptstore.stores import Store
 from tests.support.forking import DAEMON, Fork, fork
+from tests.support.stores import serving
 from tests.support.waiting import wait_until
 
 _EXIT_S = 60.0
@@ -161,3 +163,16 @@ def _end(process: subprocess.Popen[bytes] | Fork) -> None:
 def join(client: DaemonClient, run: str, key: str, world_size: int, rank: int, **options: Any) -> RestoreBody:
     """Join a restore session as a rank."""
     return client.join_restore(RestoreRequest(run=run, key=key, world_size=world_size, rank=rank, **options))
+
+
+@contextmanager
+def caching_daemon(store: Store, folder: Path) -> Iterator[str]:
+    """The address of a daemon that reads through this store, in this process. Its index and cache are in the folder."""
+    from ckptd.app import create_app
+    from ckptd.settings import Settings
+
+    index, cache = f"sqlite:///{folder / 'index.db'}", str(folder / "cache")
+    settings = Settings(store=store.url, auth="off", db=index, cache=cache, poll_seconds=0.1)
+    with serving(create_app(settings, store)) as url:
+        wait_until(lambda: httpx.get(f"{url}/readyz").status_code == 200, "readiness")
+        yield url

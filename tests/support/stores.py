@@ -66,19 +66,6 @@ class Faults:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Switch(Faults):
-    """Makes all calls fail whose method and key contain `away`; none if that is empty."""
-
-    away = ""
-
-    def around(self, what: str, call: Callable[[], _T]) -> _T:
-        """Do `call`, or fail in its place."""
-        self.calls.append(what)
-        if self.away and self.away in what:
-            raise StoreUnavailable("connection refused", "wait")
-        return call()
-
-
 @dataclass
 class Interleaving:
     """Lets another process act just before the call numbered `at`."""

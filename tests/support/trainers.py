@@ -58,10 +58,6 @@ class Trainer:
         seen = self.saved
         wait_until(lambda: self.saved > seen)
 
-    def wait_for_death(self, seen: int) -> None:
-        """Wait until it reports more than `seen` deaths of savers."""
-        wait_until(lambda: self.deaths > seen)
-
 
 @contextlib.contextmanager
 def trainer_on(store: Path, daemon: str | None = None) -> Iterator[Trainer]:

@@ -46,43 +46,26 @@ V1 = {
 }
 
 
-@pytest.mark.parametrize(
-    ("files", "environ", "expected"),
-    [
-        (SYSTEM, {}, 800 * GB),
-        (SYSTEM, {"LOCAL_WORLD_SIZE": "8"}, 100 * GB),
-        (SYSTEM | V2, {}, 32 * GB),
-        (SYSTEM | V2, {"LOCAL_WORLD_SIZE": "4"}, 8 * GB),
-        (SYSTEM | V2 | PARENT, {}, 4 * GB),
-        (SYSTEM | CONTAINER, {}, 7 * GB),
-        (SYSTEM | V1, {}, 6 * GB),
-        ({}, {"LOCAL_WORLD_SIZE": "8"}, None),
-        (SYSTEM | GRACE, {}, 420 * GB),
-        (SYSTEM, {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 200 * GB),
-        (SYSTEM, {"MPI_LOCALNRANKS": "4"}, 200 * GB),
-        (SYSTEM, {"PALS_LOCAL_SIZE": "4"}, 200 * GB),
-        (SYSTEM, {"SLURM_STEP_TASKS_PER_NODE": "4(x2),8,2(x16)"}, 100 * GB),
-        (SYSTEM, {"SLURM_STEP_TASKS_PER_NODE": "1", "LOCAL_WORLD_SIZE": "8"}, 100 * GB),
-        (SYSTEM, {"LOCAL_WORLD_SIZE": "?"}, 800 * GB),
-    ],
-    ids=[
-        "system",
-        "local-ranks",
-        "cgroup",
-        "cgroup-and-ranks",
-        "parent",
-        "container",
-        "v1",
-        "unknown",
-        "gh200",
-        "mpi",
-        "mpich",
-        "pals",
-        "slurm",
-        "torchrun in slurm",
-        "odd",
-    ],
-)
+CASES: dict[str, tuple[Mapping[str, str], Mapping[str, str], int | None]] = {
+    "system": (SYSTEM, {}, 800 * GB),
+    "local ranks": (SYSTEM, {"LOCAL_WORLD_SIZE": "8"}, 100 * GB),
+    "cgroup": (SYSTEM | V2, {}, 32 * GB),
+    "cgroup and ranks": (SYSTEM | V2, {"LOCAL_WORLD_SIZE": "4"}, 8 * GB),
+    "parent": (SYSTEM | V2 | PARENT, {}, 4 * GB),
+    "container": (SYSTEM | CONTAINER, {}, 7 * GB),
+    "v1": (SYSTEM | V1, {}, 6 * GB),
+    "unknown": ({}, {"LOCAL_WORLD_SIZE": "8"}, None),
+    "gh200": (SYSTEM | GRACE, {}, 420 * GB),
+    "mpi": (SYSTEM, {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 200 * GB),
+    "mpich": (SYSTEM, {"MPI_LOCALNRANKS": "4"}, 200 * GB),
+    "pals": (SYSTEM, {"PALS_LOCAL_SIZE": "4"}, 200 * GB),
+    "slurm": (SYSTEM, {"SLURM_STEP_TASKS_PER_NODE": "4(x2),8,2(x16)"}, 100 * GB),
+    "torchrun in slurm": (SYSTEM, {"SLURM_STEP_TASKS_PER_NODE": "1", "LOCAL_WORLD_SIZE": "8"}, 100 * GB),
+    "odd": (SYSTEM, {"LOCAL_WORLD_SIZE": "?"}, 800 * GB),
+}
+
+
+@pytest.mark.parametrize(("files", "environ", "expected"), CASES.values(), ids=CASES)
 def test_available_bytes(
     files: Mapping[str, str], environ: Mapping[str, str], expected: int | None, tmp_path: Path
 ) -> None:
@@ -106,14 +89,8 @@ def test_memory_is_populated_on_the_cores_of_a_node(tmp_path: Path) -> None:
         path = tmp_path / f"sys/devices/system/node/node{node}/cpulist"
         path.parent.mkdir(parents=True)
         path.write_text(cores)
-    expected: dict[int | None, set[int]] = {
-        0: {core},
-        1: {core, core + 1},
-        2: before,
-        3: before,
-        7: before,
-        None: before,
-    }
+    expected: dict[int | None, set[int]] = {0: {core}, 1: {core, core + 1}}
+    expected |= dict.fromkeys((2, 3, 7, None), before)
     for known, allowed in expected.items():
         with on_node(known, tmp_path):
             assert os.sched_getaffinity(0) <= allowed

@@ -57,19 +57,13 @@ def lost(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lost]:
     folder = tmp_path_factory.mktemp("lost")
     with Checkpointer(str(folder / "store"), run=RUN, writer="thread", compress="fast") as checkpointer:
         checkpointer.save(model(), None, 1)
-    at = {"folder": str(folder)}
+    at: dict[str, Any] = {"folder": str(folder)}
     scenarios: dict[object, Scenario] = {}
     for case in _RESTORES:
-        rank, how, phase, replica_reads = case
-        arguments = {
-            **at,
-            "lost": rank,
-            "how": how,
-            "phase": phase,
-            "replica_reads": replica_reads,
-            "timeout_s": _TIMEOUT_S,
-        }
-        scenarios[case] = Scenario(f"{__name__}:restore", 3, arguments, lost=(rank,))
+        arguments = (
+            at | {"timeout_s": _TIMEOUT_S} | dict(zip(("lost", "how", "phase", "replica_reads"), case, strict=True))
+        )
+        scenarios[case] = Scenario(f"{__name__}:restore", 3, arguments, lost=(case[0],))
     for how in _HOW:
         arguments = {**at, "lost": 2, "how": how, "peer_timeout_s": _COMMIT_TIMEOUT_S}
         scenarios[how] = Scenario(f"{__name__}:save", 3, arguments, lost=(2,))

@@ -34,9 +34,7 @@ from tests.support.waiting import present, wait_until
 _TIMEOUT_S = 3.0
 _ROUNDS = 3
 _STORES = ("file", "tcp")
-_LOST = [
-    *product(_STORES, ("SIGKILL", "SIGSTOP"), (0, 2)),
-]
+_LOST = [*product(_STORES, ("SIGKILL", "SIGSTOP"), (0, 2))]
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ from tests.support.stores import CountingStore
 RUN = "replicas"
 
 
-def replica(seed: int, layers: int = 6) -> nn.Module:
-    """25 MB of weights, unless fewer layers are asked for."""
+def replica(seed: int, layers: int = 4) -> nn.Module:
+    """17 MB of weights, unless fewer layers are asked for."""
     torch.manual_seed(seed)
     return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(layers)))
 
@@ -37,10 +37,10 @@ def save(store: str, steps: list[int]) -> str:
 
 
 def restore(
-    store: str | None, daemon: str | None, replica_reads: Any, layers_of_rank_1: int = 6, peer_timeout_s: float = 60.0
+    store: str | None, daemon: str | None, replica_reads: Any, layers_of_rank_1: int = 4, peer_timeout_s: float = 60.0
 ) -> dict[str, Any]:
     """What this rank restored, what it read of the store for that, and what it was warned of."""
-    model = replica(0, layers_of_rank_1 if dist.get_rank() == 1 else 6)
+    model = replica(0, layers_of_rank_1 if dist.get_rank() == 1 else 4)
     options: dict[str, Any] = {"daemon": daemon, "replica_reads": replica_reads, "peer_timeout_s": peer_timeout_s}
     with logged() as log, Checkpointer(store, run=RUN, writer="thread", **options) as checkpointer:
         counting = _count(checkpointer)

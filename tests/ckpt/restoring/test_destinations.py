@@ -17,6 +17,7 @@ from ckptstore.errors import CorruptObject
 from ckptstore.names import RunKeys, shard_name
 from tests.ckpt.loops import open_run
 from tests.support.checkpoints import flip
+from tests.support.waiting import present
 
 LARGE = 70_000
 """Elements of a tensor that is an entry; a small one of this rank lies in a receipt."""
@@ -39,42 +40,40 @@ def zeros() -> dict[str, Any]:
     return {"large": torch.zeros(LARGE), "small": torch.zeros(3), "pair": Pair(torch.zeros(2, LARGE), [torch.zeros(4)])}
 
 
+def restored(folder: Path, saved: Any, given: Any) -> Any:
+    """A value of this rank that was saved, restored where another is given."""
+    with open_run(folder) as checkpointer:
+        checkpointer.save(None, None, 1, own=saved)
+        return present(checkpointer.restore(own=given)).values["own"]
+
+
 def test_tensors_of_shared_and_own_values_are_filled_in_place(tmp_path: Path) -> None:
     own, shared, mine, ours = value(), value(), zeros(), zeros()
     before = [tensor.data_ptr() for tensor in (*tensors(mine), *tensors(ours))]
     with open_run(tmp_path) as checkpointer:
         checkpointer.save(None, None, 1, own=own, shared={"all": shared})
-        restored = checkpointer.restore(own=mine, shared={"all": ours})
-    assert restored is not None
+        values = present(checkpointer.restore(own=mine, shared={"all": ours})).values
     for saved, given, name in ((own, mine, "own"), (shared, ours, "all")):
-        for wanted, live, found in zip(tensors(saved), tensors(given), tensors(restored.values[name]), strict=True):
+        for wanted, live, found in zip(tensors(saved), tensors(given), tensors(values[name]), strict=True):
             assert found is live
             assert torch.equal(live, wanted)
-        assert type(restored.values[name]["pair"]) is Pair
+        assert type(values[name]["pair"]) is Pair
     assert [tensor.data_ptr() for tensor in (*tensors(mine), *tensors(ours))] == before
 
 
 def test_tensors_in_any_dict_are_filled_in_place(tmp_path: Path) -> None:
     kinds: list[dict[Any, Any]] = [{7: 0, "a": 0}, OrderedDict(layer=0), {("of", 2): 0}, {"$": 0}]
     saved, given = ([type(kind)({key: torch.rand(LARGE) for key in kind}) for kind in kinds] for _ in range(2))
-    with open_run(tmp_path) as checkpointer:
-        checkpointer.save(None, None, 1, shared={"all": saved})
-        restored = checkpointer.restore(shared={"all": given})
-    assert restored is not None
-    for wanted, live, found in zip(saved, given, restored.values["all"], strict=True):
+    for wanted, live, found in zip(saved, given, restored(tmp_path, saved, given), strict=True):
         assert type(found) is type(wanted)
         assert all(found[key] is live[key] and torch.equal(found[key], wanted[key]) for key in wanted)
 
 
 def test_tensors_at_equal_paths_stay_distinct(tmp_path: Path) -> None:
     saved: dict[str, Any] = {"a/b": torch.rand(3), "a": {"b": torch.rand(3)}}
-    given: dict[str, Any] = {"a/b": torch.rand(3), "a": {"b": torch.rand(3)}}
-    with open_run(tmp_path) as checkpointer:
-        checkpointer.save(None, None, 1, own=saved)
-        restored = checkpointer.restore(own=given)
-    assert restored is not None
-    assert torch.equal(restored.values["own"]["a/b"], saved["a/b"])
-    assert torch.equal(restored.values["own"]["a"]["b"], saved["a"]["b"])
+    found = restored(tmp_path, saved, {"a/b": torch.rand(3), "a": {"b": torch.rand(3)}})
+    assert torch.equal(found["a/b"], saved["a/b"])
+    assert torch.equal(found["a"]["b"], saved["a"]["b"])
 
 
 @pytest.mark.parametrize(
@@ -88,12 +87,9 @@ def test_tensors_at_equal_paths_stay_distinct(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_what_does_not_fit_is_left_alone_and_a_new_tensor_comes_back(live: torch.Tensor, tmp_path: Path) -> None:
     saved, before = torch.rand(LARGE), live.detach().clone()
-    with open_run(tmp_path) as checkpointer:
-        checkpointer.save(None, None, 1, own={"x": saved})
-        restored = checkpointer.restore(own={"x": live})
-    assert restored is not None
-    assert torch.equal(restored.values["own"]["x"], saved)
-    assert restored.values["own"]["x"] is not live
+    found = restored(tmp_path, {"x": saved}, {"x": live})["x"]
+    assert torch.equal(found, saved)
+    assert found is not live
     assert torch.equal(live, before)
 
 
@@ -102,9 +98,7 @@ def test_memory_that_two_saved_tensors_would_fill_takes_one_of_them(tmp_path: Pa
     weight = model.weight.detach().clone()
     with open_run(tmp_path) as checkpointer:
         checkpointer.save(model, None, 1, own=[first, second, torch.rand(300, 300)])
-        restored = checkpointer.restore(model, own=[live, live, model.weight.detach()])
-    assert restored is not None
-    found = restored.values["own"]
+        found = present(checkpointer.restore(model, own=[live, live, model.weight.detach()])).values["own"]
     assert found[0] is live
     assert torch.equal(live, first)
     assert torch.equal(found[1], second)
@@ -118,19 +112,15 @@ def test_memory_that_is_given_for_two_values_takes_one_of_them(size: int, tmp_pa
     first, second, live = torch.rand(size), torch.rand(size), torch.zeros(size)
     with open_run(tmp_path) as checkpointer:
         checkpointer.save(None, None, 1, best=[first], newest=[second])
-        restored = checkpointer.restore(best=[live], newest=[live])
-    assert restored is not None
-    assert torch.equal(restored.values["best"][0], first)
-    assert torch.equal(restored.values["newest"][0], second)
+        values = present(checkpointer.restore(best=[live], newest=[live])).values
+    assert torch.equal(values["best"][0], first)
+    assert torch.equal(values["newest"][0], second)
 
 
 def test_tied_tensors_fill_each_given_one(tmp_path: Path) -> None:
     tied, live, other = torch.rand(LARGE), torch.zeros(LARGE), torch.zeros(LARGE)
-    with open_run(tmp_path) as checkpointer:
-        checkpointer.save(None, None, 1, own=[tied, tied, tied])
-        restored = checkpointer.restore(own=[live, live, other])
-    assert restored is not None
-    assert [found.data_ptr() for found in restored.values["own"]] == [t.data_ptr() for t in (live, live, other)]
+    values = restored(tmp_path, [tied, tied, tied], [live, live, other])
+    assert [found.data_ptr() for found in values] == [t.data_ptr() for t in (live, live, other)]
     assert torch.equal(live, tied)
     assert torch.equal(other, tied)
 
@@ -141,10 +131,9 @@ def test_restored_tensors_are_freed_with_their_last_reference(tmp_path: Path) ->
         checkpointer.save(None, None, 1, own=torch.rand(LARGE), shared={"all": np.ones(LARGE)})
         gc.disable()
         try:
-            restored = checkpointer.restore(own=None, shared={"all": None})
-            assert restored is not None
-            found = [weakref.ref(value) for value in restored.values.values()]
-            del restored
+            done = present(checkpointer.restore(own=None, shared={"all": None}))
+            found = [weakref.ref(value) for value in done.values.values()]
+            del done
             assert [one() for one in found] == [None, None]
         finally:
             gc.enable()

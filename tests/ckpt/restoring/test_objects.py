@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from ckpt import Checkpointer
 from ckpt.capture.train_state import TrainState
 from ckpt.restoring.destinations import Destinations
 from ckpt.restoring.preparing import plan_restore
@@ -22,6 +21,7 @@ from ckptstore.errors import StateMismatch
 from ckptstore.format.documents import Content, Entries, Slices
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.stores import open_store
+from tests.ckpt.loops import open_run
 
 EMPTY = Content(
     shards=[], entries=Entries([], [], []), slices=Slices(*[np.zeros(0, np.int64)] * 4), aliases={}, trees={}
@@ -41,7 +41,7 @@ def test_a_step_count_that_lies_elsewhere_is_replaced(tmp_path: Path) -> None:
     other, other_optim = trained()
     for state in other_optim.state.values():
         state["step"] = state["step"].to("meta")
-    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+    with open_run(tmp_path) as checkpointer:
         checkpointer.save(model, optim, 1)
         checkpointer.restore(other, other_optim)
     assert [state["step"].item() for state in other_optim.state.values()] == [1.0, 1.0]
@@ -62,7 +62,7 @@ def moved(folder: Path, old: nn.Module, new: nn.Module, kind: Callable[..., Opti
     optimizers = [kind(model.parameters(), lr=0.1) for model in (old, new)]
     old(torch.ones(2, 4)).sum().backward()
     optimizers[0].step()
-    with Checkpointer(str(folder), run="r") as checkpointer:
+    with open_run(folder) as checkpointer:
         checkpointer.save(old, optimizers[0], 1)
         checkpointer.restore(new, optimizers[1])
     return optimizers
@@ -71,12 +71,7 @@ def moved(folder: Path, old: nn.Module, new: nn.Module, kind: Callable[..., Opti
 @pytest.mark.parametrize("stepped", [{0}, set()])
 @pytest.mark.parametrize(
     ("old", "make", "named"),
-    [
-        (True, AdamW, True),
-        (False, AdamW, False),
-        (True, SGD, False),
-        (True, partial(SGD, momentum=0.9), True),
-    ],
+    [(True, AdamW, True), (False, AdamW, False), (True, SGD, False), (True, partial(SGD, momentum=0.9), True)],
 )
 def test_a_checkpoint_of_an_older_version_that_lost_optimizer_state_names_it(
     tmp_path: Path, old: bool, make: Any, named: bool, stepped: set[int]
@@ -88,7 +83,7 @@ def test_a_checkpoint_of_an_older_version_that_lost_optimizer_state_names_it(
         for parameter in model[part].parameters():
             parameter.grad = torch.ones_like(parameter)
     optim.step()
-    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+    with open_run(tmp_path) as checkpointer:
         checkpointer.save(model, optim, 1)
     source = StoreSource(open_store(str(tmp_path)))
     manifest = replace(read_manifest(source, source.latest("r")), world_size=2)
@@ -208,7 +203,7 @@ def shared(kind: str, alike: bool = True) -> nn.Module:
 def test_one_place_in_memory_takes_one_value(tmp_path: Path, old: str, new: str, alike: bool) -> None:
     saved, live = shared(old, alike), shared(new)
     before = [value.clone() for value in live.state_dict().values()]
-    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+    with open_run(tmp_path) as checkpointer:
         checkpointer.save(saved, None, 1)
         if alike:
             checkpointer.restore(live)
@@ -223,7 +218,7 @@ def test_optimizer_state_restored_in_inference_mode_can_be_trained(tmp_path: Pat
     model, optim = trained()
     other = nn.Linear(3, 3)
     other_optim = AdamW(other.parameters(), lr=0.1)
-    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+    with open_run(tmp_path) as checkpointer:
         checkpointer.save(model, optim, 1)
         with torch.inference_mode():
             checkpointer.restore(other, other_optim)

@@ -19,6 +19,7 @@ from ckptstore.errors import StateMismatch
 from ckptstore.format.documents import JSON
 from tests.support.parallel.runner import Outcome, Scenario, run_scenario, run_scenarios
 from tests.support.training import seed_all
+from tests.support.waiting import present
 
 
 class Loader:
@@ -164,8 +165,7 @@ def restore(store: str) -> dict[str, Any]:
     seed_all(99)
     samples = Samples()
     with Checkpointer(store, run="r", writer="thread") as checkpointer:
-        restored = checkpointer.restore(nn.Linear(3, 3), loader=samples)
-    assert restored is not None
+        restored = present(checkpointer.restore(nn.Linear(3, 3), loader=samples))
     return {"drawn": _draw(), "left": samples.left, "notes": restored.notes}
 
 

@@ -17,7 +17,7 @@ from ckptstore.names import Attempt, Reference, new_ulid
 from ckptstore.reading.source import StoreSource
 from ckptstore.run import Run
 from ckptstore.stores import open_store
-from tests.support.checkpoints import sample_arrays, write_checkpoint, write_rank
+from tests.support.checkpoints import SMALL, write_checkpoint, write_rank
 from tests.support.stores import FaultyStore, Interleaving
 
 
@@ -25,9 +25,9 @@ def test_a_commit_at_any_moment_is_not_missed(tmp_path: Path) -> None:
     for at in count():
         url = str(tmp_path / str(at))
         store = open_store(url)
-        write_checkpoint(store, "r", 3, sample_arrays())
+        write_checkpoint(store, "r", 3, SMALL)
         attempt = Attempt(6, new_ulid(system_clock()))
-        write_rank(store, "r", attempt, sample_arrays())
+        write_rank(store, "r", attempt, SMALL)
         other = Interleaving(at, partial(roll_forward, Run(store, "r"), attempt))
         newest = next(candidates(StoreSource(FaultyStore(store, other)), Config(url, run="r"), Reference("r", None)))
         assert newest.attempt == attempt, f"the saver committed before call {at} of {other.calls}"

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import numpy as np
 import pytest
@@ -19,15 +18,14 @@ from ckpt.config import Config, ReplicaReads
 from ckpt.restoring import sharing
 from ckpt.restoring.fetching import how_to_share
 from ckpt.restoring.sharing import ShardStretch, divide
-from ckptd.app import create_app
-from ckptd.settings import Settings
 from ckptstore.format.documents import Chunks, Content, Entries, References, Shard, Slices
 from ckptstore.names import shard_name
 from ckptstore.stores import open_store
-from tests.support.parallel.runner import Scenario, run_scenario, run_scenarios
-from tests.support.stores import CountingStore, serving
-from tests.support.waiting import wait_until
+from tests.support.daemons import caching_daemon
+from tests.support.parallel.runner import Scenario, run_named, run_scenario
+from tests.support.stores import CountingStore
 
+_RANKS = "tests.ckpt.restoring.replicas"
 _REPLICAS = 4
 _MOST = 1.05
 _COLLECTIVE = r"(torch\.distributed|dist)\.(all_|broadcast|barrier|gather|scatter|reduce)"
@@ -55,33 +53,19 @@ class Restores:
 @pytest.fixture(scope="module")
 def restores(tmp_path_factory: pytest.TempPathFactory) -> Restores:
     folder = tmp_path_factory.mktemp("replicas")
-    store = open_store(str(folder / "store"))
-    saving = Scenario("tests.ckpt.restoring.replicas:save", _REPLICAS, {"store": str(folder / "store"), "steps": [1]})
-    digests = run_scenario(saving, folder / "save")
+    store, at = open_store(str(folder / "store")), {"store": str(folder / "store")}
+    digests = run_scenario(Scenario(f"{_RANKS}:save", _REPLICAS, at | {"steps": [1]}), folder / "save")
     stored, counting = sum(info.bytes for info in store.list("")), CountingStore(store)
-    index, cache = f"sqlite:///{folder / 'index.db'}", str(folder / "cache")
-    settings = Settings(store=store.url, auth="off", db=index, cache=cache, poll_seconds=0.1)
-    with serving(create_app(settings, counting)) as url:
-        wait_until(lambda: httpx.get(f"{url}/readyz").status_code == 200, "readiness")
+    with caching_daemon(counting, folder) as url:
         before = counting.all_bytes
-        scenarios = [
-            Scenario(
-                "tests.ckpt.restoring.replicas:restore",
-                _REPLICAS,
-                {
-                    "store": str(folder / "store"),
-                    "daemon": url if replica_reads == "daemon" else None,
-                    "replica_reads": replica_reads,
-                },
-            )
-            for replica_reads in ("broadcast", "none", "daemon", "auto")
-        ]
-        receiving = Scenario("tests.ckpt.restoring.replicas:receive", 2, {"store": str(folder / "store")})
-        *outcomes, received = run_scenarios([*scenarios, receiving], folder / "restore")
+        scenarios = {}
+        for share in ("broadcast", "none", "daemon", "auto"):
+            arguments = at | {"daemon": url if share == "daemon" else None, "replica_reads": share}
+            scenarios[share] = Scenario(f"{_RANKS}:restore", _REPLICAS, arguments)
+        scenarios["receive"] = Scenario(f"{_RANKS}:receive", 2, at)
+        results = {name: outcome.result() for name, outcome in run_named(scenarios, folder / "restore").items()}
         read = counting.all_bytes - before
-    shares = [scenario.arguments["replica_reads"] for scenario in scenarios]
-    by_share = dict(zip(shares, (outcome.result() for outcome in outcomes), strict=True))
-    return Restores(digests[0], stored, by_share, read, received.result())
+    return Restores(digests[0], stored, results, read, results.pop("receive"))
 
 
 @pytest.mark.parametrize("replica_reads", ["broadcast", "daemon", "none", "auto"])
