@@ -4,8 +4,6 @@ import json
 import re
 from pathlib import Path
 
-import pytest
-
 from docsite.demo_picture import svg_of
 
 ROOT = Path(__file__).parents[2]
@@ -28,16 +26,15 @@ def test_every_verb_of_the_makefile_is_explained() -> None:
     assert [verb for verb in phony[1].split() if table_row(page, f"`make {verb}`") is None] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
-    targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
-    assert [target for target in targets if not (page.parent / target).exists()] == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_tests_that_are_named_exist(page: Path) -> None:
-    named = re.findall(r"`(?:tests/[\w/]*/)?(test_\w+\.py)`", page.read_text())
-    assert [name for name in named if not list((ROOT / "tests").rglob(name))] == []
+def test_links_lead_somewhere_and_tests_that_are_named_exist() -> None:
+    missing = []
+    for page in PAGES:
+        text, name = page.read_text(), page.relative_to(ROOT)
+        links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
+        missing += [f"{name}: {link}" for link in links if not (page.parent / link).exists()]
+        tests = re.findall(r"`(?:tests/[\w/]*/)?(test_\w+\.py)`", text)
+        missing += [f"{name}: {test}" for test in tests if not list((ROOT / "tests").rglob(test))]
+    assert missing == []
 
 
 PAGE = (ROOT / "README.md").read_text()

@@ -6,70 +6,53 @@ import json
 import pkgutil
 import subprocess
 import sys
+from types import ModuleType
 
 import ckptd
 import ckptplan
 import ckptstore
 
 WEB_AND_SQL = {"fastapi", "starlette", "uvicorn", "sqlalchemy", "alembic"}
-CKPTSTORE = sorted(module.name for module in pkgutil.walk_packages(ckptstore.__path__, "ckptstore."))
-CKPTPLAN = sorted(module.name for module in pkgutil.walk_packages(ckptplan.__path__, "ckptplan."))
-CKPTD = sorted(
-    module.name
-    for module in pkgutil.walk_packages(ckptd.__path__, "ckptd.")
-    if not module.name.endswith("__main__") and ".migrations." not in module.name
-)
+TRAINER = {"ckpt.capture", "ckpt.snapshot", "ckpt.restoring", "ckpt.ranks", "ckpt.checkpointer"}
 
 
-def loaded_by(statement: str) -> set[str]:
-    """Names of the modules that a new interpreter has after the statement."""
-    script = f"import json, sys\n{statement}\nprint(json.dumps(list(sys.modules)))"
+def every_module_of(package: ModuleType) -> str:
+    """A statement that imports all modules of a package but programs and migrations."""
+    names = [module.name for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
+    return f"import {', '.join(name for name in names if '__main__' not in name and '.migrations.' not in name)}"
+
+
+def loaded_by(*statements: str) -> list[set[str]]:
+    """Names of the modules that a new interpreter has after each of the statements."""
+    shown = "print(json.dumps(list(sys.modules)))"
+    script = "\n".join(["import json, sys", *(f"{statement}\n{shown}" for statement in statements)])
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=120)
-    return set(json.loads(done.stdout))
+    return [set(json.loads(line)) for line in done.stdout.splitlines()]
 
 
-def test_the_shared_format_loads_neither_torch_nor_a_web_framework_nor_sql() -> None:
-    loaded = loaded_by(f"import {', '.join(CKPTSTORE)}")
-    assert "ckptstore.format.documents" in loaded
-    assert loaded & {"torch", "ckpt", "ckptd", *WEB_AND_SQL} == set()
+def test_the_shared_format_and_the_daemon_load_no_torch() -> None:
+    shared, daemon = loaded_by(every_module_of(ckptstore), every_module_of(ckptd))
+    assert "ckptstore.format.documents" in shared
+    assert shared & {"torch", "ckpt", "ckptd", *WEB_AND_SQL} == set()
+    assert {"ckptd.app", "ckptd.commands"} <= daemon
+    assert daemon & {"torch", "ckpt"} == set()
 
 
-def test_a_plan_loads_no_torch() -> None:
-    loaded = loaded_by(f"import {', '.join(CKPTPLAN)}; import ckpt; ckpt.plan")
-    assert "ckptplan.plan" in loaded
-    assert loaded & {"torch", "ckpt.checkpointer", "ckptd", *WEB_AND_SQL} == set()
-
-
-def test_the_daemon_loads_no_torch() -> None:
-    loaded = loaded_by(f"import {', '.join(CKPTD)}")
-    assert "ckptd.app" in loaded
-    assert loaded & {"torch", "ckpt"} == set()
-
-
-def test_serving_loads_no_torch() -> None:
-    assert "torch" not in loaded_by("import ckptd.commands")
-
-
-def test_importing_the_training_library_loads_nothing() -> None:
-    assert loaded_by("import ckpt") & {"torch", "numpy", "ckptstore", *WEB_AND_SQL} == set()
-
-
-def test_the_saver_process_is_light() -> None:
-    loaded = loaded_by("import ckpt.saver.process")
-    assert "ckptstore.commits.commit" in loaded
-    trainer = {"ckpt.capture", "ckpt.snapshot", "ckpt.restoring", "ckpt.ranks", "ckpt.checkpointer"}
-    assert loaded & {"torch", *trainer, *WEB_AND_SQL} == set()
-
-
-def test_a_trainer_loads_no_web_framework_and_no_sql() -> None:
-    """Nor are its functions hidden by modules of their names."""
-    named = "assert callable(ckpt.save); assert callable(ckpt.restore)"
-    loaded = loaded_by(f"import ckpt, ckpt.snapshot.overlap, ckpt.restoring.objects; ckpt.Checkpointer; {named}")
-    assert "torch" in loaded
-    assert loaded & {"ckptd", *WEB_AND_SQL} == set()
-
-
-def test_the_public_functions_load_no_torch() -> None:
-    loaded = loaded_by("import ckpt; ckpt.Checkpointer, ckpt.save_async, ckpt.restore, ckpt.load, ckpt.every")
-    assert "ckpt.snapshot.stage" in loaded
-    assert loaded & {"torch", "jax", "httpx"} == set()
+def test_the_training_library_loads_what_is_used() -> None:
+    """One step after the other: each may load more. Nor are functions hidden by modules of their names."""
+    library, plan, saver, functions, trainer = loaded_by(
+        "import ckpt",
+        f"{every_module_of(ckptplan)}; ckpt.plan",
+        "import ckpt.saver.process",
+        "ckpt.Checkpointer, ckpt.save_async, ckpt.restore, ckpt.load, ckpt.every",
+        "import ckpt.snapshot.overlap, ckpt.restoring.objects; assert callable(ckpt.save) and callable(ckpt.restore)",
+    )
+    assert library & {"torch", "numpy", "ckptstore", *WEB_AND_SQL} == set()
+    assert "ckptplan.plan" in plan
+    assert plan & {"torch", "ckpt.checkpointer", "ckptd", *WEB_AND_SQL} == set()
+    assert "ckptstore.commits.commit" in saver
+    assert saver & {"torch", *TRAINER, *WEB_AND_SQL} == set()
+    assert "ckpt.snapshot.stage" in functions
+    assert functions & {"torch", "jax", "httpx"} == set()
+    assert "torch" in trainer
+    assert trainer & {"ckptd", *WEB_AND_SQL} == set()
