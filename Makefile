@@ -52,7 +52,9 @@ pictures: setup browser
 # Tests wait more than they compute: two workers keep two cores busy for two thirds of the time, four all of it.
 PYTEST := $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder
 
-test: check browser arrays
+# The environment and the tests of `arrays` are independent of the checks.
+test: setup browser
+	$(MAKE) --jobs 2 --output-sync check arrays
 	$(PYTEST)
 
 # The same tests; measuring the coverage takes up to half as long again.
