@@ -164,13 +164,12 @@ class _Machine:
             for after, at, what in found:
                 following = [*state]
                 following[0], following[actor + 1] = after, at
-                yield self._canonical(following), what
-
-    def _canonical(self, state: list[int]) -> State:
-        for numbers in self._alike:
-            for number, place in zip(numbers, sorted(state[number] for number in numbers), strict=True):
-                state[number] = place
-        return tuple(state)
+                for numbers in self._alike:
+                    places = [following[number] for number in numbers]
+                    places.sort()
+                    for number, one in zip(numbers, places):  # noqa: B905 - strict costs a third
+                        following[number] = one
+                yield tuple(following), what
 
     def _place(self, actor: int, at: str | _Page) -> int:
         places = self._places[actor]

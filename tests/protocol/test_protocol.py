@@ -67,8 +67,9 @@ BEHIND_OTHERS = {
 
 
 @cache
-def explored(name: str) -> Explored:
-    return CASES[name].explore(name, Rules())
+def explored(name: str, *without: str) -> Explored:
+    """All states of a scenario without these rules, or those up to the first violation."""
+    return CASES[name].explore(name, replace(Rules(), **dict.fromkeys(without, False)))
 
 
 @pytest.mark.parametrize("name", EXPLORED)
@@ -81,7 +82,7 @@ def test_the_invariants_hold_in_every_state(name: str) -> None:
 @pytest.mark.parametrize("rule", FOUND)
 def test_a_rule_that_is_left_out_is_missed(rule: str) -> None:
     name, invariant = FOUND[rule]
-    found = CASES[name].explore(name, replace(Rules(), **{rule: False}))
+    found = explored(name, rule)
     assert found.violation is not None, f"{rule} has no effect in {found.states} states of {name!r}"
     print(f"\nwithout {rule}, {name}: {found.violation}")
     assert found.violation.invariant == invariant
@@ -90,10 +91,9 @@ def test_a_rule_that_is_left_out_is_missed(rule: str) -> None:
 @pytest.mark.parametrize("rule", BEHIND_OTHERS)
 def test_a_rule_that_others_cover_is_missed_without_them(rule: str) -> None:
     name, invariant, others = BEHIND_OTHERS[rule]
-    without = replace(Rules(), **dict.fromkeys(others, False))
-    assert CASES[name].explore(name, without).violation is None
-    assert CASES[name].explore(name, replace(Rules(), **{rule: False})).violation is None
-    found = CASES[name].explore(name, replace(without, **{rule: False}))
+    assert explored(name, *others).violation is None
+    assert explored(name, rule).violation is None
+    found = explored(name, *others, rule)
     assert found.violation is not None
     assert found.violation.invariant == invariant
 
