@@ -56,14 +56,13 @@ def run_script(folder: Path, exit_code: int) -> tuple[int, str]:
     return done.returncode, requests.read_text()
 
 
-@pytest.mark.parametrize("exit_code", [EXIT_SAVED, EXIT_BEHIND])
-def test_a_preempted_job_is_requeued(tmp_path: Path, exit_code: int) -> None:
-    assert run_script(tmp_path, exit_code) == (exit_code, "requeue 42\n")
-
-
-@pytest.mark.parametrize("exit_code", [0, 1])
-def test_a_job_that_is_done_or_broken_is_not(tmp_path: Path, exit_code: int) -> None:
-    assert run_script(tmp_path, exit_code) == (exit_code, "")
+@pytest.mark.parametrize(
+    ("exit_code", "requests"),
+    [(EXIT_SAVED, "requeue 42\n"), (EXIT_BEHIND, "requeue 42\n"), (0, ""), (1, "")],
+    ids=["preempted", "behind", "done", "broken"],
+)
+def test_only_a_preempted_job_is_requeued(tmp_path: Path, exit_code: int, requests: str) -> None:
+    assert run_script(tmp_path, exit_code) == (exit_code, requests)
 
 
 def test_the_times_fit_each_other_and_the_options_exist() -> None:

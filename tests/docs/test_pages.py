@@ -15,16 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import yaml
 from kubernetes_validate import validate  # type: ignore[attr-defined]
-from typer.main import get_command
 
 import ckpt
-from ckptctl.cli import app
-from ckptd.commands import cli
 from tests.docs.blocks import ROOT, Block, blocks, pages
 from tests.docs.reader import Reader
+from tests.support.command_line import check_command
 from tests.support.forking import TRAINER, run
 
 PAGES = {str(page.relative_to(ROOT)): page for page in pages()}
@@ -33,7 +30,6 @@ _LOSS = re.compile(r"loss \d[\d.e+-]*")
 """Other processors round in another way. On one machine, a step that is done again has the same loss."""
 _STEP = re.compile(r"step +(\d+)  (loss \d[\d.e+-]*)")
 _RUN = ("python", "sh")
-_PROGRAMS: dict[str, Any] = {"ckptctl": app, "ckptd": cli}
 
 
 def _runs(page: Path) -> list[Block]:
@@ -132,19 +128,7 @@ def _parse_shell(text: str) -> None:
     for line in re.sub(r"\\\n\s*", "", text).splitlines():
         match = re.match(r"^(?:\$ )?(ckptctl|ckptd) ([^|>&#]*)", line)
         if match and "..." not in match[2]:
-            _parse_command(match[1], shlex.split(match[2]))
-
-
-def _parse_command(name: str, words: list[str]) -> None:
-    command: Any = get_command(_PROGRAMS[name])
-    context = typer.Context(command, info_name=name)
-    words = [word for word in words if word != "--help"]
-    with context:
-        while words and hasattr(command, "resolve_command"):
-            taken, command, words = command.resolve_command(context, words)
-            assert command is not None, taken
-        if hasattr(command, "make_context"):
-            command.make_context(name, words, parent=context, resilient_parsing=False)
+            check_command([match[1], *(word for word in shlex.split(match[2]) if word != "--help")])
 
 
 def _parse_console(text: str) -> None:

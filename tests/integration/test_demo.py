@@ -40,22 +40,16 @@ def test_equal_curves_pass() -> None:
     compare(REFERENCE, PARTS, [1, 2])
 
 
-def test_a_difference_in_the_last_bit_is_found() -> None:
-    losses = {2: 2.5, 3: math.nextafter(2.25, 3)}
-    with pytest.raises(DemoFailed, match=r"differ at steps \[3\]"):
-        compare(REFERENCE, [PARTS[0], replace(PARTS[1], losses=losses)], [1, 2])
-
-
-def test_a_gap_is_found() -> None:
-    with pytest.raises(DemoFailed, match=r"missing steps \[2\]"):
-        compare(REFERENCE, [Curve("first", {1: 3.0}, None), Curve("second", {3: 2.25}, "abc")], [1, 3])
-
-
-def test_a_start_from_scratch_is_found() -> None:
-    with pytest.raises(DemoFailed, match="began at step 1, not at 2"):
-        compare(REFERENCE, [PARTS[0], replace(REFERENCE, name="second")], [1, 2])
-
-
-def test_other_weights_are_found() -> None:
-    with pytest.raises(DemoFailed, match="final weights"):
-        compare(REFERENCE, [PARTS[0], replace(PARTS[1], weights="abd")], [1, 2])
+@pytest.mark.parametrize(
+    ("first", "second", "began", "says"),
+    [
+        (PARTS[0], replace(PARTS[1], losses={2: 2.5, 3: math.nextafter(2.25, 3)}), 2, r"differ at steps \[3\]"),
+        (Curve("first", {1: 3.0}, None), Curve("second", {3: 2.25}, "abc"), 3, r"missing steps \[2\]"),
+        (PARTS[0], replace(REFERENCE, name="second"), 2, "began at step 1, not at 2"),
+        (PARTS[0], replace(PARTS[1], weights="abd"), 2, "final weights"),
+    ],
+    ids=["another last bit", "a gap", "a start from scratch", "other weights"],
+)
+def test_a_difference_is_found(first: Curve, second: Curve, began: int, says: str) -> None:
+    with pytest.raises(DemoFailed, match=says):
+        compare(REFERENCE, [first, second], [1, began])
