@@ -14,6 +14,7 @@ from ckptstore.commits.catalog import Checkpoint
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import write_checkpoint
 from tests.support.daemons import Daemon, running_daemon
+from tests.support.postgresql import PostgresqlServer
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +60,8 @@ def database(db_url: str) -> Iterator[Database]:
     database = Database(db_url, 20)
     yield database
     database.close()
+
+
+@pytest.fixture
+def postgresql_database(postgresql_server: PostgresqlServer) -> str:
+    return postgresql_server.new_database()

@@ -13,12 +13,11 @@ import numpy.typing as npt
 import pytest
 
 from ckptapi import bodies
-from ckptapi.client import DaemonClient
 from ckptd.settings import default_db
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.commit import read_outcome
-from ckptstore.errors import CheckpointHeld, NoCheckpoint
+from ckptstore.errors import CheckpointHeld
 from ckptstore.format.records import Policy
 from ckptstore.names import Attempt, Reference, RunKeys, new_ulid
 from ckptstore.reading.source import StoreSource
@@ -44,13 +43,6 @@ _QUESTIONS = (
 def _answers(daemon: Daemon) -> list[tuple[int, bytes]]:
     answers = [daemon.get(path) for path in _QUESTIONS]
     return [(answer.status_code, answer.content) for answer in answers if answer.status_code == 200]
-
-
-def _latest_step(client: DaemonClient, run: str) -> int:
-    try:
-        return client.latest(run).step
-    except NoCheckpoint:
-        return -1
 
 
 def test_killed_or_without_its_database_it_gives_the_same_answers(store: Store, tmp_path: Path) -> None:
@@ -85,27 +77,27 @@ def test_the_index_of_another_store_is_not_believed(store: Store, tmp_path: Path
 
 def test_it_sees_what_happens_behind_its_back(store: Store) -> None:
     with running_daemon(store.url) as daemon, daemon.client() as client:
-        assert _latest_step(client, "gpt") == -1
+        assert daemon.latest_step() == -1
         write_checkpoint(store, step=1)
-        wait_until(lambda: _latest_step(client, "gpt") == 1, "learning of a commit")
+        wait_until(lambda: daemon.latest_step() == 1, "learning of a commit")
         second = write_checkpoint(store, step=2)
-        wait_until(lambda: _latest_step(client, "gpt") == 2, "learning of another")
+        wait_until(lambda: daemon.latest_step() == 2, "learning of another")
         again = write_checkpoint(store, step=2)
         wait_until(lambda: client.latest("gpt") == again, "superseding")
         delete_checkpoint(Run(store, again.run), again.attempt, "test", force=True)
         wait_until(lambda: client.latest("gpt") == second, "the superseded one's return")
         delete_checkpoint(Run(store, second.run), second.attempt, "test", force=True)
-        wait_until(lambda: _latest_step(client, "gpt") == 1, "learning of a deletion")
+        wait_until(lambda: daemon.latest_step() == 1, "learning of a deletion")
 
 
 def test_it_commits_what_a_dead_committer_left(store: Store) -> None:
-    with running_daemon(store.url) as daemon, daemon.client() as client:
+    with running_daemon(store.url) as daemon:
         attempt = Attempt(3, new_ulid(system_clock()))
         write_rank(store, "gpt", attempt, sample_arrays(), rank=0, world_size=2)
         time.sleep(1)  # longer than the grace: half a checkpoint must not be committed however long it lies
         assert read_outcome(Run(store, "gpt"), attempt) is None
         write_rank(store, "gpt", attempt, {}, rank=1, world_size=2)
-        wait_until(lambda: _latest_step(client, "gpt") == 3, "rolling forward")
+        wait_until(lambda: daemon.latest_step() == 3, "rolling forward")
         assert "ckptd_rolled_forward_total 1.0" in daemon.get("/metrics").text
 
 
@@ -136,12 +128,7 @@ def test_it_tells_what_waits_to_be_freed(store: Store) -> None:
         os.utime(path, (system_clock() - 7200,) * 2)
     with running_daemon(store.url, options=("--collect-seconds", "0.2")) as daemon:
         expected = {"ckptd_tombstoned_bytes": sizes[hidden.attempt], "ckptd_orphan_bytes": sizes[orphan]}
-
-        def told() -> dict[str, float]:
-            lines = daemon.get("/metrics").text.splitlines()
-            return {line.split()[0]: float(line.split()[1]) for line in lines if line.startswith(tuple(expected))}
-
-        wait_until(lambda: told() == expected, "measuring")
+        wait_until(lambda: {name: daemon.metric(name) for name in expected} == expected, "measuring")
 
 
 def test_sigterm_is_announced_then_ends_with_0(store: Store) -> None:
@@ -178,35 +165,29 @@ def test_memory_stays_small_while_a_big_shard_is_read(store: Store) -> None:
     checkpoint = write_checkpoint(store, step=1, arrays={"model/big": _incompressible(192 << 20)})
     with running_daemon(store.url) as daemon:
         url = f"{daemon.url}/v1/checkpoints/{checkpoint.id}/shards/shard-00000.ckpt"
-        before = _peak_kib(daemon)
+        before = daemon.peak_kib()
         with httpx.stream("GET", url, timeout=60) as response:
             size = sum(map(len, response.iter_bytes(1 << 20)))
         assert size == int(response.headers["content-length"])
-        assert _peak_kib(daemon) - before < 64 << 10
+        assert daemon.peak_kib() - before < 64 << 10
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environment", "says"),
+    ("arguments", "says"),
     [
-        (("--host", "0.0.0.0", "--auth", "off"), {}, "with auth off"),
-        (("--store", "nosuch://x"), {}, "nosuch"),
-        (("--store", "memory://x"), {}, "one process"),
-        (("--db", "nonsense"), {}, "database URL"),
-        (("--db", "sqlite://"), {}, "in-memory"),
-        (("--db", "sqlite:////proc/nowhere/index.db"), {}, "cannot create the folder"),
-        (("--poll-seconds", "0"), {}, "poll_seconds"),
-        (("--port", "70000"), {}, "port"),
-        (("--cache-bytes", "-1"), {}, "cache_bytes"),
-        ((), {"CKPTD_STORE_READS": "0"}, "store_reads"),
-        ((), {"CKPTD_LOG_LEVEL": "loud"}, "log_level"),
+        (("--host", "0.0.0.0", "--auth", "off"), "with auth off"),
+        (("--store", "nosuch://x"), "nosuch"),
+        (("--store", "memory://x"), "one process"),
+        (("--db", "nonsense"), "database URL"),
+        (("--db", "sqlite://"), "in-memory"),
+        (("--db", "sqlite:////proc/nowhere/index.db"), "cannot create the folder"),
     ],
 )
 def test_settings_that_make_no_sense_end_it_with_a_sentence(
-    tmp_path: Path, arguments: tuple[str, ...], environment: dict[str, str], says: str
+    tmp_path: Path, arguments: tuple[str, ...], says: str
 ) -> None:
     standard = ("--store", str(tmp_path / "store"), "--db", f"sqlite:///{tmp_path / 'index.db'}", "--port", "0")
-    command = ["serve", *standard, *arguments]
-    code, _, complaint = run(DAEMON, "ckptd", command, environment={**os.environ, **environment})
+    code, _, complaint = run(DAEMON, "ckptd", ["serve", *standard, *arguments])
     assert code in (2, 7), complaint
     assert says in complaint
     assert "Traceback" not in complaint
@@ -220,11 +201,6 @@ def test_the_default_index_is_one_file_for_each_store(monkeypatch: pytest.Monkey
 
 def _incompressible(size: int) -> npt.NDArray[np.uint8]:
     return np.frombuffer(np.random.default_rng(0).bytes(size), dtype=np.uint8)
-
-
-def _peak_kib(daemon: Daemon) -> int:
-    status = Path(f"/proc/{daemon.process.pid}/status").read_text()
-    return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
 
 
 _NEGATIVE = (

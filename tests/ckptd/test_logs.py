@@ -3,8 +3,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 from ckptapi import bodies
@@ -12,6 +10,7 @@ from ckptstore.stores import Store
 from tests.conftest import S3Location
 from tests.support.checkpoints import write_checkpoint
 from tests.support.daemons import running_daemon
+from tests.support.forking import DAEMON, run
 from tests.support.seaweed import ACCESS_KEY, SECRET_KEY
 from tests.support.waiting import wait_until
 
@@ -67,11 +66,11 @@ def test_secrets_are_in_no_log(s3_store: S3Location, tmp_path: Path) -> None:
         wait_until(lambda: "store" in daemon.log() and "cannot" in daemon.log(), "a failure of the store")
         logs.append(daemon.log() + daemon.get("/readyz").text)
     url = "ftp://me:hidden-word@127.0.0.1:9/folder"
-    command = [sys.executable, "-m", "ckptd", "serve", "--store", url, "--db", f"sqlite:///{tmp_path}/i.db"]
+    command = ["serve", "--store", url, "--db", f"sqlite:///{tmp_path}/i.db"]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("CKPTD_")}
-    ended = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode != 0
-    logs.append(ended.stdout + ended.stderr)
+    code, printed, errors = run(DAEMON, "ckptd", command, environment=clean)
+    assert code != 0
+    logs.append(printed + errors)
     seen += ["wrong secret of the test", "hidden-word"]
     assert ACCESS_KEY != SECRET_KEY
     assert all(len(log) > 50 for log in logs)

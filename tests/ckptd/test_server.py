@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +13,12 @@ import trustme
 from ckptapi.client import DaemonClient
 from ckptstore.errors import DaemonUnavailable
 from ckptstore.stores import Store
+from tests.support import forking
 from tests.support.checkpoints import write_checkpoint
 from tests.support.command_line import run
 from tests.support.daemons import Daemon, running_daemon
 from tests.support.waiting import wait_until
 
-_TOKEN = "correct horse battery staple"
 _SHARD_BYTES = 24 << 20
 
 
@@ -54,11 +52,10 @@ def test_a_certificate_that_cannot_be_used_ends_it_with_a_sentence(tmp_path: Pat
     file = tmp_path / "both.pem"
     if content is not None:
         file.write_text(content)
-    command = [sys.executable, "-m", "ckptd", "serve", "--store", str(tmp_path), "--db", f"sqlite:///{tmp_path}/i.db"]
-    command += ["--auth", "off", "--port", "0", "--tls-cert", str(file), "--tls-key", str(file)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (ended.returncode, "Traceback" in ended.stderr) == (2, False), ended.stderr
-    assert f"cannot use certificate {file}" in ended.stderr
+    command = ["serve", "--store", str(tmp_path), "--db", f"sqlite:///{tmp_path}/i.db", "--auth", "off", "--port", "0"]
+    code, _, errors = forking.run(forking.DAEMON, "ckptd", [*command, "--tls-cert", str(file), "--tls-key", str(file)])
+    assert (code, "Traceback" in errors) == (2, False), errors
+    assert f"cannot use certificate {file}" in errors
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ from ckptd.redaction import MASK, Redactor, mask_passwords, secrets_of
 from ckptd.settings import KNOBS, Settings, default_cache, default_db, load
 from ckptstore.errors import InvalidRequest
 from docsite.reference import settings
+from tests.support.forking import DAEMON, run
 
 _STORE = {"store": "s3://bucket"}
 _PAGE = settings()
@@ -82,6 +81,11 @@ def test_a_wrong_file_is_refused_with_its_name(text: str, says: str, tmp_path: P
         ({"tls_cert": "c"}, {}, "only one"),
         ({"poll_seconds": "inf"}, {}, "poll_seconds is inf"),
         ({"drain_seconds": "nan"}, {}, "drain_seconds is nan"),
+        ({"poll_seconds": "0"}, {}, "poll_seconds"),
+        ({"port": "70000"}, {}, "port"),
+        ({"cache_bytes": "-1"}, {}, "cache_bytes"),
+        ({}, {"CKPTD_STORE_READS": "0"}, "store_reads"),
+        ({}, {"CKPTD_LOG_LEVEL": "loud"}, "log_level"),
     ],
 )
 def test_what_makes_no_sense_is_refused(flags: dict[str, str], environment: dict[str, str], says: str) -> None:
@@ -100,10 +104,11 @@ def test_the_command_shows_them_without_secrets(tmp_path: Path) -> None:
         "CKPTD_TOKEN": "hidden token of the test",
         "CKPTD_DB": "postgresql+psycopg://ckptd:hidden-password@db/ckptd",
     }
-    command = [sys.executable, "-m", "ckptd", "config", "--store", "ftp://me:hidden-word@host/folder", "--port", "1"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
-    lines = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
-    assert "hidden" not in done.stdout + done.stderr
+    command = ["config", "--store", "ftp://me:hidden-word@host/folder", "--port", "1"]
+    code, printed, errors = run(DAEMON, "ckptd", command, environment=environment)
+    assert code == 0, errors
+    lines = {line.split()[0]: line.split()[1:] for line in printed.splitlines()}
+    assert "hidden" not in printed + errors
     assert lines["token"] == [MASK, "environment", "CKPTD_TOKEN"]
     assert lines["db"][0] == f"postgresql+psycopg://ckptd:{MASK}@db/ckptd"
     assert lines["store"] == [f"ftp://me:{MASK}@host/folder", "flag", "--store"]

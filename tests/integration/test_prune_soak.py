@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from ckptstore.clock import system_clock
@@ -29,13 +28,12 @@ from ckptstore.retention.pins import pin, pinned, unpin
 from ckptstore.retention.pruning import Prune, apply_prune, apply_prunes, plan_prune, plan_prunes
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
-from tests.support.checkpoints import write_checkpoint, write_rank
+from tests.support.checkpoints import SMALL, write_checkpoint, write_rank
 from tests.support.stores import MovableClock
 from tests.support.waiting import wait_until
 
 SECONDS = float(os.environ.get("CKPTD_SOAK_SECONDS", "6"))
 RUNS = ("gpt", "vit")
-SMALL = {"model/a": np.arange(3000, dtype=np.float32)}
 ORPHAN_GRACE_S = 3.0
 
 

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from ckpt import Checkpointer
-from ckptapi.client import DaemonClient
-from ckptstore.errors import NoCheckpoint, StoreUnavailable
+from ckptstore.errors import StoreUnavailable
 from tests.conftest import S3Location
 from tests.support.daemons import running_daemon
 from tests.support.forking import TRAINER, run
@@ -77,8 +76,7 @@ def test_restore_through_the_daemon_needs_no_store(tmp_path: Path) -> None:
                 checkpointer.save_async(loop.model, loop.optim, step, scheduler=loop.sched)
             checkpointer.wait()
             following = [loop.step() for _ in range(3)]
-        with daemon.client() as client:
-            wait_until(lambda: _latest_step(client) == 2, "the daemon's knowledge of the commit")
+        wait_until(lambda: daemon.latest_step() == 2, "the daemon's knowledge of the commit")
         again = make()
         with Checkpointer(run="gpt", daemon=daemon.url) as reader:
             restored = present(reader.restore(again.model, again.optim, scheduler=again.sched))
@@ -87,10 +85,3 @@ def test_restore_through_the_daemon_needs_no_store(tmp_path: Path) -> None:
             assert [again.step() for _ in range(3)] == following
             assert reader.load("gpt@1", names="model/*").keys() >= {"model/embed.weight"}
     assert same_state(again.model.state_dict(), loop.model.state_dict())
-
-
-def _latest_step(client: DaemonClient) -> int:
-    try:
-        return client.latest("gpt").step
-    except NoCheckpoint:
-        return -1

@@ -122,22 +122,13 @@ def write_rank(
         shards = [Shard(name=names.shard_name(rank), rank=rank, chunks=chunk_table(chunks), references=references)]
     entries, slices = slice_tables(placed)
     tree = {name.removeprefix("model/"): {"$": "tensor", "name": name} for name in arrays}
+    trees = {"model": tree} if arrays else {}
     receipt = Receipt(
-        format=FORMAT,
-        kind="receipt",
-        run=run,
-        step=attempt.step,
-        attempt=str(attempt),
-        rank=rank,
-        world_size=world_size,
-        created_at=clock(),
-        content=Content(
-            shards=shards, entries=entries, slices=slices, aliases={}, trees={"model": tree} if arrays else {}
-        ),
-        local={"epoch": rank},
-        metrics=dict(metrics or {}),
+        format=FORMAT, kind="receipt", run=run, step=attempt.step, attempt=str(attempt), rank=rank,
+        world_size=world_size, created_at=clock(), local={"epoch": rank}, metrics=dict(metrics or {}),
+        content=Content(shards=shards, entries=entries, slices=slices, aliases={}, trees=trees),
         extensions={**extensions, EARLIER: list(map(str, earlier))} if earlier else extensions,
-    )
+    )  # fmt: skip
     data = seal(receipt)
     store.put(RunKeys(run).receipt(attempt, rank), data)
     return StoredReceipt.of(receipt, data)

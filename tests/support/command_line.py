@@ -51,8 +51,6 @@ class Finished:
 
 @functools.cache
 def _command() -> Any:
-    from ckptctl.cli import app
-
     return get_command(app)  # once: it costs more than most commands
 
 

@@ -46,9 +46,22 @@ class Daemon:
     def post(self, path: str, body: object = None, **options: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=60, **options)
 
-    def waiting_requests(self) -> int:
+    def metric(self, name: str) -> float:
+        """The value of a series without labels; 0 before it exists."""
         lines = self.get("/metrics").text.splitlines()
-        return round(float(next(line.split()[1] for line in lines if line.startswith("ckptd_waiting_requests "))))
+        return next((float(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0.0)
+
+    def waiting_requests(self) -> int:
+        return round(self.metric("ckptd_waiting_requests"))
+
+    def latest_step(self, run: str = "gpt") -> int:
+        """Of the newest checkpoint that it knows; -1 if there is none."""
+        return int(self.get(f"/v1/checkpoints/latest?run={run}").json().get("step", -1))
+
+    def peak_kib(self) -> int:
+        """The most memory that it has had so far."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
 
     @contextmanager
     def client(self, token: str | None = None) -> Iterator[DaemonClient]:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.support.ports import free_port
-from tests.support.seaweed import ACCESS_KEY, BUCKET, KEEPER, SECRET_KEY, S3Service, wait_until_ready
+from tests.support.seaweed import ACCESS_KEY, BUCKET, SECRET_KEY, S3Service, kept, wait_until_ready
 
 _START_S = 60.0
 
@@ -36,13 +36,6 @@ def running_gateway(folder: Path) -> Iterator[S3Service]:
         juicefs, "gateway", metadata, f"127.0.0.1:{port}", "--no-banner", "--no-usage-report", "--no-bgjob",
         "--backup-meta=0", f"--log={folder}/gateway.log", f"--cache-dir={folder}/cache",
     ]  # fmt: skip
-    with (folder / "log").open("wb") as log:
-        keeper = subprocess.Popen(
-            [sys.executable, "-c", KEEPER, *command],
-            stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=folder, env=environment, start_new_session=True,
-        )  # fmt: skip
-    try:
+    with kept(command, folder, environment):
         wait_until_ready("juicefs", port, "/minio/health/live", http.client.OK, folder / "log")
         yield S3Service(f"http://127.0.0.1:{port}")
-    finally:
-        keeper.communicate()

@@ -30,7 +30,7 @@ _START_S = 60.0
 # By default it refuses all writes where less than 1 % of a disk is free: of a large one more than the tests use.
 _MIN_FREE = "32MiB"
 # A test run that is killed closes the pipe too, so that no server outlives it. SIGTERM drains for half a minute.
-KEEPER = "import subprocess, sys; s = subprocess.Popen(sys.argv[1:]); sys.stdin.read(); s.kill(); s.wait()"
+_KEEPER = "import subprocess, sys; s = subprocess.Popen(sys.argv[1:]); sys.stdin.read(); s.kill(); s.wait()"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +149,20 @@ def running_command(folder: Path, arguments: Sequence[str], environment: Mapping
 
 @contextmanager
 def _running(command: Sequence[str], folder: Path, environment: Mapping[str, str], s3_port: int) -> Iterator[None]:
+    with kept(command, folder, environment):
+        wait_until_ready("weed", s3_port, "/", http.client.FORBIDDEN, folder / "log")
+        yield
+
+
+@contextmanager
+def kept(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> Iterator[None]:
+    """A server with its output in the file `log` of the folder; killed with the block, or with this process."""
     with (folder / "log").open("ab") as log:
         keeper = subprocess.Popen(
-            [sys.executable, "-c", KEEPER, *command],
+            [sys.executable, "-c", _KEEPER, *command],
             stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=folder, start_new_session=True, env=dict(environment),
         )  # fmt: skip
     try:
-        wait_until_ready("weed", s3_port, "/", http.client.FORBIDDEN, folder / "log")
         yield
     finally:
         keeper.communicate()

@@ -100,10 +100,8 @@ def impatient(store: Store, daemon: str) -> RemoteCreateStore:
 
 
 @pytest.fixture
-def index(db_url: str) -> Iterator[DecisionIndex]:
-    database = Database(db_url, 8)
-    yield DecisionIndex(database)
-    database.close()
+def index(database: Database) -> DecisionIndex:
+    return DecisionIndex(database)
 
 
 @on_both
@@ -169,12 +167,12 @@ class _FailsOver(DecisionIndex):
 
 @on_both
 @pytest.mark.parametrize("loses_both", [False, True])
-def test_a_decision_that_a_lost_server_made_replaces_no_answer(store: Store, db_url: str, loses_both: bool) -> None:
-    database = Database(db_url, 8)
+def test_a_decision_that_a_lost_server_made_replaces_no_answer(
+    store: Store, database: Database, loses_both: bool
+) -> None:
     other = RemoteCreateDecider(store, DecisionIndex(database), system_clock)
     held = RemoteCreateDecider(store, _FailsOver(database, other, loses_both), system_clock)
     assert held.decide("gpt/commits/a", b"mine") == store.get("gpt/commits/a") == b"other"
-    database.close()
 
 
 # Over HTTP.

@@ -5,31 +5,36 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+from sqlalchemy import text
 
 from ckptapi import bodies
 from ckptapi.bodies import EventKind, RotateRequest, Scope, TokenRequest
 from ckptapi.client import DaemonClient
+from ckptd.index import Database
 from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
-from tests.support.checkpoints import sample_arrays, write_checkpoint
+from tests.support.checkpoints import SMALL, write_checkpoint
 from tests.support.daemons import Daemon, join, running_daemon
 from tests.support.waiting import wait_until
 
-SMALL = {"model/scalar": sample_arrays()["model/scalar"]}
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """Each test has runs of its own there."""
+    return open_store(str(tmp_path_factory.mktemp("watched") / "store"))
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, Store]]:
-    store = open_store(str(tmp_path_factory.mktemp("watched") / "store"))
+def daemon(store: Store) -> Iterator[Daemon]:
     write_checkpoint(store, "old", 1, SMALL)
     with running_daemon(store.url) as daemon:
-        yield daemon, store
+        yield daemon
 
 
 @contextmanager
@@ -62,14 +67,11 @@ def commit(daemon: Daemon, store: Store, run: str, step: int) -> str:
     return checkpoint.id
 
 
-def test_what_was_there_before_is_no_news(watched: tuple[Daemon, Store]) -> None:
-    daemon, _ = watched
-    with daemon.client() as client:
-        assert [event for event in client.events().items if event.run == "old"] == []
+def test_what_was_there_before_is_no_news(client: DaemonClient) -> None:
+    assert [event for event in client.events().items if event.run == "old"] == []
 
 
-def test_a_commit_is_one_event_although_it_is_notified_and_listed(watched: tuple[Daemon, Store]) -> None:
-    daemon, store = watched
+def test_a_commit_is_one_event_although_it_is_notified_and_listed(daemon: Daemon, store: Store) -> None:
     with listening(daemon, run="once") as received:
         assert received.get(timeout=60).kind == bodies.OPEN
         ids = [commit(daemon, store, "once", step) for step in (1, 2, 3)]
@@ -83,22 +85,19 @@ def test_a_commit_is_one_event_although_it_is_notified_and_listed(watched: tuple
             assert [event.checkpoint for event in client.events(run="once").items] == ids
 
 
-def test_a_deletion_is_an_event(watched: tuple[Daemon, Store]) -> None:
-    daemon, store = watched
+def test_a_deletion_is_an_event(daemon: Daemon, store: Store, client: DaemonClient) -> None:
     old, new = write_checkpoint(store, "gone", 1, SMALL), write_checkpoint(store, "gone", 2, SMALL)
-    with daemon.client() as client:
-        for checkpoint in (old, new):
-            client.notify("gone", checkpoint.attempt)
-        delete_checkpoint(Run(store, old.run), old.attempt, "test")
-        wait_until(lambda: len(client.events(run="gone").items) == 3, "the news of the deletion")
-        last = client.events(run="gone").items[-1]
-        assert (last.kind, last.checkpoint) == (EventKind.DELETED, old.id)
-        of_one = daemon.get(f"/v1/checkpoints/{old.id}/events").json()["items"]
-        assert [event["kind"] for event in of_one] == ["committed", "deleted"]
+    for checkpoint in (old, new):
+        client.notify("gone", checkpoint.attempt)
+    delete_checkpoint(Run(store, old.run), old.attempt, "test")
+    wait_until(lambda: len(client.events(run="gone").items) == 3, "the news of the deletion")
+    last = client.events(run="gone").items[-1]
+    assert (last.kind, last.checkpoint) == (EventKind.DELETED, old.id)
+    of_one = daemon.get(f"/v1/checkpoints/{old.id}/events").json()["items"]
+    assert [event["kind"] for event in of_one] == ["committed", "deleted"]
 
 
-def test_a_stream_resumes_where_it_ended(watched: tuple[Daemon, Store]) -> None:
-    daemon, store = watched
+def test_a_stream_resumes_where_it_ended(daemon: Daemon, store: Store) -> None:
     with listening(daemon, run="resumed") as received:
         received.get(timeout=60)
         commit(daemon, store, "resumed", 1)
@@ -132,8 +131,7 @@ def test_events_survive_a_restart_and_a_stream_goes_on(tmp_path: Path) -> None:
         assert kinds == [bodies.OPEN, bodies.GAP, EventKind.COMMITTED]
 
 
-def test_latest_waits_for_a_commit_and_not_longer(watched: tuple[Daemon, Store]) -> None:
-    daemon, store = watched
+def test_latest_waits_for_a_commit_and_not_longer(daemon: Daemon, store: Store) -> None:
     answers: list[httpx.Response] = []
 
     def ask(etag: str | None) -> None:
@@ -158,8 +156,7 @@ def test_latest_waits_for_a_commit_and_not_longer(watched: tuple[Daemon, Store])
     wake(2, answers[0].headers["etag"], 40)
 
 
-def test_a_wait_that_is_over_answers_as_without(watched: tuple[Daemon, Store]) -> None:
-    daemon, store = watched
+def test_a_wait_that_is_over_answers_as_without(daemon: Daemon, store: Store) -> None:
     assert daemon.get("/v1/checkpoints/latest?run=never&wait=0.2").json()["code"] == "no_checkpoint"
     commit(daemon, store, "still", 1)
     etag = daemon.get("/v1/checkpoints/latest?run=still").headers["etag"]
@@ -167,39 +164,45 @@ def test_a_wait_that_is_over_answers_as_without(watched: tuple[Daemon, Store]) -
     assert answer.status_code == 304
 
 
-@pytest.mark.parametrize("end", ["revoked", "rotated", "expired"])
-def test_a_stream_ends_with_its_token(tmp_path: Path, end: str) -> None:
-    store, admin = open_store(str(tmp_path / "store")), "the bootstrap token of the test"
-    environment = {**os.environ, "CKPTD_TOKEN": admin}
-    with running_daemon(store.url, environment=environment) as daemon, daemon.client(admin) as client:
-        expires_in_s = 10.0 if end == "expired" else None
-        request = TokenRequest(name="reader", scopes=[Scope.READ], expires_in_s=expires_in_s)
-        secret = client.create_token(request).secret
-        with daemon.client(secret) as reader:
-            stream = reader.event_stream()
-            assert next(stream).kind == bodies.OPEN
-            if end == "revoked":
-                client.revoke_token("reader")
-            if end == "rotated":
-                client.rotate_token("reader", RotateRequest(keep_old_s=0))
-            if end == "expired":
-                wait_until(lambda: not is_accepted(daemon, secret), "the end of the token")
-            checkpoint = write_checkpoint(store, "secret-run", 1, SMALL)
-            client.notify("secret-run", checkpoint.attempt)
-            assert list(stream) == []
+_ADMIN = "the bootstrap token of the test"
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, Store, str]]:
+    """A daemon that asks for tokens, its store and the URL of its database."""
+    folder = tmp_path_factory.mktemp("guarded")
+    store, db = open_store(str(folder / "store")), f"sqlite:///{folder}/index.db"
+    with running_daemon(store.url, db, environment={**os.environ, "CKPTD_TOKEN": _ADMIN}) as daemon:
+        yield daemon, store, db
 
 
 @pytest.mark.timeout(120)
-def test_an_idle_stream_ends_with_its_token(tmp_path: Path) -> None:
-    admin = "the bootstrap token of the test"
-    environment = {**os.environ, "CKPTD_TOKEN": admin}
-    with running_daemon(f"file://{tmp_path}/store", environment=environment) as daemon, daemon.client(admin) as client:
-        secret = client.create_token(TokenRequest(name="reader", scopes=[Scope.READ])).secret
+@pytest.mark.parametrize("end", ["revoked", "rotated", "expired", "idle"])
+def test_a_stream_ends_with_its_token(guarded: tuple[Daemon, Store, str], end: str) -> None:
+    daemon, store, db = guarded
+    with daemon.client(_ADMIN) as client:
+        secret = client.create_token(TokenRequest(name=end, scopes=[Scope.READ])).secret
         with daemon.client(secret) as reader:
             stream = reader.event_stream()
             assert next(stream).kind == bodies.OPEN
-            client.revoke_token("reader")
+            if end in ("revoked", "idle"):
+                client.revoke_token(end)
+            if end == "rotated":
+                client.rotate_token(end, RotateRequest(keep_old_s=0))
+            if end == "expired":
+                expire(db)
+                wait_until(lambda: not is_accepted(daemon, secret), "the end of the token")
+            if end != "idle":
+                client.notify("secret-run", write_checkpoint(store, "secret-run", 1, SMALL).attempt)
             assert list(stream) == []
+
+
+def expire(db: str) -> None:
+    """All tokens of a database; its daemon reads them again with each round."""
+    database = Database(db, 2)
+    with database.write() as connection:
+        connection.execute(text("UPDATE tokens SET expires_at = 1"))
+    database.close()
 
 
 def is_accepted(daemon: Daemon, secret: str) -> bool:
@@ -207,47 +210,34 @@ def is_accepted(daemon: Daemon, secret: str) -> bool:
 
 
 def test_streams_are_limited_per_client(tmp_path: Path) -> None:
-    with (
-        running_daemon(f"file://{tmp_path}/store") as daemon,
-        httpx.Client(limits=httpx.Limits(max_connections=100)) as client,
-    ):
-        streams = []
-        try:
-            for _ in range(16):
-                request = client.build_request(
-                    "GET", daemon.url + bodies.EVENTS, headers={"Accept": bodies.EVENT_STREAM}
-                )
-                streams.append(client.send(request, stream=True))
-            assert {stream.status_code for stream in streams} == {200}
-            refused = daemon.get(bodies.EVENTS, headers={"Accept": bodies.EVENT_STREAM})
+    accept = {"Accept": bodies.EVENT_STREAM}
+    with running_daemon(f"file://{tmp_path}/store") as daemon:
+        with ExitStack() as stack:
+            opened = [httpx.stream("GET", daemon.url + bodies.EVENTS, headers=accept) for _ in range(16)]
+            assert {stack.enter_context(stream).status_code for stream in opened} == {200}
+            refused = daemon.get(bodies.EVENTS, headers=accept)
             assert (refused.status_code, refused.json()["code"]) == (429, "too_many_requests")
             assert int(refused.headers["retry-after"]) > 0
-        finally:
-            for stream in streams:
-                stream.close()
 
         def free() -> bool:
-            with httpx.stream("GET", daemon.url + bodies.EVENTS, headers={"Accept": bodies.EVENT_STREAM}) as stream:
+            with httpx.stream("GET", daemon.url + bodies.EVENTS, headers=accept) as stream:
                 return stream.status_code == 200
 
         wait_until(free, "a free place for a stream")
 
 
 @pytest.mark.parametrize("given", ["x", "-1", "9" * 30, "١"])
-def test_positions_that_are_none(watched: tuple[Daemon, Store], given: str) -> None:
-    daemon, _ = watched
+def test_positions_that_are_none(daemon: Daemon, given: str) -> None:
     headers = {"Accept": bodies.EVENT_STREAM, "Last-Event-ID": given.encode()}
     answer = httpx.get(daemon.url + bodies.EVENTS, headers=headers)  # type: ignore[arg-type]
     assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request")
 
 
-def test_the_end_of_a_restore_is_one_event(watched: tuple[Daemon, Store]) -> None:
-    daemon, store = watched
+def test_the_end_of_a_restore_is_one_event(daemon: Daemon, store: Store, client: DaemonClient) -> None:
     commit(daemon, store, "restored", 1)
-    with daemon.client() as client:
-        session = join(client, "restored", "job", world_size=1, rank=0)
-        for _ in range(2):
-            client.report_restore(session.id, 0, bodies.Phase.RESTORED)
-        events = [event for event in client.events(run="restored").items if event.kind == EventKind.RESTORE_ENDED]
+    session = join(client, "restored", "job", world_size=1, rank=0)
+    for _ in range(2):
+        client.report_restore(session.id, 0, bodies.Phase.RESTORED)
+    events = [event for event in client.events(run="restored").items if event.kind == EventKind.RESTORE_ENDED]
     assert [event.detail["state"] for event in events] == ["restored"]
     assert events[0].detail["restore"] == session.id

@@ -22,12 +22,12 @@ ULID = "01M7Y6P7WGCXV53EY39EPJ6JT8"
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[tuple[Daemon, Store]]:
-    store = open_store(str(tmp_path / "store"))
+def daemon(store: Store) -> Iterator[Daemon]:
+    """Over checkpoints of the steps 1, 2 and 3."""
     for step in (1, 2, 3):
         write_checkpoint(store, "gpt", step)
     with running_daemon(store.url) as daemon:
-        yield daemon, store
+        yield daemon
 
 
 def done(client: DaemonClient, request: bodies.JobRequest) -> bodies.JobBody:
@@ -36,90 +36,85 @@ def done(client: DaemonClient, request: bodies.JobRequest) -> bodies.JobBody:
     return client.job(job.id)
 
 
-def test_verify_finds_the_flipped_byte_and_the_checkpoint_is_corrupt(served: tuple[Daemon, Store]) -> None:
-    daemon, store = served
-    with daemon.client() as client:
-        good = done(client, bodies.VerifyJob(run="gpt"))
-        assert (good.state, good.result) == (JobState.SUCCEEDED, {"checked": 3, "corrupt": [], "num_corrupt": 0})
-        assert good.done == good.total > 0
-        assert good.log is not None
-        assert good.log.count(" ok\n") == 3
-        newest = client.latest("gpt")
-        key = RunKeys("gpt").shard(newest.attempt, names.shard_name(0))
-        store.put(key, flipped(store.get(key), 1000))
-        bad = done(client, bodies.VerifyJob(checkpoint=newest.id))
-        assert bad.result is not None
-        assert (bad.result["corrupt"], client.latest("gpt").step) == ([newest.id], 2)
-        kinds = [(event.kind, event.checkpoint) for event in client.events(limit=500).items]
-        assert (EventKind.CORRUPT, newest.id) in kinds
-        assert kinds.count((EventKind.JOB_ENDED, None)) == 2
-        assert [job.id for job in client.jobs()] == [bad.id, good.id]
-        assert client.jobs()[0].log is None
+def test_verify_finds_the_flipped_byte_and_the_checkpoint_is_corrupt(store: Store, client: DaemonClient) -> None:
+    good = done(client, bodies.VerifyJob(run="gpt"))
+    assert (good.state, good.result) == (JobState.SUCCEEDED, {"checked": 3, "corrupt": [], "num_corrupt": 0})
+    assert good.done == good.total > 0
+    assert good.log is not None
+    assert good.log.count(" ok\n") == 3
+    newest = client.latest("gpt")
+    key = RunKeys("gpt").shard(newest.attempt, names.shard_name(0))
+    store.put(key, flipped(store.get(key), 1000))
+    bad = done(client, bodies.VerifyJob(checkpoint=newest.id))
+    assert bad.result is not None
+    assert (bad.result["corrupt"], client.latest("gpt").step) == ([newest.id], 2)
+    kinds = [(event.kind, event.checkpoint) for event in client.events(limit=500).items]
+    assert (EventKind.CORRUPT, newest.id) in kinds
+    assert kinds.count((EventKind.JOB_ENDED, None)) == 2
+    assert [job.id for job in client.jobs()] == [bad.id, good.id]
+    assert client.jobs()[0].log is None
 
 
-def test_gc_leaves_fresh_uploads_alone(served: tuple[Daemon, Store]) -> None:
-    daemon, store = served
-    with daemon.client() as client:
-        write_rank(store, "gpt", Attempt(4, new_ulid(system_clock() - 7 * 86_400)), sample_arrays(), 0, world_size=2)
-        collected = done(client, bodies.CollectJob(run="gpt"))
-        assert collected.state is JobState.SUCCEEDED, collected
-        untouched = {"run": "gpt", "swept": [], "rolled_forward": [], "aborted": [], "freed_bytes": 0}
-        assert collected.result == {"runs": [untouched], "freed_bytes": 0}
-        assert len(client.checkpoints("gpt")) == 3
+def test_gc_leaves_fresh_uploads_alone(store: Store, client: DaemonClient) -> None:
+    write_rank(store, "gpt", Attempt(4, new_ulid(system_clock() - 7 * 86_400)), sample_arrays(), 0, world_size=2)
+    collected = done(client, bodies.CollectJob(run="gpt"))
+    assert collected.state is JobState.SUCCEEDED, collected
+    untouched = {"run": "gpt", "swept": [], "rolled_forward": [], "aborted": [], "freed_bytes": 0}
+    assert collected.result == {"runs": [untouched], "freed_bytes": 0}
+    assert len(client.checkpoints("gpt")) == 3
 
 
-def test_impossible_jobs_are_refused(served: tuple[Daemon, Store]) -> None:
-    daemon, _ = served
-    with daemon.client() as client:
-        for request, error in (
-            (bodies.VerifyJob(run="nope"), NoCheckpoint),
-            (bodies.VerifyJob(checkpoint="gpt@77"), NoCheckpoint),
-            (bodies.CollectJob(run="nope"), NoCheckpoint),
-        ):
-            failed = done(client, request)
-            assert (failed.state, failed.code) == (JobState.FAILED, error.code)
-            assert failed.problem
-        with pytest.raises(NotFound):
-            client.job(ULID)
-        with pytest.raises(NotFound):
-            client.cancel_job(ULID)
-        with pytest.raises(CkptError) as caught:
-            client.job("x")
-        assert caught.value.code == "invalid_name"
+def test_impossible_jobs_are_refused(client: DaemonClient) -> None:
+    for request, error in (
+        (bodies.VerifyJob(run="nope"), NoCheckpoint),
+        (bodies.VerifyJob(checkpoint="gpt@77"), NoCheckpoint),
+        (bodies.CollectJob(run="nope"), NoCheckpoint),
+    ):
+        failed = done(client, request)
+        assert (failed.state, failed.code) == (JobState.FAILED, error.code)
+        assert failed.problem
+    with pytest.raises(NotFound):
+        client.job(ULID)
+    with pytest.raises(NotFound):
+        client.cancel_job(ULID)
+    with pytest.raises(CkptError) as caught:
+        client.job("x")
+    assert caught.value.code == "invalid_name"
 
 
-@pytest.mark.parametrize(
-    "body", [{}, {"kind": "x"}, {"kind": "verify", "run": 1}, {"kind": "verify", "run": "x" * 201}, [], None]
-)
-def test_requests_that_are_none(served: tuple[Daemon, Store], body: object) -> None:
-    daemon, _ = served
-    answer = daemon.post(bodies.JOBS, body)
-    assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request")
+def test_requests_that_are_none(daemon: Daemon) -> None:
+    wrong: list[object] = [
+        {},
+        {"kind": "x"},
+        {"kind": "verify", "run": 1},
+        {"kind": "verify", "run": "x" * 201},
+        [],
+        None,
+    ]
+    for body in wrong:
+        answer = daemon.post(bodies.JOBS, body)
+        assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request"), body
 
 
-def test_live_uploads_show_who_is_missing(served: tuple[Daemon, Store]) -> None:
-    daemon, store = served
+def test_live_uploads_show_who_is_missing(store: Store, client: DaemonClient) -> None:
     attempt = Attempt(9, new_ulid(system_clock()))
     for rank in (0, 2):
         write_rank(store, "gpt", attempt, sample_arrays() if rank == 0 else {}, rank, world_size=4)
-    with daemon.client() as client:
-        (upload,) = client.attempts("gpt")
-        assert [found.attempt for found in client.attempts()] == [upload.attempt]
+    (upload,) = client.attempts("gpt")
+    assert [found.attempt for found in client.attempts()] == [upload.attempt]
     assert (upload.step, upload.num_receipts, upload.world_size, upload.missing_ranks) == (9, 2, 4, [1, 3])
     assert upload.num_shards == 1
     assert upload.stored_bytes > 1_000_000
 
 
-def test_an_upload_of_an_impossible_world_is_listed(served: tuple[Daemon, Store]) -> None:
+def test_an_upload_of_an_impossible_world_is_listed(store: Store, daemon: Daemon, client: DaemonClient) -> None:
     """Its receipt is valid but for its world size, which must not become an allocation."""
-    daemon, store = served
     hostile = Attempt(9, new_ulid(system_clock()))
     write_rank(store, "gpt", hostile, {}, world_size=2**40)
     complete = Attempt(10, new_ulid(system_clock()))
     write_rank(store, "gpt", complete, {})
-    with daemon.client() as client:
-        wait_until(lambda: client.latest("gpt").step == 10, "the recovery of the other attempt")
-        (upload,) = client.attempts("gpt")
+    wait_until(lambda: client.latest("gpt").step == 10, "the recovery of the other attempt")
+    (upload,) = client.attempts("gpt")
     assert (upload.attempt, upload.num_receipts) == (str(hostile), 1)
     assert (upload.world_size, upload.missing_ranks, daemon.get("/").status_code) == (None, [], 200)
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -17,59 +16,52 @@ from ckptstore.names import Reference, RunKeys, new_ulid
 from ckptstore.reading.verify import verify
 from ckptstore.retention.pruning import Prune
 from ckptstore.run import Run
-from ckptstore.stores import Store, open_store
-from tests.support.checkpoints import sample_arrays, steps, write_checkpoint
+from ckptstore.stores import Store
+from tests.support.checkpoints import steps, write, write_checkpoint
 from tests.support.daemons import Daemon, running_daemon
 from tests.support.waiting import wait_until
 
-SMALL = {"model/scalar": sample_arrays()["model/scalar"]}
-
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[tuple[Daemon, Store]]:
-    store = open_store(str(tmp_path / "store"))
-    for step in (1, 2, 3):
-        write_checkpoint(store, "gpt", step, SMALL)
+def watching(store: Store) -> Iterator[Daemon]:
+    """It polls, over checkpoints of the steps 1, 2 and 3."""
+    write(store, 1, 2, 3)
     with running_daemon(store.url) as daemon:
-        yield daemon, store
+        yield daemon
 
 
-def test_a_deletion_hides_at_once_and_is_taken_back(served: tuple[Daemon, Store]) -> None:
-    daemon, store = served
-    assert httpx.delete(daemon.url + "/v1/checkpoints/gpt@3?reason=diverged&force=true").status_code == 204
-    assert daemon.get("/v1/checkpoints/latest?run=gpt").json()["step"] == 2
-    (hidden,) = daemon.get("/v1/deleted?run=gpt").json()["items"]
+def test_a_deletion_hides_at_once_and_is_taken_back(store: Store, watching: Daemon) -> None:
+    assert httpx.delete(watching.url + "/v1/checkpoints/gpt@3?reason=diverged&force=true").status_code == 204
+    assert watching.get("/v1/checkpoints/latest?run=gpt").json()["step"] == 2
+    (hidden,) = watching.get("/v1/deleted?run=gpt").json()["items"]
     assert (hidden["id"].startswith("gpt@3."), hidden["reason"], steps(store)) == (True, "diverged", [2, 1])
-    back = daemon.post("/v1/checkpoints/gpt@3/undelete", {"reason": "it did not"})
+    back = watching.post("/v1/checkpoints/gpt@3/undelete", {"reason": "it did not"})
     assert (back.status_code, back.json()["step"]) == (200, 3)
-    assert daemon.get("/v1/checkpoints/latest?run=gpt").json()["step"] == 3
-    actions = [record["action"] for record in daemon.get("/v1/audit?run=gpt").json()["items"]]
+    assert watching.get("/v1/checkpoints/latest?run=gpt").json()["step"] == 3
+    actions = [record["action"] for record in watching.get("/v1/audit?run=gpt").json()["items"]]
     assert actions == ["undelete", "pin", "delete"]
-    assert [pin["name"] for pin in daemon.get("/v1/pins?run=gpt").json()["items"]] == ["undeleted"]
-    assert httpx.delete(daemon.url + "/v1/checkpoints/gpt@3?force=true").json()["code"] == "checkpoint_held"
-    assert len(daemon.get("/v1/audit?run=gpt").json()["items"]) == 3, "what is refused was not done"
-    assert daemon.post("/v1/checkpoints/gpt@3/undelete", {}).json()["code"] == "no_checkpoint"
+    assert [pin["name"] for pin in watching.get("/v1/pins?run=gpt").json()["items"]] == ["undeleted"]
+    assert httpx.delete(watching.url + "/v1/checkpoints/gpt@3?force=true").json()["code"] == "checkpoint_held"
+    assert len(watching.get("/v1/audit?run=gpt").json()["items"]) == 3, "what is refused was not done"
+    assert watching.post("/v1/checkpoints/gpt@3/undelete", {}).json()["code"] == "no_checkpoint"
 
 
-def test_policies_are_versions_and_are_applied(served: tuple[Daemon, Store]) -> None:
-    daemon, store = served
-    assert daemon.get(bodies.POLICIES).json()["version"] == 0
+def test_policies_are_versions_and_are_applied(store: Store, watching: Daemon) -> None:
+    assert watching.get(bodies.POLICIES).json()["version"] == 0
     wanted = {"expected": 0, "policies": {"default": {"keep_last": 2}, "max_delete_fraction": 1.0}, "reason": "disk"}
-    put = httpx.put(daemon.url + bodies.POLICIES, json=wanted)
+    put = httpx.put(watching.url + bodies.POLICIES, json=wanted)
     assert put.status_code == 200, put.text
     assert put.json()["version"] == 1
     wait_until(lambda: steps(store) == [3, 2], "the policies to be applied")
-    again = httpx.put(daemon.url + bodies.POLICIES, json=wanted)
+    again = httpx.put(watching.url + bodies.POLICIES, json=wanted)
     assert (again.status_code, again.json()["code"]) == (409, "conflict")
-    assert [version["version"] for version in daemon.get(bodies.POLICIES + "/history").json()["items"]] == [1]
-    pruned = [e for e in daemon.get("/v1/events?limit=500").json()["items"] if e["kind"] == "pruned"]
+    assert [version["version"] for version in watching.get(bodies.POLICIES + "/history").json()["items"]] == [1]
+    pruned = [e for e in watching.get("/v1/events?limit=500").json()["items"] if e["kind"] == "pruned"]
     assert [(event["run"], event["detail"]["removed"]) for event in pruned] == [("gpt", 1)]
 
 
-def test_what_a_token_deletes_is_recorded_under_its_name(tmp_path: Path) -> None:
-    store = open_store(str(tmp_path / "store"))
-    for step in (1, 2, 3, 4):
-        write_checkpoint(store, "gpt", step, SMALL)
+def test_what_a_token_deletes_is_recorded_under_its_name(store: Store) -> None:
+    write(store, 1, 2, 3, 4)
     with running_daemon(store.url, environment={**os.environ, "CKPTD_TOKEN": "secret of the test"}) as daemon:
         with daemon.client("secret of the test") as admin:
             wanted = bodies.TokenRequest(name="janitor", scopes=[bodies.Scope.READ, bodies.Scope.PRUNE])
@@ -88,28 +80,27 @@ def test_what_a_token_deletes_is_recorded_under_its_name(tmp_path: Path) -> None
     assert found == [(action, "janitor") for action in reversed(done)]
 
 
-def test_labels_are_patched_listed_and_found_in_the_store(served: tuple[Daemon, Store]) -> None:
-    daemon, store = served
-    run, url = Run(store, "gpt", by="ann"), daemon.url + "/v1/checkpoints/gpt@2"
+def test_labels_are_patched_listed_and_found_in_the_store(store: Store, watching: Daemon) -> None:
+    run, url = Run(store, "gpt", by="ann"), watching.url + "/v1/checkpoints/gpt@2"
     body = {"tags": {"paper": "", "owner": "ann"}, "metrics": {"val_loss": 2.5}, "reason": "camera ready"}
     patched = httpx.patch(url, json=body)
     assert (patched.status_code, patched.json()["tags"]) == (200, {"owner": "ann", "paper": ""})
     patched = httpx.patch(url, json={"tags": {"paper": None}})
     assert patched.json()["metrics"]["val_loss"] == 2.5
-    assert daemon.get("/v1/checkpoints/gpt@2").json()["tags"] == {"owner": "ann"}
-    found = {tag: daemon.get(f"/v1/checkpoints?tag={tag}").json()["items"] for tag in ("owner", "owner=bob", "paper")}
+    assert watching.get("/v1/checkpoints/gpt@2").json()["tags"] == {"owner": "ann"}
+    found = {tag: watching.get(f"/v1/checkpoints?tag={tag}").json()["items"] for tag in ("owner", "owner=bob", "paper")}
     assert {tag: [item["step"] for item in items] for tag, items in found.items()} == {
         "owner": [2], "owner=bob": [], "paper": []
     }  # fmt: skip
-    assert [item["step"] for item in daemon.get("/v1/checkpoints?metric=val_loss<=3").json()["items"]] == [2]
-    assert daemon.get("/v1/audit?run=gpt").json()["items"][1]["reason"] == "camera ready"
+    assert [item["step"] for item in watching.get("/v1/checkpoints?metric=val_loss<=3").json()["items"]] == [2]
+    assert watching.get("/v1/audit?run=gpt").json()["items"][1]["reason"] == "camera ready"
     # Changed without the daemon: found at the next round.
     (first,) = [checkpoint for checkpoint in list_checkpoints(run) if checkpoint.step == 1]
     change_labels(run, first.attempt, LabelChange({"by": "hand"}))
-    wait_until(lambda: daemon.get("/v1/checkpoints/gpt@1").json()["tags"] == {"by": "hand"}, "its tags")
+    wait_until(lambda: watching.get("/v1/checkpoints/gpt@1").json()["tags"] == {"by": "hand"}, "its tags")
     assert httpx.patch(url, json={"tags": {"a b": "x"}}).json()["code"] == "invalid_request"
     assert httpx.patch(url, json={"metrics": {"loss": "much"}}).status_code == 422
-    assert httpx.patch(daemon.url + "/v1/checkpoints/gpt@9", json={"tags": {"a": "x"}}).status_code == 404
+    assert httpx.patch(watching.url + "/v1/checkpoints/gpt@9", json={"tags": {"a": "x"}}).status_code == 404
 
 
 def test_a_dry_run_deletes_nothing_and_is_the_default(store: Store, daemon: Daemon) -> None:

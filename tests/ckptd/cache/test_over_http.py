@@ -67,7 +67,8 @@ class Counted:
     app_metrics: str
 
     def metric(self, name: str) -> float:
-        return _metric(httpx.get(self.app_metrics).text, name)
+        lines = httpx.get(self.app_metrics).text.splitlines()
+        return next(float(line.split()[1]) for line in lines if line.startswith(f"ckptd_cache_{name} "))
 
     @property
     def shard_bytes(self) -> int:
@@ -83,10 +84,6 @@ def counted(store: Store, tmp_path: Path) -> Iterator[Counted]:
     with serving(create_app(settings, counting)) as url:
         wait_until(lambda: httpx.get(f"{url}/readyz").status_code == 200, "readiness")
         yield Counted(url + _path(checkpoint), counting, f"{url}/metrics")
-
-
-def _metric(text: str, name: str) -> float:
-    return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"ckptd_cache_{name} "))
 
 
 @pytest.mark.parametrize("store", ["local", "s3"], indirect=True)
@@ -158,10 +155,6 @@ def test_a_reader_in_doubt_is_answered_by_the_store(counted: Counted, tmp_path: 
     _read(counted.url, [(0, _SIZE)])
 
 
-def _cache(daemon: Daemon, name: str) -> float:
-    return _metric(daemon.get("/metrics").text, name)
-
-
 def test_a_restart_is_warm_also_after_sigkill(store: Store, tmp_path: Path) -> None:
     checkpoint, options = _write(store), ["--cache", str(tmp_path / "cache")]
     with running_daemon(store.url, options=options) as daemon:
@@ -170,11 +163,11 @@ def test_a_restart_is_warm_also_after_sigkill(store: Store, tmp_path: Path) -> N
     for _ in range(2):
         with running_daemon(store.url, options=options) as daemon:
             _read(daemon.url + _path(checkpoint), [(0, _SIZE)])
-            assert (_cache(daemon, "store_bytes_total"), _cache(daemon, "bytes")) == (0, _SIZE)
+            assert (daemon.metric("ckptd_cache_store_bytes_total"), daemon.metric("ckptd_cache_bytes")) == (0, _SIZE)
 
 
 def _has_missed(daemon: Daemon, count: int) -> bool:
-    return _cache(daemon, "misses_total") >= count
+    return daemon.metric("ckptd_cache_misses_total") >= count
 
 
 def test_killed_while_it_writes_it_serves_the_right_bytes_after(store: Store, tmp_path: Path) -> None:
@@ -199,7 +192,7 @@ def test_two_daemons_with_one_folder_both_serve(store: Store, tmp_path: Path) ->
         assert "another daemon uses" not in first.log()
         for daemon in (first, second):
             _read(daemon.url + _path(checkpoint), [(0, _SIZE)])
-        assert (_cache(first, "bytes"), _cache(second, "bytes")) == (_SIZE, 0)
+        assert (first.metric("ckptd_cache_bytes"), second.metric("ckptd_cache_bytes")) == (_SIZE, 0)
 
 
 def test_a_deleted_checkpoint_is_not_served_and_leaves_the_cache(store: Store) -> None:
@@ -207,10 +200,10 @@ def test_a_deleted_checkpoint_is_not_served_and_leaves_the_cache(store: Store) -
     with running_daemon(store.url) as daemon, daemon.client() as client:
         for checkpoint in (old, new):
             _read(daemon.url + _path(checkpoint), [(0, _SIZE)])
-        assert _cache(daemon, "bytes") == 2 * _SIZE
+        assert daemon.metric("ckptd_cache_bytes") == 2 * _SIZE
         client.prune(Prune(Policy(1), grace_s=0))
         assert daemon.get(_path(old)).status_code == 404
-        wait_until(lambda: _cache(daemon, "bytes") == _SIZE, "dropping")
+        wait_until(lambda: daemon.metric("ckptd_cache_bytes") == _SIZE, "dropping")
         _read(daemon.url + _path(new), [(0, _SIZE)])
 
 
@@ -224,4 +217,4 @@ def test_a_store_that_does_not_answer_empties_no_cache(store: Store, tmp_path: P
         errors = re.compile(r'ckptd_store_errors_total{.*"sync".*} ([3-9]|\d\d)')
         wait_until(lambda: errors.search(daemon.get("/metrics").text), "three rounds")
         assert daemon.log().count("cannot synchronize with the store") == daemon.log().count("WARNING") == 1
-        assert _cache(daemon, "bytes") == _SIZE
+        assert daemon.metric("ckptd_cache_bytes") == _SIZE

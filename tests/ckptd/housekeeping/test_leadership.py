@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,32 +30,18 @@ from tests.ckptd.housekeeping.counted_daemon import STOP_AT
 from tests.conftest import on_both
 from tests.support.checkpoints import write_checkpoint, write_rank
 from tests.support.daemons import Daemon, running_daemon
-from tests.support.postgresql import PostgresqlServer
-from tests.support.stores import FaultyStore, Interleaving
+from tests.support.stores import FakeClock, FaultyStore, Interleaving
 from tests.support.waiting import wait_until
 
 LEASE_S = 10.0
 _T = TypeVar("_T")
 
 
-@dataclass
-class Time:
-    """A monotonic clock that only tests move."""
-
-    now: float = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def pass_(self, seconds: float) -> None:
-        self.now += seconds
-
-
 class World:
     """Some daemons on one database. While one waits for the database, time passes, and those awake do their rounds."""
 
     def __init__(self, database: Database, count: int) -> None:
-        self.time = Time()
+        self.time = FakeClock(1000.0)
         self.indexes = [SlowIndex(database, self) for _ in range(count)]
         self.daemons = [Leadership(index, LEASE_S, self.time) for index in self.indexes]
         self.awake: set[int] = set()
@@ -74,7 +59,7 @@ class World:
     def pass_(self, seconds: float) -> None:
         end = self.time.now + seconds
         while self.time.now < end:
-            self.time.pass_(min(LEASE_S / 10, end - self.time.now))
+            self.time.now += min(LEASE_S / 10, end - self.time.now)
             self.check()
             for who in sorted(self.awake - self._busy):
                 self.run_once(who)
@@ -116,14 +101,7 @@ class LosingReplies(LeaderIndex):
         raise IndexUnavailable("the reply was lost")
 
 
-@pytest.fixture
-def database(db_url: str) -> Iterator[Database]:
-    database = Database(db_url, 10)
-    yield database
-    database.close()
-
-
-def _pair(database: Database, time: Time) -> tuple[Leadership, Leadership]:
+def _pair(database: Database, time: FakeClock) -> tuple[Leadership, Leadership]:
     first, second = (Leadership(LeaderIndex(database, "janitor"), LEASE_S, time) for _ in range(2))
     first.run_once()
     second.run_once()
@@ -133,10 +111,10 @@ def _pair(database: Database, time: Time) -> tuple[Leadership, Leadership]:
 
 @on_both
 def test_a_leader_that_shows_signs_of_life_stays(database: Database) -> None:
-    time = Time()
+    time = FakeClock(1000.0)
     first, second = _pair(database, time)
     for _ in range(50):
-        time.pass_(first.every_s)
+        time.now += first.every_s
         first.run_once()
         second.run_once()
         assert (first.leads(), second.leads()) == (True, False)
@@ -144,11 +122,11 @@ def test_a_leader_that_shows_signs_of_life_stays(database: Database) -> None:
 
 @on_both
 def test_another_one_leads_within_the_lease_and_not_before_the_first_has_stopped(database: Database) -> None:
-    time = Time()
+    time = FakeClock(1000.0)
     first, second = _pair(database, time)
     gone_at = time.now
     while not second.leads():
-        time.pass_(second.every_s)
+        time.now += second.every_s
         assert not (first.leads() and second.leads())
         second.run_once()
     assert not first.leads()
@@ -158,14 +136,14 @@ def test_another_one_leads_within_the_lease_and_not_before_the_first_has_stopped
 
 
 def test_one_that_leaves_is_followed_at_once(database: Database) -> None:
-    first, second = _pair(database, Time())
+    first, second = _pair(database, FakeClock(1000.0))
     first.close()
     second.run_once()
     assert (first.leads(), second.leads()) == (False, True)
 
 
 def test_a_claim_whose_reply_was_lost_is_found_by_the_next_round(database: Database) -> None:
-    leadership = Leadership(LosingReplies(database, "janitor"), LEASE_S, Time())
+    leadership = Leadership(LosingReplies(database, "janitor"), LEASE_S, FakeClock(1000.0))
     leadership.run_once()
     assert not leadership.leads()
     leadership.run_once()
@@ -194,12 +172,12 @@ def test_there_are_never_two_leaders(
 
 @on_both
 def test_one_that_was_overtaken_writes_nothing(database: Database) -> None:
-    time = Time()
+    time = FakeClock(1000.0)
     first, second = _pair(database, time)
     fenced = database.fenced(first.fence)
     with fenced.write() as connection:
         connection.execute(text("UPDATE revision SET value = 1"))
-    time.pass_(LEASE_S)
+    time.now += LEASE_S
     with pytest.raises(LeadershipLost), fenced.write():
         pass  # its own clock says so
     second.run_once()
@@ -214,11 +192,11 @@ def test_one_that_was_overtaken_writes_nothing(database: Database) -> None:
 
 @on_both
 def test_no_daemon_takes_over_in_the_middle_of_a_fenced_transaction(database: Database) -> None:
-    time = Time()
+    time = FakeClock(1000.0)
     first, second = _pair(database, time)
     taking_over = threading.Thread(target=second.run_once)
     with database.fenced(first.fence).write() as connection:
-        time.pass_(LEASE_S)
+        time.now += LEASE_S
         taking_over.start()
         taking_over.join(0.3)
         assert not second.leads()
@@ -230,7 +208,7 @@ def test_no_daemon_takes_over_in_the_middle_of_a_fenced_transaction(database: Da
 
 @pytest.mark.parametrize("count", [5, 300])
 def test_deletes_stop_where_the_lead_is_lost(database: Database, store: Store, tmp_path: Path, count: int) -> None:
-    time = Time()
+    time = FakeClock(1000.0)
     leadership, _ = _pair(database, time)
     keys = [f"run/attempts/x/{number:03d}" for number in range(count)]
     for key in keys:
@@ -246,7 +224,7 @@ def test_deletes_stop_where_the_lead_is_lost(database: Database, store: Store, t
             for key in keys:
                 yield key
                 if key.endswith("3"):
-                    time.pass_(LEASE_S)
+                    time.now += LEASE_S
 
     with pytest.raises(LeadershipLost):
         LeaderStore(Stopped(store, Interleaving(-1, lambda: None)), leadership).delete_many(keys)
@@ -255,7 +233,7 @@ def test_deletes_stop_where_the_lead_is_lost(database: Database, store: Store, t
 
 def test_one_that_does_not_lead_cannot_change_the_store(database: Database, store: Store) -> None:
     store.put("key", b"x")
-    _, follower = _pair(database, Time())
+    _, follower = _pair(database, FakeClock(1000.0))
     guarded = LeaderStore(store, follower)
     changes: list[Callable[[], object]] = [
         lambda: guarded.put("a", b""), lambda: guarded.put_if_absent("a", b""), lambda: guarded.open_writer("a"),
@@ -271,11 +249,6 @@ DAEMON_LEASE_S = 3.0
 """For a busy machine. test_leadership.py holds them to the second, by a clock that it moves itself."""
 _LEADS = "is now the leader, epoch"
 _OPTIONS = ("--leader-lease-seconds", str(DAEMON_LEASE_S), "--collect-seconds", "0.2", "--orphan-grace-seconds", "0")
-
-
-@pytest.fixture
-def postgresql_database(postgresql_server: PostgresqlServer) -> str:
-    return postgresql_server.new_database()
 
 
 @pytest.fixture

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
 from ckptstore.clock import system_clock
-from ckptstore.commits.catalog import latest
 from ckptstore.format.records import Override, Policy, PolicySet
 from ckptstore.names import Reference
 from ckptstore.retention.deletion import list_hidden
 from ckptstore.retention.pins import pin
 from ckptstore.retention.policy import change_policies
 from ckptstore.retention.pruning import Prune
-from ckptstore.retention.scrubbing import verified_at
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import steps, write_checkpoint
@@ -57,16 +55,3 @@ def test_a_policy_that_would_take_most_of_a_run_is_refused_and_counted(store: St
         with daemon.client() as client:
             client.prune(Prune(run="gpt", force=True))
         assert steps(store) == [10, 9]
-
-
-def test_the_scrub_finds_damage_and_takes_it_out_of_latest(store: Store) -> None:
-    run = Run(store, "gpt")
-    written = [write_checkpoint(store, step=step) for step in range(3)]
-    key = run.keys.shard(written[2].attempt, "shard-00000.ckpt")
-    data = store.get(key)
-    store.put(key, bytes([data[0] ^ 1]) + data[1:])
-    with running_daemon(store.url, options=(*_QUICK, "--scrub-days", "1")) as daemon, daemon.client() as client:
-        wait_until(lambda: "ckptd_scrubbed_total 3.0" in daemon.get("/metrics").text, "the scrub")
-        wait_until(lambda: client.latest("gpt").step == 1, "the index")
-        assert "ckptd_scrub_corrupt_total 1.0" in daemon.get("/metrics").text
-    assert (latest(run).step, set(verified_at(run))) == (1, {written[0].attempt, written[1].attempt})

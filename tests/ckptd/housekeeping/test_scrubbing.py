@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from ckptapi.bodies import VerifyJob
 from ckptstore.commits.catalog import Checkpoint, latest
 from ckptstore.retention.scrubbing import verified_at
 from ckptstore.run import Run
 from ckptstore.stores import Store
-from tests.support.checkpoints import write_checkpoint
+from tests.support.checkpoints import flipped, write_checkpoint
 from tests.support.daemons import running_daemon
 from tests.support.waiting import wait_until
 
@@ -16,8 +18,7 @@ _OPTIONS = ("--poll-seconds", "0.2", "--verify-hours", "24", "--verify-ranks", "
 
 def _flip(store: Store, checkpoint: Checkpoint) -> None:
     key = Run(store, checkpoint.run).keys.shard(checkpoint.attempt, "shard-00000.ckpt")
-    data = store.get(key)
-    store.put(key, bytes([data[0] ^ 1]) + data[1:])
+    store.put(key, flipped(store.get(key), 0))
 
 
 def test_the_newest_checkpoint_comes_first_and_each_is_read_once(store: Store) -> None:
@@ -32,10 +33,11 @@ def test_the_newest_checkpoint_comes_first_and_each_is_read_once(store: Store) -
     assert set(verified_at(Run(store, "gpt"))) == {first.attempt, newest.attempt}
 
 
-def test_a_damaged_newest_checkpoint_fails_and_the_one_before_it_is_next(store: Store) -> None:
+@pytest.mark.parametrize("options", [_OPTIONS[:-2], (*_OPTIONS[:2], "--scrub-days", "1")], ids=["verify", "scrub"])
+def test_a_damaged_newest_checkpoint_is_out_of_latest(store: Store, options: tuple[str, ...]) -> None:
     before, damaged = write_checkpoint(store, step=1), write_checkpoint(store, step=2)
     _flip(store, damaged)
-    with running_daemon(store.url, options=_OPTIONS[:-2]) as daemon, daemon.client() as client:
+    with running_daemon(store.url, options=options) as daemon, daemon.client() as client:
         wait_until(lambda: "ckptd_scrubbed_total 2.0" in daemon.get("/metrics").text, "both")
         assert "ckptd_scrub_corrupt_total 1.0" in daemon.get("/metrics").text
         wait_until(lambda: client.latest("gpt").step == 1, "the index")

@@ -5,10 +5,9 @@ from __future__ import annotations
 import hmac
 import json
 import os
-import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from hashlib import sha256
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,50 +18,35 @@ from ckptd.housekeeping.webhooks import QUEUED, TRIES, Webhooks
 from ckptd.metrics import Metrics
 from ckptstore.errors import InvalidRequest
 from ckptstore.stores import open_store
-from tests.support.checkpoints import sample_arrays, write_checkpoint
+from tests.ckptapi.scripted import Answer, Request, scripted_daemon
+from tests.support.checkpoints import SMALL, write_checkpoint
 from tests.support.daemons import running_daemon
 from tests.support.waiting import wait_until
 
 SECRET = "correct horse battery"
 
 
+@dataclass
 class Receiver:
-    """Takes posts, and answers with the statuses it is given, then 200."""
+    """What was posted, and its answers: the last one is repeated."""
 
-    def __init__(self) -> None:
-        self.posts: list[tuple[dict[str, str], bytes]] = []
-        self.statuses: list[int] = []
-        receiver = self
+    url: str
+    posts: list[Request]
+    answers: list[Answer]
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                receiver.posts.append(({name.lower(): value for name, value in self.headers.items()}, body))
-                self.send_response(receiver.statuses.pop(0) if receiver.statuses else 200)
-                self.send_header("Location", "/elsewhere")
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}/hook"
-        threading.Thread(target=self._server.serve_forever, daemon=True, kwargs={"poll_interval": 0.02}).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+    def answer(self, *statuses: int) -> None:
+        """These statuses first, then 200."""
+        self.answers[:0] = [Answer(status, headers={"Location": "/elsewhere"}) for status in statuses]
 
     def bodies(self) -> list[dict[str, Any]]:
-        return [json.loads(body) for _, body in self.posts]
+        return [json.loads(post.body) for post in self.posts]
 
 
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
-    made = Receiver()
-    yield made
-    made.close()
+    answers = [Answer()]
+    with scripted_daemon(answers) as server:
+        yield Receiver(server.url, server.requests, answers)
 
 
 def events(count: int, kind: EventKind = EventKind.COMMITTED) -> list[EventBody]:
@@ -91,10 +75,10 @@ def test_a_commit_reaches_the_receiver_signed(receiver: Receiver, tmp_path: Path
     store = open_store(str(tmp_path / "store"))
     environment = {**os.environ, "CKPTD_WEBHOOKS": receiver.url, "CKPTD_WEBHOOK_SECRET": SECRET}
     with running_daemon(store.url, environment=environment) as daemon:
-        checkpoint = write_checkpoint(store, "gpt", 7, {"model/scalar": sample_arrays()["model/scalar"]})
+        checkpoint = write_checkpoint(store, "gpt", 7, SMALL)
         wait_until(lambda: receiver.posts, "the post")
         assert SECRET not in daemon.log()
-    headers, body = receiver.posts[0]
+    headers, body = receiver.posts[0].headers, receiver.posts[0].body
     assert (headers["x-ckptd-event"], json.loads(body)["checkpoint"]) == ("committed", checkpoint.id)
     assert headers["x-ckptd-delivery"] == str(json.loads(body)["id"])
     moment, digest = (part.split("=")[1] for part in headers["x-ckptd-signature"].split(","))
@@ -105,18 +89,18 @@ def test_a_commit_reaches_the_receiver_signed(receiver: Receiver, tmp_path: Path
 
 def test_it_is_retried_with_longer_pauses(receiver: Receiver, posting: tuple[Webhooks, Metrics, list[float]]) -> None:
     hooks, metrics, pauses = posting
-    receiver.statuses = [500, 429, 503]
+    receiver.answer(500, 429, 503)
     hooks.offer(events(1))
     wait_until(lambda: outcomes(metrics) == {"delivered": 1}, "the delivery")
     assert len(receiver.posts) == 4
-    assert {headers["x-ckptd-delivery"] for headers, _ in receiver.posts} == {"1000"}
+    assert {post.headers["x-ckptd-delivery"] for post in receiver.posts} == {"1000"}
     assert all(0.5 * base <= pause <= 1.5 * base for base, pause in zip((0.5, 1.0, 2.0), pauses, strict=True))
 
 
 @pytest.mark.parametrize("status", [302, 307, 400, 401, 404, 410])
 def test_a_refusal_is_final(receiver: Receiver, posting: tuple[Webhooks, Metrics, list[float]], status: int) -> None:
     hooks, metrics, _ = posting
-    receiver.statuses = [status]
+    receiver.answer(status)
     hooks.offer(events(2))
     wait_until(lambda: outcomes(metrics) == {"failed": 1, "delivered": 1}, "both")
     assert [body["id"] for body in receiver.bodies()] == [1000, 1001]
@@ -124,7 +108,7 @@ def test_a_refusal_is_final(receiver: Receiver, posting: tuple[Webhooks, Metrics
 
 def test_after_some_tries_the_next_one_goes(receiver: Receiver, posting: tuple[Webhooks, Metrics, list[float]]) -> None:
     hooks, metrics, _ = posting
-    receiver.statuses = [500] * TRIES
+    receiver.answer(*[500] * TRIES)
     hooks.offer(events(2))
     wait_until(lambda: outcomes(metrics) == {"failed": 1, "delivered": 1}, "both")
     assert [body["id"] for body in receiver.bodies()] == [1000] * TRIES + [1001]

@@ -25,6 +25,7 @@ _ULID = "01HF7YAT00ABCDEFGHJKMNPQRS"
 _ELSEWHERE = ("/healthz", "/livez", "/readyz", "/metrics", "/checkpoints/latest")
 _API = {key: rule for key, rule in RULES.items() if key[1].startswith("/v1/") or key[1] in _ELSEWHERE}
 _SCOPED = sorted((key, rule) for key, rule in _API.items() if rule.scope is not None)
+each_scoped = pytest.mark.parametrize(("key", "rule"), _SCOPED, ids=[" ".join(key) for key, _ in _SCOPED])
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +98,7 @@ def test_no_wrong_token_is_let_in(store: Store) -> None:
             assert (answer.status_code, answer.json()["code"]) == (401, "unauthorized"), given
 
 
-@pytest.mark.parametrize(
-    ("key", "rule"), _SCOPED, ids=lambda value: " ".join(value) if isinstance(value, tuple) else ""
-)
+@each_scoped
 def test_each_endpoint_asks_for_its_scope_and_nothing_less(guarded: Guarded, key: tuple[str, str], rule: Any) -> None:
     method, path = key
     path = _filled(path, "nobody", f"nobody@1.{_ULID}")  # an admin's request is carried out
@@ -108,9 +107,7 @@ def test_each_endpoint_asks_for_its_scope_and_nothing_less(guarded: Guarded, key
         assert (code == "forbidden") is (scope not in (rule.scope, Scope.ADMIN)), (scope, code)
 
 
-@pytest.mark.parametrize(
-    ("key", "rule"), _SCOPED, ids=lambda value: " ".join(value) if isinstance(value, tuple) else ""
-)
+@each_scoped
 def test_a_bound_token_gets_nowhere_with_another_run(guarded: Guarded, key: tuple[str, str], rule: Any) -> None:
     method, path = key
     filled = _filled(path, guarded.other.run, guarded.other.id)

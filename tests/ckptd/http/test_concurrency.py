@@ -58,7 +58,7 @@ def test_turns_of_cancelled_waiters_are_passed_on() -> None:
         for task in tasks[1::2]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.wait_for(read(), 5)
+        await asyncio.wait_for(read(), 60)
         return entered
 
     assert asyncio.run(run()) == 21

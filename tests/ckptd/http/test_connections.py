@@ -92,26 +92,23 @@ def test_silent_connections_of_one_address_stop_no_other_one(tmp_path: Path, per
         assert "Too many open files" not in daemon.log()
 
 
-def test_a_kept_connection_with_half_a_request_ends(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("first", "status", "rest"),
+    [
+        (_HALF_A_REQUEST + b"x\r\n\r\n", b" 200 ", _HALF_A_REQUEST),
+        (b"POST /nope HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\n", b" 404 ", b"x"),
+    ],
+    ids=["half a request on a kept connection", "an endless body of a refused request"],
+)
+def test_what_is_never_completed_ends(tmp_path: Path, first: bytes, status: bytes, rest: bytes) -> None:
+    """Of the refused request the response is complete, and each byte of the body ends uvicorn's own time-out."""
     with (
         running_daemon(f"file://{tmp_path}/store", options=_SHORT) as daemon,
         silent_connections(daemon, 1) as (connection,),
     ):
-        connection.sendall(_HALF_A_REQUEST + b"x\r\n\r\n")
-        assert b" 200 " in connection.recv(1 << 16)
-        connection.sendall(_HALF_A_REQUEST)
-        wait_until(lambda: is_closed(connection), "the end of the connection")
-
-
-def test_a_refused_request_with_an_endless_body_ends(tmp_path: Path) -> None:
-    """The response is complete, and each byte of the body ends uvicorn's own time-out."""
-    with (
-        running_daemon(f"file://{tmp_path}/store", options=_SHORT) as daemon,
-        silent_connections(daemon, 1) as (connection,),
-    ):
-        connection.sendall(b"POST /nope HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\n")
-        assert b" 404 " in connection.recv(1 << 16)
-        connection.sendall(b"x")
+        connection.sendall(first)
+        assert status in connection.recv(1 << 16)
+        connection.sendall(rest)
         wait_until(lambda: is_closed(connection), "the end of the connection")
 
 

@@ -10,11 +10,10 @@ import pytest
 
 from ckptapi import bodies
 from ckptstore.stores import open_store
-from tests.support.checkpoints import sample_arrays, write_checkpoint
+from tests.support.checkpoints import SMALL, sample_arrays, write_checkpoint
 from tests.support.daemons import Daemon, running_daemon
 
 Body = dict[str, Any]
-SMALL = {"model/scalar": sample_arrays()["model/scalar"]}
 
 
 @pytest.fixture(scope="module")

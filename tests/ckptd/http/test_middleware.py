@@ -94,14 +94,15 @@ def test_raw_bodies(served: Served, content: bytes) -> None:
     _refused(answer, "invalid_request")
 
 
-def test_a_web_page_cannot_prune(served: Served) -> None:
+@pytest.mark.parametrize("path", [bodies.PRUNE, bodies.RESTORES])
+def test_a_web_page_cannot_change_anything(served: Served, path: str) -> None:
     """Other content types cross sites without a preflight."""
+    body = b'{"keep_last":1,"dry_run":false,"run":"gpt","key":"page","world_size":1,"rank":0}'
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
-        answer = httpx.post(
-            served.daemon.url + bodies.PRUNE, content=b'{"keep_last":1,"dry_run":false}', headers={"Content-Type": kind}
-        )
+        answer = httpx.post(served.daemon.url + path, content=body, headers={"Content-Type": kind})
         _refused(answer, "invalid_request")
     assert len(served.daemon.get("/v1/checkpoints?run=gpt").json()["items"]) == 4
+    assert served.daemon.get(bodies.RESTORES).json()["items"] == []
 
 
 def test_unknown_routes_and_methods(served: Served) -> None:

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import httpx
 import pytest
 from hypothesis import given
@@ -89,21 +87,6 @@ def test_if_range_and_if_none_match(served: Served) -> None:
 def test_a_shard_that_is_not_there_is_404(served: Served) -> None:
     answer = httpx.get(_url(served).replace("00000", "00007"))
     assert (answer.status_code, answer.json()["code"]) == (404, "object_missing")
-
-
-def test_twenty_readers_at_once(served: Served) -> None:
-    data = _stored(served)
-    step = -(-len(data) // 60)
-
-    def read(index: int) -> bool:
-        with httpx.Client() as http:
-            return all(
-                http.get(_url(served), headers={"Range": f"bytes={at}-{at + step - 1}"}).content == data[at : at + step]
-                for at in range(index * step % len(data), len(data), 20 * step)
-            )
-
-    with ThreadPoolExecutor(20) as pool:
-        assert all(pool.map(read, range(20)))
 
 
 @given(st.integers(0, 50), st.text("bytes=-0123456789, ", max_size=20) | st.from_regex(r"bytes=\d{0,3}-\d{0,3}"))

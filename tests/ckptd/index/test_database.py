@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -55,20 +55,19 @@ def test_sqlite_is_set_up_for_readers_beside_a_writer(database: Database) -> Non
     assert Index(database).versions() == {"unfinished": 1}
 
 
-def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
-    (tmp_path / "index.db").write_bytes(b"not a database, but long enough to be taken for one" * 100)
-    with pytest.raises(IndexUnavailable, match="tokens and decisions of commits exist only here") as caught:
-        Database(f"sqlite:///{tmp_path / 'index.db'}", 2)
-    assert "delete" not in str(caught.value)
-
-
-def test_a_database_of_a_newer_version_is_refused(tmp_path: Path) -> None:
-    Database(f"sqlite:///{tmp_path / 'index.db'}", 2).close()
-    with sqlite3.connect(tmp_path / "index.db") as connection:
-        connection.execute("UPDATE alembic_version SET version_num = '9999'")
-    connection.close()
-    with pytest.raises(IndexUnavailable, match="newer ckptd") as caught:
-        Database(f"sqlite:///{tmp_path / 'index.db'}", 2)
+@pytest.mark.parametrize(
+    ("newer", "says"), [(False, "tokens and decisions of commits exist only here"), (True, "newer ckptd")]
+)
+def test_a_file_that_is_no_database_of_ours_is_named(tmp_path: Path, newer: bool, says: str) -> None:
+    file = tmp_path / "index.db"
+    if newer:
+        Database(f"sqlite:///{file}", 2).close()
+        with closing(sqlite3.connect(file)) as connection, connection:
+            connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    else:
+        file.write_bytes(b"not a database, but long enough to be taken for one" * 100)
+    with pytest.raises(IndexUnavailable, match=says) as caught:
+        Database(f"sqlite:///{file}", 2)
     assert "delete" not in str(caught.value)
 
 
@@ -131,12 +130,6 @@ _RARELY = ("--poll-seconds", "600")
 _WAIT_S = 60
 _SOON_S = 50.0
 """A daemon that is not woken answers when the wait is over."""
-"""Half of what those who wait would wait for nothing."""
-
-
-@pytest.fixture
-def postgresql_database(postgresql_server: PostgresqlServer) -> str:
-    return postgresql_server.new_database()
 
 
 @contextmanager

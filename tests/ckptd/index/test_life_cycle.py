@@ -251,14 +251,9 @@ def _or_none(ask: Callable[[], Checkpoint]) -> Checkpoint | None:
 
 
 @on_both
-def test_the_index_equals_the_store(db_url: str) -> None:
-    database = Database(db_url, 20)
-
+def test_the_index_equals_the_store(database: Database) -> None:
     class OnThisDatabase(IndexLifeCycle):
         def __init__(self) -> None:
             super().__init__(database)
 
-    try:
-        run_state_machine_as_test(OnThisDatabase, settings=lives(8))
-    finally:
-        database.close()
+    run_state_machine_as_test(OnThisDatabase, settings=lives(8))

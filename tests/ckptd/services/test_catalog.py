@@ -55,9 +55,9 @@ def test_a_newer_format_is_passed_on_instead_of_an_older_step() -> None:
     freshness.check("b", True)
 
 
-def test_no_answer_outlives_a_revision_that_goes_back(store: Store, db_url: str) -> None:
+def test_no_answer_outlives_a_revision_that_goes_back(store: Store, database: Database) -> None:
     """After an asynchronous fail-over the last changes are gone, and their revisions come again with others."""
-    freshness, database = Freshness(system_clock, 60), Database(db_url, 4)
+    freshness = Freshness(system_clock, 60)
     index = Index(database)
     catalog = Catalog(index, Listing(database), freshness, store.url)
     sync = StoreSync(store, index, freshness, Metrics(), system_clock)
@@ -74,4 +74,3 @@ def test_no_answer_outlives_a_revision_that_goes_back(store: Store, db_url: str)
             connection.execute(text(f"UPDATE revision SET value = {revision}"))
         catalog.follow()
         assert catalog.latest("gpt").step == 1
-    database.close()

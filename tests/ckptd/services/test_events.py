@@ -25,8 +25,7 @@ class _NoRestores:
 
 
 @on_both
-def test_events_of_other_daemons_on_the_database_wake_waiters(db_url: str) -> None:
-    database = Database(db_url, 4)
+def test_events_of_other_daemons_on_the_database_wake_waiters(database: Database) -> None:
     Index(database).adopt("file:///store", 0.0)
     woken: list[str] = []
     ours, theirs = EventLog(database, system_clock), EventLog(database, system_clock)
@@ -42,12 +41,10 @@ def test_events_of_other_daemons_on_the_database_wake_waiters(db_url: str) -> No
     assert woken == [], "the refresh may have missed it"
     events.follow(lambda: None)
     assert "checkpoints/gpt" in woken
-    database.close()
 
 
 @on_both
-def test_old_events_are_dropped_and_the_gap_is_reported(db_url: str) -> None:
-    database = Database(db_url, 4)
+def test_old_events_are_dropped_and_the_gap_is_reported(database: Database) -> None:
     Index(database).adopt("file:///store", 0.0)
     now = [1000.0]
     log = EventLog(database, lambda: now[0])
@@ -62,16 +59,13 @@ def test_old_events_are_dropped_and_the_gap_is_reported(db_url: str) -> None:
     assert events.page(ids[2]).gap
     assert not events.page(ids[6]).gap
     assert json.loads(json.dumps(events.page(ids[9]).last_id)) == ids[9]
-    database.close()
 
 
 @on_both
-def test_an_event_that_comes_between_two_queries_is_on_one_page(db_url: str) -> None:
-    database = Database(db_url, 4)
+def test_an_event_that_comes_between_two_queries_is_on_one_page(database: Database) -> None:
     Index(database).adopt("file:///store", 0.0)
     events = Events(_Busy(database, system_clock), _NoRestores(), lambda _: None)  # type: ignore[arg-type]
     first = events.page(0)
     second = events.page(first.last_id)
     assert [len(first.items), len(second.items)] == [2, 1]
     assert second.items[0].id > first.items[-1].id
-    database.close()

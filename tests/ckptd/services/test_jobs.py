@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -16,17 +17,17 @@ from tests.conftest import on_both
 from tests.support.waiting import wait_until
 
 ULID = "01M7Y6P7WGCXV53EY39EPJ6JT8"
+Work = Callable[[Any, JobProgress], dict[str, Any] | None]
 
 
 class Bench:
     """Jobs over an index, whose work the test holds."""
 
-    def __init__(self, db_url: str, work: Callable[[Any, JobProgress], dict[str, Any] | None]) -> None:
-        self.database = Database(db_url, 8)
+    def __init__(self, database: Database, work: Work) -> None:
         self.now = 1000.0
-        Index(self.database).adopt("file:///store", 0.0)
-        self.index = JobIndex(self.database)
-        self.log = EventLog(self.database, self.clock)
+        Index(database).adopt("file:///store", 0.0)
+        self.index = JobIndex(database)
+        self.log = EventLog(database, self.clock)
         events = Events(self.log, None, lambda _: None)  # type: ignore[arg-type]
         self.jobs = Jobs(self.index, events, self.clock, {bodies.CollectJob: work})
 
@@ -39,18 +40,16 @@ class Bench:
 
 
 @pytest.fixture
-def bench(db_url: str) -> Iterator[Callable[[Callable[[Any, JobProgress], dict[str, Any] | None]], Bench]]:
-    benches: list[Bench] = []
+def bench(database: Database) -> Iterator[Callable[[Work], Bench]]:
+    with ExitStack() as stack:
 
-    def make(work: Callable[[Any, JobProgress], dict[str, Any] | None]) -> Bench:
-        benches.append(Bench(db_url, work))
-        benches[-1].jobs.start()
-        return benches[-1]
+        def make(work: Work) -> Bench:
+            made = Bench(database, work)
+            made.jobs.start()
+            stack.callback(made.jobs.stop, 10)
+            return made
 
-    yield make
-    for made in benches:
-        made.jobs.stop(10)
-        made.database.close()
+        yield make
 
 
 @on_both

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -69,13 +68,15 @@ def clock() -> MovableClock:
 
 
 @pytest.fixture
-def database(tmp_path: Path) -> Database:
-    return Database(f"sqlite:///{tmp_path / 'index.db'}", 20)
+def make(database: Database, clock: MovableClock) -> Make:
+    return partial(Services, database=database, clock=clock)
 
 
 @pytest.fixture
-def make(database: Database, clock: MovableClock) -> Make:
-    return partial(Services, database=database, clock=clock)
+def services(store: Store, make: Make) -> Services:
+    """Over one checkpoint, of step 1."""
+    write(store, 1)
+    return make(store)
 
 
 def _holders(store: Store, clock: MovableClock) -> list[str]:
@@ -131,11 +132,12 @@ def test_the_lease_lasts_as_long_as_the_session(store: Store, clock: MovableCloc
     delete_checkpoint(run, old.attempt, "test")
 
 
-def test_a_lease_is_written_only_when_it_needs_to_be(store: Store, clock: MovableClock, make: Make) -> None:
+def test_a_lease_has_the_name_of_its_session_and_is_written_when_it_needs_to_be(store: Store, make: Make) -> None:
     write(store, 1)
     counting = Faults()
     services = make(store, FaultyStore(store, counting))
-    services.open()
+    restore = services.open()
+    assert keys(store, RunKeys(RUN).leases) == [f"{RunKeys(RUN).leases}{restore.lease}.json"]
     counting.calls.clear()
     for _ in range(10):
         services.leases.run_once()
@@ -167,9 +169,7 @@ def test_a_daemon_that_was_away_does_not_blame_the_ranks(store: Store, clock: Mo
     assert ended.problem == "no report for 100 s from rank 0 (fetching), rank 1 (never joined)"
 
 
-def test_a_rank_that_never_joins_ends_it_although_others_report(store: Store, clock: MovableClock, make: Make) -> None:
-    write(store, 1)
-    services = make(store)
+def test_a_rank_that_never_joins_ends_it_although_others_report(services: Services, clock: MovableClock) -> None:
     id = services.open(world_size=3).id
     for _ in range(3):
         clock.advance(33)
@@ -182,9 +182,7 @@ def test_a_rank_that_never_joins_ends_it_although_others_report(store: Store, cl
     assert services.restores.find(id).problem == "no report for 100 s from rank 1 (never joined)"
 
 
-def test_a_rank_that_is_restored_may_be_silent(store: Store, clock: MovableClock, make: Make) -> None:
-    write(store, 1)
-    services = make(store)
+def test_a_rank_that_is_restored_may_be_silent(services: Services, clock: MovableClock) -> None:
     id = services.open().id
     services.restores.report(id, 1, _RESTORED)
     for _ in range(4):
@@ -286,9 +284,7 @@ def _delete(store: Store, checkpoint: Checkpoint, clock: MovableClock) -> None:
         delete_checkpoint(Run(store, RUN, clock), checkpoint.attempt, "test", force=True)
 
 
-def test_ended_sessions_are_forgotten_after_a_day(store: Store, clock: MovableClock, make: Make) -> None:
-    write(store, 1)
-    services = make(store)
+def test_ended_sessions_are_forgotten_after_a_day(services: Services, clock: MovableClock) -> None:
     ended, live = services.open("a").id, services.open("b").id
     services.restores.cancel(ended)
     clock.advance(_DAY_S - 60)
@@ -302,9 +298,7 @@ def test_ended_sessions_are_forgotten_after_a_day(store: Store, clock: MovableCl
     assert services.open("a").id != ended
 
 
-def test_only_so_many_ended_sessions_are_kept(store: Store, clock: MovableClock, make: Make) -> None:
-    write(store, 1)
-    services = make(store)
+def test_only_so_many_ended_sessions_are_kept(services: Services, clock: MovableClock) -> None:
     ids = []
     for number in range(5):
         ids.append(services.open(f"k{number}").id)
@@ -317,9 +311,7 @@ def test_only_so_many_ended_sessions_are_kept(store: Store, clock: MovableClock,
     assert services.index.ranks(ids[0]) == []
 
 
-def test_sessions_are_bounded(store: Store, clock: MovableClock, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(store, 1)
-    services = make(store)
+def test_sessions_are_bounded(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_LIVE", 2)
     first = services.open("a")
     services.open("b")
@@ -341,38 +333,20 @@ def test_sessions_belong_to_one_store(store: Store, clock: MovableClock, make: M
         services.restores.find(id)
 
 
-def test_leases_of_sessions_bear_their_name(store: Store, clock: MovableClock, make: Make) -> None:
-    write(store, 1)
-    restore = make(store).open()
-    (info,) = store.list(RunKeys(RUN).leases)
-    assert info.key.endswith(f"{restore.lease}.json")
-    assert _holders(store, clock) == [f"restore {restore.id}"]
-
-
-def test_the_last_rank_to_be_restored_ends_the_session() -> None:
-    restore = _restore(2)
-    restore, first = module.advance(restore, None, 0, RankReport(phase=Phase.RESTORED, done_bytes=7), 1001)
-    assert (restore.state, restore.num_joined, restore.num_restored) == (RestoreState.RESTORING, 1, 1)
-    again, same = module.advance(restore, first, 0, RankReport(phase=Phase.RESTORED, done_bytes=7), 1002)
-    assert first is not None
-    assert (again.num_restored, again.done_bytes, same) == (1, 7, structs.replace(first, updated_at=1002))
-    restore, _ = module.advance(again, None, 1, RankReport(phase=Phase.RESTORED), 1003)
-    assert (restore.state, restore.ended_at, restore.problem) == (RestoreState.RESTORED, 1003, "")
-
-
-def test_a_late_report_does_not_undo_that_a_rank_is_restored() -> None:
-    restore, said = module.advance(_restore(2), None, 0, RankReport(phase=Phase.RESTORED, done_bytes=9), 1001)
-    restore, said = module.advance(restore, said, 0, RankReport(phase=Phase.FETCHING, done_bytes=5), 1002)
+def test_the_last_rank_to_be_restored_ends_the_session_and_a_failed_one_too() -> None:
+    """A report that is repeated or late does not undo that a rank is restored."""
+    restored = RankReport(phase=Phase.RESTORED, done_bytes=7)
+    restore, said = module.advance(_restore(2), None, 0, restored, 1001)
     assert said is not None
-    assert (said.phase, said.done_bytes, said.updated_at, restore.num_restored) == (Phase.RESTORED, 9, 1002, 1)
-
-
-def test_a_restored_rank_can_still_fail() -> None:
-    restore, said = module.advance(_restore(2), None, 0, RankReport(phase=Phase.RESTORED), 1001)
-    restore, said = module.advance(restore, said, 0, RankReport(phase=Phase.FAILED, problem="out of memory"), 1002)
-    assert (restore.state, restore.problem, restore.num_restored) == (
-        RestoreState.FAILED, "rank 0 failed: out of memory", 0,
-    )  # fmt: skip
+    assert (restore.state, restore.num_joined, restore.num_restored) == (RestoreState.RESTORING, 1, 1)
+    for report in (restored, RankReport(phase=Phase.FETCHING, done_bytes=5)):
+        again, same = module.advance(restore, said, 0, report, 1002)
+        assert (again.num_restored, again.done_bytes, same) == (1, 7, structs.replace(said, updated_at=1002))
+    ended, _ = module.advance(restore, None, 1, restored, 1003)
+    assert (ended.state, ended.ended_at, ended.problem) == (RestoreState.RESTORED, 1003, "")
+    failed, _ = module.advance(restore, said, 0, RankReport(phase=Phase.FAILED, problem="out of memory"), 1002)
+    assert (failed.state, failed.num_restored) == (RestoreState.FAILED, 0)
+    assert failed.problem == "rank 0 failed: out of memory"
 
 
 @pytest.mark.parametrize("state", [state for state in RestoreState if state is not RestoreState.RESTORING])
@@ -407,30 +381,30 @@ def test_sums_are_those_of_the_ranks(reports: list[tuple[int, RankReport]]) -> N
     assert (restore.state is RestoreState.RESTORED) == (len(restored) == 4)
 
 
-def test_a_rank_below_half_of_the_median_is_behind() -> None:
-    ranks = [_fetching(0, 80), _fetching(1, 39), _fetching(2, 41), _fetching(3, 80), _fetching(4, 90)]
-    assert (module.stragglers(_restore(5), ranks, _BEGAN), module.slowest(ranks)) == ([1], ranks[1])
+_SOME = [_fetching(0, 80), _fetching(1, 39), _fetching(2, 41), _fetching(3, 80), _fetching(4, 90)]
+_SILENT = [_fetching(0, 50, reported_at=_BEGAN + 30), _fetching(1, 50, reported_at=_BEGAN + 4)]
+_MOST = [_restored(0), _fetching(2, 60), _restored(3)]
 
 
-def test_no_rank_is_behind_before_one_has_begun() -> None:
-    assert module.stragglers(_restore(2), [RankBody(0, Phase.PLANNING, 0, 0, _BEGAN)], _BEGAN) == []
-    assert module.stragglers(_restore(2), [], _BEGAN) == []
+@pytest.mark.parametrize(
+    ("world_size", "ranks", "after_s", "behind"),
+    [
+        (5, _SOME, 0, [1]),  # below half of the median
+        (2, [], 0, []), (2, [RankBody(0, Phase.PLANNING, 0, 0, _BEGAN)], 0, []),  # no rank has begun
+        (2, _SILENT, 29, []), (2, _SILENT, 30, [1]), (2, [_restored(0), _SILENT[1]], 30, [1]),  # for a quarter
+        (5, _MOST, 0, [1, 4]), (2, _MOST[:1], 0, [1]),  # never joined, and most have done something
+        (6, _MOST[:2], 0, []), (6, _MOST[:2], 26, [1, 2, 3, 4, 5]),
+    ],
+)  # fmt: skip
+def test_ranks_that_are_slow_silent_or_absent_are_behind(
+    world_size: int, ranks: list[RankBody], after_s: float, behind: list[int]
+) -> None:
+    assert module.stragglers(_restore(world_size), ranks, _BEGAN + after_s) == behind
 
 
-def test_a_rank_that_is_silent_for_a_quarter_of_the_time_is_behind() -> None:
-    ranks = [_fetching(0, 50, reported_at=_BEGAN + 30), _fetching(1, 50, reported_at=_BEGAN + 4)]
-    assert module.stragglers(_restore(2), ranks, _BEGAN + 29) == []
-    assert module.stragglers(_restore(2), ranks, _BEGAN + 30) == [1]
-    assert module.stragglers(_restore(2), [_restored(0), ranks[1]], _BEGAN + 30) == [1]
-
-
-def test_ranks_that_never_joined_are_behind_as_soon_as_most_have_done_something() -> None:
-    ranks = [_restored(0), _fetching(2, 60), _restored(3)]
-    assert module.stragglers(_restore(5), ranks, _BEGAN) == [1, 4]
-    assert module.stragglers(_restore(6), ranks[:2], _BEGAN) == []  # most of them have done nothing
-    assert module.stragglers(_restore(2), ranks[:1], _BEGAN) == [1]
-    assert module.stragglers(_restore(6), ranks[:2], _BEGAN + 26) == [1, 2, 3, 4, 5]
-    assert len(module.stragglers(_restore(1 << 20), ranks, _BEGAN + 26)) == module.MAX_STRAGGLERS
+def test_as_many_are_named_as_a_page_shows() -> None:
+    assert module.slowest(_SOME) == _SOME[1]
+    assert len(module.stragglers(_restore(1 << 20), _MOST, _BEGAN + 26)) == module.MAX_STRAGGLERS
 
 
 def test_ended_sessions_have_no_stragglers() -> None:

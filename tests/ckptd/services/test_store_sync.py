@@ -31,8 +31,9 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock
 
 
-def _store_sync(store: Store, database: Database) -> StoreSync:
-    return StoreSync(store, Index(database), Freshness(system_clock, 60), Metrics(), system_clock)
+def _store_sync(store: Store, database: Database, freshness: Freshness | None = None) -> StoreSync:
+    freshness = freshness or Freshness(system_clock, 60)
+    return StoreSync(store, Index(database), freshness, Metrics(), system_clock)
 
 
 def _all(database: Database, run: str | None = None) -> list[Checkpoint]:
@@ -187,39 +188,33 @@ def test_reindexing_while_commits_arrive_loses_none(store: Store, database: Data
 _T = TypeVar("_T")
 
 
-def _sync_and_freshness(store: Store, index: Index) -> tuple[StoreSync, Freshness]:
-    freshness = Freshness(system_clock, 60)
-    return StoreSync(store, index, freshness, Metrics(), system_clock), freshness
-
-
 @on_both
 def test_a_round_that_fails_at_any_call_removes_nothing(store: Store, database: Database) -> None:
     for step in (1, 1, 2):
         write_checkpoint(store, step=step, arrays={})
     write_checkpoint(store, "bert", 1, arrays={})
-    index, counting = Index(database), Faults()
-    _sync_and_freshness(FaultyStore(store, counting), index)[0].run_once()
+    counting = Faults()
+    _store_sync(FaultyStore(store, counting), database).run_once()
     before = _all(database)
     assert before == [*list_checkpoints(Run(store, "bert")), *list_checkpoints(Run(store, "gpt"))]
     assert len(counting.calls) > 8
     for call in range(len(counting.calls)):
         for reread in (False, True):
-            store_sync, freshness = _sync_and_freshness(FaultyStore(store, Faults(fail_at=call)), index)
+            store_sync = _store_sync(FaultyStore(store, Faults(fail_at=call)), database)
             if reread:
                 with contextlib.suppress(StoreUnavailable):
                     store_sync.reindex()
             else:
                 store_sync.run_once()
             assert _all(database) == before, call
-    store_sync, freshness = _sync_and_freshness(store, index)
-    store_sync.run_once()
+    freshness = Freshness(system_clock, 60)
+    _store_sync(store, database, freshness).run_once()
     assert freshness.problem() == ""
 
 
 def test_a_volume_unmounted_between_listings_is_no_deletion(store: Store, database: Database, tmp_path: Path) -> None:
     write_checkpoint(store, arrays={})
-    index = Index(database)
-    _sync_and_freshness(store, index)[0].run_once()
+    _store_sync(store, database).run_once()
     before = _all(database)
 
     @dataclass
@@ -230,7 +225,7 @@ def test_a_volume_unmounted_between_listings_is_no_deletion(store: Store, databa
                 (tmp_path / "store").mkdir()  # the mount point remains
             return super().around(what, call)
 
-    store_sync, _ = _sync_and_freshness(FaultyStore(store, Unmounting()), index)
+    store_sync = _store_sync(FaultyStore(store, Unmounting()), database)
     with pytest.raises(StoreUnavailable, match="while it was listed"):
         store_sync.sync_run("gpt")
     assert _all(database) == before
@@ -240,7 +235,7 @@ def test_a_volume_unmounted_between_listings_is_no_deletion(store: Store, databa
 def test_outcomes_are_read_once(store: Store, database: Database) -> None:
     kept = [write_checkpoint(store, step=step, arrays={}) for step in range(5)]
     counting = Faults()
-    store_sync, _ = _sync_and_freshness(FaultyStore(store, counting), Index(database))
+    store_sync = _store_sync(FaultyStore(store, counting), database)
     store_sync.run_once()
     delete_checkpoint(Run(store, kept[0].run), kept[0].attempt, "test")
     counting.calls.clear()

@@ -1,10 +1,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,21 +13,13 @@ from ckptd.index import Database, TokenIndex
 from ckptd.services.tokens import BOOTSTRAP, Caller, Tokens
 from ckptstore.errors import CkptError, Conflict, Forbidden, InvalidName, InvalidRequest, NotFound, Unauthorized
 from ckptstore.stores import Store
+from tests.support import forking
 from tests.support.checkpoints import write_checkpoint
 from tests.support.command_line import invoke, run
 from tests.support.daemons import Daemon, running_daemon
+from tests.support.stores import FakeClock
 
 _SETTINGS_TOKEN = "a token from the settings"
-
-
-@dataclass(slots=True)
-class Still:
-    """A clock that moves only when a test moves it."""
-
-    now: float = 1_700_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +28,7 @@ class Desk:
 
     tokens: Tokens
     index: TokenIndex
-    clock: Still
+    clock: FakeClock
     file: Path
 
     def make(self, name: str = "t", scopes: tuple[Scope, ...] = (Scope.READ,), **options: object) -> str:
@@ -48,12 +37,9 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
-    file = tmp_path / "index.db"
-    database, clock = Database(f"sqlite:///{file}", 4), Still()
-    index = TokenIndex(database)
-    yield Desk(Tokens(index, _SETTINGS_TOKEN, clock), index, clock, file)
-    database.close()
+def desk(database: Database, tmp_path: Path) -> Desk:
+    index, clock = TokenIndex(database), FakeClock()
+    return Desk(Tokens(index, _SETTINGS_TOKEN, clock), index, clock, tmp_path / "index.db")
 
 
 def test_a_secret_is_recognized_and_kept_nowhere(desk: Desk) -> None:
@@ -210,13 +196,11 @@ def test_from_the_first_admin_to_the_end_of_a_trainers_token(store: Store, tmp_p
 
 
 def _made_offline(store: Store, index: str) -> str:
-    command = [sys.executable, "-m", "ckptd", "token", "create", "boss", "--scope", "admin"]
+    command = ["token", "create", "boss", "--scope", "admin", "--store", store.url, "--db", index]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("CKPTD_")}
-    done = subprocess.run(
-        [*command, "--store", store.url, "--db", index], env=clean, capture_output=True, text=True, timeout=60,
-        check=True,
-    )  # fmt: skip
-    return done.stdout.strip()
+    code, secret, errors = forking.run(forking.DAEMON, "ckptd", command, environment=clean)
+    assert code == 0, errors
+    return secret.strip()
 
 
 def _may(daemon: Daemon, secret: str, run: str | None = None) -> bool:
