@@ -70,6 +70,7 @@ check: setup
 fmt: setup
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+	$(BIN)/python -m docsite.man
 
 # All benchmarks, with less data; bench-full is slow, and writes the table in bench/README.md. Both keep their results in bench/results.
 bench: .venv/.peers

@@ -102,6 +102,7 @@ def test_the_loops_of_float_split_are_compiled_where_there_is_a_compiler(program
 def test_the_extra_cli_runs_the_command_line(programs: Path, wheel: Path) -> None:
     install(programs, f"{wheel}[cli]")
     assert run(programs / "ckptctl", "--version").startswith("ckptctl ")
+    assert (programs.parent / "share/man/man1/ckptctl.1").stat().st_size > 1000
     assert missing(programs, "typer", "fastapi", "torch") == ["fastapi", "torch"]
 
 

@@ -14,6 +14,7 @@ import pytest
 import ckpt
 from ckptd.settings import KNOBS
 from ckptstore.errors import kinds
+from docsite import man
 from tests.browser.webdriver import missing, running_browser
 from tests.docs.blocks import ROOT
 from tests.support.waiting import wait_until
@@ -62,6 +63,10 @@ def test_every_public_name_setting_error_and_command_has_its_place(site: Path) -
     )
     assert "/v1/checkpoints/{id}" in (site / "reference/http.html").read_text()
     assert "ckptd_checkpoint_age_seconds" in (site / "reference/metrics.html").read_text()
+
+
+def test_the_man_page_is_that_of_the_program() -> None:
+    assert man.PAGE.read_text() == man.man_page(), "python -m docsite.man writes it"
 
 
 def test_comments_for_tests_are_left_out(site: Path) -> None:
