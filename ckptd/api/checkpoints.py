@@ -91,7 +91,7 @@ async def runs(ctx: Ctx, caller: CallerDep) -> Response:
     return json_response(bodies.Items([_run(one) for one in found if caller.sees(one.run)]))
 
 
-@router.get(bodies.RUNS + "/{run}", **documented(bodies.RunBody, 404))
+@router.get(bodies.RUNS + "/{run:path}", **documented(bodies.RunBody, 404))
 async def run(ctx: Ctx, run: RunName) -> Response:
     """One run, with its size and newest checkpoint."""
     for summary in await ctx.threads.index(ctx.catalog.runs):
@@ -100,19 +100,19 @@ async def run(ctx: Ctx, run: RunName) -> Response:
     raise NoCheckpoint(f"run {run!r} has no checkpoint", "GET /v1/runs lists the runs")
 
 
-@router.get(bodies.CHECKPOINTS + "/{id}", **documented(bodies.CheckpointBody, 404))
+@router.get(bodies.CHECKPOINTS + "/{id:checkpoint}", **documented(bodies.CheckpointBody, 404))
 async def checkpoint(found: Found) -> Response:
     """One checkpoint."""
     return json_response(bodies.CheckpointBody.of(found))
 
 
-@router.get(bodies.CHECKPOINTS + "/{id}/shards", **documented(bodies.Items[bodies.ShardBody], 404))
+@router.get(bodies.CHECKPOINTS + "/{id:checkpoint}/shards", **documented(bodies.Items[bodies.ShardBody], 404))
 async def shards(ctx: Ctx, reference: Ref) -> Response:
     """The shards of a checkpoint, by rank."""
     return json_response(await ctx.threads.store(ctx.contents.shards, reference))
 
 
-@router.get(bodies.CHECKPOINTS + "/{id}/entries", **documented(bodies.EntriesBody, 404))
+@router.get(bodies.CHECKPOINTS + "/{id:checkpoint}/entries", **documented(bodies.EntriesBody, 404))
 async def entries(
     ctx: Ctx,
     reference: Ref,
@@ -124,23 +124,27 @@ async def entries(
     return json_response(await ctx.threads.store(contents.entries, reference, offset, limit))
 
 
-@router.get(bodies.CHECKPOINTS + "/{id}/manifest", **documented(None, 404, 416, media=_BYTES, also=_RANGED))
-@router.head(bodies.CHECKPOINTS + "/{id}/manifest", include_in_schema=False)
+@router.get(bodies.CHECKPOINTS + "/{id:checkpoint}/manifest", **documented(None, 404, 416, media=_BYTES, also=_RANGED))
+@router.head(bodies.CHECKPOINTS + "/{id:checkpoint}/manifest", include_in_schema=False)
 async def manifest(request: Request, ctx: Ctx, reference: Ref) -> Response:
     """The stored manifest: zstd-compressed JSON."""
     stored = await ctx.threads.store(ctx.objects.find, reference, RunKeys.manifest)
     return await object_response(request, ctx, stored)
 
 
-@router.get(bodies.CHECKPOINTS + "/{id}/receipts/{rank}", **documented(None, 404, 416, media=_BYTES, also=_RANGED))
-@router.head(bodies.CHECKPOINTS + "/{id}/receipts/{rank}", include_in_schema=False)
+@router.get(
+    bodies.CHECKPOINTS + "/{id:checkpoint}/receipts/{rank}", **documented(None, 404, 416, media=_BYTES, also=_RANGED)
+)
+@router.head(bodies.CHECKPOINTS + "/{id:checkpoint}/receipts/{rank}", include_in_schema=False)
 async def receipt(request: Request, ctx: Ctx, reference: Ref, rank: Annotated[int, Path(ge=0, le=99_999)]) -> Response:
     """The stored receipt of a rank."""
     stored = await ctx.threads.store(ctx.objects.find, reference, RunKeys.receipt, rank)
     return await object_response(request, ctx, stored)
 
 
-@router.get(bodies.CHECKPOINTS + "/{id}/statistics/{rank}", **documented(None, 404, 416, media=_BYTES, also=_RANGED))
+@router.get(
+    bodies.CHECKPOINTS + "/{id:checkpoint}/statistics/{rank}", **documented(None, 404, 416, media=_BYTES, also=_RANGED)
+)
 async def statistics(
     request: Request, ctx: Ctx, reference: Ref, rank: Annotated[int, Path(ge=0, le=99_999)]
 ) -> Response:
@@ -149,8 +153,10 @@ async def statistics(
     return await object_response(request, ctx, stored)
 
 
-@router.get(bodies.CHECKPOINTS + "/{id}/shards/{name}", **documented(None, 404, 416, media=_BYTES, also=_RANGED))
-@router.head(bodies.CHECKPOINTS + "/{id}/shards/{name}", include_in_schema=False)
+@router.get(
+    bodies.CHECKPOINTS + "/{id:checkpoint}/shards/{name}", **documented(None, 404, 416, media=_BYTES, also=_RANGED)
+)
+@router.head(bodies.CHECKPOINTS + "/{id:checkpoint}/shards/{name}", include_in_schema=False)
 async def shard(request: Request, ctx: Ctx, reference: Ref, name: Annotated[str, Path(max_length=32)]) -> Response:
     """A shard, or one range of its bytes."""
     stored = await ctx.threads.store(ctx.objects.find, reference, RunKeys.shard, name)

@@ -56,7 +56,9 @@ async def events(
     return json_response(await ctx.threads.index(ctx.events.page, after or 0, run, limit))
 
 
-@router.post(bodies.RUNS + "/{run}/preempt", **documented(bodies.EventBody, status=201, body=bodies.PreemptRequest))
+@router.post(
+    bodies.RUNS + "/{run:path}/preempt", **documented(bodies.EventBody, status=201, body=bodies.PreemptRequest)
+)
 async def preempt(request: Request, ctx: Ctx, caller: CallerDep, run: Annotated[str, Path(max_length=128)]) -> Response:
     """Give notice to the trainers of a run that they will be killed: a node-termination handler does so."""
     body = await read_body(request, bodies.PreemptRequest)
@@ -64,7 +66,7 @@ async def preempt(request: Request, ctx: Ctx, caller: CallerDep, run: Annotated[
     return json_response(event, 201)
 
 
-@router.get(bodies.CHECKPOINTS + "/{id}/events", **documented(bodies.EventsBody))
+@router.get(bodies.CHECKPOINTS + "/{id:checkpoint}/events", **documented(bodies.EventsBody))
 async def of_checkpoint(ctx: Ctx, reference: Ref) -> Response:
     """Events of one checkpoint. If it was deleted, the id must include the ULID."""
     id = str(reference)

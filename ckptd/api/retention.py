@@ -24,7 +24,7 @@ from ckptstore.retention.pruning import Prune
 
 router = APIRouter()
 
-_ONE = bodies.CHECKPOINTS + "/{id}"
+_ONE = bodies.CHECKPOINTS + "/{id:checkpoint}"
 PinName = Annotated[str, Path(max_length=128)]
 RequiredRun = Annotated[str, Query(max_length=128)]
 ReasonQuery = Annotated[str, Query(max_length=1000, description="For the audit log")]
@@ -87,7 +87,7 @@ async def take_lease(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
     return json_response(bodies.LeaseBody(run=found.run, lease=lease), 201)
 
 
-@router.delete(bodies.LEASES + "/{run}/{lease}", **documented(status=204))
+@router.delete(bodies.LEASES + "/{run:path}/{lease}", **documented(status=204))
 async def release_lease(ctx: Ctx, run: RunName, lease: Annotated[str, Path(max_length=26)]) -> Response:
     """End a lease. Succeeds if the lease is already gone."""
     await ctx.threads.store(ctx.source.release_lease, run, lease)

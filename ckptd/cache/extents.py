@@ -8,7 +8,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from ckptstore.errors import InvalidName
-from ckptstore.names import Attempt, RunKeys
+from ckptstore.names import Attempt, RunKeys, run_of
 
 BLOCK_BYTES = 4 << 20
 """Extents do not cross multiples of it, so that one read needs bounded memory."""
@@ -35,14 +35,13 @@ class Extent:
     @property
     def owner(self) -> tuple[str, Attempt]:
         """The run and the attempt that it belongs to."""
-        run, _, attempt, _ = self.key.split("/")
-        return run, Attempt.parse(attempt)
+        return run_of(self.key), Attempt.parse(self.key.split("/")[2])
 
     @property
     def file_name(self) -> str:
         """The file name; `parse` is the inverse."""
-        run, _, attempt, name = self.key.split("/")
-        return f"{run}@{attempt}@{name}@{self.offset}-{self.bytes}"
+        folder, _, attempt, name = self.key.split("/")
+        return f"{folder}@{attempt}@{name}@{self.offset}-{self.bytes}"
 
     @staticmethod
     def parse(file_name: str) -> Extent | None:
@@ -51,7 +50,7 @@ class Extent:
         if match is None:
             return None
         try:
-            prefix = RunKeys(match[1]).attempt(Attempt.parse(match[2]))
+            prefix = RunKeys(run_of(match[1])).attempt(Attempt.parse(match[2]))
         except InvalidName:
             return None
         extent = Extent(prefix + match[3], int(match[4]), int(match[5]))

@@ -210,8 +210,10 @@ RULES: dict[tuple[str, str], AccessRule] = {
     # Pages
     ("GET", "/"): AccessRule(READ, filters=True),
     ("GET", "/runs/{run}"): AccessRule(READ, in_path),
-    ("GET", "/runs/{run}/goodput"): AccessRule(READ, in_path),
+    ("POST", "/runs/{run}"): AccessRule(PRUNE, in_path),
+    ("GET", "/goodput/{run}"): AccessRule(READ, in_path),
     ("GET", "/checkpoints/{id}"): AccessRule(READ, of_checkpoint),
+    ("POST", "/checkpoints/{id}"): AccessRule(READ, of_checkpoint),  # and the scope of its action
     ("GET", "/attempts"): AccessRule(READ, in_query, filters=True),
     ("GET", "/restores"): AccessRule(READ, in_query, filters=True),
     ("GET", "/restores/{id}"): AccessRule(READ, of_restore),
@@ -232,4 +234,4 @@ _FOR_ADMINS = AccessRule(ADMIN)
 def rule_of(request: Request) -> AccessRule:
     """The rule of the endpoint that serves a request."""
     method = "GET" if request.method == "HEAD" else request.method
-    return RULES.get((method, request.scope["route"].path), _FOR_ADMINS)
+    return RULES.get((method, request.scope["route"].path_format), _FOR_ADMINS)

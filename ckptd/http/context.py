@@ -9,6 +9,7 @@ from typing import Annotated, ParamSpec, TypeVar
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import Depends, Path, Request
+from starlette.convertors import StringConvertor, register_url_convertor
 
 from ckptd.http.concurrency import ConcurrencyLimit, FairSemaphore, KeyedLocks, Waiting
 from ckptd.metrics import Metrics
@@ -69,6 +70,15 @@ async def _context(request: Request) -> Context:
 
 
 Ctx = Annotated[Context, Depends(_context)]
+
+
+class _CheckpointId(StringConvertor):
+    """A checkpoint's id in a path: the name of its run may have slashes."""
+
+    regex = "(?:.+@)?[^/@]+"
+
+
+register_url_convertor("checkpoint", _CheckpointId())
 
 
 async def _reference(

@@ -20,7 +20,7 @@ from ckptstore.format.documents import Content, Receipt
 from ckptstore.format.parsing import parse_sealed
 from ckptstore.format.planning import entry_bytes
 from ckptstore.format.statistics import side_document
-from ckptstore.names import Attempt, Reference, RunKeys, shard_name
+from ckptstore.names import Attempt, Reference, RunKeys, run_of, shard_name
 from ckptstore.reading.source import check_manifest_data
 from ckptstore.run import Run
 from ckptstore.stores import Store
@@ -160,9 +160,9 @@ class Objects:
 
     def forget(self, key: str) -> None:
         """Remove an object that was written again from the cache; so are the others of its attempt."""
-        run, _, attempt, _ = key.split("/")
+        attempt = key.split("/")[2]
         self._size.cache_clear()
-        self._cache.drop(run, Attempt.parse(attempt))
+        self._cache.drop(run_of(key), Attempt.parse(attempt))
 
     def forget_deleted(self) -> None:
         """Remove the pieces of deleted checkpoints from the cache. Never raises CkptError."""

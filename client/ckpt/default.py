@@ -17,9 +17,10 @@ from ckpt.restoring.pipeline import load_tensors
 from ckptapi.opening import open_source
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, named
+from ckptstore.errors import NoCheckpoint
 from ckptstore.names import Reference, check_run
 from ckptstore.operator import StoreOperator
-from ckptstore.reading.source import Source, StoreSource
+from ckptstore.reading.source import Source, StoreSource, suggest_run
 from ckptstore.retention.deletion import SWEEP_GRACE_S
 
 if TYPE_CHECKING:
@@ -75,9 +76,10 @@ def load(checkpoint: str | int | None = None, names: str = "*") -> dict[str, Any
     if not isinstance(checkpoint, str) or "@" not in checkpoint:
         return current().load(checkpoint, names)
     head, _, which = checkpoint.rpartition("@")
-    url, _, run = head.rpartition("/")
+    is_url = "://" in head or head.startswith(("/", "."))
+    url, _, run = head.rpartition("/") if is_url else ("", "", head)
     with _source(url or None) as source:
-        return load_tensors(source, source.find(Reference.parse(f"{run}@{which}")), names)
+        return load_tensors(source, source.find(Reference.parse(f"{run.replace('~', '/')}@{which}")), names)
 
 
 class Checkpoints(list[Checkpoint]):
@@ -131,15 +133,20 @@ def delete(
 @contextmanager
 def _source(url: str | None = None) -> Iterator[Source]:
     """The store or daemon at a URL; None: the one of this process's Checkpointer, else of the environment."""
-    if _default is not None and url is None:
-        yield _default._source
-        return
-    config = Config(url, run="any")  # nothing is saved
-    source = open_source(config.source, config.token, config.options, config.retry_s, local=config.local)
+    shared = _default is not None and url is None
+    if _default is not None and shared:
+        source = _default._source
+    else:
+        config = Config(url, run="any")  # nothing is saved
+        source = open_source(config.source, config.token, config.options, config.retry_s, local=config.local)
     try:
         yield source
+    except NoCheckpoint as error:
+        suggest_run(error, source)
+        raise
     finally:
-        source.close()
+        if not shared:
+            source.close()
 
 
 def wait(timeout: float | None = None) -> None:

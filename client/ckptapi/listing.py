@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import InvalidName, InvalidRequest
 
-_GLOB = re.compile(r"[A-Za-z0-9*?][A-Za-z0-9._*?-]{0,127}")
+_GLOB = re.compile(r"[A-Za-z0-9*?][A-Za-z0-9._=,/*?-]{0,127}")
 _BOUND = re.compile(r"([^<>=:]{1,128})(<=|>=)(-?[0-9]{1,30}(?:\.[0-9]{0,30})?(?:[eE][+-]?[0-9]{1,3})?)")
 
 

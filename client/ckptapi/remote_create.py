@@ -64,7 +64,7 @@ class DaemonRemoteCreate:
 
 
 def _request(key: str, proposal: bytes) -> DecisionRequest:
-    run, number = names.check_run(key.partition("/")[0]), names.generation_number(key)
+    run, number = names.run_of(key), names.generation_number(key)
     if number is not None:
         return DecisionRequest(run=run, generation=number, proposal=proposal.decode())
     try:

@@ -55,8 +55,8 @@ class InvalidName(BadInput):
 
     code = "invalid_name"
     remedy = (
-        "A run has 1 to 128 letters, digits, `.`, `_` or `-`, begins with a letter or digit, and has no `..`; a "
-        "checkpoint is `RUN@STEP`, `RUN@STEP.ULID` or `RUN@latest`."
+        "A run has 1 to 128 letters, digits or any of `._-=,/`, begins with a letter or digit, as what follows a `/` "
+        "does, and has no `..`; a checkpoint is `RUN@STEP`, `RUN@STEP.ULID` or `RUN@latest`."
     )
 
 

@@ -1,6 +1,6 @@
 """Names of runs, attempts, checkpoints and objects, validated wherever they enter. No I/O.
 
-A valid name contains no separator and no "..", so that joined names never leave the root of the store.
+A valid name contains no "..", and its slashes are replaced, so that joined names never leave the root of the store.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_RANKS = 100_000
 """Names of shards and receipts have five digits."""
 LATEST = "latest"
 
-_RUN = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_RUN = re.compile(r"(?!.*(?:\.\.|/[^A-Za-z0-9]))[A-Za-z0-9](?:[A-Za-z0-9._=,/-]{0,126}[A-Za-z0-9._=,-])?")
 _ATTEMPT = re.compile(r"(?:(?P<generation>[0-9]{6})-)?(?P<step>[0-9]{12})-(?P<ulid>[0-9A-Z]{26})")
 _GENERATION = re.compile(r".*/generations/([0-9]{6})\.json")
 _DELETED_LIST = re.compile(r".*/dead/([0-9]{6})\.([0-9]{8})\.json")
@@ -31,15 +31,22 @@ _SHARD = re.compile(r"shard-[0-9]{5}\.ckpt")
 _RECEIPT = re.compile(r".*/shard-([0-9]{5})\.json")
 _PIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _REFERENCE = re.compile(
-    r"(?P<run>[^@/]+)@(?:(?P<step>latest|[0-9]{1,12})(?:\.(?P<ulid>[0-9A-Z]{26}))?"
+    r"(?P<run>[^@]+)@(?:(?P<step>latest|[0-9]{1,12})(?:\.(?P<ulid>[0-9A-Z]{26}))?"
     r"|(?P<name>best:.{1,128}:(?:min|max)|[A-Za-z][A-Za-z0-9._-]{0,63}))"
 )
 
 
 def check_run(run: str) -> str:
     """`run` itself, or InvalidName."""
-    allowed = "Use 1 to 128 letters, digits, '.', '_' or '-', starting with a letter or digit, without '..'"
+    allowed = (
+        "Use 1 to 128 letters, digits, or any of . _ - = , / with a letter or digit first and after a '/'; no '..'"
+    )
     return _check(_RUN, run, "run name", allowed)
+
+
+def run_of(key: str) -> str:
+    """The run that an object belongs to. Raises InvalidName."""
+    return check_run(key.partition("/")[0].replace("~", "/"))
 
 
 def is_run(text: str) -> bool:
@@ -214,7 +221,7 @@ class _Folder:
         self._name = name
 
     def __get__(self, keys: RunKeys, owner: type[RunKeys]) -> str:
-        return f"{keys.run}/{self._name}/"
+        return f"{keys.folder}/{self._name}/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,9 +263,14 @@ class RunKeys:
         check_run(self.run)
 
     @property
+    def folder(self) -> str:
+        """The folder of everything of the run: a slash in its name is written as "~", which no name has."""
+        return self.run.replace("/", "~")
+
+    @property
     def replicated(self) -> str:
         """Exists in a local tier once a checkpoint of the run is remote."""
-        return f"{self.run}/replicated"
+        return f"{self.folder}/replicated"
 
     def outcome(self, attempt: Attempt) -> str:
         """The create-only object that decides an attempt."""
@@ -310,7 +322,7 @@ class RunKeys:
 
     def drill(self, attempt: Attempt) -> str:
         """A record of earlier versions, which is ignored and goes with its checkpoint."""
-        return f"{self.run}/drills/{attempt}.json"
+        return f"{self.folder}/drills/{attempt}.json"
 
     def attempt(self, attempt: Attempt) -> str:
         """Prefix of everything an attempt writes before its outcome."""

@@ -24,7 +24,7 @@ PAGES = {
     "branches": ("/runs/sim", "Branches"),
     "overlay": ("/runs/gpt?metric=loss&also=val_loss&other=fsdp&log=1", "loss of fsdp"),
     "preview": ("/runs/gpt?keep=5&metric=val_loss&page=2", "would remove 54 checkpoints"),
-    "goodput": ("/runs/sim/goodput", "lost"),
+    "goodput": ("/goodput/sim", "lost"),
     "long": (f"/runs/{LONG}?min_step=999999", "No checkpoint of this run matches the filter"),
     "checkpoint": ("/checkpoints/fsdp@9000", "48 ranks of 48 wrote 48 shards"),
     "not-finite": ("/runs/unstable", "ckptctl why unstable"),
@@ -68,7 +68,7 @@ def test_a_page_is_complete_quiet_and_fits(
 def test_no_colour_of_text_is_too_close_to_what_lies_behind_it(browser: Browser, open_to_all: Dashboard) -> None:
     for scheme in ("light", "dark"):
         browser.look(1280, scheme)
-        for path in ("/runs/gpt?keep=5", "/runs/sim/goodput"):
+        for path in ("/runs/gpt?keep=5", "/goodput/sim"):
             browser.open(open_to_all.daemon.url + path)
             assert browser.count("main *") > 100
             assert browser.run(_CONTRAST, 4.5) == []

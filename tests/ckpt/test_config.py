@@ -10,7 +10,7 @@ from ckpt.saver.retained_snapshot import RETAIN_SNAPSHOT_S
 from ckptstore.errors import BadInput, InvalidRequest
 
 
-@pytest.mark.parametrize("run", ["../x", "", "a/b", "a..b", ".hidden", "x" * 200, "a b"])
+@pytest.mark.parametrize("run", ["../x", "", "a//b", "a..b", ".hidden", "x" * 200, "a b"])
 def test_bad_run_name(run: str, tmp_path: Path) -> None:
     with pytest.raises(BadInput) as caught:
         Checkpointer(str(tmp_path), run=run)

@@ -13,15 +13,15 @@ from ckptstore.names import Attempt, Reference, RunKeys, derive_ulid, new_ulid
 ULID = "01HF7YAT00ABCDEFGHJKMNPQRS"
 
 
-@pytest.mark.parametrize("run", ["a", "gpt-small", "2026.11.21_x", "A" * 128])
+@pytest.mark.parametrize("run", ["a", "gpt-small", "2026.11.21_x", "A" * 128, "team/gpt", "sweep/lr=0.1,wd=0"])
 def test_runs(run: str) -> None:
     assert names.check_run(run) == run
 
 
 @pytest.mark.parametrize(
     "run",
-    ["", "../x", "..", ".", ".hidden", "-x", "_x", "a/b", "a\\b", "a b", "a..b", "a@b", "ü", "a\n", "a\0", "A" * 129,
-     None, 3, b"run"],
+    ["", "../x", "..", ".", ".hidden", "-x", "_x", "a//b", "a/", "a/.b", "a~b", "a\\b", "a b", "a..b", "a@b", "ü",
+     "a\n", "a\0", "A" * 129, None, 3, b"run"],
 )  # fmt: skip
 def test_runs_that_are_refused(run: object) -> None:
     with pytest.raises(InvalidName) as caught:
@@ -92,7 +92,7 @@ def test_references() -> None:
     for text in ("gpt@latest", "gpt@5", names.checkpoint_id("gpt", Attempt(5, new_ulid(0)))):
         assert str(Reference.parse(text)) == text
     assert Reference.parse("gpt.2@17") == Reference("gpt.2", 17)
-    for text in ("gpt", "gpt@", "@1", "gpt@-1", f"gpt@latest.{ULID}", "../x@1", "gpt@1.short", "gpt@1@2", "a/b@1"):
+    for text in ("gpt", "gpt@", "@1", "gpt@-1", f"gpt@latest.{ULID}", "../x@1", "gpt@1.short", "gpt@1@2", "a//b@1"):
         with pytest.raises(InvalidName):
             Reference.parse(text)
 

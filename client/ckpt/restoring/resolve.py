@@ -24,7 +24,7 @@ from ckptstore.errors import (
     StoreReadOnly,
     Unavailable,
 )
-from ckptstore.names import Attempt, Reference
+from ckptstore.names import Attempt, Reference, RunKeys
 from ckptstore.reading.fetch import Progress
 from ckptstore.reading.source import Source, StoreSource
 from ckptstore.retention.deletion import advance, undecided_and_decided
@@ -118,7 +118,7 @@ def check_present(source: Source, config: Config, noted: bool = False) -> None:
     note = noted_checkpoint(config.source, config.run_name)
     if (noted and note is None) or (isinstance(source, TieredSource) and source.is_local(config.run_name)):
         return
-    present = any(True for _ in source.store.list_folders(f"{config.run_name}/"))
+    present = any(True for _ in source.store.list_folders(f"{RunKeys(config.run_name).folder}/"))
     if note is not None and not present:
         raise RunVanished(
             f"{config.source} has nothing of run {config.run_name!r}, which had checkpoints on this host before",

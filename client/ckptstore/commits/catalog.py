@@ -129,7 +129,7 @@ class Checkpoint:
 
 def list_runs(store: Store) -> list[str]:
     """The names of the runs that have a folder in the store."""
-    return [name for name in store.list_folders("") if names.is_run(name)]
+    return sorted(filter(names.is_run, (folder.replace("~", "/") for folder in store.list_folders(""))))
 
 
 def list_checkpoints(run: Run) -> list[Checkpoint]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from difflib import get_close_matches
 from functools import partial
 from itertools import chain, islice
 from typing import Protocol
@@ -12,7 +15,7 @@ from ckptstore.commits import catalog, labels, leases
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.generations import read_generation
 from ckptstore.commits.labels import with_labels
-from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint, ObjectMissing
+from ckptstore.errors import CkptError, CorruptObject, InvalidRequest, NoCheckpoint, ObjectMissing
 from ckptstore.format.documents import JSON, Manifest, Receipt, digest
 from ckptstore.format.parsing import parse_local, parse_manifest, parse_sealed
 from ckptstore.format.statistics import SideDocument
@@ -150,6 +153,15 @@ class StoreSource:
 
     def close(self) -> None:
         """A store holds no connections of its own: fsspec shares them within the process."""
+
+
+def suggest_run(error: NoCheckpoint, source: Source) -> None:
+    """Name a run of a similar name in the hint, if the run of the error has none. Reads the names of runs."""
+    missing = re.search("run (?:matching )?'(.+?)'", error.message)
+    with suppress(CkptError):
+        for similar in get_close_matches(missing[1], source.runs(), 1) if missing else ():
+            if missing and similar != missing[1]:
+                error.hint = f"Did you mean run {similar!r}? {error.hint}"
 
 
 def only_run(newest: Sequence[Checkpoint], url: str) -> Checkpoint:

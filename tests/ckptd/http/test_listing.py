@@ -101,7 +101,7 @@ def test_a_cursor_belongs_to_its_order(daemon: Daemon) -> None:
     "query",
     ["sort=x", "sort=metrics", "state=x", "min_step=-1", "min_step=9999999999999", "since=nan", "since=inf", "until=x",
      "metric=loss", "metric=loss<1", "metric=loss>=x", "metric=loss>=1e9999", "metric=" + "x" * 500 + ">=1",
-     "run=a/b", "run=..", "run=[a-z]", "run=%00", "run=" + "*" * 200,
+     "run=a~b", "run=..", "run=[a-z]", "run=%00", "run=" + "*" * 200,
      "&".join(f"metric=m{n}>=1" for n in range(20)), "&".join(["state=corrupt"] * 50)],
 )  # fmt: skip
 def test_conditions_that_are_none(daemon: Daemon, query: str) -> None:
