@@ -16,7 +16,7 @@ from typer.models import CommandInfo
 from ckptctl import manual
 from ckptctl.output import INTERRUPTED, MEANINGS, OK, Output
 from ckptctl.targets import GLOBAL_OPTIONS, global_options
-from ckptstore.errors import CkptError, InvalidRequest
+from ckptstore.errors import CkptError, InvalidRequest, NoCheckpoint
 
 _EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code:>3}  {meaning}" for code, meaning in MEANINGS.items())
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
@@ -100,7 +100,13 @@ class _Command(TyperCommand):
         ctx.obj = session = Session(options.target, screen, given=given)
         ctx.call_on_close(session.close)
         with screen.patience(lambda: f"waiting for {session.target.url}"):
-            return super().invoke(ctx)
+            try:
+                return super().invoke(ctx)
+            except NoCheckpoint as error:
+                from ckptstore.reading.source import suggest_run
+
+                suggest_run(error, session.source)
+                raise
 
 
 app = typer.Typer(

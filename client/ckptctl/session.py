@@ -101,10 +101,22 @@ class Session:
         return self.source.find(parse_reference(text))
 
     def chosen(self, text: str) -> list[Checkpoint]:
-        """The one checkpoint of RUN@STEP, or all checkpoints of RUN. Raises NoCheckpoint."""
-        if "@" in text:
+        """All checkpoints of RUN, the one of RUN@STEP, or those whose step or tag a pattern names: 'gpt-*@1*'.
+
+        Newest first. Raises NoCheckpoint.
+        """
+        run, at, which = text.partition("@")
+        if at and not is_glob(text):
             return [self.find(text)]
-        return [checkpoint for found in self.checkpoints(text).values() for checkpoint in found]
+        listed = [checkpoint for found in self.checkpoints(run).values() for checkpoint in found]
+        found = [c for c in listed if not at or any(fnmatchcase(name, which) for name in (str(c.step), *c.tags))]
+        if not found:
+            raise NoCheckpoint(f"no checkpoint matches {text!r}", f"ckptctl ls {run!r} lists the checkpoints")
+        return found
+
+    def labelled(self, text: str) -> list[Checkpoint]:
+        """As `chosen`, but RUN, or a pattern of runs, names the newest checkpoint of each. Raises NoCheckpoint."""
+        return self.chosen(text) if "@" in text else [self.find(name) for name in self.run_names(text)]
 
     def checkpoints(self, run: str | None) -> dict[str, list[Checkpoint]]:
         """The checkpoints of one run, of a pattern of runs or of all runs, newest step first.

@@ -66,8 +66,8 @@ def test_results_go_to_stdout_and_the_rest_to_stderr(folder: Path) -> None:
 
 
 def test_a_pipe_is_not_shortened_unless_it_has_a_width(folder: Path) -> None:
-    assert "METRICS" in run("ls", "--store", folder).stdout
-    assert max(map(len, run("ls", "--store", folder, env={"COLUMNS": "64"}).stdout.splitlines())) <= 64
+    assert "METRICS" in run("ls", "gpt", "--store", folder).stdout
+    assert max(map(len, run("ls", "gpt", "--store", folder, env={"COLUMNS": "64"}).stdout.splitlines())) <= 64
 
 
 def test_a_reader_that_has_seen_enough_is_no_error_message(folder: Path, filled: Store) -> None:
@@ -161,7 +161,10 @@ def test_a_store_that_does_not_answer_is_named_while_one_waits(monkeypatch: pyte
 
 
 def test_no_colour_where_none_is_wanted(folder: Path) -> None:
-    with Terminal("ls", "--store", folder) as coloured, Terminal("ls", "--store", folder, "--no-color") as plain:
+    with (
+        Terminal("ls", "gpt", "--store", folder) as coloured,
+        Terminal("ls", "gpt", "--store", folder, "--no-color") as plain,
+    ):
         assert (coloured.finish(), plain.finish()) == (0, 0)
     assert "\x1b[2m" in coloured.screen
     assert "\x1b[2m\x1b[3" not in plain.screen
@@ -173,7 +176,7 @@ def test_a_store_on_s3(s3_store: S3Location, tmp_path: Path) -> None:
         write_checkpoint(store, "gpt", step)
     to = tmp_path / "x.safetensors"
     for args, code in (
-        (("ls", "-o", "id"), 0),
+        (("ls", "gpt", "-o", "id"), 0),
         (("verify", "--all"), 0),
         (("export", "gpt@2", "--to", to), 0),
         (("prune", "--keep", "1", "--yes"), 0),
@@ -414,7 +417,7 @@ MISTAKES = [
     Mistake("ls 'exp-*'", 4, "'exp-*' has no checkpoint", "ckptctl runs"),
     Mistake("latest", 2, "several: gpt, wide", "Name the run"),
     Mistake("show gpt@11", 4, "no checkpoint at step 11", "ckptctl ls"),
-    Mistake("show gpt/10", 2, "'gpt/10'", "letters"),
+    Mistake("show gpt/10", 4, "'gpt/10'", "Did you mean run 'gpt'?"),
     Mistake("show gpt@1_0", 2, "'gpt@1_0' is not a checkpoint id", "RUN@STEP"),
     Mistake("show gpt@ten", 4, "no checkpoint named 'ten'", "tags and metrics"),
     Mistake("rm gpt --yes", 2, "'gpt' names a run", "ckptctl rm gpt@STEP"),
@@ -429,11 +432,23 @@ MISTAKES = [
     Mistake("plan --from typo", 4, "run 'typo' has no checkpoint", "ckptctl runs"),
     Mistake("tag gpt@11 paper", 4, "no checkpoint at step 11", "ckptctl ls"),
     Mistake("pin gpt@11 paper", 4, "no checkpoint at step 11", "ckptctl ls"),
+    *(
+        Mistake(command, 4, "", "Did you mean run 'gpt'?")
+        for command in (
+            "ls gtp",
+            "show gtp@10",
+            "latest gtp",
+            "verify gtp",
+            "prune gtp --keep 1 --yes",
+            "why gtp",
+            "tag gtp@10 x",
+        )
+    ),
     Mistake("rm gpt@10 gpt@11 --yes", 4, "no checkpoint at step 11", "ckptctl ls"),
     *(Mistake(f"{verb} ../x", 2, "run name '../x' is not allowed", "letters") for verb in ("ls", "latest", "goodput")),
     Mistake("watch ../x", 2, "run name '../x' is not allowed", "letters"),
-    Mistake("ls a/*", 2, "'a/*' is not a run", "wildcards"),
-    Mistake("show ../x@1", 2, "'../x@1' is not a checkpoint id", "RUN@STEP"),
+    Mistake("ls a~*", 2, "'a~*' is not a run", "wildcards"),
+    Mistake("show ../x@1", 2, "'../x' is not allowed", "letters"),
     *(Mistake(f"pin gpt@10 {name}", 2, "pin name", "1 to 64 letters") for name in ("a/b", "../x", "x" * 65)),
     *(Mistake(f"pin {words}", 2, "no name", "RUN@STEP NAME") for words in ("gpt@10", "gpt --remove", "--remove")),
     # Values

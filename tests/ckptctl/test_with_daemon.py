@@ -26,7 +26,7 @@ def both(daemon: Daemon, folder: Path, *args: object) -> tuple[Finished, Finishe
 
 def test_what_there_is(daemon: Daemon, folder: Path) -> None:
     for args in (
-        ("ls",), ("ls", "gpt", "--limit", "3"), ("latest", "wide"), ("latest", "gpt"), ("runs",),
+        ("ls", "*"), ("ls", "gpt", "--limit", "3"), ("latest", "wide"), ("latest", "gpt"), ("runs",),
         ("show", "gpt@30"), ("show", "gpt@latest", "--entries", "model/s*"),
         ("verify", "--all"), ("verify", "gpt@20"), ("prune", "--keep", "2", "--dry-run"),
     ):  # fmt: skip
@@ -79,7 +79,7 @@ def test_prune_deletes_what_it_showed(daemon: Daemon, folder: Path, filled: Stor
         terminal.type("y\n")
         assert terminal.finish() == 0
         assert "Hid 3 checkpoints; 6.8 MiB are freed in 24h 00m" in terminal.screen
-    through, direct = both(daemon, folder, "ls", "-o", "json")
+    through, direct = both(daemon, folder, "ls", "*", "-o", "json")
     assert (through.json, [c.step for c in list_checkpoints(Run(filled, "gpt"))]) == (direct.json, [40, 30])
     done = invoke("prune", "--keep", 1, "--yes", "--url", daemon.url, "-o", "json").json
     assert [i["checkpoint"]["step"] for i in done["items"] if not i["reasons"]] == [30]
@@ -89,7 +89,7 @@ def test_reindex_finds_what_the_store_holds(daemon: Daemon, folder: Path, filled
     write_checkpoint(filled, "new", 1)
     assert invoke("reindex", "--url", daemon.url).stdout == "Indexed 7 checkpoints of 3 runs\n"
     assert invoke("reindex", "--url", daemon.url, "-o", "json").json == {"runs": 3, "checkpoints": 7}
-    through, direct = both(daemon, folder, "ls", "-o", "json")
+    through, direct = both(daemon, folder, "ls", "*", "-o", "json")
     assert through.json == direct.json
 
 

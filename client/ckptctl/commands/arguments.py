@@ -28,8 +28,9 @@ ChosenArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="RUN[@STEP]",
-        help="Single checkpoints, or all checkpoints of a run.",
+        help="Single checkpoints, or all checkpoints of a run; * and ? are wildcards: 'gpt@1*'.",
         autocompletion=checkpoint_names,
     ),
 ]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Only show which checkpoints are meant.")]
 ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why, for the audit log.")]

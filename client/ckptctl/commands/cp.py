@@ -11,7 +11,8 @@ import typer
 
 from ckptapi.bodies import CheckpointBody
 from ckptapi.remote_create import with_remote_create
-from ckptctl.commands.arguments import ChosenArgument
+from ckptctl.commands.arguments import ChosenArgument, DryRunOption
+from ckptctl.commands.listing import show_meant
 from ckptctl.session import Session, leased
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, State
@@ -37,6 +38,7 @@ def copy_checkpoints(
     which: ChosenArgument = None,
     to: Annotated[str, typer.Option("--to", metavar="STORE", help="The other store: a path, file://, s3://, ...")] = "",
     name: Annotated[str | None, typer.Option("--as", metavar="RUN", help="Name of the run there.")] = None,
+    dry_run: DryRunOption = False,
 ) -> None:
     """Copy checkpoints to another store; RUN copies all committed ones of a run, oldest first.
 
@@ -57,6 +59,9 @@ def copy_checkpoints(
     chosen = list({c.id: c for text in which for c in _usable(session, text)}.values())
     if name is not None and len({c.run for c in chosen}) > 1:
         raise InvalidRequest("--as names one run, but several are copied", "Copy them one after the other")
+    if dry_run:
+        show_meant(session, "copy", chosen)
+        return
     with session.screen.progress("copying", sum(c.needed_bytes for c in chosen)) as progress:
         done, failed = _copy_each(session, chosen, target, name, progress)
     bodies = [
@@ -71,9 +76,7 @@ def copy_checkpoints(
 
 
 def _usable(session: Session, text: str) -> list[Checkpoint]:
-    if "@" in text:
-        return session.chosen(text)
-    return [c for c in reversed(session.chosen(text)) if c.state is State.COMMITTED]
+    return [c for c in reversed(session.chosen(text)) if "@" in text or c.state is State.COMMITTED]
 
 
 def _copy_each(

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
 from typing import Annotated
 
 import typer
 
 from ckptapi.bodies import CheckpointBody
-from ckptapi.listing import is_glob
-from ckptctl.commands.arguments import ReasonOption, RunArgument
-from ckptctl.commands.listing import short_id
+from ckptctl.commands.arguments import DryRunOption, ReasonOption, RunArgument
+from ckptctl.commands.listing import short_id, show_meant
 from ckptctl.completion import checkpoint_names
 from ckptctl.render import Block, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint
-from ckptstore.errors import Conflict, InvalidRequest, NoCheckpoint, PartlyDone
+from ckptstore.errors import Conflict, InvalidRequest, PartlyDone
 from ckptstore.names import Reference
 from ckptstore.retention.deletion import UNDELETED, CollectReport, Deleted
 
@@ -37,7 +35,7 @@ def remove(
     ] = "24h",
     reason: ReasonOption = "",
     everything: Annotated[bool, typer.Option("--all", help="Delete all checkpoints of the runs.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted.")] = False,
+    dry_run: DryRunOption = False,
     force: Annotated[bool, typer.Option("--force", help="Delete even the newest checkpoint of a run.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
@@ -51,9 +49,7 @@ def remove(
     grace_s = human.parse_duration(grace)
     found = list({c.id: c for text in checkpoints for c in _meant(session, text, everything)}.values())
     if dry_run:
-        session.screen.emit(
-            [CheckpointBody.of(c) for c in found], [c.id for c in found], [f"would delete {c.id}" for c in found]
-        )
+        show_meant(session, "delete", found)
         return
     if not yes:
         _confirm(session, found, checkpoints[0] if everything else None)
@@ -87,19 +83,13 @@ def _meant(session: Session, text: str, everything: bool) -> list[Checkpoint]:
 
     Raises NoCheckpoint, or InvalidRequest for a run without --all.
     """
-    run, at, which = text.partition("@")
+    run, at, _ = text.partition("@")
     if everything == bool(at):
         raise InvalidRequest(
             f"{text!r} names {'single checkpoints' if at else 'a run'}",
             f"Use ckptctl rm {run}@STEP, ckptctl rm {run} --all, or ckptctl prune {run} --keep N",
         )
-    if at and not is_glob(text):
-        return [session.source.find(Reference.parse(text))]
-    listed = [c for found in session.checkpoints(run).values() for c in found]
-    matching = [c for c in listed if not at or any(fnmatchcase(name, which) for name in (str(c.step), *c.tags))]
-    if not matching:
-        raise NoCheckpoint(f"no checkpoint matches {text!r}", f"ckptctl ls {run!r} lists the checkpoints")
-    return matching
+    return session.chosen(text)
 
 
 def _confirm(session: Session, found: Sequence[Checkpoint], run: str | None) -> None:

@@ -8,10 +8,11 @@ from typing import Annotated
 import typer
 
 from ckptapi.bodies import CheckpointBody
-from ckptctl.commands.arguments import CheckpointArgument, ReasonOption
-from ckptctl.commands.listing import checkpoint_facts
+from ckptapi.listing import is_glob
+from ckptctl.commands.arguments import CheckpointArgument, DryRunOption, ReasonOption
+from ckptctl.commands.listing import checkpoint_facts, show_meant
 from ckptctl.completion import checkpoint_names
-from ckptctl.render import Row, Table
+from ckptctl.render import Block, Row, Table
 from ckptctl.session import Session
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.labels import LabelChange
@@ -25,12 +26,13 @@ def pin(
         str | None,
         typer.Argument(
             metavar="RUN[@STEP]",
-            help="The checkpoint; RUN for its newest one. Without NAME: the runs to list; * and ? are wildcards.",
+            help="The checkpoint; RUN for its newest one; * and ? are wildcards. Without NAME: the runs to list.",
             autocompletion=checkpoint_names,
         ),
     ] = None,
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="Name of the pin, for example: paper.")] = None,
     remove: Annotated[bool, typer.Option("--remove", help="Remove the pin; a missing one is ignored.")] = False,
+    dry_run: DryRunOption = False,
     reason: ReasonOption = "",
 ) -> None:
     """Keep a checkpoint until the pin is removed, regardless of policies. Without NAME: list pins.
@@ -45,13 +47,22 @@ def pin(
             f"{checkpoint!r} names a run, whose newest checkpoint may not be the pinned one",
             f"Use ckptctl pin {checkpoint}@STEP {name} --remove; ckptctl pin {checkpoint} lists the pins",
         )
-    found = session.find(checkpoint)
-    if remove:
-        session.operator.unpin(found, name)
-    else:
-        session.operator.pin(found, name, reason)
-    text = f"unpinned {found.id} from {name}" if remove else f"pinned {found.id} as {name}"
-    session.screen.emit(NamedPin(id=found.id, name=name), [found.id], [text])
+    found = session.labelled(checkpoint)
+    if dry_run:
+        show_meant(session, "unpin" if remove else "pin", found)
+        return
+    for one in found:
+        if remove:
+            session.operator.unpin(one, name)
+        else:
+            session.operator.pin(one, name, reason)
+    texts = [f"unpinned {one.id} from {name}" if remove else f"pinned {one.id} as {name}" for one in found]
+    _emit(session, checkpoint, [NamedPin(id=one.id, name=name) for one in found], texts)
+
+
+def _emit(session: Session, named: str, bodies: Sequence[NamedPin | CheckpointBody], blocks: Sequence[Block]) -> None:
+    """A list if a pattern named the checkpoints, else the one body."""
+    session.screen.emit(bodies if is_glob(named) else bodies[0], [body.id for body in bodies], blocks)
 
 
 def _list(session: Session, run: str | None, remove: bool) -> None:
@@ -85,6 +96,7 @@ def tag(
     move: Annotated[
         bool, typer.Option("--move", help="Also remove these tags from all other checkpoints of the run.")
     ] = False,
+    dry_run: DryRunOption = False,
     reason: ReasonOption = "",
 ) -> None:
     """Set or remove tags and metrics of a checkpoint. Retention by metric (keep best) uses them.
@@ -95,11 +107,20 @@ def tag(
     change = LabelChange(dict(map(_tag, labels or ())), dict(map(_metric, metric or ())))
     if not change.tags and not change.metrics:
         raise InvalidRequest("there is nothing to set or remove", "Pass a tag, or --metric NAME=NUMBER")
-    found = session.find(checkpoint)
-    after = session.operator.label(found, change, reason)
+    found = session.labelled(checkpoint)
+    if move and len({one.run for one in found}) < len(found):
+        raise InvalidRequest(
+            f"{checkpoint!r} names several checkpoints of a run", "A name that moves is on one of them"
+        )
+    if dry_run:
+        show_meant(session, "label", found)
+        return
+    after = [session.operator.label(one, change, reason) for one in found]
     if move:
-        _take_from_others(session, after, [name for name, value in change.tags.items() if value is not None], reason)
-    session.screen.emit(CheckpointBody.of(after), [after.id], [checkpoint_facts(after, session.clock())])
+        for one in after:
+            _take_from_others(session, one, [name for name, value in change.tags.items() if value is not None], reason)
+    facts = [checkpoint_facts(one, session.clock()) for one in after]
+    _emit(session, checkpoint, [CheckpointBody.of(one) for one in after], facts)
 
 
 def _take_from_others(session: Session, holder: Checkpoint, tags: Sequence[str], reason: str) -> None:

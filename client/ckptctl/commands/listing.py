@@ -11,8 +11,9 @@ from typing import Annotated
 import typer
 
 from ckptapi.bodies import CheckpointBody, RunBody
-from ckptapi.listing import Bound, Filter, Sort, Tagged, in_order
+from ckptapi.listing import Bound, Filter, Sort, Tagged, in_order, is_glob
 from ckptctl.commands.arguments import LocalOption, RunArgument
+from ckptctl.output import Output
 from ckptctl.render import Facts, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
@@ -20,8 +21,9 @@ from ckptstore.commits.catalog import Checkpoint, State, has_branches
 from ckptstore.errors import InvalidRequest
 
 _ORDERS = {"time": "committed_at", "size": "stored_bytes"}
+_MOST_ROWS = 1000
 _TIME = "An age (24h, 7d) or a moment (2026-11-22T10:00:00Z)."
-LimitOption = Annotated[int | None, typer.Option(min=1, metavar="N", help="Show the first N of each run.")]
+LimitOption = Annotated[int | None, typer.Option(min=1, metavar="N", help="Show the first N.")]
 StateOption = Annotated[list[State] | None, typer.Option("--state", help="Only these states. Repeatable.")]
 MetricOption = Annotated[
     list[str] | None,
@@ -48,7 +50,7 @@ def list_checkpoints(
     sort: SortOption = "run",
     local: LocalOption = None,
 ) -> None:
-    """List checkpoints by run, newest step first.
+    """List checkpoints by run, newest step first; without RUN and conditions, the runs.
 
     All conditions must hold. A time is an age such as 24h or 7d, or a moment such as 2026-11-22T10:00:00Z. --sort takes
     run, step, time, size or metric:NAME, with a minus sign for descending order. --limit counts for each run in the
@@ -56,6 +58,9 @@ def list_checkpoints(
     """
     session.add_local_tier(local)
     now = session.clock()
+    if not any((run, limit, state, metric, tag, min_step, max_step, since, until, local)) and sort == Sort.RUN:
+        list_runs(session)
+        return
     wanted = Filter(
         run=run,
         states=frozenset(state or ()),
@@ -83,6 +88,9 @@ def _show_some(session: Session, found: dict[str, list[Checkpoint]], limit: int 
             of_run = f" of run {name}" if name else ""
             total = human.count(len(checkpoints), "checkpoint")
             session.screen.note(f"{len(checkpoints[:limit])} of {total}{of_run} shown")
+    if session.screen.output is Output.TABLE and limit is None and len(shown) > _MOST_ROWS:
+        session.screen.note(f"{_MOST_ROWS:,} of {len(shown):,} checkpoints shown; --limit or -o json for more")
+        shown = shown[:_MOST_ROWS]
     bodies, table = [CheckpointBody.of(c) for c in shown], checkpoint_table(shown, session.clock())
     none = "no checkpoint" if unfiltered else "no checkpoint that meets all conditions"
     session.screen.emit(bodies, [c.id for c in shown], [table], none=f"{none} in {session.source.url}")
@@ -130,11 +138,15 @@ def show_latest(session: Session, run: RunArgument = None, local: LocalOption = 
     session.screen.emit(CheckpointBody.of(found), [found.id], [checkpoint_facts(found, session.clock())])
 
 
-def list_runs(session: Session) -> None:
+def list_runs(session: Session, run: RunArgument = None, limit: LimitOption = None) -> None:
     """List runs with their checkpoints and sizes."""
+    names = list(session.checkpoints(run)) if run and not is_glob(run) else session.run_names(run)
+    if len(names) > (limit or len(names)):
+        session.screen.note(f"{limit} of {len(names):,} runs shown")
+    names = names[:limit]
     runs = session.dispatch(
-        lambda: session.daemon("runs").run_summaries(),
-        lambda: [_summary(session, name, found) for name, found in session.checkpoints(None).items()],
+        lambda: [one for one in session.daemon("runs").run_summaries() if one.run in names],
+        lambda: [_summary(session, name, session.source.checkpoints(name)) for name in names],
     )
     names, table = [run.run for run in runs], _run_table(runs, session.clock())
     session.screen.emit(runs, names, [table], none=f"no run in {session.source.url}")
@@ -148,6 +160,13 @@ def _summary(session: Session, run: str, found: Sequence[Checkpoint]) -> RunBody
         num_checkpoints=len(found),
         stored_bytes=sum(c.stored_bytes for c in found),
         latest=CheckpointBody.of(latest) if latest else None,
+    )
+
+
+def show_meant(session: Session, verb: str, found: Sequence[Checkpoint]) -> None:
+    """Show which checkpoints a command would change."""
+    session.screen.emit(
+        [CheckpointBody.of(c) for c in found], [c.id for c in found], [f"would {verb} {c.id}" for c in found]
     )
 
 

@@ -57,7 +57,10 @@ def same(store: Store, original: Checkpoint, target: Store, copy: Checkpoint) ->
 
 def test_a_run_is_copied_and_again_costs_nothing(folder: Path, filled: Store, there: Path) -> None:
     change_labels(Run(filled, "gpt"), latest(Run(filled, "gpt")).attempt, LabelChange({"paper": ""}, {"val": 2.0}))
-    done = succeed("cp", "gpt", "--to", there, "--store", folder, "-o", "json")
+    meant = succeed("cp", "gp*", "--to", there, "--dry-run", "--store", folder, "-o", "json").json
+    assert not any(there.rglob("*.json"))
+    done = succeed("cp", "gp*", "--to", there, "--store", folder, "-o", "json")
+    assert [body["original"] for body in done.json] == [body["id"] for body in meant]
     assert [body["existed"] for body in done.json] == [False] * 4
     target = open_store(str(there))
     copies = list_checkpoints(Run(target, "gpt"))

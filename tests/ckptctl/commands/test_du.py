@@ -11,7 +11,7 @@ def test_bytes_by_run_and_state_add_up(folder: Path, filled: Store) -> None:
     assert [(body["run"], body["state"], body["checkpoints"]) for body in found] == [
         ("gpt", "committed", 4), ("gpt", "superseded", 1), ("wide", "committed", 1),
     ]  # fmt: skip
-    listed = invoke("ls", "--store", folder, "-o", "json").json
+    listed = invoke("ls", "*", "--store", folder, "-o", "json").json
     assert sum(body["stored_bytes"] for body in found) == sum(body["stored_bytes"] for body in listed)
     assert invoke("du", "wide", "--store", folder, "-o", "id").stdout == "wide\n"
     assert invoke("du", "--store", folder).stdout.splitlines()[-1].startswith("total")
@@ -34,7 +34,7 @@ def test_a_run_without_checkpoints_may_have_deleted_data(folder: Path, filled: S
 
 
 def test_the_parts_of_one_checkpoint(training: Path) -> None:
-    name = invoke("ls", "--store", training, "-o", "id").stdout.strip()
+    name = invoke("ls", "*", "--store", training, "-o", "id").stdout.strip()
     parts = invoke("du", name, "--store", training, "-o", "json").json
     shown = invoke("show", name, "--store", training, "-o", "json").json["entries"]
     assert {part["part"] for part in parts} == {entry["name"].split("/")[0] for entry in shown}

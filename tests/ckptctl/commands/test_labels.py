@@ -87,3 +87,28 @@ def test_a_name_that_moves_and_the_best_of_a_metric(folder: Path, filled: Store,
         assert (missing.code, "no checkpoint named 'best:acc:max'" in missing.stderr) == (4, True)
         assert invoke("tag", "gpt@20", "prod-", "--move", *target).code == 0
         assert invoke("show", "gpt@prod", *target).code == 4
+
+
+@pytest.mark.parametrize(
+    ("args", "meant"),
+    [
+        (("pin", "gpt@1*", "paper"), ["gpt@10"]), (("pin", "*", "paper"), ["gpt@40", "wide@5"]),
+        (("tag", "gpt@?0", "draft"), ["gpt@40", "gpt@30", "gpt@30", "gpt@20", "gpt@10"]),
+        (("tag", "*", "prod", "--move"), ["gpt@40", "wide@5"]), (("tag", "gpt@20", "draft"), ["gpt@20"]),
+    ],
+)  # fmt: skip
+def test_patterns_name_checkpoints_and_a_dry_run_shows_them(
+    folder: Path, args: tuple[str, ...], meant: list[str]
+) -> None:
+    at = ("--store", folder, "-o", "id")
+    dry = succeed(*args, "--dry-run", *at).stdout
+    assert [name.partition(".")[0] for name in dry.split()] == meant
+    assert succeed("pin", *at).stdout == succeed("ls", "--tag", "draft", *at).stdout == ""
+    assert succeed(*args, *at).stdout == dry
+    done = succeed("pin", *at).stdout if args[0] == "pin" else succeed("ls", "--tag", args[2], *at).stdout
+    assert sorted(done.split()) == sorted(dry.split())
+
+
+def test_a_name_that_moves_is_on_one_checkpoint_of_a_run(folder: Path) -> None:
+    done = invoke("tag", "gpt@*", "prod", "--move", "--store", folder)
+    assert (done.code, "several checkpoints" in done.stderr) == (2, True)

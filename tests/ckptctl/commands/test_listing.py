@@ -4,9 +4,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
+import pytest
 import yaml
 
 from ckptapi.bodies import CheckpointBody
+from ckptctl.commands import listing
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.commits.generations import Session, begin_generation
@@ -19,7 +21,7 @@ from tests.support.daemons import running_daemon
 
 
 def test_ls_lists_the_newest_step_first_and_marks_superseded_ones(folder: Path) -> None:
-    header, *rows = invoke("ls", "--store", folder).stdout.splitlines()
+    header, *rows = invoke("ls", "*", "--store", folder).stdout.splitlines()
     assert " ".join(header.split()) == "CHECKPOINT STATE AGE SIZE STORED SAVED IN RANKS METRICS"
     assert [row.split()[0].partition(".")[0] for row in rows] == [
         "gpt@40", "gpt@30", "gpt@30", "gpt@20", "gpt@10", "wide@5",
@@ -29,8 +31,8 @@ def test_ls_lists_the_newest_step_first_and_marks_superseded_ones(folder: Path) 
 
 
 def test_every_name_in_a_listing_names_that_checkpoint_again(folder: Path, filled: Store) -> None:
-    ids = invoke("ls", "--store", folder, "-o", "id").stdout.split()
-    shown = [row.split()[0] for row in invoke("ls", "--store", folder).stdout.splitlines()[1:]]
+    ids = invoke("ls", "*", "--store", folder, "-o", "id").stdout.split()
+    shown = [row.split()[0] for row in invoke("ls", "*", "--store", folder).stdout.splitlines()[1:]]
     assert [invoke("show", "--store", folder, "-o", "id", name).stdout.strip() for name in shown] == ids
     assert ids == [c.id for run in ("gpt", "wide") for c in list_checkpoints(Run(filled, run))]
 
@@ -40,6 +42,23 @@ def test_ls_limits_each_run_and_reports_what_is_missing(folder: Path) -> None:
     assert [line.partition(".")[0] for line in done.stdout.split()] == ["gpt@40", "gpt@30", "wide@5"]
     assert "2 of 5 checkpoints of run gpt shown" in done.stderr
     assert invoke("ls", "--store", folder, "--limit", 2, "-o", "id", "-q").stderr == ""
+
+
+def test_without_a_run_ls_lists_the_runs(folder: Path) -> None:
+    at = ("--store", folder, "-o", "json")
+    assert succeed("ls", *at).json == succeed("runs", *at).json == succeed("runs", "*", *at).json
+    assert [body["run"] for body in succeed("runs", "w*", *at).json] == ["wide"]
+    limited = succeed("runs", "--limit", 1, *at)
+    assert ([body["run"] for body in limited.json], limited.stderr) == (["gpt"], "1 of 2 runs shown\n")
+    assert invoke("runs", "typo", *at).code == 4
+
+
+def test_a_table_has_a_limit_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listing, "_MOST_ROWS", 2)
+    shown = succeed("ls", "gpt", "--store", folder)
+    assert (len(shown.stdout.splitlines()), "2 of 5 checkpoints shown" in shown.stderr) == (3, True)
+    assert len(succeed("ls", "gpt", "--store", folder, "--limit", 4).stdout.splitlines()) == 5
+    assert len(succeed("ls", "gpt", "--store", folder, "-o", "json").json) == 5
 
 
 def test_json_equals_the_daemons_answer(folder: Path, filled: Store) -> None:
@@ -74,7 +93,7 @@ def test_runs_are_summed_up(folder: Path) -> None:
 def test_nothing_to_list_is_no_error_but_a_run_that_is_named_must_exist(tmp_path: Path) -> None:
     done = invoke("ls", "--store", tmp_path, "-o", "json")
     assert (done.code, done.json) == (0, [])
-    assert "no checkpoint in file://" in done.stderr
+    assert "no run in file://" in done.stderr
     assert invoke("runs", "--store", tmp_path).code == 0
     for args in (("ls", "gpt"), ("latest",), ("latest", "gpt"), ("show", "gpt@1")):
         done = invoke(*args, "--store", tmp_path, "-o", "json")
@@ -124,7 +143,7 @@ def test_a_checkpoint_without_tensors_can_be_shown(tmp_path: Path) -> None:
 
 
 def test_branches_are_shown_where_a_run_has_some(folder: Path, filled: Store) -> None:
-    assert "GENERATION" not in invoke("ls", "--store", folder).stdout
+    assert "GENERATION" not in invoke("ls", "*", "--store", folder).stdout
     run = Run(filled, "wide")
     parent = list_checkpoints(run)[0].attempt
     for resumed_from, steps in ((parent, (20, 30)), (None, (7,)), (parent, (6,))):

@@ -119,7 +119,7 @@ def test_damage_is_remembered_until_it_is_repaired(folder: Path, filled: Store) 
     done = invoke("scrub", "gpt", "--store", folder, "-o", "json")
     assert (done.code, [body["ok"] for body in done.json].count(False)) == (5, 1)
     assert ({c.id for c in list_checkpoints(run) if c.state is State.CORRUPT}, latest(run).step) == ({id}, 30)
-    assert "corrupt" in invoke("ls", "--store", folder).stdout
+    assert "corrupt" in invoke("ls", "gpt", "--store", folder).stdout
     path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
     assert (invoke("scrub", id, "--store", folder).code, latest(run).step) == (0, 40)
 
