@@ -80,7 +80,9 @@ class Settings:
     )
     notice_seconds: float = _knob(2.0, "After SIGTERM: time that /readyz fails before the port is closed.")
     drain_seconds: float = _knob(20.0, "After that: time for open requests to finish.")
-    webhooks: str = _knob("", "Comma-separated URLs to which events are posted.")
+    webhooks: str = _knob(
+        "", "Comma-separated URLs to which events are posted; chat+https://... for Slack or Mattermost."
+    )
     webhook_secret: str = _knob("", "Secret that signs the posted events.", secret=True)
     log_level: str = _knob("info", "debug, info, warning or error.")
     log_format: str = _knob("text", "text, or json with one object per line.")

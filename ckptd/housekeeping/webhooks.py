@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from hashlib import sha256
+from html import escape
 
 import httpx
 import msgspec
@@ -32,6 +33,7 @@ _TIMEOUT_S = 10.0
 _FIRST_PAUSE_S = 0.5
 _AGAIN = frozenset((408, 425, 429))
 _MIN_SECRET = 16
+_CHAT = "chat+"
 
 
 class Webhooks:
@@ -48,7 +50,7 @@ class Webhooks:
         """pause: waits for an event, or N seconds. Raises InvalidRequest."""
         for url in urls:
             check_url(url)
-        if urls and len(secret) < _MIN_SECRET:
+        if len(secret) < _MIN_SECRET and not all(url.startswith(_CHAT) for url in urls):
             raise InvalidRequest(
                 f"webhook_secret has fewer than {_MIN_SECRET} characters",
                 "Set CKPTD_WEBHOOK_SECRET: receivers authenticate posts with it",
@@ -77,11 +79,18 @@ class Webhooks:
 def check_url(url: str) -> None:
     """Raises InvalidRequest unless a webhook can be posted there."""
     try:
-        parsed = httpx.URL(url)
+        parsed = httpx.URL(url.removeprefix(_CHAT))
     except httpx.InvalidURL as error:
         raise InvalidRequest(f"webhook {url!r} is not a URL: {error}", "Write https://host/path") from error
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise InvalidRequest(f"webhook {url!r} is not an HTTP URL", "Write https://host/path")
+
+
+def sentence(event: EventBody) -> str:
+    """An event for people, as Slack and Mattermost take it."""
+    what = (event.checkpoint or "").rpartition(".")[0] or event.run or "the store"
+    facts = ", ".join(f"{name} {value}" for name, value in event.detail.items() if isinstance(value, (str, int, float)))
+    return escape(f"{event.kind.replace('_', ' ')}: {what}" + f" ({facts})" * bool(facts), quote=False)
 
 
 def sign(secret: str, at: int, body: bytes) -> str:
@@ -101,8 +110,9 @@ class _Hook:
     ) -> None:
         self.stopping = threading.Event()
         self.thread = threading.Thread(target=self._loop, name="webhook", daemon=True)
-        self._url = url
-        self._host = httpx.URL(url).host
+        self._url = url.removeprefix(_CHAT)
+        self._host = httpx.URL(self._url).host
+        self._is_chat = url.startswith(_CHAT)
         self._secret = secret
         self._metrics = metrics
         self._clock = clock
@@ -150,7 +160,7 @@ class _Hook:
 
     def _post(self, client: httpx.Client, event: EventBody) -> tuple[str, bool]:
         """The problem (empty on success), and whether to try again."""
-        body = msgspec.json.encode(event)
+        body = msgspec.json.encode({"text": sentence(event)} if self._is_chat else event)
         headers = {
             "Content-Type": "application/json",
             "User-Agent": "ckptd",

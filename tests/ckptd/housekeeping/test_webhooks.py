@@ -87,6 +87,20 @@ def test_a_commit_reaches_the_receiver_signed(receiver: Receiver, tmp_path: Path
     assert len(receiver.posts) == 1
 
 
+def test_a_chat_gets_a_sentence(receiver: Receiver) -> None:
+    hooks = Webhooks([f"chat+{receiver.url}"], "", Metrics(), lambda: 0.0)
+    hooks.start()
+    hooks.offer(
+        [EventBody(kind=EventKind.CORRUPT, run="gpt", checkpoint="gpt@7.01HF", detail={"problem": "a <b> & c"})]
+    )
+    hooks.offer([EventBody(kind=EventKind.PRUNED, run="a/b", detail={"checkpoints": 3, "ids": ["x"]})])
+    wait_until(lambda: len(receiver.posts) == 2, "the posts")
+    hooks.stop(10)
+    assert receiver.bodies() == [
+        {"text": "corrupt: gpt@7 (problem a &lt;b&gt; &amp; c)"}, {"text": "pruned: a/b (checkpoints 3)"}
+    ]  # fmt: skip
+
+
 def test_it_is_retried_with_longer_pauses(receiver: Receiver, posting: tuple[Webhooks, Metrics, list[float]]) -> None:
     hooks, metrics, pauses = posting
     receiver.answer(500, 429, 503)
