@@ -1,4 +1,4 @@
-"""The plots of a run: metrics by step, also beside another run; stored bytes and saves over time. Pure."""
+"""The plots of a run: metrics by step, also beside other runs; stored bytes and saves over time. Pure."""
 
 from __future__ import annotations
 
@@ -55,8 +55,10 @@ def value_of(checkpoint: Checkpoint, metric: str) -> float:
     return figures.get(metric, checkpoint.metrics.get(metric, float("nan")))
 
 
-def metric_curves(checkpoints: Sequence[Checkpoint], query: RunPageQuery, other: Sequence[Checkpoint]) -> Curves:
-    """The chosen metrics by step; the first one also of another run.
+def metric_curves(
+    checkpoints: Sequence[Checkpoint], query: RunPageQuery, others: Mapping[str, Sequence[Checkpoint]]
+) -> Curves:
+    """The chosen metrics by step; the first one also of other runs.
 
     Lines go through live checkpoints. The other ones are marks of the first metric.
     """
@@ -64,9 +66,9 @@ def metric_curves(checkpoints: Sequence[Checkpoint], query: RunPageQuery, other:
     own = _by_step(checkpoints, query.metric)
     lines = {query.metric: [replace(p, on_line=p.kind not in _LEFT_BEHIND) for p in own]}
     lines |= {name: _by_step(live, name) for name in query.also}
-    if query.other:
-        name = f"{query.metric} of {query.other}"
-        lines[name] = _by_step([c for c in other if c.state is State.COMMITTED], query.metric, query.other)
+    for run, found in others.items():
+        live = [c for c in found if c.state is State.COMMITTED]
+        lines[f"{query.metric} of {run}"] = _by_step(live, query.metric, run)
     names = tuple(name if points else f"{name}: no values" for name, points in lines.items())
     title = ", ".join((query.metric, *query.also))
     if not any(lines.values()):

@@ -17,7 +17,7 @@ from ckptstore.format.records import Policy
 from ckptstore.names import MAX_STEP
 
 MOST_LINES = 5
-"""Maximum number of lines of one run in its plot."""
+"""Maximum number of lines of one run in its plot, and of other runs."""
 
 
 Text = Annotated[str, msgspec.Meta(max_length=400)]
@@ -52,7 +52,7 @@ class RunPageQuery:
     also: tuple[Text, ...] = ()
     """Further metrics in the plot."""
     other: Text = ""
-    """Another run whose metric is in the plot."""
+    """Other runs whose metric is in the plot: names and patterns, with blanks between them."""
     log: bool = False
     """Whether the plot has a logarithmic scale."""
     state: State | None = None

@@ -1,38 +1,55 @@
-"""The pages. Each queries the services, builds a view and renders a template. All are read-only."""
+"""The pages. Each queries the services, builds a view and renders a template; forms change what the API can change."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, TypeVar
+from urllib.parse import quote
 
 from fastapi import APIRouter, Depends, Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
 from ckptapi.bodies import AttemptBody, Scope
-from ckptapi.listing import Filter, Sort
+from ckptapi.listing import Filter, Sort, check_glob
 from ckptd.http.access import caller_of
 from ckptd.http.context import Context, Ctx
 from ckptd.pages.contents import ContentsView, contents_view
-from ckptd.pages.queries import RunOrder, page_query, runs_query
+from ckptd.pages.queries import MOST_LINES, RunOrder, page_query, runs_query
 from ckptd.pages.rendering import page
 from ckptd.pages.restores import session_view
-from ckptd.pages.runs import Progress, RetentionView, RunRow, chosen_runs, progress, retention_view, run_row, run_view
+from ckptd.pages.runs import (
+    Progress,
+    RetentionView,
+    RunRow,
+    chosen_runs,
+    fingerprint,
+    progress,
+    retention_view,
+    run_row,
+    run_view,
+)
 from ckptd.pages.sessions import VISIT, Visit, read_form
 from ckptd.pages.timeline import goodput_view
 from ckptd.services.tokens import Caller
 from ckptd.services.uploads import live_uploads
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, State
-from ckptstore.errors import CkptError, Damaged, NoCheckpoint, Unavailable
-from ckptstore.names import Reference, check_run
+from ckptstore.commits.labels import LabelChange
+from ckptstore.errors import CkptError, Conflict, Damaged, InvalidRequest, NoCheckpoint, Unavailable
+from ckptstore.names import Reference, check_run, is_run
+from ckptstore.retention.deletion import SWEEP_GRACE_S
+from ckptstore.retention.pruning import Prune
 from ckptstore.run import Run
 from ckptstore.stores.checks import StoreReport
 
 _RUNS_A_PAGE = 50
 _RECENT = 40
 _JOBS = 100
+_LARGEST = 30
 _LIVE_S = 2
 
 router = APIRouter(include_in_schema=False)
@@ -67,6 +84,10 @@ class Visitor:
         """Pages in the navigation. Pages about all runs are hidden from callers that are bound to some."""
         everybody = ("/", "/attempts", "/restores")
         return everybody if self.caller.bound else (*everybody, "/jobs", "/store")
+
+    def may(self, scope: str) -> bool:
+        """Whether the visitor's token has a scope."""
+        return bool({scope, Scope.ADMIN} & self.caller.scopes)
 
     def page(self, template: str, /, live_s: int = 0, **values: Any) -> Response:
         """A page with its frame. live_s: refresh interval in seconds; 0: no refresh."""
@@ -112,7 +133,7 @@ async def overview(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
         return [
             run_row(
                 summary,
-                newest(ctx, summary.run, _RECENT),
+                newest(ctx, summary.run, _RECENT) if is_run(summary.run) else (),
                 uploads.count(summary.run) if uploads is not None else None,
                 restoring.count(summary.run),
                 accounts.get(summary.run),
@@ -180,7 +201,7 @@ async def job(ctx: Ctx, visitor: Visiting, id: str) -> Response:
 @router.get("/store")
 async def store(ctx: Ctx, visitor: Visiting) -> Response:
     """The state of the store."""
-    return _store_page(ctx, visitor, None)
+    return await _store_page(ctx, visitor, None)
 
 
 @router.post("/store")
@@ -188,15 +209,19 @@ async def probe(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
     """Check the store with a few small objects, which are deleted before the page is returned."""
     await read_form(request)
     async with ctx.locks.of("probe"):
-        return _store_page(ctx, visitor, await ctx.threads.store(ctx.probe))
+        return await _store_page(ctx, visitor, await ctx.threads.store(ctx.probe))
 
 
-def _store_page(ctx: Context, visitor: Visitor, probe: StoreReport | None) -> Response:
+async def _store_page(ctx: Context, visitor: Visitor, probe: StoreReport | None) -> Response:
+    stored = Counter[str]()
+    for summary in await ctx.threads.index(ctx.catalog.runs):
+        stored[summary.run.partition("/")[0]] += summary.stored_bytes
     return visitor.page(
         "store.html",
         url=ctx.catalog.store_url,
         probe=probe,
-        may_probe=Scope.ADMIN in visitor.caller.scopes,
+        stored=stored.most_common(_LARGEST),
+        stored_bytes=stored.total(),
         **_health(ctx),
     )
 
@@ -218,7 +243,7 @@ async def _restoring(ctx: Context, caller: Caller) -> list[str]:
     return [view.run for view in found if view.state.live and caller.sees(view.run)]
 
 
-@router.get("/runs/{run}")
+@router.get("/runs/{run:path}")
 async def run(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Response:
     """One run with its checkpoints."""
     query = page_query(request)
@@ -239,8 +264,9 @@ async def run(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Respon
         kept.evaluate(checkpoints, previewed) if kept and previewed else None,
         query,
         visitor.now,
-        await _overlaid(ctx, visitor, query.other),
+        await _overlaid(ctx, visitor, run, query.other),
     )
+    deleted = await soon(ctx, ctx.operator("").deleted, run)
     states = ", ".join(f"{count:,} {state}" for state, count in view.states)
     return visitor.page(
         "run.html",
@@ -255,10 +281,25 @@ async def run(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Respon
         blocked=kept.blocked(run, checkpoints) if kept else "",
         not_finite_steps=sum(bool(c.not_finite) for c in checkpoints),
         known=kept is not None,
+        deleted=deleted or (),
     )
 
 
-@router.get("/runs/{run}/goodput")
+@router.post("/runs/{run:path}")
+async def prune(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Response:
+    """Delete what the preview of the same query showed. Raises Conflict if that has changed."""
+    form = await read_form(request)
+    wanted = Prune(page_query(request).policy, check_run(run), force=True)
+    operator = ctx.operator(visitor.name)
+    plan = await ctx.threads.store(operator.plan_prune, wanted)
+    if form.get("expected") != fingerprint(plan.remove):
+        raise Conflict("this prune would delete other checkpoints than the page showed", "Look at the preview again")
+    done = await ctx.threads.store(operator.prune, wanted, plan)
+    await ctx.threads.index(ctx.events.pruned, done.remove)
+    return RedirectResponse(f"/runs/{quote(run)}", 303)
+
+
+@router.get("/goodput/{run:path}")
 async def goodput(ctx: Ctx, visitor: Visiting, run: str) -> Response:
     """A breakdown of one run's wall-clock time."""
     account = await ctx.threads.store(ctx.accounts.of_run, run)
@@ -270,13 +311,15 @@ def _nothing_here(run: str) -> NoCheckpoint:
     return NoCheckpoint(f"run {run[:200]!r} has no checkpoint", "Its first save may be in progress: see the uploads")
 
 
-async def _overlaid(ctx: Context, visitor: Visitor, other: str) -> list[Checkpoint]:
-    """The checkpoints of the run that is drawn beside another one."""
-    if not other:
-        return []
-    if not visitor.caller.sees(check_run(other)):
-        raise NoCheckpoint(f"run {other!r} has no checkpoint", "Choose a run that the token may see")
-    return await ctx.threads.index(newest, ctx, other, MOST_CHECKPOINTS)
+async def _overlaid(ctx: Context, visitor: Visitor, run: str, other: str) -> dict[str, list[Checkpoint]]:
+    """The checkpoints of the first runs that `other` names, to be drawn beside `run`."""
+    patterns = list(map(check_glob, other.split()))
+    runs = [summary.run for summary in await ctx.threads.index(ctx.catalog.runs)] if patterns else []
+    meant = [name for name in runs if name != run and any(fnmatchcase(name, pattern) for pattern in patterns)]
+    chosen = list(filter(visitor.caller.sees, meant))[:MOST_LINES]
+    if patterns and not chosen:
+        raise NoCheckpoint(f"no other run matches {other!r}", "Choose runs that the token may see")
+    return {name: await ctx.threads.index(newest, ctx, name, MOST_CHECKPOINTS) for name in chosen}
 
 
 async def _progress(ctx: Context, run: str, checkpoints: list[Checkpoint], visitor: Visitor) -> Progress:
@@ -293,7 +336,7 @@ async def _progress(ctx: Context, run: str, checkpoints: list[Checkpoint], visit
 _MAX_ENTRIES = 100_000
 
 
-@router.get("/checkpoints/{id}")
+@router.get("/checkpoints/{id:checkpoint}")
 async def checkpoint(request: Request, ctx: Ctx, visitor: Visiting, id: str) -> Response:
     """One checkpoint and its contents."""
     found = await ctx.threads.index(ctx.catalog.find, Reference.parse(id))
@@ -301,6 +344,7 @@ async def checkpoint(request: Request, ctx: Ctx, visitor: Visiting, id: str) -> 
     contents, unread = await _contents(ctx, found)
     restores = await ctx.threads.index(ctx.restores.newest, found.run, RESTORES)
     older, newer = await ctx.threads.index(_neighbours, ctx, found)
+    held = kept.holds.get(found.attempt, ()) if kept else ()
     verified_at = kept.verified.get(found.attempt) if kept else None
     return visitor.page(
         "checkpoint.html",
@@ -312,12 +356,42 @@ async def checkpoint(request: Request, ctx: Ctx, visitor: Visiting, id: str) -> 
         age_s=max(0.0, visitor.now - found.committed_at),
         share=human.ratio(found.stored_bytes, found.raw_bytes),
         verified=f"{human.age(visitor.now - verified_at)} ago" if verified_at else "never" if kept else "not known",
-        held=kept.holds.get(found.attempt, ()) if kept else (),
+        held=held,
+        pins=[reason.removeprefix("pin:") for reason in held if reason.startswith("pin:")],
         contents=contents,
         unread=unread,
         restores=[view for view in restores if view.checkpoint.id == found.id],
         events=await ctx.threads.index(ctx.events.of_checkpoint, found.id),
     )
+
+
+@router.post("/checkpoints/{id:checkpoint}")
+async def change(request: Request, ctx: Ctx, visitor: Visiting, id: str) -> Response:
+    """Pin, tag, delete or undelete a checkpoint."""
+    form = await read_form(request)
+    action, name, reason = form.get("action", ""), form.get("name", "").strip(), form.get("reason", "")
+    visitor.caller.check_scope(Scope.WRITE if "tag" in action else Scope.PRUNE)
+    operator, store, reference = ctx.operator(visitor.name), ctx.threads.store, Reference.parse(id)
+    if action == "undelete":
+        found = await store(operator.undelete, reference, reason)
+        return RedirectResponse(f"/checkpoints/{quote(found.id)}", 303)
+    found = await ctx.threads.index(ctx.catalog.find, reference)
+    label, _, value = name.partition("=")
+    match action:
+        case "pin":
+            await store(operator.pin, found, name, reason)
+        case "unpin":
+            await store(operator.unpin, found, name)
+        case "tag":
+            await store(operator.label, found, LabelChange({label: value}), reason)
+        case "untag":
+            await store(operator.label, found, LabelChange({name: None}), reason)
+        case "delete" if "sure" in form:
+            await store(operator.delete, found, SWEEP_GRACE_S, reason)
+            return RedirectResponse(f"/runs/{quote(found.run)}", 303)
+        case _:
+            raise InvalidRequest("the form names no action, or was not confirmed", "Submit the form from its page")
+    return RedirectResponse(f"/checkpoints/{quote(found.id)}", 303)
 
 
 async def _contents(ctx: Context, found: Checkpoint) -> tuple[ContentsView | None, str]:

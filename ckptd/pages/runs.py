@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
@@ -17,6 +17,7 @@ from ckptstore import human
 from ckptstore.analysis.charts import Line, Point, Tick, sparkline, step_axis
 from ckptstore.analysis.goodput import Account, EndOf
 from ckptstore.commits.catalog import Checkpoint, State, has_branches
+from ckptstore.format.documents import digest
 from ckptstore.format.records import LocalOnly, Policy
 from ckptstore.names import Attempt
 from ckptstore.retention.pins import Holds, active_holds
@@ -54,6 +55,8 @@ class Preview:
     num_kept: int
     num_removed: int
     removed_bytes: int
+    fingerprint: str
+    """Of the checkpoints that it removes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +96,10 @@ def run_view(
     pruned: Sequence[KeepDecision] | None,
     query: RunPageQuery,
     now: float,
-    other: Sequence[Checkpoint] = (),
+    others: Mapping[str, Sequence[Checkpoint]] | None = None,
 ) -> RunView:
-    """One run. checkpoints: newest step first. pruned: the decisions of the previewed prune. other: of the run
-    query.other.
+    """One run. checkpoints: newest step first. pruned: the decisions of the previewed prune. others: of the runs
+    in query.other.
     """
     metrics = metric_names(checkpoints)
     metric = query.metric if query.metric in metrics else main_metric(checkpoints)
@@ -123,7 +126,7 @@ def run_view(
         more_chips=chips[_CHIPS:],
         plots_metric=query.metric not in WRITERS,
         branched=has_branches(checkpoints),
-        curves=metric_curves(matching, query, other),
+        curves=metric_curves(matching, query, others or {}),
         over_time=time_curves(checkpoints, now),
         branches=branches(checkpoints) if has_branches(checkpoints) else None,
         rows=tuple(_row(c, reasons, c.attempt in removed, query.metric, now) for c in shown),
@@ -155,7 +158,13 @@ def _preview(pruned: Sequence[KeepDecision] | None, query: RunPageQuery) -> Prev
     if query.abandoned is not None:
         rules += f" --keep-abandoned {query.abandoned}d"
     gone = [v.checkpoint for v in pruned if not v.reasons]
-    return Preview(rules, len(pruned) - len(gone), len(gone), sum(c.stored_bytes for c in gone))
+    removed_bytes = sum(c.stored_bytes for c in gone)
+    return Preview(rules, len(pruned) - len(gone), len(gone), removed_bytes, fingerprint(gone))
+
+
+def fingerprint(checkpoints: Iterable[Checkpoint]) -> str:
+    """A digest of the ids: equal for the same checkpoints in any order."""
+    return digest(" ".join(sorted(c.id for c in checkpoints)).encode())
 
 
 def _matches(checkpoint: Checkpoint, query: RunPageQuery) -> bool:
@@ -207,14 +216,31 @@ class RunRow:
 def chosen_runs(
     summaries: Sequence[RunSummary], text: str, order: RunOrder, accounts: Mapping[str, Account]
 ) -> list[RunSummary]:
-    """The runs with `text` in their name, their origin, or a tag of their newest checkpoint, in an order."""
+    """The runs with `text` in their name, their origin, or a tag of their newest checkpoint, in an order.
+
+    Without text, runs that have ended are one row with their siblings: `sweep/` in place of `sweep/a` and `sweep/b`.
+    """
     found = [summary for summary in summaries if text.lower() in _searched(summary, accounts.get(summary.run))]
+    found = found if text else _folded(found, accounts)
     keys: dict[RunOrder, Callable[[RunSummary], float]] = {
         RunOrder.NEWEST: lambda summary: -summary.latest.committed_at if summary.latest else inf,
         RunOrder.LARGEST: lambda summary: -summary.stored_bytes,
         RunOrder.MOST: lambda summary: -summary.num_checkpoints,
     }
     return sorted(found, key=keys[order]) if order in keys else found
+
+
+def _folded(summaries: Sequence[RunSummary], accounts: Mapping[str, Account]) -> list[RunSummary]:
+    rows = defaultdict[str, list[RunSummary]](list)
+    for summary in summaries:
+        folder = summary.run[: summary.run.rfind("/") + 1]
+        rows[summary.run if not folder or _alive(accounts.get(summary.run)) else folder].append(summary)
+    return [found[0] if len(found) == 1 else _sum(folder, found) for folder, found in rows.items()]
+
+
+def _sum(folder: str, found: Sequence[RunSummary]) -> RunSummary:
+    latest = max((s.latest for s in found if s.latest), key=lambda c: c.committed_at, default=None)
+    return RunSummary(folder, sum(s.num_checkpoints for s in found), sum(s.stored_bytes for s in found), latest)
 
 
 def run_row(
@@ -238,12 +264,14 @@ def run_row(
 def progress(recent: Sequence[Checkpoint], num_uploads: int | None, account: Account | None, now: float) -> Progress:
     """How a run goes. recent: its newest checkpoints, newest step first. account: None if it is not known."""
     known = [c for c in reversed(recent) if c.state is State.COMMITTED]
+    ended = str(account.attempts[-1].ended) if account is not None else ""
+    return Progress(_overdue(known, now) if _alive(account) and not num_uploads else "", ended, _origin(account))
+
+
+def _alive(account: Account | None) -> bool:
+    """Whether its trainer may still run. Without a heartbeat that is not known."""
     last = account.attempts[-1] if account is not None else None
-    # Without a heartbeat it is not known whether the trainer has ended.
-    alive = last is not None and last.measured and last.ended in (EndOf.RUNNING, EndOf.VANISHED) and not num_uploads
-    return Progress(
-        _overdue(known, now) if alive else "", str(last.ended) if last is not None else "", _origin(account)
-    )
+    return last is not None and last.measured and last.ended in (EndOf.RUNNING, EndOf.VANISHED)
 
 
 def _origin(account: Account | None) -> str:

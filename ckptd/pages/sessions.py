@@ -34,8 +34,7 @@ SESSION = "ckptd_session"
 _FORM = "ckptd_form"
 _LOGIN, _LOGOUT = "/login", "/logout"
 _PAGE = re.compile(
-    r"/|/(attempts|jobs|restores|store)|/(jobs|restores)/[^/]+|/runs/[^/]+(/goodput)?"
-    r"|/checkpoints/[^/@]+@[^/]+"
+    r"/|/(attempts|jobs|restores|store)|/(jobs|restores)/[^/]+|/(runs|goodput)/.+|/checkpoints/[^@]+@[^/]+"
 )
 _FORM_SECRET = re.compile(r"[A-Za-z0-9_-]{43}")
 _MAX_NEXT = 400

@@ -16,7 +16,7 @@ def test_a_plot_has_other_metrics_and_another_run() -> None:
     own = [_checkpoint(step, loss=1.0 / step, val=2.0 / step) for step in (3, 2, 1)]
     other = [_checkpoint(step, loss=3.0 / step) for step in (2, 1)]
     query = RunPageQuery(metric="loss", also=("val", "none", "loss"), other="gpt-b", log=True)
-    view = run_view("gpt", own, None, None, query, 10.0, other)
+    view = run_view("gpt", own, None, None, query, 10.0, {"gpt-b": other})
     assert view.curves.chart is not None
     assert [len(line.marks) for line in view.curves.chart.lines] == [3, 3, 2]
     assert view.curves.names == ("loss", "val", "loss of gpt-b")

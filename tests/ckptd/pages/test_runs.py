@@ -118,6 +118,16 @@ def test_runs_are_found_by_name_and_tag_and_sorted() -> None:
     assert names(order=RunOrder.LARGEST) == names(order=RunOrder.MOST) == ["bert", "gpt-b", "gpt-a"]
 
 
+def test_siblings_that_have_ended_are_one_row() -> None:
+    runs = [RunSummary(name, 2, 30, _checkpoint(at)) for at, name in enumerate(("a/x", "s/a", "s/b", "s/c", "t"), 1)]
+    life = TrainerRun("a", 1.0, 1.0, 0.0, None, 0, [Beat(90.0, 7)], TrainerEnd.NOT, 90.0)
+    alive = {"s/c": account("s/c", [life], 100.0, 300.0)}
+    shown = chosen_runs(runs, "", RunOrder.NAME, alive)
+    assert [found.run for found in shown] == ["a/x", "s/", "s/c", "t"]
+    assert (shown[1].num_checkpoints, shown[1].stored_bytes, shown[1].latest) == (4, 60, runs[2].latest)
+    assert len(chosen_runs(runs, "s/", RunOrder.NAME, alive)) == 3
+
+
 def test_branches_begin_at_the_checkpoint_that_they_continue_from() -> None:
     first = [Checkpoint("gpt", Attempt(step, _ULID), State.COMMITTED) for step in (0, 100, 200)]
     first[2] = replace(first[2], state=State.ABANDONED)
