@@ -1,4 +1,4 @@
-"""The first save warns of what it was not given: scalers, schedulers, loaders, parameters."""
+"""The first save warns of what it was not given: scalers, optimizers, schedulers, loaders, parameters."""
 
 from __future__ import annotations
 
@@ -40,13 +40,15 @@ class Progress:
         raise NotImplementedError
 
 
-def warnings_of(folder: Path, caplog: pytest.LogCaptureFixture, optim: Any = None, **extras: Any) -> list[str]:
+def warnings_of(
+    folder: Path, caplog: pytest.LogCaptureFixture, optim: Any = None, model: nn.Module | None = None, **extras: Any
+) -> list[str]:
     """The warnings of two saves."""
     caplog.clear()
     with caplog.at_level(logging.WARNING), Checkpointer(str(folder), run="r", writer="thread") as checkpointer:
         checkpointer._saves.looks = folder.name != "integration"
         for step in (1, 2):
-            checkpointer.save(nn.Linear(2, 2) if optim is None else MODEL, optim, step, **extras)
+            checkpointer.save(model or (nn.Linear(2, 2) if optim is None else MODEL), optim, step, **extras)
     return [record.getMessage() for record in caplog.records if record.name == "ckpt.capture.unsaved_objects"]
 
 
@@ -76,6 +78,35 @@ def test_a_trained_parameter_in_no_saved_module(tmp_path: Path, caplog: pytest.L
     assert "(optim/group0.param2)" in found
     for given in ({"w": WEIGHT}, {"shared": {"all": {"w": WEIGHT}}}, {"weights": nn.ParameterList([WEIGHT])}):
         assert warnings_of(tmp_path / next(iter(given)), caplog, optim, loss=LOSS, **given) == []
+
+
+class Sam(torch.optim.Optimizer):
+    """Its first step perturbs parameters; the second is one of the optimizer inside."""
+
+    def __init__(self, parameters: Any, inner: type[torch.optim.Optimizer], **options: Any) -> None:
+        super().__init__(parameters, {})
+        self.base_optimizer = inner(self.param_groups, **options)
+
+    def steps(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["old"] = parameter.detach().clone()
+        self.base_optimizer.step()
+
+
+def test_an_optimizer_that_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    plain, sam = torch.optim.SGD(model.parameters(), 0.1), Sam(model.parameters(), torch.optim.Adam, lr=0.1)
+    assert warnings_of(tmp_path / "unused", caplog, model=model) == []
+    plain.step()
+    assert warnings_of(tmp_path / "without state", caplog, model=model) == []
+    sam.steps()
+    for given in (None, plain):
+        (found,) = warnings_of(tmp_path / f"unsaved {given is None}", caplog, given, model)
+        assert "an optimizer of saved parameters, Adam, is not saved" in found
+    assert warnings_of(tmp_path / "other", caplog) == []
+    assert warnings_of(tmp_path / "integration", caplog, model=model) == []
+    assert warnings_of(tmp_path / "saved", caplog, sam.base_optimizer, model) == []
 
 
 def test_a_scheduler_of_a_saved_optimizer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
