@@ -69,33 +69,33 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
 ALIASES = {"list": "ls", "get": "ls", "describe": "show", "delete": "rm"}
 """Names that users of kubectl type. They work, but are not listed."""
 
-SYNONYMS: dict[str, tuple[str, ...]] = {
-    "ls": ("dir", "checkpoints", "snapshots", "find", "search", "all"),
-    "runs": ("run", "projects", "experiments"),
-    "show": ("info", "inspect", "cat", "stat", "view", "shards"),
-    "latest": ("newest", "last", "head"),
-    "export": ("restore", "download", "save", "fetch", "pull", "dump", "convert"),
-    "import": ("upload", "push", "add", "load"),
-    "rm": ("remove", "del", "erase", "drop"),
-    "prune": ("forget", "clean", "cleanup", "expire", "purge", "retain"),
-    "undelete": ("recover", "undo", "unrm", "deleted"),
-    "verify": ("check", "fsck", "validate", "checksum", "drill"),
-    "scrub": ("repair", "heal", "fix"),
-    "watch": ("follow", "tail", "events", "logs", "wait"),
-    "pin": ("pins", "unpin", "keep", "hold", "protect", "lock", "release", "unlock"),
-    "tag": ("label", "annotate", "metrics"),
-    "policy": ("policies", "retention", "rules"),
-    "audit": ("history", "log"),
-    "doctor": ("status", "health", "healthcheck", "ping", "diagnose", "test"),
-    "stats": ("statistics", "norms"),
-    "diff": ("compare",),
-    "plan": ("estimate", "cost"),
-    "du": ("size", "sizes", "usage", "space", "df"),
-    "cp": ("copy", "sync", "mirror", "mv", "rsync", "clone"),
-    "open": ("dashboard", "ui", "browse", "web"),
-    "token": ("tokens", "auth"),
-    "config": ("profile", "profiles", "settings", "context"),
-    "version": ("about",),
+SYNONYMS: dict[str, str] = {
+    "ls": "dir checkpoints snapshots find search all",
+    "runs": "run projects experiments",
+    "show": "info inspect cat stat view shards",
+    "latest": "newest last head",
+    "export": "restore download save fetch pull dump convert",
+    "import": "upload push add load",
+    "rm": "remove del erase drop",
+    "prune": "forget clean cleanup expire purge retain",
+    "undelete": "recover undo unrm deleted",
+    "verify": "check fsck validate checksum drill",
+    "scrub": "repair heal fix",
+    "watch": "follow tail events logs wait",
+    "pin": "pins unpin keep hold protect lock release unlock",
+    "tag": "label annotate metrics",
+    "policy": "policies retention rules",
+    "audit": "history log",
+    "doctor": "status health healthcheck ping diagnose test",
+    "stats": "statistics norms",
+    "diff": "compare",
+    "plan": "estimate cost",
+    "du": "size sizes usage space df",
+    "cp": "copy sync mirror mv rsync clone",
+    "open": "dashboard ui browse web",
+    "token": "tokens auth",
+    "config": "profile profiles settings context",
+    "version": "about",
 }
 """Commands, and words that people type for them."""
 
@@ -187,7 +187,7 @@ def function_of(command: str) -> str | None:
 
 def suggestions(word: str) -> list[str]:
     """Commands that a user may have meant by an unknown word: synonyms first, then similar names. Pure."""
-    meant = [command for command, words in SYNONYMS.items() if word.lower() in words]
+    meant = [command for command, words in SYNONYMS.items() if word.lower() in words.split()]
     names = [*ALIASES, *(name for found in SECTIONS.values() for name in found)]
     similar = get_close_matches(word, names, n=2, cutoff=0.7)
     return meant or list(dict.fromkeys(ALIASES.get(name, name) for name in similar))

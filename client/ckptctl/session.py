@@ -7,8 +7,8 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ckptapi.listing import check_glob, is_glob
 from ckptapi.opening import open_source
@@ -70,7 +70,8 @@ class Session:
     @cached_property
     def operator(self) -> StoreOperator | DaemonClient:
         """The target, for what operators do: both have the same methods."""
-        return self._daemon() if self.target.is_daemon else self._store_operator()
+        source: Any = self.source
+        return source if self.target.is_daemon else StoreOperator(source.store, self.clock, operator())
 
     def dispatch(self, daemon: Callable[[], _T], store: Callable[[], _T]) -> _T:
         """Call `daemon` if the target is one, else `store`."""
@@ -78,22 +79,14 @@ class Session:
 
     def store(self, command: str) -> Store:
         """The store. Raises InvalidRequest if the target is a daemon."""
-        return self.store_operator(command).store
-
-    def store_operator(self, command: str) -> StoreOperator:
-        """The operator on the store. Raises InvalidRequest if the target is a daemon."""
-        refusal = InvalidRequest(f"{command} works on a store, not through a daemon", "Use --store instead of --url")
-        return self.dispatch(partial(_refuse, refusal), self._store_operator)
+        if self.target.is_daemon:
+            raise InvalidRequest(f"{command} works on a store, not through a daemon", "Use --store instead of --url")
+        return cast(StoreSource, self.source).store
 
     def daemon(self, command: str) -> DaemonClient:
         """The daemon. Raises InvalidRequest if the target is a store."""
-        refusal = InvalidRequest(f"{command} works through a daemon, not on a store", "Use --url instead of --store")
-        return self.dispatch(self._daemon, partial(_refuse, refusal))
-
-    def _store_operator(self) -> StoreOperator:
-        return StoreOperator(cast(StoreSource, self.source).store, self.clock, operator())
-
-    def _daemon(self) -> DaemonClient:
+        if not self.target.is_daemon:
+            raise InvalidRequest(f"{command} works through a daemon, not on a store", "Use --url instead of --store")
         return cast("DaemonClient", self.source)
 
     def find(self, text: str) -> Checkpoint:
@@ -146,10 +139,6 @@ class Session:
         """Close the connections to a daemon."""
         if "source" in self.__dict__:
             self.source.close()
-
-
-def _refuse(error: CkptError) -> NoReturn:
-    raise error
 
 
 def parse_reference(text: str) -> Reference:

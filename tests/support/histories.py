@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from ckpt.saver.heartbeat_writer import ExpectedEnd, Reading, SharedStep
+from ckpt.saver.heartbeat_writer import Reading, SharedStep
 from ckpt.saver.heartbeat_writer import TrainerRun as RecordedRun
 from ckpt.saver.messages import TrainerStarted
 from ckptstore.analysis.goodput import Spent
@@ -89,7 +89,7 @@ class History:
             self._spend(life, usual, Spent.PRODUCTIVE)
             self._spend(life, extra, Spent.SLOWDOWN)
             step, slowed = step + 1, slowed + extra
-            life.readings.append(Reading(self._now, step, stalled, slowed, ExpectedEnd.NONE))
+            life.readings.append(Reading(self._now, step, stalled, slowed, TrainerEnd.CLOSED))
             if step % every == 0 and not under_way:
                 self._save(life, step, durable_s)
                 self._spend(life, stall_s, Spent.STALL)
@@ -103,7 +103,7 @@ class History:
     def _end(self, life: _Life, end: str, last: bool, step: int) -> bool:
         if last or end == "preempt":
             self._save(life, step, 20.0)
-            life.readings.append(Reading(self._now, step, *self._costs(life), ExpectedEnd.NONE))
+            life.readings.append(Reading(self._now, step, *self._costs(life), TrainerEnd.CLOSED))
             self._spend(life, 20.0, Spent.STALL)  # the trainer closes, and waits
             life.how = TrainerEnd.CLOSED if last else TrainerEnd.REQUESTED
         elif end == "rewind":
@@ -145,7 +145,7 @@ class History:
         )  # fmt: skip
         if any(save.captured_at <= life.known_until for save in life.saves):
             recorded.generation = life.number
-        due, last = life.trains_at + BEAT_S, Reading(0.0, 0, 0.0, 0.0, ExpectedEnd.NONE)
+        due, last = life.trains_at + BEAT_S, Reading(0.0, 0, 0.0, 0.0, TrainerEnd.CLOSED)
         for reading in life.readings:
             if reading.at > life.known_until:
                 break
@@ -156,7 +156,7 @@ class History:
         for save in life.saves:
             if save.captured_at <= life.known_until:
                 before = [one for one in life.readings if one.at <= save.captured_at][-1]
-                recorded.add(Reading(save.captured_at, save.attempt.step, *_costs_of(before), ExpectedEnd.NONE))
+                recorded.add(Reading(save.captured_at, save.attempt.step, *_costs_of(before), TrainerEnd.CLOSED))
         if life.how:
             recorded.add(last)
         recorded.ended = life.how

@@ -155,7 +155,11 @@ def is_distributed(value: Any) -> bool:
 def array_part(path: str, value: Any) -> ArrayPart:
     """The part of an array that this process writes. Raises UnsupportedObject."""
     if isinstance(value, np.ndarray):
-        return _numpy_part(path, value)
+        name = _numpy_name(path, value)
+        memory = HostArray(byte_view(np.ascontiguousarray(value)), value)
+        address = value.__array_interface__["data"][0]
+        seen: object = ("numpy", address, name, value.shape, value.strides) if value.size else object()
+        return ArrayPart(name, value.shape, (ArrayPiece(boxes.whole(value.shape), memory),), seen)
     # Processes find other parts in their memory, and must agree on names: there, each array has one of its own.
     key = object() if is_distributed(value) or not value.size else ("jax", id(value))
     return _jax_part(_checked(path, value), key)
@@ -168,13 +172,6 @@ def inline_array(path: str, value: Any) -> tuple[str, list[int], memoryview]:
     for box, memory in part.pieces:
         whole[slices_of(box)] = memory.raw.view(whole.dtype).reshape(boxes.sizes(box))
     return part.dtype, list(part.shape), byte_view(whole).data
-
-
-def _numpy_part(path: str, array: Array) -> ArrayPart:
-    name = _numpy_name(path, array)
-    memory = HostArray(byte_view(np.ascontiguousarray(array)), array)
-    key = ("numpy", array.__array_interface__["data"][0], name, array.shape, array.strides) if array.size else object()
-    return ArrayPart(name, array.shape, (ArrayPiece(boxes.whole(array.shape), memory),), key)
 
 
 def _numpy_name(path: str, array: Array) -> str:

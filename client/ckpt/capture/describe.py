@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from torch.optim import Optimizer
 
 from ckpt.capture import modules
-from ckpt.capture.leaves import Captured
 from ckpt.capture.optimizers import NamedOptimizer
 from ckpt.capture.ownership import DIFFERS, Ownership, Unit, Units
 from ckpt.capture.parameters import Leaf
@@ -121,33 +120,26 @@ _NOT_HERE = {"capturable": False, "fused": None, "foreign": False, "differentiab
 """Options that a rehearsal on the CPU does without."""
 
 
-def estimate_snapshot_bytes(captured: Captured, state: TrainState, ownership: Ownership) -> int:
-    """The bytes this rank will stage once every optimizer has made a step, if it has captured so much now: modules, and
-    state of torch's own optimizers.
+def bytes_to_come(state: TrainState, ownership: Ownership) -> int:
+    """The bytes of the state that the next steps of torch's own optimizers make, and this rank will stage.
 
     State that optimizers of other kinds are still to make is not in it.
     """
-    named = (optimizer for found in state.named_optimizers.values() for optimizer in found)
-    to_come = sum(_bytes_to_come(optimizer, ownership) for optimizer in named)
-    return sum(piece.bytes for piece in captured.leaves.slices) + to_come
-
-
-def _bytes_to_come(optimizer: NamedOptimizer, ownership: Ownership) -> int:
-    """The bytes of the state that the next step makes here."""
     rehearsed: dict[tuple[int, torch.dtype, int], tuple[int, int]] = {}
-    pairs = zip(optimizer.optimizer.param_groups, optimizer.groups, strict=True)
     total = 0
-    for group, leaf in ((group, leaf) for group, held in pairs for one in held for leaf in one):
-        parameter = leaf.value
-        if not parameter.requires_grad or not optimizer.keeps_state_here(leaf) or optimizer.live_state(leaf):
-            continue
-        key = (id(group), parameter.dtype, min(parameter.dim(), 2))
-        if key not in rehearsed:
-            rehearsed[key] = rehearse(optimizer.holder, group, parameter.dtype, key[2])
-        (per_element, extra), part = rehearsed[key], leaf.part
-        total += extra
-        if ownership.writes(ownership.state_unit(leaf.unit, optimizer.item), part.ranks, part.holders):
-            total += per_element * sum(prod(boxes.sizes(box)) for box in part.boxes)
+    for optimizer in (one for named in state.named_optimizers.values() for one in named):
+        pairs = zip(optimizer.optimizer.param_groups, optimizer.groups, strict=True)
+        for group, leaf in ((group, leaf) for group, held in pairs for one in held for leaf in one):
+            parameter = leaf.value
+            if not parameter.requires_grad or not optimizer.keeps_state_here(leaf) or optimizer.live_state(leaf):
+                continue
+            key = (id(group), parameter.dtype, min(parameter.dim(), 2))
+            if key not in rehearsed:
+                rehearsed[key] = rehearse(optimizer.holder, group, parameter.dtype, key[2])
+            (per_element, extra), part = rehearsed[key], leaf.part
+            total += extra
+            if ownership.writes(ownership.state_unit(leaf.unit, optimizer.item), part.ranks, part.holders):
+                total += per_element * sum(prod(boxes.sizes(box)) for box in part.boxes)
     return total
 
 

@@ -170,15 +170,10 @@ def add_flat_parameters(module: nn.Module, known: Parameters) -> None:
         live = views.values() if flat._params is None else flat._params
         known.layouts.update(zip(map(id, live), ranges, strict=True))
         if flat._params is None:
-            pack = Pack(flat, local, _with_shared(views, flat, prefix))
+            for name, _, owner, first, _, first_owner in flat._shared_param_infos:  # further names of tied parameters
+                views[prefix + f"{owner}.{name}".lstrip(".")] = views[prefix + f"{first_owner}.{first}".lstrip(".")]
+            pack = Pack(flat, local, views)
             known.packs.update(dict.fromkeys(map(id, (flat, *views.values())), pack))
-
-
-def _with_shared(views: dict[str, torch.Tensor], parameter: Any, prefix: str) -> dict[str, torch.Tensor]:
-    """Also the further names of tied parameters."""
-    for name, _, owner, first, _, first_owner in parameter._shared_param_infos:
-        views[prefix + f"{owner}.{name}".lstrip(".")] = views[prefix + f"{first_owner}.{first}".lstrip(".")]
-    return views
 
 
 def check_reduced(modules: Iterable[nn.Module]) -> None:

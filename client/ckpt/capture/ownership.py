@@ -94,17 +94,15 @@ class Ownership:
             if unit not in self.own:
                 among = {self._global(rank) for rank in self.holders[unit]}
                 holders = [rank for rank in holders if rank in among]
-            return self._global(self.owner[unit]) in ranks and self._has_turn(holders, self.turn[unit])
+            if self.members is not None:
+                holders = [rank for rank in holders if rank in self.members]
+            # Of the ranks that hold equal copies, the one whose turn it is writes.
+            turn = not holders or holders[self.turn[unit] % len(holders)] == self._global(self.rank)
+            return turn and self._global(self.owner[unit]) in ranks
         if unit not in self.own or self.own[unit].distributed:
             return self.owns(unit)  # a scalar in the state of a distributed parameter
         copies = self.holders[unit]
         return copies[self.turn[unit] % len(copies)] == self.rank
-
-    def _has_turn(self, holders: Sequence[int], turn: int) -> bool:
-        """Whether this one of the ranks that hold equal copies is the one that writes."""
-        if self.members is not None:
-            holders = [rank for rank in holders if rank in self.members]
-        return not holders or holders[turn % len(holders)] == self._global(self.rank)
 
     def _global(self, rank: int) -> int:
         return rank if self.members is None else self.members[rank]

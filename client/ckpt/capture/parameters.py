@@ -31,7 +31,11 @@ class Pack:
 
     def take(self, view: torch.Tensor, state: OptimizerState) -> OptimizerState:
         """One view's part of the flat parameter's state; state that is not flat goes to every view."""
-        return {key: self._part(view, value) if self._is_flat(value) else value for key, value in state.items()}
+        flat = self.local.shape
+        return {
+            key: self._part(view, value) if isinstance(value, torch.Tensor) and value.shape == flat else value
+            for key, value in state.items()
+        }
 
     def join(self, states: Iterable[OptimizerState]) -> OptimizerState:
         """The flat parameter's state, joined from the states of its views, in their order."""
@@ -44,9 +48,6 @@ class Pack:
                 flat = joined.setdefault(key, torch.zeros_like(self.local, dtype=value.dtype))
                 self._part(view, flat).copy_(value)
         return joined
-
-    def _is_flat(self, value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and value.shape == self.local.shape
 
     def _part(self, view: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         at = view.storage_offset() - self.local.storage_offset()

@@ -173,7 +173,14 @@ def _mesh_cut(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[
             "Redistribute it first: tensor.redistribute(placements=...)",
         )
     runs = [
-        _runs(size, [(p, mesh.size(i), coordinate[i]) for i, p in enumerate(placements) if _shards(p, dimension)])
+        _runs(
+            size,
+            [
+                (p, mesh.size(i), coordinate[i])
+                for i, p in enumerate(placements)
+                if isinstance(p, Shard | _StridedShard) and p.dim == dimension
+            ],
+        )
         for dimension, size in enumerate(shape)
     ]
     cells, cell = _mesh_cells(mesh, tuple(isinstance(placement, Replicate) for placement in placements))
@@ -205,10 +212,6 @@ def _mesh_cells(mesh: DeviceMesh, replicated: tuple[bool, ...]) -> tuple[tuple[R
 def _before(runs: Sequence[IndexRange], run: IndexRange) -> int:
     """How many indices a rank holds before those of a run."""
     return sum(length for _, length in runs[: runs.index(run)])
-
-
-def _shards(placement: Placement, dimension: int) -> bool:
-    return bool(isinstance(placement, Shard | _StridedShard) and placement.dim == dimension)
 
 
 def _runs(size: int, shards: Sequence[tuple[Placement, int, int]]) -> list[IndexRange]:

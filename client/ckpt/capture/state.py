@@ -215,9 +215,8 @@ _COMPARED = 8  # copies
 class Capturer:
     """Captures one run's saves. Used by the training thread."""
 
-    def __init__(self) -> None:
-        self._last: _Description | None = None
-        self._captures = 0
+    _last: _Description | None = None
+    _captures = 0
 
     @torch.no_grad()
     def capture(self, state: TrainState, ownership: Ownership, grads: bool) -> Captured:

@@ -115,25 +115,26 @@ class EpochOrder:
         self.sampler: Any = loader.sampler if batches is None else getattr(batches, "sampler", None)
         self.batch_size: int | None = getattr(batches, "batch_size", None)
         self._drop_last = bool(getattr(batches, "drop_last", False))
-        self._rebuilt = batches is None or _is_plain(batches)
+        self.counts_samples = batches is None or _is_plain(batches)
+        """Whether positions count samples: batches are made of the sampler's indices in order."""
         self._indices: Iterable[Any] = loader.sampler if batches is None else batches
         self._numbered = loader.num_workers > 0
         wrapped = getattr(batches, "batch_sampler", None)  # that of another batch sampler, as of Accelerate's
         self.generators = _generators(
             loader.generator, self.sampler, batches, wrapped, getattr(wrapped, "sampler", None)
         )
-        root = self.sampler if self._rebuilt else batches
-        self.samplers = SamplerState("sampler" if self._rebuilt else "batch_sampler", root, loader.dataset)
+        root = self.sampler if self.counts_samples else batches
+        self.samplers = SamplerState("sampler" if self.counts_samples else "batch_sampler", root, loader.dataset)
         self._shuffling: torch.Generator | None = None
         self._source: Any = self.sampler
-        if self._rebuilt and type(self.sampler) is RandomSampler and self.sampler.generator is None:
+        if self.counts_samples and type(self.sampler) is RandomSampler and self.sampler.generator is None:
             # RandomSampler seeds a generator of its own from the global one. Here the seed is known.
             self._source = shuffled = copy.copy(self.sampler)
             shuffled.generator = self._shuffling = torch.Generator()
             self._indices = self._batched(shuffled)
         drawless = type(self.sampler) is SequentialSampler or isinstance(self.sampler, DistributedSampler)
         drawless |= self._shuffling is not None or getattr(self.sampler, "generator", None) is not None
-        self._draws = not (self._rebuilt and drawless)
+        self._draws = not (self.counts_samples and drawless)
         self.num_shared = 0
         """The number of samples of this rank in the current epoch; with a DistributedSampler."""
         self._start: Start | None = None
@@ -146,12 +147,7 @@ class EpochOrder:
     @property
     def distributed(self) -> DistributedSampler[Any] | None:
         """The sampler, if another number of ranks can divide its order again."""
-        return self.sampler if self._rebuilt and isinstance(self.sampler, DistributedSampler) else None
-
-    @property
-    def counts_samples(self) -> bool:
-        """Whether positions count samples: batches are made of the sampler's indices in order."""
-        return self._rebuilt
+        return self.sampler if self.counts_samples and isinstance(self.sampler, DistributedSampler) else None
 
     def enter(self, epoch: int, start: Start | None, num_batches: int, later: Mapping[str, Any]) -> None:
         """Let the next walk begin after this number of batches of the epoch that began so; None: of a new epoch.

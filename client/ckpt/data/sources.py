@@ -164,18 +164,15 @@ class MapSource(Source):
         return replace(position, start=start, batches=0, batch_size=size)
 
 
-def _arguments(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Those that decide what is in a batch of an iterable data set."""
-    return {"batch_size": loader.batch_size, "num_workers": loader.num_workers or 1}
-
-
 class _IterableSource(Source):
     """A loader over an iterable data set: the position is reached by loading what comes before it."""
 
     kind = "a loader of an iterable data set"
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self._loader, self.arguments = loader, _arguments(loader)
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        # Those that decide what is in a batch.
+        self.arguments = {"batch_size": loader.batch_size, "num_workers": loader.num_workers or 1}
 
     def begin(self, position: Position) -> tuple[Iterator[Any], Start]:
         generator, start = self._loader.generator, position.start
@@ -203,13 +200,10 @@ class _IterableSource(Source):
         return position
 
 
-class _StatefulSource(Source):
+class _StatefulSource(_IterableSource):
     """A StatefulDataLoader over an iterable data set, which reaches its position by itself."""
 
     kind = "a StatefulDataLoader of an iterable data set"
-
-    def __init__(self, loader: Any) -> None:
-        self._loader, self.arguments = loader, _arguments(loader)
 
     def begin(self, position: Position) -> tuple[Iterator[Any], Start]:
         return iter(self._loader), Start(key=0)

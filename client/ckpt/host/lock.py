@@ -146,19 +146,12 @@ def try_lock(store: str, run: str, role: str) -> AbstractContextManager[bool]:
 
 def hold_folder() -> int:
     """The descriptor of a lock that keeps systemd-tmpfiles out of this user's folder. Raises as SaverLock does."""
-    folder = host_folder()
-    fd = _open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        _flock(fd, fcntl.LOCK_SH, folder)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+    return _hold(host_folder(), os.O_RDONLY | os.O_DIRECTORY)
 
 
-def _hold(path: Path) -> int:
+def _hold(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
     while True:
-        fd = _open(path)
+        fd = _open(path, flags)
         try:
             _flock(fd, fcntl.LOCK_SH, path)
             os.utime(fd)
@@ -193,7 +186,7 @@ def locked(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> Iterator[bool]:
         os.close(fd)
 
 
-def _open(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
+def _open(path: Path, flags: int) -> int:
     try:
         return os.open(path, flags | os.O_CLOEXEC, 0o600)
     except OSError as error:

@@ -342,7 +342,9 @@ def trainer_state(trainer: Trainer) -> dict[str, Any]:
     Training waits for it: so the weights are listed for hooks alone, and loops that do not train are left out.
     """
     connector, fitting = trainer._checkpoint_connector, trainer.fit_loop
-    listed = not trainer.strategy.restore_checkpoint_after_setup and _have_save_hooks(trainer)
+    # Someone may see the checkpoint, and so the weights in it.
+    hooked = any(is_overridden("on_save_checkpoint", one) for one in (trainer.lightning_module, *trainer.callbacks))
+    listed = hooked and not trainer.strategy.restore_checkpoint_after_setup
     weights = trainer.lightning_module.state_dict() if listed else {}
     with (
         _answering(trainer.strategy, lightning_module_state_dict=lambda: weights, optimizer_state=lambda _: {}),
@@ -355,12 +357,6 @@ def trainer_state(trainer: Trainer) -> dict[str, Any]:
         del state["state_dict"]
     drop_objects(state)
     return state
-
-
-def _have_save_hooks(trainer: Trainer) -> bool:
-    """Whether someone sees the checkpoint, and so the weights in it."""
-    owners = (trainer.lightning_module, *trainer.callbacks)
-    return any(is_overridden("on_save_checkpoint", one) for one in owners)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -29,12 +30,12 @@ _NOT_FOUND = "NOT_FOUND"
 _PATIENCE_MS = 60_000
 
 
+@dataclass(frozen=True)
 class JaxStore:
     """Keys below a prefix. For any thread. Raises ConnectionError if the coordinator does not answer."""
 
-    def __init__(self, client: Any, prefix: str = "") -> None:
-        self.client = client
-        self._prefix = prefix
+    client: Any
+    _prefix: str = ""
 
     def below(self, prefix: str) -> JaxStore:
         """The same store with a longer prefix."""

@@ -356,6 +356,7 @@ class _Answer(NamedTuple):
     """Code, message, hint and damaged chunks."""
 
 
+@dataclass
 class Together:
     """The meetings of one restore, where an error on one rank is raised on all. All call the same methods in order.
 
@@ -364,9 +365,8 @@ class Together:
     after each. NoCheckpoint is the exception: it explains what other ranks found missing or damaged in earlier steps.
     """
 
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._error: CkptError | None = None
+    _world: World
+    _error: CkptError | None = None
 
     def do(self, *steps: Callable[[], object], report: Callable[[], Any] = lambda: None) -> list[Any]:
         """Do the steps one after the other, then meet. Returns every rank's report (JSON types and bytes).

@@ -219,18 +219,14 @@ def note_damage(source: Source, checkpoint: Checkpoint, error: CkptError, progre
             if found is not None and found.ok:
                 logger.warning("%s is not listed as corrupt: a second read of the store found no damage", checkpoint.id)
         else:
-            _report_damage(source, checkpoint, error.chunks)
+            from ckptapi.bodies import ChunkBody, VerifyJob  # only with a daemon
+            from ckptapi.client import DaemonClient
+
+            if isinstance(source, DaemonClient):
+                chunks = [ChunkBody(shard=shard, index=index) for shard, index in error.chunks]
+                source.start_job(VerifyJob(checkpoint=checkpoint.id, chunks=chunks))
     except CkptError as failure:
         logger.warning("the damage of %s is not recorded: %s", checkpoint.id, failure)
-
-
-def _report_damage(source: Source, checkpoint: Checkpoint, chunks: Sequence[tuple[str, int]]) -> None:
-    from ckptapi.bodies import ChunkBody, VerifyJob  # only with a daemon
-    from ckptapi.client import DaemonClient
-
-    if isinstance(source, DaemonClient):
-        bodies = [ChunkBody(shard=shard, index=index) for shard, index in chunks]
-        source.start_job(VerifyJob(checkpoint=checkpoint.id, chunks=bodies))
 
 
 @contextmanager

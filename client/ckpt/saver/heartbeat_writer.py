@@ -14,7 +14,6 @@ import logging
 import threading
 from bisect import bisect_left
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 
 import msgspec
 
@@ -29,14 +28,9 @@ from ckptstore.run import Run, origin
 logger = logging.getLogger(__name__)
 
 
-class ExpectedEnd(IntEnum):
-    """The trainer's knowledge of its end before it comes."""
-
-    NONE = 0
-    REQUESTED = 1
-    """A save was requested: it is about to be preempted."""
-    ERROR = 2
-    """It closes because of an exception."""
+_ENDS = (TrainerEnd.CLOSED, TrainerEnd.REQUESTED, TrainerEnd.ERROR)
+"""By number in shared memory: how a trainer ends, as far as it knows before. The second after a save was requested,
+since it is about to be preempted; the last if it closes because of an exception."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +42,7 @@ class Reading:
     step: int
     stalled_s: float
     slowed_s: float
-    ending: ExpectedEnd
+    ending: TrainerEnd
 
 
 class SharedStep:
@@ -65,14 +59,14 @@ class SharedStep:
         numbers[1], numbers[2], numbers[3] = float(step), stalled_s, slowed_s
         numbers[0] = at
 
-    def write_expected_end(self, ending: ExpectedEnd) -> None:
-        """Note how the life will end, if it does."""
-        self._numbers[4] = float(ending)
+    def write_expected_end(self, ending: TrainerEnd) -> None:
+        """Note how the life will end, if it does: one of _ENDS."""
+        self._numbers[4] = float(_ENDS.index(ending))
 
     def read(self) -> Reading:
         """The present numbers."""
         at, step, stalled_s, slowed_s, ending = self._numbers[:5].tolist()
-        return Reading(at, int(step), stalled_s, slowed_s, ExpectedEnd(int(ending)))
+        return Reading(at, int(step), stalled_s, slowed_s, _ENDS[int(ending)])
 
     def close(self) -> None:
         """Close the descriptor; the memory stays until its last view is gone."""
@@ -81,11 +75,6 @@ class SharedStep:
 
 MOST_BEATS = 512
 _CLOSE_TIMEOUT_S = 1.0
-_ENDS_BY_EXPECTED = {
-    ExpectedEnd.NONE: TrainerEnd.CLOSED,
-    ExpectedEnd.REQUESTED: TrainerEnd.REQUESTED,
-    ExpectedEnd.ERROR: TrainerEnd.ERROR,
-}
 
 
 @dataclass(slots=True)
@@ -203,7 +192,7 @@ class HeartbeatWriter:
             if closed:
                 life.add(replace(reading, at=now))
             # A trainer that closes waits for its saves: its life ends with those.
-            life.end(_ENDS_BY_EXPECTED[reading.ending] if closed else TrainerEnd.DIED, None if closed else now)
+            life.end(reading.ending if closed else TrainerEnd.DIED, None if closed else now)
 
     def local_only(self, now: LocalOnly) -> None:
         """The replication queue of the saver; it is part of each beat, also after the end of the trainer."""
@@ -260,10 +249,7 @@ class HeartbeatWriter:
         if short and document.ended is TrainerEnd.CLOSED and document.generation is None and not known:
             return  # a script that saved nothing
         if local_only is not None:
-            found = {
-                "checkpoints": local_only.checkpoints, "bytes": local_only.bytes, "since": local_only.since,
-                "at": self._run.clock(),
-            }  # fmt: skip
+            found = msgspec.structs.asdict(local_only) | {"at": self._run.clock()}
             document = msgspec.structs.replace(document, extensions=document.extensions | {LOCAL_ONLY: found})
         try:
             if self._replicated and not any(True for _ in self._run.store.list_folders(f"{self._run.name}/")):

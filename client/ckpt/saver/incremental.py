@@ -205,6 +205,8 @@ def ignore(raw: memoryview, span: ChunkSpan, chunk: EncodedChunk) -> None:
 _LEASE_S = 3600.0
 _COMMIT_WAIT_S = 0.5
 _MOST_AGE_S = 7 * 24 * 3600.0
+"""Older checkpoints of an earlier process are not referenced. Marks are removed with the checkpoints that reference
+them, so their number alone would not grow."""
 
 
 class ChunkIndex:
@@ -305,7 +307,9 @@ class ChunkIndex:
             for shard in content.shards:
                 sizes = {other: run.store.size(run.keys.shard(other, shard.name)) for other in referenced_by(shard)}
                 holders = {
-                    other: Holder(size, self.most if self._is_old(other) else counts[other])
+                    other: Holder(
+                        size, self.most if run.clock() - ulid_time(other.ulid) > _MOST_AGE_S else counts[other]
+                    )
                     for other, size in {attempt: shard.stored_bytes, **sizes}.items()
                 }
                 self._base = base_of(attempt, content, holders, self.most)
@@ -313,13 +317,6 @@ class ChunkIndex:
             pass
         except CkptError as error:
             logger.warning("the next save stores all chunks, because the last checkpoint cannot be read: %s", error)
-
-    def _is_old(self, attempt: Attempt) -> bool:
-        """Whether a checkpoint of an earlier process is too old to be referenced.
-
-        Marks are removed with the checkpoints that reference it, so their number alone would not grow.
-        """
-        return self.run.clock() - ulid_time(attempt.ulid) > _MOST_AGE_S
 
 
 @dataclass(slots=True, eq=False)
@@ -386,9 +383,6 @@ class IncrementalSave:
             matches = self._matches
             base = next_base(attempt, shard, self._keys(), matches, holders, self.number, most)
         self.index.end(self, base)
-        self._release()
-
-    def _release(self) -> None:
         lease, self._lease = self._lease, None
         if lease is not None:
             end_lease(self.index.run, lease)

@@ -67,9 +67,7 @@ class LocalQuota:
 
     def __init__(self, local: Run, setup: Setup) -> None:
         self._local = local
-        self._limit = setup.local_bytes
-        self._waits = setup.on_busy == "wait"
-        self._patience_s = setup.retry_s
+        self._setup = setup
         self._ending_since: float | None = None
 
     def end(self) -> None:
@@ -90,13 +88,13 @@ class LocalQuota:
                     return persist()
                 except StoreFull as error:
                     full = error
-            if not self._waits:
+            if self._setup.on_busy != "wait":
                 raise SaveSkipped(f"the save was skipped: {full.message}") from full
             now = time.monotonic()
             idle_since = None if queued(self._local) else idle_since or now
             if idle_since is not None and now - idle_since > _IDLE_S:
                 raise full
-            if self._ending_since is not None and now - self._ending_since > self._patience_s:
+            if self._ending_since is not None and now - self._ending_since > self._setup.retry_s:
                 raise full
             if not warned:
                 logger.warning("a save waits until checkpoints are replicated: %s", full.message)
@@ -104,13 +102,13 @@ class LocalQuota:
             time.sleep(_LOOK_S)
 
     def _lacks(self, num_bytes: int) -> StoreFull | None:
-        if self._limit is None:
+        if (limit := self._setup.local_bytes) is None:
             return None
         used = sum(info.bytes for info in self._local.store.list(self._local.keys.attempts))
-        if used + num_bytes <= self._limit:
+        if used + num_bytes <= limit:
             return None
         return StoreFull(
-            f"run {self._local.name!r} has {human.size(used)} of at most {human.size(self._limit)} in "
+            f"run {self._local.name!r} has {human.size(used)} of at most {human.size(limit)} in "
             f"{self._local.store.url}, and the save needs up to {human.size(num_bytes)}",
             "Allow more bytes locally, or keep fewer checkpoints there; see why the remote store does not answer",
         )

@@ -169,8 +169,14 @@ class RetainedSnapshot:
             thread.join()
 
     def _watch(self) -> None:
+        deadline = time.monotonic() + self._setup.retain_snapshot_s
         try:
-            self._wait_for_end()
+            while not self._ended.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic()))):
+                self._free(self._contents.slots())
+                held = sum(segment.num_bytes for segment in self._segments.values())
+                available = available_bytes(environ={})
+                if not held or time.monotonic() >= deadline or (available is not None and available * _RESERVE < held):
+                    break
         finally:  # after any error too: nothing else would end this process
             self._ended.set()
             with suppress(OSError):
@@ -178,15 +184,6 @@ class RetainedSnapshot:
             with suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)  # ends accept
             self._free(())
-
-    def _wait_for_end(self) -> None:
-        deadline = time.monotonic() + self._setup.retain_snapshot_s
-        while not self._ended.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic()))):
-            self._free(self._contents.slots())
-            held = sum(segment.num_bytes for segment in self._segments.values())
-            available = available_bytes(environ={})
-            if not held or time.monotonic() >= deadline or (available is not None and available * _RESERVE < held):
-                break
 
     def _accept(self) -> None:
         while not self._ended.is_set():

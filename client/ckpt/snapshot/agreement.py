@@ -130,11 +130,12 @@ class LayoutAgreement:
             captured = self._captured(state, ownership, grads=False)
         else:
             ownership, captured = self._agreement.ownership, self._capture(state, grads=False)
-        if not state.optimizers:
-            return captured, sum(piece.bytes for piece in captured.leaves.slices)
-        from ckpt.capture.describe import estimate_snapshot_bytes
+        num_bytes = sum(piece.bytes for piece in captured.leaves.slices)
+        if state.optimizers:
+            from ckpt.capture.describe import bytes_to_come
 
-        return captured, estimate_snapshot_bytes(captured, state, ownership)
+            num_bytes += bytes_to_come(state, ownership)
+        return captured, num_bytes
 
     def _captured(self, state: TrainState, ownership: Ownership, grads: bool) -> Captured:
         if not torch_loaded():  # then there are no tensors

@@ -18,11 +18,12 @@ from pathlib import Path
 from statistics import median
 
 from ckpt.lazily import torch
-from ckpt.saver.heartbeat_writer import ExpectedEnd, SharedStep
+from ckpt.saver.heartbeat_writer import SharedStep
 from ckpt.saver.messages import TrainerStarted
 from ckpt.snapshot.handle import SaveHandle
 from ckpt.snapshot.writers import SaveWriter
 from ckptstore.clock import Clock, system_clock
+from ckptstore.format.records import TrainerEnd
 from ckptstore.names import new_ulid
 
 _WINDOW = 64
@@ -162,7 +163,7 @@ class StepClock:
         if self._shared_step is None:
             self._shared_step = SharedStep()
             if self._requests:
-                self._end_with(ExpectedEnd.REQUESTED)  # before the first save
+                self._end_with(TrainerEnd.REQUESTED)  # before the first save
         writer.send(self._began, self._shared_step.segment)
         self._announced = (writer, self._began.id)
 
@@ -201,7 +202,7 @@ class StepClock:
         if self._requests:
             self._requests -= 1
             if not self._requests:
-                self._end_with(ExpectedEnd.NONE)  # the second save since: training went on
+                self._end_with(TrainerEnd.CLOSED)  # the second save since: training went on
         if self._shared_step is not None:
             self._write(self._clock())
 
@@ -219,7 +220,7 @@ class StepClock:
     def requested(self) -> None:
         """A save was requested: if training ends after it, it was preempted. For any thread and signal handlers."""
         self._requests = 2
-        self._end_with(ExpectedEnd.REQUESTED)
+        self._end_with(TrainerEnd.REQUESTED)
 
     def closing(self) -> bool:
         """The Checkpointer is closed. Returns whether that is because of an exception; sys.exit() is none."""
@@ -227,10 +228,10 @@ class StepClock:
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         failed = error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
         if failed:
-            self._end_with(ExpectedEnd.ERROR)
+            self._end_with(TrainerEnd.ERROR)
         return failed
 
-    def _end_with(self, ending: ExpectedEnd) -> None:
+    def _end_with(self, ending: TrainerEnd) -> None:
         if (shared_step := self._shared_step) is not None:
             shared_step.write_expected_end(ending)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -179,7 +179,8 @@ def sample(tensor: torch.Tensor) -> Sample:
     span_bytes = tensor.element_size() * (1 + sum((size - 1) * stride for size, stride in strides))
     memory = memoryview(memory_at(tensor.data_ptr(), span_bytes)).cast("B")
     if span_bytes != num_bytes:  # other tensors have elements in between
-        return Sample(base, partial(_elements, np.frombuffer(memory, np.uint8), _offsets(tensor)))
+        elements, offsets = np.frombuffer(memory, np.uint8), _offsets(tensor)
+        return Sample(base, lambda: elements[offsets].tobytes())
     if num_bytes <= _WHOLE_BYTES:
         return Sample(base, np.frombuffer(memory, np.uint8).tobytes)
     step = (num_bytes - _PLACE_BYTES) // (_PLACES - 1)
@@ -190,11 +191,6 @@ def sample(tensor: torch.Tensor) -> Sample:
 def unread(tensor: torch.Tensor) -> Sample:
     """No samples: the CPU does not read memory of a device, and an empty tensor has none."""
     return Sample(tensor.untyped_storage().data_ptr(), bytes)
-
-
-def _elements(memory: np.ndarray[Any, Any], offsets: np.ndarray[Any, Any]) -> bytes:
-    read: bytes = memory[offsets].tobytes()
-    return read
 
 
 def _offsets(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

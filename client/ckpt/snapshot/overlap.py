@@ -16,7 +16,7 @@ leaves in storages that it changes, and no others: a discriminator steps while t
 optimizer waits for everything, because wrappers hide optimizers. So does every optimizer for leaves whose own optimizer
 has not come to the gate by itself: some steps call no hook.
 
-StorageHold: holding a storage keeps its memory from being freed, but some calls replace the memory inside the storage
+_StorageHolds: holding a storage keeps its memory from being freed, but some calls replace the memory inside the storage
 and free the old one: sharing with other processes (`share_memory_`, torch.multiprocessing) and `resize_`. While a copy
 is pending, these calls wait for it if they concern a storage that it reads.
 """
@@ -68,43 +68,23 @@ _REPLACING = ("_share_fd_cpu_", "_share_filename_cpu_", "resize_")
 """The methods of storages that replace memory; `share_memory_` calls one of the first two."""
 
 
-class StorageHold:
-    """The storages that one pending copy reads."""
-
-    def __init__(self, storages: Callable[[], Iterable[torch.UntypedStorage]], wait: Callable[[], object]) -> None:
-        """wait: returns when the memory is no longer read. For any thread."""
-        self._storages = storages
-        self._addresses: frozenset[int] | None = None
-        self._wait = wait
-
-    def wait_for(self, storage: torch.UntypedStorage) -> None:
-        """Return when the copy no longer reads the memory of a storage."""
-        if storage.device.type not in ("cpu", "cuda"):
-            return  # a storage without memory, of a meta or fake tensor
-        if self._addresses is None:  # computed by the first caller only: most copies see none
-            # Without 0, the address of each storage that is empty or was freed.
-            self._addresses = frozenset(held.data_ptr() for held in self._storages()) - {0}
-        if storage.data_ptr() in self._addresses:
-            self._wait()
-
-
 class _StorageHolds:
-    """The holds of all pending copies of this process. The methods of storages are wrapped while there are any."""
+    """All pending copies of this process. The methods of storages are wrapped while there are any."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._holds: tuple[StorageHold, ...] = ()
+        self._holds: tuple[PendingCopy, ...] = ()
         self._originals: dict[str, Any] = {}
         self._wrappers: dict[str, Any] = {}
         self._pid = os.getpid()
 
-    def add(self, hold: StorageHold) -> None:
+    def add(self, hold: PendingCopy) -> None:
         with self._lock:
             if not self._holds:
                 self._wrap()
             self._holds = (*self._holds, hold)
 
-    def remove(self, hold: StorageHold) -> None:
+    def remove(self, hold: PendingCopy) -> None:
         with self._lock:
             self._holds = tuple(held for held in self._holds if held is not hold)
             if not self._holds:
@@ -283,6 +263,8 @@ class PendingCopy:
     _checked: set[Part] = field(default_factory=set)
     _changed: list[str] = field(default_factory=list)
     _checking: threading.Lock = field(default_factory=threading.Lock)
+    _addresses: frozenset[int] | None = None
+    """Of the storages that are read."""
 
     def changed_entries(self, parts: Iterable[Part] | None = None) -> list[str]:
         """Entries that have changed since they were captured, of these parts and those that were asked for before.
@@ -298,8 +280,15 @@ class PendingCopy:
                     self.guard = None
             return self._changed
 
-    def wait_until_read(self) -> None:
-        """Return when the state's memory is no longer read, neither to copy it nor to check it. For any thread."""
+    def wait_for(self, storage: torch.UntypedStorage) -> None:
+        """Return when the memory of a storage is no longer read, neither to copy it nor to check it. For any thread."""
+        if storage.device.type not in ("cpu", "cuda"):
+            return  # a storage without memory, of a meta or fake tensor
+        if self._addresses is None:  # computed by the first caller only: most copies see none
+            # Without 0, the address of each storage that is empty or was freed.
+            self._addresses = frozenset(held.data_ptr() for held in self.transfer.held()) - {0}
+        if storage.data_ptr() not in self._addresses:
+            return
         self.copied.wait()
         if self.transfer.finish(self.patience.expired) and self.error is None:
             self.changed_entries()
@@ -473,11 +462,10 @@ class Overlap:
         started, snapshot = time.perf_counter(), pending.snapshot
         assert snapshot.slot is not None
         assert pending.guard is not None
-        hold = StorageHold(pending.transfer.held, pending.wait_until_read)
         pending.client.handed_over()
         self._pending = pending
         try:
-            _storage_holds.add(hold)
+            _storage_holds.add(pending)
             pending.begun.set()
             time.sleep(_YIELD_S)
             pending.transfer.copy(pending.guard, pending.patience)
@@ -487,7 +475,12 @@ class Overlap:
                 raise stuck()
             snapshot.handle.measure(stage_s=time.perf_counter() - started)
             if changed := pending.changed_entries() or pending.transfer.torn():
-                raise _torn_error(changed)
+                raise torn_error(
+                    changed,
+                    "between save_async and the end of the copy, outside the step of its optimizer",
+                    "Change parameters before save_async or after the step of their own optimizer, or pass "
+                    "overlap=False to the Checkpointer. This process now behaves as with overlap=False",
+                )
             self._frozen.observe(snapshot.slot.segment, pending.transfer.frozen, stepped)
             pending.client.submit(snapshot)
             pending.transfer.release()
@@ -496,7 +489,7 @@ class Overlap:
         finally:
             pending.transfer.progress.end()
             pending.copied.set()
-            _storage_holds.remove(hold)
+            _storage_holds.remove(pending)
             pending.begun.set()
             pending.ended.set()
 
@@ -557,12 +550,3 @@ def _let_go(pending: PendingCopy) -> bool:
     if not finished:
         _STUCK.append(pending)
     return finished
-
-
-def _torn_error(entries: Sequence[str]) -> SnapshotTorn:
-    return torn_error(
-        entries,
-        "between save_async and the end of the copy, outside the step of its optimizer",
-        "Change parameters before save_async or after the step of their own optimizer, or pass overlap=False to the "
-        "Checkpointer. This process now behaves as with overlap=False",
-    )

@@ -14,9 +14,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
 
 from ckpt.host.lock import SaverLock
 from ckpt.host.segment import Segment, close_after_fork, no_fork
@@ -121,26 +120,23 @@ class ProcessWriter:
         self.send(Stop(retain_snapshot))
 
     def _listen(self) -> None:
+        idle = False
         try:
-            self._listen_until_end()
+            while (report := self._channel.receive(Report | Idle)) is not None:
+                if isinstance(report, Idle):
+                    idle = True
+                else:
+                    self._on_report(report)
+            status = 0 if idle else self._process.wait()
+            error = None if self._closing and status == 0 else self._death_error(status)
+            self._saver_lock.close()
+            self._channel.close()
+            self._stderr.close()
+            if error is not None:
+                self._on_death(error)
         finally:
             self.ended.set()
         self._process.wait()  # it must not stay a zombie if this process goes on
-
-    def _listen_until_end(self) -> None:
-        idle = False
-        while (report := self._channel.receive(Report | Idle)) is not None:
-            if isinstance(report, Idle):
-                idle = True
-            else:
-                self._on_report(report)
-        status = 0 if idle else self._process.wait()
-        error = None if self._closing and status == 0 else self._death_error(status)
-        self._saver_lock.close()
-        self._channel.close()
-        self._stderr.close()
-        if error is not None:
-            self._on_death(error)
 
     def _death_error(self, status: int) -> SaverDied:
         cause = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
@@ -159,17 +155,14 @@ SaveWriter = ThreadWriter | ProcessWriter
 def _start(sock: int, lock: int, stderr: int) -> subprocess.Popen[bytes]:
     # The saver imports from the same paths as the trainer, never from its working directory.
     code = f"import sys; sys.path[:] = {json.dumps(sys.path)}; from ckpt.saver.process import run; run({sock}, {lock})"
+    # Threads of numerical libraries would compete with the training step.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
     try:
         return subprocess.Popen(
             [sys.executable, "-P", "-c", code],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, pass_fds=(sock, lock),
-            start_new_session=True, env=_environment(os.environ),
+            start_new_session=True, env=environment,
         )  # fmt: skip
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def _environment(inherited: Mapping[str, str]) -> dict[str, Any]:
-    # Threads of numerical libraries would compete with the training step.
-    return {**inherited, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

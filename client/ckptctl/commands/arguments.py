@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ckptapi.bodies import MAX_PAGE
 from ckptctl.completion import checkpoint_names, run_names
 
 RunArgument = Annotated[
@@ -33,4 +34,5 @@ ChosenArgument = Annotated[
     ),
 ]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Only show which checkpoints are meant.")]
+NewestOption = Annotated[int, typer.Option(min=1, max=MAX_PAGE, metavar="N", help="Show the newest N.")]
 ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why, for the audit log.")]

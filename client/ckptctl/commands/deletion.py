@@ -17,7 +17,7 @@ from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import Conflict, InvalidRequest, PartlyDone
 from ckptstore.names import Reference
-from ckptstore.retention.deletion import UNDELETED, CollectReport, Deleted
+from ckptstore.retention.deletion import UNDELETED, CollectReport
 
 
 def remove(
@@ -127,8 +127,11 @@ def undelete(
 
 def _list_deleted(session: Session, run: str | None) -> None:
     bodies = [body for name in session.run_names(run) for body in session.operator.deleted(name)]
-    ids, table = [body.id for body in bodies], _deleted_table(bodies, session.clock())
-    session.screen.emit(bodies, ids, [table], none="nothing is waiting to be deleted")
+    columns, now = ("CHECKPOINT", ">DELETED", ">LEFT", "BY/1", "REASON"), session.clock()
+    rows = [Row((b.id, human.age(now - b.at), human.age(b.until - now), b.by, b.reason)) for b in bodies]
+    session.screen.emit(
+        bodies, [body.id for body in bodies], [Table(columns, rows)], none="nothing is waiting to be deleted"
+    )
 
 
 def collect_garbage(
@@ -163,9 +166,3 @@ def _collected_blocks(reports: Sequence[CollectReport]) -> Iterator[Block]:
         yield from (f"deleted {name}" for name in report.swept)
         yield from (f"rolled forward {name}" for name in report.rolled_forward)
         yield from (f"aborted {name}" for name in report.aborted)
-
-
-def _deleted_table(bodies: Sequence[Deleted], now: float) -> Table:
-    columns = ("CHECKPOINT", ">DELETED", ">LEFT", "BY/1", "REASON")
-    rows = [Row((b.id, human.age(now - b.at), human.age(b.until - now), b.by, b.reason)) for b in bodies]
-    return Table(columns, rows)

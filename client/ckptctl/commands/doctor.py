@@ -121,31 +121,29 @@ def reindex(session: Session) -> None:
 
 
 def _examine(session: Session) -> Iterator[HealthFinding]:
-    kind, of_kind = session.dispatch(lambda: ("daemon", (_look_at_daemon, _compare)), lambda: ("store", ()))
+    checks: list[tuple[str, _Check]] = [("store", _look_at_store), ("runs", _look_at_runs)]
+    kind = "store"
+    if session.target.is_daemon:
+        kind, checks = "daemon", [("daemon", _look_at_daemon), ("versions", _compare), *checks]
     yield HealthFinding.of("configuration", True, f"the {kind} at {session.target.url}")
-    checks: list[_Check] = [*of_kind, _look_at_store, _look_at_runs]
     first = ""
-    for check in checks:
+    for title, check in checks:
         if first:
-            title = _TITLES[check.__name__]
             yield HealthFinding(check=title, verdict="skipped", found=f"not checked, because of: {first}")
             continue
-        for finding in _attempted(check, session):
+        for finding in _attempted(title, check, session):
             yield finding
             first = first or (finding.check if finding.verdict == "wrong" else "")
 
 
-def _attempted(check: _Check, session: Session) -> Iterator[HealthFinding]:
+def _attempted(title: str, check: _Check, session: Session) -> Iterator[HealthFinding]:
     try:
         yield from check(session)
     except Forbidden as error:
         found = "needs scope admin" if check is _look_at_store else error.message
-        yield HealthFinding(check=_TITLES[check.__name__], verdict="skipped", found=f"not checked: {found}")
+        yield HealthFinding(check=title, verdict="skipped", found=f"not checked: {found}")
     except CkptError as error:
-        yield HealthFinding.of(_TITLES[check.__name__], False, error.message, error.hint)
-
-
-_TITLES = {"_look_at_daemon": "daemon", "_compare": "versions", "_look_at_store": "store", "_look_at_runs": "runs"}
+        yield HealthFinding.of(title, False, error.message, error.hint)
 
 
 def _look_at_daemon(session: Session) -> Iterator[HealthFinding]:

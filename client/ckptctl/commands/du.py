@@ -76,7 +76,13 @@ def _show_parts(session: Session, which: str, depth: int) -> None:
     checkpoint = find_readable(session.source, which)
     bodies = _parts(entry_bytes(read_manifest(session.source, checkpoint).content), depth)
     parts = [body.part for body in bodies]
-    session.screen.emit(bodies, parts, [_part_table(bodies)], none=f"{checkpoint.id} has no tensors")
+    total = sum(body.raw_bytes for body in bodies)
+    rows = [
+        Row((body.part, f"{body.entries:,}", human.size(body.raw_bytes), human.ratio(body.raw_bytes, total)))
+        for body in bodies
+    ]
+    table = Table(("PART", ">ENTRIES", ">SIZE", ">SHARE"), rows)
+    session.screen.emit(bodies, parts, [table], none=f"{checkpoint.id} has no tensors")
 
 
 def _parts(sizes: Mapping[str, int], depth: int) -> list[PartBody]:
@@ -137,13 +143,3 @@ def _usage_blocks(found: Sequence[UsageBody]) -> Iterator[Block]:
     ]
     if rows:
         yield Table(columns, [*rows, Row(("total", "", "", "", human.size(total), ""), "bold")])
-
-
-def _part_table(bodies: Sequence[PartBody]) -> Table:
-    total = sum(body.raw_bytes for body in bodies)
-    columns = ("PART", ">ENTRIES", ">SIZE", ">SHARE")
-    rows = [
-        Row((body.part, f"{body.entries:,}", human.size(body.raw_bytes), human.ratio(body.raw_bytes, total)))
-        for body in bodies
-    ]
-    return Table(columns, rows)

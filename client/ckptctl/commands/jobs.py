@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from ckptapi.bodies import MAX_PAGE, JobBody, JobRequest, JobState
+from ckptapi.bodies import JobBody, JobRequest, JobState
+from ckptctl.commands.arguments import NewestOption
 from ckptctl.render import Block, Facts, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
@@ -32,7 +33,7 @@ def jobs(
     id: Annotated[str | None, typer.Argument(metavar="JOB", help="Show this job with its log.")] = None,
     cancel: Annotated[bool, typer.Option("--cancel", help="Cancel the job.")] = False,
     wait: Annotated[bool, typer.Option("--wait", "-w", help="Wait until the job has ended.")] = False,
-    limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, metavar="N", help="Show the newest N.")] = 20,
+    limit: NewestOption = 20,
 ) -> None:
     """Show the jobs of a daemon: verifications and collections."""
     daemon = session.daemon("jobs")

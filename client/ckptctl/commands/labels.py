@@ -140,10 +140,8 @@ def _tag(text: str) -> tuple[str, str | None]:
 
 
 def _metric(text: str) -> tuple[str, float | None]:
-    name, equals, value = text.partition("=")
-    if not equals and name.endswith("-"):
-        return name[:-1], None
+    name, value = _tag(text)
     try:
-        return name, float(value)
+        return name, None if value is None else float(value)
     except ValueError:
         raise InvalidRequest(f"{text!r} is not a metric", "Use NAME=NUMBER, or NAME- to remove it") from None

@@ -148,7 +148,9 @@ def list_runs(session: Session, run: RunArgument = None, limit: LimitOption = No
         lambda: [one for one in session.daemon("runs").run_summaries() if one.run in names],
         lambda: [_summary(session, name, session.source.checkpoints(name)) for name in names],
     )
-    names, table = [run.run for run in runs], _run_table(runs, session.clock())
+    now = session.clock()
+    table = Table(("RUN", ">CHECKPOINTS", ">STORED", "LATEST", ">AGE"), [Row(_run_cells(run, now)) for run in runs])
+    names = [run.run for run in runs]
     session.screen.emit(runs, names, [table], none=f"no run in {session.source.url}")
 
 
@@ -230,10 +232,6 @@ def _cells(c: Checkpoint, branch: str, now: float) -> tuple[str, ...]:
 
 def _where(c: Checkpoint) -> str:
     return ", ".join(c.tiers)
-
-
-def _run_table(runs: Iterable[RunBody], now: float) -> Table:
-    return Table(("RUN", ">CHECKPOINTS", ">STORED", "LATEST", ">AGE"), [Row(_run_cells(run, now)) for run in runs])
 
 
 def _run_cells(run: RunBody, now: float) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from math import isfinite, log10, prod
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -34,6 +34,7 @@ from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.stores.checks import StoreSpeed, measure_store
 
 _STATE = {"optimizer", "weights", "master", "moments", "grads"}
+"""Options that describe a state: a checkpoint has one."""
 _MEASURED = 5
 """The newest saves whose cost is read."""
 
@@ -93,7 +94,10 @@ def plan(
     formulas and their sources.
     """
     found = _model(session, checkpoint, from_run, config, safetensors)
-    _check_state(found, options)
+    if "terms" in found and (described := sorted(options.keys() & _STATE)):
+        raise InvalidRequest(
+            f"the bytes per parameter are those of a checkpoint, so --{described[0]} has no effect", "Leave it out"
+        )
     if measure is not None:
         if measure.startswith(("http://", "https://")):
             raise InvalidRequest("--measure needs the URL of a store, not of a daemon", "Give file:///... or s3://...")
@@ -121,15 +125,6 @@ def _model(
         found = session.source.find(Reference.parse(text))
         return _contents(found, read_manifest(session.source, found))
     return _from_run(session, run) if run is not None else {}
-
-
-def _check_state(found: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Raise InvalidRequest if options describe a state that a checkpoint has."""
-    described = sorted(options.keys() & _STATE) if "terms" in found else []
-    if described:
-        raise InvalidRequest(
-            f"the bytes per parameter are those of a checkpoint, so --{described[0]} has no effect", "Leave it out"
-        )
 
 
 def _from_run(session: Session, run: str) -> dict[str, Any]:
@@ -217,8 +212,8 @@ _GIB = 1 << 30
 
 def plan_blocks(plan: Plan) -> Iterator[Block]:
     """All parts that were planned."""
-    experts = f", {_number(plan.model.expert_parameters)} of experts" if plan.model.expert_parameters else ""
-    yield f"{plan.model.source}: {_number(plan.model.parameters)} parameters{experts}"
+    experts = f", {plan.model.expert_parameters:,} of experts" if plan.model.expert_parameters else ""
+    yield f"{plan.model.source}: {plan.model.parameters:,} parameters{experts}"
     yield ""
     yield _term_table(plan)
     yield ""
@@ -389,10 +384,6 @@ def _seconds(seconds: float) -> str:
     if seconds < 9.95:
         return f"{seconds:.3g}s"
     return human.duration(seconds)
-
-
-def _number(count: int) -> str:
-    return f"{count:,}"
 
 
 _POINTS = 200

@@ -11,7 +11,7 @@ import msgspec
 import typer
 import yaml
 
-from ckptapi.bodies import MAX_PAGE
+from ckptctl.commands.arguments import NewestOption
 from ckptctl.commands.struct_options import with_options
 from ckptctl.render import Row, Table
 from ckptctl.session import Session
@@ -71,7 +71,7 @@ def write_policies(policies: PolicySet) -> str:
         for name in list(rules or ()):
             if rules[name] == defaults[name]:
                 del rules[name]
-    return yaml.safe_dump(_without_tuples(plain), sort_keys=False)
+    return yaml.safe_dump(plain, sort_keys=False)
 
 
 def _in_numbers(value: Any) -> Any:
@@ -87,12 +87,6 @@ def _in_numbers(value: Any) -> Any:
         else:
             converted[name] = _in_numbers(item)
     return converted
-
-
-def _without_tuples(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_tuples(item) for name, item in value.items()}
-    return [_without_tuples(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 _EPILOG = "\b\nA file of policies:\n" + "".join(f"  {line}\n" for line in EXAMPLE.splitlines())
@@ -203,7 +197,7 @@ def clear(session: Session, expect: ExpectOption = None, reason: HistoryReasonOp
 @group.command("history")
 def history(
     session: Session,
-    limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, metavar="N", help="Show the newest N.")] = 20,
+    limit: NewestOption = 20,
 ) -> None:
     """List the versions of the policies, newest first."""
     found = session.operator.policies_history(limit)

@@ -55,14 +55,17 @@ def _prune(session: Session, wanted: Prune, dry_run: bool, yes: bool, force: boo
         return
     if not yes:
         session.screen.preview([*_plan_blocks(plan, session.clock()), ""])
-        session.screen.confirm(f"Delete {_amount(plan.remove)}{_when_freed(plan.grace_s)}?")
+        freed = f"after {human.duration(plan.grace_s)}" if plan.grace_s else "at once"
+        session.screen.confirm(f"Delete {_amount(plan.remove)}, freed {freed}?")
     # A person who answers yes has seen the plan on the screen.
     wanted = replace(wanted, force=force or not yes)
     with session.screen.progress("deleting", plan.freed_bytes) as progress:
         done = session.operator.prune(wanted, plan, progress)
     body = PruneBody.of(done, dry_run=False)
     session.screen.emit(body, [c.id for c in done.remove], _done_blocks(done, shown=not yes))
-    _raise_if_held(done)
+    if done.held:
+        message = f"{human.count(len(done.held), 'checkpoint')} spared, held: {', '.join(c.id for c in done.held)}"
+        raise (PartlyDone if done.remove else CheckpointHeld)(message, "Prune again later")
 
 
 def _plan_blocks(plan: PrunePlan, now: float) -> Iterator[Block]:
@@ -90,19 +93,13 @@ def _done_blocks(done: PrunePlan, shown: bool) -> Iterator[Block]:
 
 
 def _table(decisions: Sequence[KeepDecision], now: float) -> Table:
-    columns = [
-        "  CHECKPOINT",
-        "STATE/1",
-        ">AGE",
-        ">STORED",
-        "REASONS",
-    ]
+    columns = ("  CHECKPOINT", "STATE/1", ">AGE", ">STORED", "REASONS")
     rows = []
     for decision in decisions:
         c = decision.checkpoint
         cells = (f"  {short_id(c)}", c.state, human.age(now - c.committed_at), human.size(c.stored_bytes))
         rows.append(Row((*cells, ", ".join(decision.reasons) or decision.why_removed), STATE_STYLES[c.state]))
-    return Table(tuple(columns), rows)
+    return Table(columns, rows)
 
 
 def _amount(checkpoints: Sequence[Checkpoint]) -> str:
@@ -110,16 +107,3 @@ def _amount(checkpoints: Sequence[Checkpoint]) -> str:
     runs = len({checkpoint.run for checkpoint in checkpoints})
     of_runs = f" of {runs} runs" if runs > 1 else ""
     return f"{human.count(len(checkpoints), 'checkpoint')}{of_runs}, {human.size(stored)}"
-
-
-def _when_freed(grace_s: float) -> str:
-    return f", freed after {human.duration(grace_s)}" if grace_s else ", freed at once"
-
-
-def _raise_if_held(done: PrunePlan) -> None:
-    if not done.held:
-        return
-    message = f"{human.count(len(done.held), 'checkpoint')} spared, held: {', '.join(c.id for c in done.held)}"
-    if done.remove:
-        raise PartlyDone(message, "Prune again later")
-    raise CheckpointHeld(message, "Prune again later")

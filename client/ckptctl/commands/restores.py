@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from ckptapi.bodies import MAX_PAGE, Phase, RankBody, RestoreBody, RestoreState
+from ckptapi.bodies import Phase, RankBody, RestoreBody, RestoreState
+from ckptctl.commands.arguments import NewestOption
 from ckptctl.commands.listing import short_id
 from ckptctl.render import Block, Facts, Row, Table
 from ckptctl.session import Session
@@ -31,7 +32,7 @@ def show_restores(
         str | None,
         typer.Argument(metavar="RUN|RESTORE", help="The sessions of a run, or one session with its ranks."),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, metavar="N", help="Show the newest N.")] = 20,
+    limit: NewestOption = 20,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Follow the sessions until they have ended.")] = False,
 ) -> None:
     """Show restore sessions: their progress, and the ranks that are behind.
@@ -132,21 +133,23 @@ def _restore_blocks(restore: RestoreBody, now: float) -> Iterator[Block]:
 
 def _rank_table(restore: RestoreBody, ranks: Iterable[RankBody], now: float) -> Table:
     columns = (">RANK", "PHASE", ">DONE", ">BYTES/2", ">OF/2", ">REPORTED/1", "PROBLEM")
-    behind = set(restore.stragglers)
     ordered = sorted(ranks, key=lambda rank: (rank.phase is not Phase.FAILED, rank.fraction, rank.rank))
-    return Table(columns, [Row(_rank_cells(rank, now), "yellow" if rank.rank in behind else "") for rank in ordered])
-
-
-def _rank_cells(rank: RankBody, now: float) -> tuple[str, ...]:
-    return (
-        str(rank.rank),
-        rank.phase,
-        f"{rank.fraction:.0%}",
-        human.size(rank.done_bytes),
-        human.size(rank.total_bytes) if rank.total_bytes else "?",
-        human.age(now - rank.updated_at),
-        rank.problem,
-    )
+    rows = [
+        Row(
+            (
+                str(rank.rank),
+                rank.phase,
+                f"{rank.fraction:.0%}",
+                human.size(rank.done_bytes),
+                human.size(rank.total_bytes) if rank.total_bytes else "?",
+                human.age(now - rank.updated_at),
+                rank.problem,
+            ),
+            "yellow" if rank.rank in restore.stragglers else "",
+        )
+        for rank in ordered
+    ]
+    return Table(columns, rows)
 
 
 def _done(restore: RestoreBody) -> str:

@@ -156,14 +156,18 @@ def _blocks(found: Checkpoint, body: ContentBody, now: float) -> Iterator[Block]
 
 def _entry_table(entries: Sequence[ShownEntry]) -> Table:
     rows = [
-        Row((entry.name, entry.dtype, _shape(entry.shape), human.size(entry.bytes), ", ".join(entry.aliases)))
+        Row(
+            (
+                entry.name,
+                entry.dtype,
+                " × ".join(map(str, entry.shape)) or "scalar",
+                human.size(entry.bytes),
+                ", ".join(entry.aliases),
+            )
+        )
         for entry in entries
     ]
     return Table(("ENTRY", "DTYPE", "SHAPE", ">SIZE", "ALSO NAMED?"), rows)
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return " × ".join(str(length) for length in shape) or "scalar"
 
 
 def _shard_table(shards: Sequence[ShownShard]) -> Table:

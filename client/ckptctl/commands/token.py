@@ -69,18 +69,16 @@ def _show(session: Session, made: NewTokenBody) -> None:
 
 def _table(found: Sequence[TokenBody], now: float) -> Table:
     columns = ("TOKEN", "SCOPES", "RUNS", ">USED", ">EXPIRES", ">CREATED/1", "BY/2")
-    return Table(columns, [Row(_cells(token, now), _style(token, now)) for token in found])
+    return Table(columns, [_row(token, now) for token in found])
 
 
-def _style(token: TokenBody, now: float) -> str:
-    return "dim" if token.expires_at is not None and token.expires_at <= now else ""
-
-
-def _cells(token: TokenBody, now: float) -> tuple[str, ...]:
-    if token.expires_at is None:
-        expires = "never"
-    else:
-        expires = f"in {human.age(token.expires_at - now)}" if token.expires_at > now else "expired"
+def _row(token: TokenBody, now: float) -> Row:
+    expires, style = "never", ""
+    if token.expires_at is not None:
+        expires = f"in {human.age(token.expires_at - now)}"
+        if token.expires_at <= now:
+            expires, style = "expired", "dim"
     used = f"{human.age(now - token.used_at)} ago" if token.used_at is not None else "never"
     created = f"{human.age(now - token.created_at)} ago"
-    return token.name, ",".join(token.scopes), ",".join(token.runs) or "all", used, expires, created, token.created_by
+    scopes, runs = ",".join(token.scopes), ",".join(token.runs) or "all"
+    return Row((token.name, scopes, runs, used, expires, created, token.created_by), style)

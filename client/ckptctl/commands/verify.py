@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Annotated, Any
 
 import msgspec
@@ -21,9 +22,7 @@ from ckptstore.commits.audit import operator
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint
 from ckptstore.names import Reference
-from ckptstore.reading.fetch import Progress
 from ckptstore.reading.rehearsal import MAX_RANKS, RestoreEstimate
-from ckptstore.reading.source import Source
 from ckptstore.reading.verify import Verification
 from ckptstore.reading.verify import verify as verify_checkpoint
 from ckptstore.retention.scrubbing import RateLimiter, due_for_scrub, scrub
@@ -116,29 +115,27 @@ def _verify_each(
 ) -> Iterator[Verification]:
     with session.screen.progress("verifying", sum(c.needed_bytes for c in checkpoints)) as progress:
         for checkpoint in checkpoints:
+            corrupt = checkpoint.state is State.CORRUPT
             try:
-                yield _verify_leased(session.source, checkpoint, progress, ranks)
+                # Without a lease, a concurrent prune would look like damage.
+                with nullcontext() if corrupt else leased(session.source, checkpoint):
+                    yield verify_checkpoint(session.source, checkpoint, progress, ranks=ranks)
             except NoCheckpoint:
                 if len(checkpoints) == 1:
                     raise
                 session.screen.note(f"{checkpoint.id} was deleted in the meantime")
 
 
-def _verify_leased(
-    source: Source, checkpoint: Checkpoint, progress: Progress, ranks: Sequence[int] | None
-) -> Verification:
-    if checkpoint.state is State.CORRUPT:
-        return verify_checkpoint(source, checkpoint)
-    # Without a lease, a concurrent prune would look like damage.
-    with leased(source, checkpoint):
-        return verify_checkpoint(source, checkpoint, progress, ranks=ranks)
-
-
 def _blocks(results: Sequence[Verification]) -> Iterator[Block]:
     columns = ("CHECKPOINT", ">CHUNKS", ">STORED", "RESULT")
     rows = [
         Row(
-            (short_id(r.checkpoint), f"{r.num_chunks:,}", human.size(r.stored_bytes), _verdict(r)),
+            (
+                short_id(r.checkpoint),
+                f"{r.num_chunks:,}",
+                human.size(r.stored_bytes),
+                "ok" if r.ok else human.count(len(r.problems), "problem"),
+            ),
             "" if r.ok else "red",
         )
         for r in results
@@ -178,10 +175,6 @@ def _estimates(estimates: Sequence[RestoreEstimate]) -> Table:
 
 def _duration(seconds: float | None) -> str:
     return "-" if seconds is None else human.duration(seconds)
-
-
-def _verdict(result: Verification) -> str:
-    return "ok" if result.ok else human.count(len(result.problems), "problem")
 
 
 def scrub_checkpoints(

@@ -79,7 +79,9 @@ def _from_store(source: Source, run: str | None, clock: Callable[[], float]) -> 
                 if before is None or before.state is not State.CORRUPT:
                     yield _event(EventKind.CORRUPT, checkpoint, clock(), {"problem": checkpoint.problem})
             elif before is None:
-                yield _event(EventKind.COMMITTED, checkpoint, clock(), _facts(checkpoint))
+                names = ("committed_at", "save_seconds", "stored_bytes", "metrics")
+                facts = {name: getattr(checkpoint, name) for name in names}
+                yield _event(EventKind.COMMITTED, checkpoint, clock(), facts)
         for id in known.keys() - found.keys():
             yield _event(EventKind.DELETED, known[id], clock(), {})
         known = found
@@ -102,15 +104,6 @@ def _event(kind: EventKind, checkpoint: Checkpoint, at: float, detail: dict[str,
         checkpoint=checkpoint.id,
         detail=detail,
     )
-
-
-def _facts(checkpoint: Checkpoint) -> dict[str, object]:
-    return {
-        "committed_at": checkpoint.committed_at,
-        "save_seconds": checkpoint.save_seconds,
-        "stored_bytes": checkpoint.stored_bytes,
-        "metrics": checkpoint.metrics,
-    }
 
 
 def _line(event: EventBody) -> str:

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from ckpt.saver.heartbeat_writer import MOST_BEATS, ExpectedEnd, HeartbeatWriter, Reading, SharedStep, TrainerRun
+from ckpt.saver.heartbeat_writer import MOST_BEATS, HeartbeatWriter, Reading, SharedStep, TrainerRun
 from ckpt.saver.messages import LocalOnly, TrainerStarted
 from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.commits.heartbeats import read_heartbeats
@@ -74,13 +74,11 @@ def test_one_document_per_life_written_again_with_each_beat(store: Store, now: l
     assert (second.parent, second.ended, second.ended_at) == (parent, TrainerEnd.CLOSED, _T + 12)
 
 
-@pytest.mark.parametrize(
-    ("ending", "ended"), [(ExpectedEnd.REQUESTED, TrainerEnd.REQUESTED), (ExpectedEnd.ERROR, TrainerEnd.ERROR)]
-)
-def test_why_a_trainer_closes(store: Store, now: list[float], ending: ExpectedEnd, ended: TrainerEnd) -> None:
+@pytest.mark.parametrize("ended", [TrainerEnd.REQUESTED, TrainerEnd.ERROR])
+def test_why_a_trainer_closes(store: Store, now: list[float], ended: TrainerEnd) -> None:
     writer, shared_step = HeartbeatWriter(_run(store, now), 3600.0), SharedStep()
     writer.begin(_began(_T), shared_step)
-    shared_step.write_expected_end(ending)
+    shared_step.write_expected_end(ended)
     writer.stop(closed=True)
     writer.close()
     assert [one.ended for one in read_heartbeats(_run(store, now))] == [ended]
@@ -154,9 +152,9 @@ def test_a_store_that_is_away_delays_nothing(now: list[float]) -> None:
 def test_beats_are_thinned_out_and_stay_in_order() -> None:
     life = TrainerRun(_began(_T), SharedStep())
     for number in range(5000):
-        life.add(Reading(_T + number, number, number / 2, 0.0, ExpectedEnd.NONE))
+        life.add(Reading(_T + number, number, number / 2, 0.0, TrainerEnd.CLOSED))
         if number % 7 == 0:
-            life.add(Reading(_T + number - 0.5, number - 1, number / 2, 0.0, ExpectedEnd.NONE))
+            life.add(Reading(_T + number - 0.5, number - 1, number / 2, 0.0, TrainerEnd.CLOSED))
     assert MOST_BEATS / 2 <= len(life.beats) <= MOST_BEATS
     assert life.beats[-1].step == 4999
     for one, other in zip(life.beats, life.beats[1:], strict=False):
