@@ -48,7 +48,6 @@ def train(store: str, retain_snapshot_s: str) -> None:
 
 
 def restore(store: str, folder: str, name: str) -> None:
-    """Restore at the same time as another process."""
     model = network(0)
     with Checkpointer(store, run=RUN) as checkpointer:
         (Path(folder) / name).touch()
@@ -60,7 +59,6 @@ def restore(store: str, folder: str, name: str) -> None:
 
 
 def fail(store: str) -> None:
-    """Save once, and end by an exception."""
     checkpointer = Checkpointer(store, run=RUN, retain_snapshot_s=600)
     checkpointer.save_async(network(1), None, 1)
     checkpointer.wait()

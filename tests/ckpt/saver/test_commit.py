@@ -30,8 +30,6 @@ RANKS = 3
 
 
 class Gets(WrappedStore):
-    """Notes which objects are read."""
-
     def __init__(self, store: Store) -> None:
         super().__init__(store)
         self.keys: list[str] = []
@@ -122,8 +120,6 @@ def test_rank_0_does_not_wait_once_another_trainer_continues(store: Gets, monkey
 
 
 class Away(WrappedStore):
-    """Is away whenever an outcome is created."""
-
     is_away = True
 
     def put_if_absent(self, key: str, data: Buffer) -> bool:

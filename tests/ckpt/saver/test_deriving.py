@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ckpt import Checkpointer
-from ckpt.saver.messages import Done, Failed, Report, SaveJob, Setup, SliceRow
+from ckpt.saver.messages import Done, Failed, Report, SliceRow
 from ckpt.saver.pipeline import SavePipeline
 from ckptstore.clock import system_clock
 from ckptstore.codecs.dtypes import CAST_TYPES, cast, cast_into, is_cast
@@ -30,7 +30,7 @@ from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.reading.verify import verify
 from ckptstore.stores import Store, open_store
 from tests.ckpt.dcp_state import load as dcp_load
-from tests.ckpt.saver.attempts import new_attempt
+from tests.ckpt.saver.attempts import new_attempt, new_job, new_setup
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -118,15 +118,20 @@ def test_casts_of_masters_come_back_unstored(tmp_path: Path, dtype: str, compres
     assert torch.equal(loaded["model"]["1.weight"], weight)
 
 
+def derived_and_restored(folder: Path, model: nn.Module, optim: Masters) -> list[str]:
+    """Save, and restore the same bits; the entries that were derived."""
+    with Checkpointer(str(folder), run="r", dedup_casts=True, writer="thread") as checkpointer:
+        checkpointer.save(model, optim, step=1)
+        other, other_optim = training(torch.bfloat16, seed=1)
+        checkpointer.restore(other, other_optim)
+    assert bits_of(other) == bits_of(model)
+    return list(derived_of(str(folder)))
+
+
 def test_one_bit_of_one_element_is_enough_to_be_stored(tmp_path: Path) -> None:
     model, optim = training(torch.bfloat16)
     model.get_parameter("0.weight").data.view(torch.int16)[123, 45] ^= 1
-    with Checkpointer(str(tmp_path), run="r", dedup_casts=True) as checkpointer:
-        checkpointer.save(model, optim, step=1)
-        assert list(derived_of(str(tmp_path))) == ["model/1.weight"]
-        other, other_optim = training(torch.bfloat16, seed=1)
-        checkpointer.restore(other, other_optim)
-        assert bits_of(other) == bits_of(model)
+    assert derived_and_restored(tmp_path, model, optim) == ["model/1.weight"]
 
 
 def test_nans_keep_their_bits_whether_derived_or_not(tmp_path: Path) -> None:
@@ -139,11 +144,7 @@ def test_nans_keep_their_bits_whether_derived_or_not(tmp_path: Path) -> None:
         parameter.data.copy_(master)
         if name == "1.weight":
             parameter.data.view(torch.int16)[0, 0] = 0x7FC1
-    with Checkpointer(str(tmp_path), run="r", dedup_casts=True) as checkpointer:
-        checkpointer.save(model, optim, step=1)
-        other, other_optim = training(torch.bfloat16, seed=1)
-        checkpointer.restore(other, other_optim)
-    assert (list(derived_of(str(tmp_path))), bits_of(other)) == (["model/0.weight"], bits_of(model))
+    assert derived_and_restored(tmp_path, model, optim) == ["model/0.weight"]
 
 
 def test_nothing_is_derived_unless_asked_for(tmp_path: Path) -> None:
@@ -170,14 +171,8 @@ def save_halves(store: Store, cut: int) -> tuple[Content, Words]:
             SliceRow("optim/master", "float32", SHAPE, box, third),
             SliceRow("model/w", "bfloat16", SHAPE, box, 2 * third),
         ]
-        setup = Setup(
-            store=store.url, options={}, run="r", rank=rank, world_size=2, compress="fast", peer_timeout_s=20.0,
-            daemon=None, token=None, dedup_casts=True,
-        )  # fmt: skip
-        job = SaveJob(
-            number=1, slot=0, attempt=attempt, created_at=system_clock(), slices=rows, aliases={}, trees={},
-            local={}, metrics={}, lease=None,
-        )  # fmt: skip
+        setup = new_setup(store.url, rank=rank, world_size=2, compress="fast", dedup_casts=True)
+        job = new_job(attempt, slot=0, slices=rows)
         pipelines.append(SavePipeline(store, setup, reports.put))
         pipelines[-1].submit(job, memoryview(raw))
     for pipeline in pipelines:

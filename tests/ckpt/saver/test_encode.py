@@ -77,8 +77,6 @@ def test_chunks_are_handed_over_in_groups() -> None:
 
 
 class Machine:
-    """A clock, and CPU time that is used at full speed."""
-
     def __init__(self) -> None:
         self.now = 0.0
         self.used = 0.0

@@ -28,14 +28,20 @@ def _run(store: Store, now: list[float]) -> Run:
     return Run(store, "gpt", clock=lambda: now[0])
 
 
+def _begun(run: Run, every_s: float = 3600.0) -> tuple[HeartbeatWriter, SharedStep]:
+    """Of a trainer that begins."""
+    writer, shared_step = HeartbeatWriter(run, every_s), SharedStep()
+    writer.begin(_began(_T), shared_step)
+    return writer, shared_step
+
+
 @pytest.fixture
 def now() -> list[float]:
     return [_T]
 
 
 def test_a_trainer_that_dies_leaves_its_last_step(store: Store, now: list[float]) -> None:
-    writer, shared_step = HeartbeatWriter(_run(store, now), 3600.0), SharedStep()
-    began = _began(_T)
+    began, writer, shared_step = _began(_T), HeartbeatWriter(_run(store, now), 3600.0), SharedStep()
     writer.begin(began, shared_step)
     shared_step.write(_T + 10, 3, 0.5, 0.25)
     writer.captured(3, _T + 10.5)
@@ -53,8 +59,7 @@ def test_a_trainer_that_dies_leaves_its_last_step(store: Store, now: list[float]
 
 def test_one_document_per_life_written_again_with_each_beat(store: Store, now: list[float]) -> None:
     run = _run(store, now)
-    writer, shared_step = HeartbeatWriter(run, 0.05), SharedStep()
-    writer.begin(_began(_T), shared_step)
+    writer, shared_step = _begun(run, 0.05)
     shared_step.write(_T + 1, 1, 0.0, 0.0)
     wait_until(lambda: [one.step for one in read_heartbeats(run)] == [[1]], "the first beat")
     shared_step.write(_T + 2, 2, 0.0, 0.0)
@@ -76,8 +81,7 @@ def test_one_document_per_life_written_again_with_each_beat(store: Store, now: l
 
 @pytest.mark.parametrize("ended", [TrainerEnd.REQUESTED, TrainerEnd.ERROR])
 def test_why_a_trainer_closes(store: Store, now: list[float], ended: TrainerEnd) -> None:
-    writer, shared_step = HeartbeatWriter(_run(store, now), 3600.0), SharedStep()
-    writer.begin(_began(_T), shared_step)
+    writer, shared_step = _begun(_run(store, now))
     shared_step.write_expected_end(ended)
     writer.stop(closed=True)
     writer.close()
@@ -87,8 +91,7 @@ def test_why_a_trainer_closes(store: Store, now: list[float], ended: TrainerEnd)
 @pytest.mark.parametrize("saves", [False, True])
 def test_a_short_life_that_closes_has_an_end_if_it_saved(store: Store, now: list[float], saves: bool) -> None:
     for every_s in (60.0, 0.0):
-        writer, shared_step = HeartbeatWriter(_run(store, now), every_s), SharedStep()
-        writer.begin(_began(_T), shared_step)
+        writer, shared_step = _begun(_run(store, now), every_s)
         writer.captured(1, _T)
         if saves:
             writer.numbered(1, _T)
@@ -123,8 +126,6 @@ def test_what_is_local_only_is_reported_also_after_the_end_of_the_trainer(store:
 
 
 class _Away(WrappedStore):
-    """A store that does not answer writes until it is back."""
-
     def __init__(self, store: Store) -> None:
         super().__init__(store)
         self.back = threading.Event()
@@ -140,8 +141,7 @@ class _Away(WrappedStore):
 
 def test_a_store_that_is_away_delays_nothing(now: list[float]) -> None:
     away = _Away(open_store("memory://away"))
-    writer, shared_step = HeartbeatWriter(_run(away, now), 0.02), SharedStep()
-    writer.begin(_began(_T), shared_step)
+    writer, _ = _begun(_run(away, now), 0.02)
     wait_until(lambda: away.tries >= 2, "a beat that failed, and one that hangs")
     writer.captured(1, _T + 1)  # does not wait
     writer.stop(closed=True)
@@ -167,8 +167,7 @@ def test_beats_are_thinned_out_and_stay_in_order() -> None:
 def test_a_generation_that_begins_after_the_trainer_is_known(store: Store, now: list[float], closed: bool) -> None:
     """On a slow store, the first upload may begin when the trainer is gone."""
     run = _run(store, now)
-    writer, shared_step = HeartbeatWriter(run, 0.05), SharedStep()
-    writer.begin(_began(_T), shared_step)
+    writer, shared_step = _begun(run, 0.05)
     shared_step.write(_T + 1, 1, 0.0, 0.0)
     writer.captured(1, _T + 1)
     now[0] = _T + 2
@@ -184,8 +183,7 @@ def test_a_generation_that_begins_after_the_trainer_is_known(store: Store, now: 
 def test_a_generation_belongs_to_the_life_that_captured_its_save(store: Store, now: list[float]) -> None:
     """A restore in place begins a life while saves of the life before it are still under way."""
     run = _run(store, now)
-    writer = HeartbeatWriter(run, 3600.0)
-    writer.begin(_began(_T), SharedStep())
+    writer, _ = _begun(run)
     writer.begin(_began(_T + 10, str(Attempt(1, new_ulid(_T), generation=1))), SharedStep())
     writer.numbered(1, _T + 5)
     writer.numbered(2, _T + 15)

@@ -85,11 +85,6 @@ class Training:
         return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
 
 
-@pytest.fixture(params=["process", "thread"])
-def writer(request: pytest.FixtureRequest) -> Any:
-    return request.param
-
-
 @pytest.fixture
 def checkpointer(tmp_path: Path) -> Iterator[Checkpointer]:
     with Checkpointer(str(tmp_path), run=RUN, writer="thread", compress="fast") as found:
@@ -102,7 +97,7 @@ def check_all(folder: Path) -> None:
         assert verify(StoreSource(store), checkpoint).ok
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["in place", "new process"])
+@pytest.mark.parametrize(("writer", "again"), [("thread", False), ("process", True)])
 def test_the_first_save_after_a_rewind_references_what_was_restored(tmp_path: Path, writer: Any, again: bool) -> None:
     """The base changed after the checkpoint to which the run is rewound, so the latest one has none of its chunks."""
     training = Training()
@@ -122,21 +117,21 @@ def test_the_first_save_after_a_rewind_references_what_was_restored(tmp_path: Pa
     check_all(tmp_path)
 
 
-def test_a_frozen_base_is_stored_once(tmp_path: Path, writer: Any) -> None:
+def test_a_frozen_base_is_stored_once(checkpointer: Checkpointer, tmp_path: Path) -> None:
     training = Training()
     states = {}
-    with Checkpointer(str(tmp_path), run=RUN, writer=writer, compress="fast") as checkpointer:
-        saved = []
-        for _ in range(4):
-            saved.append(training.save(checkpointer))
-            states[training.steps] = training.state()
-        first, *later = saved
-        assert first.referenced_bytes == 0
-        assert all(c.referenced_bytes > 0.9 * first.stored_bytes > 20 * c.stored_bytes for c in later)
-        for step, state in states.items():
-            fresh = Training()
-            checkpointer.restore(fresh.model, fresh.optim, checkpoint=step)
-            assert same_state(fresh.state(), state)
+    saved = []
+    for _ in range(4):
+        saved.append(training.save(checkpointer))
+        states[training.steps] = training.state()
+    first, *later = saved
+    assert first.referenced_bytes == 0
+    assert all(c.referenced_bytes > 0.9 * first.stored_bytes > 20 * c.stored_bytes for c in later)
+    for step, state in states.items():
+        fresh = Training()
+        checkpointer.restore(fresh.model, fresh.optim, checkpoint=step)
+        assert same_state(fresh.state(), state)
+    checkpointer.close()
     check_all(tmp_path)
     run = Run(open_store(str(tmp_path)), RUN)
     assert ({mark.attempt for mark in marks(run)}, active_leases(run)) == ({first.attempt}, {})

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +26,7 @@ from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import undecided_attempts
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
-from tests.ckpt.saver.attempts import new_attempt, stored
+from tests.ckpt.saver.attempts import new_attempt, new_job, new_setup, stored
 from tests.support.checkpoints import write_rank
 from tests.support.stores import Faults, FaultyStore
 from tests.support.waiting import wait_until
@@ -35,29 +36,14 @@ RAW = np.random.default_rng(0).standard_normal(COUNT).astype(np.float32).data.ca
 
 
 def setup(store: Store, rank: int = 0, world_size: int = 1, timeout: float = 20.0) -> Setup:
-    return Setup(
-        store=store.url, options={}, run="r", rank=rank, world_size=world_size, compress="fast",
-        peer_timeout_s=timeout, daemon=None, token=None,
-    )  # fmt: skip
+    return new_setup(store.url, rank=rank, world_size=world_size, compress="fast", peer_timeout_s=timeout)
 
 
 def job(attempt: NewAttempt, number: int = 1, rows: bool = True) -> SaveJob:
-    return SaveJob(
-        number=number,
-        slot=0 if rows else None,
-        attempt=attempt,
-        created_at=system_clock(),
-        slices=[SliceRow("model/w", "float32", (COUNT,), (0, COUNT), 0)] if rows else [],
-        aliases={},
-        trees={"model": {"w": {"$": "tensor", "name": "model/w"}}} if rows else {},
-        local={"rng": number},
-        metrics={},
-        lease=None,
-    )
+    return new_job(attempt, COUNT if rows else 0, number=number, local={"rng": number})
 
 
 def run(store: Store, what: Setup, jobs: list[SaveJob]) -> list[Report]:
-    """Reports of a pipeline that was given the jobs and closed."""
     reports: list[Report] = []
     pipeline = SavePipeline(store, what, reports.append)
     for one in jobs:
@@ -109,19 +95,14 @@ def test_small_chunks_are_not_reported_one_by_one(store: Store, attempt: NewAtte
 
 
 def test_rank_zero_commits_when_the_last_receipt_is_there(store: Store, attempt: NewAttempt) -> None:
-    reports: dict[int, list[Report]] = {0: [], 1: []}
+    def rank(number: int) -> Report:
+        return run(store, setup(store, number, 2), [job(attempt, rows=number == 0)])[-1]
 
-    def rank(number: int) -> None:
-        reports[number] = run(store, setup(store, number, 2), [job(attempt, rows=number == 0)])
-
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert isinstance(reports[0][-1], Done)
-    assert isinstance(reports[1][-1], Done)
-    assert reports[0][-1].outcome == reports[1][-1].outcome
+    with ThreadPoolExecutor(2) as ranks:
+        first, second = ranks.map(rank, range(2))
+    assert isinstance(first, Done)
+    assert isinstance(second, Done)
+    assert first.outcome == second.outcome
     assert StoreSource(store).latest("r").world_size == 2
 
 
@@ -191,8 +172,11 @@ def test_a_failed_upload_leaves_no_shard_and_the_next_one_works(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("mode", ["before", "after"])
-def test_any_one_lost_request_fails_no_save(tmp_path: Path, mode: Literal["before", "after"]) -> None:
+def test_any_one_lost_request_fails_no_save(
+    tmp_path: Path, mode: Literal["before", "after"], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The shard is written again from its slot, and a create whose reply was lost is recognized."""
+    monkeypatch.setattr("ckptstore.retry._FIRST_PAUSE_S", 0.001)
     raw = np.arange(1 << 16, dtype=np.float32).data.cast("B")
 
     def save(number: int, fail_at: int) -> tuple[list[Report], Faults]:
@@ -200,7 +184,7 @@ def test_any_one_lost_request_fails_no_save(tmp_path: Path, mode: Literal["befor
         reports, faults = list[Report](), Faults(fail_at, mode)
         patient = replace(setup(folder), retry_s=60.0)
         pipeline = SavePipeline(FaultyStore(folder, faults), patient, reports.append)
-        small = replace(job(new_attempt(7)), slices=[SliceRow("model/w", "float32", (1 << 16,), (0, 1 << 16), 0)])
+        small = new_job(new_attempt(7), 1 << 16)
         pipeline.submit(small, raw)
         pipeline.close()
         assert isinstance(reports[-1], Done), (fail_at, faults.calls, reports[-1])

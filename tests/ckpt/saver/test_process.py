@@ -16,15 +16,14 @@ from torch import nn
 from ckpt import Checkpointer
 from ckpt.host.lock import SaverLock, wait_for_orphans
 from ckpt.host.segment import Segment
-from ckpt.saver.messages import Channel, SaveJob, Setup, SliceRow, Slot, Stop
+from ckpt.saver.messages import Channel, Slot, Stop
 from ckpt.saver.process import IGNORED
 from ckpt.snapshot.writers import _start
-from ckptstore.clock import system_clock
 from ckptstore.commits.commit import receipt_ranks, roll_forward
 from ckptstore.reading.source import StoreSource
 from ckptstore.run import Run
 from ckptstore.stores import open_store
-from tests.ckpt.saver.attempts import new_attempt, stored
+from tests.ckpt.saver.attempts import new_attempt, new_job, new_setup, stored
 from tests.support.checkpoints import write_rank
 from tests.support.waiting import wait_until
 
@@ -35,15 +34,8 @@ COUNT = 4_000_000
 def test_a_saver_without_trainer_finishes_and_holds_no_memory_nor_next_trainer(last: bytes, tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     run, attempt = Run(store, "r"), new_attempt(3)
-    setup = Setup(
-        store=str(tmp_path), options={}, run="r", rank=0, world_size=2, compress="off", peer_timeout_s=60.0,
-        daemon=None, token=None,
-    )  # fmt: skip
-    job = SaveJob(
-        number=1, slot=0, attempt=attempt, created_at=system_clock(),
-        slices=[SliceRow("model/w", "float32", (COUNT,), (0, COUNT), 0)], aliases={},
-        trees={"model": {"w": {"$": "tensor", "name": "model/w"}}}, local={}, metrics={}, lease=None,
-    )  # fmt: skip
+    setup = new_setup(str(tmp_path), world_size=2)
+    job = new_job(attempt, COUNT)
     segment = Segment(COUNT * 4)
     segment.view[:] = np.ones(COUNT, dtype=np.float32).tobytes()
     ours, theirs = socket.socketpair()
@@ -79,10 +71,7 @@ def test_a_saver_without_trainer_finishes_and_holds_no_memory_nor_next_trainer(l
 
 
 def test_signals_to_the_whole_job_do_not_end_a_saver_that_begins(tmp_path: Path) -> None:
-    setup = Setup(
-        store=str(tmp_path), options={}, run="r", rank=0, world_size=1, compress="off", peer_timeout_s=60.0,
-        daemon=None, token=None,
-    )  # fmt: skip
+    setup = new_setup(str(tmp_path))
     ours, theirs = socket.socketpair()
     presence = SaverLock(setup.store, setup.run)
     with closing(Channel(ours)) as channel, theirs, tempfile.TemporaryFile() as stderr:
@@ -97,7 +86,7 @@ def test_signals_to_the_whole_job_do_not_end_a_saver_that_begins(tmp_path: Path)
 
 
 def test_a_saver_keeps_to_its_cpu_budget_and_gives_way(tmp_path: Path) -> None:
-    model = nn.ParameterDict({"w": torch.randn(24 << 20)})  # 96 MiB
+    model = nn.ParameterDict({"w": torch.randn(12 << 20)})  # 48 MiB
     budget, burst_s, chunk_s = 0.02, 1.0, 0.01
     with Checkpointer(str(tmp_path), run="r", compress="fast", slots=1, cpu_budget=budget) as checkpointer:
         handle = checkpointer.save_async(model, None, 1)

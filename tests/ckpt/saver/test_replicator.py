@@ -8,7 +8,6 @@ import pytest
 
 from ckpt import Checkpointer
 from ckpt.saver.commit import Numbering
-from ckpt.saver.messages import Setup
 from ckpt.saver.replicator import Replicator
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import list_checkpoints
@@ -23,6 +22,7 @@ from ckptstore.retention.pins import pinned
 from ckptstore.run import Run
 from ckptstore.tiers.replication import UNREPLICABLE, queued, unreplicable
 from ckptstore.tiers.source import TieredSource
+from tests.ckpt.saver.attempts import new_setup
 from tests.ckpt.test_tiers import Host
 from tests.ckptstore.tiers.test_replication import Tiers
 from tests.support.stores import Faults, FaultyStore, Interleaving
@@ -48,24 +48,6 @@ def test_saves_after_a_checkpoint_that_cannot_be_replicated_are_remote_again(hos
         host.save(checkpointer, 3)
     assert host.steps("remote") == [3]
     assert verify(StoreSource(host.run("remote").store), list_checkpoints(host.run("remote"))[0]).ok
-
-
-def test_a_remote_volume_that_is_not_mounted_gets_nothing(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.config.HEARTBEAT_S", 0.05)
-    with host.start() as checkpointer:
-        host.save(checkpointer, 1)
-    volume = host.remote.rename(host.remote.with_name("volume"))
-    host.remote.mkdir()  # the folder below the mount point
-    with host.start() as checkpointer:
-        host.resumes(checkpointer, 1)
-        host.save(checkpointer, 2)
-    assert ([str(p) for p in host.remote.rglob("*")], len(queued(host.run("local")))) == ([], 2)
-    host.remote.rmdir()
-    volume.rename(host.remote)
-    with host.start() as checkpointer:
-        host.resumes(checkpointer, 2)
-        host.save(checkpointer, 3)
-    assert host.steps("remote") == [3, 2, 1]
 
 
 def test_an_error_that_may_pass_marks_nothing_unreplicable(host: Host) -> None:
@@ -125,8 +107,6 @@ def test_the_remote_store_goes_away_within_a_restore(host: Host, tmp_path: Path)
 
 
 class Noted(threading.Event):
-    """An event that notes that a thread waits for it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.asked = threading.Event()
@@ -143,10 +123,7 @@ def test_nothing_is_replicated_while_a_save_is_urgent(host: Host) -> None:
     host.remote.unlink()
     local, paused, events = host.run("local"), threading.Event(), list[str]()
     remote_store = FaultyStore(host.run("remote").store, Interleaving(0, lambda: paused.wait(60)))
-    setup = Setup(
-        store=local.store.url, options={}, run="gpt", rank=0, world_size=1, compress="off", peer_timeout_s=20.0,
-        daemon=None, token=None, remote=remote_store.url, local_keep=9,
-    )  # fmt: skip
+    setup = new_setup(local.store.url, run="gpt", remote=remote_store.url, local_keep=9)
     replicator = Replicator(
         local, Run(remote_store, "gpt"), setup, Numbering(local, events.append), lambda _: None,
         lambda attempt: events.append(f"{attempt.step} is remote"),
@@ -167,9 +144,6 @@ def test_what_a_killed_saver_has_not_pinned_is_replicated_though_the_next_one_ha
     numbering = Numbering(tiers.local, print)
     resumed = NewAttempt(Session(new_ulid(system_clock()), last.attempt, 0), 2, new_ulid(system_clock()))
     tiers.save(2, numbering.attempt(resumed).generation)
-    setup = Setup(
-        store="", options={}, run="gpt", rank=0, world_size=1, compress="off", peer_timeout_s=1.0, daemon=None,
-        token=None, remote=f"file://{tmp_path}", local_keep=1,
-    )  # fmt: skip
+    setup = new_setup("", run="gpt", remote=f"file://{tmp_path}", local_keep=1)
     Replicator(tiers.local, tiers.remote, setup, numbering, lambda _: None, lambda _: None).finish()
     assert [c.step for c in list_checkpoints(tiers.remote)] == [1]

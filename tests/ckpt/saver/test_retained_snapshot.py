@@ -21,7 +21,6 @@ from ckpt import Checkpointer
 from ckpt.host.lock import host_folder
 from ckpt.host.segment import Segment
 from ckpt.saver import retained_snapshot
-from ckpt.saver.messages import SaveJob, Setup
 from ckpt.saver.presence import savers
 from ckpt.saver.retained_snapshot import Attach, HeldSnapshot, Refused, RetainedSnapshot, SlotContents, ask, socket_path
 from ckptstore.format.documents import Shard
@@ -29,7 +28,7 @@ from ckptstore.format.shards import ChunkSpan, EncodedChunk, chunk_table
 from ckptstore.names import Attempt, new_ulid, shard_name
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.stores import open_store
-from tests.ckpt.saver.attempts import new_attempt
+from tests.ckpt.saver.attempts import new_attempt, new_job, new_setup
 from tests.ckpt.saver.retained_train import RUN, network, state_digest
 from tests.support.forking import TRAINER, fork, run
 from tests.support.stores import CountingStore
@@ -46,7 +45,8 @@ PROGRAM = "tests.ckpt.saver.retained_train"
 def killed_trainer(
     store: Path, retain_snapshot_s: str = RETAIN_SNAPSHOT_S, environment: Mapping[str, str] | None = None
 ) -> Iterator[int]:
-    """The process id of the saver of a trainer that has saved two steps and was killed."""
+    """The process id of the saver of a trainer that has saved two steps and was killed; where the host is the usual one
+    and memory is kept, that says so."""
     said, says = os.pipe()
     arguments = ["train", str(store), retain_snapshot_s]
     process = fork(TRAINER, PROGRAM, arguments, stdout=says, stderr=2, environment=environment)
@@ -58,6 +58,8 @@ def killed_trainer(
         process.kill()
         process.wait()
     try:
+        if retain_snapshot_s == RETAIN_SNAPSHOT_S and environment is None:
+            wait_for_memory(store)
         yield saver
     finally:
         if is_alive(saver):
@@ -66,7 +68,6 @@ def killed_trainer(
 
 
 def wait_for_memory(store: Path) -> None:
-    """Wait until a saver keeps memory, and says so."""
     wait_until(lambda: sockets(store), "a saver that keeps memory")
     wait_until(lambda: any(note["idle"] for note in notes(store)), "a note of it")
 
@@ -85,8 +86,6 @@ def notes(store: Path) -> list[dict[str, Any]]:
 
 
 class SlowStore(CountingStore):
-    """A megabyte per second."""
-
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
         time.sleep(len(buffer) / 1e6)
         return super().read_into(key, offset, buffer)
@@ -101,33 +100,29 @@ def slowed(checkpointer: Checkpointer) -> SlowStore:
 
 def test_a_restart_on_the_same_host_reads_no_shard_and_frees_the_memory(tmp_path: Path) -> None:
     store, model = tmp_path / "store", network(0)
-    with killed_trainer(store) as saver:
-        wait_for_memory(store)
-        with Checkpointer(str(store), run=RUN) as checkpointer:
-            slow, restored = slowed(checkpointer), present(checkpointer.restore(model))
-            assert restored.step == 2
-            assert restored.read == {"memory": restored.checkpoint.raw_bytes, "store": 0}
-            assert (slow.reads, state_digest(model)) == ([], state_digest(network(2)))
-            assert is_alive(saver)
-            # The second save had referenced what had not changed. A restart needs neither.
-            assert restored.checkpoint.referenced_bytes > 0
-            checkpointer.save(model, None, 3)
-            wait_until(lambda: not is_alive(saver), "the end of the saver, whose memory is needed for a slot")
+    with killed_trainer(store) as saver, Checkpointer(str(store), run=RUN) as checkpointer:
+        slow, restored = slowed(checkpointer), present(checkpointer.restore(model))
+        assert restored.step == 2
+        assert restored.read == {"memory": restored.checkpoint.raw_bytes, "store": 0}
+        assert (slow.reads, state_digest(model)) == ([], state_digest(network(2)))
+        assert is_alive(saver)
+        # The second save had referenced what had not changed. A restart needs neither.
+        assert restored.checkpoint.referenced_bytes > 0
+        checkpointer.save(model, None, 3)
+        wait_until(lambda: not is_alive(saver), "the end of the saver, whose memory is needed for a slot")
     assert sockets(store) == []
 
 
 def test_a_flipped_bit_in_memory_is_read_from_the_store(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store, model = tmp_path / "store", network(0)
     with killed_trainer(store) as saver:
-        wait_for_memory(store)
         for link in Path(f"/proc/{saver}/fd").iterdir():
             if "ckpt-arena" in str(link.readlink()):
                 with link.open("r+b", buffering=0) as file:
                     byte = os.pread(file.fileno(), 1, 3_000_000)
                     os.pwrite(file.fileno(), bytes([byte[0] ^ 1]), 3_000_000)
         with Checkpointer(str(store), run=RUN) as checkpointer:
-            slow, restored = slowed(checkpointer), checkpointer.restore(model)
-    assert restored is not None
+            slow, restored = slowed(checkpointer), present(checkpointer.restore(model))
     content = read_manifest(StoreSource(open_store(str(store))), restored.checkpoint).content
     sizes = set(content.shards[0].chunks.raw.tolist())
     assert restored.read["store"] in sizes
@@ -141,7 +136,6 @@ def test_a_flipped_bit_in_memory_is_read_from_the_store(tmp_path: Path, caplog: 
 def test_two_trainers_attach_at_once(tmp_path: Path) -> None:
     store, results = tmp_path / "store", []
     with killed_trainer(store):
-        wait_for_memory(store)
         pipes, processes = [], []
         for name in ("first", "second"):
             said, says = os.pipe()
@@ -159,10 +153,9 @@ def test_two_trainers_attach_at_once(tmp_path: Path) -> None:
         assert (result["digest"], result["read"]["store"]) == (state_digest(network(2)), 0)
 
 
-def test_another_run_store_or_attempt_is_refused(tmp_path: Path) -> None:
+def test_another_run_store_or_attempt_is_refused_and_an_idle_saver_holds_up_nothing(tmp_path: Path) -> None:
     store = str(tmp_path / "store")
-    with killed_trainer(Path(store)):
-        wait_for_memory(Path(store))
+    with killed_trainer(Path(store)) as saver:
         url = open_store(store).url
         newest, first = StoreSource(open_store(store)).checkpoints(RUN)
         for question, text in (
@@ -180,6 +173,14 @@ def test_another_run_store_or_attempt_is_refused(tmp_path: Path) -> None:
         # Another run of the same store does not find it either.
         with Checkpointer(store, run="other") as checkpointer:
             assert checkpointer.restore(network(0), checkpoint=newest.id) is not None
+        assert saver not in [state.pid for state in savers()]
+        assert sum("ckpt-arena" in str(link.readlink()) for link in Path(f"/proc/{saver}/fd").iterdir()) == 1
+        wait_until(lambda: os.readlink(f"/proc/{saver}/cwd") == "/", "that it leaves the folder of the job")
+        os.kill(saver, signal.SIGTERM)
+        wait_until(lambda: not is_alive(saver), "the end by a signal")
+        # Its socket is removed by the next one that looks.
+        assert list(ask(url, RUN, retained_snapshot.Release("", RUN, 0))) == []
+        assert sockets(Path(store)) == []
 
 
 OTHER_USER = """
@@ -227,20 +228,9 @@ def test_another_user_is_refused(tmp_path: Path) -> None:
         assert ask_as_other() == "Refused(reason='the peer belongs to another user')"
 
 
-def test_an_idle_saver_holds_up_nothing_and_ends_by_itself(tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    with killed_trainer(store, "0.5") as saver:
+def test_an_idle_saver_ends_by_itself(tmp_path: Path) -> None:
+    with killed_trainer(tmp_path, "0.5") as saver:
         wait_until(lambda: not is_alive(saver), "the end of retain_snapshot_s")
-    with killed_trainer(tmp_path / "store2") as saver:
-        wait_for_memory(tmp_path / "store2")
-        assert saver not in [state.pid for state in savers()]
-        assert sum("ckpt-arena" in str(link.readlink()) for link in Path(f"/proc/{saver}/fd").iterdir()) == 1
-        wait_until(lambda: os.readlink(f"/proc/{saver}/cwd") == "/", "that it leaves the folder of the job")
-        os.kill(saver, signal.SIGTERM)
-        wait_until(lambda: not is_alive(saver), "the end by a signal")
-        # Its socket is removed by the next one that looks.
-        assert list(ask(open_store(str(tmp_path / "store2")).url, RUN, retained_snapshot.Release("", RUN, 0))) == []
-        assert sockets(tmp_path / "store2") == []
 
 
 def test_the_memory_of_a_trainer_that_ends_by_an_exception_is_kept(tmp_path: Path) -> None:
@@ -263,9 +253,8 @@ def test_the_memory_of_a_trainer_that_ends_by_an_exception_is_kept(tmp_path: Pat
 def test_nothing_is_retained_after_a_close_or_without_retain_snapshot_s(tmp_path: Path) -> None:
     with suppress(SystemExit), Checkpointer(str(tmp_path / "store"), run=RUN, retain_snapshot_s=600) as checkpointer:
         checkpointer.save(network(1), None, 1)
-        saver = checkpointer.saver_pid
+        saver = present(checkpointer.saver_pid)
         sys.exit()  # no error
-    assert saver is not None
     assert not is_alive(saver)
     with killed_trainer(tmp_path / "store2", "0") as saver:
         wait_until(lambda: not is_alive(saver), "the end of the saver")
@@ -276,10 +265,7 @@ ONE, TWO, THREE = (Attempt(step, new_ulid(float(step))) for step in (1, 2, 3))
 
 def hold(contents: SlotContents, number: int, slot: int, attempt: Attempt) -> None:
     """A job of one chunk of 64 KiB is uploaded."""
-    job = SaveJob(
-        number=number, slot=slot, attempt=new_attempt(attempt.step), created_at=0.0, slices=[], aliases={}, trees={},
-        local={}, metrics={}, lease=None,
-    )  # fmt: skip
+    job = new_job(new_attempt(attempt.step), number=number, slot=slot)
     chunk = EncodedChunk(b"", SIZE, SIZE, "zstd", "01" * 16, "02" * 16)
     span = ChunkSpan(0, SIZE, "uint8")
     contents.submitted(job)
@@ -305,10 +291,7 @@ def test_what_the_slots_hold_follows_commits_failures_and_reuse() -> None:
     assert contents.slots() == {1: held(THREE)}
 
 
-SETUP = Setup(
-    store="file:///somewhere", options={}, run=RUN, rank=0, world_size=1, compress="off", peer_timeout_s=1.0,
-    daemon=None, token=None, retain_snapshot_s=600.0,
-)  # fmt: skip
+SETUP = new_setup("file:///somewhere", run=RUN, retain_snapshot_s=600.0)
 
 
 def ask_for_one() -> list[retained_snapshot.Answer]:

@@ -12,7 +12,6 @@ from torch import nn
 
 from ckpt import Checkpointer
 from ckpt.saver import statistics as module
-from ckpt.saver.messages import Report, Setup
 from ckpt.saver.pipeline import SavePipeline
 from ckpt.saver.statistics import chunk_extremes, chunk_table
 from ckptstore.analysis.statistics import CheckpointStatistics, read_statistics
@@ -28,7 +27,7 @@ from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from ckptstore.tiers.copying import copy_checkpoint
-from tests.ckpt.saver.attempts import new_attempt
+from tests.ckpt.saver.attempts import new_attempt, new_setup
 from tests.ckpt.saver.test_pipeline import COUNT, RAW, job
 from tests.ckptstore.codecs.test_dtypes import COMPONENTS
 from tests.support.checkpoints import flipped
@@ -149,19 +148,11 @@ def test_casts_that_are_not_stored_have_statistics(tmp_path: Path) -> None:
     check(statistics(tmp_path), named(net))
 
 
-def setup(store: Store, **changed: Any) -> Setup:
-    return Setup(
-        store=store.url, options={}, run="r", rank=0, world_size=1, compress="fast", peer_timeout_s=20,
-        daemon=None, token=None, **changed,
-    )  # fmt: skip
-
-
-def save(store: Store, step: int = 1, **changed: Any) -> list[Report]:
-    reports: list[Report] = []
-    pipeline = SavePipeline(store, setup(store, **changed), reports.append)
-    pipeline.submit(job(new_attempt(step)), RAW)
+def save(store: Store, *steps: int) -> None:
+    pipeline = SavePipeline(store, new_setup(store.url, compress="fast"), lambda _: None)
+    for step in steps or (1,):
+        pipeline.submit(job(new_attempt(step)), RAW)
     pipeline.close()
-    return reports
 
 
 def test_a_save_survives_bad_statistics(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -186,10 +177,7 @@ def test_a_save_survives_a_store_that_takes_no_statistics(caplog: pytest.LogCapt
             super().put(key, data)
 
     store = Refusing(str(tmp_path))
-    pipeline = SavePipeline(store, setup(store), lambda _: None)
-    for step in (1, 2):
-        pipeline.submit(job(new_attempt(step)), RAW)
-    pipeline.close()
+    save(store, 1, 2)
     assert [one.step for one in list_checkpoints(Run(open_store(str(tmp_path)), "r"))] == [2, 1]
     assert latest(Run(open_store(str(tmp_path)), "r")).raw_bytes == len(RAW)
     assert "could not be written" in caplog.text
@@ -201,7 +189,8 @@ def test_damaged_and_missing_statistics_are_reported_and_harm_nothing_else() -> 
     checkpoint = latest(Run(store, "r"))
     key = RunKeys("r").shard(checkpoint.attempt, shard_name(0))
     good = store.get(key)
-    assert statistics(store).tensors["model/w"].elements == COUNT
+    row, numbers = statistics(store).tensors["model/w"], np.frombuffer(RAW, np.float32)
+    assert (row.minimum, row.maximum, row.elements) == (numbers.min(), numbers.max(), COUNT)
     for at in range(checkpoint.stored_bytes, len(good), 41):
         store.put(key, flipped(good, at))
         with pytest.raises(CorruptObject, match="checksum"):
@@ -214,13 +203,6 @@ def test_damaged_and_missing_statistics_are_reported_and_harm_nothing_else() -> 
     assert verify(StoreSource(store), copied).ok
     with pytest.raises(InvalidRequest, match="saved without statistics"):
         read_statistics(StoreSource(store), copied)
-
-
-def test_extremes_of_the_pipeline_are_exact() -> None:
-    store = open_store("memory://survey-exact")
-    save(store)
-    row, numbers = statistics(store).tensors["model/w"], np.frombuffer(RAW, np.float32)
-    assert (row.minimum, row.maximum, row.elements) == (numbers.min(), numbers.max(), COUNT)
 
 
 def of(dtype: str, raw: bytes | bytearray | memoryview, sizes: Sequence[int], level: int = 1) -> Table:
@@ -270,17 +252,12 @@ def test_extremes_that_the_encoder_finds_are_exact(dtype: str, sign: str, level:
     words = numbers.to(getattr(torch, dtype)).view(torch.uint8).numpy().view(word).copy()
     infinity = int(torch.tensor([np.inf], dtype=getattr(torch, dtype)).view(torch.uint8).numpy().view(word)[0])
     last, negative = infinity - 1, 1 << (8 * word.itemsize - 1)
-    for changed in (
-        {},
-        {count - 1: 0},
-        {count - 1: last},
-        {0: last | negative, 200_000: last},
-        {17: negative},
-        {150_000: infinity},
-        {150_000: infinity | negative, 3: infinity | negative},
-        {count - 2: infinity + 1},
+    changes: list[dict[int, int]] = [
+        {}, {count - 1: 0}, {count - 1: last}, {0: last | negative, 200_000: last}, {17: negative}, {150_000: infinity},
+        {150_000: infinity | negative, 3: infinity | negative}, {count - 2: infinity + 1},
         {299_999: infinity + 1 | negative, 5: (1 << (8 * word.itemsize)) - 1},
-    ):
+    ]  # fmt: skip
+    for changed in changes:
         given = words.copy()
         place(given, list(changed.values()), list(changed))
         raw = given.data.cast("B")

@@ -65,7 +65,7 @@ def test_too_little_time_and_another_run(trainer: Printing, tmp_path: Path, monk
     assert (other.returncode, json.loads(other.stdout)["savers"]) == (0, 0)
     # A saver that was killed leaves a note, which counts for nothing and is removed.
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    (saver,) = [state for state in savers() if state.store == str(tmp_path / "store")]
+    (saver,) = [state for state in savers() if state.store == (tmp_path / "store").as_uri()]
     os.kill(saver.pid, signal.SIGKILL)
     wait_until(lambda: not [state for state in savers() if state.pid == saver.pid])
     assert not list((tmp_path / "tmp").rglob("*.note"))
