@@ -81,16 +81,11 @@ def run(*args: object, env: Mapping[str, str] | None = None) -> Finished:
     )
 
 
-def run_program(
-    *args: object, env: Mapping[str, str] | None = None, largest_file_blocks: int | None = None
-) -> Finished:
-    """The same in a new interpreter, if asked with a limit on the files it may write."""
-    command = [*PROGRAM, *map(str, args)]
-    if largest_file_blocks is not None:
-        command = ["sh", "-c", f'ulimit -f {largest_file_blocks}; exec "$@"', "sh", *command]
+def run_program(*args: object, env: Mapping[str, str] | None = None) -> Finished:
+    """The same in a new interpreter."""
     done = subprocess.run(
-        command, env=clean_environment(env), stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        timeout=_DEADLINE_S,
+        [*PROGRAM, *map(str, args)], env=clean_environment(env), stdin=subprocess.DEVNULL, capture_output=True,
+        text=True, timeout=_DEADLINE_S,
     )  # fmt: skip
     return Finished(done.returncode, done.stdout, done.stderr)
 

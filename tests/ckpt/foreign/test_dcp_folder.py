@@ -9,16 +9,17 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
 
-from ckpt import Checkpointer
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.run import Run
 from ckptstore.stores import open_store
-from tests.ckpt.dcp_state import make_model, make_optimizer, same
-from tests.ckpt.ddp import run_ranks
-from tests.ckpt.foreign.conftest import Payload, without_a_trace
-from tests.support.command_line import Finished, invoke
+from tests.ckpt.dcp_state import flat_optimizer_state, make_model, make_optimizer, same
+from tests.ckpt.foreign.conftest import Payload, assert_restores, given_back, refused, take
+from tests.support.command_line import invoke
+from tests.support.parallel.runner import Scenario, run_scenario
 
 dcp: Any = torch.distributed.checkpoint  # it exports without saying so
 
@@ -35,20 +36,6 @@ def save(folder: Path, state: dict[str, Any]) -> Path:
     return folder
 
 
-def take(store: Path, path: Path, run: str = "r") -> Finished:
-    return invoke("import", path, f"{run}@1", "--store", store, "-o", "json")
-
-
-def refused(store: Path, path: Path) -> Any:
-    return without_a_trace(store, take(store, path))
-
-
-def given_back(store: Path, run: str = "r") -> Any:
-    to = store.parent / "out.pt"
-    assert invoke("export", f"{run}@1", "--to", to, "--store", store, "--force").code == 0
-    return torch.load(to, weights_only=True)
-
-
 def change(folder: Path, how: Callable[[Metadata], object]) -> None:
     path = folder / ".metadata"
     metadata = pickle.loads(path.read_bytes())
@@ -57,26 +44,31 @@ def change(folder: Path, how: Callable[[Metadata], object]) -> None:
 
 
 def test_what_ranks_saved_in_pieces_restores_into_one_process(store: Path, tmp_path: Path) -> None:
-    (tmp_path / "dcp").mkdir()
-    run_ranks("tests.ckpt.foreign.foreign_ranks", 2, tmp_path / "dcp", str(tmp_path / "dcp"))
+    run_scenario(Scenario(f"{__name__}:save_in_pieces", 2, {"folder": str(tmp_path / "dcp")}), tmp_path / "ranks")
     model = make_model(1)
     optim = make_optimizer(model)
     for form in ("tree", "flat"):
         done = take(store, tmp_path / "dcp" / form, form)
         assert (done.code, done.json["items"]) == (0, ["history", "model", "optim", "step"])
         assert done.json["notes"] == []
-        other = make_model(9)
-        fresh = torch.optim.AdamW(other.parameters(), lr=1.0)
-        with Checkpointer(str(store), run=form, writer="thread") as checkpointer:
-            checkpointer.restore(other, fresh)
-        assert same(other.state_dict(), model.state_dict())
-        assert same(fresh.state_dict()["state"], optim.state_dict()["state"])
-        assert fresh.param_groups[0]["lr"] == 0.01
+        assert_restores(store, model, optim, form)
         state = given_back(store, form)
         assert (state["step"], state["history"]) == (5, [0.5, {"loss": 0.25}])
     source = StoreSource(open_store(str(store)))
     manifest = read_manifest(source, list_checkpoints(Run(source.store, "tree"))[0])
     assert len(manifest.content.slices.at) > len(manifest.content.entries.name)
+
+
+def save_in_pieces(folder: str) -> None:
+    """The same state under FSDP2, with the optimizer as a tree and with flat keys."""
+    model = make_model(1)
+    for layer in (model[0], model[2], model):  # type: ignore[index]
+        fully_shard(layer)
+    optim, more = make_optimizer(model), {"step": 5, "history": [0.5, {"loss": 0.25}]}
+    weights = get_model_state_dict(model)
+    tree = {"model": weights, "optimizer": get_optimizer_state_dict(model, optim), **more}
+    dcp.save(tree, checkpoint_id=f"{folder}/tree")
+    dcp.save({"model": weights, "optim": flat_optimizer_state(model, optim), **more}, checkpoint_id=f"{folder}/flat")
 
 
 def test_shapes_of_all_kinds_keep_their_bits(store: Path, tmp_path: Path) -> None:
@@ -125,24 +117,20 @@ def test_nothing_in_the_metadata_is_executed(store: Path, saved: Path, tmp_path:
 
 def test_nothing_in_a_value_is_executed(store: Path, tmp_path: Path) -> None:
     folder = save(tmp_path / "dcp", {"model": {"w": torch.ones(2)}, "x": Payload(tmp_path / "pwned")})
-    done = invoke("import", folder, "r@1", "--store", store, "-o", "json")
-    assert done.json["notes"] == ["x is left out: a posix.mkdir cannot be imported"]
+    assert take(store, folder).json["notes"] == ["x is left out: a posix.mkdir cannot be imported"]
     assert not (tmp_path / "pwned").exists()
 
 
 @pytest.mark.parametrize(
     "data",
     [
-        b"",
-        b"not a pickle",
-        pickle.dumps({"a": 1}),
-        pickle.dumps(Metadata),
+        b"", b"not a pickle", pickle.dumps({"a": 1}), pickle.dumps(Metadata),
         b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81.",
         # attributes set on a class, not on an object of it
         b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\n}\x8c\x01aK\x01sb.",
         b"\x80\x04ctorch\nfloat32\n)R.",
     ],
-)
+)  # fmt: skip
 def test_metadata_that_is_none_is_damage(store: Path, saved: Path, data: bytes) -> None:
     (saved / ".metadata").write_bytes(data)
     assert refused(store, saved)["code"] == "corrupt"
@@ -175,39 +163,19 @@ def paths(**found: Any) -> Callable[[Metadata], object]:
 @pytest.mark.parametrize(
     "how",
     [
-        move("../secret"),
-        move("/etc/passwd"),
-        move(".."),
-        move(""),
-        move("missing.distcp"),
-        place(offset=10),
-        place(offset=-1),
-        place(offset="0"),
-        place(offset=1 << 62),
-        place(length=1 << 40),
-        place(length=20),
-        tensor(size=torch.Size([20, 4])),
-        tensor(size=torch.Size([1 << 40, 1 << 20])),
-        tensor(size=[-20, -3]),
-        tensor(size="ab"),
-        tensor(properties=None),
-        tensor(chunks=[]),
-        tensor(chunks=None),
-        chunks(((0, 0), (10, 3))),
-        chunks(((0,), (20,))),
-        chunks(((0, 0), (21, 3))),
-        chunks(((1, 0), (20, 3))),
+        move("../secret"), move("/etc/passwd"), move(".."), move(""), move("missing.distcp"),
+        place(offset=10), place(offset=-1), place(offset="0"), place(offset=1 << 62), place(length=1 << 40),
+        place(length=20), tensor(size=torch.Size([20, 4])), tensor(size=torch.Size([1 << 40, 1 << 20])),
+        tensor(size=[-20, -3]), tensor(size="ab"), tensor(properties=None), tensor(chunks=[]), tensor(chunks=None),
+        chunks(((0, 0), (10, 3))), chunks(((0,), (20,))), chunks(((0, 0), (21, 3))), chunks(((1, 0), (20, 3))),
         chunks(((0, 0), (1 << 40, 1 << 40))),
         lambda metadata: metadata.storage_data.clear(),
         lambda metadata: setattr(metadata, "storage_data", None),
         lambda metadata: setattr(metadata, "state_dict_metadata", [1]),
-        paths(step=("model", "w")),
-        paths(step=("model", "w", "x")),
-        paths(step=()),
-        paths(step=("a", 3)),
+        paths(step=("model", "w")), paths(step=("model", "w", "x")), paths(step=()), paths(step=("a", 3)),
         paths(step=("model", 0)),
     ],
-)
+)  # fmt: skip
 def test_metadata_that_lies_is_damage(store: Path, saved: Path, how: Callable[[Metadata], object]) -> None:
     change(saved, how)
     assert refused(store, saved)["code"] == "corrupt"

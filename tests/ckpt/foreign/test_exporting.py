@@ -1,9 +1,11 @@
 import os
 import re
+import resource
 import sys
 import warnings
 from collections import Counter, OrderedDict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +19,12 @@ from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.errors import CorruptObject, InvalidRequest, UnsupportedObject
 from ckptstore.format.columns import column
 from ckptstore.format.documents import Content, Entries, Slices
-from ckptstore.format.shards import Slice
 from ckptstore.run import Run
-from ckptstore.stores import Store, open_store
+from ckptstore.stores import Store
+from tests.ckpt.foreign.conftest import of_types
 from tests.support.checkpoints import flip, sample_arrays
-from tests.support.command_line import invoke, run_program
-from tests.support.entries import tensor_bytes, write_entries
+from tests.support.command_line import invoke
+from tests.support.entries import tensor_bytes
 
 
 def left_in(folder: Path) -> list[str]:
@@ -57,37 +59,23 @@ def test_a_torch_file_holds_the_state_as_it_was_saved(training: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("mmap", [False, True])
-def test_every_element_type_keeps_its_bits_in_a_torch_file(tmp_path: Path, mmap: bool) -> None:
-    folder = tmp_path / "store"
-    entries = [Slice.whole(f"model/{dtype}", dtype, (3, 5)) for dtype in ITEM_BYTES if hasattr(torch, dtype)]
-    tree = {"model": {entry.dtype: {"$": "tensor", "name": entry.entry} for entry in entries}}
-    _, raw = write_entries(open_store(str(folder)), entries, tree, {})
-    assert invoke("export", "r@1", "--to", tmp_path / "a.pt", "--store", folder).code == 0
+def test_every_element_type_keeps_its_bits_in_a_torch_file(store: Path, tmp_path: Path, mmap: bool) -> None:
+    raw = of_types(store, [dtype for dtype in ITEM_BYTES if hasattr(torch, dtype)])
+    assert invoke("export", "r@1", "--to", tmp_path / "a.pt", "--store", store).code == 0
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
         state = torch.load(tmp_path / "a.pt", weights_only=True, mmap=mmap)["model"]
-    for entry in entries:
-        tensor = state[entry.dtype]
-        assert (tensor.dtype, tensor.shape) == (getattr(torch, entry.dtype), (3, 5))
-        assert bytes(tensor.untyped_storage()) == raw[entry.entry]
-
-
-def test_every_element_type_that_safetensors_has_keeps_its_bits(tmp_path: Path) -> None:
-    folder = tmp_path / "store"
-    entries = [Slice.whole(dtype, dtype, (3, 5)) for dtype in ITEM_BYTES if dtype not in ("complex128", "complex32")]
-    _, raw = write_entries(open_store(str(folder)), entries, {}, {})
-    to = tmp_path / "a.safetensors"
-    assert invoke("export", "r@1", "--to", to, "--store", folder).code == 0
-    assert {name: tensor_bytes(tensor) for name, tensor in load_file(to).items()} == raw
+    for dtype, data in raw.items():
+        assert (state[dtype].dtype, state[dtype].shape) == (getattr(torch, dtype), (3, 5))
+        assert bytes(state[dtype].untyped_storage()) == data
 
 
 @pytest.mark.parametrize("dtype", ["complex128", "complex32"])
-def test_an_element_type_that_safetensors_lacks_is_named(tmp_path: Path, dtype: str) -> None:
-    folder = tmp_path / "store"
-    write_entries(open_store(str(folder)), [Slice.whole("model/odd", dtype, (2,))], {}, {})
-    done = invoke("export", "r@1", "--to", tmp_path / "a.safetensors", "--store", folder, "-o", "json")
+def test_an_element_type_that_safetensors_lacks_is_named(store: Path, tmp_path: Path, dtype: str) -> None:
+    of_types(store, [dtype])
+    done = invoke("export", "r@1", "--to", tmp_path / "a.safetensors", "--store", store, "-o", "json")
     assert (done.code, done.error["code"]) == (2, "unsupported_object")
-    assert f"'model/odd' has type {dtype}" in done.error["message"]
+    assert f"'model/{dtype}' has type {dtype}" in done.error["message"]
     assert left_in(tmp_path) == []
 
 
@@ -183,7 +171,12 @@ def test_whatever_stops_the_writing_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["safetensors", "torch"])
 def test_an_error_of_the_file_system_is_reported_plainly(folder: Path, tmp_path: Path, kind: str) -> None:
     args = ("export", "gpt@40", "--to", tmp_path / "x", "--format", kind, "--store", folder, "-o", "json")
-    done = run_program(*args, largest_file_blocks=2048)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        done = invoke(*args)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert (done.code, done.error["code"]) == (1, "not_written")
     assert "File too large" in done.error["message"]
     assert left_in(tmp_path) == []
@@ -196,28 +189,20 @@ def test_a_missing_torch_is_reported_with_the_remedy(monkeypatch: pytest.MonkeyP
         writer_of(FileFormat.TORCH, 1)
 
 
+def content(**trees: Any) -> Content:
+    """Without entries."""
+    slices = Slices(entry=column(), shard=column(), at=column(), box=column())
+    return Content(shards=[], entries=Entries(name=[], dtype=[], shape=[]), slices=slices, aliases={}, trees=trees)
+
+
 def test_what_weights_only_refuses_is_never_written() -> None:
-    content = Content(
-        shards=[],
-        entries=Entries(name=[], dtype=[], shape=[]),
-        slices=Slices(entry=column(), shard=column(), at=column(), box=column()),
-        aliases={},
-        trees={"user": {"x": {"$": "frozenset", "v": [1]}}},
-    )
     with pytest.raises(UnsupportedObject, match=r"builtins\.frozenset"):
-        require_loadable(content, ["user"])
+        require_loadable(content(user={"x": {"$": "frozenset", "v": [1]}}), ["user"])
 
 
 def test_a_tree_that_names_no_entry_is_damage() -> None:
-    content = Content(
-        shards=[],
-        entries=Entries(name=[], dtype=[], shape=[]),
-        slices=Slices(entry=column(), shard=column(), at=column(), box=column()),
-        aliases={},
-        trees={"model": {"x": {"$": "tensor", "name": "model/x"}}},
-    )
     with pytest.raises(CorruptObject, match="not an entry"):
-        build_state(content, ["model"], {})
+        build_state(content(model={"x": {"$": "tensor", "name": "model/x"}}), ["model"], {})
 
 
 def _umask() -> int:

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,15 +16,16 @@ from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import latest, list_checkpoints, list_runs
 from ckptstore.commits.generations import Session, begin_generation
 from ckptstore.format.documents import Content
-from ckptstore.format.shards import Slice
 from ckptstore.names import new_ulid
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
+from tests.ckpt.foreign.conftest import given_back, of_types, refused
 from tests.support.checkpoints import sample_arrays
-from tests.support.command_line import Finished, clean_environment, invoke, succeed
+from tests.support.command_line import clean_environment, invoke, succeed
 from tests.support.disks import small_file_system
 from tests.support.entries import ENTRIES, TREES, tensor_bytes, write_entries
+from tests.support.forking import COMMAND_LINE, fork
 
 
 def content_of(folder: Path, run: str) -> Content:
@@ -33,22 +33,10 @@ def content_of(folder: Path, run: str) -> Content:
     return read_manifest(StoreSource(store), list_checkpoints(Run(store, run))[0]).content
 
 
-def exported(folder: Path, run: str, to: Path) -> Any:
-    assert invoke("export", f"{run}@latest", "--to", to, "--store", folder).code == 0
-    return torch.load(to, weights_only=True)
-
-
 def write_header(path: Path, header: object, data: bytes = b"") -> Path:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
     return path
-
-
-def refused(folder: Path, path: Path, *more: object) -> Finished:
-    """An import that must not leave a checkpoint."""
-    done = invoke("import", path, "r@1", "--store", folder, "-o", "json", *more)
-    assert list_checkpoints(Run(open_store(str(folder)), "r")) == []
-    return done
 
 
 def test_a_safetensors_file_becomes_a_model(store: Path, tmp_path: Path) -> None:
@@ -58,7 +46,7 @@ def test_a_safetensors_file_becomes_a_model(store: Path, tmp_path: Path) -> None
     assert done.json["id"].startswith("gpt@7.")
     assert (done.json["items"], done.json["num_entries"], done.json["format"]) == (["model"], 5, "safetensors")
     assert invoke("verify", "gpt@7", "--store", store).code == 0
-    state = exported(store, "gpt", tmp_path / "b.pt")
+    state = given_back(store, "gpt")
     assert list(state) == ["model"]
     assert {name: tensor_bytes(t) for name, t in state["model"].items()} == {
         name: tensor_bytes(t) for name, t in tensors.items()
@@ -80,16 +68,14 @@ def test_a_summary_of_the_import_is_printed(store: Path, tmp_path: Path) -> None
     assert done.stdout.startswith(f"Imported 1 entry (16 B) from {tmp_path}/a.safetensors as gpt@7.")
 
 
-def test_every_element_type_survives_export_and_import(tmp_path: Path) -> None:
-    entries = [Slice.whole(f"model/{dtype}", dtype, (3, 5)) for dtype in TYPES]
-    tree = {"model": {entry.dtype: {"$": "tensor", "name": entry.entry} for entry in entries}}
-    folder = tmp_path / "store"
-    _, raw = write_entries(open_store(str(folder)), entries, tree, {})
+def test_every_element_type_survives_export_and_import(store: Path, tmp_path: Path) -> None:
+    raw = of_types(store, TYPES)
     first, second = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
-    assert invoke("export", "r@1", "--to", first, "--store", folder).code == 0
-    assert invoke("import", first, "copy@1", "--store", folder).code == 0
-    assert invoke("export", "copy@1", "--to", second, "--store", folder).code == 0
-    assert {name: tensor_bytes(tensor) for name, tensor in load_file(second).items()} == raw
+    assert invoke("export", "r@1", "--to", first, "--store", store).code == 0
+    assert invoke("import", first, "copy@1", "--store", store).code == 0
+    assert invoke("export", "copy@1", "--to", second, "--store", store).code == 0
+    found = load_file(second)
+    assert {name: tensor_bytes(found[f"model/{name}"]) for name in TYPES} == raw
 
 
 def test_an_own_export_falls_into_its_items_again(tmp_path: Path) -> None:
@@ -99,7 +85,7 @@ def test_an_own_export_falls_into_its_items_again(tmp_path: Path) -> None:
     assert invoke("import", to, "copy@1", "--store", folder).code == 0
     content = content_of(folder, "copy")
     assert (sorted(content.trees), content.aliases) == (["model", "optim"], {"model/head": "model/emb"})
-    state = exported(folder, "copy", tmp_path / "b.pt")
+    state = given_back(folder, "copy")
     assert state["model"]["head"].data_ptr() == state["model"]["emb"].data_ptr()
     assert state["optim"]["m"].shape == (0, 4)
 
@@ -108,7 +94,7 @@ def test_tied_weights_of_the_safetensors_package_stay_tied(store: Path, tmp_path
     layer = torch.nn.Linear(4, 4, bias=False)
     save_model(torch.nn.Sequential(layer, layer), str(tmp_path / "a.safetensors"))
     assert invoke("import", tmp_path / "a.safetensors", "gpt@7", "--store", store).code == 0
-    state = exported(store, "gpt", tmp_path / "b.pt")["model"]
+    state = given_back(store, "gpt")["model"]
     assert state["0.weight"].data_ptr() == state["1.weight"].data_ptr()
     assert torch.equal(state["0.weight"], layer.weight)
 
@@ -119,7 +105,7 @@ def test_a_hugging_face_folder_or_its_index_becomes_a_model(folder: Path, tmp_pa
     assert invoke("export", "gpt@40", "--to", tmp_path / "hf", *args).code == 0
     done = invoke("import", tmp_path / "hf" / name, "copy@1", "--item", "net", "--store", folder, "-o", "json")
     assert (done.code, done.json["items"]) == (0, ["net"])
-    state = exported(folder, "copy", tmp_path / "b.pt")["net"]
+    state = given_back(folder, "copy")["net"]
     for entry, array in sample_arrays(40).items():
         assert tensor_bytes(state[entry.removeprefix("model/")]) == array.tobytes()
 
@@ -155,7 +141,7 @@ def test_a_path_that_tells_no_format_is_refused(store: Path, tmp_path: Path) -> 
     (tmp_path / "folder").mkdir()
     (tmp_path / "x.txt").touch()
     for path in (tmp_path / "missing", tmp_path / "folder", tmp_path / "x.txt"):
-        assert refused(store, path).error["code"] == "invalid_request"
+        assert refused(store, path)["code"] == "invalid_request"
 
 
 def test_a_daemon_cannot_import(tmp_path: Path) -> None:
@@ -176,8 +162,7 @@ PLACE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     ],
 )  # fmt: skip
 def test_a_malformed_header_is_damage(store: Path, tmp_path: Path, header: object) -> None:
-    done = refused(store, write_header(tmp_path / "a.safetensors", header, bytes(8)))
-    assert (done.code, done.error["code"]) == (5, "corrupt")
+    assert refused(store, write_header(tmp_path / "a.safetensors", header, bytes(8)))["code"] == "corrupt"
 
 
 @pytest.mark.parametrize("length", [0, 7, 8, 50, -1])
@@ -185,23 +170,22 @@ def test_a_truncated_file_is_damage(store: Path, tmp_path: Path, length: int) ->
     save_file({"w": torch.zeros(4)}, tmp_path / "a.safetensors")
     data = (tmp_path / "a.safetensors").read_bytes()
     (tmp_path / "a.safetensors").write_bytes(data[:length])
-    assert refused(store, tmp_path / "a.safetensors").error["code"] == "corrupt"
+    assert refused(store, tmp_path / "a.safetensors")["code"] == "corrupt"
 
 
 def test_a_header_that_claims_the_memory_of_the_machine_is_damage(store: Path, tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", 2**62) + b"{}")
-    assert refused(store, tmp_path / "a.safetensors").error["code"] == "corrupt"
+    assert refused(store, tmp_path / "a.safetensors")["code"] == "corrupt"
 
 
 def test_an_element_type_that_we_lack_is_named(store: Path, tmp_path: Path) -> None:
     path = write_header(tmp_path / "a.safetensors", {"x": {**PLACE, "dtype": "F4"}}, bytes(8))
-    done = refused(store, path)
-    assert (done.code, done.error["code"]) == (2, "unsupported_object")
-    assert "F4" in done.error["message"]
+    error = refused(store, path)
+    assert (error["code"], "F4" in error["message"]) == ("unsupported_object", True)
 
 
 def test_nothing_is_no_checkpoint(store: Path, tmp_path: Path) -> None:
-    assert refused(store, write_header(tmp_path / "a.safetensors", {})).error["code"] == "invalid_request"
+    assert refused(store, write_header(tmp_path / "a.safetensors", {}))["code"] == "invalid_request"
 
 
 @pytest.mark.parametrize(
@@ -209,7 +193,7 @@ def test_nothing_is_no_checkpoint(store: Path, tmp_path: Path) -> None:
 )
 def test_names_that_exclude_each_other_are_damage(store: Path, tmp_path: Path, tensors: Mapping[str, int]) -> None:
     save_file({name: torch.zeros(n) for name, n in tensors.items()}, tmp_path / "a.safetensors", {"checkpoint": "x"})
-    assert refused(store, tmp_path / "a.safetensors").error["code"] == "corrupt"
+    assert refused(store, tmp_path / "a.safetensors")["code"] == "corrupt"
 
 
 @pytest.mark.parametrize(
@@ -230,8 +214,7 @@ def test_a_malformed_index_is_damage(store: Path, tmp_path: Path, index: object)
     save_file({"w": torch.zeros(4), "x": torch.zeros(1)}, hub / "b.safetensors")  # w is in both
     (hub / "other.txt").touch()
     (hub / "model.safetensors.index.json").write_text(json.dumps(index))
-    done = refused(store, hub)
-    assert (done.code, done.error["code"]) == (5, "corrupt")
+    assert refused(store, hub)["code"] == "corrupt"
 
 
 def test_a_store_that_is_full_keeps_nothing(tmp_path: Path) -> None:
@@ -266,8 +249,8 @@ def test_a_killed_import_leaves_no_checkpoint(store: Path, tmp_path: Path) -> No
     )
     with open(layout, "rb+") as file:
         file.truncate(layout.stat().st_size + (1 << 30))
-    args = ("import", str(layout), "r@1", "--store", str(store))
-    process = subprocess.Popen([sys.executable, "-m", "ckptctl", *args], env=clean_environment())
+    args = ["import", str(layout), "r@1", "--store", str(store)]
+    process = fork(COMMAND_LINE, "ckptctl", args, stdout=1, stderr=2, environment=clean_environment())
     try:
         while not any(path.name.startswith("shard-") for path in store.rglob("*")):
             assert process.poll() is None

@@ -16,7 +16,7 @@ from ckpt.foreign.safetensors_file import plan_file
 from tests.support.command_line import clean_environment, invoke
 from tests.support.forking import TRAINER, fork
 
-LARGE = 320 << 20
+LARGE = 256 << 20
 LIMIT = 200 << 20
 
 
@@ -38,15 +38,9 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path, kind: str, to:
     write_zeros(tmp_path / "large.safetensors", LARGE)
     (in_child, go_on), (said, says) = os.pipe(), os.pipe()
     process = fork(
-        TRAINER,
-        __name__,
-        [str(tmp_path), kind, to],
-        stdout=says,
-        stderr=2,
-        environment=clean_environment(),
-        strict=True,
-        passed=[in_child],
-    )
+        TRAINER, __name__, [str(tmp_path), kind, to],
+        stdout=says, stderr=2, environment=clean_environment(), strict=True, passed=[in_child],
+    )  # fmt: skip
     for descriptor in (in_child, says):
         os.close(descriptor)
     with open(said) as lines, open(go_on, "w") as gate:
@@ -95,20 +89,10 @@ def main(gate: int, folder: str, kind: str, to: str) -> None:
     """Import and export the small checkpoint; when the gate is closed, the large one."""
     os.chdir(folder)
     for name in ("small", "large"):
+        more = ("--format", kind, "--store", "store", "--max-shard-size", "100MB")
         done = [
             invoke("import", f"{name}.safetensors", f"{name}@1", "--store", "store"),
-            invoke(
-                "export",
-                f"{name}@1",
-                "--to",
-                f"{name}-{to}",
-                "--format",
-                kind,
-                "--store",
-                "store",
-                "--max-shard-size",
-                "100MB",
-            ),
+            invoke("export", f"{name}@1", "--to", f"{name}-{to}", *more),
             invoke("import", f"{name}-{to}", f"{name}-{kind}@1", "--store", "store"),
         ]
         assert [one.code for one in done] == [0, 0, 0], done

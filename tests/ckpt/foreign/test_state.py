@@ -22,46 +22,17 @@ from ckpt import Checkpointer
 from ckpt.foreign.state import read_torch
 from ckptstore.codecs.dtypes import ITEM_BYTES
 from tests.ckpt.dcp_state import make_model, make_optimizer, same
-from tests.ckpt.foreign.conftest import Payload, without_a_trace
-from tests.support.command_line import Finished, invoke
+from tests.ckpt.foreign.conftest import Payload, assert_restores, given_back, refused, restore, take
+from tests.support.command_line import Finished
 from tests.support.entries import tensor_bytes
-
-
-def take(store: Path, path: Path, *more: object) -> Finished:
-    return invoke("import", path, "r@1", "--store", store, "-o", "json", *more)
+from tests.support.waiting import present
 
 
 def imported(store: Path, state: object, *more: object) -> Finished:
     torch.save(state, store.parent / "in.pt")
-    done = take(store, store.parent / "in.pt", *more)
+    done = take(store, store.parent / "in.pt", "r", *more)
     assert done.code == 0, done.stderr
     return done
-
-
-def refused(store: Path, path: Path) -> Any:
-    return without_a_trace(store, take(store, path))
-
-
-def given_back(store: Path) -> Any:
-    to = store.parent / "out.pt"
-    assert invoke("export", "r@1", "--to", to, "--store", store, "--force").code == 0
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
-        return torch.load(to, weights_only=True)
-
-
-def restore(store: Path, model: nn.Module, optim: torch.optim.Optimizer | None = None) -> None:
-    with Checkpointer(str(store), run="r", writer="thread") as checkpointer:
-        assert checkpointer.restore(model, optim) is not None
-
-
-def assert_restores(store: Path, model: nn.Module, optim: torch.optim.Optimizer) -> None:
-    other = make_model(9)
-    fresh = torch.optim.AdamW(other.parameters(), lr=1.0)
-    restore(store, other, fresh)
-    assert same(other.state_dict(), model.state_dict())
-    assert same(fresh.state_dict()["state"], optim.state_dict()["state"])
-    assert fresh.param_groups[0]["lr"] == 0.01
 
 
 @pytest.mark.parametrize(
@@ -131,8 +102,7 @@ def test_an_optimizer_without_names_is_kept_as_it_is_with_a_note(store: Path, ch
     assert same(given_back(store)["optim_by_number"], optim.state_dict())
     fresh = torch.optim.SGD([{**group, "lr": 1.0, "momentum": 0.0} for group in optim.param_groups])
     with Checkpointer(str(store), run="r", writer="thread") as checkpointer:
-        restored = checkpointer.restore(model if state else None, optim_by_number=None)
-    assert restored is not None
+        restored = present(checkpointer.restore(model if state else None, optim_by_number=None))
     fresh.load_state_dict(restored.values["optim_by_number"])
     assert same(fresh.state_dict(), optim.state_dict())
 
@@ -181,8 +151,6 @@ class Color(Enum):
 
 @dataclass
 class Settings:
-    """A class of a training script."""
-
     lr: float = 0.1
     weights: torch.Tensor | None = None
 
@@ -196,17 +164,10 @@ ODD = {
 
 
 def test_values_of_usual_scripts_are_imported_and_others_left_out(store: Path) -> None:
-    left = {
-        "items": [Decimal("1.5"), 2],
-        "zone": [UTC],
-        "by": {Color.RED: 1},
-        "own": Settings(),
-        "t": np.dtype("f4"),
-    }
+    left = {"items": [Decimal("1.5"), 2], "zone": [UTC], "by": {Color.RED: 1}, "own": Settings(), "t": np.dtype("f4")}
     notes = imported(store, {"model": {"w": torch.ones(2)}, "others": {**ODD, **left}}).json["notes"]
     with Checkpointer(str(store), run="r", writer="thread") as checkpointer:
-        restored = checkpointer.restore(others=None)
-    assert restored is not None
+        restored = present(checkpointer.restore(others=None))
     found = restored.values["others"]
     plain = {**ODD, "counts": {"a": 1}, "args": {"lr": 0.1, "to": Path("x")}, "items": [None, 2], "zone": [None]}
     assert repr(found) == repr({**plain, "by": {}}).replace("'>i4'", "int32")
@@ -222,10 +183,6 @@ def test_values_of_usual_scripts_are_imported_and_others_left_out(store: Path) -
 def test_an_object_with_tensors_or_nothing_beside_it_is_refused(store: Path, tmp_path: Path, state: object) -> None:
     torch.save(state, tmp_path / "in.pt")
     assert "Settings" in refused(store, tmp_path / "in.pt")["message"]
-
-
-def test_an_item_name_can_be_given(store: Path) -> None:
-    assert imported(store, {"w": torch.ones(2)}, "--item", "ema").json["items"] == ["ema"]
 
 
 def test_nothing_in_a_file_is_executed(store: Path, tmp_path: Path) -> None:

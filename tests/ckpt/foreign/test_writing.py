@@ -1,7 +1,5 @@
 import json
 import os
-import signal
-import subprocess
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,16 +9,22 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ckptstore.codecs.dtypes import ITEM_BYTES
 from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.format.shards import Slice
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
+from tests.ckpt.foreign.conftest import of_types
+from tests.ckpt.loops import open_run
 from tests.support.checkpoints import sample_arrays
-from tests.support.command_line import PROGRAM, clean_environment, invoke
+from tests.support.command_line import clean_environment, invoke
 from tests.support.disks import small_file_system
 from tests.support.entries import tensor_bytes, write_entries
+from tests.support.forking import TRAINER, fork
+from tests.support.training import same_state
 from tests.support.waiting import wait_until
 
 
@@ -96,18 +100,16 @@ def test_a_dcp_folder_holds_the_state_as_it_was_saved(training: Path, tmp_path: 
     assert state["scheduler"] == {name: expected["scheduler"][name] for name in state["scheduler"]}
 
 
-def test_every_element_type_keeps_its_bits_in_a_dcp_folder(tmp_path: Path) -> None:
+def test_every_element_type_keeps_its_bits_in_a_dcp_folder(store: Path, tmp_path: Path) -> None:
     # Loading makes any true byte of a bool a one: these bytes are random.
     dtypes = [dtype for dtype in ITEM_BYTES if dtype != "bool" and hasattr(torch, dtype)]
-    entries = [Slice.whole(f"model/{dtype}", dtype, (3, 5)) for dtype in dtypes]
-    tree = {"model": {entry.dtype: {"$": "tensor", "name": entry.entry} for entry in entries}}
-    _, raw = write_entries(open_store(str(tmp_path / "store")), entries, tree, {})
-    assert export(tmp_path / "store", "r@1", tmp_path / "dcp", "dcp") == 0
+    raw = of_types(store, dtypes)
+    assert export(store, "r@1", tmp_path / "dcp", "dcp") == 0
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
         model = {dtype: torch.zeros(3, 5, dtype=getattr(torch, dtype)) for dtype in dtypes}
         load_dcp(tmp_path / "dcp", {"model": model})
-    assert {f"model/{name}": bytes(tensor.untyped_storage()) for name, tensor in model.items()} == raw
+    assert {name: bytes(tensor.untyped_storage()) for name, tensor in model.items()} == raw
 
 
 @pytest.mark.parametrize(
@@ -136,13 +138,27 @@ def test_a_killed_export_leaves_nothing_under_its_name(folder: Path, filled: Sto
     os.mkfifo(shard)  # opening it blocks
     to = tmp_path / "out" / "x"
     to.parent.mkdir()
-    command = [*PROGRAM, "export", newest.id, "--to", str(to), "--format", kind, "--store", str(folder)]
-    process = subprocess.Popen(command, env=clean_environment())
+    arguments = ["export", newest.id, "--to", str(to), "--format", kind, "--store", str(folder)]
+    process = fork(TRAINER, "ckptctl", arguments, stdout=1, stderr=2, environment=clean_environment())
     try:
         wait_until(lambda: list(to.parent.iterdir()), "the start of the export")
-        process.send_signal(signal.SIGKILL)
     finally:
         process.kill()
         process.wait()
     assert not to.exists()
     shard.unlink()
+
+
+def test_an_average_is_exported_by_the_names_of_the_model(store: Path, tmp_path: Path) -> None:
+    model, plain = (nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)) for _ in range(2))
+    average: Any = get_ema_multi_avg_fn(0.9)  # type: ignore[no-untyped-call]
+    ema = AveragedModel(model, multi_avg_fn=average, use_buffers=True)
+    for _ in range(2):
+        nn.init.normal_(next(model.parameters()))
+        ema.update_parameters(model)
+    with open_run(store) as checkpointer:
+        checkpointer.save(model, None, 1, ema=ema)
+    assert export(store, "r@1", tmp_path / "hf", "huggingface", "--names", "ema/module.*") == 0
+    plain.load_state_dict(load_file(tmp_path / "hf" / "model.safetensors"))
+    assert same_state(plain.state_dict(), ema.module.state_dict())
+    assert not same_state(plain.state_dict(), model.state_dict())
