@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from ckpt import Checkpointer
 from ckpt.snapshot import writers
+from tests.ckpt.loops import open_run
 from tests.ckpt.snapshot.gates import Gate, gated
 
 
@@ -15,3 +18,10 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     monkeypatch.setattr(writers, "open_store", gated(gate))
     yield gate
     gate.open()
+
+
+@pytest.fixture
+def checkpointer(tmp_path: Path) -> Iterator[Checkpointer]:
+    """Of a run on an empty store."""
+    with open_run(tmp_path) as found:
+        yield found

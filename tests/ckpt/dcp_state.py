@@ -44,7 +44,6 @@ def flat_optimizer_state(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
 
 
 def full(value: Any) -> Any:
-    """Distributed tensors whole, on every rank."""
     from torch.distributed.tensor import DTensor
 
     if isinstance(value, dict):

@@ -26,6 +26,7 @@ from tests.ckpt.loops import open_run
 from tests.support.command_line import invoke, succeed
 from tests.support.parallel.runner import Scenario, run_scenario, run_scenarios
 from tests.support.parallel.zero import ZeroRedundancyOptimizer
+from tests.support.waiting import present
 
 
 class Moments(NamedTuple):
@@ -43,8 +44,6 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A dataclass whose constructor computes a field."""
-
     size: int
     left: int = field(init=False)
 
@@ -56,13 +55,11 @@ def progress() -> Progress:
     return Progress(Moments(torch.arange(4.0), 7), datetime(2026, 5, 1, 12, tzinfo=UTC), Path("/data/x"))
 
 
-def test_values_come_back_in_their_types(tmp_path: Path) -> None:
+def test_values_come_back_in_their_types(checkpointer: Checkpointer) -> None:
     value = progress()
     plain = {"days": date(2026, 5, 1), "took": timedelta(days=-1, microseconds=5), "scale": np.float32(0.1)}
-    with open_run(tmp_path) as checkpointer:
-        checkpointer.save(None, None, 1, shared={"progress": value, "plain": plain}, own=value)
-        restored = checkpointer.restore(shared={"progress": progress(), "plain": None}, own=None)
-    assert restored is not None
+    checkpointer.save(None, None, 1, shared={"progress": value, "plain": plain}, own=value)
+    restored = present(checkpointer.restore(shared={"progress": progress(), "plain": None}, own=None))
     found = restored.values["progress"]
     assert (type(found), type(found.moments)) == (Progress, Moments)
     assert torch.equal(found.moments.mean, value.moments.mean)
@@ -73,36 +70,30 @@ def test_values_come_back_in_their_types(tmp_path: Path) -> None:
     assert (type(without), type(without.moments), without.folder) == (Progress, Moments, Path("/data/x"))
 
 
-def test_records_of_classes_that_are_not_loaded(tmp_path: Path) -> None:
+def test_records_of_classes_that_are_not_loaded(checkpointer: Checkpointer) -> None:
     class Pair(NamedTuple):
         a: int
         b: int
 
     local = make_dataclass("Local", ["a"])
-    with open_run(tmp_path) as checkpointer:
-        checkpointer.save(None, None, 1, own=[local(3), Pair(1, 2)])
-        restored = checkpointer.restore(own=None)
-    assert restored is not None
+    checkpointer.save(None, None, 1, own=[local(3), Pair(1, 2)])
+    restored = present(checkpointer.restore(own=None))
     assert restored.values["own"] == [SimpleNamespace(a=3), (1, 2)]
 
 
-def test_a_dataclass_comes_back_without_a_call_of_its_constructor(tmp_path: Path) -> None:
+def test_a_dataclass_comes_back_without_a_call_of_its_constructor(checkpointer: Checkpointer) -> None:
     saved, template = Window(5), Window(9)
     object.__setattr__(saved, "left", 2)
-    with open_run(tmp_path) as checkpointer:
-        checkpointer.save(None, None, 1, window=saved)
-        restored = checkpointer.restore(window=template)
-    assert restored is not None
+    checkpointer.save(None, None, 1, window=saved)
+    restored = present(checkpointer.restore(window=template))
     assert (restored.values["window"], template) == (saved, Window(9))
 
 
-def test_without_objects_the_whole_checkpoint_comes_back(tmp_path: Path) -> None:
+def test_without_objects_the_whole_checkpoint_comes_back(checkpointer: Checkpointer) -> None:
     model = nn.Linear(2, 3)
     optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with open_run(tmp_path) as checkpointer:
-        checkpointer.save(model, optim, 1, shared={"ema": {"w": torch.ones(2)}}, own=[1, 2])
-        restored = checkpointer.restore()
-    assert restored is not None
+    checkpointer.save(model, optim, 1, shared={"ema": {"w": torch.ones(2)}}, own=[1, 2])
+    restored = present(checkpointer.restore())
     assert sorted(restored.values) == ["ema", "model", "optim", "own"]
     assert torch.equal(restored.values["model"]["weight"], model.weight)
     assert torch.equal(restored.values["ema"]["w"], torch.ones(2))
@@ -110,39 +101,31 @@ def test_without_objects_the_whole_checkpoint_comes_back(tmp_path: Path) -> None
     assert (restored.values["own"], restored.unused) == ([1, 2], [])
 
 
-def test_objects_with_a_state_dict_can_be_shared(tmp_path: Path) -> None:
+def test_objects_with_a_state_dict_can_be_shared(checkpointer: Checkpointer) -> None:
     model, twin = nn.Linear(2, 3), nn.Linear(2, 3)
-    with open_run(tmp_path) as checkpointer:
-        checkpointer.save(None, None, 1, shared={"averaged": model})
-        checkpointer.restore(shared={"averaged": twin})
-        names = checkpointer.load(names="averaged/*")
+    checkpointer.save(None, None, 1, shared={"averaged": model})
+    checkpointer.restore(shared={"averaged": twin})
+    names = checkpointer.load(names="averaged/*")
     assert torch.equal(twin.weight, model.weight)
     assert sorted(names) == ["averaged/bias", "averaged/weight"]
 
 
-def test_every_save_may_hold_other_tensors(tmp_path: Path) -> None:
+def test_every_save_may_hold_other_tensors(checkpointer: Checkpointer) -> None:
     model = nn.Linear(2, 3)
-    with open_run(tmp_path) as checkpointer:
-        for step in range(4):
-            checkpointer.save(model, None, step, shared={"seen": {str(i): torch.full((2,), step) for i in range(step)}})
-        for step in range(4):
-            assert len(checkpointer.load(step, "seen/*")) == step
+    for step in range(4):
+        checkpointer.save(model, None, step, shared={"seen": {str(i): torch.full((2,), step) for i in range(step)}})
+    for step in range(4):
+        assert len(checkpointer.load(step, "seen/*")) == step
 
 
 @pytest.mark.parametrize(
     ("shared", "said"), [({"model": 1}, "'model' is reserved"), ({"a/b": 1}, "slash"), ({"own": 1}, "given twice")]
 )
-def test_names_that_cannot_be(shared: dict[str, Any], said: str, tmp_path: Path) -> None:
-    with open_run(tmp_path) as checkpointer:
-        with pytest.raises(InvalidRequest, match=said):
-            checkpointer.save(None, None, 1, shared=shared, own=2)
-        with pytest.raises(InvalidRequest, match=said):
-            checkpointer.restore(shared=shared, own=2)
-
-
-def test_what_cannot_be_stored_is_refused_at_once(tmp_path: Path) -> None:
-    with open_run(tmp_path) as checkpointer, pytest.raises(UnsupportedObject, match="odd/x"):
-        checkpointer.restore(shared={"odd": {"x": object()}})
+def test_names_that_cannot_be(shared: dict[str, Any], said: str, checkpointer: Checkpointer) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        checkpointer.save(None, None, 1, shared=shared, own=2)
+    with pytest.raises(InvalidRequest, match=said):
+        checkpointer.restore(shared=shared, own=2)
 
 
 def test_an_export_holds_what_is_shared_and_names_what_is_not(tmp_path: Path) -> None:
@@ -199,10 +182,10 @@ def test_two_ranks_keep_it_once(tmp_path: Path) -> None:
         assert list(checkpointer.load(names="*seen*")) == ["seen/w"]
 
 
-def test_a_dataclass_that_contains_itself_is_refused(tmp_path: Path) -> None:
+def test_a_dataclass_that_contains_itself_is_refused(checkpointer: Checkpointer) -> None:
     value = progress()
     value.moments = value  # type: ignore[assignment]
-    with open_run(tmp_path) as checkpointer, pytest.raises(UnsupportedObject, match="nested more than 100 deep"):
+    with pytest.raises(UnsupportedObject, match="nested more than 100 deep"):
         checkpointer.prepare(None, None, shared={"own": value})
 
 
@@ -220,8 +203,7 @@ def save_and_restore(store: str) -> list[float]:
     model = nn.Linear(2, 2)
     with Checkpointer(store, run="r", writer="thread") as checkpointer:
         checkpointer.save(model, None, 1, shared={"seen": {"w": torch.arange(2.0)}})
-        restored = checkpointer.restore(model, shared={"seen": None})
-    assert restored is not None
+        restored = present(checkpointer.restore(model, shared={"seen": None}))
     found: Any = restored.values["seen"]["w"].tolist()
     return list(found)
 
@@ -239,8 +221,7 @@ def solo(store: str) -> list[Any]:
         with Checkpointer(store, run="r", writer="thread", group="solo") as checkpointer:
             checkpointer.every(seconds=1000).due(0)
             checkpointer.save(model, optim, 1, shared={"x": torch.ones(1)})
-            restored = checkpointer.restore(model, optim)
-            assert restored is not None
+            restored = present(checkpointer.restore(model, optim))
             found.append(restored.step)
             with Checkpointer(store, run="sharded", writer="thread", group="solo") as other:
                 for unsaved, its_optim in ((sharded, None), (whole, divided)):

@@ -47,17 +47,16 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_first_save_after_prepare_makes_no_slot(name: str, tmp_path: Path) -> None:
+def test_the_first_save_after_prepare_makes_no_slot(name: str, checkpointer: Checkpointer) -> None:
     model = network()
     optimizer = OPTIMIZERS[name](model)
-    with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
-        checkpointer.prepare(model, optimizer)
-        assert arena_of(checkpointer).segments
-        before = made(checkpointer)
-        step(model, optimizer)
-        handle = checkpointer.save_async(model, optimizer, 1)
-        handle.result(30)
-        assert made(checkpointer) == before
+    checkpointer.prepare(model, optimizer)
+    assert arena_of(checkpointer).segments
+    before = made(checkpointer)
+    step(model, optimizer)
+    handle = checkpointer.save_async(model, optimizer, 1)
+    handle.result(30)
+    assert made(checkpointer) == before
     assert handle.timings.raw_bytes <= before[0][1] < handle.timings.raw_bytes + 256
 
 
@@ -87,14 +86,13 @@ class Unusual(torch.optim.Optimizer):
                 self.state[parameter]["history"] = torch.zeros(7, *parameter.shape)
 
 
-def test_an_optimizer_of_another_kind_is_not_tried_out_and_its_state_is_saved(tmp_path: Path) -> None:
+def test_an_optimizer_of_another_kind_is_not_tried_out_and_its_state_is_saved(checkpointer: Checkpointer) -> None:
     model = network()
     optimizer = Unusual(model.parameters())
-    with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
-        checkpointer.prepare(model, optimizer)
-        small = made(checkpointer)[0][1]
-        step(model, optimizer)
-        handle = checkpointer.save_async(model, optimizer, 1)
-        handle.result(30)
-        assert small < handle.timings.raw_bytes
-        wait_until(lambda: [size for _, size in made(checkpointer)] == [handle.timings.raw_bytes] * 2)
+    checkpointer.prepare(model, optimizer)
+    small = made(checkpointer)[0][1]
+    step(model, optimizer)
+    handle = checkpointer.save_async(model, optimizer, 1)
+    handle.result(30)
+    assert small < handle.timings.raw_bytes
+    wait_until(lambda: [size for _, size in made(checkpointer)] == [handle.timings.raw_bytes] * 2)

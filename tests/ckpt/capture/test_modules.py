@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,18 +17,17 @@ from ckptstore.errors import UnsupportedObject
 from tests.support.training import Net, same_state, seed_all
 
 
-def test_compiled_and_plain_models_share_checkpoints(tmp_path: Path) -> None:
+def test_compiled_and_plain_models_share_checkpoints(checkpointer: Checkpointer) -> None:
     seed_all(3)
     net = Net()
     compiled: Any = torch.compile(net, backend="eager")
-    with Checkpointer(str(tmp_path), run="r") as checkpointer:
-        checkpointer.save(compiled, None, 0)
-        plain = Net()
-        checkpointer.restore(plain)
-        assert same_state(plain.state_dict(), net.state_dict())
-        other: Any = torch.compile(Net(), backend="eager")
-        checkpointer.restore(other)
-        assert same_state(other._orig_mod.state_dict(), net.state_dict())
+    checkpointer.save(compiled, None, 0)
+    plain = Net()
+    checkpointer.restore(plain)
+    assert same_state(plain.state_dict(), net.state_dict())
+    other: Any = torch.compile(Net(), backend="eager")
+    checkpointer.restore(other)
+    assert same_state(other._orig_mod.state_dict(), net.state_dict())
 
 
 def test_names_do_not_depend_on_wrappers() -> None:

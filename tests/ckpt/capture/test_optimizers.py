@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +12,10 @@ from torch.optim import SGD, AdamW
 from ckpt import Checkpointer
 from ckptstore.errors import StateMismatch
 from tests.support.training import Net, same_state, seed_all
+from tests.support.waiting import present
 
 
-def test_optimizer_state_follows_the_parameter_not_its_index(tmp_path: Path) -> None:
+def test_optimizer_state_follows_the_parameter_not_its_index(checkpointer: Checkpointer) -> None:
     def groups(net: Net, turned: bool) -> list[dict[str, Any]]:
         decayed: dict[str, Any] = {"params": [net.embed.weight, net.hidden.weight], "weight_decay": 0.1}
         plain = {"params": [net.hidden.bias, net.norm.weight, net.norm.bias], "weight_decay": 0.0}
@@ -35,21 +35,19 @@ def test_optimizer_state_follows_the_parameter_not_its_index(tmp_path: Path) -> 
         optim.zero_grad()
 
     net, optim = make(turned=False)
-    with Checkpointer(str(tmp_path), run="r") as checkpointer:
-        for _ in range(3):
-            step(net, optim)
-        checkpointer.save(net, optim, 2)
+    for _ in range(3):
         step(net, optim)
+    checkpointer.save(net, optim, 2)
+    step(net, optim)
 
     turned_net, turned_optim = make(turned=True)
-    with Checkpointer(str(tmp_path), run="r") as checkpointer:
-        checkpointer.restore(turned_net, turned_optim)
+    checkpointer.restore(turned_net, turned_optim)
     assert [group["weight_decay"] for group in turned_optim.param_groups] == [0.0, 0.1]
     step(turned_net, turned_optim)
     assert same_state(turned_net.state_dict(), net.state_dict())
 
 
-def test_several_optimizers_and_an_average_model(tmp_path: Path) -> None:
+def test_several_optimizers_and_an_average_model(checkpointer: Checkpointer) -> None:
     def make() -> tuple[Net, dict[str, torch.optim.Optimizer], Any]:
         seed_all(2)
         net = Net()
@@ -67,23 +65,20 @@ def test_several_optimizers_and_an_average_model(tmp_path: Path) -> None:
         average.update_parameters(net)
 
     net, optims, average = make()
-    with Checkpointer(str(tmp_path), run="r") as checkpointer:
-        for _ in range(3):
-            step(net, optims, average)
-        checkpointer.save(net, optims, 2, average=average, epoch=(3, "x"))
+    for _ in range(3):
         step(net, optims, average)
+    checkpointer.save(net, optims, 2, average=average, epoch=(3, "x"))
+    step(net, optims, average)
 
     again, again_optims, again_average = make()
-    with Checkpointer(str(tmp_path), run="r") as checkpointer:
-        restored = checkpointer.restore(again, again_optims, average=again_average, epoch=None)
-    assert restored is not None
+    restored = present(checkpointer.restore(again, again_optims, average=again_average, epoch=None))
     assert restored.values == {"epoch": (3, "x")}
     step(again, again_optims, again_average)
     assert same_state(again.state_dict(), net.state_dict())
     assert same_state(again_average.state_dict(), average.state_dict())
 
 
-def test_a_parameter_of_another_shape_gets_no_optimizer_state(tmp_path: Path) -> None:
+def test_a_parameter_of_another_shape_gets_no_optimizer_state(checkpointer: Checkpointer) -> None:
     def trained(width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Sequential(nn.Linear(width, 4), nn.Linear(4, 2))
         optim = torch.optim.AdamW(model.parameters())
@@ -96,10 +91,8 @@ def test_a_parameter_of_another_shape_gets_no_optimizer_state(tmp_path: Path) ->
 
     saved, saved_optim = trained(8)
     model, optim = trained(16)
-    with Checkpointer(str(tmp_path), run="r") as checkpointer:
-        checkpointer.save(saved, saved_optim, 0)
-        restored = checkpointer.restore(model, optim, strict=False)
-    assert restored is not None
+    checkpointer.save(saved, saved_optim, 0)
+    restored = present(checkpointer.restore(model, optim, strict=False))
     assert restored.mismatched == ["model/0.weight: [4, 8] in the checkpoint, [4, 16] here"]
     resized, *others = model.parameters()
     assert resized not in optim.state
@@ -108,10 +101,9 @@ def test_a_parameter_of_another_shape_gets_no_optimizer_state(tmp_path: Path) ->
     step(model, optim, 16)
 
 
-def test_optimizer_of_other_parameters(tmp_path: Path) -> None:
+def test_optimizer_of_other_parameters(checkpointer: Checkpointer) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with Checkpointer(str(tmp_path), run="r") as checkpointer:
-        optim = torch.optim.AdamW(model.parameters())
-        checkpointer.save(model, optim, 0)
-        with pytest.raises(StateMismatch, match=r"1\.weight"):
-            checkpointer.restore(model, torch.optim.AdamW(model[0].parameters()))
+    optim = torch.optim.AdamW(model.parameters())
+    checkpointer.save(model, optim, 0)
+    with pytest.raises(StateMismatch, match=r"1\.weight"):
+        checkpointer.restore(model, torch.optim.AdamW(model[0].parameters()))

@@ -16,9 +16,11 @@ from ckptstore.format import boxes
 from tests.ckpt.capture.meshes import Mesh, coordinates, held, placements
 from tests.support.layouts import region
 
+Case = tuple[list[int], tuple[Placement, ...], list[int]]
+
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[list[int], tuple[Placement, ...], list[int]]:
+def cases(draw: st.DrawFn) -> Case:
     """A mesh, placements on it, and a shape."""
     shape = draw(st.lists(st.integers(0, 9), min_size=1, max_size=3))
     mesh = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
@@ -26,36 +28,26 @@ def cases(draw: st.DrawFn) -> tuple[list[int], tuple[Placement, ...], list[int]]
 
 
 @given(cases())
-def test_a_part_is_what_torch_chunk_gives(case: tuple[list[int], tuple[Placement, ...], list[int]]) -> None:
+def test_a_part_is_what_torch_chunk_gives(case: Case) -> None:
+    """Each copy on a mesh holds every element once."""
     mesh, given_placements, shape = case
     ranks = torch.arange(prod(mesh)).reshape(mesh)
     whole = torch.arange(prod(shape)).reshape(shape)
+    copies = prod(n for n, placement in zip(mesh, given_placements, strict=True) if isinstance(placement, Replicate))
+    seen = torch.zeros([copies, *shape], dtype=torch.int64)
     for coordinate in coordinates(mesh):
         local = whole
         for dimension, size in enumerate(shape):
             local = local.index_select(dimension, held(size, dimension, mesh, given_placements, coordinate))
         cut = _mesh_cut(cast(Any, Mesh(ranks, coordinate)), given_placements, tuple(shape))
-        assert (cut.local, cut.ranks) == (tuple(local.shape), tuple(range(prod(mesh))))
+        assert (cut.local, cut.ranks, len(cut.holders)) == (tuple(local.shape), tuple(range(prod(mesh))), copies)
         placed = torch.full_like(local, -1)
         for box, at in zip(cut.boxes, cut.at, strict=True):
             here = tuple(slice(start, start + size) for start, size in zip(at, boxes.sizes(box), strict=True))
             placed[here] = whole[region(box)]
+            seen[cut.holders.index(int(ranks[coordinate]))][region(box)] += 1
         assert torch.equal(placed, local)
         assert sum(prod(boxes.sizes(box)) for box in cut.boxes) == local.numel()
-
-
-@given(cases())
-def test_each_copy_on_a_mesh_holds_every_element_once(case: tuple[list[int], tuple[Placement, ...], list[int]]) -> None:
-    mesh, given_placements, shape = case
-    ranks = torch.arange(prod(mesh)).reshape(mesh)
-    copies = prod(n for n, placement in zip(mesh, given_placements, strict=True) if isinstance(placement, Replicate))
-    seen = torch.zeros([copies, *shape], dtype=torch.int64)
-    for coordinate in coordinates(mesh):
-        cut = _mesh_cut(cast(Any, Mesh(ranks, coordinate)), given_placements, tuple(shape))
-        assert len(cut.holders) == copies
-        own = int(ranks[coordinate])
-        for box in cut.boxes:
-            seen[cut.holders.index(own)][region(box)] += 1
     assert bool((seen == 1).all())
 
 

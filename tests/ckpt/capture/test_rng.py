@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from torch import nn
 from ckpt import Checkpointer
 from ckpt.capture.rng import load_rng_state, rng_state
 from tests.support.training import seed_all
+from tests.support.waiting import present
 
 
 @pytest.fixture
@@ -32,16 +32,15 @@ def drawn(generators: list[torch.Generator]) -> list[float]:
     return [torch.rand(1, generator=generator).item() for generator in generators]
 
 
-def test_generators_of_all_devices_are_restored(devices: list[torch.Generator], tmp_path: Path) -> None:
+def test_generators_of_all_devices_are_restored(devices: list[torch.Generator], checkpointer: Checkpointer) -> None:
     for seed, generator in enumerate(devices):
         generator.manual_seed(seed)
     model = nn.Linear(2, 2)
-    with Checkpointer(str(tmp_path), run="r") as checkpointer:
-        checkpointer.save(model, None, 1)
-        expected = drawn(devices)
-        drawn(devices)
-        checkpointer.restore(model)
-        assert drawn(devices) == expected
+    checkpointer.save(model, None, 1)
+    expected = drawn(devices)
+    drawn(devices)
+    checkpointer.restore(model)
+    assert drawn(devices) == expected
 
 
 def test_the_current_device_gets_its_state(devices: list[torch.Generator], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,23 +59,21 @@ def test_a_state_of_an_older_version_sets_the_current_device(devices: list[torch
     assert torch.equal(devices[0].get_state(), after[0])
 
 
-def test_random_state_is_put_back_when_it_is_asked_for(tmp_path: Path) -> None:
+def test_random_state_is_put_back_when_it_is_asked_for(checkpointer: Checkpointer) -> None:
     model = nn.Linear(2, 2)
-    with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
-        seed_all(1)
-        checkpointer.save(model, None, 1)
-        expected = drawn_globally()
-        seed_all(2)
-        untouched = drawn_globally()
-        seed_all(2)
-        restored = checkpointer.restore(model, rng=False)
-        assert restored is not None
-        assert drawn_globally() == untouched
-        for _ in range(2):
-            restored.restore_rng()
-            assert drawn_globally() == expected
-        checkpointer.restore(model)
+    seed_all(1)
+    checkpointer.save(model, None, 1)
+    expected = drawn_globally()
+    seed_all(2)
+    untouched = drawn_globally()
+    seed_all(2)
+    restored = present(checkpointer.restore(model, rng=False))
+    assert drawn_globally() == untouched
+    for _ in range(2):
+        restored.restore_rng()
         assert drawn_globally() == expected
+    checkpointer.restore(model)
+    assert drawn_globally() == expected
 
 
 def drawn_globally() -> list[float]:

@@ -52,14 +52,13 @@ def test_a_sharded_wrapper_whose_scale_has_another_shape_is_refused_by_name(outc
         assert "TwoTensor" in said
 
 
-def test_unsharded_wrappers_are_restored_in_place(tmp_path: Path) -> None:
+def test_unsharded_wrappers_are_restored_in_place(checkpointer: Checkpointer) -> None:
     model, other = model_of_pairs(1.0), model_of_pairs(5.0)
     optim, other_optim = (torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (model, other))
     step(model, optim)
     memory = [memory_address(parameter) for parameter in other.parameters()]
-    with Checkpointer(str(tmp_path), run="r") as checkpointer:
-        checkpointer.save(model, optim, 1)
-        checkpointer.restore(other, other_optim)
+    checkpointer.save(model, optim, 1)
+    checkpointer.restore(other, other_optim)
     assert [memory_address(parameter) for parameter in other.parameters()] == memory
     step(model, optim)
     step(other, other_optim)
@@ -70,27 +69,27 @@ def test_a_wrapper_does_not_fit_a_plain_tensor(tmp_path: Path) -> None:
     plain = nn.Module()
     for name, parameter in model_of_pairs(1.0).named_parameters():
         plain.register_parameter(name, nn.Parameter(torch.zeros(parameter.shape)))
-    with Checkpointer(str(tmp_path), run="plain") as checkpointer:
+    with Checkpointer(str(tmp_path), run="plain", writer="thread") as checkpointer:
         checkpointer.save(plain, None, 1)
         with pytest.raises(StateMismatch, match="TwoTensor"):
             checkpointer.restore(model_of_pairs(1.0))
-    with Checkpointer(str(tmp_path), run="wrapped") as checkpointer:
+    with Checkpointer(str(tmp_path), run="wrapped", writer="thread") as checkpointer:
         checkpointer.save(model_of_pairs(1.0), None, 1)
         with pytest.raises(StateMismatch, match="model/w0"):
             checkpointer.restore(plain)
 
 
-def test_wrappers_among_extras_are_refused_by_name(tmp_path: Path) -> None:
+def test_wrappers_among_extras_are_refused_by_name(checkpointer: Checkpointer) -> None:
     refused = pytest.raises(UnsupportedObject, match=r"'average'.*TwoTensor")
-    with Checkpointer(str(tmp_path), run="r") as checkpointer, refused:
+    with refused:
         checkpointer.save(model_of_pairs(1.0), None, 1, average=pair(1.0, 2, 2))
 
 
-def test_a_parameter_whose_memory_is_freed_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_parameter_whose_memory_is_freed_is_refused_by_name(checkpointer: Checkpointer) -> None:
     model = nn.Linear(8, 8)
     model.weight.untyped_storage().resize_(0)
     refused = pytest.raises(UnsupportedObject, match=r"'model/weight' has 64 elements but no memory")
-    with Checkpointer(str(tmp_path), run="r") as checkpointer, refused:
+    with refused:
         checkpointer.save(model, None, 1)
 
 
@@ -114,24 +113,23 @@ NOT_STORABLE: dict[str, Callable[[], torch.Tensor]] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", NOT_STORABLE)
-def test_tensors_without_elements_in_memory_are_refused_by_name(tmp_path: Path, kind: str) -> None:
+def test_tensors_without_elements_in_memory_are_refused_by_name(checkpointer: Checkpointer, kind: str) -> None:
     """Where they are saved; what state_dict leaves out does not matter."""
     odd, aside = nn.Linear(2, 2), nn.Linear(2, 2)
     odd.register_buffer("odd", NOT_STORABLE[kind]())
     aside.register_buffer("odd", NOT_STORABLE[kind](), persistent=False)
     optim = torch.optim.SGD(aside.parameters(), lr=0.1, momentum=0.9)
-    with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
-        with pytest.raises(UnsupportedObject, match="model/odd"):
-            checkpointer.prepare(odd, None)
-        with pytest.raises(UnsupportedObject, match="model/odd"):
-            checkpointer.save(odd, None, 1)
-        with pytest.raises(UnsupportedObject, match="extra/x"):
-            checkpointer.save(aside, optim, 1, extra={"x": NOT_STORABLE[kind]()})
-        assert checkpointer.restore(aside, optim) is None, "nothing was committed"
-        for number in (1, 2, 3):
-            step(aside, optim)
-            checkpointer.save(aside, optim, number)
-        assert checkpointer.restore(aside, optim) is not None
+    with pytest.raises(UnsupportedObject, match="model/odd"):
+        checkpointer.prepare(odd, None)
+    with pytest.raises(UnsupportedObject, match="model/odd"):
+        checkpointer.save(odd, None, 1)
+    with pytest.raises(UnsupportedObject, match="extra/x"):
+        checkpointer.save(aside, optim, 1, extra={"x": NOT_STORABLE[kind]()})
+    assert checkpointer.restore(aside, optim) is None, "nothing was committed"
+    for number in (1, 2, 3):
+        step(aside, optim)
+        checkpointer.save(aside, optim, number)
+    assert checkpointer.restore(aside, optim) is not None
 
 
 class Point(nn.Parameter):
@@ -149,7 +147,7 @@ class Noted(torch.Tensor):
     """A subclass whose operations return it."""
 
 
-def test_plain_subclasses_are_stored_as_their_elements(tmp_path: Path) -> None:
+def test_plain_subclasses_are_stored_as_their_elements(checkpointer: Checkpointer) -> None:
     def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(seed)
         model = nn.Linear(4, 4)
@@ -162,10 +160,9 @@ def test_plain_subclasses_are_stored_as_their_elements(tmp_path: Path) -> None:
         return model, optim
 
     (model, optim), (other, other_optim) = make(1), make(2)
-    with Checkpointer(str(tmp_path), run="r") as checkpointer:
-        checkpointer.save(model, optim, 1, mark=torch.ones(3).as_subclass(Noted))
-        mark = torch.zeros(3).as_subclass(Noted)
-        checkpointer.restore(other, other_optim, mark=mark)
+    checkpointer.save(model, optim, 1, mark=torch.ones(3).as_subclass(Noted))
+    mark = torch.zeros(3).as_subclass(Noted)
+    checkpointer.restore(other, other_optim, mark=mark)
     assert same_state(other.state_dict(), model.state_dict())
     assert same_state(other_optim.state_dict(), optim.state_dict())
     assert type(other.bias) is Point
@@ -175,13 +172,12 @@ def test_plain_subclasses_are_stored_as_their_elements(tmp_path: Path) -> None:
     assert mark.tolist() == [1.0] * 3
 
 
-def test_inner_tensors_are_told_apart_by_their_memory(tmp_path: Path) -> None:
+def test_inner_tensors_are_told_apart_by_their_memory(checkpointer: Checkpointer) -> None:
     shared, model = torch.ones(4, 4), nn.Module()
     for name, value in {"first": 2.0, "second": 3.0}.items():
         model.register_parameter(name, nn.Parameter(wrap(shared, torch.full((4, 4), value))))
-    with Checkpointer(str(tmp_path), run="r") as checkpointer:
-        checkpointer.save(model, None, 1)
-        found = {name: tensor[0, 0].item() for name, tensor in checkpointer.load(1).items()}
+    checkpointer.save(model, None, 1)
+    found = {name: tensor[0, 0].item() for name, tensor in checkpointer.load(1).items()}
     assert found == {"model/first/a": 1.0, "model/first/b": 2.0, "model/second/a": 1.0, "model/second/b": 3.0}
 
 
@@ -189,7 +185,6 @@ RUN = "wrapped"
 
 
 def wrap(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """A wrapper of two tensors."""
     made: torch.Tensor = TwoTensor(first, second)  # type: ignore[no-untyped-call]
     return made
 
@@ -229,7 +224,7 @@ def two_tensors(store: str) -> dict[str, Any]:
     model = model_of_pairs(1.0)
     fully_shard(model, mesh=mesh)
     optim = torch.optim.AdamW(model.parameters(), lr=0.1)
-    with Checkpointer(store, run=RUN) as checkpointer:
+    with Checkpointer(store, run=RUN, writer="thread") as checkpointer:
         for number in range(3):
             step(model, optim)
             checkpointer.save_async(model, optim, number)
@@ -267,7 +262,7 @@ def float8(store: str) -> dict[str, Any]:
         return [parameter._local_tensor._tensor.tolist() for parameter in model.parameters()]
 
     model, optim = make(0)
-    with Checkpointer(store, run=RUN) as checkpointer:
+    with Checkpointer(store, run=RUN, writer="thread") as checkpointer:
         checkpointer.prepare(model, optim)
         for number in range(3):
             checkpointer.save_async(model, optim, number)
@@ -294,7 +289,7 @@ def scaled(store: str) -> str:
     sharded: Any = nn.Parameter(DTensor.from_local(pair(1.0, 4, 4), init_device_mesh("cpu", (2,)), [Shard(0)]))
     sharded._local_tensor.b = torch.ones(4)
     model.w = sharded
-    with Checkpointer(store, run=RUN) as checkpointer:
+    with Checkpointer(store, run=RUN, writer="thread") as checkpointer:
         try:
             checkpointer.save(model, None, 0)
         except Exception as error:

@@ -112,7 +112,7 @@ def test_several_models_by_name_are_one_with_their_names_in_front(tmp_path: Path
     marks = [StateFingerprint(TrainState.of(saved[0], saved[1], {})) for _ in range(2)]
     assert marks[0].complete
     assert marks[0].marks == marks[1].marks, "and described once"
-    with Checkpointer(tmp_path.as_uri(), run="gan") as run:
+    with Checkpointer(tmp_path.as_uri(), run="gan", writer="thread") as run:
         run.save(*saved, 1, grads=True)
         run.restore(*again)
     assert same_state(
