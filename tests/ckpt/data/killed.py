@@ -21,12 +21,10 @@ SAVE_EVERY = 3
 
 
 def say(*words: object) -> None:
-    """One line, in one write."""
     os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
 def main(store: str, num_workers: int) -> None:
-    """Train to the end, or until killed."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     seed_all(rank)
     samples = Samples() if "SAMPLES" not in os.environ else Samples(num_samples=int(os.environ["SAMPLES"]))
