@@ -1,6 +1,6 @@
-"""A job that is preempted: `preempted STORE STEPS GRACE LOG`. Ranks train, load data and evaluate; one gets a signal.
+"""A job that is preempted: `preempted STORE STEPS GRACE`. Ranks train, load data and evaluate; one gets a signal.
 
-Each rank writes "step STEP LOSS", "due STEP TIME", and at the end "end STEP CODE TIME ESTIMATE".
+Each rank prints "step RANK STEP LOSS", and at the end "end RANK STEP".
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import nn
 
 from ckpt import Checkpointer
 from ckpt.schedule import Schedule
+from tests.ckpt.data.killed import say
 from tests.support.training import seed_all
 
 WIDTH = 512
@@ -41,9 +42,8 @@ def average_gradients(model: nn.Module) -> None:
         gradient.copy_(part.view_as(gradient) / dist.get_world_size())
 
 
-def main(store: str, steps: int, grace_s: float, log: str) -> int:
+def main(store: str, steps: int, grace_s: float) -> int:
     rank = int(os.environ["RANK"])
-    said = open(f"{log}.{rank}", "w", buffering=1)  # noqa: SIM115 - ends with the process
     dist.init_process_group("gloo")
     seed_all(0)
     model = nn.Sequential(nn.Linear(8, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
@@ -54,7 +54,6 @@ def main(store: str, steps: int, grace_s: float, log: str) -> int:
         restored = checkpointer.restore(model, optim)
         step = restored.step if restored else 0
         schedule = checkpointer.every(seconds=1.5, overhead=None)
-        print("ready", step, file=said)
         while step < steps:
             if step % 7 == 0:
                 pause(schedule, 0.05)
@@ -64,24 +63,19 @@ def main(store: str, steps: int, grace_s: float, log: str) -> int:
             optim.step()
             optim.zero_grad()
             step += 1
-            print("step", step, loss.item().hex(), file=said)
+            say("step", rank, step, loss.item().hex())
             if schedule.due(step):
-                print("due", step, time.time(), file=said)
                 checkpointer.save_async(model, optim, step)
             if schedule.stop:
                 break
             if step % 20 == 0:
                 pause(schedule, 0.3)
             time.sleep(pace_s)
-        stopping = schedule._stopping
         checkpointer.wait()
-        print(
-            "end", step, schedule.exit_code, time.time(), stopping.estimate_s if stopping is not None else None,
-            file=said,
-        )  # fmt: skip
+        say("end", rank, step)
     dist.destroy_process_group()
     return schedule.exit_code or 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]))
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3])))

@@ -71,12 +71,12 @@ def flip_shard(folder: Path, checkpoint: Checkpoint) -> None:
 @pytest.mark.parametrize("restart", [True, False])
 def test_a_replay_after_damage_is_not_born_damaged(restart: bool, tmp_path: Path) -> None:
     """A bit-exact replay of the lost step has the bytes of the damaged checkpoint, and must not reference them."""
-    checkpointer = Checkpointer(str(tmp_path), run=RUN)
+    checkpointer = Checkpointer(str(tmp_path), run=RUN, writer="thread")
     first, second = save_two(checkpointer)
     flip_shard(tmp_path, second)
     if restart:
         checkpointer.close()
-        checkpointer = Checkpointer(str(tmp_path), run=RUN)
+        checkpointer = Checkpointer(str(tmp_path), run=RUN, writer="thread")
     with checkpointer:
         restored = present(checkpointer.restore(state_at(0)))
         assert (restored.checkpoint.id, latest(run_of(tmp_path)).attempt) == (first.id, first.attempt)
@@ -87,7 +87,7 @@ def test_a_replay_after_damage_is_not_born_damaged(restart: bool, tmp_path: Path
 
 
 def _load(folder: Path) -> None:
-    with Checkpointer(str(folder), run=RUN) as checkpointer:
+    with Checkpointer(str(folder), run=RUN, writer="thread") as checkpointer:
         checkpointer.load(2)
 
 
@@ -193,8 +193,7 @@ def test_a_finding_that_cannot_be_written_fails_no_restore(tmp_path: Path, caplo
     with Checkpointer(str(tmp_path), run=RUN, writer="thread") as checkpointer:
         assert isinstance(checkpointer._source, StoreSource)
         checkpointer._source.store = NoFindings(checkpointer._source.store)
-        restored = checkpointer.restore(state_at(0))
-    assert restored is not None
+        restored = present(checkpointer.restore(state_at(0)))
     assert restored.step == 1
     assert f"the damage of {second.id} is not recorded" in caplog.text
     assert quarantine(tmp_path) == []

@@ -19,6 +19,8 @@ from ckptstore.format.planning import derived_bytes
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.stores import open_store
 from tests.support.command_line import invoke, succeed
+from tests.support.training import same_state
+from tests.support.waiting import present
 
 DATA = Path(__file__).parents[1] / "data" / "format-1-training"
 RUN, OTHER_RUN = "training", "other"
@@ -32,7 +34,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def query(folder: Path, *command: object) -> Any:
-    """The JSON that a command of ckptctl prints."""
     return succeed(*command, "--store", folder, "-o", "json").json
 
 
@@ -40,24 +41,8 @@ def restored(folder: Path, run: str, step: int) -> tuple[Any, ...]:
     """Model, optimizer and extras from a checkpoint."""
     net, optim, extras = state(0)
     with torch.random.fork_rng(), Checkpointer(str(folder), run=run, writer="thread") as checkpointer:
-        found = checkpointer.restore(net, optim if run == RUN else None, checkpoint=step, **extras)
-    assert found is not None
-    assert found.step == step
+        assert present(checkpointer.restore(net, optim if run == RUN else None, checkpoint=step, **extras)).step == step
     return net, optim, extras
-
-
-def assert_same(left: Any, right: Any) -> None:
-    """Equal, and tensors in type and bits too."""
-    assert type(left) is type(right)
-    if isinstance(left, torch.Tensor):
-        assert (left.dtype, left.shape) == (right.dtype, right.shape)
-        assert left.detach().numpy(force=True).tobytes() == right.detach().numpy(force=True).tobytes()
-    elif isinstance(left, dict):
-        assert left.keys() == right.keys()
-        for name in left:
-            assert_same(left[name], right[name])
-    else:
-        assert left == right
 
 
 @pytest.mark.parametrize(("run", "step"), [(RUN, 1), (RUN, 2), (OTHER_RUN, 7)])
@@ -65,17 +50,12 @@ def test_every_checkpoint_is_restored_bit_for_bit(folder: Path, run: str, step: 
     net, optim, extras = restored(folder, run, step)
     saved_net, saved_optim, saved_extras = state(step)
     assert net.tied is net.trained
-    assert_same(_bits(net.state_dict()), _bits(saved_net.state_dict()))
+    assert same_state(net.state_dict(), saved_net.state_dict())
     assert extras["data"].value == saved_extras["data"].value
     if run == RUN:
         found, saved = optim.state_dict(), saved_optim.state_dict()
-        assert_same(found["state"], saved["state"])
+        assert same_state(found["state"], saved["state"])
         assert found["param_groups"][0]["lr"] == saved["param_groups"][0]["lr"]
-
-
-def _bits(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """NumPy has no bfloat16."""
-    return {name: t.view(torch.int16) if t.dtype is torch.bfloat16 else t for name, t in tensors.items()}
 
 
 def test_the_second_checkpoint_references_the_first_and_stores_no_cast(folder: Path) -> None:
@@ -112,12 +92,7 @@ def test_a_deletion_is_listed_and_taken_back(folder: Path) -> None:
     assert (deleted["id"].partition(".")[0], deleted["by"]) == (f"{RUN}@3", "operator@example")
     assert (deleted["reason"], invoke("show", f"{RUN}@3", "--store", folder).code) == ("diverged", 4)
     assert invoke("undelete", f"{RUN}@3", "--store", folder).code == 0
-    assert_same(_bits(restored(folder, RUN, 3)[0].state_dict()), _bits(state(3)[0].state_dict()))
-
-
-def _tensor(value: object) -> Tensor:
-    assert isinstance(value, Tensor)
-    return value
+    assert same_state(restored(folder, RUN, 3)[0].state_dict(), state(3)[0].state_dict())
 
 
 class Net(nn.Module):
@@ -140,9 +115,9 @@ def numbers(seed: int, shape: tuple[int, ...]) -> Tensor:
     return torch.from_numpy(bits.reshape(shape))
 
 
-def state(step: int) -> tuple[Net, torch.optim.Adam, dict[str, Any]]:
+def state(step: int) -> tuple[Any, torch.optim.Adam, dict[str, Any]]:
     """Model, optimizer and extras as they were saved at a step; 0: as before the first step."""
-    net = Net()
+    net: Any = Net()
     optim = torch.optim.Adam([net.trained], lr=0.001 * (step + 1))
     extras: dict[str, Any] = {"data": Position()}
     if step:
@@ -152,18 +127,16 @@ def state(step: int) -> tuple[Net, torch.optim.Adam, dict[str, Any]]:
         with torch.no_grad():
             net.frozen.copy_(numbers(1, _FROZEN))
             net.trained.copy_(numbers(10 * step, _TRAINED))
-            _tensor(net.cast).copy_(net.trained)
-            _tensor(net.counter).fill_(step)
+            net.cast.copy_(net.trained)
+            net.counter.fill_(step)
             for number, name in enumerate(("exp_avg", "exp_avg_sq"), 1):
-                _tensor(moments[name]).copy_(numbers(10 * step + number, _TRAINED))
-            _tensor(moments["step"]).fill_(float(step))
+                moments[name].copy_(numbers(10 * step + number, _TRAINED))
+            moments["step"].fill_(float(step))
         extras["data"].value = {"epoch": step, "seen": [1 << 70, float("inf")], "key": b"\0\xff", "pair": (step, None)}
     return net, optim, extras
 
 
 class Position:
-    """An extra with a state dict of its own."""
-
     def __init__(self) -> None:
         self.value: dict[str, Any] = {}
 

@@ -76,7 +76,7 @@ def test_a_rewind_in_place_is_another_attempt(tmp_path: Path, monkeypatch: pytes
 def test_steps_are_counted_where_nothing_names_them(tmp_path: Path) -> None:
     model = nn.Linear(64, 64)
     optim, run = torch.optim.AdamW(model.parameters()), _run(tmp_path, "r")
-    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+    with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
         checkpointer.prepare(model, optim)
 
         def train(steps: int) -> None:
@@ -93,7 +93,7 @@ def test_steps_are_counted_where_nothing_names_them(tmp_path: Path) -> None:
 def test_an_exception_ends_an_attempt_with_an_error(tmp_path: Path) -> None:
     run = _run(tmp_path, "r")
     try:
-        with Checkpointer(str(tmp_path), run="r") as checkpointer:
+        with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
             checkpointer.save(nn.Linear(4, 4), None, 1)
             wait_until(lambda: read_heartbeats(run) != [], "a heartbeat")
             raise ZeroDivisionError

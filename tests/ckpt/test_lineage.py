@@ -50,12 +50,15 @@ class Job:
         return found.step
 
 
-@pytest.fixture(params=["process", "thread"])
+in_both_ways = pytest.mark.parametrize("jobs", ["process", "thread"], indirect=True)
+
+
+@pytest.fixture
 def jobs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Job]]:
     made: list[Job] = []
 
     def new_job(**config: object) -> Job:
-        made.append(Job(str(tmp_path / "store"), **{"writer": request.param, **config}))
+        made.append(Job(str(tmp_path / "store"), **{"writer": getattr(request, "param", "thread"), **config}))
         return made[-1]
 
     yield new_job
@@ -81,6 +84,7 @@ def states(run: Run) -> dict[int, str]:
     return {c.step: c.state for c in list_checkpoints(run)}
 
 
+@in_both_ways
 def test_a_job_that_comes_back_after_its_successor_cannot_save_any_more(jobs: Callable[..., Job], run: Run) -> None:
     old = jobs()
     old.save(100, 200, 300)
@@ -131,6 +135,7 @@ def test_what_an_old_job_had_already_committed_is_abandoned(jobs: Callable[..., 
     assert jobs().restore() == 320
 
 
+@in_both_ways
 def test_rewinding_in_place(jobs: Callable[..., Job], run: Run) -> None:
     """Training diverged: the operator goes back, and every restart resumes the new branch from its first save on."""
     job = jobs()
@@ -258,7 +263,7 @@ def test_a_step_is_saved_once(jobs: Callable[..., Job], run: Run) -> None:
 
 
 def test_a_failed_step_may_be_saved_again(jobs: Callable[..., Job], run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = jobs(writer="thread")
+    job = jobs()
     job.save(100)
 
     def refuse(self: Store, *args: object, **kwargs: object) -> None:

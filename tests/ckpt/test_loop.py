@@ -84,7 +84,6 @@ def test_epochs_go_on_within_an_epoch_and_at_its_end(store: Path, stop_at: int) 
 
 @pytest.mark.parametrize("train", [train_steps, train_epochs])
 def test_a_run_that_was_trained_to_the_end_trains_nothing(store: Path, train: Any) -> None:
-    """Its last step is saved, whatever the schedule."""
     first = begin(store)
     assert train(first, schedule=1000)
     again = begin(store, seed=1)

@@ -27,8 +27,6 @@ from tests.support.training import same_state
 
 @dataclass
 class Held:
-    """What one rank trains with."""
-
     model: nn.Module
     optim: Any = None
     extras: dict[str, Any] = field(default_factory=dict)
@@ -52,7 +50,6 @@ class Held:
                 module(torch.randn(4, module.num_features) + rank)
 
     def state(self) -> Any:
-        optim = self.optim.values() if isinstance(self.optim, dict) else [self.optim] if self.optim else []
         own = {
             name: value.state_dict() if isinstance(value, nn.Module) else value for name, value in self.extras.items()
         }
@@ -60,7 +57,7 @@ class Held:
             name: value.to_local() if isinstance(value, DTensor) else value
             for name, value in self.model.state_dict().items()
         }
-        return {"model": model, "optim": [one.state_dict()["state"] for one in optim], **own}
+        return {"model": model, "optim": [one.state_dict()["state"] for one in self.optimizers], **own}
 
 
 def plain(*widths: int) -> nn.Sequential:
@@ -72,19 +69,9 @@ def adam(model: nn.Module, where: bool = True, lr: float = 0.0) -> Any:
     return torch.optim.AdamW(model.parameters(), lr) if where else None
 
 
-def optimizer_on(rank: int, at: int) -> Held:
+def of_plain(make: Callable[[nn.Sequential], Any]) -> Held:
     model = plain()
-    return Held(model, adam(model, rank == at))
-
-
-def zero_by_hand(rank: int) -> Held:
-    model = plain()
-    return Held(model, adam(model[rank]))
-
-
-def two_optimizers(rank: int) -> Held:
-    model = plain()
-    return Held(model, {"ab"[rank]: adam(model[rank])})
+    return Held(model, make(model))
 
 
 def experts(rank: int) -> Held:
@@ -99,13 +86,7 @@ def buffer_on_one(rank: int) -> Held:
     return Held(model)
 
 
-def statistics(rank: int) -> Held:
-    return Held(nn.BatchNorm1d(3))
-
-
 class Hooked(nn.BatchNorm1d):
-    """Takes part in loading."""
-
     def __init__(self) -> None:
         super().__init__(3)
         self.register_load_state_dict_post_hook(lambda *_: None)  # type: ignore[no-untyped-call]
@@ -118,31 +99,15 @@ def counted(rank: int) -> Held:
     return Held(model)
 
 
-def hooked_statistics(rank: int) -> Held:
-    return Held(Hooked())
-
-
-def large_statistics(rank: int) -> Held:
-    return Held(nn.BatchNorm1d(20_000))
-
-
 def ddp_statistics(rank: int) -> Held:
     warnings.simplefilter("ignore")  # a deprecated argument, which other versions lack a name for
-    model = DistributedDataParallel(statistics(rank).model, broadcast_buffers=False)
+    model = DistributedDataParallel(nn.BatchNorm1d(3), broadcast_buffers=False)
     return Held(model)
 
 
-def extra_on_one(rank: int) -> Held:
-    return Held(plain(), extras={"note": torch.randn(3)} if rank else {})
-
-
 def average_on_last(rank: int) -> Held:
-    model = plain()
-    return Held(model, adam(model), extras={"average": plain()} if rank else {})
-
-
-def generators(rank: int) -> Held:
-    return Held(plain(), extras={"generator": torch.Generator().manual_seed(torch.seed() + rank).get_state()})
+    held = of_plain(adam)
+    return Held(held.model, held.optim, {"average": plain()} if rank else {})
 
 
 class Scaled(torch.optim.SGD):
@@ -162,17 +127,24 @@ def sharded(rank: int) -> Held:
 
 
 RESTORED: dict[str, Callable[[int], Held]] = {
-    "optimizer_on_first": lambda rank: optimizer_on(rank, 0),
-    "optimizer_on_last": lambda rank: optimizer_on(rank, 1),
-    **{
-        made.__name__: made
-        for made in (
-            zero_by_hand, two_optimizers, experts, buffer_on_one, statistics, counted, hooked_statistics,
-            large_statistics, ddp_statistics, extra_on_one, average_on_last, generators,
-            sharded,
-        )
-    },
-}  # fmt: skip
+    "optimizer_on_first": lambda rank: of_plain(lambda model: adam(model, rank == 0)),
+    "optimizer_on_last": lambda rank: of_plain(lambda model: adam(model, rank == 1)),
+    "zero_by_hand": lambda rank: of_plain(lambda model: adam(model[rank])),
+    "two_optimizers": lambda rank: of_plain(lambda model: {"ab"[rank]: adam(model[rank])}),
+    "experts": experts,
+    "buffer_on_one": buffer_on_one,
+    "statistics": lambda rank: Held(nn.BatchNorm1d(3)),
+    "counted": counted,
+    "hooked_statistics": lambda rank: Held(Hooked()),
+    "large_statistics": lambda rank: Held(nn.BatchNorm1d(20_000)),
+    "ddp_statistics": ddp_statistics,
+    "extra_on_one": lambda rank: Held(plain(), extras={"note": torch.randn(3)} if rank else {}),
+    "average_on_last": average_on_last,
+    "generators": lambda rank: Held(
+        plain(), extras={"generator": torch.Generator().manual_seed(torch.initial_seed() + rank).get_state()}
+    ),
+    "sharded": sharded,
+}
 
 
 def ignored_by_ddp(rank: int) -> Held:
@@ -265,7 +237,6 @@ def test_another_number_of_ranks_is_told_whose_buffers_it_gets(
 
 
 def ranks(folder: str) -> dict[str, Any]:
-    """All kinds, one after the other."""
     said: dict[str, Any] = {}
     rank = dist.get_rank()
     for kind, make in RESTORED.items():

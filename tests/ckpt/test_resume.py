@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adafactor, AdamW
 from torch.optim.lr_scheduler import CyclicLR, MultiStepLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
 
 from ckpt import Checkpointer
-from ckpt.restoring.pipeline import load_tensors
-from ckptstore.commits.catalog import Checkpoint
-from ckptstore.errors import SaverDied
+from ckptstore.errors import CkptError, SaverDied
 from ckptstore.reading.source import StoreSource, read_manifest, read_receipt
 from ckptstore.reading.verify import verify
 from ckptstore.stores import open_store
-from tests.ckpt.ddp import lines, run_ranks
 from tests.support.kill_train import weights
-from tests.support.trainers import is_alive, trainer_on
+from tests.support.parallel.runner import Scenario, run_scenario
+from tests.support.trainers import trainer_on
 from tests.support.training import Loop, Net, same_state, seed_all
 from tests.support.waiting import present, wait_until
 
@@ -61,14 +61,14 @@ def test_resumed_run_equals_uninterrupted_run(make: Callable[[], Loop], tmp_path
     losses = [reference.step() for _ in range(12)]
 
     first = make()
-    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+    with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
         for step in range(7):
             assert first.step() == losses[step]
             checkpointer.save_async(first.model, first.optim, step, **first.extras())
 
     resumed = make()
     seed_all(99)
-    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+    with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
         restored = present(checkpointer.restore(resumed.model, resumed.optim, **resumed.extras()))
         assert (restored.step, [resumed.step() for _ in range(7, 12)]) == (6, losses[7:])
     assert same_state(resumed.model.state_dict(), reference.model.state_dict())
@@ -120,11 +120,11 @@ def test_save_in_the_middle_of_an_accumulation_window(tmp_path: Path) -> None:
     first = make()
     assert [window(first) for _ in range(2)] == losses[:2]
     assert [first.backward() for _ in range(2)] == losses[2][:2]
-    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+    with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
         checkpointer.save(first.model, first.optim, 2, grads=True, scheduler=first.sched)
 
     resumed = make()
-    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+    with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
         checkpointer.restore(resumed.model, resumed.optim, scheduler=resumed.sched)
     assert (window(resumed, passes=2), window(resumed)) == (losses[2][2:], losses[3])
     assert same_state(resumed.model.state_dict(), reference.model.state_dict())
@@ -144,7 +144,7 @@ def test_plateau_scheduler_and_stateful_data_loader(tmp_path: Path) -> None:
 
     net, optim, plateau, loader = make()
     batches = iter(loader)
-    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+    with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
         for _ in range(4):
             next(batches)
             plateau.step(1.0)
@@ -152,29 +152,11 @@ def test_plateau_scheduler_and_stateful_data_loader(tmp_path: Path) -> None:
     rest = [batch.tolist() for batch in batches]
 
     net, optim, plateau_again, loader_again = make()
-    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+    with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
         checkpointer.restore(net, optim, plateau=plateau_again, loader=loader_again)
     assert [batch.tolist() for batch in loader_again] == rest
     assert plateau_again.state_dict() == plateau.state_dict()
     assert optim.param_groups[0]["lr"] < 0.5
-
-
-def check(source: StoreSource, checkpoint: Checkpoint) -> None:
-    """It is whole, and holds the weights of its step."""
-    assert verify(source, checkpoint).ok
-    assert torch.equal(load_tensors(source, checkpoint, "model/w")["model/w"], weights(checkpoint.step))
-
-
-def test_trainer_killed_right_after_save_async_returned(tmp_path: Path) -> None:
-    source = StoreSource(open_store(str(tmp_path)))
-    with trainer_on(tmp_path) as trainer:
-        wait_until(lambda: trainer.saved >= 1)
-        trainer.kill()
-    # The saver outlives the trainer, commits all it was given, and ends by itself.
-    wait_until(lambda: not is_alive(trainer.saver))
-    latest = source.latest("kill")
-    assert latest.step >= trainer.saved
-    check(source, latest)
 
 
 def test_death_of_the_saver_is_reported_and_healed(tmp_path: Path) -> None:
@@ -197,8 +179,7 @@ def test_death_of_the_saver_is_reported_and_healed(tmp_path: Path) -> None:
 def test_death_of_an_idle_saver_is_reported_at_the_end_and_nothing_is_left_running(tmp_path: Path) -> None:
     checkpointer = Checkpointer(str(tmp_path), run="r")
     checkpointer.save(nn.Linear(4, 4), None, 1)
-    assert checkpointer.saver_pid is not None
-    os.kill(checkpointer.saver_pid, signal.SIGKILL)
+    os.kill(present(checkpointer.saver_pid), signal.SIGKILL)
     wait_until(lambda: checkpointer.saver_pid is None)
     with pytest.raises(SaverDied):
         checkpointer.close()
@@ -217,31 +198,24 @@ def test_restore_waits_for_the_saver_of_a_killed_trainer(tmp_path: Path) -> None
         resume.start()
         model = nn.ParameterDict({"w": torch.zeros_like(weights(0))})
         with Checkpointer(str(tmp_path), run="kill") as checkpointer:
-            restored = checkpointer.restore(model)
+            assert present(checkpointer.restore(model)).step >= trainer.saved
         resume.join()
-    assert restored is not None
-    assert restored.step >= trainer.saved
 
 
-@pytest.fixture
-def places(tmp_path: Path) -> tuple[Path, Path]:
-    """A folder for ranks to meet in, and the store."""
-    for name in ("meet", "store"):
-        (tmp_path / name).mkdir()
-    return tmp_path / "meet", tmp_path / "store"
+def in_ranks(folder: Path, function: str, **arguments: Any) -> list[Any]:
+    """What each of two ranks returns."""
+    return run_scenario(Scenario(f"{__name__}:{function}", 2, arguments, 120.0), folder)
 
 
-def test_two_ranks_resume_exactly_and_write_one_shard(places: tuple[Path, Path]) -> None:
-    meet, folder = places
-    (folder / "whole").mkdir()
-    whole = run_ranks("tests.ckpt.ddp_train", 2, meet, str(folder / "whole"), "8", "-1")
-    first = run_ranks("tests.ckpt.ddp_train", 2, meet, str(folder), "4", "3")
-    second = run_ranks("tests.ckpt.ddp_train", 2, meet, str(folder), "8", "-1")
+def test_two_ranks_resume_exactly_and_write_one_shard(tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
+    whole = in_ranks(tmp_path / "1", "train", store=str(tmp_path / "whole"), steps=8)
+    first = in_ranks(tmp_path / "2", "train", store=store, steps=4, save_at=3)
+    second = in_ranks(tmp_path / "3", "train", store=store, steps=8)
     for rank in range(2):
-        joined = eval(lines(first[rank])[-2]) + eval(lines(second[rank])[-2])
-        assert (joined, lines(second[rank])[-1]) == (eval(lines(whole[rank])[-2]), f"rank {rank}")
+        assert [first[rank][0] + second[rank][0], second[rank][1]] == [whole[rank][0], f"rank {rank}"]
 
-    source = StoreSource(open_store(str(folder)))
+    source = StoreSource(open_store(store))
     checkpoint = source.latest("ddp")
     assert (checkpoint.world_size, checkpoint.num_shards) == (2, 1)
     manifest = read_manifest(source, checkpoint)
@@ -250,47 +224,56 @@ def test_two_ranks_resume_exactly_and_write_one_shard(places: tuple[Path, Path])
     assert verify(source, checkpoint).ok
 
 
-def test_gradients_of_each_rank_in_the_middle_of_a_window(places: tuple[Path, Path]) -> None:
-    meet, folder = places
-    outputs = run_ranks("tests.ckpt.ddp_train", 2, meet, str(folder), "0", "0", "accumulate")
-    assert [lines(output)[-1] for output in outputs] == ["same gradients"] * 2
+def test_gradients_of_each_rank_in_the_middle_of_a_window(tmp_path: Path) -> None:
+    assert in_ranks(tmp_path / "ranks", "accumulate", store=str(tmp_path / "store")) == [True, True]
     # Large state of a rank's own goes into a shard of its own.
-    assert StoreSource(open_store(str(folder))).latest("ddp").num_shards == 2
+    assert StoreSource(open_store(str(tmp_path / "store"))).latest("ddp").num_shards == 2
 
 
-def test_no_collective_after_the_first_save(places: tuple[Path, Path]) -> None:
-    meet, folder = places
-    run_ranks("tests.ckpt.ddp_train", 2, meet, str(folder), "3", "1", "forbid-collectives")
-    assert StoreSource(open_store(str(folder))).latest("ddp").step == 1001
+def test_a_store_that_fails_rank_zero_fails_every_rank_at_once(tmp_path: Path) -> None:
+    (tmp_path / "store" / "ddp").mkdir(parents=True)
+    (tmp_path / "store" / "ddp" / "attempts").write_text("a file where a folder should be")
+    said = in_ranks(tmp_path / "ranks", "train", store=str(tmp_path / "store"), steps=2, save_at=1)
+    assert ["store_unavailable: " in one for one in said] == [True, True]
 
 
-def test_checkpoint_of_two_ranks_restores_in_one(places: tuple[Path, Path]) -> None:
-    meet, folder = places
-    run_ranks("tests.ckpt.ddp_train", 2, meet, str(folder), "2", "1")
-    with pytest.raises(AssertionError, match=r"state_mismatch.*saved by 2 ranks.*seen differed"):
-        run_ranks("tests.ckpt.ddp_train", 1, meet, str(folder), "3", "-1")
+def train(store: str, steps: int, save_at: int = -1) -> Any:
+    """Resume and train: the losses, and what was restored; or an error."""
+    rank = dist.get_rank()
+    seed_all(5)
+    layers = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 1)
+    model = DistributedDataParallel(nn.Sequential(*layers))
+    optim = AdamW(model.parameters(), lr=0.01)
+    sched = OneCycleLR(optim, 0.1, total_steps=100)
+    seed_all(100 + rank)
+    losses = []
+    try:
+        with Checkpointer(store, run="ddp") as checkpointer:
+            restored = checkpointer.restore(model, optim, scheduler=sched, seen=None)
+            for step in range(restored.step + 1 if restored else 0, steps):
+                loss = model(torch.randn(4, 8)).square().mean()
+                loss.backward()
+                optim.step()
+                optim.zero_grad()
+                sched.step()
+                losses.append(loss.item().hex())
+                if step == save_at:
+                    checkpointer.save_async(model, optim, step, scheduler=sched, seen=f"rank {rank}")
+    except CkptError as error:
+        return f"{error.code}: {error}"
+    return losses, restored.values["seen"] if restored else None
 
 
-def test_a_store_that_fails_rank_zero_fails_every_rank_at_once(places: tuple[Path, Path]) -> None:
-    meet, folder = places
-    (folder / "ddp").mkdir()
-    (folder / "ddp" / "attempts").write_text("a file where a folder should be")
-    with pytest.raises(AssertionError) as caught:
-        run_ranks("tests.ckpt.ddp_train", 2, meet, str(folder), "2", "1", timeout=60)
-    assert str(caught.value).count("store_unavailable: ") == 2
-
-
-def test_an_unforeseen_error_of_one_rank_reaches_the_others(places: tuple[Path, Path]) -> None:
-    meet, folder = places
-    run_ranks("tests.ckpt.ddp_train", 2, meet, str(folder), "2", "1")
-    with pytest.raises(AssertionError) as caught:
-        run_ranks("tests.ckpt.ddp_train", 2, meet, str(folder), "3", "-1", "broken", timeout=60)
-    assert "restore_failed: rank 1 cannot restore: RuntimeError('a hook of rank 1 fails')" in str(caught.value)
-
-
-def test_ranks_with_different_models_are_refused(places: tuple[Path, Path]) -> None:
-    meet, folder = places
-    with pytest.raises(
-        AssertionError, match=r"unsupported_object: ranks 0 and 1 hold different tensors under the name"
-    ):
-        run_ranks("tests.ckpt.ddp_train", 2, meet, str(folder), "2", "1", "different")
+def accumulate(store: str) -> bool:
+    """Save in the middle of an accumulation window, where gradients differ between ranks, and get them back."""
+    seed_all(5)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 4096), nn.Linear(4096, 1)))
+    seed_all(100 + dist.get_rank())
+    with model.no_sync():
+        model(torch.randn(4, 8)).square().mean().backward()
+    before = [parameter.grad for parameter in model.parameters()]
+    with Checkpointer(store, run="ddp") as checkpointer:
+        checkpointer.save(model, None, 0, grads=True)
+        model.zero_grad(set_to_none=True)
+        checkpointer.restore(model)
+    return same_state(before, [parameter.grad for parameter in model.parameters()])

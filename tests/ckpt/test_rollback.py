@@ -21,6 +21,7 @@ from ckptstore.errors import StateMismatch
 from tests.support.parallel.runner import Scenario, run_scenario
 from tests.support.parallel.zero import ZeroRedundancyOptimizer
 from tests.support.training import Loop, OptimizerFactory, same_state, seed_all
+from tests.support.waiting import present
 
 OPTIMIZERS: dict[str, OptimizerFactory] = {
     "sgd-momentum": lambda p: SGD(p, lr=0.01, momentum=0.9),
@@ -37,13 +38,12 @@ every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIM
 
 
 @every_optimizer
-def test_rollback_to_before_the_first_step(make: OptimizerFactory, tmp_path: Path) -> None:
+def test_rollback_to_before_the_first_step(make: OptimizerFactory, checkpointer: Checkpointer) -> None:
     loop = Loop(make)
-    with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
-        checkpointer.save(loop.model, loop.optim, 0)
-        losses = [loop.step() for _ in range(4)]
-        model, optim = deepcopy(loop.model.state_dict()), deepcopy(loop.optim.state_dict())
-        checkpointer.restore(loop.model, loop.optim)
+    checkpointer.save(loop.model, loop.optim, 0)
+    losses = [loop.step() for _ in range(4)]
+    model, optim = deepcopy(loop.model.state_dict()), deepcopy(loop.optim.state_dict())
+    checkpointer.restore(loop.model, loop.optim)
     assert [loop.step() for _ in range(4)] == losses
     assert same_state(loop.model.state_dict(), model)
     assert same_state(loop.optim.state_dict(), optim)
@@ -81,28 +81,27 @@ def train(net: Branches, optim: Optimizer, steps: Iterable[int], branch: str) ->
 
 @pytest.mark.parametrize("branch", ["frozen", "late"])
 @every_optimizer
-def test_rollback_to_before_a_branch_was_trained(make: OptimizerFactory, branch: str, tmp_path: Path) -> None:
+def test_rollback_to_before_a_branch_was_trained(
+    make: OptimizerFactory, branch: str, checkpointer: Checkpointer
+) -> None:
     seed_all(0)
     net = Branches()
     optim = make(net.parameters())
-    with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
-        train(net, optim, range(3), branch)
-        checkpointer.save(net, optim, 3)
-        train(net, optim, range(3, 6), "trained")
-        checkpointer.save(net, optim, 6)
-        trained = deepcopy(net.state_dict()), deepcopy(optim.state_dict())
-        train(net, optim, range(6, 9), "trained")
+    train(net, optim, range(3), branch)
+    checkpointer.save(net, optim, 3)
+    train(net, optim, range(3, 6), "trained")
+    checkpointer.save(net, optim, 6)
+    trained = deepcopy(net.state_dict()), deepcopy(optim.state_dict())
+    train(net, optim, range(6, 9), "trained")
 
-        restored = checkpointer.restore(net, optim)  # the newest first
-        assert restored is not None
-        assert restored.step == 6
-        assert same_state((net.state_dict(), optim.state_dict()), trained)
-        checkpointer.restore(net, optim, checkpoint=3)
-        train(net, optim, range(3, 6), "trained")
-        assert same_state((net.state_dict(), optim.state_dict()), trained)
+    assert present(checkpointer.restore(net, optim)).step == 6, "the newest first"
+    assert same_state((net.state_dict(), optim.state_dict()), trained)
+    checkpointer.restore(net, optim, checkpoint=3)
+    train(net, optim, range(3, 6), "trained")
+    assert same_state((net.state_dict(), optim.state_dict()), trained)
 
 
-def test_rollback_of_several_optimizers_in_a_sequence(tmp_path: Path) -> None:
+def test_rollback_of_several_optimizers_in_a_sequence(checkpointer: Checkpointer) -> None:
     seed_all(0)
     net = Branches()
     optims = [AdamW(net.first.parameters(), lr=0.01), SGD(net.second.parameters(), lr=0.01, momentum=0.9)]
@@ -110,29 +109,29 @@ def test_rollback_of_several_optimizers_in_a_sequence(tmp_path: Path) -> None:
     def state() -> list[Any]:
         return deepcopy([net.state_dict(), *(optim.state_dict() for optim in optims)])
 
-    with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
-        checkpointer.save(net, optims, 0)
-        start = state()
-        for optim in optims:
-            train(net, optim, range(3), "trained")
-        checkpointer.restore(net, optims)
+    checkpointer.save(net, optims, 0)
+    start = state()
+    for optim in optims:
+        train(net, optim, range(3), "trained")
+    checkpointer.restore(net, optims)
     assert same_state(state(), start)
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_parameter_groups_that_do_not_fit_are_refused_before_anything_changes(strict: bool, tmp_path: Path) -> None:
+def test_parameter_groups_that_do_not_fit_are_refused_before_anything_changes(
+    strict: bool, checkpointer: Checkpointer
+) -> None:
     seed_all(0)
     net = Branches()
     groups = [{"params": net.first.parameters(), "lr": 0.1}, {"params": net.second.parameters(), "lr": 0.2}]
     optim = AdamW(groups)
     train(net, optim, range(2), "trained")
-    with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
-        checkpointer.save(net, optim, 2)
-        merged = AdamW(net.parameters())
-        train(net, merged, range(2), "trained")
-        before = deepcopy([net.state_dict(), merged.state_dict()])
-        with pytest.raises(StateMismatch, match="no saved parameter group holds all of") as caught:
-            checkpointer.restore(net, merged, strict=strict)
+    checkpointer.save(net, optim, 2)
+    merged = AdamW(net.parameters())
+    train(net, merged, range(2), "trained")
+    before = deepcopy([net.state_dict(), merged.state_dict()])
+    with pytest.raises(StateMismatch, match="no saved parameter group holds all of") as caught:
+        checkpointer.restore(net, merged, strict=strict)
     assert "nothing was changed" in caught.value.hint
     assert same_state([net.state_dict(), merged.state_dict()], before)
 
@@ -146,34 +145,33 @@ def test_rollback_of_sharded_state(sharding: str, tmp_path: Path) -> None:
     )
 
 
-def test_state_of_another_class_of_optimizer_is_refused(tmp_path: Path) -> None:
+def test_state_of_another_class_of_optimizer_is_refused(checkpointer: Checkpointer) -> None:
     seed_all(0)
     net = Branches()
     saved = AdamW(net.parameters(), lr=0.01)
     train(net, saved, range(2), "trained")
     other = SGD(net.parameters(), lr=0.5, momentum=0.9)
     before = deepcopy(other.state_dict())
-    with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
-        checkpointer.save(net, saved, 2)
-        checkpointer.save(net, saved, 3)  # which describes the groups again
-        for step in (2, 3):
-            with pytest.raises(StateMismatch, match="optim: state of AdamW in the checkpoint, SGD here"):
-                checkpointer.restore(net, other, checkpoint=step)
-            assert same_state(other.state_dict(), before)
-        restored = checkpointer.restore(net, other, strict=False)
-        assert restored is not None
-        assert restored.mismatched == ["optim: state of AdamW in the checkpoint, SGD here"]
-        assert not any("optimizer_class" in group for group in other.param_groups)
+    checkpointer.save(net, saved, 2)
+    checkpointer.save(net, saved, 3)  # which describes the groups again
+    for step in (2, 3):
+        with pytest.raises(StateMismatch, match="optim: state of AdamW in the checkpoint, SGD here"):
+            checkpointer.restore(net, other, checkpoint=step)
+        assert same_state(other.state_dict(), before)
+    restored = present(checkpointer.restore(net, other, strict=False))
+    assert restored.mismatched == ["optim: state of AdamW in the checkpoint, SGD here"]
+    assert not any("optimizer_class" in group for group in other.param_groups)
 
 
-def test_state_without_its_optimizers_class_is_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_without_its_optimizers_class_is_not_checked(
+    checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     net = Branches()
-    with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
-        with monkeypatch.context() as patch:
-            patch.setattr(optimizers, "_class_of", lambda optimizer: None)
-            checkpointer.save(net, AdamW(net.parameters(), lr=0.25), 1)
-        other = SGD(net.parameters(), lr=0.5)
-        checkpointer.restore(net, other)
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizers, "_class_of", lambda optimizer: None)
+        checkpointer.save(net, AdamW(net.parameters(), lr=0.25), 1)
+    other = SGD(net.parameters(), lr=0.5)
+    checkpointer.restore(net, other)
     assert other.param_groups[0]["lr"] == 0.25
 
 

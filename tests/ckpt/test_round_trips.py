@@ -19,6 +19,7 @@ from ckptstore.stores import s3
 from tests.ckptstore.proxies import Answered, LossyProxy, lossy_proxy
 from tests.support.seaweed import BUCKET, S3Service
 from tests.support.training import tensor_bits
+from tests.support.waiting import present
 
 PART_BYTES = 5 << 20
 ROUND_TRIP_S = 0.05
@@ -39,7 +40,7 @@ def proxy(s3_service: S3Service) -> Iterator[LossyProxy]:
 
 
 @pytest.fixture
-def checkpointer(s3_service: S3Service, proxy: LossyProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checkpointer]:
+def over_network(s3_service: S3Service, proxy: LossyProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checkpointer]:
     monkeypatch.setattr(s3, "PART_BYTES", PART_BYTES)
     options = {**s3_service.options, "endpoint_url": proxy.url}
     url = f"s3://{BUCKET}/{uuid.uuid4().hex}"
@@ -90,12 +91,12 @@ def shortest(proxy: LossyProxy, act: Callable[[], object], wanted: int) -> tuple
     return best, everything
 
 
-def test_a_save(proxy: LossyProxy, checkpointer: Checkpointer, model: torch.nn.Module) -> None:
+def test_a_save(proxy: LossyProxy, over_network: Checkpointer, model: torch.nn.Module) -> None:
     def save() -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(1)
-        checkpointer.save(model, None, step=next(steps))
+        over_network.save(model, None, step=next(steps))
 
     steps = iter(range(1, 100))
     save()  # begins a generation, and finds out what the store guarantees
@@ -106,18 +107,16 @@ def test_a_save(proxy: LossyProxy, checkpointer: Checkpointer, model: torch.nn.M
     assert everything == sorted(SAVE + beside)
 
 
-def test_a_restore(proxy: LossyProxy, checkpointer: Checkpointer, model: torch.nn.Module) -> None:
-    checkpointer.save(model, None, step=1)
+def test_a_restore(proxy: LossyProxy, over_network: Checkpointer, model: torch.nn.Module) -> None:
+    over_network.save(model, None, step=1)
     proxy.round_trip_s = ROUND_TRIP_S
-    row, everything = shortest(proxy, lambda: checkpointer.restore(model), len(RESTORE))
+    row, everything = shortest(proxy, lambda: over_network.restore(model), len(RESTORE))
     assert len(row) <= len(RESTORE), row
     beside = ["GET attempts", "GET tombstones", "GET commits", "GET quarantine", "GET manifest", "GET receipt"]
     assert [one for one in everything if one != "GET shard"] == sorted([*RESTORE[:-1], *beside])
 
 
 class Bag(nn.Module):
-    """A module that holds any tensors as buffers."""
-
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__()
         for name, tensor in tensors.items():
@@ -135,7 +134,7 @@ def random_bits(dtype: torch.dtype, count: int) -> torch.Tensor:
 def round_trip(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Saved from one module and restored into another, whose tensors are contiguous zeros."""
     blank = Bag({name: torch.zeros(t.shape, dtype=t.dtype) for name, t in tensors.items()})
-    with Checkpointer(str(tmp_path), run="r") as checkpointer:
+    with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
         checkpointer.save(Bag(tensors), None, 0)
         assert checkpointer.restore(blank) is not None
         loaded = checkpointer.load(names="model/*")
@@ -171,12 +170,11 @@ def test_shapes_and_layouts(tmp_path: Path) -> None:
         assert tensor_bits(tensor) == tensor_bits(tensors[name]), name
 
 
-def test_restore_into_non_contiguous_tensors(tmp_path: Path) -> None:
+def test_restore_into_non_contiguous_tensors(checkpointer: Checkpointer) -> None:
     value = random_bits(torch.float32, 600).reshape(20, 30)
     target = Bag({"x": torch.zeros(30, 20).t()})
-    with Checkpointer(str(tmp_path), run="r") as checkpointer:
-        checkpointer.save(Bag({"x": value}), None, 0)
-        checkpointer.restore(target)
+    checkpointer.save(Bag({"x": value}), None, 0)
+    checkpointer.restore(target)
     assert tensor_bits(target.x) == tensor_bits(value)  # type: ignore[arg-type]
 
 
@@ -187,7 +185,7 @@ def test_tensor_of_more_than_two_gigabytes(tmp_path: Path) -> None:
     tensor[:: 1 << 20] = 7
     tensor[-1] = 9
     model = Bag({"x": tensor})
-    with Checkpointer(str(tmp_path), run="r", slots=1) as checkpointer:
+    with Checkpointer(str(tmp_path), run="r", slots=1, writer="thread", compress="fast") as checkpointer:
         checkpointer.save(model, None, 0)
         tensor.fill_(1)
         checkpointer.restore(model)
@@ -195,26 +193,16 @@ def test_tensor_of_more_than_two_gigabytes(tmp_path: Path) -> None:
     assert bool((tensor[:: 1 << 20] == 7).all())
 
 
-def test_plain_data_keeps_values_and_types(tmp_path: Path) -> None:
+def test_plain_data_keeps_values_and_types(checkpointer: Checkpointer) -> None:
     value: dict[Any, Any] = {
         "none": None, "big": 2**200, "floats": [0.1, -0.0, float("inf"), float("nan")],
         "tuple": (1, ("x", b"\x00\xff")), "set": {3, 4}, 1: "integer key", "$": "dollar key",
         "array": np.arange(6, dtype=np.int16).reshape(2, 3), "scalar": np.float32(0.25), "size": torch.Size([2, 3]),
         "dtype": torch.bfloat16, "tensor": torch.tensor([1.5, float("nan")]), "large": torch.arange(40_000),
     }  # fmt: skip
-    with Checkpointer(str(tmp_path), run="r") as checkpointer:
-        checkpointer.save(None, None, 0, value=value)
-        restored = checkpointer.restore(value=None)
-    assert restored is not None
+    checkpointer.save(None, None, 0, value=value)
+    restored = present(checkpointer.restore(value=None))
     found = restored.values["value"]
-    assert found.keys() == value.keys()
-    for key, expected in value.items():
-        assert type(found[key]) is type(expected), key
-        if isinstance(expected, torch.Tensor):
-            assert tensor_bits(found[key]) == tensor_bits(expected)
-        elif isinstance(expected, np.ndarray):
-            assert found[key].dtype == expected.dtype
-            assert np.array_equal(found[key], expected)
-        elif key != "floats":
-            assert found[key] == expected
-    assert repr(found["floats"]) == repr(value["floats"])
+    assert (repr(found), [type(one) for one in found.values()]) == (repr(value), [type(one) for one in value.values()])
+    assert tensor_bits(found["tensor"]) == tensor_bits(value["tensor"])
+    assert tensor_bits(found["large"]) == tensor_bits(value["large"])

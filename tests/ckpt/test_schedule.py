@@ -132,24 +132,22 @@ def test_no_save_is_due_within_an_accumulation_window(window: int, stride: int) 
     assert len(due) >= 199 // (5 + window)
 
 
-def test_saves_are_due_where_optimizers_are_not_seen() -> None:
+def due(steps: int, every_s: float, **options: Any) -> list[int]:
+    """At which steps, of a second each, a save is due that is never made."""
     now = 0.0
-    schedule = schedule_of(lambda: None, Limits(5.0, None), 1.0, clock=lambda: now, optimizer_steps=lambda: 0)
-    due = []
-    for step in range(40):
+    schedule, found = schedule_of(lambda: None, Limits(every_s, None), 1.0, clock=lambda: now, **options), []
+    for step in range(steps):
         now = float(step)
-        due += [step] if schedule.due(step) else []
-    assert len(due) >= 4
+        found += [step] if schedule.due(step) else []
+    return found
+
+
+def test_saves_are_due_where_optimizers_are_not_seen() -> None:
+    assert len(due(40, 5.0, optimizer_steps=lambda: 0)) >= 4
 
 
 def test_a_save_that_was_not_made_is_asked_for_again_after_the_interval() -> None:
-    now = 0.0
-    schedule = schedule_of(lambda: None, Limits(10.0, None), peer_timeout_s=1.0, clock=lambda: now)
-    due = []
-    for step in range(100):
-        now = float(step)
-        due += [step] if schedule.due(step) else []
-    assert due == [10, 20, 30, 40, 50, 60, 70, 80, 90]
+    assert due(100, 10.0) == [10, 20, 30, 40, 50, 60, 70, 80, 90]
 
 
 def test_unscheduled_saves_count() -> None:

@@ -13,6 +13,7 @@ import torch
 import ckpt
 from ckpt import Checkpointer
 from tests.support.command_line import invoke
+from tests.support.waiting import present
 
 WITHOUT = "import sys; sys.modules['torch'] = None\n"  # every import of it fails
 
@@ -22,11 +23,10 @@ class Pair(NamedTuple):
     second: np.ndarray
 
 
-def run(script: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT + script, *arguments], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+def run(script: str, *arguments: str, code: int = 0) -> str:
+    command = [sys.executable, "-c", WITHOUT + script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == code, done.stderr
     return done.stdout
 
 
@@ -59,19 +59,11 @@ print(sys.modules["torch"])
 
 
 def test_a_killed_run_continues_bit_for_bit(tmp_path: Path) -> None:
-    whole = subprocess.run(
-        [sys.executable, "-c", WITHOUT + "import numpy; numpy.random.seed(5)" + TRAIN, str(tmp_path / "a"), "-1"],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert whole.returncode == 0, whole.stderr
-    killed = subprocess.run(
-        [sys.executable, "-c", WITHOUT + "import numpy; numpy.random.seed(5)" + TRAIN, str(tmp_path / "b"), "6"],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert killed.returncode == -9
+    whole = run("import numpy; numpy.random.seed(5)" + TRAIN, str(tmp_path / "a"), "-1")
+    killed = run("import numpy; numpy.random.seed(5)" + TRAIN, str(tmp_path / "b"), "6", code=-9)
     rest = run("import numpy; numpy.random.seed(99)" + TRAIN, str(tmp_path / "b"), "-1")
-    lines = whole.stdout.splitlines()
-    assert (killed.stdout.splitlines(), rest.splitlines(), lines[-1]) == (lines[:6], lines[7:], "None")
+    lines = whole.splitlines()
+    assert (killed.splitlines(), rest.splitlines(), lines[-1]) == (lines[:6], lines[7:], "None")
 
 
 def test_arrays_of_an_interpreter_without_torch_are_tensors_and_arrays_here(tmp_path: Path) -> None:
@@ -83,10 +75,9 @@ def test_arrays_of_an_interpreter_without_torch_are_tensors_and_arrays_here(tmp_
         str(tmp_path),
     )
     with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
-        found, restored = checkpointer.load(), checkpointer.restore()
+        found, restored = checkpointer.load(), present(checkpointer.restore())
     assert torch.equal(found["state/w"], torch.arange(30000.0, dtype=torch.float64))
     assert found.keys() == {"state/w", "state/b", "rank-00000/mine"}
-    assert restored is not None
     assert np.array_equal(restored.values["state"]["b"], np.arange(3))
     assert invoke("verify", "r@1", "--store", tmp_path).code == 0
 
@@ -124,19 +115,15 @@ def test_a_state_without_memory_for_a_copy(tmp_path: Path) -> None:
     assert run(script, str(tmp_path)).split() == ["True", "None", "True"]
 
 
-def test_a_model_without_torch_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_model_without_torch_is_refused_by_name_and_the_public_names_are_there(tmp_path: Path) -> None:
     script = (
         "import numpy as np, ckpt, sys\n"
+        "print(all(hasattr(ckpt, name) for name in ckpt.__all__ if name != 'data'))\n"
         "try:\n"
         "    ckpt.Checkpointer(sys.argv[1], run='r').save(np.ones(3), None, 1)\n"
         "except ckpt.CkptError as error:\n"
         "    print(error.code, error)"
     )
-    said = run(script, str(tmp_path))
-    assert said.startswith("invalid_request model is a ")
-    assert "shared={...}" in said
-
-
-def test_the_public_names_are_there(tmp_path: Path) -> None:
-    assert run("import ckpt\nprint(all(hasattr(ckpt, name) for name in ckpt.__all__ if name != 'data'))") == "True\n"
+    names, said = run(script, str(tmp_path)).split("\n", 1)
+    assert (names, said.startswith("invalid_request model is a "), "shared={...}" in said) == ("True", True, True)
     assert ckpt.data is not None
