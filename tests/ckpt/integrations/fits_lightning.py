@@ -76,7 +76,6 @@ def by_callback() -> None:
 
 
 def weights(io: CkptdCheckpointIO, path: str) -> list[float]:
-    """Those of the layer, in the checkpoint that a path names."""
     loaded: list[float] = io.load_checkpoint(path)["state_dict"]["net.bias"].tolist()
     return loaded
 

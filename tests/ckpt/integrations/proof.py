@@ -10,11 +10,13 @@ number of steps after which it kills itself; 0: never. OPTION plain: without thi
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
 import signal
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +29,8 @@ from tests.support.daemons import running_daemon
 from tests.support.forking import Fork, fork, run
 
 _END_S = 240.0
+_SAVES = ("every=", "limit=", "epoch")
+"""Options that say when to save."""
 
 
 def report(step: int, loss: torch.Tensor) -> None:
@@ -76,6 +80,12 @@ class Integration:
         own = re.compile(r"[0-9]+ |weights ")
         return [[line for line in log.read_text().splitlines() if own.match(line)] for log in logs]
 
+    @functools.cache  # noqa: B019 - integrations are constants
+    def plain(self, *options: str, ranks: int = 1) -> list[list[str]]:
+        """The lines of a run without this project: of one run for all tests with the same options."""
+        with tempfile.TemporaryDirectory() as folder:
+            return self.outputs(Path(folder), "none", 0, "plain", *options, ranks=ranks)
+
     def _start(self, folder: Path, logs: list[Path], rank: int, arguments: list[str]) -> Fork:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         if len(logs) > 1:
@@ -93,7 +103,7 @@ class Integration:
         self, folder: Path, name: str, kill_at: int, *options: str, resumed_at: int, ranks: int = 1
     ) -> None:
         """Kill a run, resume it under another seed, and compare it with a run without this project."""
-        plain = self.outputs(folder, "none", 0, "plain", *options, ranks=ranks)
+        plain = self.plain(*(one for one in options if not one.startswith(_SAVES)), ranks=ranks)
         self.outputs(folder, name, kill_at, *options, ranks=ranks)
         for lines, whole in zip(self.outputs(folder, name, 0, *options, ranks=ranks), plain, strict=True):
             expected = [line for line in whole if not line[0].isdigit() or int(line.split()[0]) >= resumed_at]

@@ -14,6 +14,7 @@ import torch
 from ckpt import Checkpointer
 from ckptstore.errors import InvalidRequest, StateMismatch
 from tests.ckpt.integrations.proof import Integration, operators_can_use, private_names_exist
+from tests.support.waiting import present
 
 ENVIRONMENT = ("KERAS_BACKEND=torch", "KERAS_HOME=/dev/null/keras")  # else Keras writes its settings to the home folder
 os.environ |= dict(one.split("=") for one in ENVIRONMENT)
@@ -94,10 +95,9 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) ->
 
 
 def test_data_that_end_too_early_are_refused(tmp_path: Path) -> None:
-    stop = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: 1 / (batch < 1))
     backup = Backup(str(tmp_path), run="r", save_freq=2, writer="thread")
     with pytest.raises(ZeroDivisionError):
-        model().fit(X, Y, batch_size=4, verbose=0, callbacks=[backup, stop])
+        model().fit(X, Y, batch_size=4, verbose=0, callbacks=[backup, failing(1)])
     backup._checkpointer.wait()
     with pytest.raises(StateMismatch, match="is at batch 2 of epoch 0, and the data end before it"):
         fit(tmp_path, model(), 1, size=4)
@@ -162,7 +162,6 @@ def test_a_fit_that_failed_leaves_the_next_one_its_epochs(tmp_path: Path) -> Non
 
 
 def failing(batch: int) -> Any:
-    """A callback that raises ZeroDivisionError after this batch."""
     return keras.callbacks.LambdaCallback(on_train_batch_end=lambda number, logs: 1 / (number - batch))
 
 
@@ -186,14 +185,12 @@ def test_arguments_that_mean_nothing_are_refused(tmp_path: Path, options: dict[s
 
 
 def test_variables_in_a_loop_of_its_own(tmp_path: Path) -> None:
-    """Also the generator that `keras.random` draws from without a seed."""
     first, other = model(), model()
     with Checkpointer(str(tmp_path), run="r", writer="thread") as run:
         assert restore(first, checkpointer=run) == 0
         first.train_on_batch(X, Y)
         keras.random.normal(())
-        handle = save_async(first, 4, checkpointer=run, metrics={"loss": 0.5})
-        assert handle is not None
+        handle = present(save_async(first, 4, checkpointer=run, metrics={"loss": 0.5}))
         assert handle.result(60).metrics == {"loss": 0.5}
         drawn = float(keras.random.normal(()))
         assert restore(other, checkpointer=run) == 5

@@ -74,7 +74,7 @@ def test_saves_between_validations_do_not_have_their_metrics(tmp_path: Path) -> 
 
 
 def test_a_run_that_is_terminated_saves_and_continues_there(tmp_path: Path) -> None:
-    plain = LIGHTNING.outputs(tmp_path, "none", 0, "plain")[0]
+    plain = LIGHTNING.plain()[0]
     assert LIGHTNING.outputs(tmp_path, "gpt", 0, "term")[0][-1].startswith("7 ")
     assert LIGHTNING.outputs(tmp_path, "gpt", 0)[0] == plain[8:]
 

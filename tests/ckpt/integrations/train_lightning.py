@@ -105,7 +105,6 @@ def callbacks() -> list[CkptdCheckpoint]:
 
 
 def strategy(world: int) -> Any:
-    """On the CPU."""
     if world == 1:
         return "auto"
     if "fully_shard" in OPTIONS:
