@@ -41,12 +41,10 @@ def test_the_shared_format_and_the_daemon_load_no_torch() -> None:
 def test_the_training_library_loads_what_is_used() -> None:
     """One step after the other: each may load more. Nor are functions hidden by modules of their names."""
     library, plan, saver, functions, trainer = loaded_by(
-        "import ckpt",
-        f"{every_module_of(ckptplan)}; ckpt.plan",
-        "import ckpt.saver.process",
+        "import ckpt", f"{every_module_of(ckptplan)}; ckpt.plan", "import ckpt.saver.process",
         "ckpt.Checkpointer, ckpt.save_async, ckpt.restore, ckpt.load, ckpt.every",
         "import ckpt.snapshot.overlap, ckpt.restoring.objects; assert callable(ckpt.save) and callable(ckpt.restore)",
-    )
+    )  # fmt: skip
     assert library & {"torch", "numpy", "ckptstore", *WEB_AND_SQL} == set()
     assert "ckptplan.plan" in plan
     assert plan & {"torch", "ckpt.checkpointer", "ckptd", *WEB_AND_SQL} == set()

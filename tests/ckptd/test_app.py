@@ -5,11 +5,9 @@ import signal
 import socket
 import time
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from ckptapi import bodies
@@ -162,7 +160,8 @@ def test_killed_while_commits_arrive_it_loses_none(store: Store, tmp_path: Path)
 
 
 def test_memory_stays_small_while_a_big_shard_is_read(store: Store) -> None:
-    checkpoint = write_checkpoint(store, step=1, arrays={"model/big": _incompressible(192 << 20)})
+    incompressible = np.frombuffer(np.random.default_rng(0).bytes(192 << 20), dtype=np.uint8)
+    checkpoint = write_checkpoint(store, step=1, arrays={"model/big": incompressible})
     with running_daemon(store.url) as daemon:
         url = f"{daemon.url}/v1/checkpoints/{checkpoint.id}/shards/shard-00000.ckpt"
         before = daemon.peak_kib()
@@ -175,14 +174,12 @@ def test_memory_stays_small_while_a_big_shard_is_read(store: Store) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--host", "0.0.0.0", "--auth", "off"), "with auth off"),
-        (("--store", "nosuch://x"), "nosuch"),
-        (("--store", "memory://x"), "one process"),
-        (("--db", "nonsense"), "database URL"),
+        (("--host", "0.0.0.0", "--auth", "off"), "with auth off"), (("--store", "nosuch://x"), "nosuch"),
+        (("--store", "memory://x"), "one process"), (("--db", "nonsense"), "database URL"),
         (("--db", "sqlite://"), "in-memory"),
         (("--db", "sqlite:////proc/nowhere/index.db"), "cannot create the folder"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_make_no_sense_end_it_with_a_sentence(
     tmp_path: Path, arguments: tuple[str, ...], says: str
 ) -> None:
@@ -197,10 +194,6 @@ def test_the_default_index_is_one_file_for_each_store(monkeypatch: pytest.Monkey
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert default_db("file:///a").startswith(f"sqlite:///{tmp_path}/ckptd/")
     assert default_db("file:///a") != default_db("file:///b")
-
-
-def _incompressible(size: int) -> npt.NDArray[np.uint8]:
-    return np.frombuffer(np.random.default_rng(0).bytes(size), dtype=np.uint8)
 
 
 _NEGATIVE = (
@@ -298,12 +291,9 @@ def test_an_object_store_that_refuses_connections_is_503() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, but not listening: connections are refused
         environment = {
-            **os.environ,
-            "FSSPEC_S3_ENDPOINT_URL": f"http://127.0.0.1:{taken.getsockname()[1]}",
-            "AWS_ACCESS_KEY_ID": "x",
-            "AWS_SECRET_ACCESS_KEY": "x",
-            "AWS_MAX_ATTEMPTS": "1",
-        }
+            **os.environ, "FSSPEC_S3_ENDPOINT_URL": f"http://127.0.0.1:{taken.getsockname()[1]}",
+            "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_MAX_ATTEMPTS": "1",
+        }  # fmt: skip
         with running_daemon("s3://bucket/prefix", environment=environment, ready=False) as daemon:
             for path in (*_NEGATIVE, *_POSITIVE):
                 _unavailable(daemon.get(path))
@@ -326,7 +316,8 @@ def test_a_restore_from_an_object_store_needs_no_credentials(s3_store: S3Locatio
 
 
 def test_an_answer_that_cannot_be_finished_is_cut_off_not_padded(store: Store, tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(store, step=1, arrays=_big())
+    big = {f"model/{i}": sample_arrays(i)["model/weight"] for i in range(5)}
+    checkpoint = write_checkpoint(store, step=1, arrays=big)
     path = tmp_path / "store" / RunKeys("gpt").shard(checkpoint.attempt, "shard-00000.ckpt")
     with running_daemon(store.url, options=["--cache-bytes", "0"]) as daemon:
         url = f"{daemon.url}/v1/checkpoints/{checkpoint.id}/shards/shard-00000.ckpt"
@@ -342,22 +333,14 @@ def test_an_answer_that_cannot_be_finished_is_cut_off_not_padded(store: Store, t
         assert daemon.get("/livez").status_code == 200
 
 
-def _big() -> dict[str, npt.NDArray[Any]]:
-    return {f"model/{i}": sample_arrays(i)["model/weight"] for i in range(5)}
-
-
-def chain(folder: Path) -> list[Checkpoint]:
-    """A checkpoint, and two that reference its larger chunk."""
-    store = open_store(str(folder))
-    found: list[Checkpoint] = []
+def test_a_daemon_serves_and_keeps_what_is_referenced(tmp_path: Path) -> None:
+    """By two checkpoints: the larger chunk of the first."""
+    store, written = open_store(str(tmp_path)), list[Checkpoint]()
     for step in (1, 2, 3):
         arrays: Arrays = {"model/frozen": np.arange(50_000, dtype=np.int64), "model/step": np.array(step, np.int32)}
-        found.append(write_checkpoint(store, "gpt", step, arrays, base=found[-1].attempt if found else None))
-    return found
-
-
-def test_a_daemon_serves_and_keeps_what_is_referenced(tmp_path: Path) -> None:
-    first, second, third = chain(tmp_path)
+        base = written[-1].attempt if written else None
+        written.append(write_checkpoint(store, "gpt", step, arrays, base=base))
+    first, second, third = written
     with running_daemon(f"file://{tmp_path}") as daemon, daemon.client() as client:
         listed = client.checkpoints("gpt")
         assert listed == StoreSource(open_store(str(tmp_path))).checkpoints("gpt")

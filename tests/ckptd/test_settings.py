@@ -71,23 +71,17 @@ def test_a_wrong_file_is_refused_with_its_name(text: str, says: str, tmp_path: P
     [
         ({"port": "x"}, {}, "flag --port is 'x'"),
         ({}, {"CKPTD_PORT": "tcp://10.0.0.1:8470"}, "environment CKPTD_PORT"),
-        ({"config": "/nowhere.toml"}, {}, "/nowhere.toml"),
-        ({"store": ""}, {}, "no store"),
-        ({"auth": "maybe"}, {}, "auth is 'maybe'"),
-        ({"auth": "off", "host": "0.0.0.0"}, {}, "with auth off"),
+        ({"config": "/nowhere.toml"}, {}, "/nowhere.toml"), ({"store": ""}, {}, "no store"),
+        ({"auth": "maybe"}, {}, "auth is 'maybe'"), ({"auth": "off", "host": "0.0.0.0"}, {}, "with auth off"),
         ({"auth": "off", "host": "example.com"}, {}, "with auth off"),
         ({"auth": "off"}, {"CKPTD_TOKEN": "x" * 16}, "auth is off, but"),
-        ({}, {"CKPTD_TOKEN": "x" * 15}, "15 characters"),
-        ({"tls_cert": "c"}, {}, "only one"),
+        ({}, {"CKPTD_TOKEN": "x" * 15}, "15 characters"), ({"tls_cert": "c"}, {}, "only one"),
         ({"poll_seconds": "inf"}, {}, "poll_seconds is inf"),
-        ({"drain_seconds": "nan"}, {}, "drain_seconds is nan"),
-        ({"poll_seconds": "0"}, {}, "poll_seconds"),
-        ({"port": "70000"}, {}, "port"),
-        ({"cache_bytes": "-1"}, {}, "cache_bytes"),
-        ({}, {"CKPTD_STORE_READS": "0"}, "store_reads"),
-        ({}, {"CKPTD_LOG_LEVEL": "loud"}, "log_level"),
+        ({"drain_seconds": "nan"}, {}, "drain_seconds is nan"), ({"poll_seconds": "0"}, {}, "poll_seconds"),
+        ({"port": "70000"}, {}, "port"), ({"cache_bytes": "-1"}, {}, "cache_bytes"),
+        ({}, {"CKPTD_STORE_READS": "0"}, "store_reads"), ({}, {"CKPTD_LOG_LEVEL": "loud"}, "log_level"),
     ],
-)
+)  # fmt: skip
 def test_what_makes_no_sense_is_refused(flags: dict[str, str], environment: dict[str, str], says: str) -> None:
     with pytest.raises(InvalidRequest, match=says):
         load({**_STORE, **flags}, environment)

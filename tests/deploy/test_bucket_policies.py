@@ -10,6 +10,7 @@ from typing import Any
 
 import fsspec
 import pytest
+import torch
 from aiobotocore.signers import AioRequestSigner
 from torch import nn
 
@@ -87,7 +88,7 @@ def bucket(s3_service: S3Service, monkeypatch: pytest.MonkeyPatch) -> Bucket:
     return found
 
 
-def fill(bucket: Bucket) -> nn.Module:
+def fill(bucket: Bucket) -> nn.Linear:
     """Two checkpoints of 16 MiB, in two parts each."""
     model = nn.Linear(4096, 1024, bias=False)
     with bucket.checkpointer() as checkpointer:
@@ -106,8 +107,11 @@ def begin_upload(store: Store) -> Any:
 
 def test_a_trainer_saves_and_restores(bucket: Bucket) -> None:
     model = fill(bucket)
+    saved = model.weight.detach().clone()
+    nn.init.zeros_(model.weight)
     with bucket.checkpointer() as checkpointer:
         assert present(checkpointer.restore(model)).step == 2
+    assert torch.equal(model.weight, saved)
     begin_upload(bucket.store("trainer")).abort()
     assert bucket.used() == actions("trainer")
 
@@ -137,15 +141,10 @@ def test_an_operator_and_a_daemon_do_their_work(bucket: Bucket, monkeypatch: pyt
     monkeypatch.setitem(fsspec.config.conf, "s3", bucket.options("operator"))
     copy = f"s3://{bucket.name}/copy"
     for words in (
-        ("probe",),
-        ("scrub", "gpt"),
-        ("verify", "gpt", "--ranks", "2"),
-        ("cp", "gpt@2", "--to", copy),
-        ("pin", "gpt@2", "paper"),
-        ("tag", "gpt@2", "a=b"),
-        ("prune", "gpt", "--keep", "1", "--grace", "0s", "--yes"),
+        ("probe",), ("scrub", "gpt"), ("verify", "gpt", "--ranks", "2"), ("cp", "gpt@2", "--to", copy),
+        ("pin", "gpt@2", "paper"), ("tag", "gpt@2", "a=b"), ("prune", "gpt", "--keep", "1", "--grace", "0s", "--yes"),
         ("gc",),
-    ):
+    ):  # fmt: skip
         succeed(*words, "--store", bucket.url)
     store = bucket.store("operator")
     assert len([info.key for info in store.list("gpt/attempts/") if info.key.endswith(".ckpt")]) == 1

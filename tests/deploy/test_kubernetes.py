@@ -181,12 +181,9 @@ def test_the_monitor_finds_the_service(rendered: Rendered) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_kustomize_and_helm_render_the_same(variant: str) -> None:
-    ours, theirs = ({_identity(found): _comparable(found) for found in each} for each in _both(variant))
+    both = (kustomize(variant), helm(VARIANTS[variant]))
+    ours, theirs = ({_identity(found): _comparable(found) for found in each} for each in both)
     assert ours == theirs
-
-
-def _both(variant: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    return kustomize(variant), helm(VARIANTS[variant])
 
 
 def _identity(found: dict[str, Any]) -> str:

@@ -45,13 +45,9 @@ def run_script(folder: Path, exit_code: int) -> tuple[int, str]:
     requests = folder / "requests"
     requests.touch()
     environment = {
-        **os.environ,
-        "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "SLURM_JOB_ID": "42",
-        "SLURM_JOB_NODELIST": "node[7-8]",
-        "REQUESTS": str(requests),
-        "ENDS_WITH": str(exit_code),
-    }
+        **os.environ, "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}", "SLURM_JOB_ID": "42",
+        "SLURM_JOB_NODELIST": "node[7-8]", "REQUESTS": str(requests), "ENDS_WITH": str(exit_code),
+    }  # fmt: skip
     done = subprocess.run(["bash", str(SCRIPT)], cwd=folder, env=environment, timeout=120)
     return done.returncode, requests.read_text()
 

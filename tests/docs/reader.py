@@ -123,13 +123,9 @@ class Reader:
         self, imports: Sequence[str], file: str, arguments: Sequence[str], stdout: int, **environment: str
     ) -> Fork:
         return fork(
-            imports,
-            "tests.docs.program",
-            [str(self.folder), file, *arguments],
-            stdout=stdout,
-            stderr=self._errors.fileno(),
-            environment={**self.environment(), **environment},
-        )
+            imports, "tests.docs.program", [str(self.folder), file, *arguments], stdout=stdout,
+            stderr=self._errors.fileno(), environment={**self.environment(), **environment},
+        )  # fmt: skip
 
     def _run(self, imports: Sequence[str], file: str, *arguments: str, ranks: int = 0) -> str:
         """Run a file; ranks: of torchrun, 0 without it."""

@@ -19,7 +19,7 @@ from tests.support.waiting import present, wait_until
 
 RUN = "busy"
 SAVES = 24
-KILLS = 3
+KILLS = 2
 READERS = 3
 ROWS = 1500
 

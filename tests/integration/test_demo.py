@@ -24,12 +24,9 @@ def test_a_short_demonstration_succeeds(tmp_path: Path) -> None:
     host.mkdir()
     arguments = ["--steps", "12", "--save-every", "2", "--out", str(tmp_path / "out")]
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "demo.py"), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=500,
+        [sys.executable, str(ROOT / "examples" / "demo.py"), *arguments], capture_output=True, text=True, timeout=500,
         env={**os.environ, "TMPDIR": str(host)},
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "The loss curve is the uninterrupted one, exactly: all 12 steps" in done.stdout
     assert not list(host.rglob("*.known")), "the next demonstration would find that its runs have vanished"

@@ -114,13 +114,9 @@ def chunk_bytes(side: Side, other: Side) -> int:
 def test_a_daemon_answers_as_the_store_does(folder: Path) -> None:
     with running_daemon(folder.as_uri()) as daemon:
         for args in (
-            ("why", "nan"),
-            ("why", "moment"),
-            ("stats", "nan@40"),
-            ("stats", "nan"),
-            ("diff", "layer@40", "layer@50"),
-            ("diff", "nan@10", "moment@50"),
-        ):
+            ("why", "nan"), ("why", "moment"), ("stats", "nan@40"), ("stats", "nan"),
+            ("diff", "layer@40", "layer@50"), ("diff", "nan@10", "moment@50"),
+        ):  # fmt: skip
             direct = invoke(*args, "--store", folder, "-o", "json")
             through = invoke(*args, "--url", daemon.url, "-o", "json")
             assert (through.code, through.json) == (direct.code, direct.json), (args, through.stderr)

@@ -34,7 +34,7 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.waiting import Lines
 
 ROOT = Path(__file__).parents[2]
-SEEDS = range(int(os.environ.get("CKPTD_OLD_AND_NEW", "3")))
+SEEDS = range(int(os.environ.get("CKPTD_OLD_AND_NEW", "2")))
 STEPS = 30
 DAY_S = 24 * 3600.0
 NEWER = "unsupported_format"

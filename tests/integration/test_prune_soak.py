@@ -32,7 +32,7 @@ from tests.support.checkpoints import SMALL, write_checkpoint, write_rank
 from tests.support.stores import MovableClock
 from tests.support.waiting import wait_until
 
-SECONDS = float(os.environ.get("CKPTD_SOAK_SECONDS", "6"))
+SECONDS = float(os.environ.get("CKPTD_SOAK_SECONDS", "4"))
 RUNS = ("gpt", "vit")
 ORPHAN_GRACE_S = 3.0
 

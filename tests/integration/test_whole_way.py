@@ -36,16 +36,6 @@ def test_training_on_s3_resumes_exactly(s3_store: S3Location) -> None:
     assert same_state(resumed.optim.state_dict(), reference.optim.state_dict())
 
 
-def test_a_large_shard_goes_to_s3_in_parts(s3_store: S3Location) -> None:
-    model = nn.Linear(4096, 6144, bias=False)  # 96 MiB, three parts
-    with Checkpointer(s3_store.url, run="big", options=s3_store.options, compress="off") as checkpointer:
-        before = model.weight.detach().clone()
-        checkpointer.save(model, None, 1)
-        nn.init.zeros_(model.weight)
-        checkpointer.restore(model)
-    assert torch.equal(model.weight, before)
-
-
 def test_s3_from_the_environment_alone(s3_store: S3Location, tmp_path: Path) -> None:
     program = (
         "import torch, ckpt\n"

@@ -102,13 +102,9 @@ class Terminal:
         self.screen = ""
         self._master, slave = pty.openpty()
         self._process = subprocess.Popen(
-            [*PROGRAM, *map(str, args)],
-            env=clean_environment({"COLUMNS": str(columns), "TERM": "xterm"}),
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            start_new_session=True,
-        )
+            [*PROGRAM, *map(str, args)], env=clean_environment({"COLUMNS": str(columns), "TERM": "xterm"}),
+            stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+        )  # fmt: skip
         os.close(slave)
 
     def __enter__(self) -> Terminal:

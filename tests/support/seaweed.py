@@ -27,6 +27,8 @@ BUCKET = "checkpoints"
 ROLES = ("trainer", "operator", "reader")
 """Users who may do only what the policy of a bucket permits."""
 _START_S = 60.0
+# A single master that starts again waits for an election, by default ten to twenty seconds.
+_ELECTION = "-master.electionTimeout=1s"
 # By default it refuses all writes where less than 1 % of a disk is free: of a large one more than the tests use.
 _MIN_FREE = "32MiB"
 # A test run that is killed closes the pipe too, so that no server outlives it. SIGTERM drains for half a minute.
@@ -102,7 +104,7 @@ def _server(folder: Path, volume_mb: int) -> tuple[S3Service, list[str]]:
     config.write_text(json.dumps({"identities": [admin, *roles]}))
     master, volume, filer, s3, metrics = (free_port() for _ in range(5))
     command = [
-        weed, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={folder}", "-master.telemetry=false",
+        weed, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={folder}", "-master.telemetry=false", _ELECTION,
         f"-metricsPort={metrics}", f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}", "-filer",
         "-volume.max=64", f"-volume.minFreeSpace={_MIN_FREE}", f"-master.volumeSizeLimitMB={volume_mb}", "-s3",
         f"-s3.port={s3}", "-s3.port.iceberg=0", "-s3.port.lance=0", f"-s3.config={config}",

@@ -119,12 +119,6 @@ def test_a_query_parameter_that_is_not_known_is_refused(served: Served, path: st
     assert served.daemon.get("/?utm_source=mail").status_code == 200
 
 
-def test_the_type_of_a_problem_has_its_code(served: Served) -> None:
-    for path in ("/v1/checkpoints/gpt@11", "/checkpoints/latest", "/nowhere", "/v1/checkpoints/none"):
-        problem = served.daemon.get(path).json()
-        assert problem["type"] == f"urn:ckptd:error:{problem['code']}"
-
-
 @pytest.mark.parametrize(
     "path", ["/livez", "/checkpoints/latest?run=gpt", "/checkpoints/latest?run=none", "/v1/runs", "/"]
 )

@@ -291,14 +291,10 @@ def test_proposals_that_make_no_sense(honest: Honest) -> None:
             )
         )
         for tombstone, document in [
-            (None, b"{}"),
-            (None, proposal(attempt)[:-10]),
-            (None, proposal(other)),
-            (None, proposal(attempt, run="bert")),
-            (None, decision),
-            (attempt.ulid, decision),
+            (None, b"{}"), (None, proposal(attempt)[:-10]), (None, proposal(other)),
+            (None, proposal(attempt, run="bert")), (None, decision), (attempt.ulid, decision),
             (attempt.ulid, proposal(attempt)),
-        ]:
+        ]:  # fmt: skip
             with pytest.raises(InvalidRequest):
                 propose(client, RUN, attempt, document, tombstone)
         with pytest.raises(InvalidRequest, match="has no bytes"):

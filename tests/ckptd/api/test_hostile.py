@@ -87,13 +87,9 @@ def test_cursors_come_back_and_nothing_else_does() -> None:
             continue
         assert names.check_run(found[0])
     for values in (
-        ["gpt", 0, 1 << 70, 0.0, ULID],
-        ["../x", 0, 1, 0.0, ULID],
-        ["gpt", 0, 1, 0.0],
-        [1, 2, 3, 4, 5],
-        ["gpt", 0, -1, 0, ULID],
-        ["gpt", -1, 1, 0, ULID],
-    ):
+        ["gpt", 0, 1 << 70, 0.0, ULID], ["../x", 0, 1, 0.0, ULID], ["gpt", 0, 1, 0.0], [1, 2, 3, 4, 5],
+        ["gpt", 0, -1, 0, ULID], ["gpt", -1, 1, 0, ULID],
+    ):  # fmt: skip
         forged = urlsafe_b64encode(msgspec.json.encode(["run", values])).decode()
         with pytest.raises(InvalidRequest):
             read_cursor(forged, Sort.RUN)

@@ -84,13 +84,8 @@ def test_impossible_jobs_are_refused(client: DaemonClient) -> None:
 
 def test_requests_that_are_none(daemon: Daemon) -> None:
     wrong: list[object] = [
-        {},
-        {"kind": "x"},
-        {"kind": "verify", "run": 1},
-        {"kind": "verify", "run": "x" * 201},
-        [],
-        None,
-    ]
+        {}, {"kind": "x"}, {"kind": "verify", "run": 1}, {"kind": "verify", "run": "x" * 201}, [], None,
+    ]  # fmt: skip
     for body in wrong:
         answer = daemon.post(bodies.JOBS, body)
         assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request"), body

@@ -54,20 +54,3 @@ def test_a_deleted_checkpoint_is_not_indexed_again(store: Store, client: DaemonC
     store.put(RunKeys("gpt").tombstone(half_deleted.attempt, new_ulid(0)), b"the deleter died here")
     with pytest.raises(NoCheckpoint):
         client.notify("gpt", half_deleted.attempt)
-
-
-def test_reindex_reads_everything_again(store: Store, client: DaemonClient) -> None:
-    checkpoint = write_checkpoint(store, step=1)
-    write_checkpoint(store, "bert", 2)
-    found = client.reindex()
-    assert (found.runs, found.checkpoints) == (2, 2)
-    store.put(RunKeys("gpt").outcome(checkpoint.attempt), b"flipped")
-    client.reindex()
-    assert client.checkpoints("gpt")[0].state.value == "corrupt"
-
-
-def test_a_run_without_a_checkpoint_is_a_run(store: Store, client: DaemonClient) -> None:
-    write_rank(store, "young", Attempt(1, new_ulid(system_clock())), {}, world_size=2)
-    client.reindex()
-    (summary,) = client.run_summaries()
-    assert (summary.run, summary.num_checkpoints, summary.latest) == ("young", 0, None)

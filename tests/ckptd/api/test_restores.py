@@ -214,7 +214,7 @@ def test_a_rank_that_fails_ends_it_for_all(store: Store, daemon: Daemon, client:
 
 def test_a_silent_rank_ends_it_and_is_named(store: Store, daemon: Daemon, client: DaemonClient, run: str) -> None:
     _write(store, run, 1)
-    id = join(client, run, "k", 3, 0, ttl_s=5).id
+    id = join(client, run, "k", 3, 0, ttl_s=2).id
     client.report_restore(id, 2, Phase.RESTORED)
     client.report_restore(id, 1, Phase.PLANNING)
     with _waiting(daemon, id) as (poll,):
@@ -223,7 +223,7 @@ def test_a_silent_rank_ends_it_and_is_named(store: Store, daemon: Daemon, client
             time.sleep(0.05)
         session = poll.result()
     assert session.state is RestoreState.EXPIRED
-    assert session.problem.startswith("no report for 5 s from ")
+    assert session.problem.startswith("no report for 2 s from ")
     assert session.problem.endswith("rank 1 (planning)")
     assert session.ended_at is not None
 
@@ -257,7 +257,8 @@ def test_a_cancelled_restore_lets_go_at_once(store: Store, daemon: Daemon, clien
 def test_ranks_go_on_after_the_daemon_was_killed(store: Store, run: str, tmp_path: Path) -> None:
     _write(store, run, 1, 2)
     db = f"sqlite:///{tmp_path}/index.db"
-    port = ("--port", str(free_port()))
+    # The second one leads soon, and releases the lease.
+    port = ("--port", str(free_port()), "--leader-lease-seconds", "2")
     with running_daemon(store.url, db, options=port) as first, first.client() as client:
         before = join(client, run, "k", 3, 0, ttl_s=30)
         client.report_restore(before.id, 0, Phase.RESTORED, 10, 10)

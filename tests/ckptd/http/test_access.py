@@ -162,11 +162,9 @@ def test_ids_of_another_runs_restores_and_jobs_are_refused(guarded: Guarded) -> 
     restore = guarded.ask("read", "POST", bodies.RESTORES, json=body).json()["id"]
     job = guarded.ask("read", "POST", bodies.JOBS, json={"kind": "verify", "run": "bert"}).json()["id"]
     for method, path in (
-        ("GET", f"{bodies.RESTORES}/{restore}"),
-        ("DELETE", f"{bodies.RESTORES}/{restore}"),
-        ("GET", f"{bodies.JOBS}/{job}"),
-        ("DELETE", f"{bodies.JOBS}/{job}"),
-    ):
+        ("GET", f"{bodies.RESTORES}/{restore}"), ("DELETE", f"{bodies.RESTORES}/{restore}"),
+        ("GET", f"{bodies.JOBS}/{job}"), ("DELETE", f"{bodies.JOBS}/{job}"),
+    ):  # fmt: skip
         assert guarded.code("bound", method, path) == "forbidden"
     report = {"phase": "failed", "problem": "x"}
     assert guarded.code("bound", "PUT", f"{bodies.RESTORES}/{restore}/ranks/0", json=report) == "forbidden"

@@ -26,6 +26,7 @@ def _refused(answer: httpx.Response, *codes: str) -> None:
     assert 400 <= answer.status_code < 500, answer.text
     assert (answer.headers["content-type"], problem["status"]) == (bodies.PROBLEM, answer.status_code)
     assert problem["code"] in codes, problem
+    assert problem["type"] == f"urn:ckptd:error:{problem['code']}"
     assert "Traceback" not in answer.text
 
 
@@ -62,17 +63,11 @@ def test_listings(served: Served, query: str) -> None:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        (bodies.PRUNE, {}),
-        (bodies.PRUNE, {"keep_last": "5"}),
-        (bodies.PRUNE, {"keep_last": 5, "run": "../x"}),
-        (bodies.PRUNE, {"keep_last": 1.5}),
-        (bodies.PRUNE, {"keep_last": True}),
-        (bodies.PRUNE, []),
-        (bodies.NOTIFY, {"run": "gpt"}),
-        (bodies.NOTIFY, {"run": "gpt", "attempt": "../../x"}),
+        (bodies.PRUNE, {}), (bodies.PRUNE, {"keep_last": "5"}), (bodies.PRUNE, {"keep_last": 5, "run": "../x"}),
+        (bodies.PRUNE, {"keep_last": 1.5}), (bodies.PRUNE, {"keep_last": True}), (bodies.PRUNE, []),
+        (bodies.NOTIFY, {"run": "gpt"}), (bodies.NOTIFY, {"run": "gpt", "attempt": "../../x"}),
         (bodies.NOTIFY, {"run": "..", "attempt": f"000000000001-{_GOOD_ULID}"}),
-        (f"{bodies.RUNS}/gpt/preempt", {}),
-        (f"{bodies.RUNS}/gpt/preempt", {"grace_s": 0}),
+        (f"{bodies.RUNS}/gpt/preempt", {}), (f"{bodies.RUNS}/gpt/preempt", {"grace_s": 0}),
         (f"{bodies.RUNS}/gpt/preempt", {"grace_s": 1e300}),
         (f"{bodies.RUNS}/gpt/preempt", {"grace_s": 5, "reason": "x" * 2000}),
         (bodies.LEASES, {"id": "gpt@latest", "holder": "", "ttl_s": 5}),
@@ -81,7 +76,7 @@ def test_listings(served: Served, query: str) -> None:
         (bodies.LEASES, {"id": "gpt@latest", "holder": "x", "ttl_s": 1e300}),
         (bodies.LEASES, {"id": "../x", "holder": "x", "ttl_s": 5}),
     ],
-)
+)  # fmt: skip
 def test_bodies(served: Served, path: str, body: object) -> None:
     _refused(served.daemon.post(path, body), "invalid_name", "invalid_request")
 

@@ -66,7 +66,7 @@ def test_what_supersedes_what_follows_every_change(database: Database) -> None:
 
 @on_both
 @given(drawn=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.booleans()), max_size=12))
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_any_order_of_changes_gives_the_same_states(database: Database, drawn: list[tuple[int, int, bool]]) -> None:
     index = Index(database)
     states = {False: State.COMMITTED, True: State.CORRUPT}

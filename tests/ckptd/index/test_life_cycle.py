@@ -256,4 +256,4 @@ def test_the_index_equals_the_store(database: Database) -> None:
         def __init__(self) -> None:
             super().__init__(database)
 
-    run_state_machine_as_test(OnThisDatabase, settings=lives(8))
+    run_state_machine_as_test(OnThisDatabase, settings=lives(6))

@@ -92,7 +92,6 @@ def test_a_waiting_job_never_begins_after_a_cancel(bench: Any) -> None:
     assert len(ran) == 2
 
 
-@on_both
 def test_a_mistake_of_ours_fails_the_job_and_no_other(bench: Any) -> None:
     def work(_: object, progress: JobProgress) -> dict[str, Any]:
         if not made.jobs.find(first.id).state.live:
@@ -132,7 +131,6 @@ def test_a_job_that_works_for_long_is_not_taken_for_gone(bench: Any) -> None:
     assert made.ended(job).state is JobState.SUCCEEDED
 
 
-@on_both
 def test_the_number_of_jobs_is_limited(bench: Any) -> None:
     go_on = threading.Event()
     made = bench(lambda _request, _progress: {"done": go_on.wait(60)})
@@ -143,7 +141,6 @@ def test_the_number_of_jobs_is_limited(bench: Any) -> None:
     go_on.set()
 
 
-@on_both
 def test_a_log_keeps_its_newest_lines(bench: Any) -> None:
     def work(_: object, progress: JobProgress) -> None:
         for number in range(20_000):

@@ -121,22 +121,14 @@ def test_one_of_many_gets_the_name(desk: Desk) -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"name": ""}, InvalidName),
-        ({"name": "A"}, InvalidName),
-        ({"name": "a_b"}, InvalidName),
-        ({"name": "a" * 65}, InvalidName),
-        ({"name": BOOTSTRAP}, InvalidName),
-        ({"scopes": ()}, InvalidRequest),
-        ({"scopes": (Scope.ADMIN,), "runs": ["gpt"]}, InvalidRequest),
-        ({"runs": ["../x"]}, InvalidRequest),
-        ({"runs": ["[a-z]"]}, InvalidRequest),
-        ({"runs": [""]}, InvalidRequest),
-        ({"runs": ["x"] * 101}, InvalidRequest),
-        ({"expires_in_s": 0.0}, InvalidRequest),
-        ({"expires_in_s": float("nan")}, InvalidRequest),
-        ({"expires_in_s": 1e10}, InvalidRequest),
+        ({"name": ""}, InvalidName), ({"name": "A"}, InvalidName), ({"name": "a_b"}, InvalidName),
+        ({"name": "a" * 65}, InvalidName), ({"name": BOOTSTRAP}, InvalidName), ({"scopes": ()}, InvalidRequest),
+        ({"scopes": (Scope.ADMIN,), "runs": ["gpt"]}, InvalidRequest), ({"runs": ["../x"]}, InvalidRequest),
+        ({"runs": ["[a-z]"]}, InvalidRequest), ({"runs": [""]}, InvalidRequest),
+        ({"runs": ["x"] * 101}, InvalidRequest), ({"expires_in_s": 0.0}, InvalidRequest),
+        ({"expires_in_s": float("nan")}, InvalidRequest), ({"expires_in_s": 1e10}, InvalidRequest),
     ],
-)
+)  # fmt: skip
 def test_tokens_that_make_no_sense_are_refused(desk: Desk, options: dict[str, object], error: type[CkptError]) -> None:
     with pytest.raises(error):
         desk.make(**options)  # type: ignore[arg-type]

@@ -106,14 +106,9 @@ def ddp_tp(setup: Setup) -> Built:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model, replicas = parallelize(setup, mesh["tp"]), mesh["dp"]
     return data_parallel(
-        setup,
-        model,
-        optimizers(setup, [model]),
-        replicas.get_local_rank(),
-        replicas.size(),
-        replicas.get_group(),
+        setup, model, optimizers(setup, [model]), replicas.get_local_rank(), replicas.size(), replicas.get_group(),
         reduce=lambda: average_gradients(model.parameters(), replicas.size(), replicas.get_group()),
-    )
+    )  # fmt: skip
 
 
 def tp_fsdp2(setup: Setup) -> Built:
@@ -122,14 +117,9 @@ def tp_fsdp2(setup: Setup) -> Built:
     model, shards = parallelize(setup, mesh["tp"]), mesh["dp"]
     shard(model, shards)
     return data_parallel(
-        setup,
-        model,
-        optimizers(setup, [model]),
-        shards.get_local_rank(),
-        shards.size(),
-        shards.get_group(),
+        setup, model, optimizers(setup, [model]), shards.get_local_rank(), shards.size(), shards.get_group(),
         reduce=lambda: average_gradients([model.scale], shards.size(), shards.get_group()),
-    )
+    )  # fmt: skip
 
 
 def parallelize(setup: Setup, mesh: DeviceMesh) -> Transformer:
