@@ -9,7 +9,6 @@ import errno
 import os
 import signal
 import sys
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -44,6 +43,7 @@ from tests.ckpt.dcp_state import dcp, flat_optimizer_state, full, make_model, ma
 from tests.ckpt.ddp import join
 from tests.support.stores import Faults, FaultyStore
 from tests.support.training import seed_all
+from tests.support.waiting import wait_until
 
 
 def sharded(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -129,8 +129,6 @@ def sharded_tensor(whole: torch.Tensor, rank: int) -> Any:
 
 
 class FailingPlanner(DefaultSavePlanner):
-    """Gives no data."""
-
     def resolve_data(self, write_item: Any) -> Any:
         raise OSError(errno.EIO, "the device is broken")
 
@@ -272,7 +270,7 @@ class LateReader(StorageReader):
             metadata = super().read_metadata()
             self.meeting.touch()
             return metadata
-        wait_for(self.meeting)
+        wait_until(self.meeting.exists)
         newer = {"x": torch.full((3,), 2.0)}
         with warnings.catch_warnings(action="ignore"):
             dcp.save(newer, storage_writer=StorageWriter(sys.argv[1], run="moving", step=2), no_dist=True)
@@ -292,14 +290,11 @@ def moving_latest(folder: str, rank: int) -> None:
 
 
 class DyingPlanner(DefaultSavePlanner):
-    """Kills its process in the middle of a shard."""
-
     def resolve_data(self, write_item: Any) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def die(folder: str, rank: int) -> None:
-    """Rank 1 is killed while it writes; rank 0 gets an error."""
     planner = DyingPlanner() if rank == 1 else None
     try:
         dcp.save(state_of(*sharded(1)), storage_writer=StorageWriter(folder, "killed", 1), planner=planner)
@@ -308,18 +303,10 @@ def die(folder: str, rank: int) -> None:
         os._exit(3)
 
 
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 30
-    while not path.exists():
-        assert time.monotonic() < deadline, path
-        time.sleep(0.01)
-
-
 SCENARIOS = (round_trip, from_single, resharded, failures, titan, cached_plans, moving_latest)
 
 
 def main() -> None:
-    """All scenarios, or the one that is named."""
     folder, names = sys.argv[1], sys.argv[2:]
     rank = join()
     for scenario in [die] if names == ["die"] else SCENARIOS:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -53,11 +54,13 @@ def test_two_ranks_write_the_checkpoint_that_one_process_would(ranks: str) -> No
     }  # fmt: skip
 
 
-def test_one_process_loads_what_two_ranks_saved(ranks: str) -> None:
+@pytest.mark.parametrize("through", ["store", "daemon"])
+def test_one_process_loads_what_two_ranks_saved(ranks: str, through: str) -> None:
     expected, model = make_model(1), make_model(2)
     optim, its_optim = make_optimizer(model), make_optimizer(expected)
     state = {"model": model.state_dict(), "optim": flat_optimizer_state(model, optim)}
-    dcp.load(state, storage_reader=StorageReader(ranks, run="fsdp", checkpoint=2))
+    with running_daemon(ranks) if through == "daemon" else nullcontext() as daemon:
+        dcp.load(state, storage_reader=StorageReader(daemon.url if daemon else ranks, run="fsdp", checkpoint=2))
     assert same(state["model"], dict(expected.state_dict()))
     assert same(state["optim"], flat_optimizer_state(expected, its_optim))
 
@@ -83,15 +86,6 @@ def test_ckptctl_shows_verifies_and_exports_it(ranks: str, tmp_path: Path) -> No
     exported = torch.load(tmp_path / "all.pt", weights_only=True)
     assert same(exported["model"], dict(expected.state_dict()))
     assert exported["objects"]["groups"] == [{"lr": 0.1}, {"lr": 0.2}]
-
-
-def test_a_daemon_serves_it_too(ranks: str) -> None:
-    expected, model = make_model(1), make_model(2)
-    make_optimizer(expected)
-    with running_daemon(ranks) as daemon:
-        state = {"model": model.state_dict()}
-        dcp.load(state, storage_reader=StorageReader(daemon.url, run="fsdp"), checkpoint_id="3")
-    assert same(state["model"], dict(expected.state_dict()))
 
 
 def test_a_failed_save_is_never_committed(ranks: str) -> None:

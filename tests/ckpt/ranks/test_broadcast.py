@@ -134,7 +134,6 @@ def request_from(asking: int) -> dict[str, Any]:
 
 
 def save_by_schedule(store: str) -> dict[str, Any]:
-    """Data parallel training that saves when it is due."""
     model = torch.nn.Linear(8, 8)
     optim = torch.optim.Adam(model.parameters())
     saved = []

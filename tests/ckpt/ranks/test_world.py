@@ -28,13 +28,13 @@ from ckpt.restoring import sharing
 from ckptstore.errors import CkptError, InvalidRequest, RankLost, UnsupportedObject
 from ckptstore.reading.fetch import fetch_stored
 from tests.support.command_line import invoke
-from tests.support.parallel.runner import Outcome, Scenario, run_named
+from tests.support.parallel.runner import Outcome, Scenario, logged, run_named
 from tests.support.waiting import present, wait_until
 
 _TIMEOUT_S = 3.0
 _ROUNDS = 3
 _STORES = ("file", "tcp")
-_LOST = [*product(_STORES, ("SIGKILL", "SIGSTOP"), (0, 2))]
+_LOST = list(product(_STORES, ("SIGKILL", "SIGSTOP"), (0, 2)))
 
 
 @pytest.fixture(scope="module")
@@ -56,24 +56,18 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[object, Outcome]:
 
 @pytest.mark.parametrize("store", _STORES)
 def test_every_rank_receives_all_values_in_one_world_after_another(outcomes: dict[object, Outcome], store: str) -> None:
-    results = outcomes["meet", store].result()
+    """Meetings leave nothing but the last answer."""
     expected: list[object] = []
     for number in [*range(_ROUNDS), *range(_ROUNDS)]:
         expected += [[[number, rank, b"\x00\xff", None] for rank in range(3)], {"from": 0, "number": number}]
-    for result in results:
-        assert result["heard"] == repr(expected)
+    for result in outcomes["meet", store].result():
+        assert (result["heard"], result["left"]) == (repr(expected), [str(4 * _ROUNDS + 1)])
 
 
 @pytest.mark.parametrize("store", _STORES)
 def test_values_of_an_earlier_life_of_the_job_are_not_read(outcomes: dict[object, Outcome], store: str) -> None:
     lives = [[[name, rank] for rank in range(3)] for name in ("first", "second")]
     assert outcomes["twice", store].result() == [lives] * 3
-
-
-@pytest.mark.parametrize("store", _STORES)
-def test_meetings_leave_nothing_but_the_last_answer(outcomes: dict[object, Outcome], store: str) -> None:
-    last = str(4 * _ROUNDS + 1)
-    assert [result["left"] for result in outcomes["meet", store].result()] == [[last]] * 3
 
 
 @pytest.mark.parametrize(("store", "how", "lost"), _LOST)
@@ -168,7 +162,6 @@ def live_twice() -> list[list[Any]]:
 
 
 def lose(lost: int, how: str, timeout_s: float) -> dict[str, Any]:
-    """One rank ends between two meetings; what the others report."""
     world = World(timeout_s)
     try:
         world.gather(None)
@@ -182,18 +175,15 @@ def lose(lost: int, how: str, timeout_s: float) -> dict[str, Any]:
 
 def come_late(notice_s: float) -> list[str]:
     """Ranks 1 and 2 come after the notice of rank 0 is logged; what rank 0 logged."""
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ckpt.ranks.world").addHandler(handler)
     world, store = World(30), dist.distributed_c10d._get_default_store()
     ranks_world.NOTICE_S = notice_s
-    if world.rank:
-        store.wait(["logged"])
-    else:
-        Thread(target=_set_when, args=(store, logged), daemon=True).start()
-    world.gather(None)
-    return logged
+    with logged() as lines:
+        if world.rank:
+            store.wait(["logged"])
+        else:
+            Thread(target=_set_when, args=(store, lines), daemon=True).start()
+        world.gather(None)
+    return lines
 
 
 def _set_when(store: Any, logged: list[str]) -> None:
@@ -328,7 +318,6 @@ def at_once(store: str) -> dict[str, Any]:
 
 
 def one_replica(store: str, split_replicas: bool) -> dict[str, Any]:
-    """Hybrid sharding; the second replica group saves, the first one does not."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     model, optim = _trained(3, mesh)
     group = mesh["shard"].get_group()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +13,7 @@ from ckptstore.errors import CkptError
 from ckptstore.reading.source import StoreSource
 from tests.ckpt.restoring.receiving import receiving
 from tests.ckpt.saver.retained_train import state_digest
+from tests.support.parallel.runner import logged
 from tests.support.stores import CountingStore
 
 RUN = "replicas"
@@ -71,16 +69,3 @@ def _count(checkpointer: Checkpointer) -> CountingStore | None:
         return None
     source.store = counting = CountingStore(source.store)
     return counting
-
-
-@contextmanager
-def logged() -> Iterator[list[str]]:
-    """Messages of warnings and errors, as they come."""
-    found: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ckpt").addHandler(handler)
-    try:
-        yield found
-    finally:
-        logging.getLogger("ckpt").removeHandler(handler)

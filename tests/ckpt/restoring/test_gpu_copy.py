@@ -56,7 +56,6 @@ def make(seed: int) -> tuple[Any, torch.optim.Optimizer]:
 
 @pytest.fixture(scope="module", params=["off", "fast"])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
-    """A store with checkpoints of two steps, and the state of the second."""
     store = str(tmp_path_factory.mktemp(request.param))
     with Checkpointer(store, run="r", writer="thread", compress=request.param, max_references=0) as checkpointer:
         checkpointer.save(*make(1), 1)
@@ -112,8 +111,6 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(saved: tuple[str, Any]
 
 
 class BrokenDevice(ReceivingDevice):
-    """Every copy fails when it is executed."""
-
     def run(self, work: Callable[[], object]) -> None:
         def fail() -> None:
             raise RuntimeError("an illegal access")
@@ -149,15 +146,6 @@ def ring_of(count: int) -> BufferPool:
     return BufferPool(count, lambda: next(numbers))
 
 
-def test_one_that_is_being_emptied_is_left_alone_while_others_can_be_had() -> None:
-    ring, flag = ring_of(2), Flag()
-    assert ring.take() == 0
-    ring.give(0, [flag])
-    assert ring.take() == 1
-    flag.go()
-    assert ring.take() == 0
-
-
 def test_who_finds_all_in_use_waits_for_the_one_given_first_and_all_its_marks() -> None:
     ring, flags = ring_of(2), [Flag(), Flag(), Flag()]
     assert [ring.take(), ring.take()] == [0, 1]
@@ -172,15 +160,6 @@ def test_who_finds_all_in_use_waits_for_the_one_given_first_and_all_its_marks() 
         flags[1].go()
         assert taking.result(_PATIENCE_S) == 1
     assert not flags[2].asked.is_set()
-
-
-def test_who_finds_all_taken_waits_for_one_to_be_given() -> None:
-    ring = ring_of(1)
-    taken = ring.take()
-    with ThreadPoolExecutor(1) as pool:
-        taking = pool.submit(ring.take)
-        ring.give(taken, ())
-        assert taking.result(_PATIENCE_S) == taken
 
 
 def test_a_failure_to_empty_or_to_make_one_leaves_no_thread_waiting() -> None:

@@ -56,7 +56,6 @@ from tests.support.waiting import present, wait_until
 
 
 def save_steps(folder: Path, count: int) -> tuple[list[Checkpoint], list[dict[str, torch.Tensor]]]:
-    """Checkpoints of steps 0, 1, ... of a small model, and its states."""
     torch.manual_seed(0)
     model = nn.Linear(64, 64)
     states, checkpoints = [], []
@@ -140,7 +139,6 @@ def test_an_undecided_attempt_with_a_hostile_receipt_does_not_stop_a_restore(tmp
 
 
 def save_with_and_without_extra_layer(folder: Path) -> list[Checkpoint]:
-    """Step 0 without and step 1 with the last layer."""
     saved: list[Checkpoint] = []
     for step, layers in enumerate((2, 3)):
         with open_run(folder) as checkpointer:
@@ -206,19 +204,6 @@ def test_what_a_live_run_resumed_from_is_not_pruned_until_it_commits_or_ends(tmp
             if saves:
                 checkpointer.save(model, None, 7)
         assert active_leases(run) == {}
-
-
-def test_same_step_saved_again_supersedes(tmp_path: Path) -> None:
-    model = nn.Linear(8, 8)
-    with open_run(tmp_path) as checkpointer:
-        checkpointer.save(model, None, 5)
-        nn.init.ones_(model.weight)
-        checkpointer.save(model, None, 5, repeat_step=True)
-        nn.init.zeros_(model.weight)
-        checkpointer.restore(model)
-    assert bool((model.weight == 1).all())
-    listed = StoreSource(open_store(str(tmp_path))).checkpoints("r")
-    assert [str(checkpoint.state) for checkpoint in listed] == ["committed", "superseded"]
 
 
 @pytest.fixture
@@ -521,7 +506,6 @@ def save(store: str) -> None:
 
 
 def restore(store: str, replica_reads: Any) -> dict[str, Any]:
-    """The meetings of a restore, and what it found."""
     live = {"tensor": torch.zeros(3)}
     checkpointer = Checkpointer(store, run="r", writer="thread", replica_reads=replica_reads)
     with checkpointer, patch.object(World, "decide", autospec=True, side_effect=World.decide) as decide:

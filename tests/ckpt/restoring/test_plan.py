@@ -22,13 +22,6 @@ from tests.support.training import seed_all
 from tests.support.waiting import present
 
 
-class Loader:
-    """Can divide its position among other ranks."""
-
-    def load_state_dicts(self, states: Sequence[Any]) -> None:
-        raise NotImplementedError
-
-
 def _saved(count: int, **items: list[JSON]) -> list[dict[str, JSON]]:
     return [{item: values[rank] for item, values in items.items()} for rank in range(count)]
 
@@ -63,15 +56,6 @@ def test_equal_values_of_all_ranks_are_restored_on_every_rank() -> None:
         state = share_out(saved, rank, 5, {}, strict=True)
         assert (state.items, state.seed) == ({"rng": "same", "scheduler": "s"}, None)
         assert state.notes == ("saved by 2, restored by 5 ranks: with the random numbers that all ranks had",)
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_loader_that_can_gets_the_states_of_all_ranks(world_size: int) -> None:
-    saved = _saved(2, loader=[{"at": 1}, {"at": 2}])
-    for rank in range(world_size):
-        state = share_out(saved, rank, world_size, {"loader": Loader()}, strict=True)
-        assert (state.redistributed, state.items) == ({"loader": [{"at": 1}, {"at": 2}]}, {})
-        assert "loader: the states of all ranks were redistributed" in state.notes
 
 
 def test_state_that_fits_no_rank_is_refused_with_a_hint() -> None:

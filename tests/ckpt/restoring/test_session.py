@@ -30,8 +30,6 @@ _STEPS = [1, 2]
 
 @dataclass
 class Job:
-    """Two ranks, and the store with their checkpoints."""
-
     folder: Path
     digest: str
 
@@ -40,7 +38,6 @@ class Job:
         return open_store(str(self.folder / "store"))
 
     def restore(self, **arguments: Any) -> list[dict[str, Any]]:
-        """What each rank says of a restore."""
         place = self.folder / f"restore-{len(list(self.folder.iterdir()))}"
         place.mkdir()
         arguments = {"store": str(self.folder / "store"), "daemon": None, "replica_reads": "auto"} | arguments
@@ -62,7 +59,6 @@ def daemon(job: Job) -> Iterator[Daemon]:
 
 
 def _sessions(daemon: Daemon) -> list[RestoreBody]:
-    """Newest first."""
     with daemon.client() as client:
         return [client.restore_session(found.id) for found in client.restore_sessions(RUN)]
 

@@ -172,7 +172,7 @@ def _content(sizes: list[list[int]]) -> Content:
 
 
 @given(contents_and_needs())
-def test_each_shared_chunk_is_read_once_by_one_that_needs_it(case: tuple[Content, Needs]) -> None:
+def test_each_shared_chunk_is_read_once_by_one_that_needs_it_in_bounded_rounds(case: tuple[Content, Needs]) -> None:
     content, needs = case
     rounds = _divide(content, needs)
     wanted = Counter(chunk for need in needs for chunk in need)
@@ -185,20 +185,10 @@ def test_each_shared_chunk_is_read_once_by_one_that_needs_it(case: tuple[Content
         for chunk in stretch.chunks:
             assert [rank for rank, need in enumerate(needs) if (stretch.shard, chunk) in need] == list(stretch.ranks)
         assert stretch.bytes == sum(content.shards[stretch.shard].chunks.stored[list(stretch.chunks)])
-
-
-@given(contents_and_needs())
-def test_rounds_are_bounded_and_none_is_empty(case: tuple[Content, Needs]) -> None:
-    for one in _divide(*case):
+    for one in rounds:
         assert one
         assert len(one) == 1 or sum(stretch.bytes for stretch in one) <= sharing.ROUND_BYTES
-
-
-@given(contents_and_needs())
-def test_readers_have_about_equal_work(case: tuple[Content, Needs]) -> None:
-    """Among ranks that need the same, none reads more than another by more than the largest stretch."""
-    content, needs = case
-    stretches = [stretch for one in _divide(content, needs) for stretch in one]
+    # Among ranks that need the same, none reads more than another by more than the largest stretch.
     load = Counter(dict.fromkeys(range(len(needs)), 0))
     for stretch in stretches:
         load[stretch.reader] += stretch.bytes

@@ -33,8 +33,6 @@ class Gate:
 
 
 class GatedStore(WrappedStore):
-    """Another store, whose uploads begin when the gate is open."""
-
     def __init__(self, store: Store, gate: Gate) -> None:
         super().__init__(store)
         self._gate = gate

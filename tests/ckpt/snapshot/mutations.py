@@ -171,14 +171,6 @@ def _buffers(subject: Subject, rng: random.Random, every: bool) -> None:
         parameter.data.fill_(7.0)
 
 
-def _step(subject: Subject, rng: random.Random, every: bool) -> None:
-    subject.step()
-
-
-def _nothing(subject: Subject, rng: random.Random, every: bool) -> None:
-    pass
-
-
 def _churn(subject: Subject) -> None:
     """Use memory again that was freed."""
     gc.collect()
@@ -188,7 +180,7 @@ def _churn(subject: Subject) -> None:
 
 
 MUTATIONS: dict[str, Mutation] = {
-    "nothing": Mutation(_nothing, harmless=True),
+    "nothing": Mutation(lambda *_: None, harmless=True),
     "in place": Mutation(_of_one(lambda p: p.mul_(0.5), undoes=True)),
     "past the counter": Mutation(_of_one(lambda p: p.data.fill_(7.0), undoes=True)),
     "part by numpy": Mutation(_part_by_numpy),
@@ -208,5 +200,5 @@ MUTATIONS: dict[str, Mutation] = {
     "load optimizer": Mutation(_load_optimizer, harmless=True),
     "set": Mutation(_of_one(lambda p: p.set_(torch.full_like(p, 7.0)))),
     "buffers": Mutation(_buffers, harmless=True),
-    "step": Mutation(_step, harmless=True, waits=True),
+    "step": Mutation(lambda subject, *_: subject.step(), harmless=True, waits=True),
 }

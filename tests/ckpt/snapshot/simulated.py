@@ -43,8 +43,6 @@ _Operation = Callable[[], object]
 
 
 class SimulatedMark(device.Mark):
-    """An event."""
-
     def __init__(self, simulated: SimulatedDevice) -> None:
         self.reached = False
         self._device = simulated
@@ -198,7 +196,6 @@ class SimulatedDevice(device.Device):
 
     @contextmanager
     def graph(self) -> Iterator[list[_Operation]]:
-        """Capture the launches."""
         self._graph = []
         try:
             yield self._graph
@@ -210,7 +207,6 @@ class SimulatedDevice(device.Device):
 
     @contextmanager
     def paused(self, stream: Hashable) -> Iterator[None]:
-        """A stream executes nothing meanwhile."""
         released = threading.Event()
         with self._lock:
             self._streams[stream].appendleft(released)
@@ -237,7 +233,6 @@ class SimulatedDevice(device.Device):
         return torch.from_numpy(owner)
 
     def progress(self) -> None:
-        """Execute the heads of random streams."""
         with self._lock:
             for _ in range(self.random.randint(1, 4)):
                 ready = [name for name, queue in self._streams.items() if queue and self._is_ready(queue[0])]
@@ -255,11 +250,9 @@ class SimulatedDevice(device.Device):
         return set(self._pinned) - self._allocated
 
     def queued(self, stream: Hashable) -> int:
-        """How many operations wait on a stream."""
         return len(self._streams[stream])
 
     def synchronize(self) -> None:
-        """Execute everything."""
         while any(self._streams.values()):
             self.progress()
 
@@ -323,7 +316,6 @@ class PromptDevice(SimulatedDevice):
 
 @contextmanager
 def plugged_in(seed: int, kind: type[SimulatedDevice] = SimulatedDevice) -> Iterator[SimulatedDevice]:
-    """A simulated device, in place of the CPU."""
     simulated, release = kind(seed), Arena.release
 
     def checked_release(arena: Arena, number: int) -> None:
@@ -352,7 +344,6 @@ def _gather(to: int, source: int, spread: torch.Tensor | None, num_bytes: int) -
 
 
 def _read(memory: torch.Tensor, addresses: Sequence[int], size: int) -> None:
-    """A kernel."""
     for number, address in enumerate(addresses):
         ctypes.memmove(memory.data_ptr() + number * size, address, size)
 

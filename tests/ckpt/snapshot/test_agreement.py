@@ -27,11 +27,10 @@ from ckptstore.errors import CkptError, RankLost
 from ckptstore.format.planning import derived_bytes, entry_bytes
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.stores import open_store
-from tests.ckpt.restoring.replicas import logged
 from tests.support.parallel.built import Built, Setup
 from tests.support.parallel.layouts import LAYOUTS
 from tests.support.parallel.matrix import Matrix, check_restored, run_matrix
-from tests.support.parallel.runner import Outcome, Scenario, run_named
+from tests.support.parallel.runner import Outcome, Scenario, logged, run_named
 from tests.support.training import same_state
 from tests.support.waiting import present
 
@@ -148,14 +147,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcomes(folder: Path) -> dict[str, Outcome]:
-    scenarios = {
-        layout: Scenario(
-            f"{__name__}:without_collectives",
-            4 if layout == "tp_fsdp2" else 2,
-            {"store": str(folder / layout), "layout": layout},
-        )
-        for layout in _LAYOUTS
-    }
+    scenarios = {}
+    for layout in _LAYOUTS:
+        arguments = {"store": str(folder / layout), "layout": layout}
+        scenarios[layout] = Scenario(f"{__name__}:without_collectives", 4 if layout == "tp_fsdp2" else 2, arguments)
     for name in ("change_layout", "change_everywhere", "fail_to_describe", "leave_after_restore", "derive_under_fsdp2"):
         scenarios[name] = Scenario(f"{__name__}:{name}", 2, {"store": str(folder / name)})
     return run_named(scenarios, folder / "ranks")
@@ -426,7 +421,6 @@ def leave_after_restore(store: str) -> list[int]:
 
 
 def fail_to_describe(store: str) -> dict[str, str]:
-    """Rank 1 cannot say what it holds."""
     model = nn.Linear(3, 3)
     if dist.get_rank() == 1:
         model.register_state_dict_pre_hook(_broken)  # type: ignore[no-untyped-call]
@@ -443,7 +437,6 @@ def _broken(*_: object) -> None:
 
 
 def save_spread(built: Built, step: int, folder: Path) -> None:
-    """For the matrix: replicas share the writing."""
     model: Any = built.model
     with Checkpointer(store=str(folder), run="matrix", writer="thread", split_replicas=True) as checkpointer:
         checkpointer.save(model, built.optim, step)

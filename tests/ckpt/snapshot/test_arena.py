@@ -4,7 +4,7 @@ import logging
 import multiprocessing
 import os
 import threading
-import time
+from contextlib import suppress
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -22,6 +22,7 @@ from ckpt.snapshot import stage
 from ckpt.snapshot.arena import Arena
 from tests.ckpt.snapshot.simulated import plugged_in
 from tests.support.training import same_state
+from tests.support.waiting import present, wait_until
 
 
 class Announced:
@@ -40,15 +41,12 @@ class Announced:
 def test_slots_are_reused_grow_with_the_state_and_wait_when_all_are_in_use() -> None:
     announced = Announced()
     arena = Arena(2, announced)
-    first, second = arena.acquire(1000), arena.acquire(1000)
-    assert first is not None
-    assert second is not None
+    first, second = present(arena.acquire(1000)), present(arena.acquire(1000))
     assert arena.acquire(1000) is None
     arena.release(first.number)
     assert arena.acquire(500) is first
     arena.release(first.number)
-    larger = arena.acquire(5000)
-    assert larger is not None
+    larger = present(arena.acquire(5000))
     assert (larger.segment.num_bytes, announced.known) == (5000, [second.number, larger.number])
     arena.release(second.number)
     arena.release(larger.number)
@@ -70,15 +68,12 @@ def test_a_whole_save_over_posix_shared_memory(tmp_path: Path, monkeypatch: pyte
     assert same_state(dict(other.state_dict()), dict(model.state_dict()))
 
 
-def open_descriptors(pid: int | str = "self") -> list[str]:
-    return [link for fd in os.listdir(f"/proc/{pid}/fd") if (link := _link(pid, fd))]
-
-
-def _link(pid: int | str, fd: str) -> str:
-    try:
-        return os.readlink(f"/proc/{pid}/fd/{fd}")
-    except OSError:
-        return ""
+def open_descriptors() -> list[str]:
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of the folder itself
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return found
 
 
 def arena_descriptors() -> int:
@@ -145,10 +140,7 @@ def test_everything_is_given_back_on_close(tmp_path: Path) -> None:
     before = footprint()  # threads of earlier tests may still be ending, so that less may be left later
     for _ in range(2):
         cycle()
-    deadline = time.monotonic() + 60
-    while grown() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not grown()
+    wait_until(lambda: not grown(), "everything to be given back")
 
 
 def test_a_slot_that_cannot_be_made_in_the_background_is_made_by_a_save(
@@ -216,7 +208,7 @@ def test_extra_memory_is_one_state_per_slot(tmp_path: Path) -> None:
         for step in range(3):
             checkpointer.save(model, None, step)
         size = sum(parameter.nbytes for parameter in model.parameters())
-        assert [s.num_bytes for s in _arena(checkpointer).segments.values()] == [size]
+        assert [s.num_bytes for s in present(checkpointer._saves.client).arena.segments.values()] == [size]
         assert checkpointer.saver_pid is not None
         status = Path(f"/proc/{checkpointer.saver_pid}/status").read_text()
         peak = int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) << 10
@@ -224,16 +216,11 @@ def test_extra_memory_is_one_state_per_slot(tmp_path: Path) -> None:
     assert peak - size < 256 << 20
 
 
-def _arena(checkpointer: Checkpointer) -> Arena:
-    assert checkpointer._saves.client is not None
-    return checkpointer._saves.client.arena
-
-
 def test_what_is_prepared_has_room_for_tensors_of_plain_values(tmp_path: Path) -> None:
     model, own, shared = nn.Linear(300, 300), torch.rand(100_000), [torch.rand(50_000), torch.rand(5)]
     with Checkpointer(str(tmp_path), run="r", writer="thread", slots=1) as checkpointer:
         checkpointer.prepare(model, None, own={"x": own}, shared={"all": shared})
-        prepared = _arena(checkpointer).segments
+        prepared = present(checkpointer._saves.client).arena.segments
         assert len(prepared) == 1
         checkpointer.save(model, None, 1, own={"x": own}, shared={"all": shared})
-        assert _arena(checkpointer).segments == prepared  # and no other was needed
+        assert present(checkpointer._saves.client).arena.segments == prepared  # and no other was needed

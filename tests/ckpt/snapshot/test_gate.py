@@ -53,7 +53,6 @@ class Gan(nn.Module):
 
 @pytest.fixture
 def deferred(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
-    """The entries whose copies were deferred, by save."""
     found: list[set[str]] = []
     begin = Overlap.begin
 
@@ -94,7 +93,6 @@ def with_gradients(optim: Optimizer) -> Optimizer:
     return optim
 
 
-@pytest.mark.usefixtures("everywhere")
 def test_optimizers_that_step_by_turns_keep_overlap(tmp_path: Path, deferred: list[set[str]]) -> None:
     gan, states = Gan(), []
     with open_run(tmp_path) as checkpointer:
@@ -136,8 +134,6 @@ def test_an_optimizer_waits_for_what_it_changes_which_is_copied_first(tmp_path: 
 @pytest.mark.parametrize("kind", ["unknown", "one that shares memory", "one whose partner calls no hook"])
 def test_an_optimizer_that_may_change_more_waits_for_more(tmp_path: Path, kind: str, deferred: list[set[str]]) -> None:
     class Silent(SGD):
-        """Its step calls no hook."""
-
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             pass
 

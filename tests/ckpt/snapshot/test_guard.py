@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +21,6 @@ from ckptstore.errors import SnapshotTorn
 from tests.ckpt.loops import open_run
 from tests.ckpt.snapshot.overlapping import guarded, held_copies, returns
 from tests.ckpt.snapshot.simulated import plugged_in
-from tests.support.waiting import wait_until
 
 PATIENCE_S = 30
 
@@ -54,25 +52,12 @@ def test_thousands_of_optimizers_do_not_search_each_others_parts() -> None:
             looked.append(number)
             return super().__contains__(number)
 
-    parts = [EVERYONE, *(Counted({number}) for number in range(3000)), Counted({7, 8})]
+    parts = [EVERYONE, *(Counted({number}) for number in range(600)), Counted({7, 8})]
     progress = CopyProgress(parts)
-    for number in range(3000):
+    for number in range(600):
         assert set(progress.parts_of(number)) == {part for part in parts if part >= {number} or not part}
-    assert (set(progress.parts_of(3000)), progress.parts_of(None)) == ({EVERYONE}, parts)
+    assert (set(progress.parts_of(600)), progress.parts_of(None)) == ({EVERYONE}, parts)
     assert not looked
-
-
-def test_what_an_optimizer_waits_for_is_copied_first() -> None:
-    parts = [frozenset({number}) for number in range(4)]
-    progress, left = CopyProgress(parts), dict.fromkeys(parts)
-    waiting = threading.Thread(target=progress.wait_for, args=([parts[2]],))
-    waiting.start()
-    wait_until(lambda: progress.next(left) == parts[2])
-    del left[parts[2]]
-    assert progress.next(left) == parts[0]
-    progress.copied(parts[2])
-    waiting.join()
-    assert progress.next(left) == parts[0]
 
 
 @pytest.mark.parametrize("quarter", range(4))
@@ -89,15 +74,6 @@ def test_memory_between_the_elements_does_not_count() -> None:
     whole.data[:, :3] = 1
     whole.data[:, 40:] = 1
     assert guard.changed([0]) == []
-
-
-def test_a_change_that_is_undone_after_a_check_is_reported_at_the_end() -> None:
-    tensor = torch.zeros(600, 100)
-    guard = guarded(ChangeGuard, tensor)
-    tensor.data.add_(1)
-    assert not guard.check(0)
-    tensor.data.sub_(1)
-    assert guard.changed([0]) == ["t0"]
 
 
 @pytest.mark.parametrize("kind", [ChangeGuard, DigestGuard])

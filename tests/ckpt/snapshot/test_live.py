@@ -5,10 +5,9 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+import traceback
 from pathlib import Path
-from types import FrameType
-from typing import Literal
+from typing import Any
 
 import pytest
 import torch
@@ -56,10 +55,7 @@ def shards(store: Path) -> list[bytes]:
 
 @pytest.mark.parametrize("writer", ["process", "thread"])
 def test_the_same_bytes_are_stored_and_the_reason_is_logged_once(
-    writer: Literal["process", "thread"],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    writer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Mixed()
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -110,21 +106,16 @@ def test_a_failed_upload_is_repeated_or_raised(retry_s: float, tmp_path: Path, m
         assert run.save(model, None, 4).step == 4
 
 
-def _calls(thread: int) -> Iterator[str]:
-    """The names of the functions that a thread is in."""
-    frame: FrameType | None = sys._current_frames()[thread]
-    while frame is not None:
-        yield frame.f_code.co_name
-        frame = frame.f_back
-
-
 @pytest.mark.usefixtures("no_memory")
 def test_an_interrupted_save_stores_nothing_changed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads, read, main = threading.Semaphore(0), LiveState.__getitem__, threading.get_ident()
 
+    def called() -> set[str]:
+        return {frame.f_code.co_name for frame, _ in traceback.walk_stack(sys._current_frames()[main])}
+
     def interrupt_the_first(state: LiveState, part: slice) -> memoryview:
         if reads.acquire(blocking=False):
-            wait_until(lambda: {"wait_staged", "wait"} <= set(_calls(main)))
+            wait_until(lambda: {"wait_staged", "wait"} <= called())
             signal.pthread_kill(main, signal.SIGINT)
             while not state._closed:
                 threading.Event().wait(0.01)

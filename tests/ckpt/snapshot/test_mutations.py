@@ -112,35 +112,24 @@ class Pauses:
         self._changed = threading.Condition()
         self._events = 0
         self._stop: int | None = None
-        self._held = False
+        self.held = False
 
-    def hold_after(self, events: int) -> None:
-        """Hold the copier after so many more events; releases it until then."""
+    def hold_after(self, events: int | None) -> None:
+        """Hold the copier after so many more events, or never; releases it until then."""
         with self._changed:
-            self._stop, self._held = self._events + events, False
+            self._stop = None if events is None else self._events + events
+            self.held = False
             self._changed.notify_all()
-
-    def release(self) -> None:
-        with self._changed:
-            self._stop, self._held = None, False
-            self._changed.notify_all()
-
-    @property
-    def held(self) -> bool:
-        return self._held
 
     def event(self) -> None:
-        """Called by the copier."""
         with self._changed:
             if self._stop is not None and self._events >= self._stop:
-                self._held = True
-                assert self._changed.wait_for(lambda: not self._held, _PATIENCE_S), "the copier was not released"
+                self.held = True
+                assert self._changed.wait_for(lambda: not self.held, _PATIENCE_S), "the copier was not released"
             self._events += 1
 
 
 class PausingGuard(Guard):
-    """Another guard, around whose calls the copier can be held."""
-
     def __init__(
         self, guard: Guard, pauses: Pauses, kept: tuple[Leaves, Sequence[Sample], Sequence[torch.UntypedStorage]]
     ) -> None:
@@ -224,7 +213,7 @@ def _mutate(life: Life, subject: Subject, pauses: Pauses, handle: SaveHandle) ->
         if mutates:
             _change(life, mutation, subject, pauses, handle, rng)
     finally:
-        pauses.release()
+        pauses.hold_after(None)
     if life.steps and subject.steps:
         subject.step()
     return tears
@@ -246,7 +235,7 @@ def _change(
         thread = threading.Thread(target=run)
         thread.start()
         thread.join(0.02)
-        pauses.release()
+        pauses.hold_after(None)
         thread.join(_PATIENCE_S)
         assert not thread.is_alive(), life
         assert not errors, (life, errors)
@@ -275,7 +264,6 @@ def _meet() -> None:
 
 
 def _gathered(value: Any) -> list[Any]:
-    """The value of each rank."""
     if not dist.is_initialized():
         return [value]
     found: list[Any] = [None] * dist.get_world_size()

@@ -64,20 +64,6 @@ def test_what_is_stored_is_the_state_of_the_save(make: Make, options: dict[str, 
     assert all(same_state(stored(tmp_path, make, step), state) for step, state in enumerate(states))
 
 
-@pytest.mark.usefixtures("everywhere")
-def test_copies_at_their_own_pace(tmp_path: Path) -> None:
-    make = OPTIMIZERS["adamw-fused"]
-    for seed in range(2):
-        loop, states = Loop(make, seed), []
-        with open_run(tmp_path / str(seed)) as checkpointer:
-            for step in range(6):
-                states.append(loop.state())
-                checkpointer.save_async(loop.model, loop.optim, step)
-                loop.step()
-        for step in (0, 1, 5):
-            assert same_state(stored(tmp_path / str(seed), make, step), states[step])
-
-
 def test_what_is_small_is_that_of_the_save_whatever_changes_it_afterwards(tmp_path: Path) -> None:
     """It is not put in its place before the rest is."""
     loop, states = Loop(make := OPTIMIZERS["adamw"]), []
@@ -354,12 +340,10 @@ _LAYOUTS = ("ddp", "fsdp2", "fsdp1")
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     folder = tmp_path_factory.mktemp("overlap")
-    scenarios = {
-        layout: Scenario(
-            "tests.ckpt.snapshot.overlapping:stored_alike", 2, {"store": str(folder / layout), "layout": layout}
-        )
-        for layout in _LAYOUTS
-    }
+    scenarios = {}
+    for layout in _LAYOUTS:
+        arguments = {"store": str(folder / layout), "layout": layout}
+        scenarios[layout] = Scenario("tests.ckpt.snapshot.overlapping:stored_alike", 2, arguments)
     arguments = {"store": str(folder / "changed")}
     scenarios["changed"] = Scenario("tests.ckpt.snapshot.overlapping:change_on_both_ranks", 2, arguments)
     return run_named(scenarios, folder / "ranks")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,48 +31,42 @@ def _linear() -> tuple[Any, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def test_a_change_that_samples_miss_is_found(tmp_path: Path) -> None:
-    model, optim = _linear()
-    with open_run(tmp_path, overlap="verify") as checkpointer, held_copies(release_at_gate=True):
-        handle = checkpointer.save_async(model, optim, 1)
-        _write_between_samples(model)
-        optim.step()
-        with pytest.raises(SnapshotTorn, match="model/weight"):
-            handle.result(PATIENCE_S)
-        assert checkpointer.latest() is None
-        assert checkpointer.save_async(model, optim, 2).staged()  # overlap is off by then
-
-
-def test_a_device_has_queued_its_copy_before_that_change(tmp_path: Path) -> None:
-    """With "verify" its copies are queued at the call, so the change comes after them and is no failure."""
+@pytest.mark.parametrize(
+    ("overlap", "large", "place", "stored"),
+    [
+        ("verify", False, nullcontext, "nothing"),
+        ("verify", False, lambda: plugged_in(0, PromptDevice), "before the change"),
+        (True, False, nullcontext, "nothing"),
+        (True, True, nullcontext, "after the change"),
+    ],
+    ids=["verify", "verify on a device", "default", "default in a large state"],
+)
+def test_a_change_between_samples(
+    overlap: Any, large: bool, place: Any, stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device has queued its copies at the call. That a large state is stored changed is the documented limit of
+    samples; if it goes, so does its description in docs/explanation/what-is-saved.md."""
     model, optim = _linear()
     state = {f"model/{name}": value.clone() for name, value in model.state_dict().items()}
-    with plugged_in(0, PromptDevice), open_run(tmp_path, overlap="verify") as checkpointer:
+    if large:
+        monkeypatch.setattr(stage, "WHOLE_BYTES", 0)
+    with place(), open_run(tmp_path, overlap=overlap) as checkpointer:
         checkpointer.prepare(model, optim)
         optim.step()  # otherwise the leaves of a device never overlap
         with held_copies(release_at_gate=True):
             handle = checkpointer.save_async(model, optim, 1)
             _write_between_samples(model)
             optim.step()
+            if stored == "nothing":
+                with pytest.raises(SnapshotTorn, match="model/weight"):
+                    handle.result(PATIENCE_S)
+                assert checkpointer.latest() is None
+                assert checkpointer.save_async(model, optim, 2).staged()  # overlap is off by then
+                return
             handle.result(PATIENCE_S)
-        assert same_state(checkpointer.load(1, "model/*"), state)
-
-
-@pytest.mark.parametrize("small", [True, False])
-def test_the_default_misses_it_in_a_large_state(small: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The documented limit of samples; if it goes, so does its description in docs/explanation/what-is-saved.md."""
-    if not small:
-        monkeypatch.setattr(stage, "WHOLE_BYTES", 0)
-    model, optim = _linear()
-    with open_run(tmp_path) as checkpointer, held_copies(release_at_gate=True):
-        handle = checkpointer.save_async(model, optim, 1)
-        _write_between_samples(model)
-        optim.step()
-        if small:
-            assert isinstance(handle.exception() if handle._finished.wait(PATIENCE_S) else None, SnapshotTorn)
-            return
-        handle.result(PATIENCE_S)
-        assert bool((checkpointer.load(1)["model/weight"][2:10] == 7).all())
+        found = checkpointer.load(1, "model/*")
+    assert same_state(found, state) == (stored == "before the change")
+    assert bool((found["model/weight"][2:10] == 7).all()) == (stored == "after the change")
 
 
 @pytest.mark.usefixtures("everywhere")

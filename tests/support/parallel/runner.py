@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -94,3 +96,16 @@ def _kill_all(host: Fork) -> None:
     except ProcessLookupError:  # all have ended, or the session does not exist yet
         host.kill()
     host.wait()
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """In a rank: messages of warnings and errors, as they come."""
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ckpt").addHandler(handler)
+    try:
+        yield found
+    finally:
+        logging.getLogger("ckpt").removeHandler(handler)
