@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -17,12 +17,13 @@ from ckptstore.clock import Clock, system_clock
 from ckptstore.codecs.chunk_codecs import CodingPolicy, fast
 from ckptstore.commits.catalog import Checkpoint, from_outcome, list_checkpoints
 from ckptstore.commits.commit import EARLIER, commit_attempt, read_receipt
-from ckptstore.errors import NoCheckpoint, SweepBegun
+from ckptstore.errors import NoCheckpoint, StoreUnavailable, SweepBegun
 from ckptstore.format.boxes import Want
 from ckptstore.format.columns import column
 from ckptstore.format.documents import FORMAT, JSON, Content, Receipt, References, Shard
 from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import seal
+from ckptstore.format.planning import entry_bytes, plan_reads
 from ckptstore.format.records import Policy
 from ckptstore.format.shards import (
     EncodedChunk,
@@ -37,16 +38,20 @@ from ckptstore.format.shards import (
 )
 from ckptstore.format.statistics import Statistics, Table, named_document, side_extension
 from ckptstore.names import Attempt, RunKeys, new_ulid
-from ckptstore.reading.source import StoreSource
+from ckptstore.reading.fetch import fetch
+from ckptstore.reading.source import Source, StoreSource, read_manifest
 from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import SWEEP_GRACE_S, collect, undelete
 from ckptstore.retention.pruning import apply_prune, plan_prune
 from ckptstore.run import Run
 from ckptstore.stores import Store
-from tests.support.stores import Faults, FaultyStore, MovableClock
+from tests.support.stores import Faults, FaultyStore, Interleaving, Mode, MovableClock
 from tests.support.waiting import present
 
 Arrays = Mapping[str, npt.NDArray[Any]]
+_S = TypeVar("_S")
+_R = TypeVar("_R")
+_O = TypeVar("_O")
 
 
 def flipped(data: bytes, at: int, mask: int = 1) -> bytes:
@@ -185,6 +190,17 @@ def whole_entries(names: Iterable[str]) -> list[Want]:
     return [Want(name, None, name) for name in names]
 
 
+def read_all(
+    source: Source, checkpoint: Checkpoint, threads: int = 4, progress: Callable[[int], None] = lambda _: None
+) -> dict[str, bytes]:
+    """The bytes of each entry."""
+    content = read_manifest(source, checkpoint).content
+    buffers = {name: bytearray(size) for name, size in entry_bytes(content).items()}
+    into = {name: memoryview(buffer) for name, buffer in buffers.items()}
+    fetch(source, checkpoint, plan_reads(content, whole_entries(buffers)), into, progress=progress, threads=threads)
+    return {name: bytes(buffer) for name, buffer in buffers.items()}
+
+
 RUN = "gpt"
 SMALL = {"model/a": np.arange(3000, dtype=np.float32)}
 
@@ -230,3 +246,50 @@ def count_calls(store: Store, action: Callable[[Store], object]) -> int:
     counting = Faults()
     action(FaultyStore(store, counting))
     return len(counting.calls)
+
+
+def at_every_call(
+    store: Store,
+    set_up: Callable[[Store], _S],
+    work: Callable[[Store, _S], _R],
+    others: Callable[[_S], _O],
+    first: int = 0,
+    more_than: int = 0,
+) -> Iterator[tuple[_S, _R, list[_O]]]:
+    """Others act before one call that some work makes of the store, before each in turn, from the first on.
+
+    Each time the store is emptied and set up again. Yields what was set up, and what the work and the others returned.
+    more_than: the work must make more calls, or the test shows less than it says.
+    """
+
+    def meet(at: int) -> tuple[_S, _R, list[_O]]:
+        clear(store)
+        scene, theirs = set_up(store), list[_O]()
+        ours = work(FaultyStore(store, Interleaving(at, lambda: theirs.append(others(scene)))), scene)
+        return scene, ours, theirs
+
+    yield from map(meet, range(first, _calls_of(store, set_up, work, more_than)))
+
+
+def failing_at_every_call(
+    store: Store,
+    set_up: Callable[[Store], _S],
+    work: Callable[[Store, _S], object],
+    mode: Mode = "before",
+    more_than: int = 0,
+) -> Iterator[_S]:
+    """One call that some work makes of the store fails, each in turn. Yields what was set up."""
+    for at in range(_calls_of(store, set_up, work, more_than)):
+        clear(store)
+        scene = set_up(store)
+        with contextlib.suppress(StoreUnavailable):
+            work(FaultyStore(store, Faults(at, mode)), scene)
+        yield scene
+
+
+def _calls_of(store: Store, set_up: Callable[[Store], _S], work: Callable[[Store, _S], object], more_than: int) -> int:
+    clear(store)
+    scene = set_up(store)
+    calls = count_calls(store, lambda counting: work(counting, scene))
+    assert calls > more_than
+    return calls

@@ -21,6 +21,7 @@ from ckptstore.stores import ObjectInfo, ObjectWriter, Store
 from tests.support.waiting import wait_until
 
 _T = TypeVar("_T")
+Mode = Literal["before", "after"]
 
 
 @dataclass
@@ -44,7 +45,7 @@ class Faults:
     """
 
     fail_at: int = -1
-    mode: Literal["before", "after"] = "before"
+    mode: Mode = "before"
     killed: bool = False
     calls: list[str] = field(default_factory=list)
 

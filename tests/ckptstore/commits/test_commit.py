@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,11 +34,18 @@ from ckptstore.run import Run
 from ckptstore.stores import Store
 from ckptstore.stores.retrying import RetryingStore
 from tests.conftest import here_and_in_memory, in_memory
-from tests.support.checkpoints import clear, count_calls, sample_arrays, write_checkpoint, write_rank
-from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock, race
+from tests.support.checkpoints import (
+    RUN,
+    at_every_call,
+    clear,
+    count_calls,
+    sample_arrays,
+    write_checkpoint,
+    write_rank,
+)
+from tests.support.stores import Faults, FaultyStore, Mode, MovableClock, race
 from tests.support.waiting import present
 
-RUN = "gpt"
 SMALL: dict[str, npt.NDArray[Any]] = {"model/a": np.arange(3000, dtype=np.float32), "model/b": np.arange(5)}
 
 
@@ -75,12 +82,6 @@ def test_nothing_exists_before_the_outcome(store: Store) -> None:
     assert ([c.attempt for c in list_checkpoints(run)], undecided_attempts(run)) == ([attempt], [])
     assert read_outcome(run, attempt) == outcome
     assert_legal(store)
-
-
-def test_committing_twice_changes_nothing(store: Store) -> None:
-    run, receipts = Run(store, RUN), write_ranks(store, new_attempt())
-    first = commit_attempt(run, receipts)
-    assert commit_attempt(run, receipts) == first
 
 
 def test_roll_forward_gives_the_manifest_the_committer_would_have_given(store: Store) -> None:
@@ -155,16 +156,6 @@ def test_a_different_manifest_is_not_committed(store: Store) -> None:
     assert read_outcome(run, attempt) is None
 
 
-def test_the_same_step_twice(store: Store) -> None:
-    run, clock = Run(store, RUN), MovableClock()
-    first = write_checkpoint(store, RUN, 5, SMALL, clock=clock)
-    clock.advance(1)
-    second = write_checkpoint(store, RUN, 5, SMALL, clock=clock)
-    states = {c.attempt: c.state for c in list_checkpoints(run)}
-    assert states == {first.attempt: State.SUPERSEDED, second.attempt: State.COMMITTED}
-    assert latest(run).attempt == second.attempt
-
-
 # Lost replies.
 
 
@@ -208,7 +199,7 @@ def save(store: Store, attempt: Attempt) -> None:
 
 @here_and_in_memory
 @pytest.mark.parametrize("mode", ["before", "after"])
-def test_a_save_that_fails_at_any_call(store: Store, mode: Literal["before", "after"]) -> None:
+def test_a_save_that_fails_at_any_call(store: Store, mode: Mode) -> None:
     run, old = Run(store, RUN), write_checkpoint(store, RUN, 1, SMALL)
     calls = count_calls(store, lambda faulty: save(faulty, new_attempt(2)))
     assert calls > 15
@@ -274,38 +265,27 @@ class Scene:
 
 @in_memory
 def test_a_collector_at_every_moment_of_a_commit(store: Store) -> None:
-    calls = count_calls(store, Scene.set_up(store).commit)
-    clear(store)
-    results = set()
-    for k in range(1, calls):  # from the moment the committer knows the first receipt
-        scene = Scene.set_up(store)
-        scene.commit(FaultyStore(store, Interleaving(k, partial(scene.collect, store))))
+    results, commit = set(), lambda on, scene: scene.commit(on)
+    # From the moment the committer knows the first receipt.
+    for scene, _, _ in at_every_call(store, Scene.set_up, commit, lambda scene: scene.collect(store), first=1):
         results.add(scene.check())
         scene.collect(store)
         scene.check()
-        clear(store)
     assert results == {True, False}, "the collector must win some and lose some"
 
 
 @in_memory
 def test_a_commit_at_every_moment_of_a_collection(store: Store) -> None:
-    calls = count_calls(store, Scene.set_up(store).collect)
-    clear(store)
+    def commit(scene: Scene) -> Outcome | None:
+        try:
+            return scene.commit(store)
+        except Exception:
+            return None  # its first receipt is gone: the collector has won
+
     results = set()
-    for k in range(calls):
-        scene = Scene.set_up(store)
-        outcomes: list[Outcome | None] = []
-
-        def commit(scene: Scene = scene, outcomes: list[Outcome | None] = outcomes) -> None:
-            try:
-                outcomes.append(scene.commit(store))
-            except Exception:
-                outcomes.append(None)  # its first receipt is gone: the collector has won
-
-        scene.collect(FaultyStore(store, Interleaving(k, commit)))
-        assert bool(outcomes and outcomes[0]) == scene.check()
+    for scene, _, (outcome,) in at_every_call(store, Scene.set_up, lambda on, scene: scene.collect(on), commit):
+        assert bool(outcome) == scene.check()
         results.add(scene.check())
-        clear(store)
     assert results == {True, False}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 
@@ -41,8 +42,8 @@ from ckptstore.names import Attempt, Reference, new_ulid
 from ckptstore.retention.deletion import advance, delete_checkpoint
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
-from tests.support.checkpoints import write_checkpoint, write_rank
-from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock, race
+from tests.support.checkpoints import at_every_call, write_checkpoint, write_rank
+from tests.support.stores import Faults, FaultyStore, MovableClock, race
 from tests.support.waiting import present
 
 SMALL = {"model/a": np.arange(10)}
@@ -103,20 +104,16 @@ def test_a_beginning_that_fails_at_any_call_is_repeated_with_the_same_number(sto
 
 
 def test_another_rank_or_trainer_may_act_at_every_call(store: Store) -> None:
-    for number in range(20):
-        run, ours, theirs = Run(store, f"gpt-{number}"), session(), session()
-        numbers: list[int] = []
+    run = Run(store, "gpt")
 
-        def others(run: Run = run, ours: Session = ours, theirs: Session = theirs, n: list[int] = numbers) -> None:
-            n.extend([begin_generation(run, theirs).number, begin_generation(run, ours).number])
+    def work(on: Store, scene: tuple[Session, Session]) -> int:
+        return begin_generation(Run(on, "gpt"), scene[0]).number
 
-        between = Interleaving(number, others)
-        found = begin_generation(Run(FaultyStore(store, between), run.name), ours).number
-        if not numbers:
-            assert len(between.calls) <= number
-            return
+    def others(scene: tuple[Session, Session]) -> list[int]:
+        return [begin_generation(run, one).number for one in reversed(scene)]
+
+    for _, found, (numbers,) in at_every_call(store, lambda _: (session(), session()), work, others):
         assert (found, sorted(numbers), newest_generation(run)) == (numbers[1], [1, 2], 2)
-    pytest.fail("it makes more calls than expected")
 
 
 def test_a_number_of_which_there_are_checkpoints_is_not_used_again(store: Store) -> None:
@@ -163,27 +160,21 @@ def test_a_commit_that_had_happened_is_not_taken_back(store: Store) -> None:
 
 
 def test_a_generation_may_begin_at_every_call_of_a_commit(store: Store) -> None:
-    for number in range(20):
-        name = f"gpt-{number}"
-        run = Run(store, name)
-        attempt = Attempt(400, new_ulid(system_clock()), generation=begin(run))
-        receipt = write_rank(store, name, attempt, SMALL)
-        made: list[Checkpoint] = []
+    run = Run(store, "gpt")
 
-        def successor(run: Run = run, made: list[Checkpoint] = made) -> None:
-            made.append(write(run, begin(run), 310))
+    def set_up(store: Store) -> StoredReceipt:
+        return receipt_of(store, Attempt(400, new_ulid(system_clock()), generation=begin(run)))
 
-        between = Interleaving(number, successor)
-        try:
-            commit_attempt(Run(FaultyStore(store, between), name), [receipt])
-        except Superseded:
-            assert made
-        if not made:
-            assert len(between.calls) <= number
-            return
-        assert latest(run) == made[0]
-        assert {c.state for c in list_checkpoints(run) if c.attempt == attempt} <= {State.ABANDONED}
-    pytest.fail("it makes more calls than expected")
+    def commit(on: Store, receipt: StoredReceipt) -> None:
+        with contextlib.suppress(Superseded):
+            commit_attempt(Run(on, "gpt"), [receipt])
+
+    def successor(_: StoredReceipt) -> Checkpoint:
+        return write(run, begin(run), 310)
+
+    for _, _, (made,) in at_every_call(store, set_up, commit, successor):
+        assert latest(run) == made
+        assert {c.state for c in list_checkpoints(run) if c.attempt.generation == 1} <= {State.ABANDONED}
 
 
 # The live lineage.
@@ -282,16 +273,12 @@ def test_a_restore_tries_exactly_what_is_live(story: tuple[list[Checkpoint], dic
             store.put(run.keys.outcome(c.attempt), b"noise")
     for number in range(1, 5):
         found = docs(parents)(number)
-        store.put(run.keys.generation(number), seal_of(found))
+        store.put(run.keys.generation(number), seal(found) if found is not None else b"noise")
     listed, live = list_checkpoints(run), live_by_definition(planned, parents)
     usable = (State.COMMITTED, State.CORRUPT)
     tried = [c.attempt for c in listed if c.attempt in live and c.state in usable]
     assert [c.attempt for c in candidates(run)] == tried
     assert [c.attempt for c in newest_first(run)] == [c.attempt for c in listed if c.state is State.COMMITTED]
-
-
-def seal_of(found: Generation | None) -> bytes:
-    return seal(found) if found is not None else b"noise"
 
 
 def test_a_zombie_is_never_latest_and_rewinding_in_place_works(store: Store) -> None:

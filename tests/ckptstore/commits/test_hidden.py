@@ -3,12 +3,11 @@ outcomes."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from ckptstore.commits.catalog import find, latest, list_checkpoints
 from ckptstore.commits.commit import commit_attempt, decide, read_outcome
 from ckptstore.commits.hidden import DeletedAttempts, hidden_attempts, record_deleted
 from ckptstore.commits.leases import active_leases, take_lease
-from ckptstore.errors import AttemptAborted, CkptError, NoCheckpoint, ReferenceLost, StoreUnavailable, UnsupportedFormat
+from ckptstore.errors import AttemptAborted, CkptError, NoCheckpoint, ReferenceLost, UnsupportedFormat
 from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.format.records import DeletedList
@@ -28,8 +27,17 @@ from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.ckptstore.format import independent_reader
 from tests.conftest import every_store, in_memory
-from tests.support.checkpoints import RUN, SMALL, clear, count_calls, keys, steps, write, write_rank
-from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock, race
+from tests.support.checkpoints import (
+    RUN,
+    SMALL,
+    at_every_call,
+    failing_at_every_call,
+    keys,
+    steps,
+    write,
+    write_rank,
+)
+from tests.support.stores import Faults, FaultyStore, Interleaving, Mode, MovableClock, race
 
 DAY = MovableClock(25 * 3600.0)
 WEEKS = MovableClock(2 * TOMBSTONE_KEPT_S)
@@ -134,18 +142,28 @@ def test_a_committer_that_wakes_up_after_weeks_brings_nothing_back(store: Store,
 @in_memory
 @pytest.mark.parametrize("end", [delete, abort])
 def test_nor_does_one_that_slept_at_any_other_call(store: Store, end: End) -> None:
-    first = complete(store)
-    for k in range(count_calls(store, lambda s: commit_attempt(Run(s, RUN), first))):
-        clear(store)
-        receipts = complete(store)
+    def is_aborted(on: Store, receipts: list[StoredReceipt]) -> bool:
+        try:
+            commit_attempt(Run(on, RUN), receipts)
+        except AttemptAborted:
+            return True
+        return False
 
-        def others(receipts: list[StoredReceipt] = receipts) -> None:
-            end(store, receipts)
-            forget(store)
+    def others(receipts: list[StoredReceipt]) -> None:
+        end(store, receipts)
+        forget(store)
 
-        with pytest.raises(AttemptAborted):
-            commit_attempt(Run(FaultyStore(store, Interleaving(k, others)), RUN), receipts)
+    for receipts, aborted, _ in at_every_call(store, complete, is_aborted, others):
+        assert aborted
         nothing_came_back(store, named(receipts))
+
+
+def is_deleted_and_committed_again(store: Store, receipts: list[StoredReceipt]) -> None:
+    """So that a checkpoint seems to be there."""
+    delete(store, receipts)
+    forget(store)
+    with pytest.raises(AttemptAborted):
+        commit_attempt(Run(store, RUN), receipts)
 
 
 @every_store
@@ -158,13 +176,7 @@ def test_a_reader_and_an_operator_that_slept_hold_nothing(store: Store) -> None:
         receipts = complete(store)
         deleted = named(receipts)
         commit_attempt(Run(store, RUN), receipts)
-
-        def others(receipts: list[StoredReceipt] = receipts) -> None:
-            delete(store, receipts)
-            forget(store)
-            with pytest.raises(AttemptAborted):  # so that a checkpoint seems to be there
-                commit_attempt(Run(store, RUN), receipts)
-
+        others = partial(is_deleted_and_committed_again, store, receipts)
         assert isinstance(sleeping(store, before, partial(take, deleted=deleted), others), NoCheckpoint)
         assert not active_leases(Run(store, RUN))
         assert not pinned(Run(store, RUN))
@@ -178,13 +190,7 @@ def test_a_save_does_not_reference_what_is_deleted(store: Store) -> None:
     commit_attempt(Run(store, RUN), receipts)
     later = Attempt(2, new_ulid(1))
     referencing = [write_rank(store, RUN, later, SMALL | {"model/b": np.ones(9)}, base=base)]
-
-    def others() -> None:
-        delete(store, receipts)
-        forget(store)
-        with pytest.raises(AttemptAborted):
-            commit_attempt(Run(store, RUN), receipts)
-
+    others = partial(is_deleted_and_committed_again, store, receipts)
     result = sleeping(store, f"put {RUN}/references/", lambda run: commit_attempt(run, referencing), others)
     assert isinstance(result, ReferenceLost)
     assert steps(store) == []
@@ -215,16 +221,12 @@ def wake(store: Store, deleted: list[list[StoredReceipt]]) -> None:
 
 @in_memory
 @pytest.mark.parametrize("mode", ["before", "after"])
-def test_a_crash_at_every_call_of_a_collection_that_forgets(store: Store, mode: Literal["before", "after"]) -> None:
+def test_a_crash_at_every_call_of_a_collection_that_forgets(store: Store, mode: Mode) -> None:
     swept_and_aborted(store)
     calls = Faults()
     forget(FaultyStore(store, calls))
     assert sum("/dead/" in call for call in calls.calls) >= 8
-    for k in range(len(calls.calls)):
-        clear(store)
-        deleted = swept_and_aborted(store)
-        with contextlib.suppress(StoreUnavailable):
-            forget(FaultyStore(store, Faults(k, mode)))
+    for deleted in failing_at_every_call(store, swept_and_aborted, lambda on, _: forget(on), mode):
         wake(store, deleted)
         for _ in range(2):
             forget(store)
@@ -237,19 +239,15 @@ def test_a_crash_at_every_call_of_a_collection_that_forgets(store: Store, mode: 
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_a_second_collector_at_every_call_of_the_first(store: Store, rounds: int) -> None:
     """One round: at the same time. Three: the first one sleeps while others add to the lists and remove versions."""
-    swept_and_aborted(store)
-    for k in range(count_calls(store, forget)):
-        clear(store)
-        deleted = swept_and_aborted(store)
 
-        def others(deleted: list[list[StoredReceipt]] = deleted) -> None:
-            for number in range(rounds):
-                if number:
-                    deleted.append(complete(store, 1))
-                    delete(store, deleted[-1])
-                forget(store)
+    def others(deleted: list[list[StoredReceipt]]) -> None:
+        for number in range(rounds):
+            if number:
+                deleted.append(complete(store, 1))
+                delete(store, deleted[-1])
+            forget(store)
 
-        forget(FaultyStore(store, Interleaving(k, others)))
+    for deleted, _, _ in at_every_call(store, swept_and_aborted, lambda on, _: forget(on), others):
         wake(store, deleted)
         forget(store)
         for receipts in deleted:

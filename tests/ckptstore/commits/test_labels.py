@@ -18,10 +18,8 @@ from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.retention.pruning import plan_prune
 from ckptstore.run import Run
 from ckptstore.stores import Store, WrappedStore, open_store
-from tests.support.checkpoints import sample_arrays, write_checkpoint
+from tests.support.checkpoints import SMALL, write_checkpoint
 from tests.support.stores import FaultyStore, Interleaving, race
-
-SMALL = {"model/scalar": sample_arrays()["model/scalar"]}
 
 
 @pytest.fixture

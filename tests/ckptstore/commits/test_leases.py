@@ -22,7 +22,7 @@ from ckptstore.stores import Store, open_store
 from ckptstore.stores.checks import MAX_SKEW_S
 from ckptstore.stores.retrying import RetryingStore
 from tests.conftest import in_memory
-from tests.support.checkpoints import RUN, clear, count_calls, intact, keys, write
+from tests.support.checkpoints import RUN, at_every_call, clear, intact, keys, write
 from tests.support.stores import DictStore, FakeClock, Faults, FaultyStore, Interleaving, MovableClock
 
 
@@ -72,20 +72,13 @@ def test_a_plan_made_before_the_lease_spares_the_checkpoint(store: Store) -> Non
     assert intact(store, old)
 
 
-def test_damaged_leases_hold_nothing_and_stop_nothing(store: Store) -> None:
+def test_damaged_leases_hold_nothing_and_other_names_are_left_alone(store: Store) -> None:
     run = Run(store, RUN)
     old, _ = write(store, 1, 2)
     store.put(f"{RUN}/leases/{new_ulid(system_clock())}.json", b"noise")
+    store.put(f"{RUN}/leases/note.json", b"an operator's")
     assert active_leases(run) == {}
     delete_checkpoint(run, old.attempt, "prune", force=True)
-    collect(run)
-    assert keys(store, run.keys.leases) == []
-
-
-def test_names_that_are_no_leases_are_left_alone(store: Store) -> None:
-    run = Run(store, RUN)
-    write(store, 1)
-    store.put(f"{RUN}/leases/note.json", b"an operator's")
     collect(run)
     assert keys(store, run.keys.leases) == [f"{RUN}/leases/note.json"]
 
@@ -97,15 +90,13 @@ def test_a_lease_counts_by_the_stores_clock_not_the_readers(off_s: float) -> Non
     old, _ = write(store, 1, 2)
     run, reader = Run(store, RUN, clock), Run(store, RUN, lambda: clock() + off_s)
     lease = take_lease(reader, old.attempt, "reader", 600)
-    clock.now += 590
-    with pytest.raises(CheckpointHeld, match="reader"):
-        delete_checkpoint(run, old.attempt, "prune", force=True)
-    renew_lease(reader, lease, old.attempt, "reader", 600)
-    clock.now += 590
-    with pytest.raises(CheckpointHeld, match="reader"):
-        delete_checkpoint(run, old.attempt, "prune", force=True)
+    for _ in range(2):
+        clock.now += 590
+        with pytest.raises(CheckpointHeld, match="reader"):
+            delete_checkpoint(run, old.attempt, "prune", force=True)
+        renew_lease(reader, lease, old.attempt, "reader", 600)
     # A renewed lease may last longer by the time since it was taken.
-    clock.now += 10 + 590 + MAX_SKEW_S
+    clock.now += 600 + 1180 + MAX_SKEW_S
     assert expired_leases(run) == [f"{RUN}/leases/{lease}.json"]
     delete_checkpoint(run, old.attempt, "prune", force=True)
 
@@ -142,24 +133,24 @@ def delete(store: Store, checkpoint: Checkpoint) -> None:
         delete_checkpoint(Run(store, RUN), checkpoint.attempt, "prune", force=True)
 
 
+def one(store: Store) -> Checkpoint:
+    return write(store, 1)[0]
+
+
 @in_memory
 def test_a_reader_at_every_moment_of_a_deletion(store: Store) -> None:
     """And a second deleter and a collector act while the reader reads."""
-    run = Run(store, RUN)
-    (checkpoint,) = write(store, 1)
-    calls, granted = count_calls(store, partial(delete, checkpoint=checkpoint)), set()
-    for k in range(calls):
-        clear(store)
-        (checkpoint,) = write(store, 1)
+    run, granted = Run(store, RUN), set()
 
-        def others(checkpoint: Checkpoint = checkpoint) -> None:
-            delete(store, checkpoint)
-            collect(run)
+    def others(checkpoint: Checkpoint) -> None:
+        delete(store, checkpoint)
+        collect(run)
 
-        def read(checkpoint: Checkpoint = checkpoint, others: Callable[[], None] = others) -> None:
-            granted.add(read_under_lease(store, checkpoint, others))
+    def read(checkpoint: Checkpoint) -> bool:
+        return read_under_lease(store, checkpoint, partial(others, checkpoint))
 
-        delete(FaultyStore(store, Interleaving(k, read)), checkpoint)
+    for checkpoint, _, (readable,) in at_every_call(store, one, delete, read):
+        granted.add(readable)
         collect(run)
         hidden = checkpoint.attempt in hidden_attempts(run)
         assert bool(keys(store, run.keys.attempt(checkpoint.attempt))) == (not hidden)
@@ -169,20 +160,12 @@ def test_a_reader_at_every_moment_of_a_deletion(store: Store) -> None:
 @in_memory
 @pytest.mark.parametrize("who", ["deleter", "deleter and collector"])
 def test_a_deletion_at_every_moment_of_a_reader(store: Store, who: str) -> None:
-    (checkpoint,) = write(store, 1)
-    calls = count_calls(store, partial(read_under_lease, checkpoint=checkpoint))
-    granted = set()
-    for k in range(calls):
-        clear(store)
-        (checkpoint,) = write(store, 1)
+    def act(checkpoint: Checkpoint) -> None:
+        delete(store, checkpoint)
+        if who != "deleter":
+            collect(Run(store, RUN))
 
-        def act(checkpoint: Checkpoint = checkpoint) -> None:
-            delete(store, checkpoint)
-            if who != "deleter":
-                collect(Run(store, RUN))
-
-        granted.add(read_under_lease(FaultyStore(store, Interleaving(k, act)), checkpoint))
-    assert granted == {True, False}
+    assert {granted for _, granted, _ in at_every_call(store, one, read_under_lease, act)} == {True, False}
 
 
 @in_memory

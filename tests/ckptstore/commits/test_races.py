@@ -36,12 +36,11 @@ from ckptstore.stores import s3 as multipart
 from ckptstore.stores.checks import check_store, creates_once, probe_store
 from ckptstore.stores.remote_create import RemoteCreateStore
 from tests.ckptstore.proxies import Fault, LossyProxy, lossy_proxy
-from tests.support.checkpoints import keys, write_checkpoint, write_rank
+from tests.support.checkpoints import RUN, keys, write_checkpoint, write_rank
 from tests.support.daemons import running_daemon
 from tests.support.seaweed import BUCKET, S3Service
 from tests.support.stores import race
 
-RUN = "gpt"
 ROUNDS = int(os.environ.get("CKPTD_TEST_ROUNDS", "5"))
 PROCESSES = 3
 _PART_BYTES = 5 << 20
@@ -89,8 +88,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
         location = request.getfixturevalue("s3_store")
         # It makes the third one wait for a second.
         return Place(location.url, location.options, contestants=3)
-    remote_create_place: Place = request.getfixturevalue("remote_create_place")
-    return remote_create_place
+    return request.getfixturevalue("remote_create_place")  # type: ignore[no-any-return]
 
 
 # Races. A contestant's clock is its signature: the outcome says who made it.
@@ -161,10 +159,11 @@ def _take_part_in_all(place: Place, attempts: list[Finished], me: int) -> list[O
 
 def test_processes_race(place: Place) -> None:
     store = place.truth()
-    attempts, context = write_attempts(store, ROUNDS), multiprocessing.get_context("spawn")
+    rounds, context = ROUNDS if place.options else 10 * ROUNDS, multiprocessing.get_context("spawn")
+    attempts = write_attempts(store, rounds)
     with context.Pool(PROCESSES, _meet, (context.Barrier(PROCESSES),)) as pool:
         pending = [pool.apply_async(_take_part_in_all, (place, attempts, me)) for me in range(PROCESSES)]
-        believed = [result.get(timeout=120 + ROUNDS) for result in pending]
+        believed = [result.get(timeout=120 + rounds) for result in pending]
     for finished, outcomes in zip(attempts, zip(*believed, strict=True), strict=True):
         check_round(store, finished, list(outcomes))
 

@@ -22,11 +22,10 @@ from ckptstore.format.columns import column
 from ckptstore.format.documents import References
 from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import parse_sealed, seal
-from ckptstore.format.planning import entry_bytes, plan_all, plan_reads
+from ckptstore.format.planning import plan_all, plan_reads
 from ckptstore.format.records import Policy
 from ckptstore.format.shards import Places
 from ckptstore.names import Attempt, RunKeys, new_ulid
-from ckptstore.reading.fetch import fetch
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import ORPHAN_GRACE_S, advance, collect, delete_checkpoint, hide, undelete
@@ -36,10 +35,17 @@ from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.ckptstore.format import independent_reader
 from tests.conftest import in_memory
-from tests.support.checkpoints import clear, flipped, whole_entries, write_checkpoint, write_rank
-from tests.support.stores import FaultyStore, Interleaving, MovableClock
+from tests.support.checkpoints import (
+    RUN,
+    at_every_call,
+    flipped,
+    read_all,
+    whole_entries,
+    write_checkpoint,
+    write_rank,
+)
+from tests.support.stores import MovableClock
 
-RUN = "gpt"
 Arrays = dict[str, npt.NDArray[Any]]
 
 
@@ -63,19 +69,11 @@ def chain(store: Store, *steps: int) -> list[Checkpoint]:
     return found
 
 
-def read(store: Store, checkpoint: Checkpoint) -> dict[str, bytes]:
-    source = StoreSource(store)
-    content = read_manifest(source, checkpoint).content
-    buffers = {name: bytearray(size) for name, size in entry_bytes(content).items()}
-    reads = plan_reads(content, whole_entries(buffers))
-    fetch(source, checkpoint, reads, {name: memoryview(data) for name, data in buffers.items()})
-    return {name: bytes(data) for name, data in buffers.items()}
-
-
 def test_what_is_referenced_is_read_where_it_lies(store: Store) -> None:
     first, second, third = chain(store, 1, 2, 3)
     for checkpoint in (first, second, third):
-        assert read(store, checkpoint) == {name: a.tobytes() for name, a in state(checkpoint.step).items()}
+        arrays = {name: a.tobytes() for name, a in state(checkpoint.step).items()}
+        assert read_all(StoreSource(store), checkpoint) == arrays
         assert verify(StoreSource(store), checkpoint).ok
     assert first.referenced_bytes == 0
     assert third.referenced_bytes == second.referenced_bytes > 20 * second.stored_bytes
@@ -99,7 +97,7 @@ def test_a_checkpoint_of_references_alone_has_no_shard_file(store: Store) -> Non
     assert (again.stored_bytes, again.referenced_bytes) == (0, first.stored_bytes)
     assert [info.key for info in store.list(RunKeys(RUN).attempt(again.attempt)) if info.key.endswith("ckpt")] == []
     assert verify(StoreSource(store), again).ok
-    assert read(store, again) == read(store, first)
+    assert read_all(StoreSource(store), again) == read_all(StoreSource(store), first)
 
 
 @in_memory
@@ -201,16 +199,6 @@ def test_an_undecided_attempt_holds_what_it_may_come_to_need(store: Store) -> No
     assert all(verify(StoreSource(store), c).ok for c in list_checkpoints(run))
 
 
-def _meet(
-    store: Store, clock: MovableClock, work: Callable[[Store], object], act: Callable[[], object], at: int
-) -> int:
-    """Do some work on the store, while another process acts just before call `at`. Returns the number of calls."""
-    meanwhile = Interleaving(at, act)
-    with contextlib.suppress(CkptError):
-        work(FaultyStore(store, meanwhile))
-    return len(meanwhile.calls)
-
-
 @in_memory
 @pytest.mark.parametrize("grace_s", [0.0, 3600.0])
 @pytest.mark.parametrize("committing", [True, False])
@@ -218,35 +206,29 @@ def test_a_commit_and_a_deletion_of_its_base_never_both_win(store: Store, grace_
     """At every call of one of them, the other one does all of its work."""
     clock = MovableClock()
     run = Run(store, RUN, clock)
-    at, calls = 0, 1
-    while at <= calls:
+
+    def set_up(store: Store) -> tuple[Checkpoint, StoredReceipt]:
         clock.advance(1)
         first = write_checkpoint(store, RUN, 1, state(1))
-        attempt = Attempt(2, new_ulid(clock()))
-        receipt = write_rank(store, RUN, attempt, state(2), base=first.attempt)
+        return first, write_rank(store, RUN, Attempt(2, new_ulid(clock())), state(2), base=first.attempt)
 
-        def commit(on: Store, receipt: StoredReceipt = receipt) -> None:
-            commit_attempt(Run(on, RUN, clock), [receipt])
+    def commit(on: Store, scene: tuple[Checkpoint, StoredReceipt]) -> None:
+        with contextlib.suppress(CkptError):
+            commit_attempt(Run(on, RUN, clock), [scene[1]])
 
-        def delete(on: Store, first: Checkpoint = first) -> None:
-            delete_checkpoint(Run(on, RUN, clock), first.attempt, "test", grace_s, force=True)
+    def delete(on: Store, scene: tuple[Checkpoint, StoredReceipt]) -> None:
+        with contextlib.suppress(CkptError):
+            delete_checkpoint(Run(on, RUN, clock), scene[0].attempt, "test", grace_s, force=True)
 
-        works = (commit, delete) if committing else (delete, commit)
-        calls = _meet(store, clock, works[0], partial(_quietly, works[1], store), at)
+    ours, theirs = (commit, delete) if committing else (delete, commit)
+    for (first, receipt), _, _ in at_every_call(store, set_up, ours, partial(theirs, store), more_than=5):
+        attempt = Attempt.parse(receipt.receipt.attempt)
         listed = {c.attempt: c for c in list_checkpoints(run)}
         assert attempt not in listed or first.attempt in listed
         clock.advance(7200)
         collect(run)
         if attempt in listed:
             assert verify(StoreSource(store), listed[attempt]).ok
-        clear(store)
-        at += 1
-    assert at > 5
-
-
-def _quietly(work: Callable[[Store], object], store: Store) -> None:
-    with contextlib.suppress(CkptError):
-        work(store)
 
 
 # Damage.
@@ -258,7 +240,7 @@ def test_damage_shows_in_all_that_need_the_chunk(store: Store) -> None:
     store.put(key, flipped(store.get(key), 0))
     assert [verify(StoreSource(store), c).ok for c in (first, second)] == [False, False]
     with pytest.raises(CorruptObject):
-        read(store, second)
+        read_all(StoreSource(store), second)
 
 
 @in_memory

@@ -12,14 +12,12 @@ from ckptstore import names
 from ckptstore.codecs.chunk_codecs import CODECS
 from ckptstore.codecs.dtypes import ITEM_BYTES
 from ckptstore.commits.catalog import latest
-from ckptstore.format.planning import entry_bytes, plan_reads
-from ckptstore.reading.fetch import fetch
 from ckptstore.reading.source import StoreSource, read_manifest, read_receipt
 from ckptstore.reading.verify import verify
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from tests.ckptstore.format import frozen, independent_reader
-from tests.support.checkpoints import sample_arrays, whole_entries, write_checkpoint
+from tests.support.checkpoints import read_all, sample_arrays, write_checkpoint
 
 ROOT = Path(__file__).parents[3]
 FORMAT_1 = ROOT / "tests/data/format-1"
@@ -46,12 +44,9 @@ def test_our_reader_reads_it(folder: Path) -> None:
     assert (content.trees, content.aliases) == (frozen.TREES, frozen.ALIASES)
     local = [read_receipt(source, checkpoint, manifest, rank).local for rank in range(frozen.WORLD)]
     assert local == frozen.LOCAL
-    buffers = {name: bytearray(size) for name, size in entry_bytes(content).items()}
-    fetch(
-        source, checkpoint, plan_reads(content, whole_entries(buffers)), {n: memoryview(b) for n, b in buffers.items()}
-    )
+    data = read_all(source, checkpoint)
     columns = zip(content.entries.name, content.entries.dtype, content.entries.shape, strict=True)
-    found = {name: (dtype, tuple(shape), bytes(buffers[name])) for name, dtype, shape in columns}
+    found = {name: (dtype, tuple(shape), data[name]) for name, dtype, shape in columns}
     assert found == frozen.expected_entries()
 
 

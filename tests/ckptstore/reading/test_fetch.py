@@ -25,20 +25,23 @@ from ckptstore.reading.fetch import StoredChunks, Stretches, fetch, fetch_from
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
-from tests.support.checkpoints import flip, flipped, sample_arrays, whole_entries, write_checkpoint, write_rank
+from tests.support.checkpoints import (
+    flip,
+    flipped,
+    read_all,
+    sample_arrays,
+    whole_entries,
+    write_checkpoint,
+    write_rank,
+)
 from tests.support.stores import race
 
 
 def load(store: Store, checkpoint: Checkpoint, threads: int = 4) -> dict[str, bytes]:
-    source = StoreSource(store)
-    content = read_manifest(source, checkpoint).content
-    buffers = {name: bytearray(size) for name, size in entry_bytes(content).items()}
-    views = {name: memoryview(buffer) for name, buffer in buffers.items()}
     done: list[int] = []
-    reads = plan_reads(content, whole_entries(content.entries.name))
-    fetch(source, checkpoint, reads, views, progress=done.append, threads=threads)
-    assert sum(done) == sum(chunk.raw for read in reads for chunk in read.chunks)
-    return {name: bytes(buffer) for name, buffer in buffers.items()}
+    found = read_all(StoreSource(store), checkpoint, threads, done.append)
+    assert sum(done) == checkpoint.raw_bytes
+    return found
 
 
 def special_arrays() -> dict[str, Any]:
@@ -66,17 +69,17 @@ def test_arrays_come_back_bit_by_bit(store: Store, coding: CodingPolicy) -> None
     assert load(store, checkpoint) == load(store, checkpoint, threads=1) == expected
 
 
-def test_several_ranks_and_a_subset(store: Store) -> None:
+def of_ranks(store: Store, world: int) -> tuple[Checkpoint, dict[str, Any]]:
+    """A checkpoint of as many ranks, and its arrays."""
     attempt = Attempt(3, new_ulid(system_clock()))
-    parts = [sample_arrays(rank) for rank in range(3)]
-    arrays = {f"rank-{rank}/{name}": array for rank, part in enumerate(parts) for name, array in part.items()}
-    receipts = [
-        write_rank(store, "gpt", attempt, {f"rank-{rank}/{n}": a for n, a in part.items()}, rank, 3)
-        for rank, part in enumerate(parts)
-    ]
-    run = Run(store, "gpt")
-    commit_attempt(run, receipts)
-    checkpoint = latest(run)
+    parts = [{f"rank-{rank}/{n}": a for n, a in sample_arrays(rank).items()} for rank in range(world)]
+    receipts = [write_rank(store, "gpt", attempt, part, rank, world) for rank, part in enumerate(parts)]
+    commit_attempt(Run(store, "gpt"), receipts)
+    return latest(Run(store, "gpt")), {name: array for part in parts for name, array in part.items()}
+
+
+def test_several_ranks_and_a_subset(store: Store) -> None:
+    checkpoint, arrays = of_ranks(store, 3)
     assert (checkpoint.num_shards, checkpoint.world_size, checkpoint.num_entries) == (3, 3, len(arrays))
     assert load(store, checkpoint) == {name: array.tobytes() for name, array in arrays.items()}
     content = read_manifest(StoreSource(store), checkpoint).content
@@ -107,24 +110,16 @@ def test_damage_is_found(store: Store, coding: CodingPolicy) -> None:
 
 def test_parts_of_what_two_ranks_hold(store: Store) -> None:
     """Boxes of encoded chunks, into buffers where other things lie."""
-    attempt = Attempt(4, new_ulid(system_clock()))
-    parts = [sample_arrays(rank) for rank in range(2)]
-    receipts = [
-        write_rank(store, "gpt", attempt, {f"rank-{rank}/{n}": a for n, a in part.items()}, rank, 2)
-        for rank, part in enumerate(parts)
-    ]
-    run = Run(store, "gpt")
-    commit_attempt(run, receipts)
-    source, checkpoint = StoreSource(store), latest(run)
-    content = read_manifest(source, checkpoint).content
-    buffer = bytearray(b"\xaa" * (100 * 50 * 4 + 20 * 2 + 7))
+    checkpoint, arrays = of_ranks(store, 2)
+    source, buffer = StoreSource(store), bytearray(b"\xaa" * (100 * 50 * 4 + 20 * 2 + 7))
     wants = [
         Want("rank-1/model/weight", (300, 500, 100, 50), "x", 3),
         Want("rank-0/model/half", (60, 13, 1, 20), "x", 100 * 50 * 4 + 3),
     ]
-    fetch(source, checkpoint, plan_reads(content, wants), {"x": memoryview(buffer)})
-    weight = parts[1]["model/weight"][300:400, 500:550].tobytes()
-    half = parts[0]["model/half"][60:61, 13:33].tobytes()
+    reads = plan_reads(read_manifest(source, checkpoint).content, wants)
+    fetch(source, checkpoint, reads, {"x": memoryview(buffer)})
+    weight = arrays["rank-1/model/weight"][300:400, 500:550].tobytes()
+    half = arrays["rank-0/model/half"][60:61, 13:33].tobytes()
     assert bytes(buffer) == b"\xaa" * 3 + weight + half + b"\xaa" * 4
 
 

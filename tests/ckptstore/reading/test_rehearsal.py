@@ -20,7 +20,7 @@ from ckptstore.reading.verify import Verification, verify
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from ckptstore.stores.base import ObjectInfo, WrappedStore
-from tests.support.checkpoints import sample_arrays, write_checkpoint
+from tests.support.checkpoints import flipped, sample_arrays, write_checkpoint
 
 _REQUEST_S = 0.2
 
@@ -81,19 +81,14 @@ def test_the_small_sample_has_every_chunk_and_reads_bytes_once(store: Store, mon
     assert sum(throttled) == checkpoint.stored_bytes
 
 
-def test_a_flipped_byte_is_named(store: Store) -> None:
+def test_a_flipped_byte_and_a_missing_shard_are_named(store: Store) -> None:
     checkpoint = write_checkpoint(store)
     key = Run(store, "gpt").keys.shard(checkpoint.attempt, "shard-00000.ckpt")
-    data = store.get(key)
-    store.put(key, bytes([data[0] ^ 1]) + data[1:])
+    store.put(key, flipped(store.get(key), 0))
     found = _verified(store, checkpoint, 8)
     assert found.estimates == ()
     assert found.problems == (f"chunk 0 of shard-00000.ckpt of {checkpoint.id} does not match its checksum",)
-
-
-def test_a_checkpoint_without_a_shard_fails(store: Store) -> None:
-    checkpoint = write_checkpoint(store)
-    store.delete_many([Run(store, "gpt").keys.shard(checkpoint.attempt, "shard-00000.ckpt")])
+    store.delete_many([key])
     found = _verified(store, checkpoint)
     assert found.problems
     assert all("shard-00000.ckpt" in problem for problem in found.problems)

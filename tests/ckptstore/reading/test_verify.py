@@ -19,7 +19,7 @@ from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import flipped, write_checkpoint, write_rank
 
-FLIPS_PER_CLASS = 200
+FLIPS_PER_CLASS = 140
 WORLD = 3
 
 

@@ -1,16 +1,12 @@
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import Counter
-from functools import partial
-from typing import Literal
 
 import pytest
 
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, decided_attempts, latest, list_checkpoints
-from ckptstore.commits.commit import decide, read_outcome
 from ckptstore.commits.hidden import hidden_attempts
 from ckptstore.commits.leases import renew_lease, take_lease
 from ckptstore.errors import CheckpointHeld, StoreUnavailable
@@ -39,8 +35,7 @@ from tests.conftest import in_memory
 from tests.support.checkpoints import (
     RUN,
     SMALL,
-    clear,
-    count_calls,
+    failing_at_every_call,
     intact,
     keys,
     prune,
@@ -49,8 +44,7 @@ from tests.support.checkpoints import (
     write_checkpoint,
     write_rank,
 )
-from tests.support.stores import DictStore, FakeClock, Faults, FaultyStore, MovableClock
-from tests.support.waiting import present
+from tests.support.stores import DictStore, FakeClock, Faults, FaultyStore, Mode, MovableClock
 
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S
@@ -187,23 +181,16 @@ def test_aborted_outcomes_and_tombstones_are_forgotten_in_the_end(store: Store) 
 
 
 def test_half_a_deletion_is_finished(store: Store) -> None:
-    write(store, 1, 2)
-    old, faulty = list_checkpoints(Run(store, RUN))[1], FaultyStore(store, Faults())
-    calls = count_calls(store, lambda s: delete_checkpoint(Run(s, RUN), old.attempt, "prune", force=True))
-    assert calls >= 6
-    clear(store)
-    for k in range(calls):
-        write(store, 1, 2)
-        old, faulty = list_checkpoints(Run(store, RUN))[1], FaultyStore(store, Faults(k))
-        with contextlib.suppress(StoreUnavailable):
-            delete_checkpoint(Run(faulty, RUN), old.attempt, "prune", force=True)
+    def delete_old(on: Store, written: list[Checkpoint]) -> None:
+        delete_checkpoint(Run(on, RUN), written[0].attempt, "prune", force=True)
+
+    for old, _ in failing_at_every_call(store, lambda on: write(on, 1, 2), delete_old, more_than=5):
         hidden = old.attempt in hidden_attempts(Run(store, RUN))
         assert steps(store) == ([2] if hidden else [2, 1]), "gone from the listing at once, or not at all"
         clock = MovableClock(1.0)  # file systems round up what a deletion without grace compares
         collect(Run(store, RUN, clock))
         assert bool(keys(store, RunKeys(RUN).attempt(old.attempt))) == (not hidden)
         assert intact(store, latest(Run(store, RUN)))
-        clear(store)
 
 
 def test_an_outcome_goes_before_receipts_and_receipts_before_shards(store: Store) -> None:
@@ -237,18 +224,12 @@ def _clean(store: Store, clock: MovableClock) -> None:
 
 @in_memory
 @pytest.mark.parametrize("mode", ["before", "after"])
-def test_cleaning_that_fails_at_any_call(store: Store, mode: Literal["before", "after"]) -> None:
+def test_cleaning_that_fails_at_any_call(store: Store, mode: Mode) -> None:
     run = Run(store, RUN)
-    _, _, clock = _everything(store)
-    calls = count_calls(store, partial(_clean, clock=clock))
-    assert calls > 50
-    for k in range(calls):
-        clear(store)
-        newest, finished, clock = _everything(store)
-        with contextlib.suppress(StoreUnavailable):
-            _clean(FaultyStore(store, Faults(k, mode)), clock)
+    scenes = failing_at_every_call(store, _everything, lambda on, scene: _clean(on, scene[2]), mode, more_than=50)
+    for calls, (newest, finished, clock) in enumerate(scenes):
         for checkpoint in list_checkpoints(run):
-            assert intact(store, checkpoint), f"call {k} left {checkpoint.id} listed and broken"
+            assert intact(store, checkpoint), f"call {calls} left {checkpoint.id} listed and broken"
         assert latest(run) == newest
         _clean(store, clock)
         _clean(store, clock)
@@ -265,13 +246,6 @@ def test_a_damaged_outcome_is_not_collected(store: Store) -> None:
     clock = MovableClock(2 * TOMBSTONE_KEPT_S)
     assert collect(Run(store, RUN, clock)).aborted == []
     assert keys(store, RunKeys(RUN).attempt(checkpoint.attempt)), "what cannot be read may be worth repairing"
-
-
-def test_an_aborted_attempt_is_not_listed(store: Store) -> None:
-    run, attempt = Run(store, RUN), orphan(store, 1, (0, 1))
-    decide(run, attempt, None)
-    assert list_checkpoints(run) == []
-    assert present(read_outcome(run, attempt)).committed is None
 
 
 def test_a_reference_means_the_deletion_that_can_be_undone(store: Store) -> None:

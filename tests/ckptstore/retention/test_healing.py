@@ -18,10 +18,9 @@ from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.retention.scrubbing import due_for_scrub, scrub, verified_at
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
-from tests.support.checkpoints import sample_arrays, write_checkpoint
+from tests.support.checkpoints import RUN, sample_arrays, write_checkpoint
 from tests.support.stores import DictStore, FakeClock, Faults, FaultyStore
 
-RUN = "gpt"
 SHARD = names.shard_name(0)
 
 

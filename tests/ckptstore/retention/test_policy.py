@@ -86,11 +86,9 @@ def test_best_ranks_by_a_metric_and_prefers_the_newer() -> None:
 
 
 def test_within_looks_at_the_moment_of_the_commit() -> None:
+    """A checkpoint without a time in the store counts as just written."""
     listed = [checkpoint(1, NOW - 100), checkpoint(2, NOW - 61), checkpoint(3, NOW - 60), checkpoint(4, NOW - 1)]
     assert set(reasons(Policy(keep_within_s=60), *listed)) == {3, 4}
-
-
-def test_a_checkpoint_without_a_time_in_the_store_counts_as_just_written() -> None:
     listed = [checkpoint(1, 0.0), checkpoint(2, NOW - 61), checkpoint(3, NOW - DAY_S)]
     found = reasons(Policy(keep_within_s=60, keep_daily=1), *listed)
     assert found == {1: ("daily-1", "within"), 3: ("newest",)}
@@ -104,12 +102,14 @@ def test_bytes_limit_what_rules_keep_and_alone_keep_the_newest_that_fit() -> Non
     assert reasons(Policy(max_bytes=1), *listed) == {4: ("newest",)}
 
 
-def test_all_rules_together_give_all_reasons() -> None:
+def test_all_rules_together_give_all_reasons_and_the_last_verified_stays() -> None:
     policy = Policy(keep_last=1, keep_every=10, keep_best=("loss:min:1",), keep_within_s=5)
     only = checkpoint(10, NOW, loss=1.0)
     assert reasons(policy, only, verified=only.attempt) == {
         10: ("last-1", "every-10", "best-loss-1", "within", "last-verified")
     }
+    listed = [checkpoint(step) for step in range(5)]
+    assert reasons(Policy(1), *listed, verified=listed[1].attempt) == {4: ("last-1",), 1: ("last-verified",)}
 
 
 def test_abandoned_checkpoints_stay_for_a_time_and_count_for_no_other_rule() -> None:
@@ -135,11 +135,6 @@ def test_the_newest_healthy_ones_stay_and_unknown_ones_only_if_there_are_too_few
     assert reasons(Policy(keep_healthy=1), *listed[:2]) == {5: ("newest",), 4: ("healthy-1",)}
 
 
-def test_the_last_verified_stays() -> None:
-    listed = [checkpoint(step) for step in range(5)]
-    assert reasons(Policy(1), *listed, verified=listed[1].attempt) == {4: ("last-1",), 1: ("last-verified",)}
-
-
 @pytest.mark.parametrize("keep", [0, -1, True, 1.5, "3", None, 10**30])
 def test_a_policy_that_keeps_nothing_or_nonsense_is_refused(keep: object) -> None:
     with pytest.raises(InvalidRequest):
@@ -148,12 +143,9 @@ def test_a_policy_that_keeps_nothing_or_nonsense_is_refused(keep: object) -> Non
 
 @pytest.mark.parametrize("text", ["", "loss", "a:min", "a:mean:1", "a:min:0", ":min:1", "a:min:x", "a:max:-1"])
 def test_what_names_no_best(text: str) -> None:
+    assert Best.parse("val:loss:min:3") == Best("val:loss", False, 3), "a metric may have a colon"
     with pytest.raises(InvalidRequest):
         Best.parse(text)
-
-
-def test_a_metric_may_have_a_colon() -> None:
-    assert Best.parse("val:loss:min:3") == Best("val:loss", False, 3)
 
 
 policies = st.builds(

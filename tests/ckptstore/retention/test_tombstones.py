@@ -5,13 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Literal
 
 import pytest
 
@@ -40,12 +36,22 @@ from ckptstore.retention.pruning import apply_prune, plan_prune
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.conftest import here_and_in_memory, in_memory
-from tests.support.checkpoints import RUN, clear, count_calls, intact, keys, prune_undelete_and_collect, steps, write
-from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock, race
-from tests.support.waiting import Lines
+from tests.support.checkpoints import (
+    RUN,
+    at_every_call,
+    clear,
+    count_calls,
+    failing_at_every_call,
+    intact,
+    keys,
+    prune_undelete_and_collect,
+    steps,
+    write,
+)
+from tests.support.forking import fork
+from tests.support.stores import Faults, FaultyStore, Mode, MovableClock, race
 
 on_a_folder = pytest.mark.parametrize("store", ["local"], indirect=True)
-ROOT = Path(__file__).parents[3]
 LATER = MovableClock(SWEEP_GRACE_S + 60)
 
 
@@ -70,6 +76,11 @@ def sweep_all(store: Store) -> object:
 def forget(store: Store, weeks: int) -> None:
     """Old tombstones and sweep decisions are forgotten, as that many weeks pass for the other process."""
     forget_tombstones(Run(store, RUN, MovableClock(weeks * TOMBSTONE_KEPT_S)))
+
+
+def sweep_and_forget(store: Store, weeks: int, _: object) -> None:
+    sweep_all(store)
+    forget(store, weeks)
 
 
 def exactly_one_won(store: Store, checkpoint: Checkpoint, undeleted: bool) -> None:
@@ -110,37 +121,24 @@ def test_what_was_never_deleted_cannot_be_taken_back(store: Store) -> None:
 @pytest.mark.parametrize("weeks", [0, 2])
 @in_memory
 def test_an_undelete_at_every_moment_of_a_sweep(store: Store, weeks: int) -> None:
-    hidden_checkpoint(store)
-    calls, results = count_calls(store, sweep_all), set()
-    for k in range(calls):
-        clear(store)
-        checkpoint = hidden_checkpoint(store)
-        won: list[bool] = []
+    def act(checkpoint: Checkpoint) -> bool:
+        won = try_to_undelete(store, checkpoint)
+        forget(store, weeks)
+        return won
 
-        def act(checkpoint: Checkpoint = checkpoint, won: list[bool] = won) -> None:
-            won.append(try_to_undelete(store, checkpoint))
-            forget(store, weeks)
-
-        sweep_all(FaultyStore(store, Interleaving(k, act)))
-        exactly_one_won(store, checkpoint, won[0])
-        results.add(won[0])
+    results = set()
+    for checkpoint, _, (won,) in at_every_call(store, hidden_checkpoint, lambda on, _: sweep_all(on), act):
+        exactly_one_won(store, checkpoint, won)
+        results.add(won)
     assert results == {True, False}
 
 
 @pytest.mark.parametrize("weeks", [0, 2])
 @in_memory
 def test_a_sweep_at_every_moment_of_an_undelete(store: Store, weeks: int) -> None:
-    calls = count_calls(store, partial(try_to_undelete, checkpoint=hidden_checkpoint(store)))
     results = set()
-    for k in range(calls):
-        clear(store)
-        checkpoint = hidden_checkpoint(store)
-
-        def act() -> None:
-            sweep_all(store)
-            forget(store, weeks)
-
-        won = try_to_undelete(FaultyStore(store, Interleaving(k, act)), checkpoint)
+    others = partial(sweep_and_forget, store, weeks)
+    for checkpoint, won, _ in at_every_call(store, hidden_checkpoint, try_to_undelete, others):
         exactly_one_won(store, checkpoint, won)
         results.add(won)
     assert results == {True, False}
@@ -150,43 +148,27 @@ def test_a_sweep_at_every_moment_of_an_undelete(store: Store, weeks: int) -> Non
 def test_an_undelete_with_a_pin_at_every_moment_of_another_or_of_a_sweep(store: Store) -> None:
     """The pin stays if the checkpoint is listed, and only then."""
 
-    def pin_and_undelete(store: Store) -> bool:
-        try:
-            undelete_checkpoint(Run(store, RUN), Reference(RUN, 1))
-        except (NoCheckpoint, SweepBegun):
-            return False
-        return True
+    def pin_and_undelete(on: Store, _: object) -> None:
+        with contextlib.suppress(NoCheckpoint, SweepBegun):
+            undelete_checkpoint(Run(on, RUN), Reference(RUN, 1))
 
-    def sweep_and_forget() -> None:
-        sweep_all(store)
-        forget(store, 2)
-
-    for others in (sweep_and_forget, lambda: pin_and_undelete(store)):
-        hidden_checkpoint(store)
-        for k in range(count_calls(store, pin_and_undelete)):
-            clear(store)
-            checkpoint = hidden_checkpoint(store)
-            pin_and_undelete(FaultyStore(store, Interleaving(k, others)))
+    for others in (partial(sweep_and_forget, store, 2), partial(pin_and_undelete, store)):
+        for checkpoint, _, _ in at_every_call(store, hidden_checkpoint, pin_and_undelete, others):
             listed = checkpoint in list_checkpoints(Run(store, RUN))
-            assert (pinned(Run(store, RUN)) == {checkpoint.attempt: ["undeleted"]}) == listed, f"call {k}"
-            assert listed or not pinned(Run(store, RUN))
-        clear(store)
+            assert pinned(Run(store, RUN)) == ({checkpoint.attempt: ["undeleted"]} if listed else {})
 
 
 @in_memory
 def test_an_old_undelete_does_not_undo_the_next_deletion(store: Store) -> None:
     """It stalls before it removes the tombstone; meanwhile others take it back, delete again, and sweep."""
-    run, checkpoint = Run(store, RUN, by="me"), hidden_checkpoint(store)
-    for k in range(count_calls(store, partial(try_to_undelete, checkpoint=checkpoint))):
-        clear(store)
-        checkpoint = hidden_checkpoint(store)
+    run = Run(store, RUN, by="me")
 
-        def act(checkpoint: Checkpoint = checkpoint) -> None:
-            try_to_undelete(store, checkpoint)
-            hide(run, [checkpoint.attempt], "again")
-            sweep_all(store)
+    def act(checkpoint: Checkpoint) -> None:
+        try_to_undelete(store, checkpoint)
+        hide(run, [checkpoint.attempt], "again")
+        sweep_all(store)
 
-        try_to_undelete(FaultyStore(store, Interleaving(k, act)), checkpoint)
+    for checkpoint, _, _ in at_every_call(store, hidden_checkpoint, try_to_undelete, act):
         assert list_checkpoints(run) == []
         exactly_one_won(store, checkpoint, False)
 
@@ -235,38 +217,27 @@ def _scene(store: Store) -> tuple[Checkpoint, ...]:
 
 @in_memory
 @pytest.mark.parametrize("mode", ["before", "after"])
-def test_a_crash_at_every_call_of_prune_undelete_and_sweep(store: Store, mode: Literal["before", "after"]) -> None:
-    written = _scene(store)
-    calls = count_calls(store, partial(prune_undelete_and_collect, taken_back=written[2].attempt))
-    assert calls > 40
-    for k in range(calls):
-        clear(store)
-        written = _scene(store)
-        with contextlib.suppress(StoreUnavailable):
-            prune_undelete_and_collect(FaultyStore(store, Faults(k, mode)), written[2].attempt)
-        _is_legal_and_can_be_finished(store, written, f"call {k}")
+def test_a_crash_at_every_call_of_prune_undelete_and_sweep(store: Store, mode: Mode) -> None:
+    def clean(on: Store, written: tuple[Checkpoint, ...]) -> None:
+        prune_undelete_and_collect(on, written[2].attempt)
+
+    for calls, written in enumerate(failing_at_every_call(store, _scene, clean, mode, more_than=40)):
+        _is_legal_and_can_be_finished(store, written, f"call {calls}")
 
 
 @on_a_folder
 @pytest.mark.parametrize("mode", ["before", "after"])
 def test_sigkill_at_every_call_of_prune_undelete_and_sweep(store: Store, mode: str) -> None:
-    command = [sys.executable, "-m", "tests.ckptstore.retention.killed_prune", store.url]
-    killed = 0
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        assert process.stdin is not None
-        lines = Lines(process.stdout)
-        for k in itertools.count():
-            written = _scene(store)
-            process.stdin.write(f"{k} {mode} {written[2].attempt}\n")
-            process.stdin.flush()
-            ended = int(lines.next())
-            if ended == 0:
-                break
-            assert ended == signal.SIGKILL
-            killed += 1
-            _is_legal_and_can_be_finished(store, written, f"SIGKILL at call {k}")
-            clear(store)
-    assert killed > 40
+    imports, module = ("tests.support.checkpoints",), "tests.ckptstore.retention.killed_prune"
+    for k in itertools.count():
+        written = _scene(store)
+        process = fork(imports, module, [store.url, str(k), mode, str(written[2].attempt)], stdout=1, stderr=2)
+        if (ended := process.wait(60)) == 0:
+            break
+        assert ended == -signal.SIGKILL
+        _is_legal_and_can_be_finished(store, written, f"SIGKILL at call {k}")
+        clear(store)
+    assert k > 40
 
 
 def _is_legal_and_can_be_finished(store: Store, written: tuple[Checkpoint, ...], cause: str) -> None:

@@ -16,6 +16,7 @@ import pytest
 from ckptstore.analysis.statistics import read_statistics
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, State, latest, list_checkpoints
+from ckptstore.commits.commit import commit_attempt
 from ckptstore.commits.generations import Session, begin_generation, list_generations, newest_generation
 from ckptstore.commits.labels import LabelChange, change_labels
 from ckptstore.commits.leases import active_leases
@@ -26,7 +27,7 @@ from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import collect
 from ckptstore.retention.pins import pinned
 from ckptstore.run import Run
-from ckptstore.stores import open_store
+from ckptstore.stores import Store, open_store
 from ckptstore.tiers.replication import (
     QUEUED,
     UNREPLICABLE,
@@ -39,8 +40,16 @@ from ckptstore.tiers.replication import (
     trim,
 )
 from ckptstore.tiers.source import TieredSource
-from tests.support.checkpoints import flipped, sample_arrays, write_checkpoint, write_rank
-from tests.support.stores import CountingStore, Faults, FaultyStore, Interleaving, MovableClock
+from tests.support.checkpoints import (
+    at_every_call,
+    clear,
+    failing_at_every_call,
+    flipped,
+    sample_arrays,
+    write_checkpoint,
+    write_rank,
+)
+from tests.support.stores import CountingStore, Faults, FaultyStore, Mode, MovableClock
 from tests.support.waiting import present
 
 
@@ -112,7 +121,6 @@ def test_referenced_checkpoints_are_replicated_first(tiers: Tiers) -> None:
 
 
 def test_a_rank_without_a_shard_is_replicated_too(tiers: Tiers) -> None:
-    from ckptstore.commits.commit import commit_attempt
 
     attempt = Attempt(5, new_ulid(system_clock()), generation=tiers.begin())
     receipts = [write_rank(tiers.local.store, "gpt", attempt, sample_arrays() if not r else {}, r, 3) for r in range(3)]
@@ -189,28 +197,22 @@ def test_a_number_that_is_only_local_is_filled_remotely(tiers: Tiers) -> None:
 
 
 @pytest.mark.parametrize("mode", ["before", "after"])
-def test_every_call_may_fail_and_the_copy_continues(tiers: Tiers, mode: str) -> None:
+def test_every_call_may_fail_and_the_copy_continues(tiers: Tiers, mode: Mode) -> None:
     generation = tiers.begin()
     base = tiers.save(10, generation)
     newest = tiers.save(20, generation, base)
-    at, done = 0, False
-    while not done:
-        faults = Faults(at, mode)  # type: ignore[arg-type]
+
+    def work(on: Store, _: object) -> None:
         for one in (base, newest):
             enqueue(tiers.local, one.attempt)
-        remote = Run(FaultyStore(tiers.remote.store, faults), "gpt")
-        try:
-            for attempt in queued(tiers.local):
-                replicate(tiers.local, remote, attempt)
-            done = len(faults.calls) <= at
-        except StoreUnavailable:
-            assert {c.step for c in list_checkpoints(tiers.remote)} <= {10, 20}
+        for attempt in queued(tiers.local):
+            replicate(tiers.local, Run(on, "gpt"), attempt)
+
+    for _ in failing_at_every_call(tiers.remote.store, lambda _: None, work, mode, more_than=20):
+        assert {c.step for c in list_checkpoints(tiers.remote)} <= {10, 20}
         tiers.replicate_all()
         assert [step for _, step, _ in listed(tiers.remote)] == [20, 10]
         assert all(verify(StoreSource(tiers.remote.store), c).ok for c in list_checkpoints(tiers.remote))
-        tiers.remote.store.delete_many([info.key for info in tiers.remote.store.list("")])
-        at += 1
-    assert at > 20
 
 
 def test_two_replicators_at_once(tiers: Tiers) -> None:
@@ -218,24 +220,20 @@ def test_two_replicators_at_once(tiers: Tiers) -> None:
     base = tiers.save(10, generation)
     newest = tiers.save(20, generation, base)
 
-    def reset() -> None:
-        tiers.remote.store.delete_many([info.key for info in tiers.remote.store.list("")])
+    def set_up(_: Store) -> None:
         for one in (base, newest):
             enqueue(tiers.local, one.attempt)
 
-    at, calls = 0, 1
-    while at < calls:
-        reset()
-        race = Interleaving(at, tiers.replicate_all)
-        remote = Run(FaultyStore(tiers.remote.store, race), "gpt")
+    def work(on: Store, _: None) -> None:
         for one in (base, newest):
             try:
-                replicate(tiers.local, remote, one.attempt)
+                replicate(tiers.local, Run(on, "gpt"), one.attempt)
             except StoreUnavailable:  # the other one had created the same shard just before
-                replicate(tiers.local, remote, one.attempt)
+                replicate(tiers.local, Run(on, "gpt"), one.attempt)
+
+    for _ in at_every_call(tiers.remote.store, set_up, work, lambda _: tiers.replicate_all()):
         assert [step for _, step, _ in listed(tiers.remote)] == [20, 10]
         assert all(verify(StoreSource(tiers.remote.store), c).ok for c in list_checkpoints(tiers.remote))
-        at, calls = at + 1, len(race.calls)
 
 
 def test_damaged_statistics_are_left_behind(tiers: Tiers) -> None:
@@ -333,7 +331,7 @@ def test_a_copy_that_others_roll_forward_is_not_taken_for_another_trainer(tiers:
         if len(faults.calls) <= at:
             break
         for run in (tiers.local, tiers.remote):
-            run.store.delete_many([info.key for info in run.store.list("")])
+            clear(run.store)
     assert aborted < at / 5
 
 
@@ -351,27 +349,31 @@ def test_a_local_tier_that_fails_does_not_hide_what_is_remote(tiers: Tiers) -> N
             break
 
 
+class Away(Faults):
+    """The store goes away when the copy has its shard."""
+
+    def around(self, what: str, call: Callable[[], object]) -> object:  # type: ignore[override]
+        if what.startswith("put") and "/attempts/" in what and self.calls:
+            raise StoreUnavailable("away")
+        if what.startswith("commit"):
+            self.calls.append(what)
+        return call()
+
+
+def interrupt(tiers: Tiers, attempt: Attempt) -> None:
+    """Begin a copy; it holds what it has."""
+    with pytest.raises(StoreUnavailable):
+        replicate(tiers.local, replace(tiers.remote, store=FaultyStore(tiers.remote.store, Away())), attempt)
+    assert objects(tiers.remote, attempt)
+    assert active_leases(tiers.remote)
+
+
 def test_a_copy_that_waits_for_days_is_continued_and_not_collected(tiers: Tiers) -> None:
     """A day after its last write, an attempt without an outcome is an orphan for the remote store's collection."""
     one = tiers.save(10, tiers.begin())
     enqueue(tiers.local, one.attempt)
-    calls, later = Faults(), MovableClock(29 * 24 * 3600.0)
-    copy = f"{tiers.remote.keys.attempt(one.attempt)}"
-
-    class Away(Faults):
-        """The store goes away when the copy has a shard."""
-
-        def around(self, what: str, call: Callable[[], object]) -> object:  # type: ignore[override]
-            if what.startswith("put") and copy in what and calls.calls:
-                raise StoreUnavailable("away")
-            if what.startswith("commit") and copy in what:
-                calls.calls.append(what)
-            return call()
-
-    with pytest.raises(StoreUnavailable):
-        replicate(tiers.local, replace(tiers.remote, store=FaultyStore(tiers.remote.store, Away())), one.attempt)
-    assert objects(tiers.remote, one.attempt)
-    assert not collect(replace(tiers.remote, clock=later)).aborted
+    interrupt(tiers, one.attempt)
+    assert not collect(replace(tiers.remote, clock=MovableClock(29 * 24 * 3600.0))).aborted
     tiers.replicate_all()
     assert verify(StoreSource(tiers.remote.store), latest(tiers.remote)).ok
     assert not active_leases(tiers.remote), "nothing holds it from now on"
@@ -380,23 +382,10 @@ def test_a_copy_that_waits_for_days_is_continued_and_not_collected(tiers: Tiers)
 def test_what_cannot_be_replicated_any_more_is_no_longer_kept(tiers: Tiers) -> None:
     one = tiers.save(10, tiers.begin())
     enqueue(tiers.local, one.attempt)
-    calls = Faults()
-    replicate(tiers.local, replace(tiers.remote, store=FaultyStore(tiers.remote.store, calls)), one.attempt)
-    shards = [number for number, call in enumerate(calls.calls) if call.startswith("commit ")]
-    other = Tiers.__new__(Tiers)
-    other.local, other.remote = tiers.local, Run(open_store(f"{tiers.remote.store.url}-2"), "gpt")
-    enqueue(other.local, one.attempt)
-    with pytest.raises(StoreUnavailable):
-        replicate(
-            other.local,
-            replace(other.remote, store=FaultyStore(other.remote.store, Faults(shards[-1] + 1))),
-            one.attempt,
-        )
-    assert active_leases(other.remote)
-    other.begin(run=other.remote)  # another trainer
+    interrupt(tiers, one.attempt)
+    tiers.begin(run=tiers.remote)  # another trainer
     with pytest.raises(Superseded):
-        replicate(other.local, other.remote, one.attempt)
-    assert not active_leases(other.remote)
-    assert collect(replace(other.remote, clock=MovableClock(2 * 24 * 3600.0))).aborted == [
-        other.remote.id_of(one.attempt)
-    ]
+        replicate(tiers.local, tiers.remote, one.attempt)
+    assert not active_leases(tiers.remote)
+    later = replace(tiers.remote, clock=MovableClock(2 * 24 * 3600.0))
+    assert collect(later).aborted == [tiers.remote.id_of(one.attempt)]
