@@ -22,7 +22,7 @@ from ckptstore.errors import CorruptObject, InvalidRequest, UnsupportedFormat
 from ckptstore.format import parsing
 from ckptstore.format.boxes import check_cover
 from ckptstore.format.columns import column, pack, unpack
-from ckptstore.format.documents import FORMAT, Lease, Manifest, Receipt
+from ckptstore.format.documents import FORMAT, Lease, Receipt
 from ckptstore.format.merging import StoredReceipt, merge
 from ckptstore.format.parsing import manifest_bytes, pack_manifest, parse_manifest, parse_sealed, seal
 from ckptstore.format.planning import plan_reads
@@ -55,12 +55,8 @@ def test_the_untouched_document_is_accepted(kind: str) -> None:
     parsed = parse_json(kind, body(kind))
     again = manifest_bytes(parsed) + b"\n" if kind == "manifest" else seal(parsed)
     assert again == SAMPLES[kind], "documents are canonical: parsing and writing gives the same bytes"
-
-
-def test_packed_manifests_come_back() -> None:
-    manifest = parse_json("manifest", body("manifest"))
-    assert isinstance(manifest, Manifest)
-    assert manifest_bytes(parse_manifest(pack_manifest(manifest), KEY)) == manifest_bytes(manifest)
+    if kind == "manifest":
+        assert manifest_bytes(parse_manifest(pack_manifest(parsed), KEY)) == manifest_bytes(parsed)
 
 
 # Every place in a document, and what does not belong there.
@@ -90,13 +86,9 @@ FREE = {"trees", "local", "metrics"}  # any JSON, or any names, are legal inside
 FREE |= {"policies"}  # checked by those who read them (retention/test_policy.py)
 
 
-_FIGURES = {
-    "heartbeat": (
-        "run", "id", "began_at", "trains_at", "restored_s", "generation", "step", "stalled_s", "slowed_s", "ended",
-        "ended_at",
-    ),
-}  # fmt: skip
-"""What decides nothing, and is shown as it is."""
+_FIGURES = ("run", "id", "began_at", "trains_at", "restored_s", "generation", "step", "stalled_s", "slowed_s", "ended",
+            "ended_at")  # fmt: skip
+"""Of a heartbeat: what decides nothing, and is shown as it is."""
 
 
 @every_kind
@@ -118,7 +110,7 @@ def test_every_place_with_every_wrong_value(kind: str) -> None:
     assert {path[-1] for path in accepted if isinstance(path[-1], str)} <= {
         "created_at", "at", "nonce", "by", "reason", "holder", "expires_at", "bytes", "world_size", "aliases",
         "raw_bytes", "stored_bytes", "num_entries", "num_shards", "committed", "grace_s", "name", "tombstone", "swept",
-        "num_chunks", "problems", "attempts", "version", "parent", *_FIGURES.get(kind, ()),
+        "num_chunks", "problems", "attempts", "version", "parent", *(_FIGURES if kind == "heartbeat" else ()),
     }, accepted  # fmt: skip
 
 
@@ -203,10 +195,7 @@ def in_chunks(name: str, change: Callable[[list[int]], list[int]]) -> Callable[[
         (set_at("shards", 0, "chunks", "codecs", 0, to="gzip"), "codec is unknown"),
         (lambda c: c["shards"][0]["chunks"]["codecs"].append("raw"), "codecs are named twice"),
         (set_at("shards", 0, "chunks", "digest", to=""), "no digest"),
-        (
-            lambda c: set_at("shards", 0, "chunks", "digest", to="AAAA" + c["shards"][0]["chunks"]["digest"])(c),
-            "no digest",
-        ),
+        (lambda c: c["shards"][0]["chunks"].update(digest="AAAA" + c["shards"][0]["chunks"]["digest"]), "no digest"),
         (set_at("entries", "dtype", 0, to="object"), "dtype is unknown"),
         (set_at("entries", "shape", 0, to=[1] * 65), "too many dimensions"),
         (set_at("entries", "shape", 0, to=[-1]), "dimension is out of bounds"),
@@ -257,18 +246,13 @@ def test_aliases_may_name_entries_of_other_ranks_but_not_missing_entries(aliases
 def test_hostile_shapes_cost_nothing() -> None:
     """Zero times anything is zero bytes, and 64 dimensions are many corners."""
     entries = 2000
-    shapes = [[0, *[1 << 62] * (i % 64)] for i in range(entries)]
-    for shape in shapes:
-        shape.reverse()
+    shapes = [[*[1 << 62] * (i % 64), 0] for i in range(entries)]
 
     def change(c: dict[str, Any]) -> None:
         c["entries"] = {"name": [f"e{i}" for i in range(entries)], "dtype": ["uint8"] * entries, "shape": shapes}
-        c["slices"] = {
-            "entry": pack(column(range(entries))),
-            "shard": pack(column([0] * entries)),
-            "at": pack(column([0] * entries)),
-            "box": pack(column(n for shape in shapes for n in [*[0] * len(shape), *shape])),
-        }
+        columns = {"entry": range(entries), "shard": [0] * entries, "at": [0] * entries}
+        boxes = (n for shape in shapes for n in [*[0] * len(shape), *shape])
+        c["slices"] = {name: pack(column(numbers)) for name, numbers in {**columns, "box": boxes}.items()}
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     receipt = parse_json("receipt", content(change))
@@ -423,22 +407,18 @@ import msgspec
 from ckptstore.format.decoding import convert, decode_json, decode_msgpack
 
 sys.setswitchinterval(1e-6)
-for number in range(300):
+for number in range(900):
     inner = msgspec.defstruct("Inner", [(f"field_{n}", int | None, None) for n in range(20)])
     outer = msgspec.defstruct("Outer", [("inners", list[inner]), ("by_name", dict[str, inner])])
     data = b'{"inners": [{"field_7": 1}], "by_name": {"a": {"field_19": 2}}}'
     plain = msgspec.json.decode(data)
     packed = msgspec.msgpack.encode(plain)
-    ways = {
-        "decode_json": lambda kind: decode_json(data, kind),
-        "decode_msgpack": lambda kind: decode_msgpack(packed, kind),
-        "convert": lambda kind: convert(plain, kind),
-    }
-    way, start = ways[sys.argv[1]], threading.Barrier(4)
+    ways = (lambda: decode_json(data, outer), lambda: decode_msgpack(packed, outer), lambda: convert(plain, outer))
+    way, start = ways[number % 3], threading.Barrier(4)
 
     def decode():
         start.wait()
-        found = way(outer)
+        found = way()
         assert found.inners[0].field_7 == 1 and found.by_name["a"].field_19 == 2
 
     threads = [threading.Thread(target=decode) for _ in range(4)]
@@ -449,7 +429,6 @@ for number in range(300):
 """
 
 
-@pytest.mark.parametrize("way", ["decode_json", "decode_msgpack", "convert"])
-def test_threads_meet_a_type_for_the_first_time(way: str) -> None:
-    done = subprocess.run([sys.executable, "-c", _PROGRAM, way], capture_output=True, text=True, timeout=120)
+def test_threads_meet_a_type_for_the_first_time() -> None:
+    done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
