@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import msgspec
 
 from ckptapi import bodies
+from ckptapi.client import DaemonClient
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,3 +90,10 @@ def scripted_daemon(answers: Sequence[Answer]) -> Iterator[Scripted]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def scripted_client(*answers: Answer, **options: Any) -> Iterator[tuple[DaemonClient, list[Request]]]:
+    """A client of such a server, and the requests that it has made."""
+    with scripted_daemon(answers) as daemon, closing(DaemonClient(daemon.url, **options)) as client:
+        yield client, daemon.requests

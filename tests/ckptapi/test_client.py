@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import closing
-
 import pytest
 
 from ckptapi import bodies
 from ckptapi.bodies import EventBody
-from ckptapi.client import DaemonClient
-from ckptstore.errors import CkptError, DaemonUnavailable, InvalidName, Unauthorized
-from tests.ckptapi.scripted import Answer, problem, scripted_daemon
+from ckptstore.errors import DaemonUnavailable, InvalidName, Unauthorized
+from tests.ckptapi.scripted import Answer, problem, scripted_client
 
 COMMITTED = b'{"id":7,"at":1.5,"kind":"committed","run":"gpt","a_field_of_a_later_version":1}'
 
 
 def received(stream: bytes, after: int | None = None) -> tuple[list[EventBody], dict[str, str]]:
     """The events of a stream, and the headers of the request."""
-    given = Answer(200, stream, {"Content-Type": bodies.EVENT_STREAM})
-    with scripted_daemon([given]) as daemon, closing(DaemonClient(daemon.url)) as client:
-        return list(client.event_stream(after)), daemon.requests[0].headers
+    with scripted_client(Answer(200, stream, {"Content-Type": bodies.EVENT_STREAM})) as (client, requests):
+        return list(client.event_stream(after)), requests[0].headers
 
 
 def test_a_stream_is_parsed() -> None:
@@ -43,31 +39,19 @@ def test_an_event_that_is_cut_off_is_not_delivered(cut: bytes) -> None:
     assert [event.kind for event in events] == [bodies.OPEN]
 
 
-@pytest.mark.parametrize(
-    "stream",
-    [
-        b"event: committed\nid: x\ndata: {}\n\n",
-        b"event: committed\nid: 7\ndata: {\n\n",
-        b"event: committed\nid: 7\ndata: []\n\n",
-    ],
-)
-def test_an_event_that_is_not_ckptds(stream: bytes) -> None:
+@pytest.mark.parametrize("rest", [b"id: x\ndata: {}", b"id: 7\ndata: {", b"id: 7\ndata: []"])
+def test_an_event_that_is_not_ckptds(rest: bytes) -> None:
     with pytest.raises(DaemonUnavailable, match="invalid event"):
-        received(stream)
+        received(b"event: committed\n" + rest + b"\n\n")
 
 
 def test_a_stream_that_is_refused() -> None:
-    with (
-        scripted_daemon([problem(401, "unauthorized")]) as daemon,
-        closing(DaemonClient(daemon.url)) as client,
-        pytest.raises(Unauthorized),
-    ):
+    with scripted_client(problem(401, "unauthorized")) as (client, _), pytest.raises(Unauthorized):
         next(client.event_stream())
 
 
 def test_the_version_and_clock_of_a_daemon() -> None:
-    given = Answer(200, b'{"info": {"version": "9.1"}}')
-    with scripted_daemon([given]) as daemon, closing(DaemonClient(daemon.url)) as client:
+    with scripted_client(Answer(200, b'{"info": {"version": "9.1"}}')) as (client, _):
         about = client.about()
         assert about.version == "9.1"
         assert about.at is not None
@@ -76,7 +60,7 @@ def test_the_version_and_clock_of_a_daemon() -> None:
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b"{}", b'{"info": {}}'])
 def test_a_server_that_is_not_ckptd(body: bytes) -> None:
-    with scripted_daemon([Answer(200, body)]) as daemon, closing(DaemonClient(daemon.url)) as client:
+    with scripted_client(Answer(200, body)) as (client, _):
         for request in (client.about, client.readiness):
             with pytest.raises(DaemonUnavailable, match="is not a ckptd"):
                 request()
@@ -84,10 +68,8 @@ def test_a_server_that_is_not_ckptd(body: bytes) -> None:
 
 @pytest.mark.parametrize("id", ["", "x", "../tokens", "01HF7YAT00ABCDEFGHJKMNPQRS/x"])
 def test_bad_ids_are_refused_before_a_request(id: str) -> None:
-    with scripted_daemon([Answer()]) as daemon, closing(DaemonClient(daemon.url)) as client:
-        refused: list[type[CkptError]] = []
+    with scripted_client(Answer()) as (client, requests):
         for request in (client.job, client.cancel_job, client.restore_session, client.cancel_restore):
-            with pytest.raises(InvalidName) as caught:
+            with pytest.raises(InvalidName):
                 request(id)
-            refused.append(type(caught.value))
-        assert (len(refused), daemon.requests) == (4, [])
+        assert requests == []
