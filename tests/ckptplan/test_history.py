@@ -43,12 +43,9 @@ def test_the_time_between_two_trainers_is_not_that_of_steps() -> None:
     assert history(checkpoints[:2]).step_s is None
 
 
-def test_unknown_costs_are_not_zero() -> None:
+def test_unknown_costs_are_not_zero_and_a_usable_checkpoint_is_needed() -> None:
     found = history([saved(10, 1000, 1.0)])
     assert (found.stall_s, found.slowdown_s, found.interval_s) == (None, None, None)
-
-
-def test_a_run_without_a_usable_checkpoint() -> None:
     with pytest.raises(NoCheckpoint):
         history([Checkpoint("r", Attempt(1, "0" * 26), State.CORRUPT)])
 

@@ -37,9 +37,13 @@ def test_models_that_cannot_be_counted(inputs: dict[str, Any], says: str) -> Non
     "wrong",
     [{"interval_s": 0.0}, {"bandwidth": -1.0}, {"mtbf_s": float("inf")}, {"step_s": float("nan")}, {"processes": 0}],
 )
-def test_numbers_that_make_no_sense(wrong: dict[str, Any]) -> None:
+def test_numbers_and_names_that_make_no_sense(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest):
         PlanInputs(parameters=1e9, **wrong)
+    with pytest.raises(InvalidRequest, match="zero3"):
+        PlanInputs(sharding="zero4").layout()
+    with pytest.raises(InvalidRequest, match="sgd-momentum"):
+        PlanInputs(optimizer="adamx").state()
 
 
 def test_the_data_parallel_degree_follows_from_nodes_and_processes() -> None:
@@ -58,13 +62,6 @@ def test_the_failure_rate_is_given_once() -> None:
         PlanInputs(failures="llama4").mtbf(8)
     with pytest.raises(InvalidRequest, match="twice"):
         PlanInputs(failures="llama3", mtbf_s=3600).mtbf(8)
-
-
-def test_names_that_do_not_exist() -> None:
-    with pytest.raises(InvalidRequest, match="zero3"):
-        PlanInputs(sharding="zero4").layout()
-    with pytest.raises(InvalidRequest, match="sgd-momentum"):
-        PlanInputs(optimizer="adamx").state()
 
 
 def test_batch_and_steps_are_given_once() -> None:

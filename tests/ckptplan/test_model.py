@@ -22,16 +22,24 @@ GPT2: dict[str, Any] = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_h
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters"),
-    [("mlperf-8b", 8.030e9), ("mlperf-70b", 6.98813e10), ("mlperf-405b", 4.05849e11), ("mlperf-1t", 1.18319e12)],
-)
-def test_the_models_of_mlperf(name: str, parameters: float) -> None:
+    ("name", "parameters", "gib"),
+    [
+        ("mlperf-8b", 8.030e9, 104.70), ("mlperf-70b", 6.98813e10, 911.15), ("mlperf-405b", 4.05849e11, 5291.67),
+        ("mlperf-1t", 1.18319e12, 15427.01),
+    ],
+)  # fmt: skip
+def test_the_models_and_checkpoints_of_mlperf(name: str, parameters: float, gib: float) -> None:
+    assert len(MODELS) == 4
     assert named_model(name).parameters == pytest.approx(parameters, rel=1e-5)
+    terms = state_terms(ADAMW, "bf16", None, "fp32", None)
+    assert round(named_model(name).parameters * per_parameter(terms) / 2**30, 2) == gib
 
 
-def test_an_unknown_model_names_the_known_ones() -> None:
+def test_unknown_models_and_types_name_the_known_ones() -> None:
     with pytest.raises(InvalidRequest, match="mlperf-8b"):
         named_model("mlperf-9b")
+    with pytest.raises(InvalidRequest, match="bf16"):
+        state_terms(ADAMW, "bf17", None, "fp32", None)
 
 
 def published(config: dict[str, Any]) -> int:
@@ -98,19 +106,7 @@ def test_other_files_are_refused_with_a_way_out(data: bytes) -> None:
         from_config(data, "config.json")
 
 
-def test_every_named_model_has_a_distinct_size() -> None:
-    assert len({named_model(name).parameters for name in MODELS}) == len(MODELS) == 4
-
-
 ADAMW = Optimizer.ADAMW
-
-
-@pytest.mark.parametrize(
-    ("name", "gib"), [("mlperf-8b", 104.70), ("mlperf-70b", 911.15), ("mlperf-405b", 5291.67), ("mlperf-1t", 15427.01)]
-)
-def test_the_checkpoints_of_mlperf(name: str, gib: float) -> None:
-    terms = state_terms(ADAMW, "bf16", None, "fp32", None)
-    assert round(named_model(name).parameters * per_parameter(terms) / 2**30, 2) == gib
 
 
 @pytest.mark.parametrize(
@@ -135,14 +131,11 @@ def test_each_term_is_counted(
     assert [term.bytes_per_parameter for term in terms] == expected
 
 
-def test_casts_of_masters_need_not_be_stored() -> None:
-    assert derivable(state_terms(ADAMW, "bf16", None, "fp32", None)) == {"weights"}
+def test_casts_of_masters_need_not_be_stored_and_compression_is_near_its_entropy() -> None:
+    terms = state_terms(ADAMW, "bf16", None, "fp32", None)
+    assert derivable(terms) == {"weights"}
     assert derivable(state_terms(ADAMW, "bf16", "none", "fp32", None)) == set()
     assert derivable(state_terms(ADAMW, "fp32", None, "fp32", None)) == set()
-
-
-def test_compression_is_near_its_entropy() -> None:
-    terms = state_terms(ADAMW, "bf16", None, "fp32", None)
     assert sum(term.bytes_per_parameter * term.compressed for term in terms) == pytest.approx(11.30, rel=0.01)
 
 
@@ -152,8 +145,3 @@ def test_measured_bytes_are_divided_by_the_parameters() -> None:
         ("weights", 4.0, 0.8),
         ("other", 0.08, 0.8),
     ]
-
-
-def test_unknown_types_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match="bf16"):
-        state_terms(ADAMW, "bf17", None, "fp32", None)

@@ -1,16 +1,13 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 import msgspec
 import pytest
 
 import ckpt
 from ckptplan.inputs import PlanInputs
-from ckptplan.model import MODELS, Optimizer, named_model, per_parameter, state_terms
 from ckptplan.plan import Plan, make_plan, plan, retained
-from ckptplan.training import mtbf, young
 from ckptstore.errors import InvalidRequest
 from ckptstore.format.records import Policy
 
@@ -53,6 +50,10 @@ def test_only_what_is_known_is_planned() -> None:
     assert (found.interval.durable_s, found.interval.ettr, found.termination_grace_period_s) == (None, None, None)
     assert found.restore.seconds_shared is None
     assert found.interval.stall_source.startswith("assumed")
+    with pytest.raises(TypeError, match="params"):
+        plan(params=7e9)  # type: ignore[call-arg]
+    with pytest.raises(InvalidRequest):
+        plan()
 
 
 def test_only_ranks_that_write_need_memory_for_slots() -> None:
@@ -62,16 +63,17 @@ def test_only_ranks_that_write_need_memory_for_slots() -> None:
     assert all_write.host_bytes_per_node == 8 * all_write.host_bytes_per_rank == 14_000_000_000
 
 
-def test_derived_casts_are_not_stored() -> None:
-    found = plan(parameters=1e9, dedup_casts=True, compress=False)
-    assert (found.size.raw_bytes, found.size.stored_bytes) == (14_000_000_000, 12_000_000_000)
-
-
 def test_the_slowest_of_store_and_rank_decides() -> None:
-    slow_store = plan(parameters=1e9, dp=8, sharding="fsdp", bandwidth=1e9, rank_bandwidth=1e9, compress=False)
-    slow_rank = plan(parameters=1e9, dp=8, bandwidth=1e12, rank_bandwidth=1e9, compress=False)
-    assert slow_store.interval.durable_s == pytest.approx(14)
-    assert slow_rank.interval.durable_s == pytest.approx(14)
+    fast, slow = 1e12, 1e9
+    for bandwidth, sharding in ((slow, "fsdp"), (fast, "ddp")):
+        one = plan(parameters=1e9, dp=8, sharding=sharding, bandwidth=bandwidth, rank_bandwidth=slow, compress=False)
+        assert one.interval.durable_s == pytest.approx(14)
+
+
+def test_derived_casts_are_not_stored_and_saves_that_pile_up_are_visible() -> None:
+    found = plan(parameters=1e9, dedup_casts=True, compress=False, interval_s=10, durable_s=20, mtbf_s=3600)
+    assert (found.size.raw_bytes, found.size.stored_bytes) == (14_000_000_000, 12_000_000_000)
+    assert found.interval.write_share == 2.0
 
 
 def test_replicas_that_share_reads() -> None:
@@ -79,10 +81,6 @@ def test_replicas_that_share_reads() -> None:
     assert found.bytes_each_for_itself == 125 * found.bytes_shared
     assert found.seconds_shared == pytest.approx(1.4)
     assert found.seconds_each_for_itself == pytest.approx(125 * 1.4)
-
-
-def test_saves_that_pile_up_are_visible() -> None:
-    assert plan(parameters=1e9, interval_s=10, durable_s=20, mtbf_s=3600).interval.write_share == 2.0
 
 
 def test_no_interval_gives_progress() -> None:
@@ -108,13 +106,6 @@ def test_the_plan_is_the_same_by_keywords_and_as_json() -> None:
     assert list(inspect.signature(ckpt.plan).parameters) == list(PlanInputs.__struct_fields__)
 
 
-def test_keywords_that_do_not_exist() -> None:
-    with pytest.raises(TypeError, match="params"):
-        plan(params=7e9)  # type: ignore[call-arg]
-    with pytest.raises(InvalidRequest):
-        plan()
-
-
 @pytest.mark.parametrize(
     ("policy", "kept"),
     [
@@ -132,48 +123,6 @@ def test_rules_are_those_that_prune(policy: Policy | None, kept: int) -> None:
 def test_the_price_is_per_gigabyte_and_month() -> None:
     found = retained(Policy(keep_last=5), 100, 60, 6, stored_bytes=1000 * 10**9, price=0.02)
     assert found.price_per_month == pytest.approx(5 * 1000 * 0.02)
-
-
-def test_no_saves_cost_nothing() -> None:
-    assert retained(Policy(keep_last=5), 0, 60, 6, 7, 1.0).stored_bytes == 0
-
-
-def test_too_many_saves_are_refused() -> None:
+    assert retained(Policy(keep_last=5), 0, 60, 6, 7, 1.0).stored_bytes == 0, "no saves cost nothing"
     with pytest.raises(InvalidRequest, match="--interval"):
         retained(Policy(keep_last=5), 1_000_000, 0.1, 6, 7, None)
-
-
-@pytest.fixture(scope="module")
-def theirs() -> Any:
-    """The module with the formulas. Its import takes seconds."""
-    import mlsysim.physics
-
-    return mlsysim.physics
-
-
-@pytest.fixture(scope="module")
-def quantity(theirs: Any) -> Any:
-    from mlsysim.core.units import Q_
-
-    return Q_
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_sizes_of_checkpoints(theirs: Any, quantity: Any, name: str) -> None:
-    parameters = named_model(name).parameters
-    ours = parameters * per_parameter(state_terms(Optimizer.ADAMW, "bf16", None, "fp32", None))
-    assert ours == pytest.approx(theirs.calc_checkpoint_size(quantity(parameters, "")).m_as("B"))
-
-
-@pytest.mark.parametrize("cost_s", [0.2, 60, 600])
-@pytest.mark.parametrize("mtbf_s", [3600, 11_135, 1e7])
-def test_intervals(theirs: Any, quantity: Any, cost_s: float, mtbf_s: float) -> None:
-    found = theirs.calc_young_daly_interval(quantity(cost_s, "s"), quantity(mtbf_s, "s"))
-    assert young(cost_s, mtbf_s) == pytest.approx(found.m_as("s"))
-
-
-@pytest.mark.parametrize("nodes", [1, 2048, 16_384])
-@pytest.mark.parametrize("component_h", [3692.3, 50_000 / 8])
-def test_times_between_failures(theirs: Any, quantity: Any, nodes: int, component_h: float) -> None:
-    found = theirs.calc_mtbf_cluster(quantity(component_h, "hour"), nodes)
-    assert mtbf(nodes, 24_000 / component_h) == pytest.approx(found.m_as("s"))
