@@ -35,7 +35,7 @@ from ckpt.snapshot.run_saves import take_snapshot
 LEAVES = (1268, 10_000)
 _LEAVES_PER_PARAMETER = 4
 _ELEMENTS = 64
-_ROUNDS = 7
+QUICK_ROUNDS, _ROUNDS = 3, 7
 _SAVES = ("first", "second", "third", "fourth", "fifth", "sixth")
 _LATER = "later"
 GOAL_US = 1.2
@@ -48,7 +48,7 @@ def measure(quick: bool) -> Report:
     """Measure with few and many leaves in turns."""
     torch.set_num_threads(1)
     found: Seconds = defaultdict(list)
-    for _ in range(3 if quick else _ROUNDS):
+    for _ in range(QUICK_ROUNDS if quick else _ROUNDS):
         for num_leaves in LEAVES:
             _round(num_leaves, found)
     per_leaf = {key: [1e6 * each / key[0] for each in seconds] for key, seconds in found.items()}

@@ -13,7 +13,7 @@ import torch
 from bench import gpu, gpu_probe
 from bench.gpu_device import Gpu, Stamp
 from tests.ckpt.snapshot.simulated import PromptDevice, plugged_in
-from tests.support.forking import ROOT
+from tests.support.forking import ROOT, TRAINER, run
 
 
 class _Time:
@@ -45,19 +45,17 @@ class Host(Gpu):
         return torch.empty(num_bytes, dtype=torch.uint8)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+
+
+@without_a_gpu
+def test_without_a_gpu_they_say_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["python -m bench.gpu"])
     with pytest.raises(SystemExit, match="needs a CUDA device"):
         gpu.main()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_the_probe_says_so_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["python -m bench.gpu_probe", "-o", "json"])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match="2"):
         gpu_probe.main()
-    assert ended.value.code == 2
     assert "no CUDA device" in capsys.readouterr().err
 
 
@@ -72,7 +70,7 @@ def test_the_probe_of_a_simulated_device(refuses: bool) -> None:
     assert gpu_probe.line(rows["memory can be pinned"]).startswith("MISS" if refuses else "ok  ")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@without_a_gpu
 def test_the_probe_looks_at_any_machine() -> None:
     rows = [row.what for row in gpu_probe.look_at_machine(Host())]
     assert len(rows) == len(set(rows)) > 3
@@ -82,14 +80,15 @@ def test_the_tests_of_gpus_need_no_plugin() -> None:
     """Nor what CONTRIBUTING.md says: machines with a GPU have pytest, but not each plugin of this project."""
     command = gpu_probe.pytest_command()
     assert " ".join(["python", *command[1:]]) in re.sub(r" +\\\n +", " ", (ROOT / "CONTRIBUTING.md").read_text())
-    done = gpu_probe._run([*gpu_probe.pytest_command("tests/ckpt/snapshot/test_training_gpu.py"), "--collect-only"])
-    assert done.returncode == 0, done.stdout
-    assert "test_many_small_leaves" in done.stdout
+    [_, _, module, *arguments] = gpu_probe.pytest_command("tests/ckpt/snapshot/test_training_gpu.py")
+    code, printed, _ = run(TRAINER, module, [*arguments, "--collect-only"])
+    assert code == 0, printed
+    assert "test_many_small_leaves" in printed
 
 
 def test_all_of_it_runs_on_a_simulated_device() -> None:
     scale = gpu.Scale(
-        1 << 20, batch=2, dim=64, context=16, repetitions=1, leaves=(8, 40), pinned_bytes=1 << 20, most_steps=2
+        1 << 20, batch=2, dim=64, context=16, repetitions=1, leaves=(40,), pinned_bytes=1 << 20, most_steps=2
     )
     with plugged_in(0, PromptDevice):
         report = gpu.measure(Host(), scale)

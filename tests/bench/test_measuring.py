@@ -47,11 +47,8 @@ def test_contestants_take_turns_and_one_that_fails_is_left_out_with_its_reason()
     assert calls == ["a", "b", "c", "b", "c", "a", "c", "a"]
 
 
-def test_each_comes_first_once_in_as_many_turns_as_there_are() -> None:
+def test_each_comes_first_once_and_the_spread_is_median_and_quartiles() -> None:
     assert sorted(rotated(["a", "b", "c"], turn)[0] for turn in range(3)) == ["a", "b", "c"]
-
-
-def test_the_spread_is_median_and_quartiles() -> None:
     assert Spread.of([5.0, 1.0, 3.0, 2.0, 4.0]) == Spread(3.0, 2.0, 4.0)
     assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0)
 
@@ -110,8 +107,8 @@ def test_memory_of_this_process_and_of_children_counts_and_what_they_share_count
     size = 64 << 20
     script = [sys.executable, "-c", MEASURED.format(size=size)]
     # A sample may fall into the fork, and read one process before it and the other one after it.
-    extra_bytes = [int(subprocess.check_output(script, text=True, cwd=ROOT)) for _ in range(3)]
-    assert size <= min(extra_bytes) < 2.9 * size
+    extra_bytes = (int(subprocess.check_output(script, text=True, cwd=ROOT)) for _ in range(3))
+    assert any(size <= extra < 2.9 * size for extra in extra_bytes)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -125,13 +122,9 @@ def test_bare_writes_and_reads_move_all_bytes(threads: int, tmp_path: Path) -> N
     assert target[:size] == source[:size]
     sync_tree(tmp_path)
     assert tree_bytes(tmp_path) == size
-
-
-def test_memcpy_copies() -> None:
-    source, target = touched(1 << 20), touched(1 << 20)
     target[:] = bytes(len(target))
-    assert memcpy_s(1 << 20, target, source) > 0
-    assert target[:] == source[:]
+    assert memcpy_s(size, target, source) > 0
+    assert target[:size] == source[:size]
 
 
 @pytest.mark.parametrize(
@@ -166,6 +159,7 @@ def test_a_verdict_is_valid_json_and_false_if_one_goal_is_missed() -> None:
 
 def test_every_save_of_a_round_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leaves, "LEAVES", (8, 40))
+    monkeypatch.setattr(leaves, "QUICK_ROUNDS", 1)
     report = leaves.measure(quick=True)
     assert [row[:2] for row in report.rows] == [
         (number, save) for number in ("8", "40") for save in ("first", "second", "third", "later")
