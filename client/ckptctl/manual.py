@@ -100,82 +100,131 @@ SYNONYMS: dict[str, str] = {
 """Commands, and words that people type for them."""
 
 
-EXAMPLES: dict[str, tuple[str, ...]] = {
-    "ls": (
-        "ckptctl ls gpt-small",
-        "ckptctl ls 'exp-*' --metric 'val_loss<=2.5' --sort metric:val_loss --limit 3",
-        "ckptctl ls --since 24h --state committed --tag paper -o id",
-    ),
-    "latest": ("ckptctl latest gpt-small -o id",),
-    "runs": ("ckptctl runs", "ckptctl runs --store s3://bucket/ckpts"),
-    "show": ("ckptctl show gpt-small", "ckptctl show gpt-small@1000 --entries 'model/*'"),
-    "du": ("ckptctl du", "ckptctl du gpt-small", "ckptctl du gpt-small@1000 --depth 2"),
-    "open": ("ckptctl open gpt-small", "ckptctl open gpt-small@1000 --no-browser -o id"),
-    "cp": ("ckptctl cp gpt-small@1000 --to s3://archive/ckpts", "ckptctl cp gpt-small --to /mnt/usb --as gpt-copy"),
-    "login": ("ckptctl login https://ckptd.example.com --name lab",),
-    "stats": ("ckptctl stats gpt-small@1000 --names 'model/*'", "ckptctl stats gpt-small"),
-    "why": ("ckptctl why gpt-small", "ckptctl why gpt-small -o json"),
-    "diff": ("ckptctl diff gpt-small@900 gpt-small@1000", "ckptctl diff gpt-small@1000 fine-tuned@50 -o json"),
-    "verify": (
-        "ckptctl verify gpt-small@1000",
-        "ckptctl verify --all",
-        "ckptctl verify gpt-small@latest --ranks 8 --ranks 512",
-    ),
-    "scrub": (
-        "ckptctl scrub",
-        "ckptctl scrub --store /mnt/ckpts --older 30d --rate 50MB",
-        "ckptctl scrub --store /mnt/ckpts --heal --from /mnt/backup",
-    ),
-    "drain": ("ckptctl drain --timeout 25", "ckptctl drain gpt-small --timeout 60 -o json"),
-    "goodput": ("ckptctl goodput gpt-small", "ckptctl goodput gpt-small --openmetrics > gpt-small.prom"),
-    "prune": (
-        "ckptctl prune --keep 5 --dry-run",
-        "ckptctl prune 'exp-*' --keep 5 --keep-every 1000 --keep-best val_loss:min:3",
-        "ckptctl prune --keep 1 --grace 0s --yes      # free the space at once",
-        "ckptctl prune                                # by the policies in force",
-    ),
-    "rm": ("ckptctl rm gpt-small@1000 gpt-small@1100 --reason diverged",),
-    "undelete": ("ckptctl undelete gpt-small@1000", "ckptctl undelete gpt-small    # lists what can be undone"),
-    "gc": ("ckptctl gc", "ckptctl gc --store /mnt/ckpts --grace 12h"),
-    "pin": (
-        "ckptctl pin gpt-small@1000 paper",
-        "ckptctl pin gpt-small@1000 paper --remove",
-        "ckptctl pin gpt-small    # lists its pins",
-    ),
-    "tag": ("ckptctl tag gpt-small@1000 paper owner=ann draft- --metric val_loss=2.31",),
-    "policy show": ("ckptctl policy show exp-7", "ckptctl policy show > policy.yaml"),
-    "policy apply": ("ckptctl policy apply policy.yaml --reason 'the disk is small'",),
-    "policy set": (
-        "ckptctl policy set --keep 5 --keep-every 1000",
-        "ckptctl policy set 'exp-*' --keep 2 --max-bytes 500GB",
-    ),
-    "policy clear": ("ckptctl policy clear --reason 'pause deletions'",),
-    "policy history": ("ckptctl policy history --limit 5",),
-    "audit": ("ckptctl audit gpt-small --limit 10",),
-    "export": (
-        "ckptctl export gpt-small@latest --to gpt-small.safetensors",
-        "ckptctl export gpt-small@1000 --to gpt-small --format huggingface --names 'model/*'",
-    ),
-    "import": ("ckptctl import last.pt gpt-small@0 --store s3://bucket/ckpts",),
-    "restores": ("ckptctl restores --watch",),
-    "watch": ("ckptctl watch gpt-small -o jsonl | while read -r event; do ...; done",),
-    "jobs": ("ckptctl jobs", "ckptctl jobs 01KAJ2Y0Q8V6T0E9Q5M1Z3X7WN --cancel"),
-    "plan": (
-        "ckptctl plan --model mlperf-70b --dp 8 --tp 8 --sharding fsdp --bandwidth 60GB --failures llama3",
-        "ckptctl plan --config config.json --steps 100000 --step 4s --keep 5 --keep-every 10000 --price 0.02",
-        "ckptctl plan --from gpt-small --mtbf 8h --plot plan.svg",
-        "ckptctl plan --parameters 7e9 --measure s3://bucket/ckpts -o json",
-    ),
-    "probe": ("ckptctl probe --store s3://bucket/ckpts",),
-    "doctor": ("ckptctl doctor", "ckptctl doctor --wait 30s --url http://localhost:8470"),
-    "reindex": ("ckptctl reindex",),
-    "token create": ("ckptctl token create trainer --scope read --scope write --run 'gpt-*' -o id > trainer.token",),
-    "token ls": ("ckptctl token ls",),
-    "token rotate": ("ckptctl token rotate trainer --keep-old 24h",),
-    "token revoke": ("ckptctl token revoke trainer",),
-    "config": ("ckptctl config", "ckptctl config --profile prod"),
-    "version": ("ckptctl version -o json",),
-    "completion": ("ckptctl completion bash > /etc/bash_completion.d/ckptctl",),
+EXAMPLES: dict[str, str] = {
+    "ls": """
+        ckptctl ls gpt-small
+        ckptctl ls 'exp-*' --metric 'val_loss<=2.5' --sort metric:val_loss --limit 3
+        ckptctl ls --since 24h --state committed --tag paper -o id
+    """,
+    "latest": "ckptctl latest gpt-small -o id",
+    "runs": """
+        ckptctl runs
+        ckptctl runs --store s3://bucket/ckpts
+    """,
+    "show": """
+        ckptctl show gpt-small
+        ckptctl show gpt-small@1000 --entries 'model/*'
+    """,
+    "du": """
+        ckptctl du
+        ckptctl du gpt-small
+        ckptctl du gpt-small@1000 --depth 2
+    """,
+    "open": """
+        ckptctl open gpt-small
+        ckptctl open gpt-small@1000 --no-browser -o id
+    """,
+    "cp": """
+        ckptctl cp gpt-small@1000 --to s3://archive/ckpts
+        ckptctl cp gpt-small --to /mnt/usb --as gpt-copy
+    """,
+    "login": "ckptctl login https://ckptd.example.com --name lab",
+    "stats": """
+        ckptctl stats gpt-small@1000 --names 'model/*'
+        ckptctl stats gpt-small
+    """,
+    "why": """
+        ckptctl why gpt-small
+        ckptctl why gpt-small -o json
+    """,
+    "diff": """
+        ckptctl diff gpt-small@900 gpt-small@1000
+        ckptctl diff gpt-small@1000 fine-tuned@50 -o json
+    """,
+    "verify": """
+        ckptctl verify gpt-small@1000
+        ckptctl verify --all
+        ckptctl verify gpt-small@latest --ranks 8 --ranks 512
+    """,
+    "scrub": """
+        ckptctl scrub
+        ckptctl scrub --store /mnt/ckpts --older 30d --rate 50MB
+        ckptctl scrub --store /mnt/ckpts --heal --from /mnt/backup
+    """,
+    "drain": """
+        ckptctl drain --timeout 25
+        ckptctl drain gpt-small --timeout 60 -o json
+    """,
+    "goodput": """
+        ckptctl goodput gpt-small
+        ckptctl goodput gpt-small --openmetrics > gpt-small.prom
+    """,
+    "prune": """
+        ckptctl prune --keep 5 --dry-run
+        ckptctl prune 'exp-*' --keep 5 --keep-every 1000 --keep-best val_loss:min:3
+        ckptctl prune --keep 1 --grace 0s --yes      # free the space at once
+        ckptctl prune                                # by the policies in force
+    """,
+    "rm": "ckptctl rm gpt-small@1000 gpt-small@1100 --reason diverged",
+    "undelete": """
+        ckptctl undelete gpt-small@1000
+        ckptctl undelete gpt-small    # lists what can be undone
+    """,
+    "gc": """
+        ckptctl gc
+        ckptctl gc --store /mnt/ckpts --grace 12h
+    """,
+    "pin": """
+        ckptctl pin gpt-small@1000 paper
+        ckptctl pin gpt-small@1000 paper --remove
+        ckptctl pin gpt-small    # lists its pins
+    """,
+    "tag": "ckptctl tag gpt-small@1000 paper owner=ann draft- --metric val_loss=2.31",
+    "policy show": """
+        ckptctl policy show exp-7
+        ckptctl policy show > policy.yaml
+    """,
+    "policy apply": "ckptctl policy apply policy.yaml --reason 'the disk is small'",
+    "policy set": """
+        ckptctl policy set --keep 5 --keep-every 1000
+        ckptctl policy set 'exp-*' --keep 2 --max-bytes 500GB
+    """,
+    "policy clear": "ckptctl policy clear --reason 'pause deletions'",
+    "policy history": "ckptctl policy history --limit 5",
+    "audit": "ckptctl audit gpt-small --limit 10",
+    "export": """
+        ckptctl export gpt-small@latest --to gpt-small.safetensors
+        ckptctl export gpt-small@1000 --to gpt-small --format huggingface --names 'model/*'
+    """,
+    "import": "ckptctl import last.pt gpt-small@0 --store s3://bucket/ckpts",
+    "restores": "ckptctl restores --watch",
+    "watch": "ckptctl watch gpt-small -o jsonl | while read -r event; do ...; done",
+    "jobs": """
+        ckptctl jobs
+        ckptctl jobs 01KAJ2Y0Q8V6T0E9Q5M1Z3X7WN --cancel
+    """,
+    "plan": """
+        ckptctl plan --model mlperf-70b --dp 8 --tp 8 --sharding fsdp --bandwidth 60GB --failures llama3
+        ckptctl plan --config config.json --steps 100000 --step 4s --keep 5 --keep-every 10000 --price 0.02
+        ckptctl plan --from gpt-small --mtbf 8h --plot plan.svg
+        ckptctl plan --parameters 7e9 --measure s3://bucket/ckpts -o json
+    """,
+    "probe": "ckptctl probe --store s3://bucket/ckpts",
+    "doctor": """
+        ckptctl doctor
+        ckptctl doctor --wait 30s --url http://localhost:8470
+    """,
+    "reindex": "ckptctl reindex",
+    "token create": "ckptctl token create trainer --scope read --scope write --run 'gpt-*' -o id > trainer.token",
+    "token ls": "ckptctl token ls",
+    "token rotate": "ckptctl token rotate trainer --keep-old 24h",
+    "token revoke": "ckptctl token revoke trainer",
+    "config": """
+        ckptctl config
+        ckptctl config --profile prod
+    """,
+    "version": "ckptctl version -o json",
+    "completion": "ckptctl completion bash > /etc/bash_completion.d/ckptctl",
 }
 """Examples at the end of the help of every command."""
 
@@ -200,7 +249,8 @@ def finish_commands(program: typer.Typer, finish: Callable[[CommandInfo], None],
     """
     for command in program.registered_commands:
         finish(command)
-        lines = ["\b", "Examples:", *(f"  {line}" for line in EXAMPLES[f"{prefix}{command.name}"])]
+        examples = EXAMPLES[f"{prefix}{command.name}"].strip().splitlines()
+        lines = ["\b", "Examples:", *(f"  {line.strip()}" for line in examples)]
         command.epilog = "\n".join(filter(None, [command.epilog, "\n".join(lines)])).replace("\n\b", "\n\n\b")
     for group in program.registered_groups:
         if group.typer_instance is not None:

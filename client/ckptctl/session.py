@@ -6,9 +6,10 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ckptapi.listing import check_glob, is_glob
 from ckptapi.opening import open_source
@@ -27,27 +28,19 @@ from ckptstore.tiers.source import TieredSource
 if TYPE_CHECKING:
     from ckptapi.client import DaemonClient
 
-_T = TypeVar("_T")
 
-
+@dataclass
 class Session:
     """One call of the program. The target is chosen and opened on first use."""
 
-    def __init__(
-        self,
-        choose: Callable[[], Target],
-        screen: Screen,
-        clock: Clock = system_clock,
-        given: Mapping[str, Any] | None = None,
-    ) -> None:
-        """given: the values of the global options."""
-        self.screen = screen
-        self.given = given or {}
-        self.clock = clock
-        self._choose = choose
-        self._local: str | None = None
-        self.creates = False
-        """Whether this call may make the store's folder, as a first save does."""
+    _choose: Callable[[], Target]
+    screen: Screen
+    clock: Clock = system_clock
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """The values of the global options."""
+    _local: str | None = None
+    creates: bool = False
+    """Whether this call may make the store's folder, as a first save does."""
 
     @cached_property
     def target(self) -> Target:
@@ -72,10 +65,6 @@ class Session:
         """The target, for what operators do: both have the same methods."""
         source: Any = self.source
         return source if self.target.is_daemon else StoreOperator(source.store, self.clock, operator())
-
-    def dispatch(self, daemon: Callable[[], _T], store: Callable[[], _T]) -> _T:
-        """Call `daemon` if the target is one, else `store`."""
-        return daemon() if self.target.is_daemon else store()
 
     def store(self, command: str) -> Store:
         """The store. Raises InvalidRequest if the target is a daemon."""

@@ -261,7 +261,7 @@ def test_every_command_explains_itself_with_examples_that_are_right(command: str
     shown = invoke(*names, "--help")
     assert (shown.code, shown.stderr) == (0, "")
     assert f"{names[-1]} " in invoke(*names[:-1], "--help").stdout
-    for example in EXAMPLES[command]:
+    for example in map(str.strip, EXAMPLES[command].strip().splitlines()):
         assert f"  {example}\n" in shown.stdout
         _program, *rest = itertools.takewhile(lambda word: word not in "|>#", shlex.split(example))
         assert rest[: len(names)] == names

@@ -162,7 +162,14 @@ def array_part(path: str, value: Any) -> ArrayPart:
         return ArrayPart(name, value.shape, (ArrayPiece(boxes.whole(value.shape), memory),), seen)
     # Processes find other parts in their memory, and must agree on names: there, each array has one of its own.
     key = object() if is_distributed(value) or not value.size else ("jax", id(value))
-    return _jax_part(_checked(path, value), key)
+    value = _checked(path, value)
+    name, shape = value.dtype.name, tuple(value.shape)
+    pieces = [
+        ArrayPiece(box_of(shard.index, shape), _DeviceArray(shard.data, shard.data.size * ITEM_BYTES[name]))
+        for shard in value.addressable_shards
+        if shard.replica_id == 0
+    ]
+    return ArrayPart(name, shape, pieces, key)
 
 
 def inline_array(path: str, value: Any) -> tuple[str, list[int], memoryview]:
@@ -207,16 +214,6 @@ def _checked(path: str, value: Any) -> Any:
         value = jax.random.key_data(value)
     _jax_name(path, value)
     return value
-
-
-def _jax_part(array: Any, key: object) -> ArrayPart:
-    name, shape = array.dtype.name, tuple(array.shape)
-    pieces = [
-        ArrayPiece(box_of(shard.index, shape), _DeviceArray(shard.data, shard.data.size * ITEM_BYTES[name]))
-        for shard in array.addressable_shards
-        if shard.replica_id == 0
-    ]
-    return ArrayPart(name, shape, pieces, key)
 
 
 def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:

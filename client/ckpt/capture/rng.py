@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -54,11 +55,11 @@ def load_rng_state(state: dict[str, Any]) -> None:
         generators[torch.cuda.current_device()].set_state(state["cuda"].cpu())
 
 
+@dataclass
 class RngOnce:
     """Random state that is put back once more, for several loaders: by the first that goes to its position."""
 
-    def __init__(self, restore: Callable[[], None]) -> None:
-        self._restore: Callable[[], None] | None = restore
+    _restore: Callable[[], None] | None
 
     def __call__(self, within_epoch: bool = True) -> None:
         """A loader begins, at a position within an epoch or not: then its draws count, and nothing is put back."""

@@ -40,21 +40,17 @@ def _capture_objects(state: TrainState, ownership: Ownership) -> TensorCollector
     """The state of modules and optimizers."""
     collector = TensorCollector(ownership)
     for item in state.modules:
-        _capture_module(collector, item, state)
+        owned: dict[str, JSON] = {}
+        for leaf in state.leaves(item):
+            shape, dtype = getattr(leaf.value, "shape", ()), getattr(leaf.value, "dtype", 0)
+            collector.captured.seen.append((leaf.unit, shape, dtype))
+            collector.add_state(owned, leaf.name, leaf, leaf.path, leaf.value)
+        if owned or ownership.owns(item_frame(item)):
+            metadata = encode_tree(state.parameters.metadata[item], item, small_leaf)
+            collector.captured.trees[item] = mapping(owned, metadata=metadata)
     for item in state.optimizers:
         _capture_optimizers(collector, item, state)
     return collector
-
-
-def _capture_module(collector: TensorCollector, item: str, state: TrainState) -> None:
-    owned: dict[str, JSON] = {}
-    for leaf in state.leaves(item):
-        collector.captured.seen.append((leaf.unit, getattr(leaf.value, "shape", ()), getattr(leaf.value, "dtype", 0)))
-        collector.add_state(owned, leaf.name, leaf, leaf.path, leaf.value)
-    if owned or collector.ownership.owns(item_frame(item)):
-        collector.captured.trees[item] = mapping(
-            owned, metadata=encode_tree(state.parameters.metadata[item], item, small_leaf)
-        )
 
 
 def _capture_optimizers(collector: TensorCollector, item: str, state: TrainState) -> None:

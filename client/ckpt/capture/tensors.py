@@ -127,7 +127,8 @@ class TensorCollector(Collector):
             return small_leaf(path, value)
         leaf: dict[str, JSON] = {TAG: "tensor", "dtype": dtype_name(path, value), "shape": list(value.shape)}
         leaf |= _device(value)
-        self.captured.late.append(partial(_complete, leaf, self.captured.reads.read(value)))
+        host = self.captured.reads.read(value)
+        self.captured.late.append(lambda: leaf.update(data=encode_bytes(tensor_bytes(host))))
         return leaf
 
     def _leaf(self, path: str, value: Any, name: str) -> JSON:
@@ -193,10 +194,6 @@ def _memory_key(path: str, part: TensorPart) -> object:
 
 def _add_digest(digests: dict[str, str], path: str, host: torch.Tensor) -> None:
     digests[path] = digest(host)
-
-
-def _complete(leaf: dict[str, JSON], host: torch.Tensor) -> None:
-    leaf["data"] = encode_bytes(tensor_bytes(host))
 
 
 def whole(path: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -227,14 +227,14 @@ class EpochOrder:
         return sampler if self.batch_size is None else BatchSampler(sampler, self.batch_size, self._drop_last)
 
 
+@dataclass
 class _Walk(Iterator[Any]):
     """One iteration. Draws nothing before the first index is asked for, as torch's samplers do."""
 
-    def __init__(self, order: EpochOrder) -> None:
-        self._order = order
-        self._start: Start | None = None
-        self._indices: Iterator[Any] = iter(())
-        self._number = 0
+    _order: EpochOrder
+    _start: Start | None = None
+    _indices: Iterator[Any] = field(init=False)
+    _number: int = 0
 
     def begin(self) -> Start:
         """Go to the position, and draw what the sampler draws at its start. Again: no effect."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
-from typing_extensions import override
 
 from ckpt.capture.rng import host_rng_state, load_rng_state
 from ckpt.capture.train_state import Stateful
@@ -74,23 +73,6 @@ class Position:
             ) from error
 
 
-class Source(Protocol):
-    """Where a loader's batches come from."""
-
-    kind: str
-    arguments: Mapping[str, Any]
-    """The arguments, by name, that must be as at the save to go on within an epoch."""
-
-    def begin(self, position: Position) -> tuple[Iterator[Any], Start]:
-        """An iteration from this position, which is reached on return."""
-
-    def state(self, position: Position) -> dict[str, Any]:
-        """The rest of a position: fields of Position."""
-
-    def prepare(self, position: Position) -> Position:
-        """Set what is to be as at the save before an iteration begins. Returns the position as this source counts."""
-
-
 def _iterate(loader: DataLoader[Any], position: Position) -> Iterator[Any]:
     """An iteration of a loader. Workers that ran at the save have drawn their seed: new ones draw no other."""
     if not position.workers or loader._iterator is not None:
@@ -109,7 +91,7 @@ def _between_epochs(
     return {"generators": [generator.get_state() for generator in generators], "workers": workers}
 
 
-class MapSource(Source):
+class MapSource:
     """A loader over a data set with indices: the position is reached by the sampler alone."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -118,6 +100,7 @@ class MapSource(Source):
         sampler = self.order.sampler if self.order.sampler is not None else loader.batch_sampler
         self.kind = f"a loader with {type(sampler).__name__}"
         self.arguments = {} if self.order.distributed is not None else self.order.samplers.arguments
+        """The arguments, by name, that must be as at the save to go on within an epoch."""
         if isinstance(loader, Stateful):  # StatefulDataLoader: what it does beyond a DataLoader is done here
             knobs = {name: getattr(loader, name) for name in _KNOBS if hasattr(loader, name)}
             replaced = {"batch_sampler": self.order} if batched else {"sampler": self.order, "batch_size": None}
@@ -128,14 +111,14 @@ class MapSource(Source):
         if loader.num_workers:
             self._view.__dict__["dataset"] = SeededDataset(loader.dataset)
 
-    @override
     def begin(self, position: Position) -> tuple[Iterator[Any], Start]:
+        """An iteration from this position, which is reached on return."""
         self.order.enter(position.epoch, position.start, position.batches or 0, position.samplers)
         found = _iterate(self._view, position)
         return found, self.order.reach()
 
-    @override
     def state(self, position: Position) -> dict[str, Any]:
+        """The rest of a position: fields of Position."""
         sampler, size = self.order.distributed, self.order.batch_size
         samplers = self.order.samplers
         samplers.check()
@@ -151,8 +134,8 @@ class MapSource(Source):
         taken = min((position.batches or 0) * (size or 1), self.order.num_shared)
         return {**ranks, **later, "batch_size": size, "taken": taken}
 
-    @override
     def prepare(self, position: Position) -> Position:
+        """Set what is to be as at the save before an iteration begins. Returns the position as this source counts."""
         for generator, state in zip(self.order.generators, position.generators, strict=False):
             generator.set_state(state)
         if not position.resumes:
@@ -164,7 +147,7 @@ class MapSource(Source):
         return replace(position, start=start, batches=0, batch_size=size)
 
 
-class _IterableSource(Source):
+class _IterableSource:
     """A loader over an iterable data set: the position is reached by loading what comes before it."""
 
     kind = "a loader of an iterable data set"
@@ -214,6 +197,10 @@ class _StatefulSource(_IterableSource):
     def prepare(self, position: Position) -> Position:
         self._loader.load_state_dict(position.inner)
         return position
+
+
+Source = MapSource | _IterableSource
+"""Where a loader's batches come from. MapSource explains the methods."""
 
 
 def source_of(loader: DataLoader[Any]) -> Source:

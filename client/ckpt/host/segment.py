@@ -67,13 +67,18 @@ class Segment:
         self.fd = -1
         self.fd = make_shared_memory(num_bytes) if fd is None else fd
         self._before_unmap: list[Callable[[], object]] = []
-        protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
-        try:
-            self.map = _map(self.fd, max(1, num_bytes), protection, self._before_unmap)
-            """The bytes, as an object with the buffer interface; unmapped when its last view is released."""
-        except OSError:
+        protection, size = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0), max(1, num_bytes)
+        # Python's mmap keeps a copy of the descriptor, which forked children would inherit.
+        address = _libc.mmap(None, size, protection, mmap.MAP_SHARED, self.fd, 0)
+        if address in (None, _MAP_FAILED):
+            number = ctypes.get_errno()
             self.close()  # the error keeps this object
-            raise
+            raise OSError(number, f"cannot map {size} bytes of shared memory: {os.strerror(number)}")
+        if hasattr(mmap, "MADV_DONTFORK"):
+            _libc.madvise(address, size, mmap.MADV_DONTFORK)
+        self.map = (ctypes.c_char * size).from_address(address)
+        """The bytes, as an object with the buffer interface; unmapped when its last view is released."""
+        weakref.finalize(self.map, _unmap, address, size, os.getpid(), self._before_unmap).atexit = False
         close_after_fork(self, Segment.close)
 
     def __del__(self) -> None:
@@ -93,21 +98,6 @@ class Segment:
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
-
-
-def _map(
-    fd: int, num_bytes: int, protection: int, before_unmap: Sequence[Callable[[], object]]
-) -> ctypes.Array[ctypes.c_char]:
-    # Python's mmap keeps a copy of the descriptor, which forked children would inherit.
-    address = _libc.mmap(None, num_bytes, protection, mmap.MAP_SHARED, fd, 0)
-    if address in (None, _MAP_FAILED):
-        number = ctypes.get_errno()
-        raise OSError(number, f"cannot map {num_bytes} bytes of shared memory: {os.strerror(number)}")
-    if hasattr(mmap, "MADV_DONTFORK"):
-        _libc.madvise(address, num_bytes, mmap.MADV_DONTFORK)
-    mapped = (ctypes.c_char * num_bytes).from_address(address)
-    weakref.finalize(mapped, _unmap, address, num_bytes, os.getpid(), before_unmap).atexit = False
-    return mapped
 
 
 def _unmap(address: int, num_bytes: int, pid: int, before: Sequence[Callable[[], object]]) -> None:

@@ -52,22 +52,20 @@ class Keeper:
         except CkptError:
             return  # the next save of the trainer raises it
         try:
-            self._delete()
+            wanted = self._operator.plan_prune(self._prune)
+            plan = wanted.within_fractions()
+            if len(plan.remove) < len(wanted.remove) and not self._warned:
+                self._warned = True
+                logger.warning(
+                    "run %s has %d checkpoints, and %d are to be kept: %d are deleted now, and more with the next "
+                    "saves",
+                    self._prune.run, len(wanted.decisions), len(wanted.keep), len(plan.remove),
+                )  # fmt: skip
+            self._operator.prune(self._prune, plan)
         except CkptError as error:
             logger.warning("run %s is not pruned: %s", self._prune.run, error)
         except Exception:
             logger.exception("run %s is not pruned", self._prune.run)
-
-    def _delete(self) -> None:
-        wanted = self._operator.plan_prune(self._prune)
-        plan = wanted.within_fractions()
-        if len(plan.remove) < len(wanted.remove) and not self._warned:
-            self._warned = True
-            logger.warning(
-                "run %s has %d checkpoints, and %d are to be kept: %d are deleted now, and more with the next saves",
-                self._prune.run, len(wanted.decisions), len(wanted.keep), len(plan.remove),
-            )  # fmt: skip
-        self._operator.prune(self._prune, plan)
 
 
 MAX_BYTES = 4096

@@ -56,8 +56,13 @@ class _Meetings:
     def of(cls, members: tuple[int, ...], whole: bool) -> _Meetings:
         """The meetings of these global ranks. whole: they are all."""
         global _default_store
-        store = torch.distributed.distributed_c10d._get_default_store() if is_grouped() else _jax_store()
-        if store is not _default_store:
+        if is_grouped():
+            store: Any = torch.distributed.distributed_c10d._get_default_store()
+        else:
+            job = jax_job()
+            assert job is not None
+            store = JaxStore(job[2])
+        if store != _default_store:
             _meetings.clear()
             _default_store = store
         if members not in _meetings:
@@ -325,14 +330,6 @@ def _place() -> tuple[int, int]:
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     job = jax_job()
     return (0, 1) if job is None else job[:2]
-
-
-def _jax_store() -> JaxStore:
-    job = jax_job()
-    assert job is not None
-    if isinstance(_default_store, JaxStore) and _default_store.client is job[2]:
-        return _default_store
-    return JaxStore(job[2])
 
 
 def _network_errors() -> tuple[type[Exception], ...]:

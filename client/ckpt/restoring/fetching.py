@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -124,25 +125,22 @@ class Fetcher:
             from ckpt.restoring.sharing import fetch_shared  # loads torch
 
             fetch_shared(self._world, self._last, self.checkpoint, content, reads, buffers, progress)
-        elif self._share == "daemon":
-            self._fetch_cached(reads, buffers, progress)
-        else:
-            fetch(self._last, self.checkpoint, reads, buffers, progress)
+            return
+        if self._share == "daemon":
+            from ckptapi.client import DaemonClient
 
-    def _fetch_cached(self, reads: Sequence[ShardRead], buffers: Buffers, progress: Callable[[int], None]) -> None:
-        from ckptapi.client import DaemonClient
-
-        assert self._config.daemon is not None
-        try:
-            with closing(DaemonClient(self._config.daemon, self._config.token)) as daemon:
-                if self._past_caches:
-                    daemon.read_past_caches()
-                fetch(daemon, self.checkpoint, reads, buffers, progress)
-        except DaemonUnavailable as error:
-            if self._config.read_only:
-                raise
-            logger.warning("reading straight from the store: %s", error)
-            fetch(self._last, self.checkpoint, reads, buffers, progress)
+            assert self._config.daemon is not None
+            try:
+                with closing(DaemonClient(self._config.daemon, self._config.token)) as daemon:
+                    if self._past_caches:
+                        daemon.read_past_caches()
+                    fetch(daemon, self.checkpoint, reads, buffers, progress)
+                    return
+            except DaemonUnavailable as error:
+                if self._config.read_only:
+                    raise
+                logger.warning("reading straight from the store: %s", error)
+        fetch(self._last, self.checkpoint, reads, buffers, progress)
 
 
 def is_local(source: Source) -> bool:
@@ -165,6 +163,7 @@ def how_to_share(
     return "none"
 
 
+@dataclass
 class SaverMemory:
     """Snapshots of one checkpoint in the memory of this host. It stays mapped as long as this object exists.
 
@@ -176,10 +175,9 @@ class SaverMemory:
     parallel_reads = PARALLEL_READS
     longest_read = 0
 
-    def __init__(self, checkpoint: Checkpoint, shards: Mapping[str, tuple[HeldSnapshot, memoryview]]) -> None:
-        """shards: the snapshot of each rank, and its memory, mapped into this process."""
-        self._checkpoint = checkpoint
-        self._shards = shards
+    _checkpoint: Checkpoint
+    _shards: Mapping[str, tuple[HeldSnapshot, memoryview]]
+    """The snapshot of each rank, and its memory, mapped into this process."""
 
     def fetch(self, reads: Sequence[ShardRead], buffers: Buffers, progress: Progress) -> list[ShardRead]:
         """Verify and place the chunks that are in memory; returns the reads of the others, and of damaged ones."""
@@ -210,13 +208,13 @@ class SaverMemory:
         return replace(chunk, attempt=None, offset=held.at[index], stored=raw, codec=RAW, digest=digest)
 
 
+@dataclass
 class _MemoryReader(ObjectReader):
     """Reads shared memory."""
 
     small_reads = True
 
-    def __init__(self, view: memoryview) -> None:
-        self._view = view
+    _view: memoryview
 
     def read(self, offset: int, buffer: memoryview) -> None:
         """Copy; releases the GIL."""

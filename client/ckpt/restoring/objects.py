@@ -29,7 +29,14 @@ def plan_objects(plan: RestorePlan, trees: Mapping[str, JSON], state: TrainState
     for item in state.modules:
         if item not in state.placed and plan.has(trees, item):
             _plan_modules(plan, item, state, trees[item])
-    entries = _saved_entries(state, trees)
+    # Of the checkpoint's parameters, by their names. Tied ones share one.
+    entries = {
+        state.prefix(item) + name: entry
+        for item in state.modules
+        if item in trees
+        for name, leaf in _mapping(trees[item], item)
+        if (entry := _first_entry(leaf)) is not None
+    }
     for item in state.named_optimizers:
         if plan.has(trees, item):
             _plan_optimizers(plan, item, state, trees[item], entries)
@@ -214,17 +221,6 @@ def _decode_state(plan: RestorePlan, optimizer: NamedOptimizer, leaf: Leaf, tree
         else:
             state[key] = destinations.new_beside(entry, leaf, device)
     return state
-
-
-def _saved_entries(state: TrainState, trees: Mapping[str, JSON]) -> dict[str, str]:
-    """The entries of the checkpoint's parameters. Tied ones share one."""
-    return {
-        state.prefix(item) + name: entry
-        for item in state.modules
-        if item in trees
-        for name, leaf in _mapping(trees[item], item)
-        if (entry := _first_entry(leaf)) is not None
-    }
 
 
 def _first_entry(leaf: JSON) -> str | None:

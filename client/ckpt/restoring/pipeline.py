@@ -436,6 +436,7 @@ Restore = Callable[[TrainState, str | int | None], Restored | None]
 """Restores a state from a checkpoint, the newest usable one for None; leaves random state as it is."""
 
 
+@dataclass(repr=False)
 class StagedRestore:
     """The stages of one restore; made by `Checkpointer.restore_in_stages`, for the training thread.
 
@@ -453,14 +454,14 @@ class StagedRestore:
     returns None and changes nothing.
     """
 
-    def __init__(self, restore: Restore, checkpoint: str | int | None) -> None:
-        self._restore = restore
-        self._checkpoint = checkpoint
-        self._model: Model | None = None
-        self._extras: list[object] = []
-        self._begun = self._rng_done = False
-        self.restored: Restored | None = None
-        """The result of the newest stage; None before the first one, or if the run has no checkpoint."""
+    _restore: Restore
+    _checkpoint: str | int | None
+    _model: Model | None = None
+    _extras: list[object] = field(default_factory=list)
+    _begun: bool = False
+    _rng_done: bool = False
+    restored: Restored | None = None
+    """The result of the newest stage; None before the first one, or if the run has no checkpoint."""
 
     def model(self, model: Model) -> Restored | None:
         """Restore the model."""

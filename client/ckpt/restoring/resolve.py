@@ -55,20 +55,9 @@ def wait_for_orphan_saver(config: Config) -> None:
         )
 
 
-def _roll_forward(source: Source, config: Config) -> Sequence[Attempt] | None:
-    """Commit attempts that are complete except for their commit.
-
-    Returns the decided attempts of the run in the source if no attempt was left to decide; None: list them.
-    """
-    if isinstance(source, TieredSource):
-        # An incomplete remote checkpoint is the copy of a local one: the next saver continues it.
-        _advance(Run(source.local.store, config.run_name))
-    elif isinstance(source, StoreSource):
-        return _advance(Run(with_remote_create(source.store, config.daemon, config.token), config.run_name))
-    return None
-
-
 def _advance(run: Run) -> Sequence[Attempt] | None:
+    """Commit attempts that are complete except for their commit. Returns the decided ones, if none was left to
+    decide; None: list them."""
     undecided, decided = undecided_and_decided(run)
     for attempt in undecided:
         try:
@@ -86,7 +75,12 @@ def candidates(source: Source, config: Config, reference: Reference) -> Iterator
     decided, outcomes are listed after it, not before: a saver that commits meanwhile would be missed, and training
     would resume from an older step.
     """
-    decided = _roll_forward(source, config)
+    decided = None
+    if isinstance(source, TieredSource):
+        # An incomplete remote checkpoint is the copy of a local one: the next saver continues it.
+        _advance(Run(source.local.store, config.run_name))
+    elif isinstance(source, StoreSource):
+        decided = _advance(Run(with_remote_create(source.store, config.daemon, config.token), config.run_name))
     if not reference.newest:
         yield source.find(reference)
         return

@@ -218,18 +218,14 @@ class _Exchange:
         step = max(_STRETCH_BYTES // 16, ROUND_BYTES // len(ranks))
         for at in range(0, longest, step):
             sizes = [min(step, max(0, size - at)) for size in missing]
-            parts = self._exchange([streams[to][at : at + step] for to in outgoing], sizes)
-            for data, part in zip(received, parts, strict=True):
+            parts = [streams[to][at : at + step] for to in outgoing]
+            sending = torch.from_numpy(np.frombuffer(bytearray().join(parts), np.uint8))
+            into = torch.empty(sum(sizes), dtype=torch.uint8)
+            with self._watch():
+                dist.all_to_all_single(into, sending, sizes, list(map(len, parts)), group=self._world.exchange_group())
+            for data, part in zip(received, _parts(into.numpy().data, sizes), strict=True):
                 data += part
         found = list(stored.items())
         for of, data in zip(incoming, received, strict=True):
             found += zip(of, _parts(memoryview(data), [s.bytes for s in of]), strict=True)
         return found
-
-    def _exchange(self, parts: Sequence[memoryview], sizes: list[int]) -> Iterator[memoryview]:
-        """Send each rank its part, and receive a part of this size from each."""
-        outgoing = torch.from_numpy(np.frombuffer(bytearray().join(parts), np.uint8))
-        into = torch.empty(sum(sizes), dtype=torch.uint8)
-        with self._watch():
-            dist.all_to_all_single(into, outgoing, sizes, list(map(len, parts)), group=self._world.exchange_group())
-        return _parts(into.numpy().data, sizes)

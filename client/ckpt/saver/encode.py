@@ -46,8 +46,6 @@ class CpuThrottle:
 
     def wait_for_budget(self) -> None:
         """Return when the process may use more CPU time; call it before each unit of work."""
-        if self._budget is None:
-            return
         while (behind := self._behind()) > 0:
             time.sleep(min(max(behind, _SHORTEST_S), _LONGEST_S))  # the limit may be lifted
 

@@ -170,17 +170,11 @@ def next_base(
         if row.codec == RAW:
             digest = bytes.fromhex(row.digest)
         raw_digest = digest if digest != UNKNOWN else None
-        used_up = _is_used_up(holders[files[holder]].references, number * STEPS // len(matches), turn, most)
+        references, part = holders[files[holder]].references, number * STEPS // len(matches)
+        # The next save stores it again. One part of a shard takes its turn per save, before all are due.
+        used_up = references >= most or (references > max(0, most - STEPS) and part == turn % STEPS)
         chunks[key] = KnownChunk(files[holder], offset, row, match.sample, raw_digest, used_up)
     return BaseCheckpoint(attempt, chunks, holders)
-
-
-def _is_used_up(references: int, part: int, turn: int, most: int) -> bool:
-    """Whether the next save stores a chunk again. One part of a shard takes its turn per save, before all are due.
-
-    part: of the shard, 0 to STEPS - 1, that has the chunk. turn: counts saves.
-    """
-    return references >= most or (references > max(0, most - STEPS) and part == turn % STEPS)
 
 
 def referenced_by(shard: Shard) -> list[Attempt]:

@@ -414,7 +414,10 @@ class SavePipeline:
             return
         running.incremental.end(receipt.receipt)
         self._contents.ended(job.number, committed=True)
-        self._warn_of(result)
+        # Of the first NaN or Inf in a checkpoint of this process; rank 0 warns for all ranks.
+        if not self._setup.rank and not self._warned and (warning := warning_of(result)):
+            self._warned = True
+            self._report(Warned(warning))
         attempt = Attempt.parse(result.attempt)
         setup, local = self._setup, self._setup.remote is not None
         if self._run.store.shared_between_processes and (local or not self._noted):
@@ -435,12 +438,6 @@ class SavePipeline:
         if isinstance(report, LocalOnly):
             self.heartbeats.local_only(report)
         self._report(report)
-
-    def _warn_of(self, outcome: Outcome) -> None:
-        """Warn of the first NaN or Inf in a checkpoint of this process; rank 0 does it for all ranks."""
-        if not self._setup.rank and not self._warned and (warning := warning_of(outcome)):
-            self._warned = True
-            self._report(Warned(warning))
 
     def _release_leases(self) -> None:
         """Release all leases that a commit of this run makes unnecessary, whichever save it was."""

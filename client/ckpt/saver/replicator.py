@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from ckpt.host.lock import note_checkpoint, noted_checkpoint, try_lock
@@ -62,13 +63,13 @@ _IDLE_S = 10.0
 replicated."""
 
 
+@dataclass
 class LocalQuota:
     """The bytes that one run may have in its local tier. For the uploading thread; `end` for any."""
 
-    def __init__(self, local: Run, setup: Setup) -> None:
-        self._local = local
-        self._setup = setup
-        self._ending_since: float | None = None
+    _local: Run
+    _setup: Setup
+    _ending_since: float | None = None
 
     def end(self) -> None:
         """The trainer has ended: waits last at most `retry_s` from now on."""

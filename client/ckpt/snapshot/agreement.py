@@ -63,10 +63,6 @@ class LayoutAgreement:
         """The session of all ranks; None before they have agreed."""
         return None if self._agreement is None else self._agreement.session
 
-    def session_for(self, state: TrainState, check: Callable[[], None]) -> str:
-        """The session of all ranks. They agree first if they have not: then this is a collective."""
-        return (self._agreement or self.agree(state, check)).session
-
     def agree(
         self, state: TrainState, check: Callable[[], None] = lambda: None, world: World | None = None
     ) -> Agreement:

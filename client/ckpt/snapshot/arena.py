@@ -166,7 +166,8 @@ class Arena:
         try:
             self._check_memory(num_bytes)
             segment = Segment(num_bytes)
-            gpu = self._pinning_for()
+            with self._changed:  # a GPU that snapshots are copied from, if one is known
+                gpu = self._gpu or next((gpu for slot in self._slots.values() if (gpu := slot.stager.gpu)), None)
             with on_node(None if gpu is None else DEVICES[gpu.type](gpu).numa_node()):
                 populate(segment)
             stager = Stager(segment)
@@ -197,11 +198,6 @@ class Arena:
             return
         left = human.size(min(free, share))
         raise OSError(errno.ENOMEM, f"a snapshot takes {human.size(num_bytes)} of host memory, and {left} is available")
-
-    def _pinning_for(self) -> torch.device | None:
-        """A GPU that snapshots are copied from; None if none is known."""
-        with self._changed:
-            return self._gpu or next((gpu for slot in self._slots.values() if (gpu := slot.stager.gpu)), None)
 
     def _drop_small(self) -> None:
         """Free idle slots that are too small for the state."""

@@ -242,8 +242,11 @@ class SaveClient:
         """Submit a staged snapshot: from now on its slot belongs to the writer."""
         writer, job = self.start(), self._register(snapshot)
         writer.send(job)
-        if self._writer is not writer:
-            self._on_missed_death(job.number)
+        if self._writer is not writer:  # it died, and its death was reported, just before the job was registered
+            with self._lock:
+                missed = self._jobs.pop(job.number, None)
+            if missed is not None:
+                self._fail_lost([missed], SaverDied("the saver process died", "The next save starts a new one"))
         snapshot.handle.mark_staged()
         self.arena.prepare_rest()
 
@@ -344,13 +347,6 @@ class SaveClient:
             self._deaths.append(error)
             lost, self._jobs = list(self._jobs.values()), {}
         self._fail_lost(lost, error)
-
-    def _on_missed_death(self, number: int) -> None:
-        """The writer died, and its death was reported, just before this job was registered."""
-        with self._lock:
-            job = self._jobs.pop(number, None)
-        if job is not None:
-            self._fail_lost([job], SaverDied("the saver process died", "The next save starts a new one"))
 
     def _fail_lost(self, lost: Sequence[Snapshot], error: SaverDied) -> None:
         for job in lost:

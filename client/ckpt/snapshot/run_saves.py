@@ -299,7 +299,8 @@ class RunSaves:
         client = self._saving_client()
         self._join()
         step = check_step(step)
-        attempt = self.session.new_attempt(self.agreement.session_for(state, self._check_begin), step)
+        agreed = self.agreement.session or self.agreement.agree(state, self._check_begin).session
+        attempt = self.session.new_attempt(agreed, step)
         with client.declining(attempt):
             client.calls.run(client.start)  # replaces one that died, so that saves work again after the error
             client.calls.run(client.raise_failure, False)

@@ -53,7 +53,14 @@ def remove(
         return
     if not yes:
         _confirm(session, found, checkpoints[0] if everything else None)
-    done, refused = _delete_each(session, found, grace_s, reason or "rm", force or everything)
+    done: list[Checkpoint] = []
+    refused: list[Conflict] = []
+    for checkpoint in found:
+        try:
+            session.operator.delete(checkpoint, grace_s, reason or "rm", force or everything)
+            done.append(checkpoint)
+        except Conflict as error:
+            refused.append(error)
     after = f"; ckptctl undelete restores it for {human.duration(grace_s)}" if grace_s else ""
     bodies = [CheckpointBody.of(c) for c in done]
     if done:
@@ -63,19 +70,6 @@ def remove(
         raise refused[0]
     if refused:
         raise PartlyDone("; ".join(error.message for error in refused), refused[0].hint)
-
-
-def _delete_each(
-    session: Session, found: Sequence[Checkpoint], grace_s: float, reason: str, force: bool
-) -> tuple[list[Checkpoint], list[Conflict]]:
-    done, refused = [], []
-    for checkpoint in found:
-        try:
-            session.operator.delete(checkpoint, grace_s, reason, force)
-            done.append(checkpoint)
-        except Conflict as error:
-            refused.append(error)
-    return done, refused
 
 
 def _meant(session: Session, text: str, everything: bool) -> list[Checkpoint]:

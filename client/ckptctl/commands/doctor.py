@@ -90,7 +90,10 @@ def _wait(session: Session, most_s: float) -> None:
     until, target = session.clock() + most_s, session.target.url
     while True:
         try:
-            session.dispatch(lambda: _ask_daemon(session), session.source.runs)
+            if session.target.is_daemon:
+                _ask_daemon(session)
+            else:
+                session.source.runs()
             break
         except Unavailable:
             if session.clock() >= until:
@@ -131,19 +134,16 @@ def _examine(session: Session) -> Iterator[HealthFinding]:
         if first:
             yield HealthFinding(check=title, verdict="skipped", found=f"not checked, because of: {first}")
             continue
-        for finding in _attempted(title, check, session):
-            yield finding
-            first = first or (finding.check if finding.verdict == "wrong" else "")
-
-
-def _attempted(title: str, check: _Check, session: Session) -> Iterator[HealthFinding]:
-    try:
-        yield from check(session)
-    except Forbidden as error:
-        found = "needs scope admin" if check is _look_at_store else error.message
-        yield HealthFinding(check=title, verdict="skipped", found=f"not checked: {found}")
-    except CkptError as error:
-        yield HealthFinding.of(title, False, error.message, error.hint)
+        try:
+            for finding in check(session):
+                yield finding
+                first = first or (finding.check if finding.verdict == "wrong" else "")
+        except Forbidden as error:
+            found = "needs scope admin" if check is _look_at_store else error.message
+            yield HealthFinding(check=title, verdict="skipped", found=f"not checked: {found}")
+        except CkptError as error:
+            first = first or title
+            yield HealthFinding.of(title, False, error.message, error.hint)
 
 
 def _look_at_daemon(session: Session) -> Iterator[HealthFinding]:

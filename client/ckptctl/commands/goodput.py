@@ -40,10 +40,10 @@ def goodput(
     per attempt; without, only the times of captures are known. With -o id it prints the attempts.
     """
     check_run(run)
-    found = session.dispatch(
-        lambda: session.daemon("goodput").goodput(run),
-        lambda: read_account(Run(session.store("goodput"), run, session.clock)),
-    )
+    if session.target.is_daemon:
+        found = session.daemon("goodput").goodput(run)
+    else:
+        found = read_account(Run(session.store("goodput"), run, session.clock))
     if metrics:
         print(openmetrics([found]), end="")
         return

@@ -102,12 +102,11 @@ def _arrangement(text: str) -> Callable[[list[Checkpoint]], list[Checkpoint]]:
     kind, _, metric = name.partition(":")
     if kind == "metric" and metric:
 
-        def by_metric(found: list[Checkpoint]) -> list[Checkpoint]:
-            measured = [c for c in in_order(found, Sort.RUN) if isfinite(c.metrics.get(metric, inf))]
-            measured.sort(key=lambda c: c.metrics[metric], reverse=falling)
-            return [*measured, *(c for c in in_order(found, Sort.RUN) if not isfinite(c.metrics.get(metric, inf)))]
+        def place(c: Checkpoint) -> tuple[bool, float]:
+            value = c.metrics.get(metric, inf)
+            return (False, -value if falling else value) if isfinite(value) else (True, 0.0)
 
-        return by_metric
+        return lambda found: sorted(in_order(found, Sort.RUN), key=place)
     try:
         order = Sort(text[:falling] + _ORDERS.get(name, name))
     except ValueError:
@@ -144,10 +143,10 @@ def list_runs(session: Session, run: RunArgument = None, limit: LimitOption = No
     if len(names) > (limit or len(names)):
         session.screen.note(f"{limit} of {len(names):,} runs shown")
     names = names[:limit]
-    runs = session.dispatch(
-        lambda: [one for one in session.daemon("runs").run_summaries() if one.run in names],
-        lambda: [_summary(session, name, session.source.checkpoints(name)) for name in names],
-    )
+    if session.target.is_daemon:
+        runs = [one for one in session.daemon("runs").run_summaries() if one.run in names]
+    else:
+        runs = [_summary(session, name, session.source.checkpoints(name)) for name in names]
     now = session.clock()
     table = Table(("RUN", ">CHECKPOINTS", ">STORED", "LATEST", ">AGE"), [Row(_run_cells(run, now)) for run in runs])
     names = [run.run for run in runs]

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ckptapi.bodies import Phase, RankBody, RestoreBody, RestoreState
+from ckptapi.bodies import Phase, RestoreBody, RestoreState
 from ckptctl.commands.arguments import NewestOption
 from ckptctl.commands.listing import short_id
 from ckptctl.render import Block, Facts, Row, Table
@@ -45,9 +45,12 @@ def show_restores(
     def look() -> list[RestoreBody]:
         return [daemon.restore_session(id)] if id is not None else daemon.restore_sessions(run, limit)
 
-    def blocks(found: Sequence[RestoreBody]) -> Iterator[Block]:
+    def blocks(found: Sequence[RestoreBody]) -> Iterable[Block]:
         now = session.clock()
-        return _restore_blocks(found[0], now) if id is not None else _list_blocks(found, now)
+        if id is not None:
+            return _restore_blocks(found[0], now)
+        columns = ("RESTORE", "CHECKPOINT", "STATE", ">RANKS", ">DONE/2", ">AGE/1", "HOST/3", "SLOWEST, OR PROBLEM")
+        return [Table(columns, [Row(_cells(restore, now), _STYLES[restore.state]) for restore in found])]
 
     if watch:
         _watch(session, look, blocks)
@@ -76,11 +79,6 @@ def _watch(
             if all(restore.state is not RestoreState.RESTORING for restore in found):
                 return
             time.sleep(_LOOK_S)
-
-
-def _list_blocks(restores: Sequence[RestoreBody], now: float) -> Iterator[Block]:
-    columns = ("RESTORE", "CHECKPOINT", "STATE", ">RANKS", ">DONE/2", ">AGE/1", "HOST/3", "SLOWEST, OR PROBLEM")
-    yield Table(columns, [Row(_cells(restore, now), _STYLES[restore.state]) for restore in restores])
 
 
 def _cells(restore: RestoreBody, now: float) -> tuple[str, ...]:
@@ -128,28 +126,23 @@ def _restore_blocks(restore: RestoreBody, now: float) -> Iterator[Block]:
     yield Facts(pairs)
     if restore.ranks:
         yield ""
-        yield _rank_table(restore, restore.ranks, now)
-
-
-def _rank_table(restore: RestoreBody, ranks: Iterable[RankBody], now: float) -> Table:
-    columns = (">RANK", "PHASE", ">DONE", ">BYTES/2", ">OF/2", ">REPORTED/1", "PROBLEM")
-    ordered = sorted(ranks, key=lambda rank: (rank.phase is not Phase.FAILED, rank.fraction, rank.rank))
-    rows = [
-        Row(
-            (
-                str(rank.rank),
-                rank.phase,
-                f"{rank.fraction:.0%}",
-                human.size(rank.done_bytes),
-                human.size(rank.total_bytes) if rank.total_bytes else "?",
-                human.age(now - rank.updated_at),
-                rank.problem,
-            ),
-            "yellow" if rank.rank in restore.stragglers else "",
-        )
-        for rank in ordered
-    ]
-    return Table(columns, rows)
+        columns = (">RANK", "PHASE", ">DONE", ">BYTES/2", ">OF/2", ">REPORTED/1", "PROBLEM")
+        rows = [
+            Row(
+                (
+                    str(rank.rank),
+                    rank.phase,
+                    f"{rank.fraction:.0%}",
+                    human.size(rank.done_bytes),
+                    human.size(rank.total_bytes) if rank.total_bytes else "?",
+                    human.age(now - rank.updated_at),
+                    rank.problem,
+                ),
+                "yellow" if rank.rank in restore.stragglers else "",
+            )
+            for rank in sorted(restore.ranks, key=lambda one: (one.phase is not Phase.FAILED, one.fraction, one.rank))
+        ]
+        yield Table(columns, rows)
 
 
 def _done(restore: RestoreBody) -> str:

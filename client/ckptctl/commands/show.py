@@ -148,26 +148,14 @@ def _blocks(found: Checkpoint, body: ContentBody, now: float) -> Iterator[Block]
     yield facts
     if body.entries:
         yield ""
-        yield _entry_table(body.entries)
+        entries = [
+            Row((e.name, e.dtype, " × ".join(map(str, e.shape)) or "scalar", human.size(e.bytes), ", ".join(e.aliases)))
+            for e in body.entries
+        ]
+        yield Table(("ENTRY", "DTYPE", "SHAPE", ">SIZE", "ALSO NAMED?"), entries)
     if body.shards:
         yield ""
         yield _shard_table(body.shards)
-
-
-def _entry_table(entries: Sequence[ShownEntry]) -> Table:
-    rows = [
-        Row(
-            (
-                entry.name,
-                entry.dtype,
-                " × ".join(map(str, entry.shape)) or "scalar",
-                human.size(entry.bytes),
-                ", ".join(entry.aliases),
-            )
-        )
-        for entry in entries
-    ]
-    return Table(("ENTRY", "DTYPE", "SHAPE", ">SIZE", "ALSO NAMED?"), rows)
 
 
 def _shard_table(shards: Sequence[ShownShard]) -> Table:

@@ -81,11 +81,19 @@ def verify(
     """
     session.operator.read_past_caches()  # bytes from a cache prove nothing about the store
     chosen = _choose(session, which or [], everything)
-    _report(
-        session,
-        list(_verify_each(session, chosen, ranks)),
-        "Restores skip them. Restore the bytes from a copy, or delete the checkpoints",
-    )
+    results: list[Verification] = []
+    with session.screen.progress("verifying", sum(c.needed_bytes for c in chosen)) as progress:
+        for checkpoint in chosen:
+            corrupt = checkpoint.state is State.CORRUPT
+            try:
+                # Without a lease, a concurrent prune would look like damage.
+                with nullcontext() if corrupt else leased(session.source, checkpoint):
+                    results.append(verify_checkpoint(session.source, checkpoint, progress, ranks=ranks))
+            except NoCheckpoint:
+                if len(chosen) == 1:
+                    raise
+                session.screen.note(f"{checkpoint.id} was deleted in the meantime")
+    _report(session, results, "Restores skip them. Restore the bytes from a copy, or delete the checkpoints")
 
 
 def _report(session: Session, results: Sequence[Verification], hint: str) -> None:
@@ -108,22 +116,6 @@ def _choose(session: Session, which: Sequence[str], everything: bool) -> list[Ch
     if everything:
         return [c for found in session.checkpoints(None).values() for c in found]
     return [c for text in which for c in session.chosen(text)]
-
-
-def _verify_each(
-    session: Session, checkpoints: Sequence[Checkpoint], ranks: Sequence[int] | None
-) -> Iterator[Verification]:
-    with session.screen.progress("verifying", sum(c.needed_bytes for c in checkpoints)) as progress:
-        for checkpoint in checkpoints:
-            corrupt = checkpoint.state is State.CORRUPT
-            try:
-                # Without a lease, a concurrent prune would look like damage.
-                with nullcontext() if corrupt else leased(session.source, checkpoint):
-                    yield verify_checkpoint(session.source, checkpoint, progress, ranks=ranks)
-            except NoCheckpoint:
-                if len(checkpoints) == 1:
-                    raise
-                session.screen.note(f"{checkpoint.id} was deleted in the meantime")
 
 
 def _blocks(results: Sequence[Verification]) -> Iterator[Block]:
@@ -214,7 +206,7 @@ def scrub_checkpoints(
         raise InvalidRequest("--from is given without --heal", "Add --heal")
     named: dict[str, Any] = {"checkpoint" if which is not None and "@" in which else "run": which}
 
-    def by_job() -> None:
+    if session.target.is_daemon:
         if (older, limit, rate, copy) != (None, None, None, None):
             raise InvalidRequest(
                 "--older, --limit, --rate and --from work on stores only", "For a daemon, use ckptd --scrub-days"
@@ -223,19 +215,16 @@ def scrub_checkpoints(
         result = job.result or {}
         session.screen.emit(job, result.get("corrupt", []), job_blocks(job, session.clock()))
         _raise_if_damaged(result.get("num_corrupt", 0), result.get("checked", 0), _QUARANTINED)
-
-    def here() -> None:
-        due = _due(session, which, older, heal)[:limit]
-        throttle = RateLimiter(human.parse_size(rate) if rate else 0, session.clock, time.sleep)
-        heal_from = ([] if copy is None else [open_store(copy)]) if heal else None
-        with session.screen.progress("scrubbing", sum(checkpoint.needed_bytes for checkpoint in due)) as progress:
-            store = session.store("scrub")
-            results = list(scrub(store, due, operator(), session.clock, progress, throttle, heal_from=heal_from))
-        if not results:
-            session.screen.note("no checkpoint is due")
-        _report(session, results, _QUARANTINED)
-
-    session.dispatch(by_job, here)
+        return
+    due = _due(session, which, older, heal)[:limit]
+    throttle = RateLimiter(human.parse_size(rate) if rate else 0, session.clock, time.sleep)
+    heal_from = ([] if copy is None else [open_store(copy)]) if heal else None
+    with session.screen.progress("scrubbing", sum(checkpoint.needed_bytes for checkpoint in due)) as progress:
+        store = session.store("scrub")
+        results = list(scrub(store, due, operator(), session.clock, progress, throttle, heal_from=heal_from))
+    if not results:
+        session.screen.note("no checkpoint is due")
+    _report(session, results, _QUARANTINED)
 
 
 _QUARANTINED = "They are now listed as corrupt. Try ckptctl scrub --heal, with --from if there is a copy, or ckptctl rm"

@@ -36,10 +36,10 @@ def watch(
     connection is lost. A store is polled every two seconds.
     """
     run = check_run(run) if run is not None else None
-    events = session.dispatch(
-        lambda: _from_daemon(session.daemon("watch"), run, session.screen.note),
-        lambda: _from_store(session.source, run, session.clock),
-    )
+    if session.target.is_daemon:
+        events = _from_daemon(session.daemon("watch"), run, session.screen.note)
+    else:
+        events = _from_store(session.source, run, session.clock)
     for event in islice(events, count or None):
         session.screen.emit(event, [event.checkpoint] if event.checkpoint else [], [_line(event)])
 
