@@ -27,7 +27,11 @@ _MAX_FDS = 4
 SHARED_STEP_BYTES = 4096
 
 
-class Setup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """What travels over a socket: JSON with the name of its class."""
+
+
+class Setup(Message, frozen=True, kw_only=True):
     """The configuration of a saver; the first message."""
 
     store: str
@@ -64,7 +68,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         return self.remote or self.store
 
 
-class TrainerStarted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class TrainerStarted(Message, frozen=True, kw_only=True):
     """Rank 0 begins to train; the memory of its SharedStep (heartbeat_writer.py) comes with the message."""
 
     id: str
@@ -75,14 +79,14 @@ class TrainerStarted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     num_bytes: int = SHARED_STEP_BYTES
 
 
-class Slot(msgspec.Struct, frozen=True, tag=True):
+class Slot(Message, frozen=True):
     """A new slot of the arena; its memory comes with the message."""
 
     number: int
     num_bytes: int
 
 
-class Forget(msgspec.Struct, frozen=True, tag=True):
+class Forget(Message, frozen=True):
     """No further job uses this slot."""
 
     slot: int
@@ -98,7 +102,7 @@ class SliceRow(msgspec.Struct, frozen=True, array_like=True):
     at: int
 
 
-class SaveJob(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class SaveJob(Message, frozen=True, kw_only=True):
     """One snapshot to make durable."""
 
     number: int
@@ -117,18 +121,18 @@ class SaveJob(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Extensions of the receipt."""
 
 
-class DropQueued(msgspec.Struct, frozen=True, tag=True):
+class DropQueued(Message, frozen=True):
     """Skip the oldest job with a slot whose upload has not begun, if there is one."""
 
     step: int
     """The step of the save that needs the slot."""
 
 
-class Expedite(msgspec.Struct, frozen=True, tag=True):
+class Expedite(Message, frozen=True):
     """The trainer will be preempted: the next save is to be durable as soon as possible."""
 
 
-class Abort(msgspec.Struct, frozen=True, tag=True):
+class Abort(Message, frozen=True):
     """Abort an attempt: this rank takes no part in it."""
 
     attempt: NewAttempt
@@ -136,7 +140,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     """The error; None if this rank skips the attempt."""
 
 
-class Stop(msgspec.Struct, frozen=True, tag=True):
+class Stop(Message, frozen=True):
     """Finish all jobs, then exit."""
 
     retain_snapshot: bool = False
@@ -144,14 +148,14 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     `retain_snapshot_s`."""
 
 
-class SaveProgress(msgspec.Struct, frozen=True, tag=True):
+class SaveProgress(Message, frozen=True):
     """The number of raw bytes of a job that are uploaded."""
 
     number: int
     done_bytes: int
 
 
-class Released(msgspec.Struct, frozen=True, tag=True):
+class Released(Message, frozen=True):
     """The shard and its receipt are durable: the slot may be reused."""
 
     number: int
@@ -162,7 +166,7 @@ class Released(msgspec.Struct, frozen=True, tag=True):
     """Requests to the store that were repeated since the last report."""
 
 
-class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class Done(Message, frozen=True, kw_only=True):
     """The checkpoint exists."""
 
     number: int
@@ -171,7 +175,7 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     commit_s: float
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class Failed(Message, frozen=True, kw_only=True):
     """The job failed or was skipped; its slot may be reused."""
 
     number: int
@@ -181,13 +185,13 @@ class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     hint: str
 
 
-class Warned(msgspec.Struct, frozen=True, tag=True):
+class Warned(Message, frozen=True):
     """Something that the user should know; the trainer logs it."""
 
     message: str
 
 
-class LocalOnly(msgspec.Struct, frozen=True, tag=True):
+class LocalOnly(Message, frozen=True):
     """The checkpoints that are to be replicated to the remote store, and are not there yet."""
 
     checkpoints: int
@@ -196,7 +200,7 @@ class LocalOnly(msgspec.Struct, frozen=True, tag=True):
     """When the oldest of them was committed locally, by the clock of its committer; None: there is none."""
 
 
-class Unreplicable(msgspec.Struct, frozen=True, tag=True):
+class Unreplicable(Message, frozen=True):
     """The local saves of this session are not committed remotely: another trainer has continued the run."""
 
     session: str
@@ -204,7 +208,7 @@ class Unreplicable(msgspec.Struct, frozen=True, tag=True):
     hint: str
 
 
-class Idle(msgspec.Struct, frozen=True, tag=True):
+class Idle(Message, frozen=True):
     """All jobs have ended. The saver reports nothing more, and lives on to keep memory."""
 
 

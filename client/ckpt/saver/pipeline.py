@@ -159,12 +159,10 @@ class SavePipeline:
         report: Callable[[Report], None],
         clock: Clock = system_clock,
         own_process: bool = False,
-        contents: SlotContents | None = None,
     ) -> None:
         """own_process: the process runs nothing but this pipeline, so that its CPU time is that of the saves.
 
         store: that of `setup`.
-        contents: what the slots hold, to be kept up to date; None: their memory is of no use after an upload.
         """
         self.segments: dict[int, Segment] = {}
         """The memory of the slots."""
@@ -195,7 +193,8 @@ class SavePipeline:
             )
         self._own_process = own_process
         self._throttle = CpuThrottle(setup.cpu_budget if own_process else None)
-        self._contents = contents or SlotContents(enabled=False)
+        self.contents = SlotContents(enabled=own_process and setup.retain_snapshot_s > 0)
+        """What the slots hold, if their memory is of use after an upload."""
         self._policy = coding_policy(setup.compress, store.url)
         self._lock = threading.Lock()
         self._leases: set[str] = set()
@@ -241,7 +240,7 @@ class SavePipeline:
         self.heartbeats.captured(job.attempt.step, job.created_at)
         if job.lease is not None:
             self._leases.add(job.lease)
-        self._contents.submitted(job)
+        self.contents.submitted(job)
         with self._lock:
             self._waiting[job.number] = job
         self._uploads.submit(self._upload, job, raw, time.perf_counter())
@@ -254,7 +253,7 @@ class SavePipeline:
         if self._setup.dedup_casts and isinstance(raw, memoryview):
             placed, derived = divide(placed, raw)
         spans = plan_chunks(placed)
-        plain = encode_by(self._policy, self._contents.enabled, self._throttle)
+        plain = encode_by(self._policy, self.contents.enabled, self._throttle)
         statistics, encode, unchanged = None, plain, ignore
         if self._setup.statistics:
             statistics = ShardStatistics(self._known_statistics, raw, placed, spans, derived)
@@ -359,7 +358,7 @@ class SavePipeline:
             self._run, attempt, content, job.created_at, self._setup.rank, self._setup.world_size,
             local=job.local, metrics=job.metrics, extensions=job.extensions | extensions,
         )  # fmt: skip
-        self._contents.uploaded(job, attempt, shard, running.incremental.raw_digests(stored))
+        self.contents.uploaded(job, attempt, shard, running.incremental.raw_digests(stored))
         total, upload_s = time.perf_counter() - running.begun_at, uploaded.upload_s if uploaded else 0.0
         timings = {
             "queue_s": running.begun_at - running.received_at,
@@ -413,7 +412,7 @@ class SavePipeline:
                 self._abort(job.attempt, describe(result))  # no other rank could commit it either
             return
         running.incremental.end(receipt.receipt)
-        self._contents.ended(job.number, committed=True)
+        self.contents.ended(job.number, committed=True)
         # Of the first NaN or Inf in a checkpoint of this process; rank 0 warns for all ranks.
         if not self._setup.rank and not self._warned and (warning := warning_of(result)):
             self._warned = True
@@ -457,7 +456,7 @@ class SavePipeline:
     def _fail(self, job: SaveJob, slot: int | None, error: BaseException) -> None:
         if not isinstance(error, SaveSkipped):
             logger.error("save of step %d failed", job.attempt.step, exc_info=error)
-        self._contents.ended(job.number, committed=False)
+        self.contents.ended(job.number, committed=False)
         code, hint = (error.code, error.hint) if isinstance(error, CkptError) else ("save_failed", "")
         message = error.message if isinstance(error, CkptError) else describe(error)
         self._report(Failed(number=job.number, slot=slot, code=code, message=message, hint=hint))

@@ -33,7 +33,7 @@ from ckpt.saver.messages import (
 )
 from ckpt.saver.pipeline import SavePipeline
 from ckpt.saver.presence import SaverNote
-from ckpt.saver.retained_snapshot import SlotContents, retain_snapshot
+from ckpt.saver.retained_snapshot import retain_snapshot
 from ckptstore.errors import CkptError
 from ckptstore.stores import open_store
 
@@ -64,9 +64,8 @@ def main(sock: int, lock: int) -> int:
         with suppress(OSError), sending:  # the trainer may be gone; the result is in the store
             channel.send(report)
 
-    contents = SlotContents() if setup.retain_snapshot_s else None
     store = open_store(setup.store, setup.options, retried=setup.retry_s > 0)
-    pipeline = SavePipeline(store, setup, report, own_process=True, contents=contents)
+    pipeline = SavePipeline(store, setup, report, own_process=True)
     stop, failed = None, False
     try:
         stop = _serve(channel, pipeline, note)
@@ -78,7 +77,9 @@ def main(sock: int, lock: int) -> int:
     pipeline.finish_uploads()
     # From here on the saver may only wait for other ranks, and any process that sees all receipts can commit. Free the
     # lock for the next trainer, which need not wait for that, and all memory that it cannot use.
-    kept = retain_snapshot(setup, contents if stop is None or stop.retain_snapshot else None, pipeline.segments)
+    kept = retain_snapshot(
+        setup, pipeline.contents if stop is None or stop.retain_snapshot else None, pipeline.segments
+    )
     os.close(lock)
     pipeline.close()
     if kept is not None:

@@ -28,7 +28,7 @@ import msgspec
 from ckpt.host.lock import host_path
 from ckpt.host.memory import available_bytes
 from ckpt.host.segment import Segment
-from ckpt.saver.messages import Channel, SaveJob, Setup
+from ckpt.saver.messages import Channel, Message, SaveJob, Setup
 from ckptstore.clock import system_clock
 from ckptstore.errors import CkptError
 from ckptstore.format.documents import Shard
@@ -49,7 +49,7 @@ _RESERVE = 8
 _CREDENTIALS = struct.Struct("3i")
 
 
-class Attach(msgspec.Struct, frozen=True, tag=True):
+class Attach(Message, frozen=True):
     """A trainer restores this attempt."""
 
     store: str
@@ -57,7 +57,7 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
     attempt: str
 
 
-class Release(msgspec.Struct, frozen=True, tag=True):
+class Release(Message, frozen=True):
     """The trainer of this rank is about to allocate its own slots: free the memory."""
 
     store: str
@@ -65,7 +65,7 @@ class Release(msgspec.Struct, frozen=True, tag=True):
     rank: int
 
 
-class HeldSnapshot(msgspec.Struct, frozen=True, tag=True):
+class HeldSnapshot(Message, frozen=True):
     """A snapshot in shared memory; its descriptor comes with the message. Its receipt is durable. Columns by chunk."""
 
     attempt: str
@@ -82,13 +82,13 @@ class HeldSnapshot(msgspec.Struct, frozen=True, tag=True):
     """Digests of the bytes before encoding."""
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class Refused(Message, frozen=True):
     """There is nothing for this peer."""
 
     reason: str
 
 
-class Freed(msgspec.Struct, frozen=True, tag=True):
+class Freed(Message, frozen=True):
     """The memory is freed, as far as this saver holds it."""
 
 
