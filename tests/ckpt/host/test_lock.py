@@ -19,6 +19,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -270,12 +271,8 @@ def test_a_file_that_is_deleted_before_it_is_locked_is_made_again(temporary: Pat
 
 def test_a_full_temporary_folder_is_not_left_for_another(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next trainer would look for the locks there, or here, and not find them."""
-
-    def full(*args: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     SaverLock(STORE, RUN).close()
-    monkeypatch.setattr(os, "open", full)
+    monkeypatch.setattr(os, "open", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     with pytest.raises(Unavailable, match=f"cannot open or lock {temporary}.*No space left") as caught:
         SaverLock(STORE, RUN)
     assert "set TMPDIR" in caught.value.hint
@@ -283,10 +280,7 @@ def test_a_full_temporary_folder_is_not_left_for_another(temporary: Path, monkey
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK])
 def test_a_file_system_without_locks_is_named(code: int, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(fd: int, operation: int) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(code, os.strerror(code))))
     uses: list[Callable[[], object]] = [
         lambda: SaverLock(STORE, RUN), hold_folder, lambda: wait_for_orphans(STORE, RUN, timeout_s=30),
     ]  # fmt: skip

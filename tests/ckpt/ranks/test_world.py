@@ -11,6 +11,7 @@ from itertools import product
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -109,18 +110,10 @@ def test_one_process_is_a_world_of_its_own() -> None:
 _LONG_S = 60.0
 
 
-def _threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "ckpt-meeting"]
-
-
-def _fail() -> None:
-    raise KeyError("lost")
-
-
 def test_a_call_is_made_in_a_thread_of_its_own_and_raises_its_error() -> None:
     assert call_with_timeout(_LONG_S, threading.get_ident) != threading.get_ident()
     with pytest.raises(KeyError, match="lost"):
-        call_with_timeout(_LONG_S, _fail)
+        call_with_timeout(_LONG_S, Mock(side_effect=KeyError("lost")))
 
 
 def test_a_call_that_hangs_delays_no_other_and_its_thread_ends_after_it() -> None:
@@ -129,7 +122,7 @@ def test_a_call_that_hangs_delays_no_other_and_its_thread_ends_after_it() -> Non
         call_with_timeout(0.01, end.wait)
     assert call_with_timeout(_LONG_S, int, "7") == 7
     end.set()
-    wait_until(lambda: not _threads(), "the end of the thread")
+    wait_until(lambda: "ckpt-meeting" not in {thread.name for thread in threading.enumerate()}, "its end")
 
 
 def meet(rounds: int) -> dict[str, Any]:

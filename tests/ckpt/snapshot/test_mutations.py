@@ -186,7 +186,8 @@ def _live(life: Life, store: Path) -> str:
         handle = checkpointer.save_async(subject.model, subject.optim, 100, ema=subject.ema)
         tears = _mutate(life, subject, pauses, handle)
         error = handle.exception() if handle._finished.wait(_PATIENCE_S) else TimeoutError()
-        _meet()
+        if dist.is_initialized():
+            dist.barrier()
         stored = {found.step for found in StoreSource(open_store(str(store))).checkpoints("life")}
         assert (100 in stored) == (error is None), (life, error, stored)
         assert error is None or (isinstance(error, CkptError) and any(_gathered(tears))), (life, error)
@@ -256,11 +257,6 @@ def _wait_for_point(pauses: Pauses, handle: SaveHandle) -> None:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _meet() -> None:
-    if dist.is_initialized():
-        dist.barrier()
 
 
 def _gathered(value: Any) -> list[Any]:
