@@ -67,3 +67,19 @@ def training(tmp_path: Path) -> Path:
     folder = tmp_path / "store"
     write_entries(open_store(str(folder)), ENTRIES, TREES, {"model/head": "model/emb"})
     return folder
+
+
+@pytest.fixture(params=["store", "daemon"])
+def target(request: pytest.FixtureRequest, folder: Path) -> tuple[str, str]:
+    """What names the store itself, and a daemon for it."""
+    if request.param == "store":
+        return "--store", str(folder)
+    return "--url", request.getfixturevalue("daemon").url
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder of configuration."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    (tmp_path / "config").mkdir()
+    return tmp_path / "config"

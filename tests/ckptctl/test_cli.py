@@ -36,33 +36,23 @@ from ckptstore.reading.verify import verify
 from ckptstore.run import Run
 from ckptstore.stores import ObjectReader, RangeReader, Store, open_store
 from tests.conftest import S3Location
-from tests.support.checkpoints import whole_entries, write_checkpoint
+from tests.support.checkpoints import flip, whole_entries, write_checkpoint
 from tests.support.command_line import PROGRAM, Finished, Terminal, clean_environment, invoke, run, run_program, succeed
 from tests.support.daemons import running_daemon
 
 
-def test_exit_codes(folder: Path, filled: Store, tmp_path: Path) -> None:
+def test_exit_codes_and_where_results_and_errors_go(folder: Path, filled: Store) -> None:
     newest = list_checkpoints(Run(filled, "gpt"))[0]
-    store = ("--store", folder)
-    assert run_program("ls", *store).code == 0
-    assert run("export", "gpt@40", "--to", tmp_path / "x.bin", *store).code == 2
-    assert (run("prune", "--keep", "1", *store).code, run("latest", "typo", *store).code) == (2, 4)
-    assert run_program("ls", "--url", "http://127.0.0.1:1").code == 7
-    shard = folder / RunKeys("gpt").shard(newest.attempt, "shard-00000.ckpt")
-    shard.write_bytes(b"\0" + shard.read_bytes()[1:])
-    assert run("verify", "--all", *store).code == 5
-
-
-def test_results_go_to_stdout_and_the_rest_to_stderr(folder: Path) -> None:
     done = run_program("ls", "typo", "-o", "json", "--store", folder)
-    assert (done.stdout, done.error["code"]) == ("", "no_checkpoint")
+    assert (done.code, done.stdout, done.error["code"]) == (4, "", "no_checkpoint")
     assert done.error["hint"]
     done = run("ls", "typo", "--store", folder)
-    assert done.stdout == ""
+    assert (done.code, done.stdout, "\x1b" in done.stderr) == (4, "", False)
     assert done.stderr.startswith("error: run 'typo' has no checkpoint in file://")
-    assert "\x1b" not in done.stderr
     done = run("verify", "--all", "-o", "json", "--store", folder)
-    assert (len(done.json), done.stderr) == (6, "")
+    assert (done.code, len(done.json), done.stderr) == (0, 6, "")
+    flip(folder / RunKeys("gpt").shard(newest.attempt, "shard-00000.ckpt"), 0)
+    assert run("verify", "--all", "--store", folder).code == 5
 
 
 def test_a_pipe_is_not_shortened_unless_it_has_a_width(folder: Path) -> None:
@@ -85,34 +75,17 @@ def test_a_reader_that_has_seen_enough_is_no_error_message(folder: Path, filled:
         assert (err.read(), process.wait(60)) == (b"", 1)
 
 
-def test_prune_asks_and_obeys(folder: Path, filled: Store) -> None:
-    run = Run(filled, "gpt")
-    for answer in ("n", "", "whatever"):
-        with Terminal("prune", "--keep", "1", "--store", folder, columns=120) as terminal:
+def test_prune_asks_and_obeys(filled: Store, target: tuple[str, str]) -> None:
+    """No, nothing, something else, Ctrl-D, Ctrl-C, and yes."""
+    for typed, code in (("n\n", 2), ("\n", 2), ("whatever\n", 2), ("\x04", 2), ("", 130), ("y\n", 0)):
+        with Terminal("prune", "--keep", "1", *target, columns=120) as terminal:
             terminal.wait_for("Delete 4 checkpoints, 9.1 MiB, freed after 24h 00m? [y/N] ")
             assert "Keep 2 checkpoints" in terminal.screen
-            terminal.type(f"{answer}\n")
-            assert terminal.finish() == 2
-            assert "nothing was deleted" in terminal.screen
-    assert len(list_checkpoints(run)) == 5
-    with Terminal("prune", "--keep", "1", "--store", folder, columns=120) as terminal:
-        terminal.wait_for("[y/N] ")
-        terminal.type("y\n")
-        assert terminal.finish() == 0
-        assert "Hid 4 checkpoints; 9.1 MiB are freed in 24h 00m" in terminal.screen
-    assert [c.step for c in list_checkpoints(run)] == [40]
-
-
-def test_ctrl_c_and_ctrl_d_at_the_question_delete_nothing(folder: Path, filled: Store) -> None:
-    with Terminal("prune", "--keep", "1", "--store", folder, columns=120) as terminal:
-        terminal.wait_for("[y/N] ")
-        terminal.interrupt()
-        assert terminal.finish() == 130
-    with Terminal("prune", "--keep", "1", "--store", folder, columns=120) as terminal:
-        terminal.wait_for("[y/N] ")
-        terminal.type("\x04")
-        assert terminal.finish() == 2
-    assert len(list_checkpoints(Run(filled, "gpt"))) == 5
+            terminal.type(typed) if typed else terminal.interrupt()
+            assert terminal.finish() == code
+        assert ("nothing was deleted" in terminal.screen) == (code == 2)
+        assert [c.step for c in list_checkpoints(Run(filled, "gpt"))] == ([40, 30, 30, 20, 10] if code else [40])
+    assert "Hid 4 checkpoints; 9.1 MiB are freed in 24h 00m" in terminal.screen
 
 
 @pytest.mark.parametrize(("keep", "code", "left"), [(1, 3, 2), (4, 6, 5)])
@@ -140,22 +113,16 @@ def test_progress_is_for_people_who_watch(folder: Path, tmp_path: Path) -> None:
         assert "━" not in terminal.screen
 
 
-def test_a_target_that_does_not_answer_is_named_while_one_waits() -> None:
+@pytest.mark.parametrize("kind", ["daemon", "store"])
+def test_what_does_not_answer_is_named_while_one_waits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        with Terminal("ls", "--url", url, columns=120) as terminal:
-            terminal.wait_for(f"waiting for {url} ...")
-            terminal.interrupt()
-            assert terminal.finish() == 130
-
-
-def test_a_store_that_does_not_answer_is_named_while_one_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             monkeypatch.setenv(name, "any")
-        with Terminal("ls", "--store", "s3://bucket/ckpts", columns=120) as terminal:
-            terminal.wait_for("waiting for s3://bucket/ckpts ...")
+        option, url = ("--url", endpoint) if kind == "daemon" else ("--store", "s3://bucket/ckpts")
+        with Terminal("ls", option, url, columns=120) as terminal:
+            terminal.wait_for(f"waiting for {url} ...")
             terminal.interrupt()
             assert terminal.finish() == 130
 
@@ -231,28 +198,23 @@ def test_ctrl_c_does_not_wait_for_all_that_is_queued(filled: Store, work: str, m
     assert 5 <= InterruptedSource.reads < 100
 
 
-def test_version_and_help() -> None:
+def test_version_help_and_usage_with_brackets_around_what_is_optional() -> None:
     assert invoke("--version").stdout.startswith("ckptctl ")
     shown = succeed("--help")
     for code, meaning in MEANINGS.items():
         assert f"{code:>3}  {meaning}" in shown.stdout
+    for words, arguments in (
+        ("ls", "[RUN]"), ("rm", "RUN@STEP|RUN..."), ("verify", "[RUN[@STEP]]..."), ("policy apply", "FILE"),
+        ("cp", "[RUN[@STEP]]..."),
+    ):  # fmt: skip
+        usage = invoke(*words.split(), "--help").stdout.splitlines()[0]
+        assert usage == f"Usage: ckptctl {words} [OPTIONS] {arguments}"
 
 
 @pytest.mark.parametrize("words", [[], ["policy"], ["token"]])
 def test_words_that_ask_for_nothing_print_the_help(words: list[str]) -> None:
     done = invoke(*words)
     assert (done.code, done.stdout, done.stderr) == (2, "", invoke(*words, "--help").stdout)
-
-
-def test_the_usage_has_brackets_around_what_is_optional() -> None:
-    for words, usage in (
-        (("ls",), "ckptctl ls [OPTIONS] [RUN]"),
-        (("rm",), "ckptctl rm [OPTIONS] RUN@STEP|RUN..."),
-        (("verify",), "ckptctl verify [OPTIONS] [RUN[@STEP]]..."),
-        (("policy", "apply"), "ckptctl policy apply [OPTIONS] FILE"),
-        (("cp",), "ckptctl cp [OPTIONS] [RUN[@STEP]]..."),
-    ):
-        assert invoke(*words, "--help").stdout.splitlines()[0] == f"Usage: {usage}"
 
 
 @pytest.mark.parametrize("command", EXAMPLES)
@@ -281,16 +243,10 @@ def test_global_options_stand_before_or_after_the_command(first: str, folder: Pa
     assert joined == invoke(*command, *options)
 
 
-def test_the_option_after_the_command_wins(folder: Path) -> None:
+def test_the_option_after_the_command_wins_and_values_of_others_are_none(folder: Path) -> None:
     assert invoke("--store", "/nowhere/at/all", "-o", "id", "ls", "--store", folder, "-o", "json").json
-
-
-def test_the_value_of_another_option_is_not_a_global_option(folder: Path) -> None:
     assert invoke("pin", "gpt@10", "paper", "--reason", "-q", "--store", folder).code == 0
     assert invoke("audit", "gpt", "-o", "json", "--store", folder).json[0]["reason"] == "-q"
-
-
-def test_errors_are_objects_for_programs() -> None:
     done = invoke("ls", "-o", "json", "--nonsense")
     assert (done.code, done.stdout, done.error["code"]) == (2, "", "invalid_request")
     assert "--nonsense" in done.error["message"]
@@ -348,24 +304,16 @@ def loaded_by(statement: str) -> set[str]:
     return {str(name) for name in json.loads(done.stdout)}
 
 
-def test_the_command_line_loads_nothing_heavy() -> None:
-    loaded = loaded_by("import ckptctl.cli")
-    assert loaded & {*HEAVY, "numpy", "fsspec", "ckptapi", "ckptstore.commits", "yaml", "rich.progress"} == set()
-    assert {name for name in loaded if name.startswith("ckptctl.commands.")} == set()
-
-
-def test_version_and_help_load_no_command() -> None:
-    for option in ("--version", "--help"):
-        ran = loaded_by(
-            "import io, sys; from contextlib import redirect_stdout as to; from ckptctl.cli import app\n"
-            f"try:\n  with to(io.StringIO()): app([{option!r}])\nexcept SystemExit: pass\n0"
-        )
-        assert "ckptctl.cli" in ran
-        assert {name for name in ran if name.startswith("ckptctl.commands")} == set()
-        assert (
-            ran & {"numpy", "fsspec", "ckptapi", "ckptctl.session", "ckptctl.render", "rich", "msgspec", *HEAVY}
-            == set()
-        )
+def test_version_and_help_load_nothing_heavy_and_no_command() -> None:
+    ran = loaded_by(
+        "import io, sys; from contextlib import redirect_stdout as to; from ckptctl.cli import app\n"
+        "for option in ('--version', '--help'):\n"
+        "  try:\n    with to(io.StringIO()): app([option])\n  except SystemExit: pass\n0"
+    )
+    assert "ckptctl.cli" in ran
+    assert {name for name in ran if name.startswith("ckptctl.commands")} == set()
+    more = {"numpy", "fsspec", "ckptapi", "ckptctl.session", "ckptctl.render", "ckptstore.commits", "rich", "yaml"}
+    assert ran & {"msgspec", *more, *HEAVY} == set()
 
 
 def test_a_command_loads_itself_only() -> None:
@@ -376,9 +324,10 @@ def test_a_command_loads_itself_only() -> None:
 
 
 def test_only_a_torch_file_loads_torch() -> None:
-    safetensors = "from ckpt.foreign.exporting import FileFormat, writer_of; writer_of(FileFormat.SAFETENSORS, 1)"
-    assert "torch" not in loaded_by(safetensors)
-    loaded = loaded_by(safetensors.replace("SAFETENSORS", "TORCH"))
+    loaded = loaded_by(
+        "from ckpt.foreign.exporting import FileFormat, writer_of; writer_of(FileFormat.SAFETENSORS, 1); "
+        "assert 'torch' not in sys.modules; writer_of(FileFormat.TORCH, 1)"
+    )
     assert {"torch", "ckpt.foreign.writing"} <= loaded
     assert loaded & {"ckpt.checkpointer", "ckpt.save", "ckpt.restore", "fastapi"} == set()
 

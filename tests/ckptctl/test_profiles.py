@@ -12,13 +12,6 @@ from tests.support.command_line import invoke, succeed
 _LAB = Profile("lab", url="https://lab", token="secret of the lab")
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    (tmp_path / "config").mkdir()
-    return tmp_path / "config"
-
-
 def write(home: Path, text: str, mode: int = 0o600) -> None:
     (home / "ckptctl.toml").write_text(text)
     (home / "ckptctl.toml").chmod(mode)

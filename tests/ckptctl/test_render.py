@@ -24,19 +24,10 @@ def test_a_wide_terminal_shows_everything_aligned() -> None:
     ]
 
 
-def test_the_last_column_is_shortened_first() -> None:
+def test_the_last_column_is_shortened_first_and_then_columns_go_by_their_rank() -> None:
     assert lines(50)[1] == "gpt@1  2.7 MiB  extra  rare  loss=0.1 accuracy=0.…"
-
-
-def test_then_columns_go_by_their_rank() -> None:
     assert (lines(40)[0], lines(33)[0]) == ("NAME      SIZE  EXTRA  METRICS", "NAME      SIZE  METRICS")
-
-
-def test_what_must_be_seen_stays_however_narrow_the_terminal() -> None:
-    assert lines(5)[1].startswith("gpt@1  2.7 MiB")
-
-
-def test_no_line_is_wider_than_the_terminal_where_that_can_be() -> None:
+    assert lines(5)[1].startswith("gpt@1  2.7 MiB"), "what must be seen stays however narrow the terminal is"
     for width in range(30, 80):
         assert max(map(len, lines(width))) <= width
 

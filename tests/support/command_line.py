@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,8 @@ from ckpt.saver.launcher import parser
 from ckptctl.cli import app
 from ckptd.commands import cli
 from tests.support import forking
-from tests.support.forking import COMMAND_LINE
+from tests.support.forking import COMMAND_LINE, DAEMON, Fork, fork
+from tests.support.waiting import Lines
 
 PROGRAM = (sys.executable, "-m", "ckptctl")
 _OWN = ("CKPTD_URL", "CKPT_STORE", "CKPT_TOKEN", "CKPTCTL_PROFILE", "COLUMNS", "NO_COLOR", "FORCE_COLOR")
@@ -76,9 +78,8 @@ def succeed(*args: object) -> Finished:
 
 def run(*args: object, env: Mapping[str, str] | None = None) -> Finished:
     """Run ckptctl in a process of its own without a terminal, a fork: see tests.support.forking."""
-    return Finished(
-        *forking.run(COMMAND_LINE, "ckptctl", [str(arg) for arg in args], environment=clean_environment(env))
-    )
+    host = DAEMON if any("s3://" in str(arg) for arg in args) else COMMAND_LINE  # which has imported s3fs
+    return Finished(*forking.run(host, "ckptctl", [str(arg) for arg in args], environment=clean_environment(env)))
 
 
 def run_program(*args: object, env: Mapping[str, str] | None = None) -> Finished:
@@ -95,15 +96,30 @@ def clean_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**{name: value for name, value in os.environ.items() if name not in _OWN}, **(env or {})}
 
 
+@contextmanager
+def started(*args: object) -> Iterator[tuple[Fork, Lines]]:
+    """ckptctl as a fork, killed at the end if it still runs, and the lines that it prints."""
+    reader, writer = os.pipe()
+    arguments = [str(arg) for arg in args]
+    process = fork(COMMAND_LINE, "ckptctl", arguments, stdout=writer, stderr=2, environment=clean_environment())
+    os.close(writer)
+    try:
+        with open(reader) as pipe:
+            yield process, Lines(pipe)
+    finally:
+        process.kill()
+        process.wait(_DEADLINE_S)
+
+
 class Terminal:
-    """ckptctl at a terminal of its own. A context manager: what still runs at the end is killed."""
+    """ckptctl at a terminal of its own, a fork. A context manager: what still runs at the end is killed."""
 
     def __init__(self, *args: object, columns: int = 80) -> None:
         self.screen = ""
         self._master, slave = pty.openpty()
-        self._process = subprocess.Popen(
-            [*PROGRAM, *map(str, args)], env=clean_environment({"COLUMNS": str(columns), "TERM": "xterm"}),
-            stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+        self._process = fork(
+            COMMAND_LINE, "tests.support.terminal", [*map(str, args)], stdout=slave, stderr=slave, passed=[slave],
+            environment=clean_environment({"COLUMNS": str(columns), "TERM": "xterm"}),
         )  # fmt: skip
         os.close(slave)
 

@@ -36,7 +36,10 @@ DAEMON = (
     "ckptd.app", "ckptd.settings", "ckptd.server", "ckptd.commands", "psycopg", "s3fs", "typer",
     "sqlalchemy.dialects.sqlite", "uvicorn.lifespan.on", "uvicorn.loops.asyncio",
 )  # fmt: skip
-COMMAND_LINE = ("ckptctl.cli", "ckptapi.client", "ckptstore.stores.local")
+COMMAND_LINE = (
+    "ckptctl.cli", "ckptctl.session", "ckptctl.render", "ckptctl.commands.listing", "ckptctl.commands.prune",
+    "ckptapi.client", "ckptstore.stores.local", "rich.progress",
+)  # fmt: skip
 TRAINER = (
     "ckpt.checkpointer", "ckpt.capture.state", "ckpt.restoring.objects", "ckpt.restoring.sharing",
     "ckpt.snapshot.overlap", "tests.support.training", "tests.support.parallel.matrix", "tests.ckpt.ddp",

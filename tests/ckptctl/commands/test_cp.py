@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import contextlib
-import signal
-import subprocess
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,19 +12,16 @@ from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, latest, list_checkpoints
 from ckptstore.commits.generations import Session, begin_generation
 from ckptstore.commits.labels import LabelChange, change_labels
-from ckptstore.errors import StoreUnavailable
-from ckptstore.format.planning import entry_bytes, plan_reads
 from ckptstore.names import Reference, new_ulid
-from ckptstore.reading.fetch import fetch
 from ckptstore.reading.source import StoreSource, read_local, read_manifest
 from ckptstore.reading.verify import verify
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from ckptstore.tiers.copying import copy_checkpoint
-from tests.support.checkpoints import flip, whole_entries, write_checkpoint
-from tests.support.command_line import PROGRAM, clean_environment, invoke, succeed
+from tests.support.checkpoints import failing_at_every_call, flip, read_all, write_checkpoint
+from tests.support.command_line import invoke, started, succeed
 from tests.support.daemons import running_daemon
-from tests.support.stores import Faults, FaultyStore
+from tests.support.stores import Mode
 from tests.support.waiting import wait_until
 
 
@@ -37,18 +31,9 @@ def there(tmp_path: Path) -> Path:
     return tmp_path / "there"
 
 
-def contents(store: Store, checkpoint: Checkpoint) -> dict[str, bytes]:
-    source = StoreSource(store)
-    content = read_manifest(source, checkpoint).content
-    buffers = {name: bytearray(size) for name, size in entry_bytes(content).items()}
-    wanted = {name: memoryview(buffer) for name, buffer in buffers.items()}
-    fetch(source, checkpoint, plan_reads(content, whole_entries(content.entries.name)), wanted)
-    return {name: bytes(buffer) for name, buffer in buffers.items()}
-
-
 def same(store: Store, original: Checkpoint, target: Store, copy: Checkpoint) -> None:
     assert verify(StoreSource(target), copy).ok
-    assert contents(target, copy) == contents(store, original)
+    assert read_all(StoreSource(target), copy) == read_all(StoreSource(store), original)
     assert (copy.step, copy.metrics, copy.world_size) == (original.step, original.metrics, original.world_size)
     one, other = read_manifest(StoreSource(store), original), read_manifest(StoreSource(target), copy)
     assert read_local(StoreSource(store), original, one, 0) == read_local(StoreSource(target), copy, other, 0)
@@ -155,12 +140,16 @@ def test_damage_of_one_does_not_keep_the_others_from_being_copied(folder: Path, 
     assert [c.step for c in list_checkpoints(Run(open_store(str(there)), "gpt"))] == [40, 30, 10]
 
 
-def test_a_damaged_copy_is_made_again(folder: Path, filled: Store, there: Path) -> None:
+@pytest.mark.parametrize("how", ["damaged", "deleted"])
+def test_a_copy_that_is_damaged_or_deleted_is_made_again(folder: Path, filled: Store, there: Path, how: str) -> None:
     copy = ("cp", "gpt@40", "--to", there, "--store", folder, "-o", "json")
     assert invoke(*copy).code == 0
-    (shard,) = there.rglob("*.ckpt")
-    shard.write_bytes(bytes(shard.stat().st_size))
-    assert invoke("scrub", "--store", there).code == 5
+    if how == "damaged":
+        (shard,) = there.rglob("*.ckpt")
+        shard.write_bytes(bytes(shard.stat().st_size))
+        assert invoke("scrub", "--store", there).code == 5
+    else:
+        assert invoke("rm", "gpt@40", "--yes", "--force", "--store", there).code == 0
     done = invoke(*copy)
     assert (done.code, done.json[0]["existed"]) == (0, False), done.stderr
     target = open_store(str(there))
@@ -190,11 +179,8 @@ def test_no_copy_moves_a_run_back_to_an_earlier_step(folder: Path, filled: Store
 def test_a_copy_that_was_killed_continues(folder: Path, filled: Store, there: Path) -> None:
     big = {"model/w": np.random.default_rng(0).integers(0, 255, 60_000_000, dtype=np.uint8)}
     original = write_checkpoint(filled, "big", 1, arrays=big)
-    command = [*PROGRAM, "cp", "big@1", "--to", str(there), "--store", str(folder)]
-    process = subprocess.Popen(command, env=clean_environment())
-    wait_until(lambda: any(there.rglob("*.ckpt")) or process.poll() is not None, "the copy of the shard")
-    process.send_signal(signal.SIGKILL)
-    process.wait(60)
+    with started("cp", "big@1", "--to", there, "--store", folder) as (process, _):
+        wait_until(lambda: any(there.rglob("*.ckpt")) or process.poll() is not None, "the copy of the shard")
     succeed("cp", "big@1", "--to", there, "--store", folder)
     target = open_store(str(there))
     same(filled, original, target, latest(Run(target, "big")))
@@ -202,30 +188,17 @@ def test_a_copy_that_was_killed_continues(folder: Path, filled: Store, there: Pa
 
 
 @pytest.mark.parametrize("mode", ["before", "after"])
-def test_all_or_nothing_and_again_at_every_call(filled: Store, there: Path, mode: Literal["before", "after"]) -> None:
+def test_all_or_nothing_and_again_at_every_call(filled: Store, there: Path, mode: Mode) -> None:
     change_labels(Run(filled, "gpt"), latest(Run(filled, "gpt")).attempt, LabelChange({"paper": ""}, {"val": 2.0}))
-    original = StoreSource(filled).latest("gpt")
-    for number in range(100):
-        target = open_store(str(there / str(number)))
-        faults = Faults(fail_at=number, mode=mode)
-        with contextlib.suppress(StoreUnavailable):
-            copy_checkpoint(StoreSource(filled), original, Run(FaultyStore(target, faults), "gpt"), lambda _: None)
+    source, target = StoreSource(filled), open_store(str(there))
+    original = source.latest("gpt")
+
+    def copy(on: Store, _: object = None) -> Checkpoint:
+        return copy_checkpoint(source, original, Run(on, "gpt"), lambda _: None).checkpoint
+
+    for _ in failing_at_every_call(target, lambda _: None, copy, mode, more_than=8):
         for found in list_checkpoints(Run(target, "gpt")):
             assert verify(StoreSource(target), found).ok
-        made = copy_checkpoint(StoreSource(filled), original, Run(target, "gpt"), lambda _: None).checkpoint
-        (copy,) = StoreSource(target).checkpoints("gpt")
-        same(filled, original, target, copy)
-        assert copy.tags == made.tags == {"paper": ""}
-        if len(faults.calls) <= number:
-            break
-    else:
-        raise AssertionError("the copy never ended without a failure")
-    assert number > 8
-
-
-def test_a_deleted_copy_can_be_made_again(folder: Path, there: Path) -> None:
-    assert invoke("cp", "gpt@40", "--to", there, "--store", folder).code == 0
-    assert invoke("rm", "gpt@40", "--yes", "--force", "--store", there).code == 0
-    done = invoke("cp", "gpt@40", "--to", there, "--store", folder, "-o", "json")
-    assert (done.code, done.json[0]["existed"]) == (0, False)
-    assert invoke("latest", "gpt", "--store", there, "-o", "json").json["step"] == 40
+        made, [listed] = copy(target), StoreSource(target).checkpoints("gpt")
+        same(filled, original, target, listed)
+        assert listed.tags == made.tags == {"paper": ""}

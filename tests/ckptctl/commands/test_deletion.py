@@ -1,27 +1,13 @@
-from contextlib import nullcontext
 from pathlib import Path
-
-import pytest
 
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import list_checkpoints, visible_attempts
-from ckptstore.commits.leases import take_lease
 from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import sample_arrays, steps, write_checkpoint, write_rank
 from tests.support.command_line import Terminal, invoke, succeed
-from tests.support.daemons import running_daemon
-
-
-def test_what_is_being_read_stays(folder: Path, filled: Store) -> None:
-    run = Run(filled, "gpt")
-    oldest = list_checkpoints(run)[-1]
-    take_lease(run, oldest.attempt, "restore on node7", 600)
-    done = invoke("prune", "--keep", 1, "gpt", "--dry-run", "--store", folder)
-    assert "lease:restore on node7" in done.stdout
-    assert invoke("prune", "--keep", 1, "--yes", "--store", folder).code == 0
-    assert steps(filled, "gpt") == [40, 10]
+from tests.support.waiting import wait_until
 
 
 def test_gc_commits_what_is_complete_and_deletes_old_orphans(folder: Path, filled: Store) -> None:
@@ -81,13 +67,6 @@ def test_what_is_swept_does_not_come_back(folder: Path, filled: Store) -> None:
     assert steps(filled, "gpt") == [40, 30, 30, 10]
 
 
-def test_rm_asks(folder: Path, filled: Store) -> None:
-    assert (invoke("rm", "gpt@20", "--store", folder).code, len(steps(filled, "gpt"))) == (2, 5)
-    done = invoke("rm", "gpt@20", "--yes", "--store", folder)
-    assert "ckptctl undelete restores it for 24h 00m" in done.stdout
-    assert steps(filled, "gpt") == [40, 30, 30, 10]
-
-
 def test_several_checkpoints_are_deleted_or_none_if_a_name_is_wrong(folder: Path) -> None:
     wrong = invoke("rm", "gpt@10", "gpt@11", "--yes", "--store", folder)
     assert (wrong.code, "step 11" in wrong.stderr) == (4, True)
@@ -100,24 +79,22 @@ def test_several_checkpoints_are_deleted_or_none_if_a_name_is_wrong(folder: Path
     assert (both.code, both.stdout.partition(".")[0]) == (3, "gpt@30")
 
 
-@pytest.mark.parametrize("through", ["store", "daemon"])
-def test_a_whole_run_is_deleted_and_comes_back(folder: Path, filled: Store, through: str) -> None:
+def test_a_whole_run_is_deleted_and_comes_back(filled: Store, target: tuple[str, str]) -> None:
     """Also a checkpoint whose chunks others reference: newer ones go first."""
     newest = list_checkpoints(Run(filled, "gpt"))[0]
     write_checkpoint(filled, "gpt", 50, sample_arrays(40), base=newest.attempt)
-    with running_daemon(folder.as_uri()) if through == "daemon" else nullcontext() as daemon:
-        target = ("--url", daemon.url) if daemon is not None else ("--store", folder)
-        for wrong in (("gpt",), ("gpt@10", "--all"), ("gpt@7*",), ("other", "--all")):
-            assert invoke("rm", *wrong, "--yes", *target).code in (2, 4)
-        seen = invoke("rm", "gpt", "--all", "--dry-run", *target, "-o", "id")
-        assert [name.split(".")[0] for name in seen.stdout.split()] == [f"gpt@{n}" for n in (50, 40, 30, 30, 20, 10)]
-        assert len(steps(filled, "gpt")) == 6
-        done = invoke("rm", "gpt", "--all", "--yes", *target)
-        assert (done.code, done.stdout.count("deleted gpt@")) == (0, 6), done.stderr
-        assert (steps(filled, "gpt"), steps(filled, "wide")) == ([], [5])
-        for step in (40, 50):
-            assert invoke("undelete", f"gpt@{step}", *target).code == 0
-        assert steps(filled, "gpt") == [50, 40]
+    wait_until(lambda: "gpt@50" in invoke("ls", "gpt", *target).stdout, "the daemon's notice")
+    for wrong in (("gpt",), ("gpt@10", "--all"), ("gpt@7*",), ("other", "--all")):
+        assert invoke("rm", *wrong, "--yes", *target).code in (2, 4)
+    seen = invoke("rm", "gpt", "--all", "--dry-run", *target, "-o", "id")
+    assert [name.split(".")[0] for name in seen.stdout.split()] == [f"gpt@{n}" for n in (50, 40, 30, 30, 20, 10)]
+    assert len(steps(filled, "gpt")) == 6
+    done = invoke("rm", "gpt", "--all", "--yes", *target)
+    assert (done.code, done.stdout.count("deleted gpt@")) == (0, 6), done.stderr
+    assert (steps(filled, "gpt"), steps(filled, "wide")) == ([], [5])
+    for step in (40, 50):
+        assert invoke("undelete", f"gpt@{step}", *target).code == 0
+    assert steps(filled, "gpt") == [50, 40]
 
 
 def test_patterns_of_checkpoints_are_deleted(folder: Path, filled: Store) -> None:

@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,9 +11,8 @@ from ckpt.saver.presence import parent_of, savers
 from ckptstore.reading.source import StoreSource
 from ckptstore.stores import open_store
 from tests.ckpt.saver.test_launcher import ROOT, TRAINER, Printing, environment, wait_for_line
+from tests.support.command_line import Finished, run
 from tests.support.waiting import wait_until
-
-DRAIN = [sys.executable, "-m", "ckptctl", "drain", "-o", "json"]
 
 
 @pytest.fixture
@@ -34,21 +30,19 @@ def trainer(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Printing
         process.kill()
 
 
-def drain(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*DRAIN, *arguments], env=environment(tmp_path, float("inf")), cwd=ROOT, text=True, capture_output=True,
-        timeout=100, check=False,
-    )  # fmt: skip
+def drain(tmp_path: Path, *arguments: str) -> Finished:
+    (tmp_path / "tmp").mkdir(exist_ok=True)
+    return run("drain", "-o", "json", *arguments, env={"TMPDIR": str(tmp_path / "tmp")})
 
 
-@pytest.mark.parametrize("trainer", [1e6], indirect=True)
+@pytest.mark.parametrize("trainer", [4e6], indirect=True)
 @pytest.mark.parametrize("killed", [False, True])
 def test_it_returns_when_all_that_was_accepted_is_durable(trainer: Printing, killed: bool, tmp_path: Path) -> None:
     if killed:
         trainer.kill()
     done = drain(tmp_path, "--timeout", "90")
-    assert (done.returncode, json.loads(done.stdout)["durable"]) == (0, True), done.stderr
-    if json.loads(done.stdout)["savers"]:  # on a busy machine the command may begin when all is done
+    assert (done.code, done.json["durable"]) == (0, True), done.stderr
+    if done.json["savers"]:  # on a busy machine the command may begin when all is done
         assert "run r rank 0" in done.stderr, "progress is shown"
     assert [found.step for found in StoreSource(open_store(str(tmp_path / "store"))).checkpoints("r")] == [2, 1]
 
@@ -56,13 +50,13 @@ def test_it_returns_when_all_that_was_accepted_is_durable(trainer: Printing, kil
 @pytest.mark.parametrize("trainer", [1e5], indirect=True)
 def test_too_little_time_and_another_run(trainer: Printing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     partly = drain(tmp_path, "--timeout", "0.1")
-    assert partly.returncode == 3
-    body = json.loads(partly.stdout)
+    assert partly.code == 3
+    body = partly.json
     assert (body["durable"], body["savers"], body["left"][0]["run"]) == (False, 1, "r")
     assert body["left"][0]["uploading"] == 2
     assert "not done after 0.1 s" in partly.stderr
     other = drain(tmp_path, "--timeout", "0", "other")
-    assert (other.returncode, json.loads(other.stdout)["savers"]) == (0, 0)
+    assert (other.code, other.json["savers"]) == (0, 0)
     # A saver that was killed leaves a note, which counts for nothing and is removed.
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (saver,) = [state for state in savers() if state.store == (tmp_path / "store").as_uri()]
@@ -85,6 +79,6 @@ def _is_child_saver(process: Path, parent: int) -> bool:
 
 def test_no_saver_is_no_error(tmp_path: Path) -> None:
     done = drain(tmp_path, "nothing-of-this-name")
-    assert (done.returncode, json.loads(done.stdout)) == (
-        0, {"durable": True, "seconds": json.loads(done.stdout)["seconds"], "savers": 0, "left": []},
+    assert (done.code, done.json) == (
+        0, {"durable": True, "seconds": done.json["seconds"], "savers": 0, "left": []},
     )  # fmt: skip

@@ -32,6 +32,7 @@ def test_the_account_of_a_run(folder: Path, filled: Store) -> None:
     for kind in Spent:
         assert kind in table.stdout
     assert len(invoke("goodput", "sim", "--store", folder, "-o", "id").stdout.split()) == len(history.lives)
+    assert "* without heartbeats" in succeed("goodput", "gpt", "--store", folder).stdout
 
 
 def test_openmetrics_can_be_parsed(folder: Path, filled: Store) -> None:
@@ -42,14 +43,8 @@ def test_openmetrics_can_be_parsed(folder: Path, filled: Store) -> None:
     assert {sample.labels["category"] for sample in families["ckptd_goodput_seconds"].samples} == set(Spent)
 
 
-def test_a_run_without_heartbeats_is_marked(folder: Path, filled: Store) -> None:
-    assert "* without heartbeats" in succeed("goodput", "gpt", "--store", folder).stdout
-
-
 def test_through_a_daemon_and_in_its_metrics(folder: Path, filled: Store) -> None:
-    run, history = Run(filled, "gpt"), History(3)
-    for heartbeat in history.heartbeats(run):
-        filled.put(run.keys.heartbeat(heartbeat.id), seal(heartbeat))
+    _write(filled, "gpt")
     with running_daemon(f"file://{folder}") as daemon:
         found = succeed("goodput", "gpt", "--url", daemon.url, "-o", "json")
         assert found.json["goodput"] == invoke("goodput", "gpt", "--store", folder, "-o", "json").json["goodput"]

@@ -38,9 +38,7 @@ def test_options_are_the_inputs_of_python() -> None:
     assert body["termination_grace_period_s"] == found.termination_grace_period_s
 
 
-@pytest.mark.parametrize(
-    ("name", "size"), [("8b", "104.70"), ("70b", "911.15"), ("405b", "5,291.67"), ("1t", "15,427.01")]
-)
+@pytest.mark.parametrize(("name", "size"), [("8b", "104.70"), ("1t", "15,427.01")])
 def test_every_term_is_printed(name: str, size: str) -> None:
     lines = invoke("plan", "--model", f"mlperf-{name}").stdout.splitlines()
     table = [line.split()[:3] for line in lines[3:9]]
@@ -57,7 +55,7 @@ def test_rules_and_price() -> None:
     assert body["retained"]["price_per_month"] == pytest.approx(14 * body["size"]["stored_bytes"] / 1e9 * 0.02)
 
 
-def test_a_configuration_file(tmp_path: Path) -> None:
+def test_a_configuration_file_and_safetensors_files(tmp_path: Path) -> None:
     config = {
         "model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257,
     }  # fmt: skip
@@ -65,9 +63,6 @@ def test_a_configuration_file(tmp_path: Path) -> None:
     path.write_text(json.dumps(config))
     model = planned("--config", path)["model"]
     assert model == {"parameters": 124_318_464, "expert_parameters": 0, "source": str(path)}
-
-
-def test_safetensors_files(tmp_path: Path) -> None:
     save_file({"a": np.zeros((3, 5), np.float16)}, tmp_path / "1.safetensors")
     save_file({"b": np.zeros(10, np.float16), "c": np.zeros(2, np.float32)}, tmp_path / "2.safetensors")
     body = planned("--safetensors", tmp_path)

@@ -33,15 +33,16 @@ def test_prune_deletes_run_by_run_and_tells_what_went(folder: Path, filled: Stor
     assert (again.code, again.stdout.splitlines()[-1]) == (0, "Nothing to remove")
 
 
-def test_prune_as_json(folder: Path, filled: Store) -> None:
-    plan = invoke("prune", "--keep", 3, "--dry-run", "--store", folder, "-o", "json").json
+def test_prune_as_json(filled: Store, target: tuple[str, str]) -> None:
+    plan = invoke("prune", "--keep", 3, "--dry-run", *target, "-o", "json").json
     gone = [item["checkpoint"]["step"] for item in plan["items"] if not item["reasons"]]
     assert (plan["dry_run"], gone, plan["held"]) == (True, [30, 10], [])
-    ids = invoke("prune", "--keep", 3, "--dry-run", "--store", folder, "-o", "id").stdout.split()
-    done = invoke("prune", "--keep", 3, "--yes", "--store", folder, "-o", "json").json
+    ids = invoke("prune", "--keep", 3, "--dry-run", *target, "-o", "id").stdout.split()
+    done = invoke("prune", "--keep", 3, "--yes", *target, "-o", "json").json
     assert [i["checkpoint"]["id"] for i in done["items"] if not i["reasons"]] == ids
     assert (done["dry_run"], done["freed_bytes"]) == (False, plan["freed_bytes"])
     assert steps(filled, "gpt") == [40, 30, 20]
+    assert [body["step"] for body in invoke("ls", "gpt", *target, "-o", "json").json] == [40, 30, 20]
 
 
 def test_rules_add_up_and_give_reasons(folder: Path, filled: Store) -> None:

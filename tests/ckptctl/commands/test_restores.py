@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
 from uuid import uuid4
 
@@ -11,9 +10,8 @@ from ckptapi.bodies import Phase
 from ckptapi.client import DaemonClient
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import SMALL, write_checkpoint
-from tests.support.command_line import PROGRAM, Terminal, clean_environment, invoke
+from tests.support.command_line import Terminal, invoke, started
 from tests.support.daemons import Daemon, join, running_daemon
-from tests.support.waiting import Lines
 
 
 @pytest.fixture(scope="module")
@@ -94,16 +92,14 @@ def test_an_empty_list_is_reported(daemon: Daemon, run: str) -> None:
 
 
 def test_a_watch_prints_each_change_once(daemon: Daemon, client: DaemonClient, job: str, run: str) -> None:
-    command = [*PROGRAM, "restores", run, "--watch", "--url", daemon.url]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=clean_environment()) as watching:
-        lines = Lines(watching.stdout)
+    with started("restores", run, "--watch", "--url", daemon.url) as (watching, lines):
         first = lines.next()
         assert first == f"{job}  {run}@40  restoring  1/4 ranks  47%  rank 1 (fetching, 10%); 1 rank still to join\n"
         client.report_restore(job, 1, Phase.RESTORED, 2048, 2048)
         assert "2/4 ranks  70%  rank 2 (fetching, 80%)" in lines.next()
         client.report_restore(job, 3, Phase.FAILED, problem="out of memory")
         assert lines.next() == f"{job}  {run}@40  failed  2/4 ranks  rank 3 failed: out of memory\n"
-        assert (lines.next(), watching.wait(30)) == ("", 0)
+        assert (lines.next(), watching.wait(60)) == ("", 0)
 
 
 def test_a_watch_gives_programs_an_object_a_line(daemon: Daemon, client: DaemonClient, job: str, run: str) -> None:

@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +10,11 @@ from ckptstore.commits.catalog import Checkpoint
 from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
-from tests.support.checkpoints import sample_arrays, write_checkpoint
-from tests.support.command_line import PROGRAM, clean_environment, invoke
+from tests.support.checkpoints import SMALL, write_checkpoint
+from tests.support.command_line import invoke, started
 from tests.support.daemons import running_daemon
 from tests.support.ports import free_port
 from tests.support.waiting import Lines
-
-SMALL = {"model/scalar": sample_arrays()["model/scalar"]}
-
-
-@contextmanager
-def watching(*args: object) -> Iterator[Lines]:
-    """The lines of a running watch, which is killed at the end."""
-    command = [*PROGRAM, "watch", *map(str, args)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=clean_environment()) as process:
-        try:
-            yield Lines(process.stdout)
-        finally:
-            process.kill()
 
 
 def event(lines: Lines) -> dict[str, Any]:
@@ -52,7 +37,7 @@ def test_commits_are_followed_across_a_restart_of_the_daemon(tmp_path: Path) -> 
     steps = itertools.count()
     with (
         running_daemon(store.url, db, options=port) as daemon,
-        watching("gpt", "--url", daemon.url, "-o", "jsonl") as lines,
+        started("watch", "gpt", "--url", daemon.url, "-o", "jsonl") as (_, lines),
     ):
         commit_until_printed(store, steps, lines)
         daemon.stop()
@@ -66,7 +51,7 @@ def test_commits_are_followed_across_a_restart_of_the_daemon(tmp_path: Path) -> 
 
 
 def test_a_store_is_polled(folder: Path, filled: Store) -> None:
-    with watching("--store", folder, "-o", "jsonl", "--count", "2") as lines:
+    with started("watch", "--store", folder, "-o", "jsonl", "--count", "2") as (_, lines):
         steps = itertools.count(100)
         commit_until_printed(filled, steps, lines)
         first = event(lines)
@@ -78,7 +63,7 @@ def test_a_store_is_polled(folder: Path, filled: Store) -> None:
 
 
 def test_a_deletion_in_a_store_is_printed(folder: Path, filled: Store) -> None:
-    with watching("gpt", "--store", folder) as lines:
+    with started("watch", "gpt", "--store", folder) as (_, lines):
         newest = commit_until_printed(filled, itertools.count(5000), lines)
         # A checkpoint that is committed and deleted between two polls is never seen: wait until this one is.
         while f"  committed  {newest.id}" not in (line := lines.next()):
