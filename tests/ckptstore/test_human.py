@@ -19,14 +19,10 @@ def test_sizes_have_binary_units_and_three_digits(count: int, text: str) -> None
     ("seconds", "text"),
     [
         (-5, "0s"),  # clocks of two machines differ
-        (59.9, "59s"),
-        (60, "1m"),
-        (3599, "59m"),
-        (3600 + 300, "1h 05m"),
-        (86_400 * 2 + 3600 * 7, "2d 07h"),
+        (59.9, "59s"), (60, "1m"), (3599, "59m"), (3600 + 300, "1h 05m"), (86_400 * 2 + 3600 * 7, "2d 07h"),
         (86_400 * 45, "45d"),
     ],
-)
+)  # fmt: skip
 def test_ages(seconds: float, text: str) -> None:
     assert human.age(seconds) == text
 
@@ -50,21 +46,12 @@ def test_metrics_are_sorted_and_short() -> None:
 @pytest.mark.parametrize(
     ("text", "unit", "value"),
     [
-        ("0.2s", "s", 0.2),
-        ("90s", "s", 90),
-        ("1.5h", "s", 5400),
-        ("7d", "s", 604_800),
-        ("20ms", "s", 0.02),
-        ("500MB", "bytes", 500_000_000),
-        ("2.5GB", "bytes", 2.5e9),
-        ("1kB", "bytes", 1000),
-        ("888GiB", "bytes", 888 << 30),
-        ("7TB", "bytes", 7e12),
-        ("70B", "count", 70e9),
-        ("70e9", "count", 70e9),
-        ("8.03B", "count", 8.03e9),
+        ("0.2s", "s", 0.2), ("90s", "s", 90), ("1.5h", "s", 5400), ("7d", "s", 604_800), ("20ms", "s", 0.02),
+        ("500MB", "bytes", 500_000_000), ("2.5GB", "bytes", 2.5e9), ("1kB", "bytes", 1000),
+        ("888GiB", "bytes", 888 << 30), ("7TB", "bytes", 7e12),
+        ("70B", "count", 70e9), ("70e9", "count", 70e9), ("8.03B", "count", 8.03e9),
     ],
-)
+)  # fmt: skip
 def test_quantities(text: str, unit: str, value: float) -> None:
     assert human.quantity(text, unit) == pytest.approx(value)
 

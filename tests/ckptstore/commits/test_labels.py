@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import math
 from functools import partial
 from pathlib import Path
@@ -18,8 +17,8 @@ from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.retention.pruning import plan_prune
 from ckptstore.run import Run
 from ckptstore.stores import Store, WrappedStore, open_store
-from tests.support.checkpoints import SMALL, write_checkpoint
-from tests.support.stores import FaultyStore, Interleaving, race
+from tests.support.checkpoints import SMALL, at_every_call, write_checkpoint
+from tests.support.stores import race
 
 
 @pytest.fixture
@@ -67,22 +66,20 @@ def test_changes_at_the_same_time_all_count(folder_store: Store) -> None:
     assert (results, only(folder_store, 1).tags) == ([None] * len(names), dict.fromkeys(names, "x"))
 
 
-def test_two_changes_at_any_moment_of_a_third_all_count(folder_store: Store) -> None:
-    first = only(folder_store, 1)
+def test_two_changes_at_any_moment_of_a_third_all_count(store: Store) -> None:
+    def set_up(store: Store) -> Checkpoint:
+        checkpoint = write_checkpoint(store, "gpt", 1, SMALL)
+        change(store, checkpoint, tags={"before": ""})
+        return checkpoint
 
-    def two_others() -> None:
-        change(folder_store, first, tags={"a": "1"})
-        change(folder_store, first, tags={"b": "2"})
+    def two_others(first: Checkpoint) -> None:
+        change(store, first, tags={"a": "1"})
+        change(store, first, tags={"b": "2"})
 
-    for at in itertools.count():
-        change(folder_store, first, tags={"a": None, "b": None, "c": None, "before": ""})
-        meanwhile = Interleaving(at, two_others)
-        change(FaultyStore(folder_store, meanwhile), first, tags={"c": "3"})
-        if len(meanwhile.calls) <= at:
-            break
-        assert only(folder_store, 1).tags == {"a": "1", "b": "2", "before": "", "c": "3"}, meanwhile.calls[at]
-        assert [len(versions) for versions in label_versions(Run(folder_store, "gpt")).values()] == [1]
-    assert at > 6
+    third = partial(change, tags={"c": "3"})
+    for _ in at_every_call(store, set_up, third, two_others, more_than=6):
+        assert only(store, 1).tags == {"a": "1", "b": "2", "before": "", "c": "3"}
+        assert [len(versions) for versions in label_versions(Run(store, "gpt")).values()] == [1]
 
 
 class _LosesReplies(WrappedStore):

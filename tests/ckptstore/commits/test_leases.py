@@ -16,7 +16,7 @@ from ckptstore.format.records import Policy
 from ckptstore.names import new_ulid
 from ckptstore.retention.deletion import TOMBSTONE_KEPT_S, collect, delete_checkpoint
 from ckptstore.retention.pins import pin
-from ckptstore.retention.pruning import apply_prune, plan_prune
+from ckptstore.retention.pruning import plan_prune
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from ckptstore.stores.checks import MAX_SKEW_S
@@ -61,15 +61,6 @@ def test_a_lease_is_released_by_one_try(tmp_path: Path, caplog: pytest.LogCaptur
     end_lease(run, lease)
     assert "was not released and will expire" in caplog.text
     assert not folder.exists()
-
-
-def test_a_plan_made_before_the_lease_spares_the_checkpoint(store: Store) -> None:
-    run = Run(store, RUN)
-    old, _ = write(store, 1, 2)
-    plan = plan_prune(run, Policy(1))
-    take_lease(run, old.attempt, "reader", 60)
-    assert apply_prune(run, plan) == [old]
-    assert intact(store, old)
 
 
 def test_damaged_leases_hold_nothing_and_other_names_are_left_alone(store: Store) -> None:

@@ -159,7 +159,8 @@ def _take_part_in_all(place: Place, attempts: list[Finished], me: int) -> list[O
 
 def test_processes_race(place: Place) -> None:
     store = place.truth()
-    rounds, context = ROUNDS if place.options else 10 * ROUNDS, multiprocessing.get_context("spawn")
+    rounds, context = ROUNDS if place.options else 10 * ROUNDS, multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # one interpreter imports all of it, and not each contestant
     attempts = write_attempts(store, rounds)
     with context.Pool(PROCESSES, _meet, (context.Barrier(PROCESSES),)) as pool:
         pending = [pool.apply_async(_take_part_in_all, (place, attempts, me)) for me in range(PROCESSES)]

@@ -34,9 +34,6 @@ def test_the_smallest_width_is_taken(top: int, width: int) -> None:
     assert text.startswith(f"u{width}:")
     assert len(base64.b64decode(text[3:])) == 2 * width
     assert unpack(text).dtype == np.int64
-
-
-def test_the_empty_column() -> None:
     assert (pack(column()), unpack("u1:").tolist()) == ("u1:", [])
 
 

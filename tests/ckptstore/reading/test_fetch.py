@@ -44,6 +44,13 @@ def load(store: Store, checkpoint: Checkpoint, threads: int = 4) -> dict[str, by
     return found
 
 
+def planned(source: StoreSource, checkpoint: Checkpoint) -> tuple[list[ShardRead], dict[str, memoryview]]:
+    """Reads of all entries, and buffers for them."""
+    content = read_manifest(source, checkpoint).content
+    buffers = {name: memoryview(bytearray(size)) for name, size in entry_bytes(content).items()}
+    return plan_reads(content, whole_entries(buffers)), buffers
+
+
 def special_arrays() -> dict[str, Any]:
     """NaNs with payloads, both zeros, denormals, every numpy type, empty and zero-dimensional, and large."""
     words = np.array([0x7FC00001, 0xFFFFFFFF, 0x7F800001, 0x80000000, 0, 1, 0x807FFFFF], dtype=np.uint32)
@@ -127,13 +134,11 @@ def test_after_an_error_the_rest_is_given_up(store: Store, monkeypatch: pytest.M
     monkeypatch.setattr(planning, "READ_BYTES", 1)  # each chunk is fetched alone
     arrays = {f"model/{i}": np.full((1, 1 << 16), i, dtype=np.float32) for i in range(40)}
     checkpoint, source = write_checkpoint(store, arrays=arrays), StoreSource(store)
-    content = read_manifest(source, checkpoint).content
-    reads = plan_reads(content, whole_entries(content.entries.name))
+    reads, views = planned(source, checkpoint)
     assert len(reads) == 40
     (chunk,) = reads[0].chunks
     bad = [ShardRead((replace(chunk, digest="0" * 32),)), *reads[1:]]
     done: list[int] = []
-    views = {name: memoryview(bytearray(size)) for name, size in entry_bytes(content).items()}
     with pytest.raises(CorruptObject, match="chunk 0 of shard-00000"):
         fetch(source, checkpoint, bad, views, progress=done.append, threads=1)
     assert done == []
@@ -187,9 +192,7 @@ def written(request: pytest.FixtureRequest, tmp_path: Path) -> Checkpoint:
 def restore(tmp_path: Path, checkpoint: Checkpoint) -> tuple[list[ShardRead], dict[str, int]]:
     """What is left after the local tier, and the bytes read there; checks that all bytes are right in the end."""
     remote, local = (StoreSource(open_store(str(tmp_path / name))) for name in ("remote", "local"))
-    content = read_manifest(remote, checkpoint).content
-    buffers = {name: memoryview(bytearray(size)) for name, size in entry_bytes(content).items()}
-    reads = plan_reads(content, whole_entries(content.entries.name))
+    reads, buffers = planned(remote, checkpoint)
     done: list[int] = []
     left, found = fetch_from([StoredChunks("local", local, checkpoint)], reads, buffers, done.append)
     fetch(remote, checkpoint, left, buffers, done.append)
@@ -234,8 +237,6 @@ def test_a_truncated_or_missing_shard_is_read_from_the_next(tmp_path: Path, writ
 def test_a_store_that_is_away_is_not_asked_again(tmp_path: Path, written: Checkpoint) -> None:
     source = StoreSource(open_store(str(tmp_path / "local")))
     shutil.rmtree(tmp_path / "local")  # as an unmounted volume
-    content = read_manifest(StoreSource(open_store(str(tmp_path / "remote"))), written).content
-    reads = plan_reads(content, whole_entries(content.entries.name))
-    buffers = {name: memoryview(bytearray(size)) for name, size in entry_bytes(content).items()}
+    reads, buffers = planned(StoreSource(open_store(str(tmp_path / "remote"))), written)
     left = StoredChunks("local", source, written).fetch(reads, buffers, lambda _: None)
     assert sum(chunk.raw for read in left for chunk in read.chunks) == sum(a.nbytes for a in ARRAYS.values())

@@ -144,12 +144,6 @@ def test_an_attempt_that_still_grows_is_no_orphan(store: Store) -> None:
         writer.write(b"x")
 
 
-def test_finished_attempts_are_rolled_forward_at_any_age(store: Store) -> None:
-    run, attempt = Run(store, RUN), orphan(store, 2, (0, 1))
-    assert (collect(run).rolled_forward, steps(store)) == ([run.id_of(attempt)], [2])
-    assert intact(store, latest(run))
-
-
 def test_what_comes_late_to_an_aborted_attempt_is_collected_too(store: Store) -> None:
     attempt, clock = orphan(store, 2), MovableClock(ORPHAN_GRACE_S + 60)
     run = Run(store, RUN, clock)

@@ -18,7 +18,7 @@ from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.retention.scrubbing import due_for_scrub, scrub, verified_at
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
-from tests.support.checkpoints import RUN, sample_arrays, write_checkpoint
+from tests.support.checkpoints import RUN, flipped, sample_arrays, write_checkpoint
 from tests.support.stores import DictStore, FakeClock, Faults, FaultyStore
 
 SHARD = names.shard_name(0)
@@ -38,7 +38,7 @@ def heal(run: Run, copies: Sequence[Store] = (), store: Store | None = None) -> 
 def flip(run: Run, key: str, at: int = 1000) -> bytes:
     """Damage an object; returns what it was."""
     intact = run.store.get(key)
-    run.store.put(key, intact[:at] + bytes([intact[at] ^ 1]) + intact[at + 1 :])
+    run.store.put(key, flipped(intact, at))
     return intact
 
 

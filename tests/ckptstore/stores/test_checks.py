@@ -13,7 +13,7 @@ from ckptstore.errors import CorruptObject, InvalidRequest, StoreUnavailable, St
 from ckptstore.format.shards import CHUNK_BYTES
 from ckptstore.stores import ObjectReader, RangeReader, Store, open_store
 from ckptstore.stores.base import WrappedStore
-from ckptstore.stores.checks import MAX_SKEW_S, NUM_OBJECTS, check_store, measure_store, probe_store
+from ckptstore.stores.checks import MAX_SKEW_S, NUM_OBJECTS, check_store, measure_store, probe_store, run_store_checks
 from tests.conftest import every_store
 from tests.support.checkpoints import keys
 from tests.support.stores import Faults, FaultyStore, MovableClock
@@ -44,20 +44,22 @@ def test_a_store_that_overwrites(store: Store, admits: bool) -> None:
     with pytest.raises(StoreUnsafe):
         check_store(Overwriting(store, admits), system_clock)
     assert keys(store) == []
+    found = run_store_checks(Overwriting(store, admits), system_clock)
+    assert [check.name for check in found.checks if not check.ok] == ["create once", "one winner"]
+    assert (found.conditional_writes, found.ok) == (False, False)
 
 
 @pytest.mark.parametrize("ahead_s", [-2 * MAX_SKEW_S, 2 * MAX_SKEW_S])
 def test_clocks_that_are_apart(store: Store, ahead_s: float) -> None:
     with pytest.raises(StoreUnsafe, match="ahead of" if ahead_s < 0 else "behind"):
         check_store(store, MovableClock(ahead_s))
+    found = run_store_checks(store, MovableClock(ahead_s))
+    assert [check.name for check in found.checks if not check.ok] == ["clock"]
+    assert found.clock_skew_s == pytest.approx(-ahead_s, abs=60)
     check_store(store, MovableClock(ahead_s / 4))
 
 
 LEAST = NUM_OBJECTS * CHUNK_BYTES
-
-
-def left(store: Store) -> list[str]:
-    return [info.key for info in store.list("")]
 
 
 @pytest.mark.parametrize("kind", ["file", "memory"])
@@ -68,7 +70,7 @@ def test_speeds_of_what_was_written_and_read(tmp_path: Path, kind: str) -> None:
     assert (found.store, found.num_objects, found.num_bytes) == (store.url, NUM_OBJECTS, LEAST)
     assert found.write_bytes_per_s > 0
     assert found.read_bytes_per_s > 0
-    assert (sum(seen), left(store)) == (2 * LEAST, [])
+    assert (sum(seen), keys(store)) == (2 * LEAST, [])
 
 
 @pytest.mark.parametrize("after", [1, NUM_OBJECTS - 1, NUM_OBJECTS + 1])
@@ -84,7 +86,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, after: int) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         measure_store(store, system_clock, LEAST, interrupt)
-    assert left(store) == []
+    assert keys(store) == []
 
 
 def test_a_store_that_fails_is_left_clean() -> None:
@@ -92,7 +94,7 @@ def test_a_store_that_fails_is_left_clean() -> None:
     for fail_at in (0, 2, 5):
         with pytest.raises(StoreUnavailable):
             measure_store(FaultyStore(store, Faults(fail_at)), system_clock, LEAST)
-        assert left(store) == []
+        assert keys(store) == []
 
 
 class Forgetful(WrappedStore):
@@ -110,7 +112,7 @@ def test_other_bytes_are_not_a_speed() -> None:
     store = open_store("memory://forgetful")
     with pytest.raises(CorruptObject, match="probe"):
         measure_store(Forgetful(store), system_clock, LEAST)
-    assert left(store) == []
+    assert keys(store) == []
 
 
 def test_few_bytes_measure_nothing() -> None:

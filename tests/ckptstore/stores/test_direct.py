@@ -7,9 +7,6 @@ import fcntl
 import mmap
 import os
 import random
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,13 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptstore.commits.catalog import list_checkpoints
-from ckptstore.errors import CorruptObject, StoreFull, StoreUnavailable
-from ckptstore.run import Run
+from ckptstore.errors import CkptError, CorruptObject, StoreFull, StoreUnavailable
 from ckptstore.stores import Store, direct, open_store
 from tests.support.disks import small_file_system
 from tests.support.stores import race
-from tests.support.waiting import Lines
 
 PACK = 64 << 10
 SIZES = (0, 1, 4095, 4096, PACK - 1, PACK, PACK + 1, 5 * PACK, 5 * PACK + 4097)
@@ -195,16 +189,6 @@ def test_file_systems_that_refuse(store: Store, monkeypatch: pytest.MonkeyPatch,
     assert False in seen
 
 
-def test_invalid_is_an_error_where_direct_is_not_the_reason(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(write: Write, fd: int, data: Any, offset: int) -> int:
-        raise OSError(errno.EINVAL, "injected")
-
-    instead_of_writes(monkeypatch, refuse)
-    with pytest.raises(StoreUnavailable, match="injected"):
-        round_trip(store, 3 * PACK, PACK, 0)
-    assert list(store.list("")) == []
-
-
 def test_short_writes_are_continued(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(7)
 
@@ -234,15 +218,23 @@ def test_short_writes_of_several_parts_are_continued(memory_folder: Path, monkey
     assert max(together) > 1
 
 
-@pytest.mark.parametrize("full_after", [0, PACK, 2 * PACK])
-def test_a_full_disk_leaves_nothing(store: Store, monkeypatch: pytest.MonkeyPatch, full_after: int) -> None:
-    def fill(write: Write, fd: int, data: Any, offset: int) -> int:
-        if offset + len(data) > full_after:
-            raise OSError(errno.ENOSPC, "injected")
+@pytest.mark.parametrize(
+    ("number", "error", "message", "after"),
+    [
+        (errno.EINVAL, StoreUnavailable, "injected", 0),  # direct I/O is not the reason
+        *((errno.ENOSPC, StoreFull, "no space left", after) for after in (0, PACK, 2 * PACK)),
+    ],
+)
+def test_a_failed_write_leaves_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch, number: int, error: type[CkptError], message: str, after: int
+) -> None:
+    def fail(write: Write, fd: int, data: Any, offset: int) -> int:
+        if offset + len(data) > after:
+            raise OSError(number, "injected")
         return write(fd, data, offset)
 
-    instead_of_writes(monkeypatch, fill)
-    with pytest.raises(StoreFull, match="no space left"):
+    instead_of_writes(monkeypatch, fail)
+    with pytest.raises(error, match=message):
         round_trip(store, 3 * PACK, 1000, 3 * PACK)
     assert list(store.list("")) == []
 
@@ -367,30 +359,3 @@ def test_what_is_read_once_is_written_from_where_it_lies(store: Store, copied: l
             writer.write(reader.read_once(at, min(PACK + 1001, len(data) - at)))
     assert store.get("run/copy") == data
     assert sum(copied) <= 10 * 4096, "the blocks that two parts share"
-
-
-_WRITE_FOR_EVER = """
-import sys
-from ckptstore import names
-from ckptstore.names import Attempt, new_ulid
-from ckptstore.clock import system_clock
-from ckptstore.stores import open_store, direct
-direct.PACK_BYTES = 65536
-key = names.RunKeys("gpt").shard(Attempt(1, new_ulid(system_clock())), names.shard_name(0))
-writer = open_store(sys.argv[1]).open_writer(key, 1 << 20)
-while True:
-    for _ in range(16):
-        writer.write(bytes(10000))
-    print("written", flush=True)
-    sys.stdin.readline()
-"""
-
-
-def test_a_killed_writer_leaves_no_checkpoint(store: Store) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", _WRITE_FOR_EVER, store.url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert Lines(process.stdout).next() == "written\n"
-        process.send_signal(signal.SIGKILL)
-    assert list_checkpoints(Run(store, "gpt")) == []
-    assert len(list(store.list("gpt/"))) == 1, "an orphan, for the collector"

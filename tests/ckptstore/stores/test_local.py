@@ -15,7 +15,6 @@ from ckptstore.commits.catalog import latest
 from ckptstore.errors import (
     CkptError,
     InvalidRequest,
-    NoCheckpoint,
     StoreFull,
     StoreReadOnly,
     StoreUnavailable,
@@ -69,10 +68,13 @@ def test_a_read_only_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["nonsense://x/y", "file://", "file:/folder", "://", ""])
-def test_unknown_schemes(url: str) -> None:
+def test_unknown_schemes_and_a_file_in_the_place_of_the_root(url: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest) as caught:
         open_store(url)
     assert caught.value.hint
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(CkptError, match="file"):
+        open_store(str(tmp_path / "file")).put("gpt/a", b"x")
 
 
 def test_a_folder_that_vanished_is_neither_empty_nor_created_again(tmp_path: Path) -> None:
@@ -99,17 +101,6 @@ def test_a_folder_that_vanished_is_neither_empty_nor_created_again(tmp_path: Pat
     for store in (new, old):
         assert latest(Run(store, "gpt")).id == checkpoint.id
     store.put("gpt/a", b"x")
-
-
-def test_an_empty_store_has_no_checkpoint_which_is_another_thing(tmp_path: Path) -> None:
-    with pytest.raises(NoCheckpoint, match="gpt"):
-        latest(Run(open_store(str(tmp_path / "never-written")), "gpt"))
-
-
-def test_a_file_in_the_place_of_the_root(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(CkptError, match="file"):
-        open_store(str(tmp_path / "file")).put("gpt/a", b"x")
 
 
 def test_a_folder_without_permission(tmp_path: Path) -> None:

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import errno
 import logging
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError, NoCredentialsError  # type: ignore[import-untyped]
@@ -17,7 +18,7 @@ from ckptstore.stores.base import store_errors
 from ckptstore.stores.retrying import RetryingStore
 from tests.conftest import every_store
 from tests.support.seaweed import BUCKET, RestartableService
-from tests.support.stores import Faults, FaultyStore
+from tests.support.stores import Faults, FaultyStore, Mode
 from tests.support.waiting import wait_until
 
 CALLS: dict[str, Callable[[Store], object]] = {
@@ -81,18 +82,15 @@ def test_an_outage_of_three_requests_is_not_noticed(store: Store, name: str, cap
     [
         (lambda: NoSuchBucket("no bucket"), NoSuchBucket),
         (lambda: PermissionError(errno.EACCES, "denied"), StoreReadOnly),
-        (lambda: OSError(errno.ENOSPC, "full"), StoreFull),
-        (lambda: OSError(errno.EDQUOT, "quota"), StoreFull),
+        (lambda: OSError(errno.ENOSPC, "full"), StoreFull), (lambda: OSError(errno.EDQUOT, "quota"), StoreFull),
         (lambda: FileNotFoundError(errno.ENOENT, "missing"), ObjectMissing),
         (lambda: OSError(errno.EINVAL, "a bad request"), StoreUnavailable),
         (lambda: FileExistsError(errno.EEXIST, "it exists"), StoreUnavailable),
-        (lambda: ValueError("a bad name"), StoreUnavailable),
-        (lambda: NotImplementedError(), StoreUnavailable),
-        (lambda: NoCredentialsError(), StoreReadOnly),
-        (lambda: of_s3fs("Unauthorized", 401), StoreReadOnly),
+        (lambda: ValueError("a bad name"), StoreUnavailable), (lambda: NotImplementedError(), StoreUnavailable),
+        (lambda: NoCredentialsError(), StoreReadOnly), (lambda: of_s3fs("Unauthorized", 401), StoreReadOnly),
         (lambda: of_s3fs("InvalidToken", 400), StoreReadOnly),
     ],
-)
+)  # fmt: skip
 def test_what_lasts_fails_at_once(error: Callable[[], Exception], expected: type[CkptError], tmp_path: Path) -> None:
     for call in CALLS.values():
         away, pauses = retrying(open_store(str(tmp_path)), Outage(error, lasts=1))
@@ -114,7 +112,7 @@ def test_the_limit_begins_with_the_first_failure_and_ends_with_the_error(tmp_pat
 
 
 @pytest.mark.parametrize("mode", ["before", "after"])
-def test_a_create_with_a_lost_reply_is_refused_and_is_there(mode: Literal["before", "after"], tmp_path: Path) -> None:
+def test_a_create_with_a_lost_reply_is_refused_and_is_there(mode: Mode, tmp_path: Path) -> None:
     away, _ = retrying(open_store(str(tmp_path)), Faults(fail_at=0, mode=mode))
     assert away.put_if_absent("r/a", b"mine") is (mode == "before")
     assert away.get("r/a") == b"mine"
@@ -148,7 +146,8 @@ def service(tmp_path: Path) -> Iterator[RestartableService]:
 def test_a_real_s3_server_stops_and_starts(service: RestartableService, caplog: pytest.LogCaptureFixture) -> None:
     """Small objects, an upload whose first part is sent, the completion of another, and reads, all in one outage."""
     options = {**service.where.options, "config_kwargs": {"retries": {"max_attempts": 0}, "connect_timeout": 2}}
-    store = RetryingStore(open_store(f"s3://{BUCKET}/x", options))
+    # Pauses that grow would outlast the start of the server by seconds.
+    store = RetryingStore(open_store(f"s3://{BUCKET}/x", options), sleep=lambda pause: time.sleep(min(pause, 0.2)))
     store.put("r/a", b"x")
     part = memoryview(bytes(5 << 20) + b"end")
     begun, complete = store.open_writer("r/begun"), store.open_writer("r/complete")

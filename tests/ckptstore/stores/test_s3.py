@@ -23,6 +23,7 @@ from ckptstore.stores.base import is_lasting
 from ckptstore.stores.s3 import S3Store, part_bytes
 from ckptstore.stores.transfers import Transfers, UploadPart
 from tests.ckptstore.proxies import Fault, LossyProxy, lossy_proxy
+from tests.ckptstore.stores.test_base import abandon
 from tests.conftest import S3Location
 from tests.support import seaweed
 from tests.support.checkpoints import RUN
@@ -163,6 +164,15 @@ def test_a_part_that_fails_takes_the_others_back(s3_store: S3Location, noise: by
     assert (pending(s3_store), list(store.list(""))) == ([], [])
 
 
+def test_an_abandoned_upload_leaves_no_parts(s3_store: S3Location) -> None:
+    store = open_store(s3_store.url, s3_store.options)
+    writer = store.open_writer("run/large")
+    writer.write(bytes(40 * MIB))
+    assert len(pending(s3_store)) == 1, "the test must begin an upload to prove anything"
+    abandon(writer, b"some more")
+    assert (list(store.list("")), pending(s3_store)) == ([], [])
+
+
 @pytest.mark.usefixtures("small_parts")
 def test_a_part_that_arrives_damaged_is_sent_again(proxied: tuple[Store, LossyProxy], noise: bytes) -> None:
     store, proxy = proxied
@@ -244,12 +254,10 @@ def test_s3fs_does_what_signed_urls_cannot(
 @pytest.mark.parametrize(
     ("environment", "direct"),
     [
-        ({}, True),
-        ({"no_proxy": "127.0.0.1"}, True),
+        ({}, True), ({"no_proxy": "127.0.0.1"}, True), ({"http_proxy": "http://127.0.0.1:9"}, False),
         ({"http_proxy": "http://127.0.0.1:9", "no_proxy": "127.0.0.1"}, True),
-        ({"http_proxy": "http://127.0.0.1:9"}, False),
     ],
-)
+)  # fmt: skip
 def test_proxies_are_left_to_s3fs(
     s3_store: S3Location, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], direct: bool
 ) -> None:
@@ -268,15 +276,14 @@ def test_errors_tell_no_secrets(s3_service: S3Service, caplog: pytest.LogCapture
     away = {"endpoint_url": "http://127.0.0.1:9", "config_kwargs": {"retries": {"total_max_attempts": 1}}}
     nobody = open_store(f"s3://{BUCKET}/x", {**s3_service.options, **secrets, **away})
     caplog.set_level(logging.INFO)
+    calls: list[Callable[[Store], object]] = [
+        lambda store: store.get("a"), lambda store: store.get_range("a", 0, memoryview(bytearray(9))),
+        lambda store: write(store, "a", bytes(9 * MIB)),
+    ]  # fmt: skip
     for store, expected in ((refused, StoreReadOnly), (nobody, StoreUnavailable)):
-        calls: list[Callable[[], object]] = [
-            lambda store=store: store.get("a"),  # type: ignore[misc]
-            lambda store=store: store.get_range("a", 0, memoryview(bytearray(9))),  # type: ignore[misc]
-            lambda store=store: write(store, "a", bytes(9 * MIB)),  # type: ignore[misc]
-        ]
         for call in calls:
             with pytest.raises(CkptError) as caught:
-                call()
+                call(store)
             assert type(caught.value) is expected
             for told in (str(caught.value), caplog.text):
                 assert not [word for word in (*secrets.values(), SIGNED, "T0KEN") if word in told], told
