@@ -49,6 +49,8 @@ def test_it_returns_when_all_that_was_accepted_is_durable(trainer: Printing, kil
 
 @pytest.mark.parametrize("trainer", [1e5], indirect=True)
 def test_too_little_time_and_another_run(trainer: Printing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    wait_until(lambda: [state.uploading for state in savers() if state.run] == [2], "the saver's note")
     partly = drain(tmp_path, "--timeout", "0.1")
     assert partly.code == 3
     body = partly.json
@@ -58,7 +60,6 @@ def test_too_little_time_and_another_run(trainer: Printing, tmp_path: Path, monk
     other = drain(tmp_path, "--timeout", "0", "other")
     assert (other.code, other.json["savers"]) == (0, 0)
     # A saver that was killed leaves a note, which counts for nothing and is removed.
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (saver,) = [state for state in savers() if state.store == (tmp_path / "store").as_uri()]
     os.kill(saver.pid, signal.SIGKILL)
     wait_until(lambda: not [state for state in savers() if state.pid == saver.pid])
