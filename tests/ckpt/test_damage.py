@@ -291,7 +291,4 @@ def restore_after_damage(store: str) -> list[int]:
             path = Path(store) / RunKeys(STAGES).shard(newest.attempt, shard_name(rank))
             path.write_bytes(bytes(8) + path.read_bytes()[8:])
         dist.barrier()
-        restored, latest = checkpointer.restore(model), checkpointer.latest()
-    assert restored is not None
-    assert latest is not None
-    return [restored.step, latest.step]
+        return [present(checkpointer.restore(model)).step, present(checkpointer.latest()).step]

@@ -15,6 +15,13 @@ from tests.support.training import Net, same_state, seed_all
 from tests.support.waiting import present
 
 
+def step(net: Net, *optims: torch.optim.Optimizer) -> None:
+    net(torch.randint(0, 31, (8,))).square().mean().backward()
+    for optim in optims:
+        optim.step()
+        optim.zero_grad()
+
+
 def test_optimizer_state_follows_the_parameter_not_its_index(checkpointer: Checkpointer) -> None:
     def groups(net: Net, turned: bool) -> list[dict[str, Any]]:
         decayed: dict[str, Any] = {"params": [net.embed.weight, net.hidden.weight], "weight_decay": 0.1}
@@ -28,11 +35,6 @@ def test_optimizer_state_follows_the_parameter_not_its_index(checkpointer: Check
         seed_all(1)
         net = Net()
         return net, AdamW(groups(net, turned), lr=0.01)
-
-    def step(net: Net, optim: AdamW) -> None:
-        net(torch.randint(0, 31, (8,))).square().mean().backward()
-        optim.step()
-        optim.zero_grad()
 
     net, optim = make(turned=False)
     for _ in range(3):
@@ -57,37 +59,33 @@ def test_several_optimizers_and_an_average_model(checkpointer: Checkpointer) -> 
         }
         return net, optims, torch.optim.swa_utils.AveragedModel(net)
 
-    def step(net: Net, optims: dict[str, torch.optim.Optimizer], average: Any) -> None:
-        net(torch.randint(0, 31, (8,))).square().mean().backward()
-        for optim in optims.values():
-            optim.step()
-            optim.zero_grad()
-        average.update_parameters(net)
-
     net, optims, average = make()
     for _ in range(3):
-        step(net, optims, average)
+        step(net, *optims.values())
+        average.update_parameters(net)
     checkpointer.save(net, optims, 2, average=average, epoch=(3, "x"))
-    step(net, optims, average)
+    step(net, *optims.values())
+    average.update_parameters(net)
 
     again, again_optims, again_average = make()
     restored = present(checkpointer.restore(again, again_optims, average=again_average, epoch=None))
     assert restored.values == {"epoch": (3, "x")}
-    step(again, again_optims, again_average)
+    step(again, *again_optims.values())
+    again_average.update_parameters(again)
     assert same_state(again.state_dict(), net.state_dict())
     assert same_state(again_average.state_dict(), average.state_dict())
 
 
 def test_a_parameter_of_another_shape_gets_no_optimizer_state(checkpointer: Checkpointer) -> None:
+    def once(model: nn.Module, optim: torch.optim.Optimizer, width: int) -> None:
+        model(torch.ones(1, width)).sum().backward()
+        optim.step()
+
     def trained(width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Sequential(nn.Linear(width, 4), nn.Linear(4, 2))
         optim = torch.optim.AdamW(model.parameters())
-        step(model, optim, width)
+        once(model, optim, width)
         return model, optim
-
-    def step(model: nn.Module, optim: torch.optim.Optimizer, width: int) -> None:
-        model(torch.ones(1, width)).sum().backward()
-        optim.step()
 
     saved, saved_optim = trained(8)
     model, optim = trained(16)
@@ -98,7 +96,7 @@ def test_a_parameter_of_another_shape_gets_no_optimizer_state(checkpointer: Chec
     assert resized not in optim.state
     for own, other in zip(others, list(saved.parameters())[1:], strict=True):
         assert same_state(optim.state[own], saved_optim.state[other])
-    step(model, optim, 16)
+    once(model, optim, 16)
 
 
 def test_optimizer_of_other_parameters(checkpointer: Checkpointer) -> None:

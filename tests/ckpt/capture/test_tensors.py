@@ -79,17 +79,14 @@ def test_a_wrapper_does_not_fit_a_plain_tensor(tmp_path: Path) -> None:
             checkpointer.restore(plain)
 
 
-def test_wrappers_among_extras_are_refused_by_name(checkpointer: Checkpointer) -> None:
-    refused = pytest.raises(UnsupportedObject, match=r"'average'.*TwoTensor")
-    with refused:
+def test_a_wrapper_among_extras_and_a_parameter_whose_memory_is_freed_are_refused_by_name(
+    checkpointer: Checkpointer,
+) -> None:
+    with pytest.raises(UnsupportedObject, match=r"'average'.*TwoTensor"):
         checkpointer.save(model_of_pairs(1.0), None, 1, average=pair(1.0, 2, 2))
-
-
-def test_a_parameter_whose_memory_is_freed_is_refused_by_name(checkpointer: Checkpointer) -> None:
     model = nn.Linear(8, 8)
     model.weight.untyped_storage().resize_(0)
-    refused = pytest.raises(UnsupportedObject, match=r"'model/weight' has 64 elements but no memory")
-    with refused:
+    with pytest.raises(UnsupportedObject, match=r"'model/weight' has 64 elements but no memory"):
         checkpointer.save(model, None, 1)
 
 

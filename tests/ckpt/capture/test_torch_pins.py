@@ -18,13 +18,10 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
-from ckpt.capture.parts import part_of
-from tests.support.layouts import region
 from tests.support.parallel.runner import Outcome, Scenario, run_named
 from tests.support.parallel.zero import ZeroRedundancyOptimizer
 
@@ -34,7 +31,6 @@ _PINS = ("dtensor", "fsdp2", "fsdp1", "zero", "store_and_exchange", "store_and_e
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     scenarios = {name: Scenario(f"{__name__}:{name.split()[0]}", 2, tcp=name.endswith("tcp")) for name in _PINS}
-    scenarios["strided"] = Scenario(f"{__name__}:strided", 6)
     return run_named(scenarios, tmp_path_factory.mktemp("pins"))
 
 
@@ -43,13 +39,6 @@ def test_pinned(outcomes: dict[str, Outcome], pin: str) -> None:
     for result in outcomes[pin].result():
         assert result
         assert [what for what, holds in result.items() if not holds] == []
-
-
-def test_strided_shards_of_fully_shard_after_tensor_parallel(outcomes: dict[str, Outcome]) -> None:
-    """On three times two ranks, where torch's own offsets are wrong for uneven sizes."""
-    for result in outcomes["strided"].result():
-        assert (result["wrong"], len(result["placements"])) == ([], 2)
-        assert sum("_StridedShard" in placements for placements in result["placements"]) == 1
 
 
 def test_every_name_of_torch_is_in_the_oldest_one_that_is_promised() -> None:
@@ -74,33 +63,6 @@ def _names_of_torch(path: Path) -> Iterator[str]:
             first, dot, rest = ast.unparse(node).partition(".")
             if first in names and re.fullmatch(r"[\w.]*", rest):
                 yield names[first] + dot + rest
-
-
-ROWS = (1, 2, 5, 6, 7, 11, 13)
-
-
-def strided() -> dict[str, Any]:
-    """Six ranks, tensor parallel in pairs and then fully_shard over three: parts against torch's own gathering."""
-    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
-    seen, wrong = set(), []
-    for rows in ROWS:
-        for style, weight in ((ColwiseParallel(), (rows, 3)), (RowwiseParallel(), (3, rows))):
-            torch.manual_seed(rows)
-            layer = nn.Linear(weight[1], weight[0], bias=False)
-            whole, model = layer.weight.detach().clone(), nn.Sequential(layer)
-            parallelize_module(model, mesh["tp"], {"0": style})
-            fully_shard(model, mesh=mesh["dp"])
-            parameter = model.get_parameter("0.weight")
-            assert isinstance(parameter, DTensor)
-            seen.add(repr(parameter.placements))
-            part = part_of("w", parameter)
-            pieces = [torch.equal(whole[region(piece.box)], piece.tensor) for piece in part.pieces]
-            size = sum(piece.tensor.numel() for piece in part.pieces)
-            # torch itself cannot gather what a tensor parallel rank has nothing of.
-            gathered = rows < 2 or torch.equal(parameter.full_tensor(), whole)
-            if not (all(pieces) and size == parameter.to_local().numel() and gathered):
-                wrong.append([rows, repr(style)])
-    return {"placements": sorted(seen), "wrong": wrong}
 
 
 def dtensor() -> dict[str, bool]:

@@ -112,11 +112,6 @@ def test_what_is_left_out_of_a_tuple_is_none_and_out_of_a_dict_is_missing(traini
     assert torch.load(to, weights_only=True)["optim"]["state"] == {0: {"t": 3}}
 
 
-def test_a_pattern_that_matches_nothing_is_refused(training: Path, tmp_path: Path) -> None:
-    done = invoke("export", "r@1", "--to", tmp_path / "x.pt", "--names", "modle/*", "--store", training)
-    assert (done.code, left_in(tmp_path)) == (2, [])
-
-
 def test_the_format_follows_the_suffix_or_is_given(folder: Path, tmp_path: Path) -> None:
     done = invoke("export", "gpt@40", "--to", tmp_path / "out.bin", "--store", folder)
     assert (done.code, "--format" in done.stderr) == (2, True)
@@ -139,10 +134,11 @@ def test_a_file_that_is_there_is_replaced_only_by_force(folder: Path, tmp_path: 
     assert len(load_file(to)) == 5
 
 
-def test_a_target_that_cannot_be_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_target_or_pattern_that_cannot_be_is_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "dir.pt").mkdir()
-    for to in (tmp_path / "dir.pt", tmp_path / "nowhere" / "x.pt"):
-        assert invoke("export", "gpt@40", "--to", to, "--store", folder).code == 2
+    for to, names in (("dir.pt", "*"), ("nowhere/x.pt", "*"), ("x.pt", "modle/*")):
+        assert invoke("export", "gpt@40", "--to", tmp_path / to, "--names", names, "--store", folder).code == 2
+    assert left_in(tmp_path) == ["dir.pt"]
 
 
 def test_damage_leaves_no_file_and_the_old_one_as_it_was(folder: Path, filled: Store, tmp_path: Path) -> None:

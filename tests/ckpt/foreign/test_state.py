@@ -177,14 +177,6 @@ def test_values_of_usual_scripts_are_imported_and_others_left_out(store: Path) -
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "state", [Settings(), {"model": Settings()}, {"m": torch.ones(2), "s": [Settings(weights=torch.ones(2))]}]
-)
-def test_an_object_with_tensors_or_nothing_beside_it_is_refused(store: Path, tmp_path: Path, state: object) -> None:
-    torch.save(state, tmp_path / "in.pt")
-    assert "Settings" in refused(store, tmp_path / "in.pt")["message"]
-
-
 def test_nothing_in_a_file_is_executed(store: Path, tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.ones(2)}, "x": Payload(tmp_path / "pwned")}, tmp_path / "evil.pt")
     done = take(store, tmp_path / "evil.pt")
@@ -192,22 +184,21 @@ def test_nothing_in_a_file_is_executed(store: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "pwned").exists()
 
 
-def test_a_whole_module_is_refused_by_name(store: Path, tmp_path: Path) -> None:
-    torch.save(nn.Linear(2, 2), tmp_path / "module.pt")
-    error = refused(store, tmp_path / "module.pt")
-    assert (error["code"], "torch.nn.modules.linear.Linear" in error["message"]) == ("unsupported_object", True)
-
-
 @pytest.mark.parametrize(
-    ("tensor", "said"),
-    [(torch.ones(1).expand(1 << 40), "larger than its storage"), (torch.eye(3).to_sparse(), "sparse_tensor")],
+    ("state", "said"),
+    [
+        (Settings(), ["Settings"]),
+        ({"model": Settings()}, ["Settings"]),
+        ({"m": torch.ones(2), "s": [Settings(weights=torch.ones(2))]}, ["Settings"]),
+        (nn.Linear(2, 2), ["torch.nn.modules.linear.Linear"]),
+        ({"w": torch.ones(1).expand(1 << 40)}, ["/w", "larger than its storage"]),
+        ({"w": torch.eye(3).to_sparse()}, ["/w", "sparse_tensor"]),
+    ],
 )
-def test_a_tensor_that_cannot_be_stored_is_named(store: Path, tmp_path: Path, tensor: torch.Tensor, said: str) -> None:
-    torch.save({"w": tensor}, tmp_path / "odd.pt")
-    error = refused(store, tmp_path / "odd.pt")
-    assert (error["code"], said in error["message"], "/w" in error["message"]) == (
-        "unsupported_object", True, True,
-    )  # fmt: skip
+def test_what_cannot_be_stored_is_refused_by_name(store: Path, tmp_path: Path, state: object, said: list[str]) -> None:
+    torch.save(state, tmp_path / "in.pt")
+    error = refused(store, tmp_path / "in.pt")
+    assert (error["code"], [one for one in said if one not in error["message"]]) == ("unsupported_object", [])
 
 
 @pytest.mark.parametrize("keep", [0, 3, 100, 5_000, -1, -500])
