@@ -96,7 +96,7 @@ class Ownership:
                 holders = [rank for rank in holders if rank in among]
             if self.members is not None:
                 holders = [rank for rank in holders if rank in self.members]
-            # Of the ranks that hold equal copies, the one whose turn it is writes.
+            # One of the ranks that hold equal copies writes: the one whose turn it is.
             turn = not holders or holders[self.turn[unit] % len(holders)] == self._global(self.rank)
             return turn and self._global(self.owner[unit]) in ranks
         if unit not in self.own or self.own[unit].distributed:

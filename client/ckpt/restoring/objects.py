@@ -29,7 +29,7 @@ def plan_objects(plan: RestorePlan, trees: Mapping[str, JSON], state: TrainState
     for item in state.modules:
         if item not in state.placed and plan.has(trees, item):
             _plan_modules(plan, item, state, trees[item])
-    # Of the checkpoint's parameters, by their names. Tied ones share one.
+    # The entries of the checkpoint's parameters, by name. Tied ones share one.
     entries = {
         state.prefix(item) + name: entry
         for item in state.modules

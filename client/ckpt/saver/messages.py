@@ -28,7 +28,7 @@ SHARED_STEP_BYTES = 4096
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
-    """What travels over a socket: JSON with the name of its class."""
+    """A message over a socket: JSON with the name of its class."""
 
 
 class Setup(Message, frozen=True, kw_only=True):

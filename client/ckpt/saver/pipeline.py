@@ -194,7 +194,7 @@ class SavePipeline:
         self._own_process = own_process
         self._throttle = CpuThrottle(setup.cpu_budget if own_process else None)
         self.contents = SlotContents(enabled=own_process and setup.retain_snapshot_s > 0)
-        """What the slots hold, if their memory is of use after an upload."""
+        """The snapshots in the slots, if their memory is of use after an upload."""
         self._policy = coding_policy(setup.compress, store.url)
         self._lock = threading.Lock()
         self._leases: set[str] = set()
@@ -413,7 +413,7 @@ class SavePipeline:
             return
         running.incremental.end(receipt.receipt)
         self.contents.ended(job.number, committed=True)
-        # Of the first NaN or Inf in a checkpoint of this process; rank 0 warns for all ranks.
+        # Rank 0 warns for all ranks of the first NaN or Inf in a checkpoint of this process.
         if not self._setup.rank and not self._warned and (warning := warning_of(result)):
             self._warned = True
             self._report(Warned(warning))

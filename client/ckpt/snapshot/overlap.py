@@ -264,7 +264,7 @@ class PendingCopy:
     _changed: list[str] = field(default_factory=list)
     _checking: threading.Lock = field(default_factory=threading.Lock)
     _addresses: frozenset[int] | None = None
-    """Of the storages that are read."""
+    """The addresses of the storages that are read."""
 
     def changed_entries(self, parts: Iterable[Part] | None = None) -> list[str]:
         """Entries that have changed since they were captured, of these parts and those that were asked for before.
