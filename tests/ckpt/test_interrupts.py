@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 
+import pytest
+
+from ckpt.snapshot import guard
+from tests.ckpt.interrupted import Alarm, Interruption
 from tests.support.forking import TRAINER, run
 
 _EVERY = 1 if os.environ.get("CKPTD_INTERRUPTS") == "all" else 400
@@ -16,3 +21,13 @@ def test_an_exception_at_any_line_leaves_what_is_committed_as_it_was_at_the_call
     found = json.loads(printed)
     assert found["raised"] > 30
     assert found["findings"] == []
+
+
+def test_an_exception_at_the_entry_of_a_check_of_the_device_keeps_its_type() -> None:
+    _, first = inspect.getsourcelines(guard._OnlyWarns.__enter__)
+    with (
+        pytest.raises(Alarm),
+        Interruption(Alarm, ("", "ckpt/snapshot/guard.py", first + 1)),
+        guard._OnlyWarns("samples"),
+    ):
+        pass

@@ -11,9 +11,8 @@ import ctypes
 import logging
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -389,14 +388,14 @@ class DeviceGuard:
 
     def sample(self, found: Sequence[SamplePlaces]) -> None:
         """Read samples in the order of the current stream. The training thread waits for this, so it is no loop."""
-        with _only_warns("samples"):
+        with _OnlyWarns("samples"):
             for places in found:
                 self._samples.append((places, self._device.read(places.sources, places.size)))
 
     def digest(self, tensors: Sequence[torch.Tensor], slices: Callable[[int, int], Iterable[slice]]) -> None:
         """Read everything on the side stream. slices: parts of as many leaves, of so many launches each, when they can
         be queued."""
-        with _only_warns("digests"):
+        with _OnlyWarns("digests"):
             memory = self._device.pinned(8 * len(tensors)).view(torch.int64)
             for part in slices(len(tensors), DIGEST_LAUNCHES):
                 self._device.digest(memory[part], tensors[part])
@@ -414,15 +413,23 @@ class DeviceGuard:
         return sorted(found)
 
 
-@contextmanager
-def _only_warns(kind: str) -> Iterator[None]:
-    """Errors, such as missing memory, of a check that only finds mistakes of the training loop: they fail no save."""
-    try:
-        yield
-    except SaveFailed:  # the device is stuck
-        raise
-    except Exception as error:
-        _warn_once(kind, type(error).__name__)
+class _OnlyWarns:
+    """Errors, such as missing memory, of a check that only finds mistakes of the training loop: they fail no save.
+
+    No generator: an exception of a signal handler before its `yield` would become a RuntimeError.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, SaveFailed):  # the device is stuck
+            return False
+        _warn_once(self._kind, type(error).__name__)
+        return True
 
 
 @cache
