@@ -37,9 +37,10 @@ from ckptd.pages.timeline import goodput_view
 from ckptd.services.tokens import Caller
 from ckptd.services.uploads import live_uploads
 from ckptstore import human
-from ckptstore.commits.catalog import Checkpoint, State
+from ckptstore.commits.catalog import Checkpoint, State, ranked
 from ckptstore.commits.labels import LabelChange
 from ckptstore.errors import CkptError, Conflict, Damaged, InvalidRequest, NoCheckpoint, Unavailable
+from ckptstore.format.records import Best
 from ckptstore.names import Reference, check_run, is_run
 from ckptstore.retention.deletion import SWEEP_GRACE_S
 from ckptstore.retention.pruning import Prune
@@ -267,6 +268,8 @@ async def run(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Respon
         await _overlaid(ctx, visitor, run, query.other),
     )
     deleted = await soon(ctx, ctx.operator("").deleted, run)
+    live = [c for c in checkpoints if c.state is State.COMMITTED]
+    bests = map(Best.parse, policy.keep_best if policy else ())
     states = ", ".join(f"{count:,} {state}" for state, count in view.states)
     return visitor.page(
         "run.html",
@@ -282,6 +285,7 @@ async def run(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Respon
         not_finite_steps=sum(bool(c.not_finite) for c in checkpoints),
         known=kept is not None,
         deleted=deleted or (),
+        best=[(best.metric, found[0]) for best in bests if (found := ranked(best, live))],
     )
 
 

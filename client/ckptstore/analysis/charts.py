@@ -126,7 +126,7 @@ def plot(
     def line(found: Sequence[Point]) -> Line:
         marks = tuple(replace(p, x=across(p.x), y=up(p.y)) for p in found)
         places = [(mark.x, mark.y) for mark in marks if mark.on_line]
-        return Line(_polyline(places), _area(places, bottom), marks)
+        return Line(_polyline(places), _area(places, bottom) if from_zero else "", marks)
 
     return Plot(
         width=width,
