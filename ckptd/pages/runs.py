@@ -56,7 +56,7 @@ class Preview:
     num_removed: int
     removed_bytes: int
     fingerprint: str
-    """Of the checkpoints that it removes."""
+    """A digest of the checkpoints that it removes."""
 
 
 @dataclass(frozen=True, slots=True)
