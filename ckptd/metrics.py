@@ -27,7 +27,7 @@ def method_label(method: str) -> str:
 
 def route_of(scope: Scope) -> str:
     """The path of the route that serves a request, with its parameters as {name}; "none" before it is known."""
-    return getattr(scope.get("route"), "path", "none")
+    return getattr(scope.get("route"), "path_format", "none")
 
 
 class Metrics:

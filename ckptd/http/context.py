@@ -75,7 +75,7 @@ Ctx = Annotated[Context, Depends(_context)]
 class _CheckpointId(StringConvertor):
     """A checkpoint's id in a path: the name of its run may have slashes."""
 
-    regex = "(?:.+@)?[^/@]+"
+    regex = "(?:.*@[^/@]*|[^/]+)"
 
 
 register_url_convertor("checkpoint", _CheckpointId())

@@ -81,7 +81,7 @@ async def only_known(request: Request) -> None:
     known = sorted(_declared(route.dependant))
     for name in request.query_params:
         if name not in known:
-            raise _unknown(name, known, route.path)
+            raise _unknown(name, known, route.path_format)
 
 
 def _declared(dependant: Dependant) -> set[str]:
