@@ -11,7 +11,11 @@ from torch import nn
 
 import ckpt
 from ckpt import Checkpointer
+from ckptstore.commits.catalog import latest
 from ckptstore.errors import NoCheckpoint
+from ckptstore.names import RunKeys
+from ckptstore.run import Run
+from ckptstore.stores import open_store
 from tests.support.command_line import invoke, succeed
 from tests.support.daemons import running_daemon
 from tests.support.waiting import wait_until
@@ -69,6 +73,16 @@ def test_a_run_named_like_a_path(tmp_path: Path) -> None:
         succeed("rm", RUN, "--all", "--yes", "--url", daemon.url)
         wait_until(lambda: invoke("ls", RUN, "--url", daemon.url).code == 4, "the end of the run in the index")
     assert [one["run"] for one in succeed("runs", "--store", store, "-o", "json").json if one["latest"]] == [OTHER]
+
+
+def test_its_heartbeats_follow_its_checkpoints_out_of_a_local_tier(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Checkpointer(str(tmp_path / "remote"), run=RUN, local=str(tmp_path / "local")) as checkpointer:
+        checkpointer.save(model, optim, 1)
+    remote = open_store(str(tmp_path / "remote"))
+    wait_until(lambda: list(remote.list(RunKeys(RUN).heartbeats)), "a heartbeat in the remote store")
+    assert latest(Run(remote, RUN)).step == 1
 
 
 @pytest.mark.parametrize("run", ["team/", "/team", "a//b", "a/../b", "a/.b", "a/_b", "a~b"])

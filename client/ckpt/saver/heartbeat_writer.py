@@ -252,7 +252,7 @@ class HeartbeatWriter:
             found = msgspec.structs.asdict(local_only) | {"at": self._run.clock()}
             document = msgspec.structs.replace(document, extensions=document.extensions | {LOCAL_ONLY: found})
         try:
-            if self._replicated and not any(True for _ in self._run.store.list_folders(f"{self._run.name}/")):
+            if self._replicated and not any(True for _ in self._run.store.list_folders(f"{self._run.keys.folder}/")):
                 return
             self._run.store.put(self._run.keys.heartbeat(document.id), seal(document))
             self._newest = document
