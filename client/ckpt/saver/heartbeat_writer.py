@@ -152,7 +152,7 @@ class HeartbeatWriter:
         """One that goes on, after those that have ended and whose generation may begin later."""
         self._local_only: LocalOnly | None = None
         self._newest: Heartbeat | None = None
-        """The document that was written last."""
+        """The document that was made last."""
         self._due = self._final = self._closing = False
         self._thread = threading.Thread(target=self._serve, name="ckpt-heartbeat", daemon=True)
 
@@ -251,11 +251,11 @@ class HeartbeatWriter:
         if local_only is not None:
             found = msgspec.structs.asdict(local_only) | {"at": self._run.clock()}
             document = msgspec.structs.replace(document, extensions=document.extensions | {LOCAL_ONLY: found})
+        self._newest = document  # written again while checkpoints are replicated, if it cannot be written now
         try:
             if self._replicated and not any(True for _ in self._run.store.list_folders(f"{self._run.keys.folder}/")):
                 return
             self._run.store.put(self._run.keys.heartbeat(document.id), seal(document))
-            self._newest = document
         except CkptError as error:
             logger.warning("a heartbeat was not written: %s", error)
         except Exception:

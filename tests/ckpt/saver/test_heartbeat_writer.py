@@ -190,3 +190,19 @@ def test_a_generation_belongs_to_the_life_that_captured_its_save(store: Store, n
     writer.stop(closed=False)
     writer.close()
     assert [one.generation for one in read_heartbeats(run)] == [1, 2]
+
+
+def test_a_life_that_ends_before_its_checkpoint_is_replicated_is_written_then(store: Store, now: list[float]) -> None:
+    run = _run(store, now)
+    writer, shared_step = HeartbeatWriter(run, 3600.0, replicated=True), SharedStep()
+    writer.begin(_began(_T), shared_step)
+    writer.captured(1, _T + 1)
+    writer.numbered(1, _T + 1)
+    writer.local_only(LocalOnly(1, 10, _T + 1))
+    writer.stop(closed=True)
+    writer.finish()
+    wait_until(lambda: writer._newest is not None, "the end of the life")
+    assert read_heartbeats(run) == []
+    store.put(run.keys.generation(1), b"{}")
+    writer.close()
+    assert [found.ended for found in read_heartbeats(run)] == [TrainerEnd.CLOSED]
