@@ -18,7 +18,7 @@ from ckptapi.opening import open_source
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, named
 from ckptstore.errors import NoCheckpoint
-from ckptstore.names import Reference, check_run
+from ckptstore.names import Reference, check_run, name_of
 from ckptstore.operator import StoreOperator
 from ckptstore.reading.source import Source, StoreSource, suggest_run
 from ckptstore.retention.deletion import SWEEP_GRACE_S
@@ -79,7 +79,7 @@ def load(checkpoint: str | int | None = None, names: str = "*") -> dict[str, Any
     is_url = "://" in head or head.startswith(("/", "."))
     url, _, run = head.rpartition("/") if is_url else ("", "", head)
     with _source(url or None) as source:
-        return load_tensors(source, source.find(Reference.parse(f"{run.replace('~', '/')}@{which}")), names)
+        return load_tensors(source, source.find(Reference.parse(f"{name_of(run)}@{which}")), names)
 
 
 class Checkpoints(list[Checkpoint]):

@@ -44,9 +44,14 @@ def check_run(run: str) -> str:
     return _check(_RUN, run, "run name", allowed)
 
 
+def name_of(folder: str) -> str:
+    """The run that a folder stands for, unchecked: the inverse of `RunKeys.folder`."""
+    return folder.replace("~", "/")
+
+
 def run_of(key: str) -> str:
     """The run that an object belongs to. Raises InvalidName."""
-    return check_run(key.partition("/")[0].replace("~", "/"))
+    return check_run(name_of(key.partition("/")[0]))
 
 
 def is_run(text: str) -> bool:

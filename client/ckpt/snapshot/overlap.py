@@ -374,7 +374,7 @@ class Overlap:
             way = (
                 "saves copy it in GPU memory first, and from there to host memory beside training"
                 if not in_order
-                else "the GPU copies it to host memory before it continues, because GPU memory has no room for a copy"
+                else "the GPU copies it to host memory before it continues, because a copy does not fit into GPU memory"
             )
             logger.info(
                 "%.1f MB of state on a GPU may change in steps that call no hook (CUDA graphs), or outside steps: %s",

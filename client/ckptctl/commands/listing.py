@@ -58,9 +58,6 @@ def list_checkpoints(
     """
     session.add_local_tier(local)
     now = session.clock()
-    if not any((run, limit, state, metric, tag, min_step, max_step, since, until, local)) and sort == Sort.RUN:
-        list_runs(session)
-        return
     wanted = Filter(
         run=run,
         states=frozenset(state or ()),
@@ -71,6 +68,9 @@ def list_checkpoints(
         bounds=tuple(Bound.parse(text) for text in metric or ()),
         tags=tuple(Tagged.parse(text) for text in tag or ()),
     )
+    if wanted == Filter() and sort == Sort.RUN and not (limit or local):
+        list_runs(session)
+        return
     arrange = _arrangement(sort)
     listed = session.checkpoints(run)
     found = {name: [c for c in checkpoints if wanted.admits(c)] for name, checkpoints in listed.items()}

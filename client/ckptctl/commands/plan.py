@@ -96,7 +96,7 @@ def plan(
     found = _model(session, checkpoint, from_run, config, safetensors)
     if "terms" in found and (described := sorted(options.keys() & _STATE)):
         raise InvalidRequest(
-            f"the bytes per parameter are those of a checkpoint, so --{described[0]} has no effect", "Leave it out"
+            f"a checkpoint gives the bytes per parameter, so --{described[0]} has no effect", "Leave it out"
         )
     if measure is not None:
         if measure.startswith(("http://", "https://")):

@@ -129,7 +129,7 @@ class Checkpoint:
 
 def list_runs(store: Store) -> list[str]:
     """The names of the runs that have a folder in the store."""
-    return sorted(filter(names.is_run, (folder.replace("~", "/") for folder in store.list_folders(""))))
+    return sorted(filter(names.is_run, map(names.name_of, store.list_folders(""))))
 
 
 def list_checkpoints(run: Run) -> list[Checkpoint]:

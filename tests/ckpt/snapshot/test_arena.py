@@ -71,7 +71,7 @@ def test_a_whole_save_over_posix_shared_memory(tmp_path: Path, monkeypatch: pyte
 def open_descriptors() -> list[str]:
     found = []
     for fd in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # that of the folder itself
+        with suppress(OSError):  # the descriptor of the folder itself
             found.append(os.readlink(f"/proc/self/fd/{fd}"))
     return found
 

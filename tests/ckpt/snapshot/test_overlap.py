@@ -204,7 +204,7 @@ def test_an_unseen_torn_snapshot_is_raised_by_the_next_save(tmp_path: Path) -> N
 @pytest.mark.usefixtures("everywhere")
 @pytest.mark.parametrize(
     ("place", "error"),
-    [((Transfer, "copy"), OSError("no such memory")), ((Captured, "write"), MemoryError("no room"))],
+    [((Transfer, "copy"), OSError("no such memory")), ((Captured, "write"), MemoryError("no more"))],
     ids=["copy", "job"],
 )
 def test_a_copy_or_a_job_that_fails_fails_the_save_and_frees_the_optimizer(

@@ -47,6 +47,7 @@ def test_ls_limits_each_run_and_reports_what_is_missing(folder: Path) -> None:
 def test_without_a_run_ls_lists_the_runs(folder: Path) -> None:
     at = ("--store", folder, "-o", "json")
     assert succeed("ls", *at).json == succeed("runs", *at).json == succeed("runs", "*", *at).json
+    assert succeed("ls", "--max-step", 0, *at).json == []
     assert [body["run"] for body in succeed("runs", "w*", *at).json] == ["wide"]
     limited = succeed("runs", "--limit", 1, *at)
     assert ([body["run"] for body in limited.json], limited.stderr) == (["gpt"], "1 of 2 runs shown\n")
