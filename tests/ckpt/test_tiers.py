@@ -273,7 +273,7 @@ def away(host: Host) -> Callable[[], object]:
 
     def back() -> None:
         host.remote.unlink()
-        host.remote.mkdir()
+        host.remote.mkdir(exist_ok=True)  # a saver may be first
 
     return back
 

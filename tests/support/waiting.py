@@ -1,6 +1,6 @@
 """Waiting for an event with a generous limit: a slow machine takes longer, and only what never happens fails.
 
-Also: values that must be there.
+Also: values that must be there, and the files that a process has open.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import IO, Any, TypeVar
 
 DEADLINE_S = 60.0
@@ -23,12 +25,31 @@ def present(value: _T | None) -> _T:
 
 
 def wait_until(condition: Callable[[], object], what: str = "it", deadline_s: float = DEADLINE_S) -> None:
-    """Poll until the condition holds, the longer it takes the less often; AssertionError if it never does."""
+    """Poll until the condition holds, the longer it takes the less often; AssertionError if it never does.
+
+    A file that another process removes while the condition looks at it means: not yet.
+    """
     began = time.monotonic()
-    while not condition():
+    while not _holds(condition):
         took = time.monotonic() - began
         assert took < deadline_s, f"{what} did not happen within {deadline_s} s"
         time.sleep(min(0.1, max(0.01, took / 20)))
+
+
+def _holds(condition: Callable[[], object]) -> object:
+    try:
+        return condition()
+    except FileNotFoundError:
+        return False
+
+
+def open_files(process: int | str = "self") -> dict[Path, str]:
+    """What the descriptors of a process lead to, less those that it closes in the meantime."""
+    found = {}
+    for descriptor in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found[descriptor] = str(descriptor.readlink())
+    return found
 
 
 class Lines:

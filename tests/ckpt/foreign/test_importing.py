@@ -26,6 +26,7 @@ from tests.support.command_line import clean_environment, invoke, succeed
 from tests.support.disks import small_file_system
 from tests.support.entries import ENTRIES, TREES, tensor_bytes, write_entries
 from tests.support.forking import COMMAND_LINE, fork
+from tests.support.waiting import wait_until
 
 
 def content_of(folder: Path, run: str) -> Content:
@@ -252,8 +253,8 @@ def test_a_killed_import_leaves_no_checkpoint(store: Path, tmp_path: Path) -> No
     args = ["import", str(layout), "r@1", "--store", str(store)]
     process = fork(COMMAND_LINE, "ckptctl", args, stdout=1, stderr=2, environment=clean_environment())
     try:
-        while not any(path.name.startswith("shard-") for path in store.rglob("*")):
-            assert process.poll() is None
+        wait_until(lambda: any(store.rglob("shard-*")) or process.poll() is not None, "the start of the shard")
+        assert process.poll() is None
     finally:
         process.kill()
         process.wait()

@@ -108,8 +108,7 @@ class Integration:
         for lines, whole in zip(self.outputs(folder, name, 0, *options, ranks=ranks), plain, strict=True):
             expected = [line for line in whole if not line[0].isdigit() or int(line.split()[0]) >= resumed_at]
             assert len(lines) > 2
-            stored = sorted(str(path.relative_to(folder)) for path in (folder / name).rglob("*"))
-            assert lines == expected, f"resumed: {lines}\nexpected: {expected}\nstored: {stored}"
+            assert lines == expected, "\n".join(["stored:", *map(str, (folder / name).rglob("*"))])
 
 
 def private_names_exist(framework: str, integration: Integration) -> None:

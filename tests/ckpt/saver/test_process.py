@@ -25,7 +25,7 @@ from ckptstore.run import Run
 from ckptstore.stores import open_store
 from tests.ckpt.saver.attempts import new_attempt, new_job, new_setup, stored
 from tests.support.checkpoints import write_rank
-from tests.support.waiting import wait_until
+from tests.support.waiting import open_files, wait_until
 
 COUNT = 4_000_000
 
@@ -57,8 +57,8 @@ def test_a_saver_without_trainer_finishes_and_holds_no_memory_nor_next_trainer(l
             assert wait_for_orphans(setup.store, setup.run, timeout_s=30)
             assert receipt_ranks(run, stored(attempt)) == {0}
             assert saver.poll() is None
-            held = [str(link.readlink()) for link in Path(f"/proc/{saver.pid}/fd").iterdir()]
-            assert "ckpt-arena" not in "".join(held) + Path(f"/proc/{saver.pid}/maps").read_text()
+            held = "".join(open_files(saver.pid).values())
+            assert "ckpt-arena" not in held + Path(f"/proc/{saver.pid}/maps").read_text()
 
             # The other rank's receipt comes after all, and another process commits; the orphan sees it and ends.
             write_rank(store, "r", stored(attempt), {}, rank=1, world_size=2)

@@ -33,7 +33,7 @@ from tests.ckpt.saver.retained_train import RUN, network, state_digest
 from tests.support.forking import TRAINER, fork, run
 from tests.support.stores import CountingStore
 from tests.support.trainers import is_alive
-from tests.support.waiting import Lines, present, wait_until
+from tests.support.waiting import Lines, open_files, present, wait_until
 
 RETAIN_SNAPSHOT_S = "600"
 SIZE = 1 << 16
@@ -116,9 +116,9 @@ def test_a_restart_on_the_same_host_reads_no_shard_and_frees_the_memory(tmp_path
 def test_a_flipped_bit_in_memory_is_read_from_the_store(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store, model = tmp_path / "store", network(0)
     with killed_trainer(store) as saver:
-        for link in Path(f"/proc/{saver}/fd").iterdir():
-            if "ckpt-arena" in str(link.readlink()):
-                with link.open("r+b", buffering=0) as file:
+        for descriptor, link in open_files(saver).items():
+            if "ckpt-arena" in link:
+                with descriptor.open("r+b", buffering=0) as file:
                     byte = os.pread(file.fileno(), 1, 3_000_000)
                     os.pwrite(file.fileno(), bytes([byte[0] ^ 1]), 3_000_000)
         with Checkpointer(str(store), run=RUN) as checkpointer:
@@ -174,7 +174,7 @@ def test_another_run_store_or_attempt_is_refused_and_an_idle_saver_holds_up_noth
         with Checkpointer(store, run="other") as checkpointer:
             assert checkpointer.restore(network(0), checkpoint=newest.id) is not None
         assert saver not in [state.pid for state in savers()]
-        assert sum("ckpt-arena" in str(link.readlink()) for link in Path(f"/proc/{saver}/fd").iterdir()) == 1
+        assert sum("ckpt-arena" in link for link in open_files(saver).values()) == 1
         wait_until(lambda: os.readlink(f"/proc/{saver}/cwd") == "/", "that it leaves the folder of the job")
         os.kill(saver, signal.SIGTERM)
         wait_until(lambda: not is_alive(saver), "the end by a signal")

@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import os
 import threading
-from contextlib import suppress
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -22,7 +20,7 @@ from ckpt.snapshot import stage
 from ckpt.snapshot.arena import Arena
 from tests.ckpt.snapshot.simulated import plugged_in
 from tests.support.training import same_state
-from tests.support.waiting import present, wait_until
+from tests.support.waiting import open_files, present, wait_until
 
 
 class Announced:
@@ -68,16 +66,8 @@ def test_a_whole_save_over_posix_shared_memory(tmp_path: Path, monkeypatch: pyte
     assert same_state(dict(other.state_dict()), dict(model.state_dict()))
 
 
-def open_descriptors() -> list[str]:
-    found = []
-    for fd in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # the descriptor of the folder itself
-            found.append(os.readlink(f"/proc/self/fd/{fd}"))
-    return found
-
-
 def arena_descriptors() -> int:
-    return sum("ckpt-arena" in link for link in open_descriptors())
+    return sum("ckpt-arena" in link for link in open_files().values())
 
 
 class Spy(torch.utils.data.Dataset[torch.Tensor]):
@@ -127,7 +117,7 @@ def test_a_fork_cannot_use_or_close_the_parents_checkpointer(tmp_path: Path) -> 
 
 def test_everything_is_given_back_on_close(tmp_path: Path) -> None:
     def footprint() -> tuple[int, int]:
-        return len(open_descriptors()), threading.active_count()
+        return len(open_files()), threading.active_count()
 
     def cycle() -> None:
         with Checkpointer(str(tmp_path), run="r") as checkpointer:
