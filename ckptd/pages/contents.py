@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptapi.bodies import EntryBody, ShardBody
@@ -68,9 +68,13 @@ class ContentsView:
     entries: tuple[EntryBody, ...]
     """The largest entries."""
     num_entries: int
+    values: Mapping[str, str]
+    """Numbers and strings beside tensors, by path."""
 
 
-def contents_view(world_size: int, shards: Sequence[ShardBody], entries: Sequence[EntryBody]) -> ContentsView:
+def contents_view(
+    world_size: int, shards: Sequence[ShardBody], entries: Sequence[EntryBody], values: Mapping[str, str]
+) -> ContentsView:
     """The view of a checkpoint. entries: all of them."""
     written = [0] * min(world_size, MAX_RANKS)  # an index of an older daemon may hold any number
     for shard in shards:
@@ -87,6 +91,7 @@ def contents_view(world_size: int, shards: Sequence[ShardBody], entries: Sequenc
         items=_items(entries),
         entries=tuple(by_size[:_ENTRIES_SHOWN]),
         num_entries=len(entries),
+        values=values,
     )
 
 

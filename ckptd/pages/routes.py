@@ -37,11 +37,13 @@ from ckptd.pages.timeline import goodput_view
 from ckptd.services.tokens import Caller
 from ckptd.services.uploads import live_uploads
 from ckptstore import human
+from ckptstore.analysis.difference import saved_values
 from ckptstore.commits.catalog import Checkpoint, State, ranked
 from ckptstore.commits.labels import LabelChange
 from ckptstore.errors import CkptError, Conflict, Damaged, InvalidRequest, NoCheckpoint, Unavailable
 from ckptstore.format.records import Best
 from ckptstore.names import Reference, check_run, is_run
+from ckptstore.reading.source import StoreSource
 from ckptstore.retention.deletion import SWEEP_GRACE_S
 from ckptstore.retention.pruning import Prune
 from ckptstore.run import Run
@@ -407,7 +409,8 @@ async def _contents(ctx: Context, found: Checkpoint) -> tuple[ContentsView | Non
     def look() -> ContentsView:
         contents = ctx.contents
         entries = contents.entries(exact, 0, _MAX_ENTRIES).items
-        return contents_view(found.world_size, contents.shards(exact).items, entries)
+        values = saved_values(StoreSource(ctx.store), found)
+        return contents_view(found.world_size, contents.shards(exact).items, entries, values)
 
     try:
         return await ctx.threads.store(look), ""

@@ -275,7 +275,10 @@ def _alive(account: Account | None) -> bool:
 
 
 def _origin(account: Account | None) -> str:
-    return str(account.attempts[-1].origin or "") if account is not None else ""
+    if account is None:
+        return ""
+    last = account.attempts[-1]
+    return " · ".join(filter(None, (str(last.origin or ""), last.revision)))
 
 
 def _searched(summary: RunSummary, account: Account | None) -> str:

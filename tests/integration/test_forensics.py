@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -120,6 +123,32 @@ def test_a_daemon_answers_as_the_store_does(folder: Path) -> None:
             direct = invoke(*args, "--store", folder, "-o", "json")
             through = invoke(*args, "--url", daemon.url, "-o", "json")
             assert (through.code, through.json) == (direct.code, direct.json), (args, through.stderr)
+
+
+def test_the_code_and_the_values_of_a_run_are_shown_and_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt.config.HEARTBEAT_S", 0.05)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("lr = 0.1")
+    for command in ("init -q", "add train.py", "-c user.name=ada -c user.email=ada@localhost commit -qm first"):
+        subprocess.run(["git", *command.split()], check=True, timeout=60)
+    (tmp_path / "train.py").write_text("lr = 0.2")
+    model = nn.Linear(2, 2)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Checkpointer(str(tmp_path / "store"), run="r") as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(model, optim, step, config={"data": "books", "layers": [2, 2]})
+            optim.param_groups[0]["lr"] = 0.01
+    found = invoke("diff", "r@1", "r@2", "--store", tmp_path / "store", "-o", "json").json
+    assert found["values"] == {"optim/groups/0/lr": ["0.1", "0.01"]}
+    assert "optim/groups/0/lr  0.1     0.01" in succeed("diff", "r@1", "r@2", "--store", tmp_path / "store").stdout
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=60).stdout[:12]
+    with running_daemon((tmp_path / "store").as_uri()) as daemon:
+        assert f"· {commit}-dirty" in daemon.get("/runs/r").text
+        page = daemon.get("/checkpoints/r@2").text
+        for name, value in (("config/data", "books"), ("config/layers", "[2, 2]"), ("optim/groups/0/lr", "0.01")):
+            assert re.search(rf">{name}</th><td[^>]*><div[^>]*>{re.escape(value)}<", page), name
 
 
 def test_retention_can_keep_the_newest_healthy_checkpoint(folder: Path) -> None:

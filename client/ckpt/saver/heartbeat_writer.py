@@ -11,8 +11,10 @@ reader may see numbers of two adjacent steps.
 from __future__ import annotations
 
 import logging
+import subprocess
 import threading
 from bisect import bisect_left
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -22,7 +24,7 @@ from ckpt.saver.messages import SHARED_STEP_BYTES, LocalOnly, TrainerStarted
 from ckptstore.errors import CkptError
 from ckptstore.format.documents import FORMAT
 from ckptstore.format.parsing import seal
-from ckptstore.format.records import LOCAL_ONLY, ORIGIN, Heartbeat, TrainerEnd
+from ckptstore.format.records import LOCAL_ONLY, ORIGIN, REVISION, Heartbeat, TrainerEnd
 from ckptstore.run import Run, origin
 
 logger = logging.getLogger(__name__)
@@ -75,6 +77,7 @@ class SharedStep:
 
 MOST_BEATS = 512
 _CLOSE_TIMEOUT_S = 1.0
+_GIT_TIMEOUT_S = 0.5
 
 
 @dataclass(slots=True)
@@ -133,6 +136,14 @@ class TrainerRun:
             stalled_s=[beat.stalled_s for beat in beats], slowed_s=[beat.slowed_s for beat in beats],
             ended=self.ended, ended_at=self.ended_at or now, extensions={ORIGIN: msgspec.to_builtins(origin())},
         )  # fmt: skip
+
+
+def _revision() -> str:
+    """The git commit of the code in the working directory; empty if it has none, or git is slow."""
+    command = ("git", "--no-optional-locks", "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty")
+    with suppress(OSError, subprocess.TimeoutExpired):
+        return subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S).stdout.strip()
+    return ""
 
 
 class HeartbeatWriter:
@@ -215,13 +226,14 @@ class HeartbeatWriter:
             self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _serve(self) -> None:
+        extensions = {REVISION: found} if (found := _revision()) else {}
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closing or self._due, self._every_s)
                 self._due, closing = False, self._closing
                 documents, local_only = self._documents(), self._local_only
             for document in documents:
-                self._write(document, local_only)
+                self._write(msgspec.structs.replace(document, extensions=document.extensions | extensions), local_only)
             if closing:
                 return
 

@@ -1,4 +1,4 @@
-"""diff: what differs between the tensors of two checkpoints, and by how much."""
+"""diff: what differs between two checkpoints, and by how much."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from ckptstore import human
 from ckptstore.analysis.difference import Difference, Side, compare
 
 _SHOWN = 40
+_WIDE = 32
+"""Characters of a value."""
 
 
 def diff(
@@ -26,7 +28,7 @@ def diff(
     ],
     after: Annotated[str, typer.Argument(metavar="RUN[@STEP]", help="The later.", autocompletion=checkpoint_names)],
 ) -> None:
-    """Compare the tensors of two checkpoints, also of different runs and numbers of ranks.
+    """Compare two checkpoints, also of different runs and numbers of ranks: tensors, and values as a learning rate.
 
     Chunks that are equal in both are not read. With -o id it prints the names of the tensors that differ.
     """
@@ -58,6 +60,12 @@ def _blocks(result: Difference) -> Iterator[Block]:
             yield f"{word}  ... and {len(names) - _SHOWN:,} more"
     for one in result.reshaped[:_SHOWN]:
         yield f"reshaped  {one.name}: {one.dtype_before} {one.before} to {one.dtype_after} {one.after}"
+    if result.values:
+        yield ""
+        rows = [Row((name, old[:_WIDE], new)) for name, (old, new) in list(result.values.items())[:_SHOWN]]
+        yield Table(("VALUE", "BEFORE", "AFTER"), rows)
+        if len(result.values) > _SHOWN:
+            yield f"... and {len(result.values) - _SHOWN:,} more: -o json"
     if result.changed:
         yield ""
         yield _table(result)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod, sqrt
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,8 +22,9 @@ from ckptstore.format.boxes import Box, Want
 from ckptstore.format.documents import Content
 from ckptstore.format.planning import plan_reads
 from ckptstore.format.shards import ChunkTable
+from ckptstore.format.trees import children, decode_tree
 from ckptstore.reading.fetch import Progress, fetch
-from ckptstore.reading.source import Source, read_manifest
+from ckptstore.reading.source import Source, read_local, read_manifest
 
 _BATCH_BYTES = 64 << 20
 _BUFFER = "compared"
@@ -61,7 +63,8 @@ class Reshaped(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that differs between the tensors of two checkpoints."""
+    """Everything that differs between two checkpoints, but for random number generators and the state of ranks other
+    than 0."""
 
     before: str
     after: str
@@ -70,6 +73,8 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     reshaped: list[Reshaped]
     changed: list[TensorChange]
     """By relative norm, the largest first."""
+    values: dict[str, tuple[str, str]]
+    """Numbers and strings beside tensors, before and after; empty where it has none."""
     num_equal: int
     read_bytes: int
     """Stored bytes that were read from both checkpoints, without documents."""
@@ -138,6 +143,8 @@ def compare(before: Side, after: Side, progress: Progress = lambda _: None) -> D
     for batch in _batches(regions):
         _compare_batch(before, after, batch, found, progress)
     changed = [_change(name, *common[name], sums) for name, sums in found.sums.items() if sums.changed]
+    texts = [saved_values(side.source, side.checkpoint) for side in (before, after)]
+    values = {name: (texts[0].get(name, ""), texts[1].get(name, "")) for name in texts[0] | texts[1]}
     return Difference(
         before=before.checkpoint.id,
         after=after.checkpoint.id,
@@ -152,9 +159,30 @@ def compare(before: Side, after: Side, progress: Progress = lambda _: None) -> D
             if name in new and name not in common
         ],
         changed=sorted(changed, key=lambda one: -(one.relative_norm if one.relative_norm is not None else np.inf)),
+        values={name: pair for name, pair in values.items() if pair[0] != pair[1]},
         num_equal=len(common) - len(changed),
         read_bytes=found.read_bytes,
     )  # fmt: skip
+
+
+def saved_values(source: Source, checkpoint: Checkpoint) -> dict[str, str]:
+    """The numbers and strings beside tensors, as text by path: what all ranks share, then the state of rank 0.
+
+    A list without containers is one text. Raises Damaged, ObjectMissing or Unavailable.
+    """
+    manifest = read_manifest(source, checkpoint)
+    trees = read_local(source, checkpoint, manifest, 0) | manifest.content.trees
+    return {path[1:]: text for path, text in _texts(decode_tree(trees, "", lambda *_: None), "")}
+
+
+def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    within = children(value)
+    if within is None or (isinstance(value, (list, tuple)) and all(children(one) is None for one in value)):
+        if value is not None:
+            yield path, str(value)
+        return
+    for key, child in within:
+        yield from _texts(child, f"{path}/{key}")
 
 
 def _change(name: str, dtype: str, shape: tuple[int, ...], sums: _Sums) -> TensorChange:

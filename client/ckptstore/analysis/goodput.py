@@ -21,7 +21,7 @@ from ckptstore.commits.generations import read_generations
 from ckptstore.commits.heartbeats import read_heartbeats
 from ckptstore.errors import NoCheckpoint
 from ckptstore.format.documents import Generation
-from ckptstore.format.records import LOCAL_ONLY, ORIGIN, Heartbeat, LocalOnly, Origin, TrainerEnd
+from ckptstore.format.records import LOCAL_ONLY, ORIGIN, REVISION, Heartbeat, LocalOnly, Origin, TrainerEnd
 from ckptstore.names import Attempt
 from ckptstore.run import Run
 
@@ -104,6 +104,7 @@ class TrainerRun:
     measured: bool = True
     """False: it left no heartbeat, and is known by its checkpoints only."""
     origin: Origin | None = None
+    revision: str | None = None
 
     def with_captures(self, captures: Iterable[tuple[float, int]]) -> TrainerRun:
         """The life with the moments and steps of its checkpoints as further beats."""
@@ -142,6 +143,8 @@ class AttemptAccount(msgspec.Struct, frozen=True, kw_only=True):
     measured: bool
     origin: Origin | None = None
     """Who ran it, and where; None if an older client did."""
+    revision: str | None = None
+    """The git commit of its code; None if it is not known."""
 
 
 class Account(msgspec.Struct, frozen=True, kw_only=True):
@@ -213,6 +216,7 @@ def _of_heartbeat(found: Heartbeat) -> TrainerRun:
         parent=Attempt.parse(found.parent) if found.parent is not None else None,
         beats=sorted((Beat(*beat) for beat in beats), key=lambda beat: beat.at), ended=found.ended,
         ended_at=max(found.ended_at, found.began_at), origin=found.extension(ORIGIN, Origin),
+        revision=found.extension(REVISION, str),
     )  # fmt: skip
 
 
@@ -314,7 +318,7 @@ def _attempt(
         ended_at=ended_at, ended=_end(life, after, now, silent_s),
         resumed_from=life.parent.step if life.parent is not None else None, first_step=series.first.step,
         last_step=last.step, lost_steps=max(0, last.step - cut.step), seconds={k.value: s for k, s in seconds.items()},
-        measured=life.measured, origin=life.origin,
+        measured=life.measured, origin=life.origin, revision=life.revision,
     )  # fmt: skip
 
 

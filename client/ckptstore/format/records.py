@@ -108,6 +108,10 @@ ORIGIN = "origin"
 """The extension of generations and heartbeats with an Origin."""
 
 
+REVISION = "revision"
+"""The extension of heartbeats with the git commit of the code, and `-dirty` if files differ from it."""
+
+
 class Origin(Document, frozen=True, omit_defaults=True):
     """Who runs a trainer, and where. Empty: not known."""
 

@@ -25,7 +25,7 @@ def test_contents_of_many_ranks_are_summed_by_rank_and_item() -> None:
         for item in ("model", "optim")
         for i in range(40)
     ]
-    view = contents_view(4096, shards, entries)
+    view = contents_view(4096, shards, entries, {})
     assert (view.num_writers, view.num_shards, len(view.shards)) == (999, 1000, 32)
     assert view.most is not None
     assert view.most.rank == 999
@@ -35,4 +35,4 @@ def test_contents_of_many_ranks_are_summed_by_rank_and_item() -> None:
     ]
     assert [entry.raw_bytes for entry in view.entries[:3]] == [39, 39, 38]
     assert (len(view.entries), view.num_entries) == (50, 80)
-    assert contents_view(2**40, shards, entries).num_writers == 999
+    assert contents_view(2**40, shards, entries, {}).num_writers == 999
