@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
+from difflib import get_close_matches
 from functools import cache, wraps
 from typing import (
     Any,
@@ -234,17 +235,22 @@ def _words() -> dict[str, tuple[str, ...]]:
 def takes(make: Callable[_P, _T]) -> Callable[[Callable[[_S, _T], None]], Callable[Concatenate[_S, _P], None]]:
     """Decorates an `__init__` that takes one object, to take the arguments that this object is made of instead.
 
-    Type checkers, editors and help() see these, with the documentation of the class of the object.
+    Type checkers, editors and help() see these, with the documentation of the class of the object. A keyword that it
+    does not have raises InvalidRequest, which names one that is near.
     """
 
     shown: Any = vars(make)["__init__"]
     shown.__annotations__ = get_type_hints(shown)  # types in place of their text
+    known = inspect.signature(make).parameters
 
     def decorate(init: Callable[[_S, _T], None]) -> Callable[Concatenate[_S, _P], None]:
         shown.__qualname__ = init.__qualname__  # errors about arguments name it
 
         @wraps(init)
         def wrapper(self: _S, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+            for name in kwargs.keys() - known:
+                near = [f"Did you mean {one!r}?" for one in get_close_matches(name, known, 1)]
+                raise InvalidRequest(f"{name!r} is not a setting", *near or [f"There are {', '.join(known)}"])
             init(self, make(*args, **kwargs))
 
         wrapper.__wrapped__ = shown

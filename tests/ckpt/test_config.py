@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,19 @@ def test_unknown_scheme_names_the_url_and_the_package() -> None:
     with pytest.raises(InvalidRequest, match="gopher://x") as caught:
         Checkpointer("gopher://x", run="r")
     assert "install" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [
+        ({"compres": "off"}, "'compres' is not a setting. Did you mean 'compress'?"),
+        ({"wxyz": 3}, "'wxyz' is not a setting. There are store, run, local"),
+    ],
+)
+def test_a_misspelt_setting(tmp_path: Path, options: dict[str, Any], hint: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        Checkpointer(str(tmp_path), run="r", **options)
+    assert str(caught.value).startswith(hint)
 
 
 def test_neither_store_nor_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
