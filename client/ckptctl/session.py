@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
 from ckptapi.listing import check_glob, is_glob
@@ -101,10 +102,12 @@ class Session:
         return self.chosen(text) if "@" in text else [self.find(name) for name in self.run_names(text)]
 
     def checkpoints(self, run: str | None) -> dict[str, list[Checkpoint]]:
-        """The checkpoints of one run, of a pattern of runs or of all runs, newest step first.
+        """The checkpoints of one run, of a pattern of runs or of all runs, newest step first; of RUN@STEP those chosen.
 
         Raises NoCheckpoint if a named run has none.
         """
+        if run is not None and "@" in run:
+            return {name: [*found] for name, found in groupby(self.chosen(run), lambda c: c.run)}
         if run is None or is_glob(run):
             return {name: self.source.checkpoints(name) for name in self.run_names(run)}
         found = self.source.checkpoints(check_run(run))

@@ -50,7 +50,7 @@ def list_checkpoints(
     sort: SortOption = "run",
     local: LocalOption = None,
 ) -> None:
-    """List checkpoints by run, newest step first; without RUN and conditions, the runs.
+    """List checkpoints by run, newest step first, or those that RUN@STEP names; without RUN and conditions, the runs.
 
     All conditions must hold. A time is an age such as 24h or 7d, or a moment such as 2026-11-22T10:00:00Z. --sort takes
     run, step, time, size or metric:NAME, with a minus sign for descending order. --limit counts for each run in the
@@ -59,7 +59,7 @@ def list_checkpoints(
     session.add_local_tier(local)
     now = session.clock()
     wanted = Filter(
-        run=run,
+        run=run and run.partition("@")[0],
         states=frozenset(state or ()),
         min_step=min_step,
         max_step=max_step,

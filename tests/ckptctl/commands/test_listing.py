@@ -27,6 +27,10 @@ def test_ls_lists_the_newest_step_first_and_marks_superseded_ones(folder: Path) 
         "gpt@40", "gpt@30", "gpt@30", "gpt@20", "gpt@10", "wide@5",
     ]  # fmt: skip
     assert [row.split()[1] for row in rows] == ["committed"] * 2 + ["superseded"] + ["committed"] * 3
+    for which, steps in (("gpt@20", "20"), ("gpt@latest", "40"), ("gpt@1*", "10"), ("*@4?", "40")):
+        listed = invoke("ls", which, "--store", folder, "-o", "json").json
+        assert [str(one["step"]) for one in listed] == steps.split()
+    assert invoke("ls", "gpt@99", "--store", folder).code == 4
     assert rows[0].split()[2:] == ["3h", "00m", "2.7", "MiB", "2.3", "MiB", "0.5s", "1", "loss=0.025"]
 
 
