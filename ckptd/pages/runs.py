@@ -154,7 +154,7 @@ def _preview(pruned: Sequence[KeepDecision] | None, query: RunPageQuery) -> Prev
     given = (("--keep", query.keep), ("--keep-every", query.every), ("--keep-best", query.best))
     rules = " ".join(f"{option} {value}" for option, value in given if value)
     if query.healthy:
-        rules = f"{rules} --keep-healthy".lstrip()
+        rules = f"{rules} --keep-healthy 1".lstrip()
     if query.abandoned is not None:
         rules += f" --keep-abandoned {query.abandoned}d"
     gone = [v.checkpoint for v in pruned if not v.reasons]

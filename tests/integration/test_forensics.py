@@ -154,13 +154,13 @@ def test_the_code_and_the_values_of_a_run_are_shown_and_compared(
 def test_retention_can_keep_the_newest_healthy_checkpoint(folder: Path) -> None:
     listed = invoke("ls", "nan", "--store", folder, "-o", "json").json
     assert {body["step"]: body["not_finite"] for body in listed} == {10: 0, 20: 0, 30: 0, 40: 1, 50: 0}
-    plan = invoke("prune", "nan", "--keep-healthy", "--dry-run", "--store", folder)
+    plan = invoke("prune", "nan", "--keep-healthy", 1, "--dry-run", "--store", folder)
     assert "healthy-1" in next(line for line in plan.stdout.splitlines() if "nan@50" in line)
     with running_daemon(folder.as_uri()) as daemon:
         assert invoke("ls", "nan", "--url", daemon.url, "-o", "json").json == listed
-        planned = invoke("prune", "nan", "--keep-healthy", "--dry-run", "--url", daemon.url)
+        planned = invoke("prune", "nan", "--keep-healthy", 1, "--dry-run", "--url", daemon.url)
         assert "healthy-1" in planned.stdout
-        assert invoke("policy", "set", "--keep", 1, "--keep-healthy", "--url", daemon.url).code == 0
+        assert invoke("policy", "set", "--keep", 1, "--keep-healthy", 1, "--url", daemon.url).code == 0
         assert "keep_healthy: 1" in invoke("policy", "show", "--store", folder).stdout
 
 

@@ -30,7 +30,7 @@ class _Input:
 
     @property
     def unit(self) -> str:
-        """Unit of the text that is converted; "flag" for a number that is 1 or not given; empty otherwise."""
+        """Unit of the text that is converted; empty otherwise."""
         return str((self.about.extra or {})["unit"])
 
     def convert(self, value: Any) -> Any:
@@ -38,7 +38,7 @@ class _Input:
         if self.unit in _METAVARS:
             number = human.quantity(value, self.unit)
             return int(number) if self.kind is int else number
-        return tuple(value) if isinstance(value, list) else self.kind(value) if self.unit else value
+        return tuple(value) if isinstance(value, list) else value
 
     def parameter(self) -> inspect.Parameter:
         """The option as a parameter of the command."""
@@ -58,7 +58,7 @@ class _Input:
     def _type(self) -> Any:
         """The type of the option: the first of the field that is not None, or str where a name is allowed."""
         if self.unit:
-            return bool if self.unit == "flag" else str
+            return str
         if get_origin(self.kind) is tuple:
             return list[str]
         kinds = get_args(self.kind) if get_origin(self.kind) in (Union, UnionType) else (self.kind,)

@@ -220,7 +220,7 @@ class Best:
 def about(text: str, unit: str = "", **extra: str) -> msgspec.Meta:
     """Describes a field that is an option of ckptctl.
 
-    unit: "s", "bytes" or "count" for a number that people write with a unit; "flag" for one that is 1 or not given.
+    unit: "s", "bytes" or "count" for a number that people write with a unit.
     extra: option, metavar and default, where they do not follow from the field.
     """
     return msgspec.Meta(description=text, extra={"unit": unit, **extra})
@@ -240,8 +240,8 @@ class Policy(Document, frozen=True):
     keep_best: Annotated[
         tuple[str, ...], about("Keep the N best by a metric. Repeatable.", metavar="METRIC:min|max:N")
     ] = ()
-    keep_healthy: Annotated[int, about("Keep the newest checkpoint without NaN and Inf.", "flag")] = 0
-    """The newest N. Those without statistics count only if there are too few others."""
+    keep_healthy: Annotated[int, about("Keep the newest N checkpoints without NaN and Inf.")] = 0
+    """Those without statistics count only if there are too few others."""
     keep_within_s: Annotated[float, about("Keep checkpoints younger than this: 90s, 30m, 24h, 7d.", "s")] = 0.0
     max_bytes: Annotated[int, about("Maximum total size to keep: 500GB, 4GiB.", "bytes")] = 0
     """A limit, not a reason: of the checkpoints that other rules keep, or of all if there is no other rule, the newest

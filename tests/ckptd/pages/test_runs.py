@@ -46,7 +46,7 @@ def test_a_view_of_a_run_filters_pages_and_shows_reasons() -> None:
     healthy = RunPageQuery(keep=5, healthy=True)
     assert (healthy.policy, healthy.link()) == (Policy(keep_last=5, keep_healthy=1), "?keep=5&healthy=1")
     preview = present(run_view("gpt", checkpoints, reasons, kept, healthy, 1000.0).preview)
-    assert preview.rules == "--keep 5 --keep-healthy"
+    assert preview.rules == "--keep 5 --keep-healthy 1"
     both = present(run_view("gpt", checkpoints, reasons, kept, query, 1000.0).preview)
     assert both.rules == "--keep 5 --keep-every 100 --keep-best loss:min:2"
     only = run_view("gpt", checkpoints, reasons, None, RunPageQuery(state=State.CORRUPT, metric=SIZE), 1000.0)
