@@ -91,6 +91,8 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, after: int) -> None:
 
 def test_a_store_that_fails_is_left_clean() -> None:
     store = open_store("memory://failing")
+    found = run_store_checks(FaultyStore(store, Faults(0)), system_clock)
+    assert ([check.ok for check in found.checks], found.conditional_writes) == ([False], False)
     for fail_at in (0, 2, 5):
         with pytest.raises(StoreUnavailable):
             measure_store(FaultyStore(store, Faults(fail_at)), system_clock, LEAST)
