@@ -23,6 +23,12 @@ def test_an_exception_at_any_line_leaves_what_is_committed_as_it_was_at_the_call
     assert found["findings"] == []
 
 
+@pytest.mark.parametrize("error", [Alarm, MemoryError])
+def test_a_check_of_the_device_ends_with_what_a_signal_handler_raises(error: type[BaseException]) -> None:
+    with pytest.raises(error), guard._OnlyWarns("samples"):
+        raise error
+
+
 def test_an_exception_at_the_entry_of_a_check_of_the_device_keeps_its_type() -> None:
     _, first = inspect.getsourcelines(guard._OnlyWarns.__enter__)
     with (

@@ -30,7 +30,7 @@ from tests.support.waiting import Lines
 
 PROGRAM = (sys.executable, "-m", "ckptctl")
 _OWN = ("CKPTD_URL", "CKPT_STORE", "CKPT_TOKEN", "CKPTCTL_PROFILE", "COLUMNS", "NO_COLOR", "FORCE_COLOR")
-_DEADLINE_S = 60.0
+_DEADLINE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 _T = TypeVar("_T")
 
 

@@ -25,7 +25,7 @@ from ckpt.capture.leaves import Leaves
 from ckpt.device import DIGEST_LAUNCHES, Addresses, Device, digests, rows
 from ckpt.host.segment import Segment
 from ckpt.lazily import torch
-from ckptstore.errors import SaveFailed, SnapshotTorn
+from ckptstore.errors import SnapshotTorn
 from ckptstore.format.columns import distinct
 from ckptstore.format.shards import Placed, Slice
 from ckptstore.threads import Latch
@@ -414,7 +414,7 @@ class DeviceGuard:
 
 
 class _OnlyWarns:
-    """Errors, such as missing memory, of a check that only finds mistakes of the training loop: they fail no save.
+    """Errors of torch, such as missing memory, in a check that only finds mistakes of the training loop fail no save.
 
     No generator: an exception of a signal handler before its `yield` would become a RuntimeError.
     """
@@ -426,7 +426,7 @@ class _OnlyWarns:
         pass
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
-        if not isinstance(error, Exception) or isinstance(error, SaveFailed):  # the device is stuck
+        if not isinstance(error, RuntimeError):  # one of a signal handler, or SaveFailed: the device is stuck
             return False
         _warn_once(self._kind, type(error).__name__)
         return True
