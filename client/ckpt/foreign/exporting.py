@@ -12,7 +12,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -278,7 +278,8 @@ def write_huggingface(export: Export, folder: Path, max_shard_bytes: int) -> Non
     """Write one item's tensors by their module's names, in files of at most `max_shard_bytes`, and an index.
 
     The layout is that of transformers: one file without an index if all tensors fit, and tied weights once. The
-    metadata of each file maps aliases to the tensors in it. Raises InvalidRequest if more than one item is selected,
+    metadata of each file maps aliases to the tensors in it. Beside them are the files that `keep_checkpoints` of
+    transformers has saved: the configuration. Raises InvalidRequest if more than one item is selected,
     UnsupportedObject and OSError.
     """
     prefix = _prefix(export)
@@ -296,6 +297,9 @@ def write_huggingface(export: Export, folder: Path, max_shard_bytes: int) -> Non
         weight_map = {tensor.name: path.name for path, layout in layouts.items() for tensor in layout.tensors}
         index = {"metadata": {"total_size": export.selection.raw_bytes}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / INDEX).write_bytes(msgspec.json.format(msgspec.json.encode(index), indent=2) + b"\n")
+    for name in ("config.json", "generation_config.json"):
+        with suppress(KeyError, TypeError):
+            (folder / name).write_text(export.content.trees["trainer"]["files"][name])
 
 
 def _fill(export: Export, layouts: dict[Path, Layout], entry_of: Callable[[str], str]) -> None:

@@ -181,6 +181,9 @@ class _CkptdTrainer(Trainer):
             states[name] = [*states.get(name, []), one.state()] if several else one.state()
         state = vars(self.state) | {"stateful_callbacks": states, "best_model_checkpoint": None}
         saved: dict[str, Any] = {"state": json.dumps(state)}
+        if not hasattr(self.model, "peft_config"):  # the weights would not fit
+            own: Any = ((name, getattr(self.model, name, None)) for name in ("config", "generation_config"))
+            saved["files"] = {f"{name}.json": one.to_json_string() for name, one in own if hasattr(one, "to_diff_dict")}
         if not self.args.save_only_model:
             saved["scheduler"] = self.lr_scheduler.state_dict()
             if (scaler := getattr(self.accelerator, "scaler", None)) is not None:

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
 
 from ckpt import Checkpointer
 from tests.ckpt.integrations.proof import Integration, operators_can_use, private_names_exist
-from tests.support.command_line import invoke
+from tests.support.command_line import invoke, succeed
 
 TRANSFORMERS = Integration(
     "tests.ckpt.integrations.train_transformers",
@@ -17,6 +18,10 @@ TRANSFORMERS = Integration(
 def test_a_run_killed_in_mid_epoch_resumes_exactly(tmp_path: Path) -> None:
     TRANSFORMERS.resumes_exactly(tmp_path, "gpt", 18, resumed_at=16)
     operators_can_use(tmp_path, "gpt", tmp_path / "gpt-0.pt")
+    hub = tmp_path / "hub"
+    succeed("export", "gpt", "--to", hub, "--format", "huggingface", "--store", tmp_path)
+    assert sorted(path.name for path in hub.iterdir()) == ["config.json", "model.safetensors"]
+    assert json.loads((hub / "config.json").read_text())["model_type"] == "tiny"
 
 
 def test_two_ranks(tmp_path: Path) -> None:
