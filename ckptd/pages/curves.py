@@ -1,4 +1,4 @@
-"""The plots of a run: metrics by step, also beside other runs; stored bytes and saves over time. Pure."""
+"""The plots of a run and of a store: metrics by step, also beside other runs; bytes and saves over time. Pure."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def metric_curves(
         return Curves(title, "step", None, names)
     is_figure = query.metric in WRITERS
     write = WRITERS.get(query.metric, compact)
-    drawn = plot(list(lines.values()), write, log=query.log, from_zero=is_figure and not query.log)
+    from_zero = is_figure and not query.log
+    drawn = plot(list(lines.values()), write, log=query.log, from_zero=from_zero, smooth=query.smooth)
     return Curves(title, "step", drawn, names)
 
 

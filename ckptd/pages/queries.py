@@ -55,6 +55,8 @@ class RunPageQuery:
     """Other runs whose metric is in the plot: names and patterns, with blanks between them."""
     log: bool = False
     """Whether the plot has a logarithmic scale."""
+    smooth: Annotated[float, msgspec.Meta(ge=0, le=0.99)] = 0.0
+    """The weight of what comes before each point in the lines that are drawn; 0: they go through the points."""
     state: State | None = None
     min_step: Number | None = None
     max_step: Number | None = None

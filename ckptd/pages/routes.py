@@ -154,9 +154,7 @@ async def overview(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
         wanted=query.q.strip(),
         order=query.sort,
         orders=tuple(RunOrder),
-        num_runs=len(seen),
-        num_checkpoints=sum(s.num_checkpoints for s in seen),
-        stored_bytes=sum(s.stored_bytes for s in seen),
+        seen=seen,
         num_restores=len(restoring),
         **_health(ctx),
     )
@@ -260,6 +258,7 @@ async def run(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Respon
     )
     policy = kept.policy if kept else None
     previewed = policy if query.plan else query.policy
+    others = await _overlaid(ctx, visitor, run, query.other)
     view = run_view(
         run,
         checkpoints,
@@ -267,24 +266,21 @@ async def run(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Respon
         kept.evaluate(checkpoints, previewed) if kept and previewed else None,
         query,
         visitor.now,
-        await _overlaid(ctx, visitor, run, query.other),
+        others,
     )
     deleted = await soon(ctx, ctx.operator("").deleted, run)
     live = [c for c in checkpoints if c.state is State.COMMITTED]
     bests = map(Best.parse, policy.keep_best if policy else ())
-    states = ", ".join(f"{count:,} {state}" for state, count in view.states)
     return visitor.page(
         "run.html",
         view=view,
-        states=states,
+        beside={run: checkpoints, **others},
         all_states=tuple(State),
         most=MOST_CHECKPOINTS,
         policy=policy,
         progress=going,
         account=ctx.accounts.known().get(run),
-        tags=sorted(checkpoints[0].tags.items()),
         blocked=kept.blocked(run, checkpoints) if kept else "",
-        not_finite_steps=sum(bool(c.not_finite) for c in checkpoints),
         known=kept is not None,
         deleted=deleted or (),
         best=[(best.metric, found[0]) for best in bests if (found := ranked(best, live))],

@@ -22,7 +22,8 @@ PAGES = {
     "overview": ("/", "60"),
     "run": ("/runs/gpt", "last-1"),
     "branches": ("/runs/sim", "Branches"),
-    "overlay": ("/runs/gpt?metric=loss&also=val_loss&other=fsdp&log=1", "loss of fsdp"),
+    "overlay": ("/runs/gpt?metric=loss&also=val_loss&other=fsdp&log=1&smooth=0.8", "loss of fsdp"),
+    "sizes": ("/runs/gpt?metric=size", "size by step"),
     "preview": ("/runs/gpt?keep=5&metric=val_loss&page=2", "would remove 54 checkpoints"),
     "goodput": ("/goodput/sim", "lost"),
     "long": (f"/runs/{LONG}?min_step=999999", "No checkpoint of this run matches the filter"),
@@ -59,6 +60,7 @@ def test_a_page_is_complete_quiet_and_fits(
     for width, scheme in ((1280, "light"), (1280, "dark"), (400, "light"), (400, "dark")):
         browser.look(width, scheme)
         assert browser.run("return document.documentElement.scrollWidth") <= width
+        assert browser.run(_CHARTS) == []
         assert _is_dark(browser) == (scheme == "dark")
         keep_picture(f"{name}-{width}-{scheme}")
     errors = [message for message in browser.complaints() if "status of 404" not in message or name != "problem"]
@@ -253,6 +255,30 @@ for (const element of document.querySelectorAll("body *")) {
   if (ratio < arguments[0]) { poor.push(`${element.tagName}.${element.className} ${ratio.toFixed(2)}`); }
 }
 return poor;
+"""
+
+
+_CHARTS = """
+const wrong = [];
+for (const chart of document.querySelectorAll(".chart")) {
+  const box = chart.closest(".scroll"), edges = box.getBoundingClientRect();
+  if (box.scrollWidth > box.clientWidth || edges.right > innerWidth) { wrong.push(`${box.ariaLabel} is cut`); }
+  const labels = [...chart.querySelectorAll("text")].map((text) => ({ text, is: text.getBoundingClientRect() }))
+    .filter((label) => label.is.width > 0);
+  labels.forEach(({ text, is }, i) => {
+    const name = `${text.textContent} in ${box.ariaLabel}`;
+    const outside = is.left < edges.left || is.right > edges.right;
+    if (outside || is.top < edges.top || is.bottom > edges.bottom) { wrong.push(`${name} is cut`); }
+    if (is.height < 9) { wrong.push(`${name} is too small`); }
+    for (const other of labels.slice(i + 1)) {
+      const beside = is.right <= other.is.left || other.is.right <= is.left;
+      if (!beside && is.bottom > other.is.top + 2 && other.is.bottom > is.top + 2) {
+        wrong.push(`${name} is on ${other.text.textContent}`);
+      }
+    }
+  });
+}
+return wrong;
 """
 
 

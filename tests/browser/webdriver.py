@@ -61,6 +61,8 @@ class Browser:
     def follow(self, selector: str) -> None:
         """Click the first element that matches, and wait until the page is there that it leads to."""
         self.run("window.left = false")
+        # Pages scroll smoothly, and a click does not wait for that.
+        self.run("document.querySelector(arguments[0]).scrollIntoView({ behavior: 'instant' })", selector)
         self._post(f"/element/{self._find(selector)}/click")
         arrived = "return window.left === undefined && document.readyState === 'complete'"
         wait_until(lambda: self.run(arrived), f"the page behind {selector}")

@@ -60,6 +60,8 @@ class Line:
     area: str
     """The polygon between the line and the axis; empty without a line."""
     marks: tuple[Point, ...] = ()
+    smooth: str = ""
+    """The points of the smoothed polyline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +109,14 @@ def plot(
     log: bool = False,
     ages: bool = False,
     from_zero: bool = False,
+    smooth: float = 0.0,
     x_ticks: Sequence[Tick] = (),
 ) -> Plot:
     """A plot of the finite points, by ascending x. Very many points are thinned out evenly; the first and last stay.
 
     write: formats a y value for its axis. log: a logarithmic y axis; values that are not positive are left out. ages: x
-    is in seconds before now, as a negative number. from_zero: the y axis begins at 0 at the latest. x_ticks: ticks at
-    these values of x instead of computed ones.
+    is in seconds before now, as a negative number. from_zero: the y axis begins at 0 at the latest. smooth: the weight
+    of earlier points in each smoothed line, below 1. x_ticks: ticks at these values of x instead of computed ones.
     """
     known = [_known(line, log) for line in lines]
     xs, ys = [p.x for line in known for p in line], [p.y for line in known for p in line]
@@ -126,7 +129,8 @@ def plot(
     def line(found: Sequence[Point]) -> Line:
         marks = tuple(replace(p, x=across(p.x), y=up(p.y)) for p in found)
         places = [(mark.x, mark.y) for mark in marks if mark.on_line]
-        return Line(_polyline(places), _area(places, bottom) if from_zero else "", marks)
+        area = _area(places, bottom) if from_zero else ""
+        return Line(_polyline(places), area, marks, _polyline(_smoothed(places, smooth)))
 
     return Plot(
         width=width,
@@ -195,6 +199,14 @@ def _scale(values: Sequence[float], begin: float, end: float) -> Callable[[float
 
 def _polyline(places: Iterable[tuple[float, float]]) -> str:
     return " ".join(f"{x},{y}" for x, y in places)
+
+
+def _smoothed(places: Iterable[tuple[float, float]], weight: float) -> Iterator[tuple[float, float]]:
+    """The means of all points so far, weighted by powers of `weight`: each of these sums has its own total weight."""
+    total = weights = 0.0
+    for x, y in places:
+        total, weights = weight * total + y, weight * weights + 1
+        yield x, round(total / weights, 1)
 
 
 def _area(places: Sequence[tuple[float, float]], bottom: float) -> str:

@@ -93,3 +93,12 @@ def test_a_file_has_title_legend_dots_and_notes_and_is_valid_whatever_the_names(
     assert {"<x>", "…" + "n" * 43, "note"} <= set(texts)
     assert len(dots) == 2, "points without a title have none"
     assert all(drawn.left <= float(dot.attrib["cx"]) <= drawn.right for dot in dots)
+
+
+def test_a_smoothed_line_follows_the_means_of_earlier_points() -> None:
+    values = [0.0, 8.0, 8.0]
+    flat, smooth = (plot([[Point(x, y, "") for x, y in enumerate(values)]], smooth=w).lines[0] for w in (0.0, 0.5))
+    assert flat.smooth == flat.points == smooth.points
+    bottom, top = flat.marks[0].y, flat.marks[1].y
+    heights = [(bottom - float(place.partition(",")[2])) / (bottom - top) for place in smooth.smooth.split()]
+    assert heights == pytest.approx([0, 2 / 3, 6 / 7], abs=0.01)  # the weights are 1; 1, 1/2; 1, 1/2, 1/4
