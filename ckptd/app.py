@@ -61,6 +61,7 @@ from ckptstore.clock import Clock, system_clock
 from ckptstore.errors import CkptError, InvalidRequest
 from ckptstore.operator import StoreOperator
 from ckptstore.reading.source import StoreSource
+from ckptstore.retention.deletion import Waste
 from ckptstore.stores import Store, open_store
 from ckptstore.stores.checks import run_store_checks
 from ckptstore.stores.remote_create import RemoteCreateStore
@@ -119,6 +120,7 @@ class _Core:
         self.store_sync = StoreSync(self.store, self.index, self.freshness, self.metrics, clock)
         self.leadership = Leadership(LeaderIndex(self.database, "janitor"), settings.leader_lease_seconds)
         self.leader_store = LeaderStore(self.store, self.leadership)
+        self.collector = OrphanCollector(self.leader_store, self.metrics, clock, settings.orphan_grace_seconds)
         self.waiting = Waiting()
         self.restores = RestoreIndex(self.database)
         self.events = Events(self.log, self.restores, self.waiting.wake)
@@ -129,6 +131,10 @@ class _Core:
     def follow(self) -> None:
         """Read the changes of other daemons on the same database, then wake the requests that wait for them."""
         self.events.follow(self.catalog.follow)
+
+    def waste(self) -> Waste | None:
+        """What the collector has measured; None if this daemon is not the leader."""
+        return self.collector.waste() if self.leadership.leads() else None
 
     def operator(self, by: str = "", store: Store | None = None) -> StoreOperator:
         """An operator of the store, or of the leader's store. Housekeeping probes the store regularly."""
@@ -159,6 +165,7 @@ def _context(core: _Core, cache: BlockCache, threads: Threads) -> Context:
         store=store,
         store_sync=core.store_sync,
         tokens=Tokens(TokenIndex(core.database), core.settings.token, clock),
+        waste=core.waste,
     )
 
 
@@ -190,7 +197,6 @@ def _housekeeping(core: _Core) -> list[_Background]:
     settings, store, metrics, clock = core.settings, core.leader_store, core.metrics, core.clock
     recovery = Recovery(store, clock, settings.commit_grace_seconds)
     recovery_loop = RecoveryLoop(store, core.index, recovery, metrics, clock, core.store_sync.notify)
-    collector = OrphanCollector(store, metrics, clock, settings.orphan_grace_seconds)
     policies = PolicyLoop(core.index, core.operator(POLICIES, store), core.events, metrics, clock)
     scrub_s = settings.scrub_days * 24 * 3600
     newest_s, ranks = settings.verify_hours * 3600, settings.verify_rank_counts
@@ -199,8 +205,9 @@ def _housekeeping(core: _Core) -> list[_Background]:
     metrics.registry.register(GoodputGauges(lambda: core.accounts.known() if led() else {}, clock))
     led_restores = RestoreIndex(core.database.fenced(core.leadership.fence))
     restore_leases = RestoreLeases(store, led_restores, metrics, clock, core.events.restore_ended)
-    metrics.orphan_bytes.set_function(lambda: collector.waste().orphans if led() else 0)
-    metrics.tombstoned_bytes.set_function(lambda: collector.waste().tombstoned if led() else 0)
+    nothing = Waste(0, 0)
+    metrics.orphan_bytes.set_function(lambda: (core.waste() or nothing).orphans)
+    metrics.tombstoned_bytes.set_function(lambda: (core.waste() or nothing).tombstoned)
 
     def ready() -> bool:
         """Whether to begin: during an outage each of them would only report it again."""
@@ -210,7 +217,7 @@ def _housekeeping(core: _Core) -> list[_Background]:
         Periodic("recovering", recovery_loop.run_once, every_s=settings.poll_seconds, when=ready),
         Periodic("applying policies", policies.run_once, every_s=min(5.0, settings.poll_seconds), when=ready),
         Periodic("scrubbing", scrubber.run_once, every_s=1.0, when=ready),
-        Periodic("collecting", collector.run_once, every_s=settings.collect_seconds, when=ready),
+        Periodic("collecting", core.collector.run_once, every_s=settings.collect_seconds, when=ready),
         Periodic("accounting for the time of runs", core.accounts.refresh, every_s=_ACCOUNT_S, when=ready),
         Periodic("renewing leases of restores", restore_leases.run_once, every_s=1.0, when=led),
     ]

@@ -116,9 +116,12 @@ class OrphanCollector:
         self._clock = clock
         self._grace_s = grace_s
         self._waste: dict[str, Waste] = {}
+        self._measured = False
 
-    def waste(self) -> Waste:
-        """Bytes left in all runs by the last round. Any thread may call."""
+    def waste(self) -> Waste | None:
+        """Bytes left in all runs by the last round; None before its end. Any thread may call."""
+        if not self._measured:
+            return None
         found = list(self._waste.values())
         return Waste(sum(waste.orphans for waste in found), sum(waste.tombstoned for waste in found))
 
@@ -131,6 +134,7 @@ class OrphanCollector:
             for run in runs:
                 with reported(self._count, run):
                     self._collect(run)
+            self._measured = True
 
     def _collect(self, name: str) -> None:
         run = Run(self._store, name, self._clock)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from sqlalchemy import (
+    BigInteger,
     Connection,
     Double,
     FromClause,
@@ -177,6 +178,16 @@ class Index:
             newest = {row.run: read_checkpoint(row) for row in connection.execute(_newest(runs))}
             rows = connection.execute(select(runs).order_by(runs.c.name)).all()
         return [RunSummary(row.name, row.num_checkpoints, int(row.stored_bytes), newest.get(row.name)) for row in rows]
+
+    def stored_over_time(self, now: float) -> list[tuple[str, float, float]]:
+        """Run, time and stored bytes of the checkpoints that were committed in the same ten minutes, oldest first.
+
+        Checkpoints without a time before `now` are left out.
+        """
+        c = checkpoints.c
+        at = (c.committed_at.cast(BigInteger) // 600 * 600).label("at")
+        rows = select(c.run, at, func.sum(c.stored_bytes.cast(Double))).where(c.committed_at.between(1, now))
+        return [tuple(row) for row in self._database.rows(rows.group_by(c.run, "at").order_by("at"))]
 
     # Changes
 

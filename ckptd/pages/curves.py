@@ -98,6 +98,24 @@ def time_curves(checkpoints: Sequence[Checkpoint], now: float) -> tuple[Curves, 
     )
 
 
+def stored_curves(rows: Sequence[tuple[str, float, float]], groups: Sequence[str], now: float) -> Curves:
+    """What is stored now, by the time of its commit: in all, and of groups of runs.
+
+    rows: run, time and bytes, by ascending time. groups: what stands before the slash in the names of runs.
+    """
+    lines = []
+    for name in ("", *groups):
+        own = [(at, size) for run, at, size in rows if name in ("", run.partition("/")[0])]
+        lines.append(
+            [
+                Point(at - now, y, f"{human.age(now - at)} ago: {human.size(int(y))}{name and f' of {name}'}")
+                for (at, size), total in zip(own, accumulate(size for _, size in own), strict=True)
+                for y in (total - size, total)
+            ]
+        )
+    return Curves("stored bytes", "age", plot(lines, WRITERS[SIZE], ages=True, from_zero=True), ("all runs", *groups))
+
+
 def _by_step(checkpoints: Sequence[Checkpoint], metric: str, run: str = "") -> list[Point]:
     return [
         _point(c, c.step, value, f"{_written(value, metric)}{f' in {run}' if run else ''}")

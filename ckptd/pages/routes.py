@@ -18,6 +18,7 @@ from ckptapi.listing import Filter, Sort, check_glob
 from ckptd.http.access import caller_of
 from ckptd.http.context import Context, Ctx
 from ckptd.pages.contents import ContentsView, contents_view
+from ckptd.pages.curves import stored_curves
 from ckptd.pages.queries import MOST_LINES, RunOrder, page_query, runs_query
 from ckptd.pages.rendering import page
 from ckptd.pages.restores import session_view
@@ -217,11 +218,18 @@ async def _store_page(ctx: Context, visitor: Visitor, probe: StoreReport | None)
     stored = Counter[str]()
     for summary in await ctx.threads.index(ctx.catalog.runs):
         stored[summary.run.partition("/")[0]] += summary.stored_bytes
+    largest = stored.most_common(_LARGEST)
+    rows = await ctx.threads.index(ctx.catalog.stored_over_time, visitor.now)
+    groups = [name for name, _ in largest[:MOST_LINES]] if len(largest) > 1 else []
     return visitor.page(
         "store.html",
         url=ctx.catalog.store_url,
         probe=probe,
-        stored=stored.most_common(_LARGEST),
+        stored=largest,
+        rows=rows,
+        curves=stored_curves(rows, groups, visitor.now),
+        waste=ctx.waste(),
+        started_at=ctx.freshness.started_at,
         stored_bytes=stored.total(),
         **_health(ctx),
     )

@@ -14,6 +14,7 @@ from ckptd.services.tokens import Tokens
 from ckptstore.clock import Clock
 from ckptstore.operator import StoreOperator
 from ckptstore.reading.source import StoreSource
+from ckptstore.retention.deletion import Waste
 from ckptstore.stores import Store
 from ckptstore.stores.checks import StoreReport
 
@@ -39,6 +40,8 @@ class Services:
     store: Store
     store_sync: StoreSync
     tokens: Tokens
+    waste: Callable[[], Waste | None]
+    """Bytes that wait to be deleted, in all runs; None if this daemon has not measured them, or is not the leader."""
 
 
 __all__ = [

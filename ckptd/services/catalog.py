@@ -25,6 +25,7 @@ class Catalog:
         self._listing = listing
         self._freshness = freshness
         self.store_url = store_url
+        self.stored_over_time = index.stored_over_time
         self._latest: dict[str | None, tuple[tuple[int, int], Checkpoint]] = {}
 
     def latest(self, run: str | None) -> Checkpoint:
@@ -90,7 +91,7 @@ class Freshness:
         self._clock = clock
         self._stale_after_s = stale_after_s
         self._lock = threading.Lock()
-        self._started_at = clock()
+        self.started_at = clock()
         self._succeeded_at: float | None = None
         self._listed_at: float | None = None
         self._synced: set[str] = set()
@@ -113,7 +114,7 @@ class Freshness:
     def lag_s(self) -> float:
         """Seconds since the index was last known to equal the store, or since the start."""
         with self._lock:
-            return max(0.0, self._clock() - (self._succeeded_at or self._started_at))
+            return max(0.0, self._clock() - (self._succeeded_at or self.started_at))
 
     def problem(self) -> str:
         """Why the index does not equal the store now; empty if it does."""

@@ -216,6 +216,21 @@ def test_pages_without_scripts_are_as_complete(browser: Browser, open_to_all: Da
     assert '<meta http-equiv="refresh"' in source.partition("<noscript>")[2].partition("</noscript>")[0]
 
 
+def test_the_store_has_costs_at_a_price_that_the_browser_keeps(browser: Browser, open_to_all: Dashboard) -> None:
+    browser.open(f"{open_to_all.daemon.url}/store")
+    assert "Cost" not in browser.text()
+    browser.type("#cost input", "2000000")
+    browser.open(f"{open_to_all.daemon.url}/store")
+    numbers = browser.run(
+        "return [...document.querySelectorAll('[data-bytes]')].map(one => [one.dataset.bytes, one.innerText])"
+    )
+    assert len(numbers) == browser.count("table tbody tr") + 1
+    assert [float(cost.replace(",", "")) for _, cost in numbers] == [
+        pytest.approx(float(size) / 500, rel=0.01) for size, _ in numbers
+    ]
+    browser.run("localStorage.clear()")
+
+
 def test_a_probe_of_the_store_is_asked_for_by_a_button(browser: Browser, open_to_all: Dashboard) -> None:
     browser.open(f"{open_to_all.daemon.url}/store")
     assert browser.count(".headline") == 0

@@ -1,13 +1,22 @@
-// The choice of light or dark, buttons that copy, and keys. Pages are complete without it.
+// The choice of light or dark, buttons that copy, costs, and keys. Pages are complete without it.
 "use strict";
 
 const THEME = "ckptd-theme";
+const PRICE = "ckptd-price";
 
-function stored() {
+function stored(name) {
   try {
-    return localStorage.getItem(THEME);
+    return localStorage.getItem(name);
   } catch {
     return null; // storage is blocked
+  }
+}
+
+function keep(name, value) {
+  try {
+    localStorage.setItem(name, value);
+  } catch {
+    // the choice lasts for this page
   }
 }
 
@@ -20,8 +29,8 @@ function systemTheme() {
 }
 
 // Before the first paint.
-if (["light", "dark"].includes(stored())) {
-  document.documentElement.dataset.theme = stored();
+if (["light", "dark"].includes(stored(THEME))) {
+  document.documentElement.dataset.theme = stored(THEME);
 }
 
 function offerThemes() {
@@ -33,11 +42,7 @@ function offerThemes() {
   button.addEventListener("click", () => {
     const wanted = isDark() ? "light" : "dark";
     document.documentElement.dataset.theme = wanted;
-    try {
-      localStorage.setItem(THEME, wanted);
-    } catch {
-      // the choice lasts for this page
-    }
+    keep(THEME, wanted);
     label();
   });
   label();
@@ -68,6 +73,28 @@ function offerCopies() {
   }
 }
 
+function offerCosts() {
+  const form = document.getElementById("cost");
+  if (form === null) {
+    return;
+  }
+  const price = form.querySelector("input");
+  const digits = new Intl.NumberFormat(undefined, { maximumSignificantDigits: 3 });
+  const show = () => {
+    document.querySelectorAll(".cost").forEach((one) => { one.hidden = !(Number(price.value) > 0); });
+    for (const one of document.querySelectorAll("[data-bytes]")) {
+      one.textContent = digits.format(Number(price.value) * Number(one.dataset.bytes) / 1e9);
+    }
+  };
+  price.value = stored(PRICE) ?? "";
+  price.addEventListener("input", () => {
+    keep(PRICE, price.value);
+    show();
+  });
+  show();
+  form.hidden = false;
+}
+
 const KEYS = { "/": "input[name=q]", n: "a[rel=next]", p: "a[rel=prev]" };
 
 function offerKeys() {
@@ -91,4 +118,5 @@ document.addEventListener("DOMContentLoaded", () => {
   offerKeys();
   offerThemes();
   offerCopies();
+  offerCosts();
 });

@@ -81,6 +81,16 @@ def test_any_order_of_changes_gives_the_same_states(database: Database, drawn: l
 
 
 @on_both
+def test_stored_bytes_are_summed_by_run_and_ten_minutes(database: Database) -> None:
+    index = Index(database)
+    times = {"a": (601.0, 1199.0, 1200.0, 0.0, 9000.0, float("inf")), "b": (1201.0,)}
+    for run, own in times.items():
+        written = [replace(_checkpoint(step, at, run), stored_bytes=2**62) for step, at in enumerate(own)]
+        index.apply(run, Reading(written))
+    assert sorted(index.stored_over_time(5000.0)) == [("a", 600, 2**63), ("a", 1200, 2**62), ("b", 1200, 2**62)]
+
+
+@on_both
 def test_many_writers_wait_for_each_other(database: Database) -> None:
     index = Index(database)
 

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from ckptd.pages.curves import stored_curves
 from ckptd.pages.queries import RunPageQuery
 from ckptd.pages.runs import run_view
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.names import Attempt
+from tests.support.waiting import present
 
 _ULID = "01HF7YAT00ABCDEFGHJKMNPQRS"
 
@@ -31,3 +33,14 @@ def test_stored_bytes_add_up_over_time() -> None:
     assert totals == [f"{total} B (committed)" for total in (10, 20, 30)]
     assert [mark.link for mark in saves] == [mark.link for mark in stored]
     assert run_view("gpt", [_checkpoint(1)], None, None, RunPageQuery(), 40.0).over_time == ()
+
+
+def test_bytes_of_a_store_rise_in_steps_also_by_group() -> None:
+    rows = [("s/a", 3600.0, 10.0), ("t", 7200.0, 5.0), ("s/b", 7200.0, 20.0)]
+    curves = stored_curves(rows, ("s",), 9000.0)
+    assert curves.names == ("all runs", "s")
+    every, group = ([mark.title for mark in line.marks] for line in present(curves.chart).lines)
+    assert [title.partition(": ")[2] for title in every] == [f"{size} B" for size in (0, 10, 10, 15, 15, 35)]
+    assert group == [
+        "1h 30m ago: 0 B of s", "1h 30m ago: 10 B of s", "30m ago: 10 B of s", "30m ago: 30 B of s",
+    ]  # fmt: skip

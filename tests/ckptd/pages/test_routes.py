@@ -15,6 +15,7 @@ from ckptd.http.access import RULES
 from ckptd.pages import routes
 from ckptstore.clock import system_clock
 from ckptstore.commits.generations import Session, begin_generation
+from ckptstore.commits.labels import LabelChange, change_labels
 from ckptstore.names import new_ulid
 from ckptstore.run import Run
 from tests.ckptd.conftest import Served
@@ -141,6 +142,23 @@ def test_hostile_requests_get_an_answer_that_is_not_an_accident(
     assert answer.status_code in statuses
     assert "<script>" not in answer.text
     assert "Traceback" not in served.daemon.log()
+
+
+def test_runs_are_compared_and_the_store_says_what_waits(served: Served) -> None:
+    for name, losses, tags in (("left", (4.0, 3.0), {"team": "x", "lr": "1"}), ("right", (5.0,), {"team": "x"})):
+        for step, loss in enumerate(losses):
+            last = write_checkpoint(served.store, name, step, SMALL, {"loss": loss})
+        change_labels(Run(served.store, name), last.attempt, LabelChange(tags))
+
+    def differences() -> str:
+        page = served.daemon.get("/runs/left?metric=loss&other=right&smooth=0.5").text
+        return page.partition("differences-title")[2].partition("</section>")[0]
+
+    wait_until(lambda: "lr=1" in (found := differences()) and "team" not in found, "the tags' way into the index")
+    assert re.findall(r'<td class="number">([.0-9]+)</td>', differences()) == ["3", "3", "4", "5", "5", "5"]
+    assert served.daemon.get("/runs/left?smooth=1").status_code == 422
+    measured = "0 B of deleted checkpoints, 0 B of unfinished ones; at the last collection"
+    wait_until(lambda: measured in served.daemon.get("/store").text, "the first collection")
 
 
 def test_files_are_fetched_once(served: Served) -> None:
