@@ -9,7 +9,6 @@ from itertools import accumulate
 from math import isfinite
 from urllib.parse import quote
 
-from ckptd.pages.queries import RunPageQuery
 from ckptstore import human
 from ckptstore.analysis.charts import Plot, Point, compact, plot
 from ckptstore.commits.catalog import Checkpoint, State
@@ -55,28 +54,36 @@ def value_of(checkpoint: Checkpoint, metric: str) -> float:
     return figures.get(metric, checkpoint.metrics.get(metric, float("nan")))
 
 
+def values_of(checkpoints: Sequence[Checkpoint], metric: str) -> list[float]:
+    """The values of those that have one."""
+    return [value for c in checkpoints if isfinite(value := value_of(c, metric))]
+
+
 def metric_curves(
-    checkpoints: Sequence[Checkpoint], query: RunPageQuery, others: Mapping[str, Sequence[Checkpoint]]
+    checkpoints: Sequence[Checkpoint],
+    metrics: Sequence[str],
+    others: Mapping[str, Sequence[Checkpoint]],
+    log: bool,
+    smooth: float,
 ) -> Curves:
-    """The chosen metrics by step; the first one also of other runs.
+    """The metrics by step; the first one also of other runs. log, smooth: see `plot`.
 
     Lines go through live checkpoints. The other ones are marks of the first metric.
     """
+    first, *more = metrics
     live = [c for c in checkpoints if c.state is State.COMMITTED]
-    own = _by_step(checkpoints, query.metric)
-    lines = {query.metric: [replace(p, on_line=p.kind not in _LEFT_BEHIND) for p in own]}
-    lines |= {name: _by_step(live, name) for name in query.also}
+    own = _by_step(checkpoints, first)
+    lines = {first: [replace(p, on_line=p.kind not in _LEFT_BEHIND) for p in own]}
+    lines |= {name: _by_step(live, name) for name in more}
     for run, found in others.items():
         live = [c for c in found if c.state is State.COMMITTED]
-        lines[f"{query.metric} of {run}"] = _by_step(live, query.metric, run)
+        lines[f"{first} of {run}"] = _by_step(live, first, run)
     names = tuple(name if points else f"{name}: no values" for name, points in lines.items())
-    title = ", ".join((query.metric, *query.also))
+    title = ", ".join(metrics)
     if not any(lines.values()):
         return Curves(title, "step", None, names)
-    is_figure = query.metric in WRITERS
-    write = WRITERS.get(query.metric, compact)
-    from_zero = is_figure and not query.log
-    drawn = plot(list(lines.values()), write, log=query.log, from_zero=from_zero, smooth=query.smooth)
+    write, from_zero = WRITERS.get(first, compact), first in WRITERS and not log
+    drawn = plot(list(lines.values()), write, log=log, from_zero=from_zero, smooth=smooth)
     return Curves(title, "step", drawn, names)
 
 

@@ -10,7 +10,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from starlette.responses import HTMLResponse
 
-from ckptd.pages.curves import value_of
 from ckptstore import human
 from ckptstore.analysis.charts import compact
 
@@ -40,7 +39,6 @@ def _environment() -> Environment:
         "duration": human.duration,
         "moment": _moment,
         "size": lambda count: human.size(int(count)),
-        "value_of": value_of,
     }
     found.globals["version"] = version("ckptd")
     found.globals["mark"] = Markup((files("ckptd.pages") / "static" / "icon.svg").read_text().strip())

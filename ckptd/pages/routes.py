@@ -18,7 +18,7 @@ from ckptapi.listing import Filter, Sort, check_glob
 from ckptd.http.access import caller_of
 from ckptd.http.context import Context, Ctx
 from ckptd.pages.contents import ContentsView, contents_view
-from ckptd.pages.curves import stored_curves
+from ckptd.pages.curves import stored_curves, values_of
 from ckptd.pages.queries import MOST_LINES, RunOrder, page_query, runs_query
 from ckptd.pages.rendering import page
 from ckptd.pages.restores import session_view
@@ -282,6 +282,7 @@ async def run(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Respon
     return visitor.page(
         "run.html",
         view=view,
+        values_of=values_of,
         beside={run: checkpoints, **others},
         all_states=tuple(State),
         most=MOST_CHECKPOINTS,
@@ -355,7 +356,6 @@ async def checkpoint(request: Request, ctx: Ctx, visitor: Visiting, id: str) -> 
     restores = await ctx.threads.index(ctx.restores.newest, found.run, RESTORES)
     older, newer = await ctx.threads.index(_neighbours, ctx, found)
     held = kept.holds.get(found.attempt, ()) if kept else ()
-    verified_at = kept.verified.get(found.attempt) if kept else None
     return visitor.page(
         "checkpoint.html",
         checkpoint=found,
@@ -363,11 +363,10 @@ async def checkpoint(request: Request, ctx: Ctx, visitor: Visiting, id: str) -> 
         older=older,
         newer=newer,
         base=str(request.base_url).rstrip("/"),
-        age_s=max(0.0, visitor.now - found.committed_at),
         share=human.ratio(found.stored_bytes, found.raw_bytes),
-        verified=f"{human.age(visitor.now - verified_at)} ago" if verified_at else "never" if kept else "not known",
+        known=kept is not None,
+        verified_at=kept.verified.get(found.attempt) if kept else None,
         held=held,
-        pins=[reason.removeprefix("pin:") for reason in held if reason.startswith("pin:")],
         contents=contents,
         unread=unread,
         restores=[view for view in restores if view.checkpoint.id == found.id],

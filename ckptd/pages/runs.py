@@ -126,7 +126,7 @@ def run_view(
         more_chips=chips[_CHIPS:],
         plots_metric=query.metric not in WRITERS,
         branched=has_branches(checkpoints),
-        curves=metric_curves(matching, query, others or {}),
+        curves=metric_curves(matching, query.plotted, others or {}, query.log, query.smooth),
         over_time=time_curves(checkpoints, now),
         branches=branches(checkpoints) if has_branches(checkpoints) else None,
         rows=tuple(_row(c, reasons, c.attempt in removed, query.metric, now) for c in shown),
