@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, SequentialSampler
 
 from ckpt.capture.train_state import Resumable, Stateful, TrainState
@@ -30,12 +30,13 @@ _steps = [0]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _before_step(optimizer: Optimizer, *_: object) -> None:
+def _after_step(optimizer: Optimizer, *_: object) -> None:
+    # Not before it: a closure makes the gradients within the step.
     _steps[0] += 1
     _used[optimizer] = {(id(one), one._version) for one in _gradients(optimizer)}
 
 
-register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)
 
 
 def optimizer_steps() -> int:

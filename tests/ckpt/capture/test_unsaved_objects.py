@@ -118,7 +118,7 @@ def test_a_scheduler_of_a_saved_optimizer(tmp_path: Path, caplog: pytest.LogCapt
         assert warnings_of(tmp_path / str(n), caplog, optim, scheduler=given) == []
 
 
-BACKWARD, STEP, SAVE, CLEAR, ZERO = ["backward", "step", "save", "clear", "zero"]
+BACKWARD, STEP, CLOSURE, SAVE, CLEAR, ZERO = ["backward", "step", "closure", "save", "clear", "zero"]
 
 
 @pytest.mark.parametrize(
@@ -129,6 +129,7 @@ BACKWARD, STEP, SAVE, CLEAR, ZERO = ["backward", "step", "save", "clear", "zero"
         ((BACKWARD, STEP, ZERO, SAVE), False),
         ((ZERO, BACKWARD, STEP, SAVE), False),
         ((CLEAR, BACKWARD, BACKWARD, STEP, SAVE), False),
+        ((CLEAR, CLOSURE, SAVE), False),
         ((BACKWARD, SAVE, STEP, CLEAR), True),
         ((BACKWARD, SAVE, STEP, ZERO), True),
         ((BACKWARD, BACKWARD, STEP, CLEAR, BACKWARD, SAVE, BACKWARD), True),
@@ -151,6 +152,8 @@ def test_a_save_within_an_accumulation_window(
                     model(torch.ones(1, 2)).sum().backward()
                 elif one == STEP:
                     optim.step()
+                elif one == CLOSURE:  # as Lightning does
+                    optim.step(lambda: model(torch.ones(1, 2)).sum().backward())
                 elif one == SAVE:
                     target.save_async(model, optim, number, grads=given["grads"])
                 else:
