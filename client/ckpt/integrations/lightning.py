@@ -83,7 +83,7 @@ class CkptdCheckpoint(ModelCheckpoint):
         self._loading: Loading | None = None
         self._due = False
         self._step = 0
-        self._validated: tuple[int, dict[str, float]] = (-1, {})
+        self._validated: tuple[int, Mapping[str, float]] = (-1, {})
         """The step of the last validation, and what was logged in it or shortly before."""
         self._seen: dict[str, torch.Tensor] = {}
         """The values logged by its end: Lightning lists them for as long as no other value comes."""
@@ -131,8 +131,11 @@ class CkptdCheckpoint(ModelCheckpoint):
         self._step = trainer.global_step
         if self._newest is not None and self._step < self._newest.step:
             self._reopen()
-        if self._loading is not None:
-            self._loading.finish()
+        if self._loading is not None and (metrics := self._loading.finish()):
+            # As when it was saved: EarlyStopping looks for them at the end of an epoch that was validated before.
+            self._validated = (self._step, metrics)
+            trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
+            self._seen = dict(trainer.callback_metrics)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Save if it is time, between two accumulation windows."""
@@ -257,17 +260,21 @@ class Loading:
         ):
             setattr(strategy, name, partial(answer, getattr(type(strategy), name).__get__(strategy)))
 
-    def finish(self) -> None:
-        """Bring the loaders to their positions, and random state last. Call it when training starts."""
+    def finish(self) -> Mapping[str, float]:
+        """Bring the loaders to their positions, and random state last. Call it when training starts.
+
+        Returns the metrics of the checkpoint.
+        """
         stages, self._stages = self._stages, None
         if stages is None or stages.restored is None:
-            return
+            return {}
         stages.extras(**loaders(self._trainer))
         stages.rng()
         for parameter, gradient in self._gradients:  # Lightning has cleared them since
             parameter.grad = gradient
         self._gradients = []
         iter(self._trainer.fit_loop._data_fetcher)  # Lightning had begun the iteration before it called a hook
+        return stages.restored.checkpoint.metrics
 
     def _checkpoint(self, load: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
         if not str(path).startswith(SCHEME):

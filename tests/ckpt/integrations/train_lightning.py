@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -94,14 +94,16 @@ class Module(LightningModule):
         return [optim], [{"scheduler": sched, "interval": "step"}]
 
 
-def callbacks() -> list[CkptdCheckpoint]:
+def callbacks() -> list[Callback]:
     if "plain" in OPTIONS:
         return []
     every = next((int(one[6:]) for one in OPTIONS if one.startswith("every=")), None)
     monitor = "val" if "val" in OPTIONS else None
     top = next((int(one[4:]) for one in OPTIONS if one.startswith("top=")), 2 if monitor else -1)
     steps = None if "auto" in OPTIONS else every or 1000
-    return [CkptdCheckpoint(FOLDER, RUN, every_n_train_steps=steps, monitor=monitor, save_top_k=top)]
+    saves = CkptdCheckpoint(FOLDER, RUN, every_n_train_steps=steps, monitor=monitor, save_top_k=top)
+    # It looks for the metric at the end of an epoch, also of one that was saved after its last validation.
+    return [saves, *([EarlyStopping("val", patience=99, check_on_train_epoch_end=True)] if monitor else [])]
 
 
 def strategy(world: int) -> Any:
