@@ -1,17 +1,21 @@
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
 from ckptapi import bodies
-from ckptd.settings import default_db
+from ckptd.app import create_app
+from ckptd.settings import Settings, default_db
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.commit import read_outcome
@@ -29,6 +33,7 @@ from tests.support.checkpoints import Arrays, keys, sample_arrays, write_checkpo
 from tests.support.command_line import invoke, succeed
 from tests.support.daemons import Daemon, running_daemon
 from tests.support.forking import DAEMON, run
+from tests.support.stores import Faults, FaultyStore, serving
 from tests.support.waiting import present, wait_until
 
 _QUESTIONS = (
@@ -97,6 +102,24 @@ def test_it_commits_what_a_dead_committer_left(store: Store) -> None:
         write_rank(store, "gpt", attempt, {}, rank=1, world_size=2)
         wait_until(lambda: daemon.latest_step() == 3, "rolling forward")
         assert "ckptd_rolled_forward_total 1.0" in daemon.get("/metrics").text
+
+
+def test_the_time_of_runs_waits_for_the_first_listing(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The index is as it was left, and the runs are still being listed when the daemon leads."""
+    write_checkpoint(store, arrays={})
+
+    class Slow(Faults):
+        def around(self, what: str, call: Callable[[], Any]) -> Any:
+            if "gpt" in what and not any("gpt" in call for call in self.calls):
+                time.sleep(1.0)
+            return super().around(what, call)
+
+    settings = Settings(store=store.url, auth="off", db=f"sqlite:///{tmp_path}/index.db", poll_seconds=0.1)
+    with serving(create_app(settings, FaultyStore(store, Slow()))) as url:
+        wait_until(lambda: httpx.get(f"{url}/readyz").status_code == 200)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_it_collects_orphans(store: Store) -> None:
