@@ -17,7 +17,7 @@ SAVE_SECONDS = "save seconds"
 SIZE = "size"
 WRITERS: Mapping[str, Callable[[float], str]] = {
     SAVE_SECONDS: human.duration,
-    SIZE: lambda value: human.size(int(value)),
+    SIZE: human.size,
 }
 """The figures of a checkpoint that can be plotted as well, and how their values are written."""
 _METRICS_SHOWN = 40
@@ -95,13 +95,9 @@ def time_curves(checkpoints: Sequence[Checkpoint], now: float) -> tuple[Curves, 
     totals = accumulate(c.stored_bytes for c in known)
     stored = [_point(c, c.committed_at - now, total, human.size(total)) for c, total in zip(known, totals, strict=True)]
     saves = [_point(c, c.committed_at - now, c.save_seconds, human.duration(c.save_seconds)) for c in known]
-    width, height = _SMALL
     return tuple(
-        Curves(title, "age", plot([points], write, width, height, ages=True, from_zero=True), (title,))
-        for title, points, write in (
-            ("stored bytes", stored, WRITERS[SIZE]),
-            ("duration of saves", saves, WRITERS[SAVE_SECONDS]),
-        )
+        Curves(title, "age", plot([points], WRITERS[name], *_SMALL, ages=True, from_zero=True), (title,))
+        for title, points, name in (("stored bytes", stored, SIZE), ("duration of saves", saves, SAVE_SECONDS))
     )
 
 
@@ -115,7 +111,7 @@ def stored_curves(rows: Sequence[tuple[str, float, float]], groups: Sequence[str
         own = [(at, size) for run, at, size in rows if name in ("", run.partition("/")[0])]
         lines.append(
             [
-                Point(at - now, y, f"{human.age(now - at)} ago: {human.size(int(y))}{name and f' of {name}'}")
+                Point(at - now, y, f"{human.age(now - at)} ago: {human.size(y)}{name and f' of {name}'}")
                 for (at, size), total in zip(own, accumulate(size for _, size in own), strict=True)
                 for y in (total - size, total)
             ]

@@ -38,7 +38,7 @@ def _environment() -> Environment:
         "count": human.count,
         "duration": human.duration,
         "moment": _moment,
-        "size": lambda count: human.size(int(count)),
+        "size": human.size,
     }
     found.globals["version"] = version("ckptd")
     found.globals["mark"] = Markup((files("ckptd.pages") / "static" / "icon.svg").read_text().strip())

@@ -83,12 +83,6 @@ class Visitor:
         """The name of the token."""
         return self.caller.name
 
-    @property
-    def pages(self) -> tuple[str, ...]:
-        """Pages in the navigation. Pages about all runs are hidden from callers that are bound to some."""
-        everybody = ("/", "/attempts", "/restores")
-        return everybody if self.caller.bound else (*everybody, "/jobs", "/store")
-
     def may(self, scope: str) -> bool:
         """Whether the visitor's token has a scope."""
         return bool({scope, Scope.ADMIN} & self.caller.scopes)
@@ -220,7 +214,7 @@ async def _store_page(ctx: Context, visitor: Visitor, probe: StoreReport | None)
         stored[summary.run.partition("/")[0]] += summary.stored_bytes
     largest = stored.most_common(_LARGEST)
     rows = await ctx.threads.index(ctx.catalog.stored_over_time, visitor.now)
-    groups = [name for name, _ in largest[:MOST_LINES]] if len(largest) > 1 else []
+    groups = [name for name, _ in largest[:MOST_LINES] if largest[1:]]
     return visitor.page(
         "store.html",
         url=ctx.catalog.store_url,

@@ -28,11 +28,11 @@ _FORMS = {
 _QUANTITY = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)(?P<unit>[A-Za-z]*)")
 
 
-def size(count: int) -> str:
+def size(count: float) -> str:
     """Bytes in binary units, three digits."""
     if count < 1024:
-        return f"{count} B"
-    value = float(count)
+        return f"{count:.0f} B"
+    value = count
     for unit in _UNITS:
         value /= 1024
         # 1023.6 would round to four digits.

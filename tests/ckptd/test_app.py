@@ -16,6 +16,7 @@ import pytest
 from ckptapi import bodies
 from ckptd.app import create_app
 from ckptd.settings import Settings, default_db
+from ckptstore import human
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.commit import read_outcome
@@ -150,6 +151,7 @@ def test_it_tells_what_waits_to_be_freed(store: Store) -> None:
     with running_daemon(store.url, options=("--collect-seconds", "0.2")) as daemon:
         expected = {"ckptd_tombstoned_bytes": sizes[hidden.attempt], "ckptd_orphan_bytes": sizes[orphan]}
         wait_until(lambda: {name: daemon.metric(name) for name in expected} == expected, "measuring")
+        assert f"{human.size(sum(expected.values()))}<small>" in daemon.get("/store").text
 
 
 def test_sigterm_is_announced_then_ends_with_0(store: Store) -> None:

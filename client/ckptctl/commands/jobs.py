@@ -100,5 +100,5 @@ def _done(job: JobBody) -> str:
     if not job.total:
         return ""
     if job.unit == "bytes":
-        return f"{human.size(int(job.done))} of {human.size(int(job.total))}"
+        return f"{human.size(job.done)} of {human.size(job.total)}"
     return f"{job.done:.0f} of {job.total:.0f} {job.unit}"

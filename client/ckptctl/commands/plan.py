@@ -188,8 +188,8 @@ def _measured(session: Session, url: str, num_bytes: float) -> dict[str, Any]:
     with session.screen.progress("measuring", 2 * int(num_bytes)) as progress:
         speed: StoreSpeed = measure_store(store, session.clock, int(num_bytes), progress)
     session.screen.note(
-        f"one rank writes {human.size(int(speed.write_bytes_per_s))}/s to {speed.store} and reads "
-        f"{human.size(int(speed.read_bytes_per_s))}/s, with {human.count(speed.num_objects, 'object')}"
+        f"one rank writes {human.size(speed.write_bytes_per_s)}/s to {speed.store} and reads "
+        f"{human.size(speed.read_bytes_per_s)}/s, with {human.count(speed.num_objects, 'object')}"
     )
     return {"rank_bandwidth": speed.write_bytes_per_s, "rank_read_bandwidth": speed.read_bytes_per_s}
 

@@ -110,11 +110,11 @@ def _line(event: EventBody) -> str:
     detail = event.detail
     parts = [human.moment(event.at), event.kind, event.checkpoint or event.run or ""]
     if event.kind == EventKind.COMMITTED:
-        parts.append(human.size(int(detail.get("stored_bytes", 0))))
+        parts.append(human.size(detail.get("stored_bytes", 0)))
         parts.append(f"saved in {human.duration(float(detail.get('save_seconds', 0)))}")
         parts.append(human.metrics(detail.get("metrics", {})))
     elif event.kind == EventKind.PRUNED:
-        freed = human.size(int(detail.get("freed_bytes", 0)))
+        freed = human.size(detail.get("freed_bytes", 0))
         parts.append(f"{human.count(int(detail.get('removed', 0)), 'checkpoint')}, {freed}")
     else:
         parts += [str(detail[name]) for name in ("state", "kind", "problem") if detail.get(name)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from math import floor, isfinite, log10
+from math import floor, isfinite, log2, log10
 
 from ckptstore import human
 
@@ -114,9 +114,10 @@ def plot(
 ) -> Plot:
     """A plot of the finite points, by ascending x. Very many points are thinned out evenly; the first and last stay.
 
-    write: formats a y value for its axis. log: a logarithmic y axis; values that are not positive are left out. ages: x
-    is in seconds before now, as a negative number. from_zero: the y axis begins at 0 at the latest. smooth: the weight
-    of earlier points in each smoothed line, below 1. x_ticks: ticks at these values of x instead of computed ones.
+    write: formats a y value for its axis; ticks of sizes are round in a binary unit. log: a logarithmic y axis; values
+    that are not positive are left out. ages: x is in seconds before now, as a negative number. from_zero: the y axis
+    begins at 0 at the latest. smooth: the weight of earlier points in each smoothed line, below 1. x_ticks: ticks at
+    these values of x instead of computed ones.
     """
     known = [_known(line, log) for line in lines]
     xs, ys = [p.x for line in known for p in line], [p.y for line in known for p in line]
@@ -124,6 +125,7 @@ def plot(
         ys += [0.0] if any(ys) else [0.0, 1.0]
     left, right, top, bottom = 74, width - 16, 12, height - 30
     across, up = _scale(xs, left + _EDGE, right - _EDGE), _scale(ys, bottom - _EDGE, top + _EDGE)
+    unit = 1024.0 ** (log2(max(1.0, *ys)) // 10) if write is human.size and not log else 1.0
     written = (lambda value: write(10.0**value)) if log else write
 
     def line(found: Sequence[Point]) -> Line:
@@ -148,7 +150,10 @@ def plot(
                 for value in (_age_ticks if ages else _ticks)(xs, 6)
             ]
         ),
-        y_ticks=tuple(Tick(up(value), written(value)) for value in (_log_ticks if log else _ticks)(ys, 4)),
+        y_ticks=tuple(
+            Tick(up(value * unit), written(value * unit))
+            for value in (_log_ticks if log else _ticks)([y / unit for y in ys], 4)
+        ),
     )
 
 

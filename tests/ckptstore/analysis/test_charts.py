@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptstore import human
 from ckptstore.analysis.charts import Point, compact, plot, sparkline, svg
 
 ANY_FLOAT = st.floats(allow_nan=True, allow_infinity=True)
@@ -46,6 +47,9 @@ def test_an_axis_of_ages_has_round_ages_and_one_of_sizes_begins_at_zero() -> Non
     drawn = plot([[Point(-3600.0 * hours, 5.0 + hours, "") for hours in range(15)]], ages=True, from_zero=True)
     assert [tick.label for tick in drawn.x_ticks] == ["12h ago", "9h ago", "6h ago", "3h ago", "now"]
     assert drawn.y_ticks[0].label == "0"
+    for largest, last in ((700 << 20, "600 MiB"), (5 << 28, "1.0 GiB"), (5 << 40, "4.0 TiB"), (3, "3 B")):
+        drawn = plot([[Point(0, 0.0, ""), Point(1, largest, "")]], human.size)
+        assert drawn.y_ticks[-1].label == last
 
 
 @pytest.mark.parametrize("values", [[sys.float_info.max], [1e308, sys.float_info.max], [5e-324, sys.float_info.max]])
