@@ -111,7 +111,7 @@ class StoreSync:
         """Fingerprint and version of runs whose index was found equal to the store."""
         self._lock = threading.Lock()
         self.answers: bool | None = None
-        """Whether the last listing of the store succeeded; None: there was none yet."""
+        """Whether the last listing of the store succeeded, and queries are answered; None: there was none yet."""
 
     def run_once(self) -> None:
         """List the runs that are due, and update the index. Never raises CkptError."""
@@ -125,12 +125,12 @@ class StoreSync:
             return
         if self.answers is False:
             _LOG.warning("%s answers again, after %.0f s", self._store.url, self._freshness.lag_s())
-        self.answers = True
         due = sorted({*self._poll_plan.due(versions), *(self._failed & versions.keys())})
         results = in_parallel(lambda run: self._try(run, versions[run]), due, _LISTERS)
         failures = {run: error for run, error in zip(due, results, strict=True) if error is not None}
         self._failed = set(failures)
         self._freshness.report(began_at, versions, failures)
+        self.answers = True
 
     def sync_run(self, run: str, reread: bool = False) -> None:
         """Make the index of one run equal to the store. reread: also read outcomes that are indexed already."""
