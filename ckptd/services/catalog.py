@@ -111,11 +111,6 @@ class Freshness:
         with self._lock:
             self._failures = {None: error}
 
-    @property
-    def listed(self) -> bool:
-        """Whether the store was listed since the start."""
-        return self._listed_at is not None
-
     def lag_s(self) -> float:
         """Seconds since the index was last known to equal the store, or since the start."""
         with self._lock:

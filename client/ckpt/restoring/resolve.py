@@ -116,7 +116,8 @@ def check_present(source: Source, config: Config, noted: bool = False) -> None:
     if note is not None and not present:
         raise RunVanished(
             f"{config.source} has nothing of run {config.run_name!r}, which had checkpoints on this host before",
-            f"Mount the volume, or check the URL. If the run was deleted on purpose, remove {note}",
+            f"Mount the volume, or check the URL. If the run was deleted on purpose, remove {note}; "
+            f"ckptctl rm {config.run_name} --all forgets it by itself",
         )
 
 
