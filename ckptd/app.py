@@ -133,7 +133,7 @@ class _Core:
         self.events.follow(self.catalog.follow)
 
     def waste(self) -> Waste | None:
-        """What the collector has measured; None if this daemon is not the leader."""
+        """The bytes that the collector measured; None if this daemon is not the leader."""
         return self.collector.waste() if self.leadership.leads() else None
 
     def operator(self, by: str = "", store: Store | None = None) -> StoreOperator:

@@ -102,7 +102,7 @@ def time_curves(checkpoints: Sequence[Checkpoint], now: float) -> tuple[Curves, 
 
 
 def stored_curves(rows: Sequence[tuple[str, float, float]], groups: Sequence[str], now: float) -> Curves:
-    """What is stored now, by the time of its commit: in all, and of groups of runs.
+    """Bytes that are stored now, by the time of their commit: in all, and of groups of runs.
 
     rows: run, time and bytes, by ascending time. groups: what stands before the slash in the names of runs.
     """
