@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,19 @@ def test_steps_are_counted_where_nothing_names_them(tmp_path: Path) -> None:
         checkpointer.save(model, optim, 8)  # two of the caller's steps per optim.step()
         train(3)
         wait_until(lambda: [one.step[-1:] for one in read_heartbeats(run)] == [[14]], "a heartbeat between saves")
+
+
+@pytest.mark.parametrize("saved_since", [False, True])
+def test_an_exception_that_a_notebook_showed_and_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved_since: bool
+) -> None:
+    run = _run(tmp_path, "r")
+    with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
+        checkpointer.save(nn.Linear(4, 4), None, 1)
+        monkeypatch.setattr(sys, "last_value", KeyboardInterrupt(), raising=False)
+        if saved_since:
+            checkpointer.save(nn.Linear(4, 4), None, 2)
+    assert [one.ended for one in read_account(run).attempts] == [EndOf.FINISHED if saved_since else EndOf.ERROR]
 
 
 def test_an_exception_ends_an_attempt_with_an_error(tmp_path: Path) -> None:

@@ -148,6 +148,8 @@ class StepClock:
         """`reached` is called, so that steps need not be counted."""
         self._requests = 0
         self._ticks = 0
+        self._survived = _last_shown()
+        """Training went on after this exception, in a notebook."""
 
     def restored(self, parent: str | None, step: int, seconds: float) -> None:
         """Training continues from this step. seconds: the duration of the restore, which has just ended."""
@@ -199,6 +201,7 @@ class StepClock:
             self._stride = (step - self._saved_step) / self._steps_since
         self._step = self._saved_step = step
         self._steps_since = 0
+        self._survived = _last_shown()
         if self._requests:
             self._requests -= 1
             if not self._requests:
@@ -225,7 +228,7 @@ class StepClock:
     def closing(self) -> bool:
         """The Checkpointer is closed. Returns whether that is because of an exception; sys.exit() is none."""
         # The second is that of an exception that ends the interpreter.
-        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        error = sys.exc_info()[1] or (None if _last_shown() == self._survived else getattr(sys, "last_value", None))
         failed = error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
         if failed:
             self._end_with(TrainerEnd.ERROR)
@@ -245,6 +248,11 @@ class StepClock:
         assert self._shared_step is not None
         stalled_s, slowed_s = self._costs.totals
         self._shared_step.write(now, self._step, stalled_s + self._waited_s, slowed_s)
+
+
+def _last_shown() -> int:
+    """The identity of the exception that ended the interpreter, or that an interactive one showed last."""
+    return id(getattr(sys, "last_value", None))
 
 
 def _nothing() -> None:

@@ -295,8 +295,8 @@ def _attempt(
     trains_at = min(life.trains_at, ended_at)
     series = _Series.of(life)
     kept_until = min(max(trains_at, series.reached(kept_step)), ended_at)
-    closed = life.ended in _CLOSING and kept_step >= series.at(ended_at).step  # after its last save it only ended
-    if closed or (kept_step == inf and life.ended):
+    nothing_repeated = life.ended in (*_CLOSING, TrainerEnd.REWOUND) and kept_step >= series.at(ended_at).step
+    if nothing_repeated or (kept_step == inf and life.ended):
         kept_until = ended_at
     cut, last = series.at(kept_until), series.at(ended_at)
     restored_s = min(life.restored_s, trains_at - life.began_at)

@@ -73,11 +73,11 @@ def test_a_rewind_in_place_leaves_no_gap() -> None:
     assert found.seconds[Spent.LOST] == 50.0
 
 
-def test_what_is_resumed_from_its_last_step_lost_nothing() -> None:
-    """From its last save on, it was ending."""
-    first = replace(_life(0, 10, 110, how=TrainerEnd.CLOSED), ended_at=_T + 112)
+@pytest.mark.parametrize(("how", "stall"), [(TrainerEnd.CLOSED, 2.0), (TrainerEnd.REWOUND, 0.0)])
+def test_what_is_resumed_from_its_last_step_lost_nothing(how: TrainerEnd, stall: float) -> None:
+    first = replace(_life(0, 10, 110, how=how), ended_at=_T + 112)
     found = _of(first, _life(130, 140, 200, parent=100, how=TrainerEnd.CLOSED, generation=2))
-    assert (found.seconds[Spent.LOST], found.seconds[Spent.STALL]) == (0.0, 2.0)
+    assert (found.seconds[Spent.LOST], found.seconds[Spent.STALL]) == (0.0, stall)
 
 
 def test_an_old_job_that_runs_on_takes_no_time() -> None:
