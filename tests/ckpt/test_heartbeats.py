@@ -74,6 +74,17 @@ def test_a_rewind_in_place_is_another_attempt(tmp_path: Path, monkeypatch: pytes
     assert {one.origin for one in read_account(run).attempts} == {origin()}, "known by the generations"
 
 
+def test_a_cell_that_is_run_again_loses_nothing(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    optim = torch.optim.SGD(model.parameters(), 0.1)
+    for step in (10, 20):
+        with Checkpointer(str(tmp_path), run="again", writer="thread") as checkpointer:
+            checkpointer.save(model, optim, step)
+    found = read_account(_run(tmp_path, "again"))
+    assert [(one.ended, one.resumed_from) for one in found.attempts] == [(EndOf.STOPPED, None), (EndOf.FINISHED, 10)]
+    assert found.seconds["lost"] == 0
+
+
 def test_steps_are_counted_where_nothing_names_them(tmp_path: Path) -> None:
     model = nn.Linear(64, 64)
     optim, run = torch.optim.AdamW(model.parameters()), _run(tmp_path, "r")

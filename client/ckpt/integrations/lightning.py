@@ -133,9 +133,9 @@ class CkptdCheckpoint(ModelCheckpoint):
             self._reopen()
         if self._loading is not None and (metrics := self._loading.finish()):
             # As when it was saved: EarlyStopping looks for them at the end of an epoch that was validated before.
-            self._validated = (self._step, metrics)
-            trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
-            self._seen = dict(trainer.callback_metrics)
+            self._validated = self._step, metrics
+            self._seen = {name: torch.tensor(value) for name, value in metrics.items()}
+            trainer.callback_metrics.update(self._seen)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Save if it is time, between two accumulation windows."""

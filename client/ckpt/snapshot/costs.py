@@ -152,10 +152,9 @@ class StepClock:
         """Training went on after this exception, in a notebook."""
 
     def restored(self, parent: str | None, step: int, seconds: float) -> None:
-        """Training continues from this step. seconds: the duration of the restore, which has just ended."""
-        in_place = self._announced is not None
+        """Training continues from this step. seconds: the duration of the restore, which has just ended; 0: none."""
         now = self._clock()
-        began_at = now - seconds if in_place or self._ticks else self._began.began_at
+        began_at = self._began.began_at if seconds and not self._ticks and self._announced is None else now - seconds
         self._begin(began_at, parent, step, seconds)
 
     def announce(self, writer: SaveWriter) -> None:

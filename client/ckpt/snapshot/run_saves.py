@@ -300,7 +300,10 @@ class RunSaves:
         self._join()
         step = check_step(step)
         agreed = self.agreement.session or self.agreement.agree(state, self._check_begin).session
+        parent = self.session.parent
         attempt = self.session.new_attempt(agreed, step)
+        if self.session.parent != parent:  # that of an earlier Checkpointer of this process
+            self.steps.restored(self.session.parent, step, 0.0)
         with client.declining(attempt):
             client.calls.run(client.start)  # replaces one that died, so that saves work again after the error
             client.calls.run(client.raise_failure, False)

@@ -295,10 +295,11 @@ def _attempt(
     trains_at = min(life.trains_at, ended_at)
     series = _Series.of(life)
     kept_until = min(max(trains_at, series.reached(kept_step)), ended_at)
-    nothing_repeated = life.ended in (*_CLOSING, TrainerEnd.REWOUND) and kept_step >= series.at(ended_at).step
-    if nothing_repeated or (kept_step == inf and life.ended):
+    last = series.at(ended_at)
+    # Who dies was within a step. Who ends in another way after the last save repeats nothing.
+    if life.ended and kept_step >= (inf if life.ended is TrainerEnd.DIED else last.step):
         kept_until = ended_at
-    cut, last = series.at(kept_until), series.at(ended_at)
+    cut = series.at(kept_until)
     restored_s = min(life.restored_s, trains_at - life.began_at)
     # After its last beat, a trainer that closes waits for its saves; one that dies was within a step.
     last_beat = life.beats[-1].at if life.beats and life.ended in _CLOSING else ended_at
