@@ -209,16 +209,19 @@ def _housekeeping(core: _Core) -> list[_Background]:
     metrics.orphan_bytes.set_function(lambda: (core.waste() or nothing).orphans)
     metrics.tombstoned_bytes.set_function(lambda: (core.waste() or nothing).tombstoned)
 
-    def ready() -> bool:
+    def answered() -> bool:
         """Whether to begin: during an outage each of them would only report it again."""
-        return led() and bool(core.store_sync.answers)
+        return bool(core.store_sync.answers)
+
+    def ready() -> bool:
+        return led() and answered()
 
     return [
         Periodic("recovering", recovery_loop.run_once, every_s=settings.poll_seconds, when=ready),
         Periodic("applying policies", policies.run_once, every_s=min(5.0, settings.poll_seconds), when=ready),
         Periodic("scrubbing", scrubber.run_once, every_s=1.0, when=ready),
         Periodic("collecting", core.collector.run_once, every_s=settings.collect_seconds, when=ready),
-        Periodic("accounting for the time of runs", core.accounts.refresh, every_s=_ACCOUNT_S, when=ready),
+        Periodic("accounting for the time of runs", core.accounts.refresh, every_s=_ACCOUNT_S, when=answered),
         Periodic("renewing leases of restores", restore_leases.run_once, every_s=1.0, when=led),
     ]
 

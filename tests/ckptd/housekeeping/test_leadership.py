@@ -321,6 +321,7 @@ def test_a_killed_leader_is_followed_within_a_lease(store: Store, postgresql_dat
     first = daemons.enter_context(running_daemon(store.url, postgresql_database, options=_OPTIONS))
     wait_until(lambda: _leads(first), "leading")
     second = daemons.enter_context(running_daemon(store.url, postgresql_database, options=_OPTIONS))
+    wait_until(lambda: "not known" not in second.get("/").text, "its own account of how the run goes")
     time.sleep(DAEMON_LEASE_S)  # one that watches must not take over from one that lives
     assert not _leads(second) or "is not the leader" in first.log()
     first.kill()
