@@ -85,7 +85,7 @@ def contents(checkpoint: Checkpoint, content: Content) -> tuple[Model, tuple[Ter
     sizes, derived = entry_bytes(content), derived_bytes(content)
     elements: dict[str, int] = {}
     num_bytes: dict[tuple[str, str], int] = {}
-    for name, dtype, shape in zip(content.entries.name, content.entries.dtype, content.entries.shape, strict=True):
+    for name, dtype, shape in content.entries.rows():
         term = _term_of(name)
         if term == "weights":
             elements[name] = prod(shape)

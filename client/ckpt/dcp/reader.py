@@ -181,9 +181,7 @@ class _OpenCheckpoint:
     @cached_property
     def metadata(self) -> Metadata:
         """The metadata from which DCP makes its load plan."""
-        entries = self.content.entries
-        columns = zip(entries.name, entries.dtype, entries.shape, strict=True)
-        tensors = {name: (dtype, torch.Size(shape)) for name, dtype, shape in columns}
+        tensors = {name: (dtype, torch.Size(shape)) for name, dtype, shape in self.content.entries.rows()}
         described: dict[str, STORAGE_TYPES] = {}
         for fqn, value in self.values.items():
             described[fqn] = BytesStorageMetadata()

@@ -89,8 +89,8 @@ class Export:
 
     def entries(self) -> Iterator[Entry]:
         """The selected entries, in order."""
-        table, chosen = self.content.entries, set(self.selection.entries)
-        for name, dtype, shape in zip(table.name, table.dtype, table.shape, strict=True):
+        chosen = set(self.selection.entries)
+        for name, dtype, shape in self.content.entries.rows():
             if name in chosen:
                 yield name, dtype, tuple(shape)
 

@@ -74,8 +74,8 @@ def build_state(content: Content, items: Collection[str], data: Data) -> dict[st
 
     A tensor without `data` is omitted from its dict; in a list or tuple it is None. Tied tensors are one tensor.
     """
-    columns = zip(content.entries.name, content.entries.dtype, content.entries.shape, strict=True)
-    tensors = {name: _tensor(dtype, shape, data[name]) for name, dtype, shape in columns if name in data}
+    rows = content.entries.rows()
+    tensors = {name: _tensor(dtype, shape, data[name]) for name, dtype, shape in rows if name in data}
     known = set(content.entries.name)
 
     def unleaf(path: str, leaf: dict[str, Any]) -> Any:

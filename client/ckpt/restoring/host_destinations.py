@@ -30,11 +30,8 @@ class HostDestinations:
     """The value of a small leaf; what stands for an object of torch comes back as plain data."""
 
     def __init__(self, content: Content) -> None:
-        entries, self._content = content.entries, content
-        self._shapes = {
-            name: (dtype, tuple(shape))
-            for name, dtype, shape in zip(entries.name, entries.dtype, entries.shape, strict=True)
-        }
+        self._content = content
+        self._shapes = {name: (dtype, tuple(shape)) for name, dtype, shape in content.entries.rows()}
         self._arrays: dict[tuple[str, Box], list[Array]] = defaultdict(list)
 
     def entry(self, name: str) -> tuple[str, tuple[int, ...]]:

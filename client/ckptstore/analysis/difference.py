@@ -95,11 +95,7 @@ class Side:
 
     def types(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Type and shape of each entry."""
-        entries = self.content.entries
-        return {
-            name: (dtype, tuple(shape))
-            for name, dtype, shape in zip(entries.name, entries.dtype, entries.shape, strict=True)
-        }
+        return {name: (dtype, tuple(shape)) for name, dtype, shape in self.content.entries.rows()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ docs/explanation/format.md specifies them. parsing.py reads and writes them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -131,6 +132,10 @@ class Entries(Document, frozen=True):
     name: list[str]
     dtype: list[str]
     shape: list[list[int]]
+
+    def rows(self) -> Iterator[tuple[str, str, list[int]]]:
+        """Name, type and shape of each."""
+        return zip(self.name, self.dtype, self.shape, strict=True)
 
 
 class Slices(Document, frozen=True, eq=False, omit_defaults=True):

@@ -160,7 +160,7 @@ def _merge_content(contents: Sequence[Content]) -> Content:
 
 def _add_entries(entries: Entries, index: dict[str, int], added: Entries) -> Column:
     """Add the entries of a rank that are new; returns the places of all of its entries. index: place by name."""
-    for name, dtype, shape in zip(added.name, added.dtype, added.shape, strict=True):
+    for name, dtype, shape in added.rows():
         at = index.setdefault(name, len(index))
         if at == len(entries.name):
             entries.name.append(name)

@@ -113,11 +113,7 @@ class ShardRead:
 
 def entry_bytes(content: Content) -> dict[str, int]:
     """Raw bytes of each entry."""
-    entries = content.entries
-    return {
-        name: prod(shape) * ITEM_BYTES[dtype]
-        for name, dtype, shape in zip(entries.name, entries.dtype, entries.shape, strict=True)
-    }
+    return {name: prod(shape) * ITEM_BYTES[dtype] for name, dtype, shape in content.entries.rows()}
 
 
 def derived_bytes(content: Content) -> dict[str, int]:
