@@ -32,7 +32,7 @@ class Folder:
         self._files = path / "extents"
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._files.mkdir(exist_ok=True, mode=0o700)
-        self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.found = self._enter(store_url.encode())

@@ -188,7 +188,7 @@ def locked(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> Iterator[bool]:
 
 def _open(path: Path, flags: int) -> int:
     try:
-        return os.open(path, flags | os.O_CLOEXEC, 0o600)
+        return os.open(path, flags, 0o600)
     except OSError as error:
         raise _unavailable(path, error) from error
 

@@ -141,7 +141,7 @@ class SaverNote:
         self._folder = hold_folder()  # the locks must stay there although the trainer has gone
         name = f"{new_ulid(system_clock())}{_SUFFIX}"
         temporary = host_folder() / f"{name}.new"  # it gets its name when it is locked
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         fcntl.flock(fd, fcntl.LOCK_EX)
         self._path, self._fd = temporary.with_name(name), fd
         self._write()

@@ -331,7 +331,7 @@ def _connected(path: Path) -> Iterator[Channel]:
 @contextmanager
 def _short(path: Path) -> Iterator[str]:
     """A name for the path that fits into the address of a socket, which has room for 108 bytes."""
-    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{folder}/{path.name}"
     finally:

@@ -262,9 +262,7 @@ class Store(ABC):
 
     def get_range(self, key: str, offset: int, buffer: memoryview) -> None:
         """Fill the whole buffer from `offset`. Raises CorruptObject if the object ends early."""
-        count = self.read_into(key, offset, buffer)
-        if count != len(buffer):
-            raise too_short(self.object_url(key), offset, count, len(buffer))
+        check_length(self.object_url(key), offset, self.read_into(key, offset, buffer), len(buffer))
 
     def open_reader(self, key: str) -> ObjectReader:
         """Read an object in several ranges. Raises ObjectMissing here or at the first read."""
@@ -351,9 +349,10 @@ class WrappedStore(Store):
         return call(*args)
 
 
-def too_short(url: str, offset: int, count: int, expected: int) -> CorruptObject:
-    """The error of a reader that got `count` of `expected` bytes."""
-    return CorruptObject(f"{url} ends after {offset + count} bytes, {offset + expected} were expected")
+def check_length(url: str, offset: int, count: int, expected: int) -> None:
+    """Raises CorruptObject unless a reader got all of the bytes from `offset` that it expected."""
+    if count != expected:
+        raise CorruptObject(f"{url} ends after {offset + count} bytes, {offset + expected} were expected")
 
 
 _NO_BUCKET, _NO_UPLOAD = "NoSuchBucket", "NoSuchUpload"

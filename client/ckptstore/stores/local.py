@@ -20,7 +20,7 @@ from ckptstore.clock import system_clock
 from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.errors import StoreUnavailable, StoreUnsafe
 from ckptstore.names import new_ulid
-from ckptstore.stores.base import ObjectInfo, ObjectReader, ObjectWriter, Store, store_errors, too_short
+from ckptstore.stores.base import ObjectInfo, ObjectReader, ObjectWriter, Store, check_length, store_errors
 from ckptstore.stores.direct import DirectFile, read_direct
 
 _TEMPORARY = ".tmp-"
@@ -79,13 +79,13 @@ class LocalStore(Store):
 
     def put(self, key: str, data: Buffer) -> None:
         """Write to a temporary file in the same folder, then rename."""
-        path = self._path(key)
+        path = self.root / key
         with self._errors("write", key), self._temporary(path, data) as temporary:
             os.replace(temporary, path)
 
     def put_if_absent(self, key: str, data: Buffer) -> bool:
         """Write to a temporary file in the same folder, then link: link fails if the name exists."""
-        path = self._path(key)
+        path = self.root / key
         with self._errors("create", key):
             if self.one_winner and path.exists():  # elsewhere the link is asked, which a probe must see
                 with suppress(FileNotFoundError):  # it was deleted meanwhile
@@ -108,13 +108,13 @@ class LocalStore(Store):
 
     def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
         """Write in place: the name is unique to an attempt and has no meaning before its receipt."""
-        path = self._path(key)
+        path = self.root / key
         with self._errors("write", key):
             return _LocalWriter(path, self._create(path), self.object_url(key), size_hint)
 
     def open_replacement(self, key: str, size_hint: int = 0) -> ObjectWriter:
         """Write to a temporary file in the same folder, then rename."""
-        path = self._path(key)
+        path = self.root / key
         with self._errors("write", key):
             temporary = _temporary_name(path)
             return _LocalWriter(temporary, self._create(temporary), self.object_url(key), size_hint, replaces=path)
@@ -122,12 +122,12 @@ class LocalStore(Store):
     @override
     def get(self, key: str) -> bytes:
         with self._errors("read", key):
-            return self._path(key).read_bytes()
+            return (self.root / key).read_bytes()
 
     @override
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
         with self._errors("read", key):
-            fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(self.root / key, os.O_RDONLY)
             try:
                 return _read_at(fd, offset, buffer)
             finally:
@@ -136,30 +136,30 @@ class LocalStore(Store):
     def open_reader(self, key: str) -> ObjectReader:
         """Read through the page cache. The kernel reads ahead of each sequential reader."""
         with self._errors("read", key):
-            return _LocalReader(os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC), self.object_url(key))
+            return _LocalReader(os.open(self.root / key, os.O_RDONLY), self.object_url(key))
 
     @override
     def size(self, key: str) -> int:
         with self._errors("look at", key):
-            return self._path(key).stat().st_size
+            return (self.root / key).stat().st_size
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Walk the folder; temporary files are not objects."""
         with self._errors("list", prefix):
             folder, _, begin = prefix.rpartition("/")
-            yield from sorted(self._walk(self._path(folder), begin), key=lambda info: info.key)
+            yield from sorted(self._walk(self.root / folder, begin), key=lambda info: info.key)
 
     def list_folders(self, prefix: str) -> Iterator[str]:
         """The folders directly below that contain more than the temporary files of a killed process."""
         with self._errors("list", prefix):
             try:
-                folders = sorted(entry.name for entry in os.scandir(self._path(prefix)) if entry.is_dir())
+                folders = sorted(entry.name for entry in os.scandir(self.root / prefix) if entry.is_dir())
             except FileNotFoundError:
                 self._check_root()
                 return
             for name in folders:
                 try:
-                    if next(self._walk(self._path(prefix + name)), None) is None:
+                    if next(self._walk(self.root / (prefix + name)), None) is None:
                         continue
                 except PermissionError:
                     pass  # e.g. lost+found; the caller checks names
@@ -169,7 +169,7 @@ class LocalStore(Store):
         """Unlink the files, then remove folders that became empty, to keep listings short."""
         folders = set()
         for key in keys:
-            path = self._path(key)
+            path = self.root / key
             with self._errors("delete", key):
                 try:
                     path.unlink()
@@ -178,9 +178,6 @@ class LocalStore(Store):
             folders.add(path.parent)
         for folder in folders:
             self._remove_if_empty(folder)
-
-    def _path(self, key: str) -> Path:
-        return self.root / key
 
     @contextmanager
     def _errors(self, what: str, key: str) -> Iterator[None]:
@@ -217,7 +214,7 @@ class LocalStore(Store):
         for _ in range(_CREATE_TRIES):  # another process may remove the empty folder at the same time
             try:
                 make_folders(path.parent, self.root)
-                return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+                return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
             except FileNotFoundError:
                 continue
         raise FileNotFoundError(path)
@@ -228,11 +225,10 @@ class LocalStore(Store):
         temporary = _temporary_name(path)
         fd = self._create(temporary)
         try:
-            try:
-                _write_all(fd, memoryview(data))
+            with open(fd, "wb") as file:
+                file.write(data)
+                file.flush()
                 os.fsync(fd)
-            finally:
-                os.close(fd)
             yield temporary
         finally:
             temporary.unlink(missing_ok=True)
@@ -289,8 +285,7 @@ class _LocalReader(ObjectReader):
         except OSError:
             with store_errors("read", self.url):
                 raise
-        if count != len(buffer):
-            raise too_short(self.url, offset, count, len(buffer))
+        check_length(self.url, offset, count, len(buffer))
 
     def read_parts(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """One system call for all buffers, unless it returns less."""
@@ -306,8 +301,7 @@ class _LocalReader(ObjectReader):
         """Direct I/O, into memory from which `open_writer` can write to another folder with direct I/O."""
         with store_errors("read", self.url):
             data = read_direct(self.fd, offset, num_bytes)
-        if len(data) != num_bytes:
-            raise too_short(self.url, offset, len(data), num_bytes)
+        check_length(self.url, offset, len(data), num_bytes)
         return data
 
     def close(self) -> None:
@@ -400,7 +394,7 @@ def _file_system(folder: Path) -> str:
 
 def sync_folder(folder: Path) -> None:
     """Make the directory entries of a folder durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
     finally:
@@ -416,13 +410,6 @@ def _read_at(fd: int, offset: int, buffer: memoryview) -> int:
             break
         done += count
     return done
-
-
-def _write_all(fd: int, data: memoryview) -> None:
-    view = data.cast("B") if data.nbytes else data
-    done = 0
-    while done < len(view):
-        done += os.write(fd, view[done:])
 
 
 def _remove_stale(path: Path, status: os.stat_result) -> None:

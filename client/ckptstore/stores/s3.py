@@ -16,10 +16,10 @@ from ckptstore.stores.base import (
     ObjectInfo,
     ObjectReader,
     ObjectWriter,
+    check_length,
     is_lasting,
     no_such_bucket,
     store_errors,
-    too_short,
 )
 from ckptstore.stores.remote import FsspecStore, is_there
 from ckptstore.stores.transfers import ByteSpan, Transfers, UploadPart
@@ -296,8 +296,7 @@ class _S3Reader(ObjectReader):
             if gap:
                 self._span.read(memoryview(bytearray(gap)))
             count = self._span.read(buffer)
-        if count != len(buffer):
-            raise too_short(self._url, offset, count, len(buffer))
+        check_length(self._url, offset, count, len(buffer))
 
     def close(self) -> None:
         """Return the connection to the pool."""

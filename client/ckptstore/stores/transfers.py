@@ -99,7 +99,7 @@ class Transfers:
 
         A range that broke off is resumed in any case: the caller would read it from its beginning.
         """
-        self._fs = fs
+        self.fs = fs
         self._lock = threading.Lock()
         config = {"connect_timeout": fs.connect_timeout, "read_timeout": _READ_TIMEOUT_S, **fs.config_kwargs}
         verify = fs.client_kwargs.get("verify", True)
@@ -120,12 +120,12 @@ class Transfers:
         """A whole small object."""
 
         def request() -> bytes:
-            reply = self._connections.request("GET", self._fs.url(path, expires=_SIGNED_FOR_S), decode_content=False)
+            reply = self._connections.request("GET", self.fs.url(path, expires=_SIGNED_FOR_S), decode_content=False)
             if reply.status != _OK:
                 raise _refusal(reply.status, reply.data)
             return reply.data
 
-        return self.signed(request, lambda: bytes(self._fs.cat_file(path)))
+        return self.signed(request, lambda: bytes(self.fs.cat_file(path)))
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
         """Fill the buffer from `offset` of an object; returns the number of bytes before its end."""
@@ -167,7 +167,7 @@ class Transfers:
 
     def get(self, path: str, offset: int, num_bytes: int) -> BaseHTTPResponse | None:
         """The reply to one ranged request: its length is known, its body is unread. None if the range is empty."""
-        url = self._fs.url(path, expires=_SIGNED_FOR_S)
+        url = self.fs.url(path, expires=_SIGNED_FOR_S)
         wanted = {"Range": f"bytes={offset}-{offset + num_bytes - 1}"}
         reply = self._connections.request("GET", url, headers=wanted, preload_content=False, decode_content=False)
         if reply.status == _PARTIAL and "Content-Length" in reply.headers:
@@ -181,7 +181,7 @@ class Transfers:
         raise _refusal(reply.status, body)
 
     def _put_part(self, path: str, parameters: dict[str, Any], part: UploadPart) -> dict[str, Any]:
-        url = self._fs.url(path, expires=_SIGNED_FOR_S, client_method="upload_part", **parameters)
+        url = self.fs.url(path, expires=_SIGNED_FOR_S, client_method="upload_part", **parameters)
         headers = {"Content-Length": str(len(part))}
         crc = parameters.get("ChecksumCRC32")
         if crc is not None:
@@ -193,10 +193,6 @@ class Transfers:
         done = {"PartNumber": parameters["PartNumber"], "ETag": reply.headers["ETag"]}
         # A service that returns the checksum has verified it, and requires it again at completion.
         return {**done, "ChecksumCRC32": crc} if crc and reply.headers.get(_CHECKSUM) == crc else done
-
-    def read_by_s3fs(self, path: str, offset: int, buffer: memoryview) -> int:
-        """Like read_into, without a signed URL."""
-        return read_range(self._fs, path, offset, buffer)
 
     def _put_part_by_s3fs(self, path: str, parameters: dict[str, Any], part: UploadPart) -> dict[str, Any]:
         reply = self._call("upload_part", path, Body=b"".join(part.pieces), **parameters)
@@ -216,9 +212,14 @@ class Transfers:
         if not self.suitable:
             return by_s3fs()
         waits = outage_pauses(retry_s) if retry_s else pauses(_FIRST_PAUSE_S, tries=_TRIES, timeout_s=self._limit_s)
-        sleep = (stop or threading.Event()).wait
         try:
-            return retry(request, (HTTPError, TransferFailed), waits, unless=_is_about_tls, sleep=sleep)
+            return retry(
+                request,
+                (HTTPError, TransferFailed),
+                waits,
+                unless=lambda error: isinstance(error, SSLError),
+                sleep=(stop or threading.Event()).wait,
+            )
         except (SignatureRefused, SSLError) as error:
             result = by_s3fs()
             with self._lock:
@@ -228,8 +229,8 @@ class Transfers:
             return result
 
     def _call(self, method: str, path: str, **parameters: Any) -> Any:
-        bucket, key, _ = self._fs.split_path(path)
-        return self._fs.call_s3(method, Bucket=bucket, Key=key, **parameters)
+        bucket, key, _ = self.fs.split_path(path)
+        return self.fs.call_s3(method, Bucket=bucket, Key=key, **parameters)
 
 
 class ByteSpan:
@@ -279,7 +280,7 @@ class ByteSpan:
 
     def _read_by_s3fs(self, buffer: memoryview) -> None:
         self.close()
-        self.at += self._transfers.read_by_s3fs(self._path, self.at, buffer)
+        self.at += read_range(self._transfers.fs, self._path, self.at, buffer)
 
 
 def _receive(reply: Any, buffer: memoryview) -> int:
@@ -299,10 +300,6 @@ def _proxied(endpoint: str | None) -> bool:
     host = urlsplit(endpoint).netloc if endpoint else ""
     wanted = {"http", "https", "all"} & set(urllib.request.getproxies())
     return bool(wanted) and not (host and urllib.request.proxy_bypass(host))
-
-
-def _is_about_tls(error: Exception) -> bool:
-    return isinstance(error, SSLError)
 
 
 def _refusal(status: int, body: bytes) -> OSError:
