@@ -33,7 +33,7 @@ def live_uploads(store: Store, clock: Clock, run: str | None) -> list[AttemptBod
 
 
 def _look(run: Run, attempt: Attempt) -> AttemptBody:
-    objects = list(run.store.list(run.keys.attempt(attempt)))
+    objects = run.objects(attempt)
     ranks = {rank for rank in (names.receipt_rank(info.key) for info in objects) if rank is not None}
     world_size = _world_size(run, attempt, ranks)
     missing = islice((rank for rank in range(world_size or 0) if rank not in ranks), _MOST_MISSING)

@@ -95,6 +95,10 @@ class Run:
                 continue
             yield attempt, name, info
 
+    def objects(self, attempt: Attempt) -> list[ObjectInfo]:
+        """All objects that an attempt wrote before its outcome."""
+        return list(self.store.list(self.keys.attempt(attempt)))
+
     def listed_by_ulid(self, prefix: str) -> Iterator[tuple[str, ObjectInfo]]:
         """The objects below a prefix that are named ULID.json: the ULID and the object. All others are foreign."""
         for info in self.store.list(prefix):

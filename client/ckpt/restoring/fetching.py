@@ -26,7 +26,16 @@ from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import CorruptObject, DaemonUnavailable
 from ckptstore.format.documents import DIGEST_BYTES, Content, Manifest
 from ckptstore.format.planning import ChunkRead, ShardRead, coalesce
-from ckptstore.reading.fetch import Buffers, ChunkSource, Progress, StoredChunks, fetch, fetch_from, fetch_readable
+from ckptstore.reading.fetch import (
+    Buffers,
+    ChunkSource,
+    Progress,
+    StoredChunks,
+    fetch,
+    fetch_from,
+    fetch_readable,
+    raw_bytes,
+)
 from ckptstore.reading.source import Source, StoreSource, check_manifest_data, read_manifest
 from ckptstore.stores import PARALLEL_READS, ObjectReader
 from ckptstore.tiers.source import LOCAL, TieredSource
@@ -120,7 +129,7 @@ class Fetcher:
             sources.insert(0, memory)
         reads, found = fetch_from(sources, reads, buffers, progress)
         self.read.update(found)
-        self.read["store"] += sum(chunk.raw for read in reads for chunk in read.chunks)
+        self.read["store"] += raw_bytes(reads)
         if self._share == "broadcast":
             from ckpt.restoring.sharing import fetch_shared  # loads torch
 

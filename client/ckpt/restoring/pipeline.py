@@ -51,6 +51,7 @@ from ckptstore.errors import (
 )
 from ckptstore.format.decoding import convert
 from ckptstore.names import Reference, new_ulid
+from ckptstore.reading.fetch import raw_bytes
 from ckptstore.reading.source import Source, read_manifest
 
 if TYPE_CHECKING:
@@ -310,10 +311,9 @@ class Restorer:
             session.progress(num_bytes)
 
         content, plan, reads = prepared.manifest.content, prepared.plan, prepared.reads
-        total = sum(chunk.raw for read in reads for chunk in read.chunks)
 
         def fetch() -> None:
-            session.enter(Phase.FETCHING, total)
+            session.enter(Phase.FETCHING, raw_bytes(reads))
             with plan.destinations.receiving(reads) as buffers:
                 fetcher.fetch(content, reads, buffers, progress)
 

@@ -402,9 +402,9 @@ def fetch_from(
     """
     left, found = list(reads), Counter[str]()
     for source in sources:
-        before = _raw_bytes(left)
+        before = raw_bytes(left)
         left = source.fetch(left, buffers, progress)
-        found[source.name] += before - _raw_bytes(left)
+        found[source.name] += before - raw_bytes(left)
     return left, dict(found)
 
 
@@ -422,10 +422,11 @@ class StoredChunks:
         if error is not None:
             logger.warning(
                 "%s of %s are read from elsewhere, since the %s source does not have them: %s",
-                human.size(_raw_bytes(left)), self.checkpoint.id, self.name, error,
+                human.size(raw_bytes(left)), self.checkpoint.id, self.name, error,
             )  # fmt: skip
         return left
 
 
-def _raw_bytes(reads: Sequence[ShardRead]) -> int:
+def raw_bytes(reads: Sequence[ShardRead]) -> int:
+    """Decoded bytes of all chunks of these reads."""
     return sum(chunk.raw for read in reads for chunk in read.chunks)

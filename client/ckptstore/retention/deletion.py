@@ -179,14 +179,6 @@ def find_hidden(run: Run, reference: Reference) -> Attempt:
     return max(found, key=lambda attempt: (attempt in decided, attempt))
 
 
-def read_tombstone(run: Run, hidden: Hidden) -> Tombstone | None:
-    """The tombstone document; None if it is deleted or damaged."""
-    try:
-        return run.read(hidden.key(run), Tombstone)
-    except (Damaged, ObjectMissing):
-        return None
-
-
 def forget_tombstones(run: Run) -> None:
     """Remove tombstones and sweep decisions a week after the data is deleted. The list of deleted attempts names the
     attempts by then."""
@@ -210,9 +202,8 @@ def forget_tombstones(run: Run) -> None:
 
 def delete_data(run: Run, attempt: Attempt) -> int:
     """Delete everything that an attempt wrote before its outcome. Returns the number of bytes freed."""
-    objects = list(run.store.list(run.keys.attempt(attempt)))
     # Receipts first: without them the rest is not mistaken for a complete attempt.
-    objects.sort(key=lambda info: names.receipt_rank(info.key) is None)
+    objects = sorted(run.objects(attempt), key=lambda info: names.receipt_rank(info.key) is None)
     run.store.delete_many(info.key for info in objects)
     return sum(info.bytes for info in objects)
 
@@ -299,7 +290,7 @@ def _sweep_decisions(run: Run, hidden: Collection[Hidden]) -> tuple[dict[Hidden,
 
 
 def _is_due(run: Run, hidden: Hidden) -> bool:
-    tombstone = read_tombstone(run, hidden)
+    tombstone = run.read_intact(hidden.key(run), Tombstone)
     grace_s = tombstone.grace_s if tombstone is not None else SWEEP_GRACE_S
     return run.age_s(hidden.written_at) >= grace_s
 
@@ -423,10 +414,8 @@ def advance(run: Run, attempt: Attempt) -> bool:
     committed."""
     try:
         return roll_forward(run, attempt) is not None
-    except (AttemptAborted, ReferenceLost, Superseded, Damaged, UnsupportedObject):
-        return False
-    except ObjectMissing:  # another collector was faster
-        return False
+    except (AttemptAborted, ReferenceLost, Superseded, Damaged, UnsupportedObject, ObjectMissing):
+        return False  # an object is missing if another collector was faster
 
 
 def undecided_attempts(run: Run) -> list[Attempt]:
@@ -464,7 +453,7 @@ def _abort_if_old(run: Run, attempt: Attempt, grace_s: float) -> bool:
     except Damaged:
         return False
     if outcome is None:
-        newest = max((info.modified_at for info in run.store.list(run.keys.attempt(attempt))), default=None)
+        newest = max((info.modified_at for info in run.objects(attempt)), default=None)
         if newest is None or run.age_s(newest) < grace_s or attempt in active_leases(run):
             return False  # leased: the copy of a replicator, which will continue it
         outcome = decide(run, attempt, None)
@@ -553,7 +542,7 @@ def measure_waste(run: Run) -> Waste:
 
 def _extent(run: Run, attempt: Attempt) -> tuple[int, float]:
     """The bytes of an attempt, and the time of its last write."""
-    objects = list(run.store.list(run.keys.attempt(attempt)))
+    objects = run.objects(attempt)
     return sum(info.bytes for info in objects), max((info.modified_at for info in objects), default=0.0)
 
 
@@ -584,7 +573,7 @@ def list_deleted(run: Run) -> list[Deleted]:
     for hidden in reversed(list_hidden(run)):
         if hidden.attempt not in left or hidden in decided:
             continue
-        tombstone = read_tombstone(run, hidden)
+        tombstone = run.read_intact(hidden.key(run), Tombstone)
         found.append(
             Deleted(
                 id=run.id_of(hidden.attempt),
