@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.core import GaugeMetricFamily
@@ -135,14 +136,14 @@ class Metrics:
         return Histogram(f"ckptd_{name}", text, buckets=_SLOW, registry=self.registry)
 
 
+@dataclass(eq=False)
 class Gauges(Collector):
     """The newest checkpoint of each run, the restore sessions, and the lag of the index behind the store."""
 
-    def __init__(self, index: Index, restores: RestoreIndex, lag_s: Callable[[], float], clock: Clock) -> None:
-        self._index = index
-        self._restores = restores
-        self._lag_s = lag_s
-        self._clock = clock
+    _index: Index
+    _restores: RestoreIndex
+    _lag_s: Callable[[], float]
+    _clock: Clock
 
     def collect(self) -> Iterator[Metric]:
         """Read the index; if the database is unavailable, only the lag is returned."""
@@ -173,12 +174,12 @@ class Gauges(Collector):
         yield from (age, step, count, stored, restores)
 
 
+@dataclass(eq=False)
 class GoodputGauges(Collector):
     """The wall-clock time of each run, and its data that is local only; no series if the daemon is not the leader."""
 
-    def __init__(self, known: Callable[[], Mapping[str, Account]], clock: Clock) -> None:
-        self._known = known
-        self._clock = clock
+    _known: Callable[[], Mapping[str, Account]]
+    _clock: Clock
 
     def collect(self) -> Iterator[Metric]:
         """From memory: the store is not read."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -25,23 +26,16 @@ _MOST_LISTED = 100
 """Items of a list in a result."""
 
 
+@dataclass
 class JobHandlers:
     """Runs jobs on one store. Any thread may call any method."""
 
-    def __init__(
-        self,
-        store: Store,
-        store_sync: StoreSync,
-        clock: Clock,
-        orphan_grace_s: float,
-        forget: Callable[[str], None],
-    ) -> None:
-        """forget: called with the key of an object that was written again, whose cached bytes are obsolete."""
-        self._store = store
-        self._store_sync = store_sync
-        self._clock = clock
-        self._orphan_grace_s = orphan_grace_s
-        self._forget = forget
+    _store: Store
+    _store_sync: StoreSync
+    _clock: Clock
+    _orphan_grace_s: float
+    _forget: Callable[[str], None]
+    """Called with the key of an object that was written again, whose cached bytes are obsolete."""
 
     def by_kind(self) -> Mapping[type, JobHandler]:
         """The handlers by the type of their request."""

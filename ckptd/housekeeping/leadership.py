@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from math import inf
 
@@ -51,14 +52,17 @@ def reported(report: Callable[[str, CkptError], None], what: str) -> Iterator[No
         report(what, error)
 
 
+@dataclass
 class Leadership:
     """Whether this daemon is the leader. `run_once` is for one background thread, the rest for any."""
 
-    def __init__(self, index: LeaderIndex, lease_s: float, clock: Callable[[], float] = boot_clock) -> None:
-        """lease_s: the longest time until another daemon takes over if this one is gone. clock: monotonic."""
-        self._index = index
-        self._lease_s = lease_s
-        self._clock = clock
+    _index: LeaderIndex
+    _lease_s: float
+    """The longest time until another daemon takes over if this one is gone."""
+    _clock: Callable[[], float] = boot_clock
+    """Monotonic."""
+
+    def __post_init__(self) -> None:
         self._holder = f"{socket.gethostname()}:{os.getpid()}:{new_ulid(system_clock())}"
         self._lock = threading.Lock()
         self._epoch = 0

@@ -6,7 +6,7 @@ Only the leader does this. Removed checkpoints are hidden first, and can be rest
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from ckptd.housekeeping.leadership import reported
 from ckptd.index import Index
@@ -25,18 +25,18 @@ POLICIES = "ckptd, by the policies"
 _EVERY_S = 3600.0
 
 
+@dataclass
 class PolicyLoop:
     """Applies the policies in the store. For one background thread."""
 
-    def __init__(self, index: Index, operator: StoreOperator, events: Events, metrics: Metrics, clock: Clock) -> None:
-        """operator: of a fenced store, so that only the leader can change it."""
-        self._index = index
-        self._operator = operator
-        self._events = events
-        self._metrics = metrics
-        self._clock = clock
-        self._applied: dict[str, tuple[int, int, float]] = {}
-        """By run: its version in the index, the version of the policies, and the time when they were last applied."""
+    _index: Index
+    _operator: StoreOperator
+    """Of a fenced store, so that only the leader can change it."""
+    _events: Events
+    _metrics: Metrics
+    _clock: Clock
+    _applied: dict[str, tuple[int, int, float]] = field(default_factory=dict)
+    """By run: its version in the index, the version of the policies, and the time when they were last applied."""
 
     def run_once(self) -> None:
         """Apply the policies to changed runs, to all runs if the policies changed, and to each run once an hour.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckptd.housekeeping.leadership import reported
 from ckptd.index import Index
@@ -33,15 +33,15 @@ class _Seen:
     tried: bool = False
 
 
+@dataclass
 class Recovery:
     """Tracks attempts that have no outcome yet. For one thread."""
 
-    def __init__(self, store: Store, clock: Clock, grace_s: float) -> None:
-        """grace_s: the committer counts as dead after this time without a new receipt."""
-        self._store = store
-        self._clock = clock
-        self._grace_s = grace_s
-        self._seen: dict[str, dict[Attempt, _Seen]] = {}
+    _store: Store
+    _clock: Clock
+    _grace_s: float
+    """The committer counts as dead after this time without a new receipt."""
+    _seen: dict[str, dict[Attempt, _Seen]] = field(default_factory=dict)
 
     def advance_run(self, run: str) -> list[Attempt]:
         """Commit finished attempts that were unchanged for the grace period; returns those that are committed now."""
@@ -66,24 +66,19 @@ class Recovery:
         return Run(self._store, name, self._clock)
 
 
+@dataclass
 class RecoveryLoop:
     """Finds unfinished attempts in all runs. For one background thread."""
 
-    def __init__(
-        self,
-        store: Store,
-        index: Index,
-        recovery: Recovery,
-        metrics: Metrics,
-        clock: Clock,
-        on_commit: Callable[[str, Attempt], object],
-    ) -> None:
-        self._store = store
-        self._index = index
-        self._recovery = recovery
-        self._metrics = metrics
-        self._on_commit = on_commit
-        self._poll_plan = PollPlan(clock)
+    _store: Store
+    _index: Index
+    _recovery: Recovery
+    _metrics: Metrics
+    _clock: Clock
+    _on_commit: Callable[[str, Attempt], object]
+
+    def __post_init__(self) -> None:
+        self._poll_plan = PollPlan(self._clock)
 
     def run_once(self) -> None:
         """List each run once, and again only if an attempt is not in the index. Raises CkptError."""
@@ -107,16 +102,16 @@ class RecoveryLoop:
         self._metrics.count_store_error("recover", error)
 
 
+@dataclass
 class OrphanCollector:
     """Runs the collector over all runs. For one background thread."""
 
-    def __init__(self, store: Store, metrics: Metrics, clock: Clock, grace_s: float) -> None:
-        self._store = store
-        self._metrics = metrics
-        self._clock = clock
-        self._grace_s = grace_s
-        self._waste: dict[str, Waste] = {}
-        self._measured = False
+    _store: Store
+    _metrics: Metrics
+    _clock: Clock
+    _grace_s: float
+    _waste: dict[str, Waste] = field(default_factory=dict)
+    _measured: bool = False
 
     def waste(self) -> Waste | None:
         """Bytes left in all runs by the last round; None before its end. Any thread may call."""

@@ -24,11 +24,11 @@ class Decision:
     """It was written to the store."""
 
 
+@dataclass
 class DecisionIndex:
     """The decisions of the daemons that share a database."""
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
+    _database: Database
 
     def find(self, key: str) -> Decision | None:
         """The decision about a key."""

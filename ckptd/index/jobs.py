@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec.structs import asdict
@@ -14,11 +15,11 @@ from ckptd.index.tables import jobs
 _LIVE = (JobState.QUEUED, JobState.RUNNING)
 
 
+@dataclass
 class JobIndex:
     """The table of jobs."""
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
+    _database: Database
 
     def find(self, id: str) -> JobBody | None:
         """One job."""

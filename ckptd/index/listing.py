@@ -31,11 +31,11 @@ class Found:
     """The key after which the next page begins; None on the last page."""
 
 
+@dataclass
 class Listing:
     """Reads pages. Any thread may use it."""
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
+    _database: Database
 
     @retried
     def page(self, wanted: Filter, sort: Sort, after: PageKey | None, limit: int) -> Found:

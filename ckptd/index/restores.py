@@ -54,11 +54,11 @@ RestoreChange = Callable[[Restore, RankBody | None], tuple[Restore, RankBody | N
 """Maps a session and a rank's last report to their new values. Pure."""
 
 
+@dataclass
 class RestoreIndex:
     """The restore sessions of one daemon, or of those that share its database."""
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
+    _database: Database
 
     # Queries
 

@@ -33,11 +33,11 @@ class Token:
     used_at: float | None = None
 
 
+@dataclass
 class TokenIndex:
     """The tokens of the daemons that share a database. They cannot be rebuilt from the store."""
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
+    _database: Database
 
     def all(self) -> list[Token]:
         """All of them, by name."""

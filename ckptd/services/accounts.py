@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 
 from ckptapi.listing import Filter, Sort
 from ckptd.services.catalog import Catalog
@@ -18,14 +19,14 @@ _LOG = logging.getLogger(__name__)
 _MOST_CHECKPOINTS = 5_000
 
 
+@dataclass
 class Accounts:
     """Computes accounts. Any thread may call `of_run` and `known`; `refresh` is for one background thread."""
 
-    def __init__(self, store: Store, catalog: Catalog, clock: Clock) -> None:
-        self._store = store
-        self._catalog = catalog
-        self._clock = clock
-        self._known: dict[str, Account] = {}
+    _store: Store
+    _catalog: Catalog
+    _clock: Clock
+    _known: dict[str, Account] = field(default_factory=dict)
 
     def of_run(self, run: str) -> Account:
         """The account of a run, computed now. Raises InvalidName, NoCheckpoint or Unavailable.

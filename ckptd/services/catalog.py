@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 from ckptapi.listing import Filter, Sort
 from ckptd.index import Found, Index, Listing, PageKey, RunSummary
@@ -17,16 +18,18 @@ _ANSWERS_KEPT = 10_000
 _HOW = "ckptctl ls, or GET /v1/checkpoints, lists the checkpoints"
 
 
+@dataclass
 class Catalog:
     """The checkpoints in the index. Raises StoreUnavailable if the index may be stale."""
 
-    def __init__(self, index: Index, listing: Listing, freshness: Freshness, store_url: str) -> None:
-        self._index = index
-        self._listing = listing
-        self._freshness = freshness
-        self.store_url = store_url
-        self.stored_over_time = index.stored_over_time
-        self._latest: dict[str | None, tuple[tuple[int, int], Checkpoint]] = {}
+    _index: Index
+    _listing: Listing
+    _freshness: Freshness
+    store_url: str
+    _latest: dict[str | None, tuple[tuple[int, int], Checkpoint]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.stored_over_time = self._index.stored_over_time
 
     def latest(self, run: str | None) -> Checkpoint:
         """The newest checkpoint of a run. Raises NoCheckpoint.

@@ -66,8 +66,9 @@ class JobProgress:
         self._cancelled.set()
 
     def heartbeat(self) -> None:
-        """Write a heartbeat to the index."""
-        self._write()
+        """Write a heartbeat to the index, and what was reported so far."""
+        if not self._index.change(self._id, heartbeat_at=self._clock(), **self.values()):
+            self._cancelled.set()
 
     def values(self) -> dict[str, Any]:
         """Everything reported so far, as columns of the index."""
@@ -83,13 +84,9 @@ class JobProgress:
             if due:
                 self._reported_at = self._clock()
         if due:
-            self._write()
+            self.heartbeat()
             if self._cancelled.is_set():
                 raise JobCancelled
-
-    def _write(self) -> None:
-        if not self._index.change(self._id, heartbeat_at=self._clock(), **self.values()):
-            self._cancelled.set()
 
 
 JobHandler = Callable[[Any, JobProgress], dict[str, Any] | None]

@@ -26,14 +26,14 @@ _LOG = logging.getLogger(__name__)
 _KEPT_S = 2 * TOMBSTONE_KEPT_S
 
 
+@dataclass
 class RemoteCreateDecider:
     """Decides which document is stored. For any thread, and for all daemons that share one database."""
 
-    def __init__(self, store: Store, index: DecisionIndex, clock: Clock) -> None:
-        """store: the plain store, without remote creates."""
-        self._store = store
-        self._index = index
-        self._clock = clock
+    _store: Store
+    """The plain store, without remote creates."""
+    _index: DecisionIndex
+    _clock: Clock
 
     def decide(self, key: str, proposal: bytes) -> bytes:
         """The first document proposed for `key`; it is in the store on return, or has been deleted since.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from typing import Any
 
@@ -50,26 +50,20 @@ _SAME = [name for name in RestoreBody.__struct_fields__ if name in _FIELDS]
 """Fields that a session and its body share."""
 
 
+@dataclass
 class Restores:
     """Creates, updates and ends restore sessions. Any thread may call any method."""
 
-    def __init__(
-        self,
-        store: Store,
-        catalog: Catalog,
-        index: RestoreIndex,
-        leases: RestoreLeases,
-        clock: Clock,
-        on_end: Callable[[str], None],
-    ) -> None:
-        """on_end: called with the id of a session that has ended, from any thread, sometimes more than once."""
-        self._store = store
-        self._catalog = catalog
-        self._index = index
-        self._leases = leases
-        self._clock = clock
-        self._on_end = on_end
-        self._started_at = clock()
+    _store: Store
+    _catalog: Catalog
+    _index: RestoreIndex
+    _leases: RestoreLeases
+    _clock: Clock
+    _on_end: Callable[[str], None]
+    """Called with the id of a session that has ended, from any thread, sometimes more than once."""
+
+    def __post_init__(self) -> None:
+        self._started_at = self._clock()
 
     def join(self, request: RestoreRequest, check_owner: Callable[[str], None]) -> Restore | None:
         """Let a rank join the session of its job; None if there is no session yet. Reads the index only.
@@ -412,18 +406,16 @@ _OUTLIVES_S = 600.0
 """How long a lease outlasts the ttl_s of its session, so that a daemon has time to restart."""
 
 
+@dataclass
 class RestoreLeases:
     """Reports only change the index; all work that waits for the store is here."""
 
-    def __init__(
-        self, store: Store, index: RestoreIndex, metrics: Metrics, clock: Clock, on_end: Callable[[str], None]
-    ) -> None:
-        """on_end: called with the id of a session that fails because its lease is lost."""
-        self._store = store
-        self._index = index
-        self._metrics = metrics
-        self._clock = clock
-        self._on_end = on_end
+    _store: Store
+    _index: RestoreIndex
+    _metrics: Metrics
+    _clock: Clock
+    _on_end: Callable[[str], None]
+    """Called with the id of a session that fails because its lease is lost."""
 
     def take(self, checkpoint: Checkpoint, id: str, ttl_s: float) -> tuple[str, float]:
         """Protect the checkpoint of a new session. Returns the lease and its expiry time.

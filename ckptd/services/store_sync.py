@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from zlib import crc32
 
@@ -96,22 +96,24 @@ class PollPlan:
         ]
 
 
+@dataclass
 class StoreSync:
     """Reads the store and writes the index. `run_once` is for one background thread, the rest for any."""
 
-    def __init__(self, store: Store, index: Index, freshness: Freshness, metrics: Metrics, clock: Clock) -> None:
-        self._store = store
-        self._index = index
-        self._freshness = freshness
-        self._metrics = metrics
-        self._clock = clock
-        self._poll_plan = PollPlan(clock)
+    _store: Store
+    _index: Index
+    _freshness: Freshness
+    _metrics: Metrics
+    _clock: Clock
+    _equal: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Fingerprint and version of runs whose index was found equal to the store."""
+    answers: bool | None = None
+    """Whether the last listing of the store succeeded, and queries are answered; None: there was none yet."""
+
+    def __post_init__(self) -> None:
+        self._poll_plan = PollPlan(self._clock)
         self._failed: set[str] = set()
-        self._equal: dict[str, tuple[int, int]] = {}
-        """Fingerprint and version of runs whose index was found equal to the store."""
         self._lock = threading.Lock()
-        self.answers: bool | None = None
-        """Whether the last listing of the store succeeded, and queries are answered; None: there was none yet."""
 
     def run_once(self) -> None:
         """List the runs that are due, and update the index. Never raises CkptError."""

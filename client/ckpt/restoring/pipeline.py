@@ -137,21 +137,23 @@ def gc_paused() -> Iterator[None]:
             gc.enable()
 
 
+@dataclass
 class Restorer:
     """One restore, the same on every rank of the world."""
 
-    def __init__(self, source: Source, config: Config, world: World) -> None:
-        self._source = source
-        self._config = config
-        self._world = world
-        self.trains = False
-        """Whether any rank restores an optimizer or arrays of JAX, and so will save. Equal on all; set by `restore`."""
-        self.seen = 0
-        """The newest generation of the remote store, if there is a local one. Equal on all ranks; set by `restore`."""
-        self._rng = True
-        self._local = False  # the store is on this host, for all ranks
-        self._key = ""  # of the session at the daemon
-        self._together = Together(world)
+    _source: Source
+    _config: Config
+    _world: World
+    trains = False
+    """Whether any rank restores an optimizer or arrays of JAX, and so will save. Equal on all; set by `restore`."""
+    seen = 0
+    """The newest generation of the remote store, if there is a local one. Equal on all ranks; set by `restore`."""
+    _rng = True
+    _local = False  # the store is on this host, for all ranks
+    _key = ""  # of the session at the daemon
+
+    def __post_init__(self) -> None:
+        self._together = Together(self._world)
         self._begun: list[str] = []
         """Ids of the checkpoints whose bytes may have been placed."""
         self._overwritten: set[str] = set()

@@ -125,20 +125,19 @@ _LIST_S = 1.0
 long."""
 
 
+@dataclass
 class Replicator:
     """Replicates the checkpoints of one local run to the remote one. Any thread may call its methods."""
 
-    def __init__(
-        self, local: Run, remote: Run, setup: Setup, numbering: Numbering, report: Callable[[Report], None],
-        replicated: Callable[[Attempt], None],
-    ) -> None:  # fmt: skip
-        """replicated: called with each attempt that is now remote."""
-        self._local = local
-        self._remote = remote
-        self._setup = setup
-        self._numbering = numbering
-        self._report = report
-        self._replicated = replicated
+    _local: Run
+    _remote: Run
+    _setup: Setup
+    _numbering: Numbering
+    _report: Callable[[Report], None]
+    _replicated: Callable[[Attempt], None]
+    """Called with each attempt that is now remote."""
+
+    def __post_init__(self) -> None:
         self._known: Known = {}
         self._reported: LocalOnly | None = None
         self._reporting = threading.Lock()

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -143,22 +144,25 @@ class SlotContents:
             return {slot: snapshot for slot, (_, snapshot) in self._held.items()}
 
 
+@dataclass
 class RetainedSnapshot:
-    """Serves the memory to other trainers, in threads of its own, until it is freed."""
+    """Serves the memory to other trainers, in threads of its own, until it is freed.
 
-    def __init__(self, setup: Setup, contents: SlotContents, segments: dict[int, Segment]) -> None:
-        """Frees all segments that hold nothing a trainer may need. segments: by slot; emptied when the memory is freed.
+    At first it frees all segments that hold nothing a trainer may need. Raises OSError, or InvalidRequest as SaverLock
+    does.
+    """
 
-        Raises OSError, or InvalidRequest as SaverLock does.
-        """
-        self._setup = setup
-        self._contents = contents
-        self._segments = segments
+    _setup: Setup
+    _contents: SlotContents
+    _segments: dict[int, Segment]
+    """By slot; emptied when the memory is freed."""
+
+    def __post_init__(self) -> None:
         self._ended = threading.Event()
         self._lock = threading.Lock()
         """Guards the descriptors of the segments."""
         self._free(self._contents.slots())
-        self._socket, self._path = _listen(setup.home, setup.run)
+        self._socket, self._path = _listen(self._setup.home, self._setup.run)
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._accept, self._watch)]
         for thread in self._threads:
             thread.start()

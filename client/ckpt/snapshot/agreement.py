@@ -40,16 +40,16 @@ class Agreement:
     ownership: Ownership
 
 
+@dataclass
 class LayoutAgreement:
     """The agreement of all ranks on one run's saves, and captures that keep to it. Used by the training thread."""
 
-    def __init__(
-        self, world: Callable[[], World], split_replicas: bool, local_id: Callable[[], str] | None = None
-    ) -> None:
-        """local_id: the name of the store that this rank saves to, if all ranks must save to the same."""
-        self._world = world
-        self._local_id = local_id
-        self._split_replicas = split_replicas
+    _world: Callable[[], World]
+    _split_replicas: bool
+    _local_id: Callable[[], str] | None = None
+    """The name of the store that this rank saves to, if all ranks must save to the same."""
+
+    def __post_init__(self) -> None:
         self._agreement: Agreement | None = None
         self._capturer: Capturer | None = None
         self._placed: object | None = None  # the sameness of captures that have this layout

@@ -103,14 +103,16 @@ def fetch_readable(
     return coalesce(chunks), fetching.error
 
 
+@dataclass
 class _Fetching:
     """One fetch, in several threads."""
 
-    def __init__(self, source: ShardSource, checkpoint: Checkpoint, buffers: Buffers, progress: Progress) -> None:
-        self._source = source
-        self._checkpoint = checkpoint
-        self._buffers = buffers
-        self._progress = progress
+    _source: ShardSource
+    _checkpoint: Checkpoint
+    _buffers: Buffers
+    _progress: Progress
+
+    def __post_init__(self) -> None:
         self._stop = threading.Event()
 
     def run(self, reads: Sequence[ShardRead], threads: int | None) -> None:
@@ -177,17 +179,19 @@ def received(read: ShardRead, buffers: Buffers) -> AbstractContextManager[tuple[
     return buffers.receive(read) if isinstance(buffers, Receiver) else nullcontext((read, buffers))
 
 
+@dataclass
 class _Fetch:
     """The open shard and the scratch memory of one thread."""
 
-    def __init__(self, source: ShardSource, checkpoint: Checkpoint, progress: Progress) -> None:
+    _source: ShardSource
+    _checkpoint: Checkpoint
+    _progress: Progress
+    _shard: ObjectReader | None = None
+    _opened: tuple[str, str | None] | None = None
+
+    def __post_init__(self) -> None:
         self.buffers: HostBuffers = {}
-        self._source = source
-        self._checkpoint = checkpoint
-        self._progress = progress
         self._stored, self._raw = Scratch(), Scratch()
-        self._shard: ObjectReader | None = None
-        self._opened: tuple[str, str | None] | None = None
 
     def fetch(self, read: ShardRead) -> None:
         """Fetch all chunks of a read and place them."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint, State, latest, list_checkpoints
@@ -31,16 +31,18 @@ _LEASE_S = 3600.0
 _BURST_S = 0.5
 
 
+@dataclass
 class RateLimiter:
-    """Limits all callers together to `bytes_per_s`. Any thread may call it."""
+    """Limits all callers together to so many bytes per second. Any thread may call it."""
 
-    def __init__(self, bytes_per_s: float, clock: Clock, sleep: Callable[[float], object]) -> None:
-        """bytes_per_s: 0 for no limit."""
-        self._bytes_per_s = bytes_per_s
-        self._clock = clock
-        self._sleep = sleep
+    _bytes_per_s: float
+    """0 for no limit."""
+    _clock: Clock
+    _sleep: Callable[[float], object]
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._free_at = clock()
+        self._free_at = self._clock()
 
     def __call__(self, count: int) -> None:
         """Record `count` bytes read, and sleep if the callers are ahead of the rate."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from typing_extensions import override
@@ -45,43 +46,37 @@ def part_bytes(number: int, size_hint: int) -> int:
     return max(PART_BYTES, megabytes << 20)
 
 
+@dataclass
 class MultipartWriter(ObjectWriter):
-    """A multipart upload, or a single PUT if all bytes fit into one part. Only writable buffers are copied."""
+    """A multipart upload, or a single PUT if all bytes fit into one part. Only writable buffers are copied.
 
-    def __init__(
-        self,
-        fs: Any,
-        transfers: Transfers,
-        path: str,
-        url: str,
-        size_hint: int,
-        buffered_bytes: int,
-        retry_s: float,
-    ) -> None:
-        """Begins the upload if several parts are expected: its id is there when the first one is full.
+    Begins the upload if several parts are expected: its id is there when the first one is full.
+    """
 
-        path: in the file system `fs`; url: for messages.
-        buffered_bytes: limit for the part being filled and the parts in flight; at least one of each is allowed.
-        retry_s: how long each request is repeated at most.
-        """
-        self._fs = fs
-        self._transfers = transfers
-        self._path = path
-        self._url = url
-        self._size_hint = size_hint
-        self._buffered_bytes = buffered_bytes
-        self._retry_s = retry_s
+    _fs: Any
+    _transfers: Transfers
+    _path: str
+    """In the file system."""
+    _url: str
+    """For messages."""
+    _size_hint: int
+    _buffered_bytes: int
+    """Limit for the part being filled and the parts in flight; at least one of each is allowed."""
+    _retry_s: float
+    """How long each request is repeated at most."""
+
+    def __post_init__(self) -> None:
         self._bytes = 0
-        self._part = UploadPart(1, part_bytes(1, size_hint))
+        self._part = UploadPart(1, part_bytes(1, self._size_hint))
         self._upload: Future[str] | None = None
         """Its id."""
         self._in_flight: dict[Future[dict[str, Any]], UploadPart] = {}
         self._sent: list[dict[str, Any]] = []
         self._committing = False
         self._stop = threading.Event()
-        threads = max(1, buffered_bytes // self._part.room - 1)
+        threads = max(1, self._buffered_bytes // self._part.room - 1)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="ckpt-upload-part")
-        if size_hint > self._part.room:
+        if self._size_hint > self._part.room:
             self._begin()
 
     @override
