@@ -16,7 +16,7 @@ from ckptd.http.concurrency import happens
 from ckptd.http.context import Context, Ctx, Found, Ref
 from ckptd.http.listing import ListingQuery, write_cursor
 from ckptd.http.openapi import documented
-from ckptd.http.streaming import client_of, matches, object_response
+from ckptd.http.streaming import MEDIA_TYPE, client_of, matches, object_response
 from ckptd.index import RunSummary
 from ckptd.services.events import CHECKPOINTS
 from ckptstore.commits.catalog import Checkpoint
@@ -25,9 +25,15 @@ from ckptstore.names import Attempt, RunKeys, check_run
 
 router = APIRouter()
 
-_BYTES = "application/octet-stream"
-_LATEST = documented(bodies.CheckpointBody, 404, text=True, also={304: "If-None-Match contains its ETag"})
-_RANGED = {206: "The requested range", 304: "If-None-Match contains its ETag"}
+ONE = bodies.CHECKPOINTS + "/{id:checkpoint}"
+"""The path of one checkpoint."""
+_NOT_MODIFIED = {304: "If-None-Match contains its ETag"}
+_LATEST = documented(bodies.CheckpointBody, 404, text=True, also=_NOT_MODIFIED)
+_OBJECT = documented(None, 404, 416, media=MEDIA_TYPE, also={206: "The requested range", **_NOT_MODIFIED})
+Limit = Annotated[int, Query(ge=1, le=bodies.MAX_PAGE)]
+Rank = Annotated[int, Path(ge=0, le=99_999)]
+Ulid = Annotated[str, Path(max_length=26)]
+RequiredRun = Annotated[str, Query(max_length=128)]
 RunQuery = Annotated[str | None, Query(max_length=128, description="One run only")]
 RunName = Annotated[str, Path(max_length=128)]
 FormatQuery = Annotated[
@@ -70,7 +76,7 @@ async def page(
     ctx: Ctx,
     caller: CallerDep,
     query: ListingQuery,
-    limit: Annotated[int, Query(ge=1, le=bodies.MAX_PAGE)] = 100,
+    limit: Limit = 100,
 ) -> Response:
     """Checkpoints that match all filters, in pages. A page may be short or empty and still have a next one."""
     found = await ctx.threads.index(ctx.catalog.page, query.filter(caller), query.sort, query.place(), limit)
@@ -100,19 +106,19 @@ async def run(ctx: Ctx, run: RunName) -> Response:
     raise NoCheckpoint(f"run {run!r} has no checkpoint", "GET /v1/runs lists the runs")
 
 
-@router.get(bodies.CHECKPOINTS + "/{id:checkpoint}", **documented(bodies.CheckpointBody, 404))
+@router.get(ONE, **documented(bodies.CheckpointBody, 404))
 async def checkpoint(found: Found) -> Response:
     """One checkpoint."""
     return json_response(bodies.CheckpointBody.of(found))
 
 
-@router.get(bodies.CHECKPOINTS + "/{id:checkpoint}/shards", **documented(bodies.Items[bodies.ShardBody], 404))
+@router.get(ONE + "/shards", **documented(bodies.Items[bodies.ShardBody], 404))
 async def shards(ctx: Ctx, reference: Ref) -> Response:
     """The shards of a checkpoint, by rank."""
     return json_response(await ctx.threads.store(ctx.contents.shards, reference))
 
 
-@router.get(bodies.CHECKPOINTS + "/{id:checkpoint}/entries", **documented(bodies.EntriesBody, 404))
+@router.get(ONE + "/entries", **documented(bodies.EntriesBody, 404))
 async def entries(
     ctx: Ctx,
     reference: Ref,
@@ -120,43 +126,34 @@ async def entries(
     limit: Annotated[int, Query(ge=1, le=bodies.MAX_ENTRIES)] = 1000,
 ) -> Response:
     """A page of the entries of a checkpoint."""
-    contents = ctx.contents
-    return json_response(await ctx.threads.store(contents.entries, reference, offset, limit))
+    return json_response(await ctx.threads.store(ctx.contents.entries, reference, offset, limit))
 
 
-@router.get(bodies.CHECKPOINTS + "/{id:checkpoint}/manifest", **documented(None, 404, 416, media=_BYTES, also=_RANGED))
-@router.head(bodies.CHECKPOINTS + "/{id:checkpoint}/manifest", include_in_schema=False)
+@router.get(ONE + "/manifest", **_OBJECT)
+@router.head(ONE + "/manifest", include_in_schema=False)
 async def manifest(request: Request, ctx: Ctx, reference: Ref) -> Response:
     """The stored manifest: zstd-compressed JSON."""
     stored = await ctx.threads.store(ctx.objects.find, reference, RunKeys.manifest)
     return await object_response(request, ctx, stored)
 
 
-@router.get(
-    bodies.CHECKPOINTS + "/{id:checkpoint}/receipts/{rank}", **documented(None, 404, 416, media=_BYTES, also=_RANGED)
-)
-@router.head(bodies.CHECKPOINTS + "/{id:checkpoint}/receipts/{rank}", include_in_schema=False)
-async def receipt(request: Request, ctx: Ctx, reference: Ref, rank: Annotated[int, Path(ge=0, le=99_999)]) -> Response:
+@router.get(ONE + "/receipts/{rank}", **_OBJECT)
+@router.head(ONE + "/receipts/{rank}", include_in_schema=False)
+async def receipt(request: Request, ctx: Ctx, reference: Ref, rank: Rank) -> Response:
     """The stored receipt of a rank."""
     stored = await ctx.threads.store(ctx.objects.find, reference, RunKeys.receipt, rank)
     return await object_response(request, ctx, stored)
 
 
-@router.get(
-    bodies.CHECKPOINTS + "/{id:checkpoint}/statistics/{rank}", **documented(None, 404, 416, media=_BYTES, also=_RANGED)
-)
-async def statistics(
-    request: Request, ctx: Ctx, reference: Ref, rank: Annotated[int, Path(ge=0, le=99_999)]
-) -> Response:
+@router.get(ONE + "/statistics/{rank}", **_OBJECT)
+async def statistics(request: Request, ctx: Ctx, reference: Ref, rank: Rank) -> Response:
     """The stored statistics of the shard of a rank. 404 also if the checkpoint was saved without."""
     stored = await ctx.threads.store(ctx.objects.statistics, reference, rank)
     return await object_response(request, ctx, stored)
 
 
-@router.get(
-    bodies.CHECKPOINTS + "/{id:checkpoint}/shards/{name}", **documented(None, 404, 416, media=_BYTES, also=_RANGED)
-)
-@router.head(bodies.CHECKPOINTS + "/{id:checkpoint}/shards/{name}", include_in_schema=False)
+@router.get(ONE + "/shards/{name}", **_OBJECT)
+@router.head(ONE + "/shards/{name}", include_in_schema=False)
 async def shard(request: Request, ctx: Ctx, reference: Ref, name: Annotated[str, Path(max_length=32)]) -> Response:
     """A shard, or one range of its bytes."""
     stored = await ctx.threads.store(ctx.objects.find, reference, RunKeys.shard, name)

@@ -9,12 +9,12 @@ from contextlib import ExitStack
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Header, Path, Query, Request
+from fastapi import APIRouter, Header, Query, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from ckptapi import bodies
-from ckptd.api.checkpoints import RunQuery
+from ckptd.api.checkpoints import ONE, RunName, RunQuery
 from ckptd.http.access import CallerDep, validity_of
 from ckptd.http.bodies import json_response, read_body
 from ckptd.http.concurrency import happens
@@ -59,14 +59,14 @@ async def events(
 @router.post(
     bodies.RUNS + "/{run:path}/preempt", **documented(bodies.EventBody, status=201, body=bodies.PreemptRequest)
 )
-async def preempt(request: Request, ctx: Ctx, caller: CallerDep, run: Annotated[str, Path(max_length=128)]) -> Response:
+async def preempt(request: Request, ctx: Ctx, caller: CallerDep, run: RunName) -> Response:
     """Give notice to the trainers of a run that they will be killed: a node-termination handler does so."""
     body = await read_body(request, bodies.PreemptRequest)
     event = await ctx.threads.index(ctx.events.preempted, check_run(run), body.grace_s, body.reason, caller.name)
     return json_response(event, 201)
 
 
-@router.get(bodies.CHECKPOINTS + "/{id:checkpoint}/events", **documented(bodies.EventsBody))
+@router.get(ONE + "/events", **documented(bodies.EventsBody))
 async def of_checkpoint(ctx: Ctx, reference: Ref) -> Response:
     """Events of one checkpoint. If it was deleted, the id must include the ULID."""
     id = str(reference)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
-from fastapi import APIRouter, Path, Query, Request
+from fastapi import APIRouter, Request
 from msgspec.structs import replace
 from starlette.responses import Response
 
 from ckptapi import bodies
 from ckptapi.listing import check_glob
-from ckptd.api.checkpoints import RunQuery
+from ckptd.api.checkpoints import Limit, RequiredRun, RunQuery, Ulid
 from ckptd.http.access import CallerDep
 from ckptd.http.bodies import json_response, read_body
 from ckptd.http.context import Ctx
@@ -20,8 +20,6 @@ from ckptstore.analysis.goodput import Account
 from ckptstore.stores.checks import StoreReport
 
 router = APIRouter()
-
-JobId = Annotated[str, Path(max_length=26)]
 
 
 @router.post(bodies.JOBS, **documented(bodies.JobBody, 404, status=202, body=bodies.JobRequest))
@@ -35,20 +33,20 @@ async def start(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
 
 
 @router.get(bodies.JOBS, **documented(bodies.Items[bodies.JobBody]))
-async def newest(ctx: Ctx, limit: Annotated[int, Query(ge=1, le=bodies.MAX_PAGE)] = 100) -> Response:
+async def newest(ctx: Ctx, limit: Limit = 100) -> Response:
     """Jobs, newest first, without their logs."""
     found = await ctx.threads.index(ctx.jobs.newest, limit)
     return json_response(bodies.Items([replace(job, log=None) for job in found]))
 
 
 @router.get(bodies.JOBS + "/{id}", **documented(bodies.JobBody, 404))
-async def job(ctx: Ctx, id: JobId) -> Response:
+async def job(ctx: Ctx, id: Ulid) -> Response:
     """One job, with the last lines of its log."""
     return json_response(await ctx.threads.index(ctx.jobs.find, id))
 
 
 @router.delete(bodies.JOBS + "/{id}", **documented(bodies.JobBody, 404))
-async def cancel(ctx: Ctx, id: JobId) -> Response:
+async def cancel(ctx: Ctx, id: Ulid) -> Response:
     """Cancel a job; its effects so far remain. A job that has ended is not changed."""
     return json_response(await ctx.threads.index(ctx.jobs.cancel, id))
 
@@ -60,7 +58,7 @@ async def attempts(ctx: Ctx, run: RunQuery = None) -> Response:
 
 
 @router.get(bodies.GOODPUT, **documented(Account, 404))
-async def goodput(ctx: Ctx, run: Annotated[str, Query(max_length=128)]) -> Response:
+async def goodput(ctx: Ctx, run: RequiredRun) -> Response:
     """A breakdown of a run's wall-clock time, by category and by attempt of the job."""
     return json_response(await ctx.threads.store(ctx.accounts.of_run, run))
 

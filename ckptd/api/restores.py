@@ -8,7 +8,7 @@ from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import Response
 
 from ckptapi import bodies
-from ckptd.api.checkpoints import RunQuery
+from ckptd.api.checkpoints import Limit, RunQuery, Ulid
 from ckptd.http.access import CallerDep
 from ckptd.http.bodies import json_response, read_body
 from ckptd.http.concurrency import happens
@@ -19,8 +19,6 @@ from ckptd.services.tokens import Caller
 from ckptstore.format.decoding import convert
 
 router = APIRouter()
-
-RestoreId = Annotated[str, Path(max_length=26)]
 
 
 @router.post(
@@ -42,7 +40,7 @@ async def join(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
 
 @router.put(bodies.RESTORES + "/{id}/ranks/{rank}", **documented(bodies.RestoreStatus, 404, body=bodies.RankReport))
 async def report(
-    request: Request, ctx: Ctx, id: RestoreId, rank: Annotated[int, Path(ge=0, lt=bodies.MAX_WORLD_SIZE)]
+    request: Request, ctx: Ctx, id: Ulid, rank: Annotated[int, Path(ge=0, lt=bodies.MAX_WORLD_SIZE)]
 ) -> Response:
     """Report the progress of a rank. Returns the status of the session, also after it has ended."""
     body = await read_body(request, bodies.RankReport)
@@ -53,7 +51,7 @@ async def report(
 @router.get(bodies.RESTORES + "/{id}", **documented(bodies.RestoreBody, 404))
 async def restore(
     ctx: Ctx,
-    id: RestoreId,
+    id: Ulid,
     wait: Annotated[
         float, Query(ge=0, le=bodies.MAX_WAIT_S, description="Seconds to wait for the end of the session")
     ] = 0,
@@ -69,16 +67,14 @@ async def restore(
 
 
 @router.get(bodies.RESTORES, **documented(bodies.Items[bodies.RestoreBody]))
-async def newest(
-    ctx: Ctx, run: RunQuery = None, limit: Annotated[int, Query(ge=1, le=bodies.MAX_PAGE)] = 100
-) -> Response:
+async def newest(ctx: Ctx, run: RunQuery = None, limit: Limit = 100) -> Response:
     """Sessions of one run or all runs, newest first, without their ranks."""
     found = await ctx.threads.index(ctx.restores.newest, run, limit)
     return json_response(bodies.Items(found))
 
 
 @router.delete(bodies.RESTORES + "/{id}", **documented(bodies.RestoreBody, 404))
-async def cancel(ctx: Ctx, id: RestoreId) -> Response:
+async def cancel(ctx: Ctx, id: Ulid) -> Response:
     """End a session and release its lease. A session that has ended is not changed."""
     restore = await ctx.threads.store(ctx.restores.cancel, id)
     return json_response(await ctx.threads.index(ctx.restores.view, restore.id, True))

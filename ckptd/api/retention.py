@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query, Request
+from fastapi import APIRouter, Depends, Path, Query, Request
 from starlette.responses import Response
 
 from ckptapi import bodies
 from ckptapi.listing import check_glob
-from ckptd.api.checkpoints import RunName
+from ckptd.api.checkpoints import ONE, Limit, RequiredRun, RunName, Ulid
 from ckptd.http.access import OF_TOKEN, CallerDep
 from ckptd.http.bodies import json_response, read_body
 from ckptd.http.context import Ctx, Found, Ref
@@ -17,6 +17,7 @@ from ckptd.http.openapi import documented
 from ckptstore.commits.audit import AuditEntry
 from ckptstore.commits.labels import LabelChange
 from ckptstore.names import Reference
+from ckptstore.operator import StoreOperator
 from ckptstore.retention.deletion import SWEEP_GRACE_S, Deleted
 from ckptstore.retention.pins import NamedPin
 from ckptstore.retention.policy import PoliciesInForce
@@ -24,9 +25,7 @@ from ckptstore.retention.pruning import Prune
 
 router = APIRouter()
 
-_ONE = bodies.CHECKPOINTS + "/{id:checkpoint}"
 PinName = Annotated[str, Path(max_length=128)]
-RequiredRun = Annotated[str, Query(max_length=128)]
 ReasonQuery = Annotated[str, Query(max_length=1000, description="For the audit log")]
 Grace = Annotated[
     float | None,
@@ -35,33 +34,39 @@ Grace = Annotated[
     ),
 ]
 Force = Annotated[bool, Query(description="Delete it even if it is the newest checkpoint of its run")]
-Limit = Annotated[int, Query(ge=1, le=bodies.MAX_PAGE)]
 
 
-@router.delete(_ONE, **documented(None, 404, 409, status=204))
+async def _operator(ctx: Ctx, caller: CallerDep) -> StoreOperator:
+    return ctx.operator(caller.name)
+
+
+Operator = Annotated[StoreOperator, Depends(_operator)]
+"""Acts for the caller."""
+
+
+@router.delete(ONE, **documented(None, 404, 409, status=204))
 async def delete(
-    ctx: Ctx, caller: CallerDep, found: Found, reason: ReasonQuery = "", grace_s: Grace = None, force: Force = False
+    ctx: Ctx, operator: Operator, found: Found, reason: ReasonQuery = "", grace_s: Grace = None, force: Force = False
 ) -> Response:
     """Hide a checkpoint now, and delete it after the grace period.
 
     409 if a lease or pin holds it, or if it is the newest one of its run and the deletion is not forced.
     """
-    operator = ctx.operator(caller.name)
     grace_s = SWEEP_GRACE_S if grace_s is None else grace_s
     await ctx.threads.store(operator.delete, found, grace_s, reason, force)
     return Response(status_code=204)
 
 
-@router.post(_ONE + "/undelete", **documented(bodies.CheckpointBody, 404, 410, body=bodies.UndeleteRequest))
-async def undelete(request: Request, ctx: Ctx, caller: CallerDep, reference: Ref) -> Response:
+@router.post(ONE + "/undelete", **documented(bodies.CheckpointBody, 404, 410, body=bodies.UndeleteRequest))
+async def undelete(request: Request, ctx: Ctx, operator: Operator, reference: Ref) -> Response:
     """Undo a deletion, and pin the checkpoint as `undeleted`. 410 if the deletion of its data has begun."""
     body = await read_body(request, bodies.UndeleteRequest)
-    found = await ctx.threads.store(ctx.operator(caller.name).undelete, reference, body.reason)
+    found = await ctx.threads.store(operator.undelete, reference, body.reason)
     return json_response(bodies.CheckpointBody.of(found))
 
 
 @router.post(bodies.PRUNE, **documented(bodies.PruneBody, 404, 409, body=Prune))
-async def prune(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
+async def prune(request: Request, ctx: Ctx, operator: Operator) -> Response:
     """Delete the checkpoints that the policy does not keep. A dry run, the default, only lists them.
 
     The plan is made from the store, never from the index, so that a stale index cannot cause deletions.
@@ -69,7 +74,6 @@ async def prune(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
     wanted = await read_body(request, Prune)
     if wanted.run is not None:
         check_glob(wanted.run)
-    operator = ctx.operator(caller.name)
     plan = await ctx.threads.store(operator.plan_prune, wanted)
     if not wanted.dry_run:
         plan = await ctx.threads.store(operator.prune, wanted, plan)
@@ -88,71 +92,68 @@ async def take_lease(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
 
 
 @router.delete(bodies.LEASES + "/{run:path}/{lease}", **documented(status=204))
-async def release_lease(ctx: Ctx, run: RunName, lease: Annotated[str, Path(max_length=26)]) -> Response:
+async def release_lease(ctx: Ctx, run: RunName, lease: Ulid) -> Response:
     """End a lease. Succeeds if the lease is already gone."""
     await ctx.threads.store(ctx.source.release_lease, run, lease)
     return Response(status_code=204)
 
 
-@router.put(_ONE + "/pins/{name}", **documented(NamedPin, 404))
-async def pin(ctx: Ctx, caller: CallerDep, found: Found, name: PinName, reason: ReasonQuery = "") -> Response:
+@router.put(ONE + "/pins/{name}", **documented(NamedPin, 404))
+async def pin(ctx: Ctx, operator: Operator, found: Found, name: PinName, reason: ReasonQuery = "") -> Response:
     """Keep a checkpoint until the pin is removed. Succeeds if the pin exists already."""
-    await ctx.threads.store(ctx.operator(caller.name).pin, found, name, reason)
+    await ctx.threads.store(operator.pin, found, name, reason)
     return json_response(NamedPin(id=found.id, name=name))
 
 
-@router.delete(_ONE + "/pins/{name}", **documented(None, 404, status=204))
-async def unpin(ctx: Ctx, caller: CallerDep, found: Found, name: PinName) -> Response:
+@router.delete(ONE + "/pins/{name}", **documented(None, 404, status=204))
+async def unpin(ctx: Ctx, operator: Operator, found: Found, name: PinName) -> Response:
     """Remove a pin. Succeeds if the pin is already gone."""
-    await ctx.threads.store(ctx.operator(caller.name).unpin, found, name)
+    await ctx.threads.store(operator.unpin, found, name)
     return Response(status_code=204)
 
 
-@router.patch(_ONE, **documented(bodies.CheckpointBody, 404, body=bodies.LabelsRequest))
-async def label(request: Request, ctx: Ctx, caller: CallerDep, found: Found) -> Response:
+@router.patch(ONE, **documented(bodies.CheckpointBody, 404, body=bodies.LabelsRequest))
+async def label(request: Request, ctx: Ctx, operator: Operator, found: Found) -> Response:
     """Set tags and metrics; null removes one. Those that are not named stay."""
     body = await read_body(request, bodies.LabelsRequest)
     change = LabelChange(body.tags, body.metrics)
-    changed = await ctx.threads.store(ctx.operator(caller.name).label, found, change, body.reason)
+    changed = await ctx.threads.store(operator.label, found, change, body.reason)
     return json_response(bodies.CheckpointBody.of(changed))
 
 
 @router.get(bodies.PINS, **documented(bodies.Items[NamedPin]))
-async def pins(ctx: Ctx, run: RequiredRun) -> Response:
+async def pins(ctx: Ctx, operator: Operator, run: RequiredRun) -> Response:
     """All pins of a run, newest step first."""
-    return json_response(bodies.Items(await ctx.threads.store(ctx.operator("").pins, run)))
+    return json_response(bodies.Items(await ctx.threads.store(operator.pins, run)))
 
 
 @router.get(bodies.DELETED, **documented(bodies.Items[Deleted]))
-async def deleted(ctx: Ctx, run: RequiredRun) -> Response:
+async def deleted(ctx: Ctx, operator: Operator, run: RequiredRun) -> Response:
     """Deleted checkpoints of a run that can be undeleted, newest step first."""
-    return json_response(bodies.Items(await ctx.threads.store(ctx.operator("").deleted, run)))
+    return json_response(bodies.Items(await ctx.threads.store(operator.deleted, run)))
 
 
 @router.get(bodies.AUDIT, **documented(bodies.Items[AuditEntry]))
-async def audit(ctx: Ctx, run: RequiredRun, limit: Limit = 100) -> Response:
+async def audit(ctx: Ctx, operator: Operator, run: RequiredRun, limit: Limit = 100) -> Response:
     """The audit log of a run, newest first: who started which action on which checkpoints, when and why."""
-    audit = ctx.operator("").audit
-    return json_response(bodies.Items(await ctx.threads.store(audit, run, limit)))
+    return json_response(bodies.Items(await ctx.threads.store(operator.audit, run, limit)))
 
 
 @router.get(bodies.POLICIES, **documented(PoliciesInForce))
-async def policies(ctx: Ctx) -> Response:
+async def policies(ctx: Ctx, operator: Operator) -> Response:
     """The retention policies in force; version 0 if they were never set."""
-    return json_response(await ctx.threads.store(ctx.operator("").policies))
+    return json_response(await ctx.threads.store(operator.policies))
 
 
 @router.get(bodies.POLICIES + "/history", **documented(bodies.Items[PoliciesInForce]))
-async def history(ctx: Ctx, limit: Limit = 100) -> Response:
+async def history(ctx: Ctx, operator: Operator, limit: Limit = 100) -> Response:
     """The versions of the policies, newest first."""
-    history = ctx.operator("").policies_history
-    return json_response(bodies.Items(await ctx.threads.store(history, limit)))
+    return json_response(bodies.Items(await ctx.threads.store(operator.policies_history, limit)))
 
 
 @router.put(bodies.POLICIES, **documented(PoliciesInForce, 409, body=bodies.PoliciesRequest))
-async def change(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
+async def change(request: Request, ctx: Ctx, operator: Operator) -> Response:
     """Replace the policies. 409 if `expected` is not the version in force."""
     body = await read_body(request, bodies.PoliciesRequest)
-    operator = ctx.operator(caller.name)
     done = await ctx.threads.store(operator.change_policies, body.policies, body.expected, body.reason)
     return json_response(done)

@@ -15,7 +15,7 @@ from ckptd.services.contents import StoredObject
 
 _SENT_BYTES = 512 << 10
 """Per write, so that data copied on its way to the socket stays in the CPU cache."""
-_MEDIA_TYPE = "application/octet-stream"
+MEDIA_TYPE = "application/octet-stream"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ async def object_response(request: Request, context: Context, stored: StoredObje
     if matches(request.headers.get("if-none-match"), etag):
         return Response(status_code=304, headers=headers)
     if request.method == "HEAD":
-        return Response(headers={**headers, "Content-Length": str(stored.bytes)}, media_type=_MEDIA_TYPE)
+        return Response(headers={**headers, "Content-Length": str(stored.bytes)}, media_type=MEDIA_TYPE)
     try:
         requested = parse_range(request.headers.get("range"), stored.bytes) if _may_be_partial(request, etag) else None
     except Unsatisfiable:
@@ -75,7 +75,7 @@ async def object_response(request: Request, context: Context, stored: StoredObje
     reader = Reader.of(request, context)
     # The first piece is read before the status is sent, so that a missing object is still a 404.
     pieces = reader.pieces(stored, wanted, await reader.read(stored, wanted))
-    return StreamingResponse(pieces, 206 if requested else 200, headers, media_type=_MEDIA_TYPE)
+    return StreamingResponse(pieces, 206 if requested else 200, headers, media_type=MEDIA_TYPE)
 
 
 def unsatisfiable(size: int, requested: str) -> Response:
