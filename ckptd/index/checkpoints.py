@@ -29,7 +29,17 @@ from sqlalchemy import (
 from ckptapi.bodies import EventBody
 from ckptd.index.database import Database, retried
 from ckptd.index.events import EventLog, content_of
-from ckptd.index.tables import aborted, checkpoints, decisions, generations, origin, restores, revision, runs
+from ckptd.index.tables import (
+    NEWEST_FIRST,
+    aborted,
+    checkpoints,
+    decisions,
+    generations,
+    origin,
+    restores,
+    revision,
+    runs,
+)
 from ckptstore.commits.catalog import Checkpoint, State, named, with_parents, with_states
 from ckptstore.commits.generations import Lineage
 from ckptstore.errors import InvalidRequest, NoCheckpoint
@@ -141,7 +151,7 @@ class Index:
             checkpoints=_stamps(known),
             corrupt=frozenset(attempt_of(row) for row in known if row.state == State.CORRUPT),
             aborted=_stamps(aborted_rows),
-            generations={number: Stamp(*stamp) if stamp else None for number, stamp in begun.items()},
+            generations=begun,
         )
 
     def find(self, reference: Reference) -> Checkpoint | None:
@@ -304,13 +314,10 @@ def _write(connection: Connection, run: str, reading: Reading) -> None:
     for table in (checkpoints, aborted):
         _delete(connection, table, run, touched)
     if reading.found:
-        rows = [
-            _row(checkpoint) | _stamp(reading, checkpoint.attempt) | _labels_version(reading, checkpoint.attempt)
-            for checkpoint in reading.found
-        ]
+        rows = [_row(checkpoint, reading.stamps.get(checkpoint.attempt)) for checkpoint in reading.found]
         connection.execute(insert(checkpoints), rows)
     if reading.aborted:
-        aborted_rows = [{"run": run, **_names(a), **_stamp(reading, a)} for a in reading.aborted]
+        aborted_rows = [{"run": run, **_names(a), **_stamp_columns(reading.stamps.get(a))} for a in reading.aborted]
         connection.execute(insert(aborted), aborted_rows)
     write_generations(connection, run, reading.generations, reading.lost_generations)
 
@@ -353,25 +360,20 @@ def _stamps(rows: Iterable[Any]) -> dict[Attempt, Stamp | None]:
     }
 
 
-def _stamp(reading: Reading, attempt: Attempt) -> dict[str, Any]:
-    size, modified_at, _ = reading.stamps.get(attempt, (None, None, 0))
+def _stamp_columns(stamp: Stamp | None) -> dict[str, Any]:
+    size, modified_at, _ = stamp or (None, None, 0)
     return {"object_bytes": size, "object_modified_at": modified_at}
 
 
-def _labels_version(reading: Reading, attempt: Attempt) -> dict[str, int]:
-    stamp = reading.stamps.get(attempt)
-    return {"labels_version": stamp.labels_version if stamp else 0}
-
-
-def _row(checkpoint: Checkpoint) -> dict[str, Any]:
+def _row(checkpoint: Checkpoint, stamp: Stamp | None) -> dict[str, Any]:
+    labels_version = stamp.labels_version if stamp else 0
     # Text from a damaged outcome; PostgreSQL stores neither NUL nor unpaired surrogates.
     problem = checkpoint.problem.replace("\0", "?").encode(errors="replace").decode()
-    return {name: getattr(checkpoint, name) for name in _SAME} | _names(checkpoint.attempt) | {"problem": problem}
+    own = {"problem": problem, "labels_version": labels_version}
+    same = {name: getattr(checkpoint, name) for name in _SAME}
+    return {**same, **_names(checkpoint.attempt), **_stamp_columns(stamp), **own}
 
 
-NEWEST_FIRST = (
-    checkpoints.c.run, *(checkpoints.c[name].desc() for name in ("generation", "step", "committed_at", "ulid"))
-)  # fmt: skip
 Heads = list[tuple[int, bool]]
 """Generations with a checkpoint, newest first, up to the first of which one is readable; and whether one is."""
 
@@ -385,15 +387,15 @@ class BegunGeneration:
     """The attempt from which it continues; None: none."""
     readable: bool
     """False: the document is damaged, and the parent unknown."""
-    stamp: tuple[int, float] | None
+    stamp: Stamp | None
     """Size and time in the listing before it was read; None if it was not listed."""
 
 
-def generation_stamps(connection: Connection, run: str) -> dict[int, tuple[int, float] | None]:
+def generation_stamps(connection: Connection, run: str) -> dict[int, Stamp | None]:
     """The indexed generations of a run, with size and time of their documents in the listing."""
     c = generations.c
     rows = connection.execute(select(c.number, c.object_bytes, c.object_modified_at).where(c.run == run))
-    return {number: (size, modified_at) if size is not None else None for number, size, modified_at in rows}
+    return {number: Stamp(size, modified_at) if size is not None else None for number, size, modified_at in rows}
 
 
 def write_generations(connection: Connection, run: str, begun: Sequence[BegunGeneration], lost: Sequence[int]) -> None:
@@ -406,8 +408,7 @@ def write_generations(connection: Connection, run: str, begun: Sequence[BegunGen
             "number": one.number,
             "parent": one.parent,
             "readable": one.readable,
-            "object_bytes": one.stamp[0] if one.stamp else None,
-            "object_modified_at": one.stamp[1] if one.stamp else None,
+            **_stamp_columns(one.stamp),
         }
         for one in begun
     ]
@@ -438,7 +439,7 @@ def settle_states(connection: Connection, run: str, steps: Collection[int] | Non
     lineage = Lineage(parent_of)
     for generation, readable in read_heads(connection, run):
         lineage.add(generation, readable)
-    begun_at = {number: stamp[1] for number, stamp in generation_stamps(connection, run).items() if stamp}
+    begun_at = {number: stamp.modified_at for number, stamp in generation_stamps(connection, run).items() if stamp}
     for after in with_parents(with_states(map(_as_read, before.values()), lineage, begun_at), parent_of):
         if (settled := _settled(after)) != _settled(before[after.attempt]):
             same = and_(c.run == run, c.step == after.step, c.ulid == after.attempt.ulid)

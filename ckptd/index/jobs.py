@@ -23,15 +23,16 @@ class JobIndex:
 
     def find(self, id: str) -> JobBody | None:
         """One job."""
-        return next(iter(self._newest(1, jobs.c.id == id)), None)
+        return next(iter(self.newest(1, jobs.c.id == id)), None)
 
-    def newest(self, limit: int) -> list[JobBody]:
+    def newest(self, limit: int, *conditions: ColumnElement[bool]) -> list[JobBody]:
         """Jobs, newest first."""
-        return self._newest(limit)
+        query = select(jobs).where(*conditions).order_by(jobs.c.created_at.desc(), jobs.c.id.desc())
+        return [_job(row) for row in self._database.rows(query.limit(limit))]
 
     def live(self, limit: int) -> list[JobBody]:
         """Jobs that have not ended, newest first."""
-        return self._newest(limit, jobs.c.state.in_(_LIVE))
+        return self.newest(limit, jobs.c.state.in_(_LIVE))
 
     def add(self, job: JobBody) -> None:
         """Insert a new job."""
@@ -57,10 +58,6 @@ class JobIndex:
     def forget(self, before: float, keep: int) -> None:
         """Delete jobs that ended before `before`, and all but the `keep` that ended last."""
         self._database.forget_ended(jobs, before, keep)
-
-    def _newest(self, limit: int, *conditions: ColumnElement[bool]) -> list[JobBody]:
-        query = select(jobs).where(*conditions).order_by(jobs.c.created_at.desc(), jobs.c.id.desc())
-        return [_job(row) for row in self._database.rows(query.limit(limit))]
 
 
 def _job(row: Row[Any]) -> JobBody:

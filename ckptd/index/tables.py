@@ -140,11 +140,10 @@ checkpoints = Table(
     *_stamp(),
     Column("labels_version", BigInteger, nullable=False, server_default="0", comment="0: it has none"),
 )
-Index(
-    "checkpoints_newest_first",
-    checkpoints.c.run,
-    *(checkpoints.c[name].desc() for name in ("generation", "step", "committed_at", "ulid")),
-)
+NEWEST_FIRST = (
+    checkpoints.c.run, *(checkpoints.c[name].desc() for name in ("generation", "step", "committed_at", "ulid"))
+)  # fmt: skip
+Index("checkpoints_newest_first", *NEWEST_FIRST)
 
 aborted = Table(
     "aborted",

@@ -309,7 +309,7 @@ class StoreSync:
                 number=number,
                 parent=document.parent if document is not None else None,
                 readable=document is not None,
-                stamp=stamp[:2] if stamp is not None else None,
+                stamp=stamp,
             )
             for number, stamp in stamps.items()
             for document in [found[number]]
