@@ -26,12 +26,6 @@ class Reader:
     client: str
     fresh: bool
 
-    @staticmethod
-    def of(request: Request, context: Context) -> Reader:
-        """The reader for a request."""
-        fresh = "no-cache" in request.headers.get("cache-control", "").lower()
-        return Reader(context, client_of(request), fresh)
-
     async def read(self, stored: StoredObject, wanted: ByteRange) -> memoryview:
         """The first bytes of a range: as many as one read returns."""
         objects, threads = self.context.objects, self.context.threads
@@ -64,15 +58,17 @@ async def object_response(request: Request, context: Context, stored: StoredObje
         return Response(status_code=304, headers=headers)
     if request.method == "HEAD":
         return Response(headers={**headers, "Content-Length": str(stored.bytes)}, media_type=MEDIA_TYPE)
+    may_be_partial = request.headers.get("if-range", etag) == etag
     try:
-        requested = parse_range(request.headers.get("range"), stored.bytes) if _may_be_partial(request, etag) else None
+        requested = parse_range(request.headers.get("range"), stored.bytes) if may_be_partial else None
     except Unsatisfiable:
         return unsatisfiable(stored.bytes, f"Range was {request.headers['range'][:80]!r}")
     wanted = requested or ByteRange(0, stored.bytes)
     headers["Content-Length"] = str(wanted.count)
     if requested:
         headers["Content-Range"] = f"bytes {requested.offset}-{requested.offset + requested.count - 1}/{stored.bytes}"
-    reader = Reader.of(request, context)
+    fresh = "no-cache" in request.headers.get("cache-control", "").lower()
+    reader = Reader(context, client_of(request), fresh)
     # The first piece is read before the status is sent, so that a missing object is still a 404.
     pieces = reader.pieces(stored, wanted, await reader.read(stored, wanted))
     return StreamingResponse(pieces, 206 if requested else 200, headers, media_type=MEDIA_TYPE)
@@ -95,10 +91,6 @@ def matches(header: str | None, etag: str) -> bool:
         return False
     given = {part.strip().removeprefix("W/") for part in header.split(",")}
     return "*" in given or etag in given
-
-
-def _may_be_partial(request: Request, etag: str) -> bool:
-    return request.headers.get("if-range", etag) == etag
 
 
 _RANGE = re.compile(r"\s*bytes\s*=\s*([0-9]{0,19})\s*-\s*([0-9]{0,19})\s*", re.IGNORECASE)

@@ -53,7 +53,7 @@ def retained(
 
 
 def _num_kept(policy: Policy, num_saves: int, interval_s: float, step_s: float, stored_bytes: int) -> int:
-    metrics = {Best.parse(text).metric: Best.parse(text).highest for text in policy.keep_best}
+    metrics = {best.metric: best.highest for best in map(Best.parse, policy.keep_best)}
     saves = []
     for number in range(num_saves, 0, -1):
         at = DAY_S + number * interval_s  # a time of 0 would count as unknown
@@ -232,27 +232,21 @@ def make_plan(inputs: PlanInputs) -> Plan:
     )
 
 
-def _taking_fields(make: Callable[_P, PlanInputs]) -> Callable[[Callable[[PlanInputs], Plan]], Callable[_P, Plan]]:
-    def decorate(function: Callable[[PlanInputs], Plan]) -> Callable[_P, Plan]:
-        @wraps(make, (), ())  # whose signature is shown
-        def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> Plan:
-            return function(make(*args, **kwargs))
+def _taking_fields(make: Callable[_P, PlanInputs]) -> Callable[_P, Plan]:
+    @wraps(make, (), ())  # whose signature is shown
+    def plan(*args: _P.args, **kwargs: _P.kwargs) -> Plan:
+        """Plan a run's checkpoints: `ckpt.plan(parameters=70e9, dp=8, tp=8, sharding="fsdp", failures="llama3")`.
 
-        wrapper.__name__, wrapper.__doc__ = function.__name__, function.__doc__
-        return wrapper
+        Takes the fields of PlanInputs by keyword; seconds, bytes and bytes per second. Nothing is read or written, and
+        any thread may call it. Raises InvalidRequest. docs/how-to/planning.md lists inputs, results and the sources of
+        the formulas.
+        """
+        return make_plan(make(*args, **kwargs))
 
-    return decorate
+    return plan
 
 
-@_taking_fields(PlanInputs)
-def plan(inputs: PlanInputs) -> Plan:
-    """Plan a run's checkpoints: `ckpt.plan(parameters=70e9, dp=8, tp=8, sharding="fsdp", failures="llama3")`.
-
-    Takes the fields of PlanInputs by keyword; seconds, bytes and bytes per second. Nothing is read or written, and any
-    thread may call it. Raises InvalidRequest. docs/how-to/planning.md lists inputs, results and the sources of
-    the formulas.
-    """
-    return make_plan(inputs)
+plan = _taking_fields(PlanInputs)
 
 
 def _size(model: Model, terms: tuple[Term, ...], inputs: PlanInputs) -> Size:

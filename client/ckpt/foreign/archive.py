@@ -274,11 +274,8 @@ class _Archive:
             ("collections", "Counter"): Maker(self._counter),
             ("builtins", "set"): Maker(self._set),
             ("builtins", "frozenset"): Maker(lambda *items: frozenset(self._set(*items))),
-            **{(f"numpy.{core}.multiarray", "scalar"): Maker(_scalar) for core in ("core", "_core")},
-            **{
-                (f"numpy.{core}.multiarray", "_reconstruct"): Maker(lambda *_: NumpyArray())
-                for core in ("core", "_core")
-            },
+            **{(module, "scalar"): Maker(_scalar) for module in _NUMPY},
+            **{(module, "_reconstruct"): Maker(lambda *_: NumpyArray()) for module in _NUMPY},
             ("numpy", "dtype"): Maker(NumpyType),
             ("collections", "defaultdict"): Maker(lambda *_: {}),
             ("argparse", "Namespace"): Maker(lambda *_: {}),

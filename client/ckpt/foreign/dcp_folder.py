@@ -20,11 +20,10 @@ from ckpt.foreign.inert import (
     Maker,
     Malformed,
     Record,
-    number,
+    only,
     ordered_dict,
     read_pickle,
     record_maker,
-    text,
 )
 from ckpt.foreign.parts import ForeignState, Read
 from ckpt.foreign.state import Scattered, map_file, to_foreign
@@ -52,9 +51,9 @@ _NAMES: dict[GlobalName, Any] = {
     **{(module, name): record_maker(name) for module in _MODULES for name in _CLASSES},
     **{path: record_maker(path[1]) for path in PATHS},
     ("torch", "Size"): Maker(size),
-    ("torch.serialization", "_get_layout"): Maker(text),
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): Maker(number),
-    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): Maker(number),
+    ("torch.serialization", "_get_layout"): only(str, "a text"),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): only(int, "a number"),
+    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): only(int, "a number"),
     ("collections", "OrderedDict"): Maker(ordered_dict),
     **{("torch", name): dtype for name, dtype in BY_NAME.items()},
 }

@@ -162,18 +162,15 @@ def ordered_dict(*args: Any) -> OrderedDict[Any, Any]:
     return OrderedDict()
 
 
-def text(*args: Any) -> str:
-    """The only argument."""
-    if len(args) == 1 and type(args[0]) is str:
-        return args[0]
-    raise Malformed("a text was expected")
+def only(kind: type, what: str) -> Maker:
+    """Returns its only argument, which is of this kind. what: names the kind."""
 
+    def check(*args: Any) -> Any:
+        if list(map(type, args)) == [kind]:
+            return args[0]
+        raise Malformed(f"{what} was expected")
 
-def number(*args: Any) -> int:
-    """The only argument."""
-    if len(args) == 1 and type(args[0]) is int:
-        return args[0]
-    raise Malformed("a number was expected")
+    return Maker(check)
 
 
 def read_pickle(
@@ -228,9 +225,6 @@ class _Reader:
         self._at += count
         return data
 
-    def skip(self, count: int) -> None:
-        self.take(count)
-
     def number(self, kind: str) -> Any:
         return struct.unpack(kind, self.take(struct.calcsize(kind)))[0]
 
@@ -274,12 +268,9 @@ class _Reader:
         self._stack[-count:] = [tuple(items)]
 
     def append(self) -> None:
-        self._extend([self._stack.pop()])
+        self.extend([self._stack.pop()])
 
-    def appends(self) -> None:
-        self._extend(self.unmark())
-
-    def _extend(self, items: list[Any]) -> None:
+    def extend(self, items: list[Any]) -> None:
         if self._within(items):
             return
         if type(self._stack[-1]) is not list:
@@ -288,12 +279,9 @@ class _Reader:
 
     def set_item(self) -> None:
         value = self._stack.pop()
-        self._update([self._stack.pop(), value])
+        self.update([self._stack.pop(), value])
 
-    def set_items(self) -> None:
-        self._update(self.unmark())
-
-    def _update(self, items: list[Any]) -> None:
+    def update(self, items: list[Any]) -> None:
         if self._within(items):
             return
         target = self._stack[-1]
@@ -347,7 +335,7 @@ class _Reader:
         if isinstance(target, Record):
             target.set(state)
         elif type(target) is dict and type(state) is dict:
-            self._update([part for item in state.items() for part in item])
+            self.update([part for item in state.items() for part in item])
         elif type(target) is not OrderedDict:  # its attributes, such as the _metadata of a state dict, are left out
             raise Malformed("a state of something that has none")
 
@@ -398,11 +386,11 @@ def _text(data: bytes) -> str:
 
 _MODULES = {"__builtin__": "builtins"}  # by its name in Python 2, and so in protocol 2
 _STOP = ord(".")
-_INSTRUCTIONS: dict[int, Callable[[_Reader], None]] = {
-    0x80: lambda reader: reader.skip(1),  # PROTO
-    0x95: lambda reader: reader.skip(8),  # FRAME
+_INSTRUCTIONS: dict[int, Callable[[_Reader], object]] = {
+    0x80: lambda reader: reader.take(1),  # PROTO
+    0x95: lambda reader: reader.take(8),  # FRAME
     ord("("): _Reader.mark,
-    ord("0"): lambda reader: reader.pop(),
+    ord("0"): _Reader.pop,
     ord("N"): lambda reader: reader.push(None),
     0x88: lambda reader: reader.push(True),
     0x89: lambda reader: reader.push(False),
@@ -422,10 +410,10 @@ _INSTRUCTIONS: dict[int, Callable[[_Reader], None]] = {
     0x8E: _pushes_sized("<Q", bytes),
     ord("]"): lambda reader: reader.push([]),
     ord("a"): _Reader.append,
-    ord("e"): _Reader.appends,
+    ord("e"): lambda reader: reader.extend(reader.unmark()),
     ord("}"): lambda reader: reader.push({}),
     ord("s"): _Reader.set_item,
-    ord("u"): _Reader.set_items,
+    ord("u"): lambda reader: reader.update(reader.unmark()),
     ord(")"): lambda reader: reader.push(()),
     ord("t"): lambda reader: reader.push(tuple(reader.unmark())),
     0x85: lambda reader: reader.tuple_of(1),
