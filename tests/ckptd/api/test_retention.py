@@ -56,8 +56,12 @@ def test_policies_are_versions_and_are_applied(store: Store, watching: Daemon) -
     again = httpx.put(watching.url + bodies.POLICIES, json=wanted)
     assert (again.status_code, again.json()["code"]) == (409, "conflict")
     assert [version["version"] for version in watching.get(bodies.POLICIES + "/history").json()["items"]] == [1]
-    pruned = [e for e in watching.get("/v1/events?limit=500").json()["items"] if e["kind"] == "pruned"]
-    assert [(event["run"], event["detail"]["removed"]) for event in pruned] == [("gpt", 1)]
+
+    def pruned() -> list[tuple[str, int]]:
+        events = watching.get("/v1/events?limit=500").json()["items"]
+        return [(event["run"], event["detail"]["removed"]) for event in events if event["kind"] == "pruned"]
+
+    wait_until(lambda: pruned() == [("gpt", 1)], "the prune, which ends after its checkpoints are hidden, to be told")
 
 
 def test_what_a_token_deletes_is_recorded_under_its_name(store: Store) -> None:
