@@ -31,7 +31,7 @@ class PolicyLoop:
 
     _index: Index
     _operator: StoreOperator
-    """Of a fenced store, so that only the leader can change it."""
+    """Writes to a fenced store, so that only the leader can change it."""
     _events: Events
     _metrics: Metrics
     _clock: Clock

@@ -33,7 +33,7 @@ _BURST_S = 0.5
 
 @dataclass
 class RateLimiter:
-    """Limits all callers together to so many bytes per second. Any thread may call it."""
+    """Limits the bytes per second of all callers together. Any thread may call it."""
 
     _bytes_per_s: float
     """0 for no limit."""
