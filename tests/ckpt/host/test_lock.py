@@ -337,7 +337,7 @@ def test_a_run_with_checkpoints_does_not_begin_in_an_empty_store(tmp_path: Path,
         for begin in begins:
             with pytest.raises(RunVanished, match="nothing of run 'r', which had checkpoints on this host") as caught:
                 begin()
-    note = Path(caught.value.hint.rsplit(" ", 1)[1])
+    note = Path(caught.value.hint.partition("remove ")[2].partition(";")[0])
     assert note.read_text() == f"file://{store} r\n"
     note.unlink()
     with Checkpointer(str(store), run="r", writer="thread") as checkpointer:
