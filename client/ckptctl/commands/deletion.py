@@ -15,7 +15,7 @@ from ckptctl.render import Block, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint
-from ckptstore.errors import Conflict, InvalidRequest, PartlyDone
+from ckptstore.errors import Conflict, InvalidRequest, NoCheckpoint, PartlyDone
 from ckptstore.names import Reference
 from ckptstore.retention.deletion import UNDELETED, CollectReport
 
@@ -59,6 +59,8 @@ def remove(
         try:
             session.operator.delete(checkpoint, grace_s, reason or "rm", force or everything)
             done.append(checkpoint)
+        except NoCheckpoint:  # a policy was faster
+            continue
         except Conflict as error:
             refused.append(error)
     after = f"; ckptctl undelete restores it for {human.duration(grace_s)}" if grace_s else ""
@@ -66,7 +68,7 @@ def remove(
     if done:
         body = bodies if len(checkpoints) > 1 else bodies[0]
         session.screen.emit(body, [c.id for c in done], [f"deleted {c.id}{after}" for c in done])
-    if refused and not done:
+    elif refused:
         raise refused[0]
     if refused:
         raise PartlyDone("; ".join(error.message for error in refused), refused[0].hint)
