@@ -30,12 +30,14 @@ _KEPT = 4
 _KEPT_BYTES = 4 << 20
 
 
+@dataclass
 class Contents:
     """Parses manifests one at a time, because large ones need much memory. Any thread may use it."""
 
-    def __init__(self, catalog: Catalog, objects: Objects) -> None:
-        self._catalog = catalog
-        self._objects = objects
+    _catalog: Catalog
+    _objects: Objects
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, Content] = OrderedDict()
 
@@ -114,14 +116,16 @@ class StoredObject:
     """Unique among all that was ever served under one URL."""
 
 
+@dataclass
 class Objects:
     """Reads the objects of checkpoints. Raises NoCheckpoint, ObjectMissing or Unavailable."""
 
-    def __init__(self, store: Store, catalog: Catalog, cache: BlockCache) -> None:
-        self._store = store
-        self._catalog = catalog
-        self._cache = cache
-        self._size = lru_cache(_SIZES_KEPT)(store.size)
+    _store: Store
+    _catalog: Catalog
+    _cache: BlockCache
+
+    def __post_init__(self) -> None:
+        self._size = lru_cache(_SIZES_KEPT)(self._store.size)
         self._named: dict[Reference, Attempt] = {}
 
     def find(self, reference: Reference, key: Callable[..., str], *of: str | int) -> StoredObject:

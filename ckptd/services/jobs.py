@@ -6,6 +6,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -31,15 +32,17 @@ class JobCancelled(Exception):
     """The job was cancelled, or the daemon is shutting down."""
 
 
+@dataclass
 class JobProgress:
     """Progress reports of a running job. Each call raises JobCancelled if the job must end; any thread may call."""
 
-    def __init__(self, index: JobIndex, id: str, clock: Clock, by: str) -> None:
-        """by: the caller that submitted the job."""
-        self.by = by
-        self._index = index
-        self._id = id
-        self._clock = clock
+    _index: JobIndex
+    _id: str
+    _clock: Clock
+    by: str
+    """The caller that submitted the job."""
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._reported_at = 0.0
         self._cancelled = threading.Event()
@@ -93,14 +96,16 @@ JobHandler = Callable[[Any, JobProgress], dict[str, Any] | None]
 """Runs a job of one kind, given its request; returns its result."""
 
 
+@dataclass
 class Jobs:
     """Starts, monitors and ends jobs. Any thread may call any method."""
 
-    def __init__(self, index: JobIndex, events: Events, clock: Clock, handlers: Mapping[type, JobHandler]) -> None:
-        self._index = index
-        self._events = events
-        self._clock = clock
-        self._handlers = handlers
+    _index: JobIndex
+    _events: Events
+    _clock: Clock
+    _handlers: Mapping[type, JobHandler]
+
+    def __post_init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[str, JobRequest, str] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._running: dict[str, JobProgress] = {}
