@@ -50,6 +50,13 @@ def test_tensorflow(tmp_path: Path, data: str) -> None:
     resumes_exactly("tensorflow", tmp_path, data)
 
 
+def test_a_shuffle_without_a_seed_is_warned_of(tmp_path: Path) -> None:
+    for run, options in (("a", ("unseeded", "dataset")), ("b", ("unseeded", "endless")), ("c", ("dataset",))):
+        outputs("tensorflow", tmp_path, run, 0, *options)
+    said = [log.read_text().count("tf.data shuffles without a seed") for log in sorted(tmp_path.glob("*.err"))]
+    assert said == [1, 1, 0]
+
+
 def test_epochs_that_are_shorter_than_the_data_are_refused_unless_they_are_endless(tmp_path: Path) -> None:
     """Each would go on where the one before ended; a resume began the data again."""
     with Program("tensorflow", "tests.arrays.train_keras", tmp_path / "log", tmp_path, "r", 0, "short") as program:

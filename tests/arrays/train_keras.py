@@ -3,7 +3,7 @@
 It prints `BATCH LOGS` for each trained batch, counted from the beginning, with the numbers as exact floats, and at the
 end `weights DIGEST`. The logs are means of the epoch so far, so they also show that metrics continue. KILL_AT: the
 number of batches after which it kills itself; 0: never. OPTION: the data (see `data`), plain (without this project),
-mirrored or central (a strategy of TensorFlow over two devices).
+unseeded, mirrored or central (a strategy of TensorFlow over two devices).
 """
 
 from __future__ import annotations
@@ -139,7 +139,8 @@ def main(folder: str, run: str, kill_at: int, *options: str) -> None:
     """Train."""
     with scope(options):
         # A data set of TensorFlow is shuffled by the seed of the program, which must be the same when it resumes.
-        keras.utils.set_random_seed(1 if BACKEND == "tensorflow" or "plain" in options or kill_at else 77)
+        if "unseeded" not in options:
+            keras.utils.set_random_seed(1 if BACKEND == "tensorflow" or "plain" in options or kill_at else 77)
         model = build(dropout="central" not in options)
     callbacks: list[Any] = [Report(kill_at)]
     if "plain" not in options:

@@ -13,6 +13,7 @@ and chooses what is restored. Under all other strategies one process runs the sc
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -32,6 +33,8 @@ from ckpt.restoring.pipeline import Restored
 from ckpt.schedule import Schedule
 from ckpt.snapshot.handle import SaveHandle
 from ckptstore.errors import InvalidRequest, StateMismatch
+
+logger = logging.getLogger(__name__)
 
 _INFINITE = -1  # tf.data.INFINITE_CARDINALITY
 
@@ -73,7 +76,7 @@ class Backup(keras.callbacks.Callback):
         """Restore the variables, and name the epoch to continue with."""
         self._place, self._built = _Place(), keras.backend.backend() != "tensorflow"
         self._iterator: Any = None
-        self._measured = self._endless
+        self._measured = False
         self._restored = restore_from(self.model, self._checkpointer, data=self._place)
         self._step = self._saved_step = 0 if self._restored is None else self._restored.step
         self._saved_epoch = self._place.epoch
@@ -147,7 +150,7 @@ class Backup(keras.callbacks.Callback):
             return train(*arguments)
         if not self._measured:
             self._measured = True
-            _check_epoch(arguments[-1], self.params.get("steps"))
+            _check_data(arguments[-1], None if self._endless else self.params.get("steps"))
         if self._restored is not None and self._leaves_out(arguments[-1]):
             return ({}, arguments[0]) if len(arguments) == 2 else {}
         if self._iterator is not None:
@@ -232,14 +235,26 @@ def _iteration(iterator: Any, epochs: int) -> Any:
     return iterator
 
 
-def _check_epoch(iterator: Any, steps: int | None) -> None:
-    """Raise InvalidRequest if an epoch leaves a rest of the data to the next one. Only data of TensorFlow show it."""
+def _check_data(iterator: Any, steps: int | None) -> None:
+    """Raise InvalidRequest if an epoch leaves a rest of the data to the next one, and warn of an order that is another
+    one in each process. Only data of TensorFlow show it."""
     batches = int(dataset.cardinality()) if (dataset := getattr(iterator, "_dataset", None)) is not None else 0
+    if dataset is not None and _has_own_order(dataset):
+        logger.warning(
+            "tf.data shuffles without a seed: a resumed run gets its batches in another order; pass seed= to shuffle, "
+            "or call keras.utils.set_random_seed(n) at the beginning"
+        )
     if steps is not None and (batches > steps or batches == _INFINITE):
         raise InvalidRequest(
             f"an epoch of {steps} steps ends before the data, and the next one goes on from there",
             "Give Backup endless=True, or the data take(steps_per_epoch) and no steps_per_epoch",
         )
+
+
+def _has_own_order(dataset: Any) -> bool:
+    """Whether it, or what it is made of, shuffles without a seed: TensorFlow then notes two zeros."""
+    seeds = [int(found[name]) for name in ("_seed", "_seed2") if name in (found := vars(dataset))]
+    return seeds == [0, 0] or any(map(_has_own_order, dataset._inputs()))
 
 
 def _sync(model: Any) -> None:
