@@ -123,7 +123,7 @@ class Config:
             object.__setattr__(self, "store", resolve_url(self.store))
         object.__setattr__(self, "options", dict(self.options or {}))
         if self.run is None:
-            raise InvalidRequest("no run is given", "Pass run= or set CKPT_RUN")
+            raise InvalidRequest("no run is given", "Pass run= or set CKPT_RUN; an id such as gpt@latest names it, too")
         check_run(self.run)
         if self.store is None and self.daemon is None:
             raise InvalidRequest("no store and no daemon are given", "Pass store= or set CKPT_STORE, or CKPTD_URL")

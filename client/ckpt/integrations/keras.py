@@ -238,8 +238,10 @@ def _iteration(iterator: Any, epochs: int) -> Any:
 def _check_data(iterator: Any, steps: int | None) -> None:
     """Raise InvalidRequest if an epoch leaves a rest of the data to the next one, and warn of an order that is another
     one in each process. Only data of TensorFlow show it."""
-    batches = int(dataset.cardinality()) if (dataset := getattr(iterator, "_dataset", None)) is not None else 0
-    if dataset is not None and _has_own_order(dataset):
+    if (dataset := getattr(iterator, "_dataset", None)) is None:
+        return
+    batches = int(dataset.cardinality())
+    if _has_own_order(dataset):
         logger.warning(
             "tf.data shuffles without a seed: a resumed run gets its batches in another order; pass seed= to shuffle, "
             "or call keras.utils.set_random_seed(n) at the beginning"
@@ -253,7 +255,7 @@ def _check_data(iterator: Any, steps: int | None) -> None:
 
 def _has_own_order(dataset: Any) -> bool:
     """Whether it, or what it is made of, shuffles without a seed: TensorFlow then notes two zeros."""
-    seeds = [int(found[name]) for name in ("_seed", "_seed2") if name in (found := vars(dataset))]
+    seeds = [getattr(dataset, name, 1) for name in ("_seed", "_seed2")]
     return seeds == [0, 0] or any(map(_has_own_order, dataset._inputs()))
 
 
