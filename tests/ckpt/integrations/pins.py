@@ -118,7 +118,7 @@ def keras() -> None:
         assert iter(dataset)._dataset is dataset
         shuffled = dataset.shuffle(3)
         assert (shuffled._inputs(), int(shuffled._seed), int(shuffled._seed2)) == ([dataset], 0, 0)
-        assert int(dataset.shuffle(3, seed=0)._seed2)
+        assert int(dataset.shuffle(3, seed=0)._seed)
     source = getsource(keras.Model.fit)
     order = (
         "self.make_train_function()", "callbacks.on_train_begin()", "self._initial_epoch or initial_epoch",
