@@ -104,12 +104,12 @@ def test_patterns_of_checkpoints_are_deleted(folder: Path, filled: Store) -> Non
     assert steps(filled, "gpt") == [40, 10]
 
 
-def test_the_name_of_the_run_is_typed(folder: Path, filled: Store) -> None:
+def test_the_name_of_the_run_is_typed(filled: Store, target: tuple[str, str]) -> None:
     for answer, code, left in (("y", 2, 5), ("gpt", 0, 0)):
-        with Terminal("rm", "gpt", "--all", "--store", folder, columns=120) as terminal:
+        with Terminal("rm", "gpt", "--all", *target, columns=120) as terminal:
             terminal.wait_for("Delete all 5 checkpoints of gpt, 11.4 MiB? Type gpt to confirm: ")
             if answer == "gpt":  # meanwhile, a policy or another hand deletes one of them
-                assert invoke("rm", "gpt@20", "--yes", "--store", folder).code == 0
+                assert invoke("rm", "gpt@20", "--yes", *target).code == 0
             terminal.type(f"{answer}\n")
             assert terminal.finish() == code
         assert len(steps(filled, "gpt")) == left
