@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Container images often set it; then each of the tests' hundreds of processes compiles the whole project once more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup arrays browser demo docs pictures test coverage check fmt bench bench-full bench-gpu gpu oldest clean
+.PHONY: setup arrays browser demo first-hour docs pictures test coverage check fmt bench bench-full bench-gpu gpu oldest clean
 
 setup: .venv/.ready
 
@@ -39,6 +39,11 @@ arrays: .venv-arrays/.ready
 
 demo: setup
 	$(BIN)/python examples/demo.py
+
+# Plays the first hour of a new user, in which nothing may look wrong; with a kernel of Jupyter, which only this needs.
+first-hour: setup
+	$(BIN)/pip install --quiet --retries 10 --timeout 60 -c constraints.txt ipykernel jupyter_client
+	$(BIN)/python -m tests.integration.first_hour
 
 # Into build/site, which needs no network and no server: open build/site/index.html.
 docs: setup
