@@ -414,7 +414,7 @@ class DeviceGuard:
 
 
 class _OnlyWarns:
-    """Errors of torch, such as missing memory, in a check that only finds mistakes of the training loop fail no save.
+    """Errors of torch and Triton, as of missing memory, fail no save in a check that only finds mistakes of the loop.
 
     No generator: an exception of a signal handler before its `yield` would become a RuntimeError.
     """
@@ -426,7 +426,8 @@ class _OnlyWarns:
         pass
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
-        if not isinstance(error, RuntimeError):  # one of a signal handler, or SaveFailed: the device is stuck
+        of_device = isinstance(error, (RuntimeError, ValueError, LookupError)) or "triton" in type(error).__module__
+        if not of_device:  # none, one of a signal handler, or SaveFailed: the device is stuck
             return False
         _warn_once(self._kind, type(error).__name__)
         return True
