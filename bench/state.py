@@ -203,11 +203,3 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def exponent_bits(tensor: Tensor) -> float:
-    """Entropy of the exponents of a float32 tensor, in bits: some 2.6 for trained weights."""
-    exponents = tensor.detach().contiguous().view(torch.int32).bitwise_right_shift(23).bitwise_and(255)
-    counts = torch.bincount(exponents.flatten(), minlength=256).double()
-    shares = counts[counts > 0] / counts.sum()
-    return float(-(shares * shares.log2()).sum())

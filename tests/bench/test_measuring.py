@@ -2,9 +2,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
-import threading
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,8 +10,6 @@ import pytest
 from bench import leaves
 from bench.measuring import (
     Spread,
-    core_seconds,
-    descendants,
     in_turns,
     memcpy_s,
     raw_read_s,
@@ -23,14 +18,12 @@ from bench.measuring import (
     sync_tree,
     touched,
     tree_bytes,
-    usage,
 )
 from bench.ours import Ours
-from bench.peers import SAVING, open_codecs, open_peers
+from bench.peers import SAVING, open_peers
 from bench.peers.peer import Peer
 from bench.report import Goal, Report
 from bench.state import SMALL, State, trained
-from tests.support.waiting import Lines
 
 
 def test_contestants_take_turns_and_one_that_fails_is_left_out_with_its_reason() -> None:
@@ -51,64 +44,6 @@ def test_each_comes_first_once_and_the_spread_is_median_and_quartiles() -> None:
     assert sorted(rotated(["a", "b", "c"], turn)[0] for turn in range(3)) == ["a", "b", "c"]
     assert Spread.of([5.0, 1.0, 3.0, 2.0, 4.0]) == Spread(3.0, 2.0, 4.0)
     assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0)
-
-
-def test_processor_time_of_children_counts() -> None:
-    with usage() as used:
-        subprocess.run([sys.executable, "-c", "import os\nwhile os.times().user < 0.3: pass"], check=True)
-    assert 0.25 < used.core_s < 5
-    assert used.wall_s >= 0.25
-
-
-def test_children_are_found_and_counted_while_threads_come_and_go() -> None:
-    spend = "import os, sys\nwhile os.times().user < 0.3: pass\nprint(flush=True)\nsys.stdin.read()"
-    over = threading.Event()
-
-    def start_threads() -> None:
-        while not over.is_set():
-            short = [threading.Thread(target=pow, args=(3, 1000)) for _ in range(8)]
-            for thread in short:
-                thread.start()
-            for thread in short:
-                thread.join()
-
-    command = [sys.executable, "-c", spend]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        assert Lines(child.stdout).next() == "\n"
-        busy = threading.Thread(target=start_threads)
-        busy.start()
-        try:
-            for _ in range(100):
-                before = core_seconds()
-                assert child.pid in descendants()
-                assert core_seconds() >= before
-        finally:
-            over.set()
-            busy.join()
-
-
-ROOT = Path(__file__).parents[2]
-MEASURED = """
-import os
-from bench.measuring import memory, touched
-with memory() as used:
-    shared = touched({size})
-    child = os.fork()
-    if not child:
-        own = touched({size})
-        os._exit(int(len(own) + len(shared) != 2 * {size}) if sum(shared[:: 1 << 12]) else 1)
-    assert os.waitpid(child, 0)[1] == 0
-print(used.extra_bytes)
-"""
-
-
-def test_memory_of_this_process_and_of_children_counts_and_what_they_share_counts_once() -> None:
-    # In a process of its own: forking one with a large heap copies what the collector of the child visits.
-    size = 64 << 20
-    script = [sys.executable, "-c", MEASURED.format(size=size)]
-    # A sample may fall into the fork, and read one process before it and the other one after it.
-    extra_bytes = (int(subprocess.check_output(script, text=True, cwd=ROOT)) for _ in range(3))
-    assert any(size <= extra < 2.9 * size for extra in extra_bytes)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -202,11 +137,3 @@ def test_a_peer_that_is_missing_is_listed_and_not_hidden(monkeypatch: pytest.Mon
         peers, problems = open_peers(["gone", "safetensors"], stack)
     assert list(peers) == ["safetensors"]
     assert problems == {"gone": "ModuleNotFoundError: No module named 'bench.peers.gone'"}
-
-
-def test_codecs_that_are_there_are_lossless(state: State) -> None:
-    raw = memoryview(state.model.head.weight.detach().numpy().reshape(-1).view("uint8").data)
-    codecs, problems = open_codecs()
-    assert codecs.keys() | problems.keys() == {"zipnn", "openzl", "blosc2"}
-    for name, codec in codecs.items():
-        assert bytes(codec.decode(codec.encode(raw, "float32"), "float32")) == bytes(raw), name

@@ -31,9 +31,6 @@ def test_a_check_of_the_device_ends_with_what_a_signal_handler_raises(error: typ
 
 def test_an_exception_at_the_entry_of_a_check_of_the_device_keeps_its_type() -> None:
     _, first = inspect.getsourcelines(guard._OnlyWarns.__enter__)
-    with (
-        pytest.raises(Alarm),
-        Interruption(Alarm, ("", "ckpt/snapshot/guard.py", first + 1)),
-        guard._OnlyWarns("samples"),
-    ):
+    raised = Interruption(Alarm, ("", "ckpt/snapshot/guard.py", first + 1))
+    with pytest.raises(Alarm), raised, guard._OnlyWarns("samples"):
         pass

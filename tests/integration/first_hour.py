@@ -35,7 +35,6 @@ _NOT_DRAWN = re.compile(r' rx="| width="0\.0"')  # of a legend, or empty
 _WRONG = re.compile(r"\x1b\[(?:\d+;)*31m|\bwrong\b")
 _ALARM = re.compile(r"\b(?:WARNING|ERROR|CRITICAL|Traceback|Exception ignored|leaked|Killed|wrong)\b|Error: |error: ")
 _FOREIGN = re.compile(r"WARNING (?!ckpt)\S+ |\[IPKernelApp\]")  # said by other programs
-_REPR_CHARS = 160
 # Each Python process of a scene loads it when it starts; it changes nothing of what is logged and shown.
 _LISTENER = """
 import logging, os, sys, warnings
@@ -143,7 +142,7 @@ class Scene:
         def show(message: dict[str, Any]) -> None:
             content = message["content"]
             shown = content.get("data", {}).get("text/plain", "")
-            if content.get("name") == "stderr" or len(shown) > _REPR_CHARS:
+            if content.get("name") == "stderr" or len(shown) > 160:
                 self.findings.append(f"{cell} shows {content}")
             if "interrupt me" in content.get("text", ""):
                 manager.interrupt_kernel()

@@ -140,9 +140,9 @@ def test_the_code_and_the_values_of_a_run_are_shown_and_compared(
         for step in (1, 2):
             checkpointer.save(model, optim, step, config={"data": "books", "layers": [2, 2]})
             optim.param_groups[0]["lr"] = 0.01
-    found = invoke("diff", "r@1", "r@2", "--store", tmp_path / "store", "-o", "json").json
-    assert found["values"] == {"optim/groups/0/lr": ["0.1", "0.01"]}
-    assert "optim/groups/0/lr  0.1     0.01" in succeed("diff", "r@1", "r@2", "--store", tmp_path / "store").stdout
+    diff = ("diff", "r@1", "r@2", "--store", tmp_path / "store")
+    assert invoke(*diff, "-o", "json").json["values"] == {"optim/groups/0/lr": ["0.1", "0.01"]}
+    assert "optim/groups/0/lr  0.1     0.01" in succeed(*diff).stdout
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=60).stdout[:12]
     with running_daemon((tmp_path / "store").as_uri()) as daemon:
         assert f"· {commit}-dirty" in daemon.get("/runs/r").text

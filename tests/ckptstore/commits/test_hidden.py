@@ -27,16 +27,7 @@ from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.ckptstore.format import independent_reader
 from tests.conftest import every_store, in_memory
-from tests.support.checkpoints import (
-    RUN,
-    SMALL,
-    at_every_call,
-    failing_at_every_call,
-    keys,
-    steps,
-    write,
-    write_rank,
-)
+from tests.support.checkpoints import RUN, SMALL, at_every_call, failing_at_every_call, keys, steps, write, write_rank
 from tests.support.stores import Faults, FaultyStore, Interleaving, Mode, MovableClock, race
 
 DAY = MovableClock(25 * 3600.0)

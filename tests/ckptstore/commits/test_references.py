@@ -35,15 +35,7 @@ from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.ckptstore.format import independent_reader
 from tests.conftest import in_memory
-from tests.support.checkpoints import (
-    RUN,
-    at_every_call,
-    flipped,
-    read_all,
-    whole_entries,
-    write_checkpoint,
-    write_rank,
-)
+from tests.support.checkpoints import RUN, at_every_call, flipped, read_all, whole_entries, write_checkpoint, write_rank
 from tests.support.stores import MovableClock
 
 Arrays = dict[str, npt.NDArray[Any]]

@@ -12,14 +12,7 @@ import pytest
 
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import latest
-from ckptstore.errors import (
-    CkptError,
-    InvalidRequest,
-    StoreFull,
-    StoreReadOnly,
-    StoreUnavailable,
-    StoreUnsafe,
-)
+from ckptstore.errors import CkptError, InvalidRequest, StoreFull, StoreReadOnly, StoreUnavailable, StoreUnsafe
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
 from ckptstore.run import Run
