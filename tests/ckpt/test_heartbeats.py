@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,14 @@ def test_a_cell_that_is_run_again_loses_nothing(tmp_path: Path) -> None:
     assert found.seconds["lost"] == 0
 
 
+def test_the_trials_of_a_process_follow_each_other(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        with Checkpointer(str(tmp_path), run=name, writer="thread") as checkpointer:
+            checkpointer.save(nn.Linear(4, 4), None, 1)
+    one, two = (read_account(_run(tmp_path, name)).attempts[0] for name in ("one", "two"))
+    assert two.began_at > one.trains_at
+
+
 def test_steps_are_counted_where_nothing_names_them(tmp_path: Path) -> None:
     model = nn.Linear(64, 64)
     optim, run = torch.optim.AdamW(model.parameters()), _run(tmp_path, "r")
@@ -117,11 +126,8 @@ def test_an_exception_that_a_notebook_showed_and_trained_on(
 
 def test_an_exception_ends_an_attempt_with_an_error(tmp_path: Path) -> None:
     run = _run(tmp_path, "r")
-    try:
-        with Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
-            checkpointer.save(nn.Linear(4, 4), None, 1)
-            wait_until(lambda: read_heartbeats(run) != [], "a heartbeat")
-            raise ZeroDivisionError
-    except ZeroDivisionError:
-        pass
+    with suppress(ZeroDivisionError), Checkpointer(str(tmp_path), run="r", writer="thread") as checkpointer:
+        checkpointer.save(nn.Linear(4, 4), None, 1)
+        wait_until(lambda: read_heartbeats(run) != [], "a heartbeat")
+        raise ZeroDivisionError
     assert [one.ended for one in read_account(run).attempts] == [EndOf.ERROR]

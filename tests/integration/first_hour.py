@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -271,15 +271,12 @@ def _play(name: str, scene: Scene) -> None:
             )  # fmt: skip
 
 
-SCENES = ("README", "start", "lightning", "transformers", "notebook", "sweep", "S3", "tokens")
-
-
-def main(names: Iterable[str]) -> int:
-    """Play the scenes; 1 if there are findings."""
+def main(names: Sequence[str]) -> int:
+    """Play these scenes, or all of them; 1 if there are findings."""
     findings: list[str] = []
     print("scene         seconds  lines  findings")
     with tempfile.TemporaryDirectory() as folder:
-        for name in names:
+        for name in names or ("README", "start", "lightning", "transformers", "notebook", "sweep", "S3", "tokens"):
             began = time.monotonic()
             with Scene(name, Path(folder)) as scene:
                 _play(name, scene)
@@ -291,4 +288,4 @@ def main(names: Iterable[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:] or SCENES))
+    sys.exit(main(sys.argv[1:]))

@@ -125,13 +125,16 @@ class Costs:
 class StepClock:
     """The life of a trainer: from its start, or a restore, to its end or the next restore. For the training thread."""
 
+    _closed_at = 0.0
+    """When a Checkpointer of this process was closed last: the time before belongs to its run."""
+
     def __init__(self, clock: Clock = system_clock) -> None:
         self._newest: SaveHandle | None = None
         self._clock = clock
         self._announced: tuple[SaveWriter, str] | None = None
         self._shared_step: SharedStep | None = None
         self._counted: Callable[[], object] = _nothing
-        self._begin(process_started_at(), None, 0, 0.0)
+        self._begin(max(process_started_at(), StepClock._closed_at), None, 0, 0.0)
 
     def _begin(self, began_at: float, parent: str | None, step: int, restored_s: float) -> None:
         now = self._clock()
@@ -226,6 +229,7 @@ class StepClock:
 
     def closing(self) -> bool:
         """The Checkpointer is closed. Returns whether that is because of an exception; sys.exit() is none."""
+        StepClock._closed_at = system_clock()
         # The second is that of an exception that ends the interpreter.
         error = sys.exc_info()[1] or (None if _last_shown() == self._survived else getattr(sys, "last_value", None))
         failed = error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))

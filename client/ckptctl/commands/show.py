@@ -104,7 +104,6 @@ def _entries(content: Content) -> list[ShownEntry]:
     aliases: dict[str, list[str]] = {}
     for alias, name in sorted(content.aliases.items()):
         aliases.setdefault(name, []).append(alias)
-    columns = zip(content.entries.name, content.entries.dtype, content.entries.shape, strict=True)
     return [
         ShownEntry(
             name=name,
@@ -114,7 +113,7 @@ def _entries(content: Content) -> list[ShownEntry]:
             derived_bytes=derived.get(name, 0),
             aliases=aliases.get(name, []),
         )
-        for name, dtype, shape in columns
+        for name, dtype, shape in content.entries.rows()
     ]
 
 
