@@ -17,6 +17,7 @@ from ckptstore import human
 from ckptstore.analysis.charts import Line, Point, Tick, sparkline, step_axis
 from ckptstore.analysis.goodput import Account, EndOf
 from ckptstore.commits.catalog import Checkpoint, State, has_branches
+from ckptstore.commits.labels import ARCHIVED
 from ckptstore.format.documents import digest
 from ckptstore.format.records import LocalOnly, Policy
 from ckptstore.names import Attempt
@@ -218,10 +219,12 @@ def chosen_runs(
 ) -> list[RunSummary]:
     """The runs with `text` in their name, their origin, or a tag of their newest checkpoint, in an order.
 
-    Without text, runs that have ended are one row with their siblings: `sweep/` in place of `sweep/a` and `sweep/b`.
+    Without text, archived runs are left out, and runs that have ended are one row with their siblings: `sweep/` in
+    place of `sweep/a` and `sweep/b`.
     """
     found = [summary for summary in summaries if text.lower() in _searched(summary, accounts.get(summary.run))]
-    found = found if text else _folded(found, accounts)
+    if not text:
+        found = _folded([one for one in found if one.latest is None or ARCHIVED not in one.latest.tags], accounts)
     keys: dict[RunOrder, Callable[[RunSummary], float]] = {
         RunOrder.NEWEST: lambda summary: -summary.latest.committed_at if summary.latest else inf,
         RunOrder.LARGEST: lambda summary: -summary.stored_bytes,

@@ -61,9 +61,3 @@ def test_requests_grow_with_what_is_new(tmp_path: Path, size: int, per_run: int)
     assert found["latest requests"] == found["page of the listing requests"] == 0
     assert found["retention plan of a run requests"] >= per_run + 2, "the store decides, not the index"
     assert found["index bytes"] > 0
-
-
-def test_a_power_of_growth() -> None:
-    found = {10: {"cost": 3.0, "none": 0.0}, 1000: {"cost": 300.0, "none": 0.0}, 100_000: {"cost": 3e6, "none": 0.0}}
-    assert scale_daemon.exponent(found, "cost") == pytest.approx(2.0)
-    assert scale_daemon.exponent(found, "none") == 0.0

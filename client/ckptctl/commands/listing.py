@@ -18,6 +18,7 @@ from ckptctl.render import Facts, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, State, has_branches
+from ckptstore.commits.labels import ARCHIVED
 from ckptstore.errors import InvalidRequest
 
 _ORDERS = {"time": "committed_at", "size": "stored_bytes"}
@@ -138,7 +139,10 @@ def show_latest(session: Session, run: RunArgument = None, local: LocalOption = 
 
 
 def list_runs(session: Session, run: RunArgument = None, limit: LimitOption = None) -> None:
-    """List runs with their checkpoints and sizes."""
+    """List runs with their checkpoints and sizes.
+
+    Without RUN, those whose newest checkpoint has the tag `archived` are left out.
+    """
     names = list(session.checkpoints(run)) if run and not is_glob(run) else session.run_names(run)
     if len(names) > (limit or len(names)):
         session.screen.note(f"{limit} of {len(names):,} runs shown")
@@ -147,6 +151,9 @@ def list_runs(session: Session, run: RunArgument = None, limit: LimitOption = No
         runs = [one for one in session.daemon("runs").run_summaries() if one.run in names]
     else:
         runs = [_summary(session, name, session.source.checkpoints(name)) for name in names]
+    if run is None and (old := [one for one in runs if one.latest and ARCHIVED in one.latest.tags]):
+        session.screen.note(f"without {human.count(len(old), 'archived run')}; ckptctl runs '*' lists them")
+        runs = [one for one in runs if one not in old]
     now = session.clock()
     table = Table(("RUN", ">CHECKPOINTS", ">STORED", "LATEST", ">AGE"), [Row(_run_cells(run, now)) for run in runs])
     names = [run.run for run in runs]

@@ -27,6 +27,9 @@ from ckptstore.threads import in_parallel
 MAX_LABELS = 64
 """Maximum number of tags of a checkpoint, and of metrics."""
 
+ARCHIVED = "archived"
+"""The tag of the newest checkpoint with which a run is left out of lists of all runs."""
+
 _LOG = logging.getLogger(__name__)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,63}")
 _VALUE = re.compile(r"[^\x00-\x1f\x7f]{0,256}")

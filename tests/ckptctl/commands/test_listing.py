@@ -56,6 +56,10 @@ def test_without_a_run_ls_lists_the_runs(folder: Path) -> None:
     limited = succeed("runs", "--limit", 1, *at)
     assert ([body["run"] for body in limited.json], limited.stderr) == (["gpt"], "1 of 2 runs shown\n")
     assert invoke("runs", "typo", *at).code == 4
+    succeed("tag", "wide@latest", "archived", *at)
+    left = succeed("runs", *at)
+    assert ([body["run"] for body in left.json], "1 archived run;" in left.stderr) == (["gpt"], True)
+    assert [body["run"] for body in succeed("runs", "*", *at).json] == ["gpt", "wide"]
 
 
 def test_a_table_has_a_limit_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,6 +103,7 @@ def test_runs_are_found_by_name_and_tag_and_sorted() -> None:
         return RunSummary(name, number, number * 10, latest)
 
     runs = [summary("bert", 3, 100, owner="Ann"), summary("gpt-a", 1, 300, paper=""), summary("gpt-b", 2, 200)]
+    runs.append(summary("old", 9, 900, archived=""))
 
     def names(text: str = "", order: RunOrder = RunOrder.NAME) -> list[str]:
         return [found.run for found in chosen_runs(runs, text, order, {"bert": bert})]
@@ -112,7 +113,7 @@ def test_runs_are_found_by_name_and_tag_and_sorted() -> None:
     )
     bert = account("bert", [life], 2.0, 300.0)
     assert (names("GPT"), names("owner=ann"), names("paper")) == (["gpt-a", "gpt-b"], ["bert"], ["gpt-a"])
-    assert names("none") == []
+    assert (names("none"), names("old")) == ([], ["old"])
     assert names("ADA@node") == names("slurm 7") == ["bert"]
     assert names(order=RunOrder.NEWEST) == ["gpt-a", "gpt-b", "bert"]
     assert names(order=RunOrder.LARGEST) == names(order=RunOrder.MOST) == ["bert", "gpt-b", "gpt-a"]
