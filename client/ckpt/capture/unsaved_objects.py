@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -47,17 +48,19 @@ def optimizer_steps() -> int:
 def unsaved_gradients(state: TrainState, read: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], bool]:
     """Whether the next step uses gradients of before this save, which it leaves out. For the training thread.
 
-    Gradients that are the same as at the last step are used up, and a zero one adds nothing. A few of each optimizer
-    are looked at. read: begins to read a tensor, so that a GPU is not waited for; the result is called afterwards.
+    Gradients that are the same as at the last step are used up, a zero one adds nothing, and a GradScaler skips the
+    step of one with Inf or NaN. A few of each optimizer are looked at. read: begins to read a tensor, so that a GPU is
+    not waited for; the result is called afterwards.
     """
     found = [
-        read(getattr(one, "_local_tensor", one).any())
+        read(torch.linalg.vector_norm(local, math.inf))
         for optimizer in chain(*state.optimizers.values())
         if (used := _used.get(optimizer)) is not None
         for one in _gradients(optimizer)
         if (id(one), one._version) not in used
+        if (local := getattr(one, "_local_tensor", one)).numel() and local.element_size() > 1  # float8 has no norm
     ]
-    return lambda: any(map(bool, found))
+    return lambda: any(map(bool, found)) and all(map(torch.isfinite, found))
 
 
 def _gradients(optimizer: Optimizer) -> list[torch.Tensor]:
