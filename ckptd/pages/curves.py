@@ -16,7 +16,7 @@ from ckptstore.commits.catalog import Checkpoint, State
 SAVE_SECONDS = "save seconds"
 SIZE = "size"
 WRITERS: Mapping[str, Callable[[float], str]] = {
-    SAVE_SECONDS: human.duration,
+    SAVE_SECONDS: lambda seconds: human.duration(seconds) if seconds >= 1 else f"{seconds:.2g}s",  # apart on an axis
     SIZE: human.size,
 }
 """The figures of a checkpoint that can be plotted as well, and how their values are written."""

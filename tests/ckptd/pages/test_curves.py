@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from ckptd.pages.curves import stored_curves
+from ckptd.pages.curves import SAVE_SECONDS, WRITERS, stored_curves
 from ckptd.pages.queries import RunPageQuery
 from ckptd.pages.runs import run_view
 from ckptstore.commits.catalog import Checkpoint, State
@@ -29,8 +29,8 @@ def test_a_plot_has_other_metrics_and_another_run() -> None:
 def test_stored_bytes_add_up_over_time() -> None:
     view = run_view("gpt", [_checkpoint(step) for step in (30, 20, 10)], None, None, RunPageQuery(), 40.0)
     stored, saves = (curves.chart.lines[0].marks for curves in view.over_time if curves.chart is not None)
-    totals = [mark.title.partition(": ")[2] for mark in stored]
-    assert totals == [f"{total} B (committed)" for total in (10, 20, 30)]
+    assert [mark.title.partition(": ")[2] for mark in stored] == [f"{total} B (committed)" for total in (10, 20, 30)]
+    assert [WRITERS[SAVE_SECONDS](seconds) for seconds in (0, 0.05, 0.1, 75)] == ["0s", "0.05s", "0.1s", "1m 15s"]
     assert [mark.link for mark in saves] == [mark.link for mark in stored]
     assert run_view("gpt", [_checkpoint(1)], None, None, RunPageQuery(), 40.0).over_time == ()
 
