@@ -422,7 +422,11 @@ class RunSaves:
             return
         client.calls.run(client.stop, failed)
         try:
-            client.wait_stopped(timeout)
+            try:
+                client.wait_stopped(timeout)
+            except TimeoutError:
+                client.calls.run(client.raise_failure)  # the cause, if it is known
+                raise
             client.calls.run(client.arena.close)
             if self._looking is not None and self.newest is not None and self.newest.done():
                 self._looking.join()
