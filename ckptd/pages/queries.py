@@ -17,7 +17,7 @@ from ckptstore.format.records import Policy
 from ckptstore.names import MAX_STEP
 
 MOST_LINES = 5
-"""Maximum number of lines of one run in its plot, and of other runs."""
+"""Maximum number of lines of one run in its plot."""
 
 
 Text = Annotated[str, msgspec.Meta(max_length=400)]

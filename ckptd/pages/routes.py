@@ -54,6 +54,7 @@ _RUNS_A_PAGE = 50
 _RECENT = 40
 _JOBS = 100
 _LARGEST = 30
+_MOST_OTHERS = 19
 _LIVE_S = 2
 
 router = APIRouter(include_in_schema=False)
@@ -260,7 +261,7 @@ async def run(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Respon
     )
     policy = kept.policy if kept else None
     previewed = policy if query.plan else query.policy
-    others = await _overlaid(ctx, visitor, run, query.other)
+    others, not_drawn = await _overlaid(ctx, visitor, run, query.other)
     view = run_view(
         run,
         checkpoints,
@@ -280,6 +281,7 @@ async def run(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Respon
         beside={run: checkpoints, **others},
         all_states=tuple(State),
         most=MOST_CHECKPOINTS,
+        not_drawn=not_drawn,
         policy=policy,
         progress=going,
         account=ctx.accounts.known().get(run),
@@ -316,15 +318,16 @@ def _nothing_here(run: str) -> NoCheckpoint:
     return NoCheckpoint(f"run {run[:200]!r} has no checkpoint", "Its first save may be in progress: see the uploads")
 
 
-async def _overlaid(ctx: Context, visitor: Visitor, run: str, other: str) -> dict[str, list[Checkpoint]]:
-    """The checkpoints of the first runs that `other` names, to be drawn beside `run`."""
+async def _overlaid(ctx: Context, visitor: Visitor, run: str, other: str) -> tuple[dict[str, list[Checkpoint]], int]:
+    """The checkpoints of the first runs that `other` names, to be drawn beside `run`, and how many are left out."""
     patterns = list(map(check_glob, other.split()))
     runs = [summary.run for summary in await ctx.threads.index(ctx.catalog.runs)] if patterns else []
     meant = [name for name in runs if name != run and any(fnmatchcase(name, pattern) for pattern in patterns)]
-    chosen = list(filter(visitor.caller.sees, meant))[:MOST_LINES]
-    if patterns and not chosen:
+    seen = list(filter(visitor.caller.sees, meant))
+    if patterns and not seen:
         raise NoCheckpoint(f"no other run matches {other!r}", "Choose runs that the token may see")
-    return {name: await ctx.threads.index(newest, ctx, name, MOST_CHECKPOINTS) for name in chosen}
+    drawn = {name: await ctx.threads.index(newest, ctx, name, MOST_CHECKPOINTS) for name in seen[:_MOST_OTHERS]}
+    return drawn, len(seen) - len(drawn)
 
 
 async def _progress(ctx: Context, run: str, checkpoints: list[Checkpoint], visitor: Visitor) -> Progress:

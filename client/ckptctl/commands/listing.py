@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from math import inf, isfinite
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -23,6 +24,7 @@ from ckptstore.errors import InvalidRequest
 
 _ORDERS = {"time": "committed_at", "size": "stored_bytes"}
 _MOST_ROWS = 1000
+_LOOK_S = 2.0
 _TIME = "An age (24h, 7d) or a moment (2026-11-22T10:00:00Z)."
 LimitOption = Annotated[int | None, typer.Option(min=1, metavar="N", help="Show the first N.")]
 StateOption = Annotated[list[State] | None, typer.Option("--state", help="Only these states. Repeatable.")]
@@ -50,6 +52,7 @@ def list_checkpoints(
     until: MomentOption = None,
     sort: SortOption = "run",
     local: LocalOption = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show the table again every 2 s.")] = False,
 ) -> None:
     """List checkpoints by run, newest step first, or those that RUN@STEP names; without RUN and conditions, the runs.
 
@@ -69,32 +72,54 @@ def list_checkpoints(
         bounds=tuple(Bound.parse(text) for text in metric or ()),
         tags=tuple(Tagged.parse(text) for text in tag or ()),
     )
-    if wanted == Filter() and sort == Sort.RUN and not (limit or local):
+    if wanted == Filter() and sort == Sort.RUN and not (limit or local or watch):
         list_runs(session)
         return
     arrange = _arrangement(sort)
-    listed = session.checkpoints(run)
-    found = {name: [c for c in checkpoints if wanted.admits(c)] for name, checkpoints in listed.items()}
-    if sort != Sort.RUN:
-        every = [c for checkpoints in found.values() for c in checkpoints]
-        found = {"": arrange(every)} if every else {}
-    _show_some(session, found, limit, unfiltered=wanted == Filter(run=run))
+    none = "no checkpoint" if wanted == Filter(run=run) else "no checkpoint that meets all conditions"
+    none = f"{none} in {session.source.url}"
+
+    def look() -> tuple[list[Checkpoint], list[str]]:
+        listed = session.checkpoints(run)
+        found = {name: [c for c in checkpoints if wanted.admits(c)] for name, checkpoints in listed.items()}
+        if sort != Sort.RUN:
+            every = [c for checkpoints in found.values() for c in checkpoints]
+            found = {"": arrange(every)} if every else {}
+        return _first(found, limit, session.screen.output is Output.TABLE)
+
+    if watch:
+        _watch(session, look, none)
+    shown, notes = look()
+    for note in notes:
+        session.screen.note(note)
+    table = checkpoint_table(shown, session.clock())
+    session.screen.emit([CheckpointBody.of(c) for c in shown], [c.id for c in shown], [table], none=none)
 
 
-def _show_some(session: Session, found: dict[str, list[Checkpoint]], limit: int | None, unfiltered: bool) -> None:
+def _watch(session: Session, look: Callable[[], tuple[list[Checkpoint], list[str]]], none: str) -> NoReturn:
+    with session.screen.redrawing() as redraw:
+        if redraw is None:
+            raise InvalidRequest("--watch needs a terminal", "ckptctl watch prints a line for each commit")
+        while True:
+            shown, notes = look()
+            redraw([checkpoint_table(shown, session.clock()), *notes] if shown else [none])
+            time.sleep(_LOOK_S)
+
+
+def _first(found: dict[str, list[Checkpoint]], limit: int | None, as_table: bool) -> tuple[list[Checkpoint], list[str]]:
+    """The checkpoints to show, and what to say about those left out."""
     shown: list[Checkpoint] = []
+    notes = []
     for name, checkpoints in found.items():
         shown += checkpoints[:limit]
         if len(checkpoints) > len(checkpoints[:limit]):
             of_run = f" of run {name}" if name else ""
             total = human.count(len(checkpoints), "checkpoint")
-            session.screen.note(f"{len(checkpoints[:limit])} of {total}{of_run} shown")
-    if session.screen.output is Output.TABLE and limit is None and len(shown) > _MOST_ROWS:
-        session.screen.note(f"{_MOST_ROWS:,} of {len(shown):,} checkpoints shown; --limit or -o json for more")
+            notes.append(f"{len(checkpoints[:limit])} of {total}{of_run} shown")
+    if as_table and limit is None and len(shown) > _MOST_ROWS:
+        notes.append(f"{_MOST_ROWS:,} of {len(shown):,} checkpoints shown; --limit or -o json for more")
         shown = shown[:_MOST_ROWS]
-    bodies, table = [CheckpointBody.of(c) for c in shown], checkpoint_table(shown, session.clock())
-    none = "no checkpoint" if unfiltered else "no checkpoint that meets all conditions"
-    session.screen.emit(bodies, [c.id for c in shown], [table], none=f"{none} in {session.source.url}")
+    return shown, notes
 
 
 def _arrangement(text: str) -> Callable[[list[Checkpoint]], list[Checkpoint]]:

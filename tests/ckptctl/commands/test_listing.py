@@ -14,9 +14,9 @@ from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.commits.generations import Session, begin_generation
 from ckptstore.names import new_ulid
 from ckptstore.run import Run
-from ckptstore.stores import Store
+from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import write_checkpoint
-from tests.support.command_line import invoke, succeed
+from tests.support.command_line import Terminal, invoke, succeed
 from tests.support.daemons import Daemon
 
 
@@ -209,6 +209,21 @@ def test_yaml_says_what_json_says(folder: Path) -> None:
         assert yaml.safe_load(shown) == invoke(*args, "--store", folder, "-o", "json").json
     failed = invoke("ls", "typo", "--store", folder, "-o", "yaml")
     assert yaml.safe_load(failed.stderr)["code"] == "no_checkpoint"
+
+
+def test_ls_is_redrawn_until_it_is_interrupted(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "store"))
+    write_checkpoint(store, "gpt", 1)
+    with Terminal("ls", "gpt*", "--watch", "--limit", 1, "--store", store.url) as terminal:
+        terminal.wait_for("gpt@1")
+        write_checkpoint(store, "gpt", 2)
+        terminal.wait_for("gpt@2")
+        terminal.wait_for("1 of 2 checkpoints of run gpt shown")
+        terminal.interrupt()
+        assert terminal.finish() == 130
+    for args in ((), ("-o", "json")):
+        refused = invoke("ls", "--watch", "--store", store.url, *args)
+        assert (refused.code, "ckptctl watch" in refused.stderr) == (2, True)
 
 
 def test_names_from_kubectl_work(folder: Path) -> None:

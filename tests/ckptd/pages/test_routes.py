@@ -157,6 +157,11 @@ def test_runs_are_compared_and_the_store_says_what_waits(served: Served) -> None
     wait_until(lambda: "lr=1" in (found := differences()) and "team" not in found, "the tags' way into the index")
     assert re.findall(r'<td class="number">([.0-9]+)</td>', differences()) == ["3", "3", "4", "5", "5", "5"]
     assert served.daemon.get("/runs/left?smooth=1").status_code == 422
+    for trial in range(21):
+        write_checkpoint(served.store, f"sweep/{trial:02}", 1, SMALL, {"loss": 1.0})
+    beside = "/runs/left?metric=loss&other=sweep/*"
+    wait_until(lambda: "2 more of the runs" in served.daemon.get(beside).text, "the sweep's way into the index")
+    assert len(set(re.findall(r'data-line="(line-[0-9]+)"', served.daemon.get(beside).text))) == 20
     measured = "0 B of deleted checkpoints, 0 B of unfinished ones; at the last collection"
     wait_until(lambda: measured in served.daemon.get("/store").text, "the first collection")
 
