@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from msgspec.structs import replace
+
+from ckptstore.errors import CorruptObject
+from ckptstore.format.documents import JSON
+from ckptstore.format.trees import encode_bytes
+from ckptstore.reading.assets import asset_sizes, read_assets
+from ckptstore.reading.source import StoreSource, read_manifest
+from ckptstore.stores import Store
+from tests.support.checkpoints import write_checkpoint
+
+TOKENIZER = np.random.default_rng(0).integers(0, 255, 3_000_000, dtype=np.uint8)
+
+
+def leaf(name: str) -> JSON:
+    return {"$": "array", "name": name}
+
+
+def inline(data: bytes, dtype: str = "uint8") -> JSON:
+    return {"$": "array", "dtype": dtype, "shape": [len(data)], "data": encode_bytes(data)}
+
+
+@pytest.mark.parametrize("store", ["memory"], indirect=True)
+def test_files_are_read_by_name_and_what_is_no_file_is_left_alone(store: Store) -> None:
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "assets/tokenizer.json": TOKENIZER,
+        "assets/empty": np.zeros(0, np.uint8),
+        "assets/w": np.zeros((2, 2)),
+    }
+    checkpoint = write_checkpoint(store, arrays=arrays)
+    content, source = read_manifest(StoreSource(store), checkpoint).content, StoreSource(store)
+    assert read_assets(source, checkpoint, content) == {}
+    tree: JSON = {
+        **{name.removeprefix("assets/"): leaf(name) for name in arrays},
+        "config.json": inline(b"{}"),
+        "chat/x.jinja": inline(b"x"),
+        "floats": inline(bytes(8), "float64"),
+        "number": 1,
+    }
+    content = replace(content, trees={"assets": tree})
+    expected = {
+        "tokenizer.json": TOKENIZER.tobytes(), "empty": b"", "config.json": b"{}", "chat/x.jinja": b"x"
+    }  # fmt: skip
+    assert read_assets(source, checkpoint, content) == expected
+    assert asset_sizes(content) == {name: len(data) for name, data in expected.items()}
+    assert read_assets(source, checkpoint, content, ("config.json", "no")) == {"config.json": b"{}"}
+
+
+@pytest.mark.parametrize("store", ["memory"], indirect=True)
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../../x", "", ".", "a//b"])
+def test_a_name_that_leads_out_of_a_folder_is_refused(store: Store, name: str) -> None:
+    content = read_manifest(StoreSource(store), write_checkpoint(store)).content
+    with pytest.raises(CorruptObject, match="leads out"):
+        asset_sizes(replace(content, trees={"assets": {name: inline(b"x")}}))
