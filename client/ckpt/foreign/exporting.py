@@ -13,30 +13,24 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from math import prod
 from pathlib import Path
 from uuid import uuid4
 
-import msgspec
-
-from ckpt.foreign.safetensors_file import Layout, plan_file
 from ckptstore import human
-from ckptstore.codecs.dtypes import ITEM_BYTES
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import InvalidRequest, NotWritten
 from ckptstore.format.boxes import Want
 from ckptstore.format.documents import JSON, Content
 from ckptstore.format.planning import entry_bytes, plan_reads
 from ckptstore.format.trees import leaves
+from ckptstore.reading.assets import folder_files
 from ckptstore.reading.fetch import DEFAULT_THREADS, Progress, fetch
 from ckptstore.reading.source import Source
+from ckptstore.reading.weights import VirtualFile, Weights, cast_content
 from ckptstore.stores.local import sync_folder
-
-Entry = tuple[str, str, tuple[int, ...]]
-"""Name, type and shape."""
 
 _ALIGNMENT = 64
 _RNG = "rng"
@@ -86,13 +80,8 @@ class Export:
     content: Content
     selection: Selection
     progress: Progress
-
-    def entries(self) -> Iterator[Entry]:
-        """The selected entries, in order."""
-        chosen = set(self.selection.entries)
-        for name, dtype, shape in self.content.entries.rows():
-            if name in chosen:
-                yield name, dtype, tuple(shape)
+    dtype: str | None = None
+    """The type of what is stored as float32, in formats of safetensors."""
 
     def aliases(self) -> dict[str, str]:
         """Further names of the selected entries."""
@@ -101,7 +90,8 @@ class Export:
 
     def fetch(self, wants: Iterable[Want], buffers: Mapping[str, memoryview]) -> None:
         """Read entries into buffers and verify every chunk. Raises Damaged, ObjectMissing or Unavailable."""
-        fetch(self.source, self.checkpoint, plan_reads(self.content, wants), buffers, self.progress, _THREADS)
+        reads = plan_reads(cast_content(self.content, self.dtype), wants)
+        fetch(self.source, self.checkpoint, reads, buffers, self.progress, _THREADS)
 
     @contextmanager
     def scratch(self, folder: Path) -> Iterator[dict[str, memoryview]]:
@@ -128,13 +118,15 @@ def mapped(descriptor: int, size: int) -> memoryview:
     return memoryview(mmap.mmap(descriptor, size))
 
 
-def choose_format(path: Path, given: FileFormat | None) -> FileFormat:
-    """The requested format, or the one of the suffix. Raises InvalidRequest."""
+def choose_format(path: Path, given: FileFormat | None, dtype: str | None) -> FileFormat:
+    """The requested format, or the one of the suffix. Raises InvalidRequest, also if it does not cast to `dtype`."""
     found = given or _SUFFIXES.get(path.suffix)
     if found is None:
         raise InvalidRequest(
             f"the suffix of {path} is not that of an export format", "Use .safetensors or .pt, or pass --format"
         )
+    if dtype and found not in (FileFormat.SAFETENSORS, FileFormat.HUGGINGFACE):
+        raise InvalidRequest(f"{found} keeps the types of the state", "Leave --dtype out, or export safetensors")
     return found
 
 
@@ -201,16 +193,20 @@ def write_whole(path: Path, kind: FileFormat, force: bool, fill: Callable[[Path]
 
 def size_on_disk(path: Path) -> int:
     """Size of a file, or of all files in a folder."""
-    files = path.iterdir() if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files)
+    return sum(file.stat().st_size for file in _files(path))
 
 
 def _sync(path: Path) -> None:
-    for file in path.iterdir() if path.is_dir() else [path]:
+    for file in _files(path):
         with open(file, "rb+") as opened:
             os.fsync(opened.fileno())
-    if path.is_dir():
-        sync_folder(path)
+    for folder in {file.parent for file in _files(path)} if path.is_dir() else ():
+        sync_folder(folder)
+
+
+def _files(path: Path) -> list[Path]:
+    """A file, or all files in a folder."""
+    return [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
 
 
 def _check_free(path: Path, kind: FileFormat, force: bool) -> None:
@@ -227,11 +223,6 @@ def _check_free(path: Path, kind: FileFormat, force: bool) -> None:
 
 ExportWriter = Callable[[Export, Path], None]
 """Writes to a path: an existing empty file, or a folder. Not yet durable on return."""
-
-INDEX = "model.safetensors.index.json"
-ONLY = "model.safetensors"
-_AVERAGED = "module."
-"""The prefix that torch.optim.swa_utils.AveragedModel puts before the names of its model."""
 
 
 def writer_of(kind: FileFormat, max_shard_bytes: int) -> ExportWriter:
@@ -270,74 +261,47 @@ def write_safetensors(export: Export, path: Path) -> None:
 
     Raises UnsupportedObject for an element type that safetensors does not have, and OSError.
     """
-    metadata = {"format": "pt", "checkpoint": export.checkpoint.id, **export.aliases()}
-    _fill(export, {path: plan_file(export.entries(), metadata)}, lambda name: name)
+    names = {name: name for name in export.selection.entries}
+    whole = Weights(cast_content(export.content, export.dtype), names, export.aliases())
+    _fill(export, {path: whole.file(names, {"format": "pt", "checkpoint": export.checkpoint.id})})
 
 
 def write_huggingface(export: Export, folder: Path, max_shard_bytes: int) -> None:
     """Write one item's tensors by their module's names, in files of at most `max_shard_bytes`, and an index.
 
     The layout is that of transformers: one file without an index if all tensors fit, and tied weights once. The
-    metadata of each file maps aliases to the tensors in it. Beside them are the files that `keep_checkpoints` of
-    transformers has saved: the configuration. Raises InvalidRequest if more than one item is selected,
-    UnsupportedObject and OSError.
+    metadata of each file maps aliases to the tensors in it. Beside them are the checkpoint's assets. Raises
+    InvalidRequest if more than one item is selected, UnsupportedObject and OSError.
     """
-    prefix = _prefix(export)
-    groups = list(_groups(export.entries(), max_shard_bytes))
-    aliases = {alias.removeprefix(prefix): name.removeprefix(prefix) for alias, name in export.aliases().items()}
-    layouts: dict[Path, Layout] = {}
-    for number, group in enumerate(groups, 1):
-        tensors = [(name.removeprefix(prefix), dtype, shape) for name, dtype, shape in group]
-        held = {name for name, _, _ in tensors}
-        metadata = {"format": "pt", **{alias: name for alias, name in aliases.items() if name in held}}
-        name = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else ONLY
-        layouts[folder / name] = plan_file(tensors, metadata)
-    _fill(export, layouts, lambda name: prefix + name)
-    if len(groups) > 1:
-        weight_map = {tensor.name: path.name for path, layout in layouts.items() for tensor in layout.tensors}
-        index = {"metadata": {"total_size": export.selection.raw_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-        (folder / INDEX).write_bytes(msgspec.json.format(msgspec.json.encode(index), indent=2) + b"\n")
+    chosen, whole = set(export.selection.entries), Weights.of(export.content, _item(export), export.dtype)
+    wanted = {name: entry for name, entry in whole.entries.items() if entry in chosen}
+    files = folder_files(replace(whole, entries=wanted), max_shard_bytes)
+    _fill(export, {folder / name: file for name, file in files.items()})
     for name in ("config.json", "generation_config.json"):
         with suppress(KeyError, TypeError):
             (folder / name).write_text(export.content.trees["trainer"]["files"][name])
 
 
-def _fill(export: Export, layouts: dict[Path, Layout], entry_of: Callable[[str], str]) -> None:
+def _fill(export: Export, files: Mapping[Path, VirtualFile]) -> None:
+    """Write all files with one fetch."""
     wants: list[Want] = []
     buffers: dict[str, memoryview] = {}
-    for path, layout in layouts.items():
+    for path, virtual in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "wb+") as file:
-            view = mapped(file.fileno(), layout.bytes)
-        view[: len(layout.header)] = layout.header
+            view = mapped(file.fileno(), virtual.bytes)
+        view[: len(virtual.header)] = virtual.header
         buffers[str(path)] = view
-        wants += [Want(entry_of(tensor.name), None, str(path), tensor.at) for tensor in layout.tensors]
+        wants += virtual.wants(str(path))
     export.fetch(wants, buffers)
 
 
-def _prefix(export: Export) -> str:
-    """The prefix that the entries' names have and the module's names lack: the item, and AveragedModel's `module.`."""
-    names = [*export.selection.entries, *export.aliases()]
-    items = {name.partition("/")[0] for name in names}
+def _item(export: Export) -> str:
+    """The item of the selected entries. Raises InvalidRequest if there are several."""
+    items = {name.partition("/")[0] for name in (*export.selection.entries, *export.aliases())}
     if len(items) != 1:
         raise InvalidRequest(
             f"a Hugging Face folder holds one model, but {', '.join(sorted(items)) or 'nothing'} is selected",
             "Select it with --names, for example --names 'model/*'",
         )
-    item = f"{items.pop()}/"
-    averaged = f"{item}{_AVERAGED}"
-    return averaged if all(name.startswith(averaged) for name in names) else item
-
-
-def _groups(entries: Iterable[Entry], max_bytes: int) -> Iterator[list[Entry]]:
-    """The entries in order, in groups of at most `max_bytes`; a larger entry has its own group."""
-    group: list[Entry] = []
-    held = 0
-    for entry in entries:
-        size = prod(entry[2]) * ITEM_BYTES[entry[1]]
-        if group and held + size > max_bytes:
-            yield group
-            group, held = [], 0
-        group.append(entry)
-        held += size
-    if group:
-        yield group
+    return items.pop()

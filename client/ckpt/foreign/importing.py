@@ -13,9 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from ckpt.foreign.exporting import INDEX, ONLY, missing_torch
+from ckpt.foreign.exporting import missing_torch
 from ckpt.foreign.parts import ForeignSlice, ForeignState, file_read
-from ckpt.foreign.safetensors_file import StoredTensor, read_header
 from ckpt.saver.encode import encode_stream
 from ckpt.saver.pipeline import upload_shard
 from ckptstore import names
@@ -42,6 +41,8 @@ from ckptstore.format.shards import (
 from ckptstore.format.trees import TAG
 from ckptstore.names import Attempt, Reference, new_ulid
 from ckptstore.reading.fetch import Progress
+from ckptstore.reading.safetensors import StoredTensor, read_header
+from ckptstore.reading.weights import INDEX, ONLY
 from ckptstore.run import Run
 from ckptstore.stores import Store
 

@@ -55,6 +55,9 @@ def export(
     max_shard_size: Annotated[
         str, typer.Option(metavar="SIZE", help="Maximum file size in a Hugging Face folder, for example 5GB or 500MB.")
     ] = "5GB",
+    dtype: Annotated[
+        str | None, typer.Option(metavar="TYPE", help="Round float32 tensors to bfloat16 or float16 (safetensors).")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", "-f", help="Replace the file if it exists.")] = False,
 ) -> None:
     """Write a checkpoint to a .safetensors or .pt file, or to a folder for Hugging Face or torch's DCP.
@@ -71,7 +74,7 @@ def export(
     random state and of data loaders, and --names is not given, the exit code is 3. torch and dcp need the same amount
     of disk space again next to PATH while they write.
     """
-    kind = choose_format(to, format)
+    kind = choose_format(to, format, dtype)
     write = writer_of(kind, human.parse_size(max_shard_size))
     found = find_readable(session.source, checkpoint)
     with leased(session.source, found):
@@ -79,7 +82,7 @@ def export(
         content, local = manifest.content, read_local(session.source, found, manifest, 0)
         selection = select(found, content, names or (_MODEL if kind is FileFormat.HUGGINGFACE else None), local)
         with session.screen.progress("reading", selection.raw_bytes) as progress:
-            task = Export(session.source, found, content, selection, progress)
+            task = Export(session.source, found, content, selection, progress, dtype)
             write_whole(to, kind, force, lambda path: write(task, path))
     body = ExportBody(
         id=found.id,

@@ -10,7 +10,6 @@ from typing import Annotated, Any, cast
 import msgspec
 import typer
 
-from ckpt.foreign.safetensors_file import StoredTensor, read_header
 from ckptctl.commands.struct_options import with_options
 from ckptctl.completion import checkpoint_names, run_names
 from ckptctl.render import Block, Facts, Row, Table, write_file
@@ -30,6 +29,7 @@ from ckptstore.format.decoding import convert
 from ckptstore.format.documents import Manifest
 from ckptstore.format.records import SAVE_COST, Policy, SaveCost
 from ckptstore.names import Reference, check_run
+from ckptstore.reading.safetensors import StoredTensor, read_header
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.stores.checks import StoreSpeed, measure_store
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file, save_model
 
-from ckpt.foreign.safetensors_file import TYPES
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import latest, list_checkpoints, list_runs
 from ckptstore.commits.generations import Session, begin_generation
 from ckptstore.format.documents import Content
 from ckptstore.names import new_ulid
+from ckptstore.reading.safetensors import TYPES
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.foreign.safetensors_file import plan_file
+from ckptstore.reading.safetensors import plan_file
 from tests.support.command_line import clean_environment, invoke
 from tests.support.forking import TRAINER, fork
 

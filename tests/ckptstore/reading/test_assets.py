@@ -7,10 +7,11 @@ import numpy.typing as npt
 import pytest
 from msgspec.structs import replace
 
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CorruptObject
-from ckptstore.format.documents import JSON
+from ckptstore.format.documents import JSON, Content
 from ckptstore.format.trees import encode_bytes
-from ckptstore.reading.assets import asset_sizes, read_assets
+from ckptstore.reading.assets import asset_files
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint
@@ -24,6 +25,11 @@ def leaf(name: str) -> JSON:
 
 def inline(data: bytes, dtype: str = "uint8") -> JSON:
     return {"$": "array", "dtype": dtype, "shape": [len(data)], "data": encode_bytes(data)}
+
+
+def read_assets(source: StoreSource, checkpoint: Checkpoint, content: Content) -> dict[str, bytes]:
+    files = asset_files(content)
+    return {name: b"".join(map(bytes, one.pieces(source, checkpoint, 0, one.bytes))) for name, one in files.items()}
 
 
 @pytest.mark.parametrize("store", ["memory"], indirect=True)
@@ -48,8 +54,10 @@ def test_files_are_read_by_name_and_what_is_no_file_is_left_alone(store: Store) 
         "tokenizer.json": TOKENIZER.tobytes(), "empty": b"", "config.json": b"{}", "chat/x.jinja": b"x"
     }  # fmt: skip
     assert read_assets(source, checkpoint, content) == expected
-    assert asset_sizes(content) == {name: len(data) for name, data in expected.items()}
-    assert read_assets(source, checkpoint, content, ("config.json", "no")) == {"config.json": b"{}"}
+    files = asset_files(content)
+    assert {name: file.bytes for name, file in files.items()} == {name: len(data) for name, data in expected.items()}
+    other = replace(content, trees={"assets": {**tree, "config.json": inline(b"[]")}})
+    assert {name for name, file in asset_files(other).items() if file.version != files[name].version} == {"config.json"}
 
 
 @pytest.mark.parametrize("store", ["memory"], indirect=True)
@@ -57,4 +65,4 @@ def test_files_are_read_by_name_and_what_is_no_file_is_left_alone(store: Store) 
 def test_a_name_that_leads_out_of_a_folder_is_refused(store: Store, name: str) -> None:
     content = read_manifest(StoreSource(store), write_checkpoint(store)).content
     with pytest.raises(CorruptObject, match="leads out"):
-        asset_sizes(replace(content, trees={"assets": {name: inline(b"x")}}))
+        asset_files(replace(content, trees={"assets": {name: inline(b"x")}}))

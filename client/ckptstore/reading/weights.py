@@ -1,0 +1,268 @@
+"""Weights as other programs read them: safetensors files that are produced when they are read, never written.
+
+A view of a checkpoint selects the tensors of one item and gives them names and types. The header of a file follows from
+the manifest, so its length is known before any byte is read; any range is produced from the chunks that it needs, each
+verified. Values are cast as derived slices are: exactly rounded from float32.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace as with_fields
+
+from ckptstore.codecs.dtypes import CAST_TYPES, ITEM_BYTES, SOURCE
+from ckptstore.commits.catalog import Checkpoint
+from ckptstore.errors import InvalidRequest
+from ckptstore.format.boxes import Want, flat_boxes
+from ckptstore.format.columns import column
+from ckptstore.format.documents import Content, Entries, Slices, digest
+from ckptstore.format.planning import ChunkRead, plan_reads
+from ckptstore.reading.fetch import fetch
+from ckptstore.reading.safetensors import StoredTensor, plan_file
+from ckptstore.reading.source import ShardSource
+
+ONLY = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_FILE_BYTES = 5_000_000_000
+"""The largest file of weights, as transformers writes them, unless a single tensor is larger."""
+_PIECE_BYTES = 32 << 20
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
+
+Naming = Callable[[str], str]
+"""The name that readers expect, by the name in the item."""
+
+
+def module_name(name: str) -> str:
+    """The name of a parameter without the prefixes of torch's wrappers: AveragedModel, DDP, FSDP, compile."""
+    for wrapper in _WRAPPERS:
+        name = name.removeprefix(wrapper).replace(f".{wrapper}", ".")
+    return name
+
+
+@dataclass(frozen=True)
+class VirtualFile:
+    """A file of a checkpoint. Any range may be read, from any thread."""
+
+    header: bytes
+    """Its first bytes; all of them if it has no tensors."""
+    tensors: tuple[StoredTensor, ...]
+    """By offset, without gaps after the header."""
+    bytes: int
+    content: Content
+    """The manifest's, with the types of the view."""
+    entries: Mapping[str, str]
+    """The entry of each tensor."""
+
+    def read(self, source: ShardSource, checkpoint: Checkpoint, start: int, into: memoryview) -> None:
+        """Fill `into` with the bytes from `start` on. Raises Damaged, ObjectMissing or Unavailable."""
+        stop = start + len(into)
+        head = self.header[start:stop]
+        into[: len(head)] = head
+        wants, buffers, copies = list[Want](), {"": into}, list[tuple[memoryview, int]]()
+        for number in range(self._after(start), len(self.tensors)):
+            tensor = self.tensors[number]
+            if tensor.at >= stop:
+                break
+            item = ITEM_BYTES[tensor.dtype]
+            low, high = max(start, tensor.at) - tensor.at, min(stop, tensor.at + tensor.bytes) - tensor.at
+            first, last = low // item, -(-high // item)
+            name, at = "", tensor.at + low - start
+            if (first * item, last * item) != (low, high):  # the range cuts elements
+                name, at = str(number), 0
+                buffers[name] = memoryview(bytearray((last - first) * item))
+                copies.append((buffers[name][low - first * item :][: high - low], tensor.at + low - start))
+            for box in flat_boxes(tensor.shape, first, last):
+                wants.append(Want(self.entries[tensor.name], box, name, at))
+                at += prod(box[len(box) // 2 :]) * item
+        if wants:
+            fetch(source, checkpoint, plan_reads(self.content, wants), buffers)
+        for part, at in copies:
+            into[at : at + len(part)] = part
+
+    def pieces(self, source: ShardSource, checkpoint: Checkpoint, start: int, stop: int) -> Iterator[memoryview]:
+        """The bytes of a range in pieces of at most 32 MiB, which end where chunks end if they can."""
+        while start < stop:
+            end = min(stop, start + _PIECE_BYTES)
+            if end < stop and len(cuts := self._cuts[slice(*np.searchsorted(self._cuts, (start + 1, end + 1)))]):
+                end = int(cuts[-1])
+            piece = np.empty(end - start, np.uint8).data
+            self.read(source, checkpoint, start, piece)
+            yield piece
+            start = end
+
+    @cached_property
+    def version(self) -> str:
+        """A digest that is equal for equal files, in this checkpoint and in others, if they are stored alike."""
+        return digest(self.header + repr(_seen(self.content, self.wants(""))[""]).encode())
+
+    def wants(self, buffer: str) -> list[Want]:
+        """All tensors, at their places in a buffer for the whole file."""
+        return [Want(self.entries[tensor.name], None, buffer, tensor.at) for tensor in self.tensors]
+
+    def _after(self, start: int) -> int:
+        """The number of the first tensor that does not end before this byte."""
+        return int(np.searchsorted(self._ends, start, "right"))
+
+    @cached_property
+    def _ends(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        return np.array([tensor.at + tensor.bytes for tensor in self.tensors], np.int64)
+
+    @cached_property
+    def _cuts(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """The bytes of the file at which no chunk lies on both sides, ascending."""
+        extents = sorted(map(_extent, _chunks(self.content, self.wants(""))))
+        begins = np.array([begin for begin, _ in extents], np.int64)
+        ends = np.maximum.accumulate(np.array([end for _, end in extents], np.int64))
+        return begins[1:][begins[1:] >= ends[:-1]]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Tensors of a checkpoint by the names that readers expect."""
+
+    content: Content
+    entries: Mapping[str, str]
+    """The entry of each tensor, in order."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Further names of tensors: tied weights."""
+
+    @staticmethod
+    def of(content: Content, item: str = "model", dtype: str | None = None, naming: Naming = module_name) -> Weights:
+        """The tensors of an item. dtype: the type of what is stored as float32: bfloat16 or float16. Pure.
+
+        Raises InvalidRequest if there is no such item or type, or if two tensors would have one name.
+        """
+        prefix = f"{item}/"
+        found = {name: naming(name.removeprefix(prefix)) for name in content.entries.name if name.startswith(prefix)}
+        if not found:
+            held = sorted({name.partition("/")[0] for name in content.entries.name})
+            raise InvalidRequest(f"the checkpoint has no tensors of {item!r}", f"It has {', '.join(held) or 'none'}")
+        if len(set(found.values())) < len(found):
+            raise InvalidRequest(f"two tensors of {item!r} would have one name", "Use other names")
+        aliases = {naming(a.removeprefix(prefix)): found[e] for a, e in content.aliases.items() if e in found}
+        return Weights(cast_content(content, dtype), {new: entry for entry, new in found.items()}, aliases)
+
+    def rows(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+        """Name, type and shape of each tensor."""
+        known = {name: (dtype, tuple(shape)) for name, dtype, shape in self.content.entries.rows()}
+        for name, entry in self.entries.items():
+            yield name, *known[entry]
+
+    def files(self, max_bytes: int = MAX_FILE_BYTES) -> dict[str, VirtualFile]:
+        """The files of a Hugging Face folder: one, or several with an index; tied weights once. Pure.
+
+        The metadata of each file maps further names to the tensors in it. Raises UnsupportedObject for a type that
+        safetensors lacks.
+        """
+        groups = list(_groups(self.rows(), max_bytes))
+        files = {}
+        for number, group in enumerate(groups, 1):
+            name = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else ONLY
+            files[name] = self.file([row[0] for row in group], {"format": "pt"})
+        if len(groups) > 1:
+            weight_map = {tensor.name: name for name, file in files.items() for tensor in file.tensors}
+            total = sum(tensor.bytes for file in files.values() for tensor in file.tensors)
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            data = msgspec.json.format(msgspec.json.encode(index), indent=2) + b"\n"
+            files[INDEX] = plain_file(data)
+        return files
+
+    def file(self, names: Iterable[str], metadata: Mapping[str, str]) -> VirtualFile:
+        """One file with these tensors."""
+        chosen = set(names)
+        aliases = {alias: name for alias, name in self.aliases.items() if name in chosen}
+        layout = plan_file([row for row in self.rows() if row[0] in chosen], {**metadata, **aliases})
+        return VirtualFile(layout.header, layout.tensors, layout.bytes, self.content, self.entries)
+
+    def signatures(self) -> dict[str, str]:
+        """A digest of each tensor, from those of its chunks: equal for equal stored bytes in equal places. Pure.
+
+        Tensors that share a chunk change together.
+        """
+        seen = _seen(self.content, [Want(entry, None, name) for name, entry in self.entries.items()])
+        return {name: digest(repr((dtype, shape, seen[name])).encode()) for name, dtype, shape in self.rows()}
+
+
+_NOTHING = Content(
+    shards=[],
+    entries=Entries(name=[], dtype=[], shape=[]),
+    slices=Slices(entry=column(), shard=column(), at=column(), box=column()),
+    aliases={},
+    trees={},
+)
+
+
+def plain_file(data: bytes) -> VirtualFile:
+    """A file without tensors."""
+    return VirtualFile(data, (), len(data), _NOTHING, {})
+
+
+def cast_content(content: Content, dtype: str | None) -> Content:
+    """The content as if float32 entries had another type, and all their slices were derived. Pure.
+
+    dtype: bfloat16 or float16, also bf16, fp16, or None. Raises InvalidRequest for others.
+    """
+    if dtype is None:
+        return content
+    dtype = _SHORT.get(dtype, dtype)
+    if dtype not in CAST_TYPES:
+        raise InvalidRequest(f"weights cannot be cast to {dtype!r}", f"Use {' or '.join(CAST_TYPES)}")
+    entries, slices = content.entries, content.slices
+    is_source = np.array([kind == SOURCE for kind in entries.dtype], bool)
+    rows = np.flatnonzero(is_source[slices.entry])
+    types = [dtype if kind == SOURCE else kind for kind in entries.dtype]
+    return with_fields(
+        content,
+        entries=with_fields(entries, dtype=types),
+        slices=with_fields(slices, derived=np.union1d(slices.derived_rows, rows)),
+    )
+
+
+def _chunks(content: Content, wants: Sequence[Want]) -> Iterator[ChunkRead]:
+    return (chunk for read in plan_reads(content, wants) for chunk in read.chunks)
+
+
+def _seen(content: Content, wants: Sequence[Want]) -> Mapping[str, list[str]]:
+    """The parts of chunks in each buffer, and their digests, in an order that does not depend on where they lie."""
+    found = defaultdict[str, list[str]](list)
+    for chunk in _chunks(content, wants):
+        for piece in chunk.pieces:
+            place = (piece.at, piece.shape, piece.from_strides, piece.to_strides, piece.cast)
+            found[piece.buffer].append(f"{piece.to:020} {chunk.codec} {chunk.raw} {chunk.digest} {place}")
+    return defaultdict(list, {name: sorted(parts) for name, parts in found.items()})
+
+
+def _extent(chunk: ChunkRead) -> tuple[int, int]:
+    """The first byte of the buffer that a chunk has a part in, and the last one plus one."""
+    begin = min(piece.to for piece in chunk.pieces)
+    end = max(
+        piece.to + sum((n - 1) * step for n, step in zip(piece.shape, piece.to_strides, strict=True))
+        + (ITEM_BYTES[piece.cast] if piece.cast else piece.item)
+        for piece in chunk.pieces
+    )  # fmt: skip
+    return begin, end
+
+
+def _groups(
+    rows: Iterable[tuple[str, str, tuple[int, ...]]], max_bytes: int
+) -> Iterator[list[tuple[str, str, tuple[int, ...]]]]:
+    """The tensors in order, in groups of at most `max_bytes`; a larger one has its own group."""
+    group: list[tuple[str, str, tuple[int, ...]]] = []
+    held = 0
+    for row in rows:
+        size = prod(row[2]) * ITEM_BYTES[row[1]]
+        if group and held + size > max_bytes:
+            yield group
+            group, held = [], 0
+        group.append(row)
+        held += size
+    if group:
+        yield group
