@@ -4,7 +4,7 @@ those that need only a store or daemon."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from html import escape
@@ -24,6 +24,7 @@ from ckptstore.reading.source import Source, StoreSource, suggest_run
 from ckptstore.retention.deletion import SWEEP_GRACE_S
 
 if TYPE_CHECKING:
+    from ckpt.following import NewWeights
     from ckptapi.client import DaemonClient
 
 _P = ParamSpec("_P")
@@ -114,6 +115,22 @@ def checkpoints(run: str | None = None) -> Checkpoints:
     """
     with _source() as source:
         return Checkpoints(source.checkpoints(check_run(run) if run is not None else current().config.run_name))
+
+
+def follow(
+    run: str | None = None, *, item: str = "model", dtype: str | None = None
+) -> Generator[NewWeights, None, None]:
+    """The weights of the newest checkpoint of a run, then of each newer one when it is committed; endless.
+
+    A loop that is late gets the newest and skips those between. Each checkpoint has a lease until the next turn of the
+    loop. run: None: as for `checkpoints`. item: another model of the checkpoint, such as an average. dtype: "bf16" or
+    "fp16" for what is stored as float32. Raises InvalidRequest, Damaged or Unavailable.
+    """
+    from ckpt.following import follow as following  # loads torch
+
+    with _source() as source:
+        name = check_run(run) if run is not None else current().config.run_name
+        yield from following(source, name, item, dtype)
 
 
 def delete(
