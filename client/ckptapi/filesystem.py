@@ -18,9 +18,8 @@ from ckptapi.opening import open_source
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import InvalidRequest, NoCheckpoint
 from ckptstore.names import Reference
-from ckptstore.reading.assets import folder_files
-from ckptstore.reading.source import read_manifest
-from ckptstore.reading.weights import VirtualFile, Weights
+from ckptstore.reading.assets import folder_files, open_weights
+from ckptstore.reading.weights import VirtualFile
 
 
 class CheckpointFiles(AbstractFileSystem):
@@ -45,7 +44,7 @@ class CheckpointFiles(AbstractFileSystem):
         found = self.source.find(Reference.parse(reference))
         files = self._last.get(found.manifest_digest)
         if files is None:
-            files = folder_files(Weights.of(read_manifest(self.source, found).content, *self._view))
+            files = folder_files(open_weights(self.source, found, *self._view))
             self._last = {found.manifest_digest: files}
         return found, files
 

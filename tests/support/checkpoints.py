@@ -127,7 +127,9 @@ def write_rank(
         shards = [Shard(name=names.shard_name(rank), rank=rank, chunks=chunk_table(chunks), references=references)]
     entries, slices = slice_tables(placed)
     tree = {name.removeprefix("model/"): {"$": "tensor", "name": name} for name in arrays}
-    trees = {"model": tree} if arrays else {}
+    trees: dict[str, JSON] = {"model": tree} if arrays else {}
+    if assets := {n.removeprefix("assets/"): {"$": "array", "name": n} for n in arrays if n.startswith("assets/")}:
+        trees["assets"] = assets
     receipt = Receipt(
         format=FORMAT, kind="receipt", run=run, step=attempt.step, attempt=str(attempt), rank=rank,
         world_size=world_size, created_at=clock(), local={"epoch": rank}, metrics=dict(metrics or {}),

@@ -26,7 +26,7 @@ from ckptstore.format.boxes import Want
 from ckptstore.format.documents import JSON, Content
 from ckptstore.format.planning import entry_bytes, plan_reads
 from ckptstore.format.trees import leaves
-from ckptstore.reading.assets import folder_files
+from ckptstore.reading.assets import folder_files, open_weights
 from ckptstore.reading.fetch import DEFAULT_THREADS, Progress, fetch
 from ckptstore.reading.source import Source
 from ckptstore.reading.weights import VirtualFile, Weights, cast_content
@@ -273,7 +273,8 @@ def write_huggingface(export: Export, folder: Path, max_shard_bytes: int) -> Non
     metadata of each file maps aliases to the tensors in it. Beside them are the checkpoint's assets. Raises
     InvalidRequest if more than one item is selected, UnsupportedObject and OSError.
     """
-    chosen, whole = set(export.selection.entries), Weights.of(export.content, _item(export), export.dtype)
+    chosen = set(export.selection.entries)
+    whole = open_weights(export.source, export.checkpoint, _item(export), export.dtype)
     wanted = {name: entry for name, entry in whole.entries.items() if entry in chosen}
     files = folder_files(replace(whole, entries=wanted), max_shard_bytes)
     _fill(export, {folder / name: file for name, file in files.items()})

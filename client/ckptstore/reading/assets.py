@@ -12,13 +12,21 @@ from math import prod
 from pathlib import PurePosixPath
 from typing import Any
 
+import msgspec
+
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CorruptObject
+from ckptstore.format.decoding import decode_json
 from ckptstore.format.documents import Content
 from ckptstore.format.trees import decode_bytes, leaves
 from ckptstore.reading.safetensors import StoredTensor
+from ckptstore.reading.source import Source, read_manifest
 from ckptstore.reading.weights import MAX_FILE_BYTES, VirtualFile, Weights, plain_file
 
 ASSETS = "assets"
+NAMES = "ckptd-names.json"
+"""The asset with the names by which readers know the model's tensors: name, then its name in the module, its first
+element in it, and its shape. It is in no folder."""
 
 
 def stays_inside(name: str) -> bool:
@@ -39,7 +47,26 @@ def asset_files(content: Content) -> dict[str, VirtualFile]:
 
 def folder_files(weights: Weights, max_bytes: int = MAX_FILE_BYTES) -> dict[str, VirtualFile]:
     """The files of a Hugging Face folder: assets, and weights in files of at most `max_bytes`. Raises as these do."""
-    return {**asset_files(weights.content), **weights.files(max_bytes)}
+    files = {**asset_files(weights.content), **weights.files(max_bytes)}
+    files.pop(NAMES, None)
+    return files
+
+
+def open_weights(source: Source, checkpoint: Checkpoint, item: str = "model", dtype: str | None = None) -> Weights:
+    """The tensors of an item by their module's names, or by those that the asset NAMES gives to the model's.
+
+    Raises as `Weights.of` and `Weights.named`, Damaged or Unavailable.
+    """
+    content = read_manifest(source, checkpoint).content
+    weights, file = Weights.of(content, item, dtype), asset_files(content).get(NAMES)
+    if file is None or item != "model":
+        return weights
+    data = bytearray(file.bytes)
+    file.read(source, checkpoint, 0, memoryview(data))
+    try:
+        return weights.named(decode_json(bytes(data), dict[str, tuple[str, int, tuple[int, ...]]]))
+    except msgspec.DecodeError as error:
+        raise CorruptObject(f"{NAMES} of {checkpoint.id} is malformed: {error}") from error
 
 
 def _assets(content: Content) -> Iterator[tuple[str, dict[str, Any], int]]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,8 +20,8 @@ from msgspec.structs import replace as with_fields
 
 from ckptstore.codecs.dtypes import CAST_TYPES, ITEM_BYTES, SOURCE
 from ckptstore.commits.catalog import Checkpoint
-from ckptstore.errors import InvalidRequest
-from ckptstore.format.boxes import Want, flat_boxes
+from ckptstore.errors import CorruptObject, InvalidRequest
+from ckptstore.format.boxes import Want, flat_boxes, sizes
 from ckptstore.format.columns import column
 from ckptstore.format.documents import Content, Entries, Slices, digest
 from ckptstore.format.planning import ChunkRead, plan_reads
@@ -47,6 +48,14 @@ def module_name(name: str) -> str:
     return name
 
 
+class Part(NamedTuple):
+    """A tensor that is not all of its entry, or has another shape."""
+
+    first: int
+    """Its first element in the entry's row-major order; the others follow."""
+    shape: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class VirtualFile:
     """A file of a checkpoint. Any range may be read, from any thread."""
@@ -60,6 +69,7 @@ class VirtualFile:
     """The manifest's, with the types of the view."""
     entries: Mapping[str, str]
     """The entry of each tensor."""
+    parts: Mapping[str, Part] = field(default_factory=dict)
 
     def read(self, source: ShardSource, checkpoint: Checkpoint, start: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `start` on. Raises Damaged, ObjectMissing or Unavailable."""
@@ -79,9 +89,7 @@ class VirtualFile:
                 name, at = str(number), 0
                 buffers[name] = memoryview(bytearray((last - first) * item))
                 copies.append((buffers[name][low - first * item :][: high - low], tensor.at + low - start))
-            for box in flat_boxes(tensor.shape, first, last):
-                wants.append(Want(self.entries[tensor.name], box, name, at))
-                at += prod(box[len(box) // 2 :]) * item
+            wants += self._wants(tensor, first, last, name, at)
         if wants:
             fetch(source, checkpoint, plan_reads(self.content, wants), buffers)
         for part, at in copies:
@@ -105,7 +113,23 @@ class VirtualFile:
 
     def wants(self, buffer: str) -> list[Want]:
         """All tensors, at their places in a buffer for the whole file."""
-        return [Want(self.entries[tensor.name], None, buffer, tensor.at) for tensor in self.tensors]
+        return [
+            want for tensor in self.tensors for want in self._wants(tensor, 0, prod(tensor.shape), buffer, tensor.at)
+        ]
+
+    def _wants(self, tensor: StoredTensor, first: int, last: int, buffer: str, at: int) -> Iterator[Want]:
+        """Elements of a tensor, at a place in a buffer."""
+        entry = self.entries[tensor.name]
+        shape, begin = tensor.shape, 0
+        if part := self.parts.get(tensor.name):
+            shape, begin = self._shapes[entry], part.first
+        for box in flat_boxes(shape, begin + first, begin + last):
+            yield Want(entry, box, buffer, at)
+            at += prod(sizes(box)) * ITEM_BYTES[tensor.dtype]
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(shape) for name, _, shape in self.content.entries.rows()}
 
     def _after(self, start: int) -> int:
         """The number of the first tensor that does not end before this byte."""
@@ -133,6 +157,7 @@ class Weights:
     """The entry of each tensor, in order."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Further names of tensors: tied weights."""
+    parts: Mapping[str, Part] = field(default_factory=dict)
 
     @staticmethod
     def of(content: Content, item: str = "model", dtype: str | None = None, naming: Naming = module_name) -> Weights:
@@ -154,7 +179,22 @@ class Weights:
         """Name, type and shape of each tensor."""
         known = {name: (dtype, tuple(shape)) for name, dtype, shape in self.content.entries.rows()}
         for name, entry in self.entries.items():
-            yield name, *known[entry]
+            dtype, shape = known[entry]
+            yield name, dtype, self.parts[name].shape if name in self.parts else shape
+
+    def named(self, names: Mapping[str, tuple[str, int, tuple[int, ...]]]) -> Weights:
+        """Only these tensors. names: for each its name here, its first element in it, and its shape. Pure.
+
+        Raises InvalidRequest for a name that is not here, and CorruptObject for elements that are not.
+        """
+        known = {name: prod(shape) for name, _, shape in self.rows()}
+        for name, (here, first, shape) in names.items():
+            if here not in known:
+                raise InvalidRequest(f"{name!r} is to be {here!r}, which the checkpoint does not have", "Name others")
+            if not 0 <= first <= first + prod(shape) <= known[here]:
+                raise CorruptObject(f"{name!r} is to be elements that {here!r} does not have")
+        parts = {name: Part(first, tuple(shape)) for name, (_, first, shape) in names.items()}
+        return Weights(self.content, {name: self.entries[here] for name, (here, *_) in names.items()}, {}, parts)
 
     def files(self, max_bytes: int = MAX_FILE_BYTES) -> dict[str, VirtualFile]:
         """The files of a Hugging Face folder: one, or several with an index; tied weights once. Pure.
@@ -180,7 +220,7 @@ class Weights:
         chosen = set(names)
         aliases = {alias: name for alias, name in self.aliases.items() if name in chosen}
         layout = plan_file([row for row in self.rows() if row[0] in chosen], {**metadata, **aliases})
-        return VirtualFile(layout.header, layout.tensors, layout.bytes, self.content, self.entries)
+        return VirtualFile(layout.header, layout.tensors, layout.bytes, self.content, self.entries, self.parts)
 
     def signatures(self) -> dict[str, str]:
         """A digest of each tensor, from those of its chunks: equal for equal stored bytes in equal places. Pure.

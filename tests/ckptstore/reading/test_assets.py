@@ -6,12 +6,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from msgspec.structs import replace
+from safetensors.torch import load
 
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CorruptObject
 from ckptstore.format.documents import JSON, Content
 from ckptstore.format.trees import encode_bytes
-from ckptstore.reading.assets import asset_files
+from ckptstore.reading.assets import NAMES, asset_files, folder_files, open_weights
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.stores import Store
 from tests.support.checkpoints import write_checkpoint
@@ -41,7 +42,7 @@ def test_files_are_read_by_name_and_what_is_no_file_is_left_alone(store: Store) 
     }
     checkpoint = write_checkpoint(store, arrays=arrays)
     content, source = read_manifest(StoreSource(store), checkpoint).content, StoreSource(store)
-    assert read_assets(source, checkpoint, content) == {}
+    assert read_assets(source, checkpoint, replace(content, trees={})) == {}
     tree: JSON = {
         **{name.removeprefix("assets/"): leaf(name) for name in arrays},
         "config.json": inline(b"{}"),
@@ -58,6 +59,23 @@ def test_files_are_read_by_name_and_what_is_no_file_is_left_alone(store: Store) 
     assert {name: file.bytes for name, file in files.items()} == {name: len(data) for name, data in expected.items()}
     other = replace(content, trees={"assets": {**tree, "config.json": inline(b"[]")}})
     assert {name for name, file in asset_files(other).items() if file.version != files[name].version} == {"config.json"}
+
+
+@pytest.mark.parametrize("store", ["memory"], indirect=True)
+@pytest.mark.parametrize("data", [b'{"b.0": ["w", 0, [2]], "b.1": ["w", 2, [1, 2]]}', b"[]", b'{"b": ["w", -1, [1]]}'])
+def test_weights_have_the_names_that_an_asset_gives(store: Store, data: bytes) -> None:
+    weights, names = np.arange(4, dtype=np.int32), np.frombuffer(data, np.uint8)
+    checkpoint = write_checkpoint(store, arrays={"model/w": weights, f"assets/{NAMES}": names})
+    if not data.endswith(b"2]]}"):
+        with pytest.raises(CorruptObject):
+            open_weights(StoreSource(store), checkpoint)
+        return
+    view = open_weights(StoreSource(store), checkpoint)
+    files = folder_files(view)
+    file = files["model.safetensors"]
+    found = load(b"".join(map(bytes, file.pieces(StoreSource(store), checkpoint, 0, file.bytes))))
+    assert {name: value.tolist() for name, value in found.items()} == {"b.0": [0, 1], "b.1": [[2, 3]]}
+    assert list(files) == ["model.safetensors"]
 
 
 @pytest.mark.parametrize("store", ["memory"], indirect=True)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -60,10 +61,12 @@ def test_every_range_of_every_layout_has_the_bytes_of_the_file(
     for shard, stream in zip(shards, layout.streams.values(), strict=True):
         store.put(RunKeys("gpt").shard(checkpoint.attempt, shard.name), stream)
     content = with_fields(layout.content, shards=shards)
-    file = Weights(content, {f"t.{name}": name for name in layout.arrays}).file(
-        [f"t.{name}" for name in layout.arrays if layout.arrays[name].itemsize < 16], {}
-    )
-    arrays = b"".join(layout.arrays[tensor.name.removeprefix("t.")].tobytes() for tensor in file.tensors)
+    held = {name: array.reshape(-1) for name, array in layout.arrays.items() if array.itemsize < 16}
+    names = {f"t.{name}": (name, 0, layout.arrays[name].shape) for name in held}
+    names |= {f"u.{name}": (name, len(flat) // 3, (len(flat) // 2,)) for name, flat in held.items()}
+    file = Weights(content, {name: name for name in held}).named(names).file(names, {})
+    parts = [(tensor, *names[tensor.name][:2]) for tensor in file.tensors]
+    arrays = b"".join(held[name][first:][: prod(tensor.shape)].tobytes() for tensor, name, first in parts)
     expected, source = file.header + arrays, StoreSource(store)
     assert len(expected) == file.bytes
     with pytest.MonkeyPatch.context() as patch:
@@ -109,6 +112,9 @@ def test_a_view_that_cannot_be_is_refused(held: tuple[Store, Checkpoint]) -> Non
     with pytest.raises(InvalidRequest, match="cast to 'int8'"):
         opened(*held, dtype="int8")
     source = StoreSource(held[0])
+    for wrong, error in ((("x", 0, (1,)), InvalidRequest), (("emb", 699_999, (2,)), CorruptObject)):
+        with pytest.raises(error):
+            opened(*held)[1].named({"new": wrong})
     with pytest.raises(InvalidRequest, match="one name"):
         Weights.of(read_manifest(source, held[1]).content, naming=lambda name: "x")
 
