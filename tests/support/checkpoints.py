@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -15,21 +16,26 @@ import numpy.typing as npt
 from ckptstore import names
 from ckptstore.clock import Clock, system_clock
 from ckptstore.codecs.chunk_codecs import CodingPolicy, fast
+from ckptstore.codecs.delta import DELTA
 from ckptstore.commits.catalog import Checkpoint, from_outcome, list_checkpoints
-from ckptstore.commits.commit import EARLIER, commit_attempt, read_receipt
+from ckptstore.commits.commit import EARLIER, commit_attempt, read_outcome, read_receipt
 from ckptstore.errors import NoCheckpoint, StoreUnavailable, SweepBegun
 from ckptstore.format.boxes import Want
 from ckptstore.format.columns import column
-from ckptstore.format.documents import FORMAT, JSON, Content, Receipt, References, Shard
+from ckptstore.format.documents import BASES, FORMAT, JSON, Chunks, Content, Receipt, References, Shard
 from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import seal
-from ckptstore.format.planning import entry_bytes, plan_reads
+from ckptstore.format.planning import ChunkRead, entry_bytes, plan_all, plan_reads
 from ckptstore.format.records import Policy
 from ckptstore.format.shards import (
+    ChunkSpan,
     EncodedChunk,
     Places,
     Slice,
+    StoredChunk,
+    base_table,
     chunk_table,
+    delta_of,
     encode_chunk,
     place_slices,
     plan_chunks,
@@ -100,31 +106,41 @@ def write_rank(
     base: Attempt | None = None,
     statistics: bool | Literal["apart"] = False,
     earlier: Sequence[Attempt] = (),
+    deltas: bool = False,
 ) -> StoredReceipt:
     """What one rank's saver writes: its shard (if it has arrays), then its receipt.
 
     base: chunks that this attempt has, or references itself, are referenced. statistics: those of no elements; "apart":
-    in an object of their own although there is a shard, as they were once.
+    in an object of their own although there is a shard, as they were once. deltas: of chunks of `base` that differ.
     """
     placed = place_slices(Slice.whole(name, str(a.dtype), a.shape) for name, a in arrays.items())
     raw = bytearray(raw_bytes(placed))
     for place in placed:
         raw[place.at : place.at + place.slice.bytes] = np.ascontiguousarray(arrays[place.slice.entry]).tobytes()
-    chunks = [encode_chunk(span.of(memoryview(raw)), coding(span.dtype)) for span in plan_chunks(placed)]
+    spans = plan_chunks(placed)
+    chunks = [encode_chunk(span.of(memoryview(raw)), coding(span.dtype), hashes_raw=deltas) for span in spans]
     shards, extensions = [], dict[str, JSON]()
+    bases = dict[int, list[StoredChunk]]()
+    if deltas and base is not None:
+        earlier_raw = memoryview(b"".join(_entries(store, run, base)[place.slice.entry] for place in placed))
+        chunks, bases = _deltas(spans, memoryview(raw), earlier_raw, chunks, _stored(store, run, base, rank))
+        extensions = {BASES: True} if bases else {}
     if placed:
         references = _referenced(store, run, base, rank, chunks) if base is not None else None
         there = set(references.chunk.tolist()) if references is not None else set()
         own = [chunk.data for number, chunk in enumerate(chunks) if number not in there]
         offset = sum(map(len, own)) if own and statistics != "apart" else None
-        tail, extensions = _statistics(attempt, rank, len(placed), offset) if statistics else (b"", {})
+        tail, sides = _statistics(attempt, rank, len(placed), offset) if statistics else (b"", {})
+        extensions |= sides
         if own:
             with store.open_writer(RunKeys(run).shard(attempt, names.shard_name(rank)), len(raw)) as writer:
                 for data in own if offset is None else (*own, tail):
                     writer.write(data)
         if tail and offset is None:
             store.put(RunKeys(run).statistics(attempt, rank), tail)
-        shards = [Shard(name=names.shard_name(rank), rank=rank, chunks=chunk_table(chunks), references=references)]
+        table = _table(chunks, bases)
+        needed = base_table(bases, table.codecs)
+        shards = [Shard(name=names.shard_name(rank), rank=rank, chunks=table, references=references, bases=needed)]
     entries, slices = slice_tables(placed)
     tree = {name.removeprefix("model/"): {"$": "tensor", "name": name} for name in arrays}
     trees: dict[str, JSON] = {"model": tree} if arrays else {}
@@ -147,6 +163,43 @@ def _statistics(attempt: Attempt, rank: int, rows: int, offset: int | None) -> t
     data = seal(Statistics.of(attempt, rank, table))
     side = named_document(data, table, [""] * rows)
     return data, side_extension(rank, msgspec.structs.replace(side, offset=offset))
+
+
+def _deltas(
+    spans: Sequence[ChunkSpan], raw: memoryview, earlier: memoryview, chunks: list[EncodedChunk],
+    stored: Sequence[list[StoredChunk]],
+) -> tuple[list[EncodedChunk], dict[int, list[StoredChunk]]]:  # fmt: skip
+    """The chunks as deltas of those of an earlier checkpoint, and what these need. stored: see `_stored`."""
+    found, bases = [], dict[int, list[StoredChunk]]()
+    for number, (span, whole, known) in enumerate(zip(spans, chunks, stored, strict=True)):
+        same = span.of(earlier) == span.of(raw)
+        chunk = delta_of(span.of(raw), span.of(earlier), span, whole)
+        chunk = replace(known[-1].chunk, raw_digest=whole.raw_digest) if same else chunk
+        if chunk.codec == DELTA:
+            bases[number] = known[:-1] if same else known
+        found.append(chunk)
+    return found, bases
+
+
+def _table(chunks: Sequence[EncodedChunk], bases: Mapping[int, Sequence[StoredChunk]]) -> Chunks:
+    table = chunk_table(chunks, *(one for found in bases.values() for one in found))
+    known = bytes.fromhex("".join(chunk.raw_digest for chunk in chunks))
+    return msgspec.structs.replace(table, raw_digest=known if bases else None)
+
+
+def _entries(store: Store, run: str, attempt: Attempt) -> dict[str, bytes]:
+    return read_all(StoreSource(store), present(from_outcome(present(read_outcome(Run(store, run), attempt)))))
+
+
+def _stored(store: Store, run: str, attempt: Attempt, rank: int) -> list[list[StoredChunk]]:
+    """For each chunk of a rank, what is decoded to read it, in order."""
+    reads = sorted(plan_all(read_receipt(Run(store, run), attempt, rank).content), key=lambda read: read.index)
+
+    def part(read: ChunkRead) -> StoredChunk:
+        chunk = EncodedChunk(b"", read.raw, read.stored, read.codec, read.digest)
+        return StoredChunk(read.attempt or str(attempt), read.offset, chunk)
+
+    return [[*map(part, read.parts)] for read in reads]
 
 
 def _referenced(store: Store, run: str, base: Attempt, rank: int, chunks: Sequence[EncodedChunk]) -> References | None:
@@ -177,13 +230,15 @@ def write_checkpoint(
     base: Attempt | None = None,
     generation: int = 0,
     statistics: bool | Literal["apart"] = False,
+    deltas: bool = False,
 ) -> Checkpoint:
-    """A committed checkpoint of a single process. base, statistics: see `write_rank`."""
+    """A committed checkpoint of a single process. base, statistics, deltas: see `write_rank`."""
     attempt = Attempt(step, new_ulid(clock()), generation=generation)
     arrays = sample_arrays(step) if arrays is None else arrays
     receipt = write_rank(
-        store, run, attempt, arrays, metrics=metrics, clock=clock, coding=coding, base=base, statistics=statistics
-    )
+        store, run, attempt, arrays, metrics=metrics, clock=clock, coding=coding, base=base, statistics=statistics,
+        deltas=deltas,
+    )  # fmt: skip
     return present(from_outcome(commit_attempt(Run(store, run, clock), [receipt])))
 
 

@@ -214,7 +214,7 @@ class SaverMemory:
         if index >= len(held.at) or held.raw[index] != chunk.raw or held.digests[part].hex() != chunk.digest:
             return None
         raw, digest = held.raw[index], held.raw_digests[part].hex()
-        return replace(chunk, attempt=None, offset=held.at[index], stored=raw, codec=RAW, digest=digest)
+        return replace(chunk, attempt=None, offset=held.at[index], stored=raw, codec=RAW, digest=digest, bases=())
 
 
 @dataclass

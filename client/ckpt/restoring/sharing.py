@@ -120,7 +120,7 @@ def fetch_shared(
     """
     number = {shard.name: i for i, shard in enumerate(content.shards)}
     own = {(number[chunk.shard], chunk.index): chunk for read in reads for chunk in read.chunks}
-    packed = world.gather_alike(np.array(sorted(own), np.int64).tobytes())
+    packed = world.gather_alike(np.array(sorted(key for key in own if not own[key].bases), np.int64).tobytes())
     needs = {ranks: _chunk_ids(data) for data, ranks in packed.items()}
     rounds = divide(content, needs, world.size)
     shared = {(stretch.shard, chunk) for one in rounds for stretch in one for chunk in stretch.chunks}

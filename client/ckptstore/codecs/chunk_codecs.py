@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ckptstore.codecs import float_split
+from ckptstore.codecs import delta, float_split
 from ckptstore.codecs.dtypes import Extremes, Seen, ignore
 from ckptstore.codecs.frames import Buffer as Buffer
 from ckptstore.codecs.frames import pack, unpack
@@ -27,7 +27,7 @@ FLOAT_SPLIT = {
     "float16": "float-split/float16",
 }
 CODECS = (RAW, ZSTD, *FLOAT_SPLIT.values())
-"""All codec names that are valid in a document."""
+"""The codecs of whole chunks."""
 _DTYPES = {codec: dtype for dtype, codec in FLOAT_SPLIT.items()}
 
 
@@ -58,7 +58,7 @@ def encode(
 
 
 def decode(codec: str, stored: memoryview, into: memoryview) -> None:
-    """Decode one chunk into `into`, which must have exactly the raw size.
+    """Decode one chunk into `into`, which must have exactly the raw size; for a delta, it holds the base.
 
     Raises CorruptObject if the bytes are not valid output of the codec. Never writes outside `into`.
     """
@@ -70,6 +70,8 @@ def decode(codec: str, stored: memoryview, into: memoryview) -> None:
         into[:] = unpack(stored, len(into))
     elif codec in _DTYPES:
         float_split.decode(_DTYPES[codec], stored, into)
+    elif codec == delta.DELTA:
+        delta.decode(stored, into)
     else:
         raise CorruptObject(f"chunk codec {codec!r} is unknown")
 

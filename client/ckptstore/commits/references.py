@@ -31,8 +31,7 @@ class Mark(NamedTuple):
 
 def referenced_attempts(content: Content) -> list[Attempt]:
     """The other attempts whose chunks a checkpoint needs, oldest step first. Pure."""
-    found = {attempt for shard in content.shards if shard.references for attempt in shard.references.attempts}
-    return sorted(map(Attempt.parse, found))
+    return sorted(map(Attempt.parse, {attempt for shard in content.shards for attempt in shard.needed}))
 
 
 def mark(run: Run, by: Attempt, attempts: Collection[Attempt]) -> None:

@@ -107,6 +107,24 @@ class References(Document, frozen=True, eq=False):
     """Offset of the stored bytes in the shard of that attempt."""
 
 
+class Bases(Document, frozen=True, eq=False):
+    """What deltas need, as columns: for each such chunk a whole one, then the deltas between the two, in order.
+
+    All are stored in the shards of the same name of earlier checkpoints, and have the raw size of the chunk.
+    """
+
+    attempts: list[str]
+    """The attempts that store them, as for References."""
+    chunk: Column
+    """Index into the chunks of the shard, ascending."""
+    attempt: Column
+    offset: Column
+    stored: Column
+    codec: Column
+    """Index into the codecs of the shard."""
+    digest: bytes
+
+
 class Shard(Document, frozen=True, omit_defaults=True):
     """The data of one rank: a file of chunks, and references to chunks of earlier checkpoints."""
 
@@ -114,16 +132,26 @@ class Shard(Document, frozen=True, omit_defaults=True):
     rank: Rank
     chunks: Chunks
     references: References | None = None
+    bases: Bases | None = None
+
+    @property
+    def needed(self) -> list[str]:
+        """The attempts of other checkpoints that store bytes of this one: the referenced ones first."""
+        return [*dict.fromkeys(name for part in (self.references, self.bases) if part for name in part.attempts)]
+
+    @property
+    def _reused_bytes(self) -> int:
+        return int(self.chunks.stored[self.references.chunk].sum()) if self.references is not None else 0
 
     @property
     def referenced_bytes(self) -> int:
         """Stored bytes in earlier checkpoints."""
-        return int(self.chunks.stored[self.references.chunk].sum()) if self.references is not None else 0
+        return self._reused_bytes + (int(self.bases.stored.sum()) if self.bases is not None else 0)
 
     @property
     def stored_bytes(self) -> int:
         """Size of the shard's own file; 0 if there is no file."""
-        return int(self.chunks.stored.sum()) - self.referenced_bytes
+        return int(self.chunks.stored.sum()) - self._reused_bytes
 
 
 class Entries(Document, frozen=True):
@@ -243,6 +271,8 @@ class Committed(Document, frozen=True):
     summary: Summary
 
 
+BASES = "critical.bases"
+"""Name of the extension of receipts and manifests in which a shard has bases."""
 REPLICAS = "replicas"
 """Name of the extension of a receipt about what several ranks hold."""
 

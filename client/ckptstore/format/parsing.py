@@ -19,16 +19,19 @@ import zstandard
 
 from ckptstore import names
 from ckptstore.codecs.chunk_codecs import CODECS, MAX_CHUNK_BYTES
+from ckptstore.codecs.delta import DELTA
 from ckptstore.codecs.dtypes import CAST_TYPES, ITEM_BYTES, SOURCE
 from ckptstore.errors import BadInput, CorruptObject, InvalidRequest, UnsupportedFormat
 from ckptstore.format.boxes import BLOCK, MAX_DIMENSIONS, same_dimensions
 from ckptstore.format.columns import Column, column, concatenate, decode_hook, distinct, encode_hook
 from ckptstore.format.decoding import decode_json
 from ckptstore.format.documents import (
+    BASES,
     DIGEST_BYTES,
     FORMAT,
     JSON,
     MAX_BYTES,
+    Bases,
     Content,
     Document,
     Entries,
@@ -37,6 +40,7 @@ from ckptstore.format.documents import (
     Manifest,
     Outcome,
     Receipt,
+    References,
     Shard,
     digest,
 )
@@ -61,7 +65,8 @@ class _Head(msgspec.Struct):
 
 
 _CRITICAL = "critical."
-"""Begins the names of extensions that a reader must know. This program knows none."""
+"""Begins the names of extensions that a reader must know."""
+_KNOWN = frozenset({BASES})
 
 
 def seal(document: Document) -> bytes:
@@ -189,6 +194,7 @@ def check_together(manifest: Manifest, key: str) -> None:
     receipts, size, content = manifest.receipts, manifest.world_size, manifest.content
     with _checking(key):
         # Compare lengths first: a range of a hostile size does not fit into memory.
+        _check_announced(manifest)
         complete = len(receipts) == size and all(receipt.rank == rank for rank, receipt in enumerate(receipts))
         _require(complete, "it does not name one receipt per rank")
         _require(all(shard.rank < size for shard in content.shards), "a shard's rank is outside the world")
@@ -210,6 +216,8 @@ def check_content(attempt: str, content: Content, key: str) -> None:
         _check_slices(content)
         _require(all(len(alias) <= _MAX_NAME for alias in content.aliases), "an alias is too long")
         _check_references(attempt, content)
+        for shard in content.shards:
+            _check_bases(attempt, shard)
 
 
 def _trailer(body: bytes) -> bytes:
@@ -238,7 +246,7 @@ def _check_head(head: _Head, key: str) -> None:
         raise UnsupportedFormat(
             f"{key} has format version {head.format}, this program reads up to {FORMAT}", "Upgrade ckptd"
         )
-    unknown = sorted(name for name in head.extensions if name.startswith(_CRITICAL))
+    unknown = sorted(name for name in head.extensions.keys() - _KNOWN if name.startswith(_CRITICAL))
     if unknown:
         raise UnsupportedFormat(f"{key} needs {', '.join(unknown[:8])}, which this program lacks", "Upgrade ckptd")
 
@@ -277,8 +285,15 @@ def _same_length(what: str, *columns: Sized) -> None:
 
 def _check_rank(receipt: Receipt) -> None:
     _require(receipt.rank < receipt.world_size, f"rank {receipt.rank} is outside the world")
+    _check_announced(receipt)
     owners = {shard.rank for shard in receipt.content.shards}
     _require(owners <= {receipt.rank}, "a receipt names the shard of another rank")
+
+
+def _check_announced(document: Receipt | Manifest) -> None:
+    """Readers that do not know bases refuse the document as newer, not as damaged."""
+    announced = BASES in document.extensions or not any(shard.bases for shard in document.content.shards)
+    _require(announced, f"it has bases, and not the extension {BASES}")
 
 
 def _check_generation(generation: Generation) -> None:
@@ -305,15 +320,38 @@ def _check_references(attempt: str, content: Content) -> None:
         found = shard.references
         if found is None:
             continue
-        _same_length("references", found.chunk, found.attempt, found.offset)
-        for other in found.attempts:
-            names.Attempt.parse(other)
-        _require(len({*found.attempts, attempt}) == len(found.attempts) + 1, "a reference to itself, or twice to one")
+        _check_others(attempt, found)
         _require((np.diff(found.chunk) > 0).all(), "references are not in order")
         _require(found.chunk.max(initial=-1) < len(shard.chunks.raw), "a reference is to no chunk")
-        used = distinct(found.attempt)
-        _require(len(used) and used.tolist() == list(range(len(found.attempts))), "an attempt is not referenced")
-        _require(found.offset.max(initial=0) <= MAX_BYTES, "a reference is out of bounds")
+
+
+def _check_others(attempt: str, found: References | Bases) -> None:
+    _same_length("references", found.chunk, found.attempt, found.offset)
+    for other in found.attempts:
+        names.Attempt.parse(other)
+    _require(len({*found.attempts, attempt}) == len(found.attempts) + 1, "a reference to itself, or twice to one")
+    used = distinct(found.attempt)
+    _require(len(used) and used.tolist() == list(range(len(found.attempts))), "an attempt is not referenced")
+    _require(found.offset.max(initial=0) <= MAX_BYTES, "a reference is out of bounds")
+
+
+def _check_bases(attempt: str, shard: Shard) -> None:
+    """Each delta has bases in other attempts: a whole chunk, then deltas. No other chunk has any."""
+    chunks, found = shard.chunks, shard.bases
+    is_delta = np.array([codec == DELTA for codec in chunks.codecs], np.bool_)
+    deltas = np.flatnonzero(is_delta[chunks.codec])
+    if found is None:
+        _require(not len(deltas), "a delta has no base")
+        return
+    _check_others(attempt, found)
+    _same_length("bases", found.chunk, found.stored, found.codec, found.digest[::DIGEST_BYTES])
+    _require(len(found.digest) % DIGEST_BYTES == 0, "a base has no digest")
+    _require((np.diff(found.chunk) >= 0).all() and np.array_equal(distinct(found.chunk), deltas), "bases of no delta")
+    first = np.diff(found.chunk, prepend=-1) > 0
+    _require(found.codec.max(initial=-1) < len(chunks.codecs), "a base names no codec")
+    _require(np.array_equal(is_delta[found.codec], ~first), "the first base of a delta, and no other, is whole")
+    _require(((found.stored > 0) & (found.stored <= MAX_CHUNK_BYTES)).all(), "a base's size is out of bounds")
+    _require(chunks.raw_digest is not None, "a delta has no raw digest")
 
 
 def _check_chunks(shards: Sequence[Shard]) -> None:
@@ -324,8 +362,8 @@ def _check_chunks(shards: Sequence[Shard]) -> None:
         _require(len(chunks.digest) == DIGEST_BYTES * len(chunks.raw), "a chunk has no digest")
         known = chunks.raw_digest
         _require(known is None or len(known) == len(chunks.digest), "raw digests and chunks differ in number")
-        _require(len(set(chunks.codecs)) == len(chunks.codecs) <= len(CODECS), "codecs are named twice")
-        _require(set(chunks.codecs) <= set(CODECS), "a chunk's codec is unknown")
+        _require(len(set(chunks.codecs)) == len(chunks.codecs), "codecs are named twice")
+        _require({*chunks.codecs} <= {*CODECS, DELTA}, "a chunk's codec is unknown")
         _require(chunks.codec.max(initial=-1) < len(chunks.codecs), "a chunk names no codec")
     raw = concatenate(shard.chunks.raw for shard in shards)
     stored = concatenate(shard.chunks.stored for shard in shards)

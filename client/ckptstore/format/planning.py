@@ -22,7 +22,7 @@ from ckptstore.format import boxes
 from ckptstore.format.boxes import Box, Overlaps, Want, overlaps
 from ckptstore.format.columns import Column, column, concatenate, distinct
 from ckptstore.format.documents import Content
-from ckptstore.format.shards import ChunkTable
+from ckptstore.format.shards import ChunkTable, bases_of
 
 _Strided = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Shape, and strides in bytes on both sides."""
@@ -76,11 +76,18 @@ class ChunkRead(Struct, frozen=True, gc=False):
     codec: str
     digest: str
     pieces: Sequence[Piece]
+    bases: Sequence[ChunkRead] = ()
+    """What a delta needs, in the order of decoding: without pieces, and without bases of their own."""
 
     @property
     def name(self) -> str:
         """For error messages."""
-        return f"chunk {self.index} of {self.shard}"
+        return f"chunk {self.index} of {self.shard}" + (f" in {self.attempt}" if self.attempt else "")
+
+    @property
+    def parts(self) -> tuple[ChunkRead, ...]:
+        """All that is read for it."""
+        return (*self.bases, self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +267,14 @@ def _chunk_reads(
         shard = content.shards[int(table.shard[part[0]])]
         holders = [None, *(shard.references.attempts if shard.references is not None else ())]
         index = table.index[part]
+        bases = {
+            index: [
+                ChunkRead(shard.name, one.attempt, index, one.offset, one.chunk.stored, one.chunk.raw, one.chunk.codec,
+                          one.chunk.digest, ())
+                for one in found
+            ]
+            for index, found in bases_of(shard).items()
+        }  # fmt: skip
         yield from map(
             ChunkRead,
             repeat(shard.name),
@@ -271,6 +286,7 @@ def _chunk_reads(
             map(shard.chunks.codecs.__getitem__, shard.chunks.codec[index].tolist()),
             map(shard.chunks.digest_of, index.tolist()),
             given,
+            map(bases.get, index.tolist(), repeat(())),
         )
 
 
@@ -280,7 +296,7 @@ def join(reads: Iterable[ShardRead], longest: int) -> list[ShardRead]:
     for read in reads:
         last = joined[-1] if joined else read
         together = (last.shard, last.attempt, last.offset + last.bytes) == (read.shard, read.attempt, read.offset)
-        if together and last.bytes + read.bytes <= longest:
+        if together and last.bytes + read.bytes <= longest and not (last.chunks[-1].bases or read.chunks[0].bases):
             joined[-1] = ShardRead(last.chunks + read.chunks)
         else:
             joined.append(read)
@@ -298,6 +314,8 @@ def coalesce(chunks: Iterable[ChunkRead]) -> list[ShardRead]:
             last, span = current[-1], chunk.offset + stored - begin
             gaps = span - useful - stored
             together = last.shard == chunk.shard and last.attempt == chunk.attempt
+            # A delta is read by itself: it is small, and much is read for it.
+            together = together and not (last.bases or chunk.bases)
             if together and span <= READ_BYTES and 0 <= gaps * _GAP_SHARE <= span:
                 current.append(chunk)
                 useful += stored

@@ -7,8 +7,8 @@ mixes element types. A chunk lies in the shard's own file, or in those of earlie
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple, Protocol
@@ -16,12 +16,13 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import xxhash
 
+from ckptstore.codecs import delta
 from ckptstore.codecs.chunk_codecs import RAW, Buffer, Coding, encode
 from ckptstore.codecs.dtypes import ITEM_BYTES, Extremes, ignore
 from ckptstore.format import boxes
 from ckptstore.format.boxes import Box
 from ckptstore.format.columns import Column, column, concatenate
-from ckptstore.format.documents import Chunks, Content, Entries, Shard, Slices, digest
+from ckptstore.format.documents import DIGEST_BYTES, Bases, Chunks, Content, Entries, Shard, Slices, digest
 
 CHUNK_BYTES = 8 << 20
 """Largest raw size of a chunk."""
@@ -174,9 +175,58 @@ def encode_chunk(
     return EncodedChunk(data, len(raw), len(data), codec, stored_digest, raw_digest)
 
 
-def chunk_table(chunks: Sequence[EncodedChunk]) -> Chunks:
-    """The columns that describe the chunks of a shard in its receipt."""
-    codecs = sorted({chunk.codec for chunk in chunks})
+def delta_of(raw: memoryview, base: Buffer, span: ChunkSpan, whole: EncodedChunk) -> EncodedChunk:
+    """The chunk as a delta of a base, if that is smaller than `whole`, which has its raw digest; else `whole`."""
+    data = delta.encode(raw, base, ITEM_BYTES[span.dtype])
+    if len(data) >= whole.stored:
+        return whole
+    return replace(whole, data=data, stored=len(data), codec=delta.DELTA, digest=digest(data))
+
+
+class StoredChunk(NamedTuple):
+    """A chunk in the shard file of an attempt."""
+
+    attempt: str
+    offset: int
+    chunk: EncodedChunk
+    """Without its data."""
+
+
+BasesByChunk = Mapping[int, Sequence[StoredChunk]]
+"""What the deltas of a shard need, by the number of the chunk, in the order of decoding."""
+
+
+def base_table(bases: BasesByChunk, codecs: Sequence[str]) -> Bases | None:
+    """The columns that describe the bases of a shard in its receipt; codecs: those of its chunks."""
+    rows = [(number, base) for number in sorted(bases) for base in bases[number]]
+    attempts = sorted({base.attempt for _, base in rows})
+    return None if not rows else Bases(
+        attempts=attempts,
+        chunk=column(number for number, _ in rows),
+        attempt=column(attempts.index(base.attempt) for _, base in rows),
+        offset=column(base.offset for _, base in rows),
+        stored=column(base.chunk.stored for _, base in rows),
+        codec=column(codecs.index(base.chunk.codec) for _, base in rows),
+        digest=bytes.fromhex("".join(base.chunk.digest for _, base in rows)),
+    )  # fmt: skip
+
+
+def bases_of(shard: Shard) -> BasesByChunk:
+    """The bases from the document of a shard."""
+    found: dict[int, list[StoredChunk]] = {}
+    if (table := shard.bases) is None:
+        return found
+    digests = (table.digest[at : at + DIGEST_BYTES].hex() for at in range(0, len(table.digest), DIGEST_BYTES))
+    columns = (table.chunk, table.attempt, table.offset, table.stored, table.codec)
+    for (number, attempt, offset, stored, codec), text in zip(np.stack(columns, 1).tolist(), digests, strict=True):
+        chunk = EncodedChunk(b"", int(shard.chunks.raw[number]), stored, shard.chunks.codecs[codec], text)
+        found.setdefault(number, []).append(StoredChunk(table.attempts[attempt], offset, chunk))
+    return found
+
+
+def chunk_table(chunks: Sequence[EncodedChunk], *bases: StoredChunk) -> Chunks:
+    """The columns that describe the chunks of a shard in its receipt. bases: whose codecs are named, too."""
+    codecs = sorted({chunk.codec for chunk in (*chunks, *(base.chunk for base in bases))})
     return Chunks(
         raw=column(chunk.raw for chunk in chunks),
         stored=column(chunk.stored for chunk in chunks),

@@ -202,7 +202,7 @@ class _Fetch:
             shard.read(read.offset, stored)
             for chunk in read.chunks:
                 part = stored[chunk.offset - read.offset :][: chunk.stored]
-                place_chunk(self._checkpoint, chunk, part, self.buffers, self._raw)
+                place_chunk(self._checkpoint, chunk, part, self.buffers, self._raw, self._source)
                 self._progress(chunk.raw)
             return
         for chunks in _adjacent(read.chunks):
@@ -242,7 +242,7 @@ class _Fetch:
             if is_placed:
                 check_chunk(self._checkpoint, chunk, part)
             else:
-                place_chunk(self._checkpoint, chunk, part, self.buffers, self._raw)
+                place_chunk(self._checkpoint, chunk, part, self.buffers, self._raw, self._source)
 
     def _read_into(self, shard: ObjectReader, chunk: ChunkRead, target: memoryview) -> None:
         """Read one raw chunk that is too large for the CPU cache into its destination, part by part."""
@@ -301,26 +301,33 @@ def check_chunk(checkpoint: Checkpoint, chunk: ChunkRead, stored: memoryview) ->
         raise _checksum_error(checkpoint, chunk)
 
 
-def check_decoded(checkpoint: Checkpoint, chunk: ChunkRead, stored: memoryview) -> None:
-    """As check_chunk, and raises CorruptObject unless the bytes can be decoded."""
+def decoded(checkpoint: Checkpoint, chunk: ChunkRead, stored: memoryview, source: ShardSource) -> memoryview:
+    """The chunk before encoding, checked. source: has its bases. Raises CorruptObject, ObjectMissing or Unavailable."""
     check_chunk(checkpoint, chunk, stored)
-    if chunk.codec != RAW:
-        _decode(checkpoint, chunk, stored, np.empty(chunk.raw, np.uint8).data)
+    if chunk.codec == RAW:
+        return stored
+    raw = np.empty(chunk.raw, np.uint8).data
+    _decode(checkpoint, chunk, stored, raw, source)
+    return raw
 
 
 def place_chunk(
-    checkpoint: Checkpoint, chunk: ChunkRead, stored: memoryview, buffers: HostBuffers, scratch: Scratch | None = None
-) -> None:
-    """Check and decode one chunk, and place its pieces. Raises CorruptObject before it places anything."""
+    checkpoint: Checkpoint, chunk: ChunkRead, stored: memoryview, buffers: HostBuffers, scratch: Scratch | None = None,
+    source: ShardSource | None = None,
+) -> None:  # fmt: skip
+    """Check and decode one chunk, and place its pieces. Raises CorruptObject before it places anything.
+
+    source: has its bases; only a delta needs it, which raises ObjectMissing or Unavailable as well.
+    """
     check_chunk(checkpoint, chunk, stored)
     target = _contiguous_target(chunk, buffers)
     if target is not None:
-        _decode(checkpoint, chunk, stored, target)
+        _decode(checkpoint, chunk, stored, target, source)
         return
     raw = stored
     if chunk.codec != RAW:
         raw = (scratch or Scratch()).take(chunk.raw)
-        _decode(checkpoint, chunk, stored, raw)
+        _decode(checkpoint, chunk, stored, raw, source)
     for piece in chunk.pieces:
         _place(piece, raw, buffers[piece.buffer])
 
@@ -351,7 +358,14 @@ def _place(piece: Piece, raw: memoryview, buffer: memoryview) -> None:
     np.ndarray(piece.shape, kind, buffer, piece.to, piece.to_strides)[...] = source
 
 
-def _decode(checkpoint: Checkpoint, chunk: ChunkRead, stored: memoryview, into: memoryview) -> None:
+def _decode(
+    checkpoint: Checkpoint, chunk: ChunkRead, stored: memoryview, into: memoryview, source: ShardSource | None = None
+) -> None:
+    for base in chunk.bases:
+        assert source is not None
+        data = fetch_stored(source, checkpoint, ShardRead((base,)))
+        check_chunk(checkpoint, base, data)
+        _decode(checkpoint, base, data, into)
     try:
         decode(chunk.codec, stored, into)
     except CkptError as error:

@@ -88,7 +88,7 @@ def _rehearse(source: Source, checkpoint: Checkpoint, ranks: Sequence[int]) -> R
     buffers = _buffers(content, shares // 2, shares)
     began = time.perf_counter()
     fetch(source, checkpoint, reads, buffers)
-    read_s, read_bytes = time.perf_counter() - began, sum(read.bytes for read in reads)
+    read_s, read_bytes = time.perf_counter() - began, _read_bytes(reads)
     enough = read_bytes >= _LEAST_SHARE * min(SAMPLE_BYTES, checkpoint.needed_bytes)
     byte_s = read_s / read_bytes if read_bytes and enough else None
     return Rehearsal(reads, tuple(_estimate(content, number, open_s, byte_s) for number in ranks))
@@ -110,7 +110,11 @@ def _estimate(content: Content, ranks: int, open_s: float, byte_s: float | None)
 
 def rank_bytes(content: Content, ranks: int) -> list[int]:
     """Stored bytes that each rank reads, with gaps. Raises CorruptObject unless the slices cover every entry. Pure."""
-    return [sum(read.bytes for read in plan_rank(content, rank, ranks)) for rank in range(ranks)]
+    return [_read_bytes(plan_rank(content, rank, ranks)) for rank in range(ranks)]
+
+
+def _read_bytes(reads: Sequence[ShardRead]) -> int:
+    return sum(read.bytes + sum(base.stored for chunk in read.chunks for base in chunk.bases) for read in reads)
 
 
 def rows_of(size: int, rank: int, ranks: int) -> tuple[int, int]:

@@ -6,13 +6,14 @@ from collections.abc import Collection, Iterable
 from hashlib import blake2b
 from typing import NamedTuple
 
+from ckptstore.codecs.delta import DELTA
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import Damaged, ObjectMissing
 from ckptstore.format.boxes import check_cover
 from ckptstore.format.documents import Manifest
 from ckptstore.format.planning import ChunkRead, ShardRead, plan_all
 from ckptstore.names import Attempt
-from ckptstore.reading.fetch import DEFAULT_THREADS, Progress, check_chunk, check_decoded, fetch_stored
+from ckptstore.reading.fetch import DEFAULT_THREADS, Progress, check_chunk, decoded, fetch_stored
 from ckptstore.reading.rehearsal import Rehearsal, RestoreEstimate, rehearse
 from ckptstore.reading.source import Source, read_manifest, read_receipt
 from ckptstore.threads import in_parallel
@@ -89,16 +90,19 @@ def verify(
     known = checked or VerifiedChunks()
     rehearsed = Rehearsal() if ranks is None else rehearse(source, checkpoint, ranks)
     if rehearsed.reads:
-        known.add_all(checkpoint, (chunk for read in rehearsed.reads for chunk in read.chunks))
+        known.add_all(checkpoint, (part for read in rehearsed.reads for chunk in read.chunks for part in chunk.parts))
         throttle(sum(read.bytes for read in rehearsed.reads))
-    check = check_chunk if ranks is None else check_decoded
     problems, manifest = _check_documents(source, checkpoint)
     damaged: list[ChunkRead] = []
 
     def examine(read: ChunkRead) -> None:
         if (checkpoint, read) not in known:
             try:
-                check(checkpoint, read, fetch_stored(source, checkpoint, ShardRead((read,))))
+                stored = fetch_stored(source, checkpoint, ShardRead((read,)))
+                if ranks is None or (read.codec == DELTA and not read.bases):  # one base alone gives nothing
+                    check_chunk(checkpoint, read, stored)
+                else:
+                    decoded(checkpoint, read, stored, source)
                 known.add(checkpoint, read)
             except (Damaged, ObjectMissing) as error:
                 problems.append(str(error))
@@ -107,7 +111,7 @@ def verify(
         progress(read.stored)
 
     planned = plan_all(manifest.content) if manifest is not None else ()
-    reads = [read for read in planned if only is None or (read.shard, read.index) in only]
+    reads = [part for read in planned if only is None or (read.shard, read.index) in only for part in read.parts]
     in_parallel(examine, reads, threads)
     stored_bytes = sum(read.stored for read in reads)
     if not problems and rehearsed.problem:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ckptstore.codecs.chunk_codecs import POLICIES, RAW, Buffer, decode, encode
+from ckptstore.codecs.delta import DELTA
 from ckptstore.commits import audit
 from ckptstore.commits.catalog import Checkpoint, from_outcome, list_checkpoints
 from ckptstore.commits.commit import read_outcome, read_receipts
@@ -210,6 +211,7 @@ def _named(content: Content, chunks: Iterable[ChunkRead]) -> Iterator[tuple[Chun
     for chunk in chunks:
         names = {bytes.fromhex(chunk.digest)}
         raw = raw_digests[chunk.shard]
-        if chunk.codec != RAW and raw is not None:  # the raw codec stores the raw bytes
+        # The raw codec stores the raw bytes. A delta of other bases would be another one.
+        if chunk.codec not in (RAW, DELTA) and raw is not None:
             names.add(raw[DIGEST_BYTES * chunk.index : DIGEST_BYTES * (chunk.index + 1)])
         yield chunk, names - {bytes(DIGEST_BYTES)}

@@ -2,7 +2,7 @@
 
 The copy is a new attempt of the same step in the newest generation of its run, committed by the same protocol as a
 save: it exists as a whole or not at all. Its attempt follows from that of the original, so a copy that was interrupted
-continues where it stopped. Chunks that the original references are stored with the copy.
+continues where it stopped. Chunks that the original references are stored with the copy, and deltas as whole chunks.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ from typing import NamedTuple
 
 import msgspec
 
+from ckptstore.codecs.chunk_codecs import RAW
 from ckptstore.commits.catalog import Checkpoint, State, find, from_outcome, joined_generation
 from ckptstore.commits.commit import EARLIER, commit_attempt, read_outcome
 from ckptstore.commits.hidden import hidden_attempts
 from ckptstore.commits.labels import LabelChange, change_labels, label_versions, labelled, with_labels
 from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint, ObjectMissing
-from ckptstore.format.documents import JSON, Manifest, Receipt, Shard, digest
+from ckptstore.format.documents import BASES, DIGEST_BYTES, JSON, Chunks, Manifest, Receipt, Shard, digest
 from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.format.planning import ChunkRead, ShardRead, join, plan_all
+from ckptstore.format.shards import EncodedChunk, chunk_table
 from ckptstore.format.statistics import SideDocument, Statistics, extension_name, side_documents, side_extension
 from ckptstore.names import Attempt, Reference, derive_ulid
-from ckptstore.reading.fetch import Progress, check_chunk, fetch_stored
+from ckptstore.reading.fetch import Progress, check_chunk, decoded, fetch_stored
 from ckptstore.reading.source import Source, read_manifest, read_receipt, statistics_name, stored_statistics
 from ckptstore.run import Run
 
@@ -126,35 +128,59 @@ def _copy_data(
     if data:
         document = parse_sealed(data, Statistics, statistics_name(original, shard.rank))
         data = seal(msgspec.structs.replace(document, attempt=str(attempt)))
+    chunks = _whole(shard, reads)
+    written = [
+        msgspec.structs.replace(read, stored=stored, digest=chunks.digest_of(read.index))
+        for read, stored in zip(reads, chunks.stored.tolist(), strict=True)
+    ]
     if reads:
-        copy_shard(source, original, reads, target, target.keys.shard(attempt, shard.name), progress, data)
+        key = target.keys.shard(attempt, shard.name)
+        copy_shard(source, original, reads, target, key, progress, data, written)
     elif data:
         target.store.put(target.keys.statistics(attempt, shard.rank), data)
     if side is None or not data:
         return {}
-    offset = sum(read.stored for read in reads) if reads else None
+    offset = sum(read.stored for read in written) if reads else None
     named = msgspec.structs.replace(side, digest=digest(data), bytes=len(data), offset=offset)
     return side_extension(shard.rank, named)
 
 
-def chunks_by_shard(manifest: Manifest) -> Mapping[str, Sequence[ChunkRead]]:
+def chunks_by_shard(document: Manifest | Receipt) -> Mapping[str, Sequence[ChunkRead]]:
     """The chunks that a checkpoint needs, by the shard in whose table they are, in its order. Pure."""
     found = defaultdict[str, list[ChunkRead]](list)
-    for read in sorted(plan_all(manifest.content), key=lambda read: read.index):
+    for read in sorted(plan_all(document.content), key=lambda read: read.index):
         found[read.shard].append(read)
     return found
 
 
+def _whole(shard: Shard, reads: Sequence[ChunkRead]) -> Chunks:
+    """The table of a shard whose deltas are stored as they are before encoding. reads: its chunks."""
+    if shard.bases is None:
+        return shard.chunks
+    raw = shard.chunks.raw_digest or b""
+
+    def row(read: ChunkRead) -> EncodedChunk:
+        if not read.bases:
+            return EncodedChunk(b"", read.raw, read.stored, read.codec, read.digest)
+        at = DIGEST_BYTES * read.index
+        return EncodedChunk(b"", read.raw, read.raw, RAW, raw[at : at + DIGEST_BYTES].hex())
+
+    return msgspec.structs.replace(chunk_table([*map(row, reads)]), raw_digest=raw)
+
+
 def copy_shard(
     source: Source, original: Checkpoint, reads: Sequence[ChunkRead], target: Run, key: str, progress: Progress,
-    tail: bytes,
+    tail: bytes, written: Sequence[ChunkRead] | None = None,
 ) -> None:  # fmt: skip
     """Copy these chunks, back to back, into one object, and `tail` behind them; durable on return.
 
-    They are not written again if it has them. Raises Damaged, ObjectMissing or Unavailable.
+    written: the same as they are there, if those with bases are to be decoded. They are not written again if it has
+    them. Raises Damaged, ObjectMissing or Unavailable.
     """
-    size = sum(read.stored for read in reads)
-    there = _has(target, key, reads, tail)
+    if written is None:
+        written = reads = [msgspec.structs.replace(read, bases=()) for read in reads]
+    size = sum(read.stored for read in written)
+    there = _has(target, key, written, tail)
     if there:
         progress(size)
         return
@@ -194,6 +220,8 @@ def _fetch_in_order(source: Source, original: Checkpoint, chunks: Iterable[Chunk
 
     def fetch(read: ShardRead) -> memoryview:
         stored = fetch_stored(source, original, read, again=False)
+        if read.chunks[0].bases:  # such a chunk is read by itself
+            return decoded(original, read.chunks[0], stored, source)
         for chunk in read.chunks:
             at = chunk.offset - read.offset
             check_chunk(original, chunk, stored[at : at + chunk.stored])
@@ -222,10 +250,15 @@ def _copy_receipt(
     side: the extension that names its statistics, in place of the original's.
     """
     receipt = read_receipt(source, original, manifest, rank)
-    shards = [Shard(name=shard.name, rank=shard.rank, chunks=shard.chunks) for shard in receipt.content.shards]
+    reads = chunks_by_shard(receipt)
+    shards = [
+        Shard(name=shard.name, rank=shard.rank, chunks=_whole(shard, reads[shard.name]))
+        for shard in receipt.content.shards
+    ]
     extensions = dict(receipt.extensions)
     extensions.pop(extension_name(rank), None)
     extensions.pop(EARLIER, None)  # they were not copied
+    extensions.pop(BASES, None)
     copied: Receipt = msgspec.structs.replace(
         receipt,
         run=target.name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -15,11 +15,12 @@ import pytest
 from ckptstore import names
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, list_checkpoints
-from ckptstore.commits.commit import commit_attempt, read_outcome
+from ckptstore.commits.commit import commit_attempt, read_outcome, read_receipt
 from ckptstore.commits.references import Mark, marks, referenced_attempts
-from ckptstore.errors import CheckpointHeld, CkptError, CorruptObject, ReferenceLost
+from ckptstore.errors import CheckpointHeld, CkptError, CorruptObject, ObjectMissing, ReferenceLost, UnsupportedFormat
+from ckptstore.format import parsing
 from ckptstore.format.columns import column
-from ckptstore.format.documents import References
+from ckptstore.format.documents import Bases, References
 from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.format.planning import plan_all, plan_reads
@@ -29,15 +30,18 @@ from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import ORPHAN_GRACE_S, advance, collect, delete_checkpoint, hide, undelete
+from ckptstore.retention.healing import Healed, heal
 from ckptstore.retention.pins import active_holds
 from ckptstore.retention.pruning import apply_prune, plan_prune
 from ckptstore.run import Run
-from ckptstore.stores import Store
+from ckptstore.stores import Store, open_store
+from ckptstore.tiers.copying import copy_checkpoint
 from tests.ckptstore.format import independent_reader
 from tests.conftest import in_memory
 from tests.support.checkpoints import RUN, at_every_call, flipped, read_all, whole_entries, write_checkpoint, write_rank
 from tests.support.stores import MovableClock
 
+_F = TypeVar("_F", References, Bases)
 Arrays = dict[str, npt.NDArray[Any]]
 
 
@@ -255,7 +259,7 @@ _BAD: dict[str, Callable[[References, str], References]] = {
 }
 
 
-def replace_fields(references: References, **fields: Any) -> References:
+def replace_fields(references: _F, **fields: Any) -> _F:
     return msgspec.structs.replace(references, **fields)
 
 
@@ -285,3 +289,134 @@ def test_marks_that_are_not_ours_are_left_alone(store: Store) -> None:
     assert marks(run) == [Mark(first.attempt, second.attempt)]
     hide(run, [second.attempt], "test")
     assert marks(run) == [Mark(first.attempt, second.attempt)]
+
+
+def updates(store: Store, *steps: int) -> list[Checkpoint]:
+    """As `chain`, of states that change a little, stored as deltas."""
+    rng = np.random.default_rng(3)
+    arrays = state(0) | {"model/half": rng.standard_normal(70_000).astype(np.float16)}
+    found: list[Checkpoint] = []
+    for step in steps:
+        small = rng.standard_normal(70_000) * (rng.random(70_000) < 0.01)
+        changed = arrays["model/half"] + (small * 1e-3).astype(np.float16)
+        arrays = arrays | {"model/half": changed, "model/table": arrays["model/table"] + (step == 4)}
+        base = found[-1].attempt if found else None
+        found.append(write_checkpoint(store, RUN, step, arrays, base=base, deltas=True))
+        _updated[str(found[-1].attempt)] = {name: array.tobytes() for name, array in arrays.items()}
+    return found
+
+
+_updated: dict[str, dict[str, bytes]] = {}
+"""What each checkpoint of `updates` must contain, by its attempt."""
+
+
+def shard_key(checkpoint: Checkpoint) -> str:
+    return RunKeys(RUN).shard(checkpoint.attempt, names.shard_name(0))
+
+
+def test_deltas_are_decoded_on_what_earlier_checkpoints_store(store: Store) -> None:
+    source, found = StoreSource(store), updates(store, 1, 2, 3, 4, 5)
+    for number, checkpoint in enumerate(found):
+        assert read_all(source, checkpoint) == _updated[str(checkpoint.attempt)]
+        assert verify(source, checkpoint, ranks=[2]).ok
+        needed = referenced_attempts(read_manifest(source, checkpoint).content)
+        assert needed == [other.attempt for other in found[:number]]
+        assert {mark.attempt for mark in marks(Run(store, RUN)) if mark.by == checkpoint.attempt} == {*needed}
+    assert found[-1].stored_bytes < found[0].stored_bytes / 50
+    assert found[-1].referenced_bytes > found[0].stored_bytes
+
+
+def test_an_independent_reader_decodes_deltas(tmp_path: Any) -> None:
+    for step in range(1, 5):
+        root = str(tmp_path / str(step))
+        newest = updates(open_store(root), *range(1, step + 1))[-1]
+        _, entries = independent_reader.read(root, RUN)
+        assert {name: data for name, (_, _, data) in entries.items()} == _updated[str(newest.attempt)]
+
+
+@in_memory
+def test_readers_that_do_not_know_deltas_call_them_newer(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = updates(store, 1, 2)
+    monkeypatch.setattr(parsing, "_KNOWN", frozenset())
+    assert verify(StoreSource(store), first).ok
+    with pytest.raises(UnsupportedFormat, match=r"critical\.bases"):
+        read_manifest(StoreSource(store), second)
+
+
+@pytest.fixture
+def copy() -> Store:
+    """Another store."""
+    return open_store(f"memory://{new_ulid(system_clock())}")
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_damaged_base_is_named_and_healed(store: Store, copy: Store, number: int) -> None:
+    found = updates(store, 1, 2, 3)
+    for info in store.list(""):
+        copy.put(info.key, store.get(info.key))
+    store.put(shard_key(found[number]), flipped(store.get(shard_key(found[number])), 30))
+    source, run = StoreSource(store), Run(store, RUN)
+    assert [verify(source, c).ok for c in found] == [c.step <= number for c in found]
+    for checkpoint in found[number:]:
+        with pytest.raises(CorruptObject, match="does not match its checksum"):
+            read_all(source, checkpoint)
+        damaged = verify(source, checkpoint, ranks=[1])
+        assert {read.attempt or str(checkpoint.attempt) for read in damaged.damaged} >= {str(found[number].attempt)}
+        assert len({*damaged.problems}) == 1
+        assert checkpoint is found[number] or str(found[number].attempt) in damaged.problems[0]
+    healed = heal(run, verify(source, found[-1]), [copy])
+    assert healed == Healed((shard_key(found[number]),), ())
+    assert store.get(shard_key(found[number])) == copy.get(shard_key(found[number]))
+    assert all(verify(source, c).ok for c in found)
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_a_missing_base_is_an_error(store: Store, number: int) -> None:
+    found = updates(store, 1, 2, 3)
+    store.delete_many([shard_key(found[number])])
+    with pytest.raises(ObjectMissing):
+        read_all(StoreSource(store), found[2])
+
+
+def test_a_copy_has_whole_chunks(store: Store, copy: Store) -> None:
+    original = updates(store, 1, 2, 3)[-1]
+    copied = copy_checkpoint(StoreSource(store), original, Run(copy, "other"), lambda _: None).checkpoint
+    assert (copied.referenced_bytes, referenced_attempts(read_manifest(StoreSource(copy), copied).content)) == (0, [])
+    assert read_all(StoreSource(copy), copied) == _updated[str(original.attempt)]
+    assert verify(StoreSource(copy), copied, ranks=[1]).ok
+    again = copy_checkpoint(StoreSource(store), original, Run(copy, "other"), lambda _: None)
+    assert again.existed
+
+
+_BAD_BASES: dict[str, Callable[[Bases, str], Any]] = {
+    "none": lambda b, own: None,
+    "itself": lambda b, own: replace_fields(b, attempts=[own, *b.attempts[1:]]),
+    "unused": lambda b, own: replace_fields(b, attempts=[*b.attempts, _OTHER]),
+    "out of order": lambda b, own: replace_fields(b, chunk=b.chunk[::-1].copy()),
+    "of another chunk": lambda b, own: replace_fields(b, chunk=b.chunk + 1),
+    "no codec": lambda b, own: replace_fields(b, codec=b.codec + 100),
+    "first a delta": lambda b, own: replace_fields(b, codec=b.codec[::-1].copy()),
+    "too far": lambda b, own: replace_fields(b, offset=b.offset + 2**62 + 1),
+    "empty": lambda b, own: replace_fields(b, stored=b.stored * 0),
+    "too short": lambda b, own: replace_fields(b, stored=b.stored[1:]),
+    "a digest too few": lambda b, own: replace_fields(b, digest=b.digest[16:]),
+    "half a digest": lambda b, own: replace_fields(b, digest=b.digest[:-8]),
+}
+
+
+@in_memory
+@pytest.mark.parametrize("how", [*_BAD_BASES, "no raw digest", "not announced"])
+def test_bases_that_make_no_sense_are_refused(store: Store, how: str) -> None:
+    newest = updates(store, 1, 2, 3)[-1]
+    receipt = read_receipt(Run(store, RUN), newest.attempt, 0)
+    (shard,) = receipt.content.shards
+    assert shard.bases is not None
+    if how in _BAD_BASES:
+        shard = msgspec.structs.replace(shard, bases=_BAD_BASES[how](shard.bases, receipt.attempt))
+    elif how == "no raw digest":
+        shard = msgspec.structs.replace(shard, chunks=msgspec.structs.replace(shard.chunks, raw_digest=None))
+    content = msgspec.structs.replace(receipt.content, shards=[shard])
+    extensions = {} if how == "not announced" else receipt.extensions
+    data = seal(msgspec.structs.replace(receipt, content=content, extensions=extensions))
+    with pytest.raises(CorruptObject):
+        parse_sealed(data, type(receipt), "receipt")

@@ -33,7 +33,8 @@ def unseal(path: pathlib.Path) -> dict:  # type: ignore[type-arg]
 
 def understood(document: dict) -> dict:  # type: ignore[type-arg]
     assert document["format"] <= 2, "a newer format"
-    assert not any(name.startswith("critical.") for name in document.get("extensions", {})), "an unknown extension"
+    unknown = {name for name in document.get("extensions", {}) if name.startswith("critical.")} - {"critical.bases"}
+    assert not unknown, "an unknown extension"
     return document
 
 
@@ -84,6 +85,26 @@ def decode(codec: str, stored: bytes, size: int) -> bytes:
     return b"".join(words) + stored[at:]
 
 
+def undelta(stored: bytes, base: bytes) -> bytes:
+    digest, width, n = struct.unpack_from("<16sII", stored)
+    at, words = 24, np.frombuffer(base, f"<u{width}").copy()
+
+    def planes(width: int) -> np.ndarray:
+        nonlocal at
+        found = []
+        for _ in range(width):
+            (size,) = struct.unpack_from("<I", stored, at)
+            found.append(np.frombuffer(zstandard.decompress(stored[at + 4 : at + 4 + size]), np.uint8))
+            at += 4 + size
+        return np.stack(found, 1).copy().view(f"<u{width}")[:, 0]
+
+    where = np.cumsum(planes(4).astype(np.int64) + 1) - 1 if n < len(words) else np.arange(n)
+    z = planes(width)
+    words[where] += (z >> 1) ^ (0 - (z & 1)).astype(z.dtype)
+    assert (at, xxhash.xxh3_128_digest(words.tobytes())) == (len(stored), digest), "a delta is damaged"
+    return words.tobytes()
+
+
 def cast(w: np.ndarray, dtype: str) -> np.ndarray:
     nan = w & 0x7FFFFFFF > 0x7F800000
     if dtype == "bfloat16":
@@ -107,15 +128,27 @@ def read(root: str, run: str) -> tuple[dict, Entries]:  # type: ignore[type-arg]
         if referenced is not None:
             rows = zip(*(column(referenced[c]) for c in ("chunk", "attempt", "offset")))
             others = {chunk: (referenced["attempts"][attempt], offset) for chunk, attempt, offset in rows}
+        bases: dict[int, list[tuple]] = {}  # type: ignore[type-arg]
+        if (needed := shard.get("bases")) is not None:
+            assert "critical.bases" in manifest["extensions"]
+            marks = base64.b64decode(needed["digest"], validate=True)
+            rows = zip(*(column(needed[c]) for c in ("chunk", "attempt", "offset", "stored", "codec")))
+            for j, (chunk, attempt, offset, size, kind) in enumerate(rows):
+                place = needed["attempts"][attempt], offset, size, marks[16 * j : 16 * j + 16], kind
+                bases.setdefault(chunk, []).append(place)
         chunks, digests = shard["chunks"], base64.b64decode(shard["chunks"]["digest"], validate=True)
         for i, (raw, stored, codec) in enumerate(zip(*(column(chunks[c]) for c in ("raw", "stored", "codec")))):
             expected = digests[16 * i : 16 * i + 16]
             holder, offset = others.get(i, (outcome["attempt"], at))
-            with (folder.parent / holder / shard["name"]).open("rb") as file:
-                file.seek(offset)
-                data = file.read(stored)
-            assert xxhash.xxh3_128_digest(data) == expected, "a chunk is damaged"
-            stream += decode(chunks["codecs"][codec], data, raw)
+            piece = b""
+            for there, begin, size, mark, kind in [*bases.get(i, []), (holder, offset, stored, expected, codec)]:
+                with (folder.parent / there / shard["name"]).open("rb") as file:
+                    file.seek(begin)
+                    data = file.read(size)
+                assert xxhash.xxh3_128_digest(data) == mark, "a chunk is damaged"
+                name = chunks["codecs"][kind]
+                piece = undelta(data, piece) if name == "delta" else decode(name, data, raw)
+            stream += piece
             at += 0 if i in others else stored
         streams.append(stream)
     names, dtypes, shapes = (content["entries"][c] for c in ("name", "dtype", "shape"))
