@@ -142,19 +142,24 @@ def write_rank(
         needed = base_table(bases, table.codecs)
         shards = [Shard(name=names.shard_name(rank), rank=rank, chunks=table, references=references, bases=needed)]
     entries, slices = slice_tables(placed)
-    tree = {name.removeprefix("model/"): {"$": "tensor", "name": name} for name in arrays}
-    trees: dict[str, JSON] = {"model": tree} if arrays else {}
-    if assets := {n.removeprefix("assets/"): {"$": "array", "name": n} for n in arrays if n.startswith("assets/")}:
-        trees["assets"] = assets
     receipt = Receipt(
         format=FORMAT, kind="receipt", run=run, step=attempt.step, attempt=str(attempt), rank=rank,
         world_size=world_size, created_at=clock(), local={"epoch": rank}, metrics=dict(metrics or {}),
-        content=Content(shards=shards, entries=entries, slices=slices, aliases={}, trees=trees),
+        content=Content(shards=shards, entries=entries, slices=slices, aliases={}, trees=_trees(arrays)),
         extensions={**extensions, EARLIER: list(map(str, earlier))} if earlier else extensions,
     )  # fmt: skip
     data = seal(receipt)
     store.put(RunKeys(run).receipt(attempt, rank), data)
     return StoredReceipt.of(receipt, data)
+
+
+def _trees(arrays: Arrays) -> dict[str, JSON]:
+    """Those of the model and of the assets, if there are any arrays of them."""
+    tree = {name.removeprefix("model/"): {"$": "tensor", "name": name} for name in arrays}
+    trees: dict[str, JSON] = {"model": tree} if arrays else {}
+    if assets := {n.removeprefix("assets/"): {"$": "array", "name": n} for n in arrays if n.startswith("assets/")}:
+        trees["assets"] = assets
+    return trees
 
 
 def _statistics(attempt: Attempt, rank: int, rows: int, offset: int | None) -> tuple[bytes, dict[str, JSON]]:
