@@ -14,7 +14,7 @@ from fastapi import APIRouter, Depends, FastAPI, params
 from fastapi.routing import APIRoute
 
 from ckptapi import bodies
-from ckptd.api import checkpoints, decisions, events, jobs, probes, restores, retention, tokens
+from ckptd.api import checkpoints, decisions, events, hub, jobs, probes, restores, retention, tokens
 from ckptd.cache import BlockCache, open_folder
 from ckptd.housekeeping.job_handlers import JobHandlers
 from ckptd.housekeeping.leadership import Leadership, LeaderStore
@@ -153,7 +153,7 @@ def _context(core: _Core, cache: BlockCache, threads: Threads) -> Context:
         accounts=core.accounts,
         catalog=core.catalog,
         clock=clock,
-        contents=Contents(core.catalog, objects),
+        contents=Contents(core.catalog, objects, source),
         events=core.events,
         freshness=core.freshness,
         jobs=Jobs(JobIndex(core.database), core.events, clock, handlers.by_kind()),
@@ -264,8 +264,8 @@ def _assemble(
     openapi.install(app)
     for module in (checkpoints, decisions, restores, retention, events, jobs, tokens):
         _include(app, module.router, [Depends(openapi.only_known)])
-    # Monitoring and links add parameters of their own.
-    for module in (probes, routes):
+    # Monitoring, links and clients of the Hub add parameters of their own.
+    for module in (probes, hub, routes):
         _include(app, module.router, [])
     # The last one added is the outermost.
     known = context.tokens if auth else None

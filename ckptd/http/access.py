@@ -1,6 +1,7 @@
 """Authorization: one rule per endpoint, and the check of the caller's scopes and runs before the endpoint runs.
 
-An endpoint without a rule is for admins only.
+An endpoint without a rule is for admins only, unless it belongs to the interface of the Hub (/hf/), which names runs in
+its own way and checks each.
 
 A caller that is bound to some runs must name one of them, except in listings, which filter their results.
 """
@@ -158,6 +159,8 @@ _FOR_ADMINS = AccessRule(ADMIN)
 _READ_ALL = AccessRule(READ)
 _READ_RUN = AccessRule(READ, in_query)
 _LIST = AccessRule(READ, in_query, filters=True)
+_HUB = AccessRule(READ, filters=True)
+"""The interface of the Hub answers about a run that the caller may not see as about one that is not there."""
 _READ_CHECKPOINT = AccessRule(READ, of_checkpoint)
 _PRUNE_CHECKPOINT = AccessRule(PRUNE, of_checkpoint)
 RULES: dict[tuple[str, str], AccessRule] = {
@@ -239,4 +242,5 @@ JOBS: dict[type[Any], Scope] = {
 def rule_of(request: Request) -> AccessRule:
     """The rule of the endpoint that serves a request."""
     method = "GET" if request.method == "HEAD" else request.method
-    return RULES.get((method, request.scope["route"].path_format), _FOR_ADMINS)
+    path = request.scope["route"].path_format
+    return RULES.get((method, path), _HUB if path.startswith("/hf/") else _FOR_ADMINS)

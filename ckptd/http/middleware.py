@@ -37,7 +37,11 @@ _BEARER = "Bearer "
 MAX_FAILURES = 10
 WINDOW_S = 60.0
 """An address with this many failed authentications is blocked for this time."""
-_HEADERS = {Unauthorized: {"WWW-Authenticate": "Bearer"}, TooManyFailures: {"Retry-After": str(round(WINDOW_S))}}
+_INVALID = {"X-Error-Message": "Invalid credentials in Authorization header"}  # the words that clients of the Hub know
+_HEADERS = {
+    Unauthorized: {"WWW-Authenticate": "Bearer", **_INVALID},
+    TooManyFailures: {"Retry-After": str(round(WINDOW_S))},
+}
 _HOW = "Set CKPT_TOKEN, or send Authorization: Bearer <token>; ckptd token create makes one"
 
 

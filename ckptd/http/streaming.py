@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -12,27 +13,30 @@ from starlette.responses import Response, StreamingResponse
 from ckptd.http.context import Context
 from ckptd.http.problems import problem_response
 from ckptd.services.contents import StoredObject
+from ckptstore.reading.weights import VirtualFile
 
 _SENT_BYTES = 512 << 10
 """Per write, so that data copied on its way to the socket stays in the CPU cache."""
 MEDIA_TYPE = "application/octet-stream"
 
+ReadPiece = Callable[[int, int], memoryview]
+"""Blocks and returns bytes, given an offset and a count: one at least, and at most the count."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Reads for one request: shares the read slots fairly, and bypasses the cache if the request asks for it."""
+    """Reads for one request: shares the read slots fairly."""
 
     context: Context
     client: str
-    fresh: bool
+    blocking: ReadPiece
 
-    async def read(self, stored: StoredObject, wanted: ByteRange) -> memoryview:
+    async def read(self, wanted: ByteRange) -> memoryview:
         """The first bytes of a range: as many as one read returns."""
-        objects, threads = self.context.objects, self.context.threads
         async with self.context.read_slots.slot(self.client):
-            return await threads.store(objects.read, stored, wanted.offset, wanted.count, fresh=self.fresh)
+            return await self.context.threads.store(self.blocking, wanted.offset, wanted.count)
 
-    async def pieces(self, stored: StoredObject, wanted: ByteRange, first: memoryview) -> AsyncIterator[memoryview]:
+    async def pieces(self, wanted: ByteRange, first: memoryview) -> AsyncIterator[memoryview]:
         """The pieces of a range; `first` was read already."""
         piece = first
         while True:
@@ -42,7 +46,7 @@ class Reader:
             wanted = replace(wanted, offset=wanted.offset + len(piece), count=wanted.count - len(piece))
             if not wanted.count:
                 return
-            piece = await self.read(stored, wanted)
+            piece = await self.read(wanted)
 
 
 def client_of(request: Request) -> str:
@@ -51,26 +55,35 @@ def client_of(request: Request) -> str:
 
 
 async def object_response(request: Request, context: Context, stored: StoredObject) -> Response:
-    """The response to GET or HEAD of an object, per RFC 9110."""
-    etag = f'"{stored.version}"'
-    headers = {"ETag": etag, "Accept-Ranges": "bytes", "Cache-Control": "private, max-age=31536000, immutable"}
+    """The response to GET or HEAD of an object. A request that asks for it bypasses the cache."""
+    fresh = "no-cache" in request.headers.get("cache-control", "").lower()
+    read = partial(context.objects.read, stored, fresh=fresh)
+    caching = {"Cache-Control": "private, max-age=31536000, immutable"}
+    return await streamed(request, context, stored, read, caching)
+
+
+async def streamed(
+    request: Request, context: Context, file: StoredObject | VirtualFile, read: ReadPiece, headers: Mapping[str, str]
+) -> Response:
+    """The response to GET or HEAD of bytes that do not change, per RFC 9110."""
+    etag = f'"{file.version}"'
+    headers = {**headers, "ETag": etag, "Accept-Ranges": "bytes"}
     if matches(request.headers.get("if-none-match"), etag):
         return Response(status_code=304, headers=headers)
     if request.method == "HEAD":
-        return Response(headers={**headers, "Content-Length": str(stored.bytes)}, media_type=MEDIA_TYPE)
+        return Response(headers={**headers, "Content-Length": str(file.bytes)}, media_type=MEDIA_TYPE)
     may_be_partial = request.headers.get("if-range", etag) == etag
     try:
-        requested = parse_range(request.headers.get("range"), stored.bytes) if may_be_partial else None
+        requested = parse_range(request.headers.get("range"), file.bytes) if may_be_partial else None
     except Unsatisfiable:
-        return unsatisfiable(stored.bytes, f"Range was {request.headers['range'][:80]!r}")
-    wanted = requested or ByteRange(0, stored.bytes)
+        return unsatisfiable(file.bytes, f"Range was {request.headers['range'][:80]!r}")
+    wanted = requested or ByteRange(0, file.bytes)
     headers["Content-Length"] = str(wanted.count)
     if requested:
-        headers["Content-Range"] = f"bytes {requested.offset}-{requested.offset + requested.count - 1}/{stored.bytes}"
-    fresh = "no-cache" in request.headers.get("cache-control", "").lower()
-    reader = Reader(context, client_of(request), fresh)
+        headers["Content-Range"] = f"bytes {requested.offset}-{requested.offset + requested.count - 1}/{file.bytes}"
+    reader = Reader(context, client_of(request), read)
     # The first piece is read before the status is sent, so that a missing object is still a 404.
-    pieces = reader.pieces(stored, wanted, await reader.read(stored, wanted))
+    pieces = reader.pieces(wanted, await reader.read(wanted))
     return StreamingResponse(pieces, 206 if requested else 200, headers, media_type=MEDIA_TYPE)
 
 

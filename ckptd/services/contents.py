@@ -21,7 +21,9 @@ from ckptstore.format.parsing import parse_sealed
 from ckptstore.format.planning import entry_bytes
 from ckptstore.format.statistics import side_document
 from ckptstore.names import Attempt, Reference, RunKeys, run_of, shard_name
-from ckptstore.reading.source import check_manifest_data
+from ckptstore.reading.assets import folder_files, open_weights
+from ckptstore.reading.source import StoreSource, check_manifest_data
+from ckptstore.reading.weights import VirtualFile
 from ckptstore.run import Run
 from ckptstore.stores import Store
 
@@ -36,10 +38,12 @@ class Contents:
 
     _catalog: Catalog
     _objects: Objects
+    _source: StoreSource
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, Content] = OrderedDict()
+        self._planned = lru_cache(_KEPT)(self._plan)
 
     def shards(self, reference: Reference) -> Items[ShardBody]:
         """The shards of a checkpoint, by rank. Raises NoCheckpoint, InvalidRequest, Damaged or Unavailable."""
@@ -77,6 +81,16 @@ class Contents:
             for at in range(min(offset, stop), stop)
         ]
         return EntriesBody(items, len(entries.name), stop if stop < len(entries.name) else None)
+
+    def folder(self, reference: Reference, item: str, dtype: str | None) -> dict[str, VirtualFile]:
+        """The files of a Hugging Face folder of a checkpoint that is named by its id. Raises as `shards` does."""
+        with self._lock:
+            return self._planned(reference, item, dtype)
+
+    def _plan(self, reference: Reference, item: str, dtype: str | None) -> dict[str, VirtualFile]:
+        files = folder_files(open_weights(self._source, self._catalog.find(reference), item, dtype))
+        assert all(file.version for file in files.values())  # they take a while, and are kept
+        return files
 
     def _content(self, reference: Reference) -> Content:
         checkpoint = self._catalog.find(reference)

@@ -99,7 +99,7 @@ def _by_rules(policy: Policy, usable: Sequence[Checkpoint], now: float) -> dict[
         keep(period, list(last_of.values())[: getattr(policy, f"keep_{period}")])
     for best in map(Best.parse, policy.keep_best):
         keep(f"best-{best.metric}", ranked(best, usable)[: best.count])
-    keep("healthy", _healthiest(usable)[: policy.keep_healthy])
+    keep("healthy", healthiest(usable)[: policy.keep_healthy])
     for checkpoint in usable:
         if policy.keep_within_s and now - written[checkpoint.attempt] <= policy.keep_within_s:
             reasons[checkpoint.attempt].append("within")
@@ -119,7 +119,7 @@ def _first_of_each(every: int, usable: Sequence[Checkpoint]) -> list[Checkpoint]
     return list(first.values())
 
 
-def _healthiest(usable: Sequence[Checkpoint]) -> list[Checkpoint]:
+def healthiest(usable: Sequence[Checkpoint]) -> list[Checkpoint]:
     """The checkpoints without NaN and Inf, newest first; then those of which it is not known."""
     return sorted((c for c in usable if not c.not_finite), key=lambda c: c.not_finite is None)
 

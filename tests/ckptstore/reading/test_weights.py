@@ -70,7 +70,7 @@ def test_every_range_of_every_layout_has_the_bytes_of_the_file(
     expected, source = file.header + arrays, StoreSource(store)
     assert len(expected) == file.bytes
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weights, "_PIECE_BYTES", piece)
+        patch.setattr(weights, "PIECE_BYTES", piece)
         assert whole(source, checkpoint, file) == expected
     for low, high in zip(fractions[::2], fractions[1::2], strict=True):
         start, stop = sorted(int(fraction * file.bytes) for fraction in (low, high))

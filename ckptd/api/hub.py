@@ -1,0 +1,172 @@
+"""The interface of the Hugging Face Hub: with HF_ENDPOINT=http://HOST:8470/hf its clients read checkpoints as models.
+
+The repository of run `gpt` is `runs/gpt`, that of `team/gpt` is `team/gpt`. Any character may be written as its code,
+as those must be that a repository cannot have: `runs/team_x2F_sweep_x2F_lr_x3D_0.1`. A revision is `main` (the newest
+healthy checkpoint), `step-1000`, a tag or STEP.ULID; `+ITEM`, `+bf16` and `+fp16` behind it select a view. A commit is
+STEP.ULID with its view, so its bytes never change.
+
+Every byte that is sent was verified. A run that the caller may not read is answered like one that is not there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from ckptapi import bodies
+from ckptapi.listing import Filter, Sort
+from ckptd.http.access import OF_TOKEN, CallerDep
+from ckptd.http.context import Context, Ctx
+from ckptd.http.streaming import streamed
+from ckptd.services import Catalog
+from ckptd.services.tokens import Caller
+from ckptstore.commits.catalog import Checkpoint, State
+from ckptstore.commits.leases import end_lease
+from ckptstore.errors import BadInput, NoCheckpoint
+from ckptstore.names import Reference
+from ckptstore.reading.weights import PIECE_BYTES, VirtualFile
+from ckptstore.retention.policy import healthiest
+
+router = APIRouter(prefix="/hf", include_in_schema=False)
+
+_MODEL = "/api/models/{namespace}/{name}"
+_CODE = re.compile("_x([0-9A-F]{2})_")
+_REVISION = re.compile(r"(?:step-(?=\d+(?:\+|$)))?([^+]+)((?:\+(?!(?:bf|fp)16$)([^+]+))?(?:\+(bf16|fp16))?)", re.ASCII)
+"""The checkpoint, and the view: an item and a type."""
+_LEASE_S = 4 * 3600.0
+"""Longer than the download of one file."""
+
+
+@dataclass(slots=True)
+class _Snapshot:
+    """One view of a checkpoint, for one request."""
+
+    sha: str
+    checkpoint: Checkpoint
+    files: Mapping[str, VirtualFile]
+    lease: str = ""
+
+
+async def _snapshot(
+    request: Request, ctx: Ctx, caller: CallerDep, namespace: str, name: str
+) -> AsyncIterator[_Snapshot]:
+    """The revision in the path. Its lease ends with the response, also if the client is gone before."""
+    revision = request.path_params.get("revision", "main")
+    opened = await ctx.threads.store(_opened, ctx, caller, f"{namespace}/{name}", revision)
+    try:
+        yield opened
+    finally:
+        if opened.lease:
+            await ctx.threads.store(end_lease, ctx.source.run(opened.checkpoint.run), opened.lease)
+
+
+Snapshot = Annotated[_Snapshot, Depends(_snapshot)]
+
+
+@router.get(_MODEL)
+@router.get(_MODEL + "/revision/{revision:path}")
+async def model(snapshot: Snapshot, namespace: str, name: str) -> Response:
+    """The commit of a revision, and its files."""
+    files = [{"rfilename": file} for file in snapshot.files]
+    return JSONResponse({"id": f"{namespace}/{name}", "sha": snapshot.sha, "siblings": files})
+
+
+@router.get(_MODEL + "/refs")
+async def refs(ctx: Ctx, snapshot: Snapshot) -> Response:
+    """The newest steps of the live lineage as branches, and their tags."""
+    newest = await ctx.threads.index(_committed, ctx.catalog, snapshot.checkpoint.run)
+    branches = [_ref(f"step-{one.step}", one) for one in newest]
+    tags = [_ref(tag, one) for one in newest for tag in one.tags]
+    return JSONResponse({"branches": branches, "tags": tags, "converts": []})
+
+
+@router.get(_MODEL + "/tree/{revision}")
+@router.get(_MODEL + "/tree/{revision}/{path:path}")
+async def tree(snapshot: Snapshot, path: str = "", recursive: bool = False) -> Response:
+    """The files and folders in a folder."""
+    found = dict[str, dict[str, object]]()
+    for name, file in snapshot.files.items():
+        for folder in list(PurePosixPath(name).parents)[:-1]:
+            found[str(folder)] = {"type": "directory", "path": str(folder), "oid": str(folder)}
+        found[name] = {"type": "file", "path": name, "size": file.bytes, "oid": file.version}
+    inside = path and f"{path}/"
+    below = [name for name in found if name.startswith(inside) and (recursive or "/" not in name[len(inside) :])]
+    if path and not below:
+        raise _missing("EntryNotFound", f"{snapshot.checkpoint.id} has no folder {path!r}")
+    return JSONResponse([found[name] for name in below])
+
+
+@router.api_route("/{namespace}/{name}/resolve/{revision}/{path:path}", methods=["GET", "HEAD"])
+async def resolve(request: Request, ctx: Ctx, caller: CallerDep, snapshot: Snapshot, path: str) -> Response:
+    """The bytes of a file, or a range of them. More than one read holds a lease."""
+    source, checkpoint, file = ctx.source, snapshot.checkpoint, snapshot.files.get(path)
+    if file is None:
+        raise _missing("EntryNotFound", f"{checkpoint.id} has no file {path!r}", snapshot.sha)
+
+    def read(offset: int, count: int) -> memoryview:
+        if count > PIECE_BYTES and not snapshot.lease:
+            snapshot.lease = source.take_lease(checkpoint, f"{caller.name}{OF_TOKEN}download", _LEASE_S)
+        return next(file.pieces(source, checkpoint, offset, offset + count), memoryview(b""))
+
+    return await streamed(request, ctx, file, read, {"X-Repo-Commit": snapshot.sha})
+
+
+@router.api_route("/{path:path}", methods=["GET", "HEAD"])
+async def other(path: str) -> Response:
+    """Whatever else clients ask the Hub for, such as models that are not here."""
+    raise _missing("RepoNotFound", f"{path} is not here: HF_ENDPOINT names a daemon in place of the Hub")
+
+
+def _missing(code: str, text: str, sha: str = "") -> HTTPException:
+    """An answer that the clients turn into an exception of their own."""
+    message = ascii(text[:500])[1:-1]
+    return HTTPException(404, text, {"X-Error-Code": code, "X-Error-Message": message, "X-Repo-Commit": sha})
+
+
+def _opened(ctx: Context, caller: Caller, repository: str, revision: str) -> _Snapshot:
+    run = _CODE.sub(lambda code: chr(int(code[1], 16)), repository.removeprefix("runs/"))
+    match = _REVISION.fullmatch(revision)
+    which, view, item, dtype = match.groups() if match else (revision, "", None, None)
+    code = "RepoNotFound"
+    try:
+        if not caller.sees(run):
+            raise NoCheckpoint(Reference(run).missing)
+        newest = ctx.catalog.latest(run)
+        code = "RevisionNotFound"
+        found = _named(ctx.catalog, newest, which)
+        files = ctx.contents.folder(Reference(run, found.step, found.attempt.ulid), item or "model", dtype)
+    except (NoCheckpoint, BadInput) as error:
+        raise _missing(code, error.message) from error
+    return _Snapshot(_sha(found) + view, found, files)
+
+
+def _named(catalog: Catalog, newest: Checkpoint, which: str) -> Checkpoint:
+    """The checkpoint that a revision without its view names."""
+    run = newest.run
+    if which != "main":
+        return catalog.find(Reference.parse(f"{run}@{which.removeprefix(f'{run}@')}"))
+    healthy = healthiest([newest] if newest.not_finite == 0 else _committed(catalog, run))
+    if not healthy:
+        raise NoCheckpoint(f"none of the newest checkpoints of run {run!r} is healthy")
+    return healthy[0]
+
+
+def _committed(catalog: Catalog, run: str) -> list[Checkpoint]:
+    """The newest checkpoints of the live lineage, newest first."""
+    wanted = Filter(run=run, states=frozenset({State.COMMITTED}))
+    return catalog.page(wanted, Sort.RUN, None, bodies.MAX_PAGE).checkpoints
+
+
+def _sha(checkpoint: Checkpoint) -> str:
+    return f"{checkpoint.step}.{checkpoint.attempt.ulid}"
+
+
+def _ref(name: str, checkpoint: Checkpoint) -> dict[str, str]:
+    return {"name": name, "ref": name, "targetCommit": _sha(checkpoint)}
