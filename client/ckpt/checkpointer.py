@@ -51,6 +51,7 @@ class Checkpointer:
         )
         self._saves = RunSaves(config, self._source, self._world, partial(check_present, self._source, config))
         self._releases = _one_thread()
+        self._publisher: Checkpointer | None = None
         self._schedules: list[Schedule] = []
         self._preemption = Preemption(self.fits, self._saves.expedite)
         _close_at_exit(self)
@@ -125,6 +126,19 @@ class Checkpointer:
         with self._saves.steps.waiting():
             return handle.result()
 
+    def publish(self, model: Model, step: int, *, metrics: Mapping[str, float] | None = None) -> SaveHandle:
+        """Save the weights of a model alone, for readers: asynchronously, as a checkpoint of the run RUN/weights.
+
+        float32 parameters are rounded to bfloat16. Chunks are stored as deltas of the last checkpoint, which the saver
+        keeps in memory. A restore of this run never takes them. All else is as for `save_async`.
+        """
+        if self._publisher is None:
+            settings = {name: getattr(self.config, name) for name in Config.__dataclass_fields__}
+            self._publisher = Checkpointer(**settings | {"run": f"{self.config.run_name}/weights"})
+            saves = self._publisher._saves
+            saves.agreement.publishes, saves.looks = True, False
+        return self._publisher.save_async(model, None, step, metrics=metrics)
+
     def restore(
         self,
         /,
@@ -178,6 +192,8 @@ class Checkpointer:
             own = bool(state.modules or state.optimizers) or restored.checkpoint.run == self.config.run_name
             if session.restored(restored.checkpoint, restorer.trains and own):
                 self._saves.steps.restored(session.parent, restored.step, restored.seconds)
+                if self._publisher is not None:
+                    self._publisher._saves.session.restored(restored.checkpoint, True)
         if restorer.trains and not self.config.read_only:
             self._saves.make_ready(state.without_others())
         return restored
@@ -249,6 +265,8 @@ class Checkpointer:
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when every save is durable or skipped; raises the first error of one that failed, or TimeoutError."""
+        if self._publisher is not None:
+            self._publisher.wait(timeout)
         self._saves.wait(timeout)
 
     def close(self, timeout: float | None = None) -> None:
@@ -263,6 +281,8 @@ class Checkpointer:
         try:
             self._saves.close(timeout)
         finally:
+            if self._publisher is not None:
+                self._publisher.close(timeout)
             self._preemption.notice.close()  # not before: a second signal must not kill this process while it saves
             for schedule in schedules:
                 schedule.close()

@@ -131,16 +131,14 @@ def write_rank(
         own = [chunk.data for number, chunk in enumerate(chunks) if number not in there]
         offset = sum(map(len, own)) if own and statistics != "apart" else None
         tail, sides = _statistics(attempt, rank, len(placed), offset) if statistics else (b"", {})
-        extensions |= sides
+        extensions = {**extensions, **sides}
         if own:
             with store.open_writer(RunKeys(run).shard(attempt, names.shard_name(rank)), len(raw)) as writer:
                 for data in own if offset is None else (*own, tail):
                     writer.write(data)
         if tail and offset is None:
             store.put(RunKeys(run).statistics(attempt, rank), tail)
-        table = _table(chunks, bases)
-        needed = base_table(bases, table.codecs)
-        shards = [Shard(name=names.shard_name(rank), rank=rank, chunks=table, references=references, bases=needed)]
+        shards = [Shard(names.shard_name(rank), rank, _table(chunks, bases), references, base_table(bases))]
     entries, slices = slice_tables(placed)
     receipt = Receipt(
         format=FORMAT, kind="receipt", run=run, step=attempt.step, attempt=str(attempt), rank=rank,
@@ -187,7 +185,7 @@ def _deltas(
 
 
 def _table(chunks: Sequence[EncodedChunk], bases: Mapping[int, Sequence[StoredChunk]]) -> Chunks:
-    table = chunk_table(chunks, *(one for found in bases.values() for one in found))
+    table = chunk_table(chunks)
     known = bytes.fromhex("".join(chunk.raw_digest for chunk in chunks))
     return msgspec.structs.replace(table, raw_digest=known if bases else None)
 

@@ -24,15 +24,16 @@ from torch.optim import Optimizer
 
 from ckpt.capture import modules, optimizers
 from ckpt.capture.describe import item_frame, optimizer_frame
-from ckpt.capture.leaves import Captured, Leaves
+from ckpt.capture.leaves import Captured, Leaves, StateLeaf
 from ckpt.capture.ownership import Ownership
 from ckpt.capture.parameters import Leaf
 from ckpt.capture.parts import is_plain_type
 from ckpt.capture.tensors import TensorCollector, dtype_name, small_leaf
-from ckpt.capture.train_state import GRADIENTS, TrainState
+from ckpt.capture.train_state import GRADIENTS, MODEL, TrainState
 from ckpt.capture.values import capture_values
 from ckptstore.errors import InvalidRequest
 from ckptstore.format.documents import JSON
+from ckptstore.format.shards import Slice
 from ckptstore.format.trees import encode_tree, mapping
 
 
@@ -248,6 +249,23 @@ class Capturer:
         """The copies that a save compares: some of the others, not the same each time, but the same on all ranks."""
         every = max(1, len(others) // _COMPARED)
         return [alike, others[self._captures % every :: every]]
+
+
+@torch.no_grad()
+def weights_alone(captured: Captured, state: TrainState) -> Captured:
+    """The same with float32 parameters of the model rounded to bfloat16, and nothing of this rank only."""
+    named = {leaf.path for leaf in state.parameters.by_name[MODEL].values()}
+    leaves = Leaves()
+    for number in range(len(captured.leaves)):
+        leaf = captured.leaves[number]
+        if leaf.slice.dtype == "float32" and leaf.slice.entry in named:
+            tensor = leaf.tensor.to(torch.bfloat16)
+            piece = Slice(leaf.slice.entry, "bfloat16", leaf.slice.shape, leaf.slice.box)
+            leaf = StateLeaf(piece, tensor, tensor)
+        leaves.append(leaf)
+    captured.leaves, captured.sameness = leaves, None  # it is in other memory each time
+    captured.late.append(captured.local.clear)
+    return captured
 
 
 def _describe(state: TrainState, made: StateFingerprint, collector: TensorCollector) -> _Description | None:

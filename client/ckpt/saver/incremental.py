@@ -3,6 +3,9 @@
 A chunk is unchanged if the digest of its bytes before encoding is unchanged. A sample of its beginning is compared
 first, so that a state which changes everywhere costs almost nothing. All bytes are hashed only if the chunk is new or
 its sample is unchanged. docs/decisions/0018 has the figures, and explains why this is safe.
+
+Where weights are published, chunks that change become deltas of those of the last committed checkpoint, whose bytes
+before encoding this process keeps (docs/decisions/0042).
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from ckpt.saver.encode import Encode
 from ckpt.saver.messages import Setup
 from ckptstore import names
 from ckptstore.codecs.chunk_codecs import RAW
+from ckptstore.codecs.delta import DELTA
 from ckptstore.commits.catalog import latest, quarantined_attempts
 from ckptstore.commits.commit import read_receipt
 from ckptstore.commits.generations import NewAttempt, Session
@@ -29,8 +33,21 @@ from ckptstore.commits.references import marks
 from ckptstore.errors import CkptError, NoCheckpoint
 from ckptstore.format.boxes import Box, same_dimensions
 from ckptstore.format.columns import column
-from ckptstore.format.documents import DIGEST_BYTES, Chunks, Content, Receipt, References, Shard
-from ckptstore.format.shards import ChunkSpan, EncodedChunk, Placed, Places, RawStream, chunk_table
+from ckptstore.format.documents import DIGEST_BYTES, Content, Receipt, Shard
+from ckptstore.format.shards import (
+    ChunkSpan,
+    EncodedChunk,
+    Placed,
+    Places,
+    RawStream,
+    StoredChunk,
+    base_table,
+    bases_of,
+    chunk_table,
+    delta_of,
+    reference_table,
+    rows_of,
+)
 from ckptstore.names import Attempt, ulid_time
 from ckptstore.run import Run
 from ckptstore.tiers.replication import unreplicable
@@ -64,6 +81,19 @@ class KnownChunk:
     raw_digest: bytes | None
     used_up: bool = False
     """It was referenced as often as allowed: the next save stores it again."""
+    bases: Sequence[StoredChunk] = ()
+    """The chunks that a delta is decoded on."""
+    raw: bytes | None = None
+    """Its bytes before encoding, if they are kept."""
+
+    @property
+    def parts(self) -> list[StoredChunk]:
+        """All that is decoded to read it, in order."""
+        return [*self.bases, StoredChunk(str(self.attempt), self.offset, self.chunk)]
+
+    def lies_in(self, attempts: Collection[Attempt]) -> bool:
+        """Whether these store all of it."""
+        return self.attempt in attempts and all(Attempt.parse(base.attempt) in attempts for base in self.bases)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,13 +185,15 @@ def next_base(
     holders: Mapping[Attempt, Holder],
     turn: int,
     most: int,
+    raws: Sequence[bytes] = (),
 ) -> BaseCheckpoint:
     """The base for the save after a committed shard. Pure.
 
     found, matches: the key of each chunk, and its comparison. holders: the shard files that store its chunks. turn: the
-    number of this save. most: the maximum number of checkpoints that reference a chunk.
+    number of this save. most: the maximum number of checkpoints that reference a chunk. raws: the bytes of the chunks
+    before encoding, if they are kept.
     """
-    places, digests = Places.of(shard), shard.chunks.raw_digest
+    places, digests, bases = Places.of(shard), shard.chunks.raw_digest, bases_of(shard)
     files = [attempt, *referenced_by(shard)]
     chunks = {}
     for number, (key, row, match) in enumerate(zip(found, rows_of(shard.chunks), matches, strict=True)):
@@ -170,22 +202,18 @@ def next_base(
         if row.codec == RAW:
             digest = bytes.fromhex(row.digest)
         raw_digest = digest if digest != UNKNOWN else None
-        references, part = holders[files[holder]].references, number * STEPS // len(matches)
+        needed = {files[holder], *(Attempt.parse(base.attempt) for base in bases.get(number, ()))}
+        references, part = max(holders[file].references for file in needed), number * STEPS // len(matches)
         # The next save stores it again. One part of a shard takes its turn per save, before all are due.
         used_up = references >= most or (references > max(0, most - STEPS) and part == turn % STEPS)
-        chunks[key] = KnownChunk(files[holder], offset, row, match.sample, raw_digest, used_up)
+        known = KnownChunk(files[holder], offset, row, match.sample, raw_digest, used_up, bases.get(number, ()))
+        chunks[key] = replace(known, raw=raws[number]) if raws else known
     return BaseCheckpoint(attempt, chunks, holders)
 
 
 def referenced_by(shard: Shard) -> list[Attempt]:
-    """The attempts whose chunks a shard references, in the order of its document. Pure."""
-    return [Attempt.parse(text) for text in shard.references.attempts] if shard.references is not None else []
-
-
-def rows_of(chunks: Chunks) -> Iterator[EncodedChunk]:
-    """The chunks of a table, without their data. Pure."""
-    for number, (raw, stored) in enumerate(zip(chunks.raw.tolist(), chunks.stored.tolist(), strict=True)):
-        yield EncodedChunk(b"", raw, stored, chunks.codec_of(number), chunks.digest_of(number))
+    """The other attempts whose chunks a shard needs, in the order of its document. Pure."""
+    return [*map(Attempt.parse, shard.needed)]
 
 
 Unchanged = Callable[[memoryview, ChunkSpan, EncodedChunk], None]
@@ -198,6 +226,8 @@ def ignore(raw: memoryview, span: ChunkSpan, chunk: EncodedChunk) -> None:
 
 _LEASE_S = 3600.0
 _COMMIT_WAIT_S = 0.5
+_MOST_KEPT = 3
+"""The bytes of at most so many checkpoints after the base are kept: they are not yet committed."""
 _MOST_AGE_S = 7 * 24 * 3600.0
 """Older checkpoints of an earlier process are not referenced. Marks are removed with the checkpoints that reference
 them, so their number alone would not grow."""
@@ -221,6 +251,7 @@ class ChunkIndex:
         """The number of the save that is the base; less than `_first`: it was committed before the session began."""
         self._session, self._first = "", 1
         """The session of the last save, and the number of its first save."""
+        self.deltas = setup.deltas and self.enabled
         self._last: IncrementalSave | None = None
         self._changed = threading.Condition()
         """Guards `ended` of all saves, and the base."""
@@ -238,7 +269,7 @@ class ChunkIndex:
         if new.session.id != self._session:
             self._enter(new.session, number)
         base, self._last = self._wait_for_base(), IncrementalSave(self, new.step, placed, spans, encode, number)
-        self._last.compare(raw, base)
+        self._last.compare(raw, base, keeps=self.deltas and number - self._base_number <= _MOST_KEPT)
         return self._last
 
     def _enter(self, session: Session, number: int) -> None:
@@ -270,6 +301,11 @@ class ChunkIndex:
             if base is not None and save.number > self._base_number:
                 self._base, self._base_number = base, save.number
             self._changed.notify_all()
+
+    def forget(self) -> None:
+        """The next save stores all chunks: one that the base needs is lost."""
+        with self._changed:
+            self._base = None
 
     def protect(self, base: BaseCheckpoint, holder: str) -> tuple[str, set[Attempt]]:
         """Lease the base, which also protects all it references. Returns the lease and the attempts not to reference.
@@ -327,6 +363,21 @@ class IncrementalSave:
     _matches: list[Match] = field(default_factory=list)
     _holders: Mapping[Attempt, Holder] = field(default_factory=dict)
     _lease: str | None = None
+    _bases: dict[int, KnownChunk] = field(default_factory=dict)
+    """By the first byte of a chunk that may become a delta."""
+    _raws: Sequence[bytes] = ()
+
+    def deltas(self, encode: Encode) -> Encode:
+        """Encode as before, or as a delta where that is smaller."""
+
+        def encoded(raw: memoryview, span: ChunkSpan) -> EncodedChunk:
+            whole, base = encode(raw, span), self._bases.get(span.at)
+            # A delta of other bytes than the stored ones could not be decoded.
+            if base is None or not base.raw or xxhash.xxh3_128_digest(base.raw) != base.raw_digest:
+                return whole
+            return delta_of(raw, base.raw, span, whole)
+
+        return encoded
 
     def changed(self, raw: RawStream, unchanged: Unchanged = ignore) -> Iterator[tuple[memoryview, ChunkSpan]]:
         """The chunks of a raw stream to store, in order, each with its memory. unchanged: called with the others."""
@@ -352,19 +403,22 @@ class IncrementalSave:
     def shard(self, stored: Sequence[EncodedChunk]) -> Shard:
         """The document of the shard. stored: the stored chunks, in order."""
         matches, rows = self._matches, iter(stored)
-        table = chunk_table([match.known.chunk if match.known is not None else next(rows) for match in matches])
-        if any(match.raw_digest for match in matches):
-            table = with_fields(table, raw_digest=b"".join(match.raw_digest or UNKNOWN for match in matches))
-        referenced = [(number, match.known) for number, match in enumerate(matches) if match.known is not None]
-        attempts = sorted({known.attempt for _, known in referenced})
-        references = References(
-            attempts=list(map(str, attempts)),
-            chunk=column(number for number, _ in referenced),
-            attempt=column(attempts.index(known.attempt) for _, known in referenced),
-            offset=column(known.offset for _, known in referenced),
-        )
+        chunks = [match.known.chunk if match.known is not None else next(rows) for match in matches]
+        bases = dict[int, Sequence[StoredChunk]]()
+        for number, (span, chunk, match) in enumerate(zip(self.spans, chunks, matches, strict=True)):
+            if chunk.codec == DELTA:
+                bases[number] = self._bases[span.at].parts if match.known is None else match.known.bases
+        table = chunk_table(chunks)
+        digests = [match.raw_digest for match in matches]
+        if self.index.deltas:
+            digests = [digest for _, digest in self.raw_digests(stored)]
+        if any(digests):
+            table = with_fields(table, raw_digest=b"".join(digest or UNKNOWN for digest in digests))
+        known = ((number, match.known) for number, match in enumerate(matches))
+        references = reference_table((number, str(one.attempt), one.offset) for number, one in known if one is not None)
         rank = self.index.rank
-        return Shard(name=names.shard_name(rank), rank=rank, chunks=table, references=references if attempts else None)
+        name = names.shard_name(rank)
+        return Shard(name=name, rank=rank, chunks=table, references=references, bases=base_table(bases))
 
     def end(self, receipt: Receipt | None) -> None:
         """End the save. receipt: committed, as base for the next save; None: not committed."""
@@ -375,22 +429,29 @@ class IncrementalSave:
             counted = {other: replace(holder, references=holder.references + 1) for other, holder in others.items()}
             holders, most = {attempt: Holder(shard.stored_bytes), **counted}, self.index.most
             matches = self._matches
-            base = next_base(attempt, shard, self._keys(), matches, holders, self.number, most)
+            base = next_base(attempt, shard, self._keys(), matches, holders, self.number, most, self._raws)
         self.index.end(self, base)
         lease, self._lease = self._lease, None
         if lease is not None:
             end_lease(self.index.run, lease)
 
-    def compare(self, raw: RawStream, base: BaseCheckpoint | None) -> None:
-        """Compare the chunks of a raw stream with the base, and lease what is referenced."""
-        known = base.chunks if base is not None else {}
-        keyed = zip(self.spans, self._keys(), strict=True)
-        matches = [self._match(span, span.of(raw), known.get(key)) for span, key in keyed]
+    def compare(self, raw: RawStream, base: BaseCheckpoint | None, keeps: bool = False) -> None:
+        """Compare the chunks of a raw stream with the base, and lease what is referenced. keeps: the bytes of all."""
+        chunks = base.chunks if base is not None else {}
+        known = [chunks.get(key) for key in self._keys()]
+        pairs = list(zip(self.spans, known, strict=True))
+        matches = [self._match(span, span.of(raw), one) for span, one in pairs]
         usable = self._usable(base, (match.known for match in matches if match.known)) if base is not None else ()
         self._matches = [
-            match if match.known is None or match.known.attempt in usable else replace(match, known=None)
+            match if match.known is None or match.known.lies_in(usable) else replace(match, known=None)
             for match in matches
         ]
+        if self.index.deltas:
+            fit = ((span, one) for span, one in pairs if one and one.raw and not one.used_up and one.lies_in(usable))
+            self._bases = {span.at: one for span, one in fit}
+        if keeps:
+            same = (match.known.raw if match.known is not None else None for match in self._matches)
+            self._raws = [one or bytes(span.of(raw)) for span, one in zip(self.spans, same, strict=True)]
 
     def _match(self, span: ChunkSpan, raw: memoryview, known: KnownChunk | None) -> Match:
         if not self.index.enabled:
@@ -407,6 +468,8 @@ class IncrementalSave:
         for known in unchanged:
             used[known.attempt] += known.chunk.stored
         chosen = worthwhile(used, base.holders, sum(span.bytes for span in self.spans))
+        if self.index.deltas:  # which are small, and need all
+            chosen = {*base.holders}
         if not chosen:
             return ()
         try:

@@ -46,6 +46,8 @@ class Setup(Message, frozen=True, kw_only=True):
     cpu_budget: float | None = None
     """Limit on the CPU time of a saver process, as a fraction of one core; None: no limit."""
     max_references: int = 32
+    deltas: bool = False
+    """Weights are published: store chunks as deltas, and keep those of the last checkpoint in memory for it."""
     dedup_casts: bool = False
     statistics: bool = True
     heartbeat_s: float = 60.0

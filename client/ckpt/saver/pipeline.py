@@ -53,7 +53,7 @@ from ckptstore.commits.commit import EARLIER, write_receipt
 from ckptstore.commits.generations import NewAttempt
 from ckptstore.commits.leases import end_lease
 from ckptstore.errors import CkptError, CorruptObject, ReferenceLost, SaveSkipped, UnsupportedObject
-from ckptstore.format.documents import JSON, Content, Outcome
+from ckptstore.format.documents import BASES, JSON, Content, Outcome
 from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import seal
 from ckptstore.format.shards import CHUNK_BYTES, EncodedChunk, Placed, RawStream, Slice, plan_chunks, slice_tables
@@ -253,13 +253,15 @@ class SavePipeline:
         if self._setup.dedup_casts and isinstance(raw, memoryview):
             placed, derived = divide(placed, raw)
         spans = plan_chunks(placed)
-        plain = encode_by(self._policy, self.contents.enabled, self._throttle)
+        plain = encode_by(self._policy, self.contents.enabled or self._chunk_index.deltas, self._throttle)
         statistics, encode, unchanged = None, plain, ignore
         if self._setup.statistics:
             statistics = ShardStatistics(self._known_statistics, raw, placed, spans, derived)
             self._known_statistics = statistics.chunks
             encode, unchanged = statistics.observing(plain), statistics.unchanged
         incremental = self._chunk_index.begin(job.attempt, raw, placed, spans, plain)
+        if self._chunk_index.deltas:
+            encode = incremental.deltas(encode)
 
         check: Callable[[], object] = getattr(raw, "check", list)
 
@@ -351,6 +353,8 @@ class SavePipeline:
             extensions = running.statistics.extensions(self._run, attempt, self._setup.rank, offset)
         if self._setup.rank == 0 and (earlier := job.attempt.earlier(attempt.generation)):
             extensions = {**extensions, EARLIER: list(map(str, earlier))}
+        if shard is not None and shard.bases is not None:
+            extensions = {**extensions, BASES: True}
         entries, slices = slice_tables(*in_stream(placed, running.derived))
         shards = [shard] if shard is not None else []
         content = Content(shards=shards, entries=entries, slices=slices, aliases=job.aliases, trees=job.trees)
@@ -407,6 +411,8 @@ class SavePipeline:
         job = running.job
         if isinstance(result, BaseException):
             running.incremental.end(None)
+            if isinstance(result, ReferenceLost):
+                self._chunk_index.forget()
             self._fail(job, None, result)
             if self._setup.rank == 0 and isinstance(result, ReferenceLost | CorruptObject | UnsupportedObject):
                 self._abort(job.attempt, describe(result))  # no other rank could commit it either

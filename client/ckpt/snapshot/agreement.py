@@ -55,6 +55,8 @@ class LayoutAgreement:
         self._placed: object | None = None  # the sameness of captures that have this layout
         self._seen: list[object] = []
         self._warned = False
+        self.publishes = False
+        """Whether weights are saved for readers: those of the model, rounded, and nothing else; stored as deltas."""
         self.layout = SnapshotLayout.of([])
         """Where the leaves of the last capture lie."""
 
@@ -140,7 +142,12 @@ class LayoutAgreement:
             from ckpt.capture.state import Capturer
 
             self._capturer = Capturer()
-        return self._capturer.capture(state, ownership, grads)
+        captured = self._capturer.capture(state, ownership, grads)
+        if self.publishes:
+            from ckpt.capture.state import weights_alone
+
+            return weights_alone(captured, state)
+        return captured
 
     def _meet(self, state: TrainState, check: Callable[[], None], world: World) -> Agreement:
         def described() -> dict[str, Unit]:

@@ -15,6 +15,8 @@ from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from ckpt.capture.train_state import TrainState
 from ckpt.capture.values import check_others
 from ckpt.config import Config, OnBusy
@@ -449,6 +451,8 @@ class RunSaves:
         if self.client is None:
             assert isinstance(self._source, StoreSource)
             setup = config.setup(self._world().rank, self._world().size)
+            if self.agreement.publishes:
+                setup = msgspec.structs.replace(setup, deltas=True, heartbeat_s=0.0, retain_snapshot_s=0.0)
             self.client = SaveClient(setup, config.in_process, config.slots, self.tally, self.steps)
             if self._expedited:
                 self.client.calls.run(self.client.send, Expedite())

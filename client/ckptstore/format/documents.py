@@ -108,21 +108,16 @@ class References(Document, frozen=True, eq=False):
 
 
 class Bases(Document, frozen=True, eq=False):
-    """What deltas need, as columns: for each such chunk a whole one, then the deltas between the two, in order.
+    """The chunks that deltas need: for each delta a whole one, then the deltas between the two, in order of decoding.
 
-    All are stored in the shards of the same name of earlier checkpoints, and have the raw size of the chunk.
+    All are stored in the shards of the same name of earlier checkpoints.
     """
 
-    attempts: list[str]
-    """The attempts that store them, as for References."""
-    chunk: Column
-    """Index into the chunks of the shard, ascending."""
-    attempt: Column
-    offset: Column
-    stored: Column
-    codec: Column
-    """Index into the codecs of the shard."""
-    digest: bytes
+    of: Column
+    """The chunk of the shard that needs it, ascending."""
+    chunks: Chunks
+    references: References
+    """To all of `chunks`."""
 
 
 class Shard(Document, frozen=True, omit_defaults=True):
@@ -135,23 +130,28 @@ class Shard(Document, frozen=True, omit_defaults=True):
     bases: Bases | None = None
 
     @property
-    def needed(self) -> list[str]:
-        """The attempts of other checkpoints that store bytes of this one: the referenced ones first."""
-        return [*dict.fromkeys(name for part in (self.references, self.bases) if part for name in part.attempts)]
+    def below(self) -> list[Shard]:
+        """The bases as a shard without a file, if there are any."""
+        found = self.bases
+        return [Shard(self.name, self.rank, found.chunks, found.references)] if found is not None else []
 
     @property
-    def _reused_bytes(self) -> int:
-        return int(self.chunks.stored[self.references.chunk].sum()) if self.references is not None else 0
+    def needed(self) -> list[str]:
+        """The attempts of other checkpoints that store bytes of this one: the referenced ones first."""
+        parts = [shard.references for shard in (self, *self.below)]
+        return [*dict.fromkeys(attempt for part in parts if part for attempt in part.attempts)]
 
     @property
     def referenced_bytes(self) -> int:
         """Stored bytes in earlier checkpoints."""
-        return self._reused_bytes + (int(self.bases.stored.sum()) if self.bases is not None else 0)
+        own = int(self.chunks.stored[self.references.chunk].sum()) if self.references is not None else 0
+        return own + sum(shard.referenced_bytes for shard in self.below)
 
     @property
     def stored_bytes(self) -> int:
         """Size of the shard's own file; 0 if there is no file."""
-        return int(self.chunks.stored.sum()) - self._reused_bytes
+        needed = sum(int(shard.chunks.stored.sum()) for shard in (self, *self.below))
+        return needed - self.referenced_bytes
 
 
 class Entries(Document, frozen=True):

@@ -31,7 +31,7 @@ from ckptstore.format.documents import (
     FORMAT,
     JSON,
     MAX_BYTES,
-    Bases,
+    Chunks,
     Content,
     Document,
     Entries,
@@ -40,7 +40,6 @@ from ckptstore.format.documents import (
     Manifest,
     Outcome,
     Receipt,
-    References,
     Shard,
     digest,
 )
@@ -210,14 +209,15 @@ def check_content(attempt: str, content: Content, key: str) -> None:
     names and indices refer to something."""
     with _checking(key):
         _require(len({shard.name for shard in content.shards}) == len(content.shards), "two shards of one name")
-        _check_chunks(content.shards)
+        tables = [table for shard in content.shards for table in (shard, *shard.below)]
+        _check_chunks(tables)
         _check_entries(content.entries)
         _check_rows(content)
         _check_slices(content)
         _require(all(len(alias) <= _MAX_NAME for alias in content.aliases), "an alias is too long")
-        _check_references(attempt, content)
+        _check_references(attempt, tables)
         for shard in content.shards:
-            _check_bases(attempt, shard)
+            _check_bases(shard)
 
 
 def _trailer(body: bytes) -> bytes:
@@ -314,44 +314,39 @@ def _check_deleted(deleted: DeletedList) -> None:
     _require(all(attempt.generation == deleted.generation for attempt in known), "an attempt is of another generation")
 
 
-def _check_references(attempt: str, content: Content) -> None:
+def _check_references(attempt: str, shards: Sequence[Shard]) -> None:
     """References point to other attempts, at most one per chunk."""
-    for shard in content.shards:
+    for shard in shards:
         found = shard.references
         if found is None:
             continue
-        _check_others(attempt, found)
+        _same_length("references", found.chunk, found.attempt, found.offset)
+        for other in found.attempts:
+            names.Attempt.parse(other)
+        _require(len({*found.attempts, attempt}) == len(found.attempts) + 1, "a reference to itself, or twice to one")
         _require((np.diff(found.chunk) > 0).all(), "references are not in order")
         _require(found.chunk.max(initial=-1) < len(shard.chunks.raw), "a reference is to no chunk")
+        used = distinct(found.attempt)
+        _require(len(used) and used.tolist() == list(range(len(found.attempts))), "an attempt is not referenced")
+        _require(found.offset.max(initial=0) <= MAX_BYTES, "a reference is out of bounds")
 
 
-def _check_others(attempt: str, found: References | Bases) -> None:
-    _same_length("references", found.chunk, found.attempt, found.offset)
-    for other in found.attempts:
-        names.Attempt.parse(other)
-    _require(len({*found.attempts, attempt}) == len(found.attempts) + 1, "a reference to itself, or twice to one")
-    used = distinct(found.attempt)
-    _require(len(used) and used.tolist() == list(range(len(found.attempts))), "an attempt is not referenced")
-    _require(found.offset.max(initial=0) <= MAX_BYTES, "a reference is out of bounds")
-
-
-def _check_bases(attempt: str, shard: Shard) -> None:
-    """Each delta has bases in other attempts: a whole chunk, then deltas. No other chunk has any."""
+def _check_bases(shard: Shard) -> None:
+    """Each delta has bases: a whole chunk, then deltas, all of its size. No other chunk has any."""
     chunks, found = shard.chunks, shard.bases
-    is_delta = np.array([codec == DELTA for codec in chunks.codecs], np.bool_)
-    deltas = np.flatnonzero(is_delta[chunks.codec])
+    deltas = np.flatnonzero(_deltas(chunks))
     if found is None:
         _require(not len(deltas), "a delta has no base")
         return
-    _check_others(attempt, found)
-    _same_length("bases", found.chunk, found.stored, found.codec, found.digest[::DIGEST_BYTES])
-    _require(len(found.digest) % DIGEST_BYTES == 0, "a base has no digest")
-    _require((np.diff(found.chunk) >= 0).all() and np.array_equal(distinct(found.chunk), deltas), "bases of no delta")
-    first = np.diff(found.chunk, prepend=-1) > 0
-    _require(found.codec.max(initial=-1) < len(chunks.codecs), "a base names no codec")
-    _require(np.array_equal(is_delta[found.codec], ~first), "the first base of a delta, and no other, is whole")
-    _require(((found.stored > 0) & (found.stored <= MAX_CHUNK_BYTES)).all(), "a base's size is out of bounds")
+    _same_length("bases", found.of, found.chunks.raw, found.references.chunk)
+    _require((np.diff(found.of) >= 0).all() and np.array_equal(distinct(found.of), deltas), "bases of no delta")
+    _require(np.array_equal(found.chunks.raw, chunks.raw[found.of]), "a base has another size")
+    _require(np.array_equal(_deltas(found.chunks), np.diff(found.of, prepend=-1) == 0), "only the first base is whole")
     _require(chunks.raw_digest is not None, "a delta has no raw digest")
+
+
+def _deltas(chunks: Chunks) -> Any:
+    return np.array([codec == DELTA for codec in chunks.codecs], np.bool_)[chunks.codec]
 
 
 def _check_chunks(shards: Sequence[Shard]) -> None:

@@ -77,7 +77,7 @@ class ChunkRead(Struct, frozen=True, gc=False):
     digest: str
     pieces: Sequence[Piece]
     bases: Sequence[ChunkRead] = ()
-    """What a delta needs, in the order of decoding: without pieces, and without bases of their own."""
+    """The chunks that a delta is decoded on, in order: without pieces, and without bases of their own."""
 
     @property
     def name(self) -> str:

@@ -22,7 +22,7 @@ from ckptstore.codecs.dtypes import ITEM_BYTES, Extremes, ignore
 from ckptstore.format import boxes
 from ckptstore.format.boxes import Box
 from ckptstore.format.columns import Column, column, concatenate
-from ckptstore.format.documents import DIGEST_BYTES, Bases, Chunks, Content, Entries, Shard, Slices, digest
+from ckptstore.format.documents import Bases, Chunks, Content, Entries, References, Shard, Slices, digest
 
 CHUNK_BYTES = 8 << 20
 """Largest raw size of a chunk."""
@@ -193,40 +193,44 @@ class StoredChunk(NamedTuple):
 
 
 BasesByChunk = Mapping[int, Sequence[StoredChunk]]
-"""What the deltas of a shard need, by the number of the chunk, in the order of decoding."""
+"""The chunks that the deltas of a shard are decoded on, in order, by the number of the delta."""
 
 
-def base_table(bases: BasesByChunk, codecs: Sequence[str]) -> Bases | None:
-    """The columns that describe the bases of a shard in its receipt; codecs: those of its chunks."""
+def base_table(bases: BasesByChunk) -> Bases | None:
+    """The columns that describe the bases of a shard in its receipt."""
     rows = [(number, base) for number in sorted(bases) for base in bases[number]]
-    attempts = sorted({base.attempt for _, base in rows})
-    return None if not rows else Bases(
-        attempts=attempts,
-        chunk=column(number for number, _ in rows),
-        attempt=column(attempts.index(base.attempt) for _, base in rows),
-        offset=column(base.offset for _, base in rows),
-        stored=column(base.chunk.stored for _, base in rows),
-        codec=column(codecs.index(base.chunk.codec) for _, base in rows),
-        digest=bytes.fromhex("".join(base.chunk.digest for _, base in rows)),
-    )  # fmt: skip
+    references = reference_table((at, base.attempt, base.offset) for at, (_, base) in enumerate(rows))
+    if references is None:
+        return None
+    return Bases(column(number for number, _ in rows), chunk_table([base.chunk for _, base in rows]), references)
 
 
 def bases_of(shard: Shard) -> BasesByChunk:
     """The bases from the document of a shard."""
     found: dict[int, list[StoredChunk]] = {}
-    if (table := shard.bases) is None:
-        return found
-    digests = (table.digest[at : at + DIGEST_BYTES].hex() for at in range(0, len(table.digest), DIGEST_BYTES))
-    columns = (table.chunk, table.attempt, table.offset, table.stored, table.codec)
-    for (number, attempt, offset, stored, codec), text in zip(np.stack(columns, 1).tolist(), digests, strict=True):
-        chunk = EncodedChunk(b"", int(shard.chunks.raw[number]), stored, shard.chunks.codecs[codec], text)
-        found.setdefault(number, []).append(StoredChunk(table.attempts[attempt], offset, chunk))
+    if (table := shard.bases) is not None:
+        columns = (table.of.tolist(), table.references.attempt.tolist(), table.references.offset.tolist())
+        for number, attempt, offset, chunk in zip(*columns, rows_of(table.chunks), strict=True):
+            found.setdefault(number, []).append(StoredChunk(table.references.attempts[attempt], offset, chunk))
     return found
 
 
-def chunk_table(chunks: Sequence[EncodedChunk], *bases: StoredChunk) -> Chunks:
-    """The columns that describe the chunks of a shard in its receipt. bases: whose codecs are named, too."""
-    codecs = sorted({chunk.codec for chunk in (*chunks, *(base.chunk for base in bases))})
+def reference_table(rows: Iterable[tuple[int, str, int]]) -> References | None:
+    """The columns that describe references: number of a chunk, ascending, its attempt, and its offset there."""
+    found = list(rows)
+    attempts = sorted({attempt for _, attempt, _ in found})
+    references = References(
+        attempts=attempts,
+        chunk=column(number for number, _, _ in found),
+        attempt=column(attempts.index(attempt) for _, attempt, _ in found),
+        offset=column(offset for _, _, offset in found),
+    )
+    return references if found else None
+
+
+def chunk_table(chunks: Sequence[EncodedChunk]) -> Chunks:
+    """The columns that describe the chunks of a shard in its receipt."""
+    codecs = sorted({chunk.codec for chunk in chunks})
     return Chunks(
         raw=column(chunk.raw for chunk in chunks),
         stored=column(chunk.stored for chunk in chunks),
@@ -234,6 +238,12 @@ def chunk_table(chunks: Sequence[EncodedChunk], *bases: StoredChunk) -> Chunks:
         codecs=codecs,
         digest=bytes.fromhex("".join(chunk.digest for chunk in chunks)),
     )
+
+
+def rows_of(chunks: Chunks) -> Iterator[EncodedChunk]:
+    """The chunks of a table, without their data."""
+    for number, (raw, stored) in enumerate(zip(chunks.raw.tolist(), chunks.stored.tolist(), strict=True)):
+        yield EncodedChunk(b"", raw, stored, chunks.codec_of(number), chunks.digest_of(number))
 
 
 def slice_tables(stored: Sequence[Placed], derived: Sequence[Placed] = ()) -> tuple[Entries, Slices]:

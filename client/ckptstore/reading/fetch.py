@@ -301,14 +301,18 @@ def check_chunk(checkpoint: Checkpoint, chunk: ChunkRead, stored: memoryview) ->
         raise _checksum_error(checkpoint, chunk)
 
 
-def decoded(checkpoint: Checkpoint, chunk: ChunkRead, stored: memoryview, source: ShardSource) -> memoryview:
-    """The chunk before encoding, checked. source: has its bases. Raises CorruptObject, ObjectMissing or Unavailable."""
-    check_chunk(checkpoint, chunk, stored)
-    if chunk.codec == RAW:
-        return stored
-    raw = np.empty(chunk.raw, np.uint8).data
-    _decode(checkpoint, chunk, stored, raw, source)
+def decoded(source: ShardSource, checkpoint: Checkpoint, parts: Sequence[ChunkRead]) -> memoryview:
+    """A chunk before encoding, checked. parts: as in ChunkRead. Raises CorruptObject, ObjectMissing or Unavailable."""
+    raw = np.empty(parts[-1].raw, np.uint8).data
+    _decode_parts(source, checkpoint, parts, raw)
     return raw
+
+
+def _decode_parts(source: ShardSource, checkpoint: Checkpoint, parts: Iterable[ChunkRead], into: memoryview) -> None:
+    for part in parts:
+        stored = fetch_stored(source, checkpoint, ShardRead((part,)))
+        check_chunk(checkpoint, part, stored)
+        _decode(checkpoint, part, stored, into)
 
 
 def place_chunk(
@@ -320,14 +324,14 @@ def place_chunk(
     source: has its bases; only a delta needs it, which raises ObjectMissing or Unavailable as well.
     """
     check_chunk(checkpoint, chunk, stored)
-    target = _contiguous_target(chunk, buffers)
+    target, raw = _contiguous_target(chunk, buffers), stored
+    if target is not None or chunk.codec != RAW:
+        raw = target if target is not None else (scratch or Scratch()).take(chunk.raw)
+        if source is not None:
+            _decode_parts(source, checkpoint, chunk.bases, raw)
+        _decode(checkpoint, chunk, stored, raw)
     if target is not None:
-        _decode(checkpoint, chunk, stored, target, source)
         return
-    raw = stored
-    if chunk.codec != RAW:
-        raw = (scratch or Scratch()).take(chunk.raw)
-        _decode(checkpoint, chunk, stored, raw, source)
     for piece in chunk.pieces:
         _place(piece, raw, buffers[piece.buffer])
 
@@ -358,14 +362,7 @@ def _place(piece: Piece, raw: memoryview, buffer: memoryview) -> None:
     np.ndarray(piece.shape, kind, buffer, piece.to, piece.to_strides)[...] = source
 
 
-def _decode(
-    checkpoint: Checkpoint, chunk: ChunkRead, stored: memoryview, into: memoryview, source: ShardSource | None = None
-) -> None:
-    for base in chunk.bases:
-        assert source is not None
-        data = fetch_stored(source, checkpoint, ShardRead((base,)))
-        check_chunk(checkpoint, base, data)
-        _decode(checkpoint, base, data, into)
+def _decode(checkpoint: Checkpoint, chunk: ChunkRead, stored: memoryview, into: memoryview) -> None:
     try:
         decode(chunk.codec, stored, into)
     except CkptError as error:

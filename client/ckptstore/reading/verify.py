@@ -98,11 +98,10 @@ def verify(
     def examine(read: ChunkRead) -> None:
         if (checkpoint, read) not in known:
             try:
-                stored = fetch_stored(source, checkpoint, ShardRead((read,)))
                 if ranks is None or (read.codec == DELTA and not read.bases):  # one base alone gives nothing
-                    check_chunk(checkpoint, read, stored)
+                    check_chunk(checkpoint, read, fetch_stored(source, checkpoint, ShardRead((read,))))
                 else:
-                    decoded(checkpoint, read, stored, source)
+                    decoded(source, checkpoint, read.parts)
                 known.add(checkpoint, read)
             except (Damaged, ObjectMissing) as error:
                 problems.append(str(error))

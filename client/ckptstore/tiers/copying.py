@@ -20,7 +20,7 @@ from ckptstore.commits.commit import EARLIER, commit_attempt, read_outcome
 from ckptstore.commits.hidden import hidden_attempts
 from ckptstore.commits.labels import LabelChange, change_labels, label_versions, labelled, with_labels
 from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint, ObjectMissing
-from ckptstore.format.documents import BASES, DIGEST_BYTES, JSON, Chunks, Manifest, Receipt, Shard, digest
+from ckptstore.format.documents import BASES, DIGEST_BYTES, JSON, Manifest, Receipt, Shard, digest
 from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.format.planning import ChunkRead, ShardRead, join, plan_all
@@ -128,19 +128,14 @@ def _copy_data(
     if data:
         document = parse_sealed(data, Statistics, statistics_name(original, shard.rank))
         data = seal(msgspec.structs.replace(document, attempt=str(attempt)))
-    chunks = _whole(shard, reads)
-    written = [
-        msgspec.structs.replace(read, stored=stored, digest=chunks.digest_of(read.index))
-        for read, stored in zip(reads, chunks.stored.tolist(), strict=True)
-    ]
+    reads = _whole(shard, reads)
     if reads:
-        key = target.keys.shard(attempt, shard.name)
-        copy_shard(source, original, reads, target, key, progress, data, written)
+        copy_shard(source, original, reads, target, target.keys.shard(attempt, shard.name), progress, data)
     elif data:
         target.store.put(target.keys.statistics(attempt, shard.rank), data)
     if side is None or not data:
         return {}
-    offset = sum(read.stored for read in written) if reads else None
+    offset = sum(read.stored for read in reads) if reads else None
     named = msgspec.structs.replace(side, digest=digest(data), bytes=len(data), offset=offset)
     return side_extension(shard.rank, named)
 
@@ -153,34 +148,36 @@ def chunks_by_shard(document: Manifest | Receipt) -> Mapping[str, Sequence[Chunk
     return found
 
 
-def _whole(shard: Shard, reads: Sequence[ChunkRead]) -> Chunks:
-    """The table of a shard whose deltas are stored as they are before encoding. reads: its chunks."""
-    if shard.bases is None:
-        return shard.chunks
+def _whole(shard: Shard, reads: Sequence[ChunkRead]) -> list[ChunkRead]:
+    """Chunks as a copy has them: a delta is stored as it is before encoding, and `bases` are all that it is read of."""
     raw = shard.chunks.raw_digest or b""
 
-    def row(read: ChunkRead) -> EncodedChunk:
-        if not read.bases:
-            return EncodedChunk(b"", read.raw, read.stored, read.codec, read.digest)
-        at = DIGEST_BYTES * read.index
-        return EncodedChunk(b"", read.raw, read.raw, RAW, raw[at : at + DIGEST_BYTES].hex())
+    def whole(read: ChunkRead) -> ChunkRead:
+        known = raw[DIGEST_BYTES * read.index : DIGEST_BYTES * (read.index + 1)].hex()
+        return msgspec.structs.replace(read, stored=read.raw, codec=RAW, digest=known, bases=read.parts)
 
-    return msgspec.structs.replace(chunk_table([*map(row, reads)]), raw_digest=raw)
+    return [whole(read) if read.bases else read for read in reads]
+
+
+def _whole_shard(shard: Shard, reads: Sequence[ChunkRead]) -> Shard:
+    """The document of a shard that has these chunks, and needs no other checkpoint."""
+    chunks = shard.chunks
+    if shard.bases is not None:
+        table = chunk_table([EncodedChunk(b"", r.raw, r.stored, r.codec, r.digest) for r in _whole(shard, reads)])
+        chunks = msgspec.structs.replace(table, raw_digest=chunks.raw_digest)
+    return Shard(name=shard.name, rank=shard.rank, chunks=chunks)
 
 
 def copy_shard(
     source: Source, original: Checkpoint, reads: Sequence[ChunkRead], target: Run, key: str, progress: Progress,
-    tail: bytes, written: Sequence[ChunkRead] | None = None,
+    tail: bytes,
 ) -> None:  # fmt: skip
     """Copy these chunks, back to back, into one object, and `tail` behind them; durable on return.
 
-    written: the same as they are there, if those with bases are to be decoded. They are not written again if it has
-    them. Raises Damaged, ObjectMissing or Unavailable.
+    They are not written again if it has them. Raises Damaged, ObjectMissing or Unavailable.
     """
-    if written is None:
-        written = reads = [msgspec.structs.replace(read, bases=()) for read in reads]
-    size = sum(read.stored for read in written)
-    there = _has(target, key, written, tail)
+    size = sum(read.stored for read in reads)
+    there = _has(target, key, reads, tail)
     if there:
         progress(size)
         return
@@ -219,9 +216,9 @@ def _fetch_in_order(source: Source, original: Checkpoint, chunks: Iterable[Chunk
     """The stored bytes of chunks, checked, adjacent ones together, with only a few of them in memory."""
 
     def fetch(read: ShardRead) -> memoryview:
+        if bases := read.chunks[0].bases:  # such a chunk is alone
+            return decoded(source, original, bases)
         stored = fetch_stored(source, original, read, again=False)
-        if read.chunks[0].bases:  # such a chunk is read by itself
-            return decoded(original, read.chunks[0], stored, source)
         for chunk in read.chunks:
             at = chunk.offset - read.offset
             check_chunk(original, chunk, stored[at : at + chunk.stored])
@@ -251,10 +248,7 @@ def _copy_receipt(
     """
     receipt = read_receipt(source, original, manifest, rank)
     reads = chunks_by_shard(receipt)
-    shards = [
-        Shard(name=shard.name, rank=shard.rank, chunks=_whole(shard, reads[shard.name]))
-        for shard in receipt.content.shards
-    ]
+    shards = [_whole_shard(shard, reads[shard.name]) for shard in receipt.content.shards]
     extensions = dict(receipt.extensions)
     extensions.pop(extension_name(rank), None)
     extensions.pop(EARLIER, None)  # they were not copied

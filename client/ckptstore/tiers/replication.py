@@ -244,7 +244,7 @@ def _copy(local: Run, remote: Run, original: Checkpoint, progress: Progress) -> 
     for shard, side in zip(manifest.content.shards, side_documents(manifest), strict=True):
         statistics = stored_statistics(source, original, shard.rank, side)
         apart = side is None or side.offset is None
-        if reads := [read for read in chunks[shard.name] if read.attempt is None]:
+        if reads := [msgspec.structs.replace(read, bases=()) for read in chunks[shard.name] if read.attempt is None]:
             tail = b"" if apart else statistics
             copy_shard(source, original, reads, remote, keys.shard(attempt, shard.name), progress, tail)
         if apart and statistics:

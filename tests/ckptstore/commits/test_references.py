@@ -388,20 +388,26 @@ def test_a_copy_has_whole_chunks(store: Store, copy: Store) -> None:
     assert again.existed
 
 
-_BAD_BASES: dict[str, Callable[[Bases, str], Any]] = {
-    "none": lambda b, own: None,
-    "itself": lambda b, own: replace_fields(b, attempts=[own, *b.attempts[1:]]),
-    "unused": lambda b, own: replace_fields(b, attempts=[*b.attempts, _OTHER]),
-    "out of order": lambda b, own: replace_fields(b, chunk=b.chunk[::-1].copy()),
-    "of another chunk": lambda b, own: replace_fields(b, chunk=b.chunk + 1),
-    "no codec": lambda b, own: replace_fields(b, codec=b.codec + 100),
-    "first a delta": lambda b, own: replace_fields(b, codec=b.codec[::-1].copy()),
-    "too far": lambda b, own: replace_fields(b, offset=b.offset + 2**62 + 1),
-    "empty": lambda b, own: replace_fields(b, stored=b.stored * 0),
-    "too short": lambda b, own: replace_fields(b, stored=b.stored[1:]),
-    "a digest too few": lambda b, own: replace_fields(b, digest=b.digest[16:]),
-    "half a digest": lambda b, own: replace_fields(b, digest=b.digest[:-8]),
+_BAD_BASES: dict[str, Callable[[Bases], Any]] = {
+    "none": lambda b: None,
+    "out of order": lambda b: replace_fields(b, of=b.of[::-1].copy()),
+    "of another chunk": lambda b: replace_fields(b, of=b.of + 1),
+    "too short": lambda b: replace_fields(b, of=b.of[1:]),
+    "first a delta": lambda b: with_chunks(b, codec=b.chunks.codec[::-1].copy()),
+    "no codec": lambda b: with_chunks(b, codec=b.chunks.codec + 100),
+    "empty": lambda b: with_chunks(b, stored=b.chunks.stored * 0),
+    "of another size": lambda b: with_chunks(b, raw=b.chunks.raw + 1),
+    "half a digest": lambda b: with_chunks(b, digest=b.chunks.digest[:-8]),
+    "in its own file": lambda b: msgspec.structs.replace(b, references=fewer(b.references)),
 }
+
+
+def fewer(found: References) -> References:
+    return replace_fields(found, chunk=found.chunk[1:], attempt=found.attempt[1:], offset=found.offset[1:])
+
+
+def with_chunks(bases: Bases, **fields: Any) -> Bases:
+    return replace_fields(bases, chunks=msgspec.structs.replace(bases.chunks, **fields))
 
 
 @in_memory
@@ -412,7 +418,7 @@ def test_bases_that_make_no_sense_are_refused(store: Store, how: str) -> None:
     (shard,) = receipt.content.shards
     assert shard.bases is not None
     if how in _BAD_BASES:
-        shard = msgspec.structs.replace(shard, bases=_BAD_BASES[how](shard.bases, receipt.attempt))
+        shard = msgspec.structs.replace(shard, bases=_BAD_BASES[how](shard.bases))
     elif how == "no raw digest":
         shard = msgspec.structs.replace(shard, chunks=msgspec.structs.replace(shard.chunks, raw_digest=None))
     content = msgspec.structs.replace(receipt.content, shards=[shard])

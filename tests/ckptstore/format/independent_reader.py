@@ -131,22 +131,23 @@ def read(root: str, run: str) -> tuple[dict, Entries]:  # type: ignore[type-arg]
         bases: dict[int, list[tuple]] = {}  # type: ignore[type-arg]
         if (needed := shard.get("bases")) is not None:
             assert "critical.bases" in manifest["extensions"]
-            marks = base64.b64decode(needed["digest"], validate=True)
-            rows = zip(*(column(needed[c]) for c in ("chunk", "attempt", "offset", "stored", "codec")))
-            for j, (chunk, attempt, offset, size, kind) in enumerate(rows):
-                place = needed["attempts"][attempt], offset, size, marks[16 * j : 16 * j + 16], kind
-                bases.setdefault(chunk, []).append(place)
+            table, places = needed["chunks"], needed["references"]
+            marks = base64.b64decode(table["digest"], validate=True)
+            found = [column(table[c]) for c in ("stored", "codec")] + [column(places[c]) for c in ("attempt", "offset")]
+            for j, (chunk, size, kind, attempt, offset) in enumerate(zip(column(needed["of"]), *found)):
+                digest, name = marks[16 * j : 16 * j + 16], table["codecs"][kind]
+                bases.setdefault(chunk, []).append((places["attempts"][attempt], offset, size, digest, name))
         chunks, digests = shard["chunks"], base64.b64decode(shard["chunks"]["digest"], validate=True)
         for i, (raw, stored, codec) in enumerate(zip(*(column(chunks[c]) for c in ("raw", "stored", "codec")))):
             expected = digests[16 * i : 16 * i + 16]
             holder, offset = others.get(i, (outcome["attempt"], at))
             piece = b""
-            for there, begin, size, mark, kind in [*bases.get(i, []), (holder, offset, stored, expected, codec)]:
+            own = (holder, offset, stored, expected, chunks["codecs"][codec])
+            for there, begin, size, mark, name in [*bases.get(i, []), own]:
                 with (folder.parent / there / shard["name"]).open("rb") as file:
                     file.seek(begin)
                     data = file.read(size)
                 assert xxhash.xxh3_128_digest(data) == mark, "a chunk is damaged"
-                name = chunks["codecs"][kind]
                 piece = undelta(data, piece) if name == "delta" else decode(name, data, raw)
             stream += piece
             at += 0 if i in others else stored
