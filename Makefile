@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Container images often set it; then each of the tests' hundreds of processes compiles the whole project once more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup arrays engines browser demo first-hour docs pictures test coverage check fmt bench bench-full bench-gpu gpu oldest clean
+.PHONY: setup arrays azurite engines browser demo first-hour docs pictures test coverage check fmt bench bench-full bench-gpu gpu oldest clean
 
 setup: .venv/.ready
 
@@ -27,6 +27,12 @@ browser:
 	dpkg-deb --fsys-tarfile prometheus_*.deb | tar -xO ./usr/bin/promtool >promtool && \
 	install promtool /usr/local/bin/promtool && rm -r "$$PWD"; } || \
 	echo "apt installed no Chromium or promtool: tests of the pages in a browser, or of the alerts, will be skipped"
+
+# Azure Blob Storage for the tests: 360 MB of JavaScript. Without it they are visibly skipped.
+azurite:
+	@command -v azurite-blob >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v npm >/dev/null || \
+	npm install --global --no-fund --no-audit --loglevel=error azurite@3.37.0 || \
+	echo "npm installed no Azurite: tests of stores on Azure will be skipped"
 
 # JAX, and Keras with TensorFlow, in an environment without torch.
 .venv-arrays/.ready: pyproject.toml constraints.txt
@@ -69,12 +75,12 @@ pictures: setup browser
 PYTEST := $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 # The environment and the tests of `arrays` are independent of the checks.
-test: setup browser
+test: setup browser azurite
 	$(MAKE) --jobs 2 --output-sync check arrays
 	$(PYTEST)
 
 # The same tests; measuring the coverage takes up to half as long again.
-coverage: setup browser
+coverage: setup browser azurite
 	$(PYTEST) --cov --cov-report=term
 
 check: setup

@@ -23,12 +23,12 @@ from hypothesis import settings
 
 from ckpt.host.lock import KNOWN, LOCAL
 from ckptstore.stores import Store, open_store
-from tests.support import forking, postgresql, seaweed
+from tests.support import azurite, forking, gcs, postgresql, seaweed
 from tests.support.juicefs import running_gateway
 from tests.support.postgresql import PostgresqlServer
-from tests.support.seaweed import S3Service
+from tests.support.seaweed import BUCKET, S3Service
 
-STORE_KINDS = ("local", "memory", "s3")
+STORE_KINDS = ("local", "memory", "s3", "gcs", "azure")
 DATABASE_KINDS = ("sqlite", "postgresql")
 _LONG = ("docs", "integration", "protocol")
 
@@ -133,7 +133,7 @@ def s3_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Service]:
 @pytest.fixture
 def s3_store(s3_service: S3Service) -> S3Location:
     """A fresh prefix on the S3 service."""
-    return S3Location(f"s3://{seaweed.BUCKET}/{uuid.uuid4().hex}", s3_service)
+    return S3Location(f"s3://{BUCKET}/{uuid.uuid4().hex}", s3_service)
 
 
 @pytest.fixture(scope="session")
@@ -146,7 +146,35 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Service]:
 @pytest.fixture
 def overwriting(gateway: S3Service) -> Store:
     """A fresh prefix on it."""
-    return open_store(f"s3://{seaweed.BUCKET}/{uuid.uuid4().hex}", gateway.options)
+    return open_store(f"s3://{BUCKET}/{uuid.uuid4().hex}", gateway.options)
+
+
+@pytest.fixture(scope="session")
+def gcs_service() -> Iterator[str]:
+    """One per worker that needs one."""
+    pytest.importorskip("gcsfs")
+    with gcs.running_service() as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def azure_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One Azurite per worker that needs one."""
+    pytest.importorskip("adlfs")
+    if azurite.binary() is None:
+        pytest.skip("no azurite-blob program: npm install -g azurite")
+    with azurite.running_service(tmp_path_factory.mktemp("azurite")) as url:
+        yield url
+
+
+def cloud_options(kind: str, url: str) -> dict[str, str]:
+    """What reaches the service of a kind at a URL, or a proxy in front of it."""
+    return {"connection_string": azurite.connection(url)} if kind == "azure" else {"endpoint_url": url, "token": "anon"}
+
+
+def cloud_place(kind: str) -> str:
+    """A fresh prefix."""
+    return f"{'abfs' if kind == 'azure' else 'gs'}://{BUCKET}/{uuid.uuid4().hex}"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -163,6 +191,8 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     if kind == "s3":
         location: S3Location = request.getfixturevalue("s3_store")
         yield open_store(location.url, location.options)
+    elif kind in ("gcs", "azure"):
+        yield open_store(cloud_place(kind), cloud_options(kind, request.getfixturevalue(f"{kind}_service")))
     elif kind == "memory":
         memory = open_store(f"memory://{uuid.uuid4().hex}")
         yield memory

@@ -20,7 +20,7 @@ from ckptstore.errors import NoSuchBucket
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from ckptstore.stores.checks import check_store, creates_once, run_store_checks
-from tests.conftest import S3Location
+from tests.conftest import S3Location, cloud_options
 from tests.support.command_line import invoke
 from tests.support.daemons import running_daemon
 from tests.support.waiting import wait_until
@@ -97,6 +97,15 @@ def test_a_real_service_is_understood(s3_store: S3Location) -> None:
     for call in READS:
         with pytest.raises(NoSuchBucket, match=f"the bucket of {URL}"):
             call(open_store(URL, s3_store.options))
+
+
+@pytest.mark.parametrize(("kind", "url"), [("gcs", "gs://no-such-bucket/x"), ("azure", "abfs://no-such-bucket/x")])
+def test_other_services_are_understood(kind: str, url: str, request: pytest.FixtureRequest) -> None:
+    """Their libraries list a missing bucket as an empty folder."""
+    service = request.getfixturevalue(f"{kind}_service")
+    for call in (*READS, *WRITES):
+        with pytest.raises(NoSuchBucket, match=f"the bucket of {url}"):
+            call(open_store(url, cloud_options(kind, service)))
 
 
 def test_a_probe_does_not_create_it(s3_store: S3Location) -> None:

@@ -18,6 +18,7 @@ from ckptstore.stores.base import (
     WrappedStore,
     store_errors,
 )
+from ckptstore.stores.clouds import AzureStore, GcsStore
 from ckptstore.stores.local import LocalStore
 from ckptstore.stores.remote import FsspecStore
 
@@ -27,6 +28,7 @@ __all__ = [
 ]  # fmt: skip
 
 _LOCAL = ("file", "local")
+_CLOUDS = {"gs": GcsStore, "gcs": GcsStore, "abfs": AzureStore, "abfss": AzureStore, "az": AzureStore}
 # A cached listing may lack a checkpoint that was just committed.
 _FRESH = {"use_listings_cache": False}
 # Current services accept signature version 4, also in signed URLs.
@@ -72,11 +74,16 @@ def open_store(url: str, options: Mapping[str, Any] | None = None, retried: bool
     except (ImportError, ValueError) as error:
         raise InvalidRequest(
             f"store URL {url!r} has scheme {scheme!r}, which is not available: {error}",
-            "Use file://, or install the scheme's fsspec package (for s3: pip install 'ckptd[s3]')",
+            "Use file://, or install the scheme's fsspec package (pip install 'ckptd[s3]', [gcs] or [azure])",
         ) from error
+    if _CLOUDS.get(scheme) is GcsStore:
+        # The default asks for the type of a bucket by gRPC first, and waits a minute where only HTTP gets through.
+        from gcsfs.core import GCSFileSystem
+
+        implementation = GCSFileSystem
     options = dict(options or {})
     if scheme != "memory":
-        options = {**_FRESH, **options}
+        options |= _FRESH
     is_s3 = scheme in ("s3", "s3a")
     if is_s3:
         tries = {"retries": {"total_max_attempts": 1}} if retried else {}
@@ -85,7 +92,7 @@ def open_store(url: str, options: Mapping[str, Any] | None = None, retried: bool
         fs = implementation(**options)
         root = fs._strip_protocol(url)
         if not is_s3:
-            return FsspecStore(fs, root, url)
+            return _CLOUDS.get(scheme, FsspecStore)(fs, root, url)
         # Its imports are installed with s3fs, which only S3 users have.
         from ckptstore.stores.s3 import S3Store
 

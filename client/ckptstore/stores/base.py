@@ -363,8 +363,10 @@ _LASTING = frozenset((
 """Errors of a request that fails again in the same way."""
 _NO_CREDENTIALS = ("NoAuthTokenError", "NoCredentialsError", "PartialCredentialsError", "ProfileNotFound")
 """Errors of botocore. Others, such as CredentialRetrievalError, may be an outage of the service that issues them."""
-_UNAUTHORIZED = 401
 _REFUSED_CODES = ("ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired")
+_UNAUTHORIZED, _FORBIDDEN, NOT_FOUND, NOT_SATISFIABLE = 401, 403, 404, 416
+_REFUSED = frozenset((400, 405, 411, 412, 413, 416))
+"""Statuses of requests that are refused again."""
 
 
 def no_such_bucket(url: str) -> NoSuchBucket:
@@ -392,6 +394,8 @@ def store_errors(what: str, url: str) -> Iterator[None]:
             ) from error
         raise ObjectMissing(f"cannot {what} {url}: it does not exist") from error
     except Exception as error:
+        if http_status(error) == NOT_FOUND:
+            raise ObjectMissing(f"cannot {what} {url}: it does not exist") from error
         raise _translate(error, what, url) from error
 
 
@@ -400,22 +404,28 @@ def _has_code(error: BaseException | None, code: str) -> bool:
     return isinstance(error, FileNotFoundError) and (code in (error.strerror or "") or _reply_code(error) == code)
 
 
-def _lacks_credentials(error: Exception) -> bool:
-    """Whether there are no credentials, or the service does not accept them (any more)."""
-    return (
-        type(error).__name__ in _NO_CREDENTIALS
-        or _reply_code(error) in (*_REFUSED_CODES, str(_UNAUTHORIZED))
-        or (_reply(error).get("ResponseMetadata", {}).get("HTTPStatusCode") == _UNAUTHORIZED)
-    )
+def http_status(error: BaseException | None) -> int:
+    """The status of the reply that s3fs, gcsfs or adlfs gives as this error or as its cause; 0 if there is none."""
+    while error is not None:
+        for name in ("status_code", "status", "code"):  # azure-core's, aiohttp's, gcsfs's
+            if str(status := getattr(error, name, "")).isdecimal():
+                return int(status)
+        if str(error).startswith("Forbidden: "):  # all that gcsfs says
+            return _FORBIDDEN
+        if status := _reply(error).get("ResponseMetadata", {}).get("HTTPStatusCode"):
+            return int(status)
+        error = error.__cause__
+    return 0
 
 
 def _reply_code(error: Exception) -> str:
-    return str(_reply(error).get("Error", {}).get("Code", ""))
+    return str(_reply(error.__cause__).get("Error", {}).get("Code", ""))
 
 
-def _reply(error: Exception) -> dict[str, Any]:
-    """The reply of an S3 service to s3fs, which gives botocore's error as the cause; empty if there is none."""
-    return getattr(error.__cause__, "response", None) or {}
+def _reply(error: BaseException | None) -> dict[str, Any]:
+    """The reply of an S3 service in botocore's error; empty if it is no such error. azure-core's is no dictionary."""
+    reply = getattr(error, "response", None)
+    return reply if isinstance(reply, dict) else {}
 
 
 def _translate(error: Exception, what: str, url: str) -> CkptError:
@@ -425,13 +435,15 @@ def _translate(error: Exception, what: str, url: str) -> CkptError:
             f"cannot {what} {url}: no space left",
             "Free space, or prune old checkpoints now (ckptctl prune --grace 0s); committed checkpoints are untouched",
         )
-    if _lacks_credentials(error):
+    status = http_status(error)
+    lacking = type(error).__name__ in _NO_CREDENTIALS or _reply_code(error) in (*_REFUSED_CODES, str(_UNAUTHORIZED))
+    if lacking or status == _UNAUTHORIZED:
         return StoreReadOnly(
             f"cannot {what} {url}: {type(error).__name__}: {error}",
             "Give this process valid credentials, or renew them: environment, profile or role",
         )
     # Errors that s3fs raises itself have no number.
-    if isinstance(error, PermissionError) or number == errno.EROFS:
+    if isinstance(error, PermissionError) or number == errno.EROFS or status == _FORBIDDEN:
         return StoreReadOnly(f"cannot {what} {url}: {error}", "Check the permissions or credentials of this process")
     return StoreUnavailable(
         f"cannot {what} {url}: {type(error).__name__}: {error}",
@@ -448,8 +460,13 @@ def is_lasting(error: Exception) -> bool:
     cause = error.__cause__
     if not isinstance(error, StoreUnavailable) or isinstance(error, NoSuchBucket) or _has_code(cause, _NO_UPLOAD):
         return True
+    if http_status(cause) in _REFUSED:
+        return True
     if isinstance(cause, OSError):
         return cause.errno in _LASTING
-    # A RuntimeError: not implemented, or the interpreter is ending. The last is botocore's, such as a bucket's name.
+    # A RuntimeError: not implemented, or the interpreter is ending; adlfs's has another error as its cause. The last is
+    # botocore's, such as a bucket's name.
     wrong = ArithmeticError | AttributeError | ImportError | LookupError | RuntimeError | TypeError | ValueError
+    if isinstance(cause, RuntimeError) and cause.__cause__ is not None:
+        cause = cause.__cause__
     return isinstance(cause, wrong) or type(cause).__name__ == "ParamValidationError"

@@ -16,7 +16,7 @@ from typing import Any
 from typing_extensions import override
 
 from ckptstore.codecs.chunk_codecs import Buffer
-from ckptstore.stores.base import ObjectInfo, ObjectWriter, Store, store_errors
+from ckptstore.stores.base import NOT_SATISFIABLE, ObjectInfo, ObjectWriter, Store, http_status, store_errors
 
 _MIN_PART_BYTES = 32 << 20
 _MAX_PARTS = 9_000  # S3 allows 10,000
@@ -99,7 +99,7 @@ class FsspecStore(Store):
             key, info = self._key(path), found[path]
             # SeaweedFS briefly lists a folder after its last object is deleted.
             if key.startswith(prefix):
-                yield ObjectInfo(key, int(info["size"]), _modified_at(info))
+                yield ObjectInfo(key, int(info["size"]), modified_at(info))
 
     @override
     def list_folders(self, prefix: str) -> Iterator[str]:
@@ -173,9 +173,10 @@ def read_range(fs: Any, path: str, offset: int, buffer: memoryview) -> int:
     """Fill the buffer from `offset` of an object; returns the number of bytes before its end."""
     try:
         data = fs.cat_file(path, start=offset, end=offset + len(buffer))
-    except OSError as error:
-        # 416 (the offset is past the end) arrives as EINVAL, like any other bad request.
-        if error.errno == errno.EINVAL and fs.size(path) <= offset:
+    except Exception as error:
+        # s3fs gives 416 (the offset is past the end) as EINVAL, like any other bad request.
+        bad = isinstance(error, OSError) and error.errno == errno.EINVAL
+        if (bad or http_status(error) == NOT_SATISFIABLE) and fs.size(path) <= offset:
             return 0
         raise
     buffer[: len(data)] = data
@@ -190,7 +191,8 @@ def is_there(fs: Any, path: str, num_bytes: int) -> bool:
         return False
 
 
-def _modified_at(info: dict[str, Any]) -> float:
+def modified_at(info: dict[str, Any]) -> float:
+    """When an object was written, by what a file system says of it."""
     for name in ("LastModified", "last_modified", "mtime", "updated", "created"):
         value = info.get(name)
         if isinstance(value, datetime):

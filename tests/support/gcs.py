@@ -1,0 +1,201 @@
+"""Google Cloud Storage for tests: the requests of its JSON interface that gcsfs makes, with their documented replies.
+
+They are on cloud.google.com/storage/docs: json_api/v1/objects, request-preconditions, performing-resumable-uploads.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import threading
+import uuid
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from tests.support.seaweed import BUCKET
+
+_PAGE = 4
+"""Names in a page of a listing: the service may return fewer than asked for, here nearly always."""
+_RESUME, _CANCELLED = 308, 499
+
+
+@dataclass(frozen=True)
+class _Object:
+    data: bytes
+    generation: int
+    updated: str
+
+
+@dataclass
+class _Upload:
+    """A resumable one. Its object is there when it is complete."""
+
+    name: str
+    create: bool
+    data: bytearray = field(default_factory=bytearray)
+    done: bool = False
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.lock = threading.Lock()
+        self.objects: dict[str, _Object] = {}
+        self.uploads: dict[str, _Upload] = {}
+        self.generations = 0
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away."""
+
+
+@contextmanager
+def running_service() -> Iterator[str]:
+    """A service with one empty bucket, on a free port of this machine; yields its URL."""
+    server = _Server()
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="gcs")
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: _Server
+
+    def _answer(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        url = urlsplit(self.path)
+        query = {name: values[-1] for name, values in parse_qs(url.query).items()}
+        found = re.fullmatch(r"(/upload|/download)?/storage/v1/b/([^/]+)(?:/o(?:/([^/]+))?)?", url.path)
+        assert found is not None, self.path
+        if unquote(found[2]) != BUCKET:
+            return self._send(404, {"error": {"code": 404, "message": "The specified bucket does not exist."}})
+        with self.server.lock:
+            if found[1] == "/upload":
+                return self._upload(query, body)
+            if found[3] is not None:
+                return self._object(unquote(found[3]), media=query.get("alt") == "media")
+            return self._list(query) if url.path.endswith("/o") else self._send(200, {"name": BUCKET})
+
+    do_GET = do_POST = do_PUT = do_DELETE = _answer  # noqa: N815 - the names that http.server calls
+
+    def _object(self, name: str, media: bool) -> None:
+        found = self.server.objects.get(name)
+        if found is None:
+            return self._send(404, {"error": {"code": 404, "message": f"No such object: {BUCKET}/{name}"}})
+        if self.command == "DELETE":
+            del self.server.objects[name]
+            return self._send(204, None)
+        if not media:
+            return self._send(200, _described(name, found))
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if wanted is None:
+            return self._send(200, found.data)
+        begin, end = int(wanted[1]), min(int(wanted[2] or len(found.data)) + 1, len(found.data))
+        if begin >= len(found.data):
+            return self._send(416, {"error": {"code": 416, "message": "Request range not satisfiable"}})
+        return self._send(206, found.data[begin:end], {"Content-Range": f"bytes {begin}-{end - 1}/{len(found.data)}"})
+
+    def _list(self, query: dict[str, str]) -> None:
+        prefix, delimiter, after = (query.get(name, "") for name in ("prefix", "delimiter", "pageToken"))
+        entries = set()
+        for name in self.server.objects:
+            if name.startswith(prefix):
+                folder, cut, _ = name[len(prefix) :].partition(delimiter) if delimiter else (name, "", "")
+                entries.add(prefix + folder + cut if cut else name)
+        ordered = sorted(entries)
+        begin = bisect_right(ordered, after)
+        page = ordered[begin : begin + _PAGE]
+        reply: dict[str, Any] = {"kind": "storage#objects"}
+        if items := [_described(name, self.server.objects[name]) for name in page if name in self.server.objects]:
+            reply["items"] = items
+        if prefixes := [name for name in page if name not in self.server.objects]:
+            reply["prefixes"] = prefixes
+        if begin + _PAGE < len(ordered):
+            reply["nextPageToken"] = page[-1]
+        self._send(200, reply)
+
+    def _upload(self, query: dict[str, str], body: bytes) -> None:
+        create = query.get("ifGenerationMatch") == "0"
+        if "upload_id" in query:
+            return self._resume(query["upload_id"], body)
+        if query["uploadType"] == "multipart":
+            line = b"--" + self.headers["Content-Type"].partition('boundary="')[2].rstrip('"').encode()
+            end = b"\r\n" if body.startswith(line + b"\r\n") else b"\n"
+            _, described, media = body[: body.rindex(end + line + b"--")].split(line, 2)
+            name = json.loads(described.partition(end * 2)[2].removesuffix(end))["name"]
+            return self._store(name, media.partition(end * 2)[2], create)
+        name = json.loads(body)["name"]
+        if create and name in self.server.objects:
+            return self._refuse()
+        id = uuid.uuid4().hex
+        self.server.uploads[id] = _Upload(name, create)
+        return self._send(200, b"", {"Location": f"http://{self.headers['Host']}{self.path}&upload_id={id}"})
+
+    def _resume(self, id: str, body: bytes) -> None:
+        upload = self.server.uploads.get(id)
+        if upload is None:
+            return self._send(404, {"error": {"code": 404, "message": "No such upload"}})
+        if self.command == "DELETE":
+            del self.server.uploads[id]
+            return self._send(_CANCELLED, b"")
+        if upload.done:
+            return self._send(200, _described(upload.name, self.server.objects[upload.name]))
+        begin, total = re.fullmatch(r"bytes (?:\*|(\d+)-\d+)/(\d+|\*)", self.headers["Content-Range"]).groups()  # type: ignore[union-attr]
+        if begin is not None:
+            assert int(begin) <= len(upload.data), "bytes are missing between two chunks"
+            upload.data[int(begin) :] = body
+        if total in (None, "*") or int(total) > len(upload.data):
+            assert not len(body) % (256 << 10), "chunks before the last one are multiples of 256 KiB"
+            return self._send(_RESUME, b"", {"Range": f"bytes=0-{len(upload.data) - 1}"} if upload.data else {})
+        upload.done = True
+        return self._store(upload.name, bytes(upload.data), upload.create)
+
+    def _store(self, name: str, data: bytes, create: bool) -> None:
+        if create and name in self.server.objects:
+            return self._refuse()
+        self.server.generations += 1
+        updated = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        self.server.objects[name] = _Object(data, self.server.generations, updated)
+        return self._send(200, _described(name, self.server.objects[name]))
+
+    def _refuse(self) -> None:
+        message = "At least one of the pre-conditions you specified did not hold."
+        self._send(412, {"error": {"code": 412, "message": message}})
+
+    def _send(self, status: int, body: Any, headers: dict[str, str] | None = None) -> None:
+        data = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response_only(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        if body is not None:
+            self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        """Silent."""
+
+
+def _described(name: str, found: _Object) -> dict[str, str]:
+    return {
+        "kind": "storage#object", "name": name, "bucket": BUCKET, "generation": str(found.generation),
+        "metageneration": "1", "size": str(len(found.data)), "updated": found.updated, "timeCreated": found.updated,
+        "md5Hash": base64.b64encode(hashlib.md5(found.data).digest()).decode(),
+    }  # fmt: skip
