@@ -9,7 +9,7 @@ WORKDIR /src
 COPY pyproject.toml hatch_build.py constraints.txt README.md LICENSE ./
 COPY client client
 COPY ckptd ckptd
-RUN pip install --no-cache-dir --prefix=/install -c constraints.txt '.[server,s3,postgresql,otel]'
+RUN pip install --no-cache-dir --prefix=/install -c constraints.txt '.[server,s3,gcs,azure,postgresql,otel]'
 
 FROM ${BASE}
 ARG BASE
