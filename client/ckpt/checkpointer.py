@@ -9,11 +9,13 @@ import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from ckpt.capture.assets import read_files
 from ckpt.capture.train_state import TrainState
-from ckpt.config import Config, takes
+from ckpt.config import Assets, Config, takes
 from ckpt.lazily import torch_loaded
 from ckpt.preemption import DaemonNotice, Preemption, SaveEstimate, Sources, estimate_save
 from ckpt.ranks.world import World, is_grouped
@@ -37,7 +39,8 @@ logger = logging.getLogger(__name__)
 class Checkpointer:
     """Saves and restores one run. Use it from one thread, the training thread; handles may go anywhere.
 
-    Construction performs no I/O. As a context manager it closes on exit; so does the end of the interpreter.
+    Construction performs no I/O, except that it reads `assets`. As a context manager it closes on exit; so does the end
+    of the interpreter.
     """
 
     @takes(Config)
@@ -49,6 +52,9 @@ class Checkpointer:
         self._source: Source = open_source(
             config.source, config.token, config.options, patience_s=config.retry_s, local=config.local
         )
+        self._assets = config.assets
+        if self._assets is not None and self._is_first():
+            self._assets = read_files(self._assets)
         self._saves = RunSaves(config, self._source, self._world, partial(check_present, self._source, config))
         self._releases = _one_thread()
         self._publisher: Checkpointer | None = None
@@ -74,7 +80,7 @@ class Checkpointer:
         after it this process counts as a live trainer. Raises UnsupportedObject, InvalidRequest, RankLost, RunVanished,
         Unavailable.
         """
-        state = TrainState.of(model, optim, extras, shared)
+        state = TrainState.of(model, optim, extras, shared, self._assets)
         if self._saves.client is None:
             wait_for_orphan_saver(self.config)
         self._saves.prepare(state)
@@ -89,6 +95,7 @@ class Checkpointer:
         grads: bool = False,
         metrics: Mapping[str, float] | None = None,
         shared: Mapping[str, Any] | None = None,
+        assets: Assets | None = None,
         repeat_step: bool = False,
         **extras: Any,
     ) -> SaveHandle:
@@ -100,11 +107,13 @@ class Checkpointer:
 
         model: any module. optim: one, or several; either may be None. grads: also keep gradients. metrics: for listings
         and retention. extras: modules, objects with state_dict, or data, kept per rank. shared: such objects that all
-        ranks hold alike. repeat_step: the step may have been saved. Every rank calls it with the same step. Raises the
-        error of an earlier save, Superseded, InvalidRequest, UnsupportedObject, LayoutChanged, RankLost.
+        ranks hold alike. assets: files, in place of those of the setting. repeat_step: the step may have been saved.
+        Every rank calls it with the same step. Raises the error of an earlier save, Superseded, InvalidRequest,
+        UnsupportedObject, LayoutChanged, RankLost.
         docs/explanation/saves.md says more.
         """
-        state, cost_before = TrainState.of(model, optim, extras, shared), cost_of(self._saves.newest, self._schedules)
+        state = TrainState.of(model, optim, extras, shared, self._assets if assets is None else assets)
+        cost_before = cost_of(self._saves.newest, self._schedules)
         return self._saves.save(state, step, grads, metrics, self.config.on_busy, repeat_step, cost_before)
 
     def save(
@@ -117,11 +126,13 @@ class Checkpointer:
         grads: bool = False,
         metrics: Mapping[str, float] | None = None,
         shared: Mapping[str, Any] | None = None,
+        assets: Assets | None = None,
         repeat_step: bool = False,
         **extras: Any,
     ) -> Checkpoint:
         """As save_async, but return when the checkpoint of all ranks is durable; waits for a slot if none is idle."""
-        state, cost_before = TrainState.of(model, optim, extras, shared), cost_of(self._saves.newest, self._schedules)
+        state = TrainState.of(model, optim, extras, shared, self._assets if assets is None else assets)
+        cost_before = cost_of(self._saves.newest, self._schedules)
         handle = self._saves.save(state, step, grads, metrics, "wait", repeat_step, cost_before)
         with self._saves.steps.waiting():
             return handle.result()
@@ -195,7 +206,7 @@ class Checkpointer:
                 if self._publisher is not None:
                     self._publisher._saves.session.restored(restored.checkpoint, True)
         if restorer.trains and not self.config.read_only:
-            self._saves.make_ready(state.without_others())
+            self._saves.make_ready(replace(state.without_others(), assets=self._assets))
         return restored
 
     def load(self, checkpoint: str | int | None = None, names: str = "*") -> dict[str, Any]:

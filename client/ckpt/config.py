@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from difflib import get_close_matches
 from functools import cache, wraps
@@ -56,6 +56,9 @@ class ProcessGroup(Protocol):
 GroupName = Literal["all", "solo"]
 Group = GroupName | ProcessGroup
 ReplicaReads = Literal["auto", "broadcast", "daemon", "none"]
+Path = str | os.PathLike[str]
+Assets = Path | Sequence[Path] | Mapping[str, Path | bytes]
+"""A folder, a file or a glob, several of these, or a file or its bytes by the name to save it under."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,8 @@ class Config:
     token: str | None = field(default=None, repr=False)
     options: Mapping[str, Any] | None = field(default=None, repr=False)
     """Storage options of the fsspec file system."""
+    assets: Assets | None = field(default=None, repr=False)
+    """Files that belong to the model, such as its configuration and tokenizer: saved with each checkpoint."""
     writer: Writer = "process"
     """A saver process, which outlives the trainer, or threads of the trainer."""
     slots: int = 2

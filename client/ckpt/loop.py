@@ -19,6 +19,7 @@ from ckpt.checkpointer import Checkpointer
 from ckpt.restoring.pipeline import Restored
 from ckpt.schedule import Schedule
 from ckptstore.errors import InvalidRequest
+from ckptstore.reading.assets import ASSETS
 
 if TYPE_CHECKING:
     from ckpt.capture.train_state import Model, Optimizers
@@ -176,9 +177,11 @@ def _resumed(
 ) -> tuple[Checkpointer, Callable[[int], object], Restored | None]:
     """The Checkpointer, what saves a step of these objects, and what they were restored from."""
     target = checkpointer or default.current()
+    save = partial(target.save_async, model, optim, **objects)
+    objects.pop(ASSETS, None)
     restored = target.restore(model, optim, **objects)
     refill(restored, objects)
-    return target, partial(target.save_async, model, optim, **objects), restored
+    return target, save, restored
 
 
 def refill(restored: Restored | None, objects: Mapping[str, Any]) -> None:

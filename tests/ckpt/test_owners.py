@@ -31,6 +31,7 @@ class Held:
     optim: Any = None
     extras: dict[str, Any] = field(default_factory=dict)
     shared: dict[str, Any] | None = None
+    assets: Any = None
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -185,6 +186,10 @@ def shared_on_last(rank: int) -> Held:
     return Held(plain(), shared={"vocabulary": torch.arange(3)} if rank else None)
 
 
+def assets_on_last(rank: int) -> Held:
+    return Held(plain(), assets={"config.json": b"{}"} if rank else None)
+
+
 REFUSED = {
     ignored_by_ddp: "ranks 0 and 1 hold different tensors under the name 'model/0.weight': other values",
     groups_of_ddp: "ranks 0 and 1 hold different tensors under the name 'model/0.weight': other values",
@@ -192,6 +197,7 @@ REFUSED = {
     stepped_on_last_of_some: "'optim/state/1.bias': state of 0 of 2 parameters",
     state_of_a_shard: "hold different 'optim/state/0.weight/scale'",
     shared_on_last: "different 'shared=':  and vocabulary",
+    assets_on_last: "different 'shared=':  and assets",
 }
 
 
@@ -269,7 +275,7 @@ def ranks(folder: str) -> dict[str, Any]:
 def refusal(store: str, held: Held) -> str:
     with Checkpointer(store, run="r", writer="thread") as checkpointer:
         try:
-            checkpointer.save(held.model, held.optim, 1, shared=held.shared)
+            checkpointer.save(held.model, held.optim, 1, shared=held.shared, assets=held.assets)
         except CkptError as error:
             assert checkpointer.restore(held.model) is None, "nothing was committed"
             return f"{error.code}: {error.message}"

@@ -119,11 +119,19 @@ class Collector:
         local, leaf = self.captured.local, with_records(self.small)
         self.captured.late.append(lambda: local.update({item: encode_tree(value, item, leaf)}))
 
-    def add_shared(self, item: str, value: Any) -> None:
-        """State that all ranks hold alike, every array of it as an entry: rank 0 keeps it, and every rank its part of
-        arrays that are distributed."""
+    def add_shared(self, item: str, value: Any, inline: int = 0) -> None:
+        """State that all ranks hold alike: rank 0 keeps it, and every rank its part of arrays that are distributed.
+
+        inline: arrays of up to this size lie in the tree; by default every one is an entry.
+        """
         if self.ownership.rank == 0:
-            leaf = with_records(lambda path, found: self._leaf(path, found, path))
+            leaf = with_records(
+                lambda path, found: (
+                    self.small(path, found)
+                    if inline and self.num_bytes(path, found) <= inline
+                    else self._leaf(path, found, path)
+                )
+            )
             self.captured.trees[item] = encode_tree(value, item, leaf)
         elif loaded_jax() is not None:
             encode_tree(value, item, with_records(self._part_leaf))

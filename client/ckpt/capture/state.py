@@ -214,6 +214,7 @@ class Capturer:
 
     _last: _Description | None = None
     _captures = 0
+    _same: object = None
 
     @torch.no_grad()
     def capture(self, state: TrainState, ownership: Ownership, grads: bool) -> Captured:
@@ -238,11 +239,17 @@ class Capturer:
             collector = _capture_objects(state, ownership)
             captured, copies = collector.captured, self._turn(*collector.copies)
             last = self._last = _describe(state, made, collector) if made.complete else None
-        shared = len(captured.leaves)
+        first = len(captured.leaves)
         values = collector.fork(captured)
         values.add_digests(*copies)
         capture_values(values, state)
-        captured.sameness = last if len(captured.leaves) == shared else None
+        # Files lie where they lay. Where a tensor lies does not say all about it.
+        added = [
+            object() if isinstance(one, torch.Tensor) else one.data_ptr() for one in captured.leaves.tensors[first:]
+        ]
+        if (key := (last, captured.leaves.slices[first:], added)) != self._same:
+            self._same = key
+        captured.sameness = last and self._same
         return captured
 
     def _turn(self, alike: Sequence[Any], others: Sequence[Any]) -> list[Sequence[Any]]:

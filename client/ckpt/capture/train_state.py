@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ckpt.lazily import is_tensor, torch, torch_loaded
 from ckptstore.errors import InvalidRequest
+from ckptstore.reading.assets import ASSETS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from ckpt.capture.optimizers import NamedOptimizer
     from ckpt.capture.parameters import Leaf, Parameters
+    from ckpt.config import Assets
 
     Model = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
     Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
@@ -63,6 +65,8 @@ class TrainState:
     """Extras that are not modules: kept per rank."""
     shared: Mapping[str, Any] = field(default_factory=dict)
     """Extras that all ranks hold alike: kept once, their tensors as entries."""
+    assets: Assets | None = None
+    """Files that are saved beside these objects."""
     placed: frozenset[str] = frozenset()
     """Modules that an earlier stage of a restore has filled; they only name parameters."""
 
@@ -72,6 +76,7 @@ class TrainState:
         optim: Optimizers | None,
         extras: Mapping[str, Any],
         shared: Mapping[str, Any] | None = None,
+        assets: Assets | None = None,
     ) -> TrainState:
         """Raises InvalidRequest for objects of the wrong kind or reserved names."""
         shared = dict(shared or {})
@@ -87,7 +92,9 @@ class TrainState:
         found = {} if model is None else {MODEL: _chunks(model)}
         found |= {name: (value,) for name, value in extras.items() if _is_module(value)}
         others = {name: value for name, value in extras.items() if not _is_module(value)}
-        return TrainState(found, _named_optimizers(optim), others, shared)
+        if assets is not None and ASSETS in shared:
+            raise InvalidRequest(f"shared= has an item {ASSETS!r} beside those of assets=", "Give it another name")
+        return TrainState(found, _named_optimizers(optim), others, shared, assets)
 
     def to_restore(self) -> TrainState:
         """The same for a restore: the checkpoint knows what is shared."""

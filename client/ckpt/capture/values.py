@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from ckpt.capture.arrays import is_distributed, is_template
+from ckpt.capture.assets import read_files
 from ckpt.capture.collector import INLINE_BYTES, Collector
 from ckpt.capture.leaves import Captured, Number, SmallReads
 from ckpt.capture.rng import rng_state
@@ -14,6 +17,7 @@ from ckpt.device import has_device
 from ckpt.lazily import torch, torch_loaded
 from ckptstore.format.documents import JSON
 from ckptstore.format.trees import encode_tree, with_records
+from ckptstore.reading.assets import ASSETS
 
 
 def capture_values(collector: Collector, state: TrainState) -> Captured:
@@ -27,8 +31,14 @@ def capture_values(collector: Collector, state: TrainState) -> Captured:
             collector.add_unchanging(item, numbers)
         else:
             collector.add_local(item, value.state_dict() if isinstance(value, Stateful) else value)
-    if state.shared or not collector.ownership.rank:
-        collector.captured.replicas.alike["shared="] = ", ".join(sorted(state.shared))
+    names, rank = sorted(state.shared), collector.ownership.rank
+    if state.assets is not None:
+        names.append(ASSETS)
+        files = {} if rank else read_files(state.assets)
+        arrays = {name: np.frombuffer(data, np.uint8) for name, data in files.items()}
+        collector.add_shared(ASSETS, arrays, INLINE_BYTES)
+    if names or not rank:
+        collector.captured.replicas.alike["shared="] = ", ".join(names)
     for item, value in state.shared.items():
         collector.add_shared(item, value.state_dict() if isinstance(value, Stateful) else value)
     return collector.captured

@@ -25,6 +25,7 @@ from ckpt.restoring.plan import RankState, RestorePlan, share_out
 from ckptstore.format.documents import JSON, REPLICAS, Content, Manifest
 from ckptstore.format.planning import ShardRead, plan_reads
 from ckptstore.format.trees import in_types_of, merge_trees
+from ckptstore.reading.assets import ASSETS
 from ckptstore.reading.source import Source, read_all_local, read_local
 
 logger = logging.getLogger(__name__)
@@ -133,7 +134,7 @@ def plan_restore(manifest: Manifest, local: Mapping[str, JSON], state: TrainStat
     if RNG in trees:
         plan.restore_rng = partial(load_rng_state, plan.destinations.decode(trees[RNG], RNG))
     plan.items = sorted(trees)
-    wanted = {*state.modules, *state.optimizers, *others, GRADIENTS, RNG}
+    wanted = {*state.modules, *state.optimizers, *others, GRADIENTS, RNG, *({ASSETS} - local.keys())}
     plan.unused = sorted(trees.keys() - wanted)
     return plan
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
-from pathlib import PurePosixPath
+from posixpath import normpath
 from typing import Any
 
 import msgspec
@@ -31,8 +31,8 @@ element in it, and its shape. It is in no folder."""
 
 def stays_inside(name: str) -> bool:
     """Whether a file of this name lies in the folder that it is written to, or in a folder inside it."""
-    path = PurePosixPath(name)
-    return bool(path.parts) and str(path) == name and not path.is_absolute() and ".." not in path.parts
+    below = f"folder/{name}"
+    return normpath(below) == below
 
 
 def asset_files(content: Content) -> dict[str, VirtualFile]:
