@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 from ckpt import default
 from ckpt.capture.rng import RngOnce
 from ckpt.data import ResumableLoader
+from ckpt.integrations.keeping import add_assets
 from ckpt.restoring.pipeline import Restored
 from ckpt.snapshot.handle import SaveHandle
 from ckptstore.errors import StateMismatch
@@ -54,6 +55,7 @@ def load_state(accelerator: Accelerator, checkpoint: str | int | None = None, st
     The loaders continue at the next batch, without `skip_first_batches`; `loader.iteration` is the number of the epoch.
     Raises StateMismatch for another number of schedulers or custom objects, and what `ckpt.restore` raises.
     """
+    add_assets(default.current(), _model(accelerator))
     for loader in accelerator._dataloaders:
         if isinstance(loader, DataLoaderShard) and not isinstance(loader.base_dataloader, _Tracked):
             loader.base_dataloader = _Tracked(loader.base_dataloader)

@@ -1,4 +1,5 @@
-"""The common parts of integrations: the retention that users of a framework ask for, and files that name a checkpoint.
+"""The common parts of integrations: the retention that users of a framework ask for, the files that belong to their
+model, and files that name a checkpoint.
 
 A policy is applied to a trainer's run whenever a save has become durable; a run that a daemon looks after needs none.
 Files that name a checkpoint lie at paths where a framework expects the checkpoint itself.
@@ -10,14 +11,21 @@ import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from copy import copy
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import fsspec
 
+from ckpt.checkpointer import Checkpointer
 from ckpt.config import Config
 from ckpt.snapshot.handle import SaveHandle
 from ckptstore.errors import CkptError, SaveSkipped
 from ckptstore.format.records import Policy
 from ckptstore.operator import StoreOperator
+from ckptstore.reading.assets import NAMES
+from ckptstore.reading.weights import module_name
 from ckptstore.retention.pruning import Prune
 from ckptstore.stores import open_store
 
@@ -66,6 +74,43 @@ class Keeper:
             logger.warning("run %s is not pruned: %s", self._prune.run, error)
         except Exception:
             logger.exception("run %s is not pruned", self._prune.run)
+
+
+def add_assets(checkpointer: Checkpointer, model: Any, *others: Any) -> None:
+    """Let saves have what `save_pretrained` of transformers writes beside weights, unless they have assets already.
+
+    These are the configurations of the first of the model's modules that has them, and the files of `others`, such as a
+    tokenizer. A model with adapters has none: its weights would not fit. Call it before a restore, on all ranks.
+    """
+    if model is None or checkpointer._assets is not None:
+        return
+    modules, files, owners = dict(model.named_modules()), dict[str, bytes](), list(others)
+    name = next((name for name, one in modules.items() if hasattr(vars(one).get("config"), "to_diff_dict")), None)
+    if name is not None and not any(hasattr(one, "peft_config") for one in modules.values()):
+        own = modules[name]
+        config = copy(own.config)
+        config.architectures = [type(own).__name__.removeprefix("FSDP")]
+        config.dtype = getattr(own, "dtype", config.dtype)
+        owners += [config, vars(own).get("generation_config")]
+        if prefix := module_name(f"{name}.".lstrip(".")):
+            files[NAMES] = _names(own, prefix)
+    with TemporaryDirectory() as folder:
+        for one in owners:
+            try:
+                if hasattr(one, "save_pretrained"):
+                    one.save_pretrained(folder)
+            except Exception:
+                logger.exception("checkpoints are saved without the files of a %s", type(one).__name__)
+        paths = [path for path in Path(folder).rglob("*") if path.is_file()]
+        files |= {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+    if any(hasattr(one, "save_pretrained") for one in owners):  # on all ranks alike, although one cannot write
+        checkpointer._assets = files
+
+
+def _names(module: Any, prefix: str) -> bytes:
+    """By which names readers know the tensors of a module inside another one; see NAMES."""
+    tensors = {id(one): (name, one) for name, one in reversed(module.state_dict(keep_vars=True).items())}
+    return json.dumps({name: (prefix + name, 0, list(one.shape)) for name, one in tensors.values()}).encode()
 
 
 MAX_BYTES = 4096

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 
 from ckpt.checkpointer import Checkpointer
 from ckpt.data import ResumableLoader, resumable
-from ckpt.integrations.keeping import Keeper
+from ckpt.integrations.keeping import Keeper, add_assets
 from ckpt.integrations.lightning_io import SCHEME, drop_objects
 from ckpt.restoring.pipeline import StagedRestore
 from ckpt.schedule import Schedule
@@ -131,6 +131,7 @@ class CkptdCheckpoint(ModelCheckpoint):
         self._step = trainer.global_step
         if self._newest is not None and self._step < self._newest.step:
             self._reopen()
+        _add_assets(self._checkpointer, trainer)
         if self._loading is not None and (metrics := self._loading.finish()):
             # As when it was saved: EarlyStopping looks for them at the end of an epoch that was validated before.
             self._validated = self._step, metrics
@@ -281,6 +282,7 @@ class Loading:
             return load(path, *args, **kwargs)
         fitting = self._trainer.state.fn == TrainerFn.FITTING
         checkpointer = self._open(fitting)
+        _add_assets(checkpointer, self._trainer)
         self._stages = checkpointer.restore_in_stages(
             checkpoint=str(path).removeprefix(SCHEME), strict=self._trainer.lightning_module.strict_loading
         )
@@ -334,6 +336,11 @@ class _Paths(fsspec.AbstractFileSystem):
 
 
 fsspec.register_implementation("ckptd", _Paths, clobber=True)  # type: ignore[no-untyped-call]
+
+
+def _add_assets(checkpointer: Checkpointer, trainer: Trainer) -> None:
+    module = trainer.lightning_module
+    add_assets(checkpointer, module, getattr(module, "tokenizer", None))
 
 
 def loaders(trainer: Trainer) -> dict[str, Any]:

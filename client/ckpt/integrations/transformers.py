@@ -23,7 +23,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
 from ckpt.checkpointer import Checkpointer
-from ckpt.integrations.keeping import Keeper
+from ckpt.integrations.keeping import Keeper, add_assets
 from ckpt.restoring.pipeline import StagedRestore
 from ckptstore.errors import NoCheckpoint
 from ckptstore.format.records import Policy
@@ -70,6 +70,8 @@ class _CkptdTrainer(Trainer):
             self._checkpointer.close()
             self._checkpointer = Checkpointer(**vars(self._config))
         self._last_saved = None
+        collator = getattr(self.data_collator, "tokenizer", None)
+        add_assets(self._checkpointer, self.model, collator, getattr(self, "processing_class", None))
         if self.args.save_total_limit and self.args.should_save:
             self._keeper = Keeper(self._config, self._policy())
         try:
@@ -181,9 +183,6 @@ class _CkptdTrainer(Trainer):
             states[name] = [*states.get(name, []), one.state()] if several else one.state()
         state = vars(self.state) | {"stateful_callbacks": states, "best_model_checkpoint": None}
         saved: dict[str, Any] = {"state": json.dumps(state)}
-        if not hasattr(self.model, "peft_config"):  # the weights would not fit
-            own: Any = ((name, getattr(self.model, name, None)) for name in ("config", "generation_config"))
-            saved["files"] = {f"{name}.json": one.to_json_string() for name, one in own if hasattr(one, "to_diff_dict")}
         if not self.args.save_only_model:
             saved["scheduler"] = self.lr_scheduler.state_dict()
             if (scaler := getattr(self.accelerator, "scaler", None)) is not None:

@@ -1,20 +1,27 @@
-"""A Keeper: limits are applied when a save is durable, in steps that the guard of prunes allows; errors are logged."""
+"""A Keeper: limits are applied when a save is durable, in steps that the guard of prunes allows; errors are logged.
+
+And the files of a model, as an export of it has them.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from ckpt import Checkpointer
-from ckpt.integrations.keeping import Keeper
+from ckpt.integrations.keeping import Keeper, add_assets
 from ckptstore.format.records import Policy
 from ckptstore.operator import StoreOperator
 from ckptstore.stores import open_store
 from ckptstore.stores.base import ObjectInfo, WrappedStore
+from tests.support.command_line import succeed
+from tests.support.forking import run
 
 MODEL = torch.nn.Linear(1, 1)
 
@@ -67,3 +74,64 @@ def test_a_foreign_error_is_logged_and_the_next_save_prunes(tmp_path: Path, capl
     assert record.message == "run gpt is not pruned"
     assert record.exc_text is not None
     assert "the library of the store is broken" in record.exc_text
+
+
+HUB = (
+    "transformers.trainer", "lightning.pytorch", "accelerate", "ckpt.integrations.transformers",
+    "ckpt.integrations.lightning", "ckpt.integrations.accelerate", "torch._dynamo",
+)  # fmt: skip
+WORDS = ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"]
+
+
+@pytest.mark.parametrize(("framework", "files"), [("transformers", WORDS), ("lightning", WORDS), ("accelerate", [])])
+def test_an_export_is_a_folder_that_transformers_loads(tmp_path: Path, framework: str, files: list[str]) -> None:
+    """Also after a resume, of a model inside another module, and with the tokenizer that the framework was given."""
+    code, said, errors = run(HUB, "tests.ckpt.integrations.hub_folder", [str(tmp_path), framework])
+    assert code == 0, errors
+    succeed("export", "gpt", "--to", tmp_path / "hub", "--format", "huggingface", "--store", tmp_path)
+    found = sorted(one.name for one in (tmp_path / "hub").iterdir())
+    assert found == sorted(["config.json", "generation_config.json", "model.safetensors", *files])
+    code, loaded, errors = run(HUB, "tests.ckpt.integrations.hub_folder", [str(tmp_path), "load"])
+    assert code == 0, errors
+    expected = {**json.loads(said.splitlines()[-1]), "architectures": ["GPT2LMHeadModel"]}
+    if files:
+        expected |= {"ids": [1, 2, 3, 1], "chat": "{{ messages }}"}
+    assert json.loads(loaded.splitlines()[-1]) == expected
+
+
+class Config:
+    """What a model of transformers has."""
+
+    dtype = None
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        return vars(self)
+
+    def save_pretrained(self, folder: str) -> None:
+        (Path(folder) / "config.json").write_text(json.dumps(self.to_diff_dict(), default=str))
+
+
+class Broken:
+    def save_pretrained(self, folder: str) -> None:
+        raise OSError("no space left on device")
+
+
+def test_files_that_cannot_be_written_do_not_end_a_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model: Any = torch.nn.Linear(1, 1)
+    model.config = Config()
+    with Checkpointer(str(tmp_path), run="gpt", writer="thread") as checkpointer:
+        add_assets(checkpointer, torch.nn.Linear(1, 1), None)
+        assert checkpointer._assets is None
+        add_assets(checkpointer, model, Broken())
+        assert checkpointer._assets == {"config.json": b'{"architectures": ["Linear"], "dtype": null}'}
+        add_assets(checkpointer, model, Config())  # it has them
+        assert checkpointer._assets is not None
+    assert [record.message for record in warnings(caplog)] == ["checkpoints are saved without the files of a Broken"]
+
+
+def test_weights_of_adapters_come_without_a_configuration_that_does_not_fit(tmp_path: Path) -> None:
+    model: Any = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    model[0].config, model.peft_config = Config(), {}
+    with Checkpointer(str(tmp_path), run="gpt", writer="thread") as checkpointer:
+        add_assets(checkpointer, model)
+        assert checkpointer._assets is None
