@@ -12,7 +12,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -278,9 +278,6 @@ def write_huggingface(export: Export, folder: Path, max_shard_bytes: int) -> Non
     wanted = {name: entry for name, entry in whole.entries.items() if entry in chosen}
     files = folder_files(replace(whole, entries=wanted), max_shard_bytes)
     _fill(export, {folder / name: file for name, file in files.items()})
-    for name in ("config.json", "generation_config.json"):
-        with suppress(KeyError, TypeError):
-            (folder / name).write_text(export.content.trees["trainer"]["files"][name])
 
 
 def _fill(export: Export, files: Mapping[Path, VirtualFile]) -> None:

@@ -8,8 +8,11 @@ optimizers step. Its policies (`interval`, `keep_latest_k`, `load_only`, ...) ke
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -20,13 +23,18 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 from torchtitan.tools import filesystem
 
+from ckpt.capture.modules import canonical
 from ckpt.checkpointer import Checkpointer
 from ckpt.integrations.keeping import Keeper
 from ckptstore.errors import InvalidRequest
 from ckptstore.format.records import Policy
 from ckptstore.names import Reference
+from ckptstore.reading.assets import NAMES
+
+logger = logging.getLogger(__name__)
 
 _RUN = "torchtitan"
+_ASSETS = (".json", ".jinja", ".model", ".txt")
 
 
 class CkptdManager(BaseCheckpointManager):
@@ -67,12 +75,12 @@ class CkptdManager(BaseCheckpointManager):
         optimizers: OptimizersContainer[Any],
         lr_schedulers: LRSchedulersContainer,
         states: dict[str, Any],
-        sd_adapter: object = None,
+        sd_adapter: Any = None,
         base_folder: str = "",
     ) -> None:
-        """Made by `Config.build`, as torchtitan does. Performs no I/O. Raises InvalidRequest or InvalidName.
+        """Made by `Config.build`, as torchtitan does. Raises InvalidRequest or InvalidName.
 
-        sd_adapter: not used; it converts to Hugging Face's names.
+        sd_adapter: its names of Hugging Face and the files of its `hf_assets_path` are read, and saved for readers.
         """
         self.enable = config.enable
         self.save_future = None
@@ -81,7 +89,8 @@ class CkptdManager(BaseCheckpointManager):
         self._config = config
         store = config.store or os.environ.get("CKPT_STORE") or filesystem.join(base_folder, config.folder)
         run = config.run or os.environ.get("CKPT_RUN") or _RUN
-        self._checkpointer = Checkpointer(store, run=run, daemon=config.daemon)
+        assets = _readers_files(sd_adapter, model_parts) if sd_adapter is not None else None
+        self._checkpointer = Checkpointer(store, run=run, daemon=config.daemon, assets=assets)
         self._model: Any = model_parts[0] if len(model_parts) == 1 else model_parts
         self._optimizers: list[torch.optim.Optimizer] = list(optimizers)
         self._dataloader = dataloader
@@ -159,3 +168,28 @@ class CkptdManager(BaseCheckpointManager):
         if self._keeper is not None:
             self._keeper.close()
         self._checkpointer.close()
+
+
+def _readers_files(adapter: Any, model_parts: list[nn.Module]) -> dict[str, Path | bytes]:
+    """The files of a model of Hugging Face but for its weights, and by which names readers know those of this model.
+
+    A name may be that of a part of a tensor, such as an expert. Without names are models whose values `to_hf` changes.
+    """
+    state = {
+        canonical(name): torch.empty(value.shape, dtype=value.dtype, device="meta")
+        for part in model_parts
+        for name, value in part.state_dict().items()
+    }
+    home = {value.untyped_storage()._cdata: name for name, value in state.items()}
+    named = adapter.to_hf(state)
+    changed = [n for n, one in named.items() if one.untyped_storage()._cdata not in home or not one.is_contiguous()]
+    files: dict[str, Path | bytes] = {
+        path.name: path
+        for path in (Path(adapter.hf_assets_path).glob("*") if adapter.hf_assets_path else ())
+        if path.suffix in _ASSETS and ".safetensors" not in path.name
+    }
+    if changed:
+        logger.info("readers get the module's names: to_hf changes %s", ", ".join(changed[:3]))
+        return files
+    places = {n: (home[one.untyped_storage()._cdata], one.storage_offset(), [*one.shape]) for n, one in named.items()}
+    return {**files, NAMES: json.dumps(places).encode()}

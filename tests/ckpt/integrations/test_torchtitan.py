@@ -4,7 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load
+from torch import nn
 
+from ckpt import Checkpointer
+from ckptstore.reading.assets import folder_files, open_weights
+from ckptstore.reading.source import StoreSource
+from ckptstore.stores import open_store
 from tests.ckpt.integrations.proof import Integration, operators_can_use, private_names_exist
 from tests.support.command_line import invoke
 
@@ -44,3 +51,42 @@ def test_what_the_manager_does_not_do_is_refused(name: str) -> None:
     options: dict[str, Any] = {name: True}
     with pytest.raises(InvalidRequest, match=name):
         CkptdManager.Config(**options)
+
+
+class Adapter:
+    """Names of Hugging Face, with each expert by itself, as torchtitan's adapters of Qwen3 and DeepSeek give them."""
+
+    def __init__(self, hf_assets_path: Path, transposed: bool = False) -> None:
+        self.hf_assets_path, self.transposed = str(hf_assets_path), transposed
+
+    def to_hf(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for name, value in state_dict.items():
+            if value.dim() == 3:
+                found |= {f"model.{name}.{i}": one.squeeze(0) for i, one in enumerate(torch.split(value, 1))}
+            else:
+                found[f"model.{name}"] = value.t().contiguous() if self.transposed else value
+        return found
+
+
+def test_readers_know_the_weights_by_the_names_of_the_adapter(tmp_path: Path) -> None:
+    from ckpt.integrations.torchtitan import _readers_files
+
+    for name in ("config.json", "tokenizer.json", "model.safetensors", "model.safetensors.index.json", "notes.md"):
+        (tmp_path / name).write_text("{}")
+    model = nn.Linear(4, 8)
+    model.experts = nn.Parameter(torch.randn(2, 4, 3))
+    files = _readers_files(Adapter(tmp_path), [model])
+    assert sorted(files) == ["ckptd-names.json", "config.json", "tokenizer.json"]
+    with Checkpointer(str(tmp_path / "store"), run="qwen", writer="thread", assets=files) as checkpointer:
+        checkpointer.save(model, None, 1)
+    source = StoreSource(open_store(str(tmp_path / "store")))
+    checkpoint = source.latest("qwen")
+    folder = folder_files(open_weights(source, checkpoint))
+    weights = folder.pop("model.safetensors")
+    found = load(b"".join(map(bytes, weights.pieces(source, checkpoint, 0, weights.bytes))))
+    expected = Adapter(tmp_path).to_hf(dict(model.state_dict()))
+    assert found.keys() == expected.keys() >= {"model.experts.1"}
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    assert sorted(folder) == ["config.json", "tokenizer.json"]
+    assert "ckptd-names.json" not in _readers_files(Adapter(tmp_path, transposed=True), [model])
