@@ -35,6 +35,7 @@ BENCHES = (
     "size",
     "codec",
     "references",
+    "deltas",
     "memory",
     "leaves",
     "plan",
