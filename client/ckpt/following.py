@@ -79,7 +79,7 @@ class NewWeights:
 
 
 class _Held:
-    """What each model holds: the signatures of its tensors."""
+    """The signatures of the tensors that each model holds."""
 
     def __init__(self) -> None:
         self._of = weakref.WeakKeyDictionary[nn.Module, dict[str, str]]()
