@@ -32,13 +32,15 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.models.utils import is_pp_missing_parameter
 
 from ckpt.default import opened
 from ckpt.dtypes import BY_NAME
 from ckpt.restoring.resolve import leased, noting_damage
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import InvalidRequest, RestoreFailed
-from ckptstore.reading.source import Source, read_manifest
+from ckptstore.reading.assets import open_weights
+from ckptstore.reading.source import Source
 from ckptstore.reading.weights import Weights
 
 NAME = "ckptd"
@@ -65,7 +67,7 @@ _held: WeakKeyDictionary[nn.Module, _Held] = WeakKeyDictionary()
 
 
 class CkptdModelLoader(DefaultModelLoader):
-    """The load format `ckptd`. Reads only the experts of this worker where vLLM can tell them."""
+    """The load format `ckptd`. A worker reads only its experts, where vLLM can tell them, and its pipeline stage."""
 
     def __init__(self, load_config: Any) -> None:
         options = dict(load_config.model_loader_extra_config)
@@ -86,7 +88,7 @@ class CkptdModelLoader(DefaultModelLoader):
             shapes = _shapes(weights)
             _held[model] = _Held(shapes, {})
             mine = [name for name in shapes if not should_skip_weight(name, self.local_expert_ids)]
-            yield from _tensors(source, checkpoint, weights, mine)
+            yield from _tensors(source, checkpoint, weights, mine, model)
             _held[model] = _Held(shapes, weights.signatures())
 
 
@@ -147,7 +149,7 @@ class CkptdWeightTransferEngine(WeightTransferEngine[CkptdInitInfo, CkptdUpdateI
             groups = layerwise_groups(list(new.shapes))
             changed = {name for name, digest in new.signatures.items() if held.signatures.get(name) != digest}
             names = [name for group in groups if not changed.isdisjoint(group) for name in group]
-            return new, list(_tensors(source, checkpoint, weights, names))
+            return new, list(_tensors(source, checkpoint, weights, names, self.model))
 
     def finish_weight_update(self) -> None:
         """Put what was read into the model. Ends the process if that fails: some layers may be new, and others old."""
@@ -185,7 +187,7 @@ def _all(done: bool) -> bool:
 @contextmanager
 def _reading(name: str) -> Iterator[tuple[Source, Checkpoint, Weights]]:
     with opened(name) as (source, checkpoint), leased(source, checkpoint), noting_damage(source, checkpoint):
-        yield source, checkpoint, Weights.of(read_manifest(source, checkpoint).content)
+        yield source, checkpoint, open_weights(source, checkpoint)
 
 
 def _shapes(weights: Weights) -> dict[str, tuple[int, ...]]:
@@ -193,10 +195,10 @@ def _shapes(weights: Weights) -> dict[str, tuple[int, ...]]:
 
 
 def _tensors(
-    source: Source, checkpoint: Checkpoint, weights: Weights, names: Iterable[str]
+    source: Source, checkpoint: Checkpoint, weights: Weights, names: Iterable[str], model: nn.Module
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Read some tensors in batches; none is yielded before it is verified."""
-    chosen = {name: weights.entries[name] for name in names}
+    """Read some tensors in batches; none is yielded before it is verified. Not those of other pipeline stages."""
+    chosen = {name: weights.entries[name] for name in names if not is_pp_missing_parameter(name, model)}
     for file in replace(weights, entries=chosen).files(_BATCH_BYTES).values():
         data = np.empty(file.bytes, np.uint8)
         file.read(source, checkpoint, 0, data.data)
