@@ -153,9 +153,10 @@ class CkptdWeightTransferEngine(WeightTransferEngine[CkptdInitInfo, CkptdUpdateI
 
     def finish_weight_update(self) -> None:
         """Put what was read into the model. Ends the process if that fails: some layers may be new, and others old."""
-        if self._read is None:
+        read, self._read = self._read, None
+        if read is None or not read[1]:
             return
-        (new, tensors), self._read = self._read, None
+        new, tensors = read
         try:
             _held[self.model] = _Held(new.shapes, {})
             initialize_layerwise_reload(self.model)
