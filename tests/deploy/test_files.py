@@ -44,6 +44,9 @@ def test_compose_accepts_its_file() -> None:
         own = {variable for variable in services[name]["environment"] if variable.startswith("CKPTD_")}
         assert own <= ENVIRONMENT.keys()
     assert services["ckptd"]["environment"]["CKPTD_VERIFY_HOURS"] == "24"
+    assert all(service["deploy"]["resources"]["limits"].keys() == {"cpus", "memory"} for service in services.values())
+    unwatched = {name for name, service in services.items() if "healthcheck" not in service}
+    assert unwatched == {"ckptd", "bucket", "scrape-token"}, "one is watched by its image, two end at once"
     mounted = [volume for service in services.values() for volume in service.get("volumes", [])]
     local = [volume.split(":")[0] for volume in mounted if volume.startswith("./")]
     assert local
