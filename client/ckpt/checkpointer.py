@@ -21,12 +21,13 @@ from ckpt.preemption import DaemonNotice, Preemption, SaveEstimate, Sources, est
 from ckpt.ranks.world import World, is_grouped
 from ckpt.restoring.pipeline import Restored, Restorer, StagedRestore, load_tensors
 from ckpt.restoring.resolve import check_present, release_lease, wait_for_orphan_saver
+from ckpt.restoring.surgery import NO_SURGERY, Globs, Surgery
 from ckpt.schedule import Limits, Schedule, cost_of
 from ckpt.snapshot.handle import Counters, SaveHandle
 from ckpt.snapshot.run_saves import RunSaves
 from ckptapi.opening import open_source
 from ckptstore.commits.catalog import Checkpoint
-from ckptstore.errors import NoCheckpoint, Superseded
+from ckptstore.errors import InvalidRequest, NoCheckpoint, Superseded
 from ckptstore.names import Reference
 from ckptstore.reading.source import Source
 
@@ -157,24 +158,32 @@ class Checkpointer:
         optim: Optimizers | None = None,
         *,
         checkpoint: str | int | None = None,
-        strict: bool = True,
+        strict: bool | Literal["report"] = True,
         rng: bool = True,
+        rename: Mapping[str, str] | None = None,
+        only: Globs = (),
+        skip: Globs = (),
+        grow: Globs = (),
+        cast: bool = False,
         shared: Mapping[str, Any] | None = None,
         **extras: Any,
     ) -> Restored | None:
         """Restore a checkpoint into the objects, in place; None if the run has none yet.
 
-        checkpoint: a step or an id; default: the newest that is not corrupt. strict: names and shapes must agree;
-        otherwise differences are reported. rng: put random state back. Plain data comes back in `Restored.values`;
-        without any object, the whole checkpoint does.
+        checkpoint: a step or an id; default: the newest not corrupt. strict: names, shapes and types must
+        agree; False: what fits is restored; "report": and a table is logged. rng: put random state back. rename: names
+        in the checkpoint to names here, {"encoder.*": "backbone.*"}. only, skip: of names here. grow: those that may
+        take fewer rows. cast: convert types. docs/how-to/restore-into-another-model.md explains these.
 
-        Every chunk is verified before it is placed. Under a process group this is a collective. Saves continue from
-        this checkpoint. Raises StateMismatch before anything is changed, UnsupportedObject, RunVanished; CorruptObject
+        Plain data, or without any object all, comes back in `Restored.values`. Collective. Saves continue from it.
+        Raises StateMismatch or InvalidRequest before anything is changed, UnsupportedObject, RunVanished; CorruptObject
         or Unavailable, after which the objects may hold a mixture and must not be trained on.
-        docs/explanation/saves.md says more.
         """
         state = TrainState.of(model, optim, extras, shared).to_restore()
-        restored = self._restore(state, checkpoint, strict=strict, rng=rng)
+        surgery = Surgery.of(rename, only, skip, grow, cast)
+        if surgery != NO_SURGERY and not state.modules:
+            raise InvalidRequest("there is no module whose names could be matched", "Pass the model")
+        restored = self._restore(state, checkpoint, strict=strict, rng=rng, surgery=surgery)
         if restored is not None and restored.unused and optim is not None and self._world().rank == 0:
             logger.warning(
                 "%s also holds %s, not restored. Pass them to restore, or training continues with their present state",
@@ -183,21 +192,37 @@ class Checkpointer:
             )
         return restored
 
-    def restore_in_stages(self, *, checkpoint: str | int | None = None, strict: bool = True) -> StagedRestore:
+    def restore_in_stages(
+        self, *, checkpoint: str | int | None = None, strict: bool | Literal["report"] = True
+    ) -> StagedRestore:
         """Restore in stages, all from one checkpoint: see StagedRestore. checkpoint, strict: see `restore`."""
         return StagedRestore(partial(self._restore, strict=strict, rng=False), checkpoint)
 
-    def _restore(self, state: TrainState, checkpoint: str | int | None, *, strict: bool, rng: bool) -> Restored | None:
+    def _restore(
+        self,
+        state: TrainState,
+        checkpoint: str | int | None,
+        *,
+        strict: bool | Literal["report"],
+        rng: bool,
+        surgery: Surgery = NO_SURGERY,
+    ) -> Restored | None:
+        if strict not in (True, False, "report"):
+            raise InvalidRequest(f"strict={strict!r} is not allowed", "Use True, False or 'report'")
         with suppress(Superseded):  # a restore is the remedy
             self.wait()
-        restorer = Restorer(self._source, self.config, self._world())
+        restorer = Restorer(self._source, self.config, self._world(), surgery)
         try:
-            restored = restorer.restore(state, Reference.of(self.config.run_name, checkpoint), strict, rng)
+            restored = restorer.restore(
+                state, Reference.of(self.config.run_name, checkpoint), bool(strict) and strict != "report", rng
+            )
         finally:
             # A restore that fails, or finds the remote store away, takes nothing back of what an earlier one saw.
             self._saves.session.seen = max(self._saves.session.seen, restorer.seen)
             self._release_lease()  # of what was restored before, which may be the same checkpoint
         if restored is not None:
+            if strict == "report" and restored.differences and self._world().rank == 0:
+                logger.warning("%s was restored as far as it fits:\n%s", restored.id, restored.differences)
             self._saves.lease, session = restored.lease, self._saves.session
             # Arrays of JAX from another run may be a teacher: training does not continue from them.
             own = bool(state.modules or state.optimizers) or restored.checkpoint.run == self.config.run_name

@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from html import escape
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, cast
 
@@ -109,8 +108,7 @@ class Checkpoints(list[Checkpoint]):
     def _repr_html_(self) -> str:
         columns = ("checkpoint", "state", "stored", "metrics", "tags")
         rows = [(c.id, c.state, human.size(c.stored_bytes), str(c.metrics or ""), " ".join(c.tags)) for c in self]
-        cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in (columns, *rows)]
-        return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+        return human.html_table([columns, *rows])
 
 
 def runs() -> list[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
+from html import escape
 from math import inf, isfinite
 
 from ckptstore.errors import InvalidRequest
@@ -120,3 +121,9 @@ def parse_size(text: str) -> int:
     if not count:
         raise InvalidRequest(f"{text!r} is not above zero", "Write it like 500MB, 2.5GB or 100GiB")
     return count
+
+
+def html_table(rows: Iterable[Iterable[str]]) -> str:
+    """A table for notebooks."""
+    cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
+    return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"

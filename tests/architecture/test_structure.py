@@ -34,7 +34,7 @@ CEILINGS = {"tokens": 366_165, "files": 307, "knobs": 25, "verbs": 36, "threads"
 
 FOLDER_SHAPES = {
     "ckpt.snapshot": (7, 24),
-    "ckpt.restoring": (5, 21),
+    "ckpt.restoring": (5, 24),
     "ckpt.saver": (5, 26),
     "ckpt.capture": (6, 45),
     "ckptstore.format": (6, 26),

@@ -10,7 +10,7 @@ between save and restore changes nothing.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from itertools import count, islice
 from typing import Any, cast
 
@@ -45,6 +45,8 @@ class NamedOptimizer:
             self.groups.append([self._leaves_of(parameter, name) for parameter, name in pairs])
         self.leaves = {leaf.name: leaf for group in self.groups for held in group for leaf in held}
         """Every parameter."""
+        self.left: Collection[str] = ()
+        """The names of those that a restore leaves as they are, with their state and options."""
 
     @property
     def names(self) -> list[list[str]]:
@@ -109,8 +111,12 @@ class NamedOptimizer:
     def check_groups(self, saved: Sequence[dict[str, Any]]) -> None:
         """StateMismatch if the saved groups have no options for a live one. Tensors are not compared yet."""
         known = [{key: value for key, value in group.items() if not isinstance(value, torch.Tensor)} for group in saved]
-        for names, group in zip(self.names, self.optimizer.param_groups, strict=True):
-            _group_options(names, group, known)
+        self._saved_options(known)
+
+    def _saved_options(self, saved: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The saved options of each live group."""
+        pairs = zip(self.names, self.optimizer.param_groups, strict=True)
+        return [_group_options(names, self.left, group, saved) for names, group in pairs]
 
     @torch.inference_mode(False)  # what is made here is to be trained
     def load_state(self, named: dict[str, Any], alone: bool) -> None:
@@ -121,8 +127,7 @@ class NamedOptimizer:
         Optimizer.load_state_dict would cast state to its parameter's type, which is not exact.
         An optimizer that overrides it, and hooks, get the indexed state_dict they expect.
         """
-        pairs = zip(self.names, self.optimizer.param_groups, strict=True)
-        groups = [_group_options(members, group, named["groups"]) for members, group in pairs]
+        groups = self._saved_options(named["groups"])
         inner, order = self.holder, list(self.leaves)
         given = _indexed(self.optimizer, named, groups, {name: i for i, name in enumerate(order)})
         if getattr(inner.load_state_dict, "__func__", None) is not Optimizer.load_state_dict:
@@ -176,21 +181,26 @@ def _class_of(optimizer: Optimizer) -> str:
     return type(state_holder(optimizer)).__name__
 
 
-def _group_options(names: Iterable[str], group: dict[str, Any], saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The saved options for a live group: those of the saved groups that held its parameters."""
-    members = set(names)
-    held = [candidate for candidate in saved if members & set(candidate["params"])]
-    if members <= {name for candidate in held for name in candidate["params"]}:
-        options = [_options(candidate) for candidate in held]
-        if options and all(_equal(options[0], other) for other in options[1:]):
-            return options[0]
-        if not members:
-            return _options(saved[0]) if len(saved) == 1 else _options(group)
-    raise StateMismatch(
-        f"no saved parameter group holds all of {sorted(members)[:3]} and {max(0, len(members) - 3)} more",
-        "Groups may be reordered or split between save and restore, and merged where their options agree; restore "
-        "without the optimizer or rebuild its groups as they were; nothing was changed",
-    )
+def _group_options(
+    names: Sequence[str], left: Collection[str], group: dict[str, Any], saved: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """The saved options for a live group: those of the saved groups that held its parameters. Parameters that are not
+    saved, or left out, take what the others have."""
+    members = set(names).difference(left)
+    held = {min(common): _options(one) for one in saved if (common := members & set(one["params"]))}
+    if not held:
+        return _options(saved[0]) if len(saved) == 1 and not names else _options(group)
+    (first, options), *others = held.items()
+    for name, other in others:
+        for key in {**options, **other}:
+            if not (key in options and key in other and _equal(options[key], other[key])):
+                raise StateMismatch(
+                    f"no saved parameter group holds all of {sorted(members)[:3]} and {max(0, len(members) - 3)} more: "
+                    f"{key} was {options.get(key)!r} for {first} and {other.get(key)!r} for {name}",
+                    "Groups may be reordered or split between save and restore, and merged where their options agree; "
+                    "restore without the optimizer or rebuild its groups as they were; nothing was changed",
+                )
+    return options
 
 
 def _equal(first: Any, second: Any) -> bool:

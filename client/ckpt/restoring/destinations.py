@@ -16,17 +16,19 @@ from ckpt.capture.parameters import Leaf
 from ckpt.capture.parts import TensorPart, is_plain_type
 from ckpt.capture.tensors import inline_tensor, small_value, tensor_bytes
 from ckpt.device import DEVICES, has_device
-from ckpt.dtypes import BY_NAME
+from ckpt.dtypes import BY_NAME, NAMES
 from ckpt.restoring.gpu_copy import GpuReceiver, GpuTarget, is_direct
 from ckpt.restoring.host_destinations import HostDestinations
+from ckptstore.codecs.dtypes import CAST_TYPES
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import UnsupportedFormat
-from ckptstore.format.boxes import Box, Want, sizes, whole
+from ckptstore.format.boxes import Box, Want, offsets, sizes, whole
 from ckptstore.format.documents import JSON, Content
 from ckptstore.format.planning import ShardRead
 from ckptstore.format.trees import TAG, decode_tree, value_leaves
 from ckptstore.reading.fetch import Buffers
 from ckptstore.reading.source import Source
+from ckptstore.reading.weights import cast_entries
 
 _Key = tuple[str, Box, torch.device | None]
 """Entry, box, and the device if copies to it are asynchronous."""
@@ -42,6 +44,8 @@ class Destinations(HostDestinations):
         self._targets: dict[_Key, list[torch.Tensor]] = defaultdict(list)
         self._given: list[tuple[str, Box, torch.Tensor]] = []
         self._hosts: dict[str, torch.Tensor] = {}  # by buffer
+        self._types: dict[str, set[torch.dtype]] = defaultdict(set)  # of the targets, by entry
+        self._cast: dict[str, str] = {}
         self._copies: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
 
     def describe(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
@@ -52,13 +56,22 @@ class Destinations(HostDestinations):
         return BY_NAME[dtype], shape
 
     def fill(self, name: str, part: TensorPart) -> None:
-        """Register a live part to be filled from the entry. The shapes must agree; another dtype is cast."""
+        """Register a live part to be filled from the entry; another dtype is cast. Of a larger one, what is also in the
+        entry: the elements at its begin."""
+        _, shape = self.entry(name)
         for piece in part.pieces:
-            self.fill_box(name, piece.box, piece.tensor)
+            box, tensor = piece.box, piece.tensor
+            if shape != part.shape:
+                left = [min(n, s - o) for o, n, s in zip(offsets(box), sizes(box), shape, strict=True)]
+                if min(left) <= 0:
+                    continue
+                box, tensor = (*offsets(box), *left), tensor[tuple(map(slice, left))]
+            self.fill_box(name, box, tensor)
 
     def fill_box(self, name: str, box: Box, target: torch.Tensor) -> None:
         """Register a tensor to be filled from a box of the entry. Of elements in one place the first is read."""
         self._given.append((name, box, target))
+        self._types[name].add(target.dtype)
         for dimension, step in enumerate(target.stride()):
             if not step and target.numel():
                 at = target.dim() + dimension
@@ -101,14 +114,16 @@ class Destinations(HostDestinations):
         return target
 
     @torch.inference_mode(False)
-    def new_beside(self, name: str, leaf: Leaf, device: torch.device | str) -> torch.Tensor:
+    def new_beside(
+        self, name: str, leaf: Leaf, device: torch.device | str, dtype: torch.dtype | None = None, grown: bool = False
+    ) -> torch.Tensor:
         """A new tensor for optimizer state of a parameter, with the parameter's device and layout if it has its shape.
 
-        State of another shape is kept whole, on `device`.
+        State of another shape is kept whole, on `device`; if it is grown, zeros surround it. dtype: None: as saved.
         """
-        dtype, shape = self.describe(name)
-        parameter = leaf.value
-        if is_lazy(parameter) or shape != leaf.part.shape:
+        saved, shape = self.describe(name)
+        parameter, dtype = leaf.value, dtype or saved
+        if is_lazy(parameter) or (shape != leaf.part.shape and not grown):
             target = self.new(name, device)
             if not isinstance(parameter, DTensor) or not shape:
                 return target
@@ -126,6 +141,8 @@ class Destinations(HostDestinations):
             )  # fmt: skip
         else:
             target = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+        if grown:
+            target.zero_()
         self.fill(name, leaf.part_of(name, target))
         return target
 
@@ -184,11 +201,22 @@ class Destinations(HostDestinations):
         tensors = [Want(name, box, str(i)) for i, (name, box, _) in enumerate(self._targets)]
         return tensors + super().wants()
 
+    def cast_content(self) -> Content:
+        """Float32 is cast while it is decoded, in no memory of its own, where all targets have one type of 16 bits."""
+        for name, (dtype, *others) in self._types.items():
+            if self.describe(name)[0] == torch.float32 and not others and NAMES.get(dtype) in CAST_TYPES:
+                self._cast[name] = NAMES[dtype]
+        return cast_entries(self._content, self._cast) if self._cast else self._content
+
+    def _arriving(self, name: str) -> torch.dtype:
+        """The type of an entry's bytes as they are read."""
+        return BY_NAME[self._cast.get(name) or self.entry(name)[0]]
+
     def allocate(self) -> None:
         """Allocate host memory for targets that are on no such device and cannot be read into directly."""
         for i, ((name, box, device), targets) in enumerate(self._targets.items()):
             if device is None:
-                dtype, _ = self.describe(name)
+                dtype = self._arriving(name)
                 own = targets[0].is_cpu and is_direct(targets[0], dtype)
                 host = self._hosts[str(i)] = targets[0] if own else torch.empty(sizes(box), dtype=dtype, device="cpu")
                 if not own or len(targets) > 1:
@@ -202,7 +230,7 @@ class Destinations(HostDestinations):
         """
         devices = {device: DEVICES[device.type](device) for *_, device in self._targets if device is not None}
         targets = {
-            str(i): GpuTarget(targets, self.describe(name)[0], devices[device])
+            str(i): GpuTarget(targets, self._arriving(name), devices[device])
             for i, ((name, _, device), targets) in enumerate(self._targets.items())
             if device is not None
         }

@@ -75,6 +75,10 @@ class HostDestinations:
         """Entries with different values for one place in memory. Reads those that share memory."""
         return []
 
+    def cast_content(self) -> Content:
+        """What to read: the content, with those entries cast whose bytes are to arrive in another type."""
+        return self._content
+
     def allocate(self) -> None:
         """Nothing to do: arrays are read into directly."""
 

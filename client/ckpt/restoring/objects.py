@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ckpt.capture.optimizers import NamedOptimizer
 from ckpt.capture.parameters import Leaf
 from ckpt.capture.parts import drop_cached, inner_tensors, is_plain_type, kind_of
 from ckpt.capture.train_state import GRADIENTS, MODEL, TrainState
+from ckpt.dtypes import NAMES
 from ckpt.restoring.destinations import Destinations
 from ckpt.restoring.plan import RestorePlan
 from ckptstore.errors import CorruptObject, StateMismatch
@@ -26,15 +28,16 @@ from ckptstore.format.trees import TAG, leaves
 def plan_objects(plan: RestorePlan, trees: Mapping[str, JSON], state: TrainState) -> None:
     """Add the modules and optimizers of a state, and the gradients of the model, to the plan."""
     state.reshard()
+    modules = {item: dict(_mapping(trees[item], item)) for item in state.modules if item in trees}
+    plan.matching = plan.surgery.match(modules, state, partial(_shape, plan))
     for item in state.modules:
         if item not in state.placed and plan.has(trees, item):
             _plan_modules(plan, item, state, trees[item])
     # The entries of the checkpoint's parameters, by name. Tied ones share one.
     entries = {
         state.prefix(item) + name: entry
-        for item in state.modules
-        if item in trees
-        for name, leaf in _mapping(trees[item], item)
+        for item, saved in modules.items()
+        for name, leaf in plan.renamed(saved.items(), state.prefix(item)).items()
         if (entry := _first_entry(leaf)) is not None
     }
     for item in state.named_optimizers:
@@ -45,7 +48,7 @@ def plan_objects(plan: RestorePlan, trees: Mapping[str, JSON], state: TrainState
 
 
 def _plan_modules(plan: RestorePlan, item: str, state: TrainState, tree: JSON) -> None:
-    saved, found = dict(_mapping(tree, item)), state.leaves(item)
+    saved, found = plan.renamed(_mapping(tree, item), state.prefix(item)), state.leaves(item)
     unknown = saved.keys() - {leaf.name for leaf in found}
     taken: set[str] = set()
     for module in map(unwrap, state.modules[item]):
@@ -60,9 +63,11 @@ def _plan_modules(plan: RestorePlan, item: str, state: TrainState, tree: JSON) -
                 values[name] = plan.destinations.decode(saved[name], f"{item}/{name}")
         if any_code:
             if "metadata" in tree and TAG in tree:
-                values._metadata = _Metadata(tree["metadata"])  # type: ignore[attr-defined]
+                values._metadata = _Metadata(_metadata_here(plan, tree, state.prefix(item)))  # type: ignore[attr-defined]
             plan.finish.append(partial(_load, plan, item, module, values, prefixes))
-    plan.unexpected += [f"{item}/{name}" for name in unknown - taken]
+    left = {f"{item}/{name}": saved[name] for name in unknown - taken}
+    plan.unexpected += left
+    plan.there |= left
 
 
 def _plan_leaf(plan: RestorePlan, leaf: Leaf, saved: Mapping[str, JSON], own: bool, values: dict[str, Any]) -> None:
@@ -70,8 +75,12 @@ def _plan_leaf(plan: RestorePlan, leaf: Leaf, saved: Mapping[str, JSON], own: bo
     values: for `load_state_dict`; torch copies live ones to themselves."""
     module, place = leaf.module, leaf.raw.rpartition(".")
     assert module is not None
+    if leaf.path in plan.matching.left:
+        values[leaf.raw] = leaf.value
+        return
     if leaf.name not in saved:
         plan.missing += [] if own else [leaf.path]
+        plan.here[leaf.path] = _described(leaf)
         return
     tree = saved[leaf.name]
     if own and _is_entry(tree) and isinstance(leaf.value, torch.Tensor):
@@ -85,6 +94,18 @@ def _plan_leaf(plan: RestorePlan, leaf: Leaf, saved: Mapping[str, JSON], own: bo
     elif _fill(plan, tree, leaf):
         plan.overwritten.add(leaf.path)
         values[leaf.raw] = leaf.value
+
+
+def _metadata_here(plan: RestorePlan, tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """The saved metadata by the prefixes that the names of its modules have here."""
+    saved, found = tree["metadata"], dict(tree["metadata"])
+    for old, new in plan.matching.names.items():
+        parts = old.removeprefix(prefix).split(".")
+        for rest in (".".join(parts[at:]) for at in range(len(parts))):
+            path = old.removeprefix(prefix).removesuffix(rest)
+            if path in saved and new is not None and new.endswith(rest):
+                found[new.removeprefix(prefix).removesuffix(rest)] = saved[path]
+    return found
 
 
 class _Metadata(dict[str, Any]):
@@ -117,11 +138,13 @@ def _plan_optimizers(plan: RestorePlan, item: str, state: TrainState, tree: JSON
             f"the item {item!r} of the checkpoint holds {', '.join(saved) or 'nothing'}, not an optimizer's state",
             "Restore without the optimizer; ckpt.load reads the tensors",
         )
-    states = dict(_mapping(saved.pop("state"), item))
+    states = plan.renamed(_mapping(saved.pop("state"), item))
     if any(optimizer.holder.state for optimizer in optimizers):
         plan.overwritten.add(item)
     frame = {key: plan.destinations.decode(value, f"{item}/{key}") for key, value in saved.items()}
-    everything = {name: leaf for optimizer in optimizers for name, leaf in optimizer.leaves.items()}
+    for group in frame["groups"]:
+        group["params"] = [*plan.renamed(dict.fromkeys(group["params"]).items())]
+    everything = _to_restore(plan, optimizers)
     renamed = _renamed(plan, state, frame["groups"], everything, entries)
     held = give_to_all({**ties(entries.items()), **renamed}, states, frame["groups"])
     plan.missing += [f"{item}/{name}" for name in everything.keys() - held]
@@ -137,7 +160,7 @@ def _plan_optimizers(plan: RestorePlan, item: str, state: TrainState, tree: JSON
         here = {name for name, leaf in optimizer.leaves.items() if optimizer.keeps_state_here(leaf)}
         # State without a parameter belongs to the whole optimizer.
         here |= states.keys() - held if alone else set()
-        named = {}
+        named = {name: live for name in optimizer.left if (live := optimizer.live_state(optimizer.leaves[name]))}
         for name in (name for name in states if name in here):
             leaf = optimizer.leaves.get(name)
             if leaf is None:
@@ -145,6 +168,15 @@ def _plan_optimizers(plan: RestorePlan, item: str, state: TrainState, tree: JSON
             elif id(leaf.value) not in plan.resized:
                 named[name] = _decode_state(plan, optimizer, leaf, states[name], name in steps_on_device)
         plan.finish.append(partial(optimizer.load_state, {"state": named, **frame}, alone))
+
+
+def _to_restore(plan: RestorePlan, optimizers: Iterable[NamedOptimizer]) -> dict[str, Leaf]:
+    """The parameters that are not left out, by name."""
+    found: dict[str, Leaf] = {}
+    for optimizer in optimizers:
+        optimizer.left = plan.matching.left & optimizer.leaves.keys()
+        found |= {name: leaf for name, leaf in optimizer.leaves.items() if name not in optimizer.left}
+    return found
 
 
 def _renamed(
@@ -209,18 +241,54 @@ def _decode_state(plan: RestorePlan, optimizer: NamedOptimizer, leaf: Leaf, tree
             state[key] = destinations.decode(saved, f"{path}/{key}", parameter.device)
             continue
         entry = saved["name"]
+        _check_growth(plan, leaf, f"{path}/{key}", entry)
         moves = "device" in saved or (key == "step" and step_on_device)
         device = parameter.device if moves else torch.device("cpu")
         fits = isinstance(target, torch.Tensor) and (key != "step" or target.device == device)
         part = leaf.part_of(entry, target) if fits and is_plain_type(target) else None
-        if part is not None and destinations.describe(entry) == (part.dtype, part.shape):
+        dtype, shape = destinations.describe(entry)
+        if part is not None and part.shape == shape and (part.dtype == dtype or _casts(plan, dtype, part.dtype)):
             destinations.fill(entry, part)
             state[key] = target
         elif "plain" in saved:
             state[key] = destinations.new(entry, device)
         else:
-            state[key] = destinations.new_beside(entry, leaf, device)
+            state[key] = _new_beside(plan, entry, leaf, device, key)
     return state
+
+
+def _check_growth(plan: RestorePlan, leaf: Leaf, path: str, entry: str) -> None:
+    """Refuse optimizer state that has neither the shape of its parameter nor a single element: where would it grow?"""
+    saved, (_, shape) = plan.matching.grown.get(leaf.name), plan.destinations.entry(entry)
+    if saved not in (None, shape) and prod(shape) > 1:
+        plan.refused = plan.refused or StateMismatch(
+            f"{path} has the shape {list(shape)}, which does not show how it grows with its parameter",
+            "Leave the parameter out with skip=, or restore without the optimizer; nothing was changed",
+        )
+
+
+def _casts(plan: RestorePlan, saved: torch.dtype, here: torch.dtype) -> bool:
+    """Whether the caller has asked for this conversion."""
+    return plan.surgery.cast and saved.is_floating_point and here.is_floating_point
+
+
+def _new_beside(plan: RestorePlan, entry: str, leaf: Leaf, device: torch.device, key: str) -> torch.Tensor:
+    """A new tensor for state of a parameter. One that is cast gets the type that Optimizer.load_state_dict gives it."""
+    destinations, parameter = _tensors(plan), leaf.value
+    dtype, shape = destinations.describe(entry)
+    if key != "step" and _casts(plan, dtype, parameter.dtype):
+        dtype = parameter.dtype
+    return destinations.new_beside(entry, leaf, device, dtype, plan.matching.grown.get(leaf.name) == shape)
+
+
+def _described(leaf: Leaf) -> str:
+    """Shape and type of a live tensor."""
+    return f"{list(leaf.part.shape)} {NAMES.get(leaf.value.dtype)}" if isinstance(leaf.value, torch.Tensor) else ""
+
+
+def _shape(plan: RestorePlan, leaf: JSON) -> tuple[int, ...]:
+    """The shape of a saved tensor; nothing for other values."""
+    return plan.destinations.entry(leaf["name"])[1] if _is_entry(leaf) else ()
 
 
 def _first_entry(leaf: JSON) -> str | None:
@@ -232,13 +300,13 @@ def _first_entry(leaf: JSON) -> str | None:
 
 def _plan_gradients(plan: RestorePlan, state: TrainState, tree: JSON) -> None:
     parameters = state.parameters.by_name[MODEL]
-    for name, saved in _mapping(tree, GRADIENTS):
+    for name, saved in plan.renamed(_mapping(tree, GRADIENTS)).items():
         leaf = parameters.get(name)
         if leaf is None:
             plan.unexpected.append(f"{GRADIENTS}/{name}")
             continue
         if _is_entry(saved):
-            gradient: Any = _tensors(plan).new_beside(saved["name"], leaf, leaf.value.device)
+            gradient: Any = _new_beside(plan, saved["name"], leaf, leaf.value.device, "grad")
         else:
             gradient = plan.destinations.decode(saved, f"{GRADIENTS}/{name}", leaf.value.device)
         plan.finish.append(partial(setattr, leaf.value, "grad", gradient))
@@ -312,11 +380,13 @@ def _fill_tensor(plan: RestorePlan, saved: JSON, leaf: Leaf) -> bool:
         return False
     dtype, shape = _tensors(plan).describe(saved["name"])
     part = leaf.part
-    if part.shape != shape:
+    if (part.shape, part.dtype) != (shape, dtype):
+        plan.here[name], plan.there[name] = _described(leaf), saved
+    if part.shape != shape and plan.matching.grown.get(name) != shape:
         plan.resized.add(id(target))
         plan.mismatched.append(f"{name}: {list(shape)} in the checkpoint, {list(part.shape)} here")
         return False
-    if part.dtype != dtype:
+    if part.dtype != dtype and not _casts(plan, dtype, part.dtype):
         plan.mismatched.append(f"{name}: {dtype} in the checkpoint, {part.dtype} here")
     _tensors(plan).fill(_entry_here(plan, saved), part)
     return True

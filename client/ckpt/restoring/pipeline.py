@@ -34,6 +34,7 @@ from ckpt.restoring.resolve import (
     wait_for_orphan_saver,
 )
 from ckpt.restoring.session import RestoreSession
+from ckpt.restoring.surgery import NO_SURGERY, Differences, Surgery
 from ckptapi.bodies import CheckpointBody, Phase
 from ckptstore import human
 from ckptstore.clock import system_clock
@@ -88,6 +89,8 @@ class Restored:
     """Raw bytes that this rank placed, by where they were read: `store`, and what is nearer. Replicas that another rank
     read count as read from the store."""
     rng: Callable[[], None] | None = field(default=None, repr=False)
+    differences: Differences = field(default_factory=Differences)
+    """The table of what did not match on this rank."""
 
     def __str__(self) -> str:
         size = human.size(self.checkpoint.raw_bytes)
@@ -144,6 +147,7 @@ class Restorer:
     _source: Source
     _config: Config
     _world: World
+    _surgery: Surgery = NO_SURGERY
     trains = False
     """Whether any rank restores an optimizer or arrays of JAX, and so will save. Equal on all; set by `restore`."""
     seen = 0
@@ -196,7 +200,7 @@ class Restorer:
                 checkpoint=checkpoint, values=plan.values, skipped=skipped, missing=plan.missing,
                 unexpected=plan.unexpected, mismatched=plan.mismatched, unused=plan.unused,
                 notes=list(plan.notes), seconds=seconds, rng=plan.restore_rng,
-                lease=fetcher.lease, read=dict(fetcher.read),
+                lease=fetcher.lease, read=dict(fetcher.read), differences=plan.differences,
             )  # fmt: skip
             if self._world.rank == 0:
                 logger.info("restored %s", restored)
@@ -260,7 +264,7 @@ class Restorer:
             self._overwritten |= plan.overwritten
             self._fetch(fetcher, prepared, session)
             fits = self._together.do(partial(self._place, plan, session), report=partial(self._fit, prepared))
-            plan.unexpected = require_fits(fits, strict, after=True)
+            require_fits(plan, fits, strict, after=True)
             session.end(Phase.RESTORED)
         except BaseException as error:
             session.end(Phase.FAILED, str(error))
@@ -283,7 +287,7 @@ class Restorer:
         await_lease: see Fetcher.protecting. Raises StateMismatch if the checkpoint does not fit
         the objects of every rank.
         """
-        world, prepared = self._world, PreparedRestore(self._source, fetcher, state, self._rng)
+        world, prepared = self._world, PreparedRestore(self._source, fetcher, state, self._rng, self._surgery)
         steps: list[Callable[[], object]] = [partial(session.join, fetcher.checkpoint, self._key)]
         if fetcher.exchanges:
             # The manifest is read in a collective.
@@ -301,7 +305,8 @@ class Restorer:
         else:
             share = partial(prepared.share_out, reports[0][1], world, strict)
             fits = self._together.do(share, prepared.plan_reads, report=partial(self._fit, prepared))
-        prepared.plan.unexpected, prepared.plan.strict = require_fits(fits, strict), strict
+        require_fits(prepared.plan, fits, strict)
+        prepared.plan.strict = strict
         return prepared
 
     def _fit(self, prepared: PreparedRestore) -> RestoreFit | None:

@@ -14,6 +14,7 @@ import xxhash
 
 from ckpt.capture.train_state import RESERVED, RNG
 from ckpt.restoring.host_destinations import HostDestinations
+from ckpt.restoring.surgery import NO_SURGERY, Difference, Differences, Matching, Surgery, suggested
 from ckptstore.errors import StateMismatch
 from ckptstore.format.documents import JSON
 
@@ -55,6 +56,34 @@ class RestorePlan:
     """Whether an older version saved it that lost optimizer state of ranks."""
     notes: Sequence[str] = ()
     """How state of ranks was redistributed, for the user."""
+    surgery: Surgery = NO_SURGERY
+    matching: Matching = field(default_factory=lambda: Matching({}, set(), {}))
+    here: dict[str, str] = field(default_factory=dict)
+    """Shape and type of a tensor that does not match, by path."""
+    there: dict[str, JSON] = field(default_factory=dict)
+    """What the checkpoint has in its place."""
+
+    def renamed(self, saved: Iterable[tuple[str, JSON]], prefix: str = "") -> dict[str, JSON]:
+        """What the checkpoint has, by the names here, without what is left out. prefix: of the names in optimizers."""
+        if not (names := self.matching.names):
+            return dict(saved)
+        found = ((names.get(prefix + name, prefix + name), tree) for name, tree in saved)
+        return {name.removeprefix(prefix): tree for name, tree in found if name is not None}
+
+    @property
+    def differences(self) -> Differences:
+        """The table of what did not match on this rank."""
+        rows = [f"{name}: not in the checkpoint" for name in self.missing]
+        rows += [f"{name}: only in the checkpoint" for name in self.unexpected]
+        found = (row.partition(": ") for row in rows + self.mismatched)
+        return suggested(Difference(name, self.here.get(name, ""), self._there(name), why) for name, _, why in found)
+
+    def _there(self, name: str) -> str:
+        tree = self.there.get(name)
+        if not (isinstance(tree, dict) and "name" in tree):
+            return ""
+        dtype, shape = self.destinations.entry(tree["name"])
+        return f"{list(shape)} {dtype}"
 
     def has(self, trees: Mapping[str, JSON], item: str) -> bool:
         """Whether the checkpoint has an item that was requested; records it as missing otherwise."""
@@ -85,32 +114,31 @@ class RestoreFit(NamedTuple):
     """Live state that an earlier, failed plan overwrote and this one does not refill."""
 
 
-def require_fits(fits: Iterable[Sequence[Any]], strict: bool, after: bool = False) -> list[str]:
-    """Entries that no rank requested. fits: of all ranks. Every rank gets the same result or error.
+def require_fits(plan: RestorePlan, fits: Iterable[Sequence[Any]], strict: bool, after: bool = False) -> None:
+    """Raise StateMismatch if a plan is refused, if it does not refill what was overwritten, or if anything does not fit
+    and `strict` is set. Every rank gets the same error, with the table of its own plan, whose `unexpected` are those
+    that no rank requested.
 
-    after: modules with own code for that have loaded their values: only then is known what does not fit.
-
-    Raises StateMismatch if a plan is refused, if it does not refill what was overwritten, or if anything does not fit
-    and `strict` is set.
+    fits: of all ranks. after: modules with own code for that have loaded their values: only then is known what does
+    not fit.
     """
     found = [RestoreFit(*each) for each in fits]
-    unexpected = sorted(set[str].intersection(*(set(each.unexpected) for each in found)))
+    plan.unexpected = sorted(set[str].intersection(*(set(each.unexpected) for each in found)))
     for each in found:
         if strict:
-            _require_all(each, unexpected, _CHANGED if after else "nothing was changed")
+            _require_all(each, plan, _CHANGED if after else "nothing was changed")
         if each.refused is not None:
             raise StateMismatch(*each.refused)
         if each.left:
             raise StateMismatch(f"the checkpoint does not have {each.left}")
-    return unexpected
 
 
-def _require_all(found: RestoreFit, unexpected: Sequence[str], outcome: str) -> None:
+def _require_all(found: RestoreFit, plan: RestorePlan, outcome: str) -> None:
     problems = [
         f"{what} {names}"
         for what, names in (
             ("not in the checkpoint:", found.missing),
-            ("only in the checkpoint:", _names(unexpected)),
+            ("only in the checkpoint:", _names(plan.unexpected)),
             ("different:", found.mismatched),
         )
         if names
@@ -119,7 +147,7 @@ def _require_all(found: RestoreFit, unexpected: Sequence[str], outcome: str) -> 
         raise StateMismatch(
             f"the checkpoint does not fit: {'; '.join(problems)}",
             f"It holds {found.items}. Build the objects as they were saved, or pass strict=False to restore what fits; "
-            f"{outcome}",
+            f"{outcome}\n{plan.differences.text(_SHOWN)}",
         )
 
 

@@ -22,6 +22,7 @@ from ckpt.restoring.fetching import Fetcher
 from ckpt.restoring.host_destinations import HostDestinations
 from ckpt.restoring.jax_arrays import has_templates, plan_arrays
 from ckpt.restoring.plan import RankState, RestorePlan, share_out
+from ckpt.restoring.surgery import NO_SURGERY, Surgery
 from ckptstore.format.documents import JSON, REPLICAS, Content, Manifest
 from ckptstore.format.planning import ShardRead, plan_reads
 from ckptstore.format.trees import in_types_of, merge_trees
@@ -42,12 +43,13 @@ class PreparedRestore:
     states: Sequence[dict[str, JSON]] = ()
     """The items of all saved ranks, on rank 0 and under another world size."""
 
-    def __init__(self, source: Source, fetcher: Fetcher, state: TrainState, rng: bool) -> None:
+    def __init__(self, source: Source, fetcher: Fetcher, state: TrainState, rng: bool, surgery: Surgery) -> None:
         """rng: also put random state back."""
         self._source = source
         self._fetcher = fetcher
         self._state = state
         self._rng = rng
+        self._surgery = surgery
         self._own = RANK_PREFIX
         """Begins the entries that this rank had for itself, if it is the same rank."""
 
@@ -82,12 +84,13 @@ class PreparedRestore:
             return
         self.plan = plan = self._planned(self.rank_state)
         plan.mismatched += plan.destinations.clashes(self._source, self._fetcher.checkpoint)
+        content = plan.destinations.cast_content()
         plan.destinations.allocate()
-        self.reads = plan_reads(self.manifest.content, plan.destinations.wants())
+        self.reads = plan_reads(content, plan.destinations.wants())
 
     def _planned(self, rank_state: RankState) -> RestorePlan:
         others = self._state.others
-        plan = plan_restore(self.manifest, rank_state.items, self._state, self._own)
+        plan = plan_restore(self.manifest, rank_state.items, self._state, self._own, self._surgery)
         plan.notes = rank_state.notes
         for item, trees in rank_state.redistributed.items():
             states = [plan.destinations.decode(tree, item) for tree in trees]
@@ -114,10 +117,12 @@ def restore_rng(restore: Callable[[], None] | None, loaders: Iterable[object]) -
             loader.restore_rng_at_position(once)
 
 
-def plan_restore(manifest: Manifest, local: Mapping[str, JSON], state: TrainState, prefix: str) -> RestorePlan:
+def plan_restore(
+    manifest: Manifest, local: Mapping[str, JSON], state: TrainState, prefix: str, surgery: Surgery = NO_SURGERY
+) -> RestorePlan:
     """The plan for one rank. local: the rank's own items, without items that must not be used. prefix: begins its own
     entries."""
-    content, plan = manifest.content, RestorePlan(make_destinations(manifest.content))
+    content, plan = manifest.content, RestorePlan(make_destinations(manifest.content), surgery=surgery)
     plan.own = {name.removeprefix(prefix): name for name in content.entries.name if name.startswith(prefix)}
     plan.unchecked = manifest.world_size > 1 and manifest.step > 0 and REPLICAS not in manifest.extensions
     trees = dict(content.trees)

@@ -256,13 +256,16 @@ def cast_content(content: Content, dtype: str | None) -> Content:
     dtype = _SHORT.get(dtype, dtype)
     if dtype not in CAST_TYPES:
         raise InvalidRequest(f"weights cannot be cast to {dtype!r}", f"Use {' or '.join(CAST_TYPES)}")
+    return cast_entries(content, {name: dtype for name, kind, _ in content.entries.rows() if kind == SOURCE})
+
+
+def cast_entries(content: Content, types: Mapping[str, str]) -> Content:
+    """The same, of some float32 entries. types: the type of 16 bits for each, by name."""
     entries, slices = content.entries, content.slices
-    is_source = np.array([kind == SOURCE for kind in entries.dtype], bool)
-    rows = np.flatnonzero(is_source[slices.entry])
-    types = [dtype if kind == SOURCE else kind for kind in entries.dtype]
+    rows = np.flatnonzero(np.array([name in types for name in entries.name], bool)[slices.entry])
     return with_fields(
         content,
-        entries=with_fields(entries, dtype=types),
+        entries=with_fields(entries, dtype=[types.get(name, kind) for name, kind, _ in entries.rows()]),
         slices=with_fields(slices, derived=np.union1d(slices.derived_rows, rows)),
     )
 
