@@ -316,3 +316,17 @@ def publish_under_fsdp2(store: str) -> list[bool]:
 def test_ranks_publish_their_own_parts(tmp_path: Path) -> None:
     scenario = Scenario(f"{__name__}:publish_under_fsdp2", 2, {"store": str(tmp_path / "store")})
     assert run_scenario(scenario, tmp_path / "scenario") == [[True] * 12] * 2
+
+
+def test_an_ordinary_save_into_the_run_needs_no_deltas(tmp_path: Path) -> None:
+    updates = Updates()
+    with publishing(tmp_path) as checkpointer:
+        for _ in range(4):
+            updates.next(checkpointer).result()
+    with Checkpointer(str(tmp_path), run=WEIGHTS, writer="thread") as checkpointer:
+        saved = [checkpointer.save(updates.model.bfloat16(), None, step) for step in (4, 5)]
+    source = StoreSource(open_store(str(tmp_path)))
+    for checkpoint in saved:
+        assert verify(source, checkpoint).ok
+        assert not any(shard.bases for shard in read_manifest(source, checkpoint).content.shards)
+    assert saved[1].referenced_bytes == saved[0].needed_bytes

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from ckpt.capture import modules, optimizers
 from ckpt.capture.describe import item_frame, optimizer_frame
-from ckpt.capture.leaves import Captured, Leaves, StateLeaf
+from ckpt.capture.leaves import Captured, Leaves
 from ckpt.capture.ownership import Ownership
 from ckpt.capture.parameters import Leaf
 from ckpt.capture.parts import is_plain_type
@@ -262,15 +262,14 @@ class Capturer:
 def weights_alone(captured: Captured, state: TrainState) -> Captured:
     """The same with float32 parameters of the model rounded to bfloat16, and nothing of this rank only."""
     named = {leaf.path for leaf in state.parameters.by_name[MODEL].values()}
-    leaves = Leaves()
-    for number in range(len(captured.leaves)):
-        leaf = captured.leaves[number]
-        if leaf.slice.dtype == "float32" and leaf.slice.entry in named:
-            tensor = leaf.tensor.to(torch.bfloat16)
-            piece = Slice(leaf.slice.entry, "bfloat16", leaf.slice.shape, leaf.slice.box)
-            leaf = StateLeaf(piece, tensor, tensor)
-        leaves.append(leaf)
-    captured.leaves, captured.sameness = leaves, None  # it is in other memory each time
+    leaves = captured.leaves
+    slices, tensors = list(leaves.slices), list(leaves.tensors)
+    for number, piece in enumerate(slices):
+        if piece.dtype == "float32" and piece.entry in named:
+            slices[number] = Slice(piece.entry, "bfloat16", piece.shape, piece.box)
+            tensors[number] = tensors[number].to(torch.bfloat16)
+    captured.leaves = Leaves(slices, tensors, changes=leaves.changes)
+    captured.sameness = None  # they are in other memory each time
     captured.late.append(captured.local.clear)
     return captured
 

@@ -91,10 +91,6 @@ class KnownChunk:
         """All that is decoded to read it, in order."""
         return [*self.bases, StoredChunk(str(self.attempt), self.offset, self.chunk)]
 
-    def lies_in(self, attempts: Collection[Attempt]) -> bool:
-        """Whether these store all of it."""
-        return self.attempt in attempts and all(Attempt.parse(base.attempt) in attempts for base in self.bases)
-
 
 @dataclass(frozen=True, slots=True)
 class Holder:
@@ -193,12 +189,12 @@ def next_base(
     number of this save. most: the maximum number of checkpoints that reference a chunk. raws: the bytes of the chunks
     before encoding, if they are kept.
     """
-    places, digests, bases = Places.of(shard), shard.chunks.raw_digest, bases_of(shard)
+    places, bases = Places.of(shard), bases_of(shard)
     files = [attempt, *referenced_by(shard)]
     chunks = {}
     for number, (key, row, match) in enumerate(zip(found, rows_of(shard.chunks), matches, strict=True)):
         holder, offset = places.order(number)
-        digest = digests[DIGEST_BYTES * number : DIGEST_BYTES * (number + 1)] if digests is not None else UNKNOWN
+        digest = shard.chunks.raw_digest_of(number)
         if row.codec == RAW:
             digest = bytes.fromhex(row.digest)
         raw_digest = digest if digest != UNKNOWN else None
@@ -443,12 +439,11 @@ class IncrementalSave:
         matches = [self._match(span, span.of(raw), one) for span, one in pairs]
         usable = self._usable(base, (match.known for match in matches if match.known)) if base is not None else ()
         self._matches = [
-            match if match.known is None or match.known.lies_in(usable) else replace(match, known=None)
+            match if match.known is None or match.known.attempt in usable else replace(match, known=None)
             for match in matches
         ]
-        if self.index.deltas:
-            fit = ((span, one) for span, one in pairs if one and one.raw and not one.used_up and one.lies_in(usable))
-            self._bases = {span.at: one for span, one in fit}
+        if usable:
+            self._bases = {span.at: one for span, one in pairs if one and one.raw and not one.used_up}
         if keeps:
             same = (match.known.raw if match.known is not None else None for match in self._matches)
             self._raws = [one or bytes(span.of(raw)) for span, one in zip(self.spans, same, strict=True)]
@@ -456,6 +451,8 @@ class IncrementalSave:
     def _match(self, span: ChunkSpan, raw: memoryview, known: KnownChunk | None) -> Match:
         if not self.index.enabled:
             return NOT_COMPARED
+        if known is not None and known.bases and not self.index.deltas:
+            known = None  # it would need many checkpoints
         sample, whole, same = compare(raw, known)
         if known is not None and known.raw_digest is None and known.sample == sample:
             # The base has no digest of its raw bytes, since it had changed before. Encoding is deterministic.
@@ -467,9 +464,9 @@ class IncrementalSave:
         used: Counter[Attempt] = Counter()
         for known in unchanged:
             used[known.attempt] += known.chunk.stored
-        chosen = worthwhile(used, base.holders, sum(span.bytes for span in self.spans))
+        chosen, vital = worthwhile(used, base.holders, sum(span.bytes for span in self.spans)), {base.attempt}
         if self.index.deltas:  # which are small, and need all
-            chosen = {*base.holders}
+            chosen = vital = {*base.holders}
         if not chosen:
             return ()
         try:
@@ -478,7 +475,7 @@ class IncrementalSave:
             logger.warning("the save of step %d stores all chunks: %s", self.step, error)
             return ()
         self._holders = {attempt: base.holders[attempt] for attempt in chosen - suspect}
-        return () if base.attempt in suspect else chosen - suspect
+        return () if vital & suspect else chosen - suspect
 
     def _keys(self) -> Iterator[Key]:
         slices = [(place.slice.entry, place.slice.box, place.at) for place in self.placed if place.slice.bytes]

@@ -93,6 +93,11 @@ class Chunks(Document, frozen=True, eq=False, omit_defaults=True):
         """A chunk's digest in hexadecimal digits."""
         return self.digest[DIGEST_BYTES * chunk : DIGEST_BYTES * (chunk + 1)].hex()
 
+    def raw_digest_of(self, chunk: int) -> bytes:
+        """The digest of its bytes before encoding; 16 zeros if unknown."""
+        at = DIGEST_BYTES * chunk
+        return bytes(DIGEST_BYTES) if self.raw_digest is None else self.raw_digest[at : at + DIGEST_BYTES]
+
 
 class References(Document, frozen=True, eq=False):
     """Chunks of a shard that are stored in the shard of the same name of earlier checkpoints, as columns."""

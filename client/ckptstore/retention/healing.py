@@ -207,11 +207,10 @@ class _Healer:
 
 def _named(content: Content, chunks: Iterable[ChunkRead]) -> Iterator[tuple[ChunkRead, set[bytes]]]:
     """Chunks with the digests of their bytes, stored and raw as far as known. Equal bytes share a digest. Pure."""
-    raw_digests = {shard.name: shard.chunks.raw_digest for shard in content.shards}
+    tables = {shard.name: shard.chunks for shard in content.shards}
     for chunk in chunks:
         names = {bytes.fromhex(chunk.digest)}
-        raw = raw_digests[chunk.shard]
         # The raw codec stores the raw bytes. A delta of other bases would be another one.
-        if chunk.codec not in (RAW, DELTA) and raw is not None:
-            names.add(raw[DIGEST_BYTES * chunk.index : DIGEST_BYTES * (chunk.index + 1)])
+        if chunk.codec not in (RAW, DELTA):
+            names.add(tables[chunk.shard].raw_digest_of(chunk.index))
         yield chunk, names - {bytes(DIGEST_BYTES)}

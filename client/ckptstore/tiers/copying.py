@@ -20,7 +20,7 @@ from ckptstore.commits.commit import EARLIER, commit_attempt, read_outcome
 from ckptstore.commits.hidden import hidden_attempts
 from ckptstore.commits.labels import LabelChange, change_labels, label_versions, labelled, with_labels
 from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint, ObjectMissing
-from ckptstore.format.documents import BASES, DIGEST_BYTES, JSON, Manifest, Receipt, Shard, digest
+from ckptstore.format.documents import BASES, JSON, Manifest, Receipt, Shard, digest
 from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.format.planning import ChunkRead, ShardRead, join, plan_all
@@ -150,11 +150,10 @@ def chunks_by_shard(document: Manifest | Receipt) -> Mapping[str, Sequence[Chunk
 
 def _whole(shard: Shard, reads: Sequence[ChunkRead]) -> list[ChunkRead]:
     """Chunks as a copy has them: a delta is stored as it is before encoding, and `bases` are all that it is read of."""
-    raw = shard.chunks.raw_digest or b""
 
     def whole(read: ChunkRead) -> ChunkRead:
-        known = raw[DIGEST_BYTES * read.index : DIGEST_BYTES * (read.index + 1)].hex()
-        return msgspec.structs.replace(read, stored=read.raw, codec=RAW, digest=known, bases=read.parts)
+        digest = shard.chunks.raw_digest_of(read.index).hex()
+        return msgspec.structs.replace(read, stored=read.raw, codec=RAW, digest=digest, bases=read.parts)
 
     return [whole(read) if read.bases else read for read in reads]
 
