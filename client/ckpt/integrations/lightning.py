@@ -10,6 +10,7 @@ begin with `ckptd://`, in stages: what the loops hold, the model, the optimizers
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -34,6 +35,7 @@ from ckpt.integrations.lightning_io import SCHEME, drop_objects
 from ckpt.restoring.pipeline import StagedRestore
 from ckpt.schedule import Schedule
 from ckpt.snapshot.handle import SaveHandle
+from ckptapi.filesystem import CheckpointFiles
 from ckptstore.errors import InvalidRequest, NoCheckpoint
 from ckptstore.format.records import Policy
 from ckptstore.names import Reference
@@ -323,13 +325,15 @@ class _Nothing(dict[str, Any]):
         return False
 
 
-class _Paths(fsspec.AbstractFileSystem):
+class _Paths(CheckpointFiles):
     """Lightning asks the file system of a path when the last checkpoint was written: ours is taken before its own."""
 
-    protocol = "ckptd"
+    def __init__(self, url: str | None = None, **options: Any) -> None:
+        """It needs no store for that."""
+        super().__init__(url or os.environ.get("CKPT_STORE") or os.environ.get("CKPTD_URL") or "memory://", **options)
 
     def exists(self, path: str, **_: Any) -> bool:
-        return True
+        return "/" not in path.partition("@")[2] or bool(super().exists(path))  # type: ignore[no-untyped-call]
 
     def modified(self, path: str) -> datetime:
         return datetime.max.replace(tzinfo=UTC)

@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import torch
 from accelerate import Accelerator
 from lightning.pytorch import LightningModule
@@ -81,6 +82,9 @@ def by_lightning(model: Any) -> None:
             enable_progress_bar=False, enable_model_summary=False, default_root_dir=FOLDER,
         )  # fmt: skip
         trainer.fit(Module(model), DataLoader(SAMPLES, batch_size=1), ckpt_path="last")
+    opened: Any = fsspec
+    with opened.open("ckptd://gpt@latest/config.json", url=str(FOLDER)) as file:  # the integration has paths of its own
+        assert json.load(file)["architectures"] == ["GPT2LMHeadModel"]
 
 
 def logits(model: Any) -> list[str]:
