@@ -194,16 +194,16 @@ def next_base(
     chunks = {}
     for number, (key, row, match) in enumerate(zip(found, rows_of(shard.chunks), matches, strict=True)):
         holder, offset = places.order(number)
+        raw, below = raws[number] if raws else None, bases.get(number, ())
         digest = shard.chunks.raw_digest_of(number)
         if row.codec == RAW:
             digest = bytes.fromhex(row.digest)
         raw_digest = digest if digest != UNKNOWN else None
-        needed = {files[holder], *(Attempt.parse(base.attempt) for base in bases.get(number, ()))}
+        needed = {files[holder], *(Attempt.parse(base.attempt) for base in below)}
         references, part = max(holders[file].references for file in needed), number * STEPS // len(matches)
         # The next save stores it again. One part of a shard takes its turn per save, before all are due.
         used_up = references >= most or (references > max(0, most - STEPS) and part == turn % STEPS)
-        known = KnownChunk(files[holder], offset, row, match.sample, raw_digest, used_up, bases.get(number, ()))
-        chunks[key] = replace(known, raw=raws[number]) if raws else known
+        chunks[key] = KnownChunk(files[holder], offset, row, match.sample, raw_digest, used_up, below, raw)
     return BaseCheckpoint(attempt, chunks, holders)
 
 
