@@ -33,7 +33,7 @@ ONLY = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_FILE_BYTES = 5_000_000_000
 """The largest file of weights, as transformers writes them, unless a single tensor is larger."""
-PIECE_BYTES = 32 << 20
+PIECE_BYTES = 16 << 20
 """The most that is read of a file at once."""
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
@@ -97,7 +97,7 @@ class VirtualFile:
             into[at : at + len(part)] = part
 
     def pieces(self, source: ShardSource, checkpoint: Checkpoint, start: int, stop: int) -> Iterator[memoryview]:
-        """The bytes of a range in pieces of at most 32 MiB, which end where chunks end if they can."""
+        """The bytes of a range in pieces of at most 16 MiB, which end where chunks end if they can."""
         while start < stop:
             end = min(stop, start + PIECE_BYTES)
             if end < stop and len(cuts := self._cuts[slice(*np.searchsorted(self._cuts, (start + 1, end + 1)))]):
