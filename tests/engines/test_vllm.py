@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
@@ -30,10 +30,12 @@ PROMPT = [5, 17, 200, 3, 99, 42, 7]
 NEW = 8
 SIZES = {"vocab_size": 256, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 KILLS = 20
-LLAMA = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
+LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 128}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 64}
 MODELS: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=2, **SIZES)),
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, tie_word_embeddings=True, **LLAMA, **SIZES)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(intermediate_size=256, tie_word_embeddings=True, **LAYERS, **SIZES)),
+    "moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERTS, **LAYERS, **SIZES)),
 }
 
 
@@ -108,7 +110,13 @@ def agree(one: tuple[list[int], torch.Tensor], other: tuple[list[int], torch.Ten
 
 @pytest.mark.parametrize(
     ("kind", "how", "by_daemon"),
-    [("gpt2", "raw", False), ("gpt2", "float-split", True), ("llama", "raw", True), ("llama", "two ranks", False)],
+    [
+        ("gpt2", "raw", False),
+        ("gpt2", "float-split", True),
+        ("llama", "raw", True),
+        ("llama", "two ranks", False),
+        ("moe", "float-split", False),
+    ],
 )
 def test_what_is_served_is_what_was_trained(
     kind: str, how: str, by_daemon: bool, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -181,7 +189,11 @@ class Updates:
         return agree(answers(self.llm), self.expected[step])
 
 
-CHANGED = {"gpt2": "transformer.h.1.mlp.c_fc.weight", "llama": "model.layers.1.mlp.up_proj.weight"}
+CHANGED = {
+    "gpt2": "transformer.h.1.mlp.c_fc.weight",
+    "llama": "model.layers.1.mlp.up_proj.weight",
+    "moe": "model.layers.1.mlp.experts.down_proj",
+}
 
 
 @pytest.fixture

@@ -27,12 +27,14 @@ from vllm.distributed.weight_transfer.base import (
     layerwise_groups,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.models.utils import is_pp_missing_parameter
+from vllm.platforms import current_platform
 
 from ckpt.default import opened
 from ckpt.dtypes import BY_NAME
@@ -56,18 +58,18 @@ def register() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What a worker's model holds."""
+    """The tensors of a worker's model."""
 
     shapes: dict[str, tuple[int, ...]]
     signatures: dict[str, str]
-    """Of the tensors that it is known to hold; those of other tensors are read again."""
+    """Digests of those that it certainly has; the others are read again."""
 
 
 _held: WeakKeyDictionary[nn.Module, _Held] = WeakKeyDictionary()
 
 
 class CkptdModelLoader(DefaultModelLoader):
-    """The load format `ckptd`. A worker reads only its experts, where vLLM can tell them, and its pipeline stage."""
+    """The load format `ckptd`. A worker reads only its experts, if vLLM knows them, and its pipeline stage."""
 
     def __init__(self, load_config: Any) -> None:
         options = dict(load_config.model_loader_extra_config)
@@ -159,14 +161,10 @@ class CkptdWeightTransferEngine(WeightTransferEngine[CkptdInitInfo, CkptdUpdateI
         new, tensors = read
         try:
             _held[self.model] = _Held(new.shapes, {})
-            initialize_layerwise_reload(self.model)
-            self.model.load_weights(tensors)
-            finalize_layerwise_reload(self.model, self.model_config)
-            for module in self.model.modules():
-                method = getattr(module, "quant_method", None)
-                if isinstance(method, UnquantizedEmbeddingMethod):
-                    # On CPUs a tied head holds a packed copy, which the loading of the embedding leaves as it was.
-                    method.process_weights_after_loading(module)
+            with _repacking(self.model):
+                initialize_layerwise_reload(self.model)
+                self.model.load_weights(tensors)
+                finalize_layerwise_reload(self.model, self.model_config)
             _held[self.model] = new
         except BaseException as error:
             raise SystemExit(f"the weights of a worker are a mixture, so it ends: {error!r}") from error
@@ -174,6 +172,22 @@ class CkptdWeightTransferEngine(WeightTransferEngine[CkptdInitInfo, CkptdUpdateI
     def shutdown(self) -> None:
         """Free what was read."""
         self._read = None
+
+
+@contextmanager
+def _repacking(model: nn.Module) -> Iterator[None]:
+    """On CPUs vLLM packs experts only once, and a tied head only when it is loaded itself: let it pack them again."""
+    methods = [(module, module.quant_method) for module in model.modules() if hasattr(module, "quant_method")]
+    experts = [one for _, one in methods if isinstance(one, UnquantizedFusedMoEMethod) and current_platform.is_cpu()]
+    kernels = [(one, one.moe_kernel) for one in experts]
+    for one in experts:
+        one.moe_kernel = None
+    yield
+    for one, kernel in kernels:
+        one.moe_kernel = one.moe_kernel or kernel  # that of a layer that was not loaded
+    for module, one in methods:
+        if isinstance(one, UnquantizedEmbeddingMethod):
+            one.process_weights_after_loading(module)
 
 
 def _all(done: bool) -> bool:
