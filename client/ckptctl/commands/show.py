@@ -21,6 +21,7 @@ from ckptstore.errors import CorruptObject, InvalidRequest
 from ckptstore.format.documents import Content, Shard
 from ckptstore.format.planning import derived_bytes, entry_bytes
 from ckptstore.names import checkpoint_id
+from ckptstore.reading.assets import asset_files
 from ckptstore.reading.source import Source, read_manifest
 
 
@@ -53,12 +54,14 @@ class ShownShard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContentBody(msgspec.Struct, frozen=True, kw_only=True):
-    """One checkpoint and its contents, as JSON. `references`: earlier checkpoints that hold some of its chunks."""
+    """One checkpoint and its contents, as JSON. `assets`: files that belong to the model. `references`: earlier
+    checkpoints that hold some of its chunks."""
 
     checkpoint: CheckpointBody
     entries: list[ShownEntry]
     shards: list[ShownShard]
     items: list[str]
+    assets: list[str]
     references: list[str]
 
 
@@ -86,6 +89,7 @@ def show(
         entries=chosen,
         shards=_shards(content.shards),
         items=sorted(content.trees),
+        assets=list(asset_files(content)),
         references=[checkpoint_id(found.run, attempt) for attempt in referenced_attempts(content)],
     )
     session.screen.emit(body, [found.id], _blocks(found, body, session.clock()))
@@ -142,8 +146,9 @@ def _blocks(found: Checkpoint, body: ContentBody, now: float) -> Iterator[Block]
     facts = checkpoint_facts(found, now)
     if derived := sum(entry.derived_bytes for entry in body.entries):
         facts = Facts([*facts.pairs, ("derived", f"{human.size(derived)} are not stored but casts of other entries")])
-    if body.references:
-        facts = Facts([*facts.pairs, ("references", ", ".join(body.references))])
+    for name, found_names in (("assets", body.assets), ("references", body.references)):
+        if found_names:
+            facts = Facts([*facts.pairs, (name, ", ".join(found_names))])
     yield facts
     if body.entries:
         yield ""

@@ -102,6 +102,7 @@ def test_they_are_stored_once_beside_weights_that_change(checkpointer: Checkpoin
     assert max(others) < 2_000_000
     assert stored(checkpointer, saved[2]) == FILES
     shown = succeed("show", saved[2].id, "--store", checkpointer.config.source).stdout
+    assert "assets      config.json, templates/x.jinja, tokenizer.json" in shown
     assert "assets/tokenizer.json" in shown
     assert succeed("diff", saved[1].id, saved[2].id, "--store", checkpointer.config.source, "-o", "json").json
 
