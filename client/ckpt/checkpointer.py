@@ -207,8 +207,6 @@ class Checkpointer:
         rng: bool,
         surgery: Surgery = NO_SURGERY,
     ) -> Restored | None:
-        if strict not in (True, False, "report"):
-            raise InvalidRequest(f"strict={strict!r} is not allowed", "Use True, False or 'report'")
         with suppress(Superseded):  # a restore is the remedy
             self.wait()
         restorer = Restorer(self._source, self.config, self._world(), surgery)

@@ -76,7 +76,7 @@ class HostDestinations:
         return []
 
     def cast_content(self) -> Content:
-        """What to read: the content, with those entries cast whose bytes are to arrive in another type."""
+        """The content to read: with those entries cast whose bytes are to arrive in another type."""
         return self._content
 
     def allocate(self) -> None:

@@ -29,7 +29,7 @@ def plan_objects(plan: RestorePlan, trees: Mapping[str, JSON], state: TrainState
     """Add the modules and optimizers of a state, and the gradients of the model, to the plan."""
     state.reshard()
     modules = {item: dict(_mapping(trees[item], item)) for item in state.modules if item in trees}
-    plan.matching = plan.surgery.match(modules, state, partial(_shape, plan))
+    plan.matching = plan.surgery.match(modules, state, plan.saved_as)
     for item in state.modules:
         if item not in state.placed and plan.has(trees, item):
             _plan_modules(plan, item, state, trees[item])
@@ -286,11 +286,6 @@ def _described(leaf: Leaf) -> str:
     return f"{list(leaf.part.shape)} {NAMES.get(leaf.value.dtype)}" if isinstance(leaf.value, torch.Tensor) else ""
 
 
-def _shape(plan: RestorePlan, leaf: JSON) -> tuple[int, ...]:
-    """The shape of a saved tensor; nothing for other values."""
-    return plan.destinations.entry(leaf["name"])[1] if _is_entry(leaf) else ()
-
-
 def _first_entry(leaf: JSON) -> str | None:
     """The entry of a tensor, or the first one of a wrapper."""
     while isinstance(leaf, dict) and leaf and TAG not in leaf:
@@ -302,14 +297,24 @@ def _plan_gradients(plan: RestorePlan, state: TrainState, tree: JSON) -> None:
     parameters = state.parameters.by_name[MODEL]
     for name, saved in plan.renamed(_mapping(tree, GRADIENTS)).items():
         leaf = parameters.get(name)
-        if leaf is None:
+        if leaf is None or id(leaf.value) in plan.resized:
             plan.unexpected.append(f"{GRADIENTS}/{name}")
             continue
         if _is_entry(saved):
             gradient: Any = _new_beside(plan, saved["name"], leaf, leaf.value.device, "grad")
         else:
             gradient = plan.destinations.decode(saved, f"{GRADIENTS}/{name}", leaf.value.device)
-        plan.finish.append(partial(setattr, leaf.value, "grad", gradient))
+        changes = plan.surgery.cast or leaf.name in plan.matching.grown
+        plan.finish.append(partial(_set_gradient, leaf.value, gradient, changes))
+
+
+def _set_gradient(parameter: torch.Tensor, gradient: torch.Tensor, changes: bool) -> None:
+    """changes: it may have been saved in another shape and type, and a small one lies in the tree itself as it was."""
+    if changes and (gradient.shape, gradient.dtype) != (parameter.shape, parameter.dtype):
+        whole = torch.zeros_like(parameter)
+        whole[tuple(map(slice, gradient.shape))] = gradient
+        gradient = whole
+    parameter.grad = gradient
 
 
 def _entry_here(plan: RestorePlan, saved: JSON) -> str:

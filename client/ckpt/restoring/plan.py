@@ -14,9 +14,10 @@ import xxhash
 
 from ckpt.capture.train_state import RESERVED, RNG
 from ckpt.restoring.host_destinations import HostDestinations
-from ckpt.restoring.surgery import NO_SURGERY, Difference, Differences, Matching, Surgery, suggested
+from ckpt.restoring.surgery import NO_SURGERY, Difference, Differences, Matching, Shape, Surgery, suggested
 from ckptstore.errors import StateMismatch
 from ckptstore.format.documents import JSON
+from ckptstore.format.trees import TAG
 
 _SHOWN = 8
 _CHANGED = "the objects were changed, and must be built again before that or any training"
@@ -61,10 +62,10 @@ class RestorePlan:
     here: dict[str, str] = field(default_factory=dict)
     """Shape and type of a tensor that does not match, by path."""
     there: dict[str, JSON] = field(default_factory=dict)
-    """What the checkpoint has in its place."""
+    """The tree that the checkpoint has in its place."""
 
     def renamed(self, saved: Iterable[tuple[str, JSON]], prefix: str = "") -> dict[str, JSON]:
-        """What the checkpoint has, by the names here, without what is left out. prefix: of the names in optimizers."""
+        """Saved values by the names here, without those that are left out. prefix: of the names in optimizers."""
         if not (names := self.matching.names):
             return dict(saved)
         found = ((names.get(prefix + name, prefix + name), tree) for name, tree in saved)
@@ -78,12 +79,14 @@ class RestorePlan:
         found = (row.partition(": ") for row in rows + self.mismatched)
         return suggested(Difference(name, self.here.get(name, ""), self._there(name), why) for name, _, why in found)
 
+    def saved_as(self, tree: JSON) -> tuple[str, Shape]:
+        """Type and shape of a saved tensor; nothing for other values."""
+        is_entry = isinstance(tree, dict) and tree.get(TAG) == "tensor" and "name" in tree
+        return self.destinations.entry(tree["name"]) if is_entry else ("", ())
+
     def _there(self, name: str) -> str:
-        tree = self.there.get(name)
-        if not (isinstance(tree, dict) and "name" in tree):
-            return ""
-        dtype, shape = self.destinations.entry(tree["name"])
-        return f"{list(shape)} {dtype}"
+        dtype, shape = self.saved_as(self.there.get(name))
+        return dtype and f"{list(shape)} {dtype}"
 
     def has(self, trees: Mapping[str, JSON], item: str) -> bool:
         """Whether the checkpoint has an item that was requested; records it as missing otherwise."""

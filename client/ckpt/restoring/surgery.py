@@ -29,25 +29,25 @@ Shape = tuple[int, ...]
 _WRAPPER = re.compile(
     r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module|base_model\.model)\."
 )
-"""What wrappers put into names."""
+"""The parts of names that wrappers add."""
 _TRIED = 64
 """Names of each side that are compared with each other to suggest a rename."""
 
 
 class Matching(NamedTuple):
-    """What a surgery means for one checkpoint and the objects of this rank, by the names that optimizer state has."""
+    """The effect of a surgery on one checkpoint and the objects of this rank, by the names that optimizer state has."""
 
     names: dict[str, str | None]
     """By name in the checkpoint: the name here, if it is another one; None: left out."""
     left: set[str]
-    """What is left out here; also as ITEM/NAME."""
+    """The names here that are left out; also as ITEM/NAME."""
     grown: dict[str, Shape]
     """The shapes of smaller tensors, by the names of those here that receive them; also by ITEM/NAME."""
 
 
 @dataclass(frozen=True, slots=True)
 class Surgery:
-    """What the caller asks for or allows. Patterns are of ITEM/NAME, with or without what wrappers add."""
+    """Requests of the caller. Patterns are of ITEM/NAME, with or without what wrappers add."""
 
     rename: Mapping[str, str] = field(default_factory=dict)
     only: tuple[str, ...] = ()
@@ -65,9 +65,9 @@ class Surgery:
         return Surgery(rules, _globs(only), _globs(skip), _globs(grow), cast)
 
     def match(
-        self, saved: Mapping[str, Mapping[str, JSON]], state: TrainState, shape_of: Callable[[JSON], Shape]
+        self, saved: Mapping[str, Mapping[str, JSON]], state: TrainState, saved_as: Callable[[JSON], tuple[str, Shape]]
     ) -> Matching:
-        """saved: what the checkpoint has of each module item. shape_of: of an entry. Raises InvalidRequest."""
+        """saved: what the checkpoint has of each module item. saved_as: see RestorePlan. Raises InvalidRequest."""
         matching, before, after = Matching({}, set(), {}), list[str](), list[str]()
         for item, trees in saved.items():
             here, prefix = {leaf.name: leaf for leaf in state.leaves(item)}, state.prefix(item)
@@ -80,7 +80,7 @@ class Surgery:
                 if (self.only and not _any(self.only, paths)) or _any(self.skip, paths):
                     matching.left.update(every)
                 elif _any(self.grow, paths) and group[0] in known and (leaf := here.get(group[0])):
-                    shape = shape_of(known[group[0]])
+                    _, shape = saved_as(known[group[0]])
                     if is_tensor(leaf.value) and _is_smaller(shape, leaf.part.shape):
                         matching.grown.update(dict.fromkeys(every, shape))
             before += _paths(item, trees) if self.rename else []
@@ -125,7 +125,7 @@ class Difference(NamedTuple):
 
 
 class Differences(list[Difference]):
-    """What of a checkpoint and the objects of this rank did not match. Notebooks show a table."""
+    """The differences of a checkpoint and the objects of this rank. Notebooks show a table."""
 
     def text(self, most: int) -> str:
         """The table, with at most so many rows."""
@@ -214,7 +214,7 @@ def _rule(pattern: str, target: str) -> Callable[[str], str | None]:
 
 
 def _bare(names: Iterable[str]) -> defaultdict[str, list[str]]:
-    """The names by what is left of them without wrappers."""
+    """The names by the part of them that wrappers did not add."""
     found = defaultdict[str, list[str]](list)
     for name in names:
         found[_WRAPPER.sub("", name)].append(name)
