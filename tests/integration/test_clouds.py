@@ -24,7 +24,7 @@ from ckptstore.commits.catalog import list_checkpoints
 from ckptstore.commits.commit import commit_attempt, read_outcome
 from ckptstore.errors import StoreReadOnly, StoreUnavailable, StoreUnsafe
 from ckptstore.format.records import Policy
-from ckptstore.names import Attempt, RunKeys, new_ulid
+from ckptstore.names import Attempt, new_ulid
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import collect
@@ -42,7 +42,7 @@ from tests.support.kill_train import weights
 from tests.support.ports import free_port
 from tests.support.seaweed import BUCKET
 from tests.support.stores import race
-from tests.support.trainers import Trainer
+from tests.support.trainers import Trainer, is_alive
 from tests.support.waiting import wait_until
 
 FAULTS = int(os.environ.get("CKPTD_CLOUD_FAULTS", "15"))
@@ -122,18 +122,18 @@ def test_a_whole_life(kind: str, service: str, tmp_path: Path, monkeypatch: pyte
     scheme = url.partition(":")[0].upper()
     environment = {f"FSSPEC_{scheme}_{name.upper()}": value for name, value in options.items()}
     monkeypatch.setitem(fsspec.config.conf, scheme.lower(), options)
-    trainer = Trainer(url, environment={**os.environ, **environment, "CKPT_RETAIN_SNAPSHOT_S": "0"})
+    store = open_store(url, options)
+    run = Run(store, "kill")
+    trainer = Trainer(url, environment={**os.environ, **environment})
     try:
         wait_until(lambda: trainer.saved >= 3)
         os.kill(trainer.saver, signal.SIGKILL)
         wait_until(lambda: trainer.deaths == 1)
         died_at = trainer.saved
-        wait_until(lambda: trainer.saved >= died_at + 3)
+        wait_until(lambda: trainer.saved >= died_at + 3 and len(list_checkpoints(run)) >= 4)
     finally:
         trainer.kill()
-    store = open_store(url, options)
-    run = Run(store, "kill")
-    wait_until(lambda: len(list_checkpoints(run)) >= 4)
+        wait_until(lambda: not is_alive(trainer.saver))
     with Checkpointer(url, run="kill", options=options) as checkpointer:
         newest = checkpointer.latest()
         assert newest is not None
@@ -149,7 +149,7 @@ def test_a_whole_life(kind: str, service: str, tmp_path: Path, monkeypatch: pyte
     succeed("prune", "kill", "--keep", "2", "--grace", "0s", "--yes", *on)
     collect(Run(store, "kill", lambda: system_clock() + 2 * DAY_S), grace_s=0.0)
     left = {str(checkpoint.attempt) for checkpoint in list_checkpoints(run)}
-    assert set(store.list_folders(RunKeys("kill").attempts)) == left
+    assert {info.key.split("/")[-2] for info in store.list(run.keys.attempts)} == left
 
     (victim,) = (checkpoint.attempt for checkpoint in list_checkpoints(run) if checkpoint.step == steps[0])
     shard = next(info.key for info in store.list(run.keys.attempt(victim)) if info.key.endswith(".ckpt"))
