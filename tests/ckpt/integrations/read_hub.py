@@ -13,7 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from huggingface_hub import HfApi
 from huggingface_hub.cli.hf import main as hf
@@ -49,13 +48,13 @@ def saved_models() -> dict[str, Any]:
     }
 
 
-def files(model: Any, folder: Path) -> dict[str, Any]:
-    """The configuration and the tokenizer of a model."""
+def write_files(model: Any, folder: Path) -> Path:
+    """The folder, with the configuration and the tokenizer of a model."""
     model.config.save_pretrained(folder)
     words = Tokenizer(models.WordLevel(WORDS, "[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(folder)
-    return {path.name: np.frombuffer(path.read_bytes(), np.uint8) for path in folder.iterdir()}
+    return folder
 
 
 def same(one: Any, other: Any, dtype: torch.dtype = torch.float32) -> bool:
@@ -66,13 +65,12 @@ def same(one: Any, other: Any, dtype: torch.dtype = torch.float32) -> bool:
 def main(store: str, folder: Path) -> None:
     found = saved_models()
     for run, model in found.items():
-        assets = files(model, folder / "files" / run)
-        with Checkpointer(store, run=run) as checkpointer:
-            checkpointer.save(model, None, 1000, shared={"assets": assets})
+        with Checkpointer(store, run=run, assets=write_files(model, folder / "files" / run)) as checkpointer:
+            checkpointer.save(model, None, 1000)
             if run == "moe":
                 broken = MixtralForCausalLM(model.config)
                 torch.nn.init.constant_(next(broken.parameters()), torch.nan)
-                checkpointer.save(broken, None, 2000, shared={"assets": assets})
+                checkpointer.save(broken, None, 2000)
     repositories = {run if "/" in run else f"runs/{run}": model for run, model in found.items()}
     wait_until(lambda: HfApi().list_repo_refs("runs/moe").branches[0].name == "step-2000", "the daemon's index")
     for number, (repository, model) in enumerate(repositories.items()):
