@@ -79,12 +79,14 @@ class Keeper:
 def add_assets(checkpointer: Checkpointer, model: Any, *others: Any) -> None:
     """Let saves have what `save_pretrained` of transformers writes beside weights, unless they have assets already.
 
-    These are the configurations of the first of the model's modules that has them, and the files of `others`, such as a
-    tokenizer. A model with adapters has none: its weights would not fit. Call it before a restore, on all ranks.
+    These are the configurations of the first of the model's modules that has them, and the files of its `tokenizer` and
+    of `others`. A model with adapters has no configuration: its weights would not fit. Call it before a restore, on all
+    ranks.
     """
     if model is None or checkpointer._assets is not None:
         return
-    modules, files, owners = dict(model.named_modules()), dict[str, bytes](), list(others)
+    modules, files = dict(model.named_modules()), dict[str, bytes]()
+    owners = [getattr(model, "tokenizer", None), *others]
     name = next((name for name, one in modules.items() if hasattr(vars(one).get("config"), "to_diff_dict")), None)
     if name is not None and not any(hasattr(one, "peft_config") for one in modules.values()):
         own = modules[name]

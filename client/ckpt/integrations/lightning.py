@@ -133,7 +133,7 @@ class CkptdCheckpoint(ModelCheckpoint):
         self._step = trainer.global_step
         if self._newest is not None and self._step < self._newest.step:
             self._reopen()
-        _add_assets(self._checkpointer, trainer)
+        add_assets(self._checkpointer, pl_module)
         if self._loading is not None and (metrics := self._loading.finish()):
             # As when it was saved: EarlyStopping looks for them at the end of an epoch that was validated before.
             self._validated = self._step, metrics
@@ -284,7 +284,7 @@ class Loading:
             return load(path, *args, **kwargs)
         fitting = self._trainer.state.fn == TrainerFn.FITTING
         checkpointer = self._open(fitting)
-        _add_assets(checkpointer, self._trainer)
+        add_assets(checkpointer, self._trainer.lightning_module)
         self._stages = checkpointer.restore_in_stages(
             checkpoint=str(path).removeprefix(SCHEME), strict=self._trainer.lightning_module.strict_loading
         )
@@ -340,11 +340,6 @@ class _Paths(CheckpointFiles):
 
 
 fsspec.register_implementation("ckptd", _Paths, clobber=True)  # type: ignore[no-untyped-call]
-
-
-def _add_assets(checkpointer: Checkpointer, trainer: Trainer) -> None:
-    module = trainer.lightning_module
-    add_assets(checkpointer, module, getattr(module, "tokenizer", None))
 
 
 def loaders(trainer: Trainer) -> dict[str, Any]:
