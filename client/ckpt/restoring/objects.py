@@ -101,10 +101,10 @@ def _metadata_here(plan: RestorePlan, tree: Mapping[str, Any], prefix: str) -> d
     saved, found = tree["metadata"], dict(tree["metadata"])
     for old, new in plan.matching.names.items():
         parts = old.removeprefix(prefix).split(".")
-        for rest in (".".join(parts[at:]) for at in range(len(parts))):
-            path = old.removeprefix(prefix).removesuffix(rest)
-            if path in saved and new is not None and new.endswith(rest):
-                found[new.removeprefix(prefix).removesuffix(rest)] = saved[path]
+        for at in range(len(parts)):
+            path, rest = ".".join([*parts[:at], ""]) or ".", ".".join(parts[at:])
+            if path in saved and new and new.endswith(rest):
+                found[new.removeprefix(prefix).removesuffix(rest) or "."] = saved[path]
     return found
 
 
@@ -144,7 +144,8 @@ def _plan_optimizers(plan: RestorePlan, item: str, state: TrainState, tree: JSON
     frame = {key: plan.destinations.decode(value, f"{item}/{key}") for key, value in saved.items()}
     for group in frame["groups"]:
         group["params"] = [*plan.renamed(dict.fromkeys(group["params"]).items())]
-    everything = _to_restore(plan, optimizers)
+    left = plan.matching.left
+    everything = {name: leaf for one in optimizers for name, leaf in one.leaves.items() if name not in left}
     renamed = _renamed(plan, state, frame["groups"], everything, entries)
     held = give_to_all({**ties(entries.items()), **renamed}, states, frame["groups"])
     plan.missing += [f"{item}/{name}" for name in everything.keys() - held]
@@ -160,7 +161,8 @@ def _plan_optimizers(plan: RestorePlan, item: str, state: TrainState, tree: JSON
         here = {name for name, leaf in optimizer.leaves.items() if optimizer.keeps_state_here(leaf)}
         # State without a parameter belongs to the whole optimizer.
         here |= states.keys() - held if alone else set()
-        named = {name: live for name in optimizer.left if (live := optimizer.live_state(optimizer.leaves[name]))}
+        kept = {name: optimizer.live_state(optimizer.leaves[name]) for name in left & optimizer.leaves.keys()}
+        named = {name: live for name, live in kept.items() if live}
         for name in (name for name in states if name in here):
             leaf = optimizer.leaves.get(name)
             if leaf is None:
@@ -168,15 +170,6 @@ def _plan_optimizers(plan: RestorePlan, item: str, state: TrainState, tree: JSON
             elif id(leaf.value) not in plan.resized:
                 named[name] = _decode_state(plan, optimizer, leaf, states[name], name in steps_on_device)
         plan.finish.append(partial(optimizer.load_state, {"state": named, **frame}, alone))
-
-
-def _to_restore(plan: RestorePlan, optimizers: Iterable[NamedOptimizer]) -> dict[str, Leaf]:
-    """The parameters that are not left out, by name."""
-    found: dict[str, Leaf] = {}
-    for optimizer in optimizers:
-        optimizer.left = plan.matching.left & optimizer.leaves.keys()
-        found |= {name: leaf for name, leaf in optimizer.leaves.items() if name not in optimizer.left}
-    return found
 
 
 def _renamed(
@@ -199,6 +192,7 @@ def _renamed(
 
 def _compare_groups(plan: RestorePlan, optimizer: NamedOptimizer, saved: list[dict[str, Any]]) -> None:
     """Record saved parameter groups of another optimizer class, or without the options of a live group."""
+    optimizer.left = plan.matching.left
     if kinds := optimizer.other_classes(saved):
         here = type(optimizer.holder).__name__
         plan.mismatched.append(f"{optimizer.item}: state of {', '.join(kinds)} in the checkpoint, {here} here")
