@@ -195,7 +195,7 @@ def _all(done: bool) -> bool:
     group = get_world_group()
     answer = torch.tensor(int(done))
     if group.world_size > 1:
-        torch.distributed.all_reduce(answer, torch.distributed.ReduceOp.MIN, group.cpu_group)
+        torch.distributed.all_reduce(answer, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
     return bool(answer)
 
 
