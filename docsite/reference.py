@@ -12,7 +12,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "Begin and end": {"init": "ckpt.config.Config", "close": "", "Checkpointer": "ckpt.checkpointer.Checkpointer"},
     "Loops": {"steps": "ckpt.loop.steps", "epochs": "ckpt.loop.epochs"},
     "Save": {"save_async": "", "save": "", "prepare": "", "wait": "", "every": "", "fits": "", "on_preemption": ""},
-    "Publish": {"publish": ""},
+    "Publish": {"publish": "", "follow": "ckpt.default.follow"},
     "Restore": {"restore": "", "restore_in_stages": "", "load": "ckpt.default.load", "latest": ""},
     "Checkpoints": {
         "runs": "ckpt.default.runs",

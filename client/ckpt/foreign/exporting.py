@@ -26,7 +26,7 @@ from ckptstore.format.boxes import Want
 from ckptstore.format.documents import JSON, Content
 from ckptstore.format.planning import entry_bytes, plan_reads
 from ckptstore.format.trees import leaves
-from ckptstore.reading.assets import folder_files, open_weights
+from ckptstore.reading.assets import ASSETS, folder_files, open_weights
 from ckptstore.reading.fetch import DEFAULT_THREADS, Progress, fetch
 from ckptstore.reading.source import Source
 from ckptstore.reading.weights import VirtualFile, Weights, cast_content
@@ -136,17 +136,19 @@ def select(
     """Entries with a matching name or alias, and the trees they belong to. Pure. Raises InvalidRequest if none match.
 
     A tree without tensors (a scheduler's) is matched as "scheduler/". Without a pattern everything is selected except
-    state that belongs to single ranks, which has no place in a file for other programs. local: that of rank 0.
+    assets, and state that belongs to single ranks, which has no place in a file for other programs. local: that of
+    rank 0.
     """
     names = (*content.entries.name, *content.aliases)
     # Entries rank-00000/... belong to one rank alone.
-    matching = {n for n in names if (not re.match(r"rank-\d{5,}/", n) if pattern is None else fnmatchcase(n, pattern))}
+    apart = re.compile(rf"rank-\d{{5,}}/|{ASSETS}/")
+    matching = {n for n in names if (not apart.match(n) if pattern is None else fnmatchcase(n, pattern))}
     chosen = {content.aliases.get(name, name) for name in matching}
     items = tuple(
         item
         for item, tree in content.trees.items()
-        if pattern is None
-        or fnmatchcase(f"{item}/", pattern)
+        if (pattern is None and item != ASSETS)
+        or (pattern is not None and fnmatchcase(f"{item}/", pattern))
         or any(leaf.get("name") in chosen for _, leaf in leaves(tree, item))
     )
     if not chosen and not items:

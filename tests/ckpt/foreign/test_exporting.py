@@ -7,6 +7,7 @@ from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -20,9 +21,9 @@ from ckptstore.errors import CorruptObject, InvalidRequest, UnsupportedObject
 from ckptstore.format.columns import column
 from ckptstore.format.documents import Content, Entries, Slices
 from ckptstore.run import Run
-from ckptstore.stores import Store
+from ckptstore.stores import Store, open_store
 from tests.ckpt.foreign.conftest import of_types
-from tests.support.checkpoints import flip, sample_arrays
+from tests.support.checkpoints import Arrays, flip, sample_arrays, write_checkpoint
 from tests.support.command_line import invoke
 from tests.support.entries import tensor_bytes
 
@@ -77,6 +78,17 @@ def test_an_element_type_that_safetensors_lacks_is_named(store: Path, tmp_path: 
     assert (done.code, done.error["code"]) == (2, "unsupported_object")
     assert f"'model/{dtype}' has type {dtype}" in done.error["message"]
     assert left_in(tmp_path) == []
+
+
+def test_files_of_the_model_are_no_tensors(store: Path, tmp_path: Path) -> None:
+    arrays: Arrays = {"model/w": np.ones(3, np.float32), "assets/config.json": np.frombuffer(b"{}", np.uint8)}
+    write_checkpoint(open_store(str(store)), "r", 1, arrays)
+    for name in ("a.safetensors", "a.pt", "hub"):
+        how = ("--format", "huggingface") if name == "hub" else ()
+        assert invoke("export", "r@1", "--to", tmp_path / name, "--store", store, *how).code == 0
+    assert list(load_file(tmp_path / "a.safetensors")) == ["model/w"]
+    assert list(torch.load(tmp_path / "a.pt", weights_only=True)) == ["model"]
+    assert {path.name: path.read_bytes()[-2:] for path in (tmp_path / "hub").iterdir()}["config.json"] == b"{}"
 
 
 def test_tied_weights_are_in_a_safetensors_file_once(training: Path, tmp_path: Path) -> None:
