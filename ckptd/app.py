@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -301,21 +302,23 @@ def _include(app: FastAPI, router: APIRouter, dependencies: list[params.Depends]
             )
 
 
+@dataclass
 class Periodic:
     """Calls `work` in a thread of its own: at once, then `every_s` seconds after each call ends.
 
-    An error is logged and the calls continue. when: a call that is due is delayed until this returns True.
+    An error is logged and the calls continue.
     """
 
-    def __init__(
-        self, name: str, work: Callable[[], None], every_s: float, when: Callable[[], bool] = lambda: True
-    ) -> None:
-        self._work = work
-        self._every_s = every_s
-        self._when = when
+    name: str
+    work: Callable[[], None]
+    every_s: float
+    when: Callable[[], bool] = lambda: True
+    """A call that is due is delayed until this returns True."""
+
+    def __post_init__(self) -> None:
         self._stop = threading.Event()
         # A daemon thread: a store that never answers must not keep the process from exiting.
-        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._loop, name=self.name, daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
@@ -328,16 +331,16 @@ class Periodic:
 
     def _loop(self) -> None:
         while not self._stop.is_set():
-            if not self._when():
-                self._stop.wait(min(self._every_s, _CHECK_AGAIN_S))
+            if not self.when():
+                self._stop.wait(min(self.every_s, _CHECK_AGAIN_S))
                 continue
             try:
-                self._work()
+                self.work()
             except CkptError as error:
-                _LOG.warning("%s failed: %s", self._thread.name, error)
+                _LOG.warning("%s failed: %s", self.name, error)
             except Exception:
-                _LOG.exception("%s failed", self._thread.name)
-            self._stop.wait(self._every_s)
+                _LOG.exception("%s failed", self.name)
+            self._stop.wait(self.every_s)
 
 
 _Background = Periodic | Jobs | Webhooks

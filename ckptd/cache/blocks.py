@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 from ckptd.cache.extents import Extent, Extents
 from ckptd.cache.folder import Folder
@@ -16,27 +17,27 @@ from ckptstore.stores import Store
 _LOG = logging.getLogger(__name__)
 
 
+@dataclass
 class BlockCache:
     """An LRU cache of store reads in a folder. Any thread may use it."""
 
-    def __init__(
-        self, store: Store, folder: Folder | None, limit_bytes: int, parallel_reads: int, metrics: Metrics
-    ) -> None:
-        """folder: None for no cache; concurrent readers still share one read.
+    _store: Store
+    _folder: Folder | None
+    """None for no cache; concurrent readers still share one read."""
+    _limit_bytes: int
+    _parallel_reads: int
+    """Maximum number of concurrent store reads; each holds one block in memory."""
+    _metrics: Metrics
 
-        parallel_reads: maximum number of concurrent store reads; each holds one block in memory.
-        """
-        self._store = store
-        self._folder = folder
-        self._metrics = metrics
-        self._may_read = threading.BoundedSemaphore(parallel_reads)
+    def __post_init__(self) -> None:
+        self._may_read = threading.BoundedSemaphore(self._parallel_reads)
         self._lock = threading.Lock()
-        self._extents = Extents(limit_bytes if folder else 0)
+        self._extents = Extents(self._limit_bytes if self._folder else 0)
         self._flights: dict[Extent, Future[memoryview]] = {}
         self._complained = False
-        metrics.cache_bytes.set_function(lambda: self._extents.stored_bytes)
-        if folder is not None:
-            self._adopt(folder)
+        self._metrics.cache_bytes.set_function(lambda: self._extents.stored_bytes)
+        if self._folder is not None:
+            self._adopt(self._folder)
 
     def read(self, key: str, size: int, offset: int, count: int) -> memoryview:
         """Bytes from `offset`, as many of `count` as lie in one extent: at least one.

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ckptd.metrics import Metrics
 from ckptd.services.store_sync import StoreSync
@@ -23,31 +24,25 @@ _LIST_NEWEST_S = 600.0
 _NEVER_S = 30 * 24 * 3600.0
 
 
+@dataclass
 class Scrubber:
     """Verifies one checkpoint per round and records the result in the store. For one background thread."""
 
-    def __init__(
-        self,
-        store: Store,
-        store_sync: StoreSync,
-        metrics: Metrics,
-        clock: Clock,
-        every_s: float,
-        bytes_per_s: float,
-        newest_s: float,
-        ranks: Sequence[int],
-    ) -> None:
-        """every_s: a checkpoint is due this long after it last passed verification; 0 disables scrubbing. newest_s: a
-        run's newest checkpoint is due before others, this long after the run's last verification, and must restore on
-        so many ranks; 0: like all others. The same one is verified again after every_s; 0: 30 days."""
-        self._store = store
-        self._store_sync = store_sync
-        self._metrics = metrics
-        self._clock = clock
-        self._every_s = every_s
-        self._throttle = RateLimiter(bytes_per_s, clock, time.sleep)
-        self._newest_s = newest_s
-        self._ranks = ranks
+    _store: Store
+    _store_sync: StoreSync
+    _metrics: Metrics
+    _clock: Clock
+    _every_s: float
+    """A checkpoint is due this long after it last passed verification; 0 disables scrubbing."""
+    _bytes_per_s: float
+    _newest_s: float
+    """A run's newest checkpoint is due before others, this long after the run's last verification; 0: like all others.
+    The same one is verified again after `_every_s`; 0: 30 days."""
+    _ranks: Sequence[int]
+    """The newest one must restore on so many ranks."""
+
+    def __post_init__(self) -> None:
+        self._throttle = RateLimiter(self._bytes_per_s, self._clock, time.sleep)
         self._newest: deque[Checkpoint] = deque()
         self._queue: deque[Checkpoint] = deque()
         self._checked = VerifiedChunks()

@@ -11,6 +11,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from html import escape
 
@@ -99,24 +100,21 @@ def sign(secret: str, at: int, body: bytes) -> str:
     return f"t={at},v1={digest}"
 
 
+@dataclass(repr=False)
 class _Hook:
-    def __init__(
-        self,
-        url: str,
-        secret: str,
-        metrics: Metrics,
-        clock: Clock,
-        pause: Callable[[threading.Event, float], object],
-    ) -> None:
+    _target: str
+    """The URL; with `chat+` before it, for Slack or Mattermost."""
+    _secret: str
+    _metrics: Metrics
+    _clock: Clock
+    _pause: Callable[[threading.Event, float], object]
+
+    def __post_init__(self) -> None:
         self.stopping = threading.Event()
         self.thread = threading.Thread(target=self._loop, name="webhook", daemon=True)
-        self._url = url.removeprefix(_CHAT)
+        self._url = self._target.removeprefix(_CHAT)
         self._host = httpx.URL(self._url).host
-        self._is_chat = url.startswith(_CHAT)
-        self._secret = secret
-        self._metrics = metrics
-        self._clock = clock
-        self._pause = pause
+        self._is_chat = self._target.startswith(_CHAT)
         self._queue: deque[EventBody] = deque(maxlen=QUEUED)
         self._lock = threading.Lock()
         self._filled = threading.Event()

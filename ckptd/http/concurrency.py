@@ -7,6 +7,7 @@ import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 from ckptstore.errors import TooManyRequests
@@ -53,13 +54,15 @@ class FairSemaphore:
         self._free += 1
 
 
+@dataclass
 class ConcurrencyLimit:
     """Limits concurrent use, per client and in total."""
 
-    def __init__(self, what: str, per_client: int, total: int) -> None:
-        self._what = what
-        self._per_client = per_client
-        self._total = total
+    _what: str
+    _per_client: int
+    _total: int
+
+    def __post_init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._sum = 0
 

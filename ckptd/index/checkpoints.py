@@ -107,13 +107,15 @@ class RunSummary:
     latest: Checkpoint | None
 
 
+@dataclass
 class Index:
     """The cached catalog of one store."""
 
-    def __init__(self, database: Database, log: EventLog | None = None) -> None:
-        """log: records the changes as events."""
-        self._database = database
-        self._log = log
+    _database: Database
+    _log: EventLog | None = None
+    """Records the changes as events."""
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._seen = (0, 0)
 

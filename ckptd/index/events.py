@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from msgspec.structs import asdict, replace
 from sqlalchemy import Connection, delete, func, insert, select
@@ -16,13 +17,13 @@ from ckptstore.human import rfc3339
 from ckptstore.names import Attempt, checkpoint_id
 
 
+@dataclass
 class EventLog:
     """Events in the order of their ids. Any thread may use it."""
 
-    def __init__(self, database: Database, clock: Clock) -> None:
-        self._database = database
-        self._clock = clock
-        self._listeners: list[Callable[[Sequence[EventBody]], None]] = []
+    _database: Database
+    _clock: Clock
+    _listeners: list[Callable[[Sequence[EventBody]], None]] = field(default_factory=list)
 
     def subscribe(self, listener: Callable[[Sequence[EventBody]], None]) -> None:
         """Call a listener with each batch of events after it is committed; from any thread."""
@@ -80,6 +81,11 @@ class EventLog:
         self._database.change(delete(events).where(events.c.id <= last))
 
 
+_OF_A_COMMIT = (
+    "committed_at", "save_seconds", "world_size", "raw_bytes", "stored_bytes", "manifest_digest", "metrics",
+)  # fmt: skip
+
+
 def content_of(
     run: str,
     known: Mapping[Attempt, State],
@@ -98,27 +104,13 @@ def content_of(
             if before is not State.CORRUPT:
                 yield _content(EventKind.CORRUPT, run, checkpoint.attempt, problem=checkpoint.problem)
         elif before is None and checkpoint.committed_at >= since:
-            yield _committed(checkpoint)
+            detail = {name: getattr(checkpoint, name) for name in _OF_A_COMMIT}
+            yield _content(EventKind.COMMITTED, run, checkpoint.attempt, **detail)
             if checkpoint.not_finite and was_finite:
                 was_finite = False
                 yield _content(EventKind.NOT_FINITE, run, checkpoint.attempt, not_finite=checkpoint.not_finite)
     for attempt in sorted(set(gone) & known.keys()):
         yield _content(EventKind.DELETED, run, attempt)
-
-
-def _committed(checkpoint: Checkpoint) -> EventBody:
-    return _content(
-        EventKind.COMMITTED,
-        checkpoint.run,
-        checkpoint.attempt,
-        committed_at=checkpoint.committed_at,
-        save_seconds=checkpoint.save_seconds,
-        world_size=checkpoint.world_size,
-        raw_bytes=checkpoint.raw_bytes,
-        stored_bytes=checkpoint.stored_bytes,
-        manifest_digest=checkpoint.manifest_digest,
-        metrics=checkpoint.metrics,
-    )
 
 
 def _content(kind: EventKind, run: str, attempt: Attempt, **detail: object) -> EventBody:

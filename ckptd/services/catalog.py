@@ -87,14 +87,16 @@ class Catalog:
         return found
 
 
+@dataclass
 class Freshness:
     """Results of the last listings of the store. Any thread may call any method."""
 
-    def __init__(self, clock: Clock, stale_after_s: float) -> None:
-        self._clock = clock
-        self._stale_after_s = stale_after_s
+    _clock: Clock
+    _stale_after_s: float
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self.started_at = clock()
+        self.started_at = self._clock()
         self._succeeded_at: float | None = None
         self._listed_at: float | None = None
         self._synced: set[str] = set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from ckptapi.bodies import MAX_EVENTS, EventBody, EventKind, EventsBody, JobBody
 from ckptd.index import EventLog, RestoreIndex
@@ -22,15 +23,17 @@ CHECKPOINTS = "checkpoints"
 """The topic of checkpoints that are committed, deleted or corrupt; for one run, append a slash and its name."""
 
 
+@dataclass
 class Events:
     """Reads and records events. Any thread may use it."""
 
-    def __init__(self, log: EventLog, restores: RestoreIndex, wake: Callable[[str], None]) -> None:
-        """wake: called with a topic or the id of a restore session, from any thread."""
-        self._log = log
-        self._restores = restores
-        self._wake = wake
-        log.subscribe(self.publish)
+    _log: EventLog
+    _restores: RestoreIndex
+    _wake: Callable[[str], None]
+    """Called with a topic or the id of a restore session, from any thread."""
+
+    def __post_init__(self) -> None:
+        self._log.subscribe(self.publish)
         self._lock = threading.Lock()
         self._seen = self.newest_id()
         self._ended: set[str] = set()
