@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 
 from ckptstore.clock import Clock, system_clock
@@ -26,29 +27,24 @@ from ckptstore.stores import Store
 from ckptstore.stores.checks import StoreReport, check_store, run_store_checks
 
 
+@dataclass
 class StoreOperator:
     """The operations of an operator, on a store. Any thread may call any method. Every method may raise Unavailable.
 
     ckptapi.client.DaemonClient has the same methods, for a daemon.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        clock: Clock = system_clock,
-        by: str = "",
-        on_change: Callable[[str], object] = lambda _: None,
-        check_deletes: bool = True,
-    ) -> None:
-        """by: the caller, for the audit log; empty: this process. on_change: called with each run that was changed.
+    store: Store
+    _clock: Clock = system_clock
+    _by: str = ""
+    """The caller, for the audit log; empty: this process."""
+    _on_change: Callable[[str], object] = lambda _: None
+    """Called with each run that was changed."""
+    check_deletes: bool = True
+    """Probe the store before a single deletion; False for a caller that probes it regularly."""
 
-        check_deletes: probe the store before a single deletion; False for a caller that probes it regularly.
-        """
-        self.store = store
-        self._clock = clock
-        self._by = by or identity()
-        self._on_change = on_change
-        self._check_deletes = check_deletes
+    def __post_init__(self) -> None:
+        self._by = self._by or identity()
 
     def run(self, name: str) -> Run:
         """One run, with this operator's clock and name. Raises InvalidName."""
@@ -66,7 +62,7 @@ class StoreOperator:
 
         force: even if it is the newest one of its run. Raises NoCheckpoint or CheckpointHeld.
         """
-        if self._check_deletes:
+        if self.check_deletes:
             self.check()
         with self._changing(checkpoint.run) as run:
             deletion.delete_checkpoint(run, checkpoint.attempt, reason, grace_s, force)

@@ -25,19 +25,17 @@ _CONTAINER = 64
 _VALUE = 8
 
 
+@dataclass
 class Budget:
     """The size that the state in one file may have, in units of about a byte. For one thread."""
 
-    def __init__(self, path: str, most: int) -> None:
-        """most: limit for files of any size."""
-        self._path = path
-        self._most = most
-        self._granted = self._left = min(_FREE, most)
+    _path: str
+    _most: int
+    """Limit for files of any size."""
 
-    @property
-    def left(self) -> int:
-        """The units that are left."""
-        return self._left
+    def __post_init__(self) -> None:
+        self._granted = self.left = min(_FREE, self._most)
+        """The units that were granted, and those that are left."""
 
     def grant(self, num_bytes: int) -> None:
         """Call it before a pickle of this size is read. Raises UnsupportedObject if it is too large to be read."""
@@ -48,12 +46,12 @@ class Budget:
             )
         more = min(_PER_BYTE * num_bytes, self._most - self._granted)
         self._granted += more
-        self._left += more
+        self.left += more
 
     def spend(self, units: int) -> None:
         """Raises UnsupportedObject if less is left."""
-        self._left -= units
-        if self._left < 0:
+        self.left -= units
+        if self.left < 0:
             raise self.exceeded()
 
     def exceeded(self) -> UnsupportedObject:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
@@ -51,31 +52,25 @@ _WORTH_REPORTING = 1.1
 """A cost is reported again when it has grown by this factor."""
 
 
+@dataclass
 class SaveBroadcast:
     """One rank's end. All public methods belong to the training thread; `request` is also safe in a signal handler."""
 
-    def __init__(
-        self,
-        store: Any,
-        rank: int,
-        poll_s: float,
-        members: Sequence[int],
-        deadline: Callable[[], float | None] = lambda: None,
-    ) -> None:
-        """store: a key-value store of torch that all ranks share, used for nothing else.
+    _store: Any
+    """A key-value store of torch that all ranks share, used for nothing else."""
+    _rank: int
+    _poll_s: float
+    _members: Sequence[int]
+    """Global ranks by rank, for messages."""
+    _deadline: Callable[[], float | None] = lambda: None
+    """When this rank must be done, if it has notice of a preemption. Called in the thread."""
 
-        members: global ranks by rank, for messages. deadline: when this rank must be done, if it has notice of a
-        preemption. Called in the thread.
-        """
-        self._deadline = deadline
+    def __post_init__(self) -> None:
         self._notified = False
         self.notice: float | None = None
         """When one of the ranks must be done, in seconds since the epoch. For any thread."""
-        self._store = store
-        self._rank = rank
-        self._named, self._first = members[rank], members[0]
+        self._named, self._first = self._members[self._rank], self._members[0]
         """This rank and rank 0 in messages."""
-        self._poll_s = poll_s
         self._changed = threading.Condition()
         self._decision: SaveDecision | None = None
         self._expedited = self._closing = False

@@ -43,16 +43,20 @@ from ckptstore.tiers.source import LOCAL, TieredSource
 logger = logging.getLogger(__name__)
 
 
+@dataclass
 class Fetcher:
     """Reads one checkpoint. All ranks call the same methods in the same order."""
 
-    def __init__(self, source: Source, config: Config, world: World, checkpoint: Checkpoint, local: bool) -> None:
-        """local: all ranks are on the host of the store."""
-        self._source = source
-        self._config = config
-        self._world = world
-        self.checkpoint = checkpoint
-        self._share = how_to_share(config, world.size, is_grouped(), local)
+    _source: Source
+    _config: Config
+    _world: World
+    checkpoint: Checkpoint
+    _local: bool
+    """All ranks are on the host of the store."""
+
+    def __post_init__(self) -> None:
+        source = self._source
+        self._share = how_to_share(self._config, self._world.size, is_grouped(), self._local)
         self.lease: str | None = None
         """The lease that this rank holds; the caller releases it."""
         self._past_caches = False
@@ -62,9 +66,9 @@ class Fetcher:
         self._last = source
         """Has all chunks."""
         if isinstance(source, TieredSource):
-            self._last = source.remote_or_local(checkpoint)
+            self._last = source.remote_or_local(self.checkpoint)
             if self._last is not source.local:
-                self._nearer.append(StoredChunks(LOCAL, source.local, checkpoint))
+                self._nearer.append(StoredChunks(LOCAL, source.local, self.checkpoint))
             elif self._share == "daemon":
                 self._share = "none"  # the daemon serves the remote store
         self.read: Counter[str] = Counter()

@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from queue import SimpleQueue
@@ -77,17 +78,19 @@ class BufferPool:
             self.give(buffer, ())
 
 
+@dataclass
 class GpuTarget:
     """Tensors of one device that receive the same box of an entry."""
 
-    def __init__(self, targets: Sequence[torch.Tensor], dtype: torch.dtype, device: Device) -> None:
-        self.device = device
-        self.item = dtype.itemsize
-        self._targets = targets
-        self._dtype = dtype
-        self._own = next((target for target in targets if is_direct(target, dtype)), None)
+    _targets: Sequence[torch.Tensor]
+    _dtype: torch.dtype
+    device: Device
+
+    def __post_init__(self) -> None:
+        self.item = self._dtype.itemsize
+        self._own = next((target for target in self._targets if is_direct(target, self._dtype)), None)
         self._memory: torch.Tensor | None = None
-        self._left = targets[0].numel() * self.item
+        self._left = self._targets[0].numel() * self.item
         self._lock = threading.Lock()
 
     @torch.no_grad()

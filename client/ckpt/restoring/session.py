@@ -9,6 +9,7 @@ import logging
 import socket
 import threading
 from contextlib import closing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpt.config import Config
@@ -24,13 +25,15 @@ logger = logging.getLogger(__name__)
 _REPORT_S = 2.0
 
 
+@dataclass
 class RestoreSession:
     """This rank's part in one session; without `join`, it reports nothing. `progress` may be called from any thread."""
 
-    def __init__(self, config: Config, rank: int, world_size: int) -> None:
-        self._config = config
-        self._rank = rank
-        self._world_size = world_size
+    _config: Config
+    _rank: int
+    _world_size: int
+
+    def __post_init__(self) -> None:
         self._client: DaemonClient | None = None
         self._id = ""
         self._lock = threading.Lock()

@@ -148,17 +148,19 @@ def confirm_damage(
         return result
 
 
+@dataclass
 class HeldCheckpoint:
-    """A lease on a checkpoint, which is renewed while the checkpoint is read."""
+    """A lease on a checkpoint, which is renewed while the checkpoint is read. Raises NoCheckpoint if the checkpoint is
+    being deleted."""
 
-    def __init__(self, run: Run, attempt: Attempt) -> None:
-        """Raises NoCheckpoint if it is being deleted."""
-        self._run = run
-        self._attempt = attempt
-        self._holder = f"scrub by {run.by}"
+    _run: Run
+    _attempt: Attempt
+
+    def __post_init__(self) -> None:
+        self._holder = f"scrub by {self._run.by}"
         self._lock = threading.Lock()
-        self._taken_at = run.clock()
-        self.lease = take_lease(run, attempt, self._holder, _LEASE_S)
+        self._taken_at = self._run.clock()
+        self.lease = take_lease(self._run, self._attempt, self._holder, _LEASE_S)
 
     def renewed_by(self, progress: Progress) -> Progress:
         """The same callback, which also renews the lease. Any thread may call it."""

@@ -110,14 +110,15 @@ class LocalStore(Store):
         """Write in place: the name is unique to an attempt and has no meaning before its receipt."""
         path = self.root / key
         with self._errors("write", key):
-            return _LocalWriter(path, self._create(path), self.object_url(key), size_hint)
+            return _LocalWriter(path, DirectFile(self._create(path), size_hint), self.object_url(key))
 
     def open_replacement(self, key: str, size_hint: int = 0) -> ObjectWriter:
         """Write to a temporary file in the same folder, then rename."""
         path = self.root / key
         with self._errors("write", key):
             temporary = _temporary_name(path)
-            return _LocalWriter(temporary, self._create(temporary), self.object_url(key), size_hint, replaces=path)
+            file = DirectFile(self._create(temporary), size_hint)
+            return _LocalWriter(temporary, file, self.object_url(key), replaces=path)
 
     @override
     def get(self, key: str) -> bytes:
@@ -308,30 +309,30 @@ class _LocalReader(ObjectReader):
         os.close(self.fd)
 
 
+@dataclass
 class _LocalWriter(ObjectWriter):
-    def __init__(self, path: Path, fd: int, url: str, size_hint: int, replaces: Path | None = None) -> None:
-        """replaces: the final name, if `path` is a temporary one."""
-        self._path = path
-        self._replaces = replaces
-        self._url = url
-        self._file = DirectFile(fd, size_hint)
+    path: Path
+    file: DirectFile
+    url: str
+    replaces: Path | None = None
+    """The final name, if `path` is a temporary one."""
 
     def write(self, data: Buffer) -> None:
-        with store_errors("write", self._url):
-            self._file.write(data)
+        with store_errors("write", self.url):
+            self.file.write(data)
 
     def commit(self) -> None:
-        with store_errors("write", self._url):
-            self._file.finish()
-            if self._replaces is not None:
-                os.replace(self._path, self._replaces)
-            sync_folder(self._path.parent)
+        with store_errors("write", self.url):
+            self.file.finish()
+            if self.replaces is not None:
+                os.replace(self.path, self.replaces)
+            sync_folder(self.path.parent)
 
     def abort(self) -> None:
         try:
-            self._file.close()
-            self._path.unlink(missing_ok=True)
-            self._path.parent.rmdir()
+            self.file.close()
+            self.path.unlink(missing_ok=True)
+            self.path.parent.rmdir()
         except OSError:
             pass  # the folder has other shards, or the file is left as an orphan without a receipt, to be collected
 

@@ -266,20 +266,22 @@ class S3Store(FsspecStore):
             parameters |= {marker: page[f"Next{marker}"] for marker in markers}
 
 
+@dataclass
 class _S3Reader(ObjectReader):
     """Streams each expected range from one reply."""
 
-    def __init__(self, transfers: Transfers, path: str, url: str) -> None:
-        self.small_reads = transfers.suitable
-        self._transfers = transfers
-        self._path = path
-        self._url = url
-        self._span = ByteSpan(transfers, path, 0, 0)
+    _transfers: Transfers
+    _path: str
+    _url: str
+
+    def __post_init__(self) -> None:
+        self.small_reads = self._transfers.suitable
+        self._span = ByteSpan(self._transfers, self._path, 0, 0)
 
     def expect(self, offset: int, num_bytes: int) -> None:
         """Sends no request before the first read."""
         self._span.close()
-        self._span = ByteSpan(self._transfers, self._path, offset, num_bytes)
+        self._span = ByteSpan(self._transfers, self._path, offset, offset + num_bytes)
 
     def read(self, offset: int, buffer: memoryview) -> None:
         """Read from the open reply if the range is in it."""

@@ -129,7 +129,7 @@ class Transfers:
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
         """Fill the buffer from `offset` of an object; returns the number of bytes before its end."""
-        with closing(ByteSpan(self, path, offset, len(buffer))) as span:
+        with closing(ByteSpan(self, path, offset, offset + len(buffer))) as span:
             return span.read(buffer)
 
     def begin(self, path: str) -> str:
@@ -233,19 +233,19 @@ class Transfers:
         return self.fs.call_s3(method, Bucket=bucket, Key=key, **parameters)
 
 
+@dataclass
 class ByteSpan:
     """A range of an object, streamed over one connection and resumed over another if it breaks off.
 
     For sequential reads in one thread. Sends no request before the first one.
     """
 
-    def __init__(self, transfers: Transfers, path: str, offset: int, num_bytes: int) -> None:
-        self.at = offset
-        """Offset of the next byte."""
-        self.end = offset + num_bytes
-        self._transfers = transfers
-        self._path = path
-        self._reply: BaseHTTPResponse | None = None
+    _transfers: Transfers
+    _path: str
+    at: int
+    """Offset of the next byte."""
+    end: int
+    _reply: BaseHTTPResponse | None = None
 
     def read(self, buffer: memoryview) -> int:
         """Fill the buffer with the next bytes; returns their number, short only at the object's end."""

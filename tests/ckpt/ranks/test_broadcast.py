@@ -88,7 +88,7 @@ def test_a_rank_that_waits_for_a_decision_logs_for_whom(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(ranks_world, "NOTICE_S", 0.05)
-    broadcast = SaveBroadcast(HashStore(), 1, poll_s=0.01, members=(3, 5))
+    broadcast = SaveBroadcast(HashStore(), 1, 0.01, (3, 5))
     try:
         with pytest.raises(RankLost, match="rank 3 did not publish"):
             broadcast.wait_for(lambda _: True, timeout_s=0.2)

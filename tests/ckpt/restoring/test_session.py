@@ -105,7 +105,7 @@ def test_a_last_report_that_was_lost_is_sent_again(job: Job, daemon: Daemon, mon
         return report(self, id, rank, phase, *counts)
 
     monkeypatch.setattr(DaemonClient, "report_restore", lossy)
-    session = RestoreSession(Config(run=RUN, daemon=daemon.url, peer_timeout_s=5.0), rank=0, world_size=1)
+    session = RestoreSession(Config(run=RUN, daemon=daemon.url, peer_timeout_s=5.0), 0, 1)
     session.join(StoreSource(job.store).latest(RUN), "lost")
     assert session.joined
     session.end(Phase.RESTORED)
