@@ -197,13 +197,13 @@ def check_manifest_data(checkpoint: Checkpoint, data: bytes) -> Manifest:
 
 def read_receipt(source: Source, checkpoint: Checkpoint, manifest: Manifest, rank: int) -> Receipt:
     """The checked receipt of a rank. Raises Damaged, ObjectMissing or Unavailable."""
-    data, key = _receipt_data(source, checkpoint, manifest, rank)
+    data, key = receipt_data(source, checkpoint, manifest, rank)
     return parse_sealed(data, Receipt, key)
 
 
 def read_local(source: Source, checkpoint: Checkpoint, manifest: Manifest, rank: int) -> dict[str, JSON]:
     """The rank-local state in the receipt of a rank. Raises Damaged, ObjectMissing or Unavailable."""
-    return parse_local(*_receipt_data(source, checkpoint, manifest, rank))
+    return parse_local(*receipt_data(source, checkpoint, manifest, rank))
 
 
 def read_all_local(source: Source, checkpoint: Checkpoint, manifest: Manifest) -> list[dict[str, JSON]]:
@@ -211,7 +211,8 @@ def read_all_local(source: Source, checkpoint: Checkpoint, manifest: Manifest) -
     return in_parallel(partial(read_local, source, checkpoint, manifest), range(manifest.world_size))
 
 
-def _receipt_data(source: Source, checkpoint: Checkpoint, manifest: Manifest, rank: int) -> tuple[bytes, str]:
+def receipt_data(source: Source, checkpoint: Checkpoint, manifest: Manifest, rank: int) -> tuple[bytes, str]:
+    """The stored receipt of a rank, and its name for messages. Raises CorruptObject, ObjectMissing or Unavailable."""
     key = f"{checkpoint.id}/receipt of rank {rank}"
     data = source.receipt_data(checkpoint, rank)
     if digest(data) != manifest.receipts[rank].digest:

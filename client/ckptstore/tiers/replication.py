@@ -31,13 +31,13 @@ from ckptstore.commits.labels import with_labels
 from ckptstore.commits.leases import release_lease, renew_lease
 from ckptstore.commits.references import reference_lost, referenced_attempts
 from ckptstore.errors import AttemptAborted, Conflict, CorruptObject, Damaged, NotFound, Superseded
-from ckptstore.format.documents import Generation, Manifest, Outcome, Receipt, digest
+from ckptstore.format.documents import Generation, Outcome, Receipt
 from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import parse_sealed
 from ckptstore.format.statistics import side_documents
 from ckptstore.names import Attempt, derive_ulid
 from ckptstore.reading.fetch import Progress
-from ckptstore.reading.source import StoreSource, check_manifest_data, stored_statistics
+from ckptstore.reading.source import StoreSource, check_manifest_data, receipt_data, stored_statistics
 from ckptstore.retention.deletion import hide, sweep
 from ckptstore.retention.pins import active_holds, hold, pinned
 from ckptstore.run import Run
@@ -251,16 +251,12 @@ def _copy(local: Run, remote: Run, original: Checkpoint, progress: Progress) -> 
             remote.store.put(keys.statistics(attempt, shard.rank), statistics)
     # Before the receipts, by which others could commit it: another version of zstd would pack it differently.
     remote.store.put_if_absent(keys.manifest(attempt), data)
-    return [_copy_receipt(local, remote, manifest, attempt, rank) for rank in range(manifest.world_size)]
-
-
-def _copy_receipt(local: Run, remote: Run, manifest: Manifest, attempt: Attempt, rank: int) -> StoredReceipt:
-    key = local.keys.receipt(attempt, rank)
-    data = local.store.get(key)
-    if digest(data) != manifest.receipts[rank].digest:
-        raise CorruptObject(f"the receipt of rank {rank} of {local.id_of(attempt)} does not match its manifest")
-    remote.store.put(remote.keys.receipt(attempt, rank), data)
-    return StoredReceipt.of(parse_sealed(data, Receipt, local.store.object_url(key)), data)
+    receipts = []
+    for rank in range(manifest.world_size):
+        data, name = receipt_data(source, original, manifest, rank)
+        remote.store.put(keys.receipt(attempt, rank), data)
+        receipts.append(StoredReceipt.of(parse_sealed(data, Receipt, name), data))
+    return receipts
 
 
 def _decided(run: Run, attempt: Attempt, known: Known) -> Checkpoint | None:
