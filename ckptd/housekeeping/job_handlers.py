@@ -12,10 +12,10 @@ from ckptapi.bodies import ChunkBody, CollectJob, HealJob, VerifyJob
 from ckptd.services.jobs import JobHandler, JobProgress
 from ckptd.services.store_sync import StoreSync
 from ckptstore.clock import Clock
-from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints, list_runs
+from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints
 from ckptstore.commits.labels import find
-from ckptstore.errors import InvalidRequest, NoCheckpoint
-from ckptstore.names import Reference, check_run
+from ckptstore.errors import InvalidRequest
+from ckptstore.names import Reference
 from ckptstore.operator import StoreOperator
 from ckptstore.retention.deletion import CollectReport
 from ckptstore.retention.scrubbing import confirm_damage, scrub
@@ -117,16 +117,6 @@ class JobHandlers:
         if request.checkpoint is not None:
             reference = Reference.parse(request.checkpoint)
             return [find(Run(self._store, reference.run), reference)]
-        runs = (Run(self._store, run) for run in self._runs(request.run))
+        operator = StoreOperator(self._store)
+        runs = map(operator.run, operator.collectable(request.run))
         return [checkpoint for run in runs for checkpoint in list_checkpoints(run)]
-
-    def _runs(self, run: str | None) -> list[str]:
-        runs = list_runs(self._store)
-        if run is None:
-            return runs
-        if check_run(run) not in runs:
-            url = self._store.url
-            raise NoCheckpoint(
-                f"run {run!r} has no checkpoint in {url}", "ckptctl runs, or GET /v1/runs, lists the runs"
-            )
-        return [run]
