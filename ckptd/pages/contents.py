@@ -11,7 +11,7 @@ from ckptstore import human
 from ckptstore.analysis.charts import Tick
 from ckptstore.names import MAX_RANKS
 
-_RIGHT = 20
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP = 1088, 200, 74, 1068, 10
 _SHARDS_SHOWN = 32
 _ENTRIES_SHOWN = 50
 
@@ -103,16 +103,16 @@ def _items(entries: Sequence[EntryBody]) -> tuple[ItemRow, ...]:
     return tuple(sorted(rows, key=lambda row: (-row.raw_bytes, row.name))[:_SHARDS_SHOWN])
 
 
-def bars(values: Sequence[int], name: str, write: Callable[[int], str], width: int = 1088, height: int = 200) -> Bars:
+def bars(values: Sequence[int], name: str, write: Callable[[int], str]) -> Bars:
     """A bar for each value, or for groups of adjacent values, so that there are at most 128 bars.
 
     name: of the item that a value belongs to; items are numbered from 0. write: formats a value.
     """
-    left, bottom, top = 74, height - 26, 10
+    bottom = _HEIGHT - 26
     group = -(-len(values) // 128) or 1
     spans = [range(at, min(at + group, len(values))) for at in range(0, len(values), group)]
     high = max(values, default=0) or 1
-    room = (width - left - _RIGHT) / max(1, len(spans))
+    room = (_RIGHT - _LEFT) / max(1, len(spans))
     drawn = []
     for i, span in enumerate(spans):
         own = [values[at] for at in span]
@@ -120,10 +120,10 @@ def bars(values: Sequence[int], name: str, write: Callable[[int], str], width: i
         text = f"{name} {span[0]}: {write(largest)}"
         if len(own) > 1:
             text = f"{name}s {span[0]}–{span[-1]}: {write(int(mean))} each, {write(largest)} at most"
-        scale = (bottom - top) / high
-        drawn.append(Bar(round(left + i * room, 2), round(room * 0.86, 2), mean * scale, largest * scale, text))
+        scale = (bottom - _TOP) / high
+        drawn.append(Bar(round(_LEFT + i * room, 2), round(room * 0.86, 2), mean * scale, largest * scale, text))
     labels = [span[0] for span in spans]
     every = -(-len(labels) // 12) or 1
-    x_ticks = tuple(Tick(left + (i + 0.43) * room, str(labels[i])) for i in range(0, len(labels), every))
-    y_ticks = tuple(Tick(bottom - (bottom - top) * part, write(int(high * part))) for part in (0.0, 0.5, 1.0))
-    return Bars(width, height, left, width - _RIGHT, bottom, tuple(drawn), x_ticks, y_ticks)
+    x_ticks = tuple(Tick(_LEFT + (i + 0.43) * room, str(labels[i])) for i in range(0, len(labels), every))
+    y_ticks = tuple(Tick(bottom - (bottom - _TOP) * part, write(int(high * part))) for part in (0.0, 0.5, 1.0))
+    return Bars(_WIDTH, _HEIGHT, _LEFT, _RIGHT, bottom, tuple(drawn), x_ticks, y_ticks)

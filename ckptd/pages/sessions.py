@@ -94,13 +94,13 @@ class PageSessions:
             return _login_page(request, following, error.message, error.http_status)
         answer = RedirectResponse(following, 303)
         id = self._sessions.begin(secret)
-        answer.raw_headers.append(cookie(SESSION, id, LIFETIME_S, request.url.scheme == "https"))
+        answer.raw_headers.append(cookie(request, SESSION, id, LIFETIME_S))
         return answer
 
     def _log_out(self, request: Request) -> Response:
         self._sessions.end(request.cookies.get(SESSION, ""))
         answer = RedirectResponse(_LOGIN, 303)
-        answer.raw_headers.append(cookie(SESSION, "", 0, request.url.scheme == "https"))
+        answer.raw_headers.append(cookie(request, SESSION, "", 0))
         return answer
 
 
@@ -126,7 +126,7 @@ def _with_form_cookie(request: Request, secret: str, send: Send) -> Send:
 
     async def send_cookie(message: Message) -> None:
         if message["type"] == "http.response.start":
-            header = cookie(_FORM, secret, LIFETIME_S, request.url.scheme == "https")
+            header = cookie(request, _FORM, secret, LIFETIME_S)
             message = {**message, "headers": [*message["headers"], header]}
         await send(message)
 
@@ -258,9 +258,9 @@ class Visit:
     now: float
 
 
-def cookie(name: str, value: str, max_age_s: int, https: bool) -> tuple[bytes, bytes]:
+def cookie(request: Request, name: str, value: str, max_age_s: int) -> tuple[bytes, bytes]:
     """A Set-Cookie header for a cookie that scripts and other sites cannot read."""
-    secure = "; Secure" if https else ""
+    secure = "; Secure" if request.url.scheme == "https" else ""
     text = f"{name}={value}; Max-Age={max_age_s}; Path=/; HttpOnly; SameSite=Strict{secure}"
     return b"set-cookie", text.encode("ascii")
 
