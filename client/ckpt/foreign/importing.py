@@ -121,12 +121,8 @@ class ForeignFormat(StrEnum):
 
 
 _SUFFIXES = {
-    ".safetensors": ForeignFormat.SAFETENSORS,
-    ".json": ForeignFormat.SAFETENSORS,
-    ".pt": ForeignFormat.TORCH,
-    ".pth": ForeignFormat.TORCH,
-    ".bin": ForeignFormat.TORCH,
-    ".ckpt": ForeignFormat.TORCH,
+    **dict.fromkeys((".safetensors", ".json"), ForeignFormat.SAFETENSORS),
+    **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), ForeignFormat.TORCH),
 }
 
 

@@ -221,21 +221,18 @@ def _area(places: Sequence[tuple[float, float]], bottom: float) -> str:
 
 
 def _known(points: Iterable[Point], log: bool) -> list[Point]:
-    """The points that can be drawn, by ascending x."""
+    """The points that can be drawn, by ascending x; thinned out evenly if there are very many."""
     finite = (p for p in points if isfinite(p.x) and isfinite(p.y) and (p.y > 0 or not log))
     drawable = (replace(p, x=_drawable(p.x), y=log10(y) if log else y) for p in finite for y in [_drawable(p.y)])
-    return _thinned(sorted(drawable, key=lambda p: p.x), _MAX_MARKS)
+    found = sorted(drawable, key=lambda p: p.x)
+    if len(found) <= _MAX_MARKS:
+        return found
+    return [found[round(i * (len(found) - 1) / (_MAX_MARKS - 1))] for i in range(_MAX_MARKS)]
 
 
 def _drawable(value: float) -> float:
     """The value, clamped so that differences stay finite."""
     return max(-_FARTHEST, min(_FARTHEST, value))
-
-
-def _thinned(points: list[Point], most: int) -> list[Point]:
-    if len(points) <= most:
-        return points
-    return [points[round(i * (len(points) - 1) / (most - 1))] for i in range(most)]
 
 
 def _limits(values: Sequence[float]) -> tuple[float, float]:

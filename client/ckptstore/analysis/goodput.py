@@ -276,14 +276,9 @@ def _kept_steps(lives: Sequence[TrainerRun]) -> list[float]:
         if parent is None:
             break
         limit = parent.step
-        number = _saver_of(lives[:number], parent)
+        savers = (before for before in range(number) if lives[before].generation == parent.generation)
+        number = max(savers, default=None)
     return kept
-
-
-def _saver_of(lives: Sequence[TrainerRun], parent: Attempt) -> int | None:
-    """The newest of these lives that saved in the generation of an attempt."""
-    found = (number for number, life in enumerate(lives) if life.generation == parent.generation)
-    return max(found, default=None)
 
 
 def _attempt(
@@ -318,7 +313,7 @@ def _attempt(
     return AttemptAccount(
         id=life.id, generation=life.generation, began_at=life.began_at, trains_at=trains_at, kept_until=kept_until,
         ended_at=ended_at, ended=_end(life, after, now, silent_s),
-        resumed_from=life.parent.step if life.parent is not None else None, first_step=series.first.step,
+        resumed_from=life.parent.step if life.parent is not None else None, first_step=series.beats[0].step,
         last_step=last.step, lost_steps=max(0, last.step - cut.step), seconds={k.value: s for k, s in seconds.items()},
         measured=life.measured, origin=life.origin, revision=life.revision,
     )  # fmt: skip
@@ -356,10 +351,6 @@ class _Series:
         start = Beat(life.trains_at, life.parent.step if life.parent is not None else 0)
         beats = [start, *(beat for beat in life.beats if beat.at > life.trains_at)]
         return cls(beats, [beat.at for beat in beats])
-
-    @property
-    def first(self) -> Beat:
-        return self.beats[0]
 
     def at(self, moment: float) -> Beat:
         """The beat at a moment, between two beats by interpolation."""

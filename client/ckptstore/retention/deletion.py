@@ -573,14 +573,8 @@ def list_deleted(run: Run) -> list[Deleted]:
     for hidden in reversed(list_hidden(run)):
         if hidden.attempt not in left or hidden in decided:
             continue
-        tombstone = run.read_intact(hidden.key(run), Tombstone)
-        found.append(
-            Deleted(
-                id=run.id_of(hidden.attempt),
-                by=tombstone.by if tombstone else "",
-                at=hidden.written_at,
-                reason=tombstone.reason if tombstone else "",
-                until=hidden.written_at + (tombstone.grace_s if tombstone else SWEEP_GRACE_S),
-            )
-        )
+        known = run.read_intact(hidden.key(run), Tombstone)
+        by, reason, grace_s = (known.by, known.reason, known.grace_s) if known else ("", "", SWEEP_GRACE_S)
+        at = hidden.written_at
+        found.append(Deleted(id=run.id_of(hidden.attempt), by=by, at=at, reason=reason, until=at + grace_s))
     return found
