@@ -8,9 +8,8 @@ from typing import Annotated
 import typer
 
 from ckptapi.bodies import CheckpointBody
-from ckptctl.commands.arguments import DryRunOption, ReasonOption, RunArgument
+from ckptctl.commands.arguments import DryRunOption, ReasonOption, RunArgument, a_checkpoint
 from ckptctl.commands.listing import short_id, show_meant
-from ckptctl.completion import checkpoint_names
 from ckptctl.render import Block, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
@@ -24,11 +23,7 @@ def remove(
     session: Session,
     checkpoints: Annotated[
         list[str],
-        typer.Argument(
-            metavar="RUN@STEP|RUN",
-            help="One or more checkpoints, or runs with --all; * and ? are wildcards: 'gpt@1*'.",
-            autocompletion=checkpoint_names,
-        ),
+        a_checkpoint("One or more checkpoints, or runs with --all; * and ? are wildcards: 'gpt@1*'.", "RUN@STEP|RUN"),
     ],
     grace: Annotated[
         str, typer.Option(metavar="TIME", help="Time until their data is deleted; undelete works until then.")

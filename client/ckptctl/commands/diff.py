@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Annotated
 
-import typer
-
+from ckptctl.commands.arguments import a_checkpoint
 from ckptctl.commands.show import find_readable
 from ckptctl.commands.stats import number
-from ckptctl.completion import checkpoint_names
 from ckptctl.render import Block, Facts, Row, Table
 from ckptctl.session import Session, leased
 from ckptstore import human
@@ -23,10 +21,8 @@ _WIDE = 32
 
 def diff(
     session: Session,
-    before: Annotated[
-        str, typer.Argument(metavar="RUN[@STEP]", help="The earlier checkpoint.", autocompletion=checkpoint_names)
-    ],
-    after: Annotated[str, typer.Argument(metavar="RUN[@STEP]", help="The later.", autocompletion=checkpoint_names)],
+    before: Annotated[str, a_checkpoint("The earlier checkpoint.")],
+    after: Annotated[str, a_checkpoint("The later.")],
 ) -> None:
     """Compare two checkpoints, also of different runs and numbers of ranks: tensors, and values as a learning rate.
 

@@ -10,8 +10,8 @@ import msgspec
 import typer
 
 from ckptapi.listing import is_glob
+from ckptctl.commands.arguments import a_checkpoint
 from ckptctl.commands.show import find_readable
-from ckptctl.completion import checkpoint_names
 from ckptctl.render import Block, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
@@ -49,11 +49,7 @@ def show_usage(
     session: Session,
     which: Annotated[
         str | None,
-        typer.Argument(
-            metavar="RUN[@STEP]",
-            help="A run, with * and ? as wildcards, or one checkpoint.",
-            autocompletion=checkpoint_names,
-        ),
+        a_checkpoint("A run, with * and ? as wildcards, or one checkpoint."),
     ] = None,
     depth: Annotated[
         int, typer.Option("--depth", "-d", min=1, max=64, metavar="N", help="Segments of the names of parts.")

@@ -9,9 +9,8 @@ import typer
 
 from ckptapi.bodies import CheckpointBody
 from ckptapi.listing import is_glob
-from ckptctl.commands.arguments import CheckpointArgument, DryRunOption, ReasonOption
+from ckptctl.commands.arguments import CheckpointArgument, DryRunOption, ReasonOption, a_checkpoint
 from ckptctl.commands.listing import checkpoint_facts, show_meant
-from ckptctl.completion import checkpoint_names
 from ckptctl.render import Block, Row, Table
 from ckptctl.session import Session
 from ckptstore.commits.catalog import Checkpoint
@@ -24,11 +23,7 @@ def pin(
     session: Session,
     checkpoint: Annotated[
         str | None,
-        typer.Argument(
-            metavar="RUN[@STEP]",
-            help="The checkpoint; RUN for its newest one; * and ? are wildcards. Without NAME: the runs to list.",
-            autocompletion=checkpoint_names,
-        ),
+        a_checkpoint("The checkpoint; RUN for its newest one; * and ? are wildcards. Without NAME: the runs to list."),
     ] = None,
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="Name of the pin, for example: paper.")] = None,
     remove: Annotated[bool, typer.Option("--remove", help="Remove the pin; a missing one is ignored.")] = False,

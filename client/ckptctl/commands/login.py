@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from ckptapi.opening import open_source
-from ckptctl.completion import checkpoint_names
+from ckptctl.commands.arguments import a_checkpoint
 from ckptctl.profiles import save_profile
 from ckptctl.session import Session, parse_reference
 from ckptctl.targets import choose_target
@@ -65,11 +65,7 @@ def open_page(
     session: Session,
     which: Annotated[
         str | None,
-        typer.Argument(
-            metavar="RUN[@STEP]",
-            help="The page of a run or checkpoint; without it, the list of runs.",
-            autocompletion=checkpoint_names,
-        ),
+        a_checkpoint("The page of a run or checkpoint; without it, the list of runs."),
     ] = None,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Only print the address.")] = True,
 ) -> None:

@@ -10,8 +10,9 @@ from typing import Annotated, Any, cast
 import msgspec
 import typer
 
+from ckptctl.commands.arguments import a_checkpoint
 from ckptctl.commands.struct_options import with_options
-from ckptctl.completion import checkpoint_names, run_names
+from ckptctl.completion import run_names
 from ckptctl.render import Block, Facts, Row, Table, write_file
 from ckptctl.session import Session, open_target
 from ckptctl.targets import Target
@@ -41,11 +42,7 @@ _MEASURED = 5
 
 RunOrCheckpoint = Annotated[
     str | None,
-    typer.Argument(
-        metavar="RUN[@STEP]",
-        help="Plan for the contents of this checkpoint.",
-        autocompletion=checkpoint_names,
-    ),
+    a_checkpoint("Plan for the contents of this checkpoint."),
 ]
 FromOption = Annotated[
     str | None,

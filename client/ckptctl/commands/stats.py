@@ -9,8 +9,8 @@ from typing import Annotated
 import msgspec
 import typer
 
+from ckptctl.commands.arguments import a_checkpoint
 from ckptctl.commands.show import find_readable
-from ckptctl.completion import checkpoint_names
 from ckptctl.render import Block, Row, Table
 from ckptctl.session import Session
 from ckptstore.analysis.history import series
@@ -36,7 +36,7 @@ def stats(
     session: Session,
     target: Annotated[
         str,
-        typer.Argument(metavar="RUN[@STEP]", help="A run, or one checkpoint.", autocompletion=checkpoint_names),
+        a_checkpoint("A run, or one checkpoint."),
     ],
     names: Annotated[
         str | None,

@@ -11,10 +11,9 @@ import msgspec
 import typer
 
 from ckptapi.bodies import HealJob, VerifyJob
-from ckptctl.commands.arguments import ChosenArgument
+from ckptctl.commands.arguments import ChosenArgument, a_checkpoint
 from ckptctl.commands.jobs import follow, job_blocks
 from ckptctl.commands.listing import short_id
-from ckptctl.completion import checkpoint_names
 from ckptctl.render import Block, Row, Table
 from ckptctl.session import Session, leased
 from ckptstore import human
@@ -173,11 +172,7 @@ def scrub_checkpoints(
     session: Session,
     which: Annotated[
         str | None,
-        typer.Argument(
-            metavar="RUN[@STEP]",
-            help="All checkpoints of a run, or one checkpoint, even if it is known to be corrupt.",
-            autocompletion=checkpoint_names,
-        ),
+        a_checkpoint("All checkpoints of a run, or one checkpoint, even if it is known to be corrupt."),
     ] = None,
     older: Annotated[
         str | None,
