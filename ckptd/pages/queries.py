@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Annotated, TypeVar
@@ -23,6 +24,17 @@ MOST_LINES = 5
 Text = Annotated[str, msgspec.Meta(max_length=400)]
 Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)]
 _Q = TypeVar("_Q")
+
+
+PAGE_ROWS = 50
+_T = TypeVar("_T")
+
+
+def paged(found: Sequence[_T], number: int) -> tuple[Sequence[_T], int, int]:
+    """The rows of a page, its number, and the number of pages. number: the page that is asked for."""
+    num_pages = -(-len(found) // PAGE_ROWS) or 1
+    number = min(max(1, number), num_pages)
+    return found[(number - 1) * PAGE_ROWS : number * PAGE_ROWS], number, num_pages
 
 
 class RunOrder(StrEnum):

@@ -19,7 +19,7 @@ from ckptd.http.access import caller_of
 from ckptd.http.context import Context, Ctx
 from ckptd.pages.contents import ContentsView, contents_view
 from ckptd.pages.curves import stored_curves, values_of
-from ckptd.pages.queries import MOST_LINES, RunOrder, page_query, runs_query
+from ckptd.pages.queries import MOST_LINES, RunOrder, page_query, paged, runs_query
 from ckptd.pages.rendering import page
 from ckptd.pages.restores import session_view
 from ckptd.pages.runs import (
@@ -50,7 +50,6 @@ from ckptstore.retention.pruning import Prune
 from ckptstore.run import Run
 from ckptstore.stores.checks import StoreReport
 
-_RUNS_A_PAGE = 50
 _RECENT = 40
 _JOBS = 100
 _LARGEST = 30
@@ -122,11 +121,9 @@ async def overview(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
     query = runs_query(request)
     accounts = ctx.accounts.known()
     summaries = chosen_runs(seen, query.q.strip(), query.sort, accounts)
-    num_pages = -(-len(summaries) // _RUNS_A_PAGE) or 1
-    at = min(max(1, query.page), num_pages)
-    shown = summaries[(at - 1) * _RUNS_A_PAGE : at * _RUNS_A_PAGE]
+    shown, at, num_pages = paged(summaries, query.page)
     restoring = await _restoring(ctx, visitor.caller)
-    uploads = await _uploads(ctx) if len(summaries) <= _RUNS_A_PAGE else None
+    uploads = await _uploads(ctx) if num_pages == 1 else None
 
     def look() -> list[RunRow]:
         return [
@@ -253,7 +250,7 @@ async def run(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Respon
     query = page_query(request)
     checkpoints = await ctx.threads.index(newest, ctx, run, MOST_CHECKPOINTS)
     if not checkpoints:
-        raise _nothing_here(run)
+        raise NoCheckpoint(f"run {run[:200]!r} has no checkpoint", "Its first save may be in progress: see the uploads")
     kept: RetentionView | None
     kept, going = await asyncio.gather(
         soon(ctx, retention_view, Run(ctx.store, run, ctx.clock)),
@@ -312,10 +309,6 @@ async def goodput(ctx: Ctx, visitor: Visiting, run: str) -> Response:
     account = await ctx.threads.store(ctx.accounts.of_run, run)
     checkpoints = await ctx.threads.index(newest, ctx, run, MOST_CHECKPOINTS)
     return visitor.page("goodput.html", view=goodput_view(account, checkpoints))
-
-
-def _nothing_here(run: str) -> NoCheckpoint:
-    return NoCheckpoint(f"run {run[:200]!r} has no checkpoint", "Its first save may be in progress: see the uploads")
 
 
 async def _overlaid(ctx: Context, visitor: Visitor, run: str, other: str) -> tuple[dict[str, list[Checkpoint]], int]:

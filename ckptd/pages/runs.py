@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from ckptd.index import RunSummary
 from ckptd.pages.curves import WRITERS, Curves, main_metric, metric_curves, metric_names, time_curves, value_of
-from ckptd.pages.queries import RunOrder, RunPageQuery
+from ckptd.pages.queries import RunOrder, RunPageQuery, paged
 from ckptstore import human
 from ckptstore.analysis.charts import Line, Point, Tick, sparkline, step_axis
 from ckptstore.analysis.goodput import Account, EndOf
@@ -27,7 +27,6 @@ from ckptstore.retention.pruning import PrunePlan
 from ckptstore.retention.scrubbing import verified_at
 from ckptstore.run import Run
 
-PAGE_ROWS = 50
 _METRICS_IN_A_ROW = 2
 _CHIPS = 12
 
@@ -107,9 +106,8 @@ def run_view(
     query = replace(query, metric=metric, also=tuple(name for name in query.also if name in metrics and name != metric))
     chips = (*query.plotted, *(name for name in metrics if name not in query.plotted))
     matching = [c for c in checkpoints if _matches(c, query)]
-    num_pages = -(-len(matching) // PAGE_ROWS) or 1
-    query = replace(query, page=min(max(1, query.page), num_pages))
-    shown = matching[(query.page - 1) * PAGE_ROWS : query.page * PAGE_ROWS]
+    shown, page, num_pages = paged(matching, query.page)
+    query = replace(query, page=page)
     removed = {v.checkpoint.attempt for v in pruned or () if not v.reasons}
     newest = next((c for c in checkpoints if c.state is State.COMMITTED), None)
     states = Counter(c.state for c in checkpoints)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from ckptd.index import RunSummary
 from ckptd.pages.curves import SIZE
-from ckptd.pages.queries import RunOrder, RunPageQuery
-from ckptd.pages.runs import PAGE_ROWS, branches, chosen_runs, progress, run_row, run_view
+from ckptd.pages.queries import PAGE_ROWS, RunOrder, RunPageQuery
+from ckptd.pages.runs import branches, chosen_runs, progress, run_row, run_view
 from ckptstore.analysis.goodput import Beat, TrainerRun, account
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.format.records import Origin, Policy, TrainerEnd
