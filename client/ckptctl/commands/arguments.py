@@ -30,4 +30,5 @@ ChosenArgument = Annotated[
 ]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Only show which checkpoints are meant.")]
 NewestOption = Annotated[int, typer.Option(min=1, max=MAX_PAGE, metavar="N", help="Show the newest N.")]
+YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why, for the audit log.")]

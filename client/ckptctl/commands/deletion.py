@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ckptapi.bodies import CheckpointBody
-from ckptctl.commands.arguments import DryRunOption, ReasonOption, RunArgument, a_checkpoint
+from ckptctl.commands.arguments import DryRunOption, ReasonOption, RunArgument, YesOption, a_checkpoint
 from ckptctl.commands.listing import short_id, show_meant
 from ckptctl.render import Block, Row, Table
 from ckptctl.session import Session
@@ -32,7 +32,7 @@ def remove(
     everything: Annotated[bool, typer.Option("--all", help="Delete all checkpoints of the runs.")] = False,
     dry_run: DryRunOption = False,
     force: Annotated[bool, typer.Option("--force", help="Delete even the newest checkpoint of a run.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: YesOption = False,
 ) -> None:
     """Delete checkpoints, even if a policy keeps them.
 

@@ -9,7 +9,7 @@ import typer
 from msgspec.structs import replace
 
 from ckptapi.bodies import PruneBody
-from ckptctl.commands.arguments import RunArgument
+from ckptctl.commands.arguments import RunArgument, YesOption
 from ckptctl.commands.listing import STATE_STYLES, short_id
 from ckptctl.commands.struct_options import with_options
 from ckptctl.render import Block, Row, Table
@@ -32,7 +32,7 @@ def prune(
         typer.Option(metavar="TIME", help="Time until the data is deleted; undelete works until then.  [default: 24h]"),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show which checkpoints stay and which go.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: YesOption = False,
     force: Annotated[bool, typer.Option("--force", help="With --yes: even if it deletes nearly all of a run.")] = False,
 ) -> None:
     """Delete old checkpoints.
