@@ -6,6 +6,7 @@ import logging
 import re
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from time import monotonic, perf_counter
 from typing import TypeVar
 from urllib.parse import quote, urlsplit
@@ -45,19 +46,19 @@ _HEADERS = {
 _HOW = "Set CKPT_TOKEN, or send Authorization: Bearer <token>; ckptd token create makes one"
 
 
+@dataclass
 class RequestLog:
     """The outermost layer: request id, log line, metrics, headers. Turns every exception into an error response."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, on_start: Callable[[Scope], None] = lambda _: None) -> None:
-        """on_start: called when a response begins; the route of its request is known then."""
-        self._app = app
-        self._metrics = metrics
-        self._on_start = on_start
+    app: ASGIApp
+    metrics: Metrics
+    on_start: Callable[[Scope], None] = lambda _: None
+    """Called when a response begins; the route of its request is known then."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         began = perf_counter()
         request_id = _request_id(Headers(scope=scope).get("x-request-id", ""))
@@ -71,11 +72,11 @@ class RequestLog:
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-ID"] = request_id
                 secure(headers, scope["scheme"] == "https")
-                self._on_start(scope)
+                self.on_start(scope)
             await send(message)
 
         try:
-            await self._app(scope, receive, observe)
+            await self.app(scope, receive, observe)
         except Exception as error:
             self._log(error, scope)
             if not status:
@@ -91,12 +92,12 @@ class RequestLog:
             return
         if error.http_status >= 500:
             _LOG.warning("%s: %s", error.code, error)
-        self._metrics.count_store_error(route_of(scope), error)
+        self.metrics.count_store_error(route_of(scope), error)
 
     def _finish(self, scope: Scope, status: int, seconds: float) -> None:
         route = route_of(scope)
-        self._metrics.http_requests.labels(method_label(scope["method"]), route, str(status)).inc()
-        self._metrics.http_seconds.labels(route).observe(seconds)
+        self.metrics.http_requests.labels(method_label(scope["method"]), route, str(status)).inc()
+        self.metrics.http_seconds.labels(route).observe(seconds)
         level = logging.DEBUG if scope["path"] in _FREQUENT else logging.INFO
         method, path = scope["method"][:_METHOD_CHARS], quote(scope["path"][:_PATH_CHARS], safe="/@")
         caller = scope[CALLER].name if CALLER in scope else ""
@@ -217,12 +218,12 @@ PER_CLIENT = 4096
 TOTAL = 16384
 
 
+@dataclass
 class Bounds:
     """Rejects requests with too many headers or a long query, and too many concurrent requests."""
 
-    def __init__(self, app: ASGIApp, limit: ConcurrencyLimit | None = None) -> None:
-        self._app = app
-        self._limit = limit or ConcurrencyLimit("requests", PER_CLIENT, TOTAL)
+    _app: ASGIApp
+    _limit: ConcurrencyLimit = field(default_factory=lambda: ConcurrencyLimit("requests", PER_CLIENT, TOTAL))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. Raises TooManyRequests."""

@@ -241,7 +241,9 @@ class Index:
             heads = read_heads(connection, run)
             _write(connection, run, reading)
             steps = {attempt.step for attempt in _touched(reading)}
-            settle_states(connection, run, None if _changes_lineage(connection, run, reading, heads) else steps)
+            # Then the states of checkpoints that are not in the reading may change, too.
+            lineage = reading.generations or reading.lost_generations or heads != read_heads(connection, run)
+            settle_states(connection, run, None if lineage else steps)
             _summarize(connection, run, version)
         if self._log is not None:
             self._log.announce(recorded)
@@ -304,11 +306,6 @@ def _states(connection: Connection, run: str, attempts: Collection[Attempt]) -> 
     columns = [c.generation, c.step, c.ulid, c.state]
     query = select(*columns).where(c.run == run, c.step.between(min(steps), max(steps)))
     return {attempt_of(row): row.state for row in connection.execute(query)}
-
-
-def _changes_lineage(connection: Connection, run: str, reading: Reading, heads: Heads) -> bool:
-    """Whether a reading that was written may change the states of checkpoints that are not in it."""
-    return bool(reading.generations or reading.lost_generations) or heads != read_heads(connection, run)
 
 
 def _write(connection: Connection, run: str, reading: Reading) -> None:

@@ -21,13 +21,15 @@ class Tenure:
     renewals: int
 
 
+@dataclass
 class LeaderIndex:
     """The row of one task. Each holder has a unique name."""
 
-    def __init__(self, database: Database, task: str) -> None:
-        self._database = database
-        self._same = leaders.c.task == task
-        self._task = task
+    _database: Database
+    _task: str
+
+    def __post_init__(self) -> None:
+        self._same = leaders.c.task == self._task
 
     @retried
     def look(self) -> Tenure:

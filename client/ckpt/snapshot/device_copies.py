@@ -20,6 +20,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import TypeAlias
@@ -127,30 +128,28 @@ Views: TypeAlias = "Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]"
 """Makes the tensors in the slot that some leaves are copied to."""
 
 
+@dataclass
 class DeviceCopies:
-    """The copies of one snapshot from one device. The training thread begins, another one may copy."""
+    """The copies of one snapshot from one device. The training thread begins, another one may copy.
 
-    def __init__(
-        self,
-        device: Device,
-        pinned: bool,
-        watch: Watch,
-        now: Pairs,
-        later: Mapping[Part, tuple[Views, Sequence[torch.Tensor]]],
-        places: Sequence[SamplePlaces],
-    ) -> None:
-        """pinned: whether the slot is page-locked. now: copied in the order of the current stream. later: copied when
-        it is their part's turn; the views are made by the thread that copies. places: where these are sampled, numbered
-        in this order.
+    Tensors are kept until `release`: the allocator must not reuse memory that is still to be read.
+    """
 
-        Tensors are kept until `release`: the allocator must not reuse memory that is still to be read.
-        """
-        self._device = device
-        self._pinned = pinned
-        self._watch = watch
-        self._now: Pairs = (now[0], list(map(torch.Tensor.detach, now[1])))
-        self._later = {part: (views, list(map(torch.Tensor.detach, found))) for part, (views, found) in later.items()}
-        self._places = places
+    _device: Device
+    _pinned: bool
+    """Whether the slot is page-locked."""
+    _watch: Watch
+    _now: Pairs
+    """Copied in the order of the current stream."""
+    _later: Mapping[Part, tuple[Views, list[torch.Tensor]]]
+    """Copied when it is their part's turn; the views are made by the thread that copies."""
+    _places: Sequence[SamplePlaces]
+    """Where these are sampled, numbered in this order."""
+
+    def __post_init__(self) -> None:
+        detach, (views, now), later = torch.Tensor.detach, self._now, self._later.items()
+        self._now = (views, list(map(detach, now)))
+        self._later = {part: (views, list(map(detach, found))) for part, (views, found) in later}
         self._gathered: list[GatheredLeaves] = []
         self._ahead: GatheredLeaves | None = None
         """Leaves that cannot wait at the gate, gathered at the call."""

@@ -98,6 +98,7 @@ class Sample(NamedTuple):
     """The current bytes. The memory must still exist."""
 
 
+@dataclass
 class Guard(ABC):
     """Detects leaves that have changed between their capture and their copy. Made at the capture.
 
@@ -105,11 +106,12 @@ class Guard(ABC):
     everything is copied.
     """
 
-    def __init__(self, leaves: Leaves, samples: Sequence[Sample], storages: Sequence[torch.UntypedStorage]) -> None:
-        """samples, storages: of each leaf. The guard keeps the storages alive."""
-        self._leaves = leaves
-        self._samples = samples
-        self._storages = storages
+    _leaves: Leaves
+    _samples: Sequence[Sample]
+    _storages: Sequence[torch.UntypedStorage]
+    """The storage of each leaf, whose memory this keeps alive."""
+
+    def __post_init__(self) -> None:
         self._torn: set[int] = set()
 
     def moved(self, index: int) -> bool:
@@ -136,14 +138,15 @@ class ChangeGuard(Guard):
     which detect any change of all elements, and the address of the storage.
     """
 
-    def __init__(self, leaves: Leaves, samples: Sequence[Sample], storages: Sequence[torch.UntypedStorage]) -> None:
-        super().__init__(leaves, samples, storages)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        leaves = self._leaves
         # The counter of a DTensor and that of its local tensor are incremented by different changes.
         self._version: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]
         self._counters = list(map(self._version, leaves.tensors))
         same = leaves.origins is leaves.tensors
         self._origin_counters = self._counters if same else list(map(self._version, leaves.origins))
-        self._bytes = [sample.read() for sample in samples]
+        self._bytes = [sample.read() for sample in self._samples]
 
     def copied(self, index: int, address: int, num_bytes: int) -> bool:
         """Check the leaf."""
@@ -283,11 +286,11 @@ class DigestGuard(Guard):
     contiguous leaves in host memory only. The bytes of a leaf are copied in order, one leaf after the other.
     """
 
-    def __init__(self, leaves: Leaves, samples: Sequence[Sample], storages: Sequence[torch.UntypedStorage]) -> None:
+    def __post_init__(self) -> None:
         """Reads all leaves, with as many threads as torch uses."""
-        super().__init__(leaves, samples, storages)
-        self._digests = _digests(leaves.tensors)
-        self._sizes = [tensor.nbytes for tensor in leaves.tensors]
+        super().__post_init__()
+        self._digests = _digests(self._leaves.tensors)
+        self._sizes = [tensor.nbytes for tensor in self._leaves.tensors]
         self._same = {index for index, size in enumerate(self._sizes) if not size}
         """The leaves whose copies are complete and equal."""
         self._copying: int | None = None

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from typing import Any, TypeVar
@@ -125,13 +126,15 @@ class RetryingStore(WrappedStore):
             self._warn(f"{self.url} answers again, after {time.monotonic() - since:.1f} s")
 
 
+@dataclass
 class _RetryingReader(ObjectReader):
     """Opens the object again after a failure."""
 
-    def __init__(self, store: RetryingStore, open_reader: Callable[[], ObjectReader]) -> None:
-        self._store = store
-        self._open = open_reader
-        self._reader: ObjectReader | None = store.repeat(open_reader)
+    _store: RetryingStore
+    _open: Callable[[], ObjectReader]
+
+    def __post_init__(self) -> None:
+        self._reader: ObjectReader | None = self._store.repeat(self._open)
         self.small_reads = self._reader.small_reads
 
     def expect(self, offset: int, num_bytes: int) -> None:
