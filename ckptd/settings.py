@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptd.redaction import MASK, mask_passwords
 from ckptstore.errors import InvalidRequest
@@ -172,8 +172,7 @@ _KINDS = {str: "a string", int: "a whole number", float: "a number"}
 _DEFAULT = "default"
 
 
-@dataclass(frozen=True, slots=True)
-class Configuration:
+class Configuration(NamedTuple):
     """The settings in force, and where each comes from."""
 
     settings: Settings

@@ -65,8 +65,7 @@ class Stamp(NamedTuple):
     labels_version: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class IndexedAttempts:
+class IndexedAttempts(NamedTuple):
     """The indexed attempts of a run."""
 
     version: int
@@ -97,8 +96,7 @@ class Reading:
 _NOTHING = Reading()
 
 
-@dataclass(frozen=True, slots=True)
-class RunSummary:
+class RunSummary(NamedTuple):
     """One run: how many checkpoints of all states, their bytes, the newest usable one."""
 
     run: str
@@ -377,8 +375,7 @@ Heads = list[tuple[int, bool]]
 """Generations with a checkpoint, newest first, up to the first of which one is readable; and whether one is."""
 
 
-@dataclass(frozen=True, slots=True)
-class BegunGeneration:
+class BegunGeneration(NamedTuple):
     """The document of a generation, as far as the index knows it."""
 
     number: int

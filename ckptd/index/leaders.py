@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sqlalchemy import Connection, insert, select, update
 
@@ -11,8 +12,7 @@ from ckptd.index.tables import leaders
 from ckptstore.errors import LeadershipLost
 
 
-@dataclass(frozen=True, slots=True)
-class Tenure:
+class Tenure(NamedTuple):
     """A snapshot of the row. The row changes with every heartbeat of the holder."""
 
     holder: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Select, and_, or_, select
 
@@ -22,8 +22,7 @@ PageKey = tuple[Any, ...]
 """The values of a checkpoint in the sort columns."""
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """One page."""
 
     checkpoints: list[Checkpoint]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckptapi.bodies import EntryBody, ShardBody
 from ckptstore import human
@@ -16,8 +16,7 @@ _SHARDS_SHOWN = 32
 _ENTRIES_SHOWN = 50
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
+class Bar(NamedTuple):
     """The mean and the maximum of adjacent values."""
 
     x: float
@@ -28,8 +27,7 @@ class Bar:
     title: str
 
 
-@dataclass(frozen=True, slots=True)
-class Bars:
+class Bars(NamedTuple):
     """A bar chart; adjacent values share a bar if there are too many."""
 
     width: int
@@ -42,8 +40,7 @@ class Bars:
     y_ticks: tuple[Tick, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ItemRow:
+class ItemRow(NamedTuple):
     """One item of the state: model, optim, ..."""
 
     name: str
@@ -51,8 +48,7 @@ class ItemRow:
     raw_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class ContentsView:
+class ContentsView(NamedTuple):
     """The contents of a checkpoint, from its manifest."""
 
     map: Bars

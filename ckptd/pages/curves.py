@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import isfinite
+from typing import NamedTuple
 from urllib.parse import quote
 
 from ckptstore import human
@@ -25,8 +25,7 @@ _LEFT_BEHIND = (State.SUPERSEDED, State.ABANDONED)
 _SMALL = (560, 210)
 
 
-@dataclass(frozen=True, slots=True)
-class Curves:
+class Curves(NamedTuple):
     """A plot, and the names of its lines, in order."""
 
     title: str
@@ -73,7 +72,7 @@ def metric_curves(
     first, *more = metrics
     live = [c for c in checkpoints if c.state is State.COMMITTED]
     own = _by_step(checkpoints, first)
-    lines = {first: [replace(p, on_line=p.kind not in _LEFT_BEHIND) for p in own]}
+    lines = {first: [p._replace(on_line=p.kind not in _LEFT_BEHIND) for p in own]}
     lines |= {name: _by_step(live, name) for name in more}
     for run, found in others.items():
         live = [c for c in found if c.state is State.COMMITTED]

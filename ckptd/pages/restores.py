@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckptapi.bodies import Phase, RankBody, RestoreBody
 from ckptstore import human
@@ -18,8 +18,7 @@ ABSENT = "absent"
 """The kind of a rank that has not joined."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
+class Cell(NamedTuple):
     """One square of a grid, for one item or several adjacent ones."""
 
     x: float
@@ -30,8 +29,7 @@ class Cell:
     """From 0 to the size of the square."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankRow:
+class RankRow(NamedTuple):
     """A rank in the table."""
 
     progress: RankBody
@@ -41,8 +39,7 @@ class RankRow:
     behind: bool
 
 
-@dataclass(frozen=True, slots=True)
-class SessionView:
+class SessionView(NamedTuple):
     """One session."""
 
     view: RestoreBody

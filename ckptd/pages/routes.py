@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 from fastapi import APIRouter, Depends, Request
@@ -65,8 +64,7 @@ _PATIENCE_S = 3.0
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True)
-class Visitor:
+class Visitor(NamedTuple):
     """The user who views a page."""
 
     caller: Caller

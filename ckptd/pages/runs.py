@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from math import inf
 from statistics import median
+from typing import NamedTuple
 from urllib.parse import quote
 
 from ckptd.index import RunSummary
@@ -31,8 +32,7 @@ _METRICS_IN_A_ROW = 2
 _CHIPS = 12
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointRow:
+class CheckpointRow(NamedTuple):
     """A checkpoint in the list of its run."""
 
     checkpoint: Checkpoint
@@ -46,8 +46,7 @@ class CheckpointRow:
     num_more: int
 
 
-@dataclass(frozen=True, slots=True)
-class Preview:
+class Preview(NamedTuple):
     """The effect of a prune."""
 
     rules: str
@@ -59,8 +58,7 @@ class Preview:
     """A digest of the checkpoints that it removes."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunView:
+class RunView(NamedTuple):
     """One run."""
 
     run: str
@@ -178,8 +176,7 @@ _GAPS = 12
 _SLACK_S = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(NamedTuple):
     """How a run goes, and where."""
 
     stalled: str
@@ -190,8 +187,7 @@ class Progress:
     """Who runs it, on which host and in which job; empty if that is not known."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunRow:
+class RunRow(NamedTuple):
     """A run in the list."""
 
     summary: RunSummary
@@ -307,8 +303,7 @@ _MOST_MARKS = 120
 _WIDTH, _LEFT, _RIGHT, _ROW, _TOP, _AXIS = 1088, 74, 1072, 26, 18, 26
 
 
-@dataclass(frozen=True, slots=True)
-class Branch:
+class Branch(NamedTuple):
     """A generation."""
 
     number: int
@@ -320,8 +315,7 @@ class Branch:
     """Its checkpoints; evenly thinned if there are many."""
 
 
-@dataclass(frozen=True, slots=True)
-class Branches:
+class Branches(NamedTuple):
     """The newest generations, newest last."""
 
     width: int
@@ -369,8 +363,7 @@ def _marks(own: Sequence[Checkpoint], across: Callable[[float], float], y: float
     )
 
 
-@dataclass(frozen=True, slots=True)
-class RetentionView:
+class RetentionView(NamedTuple):
     """Policy, holds and verifications of one run, read from the store."""
 
     policy: Policy | None

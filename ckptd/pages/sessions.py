@@ -10,10 +10,10 @@ import logging
 import re
 import secrets
 from collections import OrderedDict
-from dataclasses import dataclass
 from hmac import compare_digest
 from http import HTTPStatus
 from importlib.resources import files
+from typing import NamedTuple
 from urllib.parse import parse_qs, quote
 
 from starlette.datastructures import Headers
@@ -184,8 +184,7 @@ LIFETIME_S = 8 * 3600
 _MAX_SESSIONS = 10_000
 
 
-@dataclass(frozen=True, slots=True)
-class _Session:
+class _Session(NamedTuple):
     secret: str
     expires_at: float
 
@@ -248,8 +247,7 @@ _MAX_FORM_BYTES = 8 << 10
 _MAX_FIELDS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Visit:
+class Visit(NamedTuple):
     """One request of a browser."""
 
     secret: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckptstore import human
 from ckptstore.analysis.charts import Tick
@@ -16,8 +16,7 @@ _WIDTH, _LEFT, _RIGHT, _ROW, _BAR, _TOP = 960, 40, 940, 26, 14, 8
 _TICKS = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """A bar of a row."""
 
     x: float
@@ -26,8 +25,7 @@ class Span:
     title: str
 
 
-@dataclass(frozen=True, slots=True)
-class SaveMark:
+class SaveMark(NamedTuple):
     """A checkpoint: captured at x, durable `width` later."""
 
     x: float
@@ -35,8 +33,7 @@ class SaveMark:
     title: str
 
 
-@dataclass(frozen=True, slots=True)
-class TimelineRow:
+class TimelineRow(NamedTuple):
     """One attempt."""
 
     number: int
@@ -45,8 +42,7 @@ class TimelineRow:
     saves: tuple[SaveMark, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Timeline:
+class Timeline(NamedTuple):
     """The rows, newest attempt last, and the axis of time."""
 
     width: int
@@ -59,8 +55,7 @@ class Timeline:
     ticks: tuple[Tick, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """A category and its share of all time."""
 
     kind: str
@@ -70,8 +65,7 @@ class Part:
     """In per cent of the width."""
 
 
-@dataclass(frozen=True, slots=True)
-class GoodputView:
+class GoodputView(NamedTuple):
     """The page of one run."""
 
     account: Account

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -116,8 +117,7 @@ class Contents:
 _SIZES_KEPT = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class StoredObject:
+class StoredObject(NamedTuple):
     """One object of an attempt, or a part of one. It is immutable: attempts are never rewritten."""
 
     key: str
@@ -158,7 +158,7 @@ class Objects:
         shard = self._object(keys.shard(attempt, shard_name(rank)))
         if not side.bytes or side.offset + side.bytes > shard.size:
             raise CorruptObject(f"{shard.key} has no statistics at {side.offset}")
-        return replace(shard, offset=side.offset, bytes=side.bytes, version=f"{shard.version}-{side.digest}")
+        return shard._replace(offset=side.offset, bytes=side.bytes, version=f"{shard.version}-{side.digest}")
 
     def read(self, stored: StoredObject, offset: int, count: int, fresh: bool = False) -> memoryview:
         """At least one and at most `count` bytes from `offset`: those that are in the same piece.

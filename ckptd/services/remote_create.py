@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ckptapi.bodies import DecisionRequest
 from ckptd.index import Decision, DecisionIndex
@@ -73,8 +74,7 @@ class RemoteCreateDecider:
         return decision.document
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
+class Proposal(NamedTuple):
     """A document that a client proposes for a decision."""
 
     key: str

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import NamedTuple
 from zlib import crc32
 
 from ckptd.index import BegunGeneration, Index, IndexedAttempts, Reading, RunChanged, Stamp
@@ -51,8 +52,7 @@ IDLE_AFTER_S = 600.0
 IDLE_ROUNDS = 6
 
 
-@dataclass(frozen=True, slots=True)
-class _Listing:
+class _Listing(NamedTuple):
     """The listing of one run."""
 
     outcomes: Mapping[Attempt, Stamp]
@@ -67,7 +67,7 @@ class _Listing:
     def visible(self) -> _Listing:
         """Without hidden attempts."""
         left = without_hidden(self.outcomes.keys(), self.hidden)
-        return replace(self, outcomes={attempt: self.outcomes[attempt] for attempt in left})
+        return self._replace(outcomes={attempt: self.outcomes[attempt] for attempt in left})
 
 
 class PollPlan:

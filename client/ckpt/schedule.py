@@ -10,8 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
@@ -38,8 +37,7 @@ OVERHEAD = 0.01
 _DURABLE_SHARE = 0.5  # of the time a save is under way, at most: without the rest there is nothing to compare with
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(NamedTuple):
     """The limits of the interval between saves. None: it has no effect."""
 
     seconds: float | None

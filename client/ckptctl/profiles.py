@@ -18,7 +18,7 @@ import re
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -40,8 +40,7 @@ class Profile:
     cacert: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Profiles:
+class Profiles(NamedTuple):
     """The contents of the file; empty without a file."""
 
     path: Path

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Timer
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from rich.cells import cell_len
@@ -36,8 +36,7 @@ class Row:
         object.__setattr__(self, "cells", tuple(printable(cell) for cell in self.cells))
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
+class Table(NamedTuple):
     """Rows under headers. The last column is truncated first.
 
     A header that begins with > has its column aligned right. If the terminal is too narrow, columns whose header ends
@@ -49,8 +48,7 @@ class Table:
     rows: Sequence[Row]
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(NamedTuple):
     """Names and values, one pair per line."""
 
     pairs: Sequence[tuple[str, str]]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptstore.errors import InvalidRequest
 
@@ -65,8 +65,7 @@ def choose_target(
     return _target(url, store, token, origin, cacert)
 
 
-@dataclass(frozen=True, slots=True)
-class GlobalOptions:
+class GlobalOptions(NamedTuple):
     """Values of the global options by name, and which of them are on the command line."""
 
     values: Mapping[str, Any]

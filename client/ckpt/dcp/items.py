@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,8 +25,7 @@ from ckptstore.format.trees import TAG, encode_tree, unsupported
 _Tensors = dict[Slice, Callable[[], torch.Tensor]]
 
 
-@dataclass(frozen=True, slots=True)
-class RankItems:
+class RankItems(NamedTuple):
     """The items of one rank. Tensors are resolved one after the other, when their bytes are needed."""
 
     placed: list[Placed]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from ckptstore.errors import CorruptObject
 from ckptstore.format.documents import JSON
@@ -14,8 +15,7 @@ Read = Callable[[int, memoryview], None]
 """Fills the buffer, starting at this byte of the slice's row-major bytes. For any thread. Raises CorruptObject."""
 
 
-@dataclass(frozen=True, slots=True)
-class ForeignSlice:
+class ForeignSlice(NamedTuple):
     """A slice, and the function that reads its bytes."""
 
     slice: Slice

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,8 +37,7 @@ ChunkId = tuple[int, int]
 Ranks = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ShardStretch:
+class ShardStretch(NamedTuple):
     """Adjacent chunks of one shard that the same ranks need, and the rank that reads them."""
 
     shard: int

@@ -8,7 +8,8 @@ docs/decisions/0017 has the figures.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,8 +22,7 @@ LEAST_BYTES = 64 << 10
 _SAMPLES = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Derived:
+class Derived(NamedTuple):
     """A slice that is not stored, and the slice that it is a cast of."""
 
     place: Placed

@@ -15,7 +15,8 @@ import subprocess
 import threading
 from bisect import bisect_left
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -35,8 +36,7 @@ _ENDS = (TrainerEnd.CLOSED, TrainerEnd.REQUESTED, TrainerEnd.ERROR)
 since it is about to be preempted; the last if it closes because of an exception."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
+class Reading(NamedTuple):
     """The numbers of a shared step."""
 
     at: float
@@ -121,7 +121,7 @@ class TrainerRun:
             if later.at == beat.at:
                 return
             stalled_s, slowed_s = min(beat.stalled_s, later.stalled_s), min(beat.slowed_s, later.slowed_s)
-            beat = replace(beat, step=min(beat.step, later.step), stalled_s=stalled_s, slowed_s=slowed_s)
+            beat = beat._replace(step=min(beat.step, later.step), stalled_s=stalled_s, slowed_s=slowed_s)
         self.beats.insert(place, beat)
         if len(self.beats) > MOST_BEATS:
             self.beats = [*self.beats[1:-1:2], self.beats[-1]]
@@ -186,7 +186,7 @@ class HeartbeatWriter:
         """A checkpoint of this step was captured at this moment."""
         with self._changed:
             if (life := self._life) is not None:
-                life.add(replace(life.shared_step.read(), at=at, step=step))
+                life.add(life.shared_step.read()._replace(at=at, step=step))
 
     def numbered(self, generation: int, captured_at: float) -> None:
         """The generation of a save that was captured at this moment. The life that saved may have ended by now."""
@@ -201,7 +201,7 @@ class HeartbeatWriter:
                 return
             now, reading = self._run.clock(), life.shared_step.read()
             if closed:
-                life.add(replace(reading, at=now))
+                life.add(reading._replace(at=now))
             # A trainer that closes waits for its saves: its life ends with those.
             life.end(reading.ending if closed else TrainerEnd.DIED, None if closed else now)
 

@@ -6,7 +6,7 @@ import errno
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckpt.device import DEVICES
 from ckpt.host.memory import available_bytes, local_ranks, on_node
@@ -22,8 +22,7 @@ logger = logging.getLogger(__name__)
 _NOT_MADE = "could not preallocate a snapshot buffer; the next save will retry: %s"
 
 
-@dataclass(frozen=True, slots=True)
-class ArenaSlot:
+class ArenaSlot(NamedTuple):
     """One slot: memory, and its stager."""
 
     number: int

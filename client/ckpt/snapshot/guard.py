@@ -337,8 +337,7 @@ def _digests(tensors: Sequence[torch.Tensor]) -> list[bytes]:
 _SAMPLE_BYTES = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Watch:
+class Watch(NamedTuple):
     """How closely the leaves of a device are watched."""
 
     digests: bool = False

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import NamedTuple
 
 from ckpt.capture.leaves import Change, Leaves
 from ckpt.device import DEVICES, Patience, has_device, poll
@@ -240,8 +241,7 @@ _GATHERED_BYTES = 16 << 10
 _ALL_GATHERED_BYTES = 4 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotLayout:
+class SnapshotLayout(NamedTuple):
     """Where the leaves of a snapshot lie in its slot: the raw stream of the shard."""
 
     slices: list[Slice]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import typer
@@ -17,8 +16,7 @@ from ckptstore import human
 _METAVARS = {"s": "TIME", "bytes": "SIZE", "count": "N"}
 
 
-@dataclass(frozen=True, slots=True)
-class _Input:
+class _Input(NamedTuple):
     """A field of a struct that is an option."""
 
     owner: str

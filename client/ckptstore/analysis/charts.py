@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from html import escape
 from math import floor, isfinite, log2, log10
+from typing import NamedTuple
 
 from ckptstore import human
 
@@ -28,8 +28,7 @@ _STYLE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
+class Point(NamedTuple):
     """One value of a chart, or the dot that shows it."""
 
     x: float
@@ -43,16 +42,14 @@ class Point:
     """Whether the line goes through it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(NamedTuple):
     """A tick of an axis."""
 
     at: float
     label: str
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """A line, and its dots."""
 
     points: str
@@ -64,8 +61,7 @@ class Line:
     """The points of the smoothed polyline."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plot:
+class Plot(NamedTuple):
     """Lines with two axes."""
 
     width: int
@@ -129,7 +125,7 @@ def plot(
     written = (lambda value: write(10.0**value)) if log else write
 
     def line(found: Sequence[Point]) -> Line:
-        marks = tuple(replace(p, x=across(p.x), y=up(p.y)) for p in found)
+        marks = tuple(p._replace(x=across(p.x), y=up(p.y)) for p in found)
         places = [(mark.x, mark.y) for mark in marks if mark.on_line]
         area = _area(places, bottom) if from_zero else ""
         return Line(_polyline(places), area, marks, _polyline(_smoothed(places, smooth)))
@@ -223,7 +219,7 @@ def _area(places: Sequence[tuple[float, float]], bottom: float) -> str:
 def _known(points: Iterable[Point], log: bool) -> list[Point]:
     """The points that can be drawn, by ascending x; thinned out evenly if there are very many."""
     finite = (p for p in points if isfinite(p.x) and isfinite(p.y) and (p.y > 0 or not log))
-    drawable = (replace(p, x=_drawable(p.x), y=log10(y) if log else y) for p in finite for y in [_drawable(p.y)])
+    drawable = (p._replace(x=_drawable(p.x), y=log10(y) if log else y) for p in finite for y in [_drawable(p.y)])
     found = sorted(drawable, key=lambda p: p.x)
     if len(found) <= _MAX_MARKS:
         return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod, sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -80,8 +80,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """Stored bytes that were read from both checkpoints, without documents."""
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
+class Side(NamedTuple):
     """One of the two checkpoints."""
 
     source: Source
@@ -98,8 +97,7 @@ class Side:
         return {name: (dtype, tuple(shape)) for name, dtype, shape in self.content.entries.rows()}
 
 
-@dataclass(frozen=True, slots=True)
-class _Region:
+class _Region(NamedTuple):
     """Elements to compare."""
 
     name: str

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import isfinite
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -45,8 +45,7 @@ class TensorStatistics(msgspec.Struct, frozen=True, kw_only=True):
         return max(abs(self.minimum or 0.0), abs(self.maximum or 0.0))
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointStatistics:
+class CheckpointStatistics(NamedTuple):
     """The statistics of a checkpoint."""
 
     checkpoint: Checkpoint

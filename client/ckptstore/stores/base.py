@@ -21,7 +21,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from typing_extensions import override
 
@@ -42,8 +42,7 @@ PARALLEL_READS = min(8, max(2, os.cpu_count() or 2))
 """Concurrent reads of a store whose reads keep a core busy."""
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectInfo:
+class ObjectInfo(NamedTuple):
     """One object of a listing."""
 
     key: str
