@@ -18,17 +18,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
+from typing import Any, TypeVar
 
 from sqlalchemy import Connection
 from typing_extensions import override
 
 from ckptd.index import LeaderIndex, Tenure
 from ckptstore.clock import system_clock
-from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.errors import CkptError, IndexUnavailable, LeadershipLost
 from ckptstore.names import new_ulid
-from ckptstore.stores import ObjectWriter, Store, WrappedStore
+from ckptstore.stores import Store, WrappedStore
 
+_T = TypeVar("_T")
 _LOG = logging.getLogger(__name__)
 _LEADS_FOR = 0.5
 _TAKE_OVER_AFTER = 0.75
@@ -154,26 +155,6 @@ class LeaderStore(WrappedStore):
         super().__init__(store)
         self._check = leadership.check
 
-    @override
-    def put(self, key: str, data: Buffer) -> None:
-        self._check()
-        self._store.put(key, data)
-
-    @override
-    def put_if_absent(self, key: str, data: Buffer) -> bool:
-        self._check()
-        return self._store.put_if_absent(key, data)
-
-    @override
-    def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
-        self._check()
-        return self._store.open_writer(key, size_hint)
-
-    @override
-    def open_replacement(self, key: str, size_hint: int = 0) -> ObjectWriter:
-        self._check()
-        return self._store.open_replacement(key, size_hint)
-
     def delete_many(self, keys: Iterable[str]) -> None:
         """Leadership is checked before each key, and before each batch of keys."""
         left = iter(keys)
@@ -181,9 +162,11 @@ class LeaderStore(WrappedStore):
             self._store.delete_many(self._checked(batch))
 
     @override
-    def abort_uploads(self, prefix: str, begun_before: float) -> int:
+    def _change(self, call: Callable[..., _T], *args: Any) -> _T:
         self._check()
-        return self._store.abort_uploads(prefix, begun_before)
+        return call(*args)
+
+    _open = _change
 
     def _checked(self, keys: Iterable[str]) -> Iterator[str]:
         for key in keys:

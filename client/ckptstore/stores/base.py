@@ -273,7 +273,8 @@ class Store(ABC):
 
 
 class WrappedStore(Store):
-    """Forwards every method to another store; requests by `_request`, which a subclass may repeat."""
+    """Forwards every method to another store: by `_request`, which a subclass may repeat; if it changes something, by
+    `_change` or `_open`."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -298,19 +299,19 @@ class WrappedStore(Store):
 
     @override
     def put(self, key: str, data: Buffer) -> None:
-        self._request(self._store.put, key, data)
+        self._change(self._store.put, key, data)
 
     @override
     def put_if_absent(self, key: str, data: Buffer) -> bool:
-        return self._request(self._store.put_if_absent, key, data)
+        return self._change(self._store.put_if_absent, key, data)
 
     @override
     def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
-        return self._store.open_writer(key, size_hint)
+        return self._open(self._store.open_writer, key, size_hint)
 
     @override
     def open_replacement(self, key: str, size_hint: int = 0) -> ObjectWriter:
-        return self._store.open_replacement(key, size_hint)
+        return self._open(self._store.open_replacement, key, size_hint)
 
     @override
     def get(self, key: str) -> bytes:
@@ -334,17 +335,23 @@ class WrappedStore(Store):
 
     @override
     def delete_many(self, keys: Iterable[str]) -> None:
-        self._request(self._store.delete_many, keys)
+        self._change(self._store.delete_many, keys)
 
     @override
     def abort_uploads(self, prefix: str, begun_before: float) -> int:
-        return self._request(self._store.abort_uploads, prefix, begun_before)
+        return self._change(self._store.abort_uploads, prefix, begun_before)
 
     @override
     def open_reader(self, key: str) -> ObjectReader:
         return self._store.open_reader(key)
 
     def _request(self, call: Callable[..., _T], *args: Any) -> _T:
+        return call(*args)
+
+    def _change(self, call: Callable[..., _T], *args: Any) -> _T:
+        return self._request(call, *args)
+
+    def _open(self, call: Callable[..., ObjectWriter], *args: Any) -> ObjectWriter:
         return call(*args)
 
 
