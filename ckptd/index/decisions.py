@@ -5,7 +5,8 @@ Unlike the rest of the index, this table is not a cache while a decision is pend
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from sqlalchemy import ColumnElement, delete, insert, select, update
 
@@ -13,8 +14,7 @@ from ckptd.index.database import Database, retried
 from ckptd.index.tables import decisions
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """The first proposal for a key of the store."""
 
     key: str
@@ -51,7 +51,7 @@ class DecisionIndex:
                 return Decision(**row._mapping)
             # Never deleted and inserted again: who waits for the lock would find no row, and replace the new one.
             write = insert(decisions) if row is None else update(decisions).where(same)
-            connection.execute(write.values(asdict(proposal)))
+            connection.execute(write.values(proposal._asdict()))
             return proposal
 
     def mark_stored(self, key: str) -> None:

@@ -7,7 +7,7 @@ decision can therefore rely on the store. Losing the index does not lose any dec
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckptapi.bodies import DecisionRequest
@@ -60,7 +60,7 @@ class RemoteCreateDecider:
 
     def _create(self, proposal: Decision) -> Decision:
         stored = self._store.find(proposal.key)
-        return self._index.create(proposal if stored is None else replace(proposal, document=stored, stored=True))
+        return self._index.create(proposal if stored is None else proposal._replace(document=stored, stored=True))
 
     def _stored(self, decision: Decision) -> bytes:
         """The document of a decision; it is in the store on return."""

@@ -20,8 +20,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -57,8 +56,7 @@ Units = Mapping[str, Unit]
 """Units by name: item/parameter."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ownership:
+class Ownership(NamedTuple):
     """The assignment of writes to ranks, seen from one rank."""
 
     rank: int

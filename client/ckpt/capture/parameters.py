@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from msgspec import Struct
@@ -19,8 +19,7 @@ OptimizerState = dict[str, Any]
 """The state that an optimizer keeps for one parameter."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pack:
+class Pack(NamedTuple):
     """A flat parameter of FSDP1 (use_orig_params=False), which is all that optimizers know of those in it."""
 
     parameter: torch.Tensor

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from math import prod
+from typing import NamedTuple
 
 import torch
 from msgspec import Struct
@@ -67,8 +67,7 @@ class TensorPart(Struct, frozen=True, gc=False):
         return tuple(piece.box for piece in self.pieces)
 
 
-@dataclass(frozen=True, slots=True)
-class FlatRange:
+class FlatRange(NamedTuple):
     """A parameter of FullyShardedDataParallel: the elements [start, stop) of it lie in a flat local tensor."""
 
     shape: tuple[int, ...]
@@ -148,8 +147,7 @@ def _narrow(local: torch.Tensor, box: Box, at: Box) -> torch.Tensor:
     return local
 
 
-@dataclass(frozen=True, slots=True)
-class _MeshCut:
+class _MeshCut(NamedTuple):
     """The part that placements on a mesh give to this rank."""
 
     boxes: tuple[Box, ...]

@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt.capture.optimizers import CLASS
 from ckpt.capture.tensors import small_value
@@ -25,8 +24,7 @@ _STEP = re.compile(r"(?:.*/)?(?:step[-_=]?)?([0-9]{1,12})/?")
 _MAPPINGS = ("dict", "odict", "counter")
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
+class Value(NamedTuple):
     """A tensor or object of a state dict, and its path."""
 
     path: Path

@@ -6,8 +6,8 @@ import logging
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Agreement:
+class Agreement(NamedTuple):
     """The agreement of all ranks of a job; equal on each, except for the view in `ownership`."""
 
     session: str
@@ -78,7 +77,7 @@ class LayoutAgreement:
             _check_shared(world, self._local_id)
         agreement = self._meet(state, check, world)
         if self._agreement is not None:  # of another layout; the session goes on
-            agreement = replace(agreement, session=self._agreement.session)
+            agreement = agreement._replace(session=self._agreement.session)
         self._agreement = agreement
         return agreement
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import inf
+from typing import NamedTuple
 
 import msgspec
 
@@ -77,8 +78,7 @@ class EndOf(StrEnum):
     """It restored in place."""
 
 
-@dataclass(frozen=True, slots=True)
-class Beat:
+class Beat(NamedTuple):
     """A step, the moment it was reached, and what saves had cost by then, in seconds since the life began to train."""
 
     at: float
@@ -111,7 +111,7 @@ class TrainerRun:
         known = {beat.step for beat in self.beats}
         series = _Series.of(self)
         more = [
-            replace(series.at(at), at=at, step=step)
+            series.at(at)._replace(at=at, step=step)
             for at, step in captures
             if step not in known and at >= self.trains_at
         ]
