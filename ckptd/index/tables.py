@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -29,6 +30,8 @@ from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.format.decoding import decode_json
 
 METADATA = MetaData()
+_required = partial(Column, nullable=False)
+"""A column without NULL."""
 
 
 class _Json(TypeDecorator[Any]):
@@ -67,15 +70,13 @@ origin = Table(
     "origin",
     METADATA,
     Column("url", Text, primary_key=True, comment="The store that this index is a cache of; one row"),
-    Column("adopted_at", Double, nullable=False, server_default="0", comment="Older commits give no event"),
+    _required("adopted_at", Double, server_default="0", comment="Older commits give no event"),
 )
 
 revision = Table(
     "revision",
     METADATA,
-    Column(
-        "value", BigInteger, nullable=False, comment="Counts changes of runs; one row, locked by every writer of runs"
-    ),
+    _required("value", BigInteger, comment="Counts changes of runs; one row, locked by every writer of runs"),
 )
 
 # Sorted like the keys of the store, whatever the collation of the database.
@@ -85,9 +86,9 @@ runs = Table(
     "runs",
     METADATA,
     Column("name", _NAME, primary_key=True),
-    Column("version", BigInteger, nullable=False, comment="The revision of its last change"),
-    Column("num_checkpoints", BigInteger, nullable=False),
-    Column("stored_bytes", Double, nullable=False, comment="Floating point: a sum that cannot overflow"),
+    _required("version", BigInteger, comment="The revision of its last change"),
+    _required("num_checkpoints", BigInteger),
+    _required("stored_bytes", Double, comment="Floating point: a sum that cannot overflow"),
     Column("latest_step", BigInteger, comment="Step of the newest checkpoint that a restore may use; NULL without one"),
     Column("latest_ulid", String(26)),
     Column("latest_committed_at", Double),
@@ -109,7 +110,7 @@ generations = Table(
     _run(),
     Column("number", BigInteger, primary_key=True, autoincrement=False),
     Column("parent", String(64), comment="NULL: none"),
-    Column("readable", Boolean, nullable=False, comment="Otherwise its parent is unknown"),
+    _required("readable", Boolean, comment="Otherwise its parent is unknown"),
     *_stamp(),
 )
 
@@ -117,28 +118,28 @@ checkpoints = Table(
     "checkpoints",
     METADATA,
     _run(),
-    Column("generation", BigInteger, nullable=False),
+    _required("generation", BigInteger),
     Column("step", BigInteger, primary_key=True),
     Column("ulid", String(26), primary_key=True),
-    Column("state", _words(State), nullable=False),
-    Column("committed_at", Double, nullable=False),
-    Column("created_at", Double, nullable=False),
-    Column("world_size", BigInteger, nullable=False),
-    Column("raw_bytes", BigInteger, nullable=False),
-    Column("stored_bytes", BigInteger, nullable=False),
-    Column("referenced_bytes", BigInteger, nullable=False, server_default="0"),
-    Column("num_entries", BigInteger, nullable=False),
-    Column("num_shards", BigInteger, nullable=False),
-    Column("manifest_digest", String(32), nullable=False),
-    Column("manifest_bytes", BigInteger, nullable=False),
-    Column("metrics", _Json, nullable=False),
-    Column("tags", _Json, nullable=False),
-    Column("problem", Text, nullable=False),
+    _required("state", _words(State)),
+    _required("committed_at", Double),
+    _required("created_at", Double),
+    _required("world_size", BigInteger),
+    _required("raw_bytes", BigInteger),
+    _required("stored_bytes", BigInteger),
+    _required("referenced_bytes", BigInteger, server_default="0"),
+    _required("num_entries", BigInteger),
+    _required("num_shards", BigInteger),
+    _required("manifest_digest", String(32)),
+    _required("manifest_bytes", BigInteger),
+    _required("metrics", _Json),
+    _required("tags", _Json),
+    _required("problem", Text),
     Column("not_finite", BigInteger, comment="Elements that are NaN or Inf; NULL: not known"),
     Column("abandoned_at", Double, comment="By the store's clock; NULL: not abandoned, or not known"),
     Column("parent", String(64), comment="Of its generation; NULL: none, or not known"),
     *_stamp(),
-    Column("labels_version", BigInteger, nullable=False, server_default="0", comment="0: it has none"),
+    _required("labels_version", BigInteger, server_default="0", comment="0: it has none"),
 )
 NEWEST_FIRST = (
     checkpoints.c.run, *(checkpoints.c[name].desc() for name in ("generation", "step", "committed_at", "ulid"))
@@ -149,7 +150,7 @@ aborted = Table(
     "aborted",
     METADATA,
     _run(),
-    Column("generation", BigInteger, nullable=False),
+    _required("generation", BigInteger),
     Column("step", BigInteger, primary_key=True),
     Column("ulid", String(26), primary_key=True),
     *_stamp(),
@@ -160,22 +161,22 @@ leaders = Table(
     "leaders",
     METADATA,
     Column("task", String(32), primary_key=True),
-    Column("holder", String(300), nullable=False, comment="Empty without a leader"),
-    Column("epoch", BigInteger, nullable=False, comment="Grows whenever another daemon takes over"),
-    Column("renewals", BigInteger, nullable=False, comment="Within the epoch"),
+    _required("holder", String(300), comment="Empty without a leader"),
+    _required("epoch", BigInteger, comment="Grows whenever another daemon takes over"),
+    _required("renewals", BigInteger, comment="Within the epoch"),
 )
 
 tokens = Table(
     "tokens",
     METADATA,
     Column("name", String(64), primary_key=True),
-    Column("digest", String(64), nullable=False, comment="SHA-256 of the secret"),
+    _required("digest", String(64), comment="SHA-256 of the secret"),
     Column("previous", String(64), comment="The one before it, accepted until previous_until"),
     Column("previous_until", Double),
-    Column("scopes", _Json, nullable=False),
-    Column("runs", _Json, nullable=False, comment="Globs"),
-    Column("created_at", Double, nullable=False),
-    Column("created_by", String(64), nullable=False),
+    _required("scopes", _Json),
+    _required("runs", _Json, comment="Globs"),
+    _required("created_at", Double),
+    _required("created_by", String(64)),
     Column("expires_at", Double),
     Column("used_at", Double),
 )
@@ -184,9 +185,9 @@ decisions = Table(
     "decisions",
     METADATA,
     Column("key", String(256), primary_key=True, comment="Key of the object in the store"),
-    Column("document", LargeBinary, nullable=False),
-    Column("decided_at", Double, nullable=False),
-    Column("stored", Boolean, nullable=False, comment="It was written to the store"),
+    _required("document", LargeBinary),
+    _required("decided_at", Double),
+    _required("stored", Boolean, comment="It was written to the store"),
     comment="Decisions for stores that overwrite on create; other stores decide themselves",
 )
 
@@ -194,23 +195,23 @@ restores = Table(
     "restores",
     METADATA,
     Column("id", String(26), primary_key=True),
-    Column("run", String(128), nullable=False, comment="Not a key of runs: a listing must not end a restore"),
-    Column("key", String(128), nullable=False),
-    Column("checkpoint", _Checkpoint, nullable=False, comment="A copy: the checkpoint may be pruned later"),
-    Column("by", String(64), nullable=False, comment="The name of a token"),
-    Column("world_size", BigInteger, nullable=False),
-    Column("ttl_s", Double, nullable=False),
-    Column("created_at", Double, nullable=False),
+    _required("run", String(128), comment="Not a key of runs: a listing must not end a restore"),
+    _required("key", String(128)),
+    _required("checkpoint", _Checkpoint, comment="A copy: the checkpoint may be pruned later"),
+    _required("by", String(64), comment="The name of a token"),
+    _required("world_size", BigInteger),
+    _required("ttl_s", Double),
+    _required("created_at", Double),
     Column("lease", String(26), comment="NULL: released"),
-    Column("lease_until", Double, nullable=False),
-    Column("state", _words(RestoreState), nullable=False),
+    _required("lease_until", Double),
+    _required("state", _words(RestoreState)),
     Column("ended_at", Double),
-    Column("problem", Text, nullable=False),
-    Column("num_joined", BigInteger, nullable=False),
-    Column("num_restored", BigInteger, nullable=False),
-    Column("done_bytes", Double, nullable=False, comment="Floating point: a sum that cannot overflow"),
-    Column("total_bytes", Double, nullable=False),
-    Column("host", String(255), nullable=False),
+    _required("problem", Text),
+    _required("num_joined", BigInteger),
+    _required("num_restored", BigInteger),
+    _required("done_bytes", Double, comment="Floating point: a sum that cannot overflow"),
+    _required("total_bytes", Double),
+    _required("host", String(255)),
     UniqueConstraint("run", "key", name="restores_one_per_key"),
 )
 
@@ -219,22 +220,22 @@ restore_ranks = Table(
     METADATA,
     Column("restore_id", String(26), ForeignKey("restores.id", ondelete="CASCADE"), primary_key=True),
     Column("rank", BigInteger, primary_key=True),
-    Column("phase", _words(Phase), nullable=False),
-    Column("done_bytes", BigInteger, nullable=False),
-    Column("total_bytes", BigInteger, nullable=False),
-    Column("updated_at", Double, nullable=False),
-    Column("problem", Text, nullable=False),
+    _required("phase", _words(Phase)),
+    _required("done_bytes", BigInteger),
+    _required("total_bytes", BigInteger),
+    _required("updated_at", Double),
+    _required("problem", Text),
 )
 
 events = Table(
     "events",
     METADATA,
     Column("id", BigInteger, primary_key=True, autoincrement=False),
-    Column("at", Double, nullable=False),
-    Column("kind", String(32), nullable=False),
+    _required("at", Double),
+    _required("kind", String(32)),
     Column("run", String(128), comment="Not a key of runs: an event outlives its run"),
     Column("checkpoint", String(200)),
-    Column("detail", _Json, nullable=False),
+    _required("detail", _Json),
 )
 Index("events_of_a_run", events.c.run, events.c.id)
 Index("events_of_a_checkpoint", events.c.checkpoint, events.c.id)
@@ -243,19 +244,19 @@ jobs = Table(
     "jobs",
     METADATA,
     Column("id", String(26), primary_key=True),
-    Column("kind", String(32), nullable=False),
-    Column("request", _Json, nullable=False),
-    Column("state", _words(JobState), nullable=False),
-    Column("created_at", Double, nullable=False),
-    Column("heartbeat_at", Double, nullable=False, comment="The last heartbeat of the daemon that runs it"),
+    _required("kind", String(32)),
+    _required("request", _Json),
+    _required("state", _words(JobState)),
+    _required("created_at", Double),
+    _required("heartbeat_at", Double, comment="The last heartbeat of the daemon that runs it"),
     Column("started_at", Double),
     Column("ended_at", Double),
-    Column("done", Double, nullable=False),
-    Column("total", Double, nullable=False),
-    Column("unit", String(32), nullable=False),
-    Column("cancelling", Boolean, nullable=False),
-    Column("code", String(64), nullable=False),
-    Column("problem", Text, nullable=False),
+    _required("done", Double),
+    _required("total", Double),
+    _required("unit", String(32)),
+    _required("cancelling", Boolean),
+    _required("code", String(64)),
+    _required("problem", Text),
     Column("result", _Json),
-    Column("log", Text, nullable=False),
+    _required("log", Text),
 )
