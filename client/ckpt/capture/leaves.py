@@ -7,9 +7,10 @@ wait until the GPU has done everything that was queued, a step or more.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
+
+from msgspec import Struct, field
 
 from ckpt.device import DEVICES, Mark, has_device, poll
 from ckpt.lazily import torch
@@ -118,18 +119,17 @@ class Leaves:
         self.changes.append(leaf.change)
 
 
-@dataclass(slots=True)
-class Captured:
+class Captured(Struct):
     """The data that one rank saves: leaves for its shard, trees for its receipt."""
 
     leaves: Leaves = field(default_factory=Leaves)
-    trees: dict[str, JSON] = field(default_factory=dict)
-    local: dict[str, JSON] = field(default_factory=dict)
+    trees: dict[str, JSON] = {}
+    local: dict[str, JSON] = {}
     reads: SmallReads = field(default_factory=SmallReads)
-    late: list[Callable[[], object]] = field(default_factory=list)
+    late: list[Callable[[], object]] = []
     """Completes `local`, and tensors of trees that are still being read from a GPU."""
-    aliases: dict[str, str] = field(default_factory=dict)
-    seen: list[object] = field(default_factory=list)
+    aliases: dict[str, str] = {}
+    seen: list[object] = []
     """The leaves and optimizers that this rank holds, also what another rank writes. Another layout has others."""
     replicas: Replicas = field(default_factory=Replicas)
     sameness: object | None = None

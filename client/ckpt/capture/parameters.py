@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 from torch import nn
 
@@ -93,19 +92,18 @@ class Leaf(Struct, frozen=True, eq=False, gc=False):
         return [replace(self, name=f"{self.name}/{raw}", value=one, layout=None, raw=raw) for raw, one in inner.items()]
 
 
-@dataclass(frozen=True, slots=True)
-class Parameters:
+class Parameters(Struct, frozen=True):
     """The parameters of all modules. Valid as long as the modules stay as they are."""
 
-    by_name: dict[str, dict[str, Leaf]] = field(default_factory=dict)
+    by_name: dict[str, dict[str, Leaf]] = {}
     """By item and canonical name; a shared one of a module under its first name."""
-    leaves: dict[int, Leaf] = field(default_factory=dict)
+    leaves: dict[int, Leaf] = {}
     """By id; the name is the one under which optimizer state is stored."""
-    packs: dict[int, Pack] = field(default_factory=dict)
+    packs: dict[int, Pack] = {}
     """By id of the flat parameter, and of each view."""
-    layouts: dict[int, FlatRange] = field(default_factory=dict)
+    layouts: dict[int, FlatRange] = {}
     """The part that this rank holds of each parameter that FSDP1 flattens, by id."""
-    values: dict[str, list[Leaf]] = field(default_factory=dict)
+    values: dict[str, list[Leaf]] = {}
     """All values of the modules, by item, as far as they have been looked for."""
     metadata: dict[str, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
     """The format that `state_dict` names for modules not of version 1, by item and canonical prefix."""

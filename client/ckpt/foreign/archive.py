@@ -10,7 +10,6 @@ import io
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from datetime import date, datetime, timedelta, timezone
 from math import prod
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec import Struct
 
 from ckpt.capture.arrays import Array
 from ckpt.dtypes import BY_NAME
@@ -37,8 +37,7 @@ from ckptstore.errors import CkptError, CorruptObject, UnsupportedObject
 from ckptstore.format import boxes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Storage:
+class Storage(Struct, frozen=True, eq=False):
     """The memory of one or several tensors in a file."""
 
     memory: memoryview
@@ -47,8 +46,7 @@ class Storage:
     """Its numbers are big-endian."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StridedTensor:
+class StridedTensor(Struct, frozen=True, eq=False):
     """A tensor in a file. Strides and offset are in elements, and are not checked before `reader` is called."""
 
     storage: Storage
@@ -168,8 +166,7 @@ _NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
 PATHS = [(m, n) for m in ("pathlib", "pathlib._local") for n in ("Path", "PosixPath", "PurePosixPath", "WindowsPath")]
 
 
-@dataclass(frozen=True, slots=True)
-class _StorageType:
+class _StorageType(Struct, frozen=True):
     dtype: torch.dtype
 
 
@@ -193,16 +190,15 @@ def read_archive(memory: memoryview, what: str, budget: Budget) -> Any:
         raise CorruptObject(f"{what} cannot be read: {error or type(error).__name__}", _REMEDY) from error
 
 
-@dataclass(slots=True)
-class _Archive:
+class _Archive(Struct):
     memory: memoryview
     what: str
     budget: Budget
     archive: zipfile.ZipFile
     prefix: str = ""
     swapped: bool = False
-    records: dict[str, zipfile.ZipInfo] = field(default_factory=dict)
-    storages: dict[str, Storage] = field(default_factory=dict)
+    records: dict[str, zipfile.ZipInfo] = {}
+    storages: dict[str, Storage] = {}
 
     def read(self) -> Any:
         infos = self.archive.infolist()

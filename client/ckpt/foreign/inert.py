@@ -13,8 +13,10 @@ from __future__ import annotations
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from ckptstore.errors import CkptError, UnsupportedObject
 
@@ -106,12 +108,11 @@ class Malformed(Exception):
     """The pickle breaks its own rules; the message says how."""
 
 
-@dataclass(slots=True, eq=False)
-class LeftOut:
+class LeftOut(Struct, eq=False):
     """An object, or the class or function itself, of a name that is not on the allowlist. Its content is only kept."""
 
     name: str
-    parts: list[Any] = field(default_factory=list)
+    parts: list[Any] = []
 
     def called(self, args: tuple[Any, ...]) -> LeftOut:
         """An object made from arguments, which are not copied: others may share them."""
@@ -140,8 +141,7 @@ class Record:
             raise Malformed("a field without a name")
 
 
-@dataclass(frozen=True, slots=True)
-class Maker:
+class Maker(Struct, frozen=True):
     """A function that a pickle may call. It must check its arguments, and spend a Budget if it copies them."""
 
     make: Callable[..., Any]
@@ -187,8 +187,7 @@ def read_pickle(
     return _Reader(data, what, names, budget, persistent).read()
 
 
-@dataclass(slots=True)
-class _Reader:
+class _Reader(Struct):
     """The state of one read: a stack of objects, the stacks below its marks, and the memo."""
 
     _data: bytes
@@ -197,9 +196,9 @@ class _Reader:
     _budget: Budget
     _persistent: Callable[[Any], Any] | None
     _at: int = 0
-    _stack: list[Any] = field(default_factory=list)
-    _marks: list[list[Any]] = field(default_factory=list)
-    _memo: dict[int, Any] = field(default_factory=dict)
+    _stack: list[Any] = []
+    _marks: list[list[Any]] = []
+    _memo: dict[int, Any] = {}
 
     def read(self) -> Any:
         try:

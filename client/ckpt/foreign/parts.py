@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from ckptstore.errors import CorruptObject
 from ckptstore.format.documents import JSON
@@ -22,14 +23,13 @@ class ForeignSlice(NamedTuple):
     read: Read
 
 
-@dataclass(slots=True)
-class ForeignState:
+class ForeignState(Struct):
     """The state in a file, in the form of a checkpoint."""
 
-    parts: list[ForeignSlice] = field(default_factory=list)
-    trees: dict[str, JSON] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    parts: list[ForeignSlice] = []
+    trees: dict[str, JSON] = {}
+    aliases: dict[str, str] = {}
+    notes: list[str] = []
     """Notes for the user about state that can only be restored in part."""
 
     @property

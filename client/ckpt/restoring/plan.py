@@ -6,7 +6,6 @@ Steps that must follow the placement of all bytes are collected in `finish`, to 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,45 +22,44 @@ _SHOWN = 8
 _CHANGED = "the objects were changed, and must be built again before that or any training"
 
 
-@dataclass(slots=True)
-class RestorePlan:
+class RestorePlan(msgspec.Struct):
     """Destinations of the entries, differences from the live objects, and the final steps."""
 
     destinations: HostDestinations
-    finish: list[Callable[[], object]] = field(default_factory=list)
+    finish: list[Callable[[], object]] = []
     restore_rng: Callable[[], None] | None = None
     """Puts the saved random state back, after all of `finish`; None if the checkpoint has none for this rank."""
-    values: dict[str, Any] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
+    values: dict[str, Any] = {}
+    missing: list[str] = []
     """Requested, but not in the checkpoint."""
-    unexpected: list[str] = field(default_factory=list)
+    unexpected: list[str] = []
     """In a requested item of the checkpoint, but without a destination on this rank."""
-    mismatched: list[str] = field(default_factory=list)
+    mismatched: list[str] = []
     """Different shape (left unchanged, without optimizer state), different dtype (cast), or different optimizer class
     (loaded anyway)."""
-    unused: list[str] = field(default_factory=list)
+    unused: list[str] = []
     """Items of the checkpoint that the caller did not request."""
-    items: list[str] = field(default_factory=list)
+    items: list[str] = []
     """All items of the checkpoint."""
     strict: bool = True
     """Whether all must fit; set before `finish` is run."""
-    resized: set[int] = field(default_factory=set)
+    resized: set[int] = set()
     """Ids of the live tensors whose shape differs."""
-    overwritten: set[str] = field(default_factory=set)
+    overwritten: set[str] = set()
     """Live state that is overwritten: tensors of modules, and items of optimizers that have state."""
     refused: StateMismatch | None = None
     """The reason why it cannot be restored, even with strict=False."""
-    own: Mapping[str, str] = field(default_factory=dict)
+    own: Mapping[str, str] = {}
     """The entries that this rank had in place of others, by the names of these."""
     unchecked: bool = False
     """Whether an older version saved it that lost optimizer state of ranks."""
     notes: Sequence[str] = ()
     """How state of ranks was redistributed, for the user."""
     surgery: Surgery = NO_SURGERY
-    matching: Matching = field(default_factory=lambda: Matching({}, set(), {}))
-    here: dict[str, str] = field(default_factory=dict)
+    matching: Matching = msgspec.field(default_factory=lambda: Matching({}, set(), {}))
+    here: dict[str, str] = {}
     """Shape and type of a tensor that does not match, by path."""
-    there: dict[str, JSON] = field(default_factory=dict)
+    there: dict[str, JSON] = {}
     """The tree that the checkpoint has in its place."""
 
     def renamed(self, saved: Iterable[tuple[str, JSON]], prefix: str = "") -> dict[str, JSON]:
@@ -161,12 +159,11 @@ def _names(found: Sequence[str]) -> str:
 Items = Mapping[str, JSON]
 
 
-@dataclass(frozen=True, slots=True)
-class RankState:
+class RankState(msgspec.Struct, frozen=True):
     """The saved state that one rank restores."""
 
-    items: dict[str, JSON] = field(default_factory=dict)
-    redistributed: dict[str, list[JSON]] = field(default_factory=dict)
+    items: dict[str, JSON] = {}
+    redistributed: dict[str, list[JSON]] = {}
     """The states of all saved ranks, for objects that redistribute them."""
     seed: int | None = None
     """Seed of the random numbers, if they are derived."""

@@ -15,7 +15,6 @@ import subprocess
 import threading
 from bisect import bisect_left
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -80,8 +79,7 @@ _CLOSE_TIMEOUT_S = 1.0
 _GIT_TIMEOUT_S = 0.5
 
 
-@dataclass(slots=True)
-class TrainerRun:
+class TrainerRun(msgspec.Struct):
     """One life of the trainer. Not thread-safe."""
 
     began: TrainerStarted
@@ -90,7 +88,7 @@ class TrainerRun:
     written: bool = False
     """Its end is written, with the generation that is known."""
     generation: int | None = None
-    beats: list[Reading] = field(default_factory=list)
+    beats: list[Reading] = []
     ended: TrainerEnd = TrainerEnd.NOT
     ended_at: float | None = None
     """None: it goes on, or ends with the saver."""

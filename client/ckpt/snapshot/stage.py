@@ -11,9 +11,10 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
+
+from msgspec import Struct, field
 
 from ckpt.capture.leaves import Change, Leaves
 from ckpt.device import DEVICES, Patience, has_device, poll
@@ -266,15 +267,14 @@ class SnapshotLayout(NamedTuple):
         return SnapshotLayout(list(slices), placed, order, rows, raw_bytes(placed))
 
 
-@dataclass(slots=True)
-class _DeferredLeaves:
+class _DeferredLeaves(Struct):
     """Leaves whose copy is deferred: the part that is equal in every save."""
 
-    indexes: list[int] = field(default_factory=list)
-    slices: list[Slice] = field(default_factory=list)
-    changes: list[Change] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
-    parts: dict[Part, list[int]] = field(default_factory=dict)
+    indexes: list[int] = []
+    slices: list[Slice] = []
+    changes: list[Change] = []
+    samples: list[Sample] = []
+    parts: dict[Part, list[int]] = {}
     """Places in these lists."""
 
     def add(
@@ -314,17 +314,16 @@ class _SlotViews:
         return self._made
 
 
-@dataclass(slots=True)
-class _DeviceLeaves:
+class _DeviceLeaves(Struct):
     """Places in the slot of leaves of one device, and the indexes of the leaves.
 
     Every save goes through them column by column: an object for each leaf would cost more than the rest of the save.
     """
 
-    views: list[torch.Tensor] = field(default_factory=list)
+    views: list[torch.Tensor] = []
     """The places of those that are copied in the order of the current stream."""
-    indexes: list[int] = field(default_factory=list)
-    later: dict[Part, _SlotViews] = field(default_factory=dict)
+    indexes: list[int] = []
+    later: dict[Part, _SlotViews] = {}
     """Those that are deferred."""
     first: int = 0
     """The index of the first of these among all that are deferred."""
@@ -332,28 +331,27 @@ class _DeviceLeaves:
     """Where the deferred leaves are sampled."""
 
 
-@dataclass(slots=True)
-class _CopyPlan:
+class _CopyPlan(Struct):
     """How to copy leaves, valid while their sameness is equal: addresses, and indexes of leaves."""
 
     sameness: object | None
-    now: list[Move] = field(default_factory=list)
-    gathered: list[RawMemory] = field(default_factory=list)
+    now: list[Move] = []
+    gathered: list[RawMemory] = []
     """Small memory, which is copied into one buffer now, and from there to its places later."""
-    runs: list[GatheredRun] = field(default_factory=list)
-    copied: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    runs: list[GatheredRun] = []
+    copied: list[tuple[torch.Tensor, int]] = []
     """Places and indexes of leaves in host memory whose bytes are not their elements in order."""
-    later: list[Move] = field(default_factory=list)
-    views: list[torch.Tensor] = field(default_factory=list)
+    later: list[Move] = []
+    views: list[torch.Tensor] = []
     """The places of such leaves that are deferred."""
     waiting: _DeferredLeaves = field(default_factory=_DeferredLeaves)
     """The leaves of `later`, of `views`, and then those of devices that are deferred."""
-    on_host: dict[Part, list[int]] = field(default_factory=dict)
+    on_host: dict[Part, list[int]] = {}
     """Places in `waiting` of the leaves in host memory, by part."""
-    devices: dict[torch.device, _DeviceLeaves] = field(default_factory=dict)
-    frozen: list[Placed] = field(default_factory=list)
+    devices: dict[torch.device, _DeviceLeaves] = {}
+    frozen: list[Placed] = []
     """The places of large leaves that are expected not to change."""
-    gathered_at: list[Move] = field(default_factory=list)
+    gathered_at: list[Move] = []
     """As `gathered`: offset in the buffer, address and size."""
     whole: bool = False
     """All bytes are compared after the copy, not samples."""

@@ -8,7 +8,6 @@ checkpoints, in batches, and compared.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import prod, sqrt
 from typing import Any, NamedTuple
 
@@ -109,8 +108,7 @@ class _Region(NamedTuple):
         return prod(boxes.sizes(self.box)) * ITEM_BYTES[self.dtype]
 
 
-@dataclass(slots=True)
-class _Sums:
+class _Sums(msgspec.Struct):
     compared: int = 0
     changed: int = 0
     not_finite: int = 0
@@ -119,9 +117,8 @@ class _Sums:
     largest: float = 0.0
 
 
-@dataclass(slots=True)
-class _Compared:
-    sums: dict[str, _Sums] = field(default_factory=dict)
+class _Compared(msgspec.Struct):
+    sums: dict[str, _Sums] = {}
     read_bytes: int = 0
 
 
