@@ -6,7 +6,7 @@ from dataclasses import fields
 from enum import StrEnum
 from typing import Annotated, Any, Generic, TypeVar
 
-import msgspec
+from msgspec import Meta, Struct
 
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, State
@@ -39,7 +39,7 @@ TOKENS = "/v1/tokens"
 PROBLEM = "application/problem+json"
 
 
-class Problem(msgspec.Struct, frozen=True, kw_only=True):
+class Problem(Struct, frozen=True, kw_only=True):
     """An error as application/problem+json (RFC 9457). `code` is stable."""
 
     type: str
@@ -56,13 +56,13 @@ MAX_PAGE = 500
 _T = TypeVar("_T")
 
 
-class Items(msgspec.Struct, Generic[_T], frozen=True):
+class Items(Struct, Generic[_T], frozen=True):
     """A list, not in pages. Sessions, jobs, audit records and policies are newest first, attempts oldest first."""
 
     items: list[_T]
 
 
-class CheckpointBody(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointBody(Struct, frozen=True, kw_only=True):
     """One checkpoint as JSON."""
 
     id: str
@@ -132,14 +132,14 @@ _SAME = {field.name for field in fields(Checkpoint)} & set(CheckpointBody.__stru
 """The fields that a checkpoint and its body share."""
 
 
-class Page(msgspec.Struct, frozen=True):
+class Page(Struct, frozen=True):
     """One page of a listing, with an opaque cursor for the next one."""
 
     items: list[CheckpointBody]
     next_cursor: str | None = None
 
 
-class RunBody(msgspec.Struct, frozen=True, kw_only=True):
+class RunBody(Struct, frozen=True, kw_only=True):
     """One run as JSON."""
 
     run: str
@@ -183,12 +183,12 @@ class Phase(StrEnum):
     FAILED = "failed"
 
 
-WorldSize = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD_SIZE)]
-Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_WORLD_SIZE)]
-Bytes = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
+WorldSize = Annotated[int, Meta(ge=1, le=MAX_WORLD_SIZE)]
+Rank = Annotated[int, Meta(ge=0, lt=MAX_WORLD_SIZE)]
+Bytes = Annotated[int, Meta(ge=0, lt=1 << 60)]
 
 
-class RestoreRequest(msgspec.Struct, frozen=True, kw_only=True):
+class RestoreRequest(Struct, frozen=True, kw_only=True):
     """One rank joins the restore of its job. The first request of a run and key resolves the checkpoint for all."""
 
     run: str
@@ -197,13 +197,13 @@ class RestoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     rank: Rank
     checkpoint: str | None = None
     """An id; None for the newest usable one."""
-    ttl_s: Annotated[float, msgspec.Meta(ge=1, le=MAX_SILENCE_S)] = SILENCE_S
+    ttl_s: Annotated[float, Meta(ge=1, le=MAX_SILENCE_S)] = SILENCE_S
     """A rank that is silent for this time ends the session. The first request sets it."""
-    host: Annotated[str, msgspec.Meta(max_length=255)] = ""
+    host: Annotated[str, Meta(max_length=255)] = ""
     """The host of the rank, for display."""
 
 
-class RankReport(msgspec.Struct, frozen=True, kw_only=True):
+class RankReport(Struct, frozen=True, kw_only=True):
     """The progress report of a rank."""
 
     phase: Phase
@@ -213,7 +213,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
 
 
-class RestoreStatus(msgspec.Struct, frozen=True, kw_only=True):
+class RestoreStatus(Struct, frozen=True, kw_only=True):
     """The response to a report: the status of the whole session."""
 
     id: str
@@ -224,7 +224,7 @@ class RestoreStatus(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
 
 
-class RankBody(msgspec.Struct, frozen=True):
+class RankBody(Struct, frozen=True):
     """The last report of one rank."""
 
     rank: int
@@ -242,7 +242,7 @@ class RankBody(msgspec.Struct, frozen=True):
         return min(1.0, self.done_bytes / self.total_bytes) if self.total_bytes else 0.0
 
 
-class RestoreBody(msgspec.Struct, frozen=True, kw_only=True):
+class RestoreBody(Struct, frozen=True, kw_only=True):
     """One restore session as JSON."""
 
     id: str
@@ -302,7 +302,7 @@ class EventKind(StrEnum):
     JOB_ENDED = "job_ended"
 
 
-class EventBody(msgspec.Struct, frozen=True, kw_only=True):
+class EventBody(Struct, frozen=True, kw_only=True):
     """One event as JSON."""
 
     id: int = 0
@@ -317,7 +317,7 @@ class EventBody(msgspec.Struct, frozen=True, kw_only=True):
     """By kind: docs/how-to/http-api.md."""
 
 
-class EventsBody(msgspec.Struct, frozen=True, kw_only=True):
+class EventsBody(Struct, frozen=True, kw_only=True):
     """Events after an id, oldest first."""
 
     items: list[EventBody]
@@ -327,7 +327,7 @@ class EventsBody(msgspec.Struct, frozen=True, kw_only=True):
     """Events after the requested id were deleted: list the checkpoints again."""
 
 
-Name = Annotated[str, msgspec.Meta(max_length=200)]
+Name = Annotated[str, Meta(max_length=200)]
 
 
 class JobState(StrEnum):
@@ -347,32 +347,32 @@ class JobState(StrEnum):
         return self in (JobState.QUEUED, JobState.RUNNING)
 
 
-class ChunkBody(msgspec.Struct, frozen=True, kw_only=True):
+class ChunkBody(Struct, frozen=True, kw_only=True):
     """One chunk of a checkpoint: the name of its shard, and its number in it."""
 
-    shard: Annotated[str, msgspec.Meta(max_length=32)]
-    index: Annotated[int, msgspec.Meta(ge=0)]
+    shard: Annotated[str, Meta(max_length=32)]
+    index: Annotated[int, Meta(ge=0)]
 
 
-class VerifyJob(msgspec.Struct, frozen=True, kw_only=True, tag="verify", tag_field="kind"):
+class VerifyJob(Struct, frozen=True, kw_only=True, tag="verify", tag_field="kind"):
     """Verify every byte of one checkpoint, of a run, or of all runs; bypasses the cache."""
 
     run: Name | None = None
     checkpoint: Name | None = None
-    chunks: Annotated[list[ChunkBody], msgspec.Meta(max_length=1000)] | None = None
+    chunks: Annotated[list[ChunkBody], Meta(max_length=1000)] | None = None
     """Of `checkpoint`, only these chunks and all documents: a reader found them damaged. None: all chunks."""
-    ranks: Annotated[list[Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]], msgspec.Meta(max_length=16)] | None = None
+    ranks: Annotated[list[Annotated[int, Meta(ge=1, le=MAX_RANKS)]], Meta(max_length=16)] | None = None
     """Prove that they restore on so many ranks and on the number that saved. The result has estimates."""
 
 
-class HealJob(msgspec.Struct, frozen=True, kw_only=True, tag="heal", tag_field="kind"):
+class HealJob(Struct, frozen=True, kw_only=True, tag="heal", tag_field="kind"):
     """Like VerifyJob, and write damaged objects again from other checkpoints of the run; includes corrupt ones."""
 
     run: Name | None = None
     checkpoint: Name | None = None
 
 
-class CollectJob(msgspec.Struct, frozen=True, kw_only=True, tag="gc", tag_field="kind"):
+class CollectJob(Struct, frozen=True, kw_only=True, tag="gc", tag_field="kind"):
     """Collect orphans, half deletions and expired leases now."""
 
     run: Name | None = None
@@ -381,7 +381,7 @@ class CollectJob(msgspec.Struct, frozen=True, kw_only=True, tag="gc", tag_field=
 JobRequest = VerifyJob | HealJob | CollectJob
 
 
-class JobBody(msgspec.Struct, frozen=True, kw_only=True):
+class JobBody(Struct, frozen=True, kw_only=True):
     """One job as JSON."""
 
     id: str
@@ -407,17 +407,17 @@ class JobBody(msgspec.Struct, frozen=True, kw_only=True):
     """Its last lines; None in listings."""
 
 
-Reason = Annotated[str, msgspec.Meta(max_length=1000)]
+Reason = Annotated[str, Meta(max_length=1000)]
 
 
-class PruneItem(msgspec.Struct, frozen=True, kw_only=True):
+class PruneItem(Struct, frozen=True, kw_only=True):
     """One checkpoint in a prune plan. It is removed if there are no reasons to keep it."""
 
     checkpoint: CheckpointBody
     reasons: list[str]
 
 
-class PruneBody(msgspec.Struct, frozen=True, kw_only=True):
+class PruneBody(Struct, frozen=True, kw_only=True):
     """The effect of a prune."""
 
     dry_run: bool
@@ -454,7 +454,7 @@ class PruneBody(msgspec.Struct, frozen=True, kw_only=True):
         return PrunePlan(decisions, tuple(runs), self.grace_s, self.max_delete_fraction, held=held)
 
 
-class PoliciesRequest(msgspec.Struct, frozen=True, kw_only=True):
+class PoliciesRequest(Struct, frozen=True, kw_only=True):
     """Replace the policies."""
 
     expected: int
@@ -463,7 +463,7 @@ class PoliciesRequest(msgspec.Struct, frozen=True, kw_only=True):
     reason: Reason = ""
 
 
-class LabelsRequest(msgspec.Struct, frozen=True, kw_only=True):
+class LabelsRequest(Struct, frozen=True, kw_only=True):
     """Values to set; null removes one. Removing a metric restores its value from the save."""
 
     tags: dict[str, str | None] = {}
@@ -471,20 +471,20 @@ class LabelsRequest(msgspec.Struct, frozen=True, kw_only=True):
     reason: Reason = ""
 
 
-class UndeleteRequest(msgspec.Struct, frozen=True):
+class UndeleteRequest(Struct, frozen=True):
     """Undo a deletion."""
 
     reason: Reason = ""
 
 
-class NotifyRequest(msgspec.Struct, frozen=True):
+class NotifyRequest(Struct, frozen=True):
     """A saver reports a committed attempt."""
 
     run: str
     attempt: str
 
 
-class PreemptRequest(msgspec.Struct, frozen=True, kw_only=True):
+class PreemptRequest(Struct, frozen=True, kw_only=True):
     """The job of a run will be killed; its trainers, which ask for events of the run, save and end."""
 
     grace_s: float
@@ -492,29 +492,29 @@ class PreemptRequest(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
-class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
+class LeaseRequest(Struct, frozen=True, kw_only=True):
     """Protect a checkpoint from deletion."""
 
     id: str
-    holder: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-    ttl_s: Annotated[float, msgspec.Meta(gt=0, le=7 * 24 * 3600)]
+    holder: Annotated[str, Meta(min_length=1, max_length=256)]
+    ttl_s: Annotated[float, Meta(gt=0, le=7 * 24 * 3600)]
 
 
-class LeaseBody(msgspec.Struct, frozen=True, kw_only=True):
+class LeaseBody(Struct, frozen=True, kw_only=True):
     """A lease that was granted."""
 
     run: str
     lease: str
 
 
-class ReindexBody(msgspec.Struct, frozen=True, kw_only=True):
+class ReindexBody(Struct, frozen=True, kw_only=True):
     """The result of a reindex."""
 
     runs: int
     checkpoints: int
 
 
-class DecisionRequest(msgspec.Struct, frozen=True, kw_only=True):
+class DecisionRequest(Struct, frozen=True, kw_only=True):
     """A proposal: an outcome of an attempt, the sweep decision of one of its tombstones, or a generation."""
 
     run: str
@@ -527,7 +527,7 @@ class DecisionRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The document as it would be stored: sealed, two lines of text."""
 
 
-class DecisionBody(msgspec.Struct, frozen=True):
+class DecisionBody(Struct, frozen=True):
     """The decision, which is the first proposal; it is in the store."""
 
     document: str
@@ -536,7 +536,7 @@ class DecisionBody(msgspec.Struct, frozen=True):
 MAX_ENTRIES = 10_000
 
 
-class AttemptBody(msgspec.Struct, frozen=True, kw_only=True):
+class AttemptBody(Struct, frozen=True, kw_only=True):
     """An attempt that is neither committed nor aborted yet."""
 
     run: str
@@ -556,7 +556,7 @@ class AttemptBody(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of visible objects: object stores list a shard only after its upload is complete."""
 
 
-class ShardBody(msgspec.Struct, frozen=True, kw_only=True):
+class ShardBody(Struct, frozen=True, kw_only=True):
     """One shard of a checkpoint."""
 
     name: str
@@ -567,7 +567,7 @@ class ShardBody(msgspec.Struct, frozen=True, kw_only=True):
     stored_bytes: int
 
 
-class EntryBody(msgspec.Struct, frozen=True, kw_only=True):
+class EntryBody(Struct, frozen=True, kw_only=True):
     """One entry of a checkpoint."""
 
     name: str
@@ -577,7 +577,7 @@ class EntryBody(msgspec.Struct, frozen=True, kw_only=True):
     raw_bytes: int
 
 
-class EntriesBody(msgspec.Struct, frozen=True):
+class EntriesBody(Struct, frozen=True):
     """A page of entries, by position in the manifest."""
 
     items: list[EntryBody]
@@ -585,7 +585,7 @@ class EntriesBody(msgspec.Struct, frozen=True):
     next_offset: int | None = None
 
 
-class ReadinessBody(msgspec.Struct, frozen=True, kw_only=True):
+class ReadinessBody(Struct, frozen=True, kw_only=True):
     """The dependencies of the daemon, each "ok" or its problem."""
 
     ready: bool
@@ -594,7 +594,7 @@ class ReadinessBody(msgspec.Struct, frozen=True, kw_only=True):
     leaving: bool
 
 
-class AboutBody(msgspec.Struct, frozen=True, kw_only=True):
+class AboutBody(Struct, frozen=True, kw_only=True):
     """The version and the clock of a daemon."""
 
     version: str
@@ -615,7 +615,7 @@ class Scope(StrEnum):
     """Everything, including tokens."""
 
 
-class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
+class TokenRequest(Struct, frozen=True, kw_only=True):
     """The request for a token. runs: globs (* and ?); empty for all runs."""
 
     name: str
@@ -624,13 +624,13 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
     expires_in_s: float | None = None
 
 
-class RotateRequest(msgspec.Struct, frozen=True, kw_only=True):
+class RotateRequest(Struct, frozen=True, kw_only=True):
     """The request for a new secret; the old one stays valid for `keep_old_s` seconds."""
 
     keep_old_s: float = 0.0
 
 
-class TokenBody(msgspec.Struct, frozen=True, kw_only=True):
+class TokenBody(Struct, frozen=True, kw_only=True):
     """A token without its secret, which is not stored. Times are in seconds since the epoch."""
 
     name: str
@@ -642,7 +642,7 @@ class TokenBody(msgspec.Struct, frozen=True, kw_only=True):
     used_at: float | None
 
 
-class NewTokenBody(msgspec.Struct, frozen=True, kw_only=True):
+class NewTokenBody(Struct, frozen=True, kw_only=True):
     """A token and its secret, which is returned this once."""
 
     token: TokenBody

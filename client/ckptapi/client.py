@@ -95,14 +95,11 @@ class DaemonClient(Connection):
             return
         headers = {"Range": f"bytes={offset}-{offset + len(buffer) - 1}"}
         done = 0
-        try:
-            with self._http.stream("GET", path, headers=headers) as response:
-                self._raise_for(response)
-                for part in response.iter_bytes(1 << 20):
-                    buffer[done : done + len(part)] = part[: len(buffer) - done]
-                    done += len(part)
-        except httpx.HTTPError as error:
-            raise self._unavailable(error) from error
+        with self._responding(), self._http.stream("GET", path, headers=headers) as response:
+            self._raise_for(response)
+            for part in response.iter_bytes(1 << 20):
+                buffer[done : done + len(part)] = part[: len(buffer) - done]
+                done += len(part)
         if done != len(buffer):
             raise CorruptObject(f"{self.url}{path} returned {done} bytes instead of {len(buffer)}")
 
@@ -299,12 +296,11 @@ class DaemonClient(Connection):
         headers = {"Accept": bodies.EVENT_STREAM} | ({"Last-Event-ID": str(after)} if after is not None else {})
         timeout = httpx.Timeout(_SILENCE_S, connect=5.0)
         query = {"run": run} if run is not None else {}
+        stream = self._http.stream("GET", bodies.EVENTS, params=query, headers=headers, timeout=timeout)
         try:
-            with self._http.stream("GET", bodies.EVENTS, params=query, headers=headers, timeout=timeout) as response:
+            with self._responding(), stream as response:
                 self._raise_for(response)
                 yield from _parse(response.iter_lines())
-        except httpx.HTTPError as error:
-            raise self._unavailable(error) from error
         except (msgspec.DecodeError, ValueError) as error:
             raise DaemonUnavailable(f"{self.url} sent an invalid event: {error}") from error
 
@@ -365,11 +361,10 @@ class DaemonClient(Connection):
 
     def readiness(self) -> bodies.ReadinessBody:
         """The readiness of the daemon, also if it is not ready."""
-        try:
+        with self._responding():
             response = self._http.get("/readyz")
+        try:
             return decode_json(response.content, bodies.ReadinessBody)
-        except httpx.HTTPError as error:
-            raise self._unavailable(error) from error
         except msgspec.DecodeError as error:
             raise DaemonUnavailable(f"{self.url} is not a ckptd: {error}", "Is this the daemon's URL?") from error
 

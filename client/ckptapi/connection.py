@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -92,10 +93,8 @@ class Connection:
         return retry(ask, Unavailable, waits, unless=is_certificate_error, log_level=logging.WARNING)
 
     def _request_once(self, method: str, path: str, **options: Any) -> httpx.Response:
-        try:
+        with self._responding():
             response = self._http.request(method, path, **options)
-        except httpx.HTTPError as error:
-            raise self._unavailable(error) from error
         self._raise_for(response)
         return response
 
@@ -111,9 +110,15 @@ class Connection:
             ) from None
         raise error_from_code(problem.code, problem.detail, problem.hint)
 
-    def _unavailable(self, error: httpx.HTTPError) -> DaemonUnavailable:
-        cause = f"{type(error).__name__}: {error}".rstrip(": .")
-        return DaemonUnavailable(f"ckptd at {self.url} did not respond: {cause}", _remedy(self.url, str(error)))
+    @contextmanager
+    def _responding(self) -> Iterator[None]:
+        """Raises DaemonUnavailable if the connection fails during the block."""
+        try:
+            yield
+        except httpx.HTTPError as error:
+            cause = f"{type(error).__name__}: {error}".rstrip(": .")
+            remedy = _remedy(self.url, str(error))
+            raise DaemonUnavailable(f"ckptd at {self.url} did not respond: {cause}", remedy) from error
 
 
 def is_certificate_error(error: Exception) -> bool:
