@@ -94,7 +94,8 @@ class Waiting:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._events: dict[str, set[asyncio.Event]] = {}
-        self._closed = False
+        self.closed = False
+        """The daemon shuts down: requests must not wait any more."""
 
     @contextmanager
     def listen(self, id: str) -> Iterator[asyncio.Event]:
@@ -103,7 +104,7 @@ class Waiting:
         with self._lock:
             self._loop = asyncio.get_running_loop()
             self._events.setdefault(id, set()).add(event)
-            if self._closed:
+            if self.closed:
                 event.set()
         try:
             yield event
@@ -112,11 +113,6 @@ class Waiting:
                 self._events[id].discard(event)
                 if not self._events[id]:
                     del self._events[id]
-
-    @property
-    def closed(self) -> bool:
-        """The daemon shuts down: requests must not wait any more."""
-        return self._closed
 
     def count(self) -> int:
         """How many requests listen."""
@@ -132,7 +128,7 @@ class Waiting:
     def close(self) -> None:
         """Wake all requests, now and from now on: the daemon shuts down."""
         with self._lock:
-            self._closed = True
+            self.closed = True
             for events in self._events.values():
                 for event in events:
                     self._set(event)

@@ -115,15 +115,11 @@ class Index:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._seen = (0, 0)
-
-    # Queries
-
-    @property
-    def seen(self) -> tuple[int, int]:
+        self.seen = (0, 0)
         """How often the revision that this object has seen went back, and that revision: after its own changes, or at
         the last `look`. It goes back when another server takes over that lacks the last changes."""
-        return self._seen
+
+    # Queries
 
     def look(self) -> int:
         """The current revision: a number that grows with every change of the tables that the queries below read."""
@@ -258,8 +254,8 @@ class Index:
 
     def _see(self, revision: int) -> int:
         with self._lock:
-            times, before = self._seen
-            self._seen = (times + (revision < before), revision)
+            times, before = self.seen
+            self.seen = (times + (revision < before), revision)
         return revision
 
     def _record(self, connection: Connection, run: str, reading: Reading) -> list[EventBody]:

@@ -243,26 +243,22 @@ class LiveCounters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counters = Counters()
-
-    @property
-    def counters(self) -> Counters:
+        self.counters = Counters()
         """The current totals."""
-        return self._counters
 
     def add(self, **amounts: float) -> None:
         """Add amounts to the counters of these names."""
         with self._lock:
-            sums = {name: getattr(self._counters, name) + amount for name, amount in amounts.items()}
-            self._counters = replace(self._counters, **sums)
+            sums = {name: getattr(self.counters, name) + amount for name, amount in amounts.items()}
+            self.counters = replace(self.counters, **sums)
 
     def set(self, **values: Any) -> None:
         """Set the counters of these names."""
         with self._lock:
-            self._counters = replace(self._counters, **values)
+            self.counters = replace(self.counters, **values)
 
     def durable(self, step: int) -> None:
         """Record that a step is committed."""
         with self._lock:
-            last = self._counters.last_durable_step
-            self._counters = replace(self._counters, last_durable_step=step if last is None else max(last, step))
+            last = self.counters.last_durable_step
+            self.counters = replace(self.counters, last_durable_step=step if last is None else max(last, step))

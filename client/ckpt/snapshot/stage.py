@@ -295,17 +295,16 @@ class _DeferredLeaves(Struct):
         return Leaves(self.slices, tensors, origins, self.changes)
 
 
-class _SlotViews:
+class _SlotViews(Struct):
     """Tensors at some places of a slot, made when they are first used: by the thread that copies."""
 
-    def __init__(self, segment: Segment) -> None:
-        self.at: list[int] = []
-        self.indexes: list[int] = []
-        """Indexes of the leaves."""
-        self.among = slice(0)
-        """Where these leaves are among all that are deferred."""
-        self._segment = segment
-        self._made: list[torch.Tensor] = []
+    _segment: Segment
+    at: list[int] = []
+    indexes: list[int] = []
+    """Indexes of the leaves."""
+    among: slice = slice(0)
+    """Where these leaves are among all that are deferred."""
+    _made: list[torch.Tensor] = []
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """To copy these tensors to, which have the same types and shapes at each call."""
