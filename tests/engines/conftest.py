@@ -9,16 +9,17 @@ from importlib.util import find_spec
 
 import pytest
 
-os.environ |= {
-    "HF_HUB_OFFLINE": "1",
-    "OMP_WAIT_POLICY": "passive",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-
-collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
+collect_ignore_glob = ["test_*.py"]
+if find_spec("vllm"):  # before it is imported; other tests must not see this
+    collect_ignore_glob = []
+    os.environ |= {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_WAIT_POLICY": "passive",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
 
 
 @pytest.fixture(scope="session", autouse=True)
