@@ -108,7 +108,7 @@ def bars(values: Sequence[int], name: str, write: Callable[[int], str]) -> Bars:
     group = -(-len(values) // 128) or 1
     spans = [range(at, min(at + group, len(values))) for at in range(0, len(values), group)]
     high = max(values, default=0) or 1
-    room = (_RIGHT - _LEFT) / max(1, len(spans))
+    width = (_RIGHT - _LEFT) / max(1, len(spans))
     drawn = []
     for i, span in enumerate(spans):
         own = [values[at] for at in span]
@@ -117,9 +117,9 @@ def bars(values: Sequence[int], name: str, write: Callable[[int], str]) -> Bars:
         if len(own) > 1:
             text = f"{name}s {span[0]}–{span[-1]}: {write(int(mean))} each, {write(largest)} at most"
         scale = (bottom - _TOP) / high
-        drawn.append(Bar(round(_LEFT + i * room, 2), round(room * 0.86, 2), mean * scale, largest * scale, text))
+        drawn.append(Bar(round(_LEFT + i * width, 2), round(width * 0.86, 2), mean * scale, largest * scale, text))
     labels = [span[0] for span in spans]
     every = -(-len(labels) // 12) or 1
-    x_ticks = tuple(Tick(_LEFT + (i + 0.43) * room, str(labels[i])) for i in range(0, len(labels), every))
+    x_ticks = tuple(Tick(_LEFT + (i + 0.43) * width, str(labels[i])) for i in range(0, len(labels), every))
     y_ticks = tuple(Tick(bottom - (bottom - _TOP) * part, write(int(high * part))) for part in (0.0, 0.5, 1.0))
     return Bars(_WIDTH, _HEIGHT, _LEFT, _RIGHT, bottom, tuple(drawn), x_ticks, y_ticks)

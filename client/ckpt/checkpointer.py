@@ -108,7 +108,7 @@ class Checkpointer:
 
         model: any module. optim: one, or several; either may be None. grads: also keep gradients. metrics: for listings
         and retention. extras: modules, objects with state_dict, or data, kept per rank. shared: such objects that all
-        ranks hold alike. assets: files, in place of those of the setting. repeat_step: the step may have been saved.
+        ranks hold alike. assets: files, in place of the setting's. repeat_step: the step may have been saved.
         Every rank calls it with the same step. Raises the error of an earlier save, Superseded, InvalidRequest,
         UnsupportedObject, LayoutChanged, RankLost.
         docs/explanation/saves.md says more.

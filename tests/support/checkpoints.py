@@ -152,7 +152,7 @@ def write_rank(
 
 
 def _trees(arrays: Arrays) -> dict[str, JSON]:
-    """Those of the model and of the assets, if there are any arrays of them."""
+    """The trees of the model and of the assets, if there are arrays of them."""
     tree = {name.removeprefix("model/"): {"$": "tensor", "name": name} for name in arrays}
     trees: dict[str, JSON] = {"model": tree} if arrays else {}
     if assets := {n.removeprefix("assets/"): {"$": "array", "name": n} for n in arrays if n.startswith("assets/")}:
@@ -172,7 +172,7 @@ def _deltas(
     spans: Sequence[ChunkSpan], raw: memoryview, earlier: memoryview, chunks: list[EncodedChunk],
     stored: Sequence[list[StoredChunk]],
 ) -> tuple[list[EncodedChunk], dict[int, list[StoredChunk]]]:  # fmt: skip
-    """The chunks as deltas of those of an earlier checkpoint, and what these need. stored: see `_stored`."""
+    """The chunks as deltas of an earlier checkpoint's chunks, and what these need. stored: see `_stored`."""
     found, bases = [], dict[int, list[StoredChunk]]()
     for number, (span, whole, known) in enumerate(zip(spans, chunks, stored, strict=True)):
         same = span.of(earlier) == span.of(raw)

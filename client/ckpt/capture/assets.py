@@ -1,7 +1,7 @@
-"""The files that `assets=` names: those of the setting are read once, those of a save's argument when it is captured.
+"""The files that `assets=` names: the setting's are read once, and a save's own at each capture.
 
 The rank that stores them reads them. Bytes that stay in the same memory cost a save nothing but their copy; chunks that
-have not changed are referenced, as those of any other entry.
+have not changed are referenced, as in any other entry.
 """
 
 from __future__ import annotations

@@ -184,8 +184,8 @@ def _class_of(optimizer: Optimizer) -> str:
 def _group_options(
     names: Sequence[str], left: Collection[str], group: dict[str, Any], saved: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """The saved options for a live group: those of the saved groups that held its parameters. Parameters that are not
-    saved, or left out, take what the others have."""
+    """The saved options for a live group, from the saved groups that held its parameters. Parameters that are not
+    saved, or left out, take the options of the others."""
     members = set(names).difference(left)
     held = {min(common): _options(one) for one in saved if (common := members & set(one["params"]))}
     if not held:

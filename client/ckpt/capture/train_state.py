@@ -93,7 +93,7 @@ class TrainState:
         found |= {name: (value,) for name, value in extras.items() if _is_module(value)}
         others = {name: value for name, value in extras.items() if not _is_module(value)}
         if assets is not None and ASSETS in shared:
-            raise InvalidRequest(f"shared= has an item {ASSETS!r} beside those of assets=", "Give it another name")
+            raise InvalidRequest(f"shared= has an item {ASSETS!r}, and assets= is given, too", "Give it another name")
         return TrainState(found, _named_optimizers(optim), others, shared, assets)
 
     def to_restore(self) -> TrainState:

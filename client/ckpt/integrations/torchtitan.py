@@ -171,9 +171,9 @@ class CkptdManager(BaseCheckpointManager):
 
 
 def _readers_files(adapter: Any, model_parts: list[nn.Module]) -> dict[str, Path | bytes]:
-    """The files of a model of Hugging Face but for its weights, and by which names readers know those of this model.
+    """The files of a Hugging Face model without its weights, and the names by which readers know this model's weights.
 
-    A name may be that of a part of a tensor, such as an expert. Without names are models whose values `to_hf` changes.
+    A name may denote a part of a tensor, such as an expert. A model whose values `to_hf` changes gets no names.
     """
     state = {
         canonical(name): torch.empty(value.shape, dtype=value.dtype, device="meta")

@@ -184,7 +184,7 @@ def _repacking(model: nn.Module) -> Iterator[None]:
         one.moe_kernel = None
     yield
     for one, kernel in kernels:
-        one.moe_kernel = one.moe_kernel or kernel  # that of a layer that was not loaded
+        one.moe_kernel = one.moe_kernel or kernel  # the kernel of a layer that was not loaded
     for module, one in methods:
         if isinstance(one, UnquantizedEmbeddingMethod):
             one.process_weights_after_loading(module)

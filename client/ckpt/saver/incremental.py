@@ -4,7 +4,7 @@ A chunk is unchanged if the digest of its bytes before encoding is unchanged. A 
 first, so that a state which changes everywhere costs almost nothing. All bytes are hashed only if the chunk is new or
 its sample is unchanged. docs/decisions/0018 has the figures, and explains why this is safe.
 
-Where weights are published, chunks that change become deltas of those of the last committed checkpoint, whose bytes
+Where weights are published, chunks that change become deltas of the last committed checkpoint's chunks, whose bytes
 before encoding this process keeps (docs/decisions/0042).
 """
 

@@ -47,7 +47,7 @@ class Setup(Message, frozen=True, kw_only=True):
     """Limit on the CPU time of a saver process, as a fraction of one core; None: no limit."""
     max_references: int = 32
     deltas: bool = False
-    """Weights are published: store chunks as deltas, and keep those of the last checkpoint in memory for it."""
+    """Weights are published: store chunks as deltas of the last checkpoint, and keep its chunks in memory."""
     dedup_casts: bool = False
     statistics: bool = True
     heartbeat_s: float = 60.0

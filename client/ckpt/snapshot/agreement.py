@@ -55,7 +55,7 @@ class LayoutAgreement:
         self._seen: list[object] = []
         self._warned = False
         self.publishes = False
-        """Whether weights are saved for readers: those of the model, rounded, and nothing else; stored as deltas."""
+        """Whether only the model's weights are saved, for readers: rounded, and stored as deltas."""
         self.layout = SnapshotLayout.of([])
         """Where the leaves of the last capture lie."""
 

@@ -224,7 +224,7 @@ class Weights:
         return VirtualFile(layout.header, layout.tensors, layout.bytes, self.content, self.entries, self.parts)
 
     def signatures(self) -> dict[str, str]:
-        """A digest of each tensor, from those of its chunks: equal for equal stored bytes in equal places. Pure.
+        """A digest of each tensor, from its chunks' digests: equal for equal stored bytes in equal places. Pure.
 
         Tensors that share a chunk change together.
         """

@@ -96,7 +96,7 @@ def test_they_are_stored_once_beside_weights_that_change(checkpointer: Checkpoin
     for step in range(3):
         nn.init.normal_(model.weight)
         saved.append(checkpointer.save(model, None, step))
-        (folder / "config.json").unlink(missing_ok=True)  # those of the setting were read before
+        (folder / "config.json").unlink(missing_ok=True)  # the setting's files were read before
     first, *others = (one.stored_bytes for one in saved)
     assert first > len(TOKENIZER)
     assert max(others) < 2_000_000

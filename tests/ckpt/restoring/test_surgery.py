@@ -163,7 +163,7 @@ def test_what_fits_arrives_and_all_else_stays(
     for name, found in state_of(new, optim).items():
         if name in arrives:
             assert same(found, there[arrives[name]]), name
-        else:  # what does not fit loses its state; what is left out keeps it
+        else:  # what does not fit loses its state; tensors that are left out keep it
             first = slice(1 if "strict" in case.options else None)
             assert same(found[first], before[name][first]), name
 
@@ -422,7 +422,7 @@ def in_ranks(store: str) -> dict[str, bool]:
 
 
 def own_parts(store: str, rank: int) -> bool:
-    """Each rank has other names, as in a pipeline: the patterns are about those of all ranks."""
+    """Each rank has other names, as in a pipeline: the patterns are about the names of all ranks."""
     old, new = build(f"module.enc.{rank}.w:3 enc.{rank}.v:2", rank), build(f"net.{rank}.w:3 net.{rank}.v:2", 5)
     saved, optim = (AdamW(model.parameters(), lr=0.1) for model in (old, new))
     step(saved, 0.5)
