@@ -133,7 +133,7 @@ def follow(
 
     A loop that is late gets the newest and skips those between. Each checkpoint has a lease until the next turn of the
     loop. run: None: as for `checkpoints`. item: another model of the checkpoint, such as an average. dtype: "bf16" or
-    "fp16" for what is stored as float32. Raises InvalidRequest, Damaged or Unavailable.
+    "fp16" for what is stored as float32. Raises InvalidRequest, Damaged, ObjectMissing or Unavailable.
     """
     from ckpt.following import follow as following  # loads torch
 

@@ -18,7 +18,7 @@ from ckpt.capture.parts import part_of
 from ckpt.restoring.destinations import Destinations
 from ckpt.restoring.resolve import leased, noting_damage
 from ckptstore.commits.catalog import Checkpoint
-from ckptstore.errors import NoCheckpoint, ObjectMissing, StateMismatch
+from ckptstore.errors import NoCheckpoint, StateMismatch
 from ckptstore.format.boxes import sizes
 from ckptstore.reading.source import Source, read_manifest
 from ckptstore.reading.weights import Weights, module_name
@@ -95,7 +95,7 @@ def follow(source: Source, run: str, item: str, dtype: str | None) -> Iterator[N
     """The newest checkpoint, then each one that is the newest when the loop asks again, under a lease."""
     held, last = _Held(), ""
     while True:
-        with suppress(NoCheckpoint, ObjectMissing):  # deleted meanwhile: there is a newer one
+        with suppress(NoCheckpoint):  # there is none yet, or it is being deleted: a newer one comes
             found = source.latest(run)
             if found.manifest_digest != last:
                 with leased(source, found):

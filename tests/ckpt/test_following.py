@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import ckpt
 from ckpt import Checkpointer
-from ckptstore.errors import CheckpointHeld, CorruptObject, StateMismatch
+from ckptstore.errors import CheckpointHeld, CorruptObject, ObjectMissing, StateMismatch
 from ckptstore.names import RunKeys
 from ckptstore.operator import StoreOperator
 from ckptstore.stores import open_store
@@ -80,7 +80,9 @@ def test_after_an_error_a_model_has_its_old_weights(folder: Path) -> None:
         weights.load_into(other)
     write_checkpoint(store, "gpt", 3, arrays(3))
     assert (next(follower).load_into(model), holds(model, arrays(3))) == (4, True)
-    follower.close()
+    (folder / RunKeys("gpt").manifest(write_checkpoint(store, "gpt", 4, arrays(4)).attempt)).unlink()
+    with pytest.raises(ObjectMissing):
+        next(follower)
 
 
 def follow_under_fsdp2(store: str) -> list[bool]:
