@@ -143,7 +143,8 @@ class Replicator:
         self._reporting = threading.Lock()
         self._commits: Counter[int] = Counter()
         """By generation."""
-        self._newest: Attempt | None = None
+        self._newest: tuple[Attempt, bool] | None = None
+        """The newest commit, and whether it has joined the replication queue."""
         self._leases: list[str] = []
         self._unpaused = threading.Event()
         self._unpaused.set()
@@ -164,10 +165,10 @@ class Replicator:
         """
         due = self._commits[attempt.generation] % self._setup.replicate_every == 0
         self._commits[attempt.generation] += 1
-        self._newest = max(self._newest or attempt, attempt)
+        newest = (attempt, due and self._enqueue(attempt))
+        self._newest = max(self._newest or newest, newest)
         self._unpaused.set()
         if due:
-            self._enqueue(attempt)
             self._report_queue()
         self._wake()
 
@@ -185,17 +186,20 @@ class Replicator:
 
         Returns earlier if the remote store is away for `retry_s`, or another replicator of this host is at work.
         """
-        if self._newest is not None:
-            self._enqueue(self._newest)
+        if self._newest is not None and not self._newest[1]:
+            self._enqueue(self._newest[0])
         self._unpaused.set()
         self._wake(ending=True)
         self._thread.join()
 
-    def _enqueue(self, attempt: Attempt) -> None:
+    def _enqueue(self, attempt: Attempt) -> bool:
+        """Whether it has joined the replication queue."""
         try:
             enqueue(self._local, attempt)
         except CkptError as error:
             logger.warning("%s may not be replicated to %s: %s", attempt, self._remote.store.url, error)
+            return False
+        return True
 
     def _wake(self, ending: bool = False) -> None:
         with self._changed:
