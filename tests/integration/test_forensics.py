@@ -138,7 +138,7 @@ def test_the_code_and_the_values_of_a_run_are_shown_and_compared(
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     with Checkpointer(str(tmp_path / "store"), run="r") as checkpointer:
         for step in (1, 2):
-            checkpointer.save(model, optim, step, config={"data": "books", "layers": [2, 2]})
+            checkpointer.save(model, optim, step, config={"data": "books", "layers": [2, 2], "seed": [16**4000]})
             optim.param_groups[0]["lr"] = 0.01
     diff = ("diff", "r@1", "r@2", "--store", tmp_path / "store")
     assert invoke(*diff, "-o", "json").json["values"] == {"optim/groups/0/lr": ["0.1", "0.01"]}
@@ -147,8 +147,12 @@ def test_the_code_and_the_values_of_a_run_are_shown_and_compared(
     with running_daemon((tmp_path / "store").as_uri()) as daemon:
         assert f"· {commit}-dirty" in daemon.get("/runs/r").text
         page = daemon.get("/checkpoints/r@2").text
-        for name, value in (("config/data", "books"), ("config/layers", "[2, 2]"), ("optim/groups/0/lr", "0.01")):
-            assert re.search(rf">{name}</th><td[^>]*><div[^>]*>{re.escape(value)}<", page), name
+        shown = {
+            "config/data": "books", "config/layers": "[2, 2]", "config/seed": "[&#39;0x1000",
+            "optim/groups/0/lr": "0.01",
+        }  # fmt: skip
+        for name, value in shown.items():
+            assert re.search(rf">{name}</th><td[^>]*><div[^>]*>{re.escape(value)}", page), name
 
 
 def test_retention_can_keep_the_newest_healthy_checkpoint(folder: Path) -> None:

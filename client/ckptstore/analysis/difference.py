@@ -170,10 +170,17 @@ def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
     within = children(value)
     if within is None or (isinstance(value, (list, tuple)) and all(children(one) is None for one in value)):
         if value is not None:
-            yield path, str(value)
+            yield path, _text(value)
         return
     for key, child in within:
         yield from _texts(child, f"{path}/{key}")
+
+
+def _text(value: Any) -> str:
+    try:
+        return str(value)
+    except ValueError:  # an int of more than the 4,300 digits that Python writes
+        return f"{value:#x}" if isinstance(value, int) else str([_text(one) for one in value])
 
 
 def _change(name: str, dtype: str, shape: tuple[int, ...], sums: _Sums) -> TensorChange:
