@@ -47,6 +47,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "export": ("foreign.export", "Write files for other programs."),
         "import": ("foreign.import_checkpoint", "Store another program's file as a checkpoint."),
         "cp": ("cp.copy_checkpoints", "Copy checkpoints to another store."),
+        "merge": ("foreign.merge", "Average the weights of several checkpoints."),
     },
     "Plan": {
         "plan": ("plan.plan", "Compute sizes, bandwidth, interval and price."),
@@ -92,6 +93,7 @@ SYNONYMS: dict[str, str] = {
     "plan": "estimate cost",
     "du": "size sizes usage space df",
     "cp": "copy sync mirror mv rsync clone",
+    "merge": "average soup combine blend",
     "open": "dashboard ui browse web",
     "token": "tokens auth",
     "config": "profile profiles settings context",
@@ -127,6 +129,11 @@ EXAMPLES: dict[str, str] = {
     "cp": """
         ckptctl cp gpt-small@1000 --to s3://archive/ckpts
         ckptctl cp gpt-small --to /mnt/usb --as gpt-copy
+    """,
+    "merge": """
+        ckptctl merge gpt-small@800 gpt-small@900 gpt-small@1000 --to gpt-soup
+        ckptctl merge seed-1 seed-2 --weights 1,2 --to soup@0
+        ckptctl merge gpt-small@900 gpt-small@1000 --ema 0.999 --to gpt-ema -o id
     """,
     "login": "ckptctl login https://ckptd.example.com --name lab",
     "stats": """

@@ -1,27 +1,48 @@
-"""export: one checkpoint as files for other programs. import: another program's file as a checkpoint."""
+"""export: one checkpoint as files for other programs. import: another program's file as a checkpoint. merge: several
+checkpoints as one."""
 
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from fnmatch import fnmatchcase
+from functools import partial
+from math import fsum, inf
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 import typer
 
 from ckpt.foreign import importing
 from ckpt.foreign.exporting import Export, FileFormat, choose_format, select, size_on_disk, write_whole, writer_of
 from ckpt.foreign.importing import ForeignFormat
+from ckpt.foreign.parts import ForeignSlice, ForeignState
 from ckptapi.remote_create import with_remote_create
-from ckptctl.commands.arguments import CheckpointArgument
+from ckptctl.commands.arguments import CheckpointArgument, a_checkpoint
 from ckptctl.commands.show import find_readable
+from ckptctl.render import Row, Table
 from ckptctl.session import Session, leased
 from ckptstore import human
-from ckptstore.errors import PartlyDone
+from ckptstore.codecs.dtypes import cast, numbers_of
+from ckptstore.commits.labels import LabelChange
+from ckptstore.errors import InvalidRequest, PartlyDone
+from ckptstore.format.shards import Slice
+from ckptstore.reading.safetensors import StoredTensor
 from ckptstore.reading.source import read_local, read_manifest
+from ckptstore.reading.weights import ONLY, VirtualFile, Weights
 from ckptstore.run import Run
+from ckptstore.stores import Store
 
 _MODEL = "model/*"
+_ROUND: dict[str, Callable[[Any], Any]] = {
+    **{name: partial(np.asarray, dtype=name) for name in ("float64", "float32", "float16")},
+    "bfloat16": lambda sums: cast(sums.astype(np.float32).view(np.uint32), "bfloat16"),
+}
+"""Functions that round float64 to elements of a type."""
 
 
 class ExportBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,8 +163,7 @@ def import_checkpoint(
     committed when all data is in the store. Existing checkpoints are never replaced.
     """
     kind, session.creates = importing.choose_format(path, format), True
-    # If the store's create-only writes overwrite, the daemon decides who commits.
-    store = with_remote_create(session.store("import"), os.environ.get("CKPTD_URL"), os.environ.get("CKPT_TOKEN"))
+    store = _store(session, "import")
     run, attempt = importing.new_attempt(store, to, session.clock)
     foreign = importing.read_foreign(path, kind, item)
     with session.screen.progress("importing", foreign.raw_bytes) as progress:
@@ -163,3 +183,96 @@ def import_checkpoint(
     entries = human.count(body.num_entries, "entry")
     text = f"Imported {entries} ({human.size(body.raw_bytes)}) from {path} as {made.id}"
     session.screen.emit(body, [made.id], [text])
+
+
+def merge(
+    session: Session,
+    checkpoints: Annotated[list[str], a_checkpoint("Two or more checkpoints, in order.", "RUN[@STEP]...")],
+    to: Annotated[str, typer.Option(metavar="RUN[@STEP]", help="The new one; by default with their largest step.")],
+    weights: Annotated[str, typer.Option(metavar="X,X,...", help="Their shares, as 1,2,1; equal by default.")] = "",
+    ema: Annotated[
+        float | None, typer.Option(min=0, max=1, metavar="DECAY", help="Exponential average in this order, as 0.999.")
+    ] = None,
+) -> None:
+    """Average the models of checkpoints, by name, and save the result as a checkpoint without an optimizer.
+
+    Sums are made in float64, and rounded to the type of the tensor. Integers must be equal; counters (single numbers)
+    come from the last checkpoint. Names, types and shapes must agree. Tags of the new checkpoint name its parents.
+    Memory does not grow with the checkpoints.
+    """
+    store, shares = _store(session, "merge"), _shares(len(checkpoints), weights, ema)
+    found = [find_readable(session.source, text) for text in checkpoints]
+    ids, counters = [one.id for one in found], set[str]()
+    with ExitStack() as held:
+        for one in found:
+            held.enter_context(leased(session.source, one))
+        contents = [read_manifest(session.source, one).content for one in found]
+        files = [Weights.of(content, naming=str).files(sys.maxsize)[ONLY] for content in contents]
+        _require_alike(session, ids, files)
+
+        def average(tensor: StoredTensor, start: int, into: memoryview) -> None:
+            kind, seen, total = tensor.dtype.replace("complex64", "float32"), set[bytes](), np.zeros(())
+            for one, file, share in zip(found, files, shares, strict=True):
+                file.read(session.source, one, tensor.at + start, into)
+                if kind in _ROUND:
+                    total = total + share * numbers_of(kind, into).astype(float)
+                else:
+                    seen.add(bytes(into))
+            if kind in _ROUND:
+                into[:] = _ROUND[kind](total).view(np.uint8).data
+            elif len(seen) > 1:
+                if tensor.shape:
+                    raise InvalidRequest(f"{tensor.name} differs, and is {kind}", "Only floating-point numbers may")
+                counters.add(tensor.name)
+
+        foreign, last = ForeignState(), contents[-1]
+        foreign.trees[_MODEL[:-2]] = last.trees[_MODEL[:-2]]
+        foreign.aliases = {alias: name for alias, name in last.aliases.items() if fnmatchcase(alias, _MODEL)}
+        for tensor in files[0].tensors:
+            piece = Slice.whole(f"model/{tensor.name}", tensor.dtype, tensor.shape)
+            foreign.parts.append(ForeignSlice(piece, partial(average, tensor)))
+        to = to if "@" in to else f"{to}@{max(one.step for one in found)}"
+        run, attempt = importing.new_attempt(store, to, session.clock)
+        with session.screen.progress("merging", foreign.raw_bytes) as progress:
+            made = importing.write_checkpoint(Run(store, run, session.clock), attempt, foreign, progress)
+    tags = {f"parent-{number}": f"{id} {shares[number]:.6g}" for number, id in enumerate(ids)}
+    session.operator.label(made, LabelChange(tags))
+    if counters:
+        session.screen.note(f"from the last checkpoint, as counters have no average: {', '.join(counters)}")
+    body = {"id": made.id, "parents": ids, "weights": shares, "from_last": sorted(counters)}
+    session.screen.emit(body, [made.id], [f"Merged {', '.join(ids)} as {made.id}"])
+
+
+def _shares(count: int, weights: str, ema: float | None) -> list[float]:
+    """The share of each checkpoint; their sum is 1. Pure. Raises InvalidRequest."""
+    try:
+        given = [float(one) for one in weights.split(",")] if weights else [1.0] * count
+    except ValueError:
+        given = []
+    if ema is not None and not weights:
+        given = [(1 - ema if number else 1) * ema ** (count - 1 - number) for number in range(count)]
+    total = fsum(given)
+    if not 2 <= count == len(given) or not 0 < total < inf or (weights and ema is not None):
+        raise InvalidRequest(
+            f"{human.count(count, 'checkpoint')} cannot be merged so",
+            "Name two or more, with --weights 1,2,1 for three of them, or --ema, or neither",
+        )
+    return [one / total for one in given]
+
+
+def _require_alike(session: Session, ids: Sequence[str], files: Sequence[VirtualFile]) -> None:
+    """Raises InvalidRequest, after a table of the tensors that are not the same in all files."""
+    kinds = [{one.name: f"{list(one.shape)} {one.dtype}" for one in file.tensors} for file in files]
+    names = {name: [kind.get(name, "-") for kind in kinds] for every in kinds for name in every}
+    rows = [Row((name, *texts)) for name, texts in names.items() if len(set(texts)) > 1]
+    if rows:
+        session.screen.preview([Table(("TENSOR", *ids), rows)])
+        raise InvalidRequest(
+            f"{human.count(len(rows), 'tensor')} not alike in all checkpoints, first {rows[0].cells[0]}",
+            "Merge checkpoints of one model",
+        )
+
+
+def _store(session: Session, command: str) -> Store:
+    """The store to write to. If its create-only writes overwrite, the daemon decides who commits."""
+    return with_remote_create(session.store(command), os.environ.get("CKPTD_URL"), os.environ.get("CKPT_TOKEN"))
