@@ -146,7 +146,9 @@ def _context(core: _Core, cache: BlockCache, threads: Threads) -> Context:
     store, clock = core.store, core.clock
     objects, source = Objects(store, core.catalog, cache), StoreSource(store, clock)
     leases = RestoreLeases(store, core.restores, core.metrics, clock, core.events.restore_ended)
-    handlers = JobHandlers(store, core.store_sync, clock, core.settings.orphan_grace_seconds, objects.forget)
+    handlers = JobHandlers(
+        store, core.store_sync, clock, core.settings.orphan_grace_seconds, objects.forget, core.settings.jobs_on
+    )
     return Context(
         threads=threads,
         metrics=core.metrics,

@@ -78,6 +78,9 @@ class Settings:
     verify_ranks: str = _knob(
         "", "Comma-separated numbers of ranks on which it must restore, in addition to the number that saved."
     )
+    jobs_on: str = _knob(
+        "", "Where verify and heal jobs work: local:8, dask://HOST:8786, ray://HOST:10001. Empty: in the daemon."
+    )
     notice_seconds: float = _knob(2.0, "After SIGTERM: time that /readyz fails before the port is closed.")
     drain_seconds: float = _knob(20.0, "After that: time for open requests to finish.")
     webhooks: str = _knob(

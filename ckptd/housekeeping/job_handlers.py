@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,12 +16,15 @@ from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints
 from ckptstore.commits.labels import find
 from ckptstore.errors import InvalidRequest
+from ckptstore.fleet import open_engine, run_units
 from ckptstore.names import Reference
 from ckptstore.operator import StoreOperator
+from ckptstore.reading.verify import Verification
 from ckptstore.retention.deletion import CollectReport
-from ckptstore.retention.scrubbing import confirm_damage, scrub
+from ckptstore.retention.scrubbing import confirm_damage, scrub, scrub_unit
 from ckptstore.run import Run
 from ckptstore.stores import Store
+from ckptstore.units import Unit, units_of
 
 _MOST_LISTED = 100
 """Items of a list in a result."""
@@ -36,6 +40,8 @@ class JobHandlers:
     _orphan_grace_s: float
     _forget: Callable[[str], None]
     """Called with the key of an object that was written again, whose cached bytes are obsolete."""
+    _jobs_on: str
+    """The engine that reads and heals; empty: this process."""
 
     def by_kind(self) -> Mapping[type, JobHandler]:
         """The handlers by the type of their request."""
@@ -70,10 +76,7 @@ class JobHandlers:
         healed: list[str] = []
         estimates: dict[str, Any] = {}
         num_checked = 0
-        found_each = scrub(
-            self._store, chosen, progress.by, self._clock, progress.advance, heal_from=heal_from, ranks=ranks
-        )
-        for found in found_each:
+        for found in self._scrub_each(chosen, progress, heal_from, ranks):
             num_checked += 1
             for key in found.healed:
                 self._forget(key)
@@ -89,6 +92,27 @@ class JobHandlers:
         if heal_from is not None:
             result |= {"healed": healed[:_MOST_LISTED], "num_healed": len(healed)}
         return result if ranks is None else {**result, "estimates": estimates}
+
+    def _scrub_each(
+        self,
+        chosen: list[Checkpoint],
+        progress: JobProgress,
+        heal_from: Sequence[Store] | None,
+        ranks: Sequence[int] | None,
+    ) -> Iterator[Verification]:
+        if not self._jobs_on:
+            yield from scrub(
+                self._store, chosen, progress.by, self._clock, progress.advance, heal_from=heal_from, ranks=ranks
+            )
+            return
+        work = partial(scrub_unit, self._store.url, progress.by, heal_from is not None, ranks)
+        with open_engine(self._jobs_on) as (executor, _):
+            units = units_of(Unit((c.id,), c.needed_bytes) for c in chosen)
+            for unit, found in run_units(executor, work, units):
+                if isinstance(found, Exception):
+                    raise found
+                progress.advance(unit.bytes)
+                yield from found
 
     def _confirm(self, checkpoint: Checkpoint, chunks: list[ChunkBody], progress: JobProgress) -> dict[str, Any]:
         run = Run(self._store, checkpoint.run, self._clock, progress.by)

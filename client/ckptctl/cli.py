@@ -53,7 +53,7 @@ class _Program(TyperGroup):
 
     def main(self, args: Sequence[str] | None = None, *_: Any, **extra: Any) -> Any:
         arguments = list(sys.argv[1:] if args is None else args)
-        extra["standalone_mode"] = False
+        extra |= {"standalone_mode": False, "obj": arguments}
         sys.exit(_exit_code(lambda: super(_Program, self).main(arguments, **extra), arguments))
 
 
@@ -97,7 +97,7 @@ class _Command(TyperCommand):
         from ckptctl.session import Session
 
         screen = Screen(Output(given["output"]), not given["no_color"], given["quiet"])
-        ctx.obj = session = Session(options.target, screen, given=given)
+        ctx.obj = session = Session(options.target, screen, given=given, arguments=ctx.obj)
         ctx.call_on_close(session.close)
         with screen.patience(lambda: f"waiting for {session.target.url}"):
             try:

@@ -129,6 +129,7 @@ EXAMPLES: dict[str, str] = {
     "cp": """
         ckptctl cp gpt-small@1000 --to s3://archive/ckpts
         ckptctl cp gpt-small --to /mnt/usb --as gpt-copy
+        ckptctl cp 'team-*' --to s3://archive/ckpts --on slurm:cpu:32
     """,
     "merge": """
         ckptctl merge gpt-small@800 gpt-small@900 gpt-small@1000 --to gpt-soup
@@ -150,12 +151,13 @@ EXAMPLES: dict[str, str] = {
     """,
     "verify": """
         ckptctl verify gpt-small@1000
-        ckptctl verify --all
+        ckptctl verify '*'
         ckptctl verify gpt-small@latest --ranks 8 --ranks 512
     """,
     "scrub": """
         ckptctl scrub
         ckptctl scrub --store /mnt/ckpts --older 30d --rate 50MB
+        ckptctl scrub 'team-*' --store /mnt/ckpts --on local:8
         ckptctl scrub --store /mnt/ckpts --heal --from /mnt/backup
     """,
     "drain": """
@@ -201,6 +203,7 @@ EXAMPLES: dict[str, str] = {
     "audit": "ckptctl audit gpt-small --limit 10",
     "export": """
         ckptctl export gpt-small@latest --to gpt-small.safetensors
+        ckptctl export 'team-*' --to 'models/{run}-{step}.safetensors'
         ckptctl export gpt-small@1000 --to gpt-small --format huggingface --names 'model/*'
     """,
     "import": "ckptctl import last.pt gpt-small@0 --store s3://bucket/ckpts",

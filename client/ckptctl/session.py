@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -39,6 +39,8 @@ class Session:
     clock: Clock = system_clock
     given: Mapping[str, Any] = field(default_factory=dict)
     """The values of the global options."""
+    arguments: Sequence[str] = ()
+    """The command line, without the name of the program."""
     _local: str | None = None
     creates: bool = False
     """Whether this call may make the store's folder, as a first save does."""

@@ -398,6 +398,7 @@ LOCAL_ID = "_near/id"
 """The create-only object by which ranks recognize that they save to the same local tier."""
 POLICIES_PREFIX = "_policies/"
 PROBES_PREFIX = "_probes/"
+UNITS_PREFIX = "_units/"
 
 
 def policies_key(version: int) -> str:

@@ -62,7 +62,7 @@ def test_the_second_checkpoint_references_the_first_and_stores_no_cast(folder: P
     newest, oldest = query(folder, "ls", RUN)
     assert (oldest["referenced_bytes"], newest["referenced_bytes"] > 0) == (0, True)
     assert newest["stored_bytes"] < oldest["stored_bytes"] < oldest["raw_bytes"]
-    assert query(folder, "verify", "--all")
+    assert query(folder, "verify", "*")
     source = StoreSource(open_store(str(folder)))
     assert derived_bytes(read_manifest(source, source.latest(RUN)).content) == {"model/cast": 2 * 16 * 32}
     assert invoke("rm", f"{RUN}@1", "--yes", "--store", folder).code == 6, "referenced"

@@ -49,10 +49,10 @@ def test_exit_codes_and_where_results_and_errors_go(folder: Path, filled: Store)
     done = run("ls", "typo", "--store", folder)
     assert (done.code, done.stdout, "\x1b" in done.stderr) == (4, "", False)
     assert done.stderr.startswith("error: run 'typo' has no checkpoint in file://")
-    done = run("verify", "--all", "-o", "json", "--store", folder)
+    done = run("verify", "*", "-o", "json", "--store", folder)
     assert (done.code, len(done.json), done.stderr) == (0, 6, "")
     flip(folder / RunKeys("gpt").shard(newest.attempt, "shard-00000.ckpt"), 0)
-    assert run("verify", "--all", "--store", folder).code == 5
+    assert run("verify", "*", "--store", folder).code == 5
 
 
 def test_a_pipe_is_not_shortened_unless_it_has_a_width(folder: Path) -> None:
@@ -104,11 +104,11 @@ def test_a_late_reader_is_spared_and_reported(folder: Path, filled: Store, keep:
 
 
 def test_progress_is_for_people_who_watch(folder: Path, tmp_path: Path) -> None:
-    for args in (("verify", "--all"), ("export", "gpt@40", "--to", tmp_path / "x.safetensors")):
+    for args in (("verify", "*"), ("export", "gpt@40", "--to", tmp_path / "x.safetensors")):
         with Terminal(*args, "--store", folder) as terminal:
             assert terminal.finish() == 0
             assert "━" in terminal.screen
-    with Terminal("verify", "--all", "--store", folder, "-q") as terminal:
+    with Terminal("verify", "*", "--store", folder, "-q") as terminal:
         assert terminal.finish() == 0
         assert "━" not in terminal.screen
 
@@ -144,7 +144,7 @@ def test_a_store_on_s3(s3_store: S3Location, tmp_path: Path) -> None:
     to = tmp_path / "x.safetensors"
     for args, code in (
         (("ls", "gpt", "-o", "id"), 0),
-        (("verify", "--all"), 0),
+        (("verify", "*"), 0),
         (("export", "gpt@2", "--to", to), 0),
         (("prune", "--keep", "1", "--yes"), 0),
         (("show", "gpt@1"), 4),
@@ -435,8 +435,7 @@ MISTAKES = [
     Mistake("prune gpt --max-bytes much --yes", 2, "'much'", "2.5GB"),
     Mistake("rm gpt@20", 2, "nothing was deleted", "--yes"),
     Mistake("rm gpt@40 --yes", 6, "newest", "--force"),
-    Mistake("verify", 2, "nothing to verify", "--all"),
-    *(Mistake(f"verify {name} --all", 2, "not both", "--all for all runs") for name in ("gpt", "gpt@40")),
+    Mistake("verify", 2, "nothing to verify", "for all runs"),
     # Files
     Mistake("export gpt@40 --to {folder}/x.bin", 2, "x.bin", "--format"),
     Mistake("import {folder}/none.pt r@1", 2, "none.pt does not exist", "Pass a file or folder"),

@@ -12,6 +12,7 @@ import typer
 from ckptapi.bodies import CheckpointBody
 from ckptapi.remote_create import with_remote_create
 from ckptctl.commands.arguments import ChosenArgument, DryRunOption
+from ckptctl.commands.fleet import in_units
 from ckptctl.commands.listing import show_meant
 from ckptctl.session import Session, leased
 from ckptstore import human
@@ -33,6 +34,7 @@ class CopyBody(msgspec.Struct, frozen=True, kw_only=True):
     """The copy was there before; nothing was written."""
 
 
+@in_units("which", lambda session, which, **_: _usable(session, which or []), dry_run=False)
 def copy_checkpoints(
     session: Session,
     which: ChosenArgument = None,
@@ -56,7 +58,7 @@ def copy_checkpoints(
         raise InvalidRequest("the store to copy to is the same", "Use another --to, or another run with --as")
     # If the store's create-only writes overwrite, the daemon decides who commits.
     target = with_remote_create(open_store(to), os.environ.get("CKPTD_URL"), os.environ.get("CKPT_TOKEN"))
-    chosen = list({c.id: c for text in which for c in _usable(session, text)}.values())
+    chosen = _usable(session, which)
     if name is not None and len({c.run for c in chosen}) > 1:
         raise InvalidRequest("--as names one run, but several are copied", "Copy them one after the other")
     if dry_run:
@@ -75,8 +77,9 @@ def copy_checkpoints(
         raise PartlyDone("; ".join(error.message for error in failed), failed[0].hint)
 
 
-def _usable(session: Session, text: str) -> list[Checkpoint]:
-    return [c for c in reversed(session.chosen(text)) if "@" in text or c.state is State.COMMITTED]
+def _usable(session: Session, which: Sequence[str]) -> list[Checkpoint]:
+    chosen = ((text, c) for text in which for c in reversed(session.chosen(text)))
+    return list({c.id: c for text, c in chosen if "@" in text or c.state is State.COMMITTED}.values())
 
 
 def _copy_each(

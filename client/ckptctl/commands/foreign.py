@@ -18,16 +18,27 @@ import numpy as np
 import typer
 
 from ckpt.foreign import importing
-from ckpt.foreign.exporting import Export, FileFormat, choose_format, select, size_on_disk, write_whole, writer_of
+from ckpt.foreign.exporting import (
+    Export,
+    FileFormat,
+    Selection,
+    choose_format,
+    select,
+    size_on_disk,
+    write_whole,
+    writer_of,
+)
 from ckpt.foreign.importing import ForeignFormat
 from ckpt.foreign.parts import ForeignSlice, ForeignState
 from ckptapi.remote_create import with_remote_create
-from ckptctl.commands.arguments import CheckpointArgument, a_checkpoint
+from ckptctl.commands.arguments import a_checkpoint
+from ckptctl.commands.fleet import in_units
 from ckptctl.commands.show import find_readable
 from ckptctl.render import Row, Table
 from ckptctl.session import Session, leased
 from ckptstore import human
 from ckptstore.codecs.dtypes import cast, numbers_of
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.labels import LabelChange
 from ckptstore.errors import InvalidRequest, PartlyDone
 from ckptstore.format.shards import Slice
@@ -59,13 +70,34 @@ class ExportBody(msgspec.Struct, frozen=True, kw_only=True):
     positions: list[str]
     """Positions in data loaders, which are in no export either."""
 
+    @staticmethod
+    def of(found: Checkpoint, path: Path, kind: FileFormat, selection: Selection) -> ExportBody:
+        """The body for a checkpoint that was written to `path`."""
+        return ExportBody(
+            id=found.id,
+            path=str(path),
+            format=kind,
+            num_entries=len(selection.entries),
+            raw_bytes=selection.raw_bytes,
+            file_bytes=size_on_disk(path),
+            left_out=list(selection.left_out),
+            positions=list(selection.positions),
+        )
 
+
+@in_units("checkpoint", lambda session, checkpoint, to, **_: _destinations(session, checkpoint, to).values())
 def export(
     session: Session,
-    checkpoint: CheckpointArgument,
+    checkpoint: Annotated[
+        list[str], a_checkpoint("RUN@STEP, or RUN for its newest checkpoint; * and ? are wildcards.", "RUN[@STEP]")
+    ],
     to: Annotated[
         Path,
-        typer.Option("--to", metavar="PATH", help="Output path; the suffixes .safetensors and .pt set the format."),
+        typer.Option(
+            "--to",
+            metavar="PATH",
+            help="Output path; the suffixes .safetensors and .pt set the format. For several: {run} and {step} in it.",
+        ),
     ],
     format: Annotated[
         FileFormat | None, typer.Option("--format", help="Required if the suffix does not set it.")
@@ -97,28 +129,43 @@ def export(
     """
     kind = choose_format(to, format, dtype)
     write = writer_of(kind, human.parse_size(max_shard_size))
-    found = find_readable(session.source, checkpoint)
-    with leased(session.source, found):
-        manifest = read_manifest(session.source, found)
-        content, local = manifest.content, read_local(session.source, found, manifest, 0)
-        selection = select(found, content, names or (_MODEL if kind is FileFormat.HUGGINGFACE else None), local)
-        with session.screen.progress("reading", selection.raw_bytes) as progress:
-            task = Export(session.source, found, content, selection, progress, dtype)
-            write_whole(to, kind, force, lambda path: write(task, path))
-    body = ExportBody(
-        id=found.id,
-        path=str(to),
-        format=kind,
-        num_entries=len(selection.entries),
-        raw_bytes=selection.raw_bytes,
-        file_bytes=size_on_disk(to),
-        left_out=list(selection.left_out),
-        positions=list(selection.positions),
-    )
-    entries = human.count(body.num_entries, "entry")
-    text = f"Wrote {entries} of {found.id} to {to} ({human.size(body.file_bytes)})"
-    session.screen.emit(body, [found.id], [text])
-    _report_left_out(session, body)
+    bodies: list[ExportBody] = []
+    for path, chosen in _destinations(session, checkpoint, to).items():
+        found = find_readable(session.source, chosen.id)
+        with leased(session.source, found):
+            manifest = read_manifest(session.source, found)
+            content, local = manifest.content, read_local(session.source, found, manifest, 0)
+            selection = select(found, content, names or (_MODEL if kind is FileFormat.HUGGINGFACE else None), local)
+            if path != to:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            if path == to or force or not path.exists():  # one of several that exists is complete
+                with session.screen.progress("reading", selection.raw_bytes) as progress:
+                    task = Export(session.source, found, content, selection, progress, dtype)
+                    write_whole(path, kind, force, partial(write, task))
+        bodies.append(ExportBody.of(found, path, kind, selection))
+    _report_exports(session, bodies)
+
+
+def _report_exports(session: Session, bodies: Sequence[ExportBody]) -> None:
+    lines = [
+        f"Wrote {human.count(body.num_entries, 'entry')} of {body.id} to {body.path} ({human.size(body.file_bytes)})"
+        for body in bodies
+    ]
+    session.screen.emit(bodies[0] if len(bodies) == 1 else bodies, [body.id for body in bodies], lines)
+    for body in bodies:
+        _report_left_out(session, body)
+
+
+def _destinations(session: Session, which: Sequence[str], to: Path) -> dict[Path, Checkpoint]:
+    """Where each checkpoint is written. Raises InvalidRequest if several would be written to the same place."""
+    chosen = {c.id: c for text in which for c in session.labelled(text)}.values()
+    places = {Path(str(to).replace("{run}", c.run).replace("{step}", str(c.step))): c for c in chosen}
+    if len(places) < len(chosen):
+        raise InvalidRequest(
+            f"{len(chosen)} checkpoints are written to {human.count(len(places), 'place')}",
+            "Name them by run and step: --to '{run}/{step}.safetensors'",
+        )
+    return places
 
 
 def _report_left_out(session: Session, body: ExportBody) -> None:

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from ckptapi.bodies import PruneBody
 from ckptctl.commands.arguments import RunArgument, YesOption
+from ckptctl.commands.fleet import in_units
 from ckptctl.commands.listing import STATE_STYLES, short_id
 from ckptctl.commands.struct_options import with_options
 from ckptctl.render import Block, Row, Table
@@ -22,6 +23,7 @@ from ckptstore.retention.policy import KeepDecision
 from ckptstore.retention.pruning import Prune, PrunePlan
 
 
+@in_units("run", lambda session, run, **_: session.run_names(run), dry_run=False)
 @with_options(rules=Policy)
 def prune(
     session: Session,

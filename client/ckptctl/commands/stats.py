@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
+from itertools import chain, groupby
 from typing import Annotated
 
 import msgspec
 import typer
 
 from ckptctl.commands.arguments import a_checkpoint
+from ckptctl.commands.fleet import in_units
 from ckptctl.commands.show import find_readable
 from ckptctl.render import Block, Row, Table
 from ckptctl.session import Session
@@ -17,7 +19,6 @@ from ckptstore.analysis.history import series
 from ckptstore.analysis.statistics import CheckpointStatistics, TensorStatistics, read_statistics
 from ckptstore.codecs.dtypes import is_float
 from ckptstore.errors import InvalidRequest
-from ckptstore.names import check_run
 
 _TABLES = 12
 
@@ -32,11 +33,12 @@ class StatisticsBody(msgspec.Struct, frozen=True, kw_only=True):
     """Why the statistics of some ranks are missing."""
 
 
+@in_units("target", lambda session, target, **_: session.run_names(target))
 def stats(
     session: Session,
     target: Annotated[
         str,
-        a_checkpoint("A run, or one checkpoint."),
+        a_checkpoint("A run, or one checkpoint; * and ? are wildcards for runs."),
     ],
     names: Annotated[
         str | None,
@@ -50,14 +52,19 @@ def stats(
     if "@" in target:
         found = [read_statistics(session.source, find_readable(session.source, target))]
     else:
-        found, skipped = read_series(session, check_run(target))
-        for text in skipped:
-            session.screen.note(text)
+        found = []
+        for run, listed in session.checkpoints(target).items():
+            of_run, skipped = series(session.source, run, listed) if listed else ([], [])
+            found += of_run
+            for text in skipped:
+                session.screen.note(text)
     bodies = [_body(one, names) for one in found]
     if names is not None and not any(body.tensors for body in bodies):
         raise InvalidRequest(f"no tensor of {target} matches {names!r}", "Leave out --names to show all")
     ids = [body.checkpoint for body in bodies]
-    session.screen.emit(bodies[0] if "@" in target else bodies, ids, _blocks(bodies, one="@" in target))
+    by_run = groupby(bodies, lambda body: body.checkpoint.partition("@")[0])
+    blocks = chain.from_iterable(_blocks(list(of_run), one="@" in target) for _, of_run in by_run)
+    session.screen.emit(bodies[0] if "@" in target else bodies, ids, blocks)
 
 
 def read_series(session: Session, run: str) -> tuple[list[CheckpointStatistics], list[str]]:

@@ -88,7 +88,7 @@ def with_options(**structs: type[msgspec.Struct]) -> Callable[[Callable[..., Non
         for own in inspect.signature(command, eval_str=True).parameters.values():
             options = [one.parameter() for one in inputs.values() if one.owner == own.name]
             parameters += options or [own]
-        return _shown_as(wrapper, command, parameters)
+        return shown_as(wrapper, command, parameters)
 
     return decorate
 
@@ -102,16 +102,17 @@ def with_session(command: Callable[..., None]) -> Callable[..., None]:
     def wrapper(ctx: typer.Context, **given: Any) -> None:
         command(ctx.obj, **given)
 
-    return _shown_as(wrapper, command, [first.replace(name="ctx", annotation=typer.Context), *others])
+    return shown_as(wrapper, command, [first.replace(name="ctx", annotation=typer.Context), *others])
 
 
-def _shown_as(
+def shown_as(
     wrapper: Callable[..., None], command: Callable[..., None], parameters: Sequence[inspect.Parameter]
 ) -> Callable[..., None]:
-    """The wrapper with these parameters, and the name and the description of the command."""
+    """The wrapper with these parameters, in place of the command."""
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {each.name: each.annotation for each in parameters}
     wrapper.__doc__, wrapper.__name__ = command.__doc__, command.__name__
+    wrapper.__module__, wrapper.__qualname__ = command.__module__, command.__qualname__  # by which it is pickled
     return wrapper
 
 

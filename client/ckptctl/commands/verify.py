@@ -11,7 +11,8 @@ import msgspec
 import typer
 
 from ckptapi.bodies import HealJob, VerifyJob
-from ckptctl.commands.arguments import ChosenArgument, a_checkpoint
+from ckptctl.commands.arguments import ChosenArgument
+from ckptctl.commands.fleet import in_units
 from ckptctl.commands.jobs import follow, job_blocks
 from ckptctl.commands.listing import short_id
 from ckptctl.render import Block, Row, Table
@@ -20,7 +21,6 @@ from ckptstore import human
 from ckptstore.commits.audit import operator
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint
-from ckptstore.names import Reference
 from ckptstore.reading.rehearsal import MAX_RANKS, RestoreEstimate
 from ckptstore.reading.verify import Verification
 from ckptstore.reading.verify import verify as verify_checkpoint
@@ -56,10 +56,10 @@ class VerificationBody(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+@in_units("which", lambda *given, **named: _choose(*given, **named))
 def verify(
     session: Session,
     which: ChosenArgument = None,
-    everything: Annotated[bool, typer.Option("--all", help="All checkpoints of all runs.")] = False,
     ranks: Annotated[
         list[int] | None,
         typer.Option(
@@ -79,7 +79,7 @@ def verify(
     share this speed, on one host or at the limit of the store.
     """
     session.operator.read_past_caches()  # bytes from a cache prove nothing about the store
-    chosen = _choose(session, which or [], everything)
+    chosen = _choose(session, which)
     results: list[Verification] = []
     with session.screen.progress("verifying", sum(c.needed_bytes for c in chosen)) as progress:
         for checkpoint in chosen:
@@ -106,14 +106,9 @@ def _raise_if_damaged(num_damaged: int, num_checked: int, hint: str) -> None:
         raise CorruptObject(f"{num_damaged} of {human.count(num_checked, 'checkpoint')} damaged", hint)
 
 
-def _choose(session: Session, which: Sequence[str], everything: bool) -> list[Checkpoint]:
-    if bool(which) == everything:
-        raise InvalidRequest(
-            "verify needs checkpoints or runs, or --all, not both" if which else "nothing to verify is given",
-            "Give RUN@STEP, RUN for all checkpoints of a run, or --all for all runs",
-        )
-    if everything:
-        return [c for found in session.checkpoints(None).values() for c in found]
+def _choose(session: Session, which: Sequence[str] | None, **_: Any) -> list[Checkpoint]:
+    if not which:
+        raise InvalidRequest("nothing to verify is given", "Give RUN@STEP, RUN for all of a run, or '*' for all runs")
     return [c for text in which for c in session.chosen(text)]
 
 
@@ -168,12 +163,10 @@ def _duration(seconds: float | None) -> str:
     return "-" if seconds is None else human.duration(seconds)
 
 
+@in_units("which", lambda *given, **named: _due(*given, **named), older=None, limit=None)
 def scrub_checkpoints(
     session: Session,
-    which: Annotated[
-        str | None,
-        a_checkpoint("All checkpoints of a run, or one checkpoint, even if it is known to be corrupt."),
-    ] = None,
+    which: ChosenArgument = None,
     older: Annotated[
         str | None,
         typer.Option(metavar="TIME", help="Only checkpoints not verified for this time: 12h, 30d."),
@@ -199,19 +192,20 @@ def scrub_checkpoints(
     """
     if copy is not None and not heal:
         raise InvalidRequest("--from is given without --heal", "Add --heal")
-    named: dict[str, Any] = {"checkpoint" if which is not None and "@" in which else "run": which}
-
     if session.target.is_daemon:
-        if (older, limit, rate, copy) != (None, None, None, None):
+        one = which[0] if which else None
+        named: dict[str, Any] = {"checkpoint" if one is not None and "@" in one else "run": one}
+        if len(which or ()) > 1 or (older, limit, rate, copy) != (None, None, None, None):
             raise InvalidRequest(
-                "--older, --limit, --rate and --from work on stores only", "For a daemon, use ckptd --scrub-days"
+                "several runs, --older, --limit, --rate and --from work on stores only",
+                "For a daemon, use ckptd --scrub-days",
             )
         job = follow(session, session.daemon("scrub"), HealJob(**named) if heal else VerifyJob(**named))
         result = job.result or {}
         session.screen.emit(job, result.get("corrupt", []), job_blocks(job, session.clock()))
         _raise_if_damaged(result.get("num_corrupt", 0), result.get("checked", 0), _QUARANTINED)
         return
-    due = _due(session, which, older, heal)[:limit]
+    due = _due(session, which, older, limit, heal)
     throttle = RateLimiter(human.parse_size(rate) if rate else 0, session.clock, time.sleep)
     heal_from = ([] if copy is None else [open_store(copy)]) if heal else None
     with session.screen.progress("scrubbing", sum(checkpoint.needed_bytes for checkpoint in due)) as progress:
@@ -225,9 +219,12 @@ def scrub_checkpoints(
 _QUARANTINED = "They are now listed as corrupt. Try ckptctl scrub --heal, with --from if there is a copy, or ckptctl rm"
 
 
-def _due(session: Session, which: str | None, older: str | None, damaged: bool) -> list[Checkpoint]:
-    if which is not None and "@" in which:
-        return [session.source.find(Reference.parse(which))]
+def _due(
+    session: Session, which: list[str] | None, older: str | None, limit: int | None, heal: bool, **_: Any
+) -> list[Checkpoint]:
+    named = [checkpoint for text in which or () if "@" in text for checkpoint in session.chosen(text)]
     before = session.clock() - human.parse_duration(older) if older else float("inf")
-    runs = [Run(session.store("scrub"), name, session.clock) for name in session.run_names(which)]
-    return due_for_scrub(runs, before, damaged=damaged)
+    texts: Sequence[str | None] = which or [None]
+    names = dict.fromkeys(name for text in texts if text is None or "@" not in text for name in session.run_names(text))
+    runs = [Run(session.store("scrub"), name, session.clock) for name in names]
+    return [*named, *due_for_scrub(runs, before, damaged=heal)][:limit]

@@ -11,24 +11,25 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from ckptstore.clock import Clock
+from ckptstore.clock import Clock, system_clock
 from ckptstore.commits.catalog import Checkpoint, State, latest, list_checkpoints
 from ckptstore.commits.hidden import hidden_attempts
+from ckptstore.commits.labels import find
 from ckptstore.commits.leases import release_lease, renew_lease, take_lease
 from ckptstore.commits.references import marks
 from ckptstore.errors import Damaged, NoCheckpoint
 from ckptstore.format.documents import FORMAT
 from ckptstore.format.records import Finding
-from ckptstore.names import Attempt
+from ckptstore.names import Attempt, Reference
 from ckptstore.reading.fetch import Progress
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import Verification, VerifiedChunks, verify
 from ckptstore.retention.healing import heal
 from ckptstore.run import Run
-from ckptstore.stores import Store
+from ckptstore.stores import Store, open_store
+from ckptstore.units import Unit
 
 _LEASE_S = 3600.0
-_BURST_S = 0.5
 
 
 @dataclass
@@ -45,15 +46,14 @@ class RateLimiter:
         self._free_at = self._clock()
 
     def __call__(self, count: int) -> None:
-        """Record `count` bytes read, and sleep if the callers are ahead of the rate."""
+        """Record `count` bytes read, and sleep until the callers are within the rate."""
         if not self._bytes_per_s:
             return
         with self._lock:
             now = self._clock()
             self._free_at = max(self._free_at, now) + count / self._bytes_per_s
             ahead_s = self._free_at - now
-        if ahead_s > _BURST_S:
-            self._sleep(ahead_s)
+        self._sleep(ahead_s)
 
 
 def due_for_scrub(runs: Iterable[Run], older_than: float = float("inf"), damaged: bool = False) -> list[Checkpoint]:
@@ -126,6 +126,13 @@ def scrub(
                 continue
             record_finding(run, result)
         yield result
+
+
+def scrub_unit(url: str, by: str, heals: bool, ranks: Collection[int] | None, unit: Unit) -> list[Verification]:
+    """As `scrub`, of the checkpoints of a unit, in any process that reaches the store."""
+    store = open_store(url)
+    chosen = [find(Run(store, each.run), each) for each in map(Reference.parse, unit.targets)]
+    return list(scrub(store, chosen, by, system_clock, heal_from=() if heals else None, ranks=ranks))
 
 
 def confirm_damage(

@@ -26,7 +26,7 @@ def test_all_or_one_run_or_one_checkpoint_that_is_ok(folder: Path) -> None:
         assert all(result["ok"] for result in results)
         return [result["id"].partition(".")[0] for result in results]
 
-    assert verified("--all") == ["gpt@40", "gpt@30", "gpt@30", "gpt@20", "gpt@10", "wide@5"]
+    assert verified("*") == ["gpt@40", "gpt@30", "gpt@30", "gpt@20", "gpt@10", "wide@5"]
     assert (verified("wide"), verified("gpt@20")) == (["wide@5"], ["gpt@20"])
     assert verified("gpt@20", "w*") == ["gpt@20", "wide@5"]
     done = invoke("verify", "gpt@40", "--store", folder)
@@ -43,7 +43,7 @@ def test_every_problem_of_every_checkpoint_is_listed(
     flip(shard, 0)
     flip(shard, shard.stat().st_size - 1)
     shard_path(folder, fourth).unlink()
-    done = invoke("verify", "--all", *target)
+    done = invoke("verify", "*", *target)
     assert done.code == 5
     assert "2 of 6 checkpoints damaged" in done.stderr
     assert "chunk 0 of shard-00000.ckpt" in done.stdout
@@ -51,10 +51,10 @@ def test_every_problem_of_every_checkpoint_is_listed(
     verdicts = {line.split()[0]: line.split()[4:] for line in done.stdout.splitlines()[1:7]}
     assert (verdicts["gpt@40"], verdicts["gpt@20"]) == (["2", "problems"], ["14", "problems"])
     assert sum(verdict == ["ok"] for verdict in verdicts.values()) == 4
-    programs = invoke("verify", "--all", *target, "-o", "json")
+    programs = invoke("verify", "*", *target, "-o", "json")
     assert (programs.code, programs.error["code"]) == (5, "corrupt")
     assert [result["id"] for result in programs.json if not result["ok"]] == [newest.id, fourth.id]
-    assert invoke("verify", "--all", *target, "-o", "id").stdout == f"{newest.id}\n{fourth.id}\n"
+    assert invoke("verify", "*", *target, "-o", "id").stdout == f"{newest.id}\n{fourth.id}\n"
     assert invoke("export", newest.id, "--to", tmp_path / "x.pt", *target).code == 5
     assert not (tmp_path / "x.pt").exists()
 
@@ -88,7 +88,7 @@ def test_through_a_daemon_the_estimate_is_that_of_its_readers(daemon: Daemon) ->
 
 def test_no_lease_is_left_behind(folder: Path, filled: Store) -> None:
     run = Run(filled, "gpt", lambda: 0.0)
-    invoke("verify", "--all", "--store", folder)
+    invoke("verify", "*", "--store", folder)
     assert (list(filled.list(run.keys.leases)), active_leases(run)) == ([], {})
 
 

@@ -11,6 +11,7 @@ from ckptapi.client import DaemonClient
 from ckptd.index import Database, JobIndex
 from ckptstore import names
 from ckptstore.clock import system_clock
+from ckptstore.commits.catalog import State
 from ckptstore.errors import CkptError, NoCheckpoint, NotFound
 from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.stores import Store, open_store
@@ -53,6 +54,21 @@ def test_verify_finds_the_flipped_byte_and_the_checkpoint_is_corrupt(store: Stor
     assert kinds.count((EventKind.JOB_ENDED, None)) == 2
     assert [job.id for job in client.jobs()] == [bad.id, good.id]
     assert client.jobs()[0].log is None
+
+
+def test_jobs_on_an_engine_find_and_heal_what_jobs_in_the_daemon_do(store: Store) -> None:
+    arrays = sample_arrays()
+    base = write_checkpoint(store, "gpt", 1, arrays)
+    copy = write_checkpoint(store, "gpt", 2, arrays)  # holds the same bytes again
+    key = RunKeys("gpt").shard(base.attempt, names.shard_name(0))
+    store.put(key, flipped(store.get(key), 1000))
+    with running_daemon(store.url, options=("--jobs-on", "local:2")) as daemon, daemon.client() as client:
+        found = done(client, bodies.VerifyJob(run="gpt"))
+        assert found.result == {"checked": 2, "corrupt": [base.id], "num_corrupt": 1}
+        assert found.done == found.total == base.needed_bytes + copy.needed_bytes
+        healed = done(client, bodies.HealJob(run="gpt"))
+        assert healed.result == {"checked": 2, "corrupt": [], "num_corrupt": 0, "healed": [key], "num_healed": 1}
+        assert {c.state for c in client.checkpoints("gpt")} == {State.COMMITTED}
 
 
 def test_gc_leaves_fresh_uploads_alone(store: Store, client: DaemonClient) -> None:

@@ -1,0 +1,139 @@
+"""Work units on engines that exist: processes of this host, Dask, Ray. Their results are objects in the store.
+
+Every engine is a `concurrent.futures.Executor`. Repeating a unit does no harm, so a killed worker costs one unit.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import Any, Literal
+
+from ckptstore.errors import InvalidRequest
+from ckptstore.format.documents import JSON, StoredDocument, digest
+from ckptstore.format.parsing import parse_sealed, seal
+from ckptstore.stores import Store
+from ckptstore.threads import in_parallel
+from ckptstore.units import Unit
+
+_COUNTS_S = 24 * 3600.0
+
+
+@contextmanager
+def open_engine(where: str) -> Iterator[tuple[Executor, int]]:
+    """The engine local:N, dask://HOST:PORT or ray://HOST:PORT, and how many units it works on at a time.
+
+    Its workers need this package, and the store with credentials. Raises InvalidRequest, also if nothing responds.
+    """
+    kind, _, rest = where.partition(":")
+    with ExitStack() as stack:
+        executor: Executor
+        try:
+            if kind == "dask":
+                from distributed import Client
+
+                client: Any = stack.enter_context(Client(f"tcp:{rest}"))  # type: ignore[no-untyped-call]
+                executor, slots = client.get_executor(), sum(client.nthreads().values())
+            elif kind == "ray":
+                import ray
+
+                stack.enter_context(ray.init(where))
+                executor, slots = _RayTasks(), int(ray.cluster_resources()["CPU"])
+            else:
+                slots = int(rest) if kind == "local" else 0
+                executor = _Processes(slots)
+        except (ImportError, OSError, ValueError) as error:
+            raise InvalidRequest(
+                f"cannot work on {where}: {error}",
+                "Use local:8; dask://HOST:8786 with ckptd[dask]; ray://HOST:10001 with ckptd[ray]",
+            ) from error
+        stack.callback(executor.shutdown)
+        yield executor, slots
+
+
+class _Processes(ThreadPoolExecutor):
+    """Processes of this host, each below a thread of its own: a killed one takes no other along."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """As the executor's; a call whose process is killed is made once more."""
+        return super().submit(_in_own_process, fn, *args, **kwargs)
+
+
+_own = threading.local()
+
+
+def _in_own_process(call: Any, *args: Any) -> Any:
+    for _ in range(2):
+        if not hasattr(_own, "pool"):
+            _own.pool = ProcessPoolExecutor(1, get_context("spawn"))  # a fork could copy a lock that a thread holds
+        try:
+            return _own.pool.submit(call, *args).result()
+        except BrokenProcessPool as error:
+            del _own.pool
+            killed = error
+    raise killed
+
+
+class _RayTasks(Executor):
+    """Tasks of Ray, which repeats those of a killed worker."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """As an executor's."""
+        import ray
+
+        return ray.remote(fn).remote(*args, **kwargs).future()
+
+
+def run_units(executor: Executor, work: Callable[[Unit], Any], units: Iterable[Unit]) -> Iterator[tuple[Unit, Any]]:
+    """Each unit with the result of `work`, or with the exception that ended it, as they end.
+
+    work: must be picklable. If the caller stops, units that have not begun are dropped.
+    """
+    futures = {executor.submit(work, unit): unit for unit in units}
+    try:
+        for future in as_completed(futures):
+            yield futures[future], future.exception() or future.result()
+    finally:
+        for future in futures:
+            future.cancel()
+
+
+class UnitResult(StoredDocument, frozen=True):
+    """The result of a command for one unit."""
+
+    format: int
+    kind: Literal["unit"]
+    targets: tuple[str, ...]
+    body: JSON = None
+    """Its output as JSON; None: the targets were deleted in the meantime."""
+    ids: tuple[str, ...] = ()
+    problem: str = ""
+    """Why checkpoints are damaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitResults:
+    """The results of one job in the store, by which a retry skips what is done. They count for a day."""
+
+    store: Store
+    folder: str
+    """The same for the same command; ends in a slash."""
+
+    def write(self, result: UnitResult) -> None:
+        """Durable on return."""
+        self.store.put(f"{self.folder}{digest(repr(result.targets).encode())}.json", seal(result))
+
+    def read(self, now: float) -> list[UnitResult]:
+        """In the order of their targets. Raises Damaged."""
+        keys = [info.key for info in self.store.list(self.folder) if now - info.modified_at < _COUNTS_S]
+        found = in_parallel(lambda key: parse_sealed(self.store.get(key), UnitResult, key), keys)
+        return sorted(found, key=lambda result: result.targets)
+
+    def forget(self) -> None:
+        """Remove all: the next call of the command is another job."""
+        self.store.delete_many([info.key for info in self.store.list(self.folder)])

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptstore.errors import CorruptObject, InvalidRequest
+from ckptstore.fleet import UnitResult, UnitResults, open_engine, run_units
+from ckptstore.format.documents import FORMAT
+from ckptstore.stores import open_store
+from ckptstore.units import Unit
+
+UNITS = [Unit((f"run@{number}",), number) for number in range(12)]
+
+
+@pytest.fixture(params=["local", "dask"])
+def engine(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Two workers."""
+    if request.param == "local":
+        yield "local:2"
+        return
+    distributed = pytest.importorskip("distributed")
+    with distributed.LocalCluster(
+        n_workers=2, threads_per_worker=1, dashboard_address=None, host="127.0.0.1"
+    ) as cluster:
+        yield cluster.scheduler_address.replace("tcp:", "dask:")
+
+
+def note(folder: Path, kills: str, unit: Unit) -> int:
+    """Leave a file for each call of a unit; kill the worker in the first call of one unit, or in every call of it."""
+    calls = len(list(folder.glob(f"{unit.bytes}.*")))
+    (folder / f"{unit.bytes}.{calls}").touch()
+    if unit.bytes == 5 and (kills == "always" or (kills == "once" and calls == 0)):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if unit.bytes == 7:
+        raise CorruptObject("broken", "Mend it")
+    return 10 * unit.bytes
+
+
+def run(engine: str, folder: Path, kills: str) -> dict[int, Any]:
+    with open_engine(engine) as (executor, slots):
+        assert slots == 2
+        return {unit.bytes: found for unit, found in run_units(executor, partial(note, folder, kills), UNITS)}
+
+
+def test_a_killed_worker_costs_one_unit_and_an_error_ends_only_its_own(engine: str, tmp_path: Path) -> None:
+    found = run(engine, tmp_path, "once")
+    error = found.pop(7)
+    assert isinstance(error, CorruptObject)
+    assert error.hint == "Mend it"
+    assert found == {number: 10 * number for number in range(12) if number != 7}
+    assert len(list(tmp_path.glob("5.*"))) == 2
+    if engine.startswith("local"):  # Dask also repeats what its scheduler had sent ahead to that worker
+        assert len(list(tmp_path.iterdir())) == 13
+
+
+def test_a_unit_that_kills_every_worker_fails_alone(tmp_path: Path) -> None:
+    found = run("local:2", tmp_path, "always")
+    assert "terminated abruptly" in str(found.pop(5))
+    assert isinstance(found.pop(7), CorruptObject)
+    assert found == {number: 10 * number for number in range(12) if number not in (5, 7)}
+
+
+@pytest.mark.parametrize("where", ["local:0", "local:x", "local", "spark://host", "", "ray:x"])
+def test_what_is_no_engine_is_refused(where: str) -> None:
+    with pytest.raises(InvalidRequest, match="cannot work on"), open_engine(where):
+        pass
+
+
+def test_results_count_for_a_day_until_they_are_forgotten(tmp_path: Path) -> None:
+    results = UnitResults(open_store(str(tmp_path)), "_units/abc/")
+    other = UnitResults(results.store, "_units/abd/")
+    made = [UnitResult(format=FORMAT, kind="unit", targets=(f"b@{n}", f"b@{n}1"), body=[{"n": n}]) for n in (2, 1)]
+    for result in made:
+        results.write(result)
+        results.write(result)  # repeated: the same object
+    other.write(made[0])
+    now = max(info.modified_at for info in results.store.list("_units/"))
+    assert results.read(now) == made[::-1]
+    assert results.read(now + 25 * 3600) == []
+    results.forget()
+    assert (results.read(now), other.read(now)) == ([], made[:1])
