@@ -21,7 +21,7 @@ from bench.report import Goal, Report
 from bench.restore_s3 import saved_by_us
 from bench.slow_store import running_proxy
 from bench.state import State, trained, wanted_bytes
-from ckptstore.stores import s3
+from ckptstore.stores import multipart
 
 GOAL = 0.9
 ROUND_TRIP_S = 0.02
@@ -31,7 +31,7 @@ PROBED_BYTES = 8 * PART_BYTES
 VERBS = {"PUT": "save", "GET": "restore"}
 KEPT = "kept"
 """Folder of what is restored."""
-OUR_UPLOADS, OUR_READS = s3.BUFFERED_BYTES // s3.PART_BYTES - 1, s3.S3Store.parallel_reads
+OUR_UPLOADS, OUR_READS = multipart.BUFFERED_BYTES // multipart.PART_BYTES - 1, multipart.MultipartStore.parallel_reads
 
 
 @dataclass(frozen=True, slots=True)

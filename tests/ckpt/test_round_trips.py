@@ -15,7 +15,7 @@ from torch import nn
 
 from ckpt import Checkpointer
 from ckpt.dtypes import BY_NAME
-from ckptstore.stores import s3
+from ckptstore.stores import multipart
 from tests.ckptstore.proxies import Answered, LossyProxy, lossy_proxy
 from tests.support.seaweed import BUCKET, S3Service
 from tests.support.training import tensor_bits
@@ -41,7 +41,7 @@ def proxy(s3_service: S3Service) -> Iterator[LossyProxy]:
 
 @pytest.fixture
 def over_network(s3_service: S3Service, proxy: LossyProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checkpointer]:
-    monkeypatch.setattr(s3, "PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(multipart, "PART_BYTES", PART_BYTES)
     options = {**s3_service.options, "endpoint_url": proxy.url}
     url = f"s3://{BUCKET}/{uuid.uuid4().hex}"
     with Checkpointer(url, run="gpt", options=options, writer="thread", compress="off", slots=1) as found:

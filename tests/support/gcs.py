@@ -1,12 +1,15 @@
-"""Google Cloud Storage for tests: the requests of its JSON interface that gcsfs makes, with their documented replies.
+"""Google Cloud Storage for tests: the requests that gcsfs makes by its JSON interface, and ours by its XML interface,
+with their documented replies.
 
-They are on cloud.google.com/storage/docs: json_api/v1/objects, request-preconditions, performing-resumable-uploads.
+They are on cloud.google.com/storage/docs: json_api/v1/objects, request-preconditions, performing-resumable-uploads;
+xml-api: put-object-multipart, post-object-multipart, post-object-complete, delete-multipart, get-bucket-uploads.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import json
 import re
 import threading
@@ -20,11 +23,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from google_crc32c import Checksum
+
 from tests.support.seaweed import BUCKET
 
 _PAGE = 4
 """Names in a page of a listing: the service may return fewer than asked for, here nearly always."""
 _RESUME, _CANCELLED = 308, 499
+_LEAST_PART = 5 << 20
+ZONAL = "zonal"
+"""A bucket whose objects are appendable: they are written by gRPC alone."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,16 @@ class _Upload:
     done: bool = False
 
 
+@dataclass
+class _Multipart:
+    """An upload in parts."""
+
+    name: str
+    initiated: str
+    parts: dict[int, tuple[str, bytes]] = field(default_factory=dict)
+    """ETag and bytes, by number."""
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
@@ -53,6 +71,7 @@ class _Server(ThreadingHTTPServer):
         self.lock = threading.Lock()
         self.objects: dict[str, _Object] = {}
         self.uploads: dict[str, _Upload] = {}
+        self.multiparts: dict[str, _Multipart] = {}
         self.generations = 0
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -83,7 +102,13 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         query = {name: values[-1] for name, values in parse_qs(url.query).items()}
         found = re.fullmatch(r"(/upload|/download)?/storage/v1/b/([^/]+)(?:/o(?:/([^/]+))?)?", url.path)
-        assert found is not None, self.path
+        if found is None:
+            bucket, _, name = unquote(url.path.removeprefix("/")).partition("/")
+            options = {name: values[-1] for name, values in parse_qs(url.query, keep_blank_values=True).items()}
+            with self.server.lock:
+                return self._xml(bucket, name, options, body)
+        if unquote(found[2]) == ZONAL:
+            return self._send(400, {"error": {"code": 400, "message": "Objects of a zonal bucket are appendable."}})
         if unquote(found[2]) != BUCKET:
             return self._send(404, {"error": {"code": 404, "message": "The specified bucket does not exist."}})
         with self.server.lock:
@@ -111,6 +136,75 @@ class _Handler(BaseHTTPRequestHandler):
         if begin >= len(found.data):
             return self._send(416, {"error": {"code": 416, "message": "Request range not satisfiable"}})
         return self._send(206, found.data[begin:end], {"Content-Range": f"bytes {begin}-{end - 1}/{len(found.data)}"})
+
+    def _xml(self, bucket: str, name: str, query: dict[str, str], body: bytes) -> None:
+        upload = self.server.multiparts.get(query.get("uploadId", ""))
+        if bucket == ZONAL:
+            return self._xml_error(400, "InvalidArgument")
+        if bucket != BUCKET:
+            return self._xml_error(404, "NoSuchBucket")
+        if not name:
+            assert "uploads" in query, self.path
+            return self._list_uploads(query)
+        if self.command == "GET":
+            return self._object(name, media=True) if name in self.server.objects else self._xml_error(404, "NoSuchKey")
+        if "uploads" in query:
+            id = uuid.uuid4().hex
+            self.server.multiparts[id] = _Multipart(name, _now())
+            return self._send(
+                200,
+                f"<InitiateMultipartUploadResult><UploadId>{id}</UploadId></InitiateMultipartUploadResult>".encode(),
+            )
+        if upload is None:
+            return self._xml_error(404, "NoSuchUpload")
+        if self.command == "DELETE":
+            del self.server.multiparts[query["uploadId"]]
+            return self._send(204, None)
+        if self.command == "PUT":
+            return self._part(upload, int(query["partNumber"]), body)
+        return self._complete(query["uploadId"], upload, body.decode())
+
+    def _part(self, upload: _Multipart, number: int, body: bytes) -> None:
+        claimed = re.search(r"crc32c=([^,]+)", self.headers.get("x-goog-hash", ""))
+        if claimed is not None and base64.b64decode(claimed[1]) != Checksum(body).digest():
+            return self._xml_error(400, "BadDigest")
+        assert 1 <= number <= 10_000
+        etag = f'"{hashlib.md5(body).hexdigest()}"'
+        upload.parts[number] = etag, body
+        return self._send(200, b"", {"ETag": etag})
+
+    def _complete(self, id: str, upload: _Multipart, listed: str) -> None:
+        wanted = re.findall(r"<PartNumber>(\d+)</PartNumber>\s*<ETag>([^<]*)</ETag>", listed)
+        parts = [upload.parts.get(int(number), ("", b"")) for number, _ in wanted]
+        numbers = [int(number) for number, _ in wanted]
+        if not wanted or [etag for etag, _ in parts] != [html.unescape(etag) for _, etag in wanted]:
+            return self._xml_error(400, "InvalidPart")
+        if numbers != sorted(numbers):
+            return self._xml_error(400, "InvalidPartOrder")
+        if any(len(data) < _LEAST_PART for _, data in parts[:-1]):
+            return self._xml_error(400, "EntityTooSmall")
+        del self.server.multiparts[id]
+        self._keep(upload.name, b"".join(data for _, data in parts))
+        etag = f"<CompleteMultipartUploadResult><ETag>{id}</ETag></CompleteMultipartUploadResult>"
+        return self._send(200, etag.encode())
+
+    def _list_uploads(self, query: dict[str, str]) -> None:
+        """Pages of one upload."""
+        after = query.get("key-marker", ""), query.get("upload-id-marker", "")
+        names = sorted((upload.name, id) for id, upload in self.server.multiparts.items())
+        rest = [each for each in names if each[0].startswith(query.get("prefix", "")) and each > after]
+        found = "".join(
+            f"<Upload><Key>{name}</Key><UploadId>{id}</UploadId>"
+            f"<Initiated>{self.server.multiparts[id].initiated}</Initiated></Upload>"
+            f"<NextKeyMarker>{name}</NextKeyMarker><NextUploadIdMarker>{id}</NextUploadIdMarker>"
+            for name, id in rest[:1]
+        )
+        more = str(len(rest) > 1).lower()
+        whole = f"<ListMultipartUploadsResult>{found}<IsTruncated>{more}</IsTruncated></ListMultipartUploadsResult>"
+        self._send(200, whole.encode())
+
+    def _xml_error(self, status: int, code: str) -> None:
+        self._send(status, f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode())
 
     def _list(self, query: dict[str, str]) -> None:
         prefix, delimiter, after = (query.get(name, "") for name in ("prefix", "delimiter", "pageToken"))
@@ -170,10 +264,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _store(self, name: str, data: bytes, create: bool) -> None:
         if create and name in self.server.objects:
             return self._refuse()
-        self.server.generations += 1
-        updated = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        self.server.objects[name] = _Object(data, self.server.generations, updated)
+        self._keep(name, data)
         return self._send(200, _described(name, self.server.objects[name]))
+
+    def _keep(self, name: str, data: bytes) -> None:
+        self.server.generations += 1
+        self.server.objects[name] = _Object(data, self.server.generations, _now())
 
     def _refuse(self) -> None:
         message = "At least one of the pre-conditions you specified did not hold."
@@ -191,6 +287,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         """Silent."""
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def _described(name: str, found: _Object) -> dict[str, str]:

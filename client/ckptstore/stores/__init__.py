@@ -18,7 +18,6 @@ from ckptstore.stores.base import (
     WrappedStore,
     store_errors,
 )
-from ckptstore.stores.clouds import AzureStore, GcsStore
 from ckptstore.stores.local import LocalStore
 from ckptstore.stores.remote import FsspecStore
 
@@ -28,7 +27,7 @@ __all__ = [
 ]  # fmt: skip
 
 _LOCAL = ("file", "local")
-_CLOUDS = {"gs": GcsStore, "gcs": GcsStore, "abfs": AzureStore, "abfss": AzureStore, "az": AzureStore}
+_S3, _GCS, _AZURE = ("s3", "s3a"), ("gs", "gcs"), ("abfs", "abfss", "az")
 # A cached listing may lack a checkpoint that was just committed.
 _FRESH = {"use_listings_cache": False}
 # Current services accept signature version 4, also in signed URLs.
@@ -76,7 +75,7 @@ def open_store(url: str, options: Mapping[str, Any] | None = None, retried: bool
             f"store URL {url!r} has scheme {scheme!r}, which is not available: {error}",
             "Use file://, or install the scheme's fsspec package (pip install 'ckptd[s3]', [gcs] or [azure])",
         ) from error
-    if _CLOUDS.get(scheme) is GcsStore:
+    if scheme in _GCS:
         # The default asks for the type of a bucket by gRPC first, and waits a minute where only HTTP gets through.
         from gcsfs.core import GCSFileSystem
 
@@ -84,16 +83,19 @@ def open_store(url: str, options: Mapping[str, Any] | None = None, retried: bool
     options = dict(options or {})
     if scheme != "memory":
         options |= _FRESH
-    is_s3 = scheme in ("s3", "s3a")
-    if is_s3:
+    if scheme in _S3:
         tries = {"retries": {"total_max_attempts": 1}} if retried else {}
         options["config_kwargs"] = {**_S3_CONFIG, **tries, **(options.get("config_kwargs") or {})}
     with store_errors("open", url):
         fs = implementation(**options)
         root = fs._strip_protocol(url)
-        if not is_s3:
-            return _CLOUDS.get(scheme, FsspecStore)(fs, root, url)
-        # Its imports are installed with s3fs, which only S3 users have.
+        # These need packages that are installed with the service's library.
+        if scheme in (*_GCS, *_AZURE):
+            from ckptstore.stores.clouds import AzureStore, GcsStore
+
+            return (GcsStore if scheme in _GCS else AzureStore)(fs, root, url, retried)
+        if scheme not in _S3:
+            return FsspecStore(fs, root, url)
         from ckptstore.stores.s3 import S3Store
 
         if retried:

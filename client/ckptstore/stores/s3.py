@@ -1,221 +1,125 @@
-"""S3: listings through s3fs, bulk bytes by concurrent requests of our own, in bounded memory."""
+"""S3: listings through s3fs, bulk bytes over URLs that it signs."""
 
 from __future__ import annotations
 
+import base64
+import logging
+import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from typing_extensions import override
 
-from ckptstore.codecs.chunk_codecs import Buffer
-from ckptstore.errors import StoreUnavailable
-from ckptstore.retry import outage_pauses, retry
-from ckptstore.stores.base import (
-    ObjectInfo,
-    ObjectReader,
-    ObjectWriter,
-    check_length,
-    is_lasting,
-    no_such_bucket,
-    store_errors,
-)
-from ckptstore.stores.remote import FsspecStore, is_there
-from ckptstore.stores.transfers import ByteSpan, Transfers, UploadPart
+from ckptstore.stores.base import ObjectInfo, no_such_bucket, store_errors
+from ckptstore.stores.multipart import MultipartStore
+from ckptstore.stores.transfers import READ_TIMEOUT_S, SIGNED_FOR_S, Transfers, UploadPart, proxy_of, refusal
 
-PART_BYTES = 8 << 20
-"""Smallest part. S3 transfers a single request at about 90 MB/s whatever its size, and rejects parts below 5 MiB."""
-BUFFERED_BYTES = 96 << 20
-"""Most bytes that one writer buffers."""
-_MAX_PARTS = 9_000  # S3 allows 10,000; encoded bytes may slightly exceed the size hint
-_PARTS_OF_ONE_SIZE = 1_000
+try:
+    from isal.isal_zlib import crc32
+except ImportError:  # the same result at a quarter of the speed
+    from zlib import crc32
 
-_T = TypeVar("_T")
+logger = logging.getLogger(__name__)
+
+_CHECKSUM = "x-amz-checksum-crc32"
+_OK = 200
 
 
-def part_bytes(number: int, size_hint: int) -> int:
-    """Size of the part with this number, from 1. With a size hint all parts are equal, as some services require.
+class S3Transfers(Transfers):
+    """By URLs that s3fs signs."""
 
-    Without a hint, sizes double every thousand parts: 8 GiB need the least memory, and 8 TiB are possible.
-    """
-    if not size_hint:
-        return PART_BYTES << (number - 1) // _PARTS_OF_ONE_SIZE
-    megabytes = -(-size_hint // (_MAX_PARTS << 20))
-    return max(PART_BYTES, megabytes << 20)
-
-
-@dataclass
-class MultipartWriter(ObjectWriter):
-    """A multipart upload, or a single PUT if all bytes fit into one part. Only writable buffers are copied.
-
-    Begins the upload if several parts are expected: its id is there when the first one is full.
-    """
-
-    _fs: Any
-    _transfers: Transfers
-    _path: str
-    """In the file system."""
-    _url: str
-    """For messages."""
-    _size_hint: int
-    _buffered_bytes: int
-    """Limit for the part being filled and the parts in flight; at least one of each is allowed."""
-    _retry_s: float
-    """How long each request is repeated at most."""
-
-    def __post_init__(self) -> None:
-        self._bytes = 0
-        self._part = UploadPart(1, part_bytes(1, self._size_hint))
-        self._upload: Future[str] | None = None
-        """Its id."""
-        self._in_flight: dict[Future[dict[str, Any]], UploadPart] = {}
-        self._sent: list[dict[str, Any]] = []
-        self._committing = False
-        self._stop = threading.Event()
-        threads = max(1, self._buffered_bytes // self._part.room - 1)
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="ckpt-upload-part")
-        if self._size_hint > self._part.room:
-            self._begin()
+    def __init__(self, fs: Any, retried: bool) -> None:
+        """fs: an s3fs.S3FileSystem. retried: see Transfers."""
+        config = {"connect_timeout": fs.connect_timeout, "read_timeout": READ_TIMEOUT_S, **fs.config_kwargs}
+        verify = fs.client_kwargs.get("verify", True)
+        self._checksums = config.get("request_checksum_calculation") != "when_required"
+        super().__init__(
+            fs,
+            retried,
+            connect=config["connect_timeout"],
+            read=config["read_timeout"],
+            ca_certs=verify if isinstance(verify, str) else os.environ.get("AWS_CA_BUNDLE"),
+        )
+        self.suitable = verify is not False and not config.get("proxies") and not proxy_of(fs.endpoint_url)
+        if not self.suitable:
+            logger.info("s3fs makes all transfers, which is slower: a proxy is set, or certificates are not verified")
 
     @override
-    def write(self, data: Buffer) -> None:
-        rest = memoryview(data)
-        if not rest.readonly:
-            rest = memoryview(bytes(rest))
-        self._bytes += len(rest)
-        with store_errors("write", self._url):
-            while len(rest):
-                if not self._part.room:
-                    self._send()
-                rest = self._part.take(rest)
+    def _readable(self, path: str) -> tuple[str, dict[str, str]]:
+        return self.fs.url(path, expires=SIGNED_FOR_S), {}
 
     @override
-    def commit(self) -> None:
-        with store_errors("write", self._url):
-            if self._upload is None:
-                self._committing = True
-                self._repeat(lambda: self._fs.pipe_file(self._path, b"".join(self._part.pieces)))
-            else:
-                self._send()
-                while self._in_flight:
-                    self._reap()
-                self._complete(self._upload.result())
-        self._threads.shutdown()
+    def begin(self, path: str) -> str:
+        checksum = {"ChecksumAlgorithm": "CRC32"} if self._checksums else {}
+        return str(self._call("create_multipart_upload", path, **checksum)["UploadId"])
 
     @override
-    def abort(self) -> None:
-        self._stop.set()
-        # A part that arrives after the abort would remain.
-        self._threads.shutdown(cancel_futures=True)
-        try:
-            if self._upload is not None:
-                self._transfers.abort(self._path, self._upload.result())
-        except Exception:
-            pass  # collected after a day, or by the service's lifecycle rule
-        try:
-            if self._committing:
-                self._fs.rm_file(self._path)  # the commit succeeded and its reply was lost
-        except Exception:
-            pass  # an object without a receipt is collected with its attempt
-
-    def _send(self) -> None:
-        """Send the current part and begin the next one; waits until its bytes fit into the buffer limit."""
-        upload = self._begin().result()
-        part, number = self._part, self._part.number + 1
-        self._part = UploadPart(number, part_bytes(number, self._size_hint))
-        put = self._transfers.put_part
-        self._in_flight[self._threads.submit(put, self._path, upload, part, self._stop, self._retry_s)] = part
-        while self._in_flight and sum(map(len, self._in_flight.values())) + self._part.room > self._buffered_bytes:
-            self._reap()
-
-    def _begin(self) -> Future[str]:
-        if self._upload is None:
-            self._upload = self._threads.submit(self._repeat, lambda: self._transfers.begin(self._path))
-        return self._upload
-
-    def _reap(self) -> None:
-        """Wait until one of the parts has arrived."""
-        for arrived in wait(self._in_flight, return_when=FIRST_COMPLETED).done:
-            del self._in_flight[arrived]
-            self._sent.append(arrived.result())
-
-    def _complete(self, upload: str) -> None:
-        self._committing = True
-        parts = sorted(self._sent, key=lambda part: int(part["PartNumber"]))
-
-        def complete() -> None:
-            try:
-                self._transfers.complete(self._path, upload, parts)
-            except Exception:
-                # The upload may be complete with its reply lost: completing it again fails on some servers.
-                if not is_there(self._fs, self._path, self._bytes):
-                    raise
-
-        self._repeat(complete)
-
-    def _repeat(self, request: Callable[[], _T]) -> _T:
-        """The result of a request of s3fs, which itself retries for two seconds."""
-
-        def translated() -> _T:
-            with store_errors("write", self._url):
-                return request()
-
-        return retry(
-            translated, StoreUnavailable, outage_pauses(self._retry_s), unless=is_lasting, sleep=self._stop.wait
+    def put_part(
+        self, path: str, upload: str, part: UploadPart, stop: threading.Event, retry_s: float
+    ) -> dict[str, Any]:
+        parameters: dict[str, Any] = {"UploadId": upload, "PartNumber": part.number}
+        if self._checksums:
+            parameters["ChecksumCRC32"] = crc32_of(part)
+        return self.sent(
+            lambda: self._put_part(path, parameters, part),
+            lambda: self._put_part_by_s3fs(path, parameters, part),
+            stop,
+            retry_s,
         )
 
+    @override
+    def complete(self, path: str, upload: str, parts: list[dict[str, Any]]) -> None:
+        self._call("complete_multipart_upload", path, UploadId=upload, MultipartUpload={"Parts": parts})
 
-_LONGEST_READ = 64 << 20
-"""A request costs the service as much as about 3 MB of data, and 3 MB more if it begins inside contiguous data."""
-_LONGEST_GAP = 1 << 20
-"""Up to this gap, reading and discarding bytes is cheaper than a new request."""
+    @override
+    def abort(self, path: str, upload: str) -> None:
+        try:
+            self._call("abort_multipart_upload", path, UploadId=upload)
+        except FileNotFoundError:
+            pass
+
+    def _put_part(self, path: str, parameters: dict[str, Any], part: UploadPart) -> dict[str, Any]:
+        url = self.fs.url(path, expires=SIGNED_FOR_S, client_method="upload_part", **parameters)
+        headers = {"Content-Length": str(len(part))}
+        crc = parameters.get("ChecksumCRC32")
+        if crc is not None:
+            headers[_CHECKSUM] = crc
+        pieces: Any = part.pieces  # sent one by one without a copy; urllib3's annotation allows bytes only
+        reply = self._connections.request("PUT", url, body=pieces, headers=headers)
+        if reply.status != _OK:
+            raise refusal(reply.status, reply.data)
+        done = {"PartNumber": parameters["PartNumber"], "ETag": reply.headers["ETag"]}
+        # A service that returns the checksum has verified it, and requires it again at completion.
+        return {**done, "ChecksumCRC32": crc} if crc and reply.headers.get(_CHECKSUM) == crc else done
+
+    def _put_part_by_s3fs(self, path: str, parameters: dict[str, Any], part: UploadPart) -> dict[str, Any]:
+        reply = self._call("upload_part", path, Body=b"".join(part.pieces), **parameters)
+        fields = {name: reply[name] for name in ("ETag", "ChecksumCRC32") if name in reply}
+        return {"PartNumber": part.number, **fields}
+
+    def _call(self, method: str, path: str, **parameters: Any) -> Any:
+        bucket, key, _ = self.fs.split_path(path)
+        return self.fs.call_s3(method, Bucket=bucket, Key=key, **parameters)
 
 
-class S3Store(FsspecStore):
+def crc32_of(part: UploadPart) -> str:
+    """The checksum in S3's encoding, base64."""
+    crc = 0
+    for piece in part.pieces:
+        crc = crc32(piece, crc)
+    return base64.b64encode(crc.to_bytes(4, "big")).decode()
+
+
+class S3Store(MultipartStore):
     """A bucket, or a folder in a bucket."""
 
-    parallel_reads = 8
-    upload_bytes = BUFFERED_BYTES
-    resumes_uploads = True
-
-    def __init__(self, fs: Any, root: str, url: str, retried: bool = False) -> None:
-        """fs: an s3fs.S3FileSystem. retried: see open_store."""
-        super().__init__(fs, root, url)
-        self._transfers = Transfers(fs, retried)
-        # s3fs holds a whole range in memory.
-        self.longest_read = _LONGEST_READ if self._transfers.suitable else 0
+    transfers = S3Transfers
 
     def reconnect(self) -> None:
         """A new session of botocore, which looks for credentials in the environment, in files and at services."""
         with store_errors("connect to", self.url):
             self._fs.connect(refresh=True)
-
-    @override
-    def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
-        path, url = self._path(key), self.object_url(key)
-        return MultipartWriter(self._fs, self._transfers, path, url, size_hint, self.upload_bytes, self.retry_s)
-
-    def open_replacement(self, key: str, size_hint: int = 0) -> ObjectWriter:
-        """An upload: its object is visible only when it is complete."""
-        return self.open_writer(key, size_hint)
-
-    def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
-        """One ranged GET, retried and resumed where it broke off."""
-        if not len(buffer):
-            return 0
-        with self._errors("read", key):
-            return self._transfers.read_into(self._path(key), offset, buffer)
-
-    def open_reader(self, key: str) -> ObjectReader:
-        """Read with one ranged GET per expected range."""
-        return _S3Reader(self._transfers, self._path(key), self.object_url(key))
-
-    def get(self, key: str) -> bytes:
-        """One GET; s3fs would request the size first."""
-        with self._errors("read", key):
-            return self._transfers.read(self._path(key))
 
     def size(self, key: str) -> int:
         """One HEAD; s3fs would look for a folder as well if there is no object."""
@@ -264,37 +168,3 @@ class S3Store(FsspecStore):
             if not page.get("IsTruncated"):
                 return
             parameters |= {marker: page[f"Next{marker}"] for marker in markers}
-
-
-@dataclass
-class _S3Reader(ObjectReader):
-    """Streams each expected range from one reply."""
-
-    _transfers: Transfers
-    _path: str
-    _url: str
-
-    def __post_init__(self) -> None:
-        self.small_reads = self._transfers.suitable
-        self._span = ByteSpan(self._transfers, self._path, 0, 0)
-
-    def expect(self, offset: int, num_bytes: int) -> None:
-        """Sends no request before the first read."""
-        self._span.close()
-        self._span = ByteSpan(self._transfers, self._path, offset, offset + num_bytes)
-
-    def read(self, offset: int, buffer: memoryview) -> None:
-        """Read from the open reply if the range is in it."""
-        gap = offset - self._span.at
-        if not 0 <= gap <= _LONGEST_GAP or offset + len(buffer) > self._span.end:
-            self.expect(offset, len(buffer))
-            gap = 0
-        with store_errors("read", self._url):
-            if gap:
-                self._span.read(memoryview(bytearray(gap)))
-            count = self._span.read(buffer)
-        check_length(self._url, offset, count, len(buffer))
-
-    def close(self) -> None:
-        """Return the connection to the pool."""
-        self._span.close()

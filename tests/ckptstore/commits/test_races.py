@@ -31,8 +31,7 @@ from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import hide, list_hidden, sweep, undelete
 from ckptstore.run import Run
-from ckptstore.stores import Store, open_store
-from ckptstore.stores import s3 as multipart
+from ckptstore.stores import Store, multipart, open_store
 from ckptstore.stores.checks import check_store, creates_once, probe_store
 from ckptstore.stores.remote_create import RemoteCreateStore
 from tests.ckptstore.proxies import Fault, LossyProxy, lossy_proxy
