@@ -361,6 +361,10 @@ def check_length(url: str, offset: int, count: int, expected: int) -> None:
         raise CorruptObject(f"{url} ends after {offset + count} bytes, {offset + expected} were expected")
 
 
+_CREATES = {
+    "s": "aws s3 mb s3://", "g": "gcloud storage buckets create gs://", "a": "az storage container create --name ",
+}  # fmt: skip
+"""Commands that create a bucket, by the first letter of the schemes."""
 _NO_BUCKET, _NO_UPLOAD = "NoSuchBucket", "NoSuchUpload"
 _LASTING = frozenset((
     errno.EACCES, errno.EEXIST, errno.EFBIG, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOSYS,
@@ -377,9 +381,11 @@ _REFUSED = frozenset((400, 405, 411, 412, 413, 416))
 
 def no_such_bucket(url: str) -> NoSuchBucket:
     """The error for an object or prefix in a bucket that does not exist."""
+    scheme, _, path = url.partition("://")
+    command = _CREATES[scheme[0]] + path.partition("/")[0]
     return NoSuchBucket(
         f"the bucket of {url} does not exist",
-        "Check the store's URL, the endpoint and the credentials, or create the bucket",
+        f"Check the store's URL, the endpoint and the credentials, or create the bucket: {command}",
     )
 
 

@@ -61,6 +61,8 @@ class MultipartWriter(ObjectWriter):
     """Limit for the part being filled and the parts in flight; at least one of each is allowed."""
     _retry_s: float
     """How long each request is repeated at most."""
+    _replaces: bool = False
+    """The object may exist, and stays if this fails."""
 
     def __post_init__(self) -> None:
         self._bytes = 0
@@ -112,7 +114,7 @@ class MultipartWriter(ObjectWriter):
         except Exception:
             pass  # collected after a day, or by the service's lifecycle rule
         try:
-            if self._committing:
+            if self._committing and not self._replaces:
                 self._fs.rm_file(self._path)  # the commit succeeded and its reply was lost
         except Exception:
             pass  # an object without a receipt is collected with its attempt
@@ -147,7 +149,7 @@ class MultipartWriter(ObjectWriter):
                 self._transfers.complete(self._path, upload, parts)
             except Exception:
                 # The upload may be complete with its reply lost: completing it again fails on some servers.
-                if not is_there(self._fs, self._path, self._bytes):
+                if self._replaces or not is_there(self._fs, self._path, self._bytes):
                     raise
 
         self._repeat(complete)
@@ -187,16 +189,15 @@ class MultipartStore(FsspecStore):
         self.longest_read = _LONGEST_READ if self._transfers.suitable else 0
 
     @override
-    def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
+    def open_writer(self, key: str, size_hint: int = 0, replaces: bool = False) -> ObjectWriter:
         errors = partial(self._errors, "write", key)
-        return MultipartWriter(
-            self._fs, self._transfers, self._path(key), errors, size_hint, self.upload_bytes, self.retry_s
-        )
+        limits = size_hint, self.upload_bytes, self.retry_s
+        return MultipartWriter(self._fs, self._transfers, self._path(key), errors, *limits, replaces)
 
     @override
     def open_replacement(self, key: str, size_hint: int = 0) -> ObjectWriter:
         """An upload: its object is visible only when it is complete."""
-        return self.open_writer(key, size_hint)
+        return self.open_writer(key, size_hint, replaces=True)
 
     @override
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:

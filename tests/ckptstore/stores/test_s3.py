@@ -6,26 +6,20 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 from ckptstore.clock import system_clock
-from ckptstore.errors import CkptError, CorruptObject, StoreReadOnly, StoreUnavailable
-from ckptstore.names import Attempt, RunKeys, new_ulid
+from ckptstore.errors import CkptError, StoreReadOnly, StoreUnavailable
 from ckptstore.stores import Store, multipart, open_store
 from ckptstore.stores.base import is_lasting
-from ckptstore.stores.multipart import MultipartStore, part_bytes
-from ckptstore.stores.transfers import Transfers, UploadPart
-from tests.ckptstore.proxies import Fault, LossyProxy, lossy_proxy
-from tests.ckptstore.stores.test_base import abandon
+from ckptstore.stores.multipart import MultipartStore
+from tests.ckptstore.proxies import LossyProxy, lossy_proxy
 from tests.conftest import S3Location
 from tests.support import seaweed
-from tests.support.checkpoints import RUN
 from tests.support.seaweed import BUCKET, SECRET_KEY, S3Service
 
 MIB = 1 << 20
@@ -60,166 +54,6 @@ def write(store: Store, key: str, data: bytes) -> None:
 
 def pending(location: S3Location) -> list[str]:
     return [key for key in seaweed.pending_uploads(location.service) if key.split("/")[0] in location.url]
-
-
-class WatchedTransfers:
-    """The real ones; `before_part` is called with each part, and may fail it."""
-
-    def __init__(self, transfers: Transfers, before_part: Callable[[UploadPart], None]) -> None:
-        self._transfers = transfers
-        self._before_part = before_part
-        self._lock = threading.Lock()
-        self._in_flight = 0
-        self.most_bytes = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transfers, name)
-
-    def put_part(self, path: str, upload: str, part: UploadPart, *others: Any) -> dict[str, Any]:
-        with self._lock:
-            self._in_flight += len(part)
-            self.most_bytes = max(self.most_bytes, self._in_flight)
-        try:
-            self._before_part(part)
-            return self._transfers.put_part(path, upload, part, *others)
-        finally:
-            with self._lock:
-                self._in_flight -= len(part)
-
-
-def watch(store: Store, before_part: Callable[[UploadPart], None]) -> WatchedTransfers:
-    watched = WatchedTransfers(store._transfers, before_part)  # type: ignore[attr-defined]
-    store._transfers = watched  # type: ignore[attr-defined]
-    return watched
-
-
-@pytest.mark.parametrize("size", [1, 8 * MIB, 70 * GIB, 71 * GIB, 1000 * GIB, 5000 * GIB])
-def test_parts_of_one_size_within_the_limits(size: int) -> None:
-    one = part_bytes(1, size)
-    assert one == part_bytes(9_999, size)
-    assert 5 * MIB <= one <= 5 * GIB
-    assert -(-size // one) <= 9_000
-
-
-def test_parts_grow_where_the_size_is_unknown() -> None:
-    sizes = [part_bytes(number, 0) for number in range(1, 10_001)]
-    assert (sizes, sizes[0]) == (sorted(sizes), part_bytes(1, 1))
-    assert sum(sizes) > 5000 * GIB
-    assert sizes[-1] <= 5 * GIB
-
-
-@pytest.mark.usefixtures("small_parts")
-def test_parts_go_up_side_by_side_within_the_memory(s3_store: S3Location, noise: bytes) -> None:
-    store = open_store(s3_store.url, s3_store.options)
-    both = threading.Barrier(2, timeout=60)
-
-    def meet(part: UploadPart) -> None:
-        if part.number <= 4:
-            both.wait()
-
-    watched = watch(store, meet)
-    data = noise * 2  # four parts, and a short one
-    write(store, "run/a", data)
-    assert watched.most_bytes == 10 * MIB, "two on their way while a third is being filled"
-    assert (store.get("run/a"), [info.bytes for info in store.list("")]) == (data, [len(data)])
-
-
-@pytest.mark.usefixtures("small_parts")
-def test_only_what_may_change_is_copied(s3_store: S3Location, noise: bytes) -> None:
-    store, buffer = open_store(s3_store.url, s3_store.options), bytearray(noise)
-    shared: dict[int, list[bool]] = {}
-    """Of the pieces of each part; parts are sent in any order."""
-
-    def look(part: UploadPart) -> None:
-        shared[part.number] = [np.shares_memory(np.frombuffer(piece, np.uint8), own) for piece in part.pieces]
-
-    watch(store, look)
-    with store.open_writer("run/a", 2 * len(noise)) as writer:
-        own = np.frombuffer(buffer, np.uint8)
-        writer.write(memoryview(buffer))
-        buffer[:] = noise[::-1]
-        writer.write(memoryview(buffer).toreadonly())
-    assert store.get("run/a") == noise + noise[::-1]
-    sent = [one for _, pieces in sorted(shared.items()) for one in pieces]
-    assert sent == sorted(sent), "the first are copies"
-    assert set(sent) == {False, True}
-
-
-@pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize("number", [1, 2, 3])
-def test_a_part_that_fails_takes_the_others_back(s3_store: S3Location, noise: bytes, number: int) -> None:
-    store = open_store(s3_store.url, s3_store.options)
-    begun: list[str] = []
-
-    def fail(part: UploadPart) -> None:
-        begun.extend(pending(s3_store))
-        if part.number == number:
-            raise OSError("injected")
-
-    watch(store, fail)
-    with pytest.raises(StoreUnavailable, match="run/a: OSError: injected"):
-        write(store, "run/a", noise)
-    assert begun, "the test must begin an upload to prove anything"
-    assert (pending(s3_store), list(store.list(""))) == ([], [])
-
-
-def test_an_abandoned_upload_leaves_no_parts(s3_store: S3Location) -> None:
-    store = open_store(s3_store.url, s3_store.options)
-    writer = store.open_writer("run/large")
-    writer.write(bytes(40 * MIB))
-    assert len(pending(s3_store)) == 1, "the test must begin an upload to prove anything"
-    abandon(writer, b"some more")
-    assert (list(store.list("")), pending(s3_store)) == ([], [])
-
-
-@pytest.mark.usefixtures("small_parts")
-def test_a_part_that_arrives_damaged_is_sent_again(proxied: tuple[Store, LossyProxy], noise: bytes) -> None:
-    store, proxy = proxied
-    write(store, "run/a", noise)
-    parts = [number for number, request in enumerate(proxy.requests) if "partNumber" in request]
-    assert len(parts) == 3
-    for number in parts:
-        proxy.arm("flip", number)
-        write(store, f"run/{number}", noise)
-        assert sum("partNumber" in request for request in proxy.requests) == 4
-        assert store.get(f"run/{number}") == noise
-
-
-@pytest.mark.parametrize("fault", ["cut", "reset"])
-def test_a_read_that_breaks_off_goes_on(proxied: tuple[Store, LossyProxy], noise: bytes, fault: Fault) -> None:
-    store, proxy = proxied
-    store.put("run/a", noise)
-    buffer = bytearray(len(noise))
-    proxy.arm(fault, 0)
-    store.get_range("run/a", 0, memoryview(buffer))
-    assert buffer == noise
-    assert len(proxy.requests) == 2
-    proxy.arm(fault, 0)
-    assert store.get("run/a") == noise
-
-
-def test_a_reader_takes_what_it_expects_from_one_reply(proxied: tuple[Store, LossyProxy], noise: bytes) -> None:
-    store, proxy = proxied
-    store.put("run/a", noise)
-    proxy.arm(None)
-
-    def check(at: int, size: int) -> None:
-        buffer = bytearray(size)
-        reader.read(at, memoryview(buffer))
-        assert buffer == noise[at : at + size]
-
-    with store.open_reader("run/a") as reader:
-        reader.expect(MIB, 4 * MIB)
-        for at in (MIB, 2 * MIB, 3 * MIB + 1000, 4 * MIB + 1000):  # a gap between two of them
-            check(at, MIB - 1000)
-        assert len(proxy.requests) == 1
-        check(0, 10)
-        check(11 * MIB, 1000)
-        assert len(proxy.requests) == 3, "an unexpected range is requested by itself"
-        with pytest.raises(CorruptObject, match="ends after"):
-            reader.read(len(noise) - 10, memoryview(bytearray(11)))
-        with pytest.raises(CorruptObject, match="ends after"):
-            reader.read(len(noise) + 10, memoryview(bytearray(11)))
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -337,20 +171,6 @@ def test_a_forked_process_opens_its_own(s3_store: S3Location) -> None:
         env=s3_store.environment, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_old_uploads_are_aborted_and_young_ones_are_not(s3_store: S3Location) -> None:
-    store = open_store(s3_store.url, s3_store.options)
-    s3: Any = store._fs  # type: ignore[attr-defined]
-    bucket, _, folder = s3_store.url.removeprefix("s3://").partition("/")
-    key = f"{folder}/{RunKeys(RUN).shard(Attempt(1, new_ulid(0)), 'shard-00000.ckpt')}"
-    begun = s3.call_s3("create_multipart_upload", Bucket=bucket, Key=key)
-    s3.call_s3("upload_part", Bucket=bucket, Key=key, UploadId=begun["UploadId"], PartNumber=1, Body=b"x" * 100)
-    prefix = RunKeys(RUN).attempts
-    assert store.abort_uploads(prefix, system_clock() - 60) == 0
-    assert store.abort_uploads("other/attempts/", system_clock() + 60) == 0
-    assert store.abort_uploads(prefix, system_clock() + 60) == 1
-    assert store.abort_uploads(prefix, system_clock() + 60) == 0
 
 
 @pytest.mark.parametrize("store", ["local", "memory"], indirect=True)
