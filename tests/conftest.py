@@ -23,12 +23,13 @@ from hypothesis import settings
 
 from ckpt.host.lock import KNOWN, LOCAL
 from ckptstore.stores import Store, open_store
-from tests.support import azurite, forking, gcs, postgresql, seaweed
+from tests.support import azurite, ceph, forking, gcs, postgresql, seaweed
 from tests.support.juicefs import running_gateway
 from tests.support.postgresql import PostgresqlServer
 from tests.support.seaweed import BUCKET, S3Service
 
-STORE_KINDS = ("local", "memory", "s3", "gcs", "azure")
+ALL_STORES = os.environ.get("CKPTD_STORES") == "all"
+STORE_KINDS = ("local", "memory", "s3", "gcs", "azure", *(("ceph",) if ALL_STORES else ()))
 DATABASE_KINDS = ("sqlite", "postgresql")
 _LONG = ("docs", "integration", "protocol")
 
@@ -167,14 +168,32 @@ def azure_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
+@pytest.fixture(scope="session")
+def ceph_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One per worker that needs one."""
+    if not ceph.installed():
+        pytest.skip("no Ceph: apt-get install radosgw ceph-mon ceph-osd ceph-common")
+    with ceph.running_service(tmp_path_factory.mktemp("ceph")) as service:
+        yield service.endpoint
+
+
+def cloud_service(request: pytest.FixtureRequest, kind: str) -> str:
+    """The URL of the service of a kind."""
+    service = request.getfixturevalue(f"{kind}_service")
+    return service.endpoint if isinstance(service, S3Service) else service
+
+
 def cloud_options(kind: str, url: str) -> dict[str, str]:
     """What reaches the service of a kind at a URL, or a proxy in front of it."""
-    return {"connection_string": azurite.connection(url)} if kind == "azure" else {"endpoint_url": url, "token": "anon"}
+    if kind == "azure":
+        return {"connection_string": azurite.connection(url)}
+    return {"endpoint_url": url, "token": "anon"} if kind == "gcs" else S3Service(url).options
 
 
 def cloud_place(kind: str) -> str:
     """A fresh prefix."""
-    return f"{'abfs' if kind == 'azure' else 'gs'}://{BUCKET}/{uuid.uuid4().hex}"
+    scheme = {"azure": "abfs", "gcs": "gs"}.get(kind, "s3")
+    return f"{scheme}://{BUCKET}/{uuid.uuid4().hex}"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -191,8 +210,8 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     if kind == "s3":
         location: S3Location = request.getfixturevalue("s3_store")
         yield open_store(location.url, location.options)
-    elif kind in ("gcs", "azure"):
-        yield open_store(cloud_place(kind), cloud_options(kind, request.getfixturevalue(f"{kind}_service")))
+    elif kind in ("gcs", "azure", "ceph"):
+        yield open_store(cloud_place(kind), cloud_options(kind, cloud_service(request, kind)))
     elif kind == "memory":
         memory = open_store(f"memory://{uuid.uuid4().hex}")
         yield memory

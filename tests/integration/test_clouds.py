@@ -1,6 +1,7 @@
-"""Google Cloud Storage and Azure: a whole life on each, replies that get lost, and what their errors mean.
+"""Services of object stores: a whole life on each, replies that get lost, and what their errors mean.
 
-The services are tests/support/gcs.py and Azurite. CKPTD_CLOUD_FAULTS says how many saves on each lose replies.
+They are tests/support/gcs.py and Azurite; with CKPTD_STORES=all also SeaweedFS and Ceph, where that is installed.
+CKPTD_CLOUD_FAULTS says how many saves on each lose replies.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from ckptstore.stores.base import is_lasting
 from ckptstore.stores.checks import check_store, run_store_checks
 from ckptstore.stores.retrying import RetryingStore
 from tests.ckptstore.proxies import LossyProxy, lossy_proxy
-from tests.conftest import cloud_options, cloud_place
+from tests.conftest import ALL_STORES, cloud_options, cloud_place, cloud_service
 from tests.support.checkpoints import RUN, flipped, keys, write_rank
 from tests.support.command_line import succeed
 from tests.support.kill_train import weights
@@ -46,7 +47,7 @@ from tests.support.trainers import Trainer, is_alive
 from tests.support.waiting import wait_until
 
 FAULTS = int(os.environ.get("CKPTD_CLOUD_FAULTS", "15"))
-KINDS = ("gcs", "azure")
+KINDS = ("gcs", "azure", *(("s3", "ceph") if ALL_STORES else ()))
 MIB, DAY_S = 1 << 20, 86_400.0
 
 every_cloud = pytest.mark.parametrize("kind", KINDS)
@@ -54,7 +55,7 @@ every_cloud = pytest.mark.parametrize("kind", KINDS)
 
 @pytest.fixture
 def service(request: pytest.FixtureRequest, kind: str) -> str:
-    return request.getfixturevalue(f"{kind}_service")  # type: ignore[no-any-return]
+    return cloud_service(request, kind)
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def impatient(kind: str, service: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     if kind == "gcs":
         monkeypatch.setattr("gcsfs.retry.asyncio", SimpleNamespace(sleep=sleep))
-    else:
+    elif kind == "azure":
         policies = "azure.storage.blob._shared.policies_async"
         monkeypatch.setattr(f"{policies}.ExponentialRetry.get_backoff_time", lambda *_: 0.0)
 
@@ -233,7 +234,7 @@ def test_an_emulator_that_ignores_preconditions_is_found_out() -> None:
         server.stop()
 
 
-@every_cloud
+@pytest.mark.parametrize("kind", ["gcs", "azure"])
 def test_how_the_libraries_are_used(kind: str, service: str) -> None:
     """Listings never from a cache, whatever is asked for; of Google by HTTP alone, also for the type of a bucket."""
     opened: Any = open_store(cloud_place(kind), {**cloud_options(kind, service), "use_listings_cache": True})

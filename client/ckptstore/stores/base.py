@@ -167,6 +167,10 @@ class Store(ABC):
     """URL of the root, for people and error messages; never contains credentials."""
     identity: str
     """Equal for stores with the same objects: the URL, and the service that serves it."""
+    client: str = ""
+    """The library that reaches it, with its version."""
+    create_only: str = "a look, then a write"
+    """How a create is refused if the object exists."""
     parallel_reads: int = PARALLEL_READS
     """Number of concurrent ranged reads that is fastest."""
     longest_read: int = 0

@@ -59,6 +59,12 @@ class StoreReport(msgspec.Struct, frozen=True, kw_only=True):
     clock_skew_s: float | None
     """The store's clock minus this machine's; None if it could not be measured."""
     checks: list[StoreCheck]
+    client: str = ""
+    """The library that reaches the store, with its version; of an older daemon empty, as the next one."""
+    create_only: str = ""
+    """How a create is refused if the object exists."""
+    races: str = ""
+    """Concurrent creates that had one winner, of how many."""
 
 
 def run_store_checks(store: Store, clock: Clock) -> StoreReport:
@@ -71,6 +77,9 @@ def run_store_checks(store: Store, clock: Clock) -> StoreReport:
         conditional_writes={"create once", "one winner"} <= {check.name for check in checks if check.ok},
         clock_skew_s=running.skew_s,
         checks=checks,
+        client=store.client,
+        create_only=store.create_only,
+        races=f"{running.probed.races_won} of {_RACES}" if running.probed else "",
     )
 
 
@@ -79,7 +88,7 @@ class _StoreChecks:
         self.skew_s: float | None = None
         self._store = store
         self._clock = clock
-        self._probe: Probe | None = None
+        self.probed: Probe | None = None
         self._folder = f"{names.PROBES_PREFIX}{new_ulid(clock())}/"
         self._key = self._folder + "object"
 
@@ -130,21 +139,25 @@ class _StoreChecks:
         return "" if listed == {self._key: len(_DATA)} else f"a listing shows {listed}"
 
     def _create_twice(self) -> str:
-        self._probe = probe_store(self._store, self._clock)
-        return "" if self._probe.refuses_second else "a second create of the same object was accepted"
+        self.probed = probe_store(self._store, self._clock)
+        return "" if self.probed.refuses_second else "a second create of the same object was accepted"
 
     def _race(self) -> str:
-        return "" if self._probed().one_wins else "concurrent creates of an object did not have exactly one winner"
+        return (
+            ""
+            if self._found().races_won == _RACES
+            else "concurrent creates of an object did not have exactly one winner"
+        )
 
     def _check_clock(self) -> str:
-        self.skew_s = self._probed().skew_s
+        self.skew_s = self._found().skew_s
         far = abs(self.skew_s) > _SKEW_ALLOWED_S
         return f"the store's clock is {self.skew_s:+.0f} s from this machine's" if far else ""
 
-    def _probed(self) -> Probe:
-        if self._probe is None:
+    def _found(self) -> Probe:
+        if self.probed is None:
             raise StoreUnavailable("this check could not run", "See the failed check before it")
-        return self._probe
+        return self.probed
 
     def _delete(self) -> str:
         self._store.delete_many([self._key])
@@ -169,15 +182,15 @@ class Probe(NamedTuple):
 
     refuses_second: bool
     """A second create of the same key was refused and changed nothing."""
-    one_wins: bool
-    """Exactly one of two concurrent creates succeeded."""
+    races_won: int
+    """Times that exactly one of two concurrent creates succeeded, of `_RACES`."""
     skew_s: float
     """Lower bound of the store's clock minus ours (negative: behind); 0 if they may be equal."""
 
     @property
     def creates_once(self) -> bool:
         """Create-only writes have exactly one winner."""
-        return self.refuses_second and self.one_wins
+        return self.refuses_second and self.races_won == _RACES
 
 
 def probe_store(store: Store, clock: Clock) -> Probe:
@@ -192,7 +205,7 @@ def probe_store(store: Store, clock: Clock) -> Probe:
         written_at = next(info.modified_at for info in store.list(names.PROBES_PREFIX) if info.key == key)
     # File systems and S3 report whole seconds.
     skew_s = min(0.0, written_at + 1 - before) + max(0.0, written_at - after)
-    return Probe(kept and not again, all(_one_wins(store, clock) for _ in range(_RACES)), skew_s)
+    return Probe(kept and not again, sum(_one_wins(store, clock) for _ in range(_RACES)), skew_s)
 
 
 def _check_bucket(store: Store) -> None:

@@ -159,6 +159,7 @@ class GcsStore(CloudStore):
     """Google Cloud Storage: small objects and listings by its JSON interface."""
 
     transfers = GcsTransfers
+    create_only = "ifGenerationMatch=0"
 
     @override
     def abort_uploads(self, prefix: str, begun_before: float) -> int:
@@ -237,6 +238,7 @@ class AzureStore(CloudStore):
     """A container of Azure Blob Storage."""
 
     transfers = AzureTransfers
+    create_only = "If-None-Match: *"
 
     @override
     def _found(self, bucket: str, prefix: str, delimiter: str | None) -> Iterator[tuple[str, Any]]:

@@ -58,6 +58,8 @@ class LocalStore(Store):
     A folder that vanishes later is not created again: an unmounted volume is not an empty store.
     """
 
+    create_only = "a hard link"
+
     def __init__(self, root: str) -> None:
         self.root = Path(os.path.abspath(os.path.expanduser(root)))
         kind = _file_system(self.root)

@@ -6,6 +6,7 @@ Durability on return is what the service guarantees for a finished PUT or upload
 from __future__ import annotations
 
 import errno
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -41,6 +42,8 @@ class FsspecStore(Store):
         self.url = url.rstrip("/")
         # The same URL is another bucket at another endpoint. The token is a hash of all options.
         self.identity = f"{self.url} {fs._fs_token}"
+        library = type(fs).__module__.partition(".")[0]
+        self.client = f"{library} {getattr(sys.modules[library], '__version__', '')}"
         in_memory = "memory" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
         self._lock: AbstractContextManager[Any] = _MEMORY_LOCK if in_memory else _NO_LOCK
         self.shared_between_processes = not in_memory

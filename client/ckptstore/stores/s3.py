@@ -115,6 +115,7 @@ class S3Store(MultipartStore):
     """A bucket, or a folder in a bucket."""
 
     transfers = S3Transfers
+    create_only = "If-None-Match: *"
 
     def reconnect(self) -> None:
         """A new session of botocore, which looks for credentials in the environment, in files and at services."""

@@ -32,9 +32,13 @@ def test_jobs_are_listed_shown_waited_for_and_ended(daemon: Daemon) -> None:
 
 def test_a_probe_through_the_daemon_and_of_the_store(daemon: Daemon, folder: Path) -> None:
     for target in (("--url", daemon.url), ("--store", folder)):
-        assert "one winner" in succeed("probe", *target).stdout
+        shown = succeed("probe", *target).stdout
+        assert "one winner" in shown
+        row = next(line for line in shown.splitlines() if "passes" in line)
+        assert ("a hard link" in row, "3 of 3" in row) == (True, True), "the columns of docs/how-to/stores.md"
         body = invoke("probe", *target, "-o", "json").json
         assert (body["ok"], body["conditional_writes"]) == (True, True)
+        assert (body["create_only"], body["races"]) == ("a hard link", "3 of 3")
     # A pass of the daemon's retention probes the store, too.
     wait_until(lambda: not list(open_store(str(folder)).list(names.PROBES_PREFIX)), "nothing is left of the probes")
 

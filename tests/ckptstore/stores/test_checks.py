@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,17 @@ def test_a_store_that_overwrites(store: Store, admits: bool) -> None:
     assert keys(store) == []
     found = run_store_checks(Overwriting(store, admits), system_clock)
     assert [check.name for check in found.checks if not check.ok] == ["create once", "one winner"]
-    assert (found.conditional_writes, found.ok) == (False, False)
+    assert (found.conditional_writes, found.ok, found.races) == (False, False, "0 of 3")
+
+
+@every_store
+def test_what_a_report_says_of_the_client(store: Store, request: pytest.FixtureRequest) -> None:
+    found, kind = run_store_checks(store, system_clock), request.node.callspec.params["store"]
+    library = {"local": "", "memory": "fsspec", "gcs": "gcsfs", "azure": "adlfs"}.get(kind, "s3fs")
+    assert found.client == (f"{library} {version(library)}" if library else "")
+    expected = {"local": "a hard link", "memory": "a look, then a write", "gcs": "ifGenerationMatch=0"}
+    assert found.create_only == expected.get(kind, "If-None-Match: *")
+    assert found.races == "3 of 3"
 
 
 @pytest.mark.parametrize("ahead_s", [-2 * MAX_SKEW_S, 2 * MAX_SKEW_S])
