@@ -30,6 +30,7 @@ BENCHES = (
     "restore-extras",
     "restore-s3",
     "remote-s3",
+    "remote-clouds",
     "restart",
     "replicas",
     "size",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bench.measuring import Spread, descendants, processor_seconds, usage
-from bench.peers.s3 import Bucket
+from bench.peers.s3 import Bucket, RawObstore
 from bench.report import Goal
 from bench.state import State
 from ckptstore import names
@@ -46,6 +46,11 @@ class Service:
     def bucket(self) -> Bucket:
         """For peers."""
         return Bucket(self.s3.endpoint, seaweed.BUCKET, seaweed.ACCESS_KEY, seaweed.SECRET_KEY)
+
+    @property
+    def raw(self) -> RawObstore:
+        """obstore's client."""
+        return RawObstore(self.bucket)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -7,16 +7,17 @@ The limit is obstore, which sends and receives the stored bytes with the fastest
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from typing import Any
 from urllib.parse import urlsplit
 
-from bench.bucket import Service, check_restored, running_bucket
+from bench.bucket import check_restored, running_bucket
 from bench.durable_s3 import FOLDER, OURS, saver, stored_bytes
 from bench.measuring import Spread, in_turns, seconds, touched
-from bench.peers.s3 import PART_BYTES, RawObstore
+from bench.peers.s3 import PART_BYTES
 from bench.report import Goal, Report
 from bench.restore_s3 import saved_by_us
 from bench.slow_store import running_proxy
@@ -53,21 +54,33 @@ def measure(quick: bool) -> Report:
         endpoint = stack.enter_context(network(local.s3.endpoint))
         contestants = contestants_over(local, replace(local, s3=replace(local.s3, endpoint=endpoint)), state, stack)
         found, problems = in_turns({name: one.call for name, one in contestants.items()})
+    return report("remote-s3", state, contestants, found, problems)
+
+
+def report(
+    bench: str,
+    state: State,
+    contestants: Mapping[str, Contestant],
+    found: Mapping[str, Sequence[float]],
+    problems: Mapping[str, str],
+) -> Report:
+    """The table, and each of ours against the bare transfer of its bytes, whose name is that of ours with "raw"."""
     medians = {name: Spread.of(times).median for name, times in found.items()}
     rows = []
     for name, times in found.items():
         one = contestants[name]
         rows.append((name, str(Spread.of(times)), f"{one.num_bytes / medians[name] / 1e6:.0f}", f"{one.in_flight}"))
-    pairs = [(f"raw {bare} of {name}", f"{name}, {verb}") for name in OURS for bare, verb in VERBS.items()]
+    ours = [name for name in contestants if name.endswith(tuple(VERBS.values()))]
     return Report(
-        bench="remote-s3",
+        bench=bench,
         what=f"{state.num_bytes / 1e9:.2f} GB, {ROUND_TRIP_S * 1e3:.0f} ms, {BYTES_PER_S / 1e6:.0f} MB/s; MB/s of the "
         "stored bytes; raw: obstore",
         columns=("", "seconds", "MB/s", "requests in flight"),
         rows=rows,
         goals=[
-            Goal(raw, ours, medians[raw] / medians[ours] if ours in medians else float("nan"), GOAL, "at least")
-            for raw, ours in pairs
+            Goal(raw, name, medians[raw] / medians[name] if name in medians else float("nan"), GOAL, "at least")
+            for name in ours
+            if (raw := _raw(name)) in medians
         ],
         problems=problems,
         state_bytes=state.num_bytes,
@@ -75,12 +88,22 @@ def measure(quick: bool) -> Report:
     )
 
 
-def contestants_over(local: Service, remote: Service, state: State, stack: ExitStack) -> dict[str, Contestant]:
-    """By name. local, remote: the same service, without and with the network before it."""
-    savers = {name: saver(remote, state, compress, stack) for name, compress in OURS.items()}
+def _raw(name: str) -> str:
+    """The bare transfer of "SERVICE: NAME, VERB"; the service may be absent."""
+    what, _, verb = name.rpartition(", ")
+    service, colon, what = what.rpartition(": ")
+    (bare,) = (method for method, known in VERBS.items() if known == verb)
+    return f"{service}{colon}raw {bare} of {what}"
+
+
+def contestants_over(
+    local: Any, remote: Any, state: State, stack: ExitStack, ours: Iterable[str] = tuple(OURS)
+) -> dict[str, Contestant]:
+    """By name. local, remote: the same service, as a bench.bucket.Service, without and with the network before it."""
+    savers = {name: saver(remote, state, OURS[name], stack) for name in ours}
     shards = {name: stored_bytes(local, state, save) for name, save in savers.items()}
     loads, kept = saved_by_us(remote, state, stack, KEPT)
-    raw, memory = RawObstore(remote.bucket), memoryview(touched(max(map(len, shards.values()))))
+    raw, memory = remote.raw, memoryview(touched(max(map(len, shards.values()))))
     probe, key = shards["ckptd, off"][:PROBED_BYTES], kept["ckptd, off"][0]
     puts = fastest(lambda at: raw.put("probe", probe, at))
     gets = fastest(lambda at: raw.get(key, memory[:PROBED_BYTES], at))
@@ -110,7 +133,7 @@ def fastest(transfer: Callable[[int], object]) -> int:
     return min(spent)[1]
 
 
-def cleared(local: Service, save: Callable[[], object]) -> Callable[[], float]:
+def cleared(local: Any, save: Callable[[], object]) -> Callable[[], float]:
     """A call that times a save, and then deletes it."""
 
     def call() -> float:

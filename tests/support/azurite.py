@@ -15,8 +15,8 @@ import fsspec
 from tests.support.ports import free_port
 from tests.support.seaweed import BUCKET, kept, wait_until_ready
 
-_ACCOUNT = "devstoreaccount1"
-_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+ACCOUNT = "devstoreaccount1"
+KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 """Those that every Azurite has."""
 
 
@@ -27,7 +27,7 @@ def binary() -> str | None:
 
 def connection(endpoint: str) -> str:
     """What adlfs needs to reach the service, or a proxy in front of it."""
-    return f"DefaultEndpointsProtocol=http;AccountName={_ACCOUNT};AccountKey={_KEY};BlobEndpoint={endpoint}/{_ACCOUNT};"
+    return f"DefaultEndpointsProtocol=http;AccountName={ACCOUNT};AccountKey={KEY};BlobEndpoint={endpoint}/{ACCOUNT};"
 
 
 @contextmanager

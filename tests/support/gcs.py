@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -129,13 +130,15 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(204, None)
         if not media:
             return self._send(200, _described(name, found))
+        headers = {"ETag": f'"{found.generation}"', "Last-Modified": formatdate(usegmt=True)}
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if wanted is None:
-            return self._send(200, found.data)
+            return self._send(200, found.data, headers)
         begin, end = int(wanted[1]), min(int(wanted[2] or len(found.data)) + 1, len(found.data))
         if begin >= len(found.data):
             return self._send(416, {"error": {"code": 416, "message": "Request range not satisfiable"}})
-        return self._send(206, found.data[begin:end], {"Content-Range": f"bytes {begin}-{end - 1}/{len(found.data)}"})
+        headers["Content-Range"] = f"bytes {begin}-{end - 1}/{len(found.data)}"
+        return self._send(206, found.data[begin:end], headers)
 
     def _xml(self, bucket: str, name: str, query: dict[str, str], body: bytes) -> None:
         upload = self.server.multiparts.get(query.get("uploadId", ""))
@@ -174,7 +177,10 @@ class _Handler(BaseHTTPRequestHandler):
         return self._send(200, b"", {"ETag": etag})
 
     def _complete(self, id: str, upload: _Multipart, listed: str) -> None:
-        wanted = re.findall(r"<PartNumber>(\d+)</PartNumber>\s*<ETag>([^<]*)</ETag>", listed)
+        wanted = [
+            tuple(re.findall(rf"<{name}>([^<]*)</{name}>", part)[0] for name in ("PartNumber", "ETag"))
+            for part in listed.split("<Part>")[1:]
+        ]
         parts = [upload.parts.get(int(number), ("", b"")) for number, _ in wanted]
         numbers = [int(number) for number, _ in wanted]
         if not wanted or [etag for etag, _ in parts] != [html.unescape(etag) for _, etag in wanted]:
