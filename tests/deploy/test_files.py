@@ -56,6 +56,7 @@ def test_compose_accepts_its_file() -> None:
 def test_the_image_has_no_torch_and_no_root() -> None:
     lines = (ROOT / "Dockerfile").read_text()
     assert "[torch" not in lines
+    assert "s3,gcs,azure" in lines, "the libraries of every cloud"
     assert [int(number) > 0 for number in re.findall(r"^USER (\d+)$", lines, re.MULTILINE)] == [True]
     assert set(re.findall(r"CKPTD_\w+", lines)) <= ENVIRONMENT.keys()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
