@@ -45,7 +45,7 @@ from ckptstore.format.trees import encode_tree, unsupported
 from ckptstore.names import derive_ulid, new_ulid, shard_name
 from ckptstore.reading.rehearsal import rows_of
 from ckptstore.run import Run
-from ckptstore.stores.s3 import part_bytes
+from ckptstore.stores.multipart import part_bytes
 
 COMMIT_S, REQUESTS, PLAN_S, PLAN_BYTES = 3.0, 4.0, 1.0, 1 << 30
 SIZES = {True: (8, 128, 1024), False: (8, 128, 1024, 4096, 16_384)}

@@ -192,8 +192,8 @@ def _probe_blocks(found: StoreReport) -> Iterator[Block]:
     yield Table(columns, rows)
     yield ""
     result = "passes" if found.ok else "fails"
-    columns = ("STORE", "TRIED WITH", "CREATE-ONLY BY", "ONE WINNER", "PROBE")
-    yield Table(columns, [Row((found.store, found.client, found.create_only, found.races, result), "")])
+    evidence = ("STORE", "TRIED WITH", "CREATE-ONLY BY", "ONE WINNER", "PROBE")
+    yield Table(evidence, [Row((found.store, found.client, found.create_only, found.races, result), "")])
     yield ""
     skew = "unknown" if found.clock_skew_s is None else f"{found.clock_skew_s:+.0f} s from this machine's"
     yield f"{found.store}: clock {skew}"
