@@ -30,6 +30,7 @@ from ckptstore.reading.assets import ASSETS, folder_files, open_weights
 from ckptstore.reading.fetch import DEFAULT_THREADS, Progress, fetch
 from ckptstore.reading.source import Source
 from ckptstore.reading.weights import VirtualFile, Weights, cast_content
+from ckptstore.stores.direct import sync
 from ckptstore.stores.local import sync_folder
 
 _ALIGNMENT = 64
@@ -107,6 +108,9 @@ class Export:
             yield {name: view[start : start + sizes[name]] for name, start in starts.items()}
 
 
+_ZEROS = bytes(1 << 20)
+
+
 def mapped(descriptor: int, size: int) -> memoryview:
     """Map a file, extended to `size` bytes. Raises OSError if the disk is full.
 
@@ -114,7 +118,11 @@ def mapped(descriptor: int, size: int) -> memoryview:
     """
     if not size:
         return memoryview(bytearray())
-    os.posix_fallocate(descriptor, 0, size)
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size)
+    else:  # macOS
+        for start in range(0, size, len(_ZEROS)):
+            os.pwrite(descriptor, _ZEROS[: size - start], start)
     return memoryview(mmap.mmap(descriptor, size))
 
 
@@ -201,7 +209,7 @@ def size_on_disk(path: Path) -> int:
 def _sync(path: Path) -> None:
     for file in _files(path):
         with open(file, "rb+") as opened:
-            os.fsync(opened.fileno())
+            sync(opened.fileno())
     for folder in {file.parent for file in _files(path)} if path.is_dir() else ():
         sync_folder(folder)
 

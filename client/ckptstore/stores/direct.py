@@ -37,7 +37,19 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 """Errors of file systems that reject direct I/O."""
 
+_FULL_SYNC = getattr(fcntl, "F_FULLFSYNC", None)
+"""macOS: fsync reaches the drive, but not through its cache."""
+
 _Bytes = npt.NDArray[np.uint8]
+
+
+def sync(fd: int) -> None:
+    """Make a file or a folder durable. Raises OSError."""
+    if _FULL_SYNC is not None:
+        with suppress(OSError):  # of file systems without it, such as SMB
+            fcntl.fcntl(fd, _FULL_SYNC)
+            return
+    os.fsync(fd)
 
 
 class DirectFile:
@@ -90,7 +102,7 @@ class DirectFile:
         self._write_at([self._pack.data[:padded]], self._at)
         self._wait()
         os.ftruncate(self._fd, size)
-        os.fsync(self._fd)
+        sync(self._fd)
         self.close()
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.errors import StoreUnavailable, StoreUnsafe
 from ckptstore.names import new_ulid
 from ckptstore.stores.base import ObjectInfo, ObjectReader, ObjectWriter, Store, check_length, store_errors
-from ckptstore.stores.direct import DirectFile, read_direct
+from ckptstore.stores.direct import DirectFile, read_direct, sync
 
 _TEMPORARY = ".tmp-"
 _FSTAB = Path("/etc/fstab")
@@ -231,7 +231,7 @@ class LocalStore(Store):
             with open(fd, "wb") as file:
                 file.write(data)
                 file.flush()
-                os.fsync(fd)
+                sync(fd)
             yield temporary
         finally:
             temporary.unlink(missing_ok=True)
@@ -399,7 +399,7 @@ def sync_folder(folder: Path) -> None:
     """Make the directory entries of a folder durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(fd)
+        sync(fd)
     finally:
         os.close(fd)
 
