@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Container images often set it; then each of the tests' hundreds of processes compiles the whole project once more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup arrays azurite engines browser demo first-hour docs pictures test coverage check fmt bench bench-full bench-gpu gpu oldest clean
+.PHONY: setup arrays azurite engines frameworks browser demo first-hour docs pictures test coverage check fmt bench bench-full bench-gpu gpu oldest clean
 
 setup: .venv/.ready
 
@@ -53,6 +53,17 @@ arrays: .venv-arrays/.ready
 
 engines: .venv-engines/.ready
 	.venv-engines/bin/pytest -p no:cacheprovider --confcutdir=tests/engines -W ignore tests/engines
+
+# Training frameworks and trackers that the tests' environment does not have.
+.venv-frameworks/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-frameworks
+	.venv-frameworks/bin/pip install --quiet --retries 10 --timeout 60 torch==2.13.0
+	.venv-frameworks/bin/pip install --quiet --retries 10 --timeout 60 -c constraints.txt -e '.[server,frameworks]' \
+	mlflow-skinny tensorboard wandb pytest pytest-timeout
+	touch $@
+
+frameworks: .venv-frameworks/.ready
+	.venv-frameworks/bin/pytest -p no:cacheprovider --confcutdir=tests/frameworks -W ignore tests/frameworks
 
 demo: setup
 	$(BIN)/python examples/demo.py
@@ -127,4 +138,4 @@ oldest:
 	touch $@
 
 clean:
-	rm -rf .venv .venv-arrays .venv-engines .venv-oldest demo-out build dist .coverage* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-arrays .venv-engines .venv-frameworks .venv-oldest demo-out build dist .coverage* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

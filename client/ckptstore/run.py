@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import getpass
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -44,6 +46,21 @@ def origin() -> Origin:
         user = "unknown"
     jobs = (f"{kind} {os.environ[name]}" for name, kind in _JOBS.items() if os.environ.get(name, "") not in _NO_JOB)
     return Origin(user=user, host=socket.gethostname(), job=next(jobs, ""))
+
+
+def trackers() -> dict[str, str]:
+    """The runs of experiment trackers that this process logs to, as in `Origin`. Loads none of them."""
+    found: dict[str, str | None] = {}
+    wandb, mlflow, board = map(sys.modules.get, ("wandb", "mlflow", "torch.utils.tensorboard.writer"))
+    if wandb is not None and (run := wandb.run) is not None:
+        found["W&B"] = run.url or run.dir  # a folder when it is offline
+    if mlflow is not None and (run := mlflow.active_run()) is not None:
+        place = f"#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}"
+        found["MLflow"] = f"{mlflow.get_tracking_uri()}/{place}"
+    if board is not None:
+        writers = (one.log_dir for one in gc.get_objects() if issubclass(type(one), board.SummaryWriter))
+        found["TensorBoard"] = next(writers, None)
+    return {name: place for name, place in found.items() if place}
 
 
 @dataclass(frozen=True, slots=True)

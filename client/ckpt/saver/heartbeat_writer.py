@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from ckpt.host.segment import Segment
 from ckpt.saver.messages import SHARED_STEP_BYTES, LocalOnly, TrainerStarted
@@ -132,7 +133,8 @@ class TrainerRun(msgspec.Struct):
             trains_at=began.trains_at, restored_s=began.restored_s, parent=began.parent, generation=self.generation,
             at=[beat.at for beat in beats], step=[beat.step for beat in beats],
             stalled_s=[beat.stalled_s for beat in beats], slowed_s=[beat.slowed_s for beat in beats],
-            ended=self.ended, ended_at=self.ended_at or now, extensions={ORIGIN: msgspec.to_builtins(origin())},
+            ended=self.ended, ended_at=self.ended_at or now,
+            extensions={ORIGIN: msgspec.to_builtins(replace(origin(), trackers=began.trackers))},
         )  # fmt: skip
 
 
@@ -231,7 +233,7 @@ class HeartbeatWriter:
                 self._due, closing = False, self._closing
                 documents, local_only = self._documents(), self._local_only
             for document in documents:
-                self._write(msgspec.structs.replace(document, extensions=document.extensions | extensions), local_only)
+                self._write(replace(document, extensions=document.extensions | extensions), local_only)
             if closing:
                 return
 
@@ -260,7 +262,7 @@ class HeartbeatWriter:
             return  # a script that saved nothing
         if local_only is not None:
             found = msgspec.structs.asdict(local_only) | {"at": self._run.clock()}
-            document = msgspec.structs.replace(document, extensions=document.extensions | {LOCAL_ONLY: found})
+            document = replace(document, extensions=document.extensions | {LOCAL_ONLY: found})
         self._newest = document  # written again while checkpoints are replicated, if it cannot be written now
         try:
             if self._replicated and not any(True for _ in self._run.store.list_folders(f"{self._run.keys.folder}/")):

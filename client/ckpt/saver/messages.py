@@ -78,6 +78,7 @@ class TrainerStarted(Message, frozen=True, kw_only=True):
     began_at: float
     trains_at: float
     restored_s: float
+    trackers: dict[str, str] = {}
     num_bytes: int = SHARED_STEP_BYTES
 
 

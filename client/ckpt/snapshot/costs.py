@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
+from msgspec.structs import replace
+
 from ckpt.lazily import torch
 from ckpt.saver.heartbeat_writer import SharedStep
 from ckpt.saver.messages import TrainerStarted
@@ -131,6 +133,8 @@ class StepClock:
     def __init__(self, clock: Clock = system_clock) -> None:
         self._newest: SaveHandle | None = None
         self._clock = clock
+        self.trackers: dict[str, str] = {}
+        """As in `Origin`."""
         self._announced: tuple[SaveWriter, str] | None = None
         self._shared_step: SharedStep | None = None
         self._counted: Callable[[], object] = _nothing
@@ -168,7 +172,7 @@ class StepClock:
             self._shared_step = SharedStep()
             if self._requests:
                 self._end_with(TrainerEnd.REQUESTED)  # before the first save
-        writer.send(self._began, self._shared_step.segment)
+        writer.send(replace(self._began, trackers=self.trackers), self._shared_step.segment)
         self._announced = (writer, self._began.id)
 
     def close(self) -> None:

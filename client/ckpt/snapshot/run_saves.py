@@ -34,6 +34,7 @@ from ckptstore.errors import BadInput, CkptError, InvalidRequest, RankLost, Save
 from ckptstore.format.records import SaveCost
 from ckptstore.names import Attempt, check_step, derive_ulid
 from ckptstore.reading.source import Source, StoreSource
+from ckptstore.run import trackers
 from ckptstore.tiers.source import TieredSource
 
 if TYPE_CHECKING:
@@ -306,6 +307,8 @@ class RunSaves:
         attempt = self.session.new_attempt(agreed, step)
         if self.session.parent != parent:  # that of an earlier Checkpointer of this process
             self.steps.restored(self.session.parent, step, 0.0)
+        if self.newest is None:
+            self.steps.trackers = trackers()  # MLflow knows the run of a thread
         with client.declining(attempt):
             client.calls.run(client.start)  # replaces one that died, so that saves work again after the error
             client.calls.run(client.raise_failure, False)

@@ -119,6 +119,8 @@ class Origin(Document, frozen=True, omit_defaults=True):
     host: str = ""
     job: str = ""
     """The scheduler and its name for the job: slurm 4711."""
+    trackers: dict[str, str] = msgspec.field(default_factory=dict)
+    """The runs of experiment trackers: the name of a tracker, and a URL, or a folder."""
 
     def __str__(self) -> str:
         return " · ".join(part for part in (f"{self.user}@{self.host}".strip("@"), self.job) if part)
