@@ -261,7 +261,8 @@ def finish_commands(program: typer.Typer, finish: Callable[[CommandInfo], None],
         finish(command)
         examples = EXAMPLES[f"{prefix}{command.name}"].strip().splitlines()
         lines = ["\b", "Examples:", *(f"  {line.strip()}" for line in examples)]
-        command.epilog = "\n".join(filter(None, [command.epilog, "\n".join(lines)])).replace("\n\b", "\n\n\b")
+        if not (before := command.epilog or "").endswith(end := "\n".join(lines)):  # it may be loaded again
+            command.epilog = "\n".join(filter(None, [before, end])).replace("\n\b", "\n\n\b")
     for group in program.registered_groups:
         if group.typer_instance is not None:
             finish_commands(group.typer_instance, finish, f"{prefix}{group.name} ")

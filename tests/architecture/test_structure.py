@@ -27,7 +27,7 @@ FOLDERS = {name: ROOT / name if name == "ckptd" else ROOT / "client" / name for 
 
 SMALL = 60
 """A file with fewer lines and a single importer belongs into that importer."""
-MAY_BE_SMALL = ("ckptd.api.", "ckptctl.commands.", "ckptapi.bodies.", "ckptd.index.migrations.")
+MAY_BE_SMALL = ("ckptd.api.", "ckptctl.commands.", "ckptapi.bodies.", "ckptapi.mlflow", "ckptd.index.migrations.")
 
 CEILINGS = {"tokens": 372_781, "files": 309, "knobs": 25, "verbs": 36, "threads": 50}
 """Sizes of the product, which only fall. A feature that needs more takes away as much elsewhere."""

@@ -62,6 +62,7 @@ def test_every_public_name_setting_error_and_command_has_its_place(site: Path) -
 
 def test_the_man_page_is_that_of_the_program() -> None:
     assert man.PAGE.read_text() == man.man_page(), "python -m docsite.man writes it"
+    assert man.man_page() == man.man_page(), "commands are loaded again"
 
 
 def test_comments_for_tests_are_left_out(site: Path) -> None:
