@@ -156,7 +156,7 @@ def _context(core: _Core, cache: BlockCache, threads: Threads) -> Context:
         accounts=core.accounts,
         catalog=core.catalog,
         clock=clock,
-        contents=Contents(core.catalog, objects, source),
+        contents=Contents(core.catalog, objects, source, clock),
         events=core.events,
         freshness=core.freshness,
         jobs=Jobs(JobIndex(core.database), core.events, clock, handlers.by_kind()),

@@ -11,10 +11,9 @@ Every byte that is sent was verified. A run that the caller may not read is answ
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import PurePosixPath
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from fastapi import APIRouter, Depends, Request
 from starlette.exceptions import HTTPException
@@ -28,7 +27,6 @@ from ckptd.http.streaming import streamed
 from ckptd.services import Catalog
 from ckptd.services.tokens import Caller
 from ckptstore.commits.catalog import Checkpoint, State
-from ckptstore.commits.leases import end_lease
 from ckptstore.errors import BadInput, NoCheckpoint
 from ckptstore.names import Reference
 from ckptstore.reading.weights import PIECE_BYTES, VirtualFile
@@ -40,31 +38,20 @@ _MODEL = "/api/models/{namespace}/{name}"
 _CODE = re.compile("_x([0-9A-F]{2})_")
 _REVISION = re.compile(r"(?:step-(?=\d+(?:\+|$)))?([^+]+)((?:\+(?!(?:bf|fp)16$)([^+]+))?(?:\+(bf16|fp16))?)", re.ASCII)
 """The checkpoint, and the view: an item and a type."""
-_LEASE_S = 4 * 3600.0
-"""Longer than the download of one file."""
 
 
-@dataclass(slots=True)
-class _Snapshot:
-    """One view of a checkpoint, for one request."""
+class _Snapshot(NamedTuple):
+    """One view of a checkpoint."""
 
     sha: str
     checkpoint: Checkpoint
     files: Mapping[str, VirtualFile]
-    lease: str = ""
 
 
-async def _snapshot(
-    request: Request, ctx: Ctx, caller: CallerDep, namespace: str, name: str
-) -> AsyncIterator[_Snapshot]:
-    """The revision in the path. Its lease ends with the response, also if the client is gone before."""
+async def _snapshot(request: Request, ctx: Ctx, caller: CallerDep, namespace: str, name: str) -> _Snapshot:
+    """The revision in the path."""
     revision = request.path_params.get("revision", "main")
-    opened = await ctx.threads.store(_opened, ctx, caller, f"{namespace}/{name}", revision)
-    try:
-        yield opened
-    finally:
-        if opened.lease:
-            await ctx.threads.store(end_lease, ctx.source.run(opened.checkpoint.run), opened.lease)
+    return await ctx.threads.store(_opened, ctx, caller, f"{namespace}/{name}", revision)
 
 
 Snapshot = Annotated[_Snapshot, Depends(_snapshot)]
@@ -89,7 +76,7 @@ async def refs(ctx: Ctx, snapshot: Snapshot) -> Response:
 
 @router.get(_MODEL + "/tree/{revision}")
 @router.get(_MODEL + "/tree/{revision}/{path:path}")
-async def tree(snapshot: Snapshot, path: str = "", recursive: bool = False) -> Response:
+def tree(snapshot: Snapshot, path: str = "", recursive: bool = False) -> Response:
     """The files and folders in a folder."""
     found = dict[str, dict[str, object]]()
     for name, file in snapshot.files.items():
@@ -105,16 +92,17 @@ async def tree(snapshot: Snapshot, path: str = "", recursive: bool = False) -> R
 
 @router.api_route("/{namespace}/{name}/resolve/{revision}/{path:path}", methods=["GET", "HEAD"])
 async def resolve(request: Request, ctx: Ctx, caller: CallerDep, snapshot: Snapshot, path: str) -> Response:
-    """The bytes of a file, or a range of them. More than one read holds a lease."""
+    """The bytes of a file, or a range of them. Whole files and long ranges hold a lease, also until the next file."""
     source, checkpoint, file = ctx.source, snapshot.checkpoint, snapshot.files.get(path)
     if file is None:
         raise _missing("EntryNotFound", f"{checkpoint.id} has no file {path!r}", snapshot.sha)
 
     def read(offset: int, count: int) -> memoryview:
-        if count > PIECE_BYTES and not snapshot.lease:
-            snapshot.lease = source.take_lease(checkpoint, f"{caller.name}{OF_TOKEN}download", _LEASE_S)
+        if count > PIECE_BYTES or "range" not in request.headers:
+            ctx.contents.hold(checkpoint, f"{caller.name}{OF_TOKEN}download")
         return next(file.pieces(source, checkpoint, offset, offset + count), memoryview(b""))
 
+    await ctx.threads.store(getattr, file, "version")  # it takes a while, and is kept
     return await streamed(request, ctx, file, read, {"X-Repo-Commit": snapshot.sha})
 
 
@@ -141,7 +129,7 @@ def _opened(ctx: Context, caller: Caller, repository: str, revision: str) -> _Sn
         newest = ctx.catalog.latest(run)
         code = "RevisionNotFound"
         found = _named(ctx.catalog, newest, which)
-        files = ctx.contents.folder(Reference(run, found.step, found.attempt.ulid), item or "model", dtype)
+        files = ctx.contents.folder(found, item or "model", dtype)
     except (NoCheckpoint, BadInput) as error:
         raise _missing(code, error.message) from error
     return _Snapshot(_sha(found) + view, found, files)

@@ -14,7 +14,8 @@ import numpy as np
 from ckptapi.bodies import EntriesBody, EntryBody, Items, ShardBody
 from ckptd.cache import BLOCK_BYTES, BlockCache
 from ckptd.services.catalog import Catalog
-from ckptstore.commits.catalog import find_attempt
+from ckptstore.clock import Clock
+from ckptstore.commits.catalog import Checkpoint, find_attempt
 from ckptstore.commits.commit import read_outcome
 from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint, StoreUnavailable, Unavailable
 from ckptstore.format.documents import Content, Receipt
@@ -31,6 +32,8 @@ from ckptstore.stores import Store
 MAX_MANIFEST_BYTES = 64 << 20
 _KEPT = 4
 _KEPT_BYTES = 4 << 20
+HOLD_S = 600.0
+"""A lease of a download: twice as long as a client takes from one piece or file to the next."""
 
 
 @dataclass
@@ -40,9 +43,11 @@ class Contents:
     _catalog: Catalog
     _objects: Objects
     _source: StoreSource
+    _clock: Clock
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
+        self._held_until: dict[tuple[str, str], float] = {}
         self._kept: OrderedDict[str, Content] = OrderedDict()
         self._planned = lru_cache(_KEPT)(self._plan)
 
@@ -83,15 +88,23 @@ class Contents:
         ]
         return EntriesBody(items, len(entries.name), stop if stop < len(entries.name) else None)
 
-    def folder(self, reference: Reference, item: str, dtype: str | None) -> dict[str, VirtualFile]:
-        """The files of a Hugging Face folder of a checkpoint that is named by its id. Raises as `shards` does."""
+    def folder(self, checkpoint: Checkpoint, item: str, dtype: str | None) -> dict[str, VirtualFile]:
+        """The files of a Hugging Face folder of a checkpoint. Raises as `shards` does."""
         with self._lock:
-            return self._planned(reference, item, dtype)
+            return self._planned(checkpoint, item, dtype)
 
-    def _plan(self, reference: Reference, item: str, dtype: str | None) -> dict[str, VirtualFile]:
-        files = folder_files(open_weights(self._source, self._catalog.find(reference), item, dtype))
-        assert all(file.version for file in files.values())  # they take a while, and are kept
-        return files
+    def _plan(self, checkpoint: Checkpoint, item: str, dtype: str | None) -> dict[str, VirtualFile]:
+        return folder_files(open_weights(self._source, checkpoint, item, dtype))
+
+    def hold(self, checkpoint: Checkpoint, holder: str) -> None:
+        """Keep a checkpoint from being deleted for at least HOLD_S / 2 from now. Raises NoCheckpoint or Unavailable."""
+        key, now = (checkpoint.id, holder), self._clock()
+        if self._held_until.get(key, now) > now:
+            return
+        # The earlier lease expires by itself: one that is renewed may last as long again.
+        self._source.take_lease(checkpoint, holder, HOLD_S)
+        held = {one: until for one, until in self._held_until.copy().items() if until > now}
+        self._held_until = {**held, key: now + HOLD_S / 2}  # two threads at once may take two leases
 
     def _content(self, reference: Reference) -> Content:
         checkpoint = self._catalog.find(reference)

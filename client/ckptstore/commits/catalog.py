@@ -71,8 +71,8 @@ class Checkpoint:
     num_shards: int = 0
     manifest_digest: str = ""
     manifest_bytes: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
-    tags: dict[str, str] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict, hash=False)
+    tags: dict[str, str] = field(default_factory=dict, hash=False)
     problem: str = ""
     """Why it is corrupt."""
     not_finite: int | None = None

@@ -20,19 +20,25 @@ from safetensors import safe_open
 from safetensors.numpy import load
 
 from ckptapi.bodies import Scope, TokenRequest
+from ckptd.services.contents import HOLD_S
 from ckptstore.codecs.chunk_codecs import POLICIES
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.commit import commit_attempt
 from ckptstore.commits.labels import LabelChange
 from ckptstore.commits.leases import active_leases
 from ckptstore.errors import CheckpointHeld
+from ckptstore.format.records import Policy
 from ckptstore.names import Attempt, RunKeys, new_ulid
+from ckptstore.retention.deletion import delete_checkpoint
+from ckptstore.retention.pruning import Prune
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
+from ckptstore.stores.checks import MAX_SKEW_S
 from tests.conftest import S3Location
-from tests.support.checkpoints import Arrays, flip, write_checkpoint, write_rank
+from tests.support.checkpoints import Arrays, flip, steps, write_checkpoint, write_rank
 from tests.support.command_line import succeed
 from tests.support.daemons import Daemon, running_daemon
+from tests.support.stores import MovableClock
 from tests.support.waiting import wait_until
 
 RNG = np.random.default_rng(7)
@@ -220,22 +226,36 @@ def big(store: Store) -> Checkpoint:
 def test_a_download_holds_a_lease_and_a_client_that_vanishes_frees_it(store: Store) -> None:
     checkpoint = big(store)
     write_checkpoint(store, "gpt", 2, ARRAYS)
-    run, path = Run(store, "gpt"), f"/hf/runs/gpt/resolve/step-1/{ONLY}"
+    path, later = f"/hf/runs/gpt/resolve/step-1/{ONLY}", MovableClock(HOLD_S + MAX_SKEW_S + 60)
     with running_daemon(store.url) as daemon, daemon.client() as client:
+        assert daemon.get(path, headers={"Range": "bytes=10-19"}).status_code == 206
+        assert active_leases(Run(store, "gpt")) == {}
         address = urlsplit(daemon.url)
         with socket.create_connection((str(address.hostname), address.port or 0)) as reader:
             reader.sendall(f"GET {path} HTTP/1.1\r\nHost: {address.netloc}\r\n\r\n".encode())
             assert reader.recv(12) == b"HTTP/1.1 200"
-            assert active_leases(run) == {checkpoint.attempt: ["anonymous: download"]}
-            with pytest.raises(CheckpointHeld):
-                client.delete(checkpoint, 60.0)
-        wait_until(lambda: not active_leases(run), "the end of the lease")
-        with httpx.stream("GET", daemon.url + path) as response:
-            assert sum(map(len, response.iter_bytes())) == int(response.headers["content-length"])
-        assert daemon.get(path, headers={"Range": "bytes=10-19"}).status_code == 206
-        wait_until(lambda: not active_leases(run), "the end of the lease")
-        client.delete(checkpoint, 60.0)
+        assert active_leases(Run(store, "gpt")) == {checkpoint.attempt: ["anonymous: download"]}
+        with pytest.raises(CheckpointHeld, match="lease:anonymous: download"):
+            client.delete(checkpoint, 60.0)
+        assert active_leases(Run(store, "gpt", later)) == {}
+        delete_checkpoint(Run(store, "gpt", later), checkpoint.attempt, "test", 60.0)
+        wait_until(lambda: daemon.get(path).status_code == 404, "the daemon to see it")
         assert daemon.get(path).headers["x-error-code"] == "RevisionNotFound"
+
+
+def test_a_prune_between_two_files_does_not_end_a_download(store: Store, tmp_path: Path) -> None:
+    old = write_checkpoint(store, "gpt", 1, ARRAYS)
+    with running_daemon(store.url) as daemon, daemon.client() as client:
+        api = hub(daemon)
+        at = api.model_info("runs/gpt").sha
+        first = Path(api.hf_hub_download("runs/gpt", "config.json", revision=at, cache_dir=tmp_path))
+        write_checkpoint(store, "gpt", 2, ARRAYS)
+        client.prune(Prune(Policy(keep_last=1), "gpt"))
+        assert steps(store) == [2, 1]
+        folder = Path(api.snapshot_download("runs/gpt", revision=at, cache_dir=tmp_path))
+        assert all((folder / name).is_file() for name in FILES)
+        assert (folder / "config.json").samefile(first)
+        assert active_leases(Run(store, "gpt")) == {old.attempt: ["anonymous: download"]}, "one for all files"
 
 
 def test_a_damaged_byte_is_never_served(store: Store, tmp_path: Path) -> None:
