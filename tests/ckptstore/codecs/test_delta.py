@@ -85,9 +85,13 @@ def test_damaged_deltas_are_refused(data: st.DataObject) -> None:
             assert decoded(damaged, before) == after
 
 
-def frame(data: bytes) -> bytes:
-    packed = zstandard.compress(data)
-    return struct.pack("<I", len(packed)) + packed
+def planes(*found: bytes) -> bytes:
+    frames = [zstandard.compress(plane) for plane in found]
+    return b"\xff" + b"".join(struct.pack("<I", len(packed)) + packed for packed in frames)
+
+
+def rice(low: int, unary: bytes, rest: bytes = b"") -> bytes:
+    return bytes([low]) + struct.pack("<I", len(unary)) + unary + rest
 
 
 @pytest.mark.parametrize(
@@ -96,14 +100,20 @@ def frame(data: bytes) -> bytes:
         (3, 0, b""),
         (0, 0, b""),
         (8, 0, b""),
-        (2, 1, frame(b"\xff") * 4 + frame(b"\1") * 2),
-        (2, 1, frame(b"\0") * 3),
-        (2, 2**32 - 1, frame(b"\0" * 9) * 2),
-        (2, 0, frame(b"") * 6 + b"more"),
+        (2, 1, planes(*[b"\xff"] * 4) + planes(b"\1", b"\1")),
+        (2, 1, planes(*[b"\0"] * 3)),
+        (2, 2**32 - 1, planes(*[b"\0" * 9] * 2)),
+        (2, 0, planes(*[b""] * 4) + planes(b"", b"") + b"more"),
+        (2, 2, rice(0, b"\x80") + rice(0, b"\xc0")),
+        (2, 1, rice(0, b"\xc0") + rice(0, b"\x80")),
+        (2, 1, rice(0, b"\0" * 7 + b"\1") + rice(0, b"\x80")),
+        (2, 1, rice(9, b"\x80", b"\xff") + rice(0, b"\x80")),
+        (2, 1, rice(200, b"\x80", b"\xff" * 25) + rice(0, b"\x80")),
+        (2, 1, b"\1\xff\xff\xff\xff"),
     ],
 )
 def test_deltas_that_make_no_sense(width: int, count: int, rest: bytes) -> None:
-    """Unknown widths, words beyond the chunk, missing planes, more differences than words."""
+    """Unknown widths, words beyond the chunk, missing planes and bits, more or fewer numbers than differences."""
     base = bytes(100)
     with pytest.raises(CorruptObject):
         decoded(bytes(16) + struct.pack("<II", width, count) + rest, base)

@@ -89,17 +89,26 @@ def undelta(stored: bytes, base: bytes) -> bytes:
     digest, width, n = struct.unpack_from("<16sII", stored)
     at, words = 24, np.frombuffer(base, f"<u{width}").copy()
 
-    def planes(width: int) -> np.ndarray:
+    def numbers(width: int) -> np.ndarray:
         nonlocal at
-        found = []
+        low, at, found = stored[at], at + 1, []
+        if low < 255:
+            size, end = struct.unpack_from("<I", stored, at)[0], at + 4
+            unary = "".join(f"{byte:08b}" for byte in stored[end : end + size])
+            high = [len(zeros) for zeros in unary.split("1")[:-1]]
+            at = end + size + -(-n * low // 8)
+            bits = "".join(f"{byte:08b}" for byte in stored[end + size : at])
+            rest = [int("0" + bits[number * low : (number + 1) * low][::-1], 2) for number in range(n)]
+            return np.array([a << low | b for a, b in zip(high, rest, strict=True)], f"<u{width}")
         for _ in range(width):
             (size,) = struct.unpack_from("<I", stored, at)
             found.append(np.frombuffer(zstandard.decompress(stored[at + 4 : at + 4 + size]), np.uint8))
             at += 4 + size
         return np.stack(found, 1).copy().view(f"<u{width}")[:, 0]
 
-    where = np.cumsum(planes(4).astype(np.int64) + 1) - 1 if n < len(words) else np.arange(n)
-    z = planes(width)
+    listed = n < len(words)
+    where = np.cumsum(numbers(4).astype(np.int64) + 1) - 1 if listed else np.arange(n)
+    z = numbers(width) + np.array(listed, f"<u{width}")
     words[where] += (z >> 1) ^ (0 - (z & 1)).astype(z.dtype)
     assert (at, xxhash.xxh3_128_digest(words.tobytes())) == (len(stored), digest), "a delta is damaged"
     return words.tobytes()
