@@ -97,7 +97,8 @@ def run_units(executor: Executor, work: Callable[[Unit], Any], units: Iterable[U
     futures = {executor.submit(work, unit): unit for unit in units}
     try:
         for future in as_completed(futures):
-            yield futures[future], future.exception() or future.result()
+            # Dask computes a result again if its worker dies while somebody holds the future.
+            yield futures.pop(future), future.exception() or future.result()
     finally:
         for future in futures:
             future.cancel()
