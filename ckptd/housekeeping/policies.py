@@ -14,7 +14,7 @@ from ckptd.metrics import Metrics
 from ckptd.services.events import Events
 from ckptstore.clock import Clock
 from ckptstore.errors import CkptError, TooMuchToDelete
-from ckptstore.format.records import PoliciesVersion
+from ckptstore.format.records import PoliciesVersion, PolicySet
 from ckptstore.operator import StoreOperator
 from ckptstore.retention.policy import policy_for, read_policies
 from ckptstore.retention.pruning import Prune, plan_prune
@@ -37,6 +37,7 @@ class PolicyLoop:
     _clock: Clock
     _applied: dict[str, tuple[int, int, float]] = field(default_factory=dict)
     """By run: its version in the index, the version of the policies, and the time when they were last applied."""
+    _limited_at: float = float("-inf")
 
     def run_once(self) -> None:
         """Apply the policies to changed runs, to all runs if the policies changed, and to each run once an hour.
@@ -49,11 +50,23 @@ class PolicyLoop:
             if in_force is None:
                 return
             self._applied = {run: seen for run, seen in self._applied.items() if run in versions}
+            self._apply_limits(in_force.policies)
             for run, version in versions.items():
                 if self._is_due(run, version, in_force.version):
                     with reported(self._count, run):
                         self._apply(run, in_force)
                         self._applied[run] = (version, in_force.version, self._clock())
+
+    def _apply_limits(self, policies: PolicySet) -> None:
+        """Prune the runs that share a limit, once an hour: it takes a listing of all of them."""
+        if self._clock() - self._limited_at < _EVERY_S:
+            return
+        self._limited_at = self._clock()
+        for override in policies.overrides:
+            if override.max_bytes and override.rules is not None:
+                with reported(self._count, override.runs):
+                    done = self._operator.prune(Prune(run=override.runs))
+                    self._events.pruned(done.remove)
 
     def _is_due(self, run: str, version: int, policies: int) -> bool:
         seen = self._applied.get(run)

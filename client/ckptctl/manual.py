@@ -196,7 +196,8 @@ EXAMPLES: dict[str, str] = {
     "policy apply": "ckptctl policy apply policy.yaml --reason 'the disk is small'",
     "policy set": """
         ckptctl policy set --keep 5 --keep-every 1000
-        ckptctl policy set 'exp-*' --keep 2 --max-bytes 500GB
+        ckptctl policy set 'exp-*' --keep 2 --keep-within 12h
+        ckptctl policy set 'team-a/*' --keep 20 --max-bytes 5TB
     """,
     "policy clear": "ckptctl policy clear --reason 'pause deletions'",
     "policy history": "ckptctl policy history --limit 5",

@@ -14,6 +14,7 @@ from ckptstore.fleet import UnitResult, UnitResults, open_engine, run_units
 from ckptstore.format.documents import FORMAT
 from ckptstore.stores import open_store
 from ckptstore.units import Unit
+from tests.support.dask_cluster import running_dask
 from tests.support.waiting import wait_until
 
 UNITS = [Unit((f"run@{number}",), number) for number in range(12)]
@@ -25,11 +26,8 @@ def engine(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "local":
         yield "local:2"
         return
-    distributed = pytest.importorskip("distributed")
-    with distributed.LocalCluster(
-        n_workers=2, threads_per_worker=1, dashboard_address=None, host="127.0.0.1"
-    ) as cluster:
-        yield cluster.scheduler_address.replace("tcp:", "dask:")
+    with running_dask(2) as (_, address):
+        yield address
 
 
 def note(folder: Path, kills: str, unit: Unit) -> int:
@@ -61,17 +59,14 @@ def test_a_killed_worker_costs_one_unit_and_an_error_ends_only_its_own(engine: s
 
 
 def test_dask_keeps_no_result_that_was_taken(tmp_path: Path) -> None:
-    distributed = pytest.importorskip("distributed")
-    with distributed.LocalCluster(
-        n_workers=1, threads_per_worker=1, dashboard_address=None, host="127.0.0.1"
-    ) as cluster:
-        observer = distributed.Client(cluster.scheduler_address)
-        with observer, open_engine(cluster.scheduler_address.replace("tcp:", "dask:")) as (executor, _):
+    with running_dask(1) as (cluster, address):
+        observer = cluster.get_client()
+        with observer, open_engine(address) as (executor, _):
             taken = run_units(executor, partial(note, tmp_path, "never"), UNITS[:4])
             for _ in range(3):
                 next(taken)
             wait_until(lambda: len(observer.who_has()) <= 2, "the release of results")  # the third, and the last one
-            taken.close()
+            assert len(list(taken)) == 1
 
 
 def test_a_unit_that_kills_every_worker_fails_alone(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from ckptstore.names import UNITS_PREFIX, RunKeys
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import flip, write_checkpoint
 from tests.support.command_line import PROGRAM, invoke
+from tests.support.dask_cluster import running_dask
 from tests.support.slurm import is_missing, running_slurm, wait_for_jobs
 from tests.support.waiting import wait_until
 
@@ -83,18 +84,14 @@ def test_the_tasks_of_a_slurm_array_do_what_a_serial_run_does(fleet: Path, tmp_p
 
 
 @pytest.fixture
-def cluster() -> Iterator[Any]:
-    """Two workers of Dask, which starts another one for each that dies."""
-    distributed = pytest.importorskip("distributed")
-    with distributed.LocalCluster(
-        n_workers=2, threads_per_worker=1, dashboard_address=None, host="127.0.0.1"
-    ) as running:
-        yield running
+def dask() -> Iterator[tuple[Any, str]]:
+    with running_dask(2) as found:
+        yield found
 
 
-def test_workers_of_dask_that_are_killed_lose_nothing(fleet: Path, cluster: Any) -> None:
+def test_workers_of_dask_that_are_killed_lose_nothing(fleet: Path, dask: tuple[Any, str]) -> None:
+    cluster, address = dask
     serial = found_by(invoke("verify", "team-*", "--store", fleet, "-o", "json").json)
-    address = cluster.scheduler_address.replace("tcp:", "dask:")
     store, ended = open_store(str(fleet)), threading.Event()
     killed: list[int] = []
 

@@ -17,9 +17,10 @@ from ckptctl.commands.listing import show_meant
 from ckptctl.session import Session, leased
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, State
-from ckptstore.errors import CkptError, Damaged, InvalidRequest, NotFound, PartlyDone
+from ckptstore.errors import CkptError, Damaged, InvalidRequest, NotFound, PartlyDone, StoreFull
 from ckptstore.names import check_run
 from ckptstore.reading.fetch import Progress
+from ckptstore.retention.pruning import check_limit
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store, resolve_url
 from ckptstore.tiers.copying import Copied, copy_checkpoint
@@ -90,9 +91,10 @@ def _copy_each(
     for original in chosen:
         run = Run(target, name or original.run, session.clock)
         try:
+            check_limit(run, original.needed_bytes)
             with leased(session.source, original):
                 done.append((original, copy_checkpoint(session.source, original, run, progress)))
-        except (InvalidRequest, Damaged, NotFound) as error:
+        except (InvalidRequest, Damaged, NotFound, StoreFull) as error:
             failed.append(error)
     return done, failed
 

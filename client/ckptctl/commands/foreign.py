@@ -45,6 +45,7 @@ from ckptstore.format.shards import Slice
 from ckptstore.reading.safetensors import StoredTensor
 from ckptstore.reading.source import read_local, read_manifest
 from ckptstore.reading.weights import ONLY, VirtualFile, Weights
+from ckptstore.retention.pruning import check_limit
 from ckptstore.run import Run
 from ckptstore.stores import Store
 
@@ -213,6 +214,7 @@ def import_checkpoint(
     store = _store(session, "import")
     run, attempt = importing.new_attempt(store, to, session.clock)
     foreign = importing.read_foreign(path, kind, item)
+    check_limit(Run(store, run, session.clock), foreign.raw_bytes)
     with session.screen.progress("importing", foreign.raw_bytes) as progress:
         made = importing.write_checkpoint(Run(store, run, session.clock), attempt, foreign, progress)
     for note in foreign.notes:

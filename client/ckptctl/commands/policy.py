@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ import msgspec
 import typer
 import yaml
 
+from ckptapi.listing import is_glob
 from ckptctl.commands.arguments import NewestOption
 from ckptctl.commands.struct_options import with_options
 from ckptctl.render import Row, Table
@@ -35,8 +37,11 @@ default:                     # for runs that no override matches; leave it out: 
 overrides:                   # the first that matches a run counts
   - runs: exp-*
     rules: {keep_last: 2, keep_within: 12h, max_bytes: 500GB}
+  - runs: team-a/*
+    rules: {keep_last: 20}
+    max_bytes: 5TB           # all these runs together; the oldest beyond it go, the newest of a run never
   - runs: paper-*
-    rules: null              # never pruned
+    rules: null              # never pruned; with max_bytes, copies and imports beyond it are refused
 grace: 24h                   # between hiding and deleting
 max_delete_fraction: 0.5     # the daemon removes no larger part of a run at once
 """
@@ -67,7 +72,7 @@ def write_policies(policies: PolicySet) -> str:
     """The file for these policies."""
     plain = msgspec.to_builtins(policies)
     defaults = {field.name: field.default for field in msgspec.structs.fields(Policy)}
-    for rules in (plain["default"], *(override["rules"] for override in plain["overrides"])):
+    for rules in (plain["default"], *(override.get("rules") for override in plain["overrides"])):
         for name in list(rules or ()):
             if rules[name] == defaults[name]:
                 del rules[name]
@@ -168,19 +173,25 @@ def change_rules(
     """Set the rules of some runs, or the default rules.
 
     The options replace all earlier rules of this RUN; all others stay. The rules that were set last come first: they
-    apply to runs that several patterns match. Prints what the policies will delete, and where they are blocked, because
-    they would delete more than max_delete_fraction of a run at once. Fails if the policies are changed concurrently.
+    apply to runs that several patterns match. With a pattern, --max-bytes limits all these runs together; without other
+    rules nothing is deleted, and copies and imports beyond it are refused. Prints what the policies will delete, and
+    where they are blocked, because they would delete more than max_delete_fraction of a run at once. Fails if the
+    policies are changed concurrently.
     """
     if not rules:
         raise InvalidRequest(
             "no rule is set", "Use for example ckptctl policy set --keep 5; ckptctl policy clear removes all policies"
         )
-    policy, body = Policy(**rules), session.operator.policies()
+    limit = rules.pop("max_bytes", 0) if run is not None and is_glob(run) else 0
+    policy, body = Policy(**rules) if rules else None, session.operator.policies()
     others = body.policies.overrides
     if run is None:
         changed = msgspec.structs.replace(body.policies, default=policy)
     else:
-        overrides = (Override(runs=run, rules=policy), *(override for override in others if override.runs != run))
+        overrides = (
+            Override(runs=run, rules=policy, max_bytes=limit),
+            *(override for override in others if override.runs != run),
+        )
         changed = msgspec.structs.replace(body.policies, overrides=overrides)
     _change(session, changed, body.version, reason)
 
@@ -215,7 +226,12 @@ def _change(session: Session, policies: PolicySet, expect: int | None, reason: s
 
 
 def _explain_effect(session: Session, run: str | None = None) -> None:
-    """Note what the policies in force delete, and for which runs they are blocked."""
+    """Note what the policies in force delete, and for which runs they are blocked; and how full their limits are."""
+    for override in session.operator.policies().policies.overrides if run is None else ():
+        if override.max_bytes:
+            team = [name for name in session.source.runs() if fnmatchcase(name, override.runs)]
+            used = sum(c.stored_bytes for name in team for c in session.source.checkpoints(name))
+            session.screen.note(f"{override.runs}: {human.size(used)} of {human.size(override.max_bytes)} are used")
     try:
         plan = session.operator.plan_prune(Prune(run=run))
     except CkptError as error:

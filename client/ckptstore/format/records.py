@@ -269,12 +269,15 @@ class Policy(Document, frozen=True):
             )
 
 
-class Override(Document, frozen=True):
+class Override(Document, frozen=True, omit_defaults=True):
     """Other rules for the runs that a glob matches."""
 
     runs: str
     rules: Policy | None = None
     """None: they are never pruned."""
+    max_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Limit of the stored bytes of all these runs together; 0: none. The rules are pruned further to stay below it;
+    without rules, copies and imports beyond it are refused."""
 
 
 class PolicySet(Document, frozen=True):

@@ -6,6 +6,7 @@ verified as intact always stay. `evaluate` is pure: no I/O, no clock.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -20,7 +21,7 @@ from ckptstore.errors import Conflict, CorruptObject, Damaged, InvalidRequest, O
 from ckptstore.format.decoding import convert
 from ckptstore.format.documents import FORMAT
 from ckptstore.format.parsing import parse_sealed, seal
-from ckptstore.format.records import Best, PoliciesVersion, Policy, PolicySet
+from ckptstore.format.records import Best, Override, PoliciesVersion, Policy, PolicySet
 from ckptstore.names import Attempt
 from ckptstore.stores import Store
 
@@ -147,10 +148,34 @@ _MAX_GRACE_S = 365 * 24 * 3600.0
 
 def policy_for(policies: PolicySet, run: str) -> Policy | None:
     """The policy of a run; None: it is never pruned. Pure."""
-    for override in policies.overrides:
-        if fnmatchcase(run, override.runs):
-            return override.rules
-    return policies.default
+    return override_for(policies, run).rules
+
+
+def override_for(policies: PolicySet, run: str) -> Override:
+    """The first override that matches a run; the default rules if none does. Pure."""
+    matching = (override for override in policies.overrides if fnmatchcase(run, override.runs))
+    return next(matching, Override(runs="*", rules=policies.default))
+
+
+_BY_RULE = re.compile(r"(last|every|hourly|daily|weekly|best-.+|healthy|full|weights)-[0-9]+|within|fits")
+
+
+def within_total(max_bytes: int, decisions: Sequence[KeepDecision]) -> list[KeepDecision]:
+    """The decisions about several runs, in the same order, with as many of the newest checkpoints as fit. Pure.
+
+    The newest checkpoint of a run, and what stays for another reason than a rule, counts first and stays.
+    """
+    newest = {d.checkpoint.run: d.checkpoint.id for d in reversed(decisions) if d.checkpoint.state is State.COMMITTED}
+
+    def is_firm(decision: KeepDecision) -> bool:
+        return decision.checkpoint.id in newest.values() or not all(map(_BY_RULE.fullmatch, decision.reasons))
+
+    kept, beyond = [decision for decision in decisions if decision.reasons], set()
+    for decision in sorted(kept, key=lambda d: (is_firm(d), d.checkpoint.written_at), reverse=True):
+        max_bytes -= decision.checkpoint.stored_bytes
+        if max_bytes < 0 and not is_firm(decision):
+            beyond.add(decision.checkpoint.id)
+    return [KeepDecision(d.checkpoint, ()) if d.checkpoint.id in beyond else d for d in decisions]
 
 
 def check_policies(policies: PolicySet) -> None:

@@ -15,13 +15,13 @@ import msgspec
 from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints, list_runs
 from ckptstore.commits.labels import with_labels
-from ckptstore.errors import InvalidRequest, NoCheckpoint, TooMuchToDelete
-from ckptstore.format.records import Policy, PolicySet
+from ckptstore.errors import InvalidRequest, NoCheckpoint, StoreFull, TooMuchToDelete
+from ckptstore.format.records import Override, Policy, PolicySet
 from ckptstore.names import Attempt
 from ckptstore.reading.fetch import Progress
 from ckptstore.retention.deletion import SWEEP_GRACE_S, hide, sweep
 from ckptstore.retention.pins import Holds, active_holds
-from ckptstore.retention.policy import KeepDecision, evaluate, policy_for, read_policies
+from ckptstore.retention.policy import KeepDecision, evaluate, override_for, policy_for, read_policies, within_total
 from ckptstore.retention.scrubbing import last_verified
 from ckptstore.run import Run
 from ckptstore.stores import Store
@@ -145,6 +145,11 @@ def plan_prunes(store: Store, prune: Prune, clock: Clock) -> PrunePlan:
         if policy is not None and (prune.run is None or fnmatchcase(name, prune.run)):
             decisions += plan_prune(Run(store, name, clock), policy).decisions
             runs.append(name)
+    for override in policies.overrides if own is None else ():
+        if override.max_bytes and prune.run in (None, override.runs):
+            team = {name for name in runs if override_for(policies, name) is override}
+            within = within_total(override.max_bytes, [d for d in decisions if d.checkpoint.run in team])
+            decisions = [*(d for d in decisions if d.checkpoint.run not in team), *within]
     if prune.run is not None and not decisions:
         raise NoCheckpoint(f"no run matching {prune.run!r} has a checkpoint in {store.url}", "ckptctl runs lists them")
     return PrunePlan(
@@ -154,6 +159,20 @@ def plan_prunes(store: Store, prune: Prune, clock: Clock) -> PrunePlan:
         MAX_DELETE_FRACTION if own is not None else policies.max_delete_fraction,
         "prune" if own is not None or in_force is None else f"policies, version {in_force.version}",
     )
+
+
+def check_limit(run: Run, adds: int) -> None:
+    """Raises StoreFull if a limit of several runs without rules leaves no space for so many bytes more in this one."""
+    in_force = read_policies(run.store)
+    limit = override_for(in_force.policies, run.name) if in_force is not None else Override(runs="*")
+    if limit.max_bytes and limit.rules is None:
+        team = [name for name in list_runs(run.store) if fnmatchcase(name, limit.runs)]
+        used = sum(c.stored_bytes for name in team for c in list_checkpoints(Run(run.store, name, run.clock)))
+        if used + adds > limit.max_bytes:
+            raise StoreFull(
+                f"{limit.runs} may have {limit.max_bytes} bytes: {used} are used, {adds} more do not fit",
+                "Delete checkpoints (ckptctl rm), or raise the limit (ckptctl policy set)",
+            )
 
 
 def apply_prune(

@@ -1,13 +1,19 @@
+from __future__ import annotations
+
+import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import save_file
 
 from ckptctl.commands.policy import EXAMPLE, parse_policies, write_policies
 from ckptstore.errors import InvalidRequest
 from ckptstore.format.records import Override, Policy, PolicySet
+from ckptstore.names import RunKeys
 from ckptstore.retention.policy import read_policies
-from ckptstore.stores import Store
+from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import steps, write_checkpoint
 from tests.support.command_line import invoke, succeed
 from tests.support.daemons import running_daemon
@@ -75,12 +81,12 @@ def test_rules_are_set_one_by_one(folder: Path, filled: Store) -> None:
     assert change("--keep", 0) == 2, "nothing would stay"
     assert change("--keep", 5, "--keep-best", "loss:min:3", "--reason", "space") == 0
     assert (change("w*", "--keep-within", "12h"), change("wide", "--keep-every", 1000)) == (0, 0)
-    assert change("w*", "--max-bytes", "1GB", "--keep-abandoned", "0s") == 0
+    assert change("w*", "--max-bytes", "1GB", "--keep", 2, "--keep-abandoned", "0s") == 0
     assert change("--keep-abandoned", "1d") == 2, "nothing of the live lineage would stay"
     found = present(read_policies(filled))
     assert found.policies.default == Policy(keep_last=5, keep_best=("loss:min:3",))
     assert found.policies.overrides == (
-        Override(runs="w*", rules=Policy(max_bytes=10**9, keep_abandoned_s=0)),
+        Override(runs="w*", rules=Policy(keep_last=2, keep_abandoned_s=0), max_bytes=10**9),
         Override(runs="wide", rules=Policy(keep_every=1000)),
     )
     history = invoke("policy", "history", "--store", folder, "-o", "json").json
@@ -108,3 +114,63 @@ def test_what_policies_delete_and_where_they_are_blocked_is_noted(folder: Path, 
     assert invoke("policy", "show", "--store", folder).stderr == several.stderr
     allowed = invoke("policy", "set", "--keep", 10, "--store", folder)
     assert "run gpt: 1 checkpoint will be deleted" in allowed.stderr
+
+
+def sizes(folder: Path) -> dict[str, list[int]]:
+    """The steps of each run that are listed."""
+    found: dict[str, list[int]] = {}
+    for body in succeed("ls", "team/*", "--store", folder, "-o", "json").json:
+        found.setdefault(body["run"], []).append(body["step"])
+    return found
+
+
+@pytest.fixture
+def team(tmp_path: Path) -> tuple[Path, int]:
+    """Two runs with three checkpoints each, saved in turn, and the stored bytes of one of them."""
+    store = open_store(str(tmp_path / "team"))
+    array = np.arange(1000, dtype=np.float32)
+    made = [
+        write_checkpoint(store, f"team/{run}", step, arrays={"model/w": array}) for step in (1, 2, 3) for run in "ab"
+    ]
+    for number, one in enumerate(made):
+        path = tmp_path / "team" / RunKeys(one.run).outcome(one.attempt)
+        os.utime(path, times=(1e9 + number, 1e9 + number))
+    return tmp_path / "team", max(one.stored_bytes for one in made)
+
+
+def test_a_limit_of_a_pattern_holds_for_all_its_runs_together(team: tuple[Path, int]) -> None:
+    folder, size = team
+    shown = succeed("policy", "set", "team/*", "--keep", 3, "--max-bytes", f"{3.5 * size / 1000}kB", "--store", folder)
+    assert "team/*: " in shown.stderr
+    assert " are used" in shown.stderr
+    assert sizes(folder) == {"team/a": [3, 2, 1], "team/b": [3, 2, 1]}
+    plan = succeed("prune", "team/*", "--dry-run", "--store", folder, "-o", "json").json
+    gone = {item["checkpoint"]["id"].partition(".")[0] for item in plan["items"] if not item["reasons"]}
+    assert gone == {"team/a@1", "team/b@1", "team/a@2"}
+    one = succeed("prune", "team/a", "--dry-run", "--store", folder, "-o", "json").json
+    assert all(item["reasons"] for item in one["items"])  # the limit needs all of them
+    succeed("prune", "--yes", "--store", folder)
+    assert sizes(folder) == {"team/a": [3], "team/b": [3, 2]}
+    succeed("policy", "set", "team/*", "--keep", 3, "--max-bytes", "1kB", "--store", folder)
+    succeed("prune", "--yes", "--store", folder)
+    assert sizes(folder) == {"team/a": [3], "team/b": [3]}  # the newest of each run stays
+    again = succeed("policy", "show", "--store", folder).stdout
+    assert yaml.safe_load(again)["overrides"] == [{"runs": "team/*", "rules": {"keep_last": 3}, "max_bytes": 1000}]
+
+
+def test_a_limit_without_rules_deletes_nothing_and_refuses_copies_and_imports(
+    team: tuple[Path, int], folder: Path, tmp_path: Path
+) -> None:
+    there, size = team
+    succeed("policy", "set", "team/*", "--max-bytes", f"{7 * size / 1000}kB", "--store", there)
+    assert invoke("prune", "--yes", "--store", there).code == 0
+    assert sizes(there) == {"team/a": [3, 2, 1], "team/b": [3, 2, 1]}
+    succeed("cp", "team/a@3", "--to", there, "--as", "other", "--store", there)  # of another run
+    more = write_checkpoint(open_store(str(folder)), "team/c", 1, arrays={"model/w": np.arange(4000, dtype=np.float32)})
+    refused = invoke("cp", "team/c", "--to", there, "--store", folder, "-o", "json")
+    assert (refused.code, refused.error["code"]) == (7, "store_full")
+    assert "team/* may have" in refused.error["message"]
+    assert more.run not in sizes(there)
+    save_file({"w": np.arange(4000, dtype=np.float32)}, tmp_path / "w.safetensors")
+    assert invoke("import", tmp_path / "w.safetensors", "team/d@0", "--store", there).code == 7
+    succeed("import", tmp_path / "w.safetensors", "free@0", "--store", there)

@@ -44,6 +44,17 @@ def test_policies_are_applied_after_each_commit_and_when_they_change(store: Stor
         wait_until(lambda: [c.step for c in client.checkpoints("gpt")] == [5, 4, 1, 0], "the index")
 
 
+def test_a_limit_of_several_runs_is_applied_to_all_of_them_together(store: Store) -> None:
+    for step in (1, 2, 3):
+        for run in ("team/a", "team/b", "gpt"):
+            write_checkpoint(store, run, step)
+    team = Override(runs="team/*", rules=Policy(keep_last=5), max_bytes=1)
+    change_policies(store, PolicySet(default=Policy(keep_last=5), overrides=(team,)), 0, "test", system_clock)
+    with running_daemon(store.url, options=_QUICK):
+        wait_until(lambda: steps(store, "team/a") == steps(store, "team/b") == [3], "the limit")
+        assert steps(store, "gpt") == [3, 2, 1]
+
+
 def test_a_policy_that_would_take_most_of_a_run_is_refused_and_counted(store: Store) -> None:
     for step in range(11):
         write_checkpoint(store, step=step)
