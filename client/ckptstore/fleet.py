@@ -97,7 +97,7 @@ def run_units(executor: Executor, work: Callable[[Unit], Any], units: Iterable[U
     futures = {executor.submit(work, unit): unit for unit in units}
     try:
         for future in as_completed(futures):
-            # Dask computes a result again if its worker dies while somebody holds the future.
+            # Dask computes a result again if its worker dies before the future is released.
             yield futures.pop(future), future.exception() or future.result()
     finally:
         for future in futures:

@@ -162,7 +162,7 @@ def plan_prunes(store: Store, prune: Prune, clock: Clock) -> PrunePlan:
 
 
 def check_limit(run: Run, adds: int) -> None:
-    """Raises StoreFull if a limit of several runs without rules leaves no space for so many bytes more in this one."""
+    """Raises StoreFull if a limit of several runs without rules leaves no space for `adds` bytes in this one."""
     in_force = read_policies(run.store)
     limit = override_for(in_force.policies, run.name) if in_force is not None else Override(runs="*")
     if limit.max_bytes and limit.rules is None:
