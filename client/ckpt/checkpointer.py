@@ -226,6 +226,8 @@ class Checkpointer:
             own = bool(state.modules or state.optimizers) or restored.checkpoint.run == self.config.run_name
             if session.restored(restored.checkpoint, restorer.trains and own):
                 self._saves.steps.restored(session.parent, restored.step, restored.seconds)
+                if self._saves.trace is not None:
+                    self._saves.trace.reached("restored", restored.step, state, self.wait)
                 if self._publisher is not None:
                     self._publisher._saves.session.restored(restored.checkpoint, True)
         if restorer.trains and not self.config.read_only:

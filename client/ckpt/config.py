@@ -26,7 +26,7 @@ from ckpt.saver.messages import Setup
 from ckpt.saver.retained_snapshot import RETAIN_SNAPSHOT_S
 from ckptstore.errors import InvalidRequest
 from ckptstore.names import check_run
-from ckptstore.stores import resolve_url
+from ckptstore.stores import REHEARSAL, resolve_url
 from ckptstore.stores.retrying import RETRY_S
 
 _P = ParamSpec("_P")
@@ -123,6 +123,8 @@ class Config:
         """Raises InvalidName or InvalidRequest."""
         for name, variable in _VARIABLES.items():
             object.__setattr__(self, name, getattr(self, name) or os.environ.get(variable))
+        for name, value in self._rehearsed().items():
+            object.__setattr__(self, name, value)
         if self.store is not None:
             # The saver starts later, perhaps in another working directory; locks are named by the URL.
             object.__setattr__(self, "store", resolve_url(self.store))
@@ -146,6 +148,10 @@ class Config:
         self._check_local()
         object.__setattr__(self, "retain_snapshot_s", _retain_snapshot_s(self.retain_snapshot_s))
         self._check_amounts()
+
+    def _rehearsed(self) -> dict[str, str | None]:
+        """Settings without which `ckptctl rehearse` would touch what is real; it replaces the store itself."""
+        return {"store": self.store or self.daemon, "daemon": None, "local": None} if REHEARSAL in os.environ else {}
 
     def _check_amounts(self) -> None:
         for name, is_allowed, hint in (

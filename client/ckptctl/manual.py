@@ -31,6 +31,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "scrub": ("verify.scrub_checkpoints", "Verify checkpoints, record the results, heal."),
         "probe": ("doctor.probe", "Test what a store guarantees, and its speed."),
         "doctor": ("doctor.doctor", "Find what is wrong, or wait until it responds."),
+        "rehearse": ("rehearse.rehearse", "Kill and resume a program; is it exact?"),
         "drain": ("drain.drain", "Wait until the savers of this host are done."),
     },
     "Keep and delete": {
@@ -163,6 +164,10 @@ EXAMPLES: dict[str, str] = {
     "drain": """
         ckptctl drain --timeout 25
         ckptctl drain gpt-small --timeout 60 -o json
+    """,
+    "rehearse": """
+        ckptctl rehearse -- python train.py --epochs 2
+        ckptctl rehearse --kills 10 --ranks 2 -- torchrun train.py
     """,
     "goodput": """
         ckptctl goodput gpt-small

@@ -28,6 +28,7 @@ from ckpt.snapshot.client import SaveClient, Snapshot, finite
 from ckpt.snapshot.costs import StepClock
 from ckpt.snapshot.handle import LiveCounters, LiveHandle, SaveHandle
 from ckpt.snapshot.live import LiveState
+from ckpt.trace import trace_of_process
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.generations import NewAttempt, Session
 from ckptstore.errors import BadInput, CkptError, InvalidRequest, RankLost, SaveSkipped, Superseded
@@ -266,6 +267,7 @@ class RunSaves:
         self._measured: SaveHandle | None = None
         self._expedited = False
         self._looking: threading.Thread | None = None
+        self.trace = trace_of_process()
 
     @property
     def elsewhere(self) -> bool:
@@ -333,6 +335,8 @@ class RunSaves:
         self.newest = handle
         handle.measure(blocked_s=time.perf_counter() - started)
         self.steps.saving(handle)
+        if self.trace is not None:
+            self.trace.reached("saved", step, state, self.wait)
         self.tally.add(blocked_s=handle.timings.blocked_s, wait_s=handle.timings.wait_s)
         return handle
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import fsspec
+import xxhash
 
 from ckptstore.errors import InvalidRequest
 from ckptstore.stores.base import (
@@ -26,6 +28,8 @@ __all__ = [
     "open_store", "resolve_url",
 ]  # fmt: skip
 
+REHEARSAL = "CKPT_REHEARSAL"
+"""Set by `ckptctl rehearse`: the folder that takes the place of every store, so that nothing else is written."""
 _LOCAL = ("file", "local")
 _S3, _GCS, _AZURE = ("s3", "s3a"), ("gs", "gcs"), ("abfs", "abfss", "az")
 # A cached listing may lack a checkpoint that was just committed.
@@ -37,8 +41,11 @@ _S3_CONFIG = {"max_pool_connections": 64, "signature_version": "s3v4"}
 def resolve_url(url: str) -> str:
     """The URL of the same store for any working directory: paths and file:// become absolute, others stay as given.
 
-    Raises InvalidRequest.
+    In a rehearsal it is that of a folder in its own. Raises InvalidRequest.
     """
+    folder = os.environ.get(REHEARSAL)
+    if folder and folder not in url:
+        url = f"{folder}/{xxhash.xxh3_64_hexdigest(url.encode())}"
     scheme, path = _split(url)
     return LocalStore(path).url if scheme in _LOCAL and path else url
 
@@ -63,7 +70,7 @@ def open_store(url: str, options: Mapping[str, Any] | None = None, retried: bool
     requests itself (RetryingStore). Otherwise they are tried six to 25 times: with its time-outs, a service that does
     not answer then fails a request after six minutes. Raises InvalidRequest or StoreUnavailable; nothing is written.
     """
-    scheme, path = _split(url)
+    scheme, path = _split(resolve_url(url) if REHEARSAL in os.environ else url)
     if scheme in ("", *_LOCAL):
         if not scheme or not path:
             raise InvalidRequest(f"store URL {url!r} names no folder", "Write file:///folder or a path")
