@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver, MovingAveragePerChannelMinMaxObserver
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adafactor, AdamW
 from torch.optim.lr_scheduler import CyclicLR, MultiStepLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
@@ -157,6 +159,65 @@ def test_plateau_scheduler_and_stateful_data_loader(tmp_path: Path) -> None:
     assert [batch.tolist() for batch in loader_again] == rest
     assert plateau_again.state_dict() == plateau.state_dict()
     assert optim.param_groups[0]["lr"] < 0.5
+
+
+class QuantizedLinear(torch.nn.Linear):
+    """Quantization-aware: weights per channel, and activations, are rounded to int8 with scales that training finds.
+
+    `packed` is the int8 weight that a device would get; what its rounding loses is added to the next one.
+    """
+
+    packed: torch.Tensor
+    lost: torch.Tensor
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        quantize: Any = partial(FakeQuantize, quant_min=-128, quant_max=127, dtype=torch.qint8)
+        per_channel = {"qscheme": torch.per_channel_symmetric, "ch_axis": 0}
+        self.weights = quantize(MovingAveragePerChannelMinMaxObserver, **per_channel)
+        self.activations = quantize(MovingAverageMinMaxObserver)
+        self.register_buffer("packed", torch.zeros(outputs, inputs, dtype=torch.int8))
+        self.register_buffer("lost", torch.zeros(outputs, inputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.nn.functional.linear(self.activations(x), self.weights(self.weight), self.bias)
+        with torch.no_grad():
+            exact = self.weight / self.weights.scale[:, None] + self.lost
+            self.packed.copy_(exact.round().clamp(-128, 127))
+            self.lost.copy_(exact - self.packed)
+        return out
+
+
+def test_quantization_aware_training(tmp_path: Path) -> None:
+    """Observers have no channels before the first batch: the restored process gets them from the checkpoint."""
+
+    def make() -> tuple[torch.nn.Module, AdamW]:
+        model = torch.nn.Sequential(QuantizedLinear(8, 16), torch.nn.Dropout(0.2), QuantizedLinear(16, 1))
+        return model, AdamW(model.parameters(), 0.05)
+
+    def step(model: torch.nn.Module, optim: AdamW) -> float:
+        optim.zero_grad()
+        loss: torch.Tensor = model(torch.randn(4, 8)).square().mean()
+        torch.autograd.backward(loss)
+        optim.step()
+        return loss.item()
+
+    torch.manual_seed(0)
+    model, optim = make()
+    options: Any = {"run": "gpt", "writer": "thread"}
+    with Checkpointer(str(tmp_path), **options) as checkpointer:
+        for _ in range(3):
+            step(model, optim)
+        checkpointer.save(model, optim, 2)
+        expected = [step(model, optim) for _ in range(3)]
+    torch.manual_seed(1)
+    resumed, resumed_optim = make()
+    with Checkpointer(str(tmp_path), **options) as checkpointer:
+        assert checkpointer.restore(resumed, resumed_optim)
+        assert [step(resumed, resumed_optim) for _ in range(3)] == expected
+    state = resumed.state_dict()
+    assert {state[name].dtype for name in state} == {torch.float32, torch.int8, torch.int32, torch.uint8}
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_death_of_the_saver_is_reported_and_healed(tmp_path: Path) -> None:

@@ -36,6 +36,27 @@ def test_every_later_loss_and_the_weights_are_equal(tmp_path: Path, module: str,
     _check(store, *runs)
 
 
+def test_an_asynchronous_server_applies_every_gradient_once(tmp_path: Path) -> None:
+    """Two workers, whose gradients come in any order."""
+    arguments = ["--store", str(tmp_path)]
+    with Job("examples.async_parameter_server", arguments, 3) as job:
+        before = []
+        for words in job.lines():
+            before.append(words)
+            if words[:2] == ["update", "33"]:
+                break
+        job.kill()
+    with Job("examples.async_parameter_server", arguments, 3) as job:
+        (_, step, digest), *after = job.finish()
+    assert before[int(step) - 1] == ["update", step, *before[int(step) - 1][2:4], digest]
+    history = [*before[: int(step)], *after]
+    assert [int(words[1]) for words in history] == list(range(1, 61))
+    for worker in ("1", "2"):
+        numbers = [int(words[3]) for words in history if words[2] == worker]
+        assert numbers == list(range(1, len(numbers) + 1))
+    _check(tmp_path, "async-server")
+
+
 def test_torchrun_starts_killed_workers_again_and_another_number_of_them_takes_the_rest(tmp_path: Path) -> None:
     """15 steps an epoch on two ranks. Rank 1 is killed at step 5, all at step 11; three ranks take the rest."""
     module, whole_store, store = "examples.elastic", str(tmp_path / "whole"), str(tmp_path / "store")

@@ -26,7 +26,7 @@ from ckptstore.format.boxes import Want
 from ckptstore.format.documents import JSON, Content
 from ckptstore.format.planning import entry_bytes, plan_reads
 from ckptstore.format.trees import leaves
-from ckptstore.reading.assets import ASSETS, folder_files, open_weights
+from ckptstore.reading.assets import ADAPTER, ASSETS, folder_files, open_weights
 from ckptstore.reading.fetch import DEFAULT_THREADS, Progress, fetch
 from ckptstore.reading.source import Source
 from ckptstore.reading.weights import VirtualFile, Weights, cast_content
@@ -47,12 +47,18 @@ class FileFormat(StrEnum):
     SAFETENSORS = "safetensors"
     TORCH = "torch"
     HUGGINGFACE = "huggingface"
+    PEFT = "peft"
     DCP = "dcp"
 
     @property
     def is_folder(self) -> bool:
         """Whether the format has more than one file."""
-        return self in (FileFormat.HUGGINGFACE, FileFormat.DCP)
+        return self.is_model or self is FileFormat.DCP
+
+    @property
+    def is_model(self) -> bool:
+        """Whether it is the folder of one model."""
+        return self in (FileFormat.HUGGINGFACE, FileFormat.PEFT)
 
 
 _SUFFIXES = {".safetensors": FileFormat.SAFETENSORS, ".pt": FileFormat.TORCH}
@@ -133,7 +139,7 @@ def choose_format(path: Path, given: FileFormat | None, dtype: str | None) -> Fi
         raise InvalidRequest(
             f"the suffix of {path} is not that of an export format", "Use .safetensors or .pt, or pass --format"
         )
-    if dtype and found not in (FileFormat.SAFETENSORS, FileFormat.HUGGINGFACE):
+    if dtype and found is not FileFormat.SAFETENSORS and not found.is_model:
         raise InvalidRequest(f"{found} keeps the types of the state", "Leave --dtype out, or export safetensors")
     return found
 
@@ -172,6 +178,17 @@ def select(
             kind = positions if isinstance(tree, dict) and tree.keys() >= _POSITION else left_out
             kind.append(f"{item} ({human.count(count, 'tensor')})")
     return Selection(entries, items, sum(sizes[name] for name in entries), tuple(left_out), tuple(positions))
+
+
+def select_named(source: Source, checkpoint: Checkpoint, content: Content, selection: Selection) -> Selection:
+    """The part of a selection that has names for readers: adapters without their base, for instance.
+
+    Raises InvalidRequest if more than one item is selected.
+    """
+    named = set(open_weights(source, checkpoint, _item(content, selection)).entries.values())
+    sizes = entry_bytes(content)
+    entries = tuple(name for name in selection.entries if name in named)
+    return replace(selection, entries=entries, raw_bytes=sum(sizes[name] for name in entries))
 
 
 def write_whole(path: Path, kind: FileFormat, force: bool, fill: Callable[[Path], None]) -> None:
@@ -239,8 +256,8 @@ def writer_of(kind: FileFormat, max_shard_bytes: int) -> ExportWriter:
     """The writer of a format. Raises InvalidRequest if a package that it needs is not installed."""
     if kind is FileFormat.SAFETENSORS:
         return write_safetensors
-    if kind is FileFormat.HUGGINGFACE:
-        return lambda export, folder: write_huggingface(export, folder, max_shard_bytes)
+    if kind.is_model:
+        return lambda export, folder: write_huggingface(export, folder, max_shard_bytes, kind is FileFormat.PEFT)
     try:
         from ckpt.foreign.writing import require_loadable, write_dcp, write_torch
     except ModuleNotFoundError as error:
@@ -276,17 +293,22 @@ def write_safetensors(export: Export, path: Path) -> None:
     _fill(export, {path: whole.file(names, {"format": "pt", "checkpoint": export.checkpoint.id})})
 
 
-def write_huggingface(export: Export, folder: Path, max_shard_bytes: int) -> None:
+def write_huggingface(export: Export, folder: Path, max_shard_bytes: int, adapters: bool) -> None:
     """Write one item's tensors by their module's names, in files of at most `max_shard_bytes`, and an index.
 
     The layout is that of transformers: one file without an index if all tensors fit, and tied weights once. The
     metadata of each file maps aliases to the tensors in it. Beside them are the checkpoint's assets. Raises
-    InvalidRequest if more than one item is selected, UnsupportedObject and OSError.
+    InvalidRequest if there are no adapters and they are asked for, UnsupportedObject and OSError.
     """
     chosen = set(export.selection.entries)
-    whole = open_weights(export.source, export.checkpoint, _item(export), export.dtype)
+    whole = open_weights(export.source, export.checkpoint, _item(export.content, export.selection), export.dtype)
     wanted = {name: entry for name, entry in whole.entries.items() if entry in chosen}
     files = folder_files(replace(whole, entries=wanted), max_shard_bytes)
+    if adapters and not any(Path(name).name == ADAPTER for name in files):
+        raise InvalidRequest(
+            f"{export.checkpoint.id} has no files of adapters",
+            "Save with assets=ckpt.integrations.peft.adapter_files(model), or export safetensors",
+        )
     _fill(export, {folder / name: file for name, file in files.items()})
 
 
@@ -304,9 +326,11 @@ def _fill(export: Export, files: Mapping[Path, VirtualFile]) -> None:
     export.fetch(wants, buffers)
 
 
-def _item(export: Export) -> str:
+def _item(content: Content, selection: Selection) -> str:
     """The item of the selected entries. Raises InvalidRequest if there are several."""
-    items = {name.partition("/")[0] for name in (*export.selection.entries, *export.aliases())}
+    chosen = set(selection.entries)
+    aliases = (alias for alias, name in content.aliases.items() if name in chosen)
+    items = {name.partition("/")[0] for name in (*chosen, *aliases)}
     if len(items) != 1:
         raise InvalidRequest(
             f"a Hugging Face folder holds one model, but {', '.join(sorted(items)) or 'nothing'} is selected",

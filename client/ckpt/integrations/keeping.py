@@ -79,16 +79,23 @@ class Keeper:
 def add_assets(checkpointer: Checkpointer, model: Any, *others: Any) -> None:
     """Let saves have what `save_pretrained` of transformers writes beside weights, unless they have assets already.
 
-    These are the configurations of the first of the model's modules that has them, and the files of its `tokenizer` and
-    of `others`. A model with adapters has no configuration: its weights would not fit. Call it before a restore, on all
-    ranks.
+    These are the configurations of the first of the model's modules that has them, or of its adapters, and the files of
+    its `tokenizer` and of `others`. Call it before a restore, on all ranks.
     """
     if model is None or checkpointer._assets is not None:
         return
     modules, files = dict(model.named_modules()), dict[str, bytes]()
     owners = [getattr(model, "tokenizer", None), *others]
     name = next((name for name, one in modules.items() if hasattr(vars(one).get("config"), "to_diff_dict")), None)
-    if name is not None and not any(hasattr(one, "peft_config") for one in modules.values()):
+    adapted = next((name for name, one in modules.items() if hasattr(one, "peft_config")), None)
+    if adapted is not None:
+        try:
+            from ckpt.integrations.peft import adapter_files
+
+            files = adapter_files(modules[adapted], module_name(f"{adapted}.".lstrip(".")))
+        except Exception:
+            logger.exception("checkpoints are saved without the files of the adapters")
+    elif name is not None:
         own = modules[name]
         config = copy(own.config)
         config.architectures = [type(own).__name__.removeprefix("FSDP")]
@@ -105,7 +112,7 @@ def add_assets(checkpointer: Checkpointer, model: Any, *others: Any) -> None:
                 logger.exception("checkpoints are saved without the files of a %s", type(one).__name__)
         paths = [path for path in Path(folder).rglob("*") if path.is_file()]
         files |= {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
-    if any(hasattr(one, "save_pretrained") for one in owners):  # on all ranks alike, although one cannot write
+    if files or any(hasattr(one, "save_pretrained") for one in owners):  # on all ranks alike, although one cannot write
         checkpointer._assets = files
 
 

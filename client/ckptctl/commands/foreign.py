@@ -24,6 +24,7 @@ from ckpt.foreign.exporting import (
     Selection,
     choose_format,
     select,
+    select_named,
     size_on_disk,
     write_whole,
     writer_of,
@@ -121,12 +122,12 @@ def export(
     torch        the state as it was saved, as one nested dict, for torch.load(weights_only=True)
     huggingface  a folder: one item's tensors (--names, else the model's) without the item's name,
                  in several files with an index if they are large
+    peft         the same of a checkpoint with adapters: their tensors and configurations alone
     dcp          a folder: the state as it was saved, for torch.distributed.checkpoint.load
 
-    Every chunk is verified, and memory use does not grow with the checkpoint. PATH appears only when it is complete
-    and durable. State that each rank keeps for itself is left out. If there are tensors in it other than those of
-    random state and of data loaders, and --names is not given, the exit code is 3. torch and dcp need the same amount
-    of disk space again next to PATH while they write.
+    Every chunk is verified, in bounded memory. PATH appears only when it is complete and durable. State that each rank
+    keeps for itself is left out. If it has tensors other than those of random state and of data loaders, and --names is
+    not given, the exit code is 3. torch and dcp need the same disk space again next to PATH while they write.
     """
     kind = choose_format(to, format, dtype)
     write = writer_of(kind, human.parse_size(max_shard_size))
@@ -136,7 +137,9 @@ def export(
         with leased(session.source, found):
             manifest = read_manifest(session.source, found)
             content, local = manifest.content, read_local(session.source, found, manifest, 0)
-            selection = select(found, content, names or (_MODEL if kind is FileFormat.HUGGINGFACE else None), local)
+            selection = select(found, content, names or (_MODEL if kind.is_model else None), local)
+            if kind.is_model:
+                selection = select_named(session.source, found, content, selection)
             if path != to:
                 path.parent.mkdir(parents=True, exist_ok=True)
             if path == to or force or not path.exists():  # one of several that exists is complete

@@ -8,8 +8,9 @@ leads out of one is refused, when it is saved and when it is read.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
-from posixpath import normpath
+from posixpath import basename, dirname, join, normpath
 from typing import Any
 
 import msgspec
@@ -26,7 +27,9 @@ from ckptstore.reading.weights import MAX_FILE_BYTES, VirtualFile, Weights, plai
 ASSETS = "assets"
 NAMES = "ckptd-names.json"
 """The asset with the names by which readers know the model's tensors: name, then its name in the module, its first
-element in it, and its shape. It is in no folder."""
+element in it, and its shape. It is in no folder. Names of tensors of adapters follow the folder of their file."""
+ADAPTER = "adapter_model.safetensors"
+"""The file of an adapter's tensors, as PEFT has it: beside an asset with its configuration."""
 
 
 def stays_inside(name: str) -> bool:
@@ -46,10 +49,17 @@ def asset_files(content: Content) -> dict[str, VirtualFile]:
 
 
 def folder_files(weights: Weights, max_bytes: int = MAX_FILE_BYTES) -> dict[str, VirtualFile]:
-    """The files of a Hugging Face folder: assets, and weights in files of at most `max_bytes`. Raises as these do."""
-    files = {**asset_files(weights.content), **weights.files(max_bytes)}
-    files.pop(NAMES, None)
-    return files
+    """The files of a Hugging Face folder: assets, and weights in files of at most `max_bytes`; or those of PEFT, with
+    the weights of adapters alone. Raises as these do.
+    """
+    files = asset_files(weights.content)
+    named = files.pop(NAMES, None) is not None and weights.parts
+    places = [dirname(name) for name in files if named and basename(name) == "adapter_config.json"]
+    for place in places:
+        own = {basename(name): entry for name, entry in weights.entries.items() if dirname(name) == place}
+        tensors = replace(weights, entries=own, parts={}).file(own, {"format": "pt"})
+        files[join(place, ADAPTER)] = tensors
+    return files if places else {**files, **weights.files(max_bytes)}
 
 
 def open_weights(source: Source, checkpoint: Checkpoint, item: str = "model", dtype: str | None = None) -> Weights:

@@ -129,9 +129,13 @@ def test_files_that_cannot_be_written_do_not_end_a_training(tmp_path: Path, capl
     assert [record.message for record in warnings(caplog)] == ["checkpoints are saved without the files of a Broken"]
 
 
-def test_weights_of_adapters_come_without_a_configuration_that_does_not_fit(tmp_path: Path) -> None:
+def test_weights_of_adapters_come_without_a_configuration_that_does_not_fit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """PEFT is not among the packages of these tests; tests/frameworks has it."""
     model: Any = torch.nn.Sequential(torch.nn.Linear(1, 1))
     model[0].config, model.peft_config = Config(), {}
     with Checkpointer(str(tmp_path), run="gpt", writer="thread") as checkpointer:
         add_assets(checkpointer, model)
         assert checkpointer._assets is None
+    assert [one.message for one in warnings(caplog)] == ["checkpoints are saved without the files of the adapters"]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from ckpt import Checkpointer
@@ -27,6 +28,18 @@ def test_a_run_killed_in_mid_epoch_resumes_exactly(tmp_path: Path) -> None:
 def test_two_ranks(tmp_path: Path) -> None:
     TRANSFORMERS.resumes_exactly(tmp_path, "gpt", 10, resumed_at=8, ranks=2)
     operators_can_use(tmp_path, "gpt", tmp_path / "gpt-0.pt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_fsdp2(tmp_path: Path, ranks: int) -> None:
+    TRANSFORMERS.resumes_exactly(tmp_path, "gpt", 10, "fsdp", resumed_at=8, ranks=ranks)
+    operators_can_use(tmp_path, "gpt", tmp_path / "gpt-0.pt")
+
+
+@pytest.mark.slow
+def test_fsdp2_with_the_best_model_at_the_end(tmp_path: Path) -> None:
+    TRANSFORMERS.resumes_exactly(tmp_path, "gpt", 10, "fsdp", "val", resumed_at=8, ranks=2)
 
 
 def test_saves_at_the_end_of_epochs(tmp_path: Path) -> None:

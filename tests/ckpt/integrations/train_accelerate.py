@@ -1,4 +1,7 @@
-"""Training with Accelerate; see proof.py. Option break: each epoch is left after seven batches, and saved then."""
+"""Training with Accelerate; see proof.py.
+
+Options: break (each epoch is left after seven batches, and saved then), fsdp (FSDP2), sync (of gradients, each batch).
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,16 @@ import warnings
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
+from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, TensorDataset
 
 import ckpt
 from ckpt.integrations.accelerate import load_state, save_state
 from tests.ckpt.ddp import join
+from tests.ckpt.integrations.fsdp2 import allow_cpus
 from tests.ckpt.integrations.proof import die_after, report, report_weights
 
 FOLDER, RUN, OPTIONS = sys.argv[1], sys.argv[2], sys.argv[4:]
@@ -40,12 +46,22 @@ def main() -> None:
     plain, breaks = "plain" in OPTIONS, "break" in OPTIONS
     torch.manual_seed(1 if plain or sys.argv[3] != "0" else 77)
     loading = DataLoaderConfiguration(use_seedable_sampler=breaks, data_seed=3)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dataloader_config=loading)
+    sharding = None
+    if "fsdp" in OPTIONS:
+        allow_cpus()
+        sharding = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=30, cpu_ram_efficient_loading=False
+        )
+    accelerator = Accelerator(
+        cpu=sharding is None, dataloader_config=loading, fsdp_plugin=sharding,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(2, sync_each_batch="sync" in OPTIONS),
+    )  # fmt: skip
     model: Any = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
     optim: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
     sched: Any = torch.optim.lr_scheduler.OneCycleLR(optim, 0.1, total_steps=100)
     loader: Any = DataLoader(SAMPLES, batch_size=4, shuffle=True)
     model, optim, sched, loader = accelerator.prepare(model, optim, sched, loader)
+    assert isinstance(model, FSDPModule) == (sharding is not None)
     counter = Counter()
     accelerator.register_for_checkpointing(counter)
     step = 0

@@ -1,5 +1,5 @@
 """Training with the Trainer of transformers; see proof.py. Options: val (evaluation), greater (is
-better), sets (five of them for evaluation), limit=N, epoch (saves), weights (saves them alone)."""
+better), sets (five of them for evaluation), limit=N, epoch (saves), weights (saves them alone), fsdp (FSDP2)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from ckpt.integrations.transformers import keep_checkpoints
 from tests.ckpt.ddp import join
+from tests.ckpt.integrations.fsdp2 import allow_cpus
 from tests.ckpt.integrations.proof import die_after, report, report_weights
 
 FOLDER, RUN, OPTIONS = sys.argv[1], sys.argv[2], sys.argv[4:]
@@ -34,6 +36,9 @@ class Model(PreTrainedModel):
         super().__init__(config)
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
         self.post_init()
+
+    def get_input_embeddings(self) -> None:
+        """It has none; Accelerate asks."""
 
     def forward(self, x: torch.Tensor, **_: Any) -> dict[str, torch.Tensor]:
         loss = self.net(x).square().mean()
@@ -61,8 +66,12 @@ def main() -> None:
     torch.manual_seed(1 if "plain" in OPTIONS or sys.argv[3] != "0" else 77)
     limit = next((int(one[6:]) for one in OPTIONS if one.startswith("limit=")), None)
     val = "val" in OPTIONS
+    sharding: dict[str, Any] = {"use_cpu": True}
+    if "fsdp" in OPTIONS:
+        allow_cpus()
+        sharding = {"fsdp": True, "fsdp_config": {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 30}}
     arguments = TrainingArguments(
-        f"{FOLDER}/out", use_cpu=True, ddp_backend="gloo" if world > 1 else None,
+        f"{FOLDER}/out", **sharding, ddp_backend="gloo" if world > 1 else None,
         per_device_train_batch_size=4, num_train_epochs=3, seed=3,
         learning_rate=0.01, warmup_steps=5, logging_steps=1, report_to=[], disable_tqdm=True,
         save_steps=4, save_only_model="weights" in OPTIONS, label_names=["x"],
@@ -80,6 +89,7 @@ def main() -> None:
     else:
         keep_checkpoints(trainer, FOLDER, run=RUN).train(resume_from_checkpoint=True)
     if not val:
+        assert isinstance(trainer.model_wrapped, FSDPModule) == ("fsdp" in OPTIONS)
         report_weights(model.state_dict(), FOLDER, RUN)
     elif "plain" not in OPTIONS:
         assert str(trainer.state.best_model_checkpoint).startswith("ckptd://")
