@@ -139,7 +139,10 @@ def _plain(value: Any, seen: set[int], depth: int) -> Any:
         return None
     if is_object:
         seen.add(id(value))
-    if torch_loaded() and isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
+    if torch_loaded() and isinstance(value, torch.nn.Module):
+        # Ranks may hold other buffers until a wrapper makes them alike; checkpoints have them.
+        value, is_object = {"state_dict": dict(value.named_parameters())}, False
+    elif torch_loaded() and isinstance(value, torch.optim.Optimizer):
         value, is_object = {"state_dict": value.state_dict()}, False
     elif library in ("torch", "numpy", "random"):
         for read in ("get_state", "getstate"):

@@ -159,7 +159,7 @@ def rehearse(
         def play(name: str, plan: Plan) -> _Life:
             life = _play(command, ranks, folder / name, plan)
             took = max((one.at for one in life.events), default=life.began) - life.began
-            saves = sum(one.kind == "saved" for one in life.events)
+            saves = sum(one.kind == "saved" and one.rank == 0 for one in life.events)
             session.screen.note(f"{name} {plan.life}: {human.count(saves, 'save')} in {took:.1f} s")
             return life
 

@@ -106,10 +106,10 @@ EXAMPLES = [
     ("ring_allreduce", ["--store", "STORE", "--save-every", "3"], 2),
     ("parameter_server", ["--store", "STORE", "--save-every", "3"], 2),
     ("elastic", ["--store", "STORE"], 1),
+    ("cifar_ddp", ["--store", "STORE"], 2),
     ("elastic", ["--store", "STORE"], 2),
     ("ring_allreduce", ["--store", "STORE", "--save-every", "3"], 1),
     ("cifar_ddp", ["--store", "STORE"], 1),
-    ("cifar_ddp", ["--store", "STORE"], 2),
     ("fsdp2", ["--store", "STORE", "--steps", "100"], 1),
     ("fsdp2", ["--store", "STORE", "--steps", "100"], 2),
     ("pipeline", ["--store", "STORE", "--steps", "100"], 2),
@@ -125,7 +125,7 @@ EXAMPLES = [
 _MANY = os.environ.get("CKPTD_REHEARSALS") == "all"
 
 
-@pytest.mark.parametrize(("example", "arguments", "ranks"), EXAMPLES if _MANY else EXAMPLES[:3])
+@pytest.mark.parametrize(("example", "arguments", "ranks"), EXAMPLES if _MANY else EXAMPLES[:4])
 def test_no_example_has_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: str, arguments: list[str], ranks: int
 ) -> None:
