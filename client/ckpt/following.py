@@ -25,6 +25,8 @@ from ckptstore.reading.weights import Weights, module_name
 
 _LOOK_S = 1.0
 _NAMED = 3
+_Held = weakref.WeakKeyDictionary[nn.Module, dict[str, str]]
+"""The signatures of the tensors that each model holds."""
 
 
 class NewWeights:
@@ -45,7 +47,7 @@ class NewWeights:
         StateMismatch, Damaged or Unavailable.
         """
         self._check(model)
-        signatures, known = self._view.signatures(), self._held.of(model)
+        signatures, known = self._view.signatures(), self._held.get(model, {})
         destinations, copies, loaded = Destinations(self._view.content), [], set[str]()
         for key, tensor in _tensors(model).items():
             name = self._view.aliases.get(key, key)
@@ -60,11 +62,11 @@ class NewWeights:
                 copies.append((piece.tensor, host))
         with noting_damage(self._source, self.checkpoint):
             destinations.read(self._source, self.checkpoint)
-        self._held.keep(model, {})  # until all is copied
+        self._held[model] = {}  # until all is copied
         with torch.no_grad():
             for target, host in copies:
                 target.copy_(host)
-        self._held.keep(model, signatures)
+        self._held[model] = signatures
         return len(loaded)
 
     def _check(self, model: nn.Module) -> None:
@@ -76,19 +78,6 @@ class NewWeights:
             raise StateMismatch(
                 f"{len(wrong)} tensors of {self.checkpoint.id} do not fit the model: {listed}", "Use the model it has"
             )
-
-
-class _Held:
-    """The signatures of the tensors that each model holds."""
-
-    def __init__(self) -> None:
-        self._of = weakref.WeakKeyDictionary[nn.Module, dict[str, str]]()
-
-    def of(self, model: nn.Module) -> dict[str, str]:
-        return self._of.get(model, {})
-
-    def keep(self, model: nn.Module, signatures: dict[str, str]) -> None:
-        self._of[model] = signatures
 
 
 def follow(source: Source, run: str, item: str, dtype: str | None) -> Iterator[NewWeights]:

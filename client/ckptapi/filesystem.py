@@ -39,15 +39,6 @@ class CheckpointFiles(AbstractFileSystem):
         self._view = item, dtype
         self._last: dict[str, dict[str, VirtualFile]] = {}
 
-    def files(self, reference: str) -> tuple[Checkpoint, dict[str, VirtualFile]]:
-        """The checkpoint that a reference names now, and its files. Raises NoCheckpoint, InvalidRequest or Damaged."""
-        found = self.source.find(Reference.parse(reference))
-        files = self._last.get(found.manifest_digest)
-        if files is None:
-            files = folder_files(open_weights(self.source, found, *self._view))
-            self._last = {found.manifest_digest: files}
-        return found, files
-
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
         """The files of a checkpoint; of the root, the runs."""
         path = self._strip_protocol(path).strip("/")
@@ -97,10 +88,16 @@ class CheckpointFiles(AbstractFileSystem):
         return checkpoint, files[name]
 
     def _files(self, path: str) -> tuple[Checkpoint, dict[str, VirtualFile]]:
+        """The checkpoint that a path names now, and its files."""
         try:
-            return self.files(_split(path)[0])
+            found = self.source.find(Reference.parse(_split(path)[0]))
         except NoCheckpoint as error:
             raise FileNotFoundError(str(error)) from error
+        files = self._last.get(found.manifest_digest)
+        if files is None:
+            files = folder_files(open_weights(self.source, found, *self._view))
+            self._last = {found.manifest_digest: files}
+        return found, files
 
 
 class _Opened(AbstractBufferedFile):

@@ -55,7 +55,7 @@ def test_a_checkpoint_is_a_folder_of_files(folder: Path, monkeypatch: pytest.Mon
 
 def test_damage_is_an_error_and_a_file_system_needs_a_store(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files: Any = CheckpointFiles(str(folder), skip_instance_cache=True)
-    attempt = files.files("team/gpt@1000")[0].attempt
+    attempt = files.source.latest("team/gpt").attempt
     flip(folder / RunKeys("team/gpt").shard(attempt, "shard-00000.ckpt"), 5000)
     with pytest.raises(CorruptObject):
         files.cat_file("team/gpt@1000/model.safetensors")

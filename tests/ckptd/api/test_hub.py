@@ -21,6 +21,7 @@ from safetensors.numpy import load
 
 from ckptapi.bodies import Scope, TokenRequest
 from ckptd.services.contents import HOLD_S
+from ckptstore.clock import system_clock
 from ckptstore.codecs.chunk_codecs import POLICIES
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.commit import commit_attempt
@@ -31,6 +32,7 @@ from ckptstore.format.records import Policy
 from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.retention.deletion import delete_checkpoint
 from ckptstore.retention.pruning import Prune
+from ckptstore.retention.scrubbing import due_for_scrub, scrub
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from ckptstore.stores.checks import MAX_SKEW_S
@@ -270,3 +272,18 @@ def test_a_damaged_byte_is_never_served(store: Store, tmp_path: Path) -> None:
         assert 0 < sum(map(len, received)) < 90 << 20
         part = daemon.get(path, headers={"Range": "bytes=-100"})
         assert (part.status_code, part.json()["code"]) == (500, "corrupt")
+
+
+def test_healed_bytes_are_served(store: Store, tmp_path: Path) -> None:
+    victim, _ = [write_checkpoint(store, "gpt", step, ARRAYS) for step in (1, 2)]
+    path = f"/hf/runs/gpt/resolve/step-1/{ONLY}"
+    with running_daemon(store.url) as daemon:
+        intact = daemon.get(path).content
+        flip(tmp_path / "store" / RunKeys("gpt").shard(victim.attempt, "shard-00000.ckpt"))
+        assert daemon.get(path).json()["code"] == "corrupt"
+        assert not any(found.ok for found in scrub(store, [victim], "me", system_clock))
+        wait_until(lambda: daemon.get(path).status_code == 404, "the quarantine")
+        due = due_for_scrub([Run(store, "gpt")], damaged=True)
+        assert [found.ok for found in scrub(store, due, "me", system_clock, heal_from=[])] == [True, True]
+        wait_until(lambda: daemon.get(path).status_code == 200, "the end of the quarantine")
+        assert daemon.get(path).content == intact
