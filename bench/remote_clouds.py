@@ -120,6 +120,6 @@ def _google() -> Iterator[str]:
 
 
 def _serve(control: Connection) -> None:
-    with gcs.running_service() as url:
+    with gcs.running_service(page=1000) as url:
         control.send(url)
         control.recv()

@@ -28,8 +28,6 @@ from google_crc32c import value as crc32c
 
 from tests.support.seaweed import BUCKET
 
-_PAGE = 4
-"""Names in a page of a listing: the service may return fewer than asked for, here nearly always."""
 _RESUME, _CANCELLED = 308, 499
 _LEAST_PART = 5 << 20
 ZONAL = "zonal"
@@ -67,8 +65,9 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self) -> None:
+    def __init__(self, page: int) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
+        self.page = page
         self.lock = threading.Lock()
         self.objects: dict[str, _Object] = {}
         self.uploads: dict[str, _Upload] = {}
@@ -80,9 +79,12 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def running_service() -> Iterator[str]:
-    """A service with one empty bucket, on a free port of this machine; yields its URL."""
-    server = _Server()
+def running_service(page: int = 4) -> Iterator[str]:
+    """A service with one empty bucket, on a free port of this machine; yields its URL.
+
+    page: names in a page of a listing. The service may return fewer than asked for, here nearly always.
+    """
+    server = _Server(page)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="gcs")
     thread.start()
     try:
@@ -214,13 +216,13 @@ class _Handler(BaseHTTPRequestHandler):
                 entries.add(prefix + folder + cut if cut else name)
         ordered = sorted(entries)
         begin = bisect_right(ordered, after)
-        page = ordered[begin : begin + _PAGE]
+        page = ordered[begin : begin + self.server.page]
         reply: dict[str, Any] = {"kind": "storage#objects"}
         if items := [_described(name, self.server.objects[name]) for name in page if name in self.server.objects]:
             reply["items"] = items
         if prefixes := [name for name in page if name not in self.server.objects]:
             reply["prefixes"] = prefixes
-        if begin + _PAGE < len(ordered):
+        if begin + len(page) < len(ordered):
             reply["nextPageToken"] = page[-1]
         self._send(200, reply)
 
