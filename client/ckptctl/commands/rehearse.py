@@ -172,9 +172,10 @@ def rehearse(
         last, chosen = max(one.step for one in first.events), _moments(first.events, kills, Random(seed))
         for number in range(kills + 1):
             if finding is None and number <= len(chosen):
-                at = chosen[number] if number < len(chosen) else Event(-1, -1, "", 0, 0.0, {})
-                resumes = any(_checkpoints(folder / "killed"))
-                life = play("killed", Plan(number, 0, last, at.rank, at.key, number % 2 == 0))
+                plan, resumes = Plan(number, last=last), any(_checkpoints(folder / "killed"))
+                if number < len(chosen):
+                    plan.rank, plan.key, plan.savers = chosen[number].rank, chosen[number].key, number % 2 == 0
+                life = play("killed", plan)
                 if number:
                     done.append(_kill(first, chosen[number - 1], life))
                 finding = _finding(first, second, life, resumes)
@@ -189,8 +190,10 @@ def rehearse(
 def _play(command: Sequence[str], ranks: int, home: Path, plan: Plan) -> _Life:
     """Start the program, wait until it or one of its ranks has ended, and kill the rest of it.
 
-    Raises InvalidRequest if it fails or saves nothing.
+    Raises InvalidRequest if it fails or saves nothing, or the folder is of another rehearsal.
     """
+    if not plan.life and home.exists():
+        raise InvalidRequest(f"{home} exists", "Give --keep a new folder")
     home.mkdir(parents=True, exist_ok=True)
     (home / "plan").write_bytes(msgspec.json.encode(plan))
     (killed := home / "killed").unlink(missing_ok=True)

@@ -102,6 +102,19 @@ def test_a_program_without_a_fault_is_exact(tmp_path: Path, fault: str, ranks: i
     assert done.code == 0, done.stdout + done.stderr
 
 
+def test_a_folder_of_another_rehearsal_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "kept/uninterrupted").mkdir(parents=True)
+    done = rehearsed(tmp_path, FAULTY, "none", "STORE")
+    assert done.code == 2
+    assert "uninterrupted exists" in done.stderr
+
+
+def test_a_program_that_fails_by_itself_is_refused_with_its_output(tmp_path: Path) -> None:
+    done = rehearsed(tmp_path, FAULTY, "none", "too", "many", "arguments")
+    assert done.code == 2
+    assert "positional arguments" in done.stderr
+
+
 EXAMPLES = [
     ("ring_allreduce", ["--store", "STORE", "--save-every", "3"], 2),
     ("parameter_server", ["--store", "STORE", "--save-every", "3"], 2),
