@@ -59,7 +59,8 @@ engines: .venv-engines/.ready
 	$(PYTHON) -m venv .venv-frameworks
 	.venv-frameworks/bin/pip install --quiet --retries 10 --timeout 60 torch==2.13.0
 	.venv-frameworks/bin/pip install --quiet --retries 10 --timeout 60 -c constraints.txt -e '.[server,frameworks]' \
-	mlflow-skinny tensorboard wandb peft==0.21.2 safetensors trl==1.16.0 pytest pytest-timeout
+	mlflow-skinny tensorboard wandb peft==0.21.2 safetensors trl==1.16.0 pytest pytest-timeout setuptools wheel
+	.venv-frameworks/bin/pip install --quiet --retries 10 --timeout 60 --no-build-isolation deepspeed==0.19.8
 	touch $@
 
 frameworks: .venv-frameworks/.ready

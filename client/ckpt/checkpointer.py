@@ -193,10 +193,11 @@ class Checkpointer:
         return restored
 
     def restore_in_stages(
-        self, *, checkpoint: str | int | None = None, strict: bool | Literal["report"] = True
+        self, *, checkpoint: str | int | None = None, strict: bool | Literal["report"] = True, cast: bool = False
     ) -> StagedRestore:
-        """Restore in stages, all from one checkpoint: see StagedRestore. checkpoint, strict: see `restore`."""
-        return StagedRestore(partial(self._restore, strict=strict, rng=False), checkpoint)
+        """Restore in stages, all from one checkpoint: see StagedRestore. checkpoint, strict, cast: see `restore`."""
+        surgery = Surgery.of(None, (), (), (), cast)
+        return StagedRestore(partial(self._restore, strict=strict, rng=False, surgery=surgery), checkpoint)
 
     def _restore(
         self,

@@ -19,6 +19,8 @@ from ckptstore.errors import UnsupportedObject
 # Infixes that wrappers put into names of the modules below them.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 EXTRA_STATE = "_extra_state"
+PARTS = "_ckpt_parts"
+"""Attribute of a module: the Parameters that an integration knows of it, with `layouts`, `packs` and `parts`."""
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """Ends of the names of buffers that are of the batches of one rank."""
 
@@ -73,7 +75,7 @@ def own_loading(inner: nn.Module) -> tuple[tuple[str, ...], bool]:
     """The additions of an unwrapped module to torch's `load_state_dict`: the canonical prefixes of names that its own
     code sees before they are loaded, and whether there is any code, also for `state_dict` or after a load.
 
-    Raises UnsupportedObject for such code under FSDP1, which gathers all parameters to load them.
+    Raises UnsupportedObject for such code where parameters are flattened: it needs all of them gathered.
     """
     prefixes, any_code = [], False
     for path, child in inner.named_modules(remove_duplicate=False):
@@ -86,7 +88,7 @@ def own_loading(inner: nn.Module) -> tuple[tuple[str, ...], bool]:
     any_code |= bool(prefixes)
     if any_code and _has_flat(inner):
         raise UnsupportedObject(
-            f"a {type(inner).__name__} under FullyShardedDataParallel has hooks or methods of its own for state_dict",
+            f"a {type(inner).__name__} whose parameters are flattened has hooks or methods of its own for state_dict",
             "Use fully_shard, or remove them",
         )
     return tuple(prefixes), any_code
@@ -98,7 +100,7 @@ def is_own(function: Any) -> bool:
 
 
 def _has_flat(inner: nn.Module) -> bool:
-    return any(isinstance(child, FullyShardedDataParallel) for child in inner.modules())
+    return PARTS in vars(inner) or any(isinstance(child, FullyShardedDataParallel) for child in inner.modules())
 
 
 def _raw_state(inner: nn.Module, known: Parameters) -> dict[str, Any]:
@@ -108,7 +110,7 @@ def _raw_state(inner: nn.Module, known: Parameters) -> dict[str, Any]:
             return inner.state_dict(keep_vars=True)
         except TypeError:  # one that is overridden
             return inner.state_dict()
-    # state_dict of FSDP1 gathers every parameter from all ranks.
+    # state_dict would gather every parameter from all ranks.
     state: dict[str, Any] = dict(_unpacked(inner.named_parameters(remove_duplicate=False), known))
     for prefix, child in inner.named_modules():
         dot = f"{prefix}." if prefix else ""
@@ -144,12 +146,18 @@ def named_parameters(
 def _unpacked(named: Iterable[tuple[str, nn.Parameter]], known: Parameters) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters, and instead of flat ones what they hold."""
     for name, parameter in named:
+        if (part := known.parts.get(id(parameter))) is not None:
+            yield name, part
+            continue
         pack = known.packs.get(id(parameter))
         yield from [(name, parameter)] if pack is None else pack.views.items()
 
 
 def add_flat_parameters(module: nn.Module, known: Parameters) -> None:
     """Add this rank's part of each parameter that FSDP1 flattens, and the flat ones that hide them."""
+    if (parts := vars(unwrap(module)).get(PARTS)) is not None:
+        for column in ("layouts", "packs", "parts"):
+            getattr(known, column).update(getattr(parts, column))
     for path, unit in unwrap(module).named_modules():
         handle: Any = unit._handle if isinstance(unit, FullyShardedDataParallel) else None
         if handle is None or not handle.uses_sharded_strategy:

@@ -19,7 +19,8 @@ OptimizerState = dict[str, Any]
 
 
 class Pack(NamedTuple):
-    """A flat parameter of FSDP1 (use_orig_params=False), which is all that optimizers know of those in it."""
+    """A flat parameter of FSDP1 (use_orig_params=False) or DeepSpeed, which is all that optimizers know of those in
+    it."""
 
     parameter: torch.Tensor
     local: torch.Tensor
@@ -102,7 +103,9 @@ class Parameters(Struct, frozen=True):
     packs: dict[int, Pack] = {}
     """By id of the flat parameter, and of each view."""
     layouts: dict[int, FlatRange] = {}
-    """The part that this rank holds of each parameter that FSDP1 flattens, by id."""
+    """The part that this rank holds of each parameter that is flattened, by id."""
+    parts: dict[int, torch.Tensor] = {}
+    """By id: this rank's part of the master of a parameter, which is saved in its place."""
     values: dict[str, list[Leaf]] = {}
     """All values of the modules, by item, as far as they have been looked for."""
     metadata: dict[str, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))

@@ -11,7 +11,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from ckpt import Checkpointer
 from ckpt.capture import modules
-from ckpt.capture.modules import check_reduced
+from ckpt.capture.modules import PARTS, check_reduced
+from ckpt.capture.parameters import Pack, Parameters
+from ckpt.capture.parts import FlatRange
 from ckpt.capture.train_state import TrainState
 from ckptstore.errors import UnsupportedObject
 from tests.support.training import Net, same_state, seed_all
@@ -28,6 +30,40 @@ def test_compiled_and_plain_models_share_checkpoints(checkpointer: Checkpointer)
     other: Any = torch.compile(Net(), backend="eager")
     checkpointer.restore(other)
     assert same_state(other._orig_mod.state_dict(), net.state_dict())
+
+
+def test_parts_of_masters_stand_for_parameters(checkpointer: Checkpointer) -> None:
+    """As DeepSpeed has them: one flat master, and an optimizer that knows nothing else."""
+    seed_all(1)
+    model, plain = nn.Linear(3, 2, dtype=torch.bfloat16), nn.Linear(3, 2)
+    flat = torch.randn(9).requires_grad_()  # the last element is padding
+    known = Parameters()
+    for parameter, (start, stop) in ((model.weight, (0, 6)), (model.bias, (6, 8))):
+        part = known.parts[id(parameter)] = flat.detach()[start:stop]
+        known.layouts[id(part)] = FlatRange(tuple(parameter.shape), 0, stop - start, (0,))
+    views = {str(i): part for i, part in enumerate(known.parts.values())}
+    known.packs.update(dict.fromkeys(map(id, (flat, *views.values())), Pack(flat, flat.detach(), views)))
+    optim = torch.optim.AdamW([flat], lr=0.1)
+    flat.grad = torch.randn(9)
+    optim.step()
+    setattr(model, PARTS, known)
+
+    checkpointer.save(model, optim, 1)
+    other = torch.optim.AdamW(plain.parameters(), lr=0.5)
+    checkpointer.restore(plain, other)
+    moments = optim.state[flat]["exp_avg"]
+    assert torch.equal(plain.weight.flatten(), flat[:6])
+    assert torch.equal(plain.bias, flat[6:8])
+    assert torch.equal(other.state[plain.bias]["exp_avg"], moments[6:8])
+    assert other.param_groups[0]["lr"] == 0.1
+
+    before = flat.detach().clone()
+    with torch.no_grad():
+        flat.zero_()
+    optim.state.clear()
+    checkpointer.restore(model, optim)
+    assert torch.equal(flat[:8], before[:8])
+    assert torch.equal(optim.state[flat]["exp_avg"][:8], moments[:8])
 
 
 def test_names_do_not_depend_on_wrappers() -> None:
