@@ -234,7 +234,8 @@ def _moments(events: Sequence[Event], kills: int, random: Random) -> list[Event]
 
 def _kill(first: _Life, at: Event, life: _Life) -> Kill:
     step = life.resumed_from
-    resume_s = next((one.at for one in life.events if (one.step, one.count) == (step, 1)), life.began) - life.began
+    reached = max((one.at for one in life.events), default=life.began)  # it may be killed before its first batch
+    resume_s = next((one.at for one in life.events if (one.step, one.count) == (step, 1)), reached) - life.began
     lost_s = at.at - first.at("saved", step)
     return Kill(f"{_MOMENTS[at.kind]}, after step {at.step}", step, resume_s, resume_s + lost_s)
 
