@@ -22,7 +22,7 @@ class EventLog:
     """Events in the order of their ids. Any thread may use it."""
 
     _database: Database
-    _clock: Clock
+    clock: Clock
     _listeners: list[Callable[[Sequence[EventBody]], None]] = field(default_factory=list)
 
     def subscribe(self, listener: Callable[[Sequence[EventBody]], None]) -> None:
@@ -43,7 +43,7 @@ class EventLog:
             return []
         # The row is a lock: ids become visible in order, so that readers never skip one.
         connection.execute(select(origin.c.url).with_for_update())
-        now = self._clock()
+        now = self.clock()
         newest: int = connection.scalar(select(func.coalesce(func.max(events.c.id), 0)))  # type: ignore[assignment]
         # Milliseconds, so that ids keep growing after the database was deleted.
         first = max(newest + 1, int(now * 1000))

@@ -45,7 +45,8 @@ class Events:
         last = max((event.id for event in found), default=after)
         if len(found) < limit:
             last = max(last, newest)  # those of other runs as well; an event since then may be newer
-        return EventsBody(items=found, last_id=last, gap=after < oldest - 1 and after != 0)
+        gap = after < oldest - 1 and after != 0
+        return EventsBody(items=found, last_id=last, gap=gap, at=self._log.clock())
 
     def of_checkpoint(self, id: str) -> list[EventBody]:
         """The events of one checkpoint, oldest first."""

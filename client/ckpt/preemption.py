@@ -189,9 +189,11 @@ class DaemonNotice:
                 # All pages: the events of a long run fill many, and the notice is on the last one.
                 while (page := client.events(self._after, self._run)).items:
                     self._after = page.last_id
+                    now = self._clock()
                     for event in page.items:
-                        if event.kind == "preempted" and event.at >= self._since:
-                            return float(event.detail["grace_s"]) - (self._clock() - event.at)
+                        age_s = (page.at or now) - event.at  # the daemon's clock may be another one
+                        if event.kind == "preempted" and age_s <= now - self._since:
+                            return float(event.detail["grace_s"]) - age_s
                 self._after = page.last_id
         except CkptError as error:
             logger.debug("no answer from %s: %s", self._url, error)

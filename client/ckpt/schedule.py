@@ -189,8 +189,9 @@ class Schedule:
             self._rank, self._global_rank = world.rank, world.global_rank
             preemption = self._preemption
             self._broadcast = SaveBroadcast(
-                world.private_store(), world.rank, self._poll_s, world.members, lambda: preemption.notice.deadline
-            )
+                world.private_store(), world.rank, self._poll_s, world.members,
+                lambda: preemption.notice.deadline, preemption.clock,
+            )  # fmt: skip
             if self._requests and self._rank:
                 self._broadcast.request()
 

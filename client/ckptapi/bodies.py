@@ -325,6 +325,8 @@ class EventsBody(Struct, frozen=True, kw_only=True):
     """The id to continue from."""
     gap: bool = False
     """Events after the requested id were deleted: list the checkpoints again."""
+    at: float | None = None
+    """The daemon's clock, to which the times of events belong."""
 
 
 Name = Annotated[str, Meta(max_length=200)]

@@ -394,8 +394,8 @@ def is_decision(key: str) -> bool:
 
 # Store-wide objects. A run name cannot start with an underscore.
 
-LOCAL_ID = "_near/id"
-"""The create-only object by which ranks recognize that they save to the same local tier."""
+STORE_ID = "_near/id"
+"""The create-only object by which ranks recognize that they save to the same folder."""
 POLICIES_PREFIX = "_policies/"
 PROBES_PREFIX = "_probes/"
 UNITS_PREFIX = "_units/"

@@ -37,7 +37,7 @@ def running_service(folder: Path) -> Iterator[str]:
     assert program is not None, "no azurite-blob program: npm install -g azurite"
     arguments = ["--inMemoryPersistence", "--disableTelemetry", "--skipApiVersionCheck", "--silent"]
     with kept([program, "--blobPort", str(port), *arguments], folder, os.environ):
-        wait_until_ready("azurite", port, "/", http.client.BAD_REQUEST, folder / "log")
+        wait_until_ready("azurite", f"127.0.0.1:{port}", "/", http.client.BAD_REQUEST, folder / "log")
         url = f"http://127.0.0.1:{port}"
         fsspec.filesystem("abfs", connection_string=connection(url)).mkdir(BUCKET)  # type: ignore[no-untyped-call]
         yield url

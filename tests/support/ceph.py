@@ -77,7 +77,7 @@ def running_service(folder: Path) -> Iterator[S3Service]:
                 run("ceph-osd", *of, "--mkfs", "-i", "0", "--osd-uuid", fsid)
             (logs := folder / f"{name}.out").mkdir()
             running.enter_context(kept(command, logs, os.environ))
-        wait_until_ready("radosgw", gateway, "/", http.client.OK, folder / "rgw.out" / "log")
+        wait_until_ready("radosgw", f"127.0.0.1:{gateway}", "/", http.client.OK, folder / "rgw.out" / "log")
         run("radosgw-admin", *of, "user", "create", "--uid", "tests", "--display-name", "tests",
             "--access-key", ACCESS_KEY, "--secret-key", SECRET_KEY)  # fmt: skip
         service = S3Service(f"http://127.0.0.1:{gateway}")

@@ -56,11 +56,12 @@ controllers: list[str] = []
 class Fork:
     """A running fork, in the way of subprocess.Popen. Only its creator may wait for it."""
 
-    def __init__(self, host: Host, pid: int) -> None:
+    def __init__(self, host: Host, pid: int, descriptor: int) -> None:
+        """pid: as the host sees it, which may be in another PID namespace. descriptor: its pidfd, which this owns."""
         self.pid = pid
         self.returncode: int | None = None
         self._host = host
-        self._descriptor = os.pidfd_open(pid)
+        self._descriptor = descriptor
 
     def poll(self) -> int | None:
         """Its exit status, negative for a signal; None while it runs."""
@@ -84,7 +85,10 @@ class Fork:
 
     def _ended(self, timeout: float | None) -> int | None:
         if self.returncode is None and select.select([self._descriptor], [], [], timeout)[0]:
-            self.returncode = int(self._host.ask({"reap": self.pid}))
+            try:
+                self.returncode, _ = self._host.ask({"reap": self.pid})
+            except ConnectionError:  # the host was killed, and this with it
+                self.returncode = -signal.SIGKILL
             os.close(self._descriptor)
         return self.returncode
 
@@ -98,13 +102,35 @@ class Host:
     """None: the controller's."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def ask(self, request: dict[str, Any], *descriptors: int) -> int:
-        """One request, one number."""
+    def fork(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        stdout: int,
+        stderr: int,
+        environment: Mapping[str, str] | None = None,
+        strict: bool = False,
+        passed: Sequence[int] = (),
+    ) -> Fork:
+        """Run a module as the main program of a fork; see the function `fork`."""
+        request = {"module": module, "arguments": list(arguments), "strict": strict}
+        request["environment"] = dict(os.environ if environment is None else environment)
+        pid, [descriptor] = self.ask(request, stdout, stderr, *passed)
+        return Fork(self, pid, descriptor)
+
+    def ask(self, request: dict[str, Any], *descriptors: int) -> tuple[int, list[int]]:
+        """One request; a number, and descriptors."""
         with self.lock:
             socket.send_fds(self.connection, [json.dumps(request).encode()], descriptors)
-            answer = self.connection.recv(_REQUEST_BYTES)
-        assert answer, "the host of forks is gone"
-        return int(answer)
+            return self.answer()
+
+    def answer(self) -> tuple[int, list[int]]:
+        """The next answer of the host. Raises ConnectionError if it is gone."""
+        answer, received, _, _ = socket.recv_fds(self.connection, _REQUEST_BYTES, 1)
+        if not answer:
+            raise ConnectionResetError("the host of forks is gone")
+        return int(answer), received
 
     def close(self) -> None:
         """End it, and what it has forked."""
@@ -115,26 +141,13 @@ class Host:
             self.process.wait()
 
 
-def fork(
-    imports: Sequence[str],
-    module: str,
-    arguments: Sequence[str],
-    *,
-    stdout: int,
-    stderr: int,
-    environment: Mapping[str, str] | None = None,
-    strict: bool = False,
-    passed: Sequence[int] = (),
-) -> Fork:
+def fork(imports: Sequence[str], module: str, arguments: Sequence[str], **options: Any) -> Fork:
     """Run a module as the main program of a fork that has `imports` already; strict: warnings are errors.
 
     imports: modules, after variables of the environment that they read: `NAME=VALUE`. passed: descriptors that the
-    fork gets too; their numbers there are its first arguments.
+    fork gets too; their numbers there are its first arguments. Options: those of Host.fork.
     """
-    host = _host(tuple(imports))
-    request = {"module": module, "arguments": list(arguments), "strict": strict}
-    request["environment"] = dict(os.environ if environment is None else environment)
-    return Fork(host, host.ask(request, stdout, stderr, *passed))
+    return host(tuple(imports)).fork(module, arguments, **options)
 
 
 def run(
@@ -154,7 +167,7 @@ def run(
 
 
 @functools.cache
-def _host(imports: tuple[str, ...]) -> Host:
+def host(imports: tuple[str, ...]) -> Host:
     """One for each test process and set of imports; it ends when that process does."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     # A process with threads must not be forked.
@@ -234,7 +247,9 @@ def _serve(connection: socket.socket) -> dict[str, Any] | None:
         for number in descriptors:
             os.close(number)
         running.add(pid)
-        connection.send(str(pid).encode())
+        descriptor = os.pidfd_open(pid)
+        socket.send_fds(connection, [str(pid).encode()], [descriptor])
+        os.close(descriptor)
     for pid in running:
         os.kill(pid, signal.SIGKILL)
     return None

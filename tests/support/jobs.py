@@ -12,11 +12,16 @@ import select
 import signal
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from tests.support.forking import TRAINER, fork
 from tests.support.ports import free_port
 from tests.support.waiting import DEADLINE_S
+
+if TYPE_CHECKING:
+    from tests.hosts.bed import Machine
 
 _PIPE_BYTES = 4096
 """A page: of a pipe of packets it holds one, whatever its size."""
@@ -26,19 +31,26 @@ class Job:
     """The ranks of a job: forks that run a module with arguments, in the environment that torchrun would give them."""
 
     def __init__(
-        self, module: str, arguments: Sequence[str], world_size: int = 1, environment: Mapping[str, str] | None = None
+        self,
+        module: str,
+        arguments: Sequence[str],
+        world_size: int = 1,
+        environment: Mapping[str, str] | None = None,
+        machines: Sequence[Machine] = (),
     ) -> None:
+        """machines: the hosts of the job, which divide the ranks equally; by default this one."""
         reader, writer = os.pipe2(os.O_DIRECT | os.O_CLOEXEC)
         fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._reader, self._rest = reader, b""
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed when the job has ended
+        forks = [machine.fork for machine in machines] or [partial(fork, TRAINER)]
+        each = world_size // len(forks)
         meeting = {
-            "PYTHONUNBUFFERED": "", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
-            "WORLD_SIZE": str(world_size),
+            "PYTHONUNBUFFERED": "", "MASTER_ADDR": machines[0].address if machines else "127.0.0.1",
+            "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(each),
         }  # fmt: skip
         self.ranks = [
-            fork(
-                TRAINER,
+            forks[rank // each](
                 module,
                 arguments,
                 stdout=writer,

@@ -37,5 +37,5 @@ def running_gateway(folder: Path) -> Iterator[S3Service]:
         "--backup-meta=0", f"--log={folder}/gateway.log", f"--cache-dir={folder}/cache",
     ]  # fmt: skip
     with kept(command, folder, environment):
-        wait_until_ready("juicefs", port, "/minio/health/live", http.client.OK, folder / "log")
+        wait_until_ready("juicefs", f"127.0.0.1:{port}", "/minio/health/live", http.client.OK, folder / "log")
         yield S3Service(f"http://127.0.0.1:{port}")

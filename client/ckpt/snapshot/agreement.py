@@ -24,6 +24,7 @@ from ckptstore.clock import system_clock
 from ckptstore.errors import CkptError, InvalidRequest, LayoutChanged, RankLost, SaveFailed, error_from_code
 from ckptstore.format.decoding import decode_msgpack
 from ckptstore.names import new_ulid
+from ckptstore.reading.source import StoreSource
 
 if TYPE_CHECKING:
     from ckpt.capture.state import Capturer
@@ -45,8 +46,9 @@ class LayoutAgreement:
 
     _world: Callable[[], World]
     _split_replicas: bool
-    _local_id: Callable[[], str] | None = None
-    """The name of the store that this rank saves to, if all ranks must save to the same."""
+    _folder: StoreSource | None = None
+    """The store that this rank saves to, if it may be another one on another host."""
+    _is_tier: bool = False
 
     def __post_init__(self) -> None:
         self._agreement: Agreement | None = None
@@ -70,11 +72,11 @@ class LayoutAgreement:
         """Agree on the owners of this state, again if the ranks had agreed. A collective of all ranks.
 
         Raises the first error of any rank's `check` or description, UnsupportedObject or RankLost, on every rank;
-        InvalidRequest if the ranks do not share the local tier.
+        InvalidRequest if the ranks save to different folders.
         """
         world = world or self._world()
-        if self._local_id is not None:
-            _check_shared(world, self._local_id)
+        if self._folder is not None:
+            _check_shared(world, self._folder, self._is_tier)
         agreement = self._meet(state, check, world)
         if self._agreement is not None:  # of another layout; the session goes on
             agreement = agreement._replace(session=self._agreement.session)
@@ -157,21 +159,27 @@ class LayoutAgreement:
         return _agree(world, described, self._split_replicas)
 
 
-def _check_shared(world: World, local_id: Callable[[], str]) -> None:
-    """Raises InvalidRequest on every rank unless all ranks name the same local tier, or the error of a rank."""
+def _check_shared(world: World, folder: StoreSource, is_tier: bool) -> None:
+    """Raises InvalidRequest on every rank unless all see the same objects, or the error of a rank.
+
+    A store that is no tier gets its id only where there are several hosts.
+    """
+    hosts = world.gather(socket.gethostname())
+    if len(set(hosts)) == 1 and not is_tier:
+        return
     try:
-        answer = [local_id(), socket.gethostname()]
+        answer = [folder.id()]
     except CkptError as error:
         answer = [error.code, error.message, error.hint]
     answers = world.gather(answer)
-    for failed in (found for found in answers if len(found) > 2):
+    for failed in (found for found in answers if len(found) > 1):
         raise error_from_code(*failed)
-    for rank, (found, host) in enumerate(answers):
-        if found != answers[0][0]:
+    for rank, found in enumerate(answers):
+        if found != answers[0]:
             raise InvalidRequest(
-                f"rank {rank} on {host} has another local tier than rank 0 on {answers[0][1]}",
-                "A checkpoint is committed where all of its shards are: use a local folder that all hosts share, or "
-                "leave out local=",
+                f"{folder.url} of rank {rank} on {hosts[rank]} is another folder than that of rank 0 on {hosts[0]}",
+                "A checkpoint is committed where all of its shards are: use a folder that all hosts share, or a store "
+                "such as s3://, and leave out local=",
             )
 
 

@@ -36,6 +36,7 @@ from ckptstore.format.records import SaveCost
 from ckptstore.names import Attempt, check_step, derive_ulid
 from ckptstore.reading.source import Source, StoreSource
 from ckptstore.run import trackers
+from ckptstore.stores import is_local
 from ckptstore.tiers.source import TieredSource
 
 if TYPE_CHECKING:
@@ -252,8 +253,10 @@ class RunSaves:
         self.tally = LiveCounters()
         self.client: SaveClient | None = None
         """None before the first save, and after `close`."""
-        local_id = source.local_id if isinstance(source, TieredSource) else None
-        self.agreement = LayoutAgreement(world, config.split_replicas, local_id)
+        is_tier = isinstance(source, TieredSource)
+        saves_to = source.local if isinstance(source, TieredSource) else source
+        folder = saves_to if isinstance(saves_to, StoreSource) and (is_tier or is_local(saves_to.url)) else None
+        self.agreement = LayoutAgreement(world, config.split_replicas, folder, is_tier)
         self.session = TrainerSession(config.run_name, config.source, config.local)
         self.overlap: Overlap | None = None
         self.steps = StepClock()

@@ -121,6 +121,12 @@ class TrainerRun:
         # The last heartbeat may be older than the last checkpoint.
         return replace(self, beats=beats, ended_at=max(self.ended_at, beats[-1].at))
 
+    def later(self, seconds: float) -> TrainerRun:
+        """The life by a clock that is so far ahead."""
+        began_at, trains_at, ended_at = (at + seconds for at in (self.began_at, self.trains_at, self.ended_at))
+        beats = [beat._replace(at=beat.at + seconds) for beat in self.beats]
+        return replace(self, began_at=began_at, trains_at=trains_at, ended_at=ended_at, beats=beats)
+
 
 class AttemptAccount(msgspec.Struct, frozen=True, kw_only=True):
     """The account of one attempt of the job: of one life."""
@@ -189,7 +195,7 @@ def read_account(run: Run, checkpoints: Sequence[Checkpoint] | None = None) -> A
 
 
 def lives_of(
-    heartbeats: Iterable[Heartbeat], generations: Iterable[Generation | None], checkpoints: Iterable[Checkpoint]
+    heartbeats: Iterable[Heartbeat], generations: Iterable[Generation | None], checkpoints: Sequence[Checkpoint]
 ) -> list[TrainerRun]:
     """The lives that left heartbeats, and those of generations that did not. Pure."""
     captures: dict[int, list[tuple[float, int]]] = {}
@@ -203,9 +209,27 @@ def lives_of(
         life = _of_generation(number, documents.get(number), sorted(captures.get(number, ())))
         if life is not None:
             lives.append(life)
-    return [
-        life if life.generation is None else life.with_captures(captures.get(life.generation, ())) for life in lives
-    ]
+    return _in_one_order(
+        [life if life.generation is None else life.with_captures(captures.get(life.generation, ())) for life in lives],
+        {checkpoint.attempt: checkpoint.created_at for checkpoint in checkpoints},
+    )
+
+
+def _in_one_order(lives: Iterable[TrainerRun], created_at: Mapping[Attempt, float]) -> list[TrainerRun]:
+    """The lives by clocks that agree so far that none restores a checkpoint before it was saved.
+
+    Each has the clock of a host, and a run may continue on another host.
+    """
+    behind: dict[int | None, float] = {}
+    found = []
+    for life in sorted(lives, key=lambda life: life.generation or inf):
+        if (parent := life.parent) is not None:
+            saved_at = created_at.get(parent, 0.0) + behind.get(parent.generation, 0.0)
+            if saved_at > life.trains_at:
+                behind[life.generation] = saved_at - life.began_at
+                life = life.later(saved_at - life.began_at)
+        found.append(life)
+    return found
 
 
 def _of_heartbeat(found: Heartbeat) -> TrainerRun:

@@ -19,7 +19,7 @@ from ckptstore.errors import CkptError, CorruptObject, InvalidRequest, NoCheckpo
 from ckptstore.format.documents import JSON, Manifest, Receipt, digest
 from ckptstore.format.parsing import parse_local, parse_manifest, parse_sealed
 from ckptstore.format.statistics import SideDocument
-from ckptstore.names import Reference, RunKeys, shard_name
+from ckptstore.names import STORE_ID, Reference, RunKeys, new_ulid, shard_name
 from ckptstore.run import Run
 from ckptstore.stores import ObjectReader, Store
 from ckptstore.threads import in_parallel
@@ -91,6 +91,12 @@ class StoreSource:
         self.parallel_reads = store.parallel_reads
         self.longest_read = store.longest_read
         self._clock = clock
+
+    def id(self) -> str:
+        """The id of the store, equal for all processes that see the same objects: a ULID that the first caller
+        creates. Raises Unavailable."""
+        self.store.put_if_absent(STORE_ID, new_ulid(self._clock()).encode())
+        return self.store.get(STORE_ID).decode(errors="replace")
 
     def runs(self) -> list[str]:
         """Folders of the store whose name is a valid run name."""

@@ -20,7 +20,6 @@ from typing import TypeVar
 
 from typing_extensions import override
 
-from ckptstore import names
 from ckptstore.commits.catalog import (
     Checkpoint,
     State,
@@ -39,7 +38,7 @@ from ckptstore.errors import CkptError, Damaged, NoCheckpoint, ObjectMissing, Un
 from ckptstore.format.documents import Generation, digest
 from ckptstore.format.parsing import is_sealed
 from ckptstore.format.statistics import SideDocument
-from ckptstore.names import Attempt, Reference, checkpoint_id, new_ulid
+from ckptstore.names import Attempt, Reference, checkpoint_id
 from ckptstore.reading.source import StoreSource
 from ckptstore.run import Run
 from ckptstore.stores import ObjectReader, Store
@@ -137,12 +136,6 @@ class TieredSource(StoreSource):
     def newest_generation(self, run: str) -> int:
         """The newest generation of the remote store; 0 if it has none, or is away."""
         return max(self._remote(run, lambda remote: list(list_generations(remote.run(run))), list[int]()), default=0)
-
-    def local_id(self) -> str:
-        """The id of the local tier, equal for all processes that see the same objects: a ULID that the first caller
-        creates. Raises Unavailable."""
-        self.local.store.put_if_absent(names.LOCAL_ID, new_ulid(self._clock()).encode())
-        return self.local.store.get(names.LOCAL_ID).decode(errors="replace")
 
     def is_local(self, run: str | None) -> bool:
         """Whether the local tier has checkpoints of the run, or of any run for None."""

@@ -4,7 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-from ckptstore.analysis.goodput import BADPUT, SILENT_S, Account, Beat, EndOf, Spent, TrainerRun, account, lives_of
+from ckptstore.analysis.goodput import (
+    BADPUT,
+    SILENT_S,
+    Account,
+    Beat,
+    EndOf,
+    Spent,
+    TrainerRun,
+    _in_one_order,
+    account,
+    lives_of,
+)
 from ckptstore.format.records import TrainerEnd
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.run import Run
@@ -119,6 +130,18 @@ def test_simulated_histories_within_two_per_cent(seed: int, slow_store: bool) ->
     assert [one.resumed_from for one in found.attempts] == [
         life.parent.attempt.step if life.parent else None for life in history.lives
     ]
+
+
+@pytest.mark.parametrize("behind_s", [0.0, 900.0])
+def test_a_run_that_goes_on_where_the_clock_is_behind_has_the_same_account(behind_s: float) -> None:
+    """By that clock the trainer ended before the checkpoint that it restored was saved."""
+    saved = Attempt(80, new_ulid(_T), generation=1)
+    lives = _life(0, 10, 110), replace(_life(130, 140, 200, parent=80, generation=2), parent=saved)
+    behind = [lives[0], lives[1].later(-behind_s)]
+    found = _of(*_in_one_order(behind, {saved: _T + 90}))
+    assert [one.generation for one in found.attempts] == [1, 2]
+    assert (found.step, found.lost_steps) == (140, 20 if not behind_s else 0)
+    assert found.seconds["productive"] == 80.0 + 60.0
 
 
 def _at(step: int, generation: int) -> Attempt:
