@@ -148,7 +148,7 @@ def _named(catalog: Catalog, newest: Checkpoint, which: str) -> Checkpoint:
 
 def _committed(catalog: Catalog, run: str) -> list[Checkpoint]:
     """The newest checkpoints of the live lineage, newest first."""
-    wanted = Filter(run=run, states=frozenset({State.COMMITTED}))
+    wanted = Filter(run=run, states=frozenset({State.COMMITTED, State.THINNED}))
     return catalog.page(wanted, Sort.RUN, None, bodies.MAX_PAGE).checkpoints
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query, Request
@@ -87,6 +88,7 @@ async def take_lease(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
     body = await read_body(request, bodies.LeaseRequest)
     found = await ctx.threads.index(ctx.catalog.find, Reference.parse(body.id))
     holder = f"{caller.name}{OF_TOKEN}{body.holder}"
+    found = replace(found, thinned=body.thinned)
     lease = await ctx.threads.store(ctx.source.take_lease, found, holder, body.ttl_s)
     return json_response(bodies.LeaseBody(run=found.run, lease=lease), 201)
 

@@ -46,7 +46,7 @@ from ckptstore.errors import InvalidRequest, NoCheckpoint
 from ckptstore.names import Attempt, Reference
 
 _STAMPED = ("generation", "step", "ulid", "object_bytes", "object_modified_at")
-_KNOWN = tuple(checkpoints.c[name] for name in (*_STAMPED, "labels_version", "state"))
+_KNOWN = tuple(checkpoints.c[name] for name in (*_STAMPED, "labels_version", "state", "thinned"))
 _ABORTED = tuple(aborted.c[name] for name in _STAMPED)
 _FIELDS = {field.name for field in fields(Checkpoint)} - {"parent"}
 _SAME = tuple(column.name for column in checkpoints.c if column.name in _FIELDS)
@@ -73,6 +73,7 @@ class IndexedAttempts(NamedTuple):
     checkpoints: Mapping[Attempt, Stamp | None]
     corrupt: frozenset[Attempt]
     """The checkpoints whose outcome could not be read."""
+    thinned: frozenset[Attempt]
     aborted: Mapping[Attempt, Stamp | None]
     generations: Mapping[int, Stamp | None]
 
@@ -146,6 +147,7 @@ class Index:
             version=version,
             checkpoints=_stamps(known),
             corrupt=frozenset(attempt_of(row) for row in known if row.state == State.CORRUPT),
+            thinned=frozenset(attempt_of(row) for row in known if row.thinned),
             aborted=_stamps(aborted_rows),
             generations=begun,
         )
@@ -164,7 +166,7 @@ class Index:
         if reference.newest:
             query = query.where(c.state == State.COMMITTED)
         elif reference.ulid is None:
-            query = query.where(c.step == reference.step, c.state.in_([State.COMMITTED, State.ABANDONED]))
+            query = query.where(c.step == reference.step, c.state.not_in([State.CORRUPT, State.SUPERSEDED]))
             query = query.order_by((c.state == State.ABANDONED).asc())
         else:
             query = query.where(c.step == reference.step, c.ulid == reference.ulid)
@@ -452,7 +454,7 @@ def _readable_generations(connection: Connection, run: str) -> dict[int, BegunGe
 
 
 def _as_read(checkpoint: Checkpoint) -> Checkpoint:
-    derived = checkpoint.state in (State.SUPERSEDED, State.ABANDONED)
+    derived = checkpoint.state is not State.CORRUPT
     return replace(checkpoint, state=State.COMMITTED, abandoned_at=None) if derived else checkpoint
 
 

@@ -23,6 +23,7 @@ from sqlalchemy import (
     Text,
     TypeDecorator,
     UniqueConstraint,
+    false,
 )
 
 from ckptapi.bodies import CheckpointBody, JobState, Phase, RestoreState
@@ -135,6 +136,8 @@ checkpoints = Table(
     _required("metrics", _Json),
     _required("tags", _Json),
     _required("problem", Text),
+    _required("optimizer_bytes", BigInteger, server_default="0"),
+    _required("thinned", Boolean, server_default=false()),
     Column("not_finite", BigInteger, comment="Elements that are NaN or Inf; NULL: not known"),
     Column("abandoned_at", Double, comment="By the store's clock; NULL: not abandoned, or not known"),
     Column("parent", String(64), comment="Of its generation; NULL: none, or not known"),

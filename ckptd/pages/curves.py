@@ -70,12 +70,12 @@ def metric_curves(
     Lines go through live checkpoints. The other ones are marks of the first metric.
     """
     first, *more = metrics
-    live = [c for c in checkpoints if c.state is State.COMMITTED]
+    live = [c for c in checkpoints if c.live]
     own = _by_step(checkpoints, first)
     lines = {first: [p._replace(on_line=p.kind not in _LEFT_BEHIND) for p in own]}
     lines |= {name: _by_step(live, name) for name in more}
     for run, found in others.items():
-        live = [c for c in found if c.state is State.COMMITTED]
+        live = [c for c in found if c.live]
         lines[f"{first} of {run}"] = _by_step(live, first, run)
     names = tuple(name if points else f"{name}: no values" for name, points in lines.items())
     title = ", ".join(metrics)

@@ -267,7 +267,7 @@ async def run(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Respon
         others,
     )
     deleted = await soon(ctx, ctx.operator("").deleted, run)
-    live = [c for c in checkpoints if c.state is State.COMMITTED]
+    live = [c for c in checkpoints if c.live]
     bests = map(Best.parse, policy.keep_best if policy else ())
     return visitor.page(
         "run.html",
@@ -294,7 +294,7 @@ async def prune(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Resp
     wanted = Prune(page_query(request).policy, check_run(run), force=True)
     operator = ctx.operator(visitor.name)
     plan = await ctx.threads.store(operator.plan_prune, wanted)
-    if form.get("expected") != fingerprint(plan.remove):
+    if form.get("expected") != fingerprint(plan):
         raise Conflict("this prune would delete other checkpoints than the page showed", "Look at the preview again")
     done = await ctx.threads.store(operator.prune, wanted, plan)
     await ctx.threads.index(ctx.events.pruned, done.remove)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
@@ -39,8 +39,8 @@ class CheckpointRow(NamedTuple):
     age_s: float
     reasons: tuple[str, ...] | None
     """The reasons to keep it; empty if the policy does not keep it; None if unknown."""
-    removed: bool
-    """Whether the preview removes it."""
+    decided: str
+    """The decision of the preview: keep, thin or remove; empty without a preview."""
     metrics: tuple[tuple[str, float], ...]
     """Some of its metrics, without the plotted one."""
     num_more: int
@@ -53,9 +53,10 @@ class Preview(NamedTuple):
     """As options of ckptctl prune."""
     num_kept: int
     num_removed: int
+    num_thinned: int
     removed_bytes: int
     fingerprint: str
-    """A digest of the checkpoints that it removes."""
+    """A digest of its deletions."""
 
 
 class RunView(NamedTuple):
@@ -106,7 +107,7 @@ def run_view(
     matching = [c for c in checkpoints if _matches(c, query)]
     shown, page, num_pages = paged(matching, query.page)
     query = replace(query, page=page)
-    removed = {v.checkpoint.attempt for v in pruned or () if not v.reasons}
+    decided = {v.checkpoint.attempt: "thin" if v.thins else "keep" if v.reasons else "remove" for v in pruned or ()}
     newest = next((c for c in checkpoints if c.state is State.COMMITTED), None)
     states = Counter(c.state for c in checkpoints)
     return RunView(
@@ -126,20 +127,20 @@ def run_view(
         curves=metric_curves(matching, query.plotted, others or {}, query.log, query.smooth),
         over_time=time_curves(checkpoints, now),
         branches=branches(checkpoints) if has_branches(checkpoints) else None,
-        rows=tuple(_row(c, reasons, c.attempt in removed, query.metric, now) for c in shown),
+        rows=tuple(_row(c, reasons, decided.get(c.attempt, ""), query.metric, now) for c in shown),
         preview=_preview(pruned, query),
     )
 
 
 def _row(
-    checkpoint: Checkpoint, reasons: Mapping[Attempt, tuple[str, ...]] | None, removed: bool, plotted: str, now: float
+    checkpoint: Checkpoint, reasons: Mapping[Attempt, tuple[str, ...]] | None, decided: str, plotted: str, now: float
 ) -> CheckpointRow:
     others = sorted(item for item in checkpoint.metrics.items() if item[0] != plotted)
     return CheckpointRow(
         checkpoint=checkpoint,
         age_s=max(0.0, now - checkpoint.committed_at),
         reasons=reasons.get(checkpoint.attempt, ()) if reasons is not None else None,
-        removed=removed,
+        decided=decided,
         metrics=tuple(others[:_METRICS_IN_A_ROW]),
         num_more=max(0, len(others) - _METRICS_IN_A_ROW),
     )
@@ -154,14 +155,13 @@ def _preview(pruned: Sequence[KeepDecision] | None, query: RunPageQuery) -> Prev
         rules = f"{rules} --keep-healthy 1".lstrip()
     if query.abandoned is not None:
         rules += f" --keep-abandoned {query.abandoned}d"
-    gone = [v.checkpoint for v in pruned if not v.reasons]
-    removed_bytes = sum(c.stored_bytes for c in gone)
-    return Preview(rules, len(pruned) - len(gone), len(gone), removed_bytes, fingerprint(gone))
+    plan = PrunePlan(tuple(pruned))
+    return Preview(rules, len(plan.keep), len(plan.remove), len(plan.thin), plan.freed_bytes, fingerprint(plan))
 
 
-def fingerprint(checkpoints: Iterable[Checkpoint]) -> str:
-    """A digest of the ids: equal for the same checkpoints in any order."""
-    return digest(" ".join(sorted(c.id for c in checkpoints)).encode())
+def fingerprint(plan: PrunePlan) -> str:
+    """A digest of the deletions: equal for the same in any order."""
+    return digest("/".join(" ".join(sorted(c.id for c in some)) for some in (plan.remove, plan.thin)).encode())
 
 
 def _matches(checkpoint: Checkpoint, query: RunPageQuery) -> bool:
@@ -351,7 +351,7 @@ def branches(checkpoints: Sequence[Checkpoint]) -> Branches:
         end = across(ends[number])
         bend = f"C{start},{y} {start},{y} {min(start + _ROW, end)},{y}" if above != y else ""
         line = f"M{start},{above}{bend}H{end}"
-        rows.append(Branch(number, y, line, any(c.state is State.COMMITTED for c in own), _marks(own, across, y)))
+        rows.append(Branch(number, y, line, any(c.live for c in own), _marks(own, across, y)))
     return Branches(_WIDTH, bottom + _AXIS, _LEFT, _RIGHT, bottom, tuple(rows), ticks, len(by_generation) - len(shown))
 
 

@@ -424,7 +424,9 @@ class RestoreLeases:
         """
         duration = ttl_s + _OUTLIVES_S
         until = self._clock() + duration
-        return take_lease(self._run(checkpoint.run), checkpoint.attempt, _holder(id), duration), until
+        return take_lease(
+            self._run(checkpoint.run), checkpoint.attempt, _holder(id), duration, checkpoint.thinned
+        ), until
 
     def release(self, restore: Restore) -> None:
         """Release the lease of a session. Idempotent. Raises Unavailable."""

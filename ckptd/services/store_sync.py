@@ -157,10 +157,11 @@ class StoreSync:
         check_run(run)
         for _ in range(_TRIES):
             version = self._index.version(run)
-            found = read_decided(self._run(run), attempt, quarantined_attempts(self._run(run)))
+            hidden = hidden_attempts(self._run(run))
+            found = read_decided(self._run(run), attempt, quarantined_attempts(self._run(run)), hidden.thinned)
             if isinstance(found, Attempt):
                 raise AttemptAborted(f"attempt {attempt} of run {run!r} was aborted", "Save again")
-            if found is None or attempt in hidden_attempts(self._run(run)):
+            if found is None or attempt in hidden:
                 raise NoCheckpoint(
                     f"{checkpoint_id(run, attempt)} is not committed in {self._store.url}",
                     "Notify after the commit; does the daemon serve the store that the trainer writes to?",
@@ -238,6 +239,7 @@ class StoreSync:
             (
                 *outcomes,
                 hidden.tombstoned,
+                hidden.thinned,
                 *hidden.deleted.listed,
                 None,
                 *damaged,
@@ -257,6 +259,7 @@ class StoreSync:
             self._still_there(run)
         # Attempts that look corrupt are read every time, but only changes are written.
         suspect = known.corrupt ^ (listing.damaged & known.checkpoints.keys())
+        suspect |= known.thinned ^ (listing.hidden.thinned & known.checkpoints.keys())
         unread = [
             attempt
             for attempt, stamp in listing.outcomes.items()
@@ -316,7 +319,7 @@ class StoreSync:
         ]
 
     def _read_labelled(self, run: str, attempt: Attempt, listing: _Listing) -> Checkpoint | Attempt | None:
-        found = read_decided(self._run(run), attempt, listing.damaged)
+        found = read_decided(self._run(run), attempt, listing.damaged, listing.hidden.thinned)
         if not isinstance(found, Checkpoint) or attempt not in listing.labels:
             return found
         return labelled(found, newest_labels(self._run(run), attempt, listing.labels[attempt]))

@@ -89,6 +89,10 @@ class CheckpointBody(Struct, frozen=True, kw_only=True):
     metrics: dict[str, float]
     tags: dict[str, str] = {}
     problem: str = ""
+    optimizer_bytes: int = 0
+    """The part of `stored_bytes` that thinning frees."""
+    thinned: bool = False
+    """Its optimizer state is deleted, or will be; the state `thinned` is that of the live lineage."""
     not_finite: int | None = None
     """Number of elements that are NaN or Inf; null: it was saved without statistics."""
     tiers: list[str] = []
@@ -417,6 +421,8 @@ class PruneItem(Struct, frozen=True, kw_only=True):
 
     checkpoint: CheckpointBody
     reasons: list[str]
+    thins: bool = False
+    """It stays, and its optimizer state is removed."""
 
 
 class PruneBody(Struct, frozen=True, kw_only=True):
@@ -425,7 +431,7 @@ class PruneBody(Struct, frozen=True, kw_only=True):
     dry_run: bool
     items: list[PruneItem]
     freed_bytes: int
-    """Stored bytes of the removed checkpoints; freed after the grace."""
+    """Stored bytes of the removed checkpoints and optimizer state; freed after the grace."""
     held: list[str]
     """Ids of checkpoints that the policy does not keep, but something held."""
     grace_s: float = 0.0
@@ -439,8 +445,8 @@ class PruneBody(Struct, frozen=True, kw_only=True):
         return PruneBody(
             dry_run=dry_run,
             items=[
-                PruneItem(checkpoint=CheckpointBody.of(decision.checkpoint), reasons=list(decision.reasons))
-                for decision in plan.decisions
+                PruneItem(checkpoint=CheckpointBody.of(one), reasons=list(reasons), thins=thins)
+                for one, reasons, thins in plan.decisions
             ],
             freed_bytes=plan.freed_bytes,
             held=[checkpoint.id for checkpoint in plan.held],
@@ -450,7 +456,7 @@ class PruneBody(Struct, frozen=True, kw_only=True):
 
     def plan(self) -> PrunePlan:
         """The plan that the body describes."""
-        decisions = tuple(KeepDecision(item.checkpoint.checkpoint(), tuple(item.reasons)) for item in self.items)
+        decisions = tuple(KeepDecision(i.checkpoint.checkpoint(), tuple(i.reasons), i.thins) for i in self.items)
         held = tuple(d.checkpoint for d in decisions if d.checkpoint.id in self.held)
         runs = dict.fromkeys(decision.checkpoint.run for decision in decisions)
         return PrunePlan(decisions, tuple(runs), self.grace_s, self.max_delete_fraction, held=held)
@@ -500,6 +506,8 @@ class LeaseRequest(Struct, frozen=True, kw_only=True):
     id: str
     holder: Annotated[str, Meta(min_length=1, max_length=256)]
     ttl_s: Annotated[float, Meta(gt=0, le=7 * 24 * 3600)]
+    thinned: bool = False
+    """Its optimizer state is not needed."""
 
 
 class LeaseBody(Struct, frozen=True, kw_only=True):

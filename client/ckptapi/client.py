@@ -105,7 +105,7 @@ class DaemonClient(Connection):
 
     def take_lease(self, checkpoint: Checkpoint, holder: str, ttl_s: float) -> str:
         """Protect a checkpoint from deletion for `ttl_s` seconds."""
-        request = bodies.LeaseRequest(id=checkpoint.id, holder=holder, ttl_s=ttl_s)
+        request = bodies.LeaseRequest(id=checkpoint.id, holder=holder, ttl_s=ttl_s, thinned=checkpoint.thinned)
         # A retry after a lost response may create a second lease, which expires by itself.
         return self._patiently(partial(self._json, "POST", bodies.LEASES, bodies.LeaseBody, body=request)).lease
 

@@ -10,7 +10,6 @@ from ckptctl.output import Output
 from ckptctl.render import Screen
 from ckptctl.session import Session
 from ckptctl.targets import global_options
-from ckptstore.commits.catalog import State
 from ckptstore.errors import CkptError
 from ckptstore.reading.source import Source
 
@@ -27,7 +26,7 @@ def checkpoint_names(ctx: typer.Context, incomplete: str) -> list[str]:
         run, at, _ = incomplete.partition("@")
         runs = [run] if at else [name for name in source.runs() if name.startswith(run)]
         found = source.checkpoints(runs[0]) if len(runs) == 1 else []
-        steps = [f"{c.run}@{c.step}" for c in found if c.state is State.COMMITTED]
+        steps = [f"{c.run}@{c.step}" for c in found if c.live]
         return [*(f"{name}@latest" for name in runs), *steps]
 
     return _offer(ctx, incomplete, find)

@@ -35,24 +35,30 @@ class Retained(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def retained(
-    policy: Policy | None, num_saves: int, interval_s: float, step_s: float, stored_bytes: int, price: float | None
-) -> Retained:
+    policy: Policy | None, num_saves: int, interval_s: float, step_s: float, stored_bytes: int, price: float | None,
+    optimizer_bytes: int = 0,
+) -> Retained:  # fmt: skip
     """Evaluate the policy at the end of a run that saved at even intervals. policy None: everything is kept.
 
     The best checkpoints by a metric are assumed to be the oldest, which gives the upper bound. price: of a GB-month.
+    optimizer_bytes: those of stored_bytes that thinning frees.
     Raises InvalidRequest for more saves than can be evaluated.
     """
     if num_saves > _MOST_SAVES and policy is not None:
         raise InvalidRequest(
             f"{num_saves:,} saves are too many to apply rules to", f"Give --interval for at most {_MOST_SAVES:,}"
         )
-    kept = num_saves if policy is None else _num_kept(policy, num_saves, interval_s, step_s, stored_bytes)
-    total = kept * stored_bytes
+    kept, total = num_saves, num_saves * stored_bytes
+    if policy is not None:
+        kept, total = _kept(policy, num_saves, interval_s, step_s, stored_bytes, optimizer_bytes)
     monthly = None if price is None else price * total / 1e9
     return Retained(num_saves=num_saves, num_kept=kept, stored_bytes=total, price_per_month=monthly)
 
 
-def _num_kept(policy: Policy, num_saves: int, interval_s: float, step_s: float, stored_bytes: int) -> int:
+def _kept(
+    policy: Policy, num_saves: int, interval_s: float, step_s: float, stored_bytes: int, optimizer_bytes: int
+) -> tuple[int, int]:
+    """How many checkpoints stay, and their bytes."""
     metrics = {best.metric: best.highest for best in map(Best.parse, policy.keep_best)}
     saves = []
     for number in range(num_saves, 0, -1):
@@ -65,11 +71,13 @@ def _num_kept(policy: Policy, num_saves: int, interval_s: float, step_s: float, 
                 committed_at=at,
                 written_at=at,
                 stored_bytes=stored_bytes,
+                optimizer_bytes=optimizer_bytes,
                 metrics={name: float(-number if highest else number) for name, highest in metrics.items()},
             )
         )
     now = DAY_S + num_saves * interval_s
-    return sum(bool(decision.reasons) for decision in evaluate(policy, saves, {}, now))
+    decided = [decision for decision in evaluate(policy, saves, {}, now) if decision.reasons]
+    return len(decided), len(decided) * stored_bytes - optimizer_bytes * sum(one.thins for one in decided)
 
 
 PUTS_PER_PREFIX = 3_500
@@ -226,7 +234,7 @@ def make_plan(inputs: PlanInputs) -> Plan:
         global_batch=batch,
         steps=steps,
         training=training,
-        retained=_retained(size, interval, training, inputs),
+        retained=_retained(size, interval, training, inputs, _optimizer_bytes(model, terms, inputs)),
         requests=_requests(size, ranks, restore, inputs.window_s or interval.durable_s),
         termination_grace_period_s=_grace(interval, inputs.step_s),
     )
@@ -264,6 +272,14 @@ def _size(model: Model, terms: tuple[Term, ...], inputs: PlanInputs) -> Size:
         derived_compressed_bytes=round(both),
         stored_bytes=round(stored[inputs.compress, inputs.dedup_casts]),
     )
+
+
+def _optimizer_bytes(model: Model, terms: tuple[Term, ...], inputs: PlanInputs) -> int:
+    """Bytes that thinning frees: masters stay if weights are derived from them."""
+    masters = inputs.dedup_casts and derivable(terms)
+    gone = ("momentum", "variance", *(() if masters else ("master",)))
+    each = (one.bytes_per_parameter * one.compressed**inputs.compress for one in terms if one.name in gone)
+    return round(model.parameters * sum(each))
 
 
 def _ranks(model: Model, terms: tuple[Term, ...], layout: Layout, size: Size, inputs: PlanInputs) -> Ranks:
@@ -361,10 +377,13 @@ def _restore(model: Model, terms: tuple[Term, ...], layout: Layout, size: Size, 
     )
 
 
-def _retained(size: Size, interval: Interval, training: TrainingTime | None, inputs: PlanInputs) -> Retained | None:
+def _retained(
+    size: Size, interval: Interval, training: TrainingTime | None, inputs: PlanInputs, optimizer_bytes: int
+) -> Retained | None:
     if training is None or interval.chosen_s is None or inputs.step_s is None:
         return None
-    return retained(inputs.keep, training.num_saves, interval.chosen_s, inputs.step_s, size.stored_bytes, inputs.price)
+    saves, stored = training.num_saves, size.stored_bytes
+    return retained(inputs.keep, saves, interval.chosen_s, inputs.step_s, stored, inputs.price, optimizer_bytes)
 
 
 def _requests(size: Size, ranks: Ranks, restore: Restore, seconds: float | None) -> Requests:

@@ -217,6 +217,13 @@ class SweepBegun(Conflict):
     http_status = 410
 
 
+class Thinned(Conflict):
+    """The checkpoint was thinned: it has weights, and its optimizer state is deleted. Nothing was changed."""
+
+    code = "thinned"
+    remedy = "Restore the weights alone (no optimizer), or the full checkpoint that the message names."
+
+
 class TooMuchToDelete(Conflict):
     """An unconfirmed plan would delete a larger part of a run than is allowed. Nothing was deleted."""
 

@@ -27,7 +27,9 @@ _ATTEMPT = re.compile(r"(?:(?P<generation>[0-9]{6})-)?(?P<step>[0-9]{12})-(?P<ul
 _GENERATION = re.compile(r".*/generations/([0-9]{6})\.json")
 _DELETED_LIST = re.compile(r".*/dead/([0-9]{6})\.([0-9]{8})\.json")
 _ULID = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}")
-_SHARD = re.compile(r"shard-[0-9]{5}\.ckpt")
+_OPTIMIZER = ".optimizer.ckpt"
+_SHARD = re.compile(r"shard-[0-9]{5}(?:\.optimizer)?\.ckpt")
+_THINNING = re.compile(r"thinned|thin-[0-7][0-9A-HJKMNP-TV-Z]{25}")
 _RECEIPT = re.compile(r".*/shard-([0-9]{5})\.json")
 _PIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _REFERENCE = re.compile(
@@ -79,6 +81,18 @@ def check_ulid(ulid: str) -> str:
 def is_ulid(text: str) -> bool:
     """Whether `text` is a ULID."""
     return _ULID.fullmatch(text) is not None
+
+
+THINNED = "thinned"
+"""In the place of a tombstone's id: the optimizer state of a checkpoint is deleted."""
+
+
+def is_thinning(id: str) -> bool:
+    """Whether this is the id of a tombstone of the optimizer state alone, thin-ULID, or THINNED.
+
+    Programs that do not know such ids hide the checkpoint.
+    """
+    return _THINNING.fullmatch(id) is not None
 
 
 def check_step(step: int) -> int:
@@ -214,9 +228,19 @@ def checkpoint_id(run: str, attempt: Attempt) -> str:
     return f"{run}@{attempt.step}.{attempt.ulid}"
 
 
-def shard_name(rank: int) -> str:
-    """The name of the shard that `rank` writes."""
-    return f"shard-{rank:05d}.ckpt"
+def shard_name(rank: int, optimizer: bool = False) -> str:
+    """The name of the shard that `rank` writes; optimizer: of the one with its optimizer state."""
+    return f"shard-{rank:05d}{_OPTIMIZER if optimizer else '.ckpt'}"
+
+
+def is_optimizer_shard(key: str) -> bool:
+    """Whether the name or key of an object is that of a shard that a thinned checkpoint lacks."""
+    return key.endswith(_OPTIMIZER)
+
+
+def of_optimizer(name: str) -> bool:
+    """Whether this is the name of an item with the state of optimizers, or of an entry in one."""
+    return name.partition("/")[0].partition(".")[0] == "optim"
 
 
 class _Folder:
@@ -286,12 +310,12 @@ class RunKeys:
         return f"{self.generations}{check_generation(number):06d}.json"
 
     def tombstone(self, attempt: Attempt, id: str) -> str:
-        """The object that hides a checkpoint. id: a ULID, unique per deletion."""
-        return f"{self.tombstones}{attempt}.{check_ulid(id)}.json"
+        """The object that hides or thins a checkpoint. id: unique per deletion (a ULID) or thinning, or THINNED."""
+        return f"{self.tombstones}{attempt}.{id if is_thinning(id) else check_ulid(id)}.json"
 
     def sweep_decision(self, attempt: Attempt, id: str) -> str:
         """The create-only object that decides whether the tombstone `id` is swept or undeleted."""
-        return f"{self.sweep_decisions}{attempt}.{check_ulid(id)}.json"
+        return f"{self.sweep_decisions}{attempt}.{id if is_thinning(id) else check_ulid(id)}.json"
 
     def deleted_list(self, generation: int, version: int) -> str:
         """One version of the list of deleted attempts of a generation."""
@@ -305,9 +329,9 @@ class RunKeys:
         """One version of the labels of a checkpoint."""
         return f"{self.labels}{attempt}.{version:08d}.json"
 
-    def reference(self, attempt: Attempt, by: Attempt) -> str:
-        """The mark that attempt `by` references chunks of `attempt`."""
-        return f"{self.references}{attempt}.{by}.json"
+    def reference(self, attempt: Attempt, by: Attempt, optimizer: bool = False) -> str:
+        """The mark that attempt `by` references chunks of `attempt`; optimizer: of its optimizer state."""
+        return f"{self.references}{attempt}.{by}{'.optimizer' if optimizer else ''}.json"
 
     def lease(self, id: str) -> str:
         """One lease. id: a ULID."""

@@ -79,7 +79,7 @@ class StoreOperator:
 
     def pin(self, checkpoint: Checkpoint, name: str, reason: str = "") -> None:
         """Keep a checkpoint until the pin is removed; durable on return. Raises InvalidName or NoCheckpoint."""
-        pins.pin(self.run(checkpoint.run), checkpoint.attempt, name, reason)
+        pins.pin(self.run(checkpoint.run), checkpoint.attempt, name, reason, checkpoint.thinned)
 
     def unpin(self, checkpoint: Checkpoint, name: str) -> None:
         """Remove a pin. Idempotent. Raises InvalidName or NoCheckpoint."""
@@ -133,7 +133,7 @@ class StoreOperator:
         StoreUnsafe.
         """
         plan = plan or self.plan_prune(prune)
-        if not plan.remove:
+        if not plan.remove and not plan.thin:
             return plan
         return apply_prunes(self.store, plan, self._clock, self._by, prune.force, progress, self._on_change)
 

@@ -29,6 +29,8 @@ from tests.protocol.table import (
 
 _MOST_VERSIONS = 4
 _NONE = "nothing"
+THINNED = "thinned"
+"""In the place of a thinning's id: the optimizer state is deleted."""
 
 
 def highest_version(found: Objects) -> int:
@@ -149,15 +151,16 @@ def late(after: Key, what: Program) -> Program:
     return Program({**what.rows, "late": begin}, "late")
 
 
-def rank(a: str, r: str, fails: bool = False) -> Program:
-    """One rank's saver: its shard, then its receipt. One that fails aborts the attempt instead."""
+def rank(a: str, r: str, fails: bool = False, optimizer: bool = False) -> Program:
+    """One rank's saver: its shard, or two, then its receipt. One that fails aborts the attempt instead."""
     if fails:
         return program(
             row("abort", create("commits", a, value="aborted"), won="aborted", exists="end"),
             end("aborted", ("aborted", a)),
         )
     return program(
-        row("shard", put("attempts", a, f"shard {r}"), ok="receipt"),
+        row("shard", put("attempts", a, f"shard {r}"), ok="second shard"),
+        row("second shard", put("attempts", a, f"optimizer {r}") if optimizer else Op("begin"), ok="receipt"),
         row("receipt", put("attempts", a, f"receipt {r}"), ok="end"),
     )
 
@@ -171,11 +174,13 @@ def committer(
     forgets: bool = False,
     ready: bool = False,
     earlier: str = "",
+    optimizer: bool = False,
 ) -> Program:
     """Commits an attempt whose receipts exist: the saver of rank 0 (which waits for them), the daemon, a new trainer.
 
     base: the attempt that it references, if any. forgets: whether the scenario has a list of the dead. ready: it
-    has read the receipts. earlier: the save of the step before it, which its receipt names.
+    has read the receipts. earlier: the save of the step before it, which its receipt names. optimizer: it needs the
+    optimizer state of `base`.
     """
 
     def complete(found: Objects) -> str:
@@ -193,7 +198,7 @@ def committer(
          for r, after in zip(ranks, [*(f"read {r}" for r in ranks[1:]), "manifest"], strict=True)],
         row("manifest", create("attempts", a, "manifest"), won=first, exists="stored manifest"),
         row("stored manifest", get("attempts", a, "manifest"), absent="end", else_=first),
-        _reference(a, base, rules, forgets) if base else [],
+        _reference(a, base, rules, forgets, optimizer) if base else [],
         row("end earlier", create("commits", earlier, value="aborted"), won="commit", exists="commit") if ends else [],
         _decide(a, rules),
         look_at_the_dead("dead?", a, yes="aborted", no="confirmed")
@@ -203,11 +208,15 @@ def committer(
     )  # fmt: skip
 
 
-def _reference(a: str, base: str, rules: Rules, forgets: bool) -> list[Row]:
-    """The mark is durable before the look for a deletion of the base."""
+def _reference(a: str, base: str, rules: Rules, forgets: bool, optimizer: bool = False) -> list[Row]:
+    """The mark is durable before the look for a deletion of the base. optimizer: it needs its optimizer state."""
+    looks = optimizer and rules.base_may_be_thinned
     check = [
         row("base committed?", get("commits", base), committed="base hidden?", else_="reference lost"),
-        row("base hidden?", listing("tombstones", base), none="base alive?", some="reference lost"),
+        row("base hidden?", listing("tombstones", base), none="base thinned?", some="reference lost"),
+        row("base thinned?", listing("thinnings", base), none="base alive?", some="reference lost")
+        if looks
+        else row("base thinned?", Op("begin"), ok="base alive?"),
         look_at_the_dead("base alive?", base, yes="reference lost", no="base checked")
         if forgets and rules.dead_are_listed and rules.base_may_be_dead
         else row("base alive?", Op("begin"), ok="base checked"),
@@ -216,7 +225,10 @@ def _reference(a: str, base: str, rules: Rules, forgets: bool) -> list[Row]:
     if not rules.base_is_checked:
         return [row("mark", mark, ok="commit")]
     if rules.marks_before_check:
-        return [row("mark", mark, ok="base committed?"), *check, row("base checked", Op("begin"), ok="commit")]
+        own = optimizer and rules.optimizer_marks
+        second = put("optimizer references", base, a) if own else Op("begin")
+        marks = [row("mark", mark, ok="mark optimizer"), row("mark optimizer", second, ok="base committed?")]
+        return [*marks, *check, row("base checked", Op("begin"), ok="commit")]
     return [row("mark", Op("begin"), ok="base committed?"), *check, row("base checked", mark, ok="commit")]
 
 
@@ -295,7 +307,9 @@ def old_trainer(name: str, steps: Sequence[str], rules: Rules) -> Program:
     return program(saves("save 1", [f"1-{step}-{name}" for step in steps], rules, "1"))
 
 
-def _holds(first: str, a: str, held: str, free: str, clock_is_wrong: bool = False, reader: str = "") -> Iterator[Row]:
+def _holds(
+    first: str, a: str, held: str, free: str, clock_is_wrong: bool = False, reader: str = "", marks: str = "references"
+) -> Iterator[Row]:
     """Pins, leases and marks are three listings; none of them may name the attempt. reader: whose mark does not count
     while it is hidden."""
     if reader:
@@ -311,10 +325,12 @@ def _holds(first: str, a: str, held: str, free: str, clock_is_wrong: bool = Fals
 
     yield row(first, listing("pins", a), some=held, none=f"{first} leases")
     yield row(f"{first} leases", listing("leases", a, classify=live), some=held, none=f"{first} marks")
-    yield row(f"{first} marks", listing("references", a), some=held, none=free)
+    yield row(f"{first} marks", listing(marks, a), some=held, none=free)
 
 
-def _fate(at: str, a: str, id: str, wanted: str, rules: Rules, won: str, lost: str) -> list[Row]:
+def _fate(
+    at: str, a: str, id: str, wanted: str, rules: Rules, won: str, lost: str, tombstones: str = "tombstones"
+) -> list[Row]:
     """Create the fate of a tombstone, or obey the one that exists."""
     other = "swept" if wanted == "taken back" else "taken back"
     again = _after_fate(at, won, rules)
@@ -322,7 +338,7 @@ def _fate(at: str, a: str, id: str, wanted: str, rules: Rules, won: str, lost: s
         row(at, create("fates", a, id, value=wanted), won=again, exists=f"{at}, read"),
         row(f"{at}, read", get("fates", a, id), **{wanted: again, other: lost, "absent": at, "unknown": at}),
         # The fate of a tombstone that was forgotten can be created a second time.
-        row(f"{at}, tombstone left?", get("tombstones", a, id), absent=lost, else_=won),
+        row(f"{at}, tombstone left?", get(tombstones, a, id), absent=lost, else_=won),
     ]
 
 
@@ -350,30 +366,36 @@ def deleter(a: str, id: str, rules: Rules, reader: str = "") -> Program:
     )  # fmt: skip
 
 
-def undeleter(a: str, ids: Sequence[str], rules: Rules) -> Program:
-    """Pins a hidden checkpoint, decides about each tombstone that it finds, then removes these."""
+def undeleter(a: str, ids: Sequence[str], rules: Rules, kind: str = "tombstones") -> Program:
+    """Pins a hidden checkpoint, decides about each tombstone that it finds, then removes these. kind: the same for one
+    that is being thinned."""
+    thins = kind == "thinnings"
 
     def found_ids(found: Objects) -> str:
-        return "+".join(sorted(key[2] for key in found)) or "none"
+        return "+".join(sorted(key[2] for key in found if key[2] != THINNED)) or "none"
 
     sets = [[ids[n] for n in range(len(ids)) if bits >> n & 1] for bits in range(1, 1 << len(ids))]
     rows: list[Row] = []
     for some in sets:
         which = "+".join(some)
-        places = [*(f"take back {id} of {which}" for id in some), f"remove {which}"]
+        looks = [f"thinned? {which}"] if thins and rules.thinned_read_after_fate else []
+        places = [*(f"take back {id} of {which}" for id in some), *looks, f"remove {which}"]
         for id, at, after in zip(some, places, places[1:], strict=False):
             rows += (
-                _fate(at, a, id, "taken back", rules, won=after, lost="unpin")
+                _fate(at, a, id, "taken back", rules, won=after, lost="unpin", tombstones=kind)
                 if rules.fate_decides
-                else [row(at, get("tombstones", a, id), absent="unpin", else_=after)]
+                else [row(at, get(kind, a, id), absent="unpin", else_=after)]
             )
-        claim = ("undeleted", a, *some)
-        rows += in_turn(places[-1], [op for id in some for op in _remove(a, id, rules)], f"undeleted {which}")
+        if looks:
+            rows.append(row(looks[0], get(kind, a, THINNED), absent=places[-1], else_="unpin"))
+        claim = ("full again" if thins else "undeleted", a, *some)
+        removals = [op for id in some for op in ([delete(kind, a, id)] if thins else _remove(a, id, rules))]
+        rows += in_turn(places[-1], removals, f"undeleted {which}")
         rows.append(end(f"undeleted {which}", claim))
     starts = {"+".join(some): f"take back {some[0]} of {'+'.join(some)}" for some in sets}
     return program(
         row("pin", put("pins", a, "undeleted"), ok="tombstones"),
-        row("tombstones", listing("tombstones", a, classify=found_ids), none="listed?", **starts),
+        row("tombstones", listing(kind, a, classify=found_ids), none="listed?", **starts),
         row("listed?", get("commits", a), committed="end", else_="unpin"),  # another undelete, or a sweep, was faster
         rows,
         row("unpin", delete("pins", a, "undeleted"), ok="sweep begun"),
@@ -382,10 +404,10 @@ def undeleter(a: str, ids: Sequence[str], rules: Rules) -> Program:
 
 def sweeper(
     a: str, id: str, rules: Rules, ranks: Sequence[str] = RANKS, base: str = "", clock_is_wrong: bool = False,
-    reader: str = "",
+    reader: str = "", thinnings: Sequence[str] = (),
 ) -> Program:  # fmt: skip
     """Sweeps a checkpoint whose grace is over, by one tombstone. base: what it references, if anything. reader: what
-    references it."""
+    references it. thinnings: what may be left of those."""
     if clock_is_wrong and rules.clock_is_probed:
         return program(row("probe the clock", Op("begin"), ok="end"))
     decided = ("swept", a, id)
@@ -393,7 +415,10 @@ def sweeper(
     shards = [delete("attempts", a, f"shard {r}") for r in ranks]
     rest = [delete("attempts", a, "manifest"), *shards]
     data = [*receipts, *rest] if rules.receipts_deleted_first else [*rest, *receipts]
-    ops = [delete("commits", a), *data]
+    left = (
+        [*(delete("thinnings", a, id) for id in thinnings), delete("attempts", a, "optimizer 0")] if thinnings else []
+    )
+    ops = [*left[:-1], delete("commits", a), *data, *left[-1:]]
     marks = [delete("references", base, a)] if base else []
     look = "held?" if rules.sweeper_looks_for_holds else "fate"
     return program(
@@ -464,3 +489,61 @@ def pinner(a: str, rules: Rules, forgets: bool = False) -> Program:
 
 def time(a: str, lease: str) -> Program:
     return program(row("expire", Op("expire", ("leases", a, lease)), ok="expired"))
+
+
+def thinner(a: str, id: str, rules: Rules) -> Program:
+    """Says that the optimizer state of a checkpoint will be deleted, unless something holds it."""
+    marks = "optimizer references"
+    again = "held now?" if rules.deleter_looks_after_its_tombstone else "thinning"
+    return program(
+        _holds("held?", a, held="end", free="thin", marks=marks),
+        row("thin", put("thinnings", a, id), ok=again),
+        _holds("held now?", a, held="withdraw", free="thinning", marks=marks),
+        end("thinning"),
+        _fate("withdraw", a, id, "taken back", rules, won="thinned?", lost="lost", tombstones="thinnings"),
+        row("thinned?", get("thinnings", a, THINNED), absent="remove", else_="lost"),
+        row("remove", delete("thinnings", a, id), ok="withdrawn"),
+    )
+
+
+def thinning_sweeper(a: str, id: str, rules: Rules) -> Program:
+    """Deletes the optimizer state of a checkpoint, by one thinning."""
+    look = "held?" if rules.sweeper_looks_for_holds else "fate"
+    ops = [put("thinnings", a, THINNED), delete("thinnings", a, id)]
+    decided = ("optimizer swept", a, id)
+    return program(
+        row("thinning?", get("thinnings", a, id), absent="end", else_="fate?"),
+        row("fate?", get("fates", a, id),
+            **{"absent": look, "swept": "fate, tombstone left?", "taken back": "finish"}),
+        row("finish", delete("thinnings", a, id), ok="end"),
+        _holds("held?", a, held="end", free="fate", marks="optimizer references"),
+        _fate("fate", a, id, "swept", rules, won="delete", lost="end", tombstones="thinnings"),
+        row("delete", delete("attempts", a, "optimizer 0"), decided, ok="state"),
+        in_turn("state", ops if rules.thinned_before_thinning else ops[::-1], "swept", decided),
+        end("swept", decided),
+    )  # fmt: skip
+
+
+def forgetter_of_thinning(a: str, id: str) -> Program:
+    """Forgets the fate of a thinning whose tombstone is removed, at any age."""
+    return program(
+        row("decided?", get("fates", a, id), absent="end", else_="thinning left?"),
+        row("thinning left?", listing("thinnings", a, id), none="forget", some="end"),
+        row("forget", delete("fates", a, id), ok="forgotten"),
+        end("forgotten"),
+    )
+
+
+def resumer(a: str, lease: str, rules: Rules) -> Program:
+    """Finds a full checkpoint, takes a lease, looks again, and reads all of it until it releases the lease."""
+    look = "thinned now?" if rules.resumer_looks_after_its_lease else "resuming"
+    return program(
+        row("committed?", get("commits", a), committed="hidden?", else_="end"),
+        row("hidden?", listing("tombstones", a), none="thinned?", some="end"),
+        row("thinned?", listing("thinnings", a), none="lease", some="end"),
+        row("lease", put("leases", a, lease, value="live"), ok="hidden now?"),
+        row("hidden now?", listing("tombstones", a), none=look, some="release"),
+        row("thinned now?", listing("thinnings", a), none="resuming", some="release"),
+        row("resuming", delete("leases", a, lease), ("resuming", a, lease), ("reading", a, lease), ok="end"),
+        row("release", delete("leases", a, lease), ok="end"),
+    )

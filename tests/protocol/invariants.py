@@ -16,6 +16,8 @@ BACK = "an undelete that succeeded stays"
 DEAD = "what was swept or aborted is never visible again"
 ALONE = "a generation belongs to one trainer"
 LAST = "the last save of a step counts, also if another process commits it"
+FULL = "a checkpoint that is listed as full, or that an undelete can make full again, has its optimizer state"
+RESUMED = "optimizer state that a lease of who resumes holds is not deleted"
 LATEST = "latest is in the newest generation that has a commit"
 
 
@@ -28,10 +30,13 @@ class Invariants:
         references: Mapping[str, str] | None = None,
         by_step: bool = False,
         earlier: Mapping[str, str] | None = None,
+        optimizers: Mapping[str, str] | None = None,
     ) -> None:
         self._shards = shards
         self._references = references or {}
         self._by_step = by_step
+        self._optimizers = optimizers or {}
+        """An attempt with optimizer state of its own, to the one whose optimizer state it needs; empty: none."""
         self._earlier = earlier or {}
         """An attempt to the save of its step before it."""
 
@@ -40,12 +45,15 @@ class Invariants:
         visible = {a for a in self._shards if self.visible(objects, a)}
         if any(not self._whole(objects, a) for a in self._shards if a in visible or self._recoverable(objects, a)):
             return WHOLE
+        seen = {a for a in self._optimizers if a in visible or self._recoverable(objects, a)}
+        if any(self._can_be_full(objects, a) and not self._full(objects, a) for a in seen):
+            return FULL
         for a, before in self._earlier.items():
             if objects.get(("commits", a)) == "committed" and ("commits", before) not in objects:
                 return LAST  # it may still be committed, later
         swept = {claim[1] for claim in claims if claim[0] == "swept"}
         for claim in claims:
-            if broken := self._check(objects, claim, claims, visible, swept):
+            if broken := self._check(objects, claim, claims, visible, swept) or self._check_thin(objects, claim, swept):
                 return broken
         return self._check_latest(visible, claims)
 
@@ -63,6 +71,22 @@ class Invariants:
         base = self._references.get(a)
         own = all(("attempts", a, f"shard {r}") in objects for r in self._shards[a])
         return own and (base is None or self._whole(objects, base))
+
+    def _check_thin(self, objects: Mapping[Key, Value], claim: Claim, swept: set[str]) -> str | None:
+        kind, a = claim[:2]
+        if kind == "resuming" and objects.get(("leases", a, claim[2])) == "live" and not self._full(objects, a):
+            return RESUMED
+        return BACK if kind == "full again" and a not in swept and ("thinnings", a, "thinned") in objects else None
+
+    @staticmethod
+    def _can_be_full(objects: Mapping[Key, Value], a: str) -> bool:
+        """Not thinned, and no thinning is decided as swept."""
+        ids = [key[2] for key in objects if key[:2] == ("thinnings", a)]
+        return "thinned" not in ids and not any(objects.get(("fates", a, id)) == "swept" for id in ids)
+
+    def _full(self, objects: Mapping[Key, Value], a: str) -> bool:
+        base = self._optimizers[a]
+        return ("attempts", a, "optimizer 0") in objects and (not base or self._full(objects, base))
 
     def _check(
         self, objects: Mapping[Key, Value], claim: Claim, claims: Sequence[Claim], visible: set[str], swept: set[str]

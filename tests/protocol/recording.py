@@ -13,12 +13,14 @@ from typing import TypeVar
 
 from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.errors import ObjectMissing, StoreUnavailable
-from ckptstore.names import receipt_rank
+from ckptstore.names import THINNED, is_optimizer_shard, is_thinning, receipt_rank
 from ckptstore.stores import ObjectInfo, ObjectWriter, Store
 from ckptstore.stores.base import WrappedStore
 from tests.protocol.table import Key, Op, Program, Row, Value, Verb
 
 KINDS = ("commits", "attempts", "tombstones", "fates", "leases", "pins", "references", "dead")
+APART = {"tombstones": "thinnings", "references": "optimizer references"}
+"""Folders with two kinds of objects, and the second one."""
 _T = TypeVar("_T")
 _WRITES = ("put", "create", "delete")
 
@@ -56,11 +58,17 @@ class Names:
         if kind == "dead":
             return (kind, str(int(other)))
         a = self.attempt(name)
+        if kind == "tombstones" and is_thinning(other):
+            kind = "thinnings"
+        elif kind == "references" and other.endswith(".optimizer"):
+            kind, other = "optimizer references", other.removesuffix(".optimizer")
+        if other == THINNED:
+            return (kind, a, other)
         if kind == "attempts":
             return (kind, a, self._part(key)) if rest[1:] and rest[1] else (kind, a)
-        if kind in ("tombstones", "fates"):
+        if kind in ("tombstones", "thinnings", "fates"):
             other = self._ids.setdefault(other, "tuvwxyz"[len(self._ids)])
-        elif kind == "references":
+        elif kind.endswith("references"):
             other = self.attempt(other)
         return (kind, a, other) if other else (kind, a)
 
@@ -81,7 +89,8 @@ class Names:
         if rank is not None:
             return f"receipt {rank}"
         last = key.rsplit("/", 1)[-1]
-        return f"shard {int(last[6:11])}" if last.startswith("shard") else "manifest"
+        kind = "optimizer" if is_optimizer_shard(last) else "shard"
+        return f"{kind} {int(last[6:11])}" if last.startswith("shard") else "manifest"
 
 
 class RecordingStore(WrappedStore):
@@ -130,6 +139,8 @@ class RecordingStore(WrappedStore):
                 found[name] = self._names.value(name, document)
         if (name := self._names.key(prefix)) is not None:
             self.trace.append(Event("list", name, found=found))
+            if name[0] in APART:  # one listing shows both
+                self.trace.append(Event("list", (APART[name[0]], *name[1:]), found=found))
         return iter(listed)
 
     def list_folders(self, prefix: str) -> Iterator[str]:

@@ -66,3 +66,13 @@ class Rules:
     versions_are_listed_again: bool = True  # 27
     """After the create of a version, the highest one counts; False: the one created."""
     receipts_deleted_first: bool = True  # 1
+    resumer_looks_after_its_lease: bool = True  # 44
+    """Who needs optimizer state looks for a thinning after it has written its lease."""
+    thinned_before_thinning: bool = True  # 44
+    """The object that says that a checkpoint is thinned is written before the thinning's tombstone is removed."""
+    thinned_read_after_fate: bool = True  # 44
+    """An undelete that has decided looks whether the checkpoint is thinned."""
+    optimizer_marks: bool = True  # 44
+    """References to optimizer state have marks of their own; False: thinning sees no marks."""
+    base_may_be_thinned: bool = True  # 44
+    """A committer looks for a thinning of what it references optimizer state of."""

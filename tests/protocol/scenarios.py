@@ -13,12 +13,16 @@ from tests.protocol.actors import (
     forgetter,
     forgetter_of_aborted,
     forgetter_of_fate,
+    forgetter_of_thinning,
     late,
     old_trainer,
     pinner,
     rank,
     reader,
+    resumer,
     sweeper,
+    thinner,
+    thinning_sweeper,
     time,
     trainer,
     trimmer,
@@ -44,6 +48,8 @@ class Case:
     store: Mapping[Key, Value] = field(default_factory=dict)
     references: Mapping[str, str] = field(default_factory=dict)
     earlier: Mapping[str, str] = field(default_factory=dict)
+    optimizers: Mapping[str, str] = field(default_factory=dict)
+    """See Invariants."""
     paged: bool = False
     large: bool = False
     """Explored only if CKPTD_PROTOCOL=large."""
@@ -51,7 +57,7 @@ class Case:
     def explore(self, name: str, rules: Rules) -> Explored:
         """All states under these rules, or those up to the first violation."""
         scenario = Scenario(name, self.actors(rules), self.store, self.paged)
-        check = Invariants(self.shards, self.references, not rules.numbered_generations, self.earlier)
+        check = Invariants(self.shards, self.references, not rules.numbered_generations, self.earlier, self.optimizers)
         return explore(scenario, check)
 
 
@@ -142,6 +148,25 @@ _A = {"a": ONE}
 _AB = {"a": ONE, "b": ONE}
 _NAMES = [f"{g}-{s}-{t}" for g in "123" for s, t in ("4x", "5x", "3y", "2z")]
 
+
+def full(*attempts: str) -> dict[Key, Value]:
+    """With optimizer state of their own."""
+    objects: dict[Key, Value] = {("attempts", a, "optimizer 0"): "" for a in attempts}
+    for a in attempts:
+        objects |= stored(a)
+    return objects
+
+
+_B_NEEDS_A = full("a") | stored("b", outcome="") | {("attempts", "b", "optimizer 0"): ""}
+
+
+def _thin_reference(rules: Rules) -> Mapping[str, Program]:
+    saver = committer("b", rules, ONE, base="a", optimizer=True)
+    return {
+        "saver": saver, "thinner": thinner("a", "t", rules), "sweeper": thinning_sweeper("a", "t", rules),
+    }  # fmt: skip
+
+
 CASES: dict[str, Case] = {
     "commit": Case(_commit, {"a": ("0", "1")}),
     "commit, listings in two pages": Case(
@@ -207,6 +232,24 @@ CASES: dict[str, Case] = {
         "zombie": committer("a", rules, ONE, forgets=True), "forgetter": forgetter("a", ["t"], "ab", rules),
         "saver": committer("b", rules, ONE, base="a", forgets=True), "sweeper": sweeper("a", "t", rules, ONE),
     }, _AB, hidden("a", "t") | _UNDECIDED_ON_A, {"b": "a"}),
+    "thin against holds": Case(lambda rules: {
+        "thinner": thinner("a", "t", rules), "sweeper": thinning_sweeper("a", "t", rules),
+        "resumer": resumer("a", "l", rules), "time": time("a", "l"), "pinner": pinner("a", rules),
+    }, _A, full("a"), optimizers={"a": ""}),
+    "thin and undelete": Case(lambda rules: {
+        "sweeper": thinning_sweeper("a", "t", rules), "second sweeper": thinning_sweeper("a", "t", rules),
+        "undeleter": undeleter("a", ["t"], rules, "thinnings"), "forgetter": forgetter_of_thinning("a", "t"),
+        "resumer": resumer("a", "l", rules),
+    }, _A, full("a") | {("thinnings", "a", "t"): ""}, optimizers={"a": ""}),
+    "two thinnings": Case(lambda rules: {
+        "sweeper": thinning_sweeper("a", "t", rules), "second sweeper": thinning_sweeper("a", "u", rules),
+        "undeleter": undeleter("a", ["t", "u"], rules, "thinnings"), "forgetter": forgetter_of_thinning("a", "t"),
+    }, _A, full("a") | {("thinnings", "a", "t"): "", ("thinnings", "a", "u"): ""}, optimizers={"a": ""}),
+    "thin and delete": Case(lambda rules: {
+        "thinner": thinner("a", "u", rules), "thinning sweeper": thinning_sweeper("a", "u", rules),
+        "sweeper": sweeper("a", "t", rules, ONE, thinnings=["u", "thinned"]), "deleter": deleter("a", "t", rules),
+    }, _A, full("a"), optimizers={"a": ""}),
+    "thin a reference": Case(_thin_reference, _AB, _B_NEEDS_A, {"b": "a"}, optimizers={"a": "", "b": "a"}),
     "generations": Case(lambda rules: {
         "old job": old_trainer("x", ["4", "5"], rules), "successor": trainer("y", ["3"], rules),
         "second successor": trainer("z", ["2"], rules),

@@ -16,7 +16,19 @@ from pathlib import Path
 import pytest
 
 from tests.protocol.explore import Explored
-from tests.protocol.invariants import ALONE, BACK, DEAD, HELD, LAST, LATEST, LISTED, STAYS, WHOLE
+from tests.protocol.invariants import (
+    ALONE,
+    BACK,
+    DEAD,
+    FULL,
+    HELD,
+    LAST,
+    LATEST,
+    LISTED,
+    RESUMED,
+    STAYS,
+    WHOLE,
+)
 from tests.protocol.rules import Rules
 from tests.protocol.scenarios import CASES
 
@@ -54,6 +66,11 @@ FOUND = {
     "version_is_create_only": ("forgetters", WHOLE),
     "version_has_the_last_one": ("forgetters", WHOLE),
     "versions_are_listed_again": ("forgetters", WHOLE),
+    "resumer_looks_after_its_lease": ("thin against holds", RESUMED),
+    "thinned_before_thinning": ("thin against holds", FULL),
+    "thinned_read_after_fate": ("two thinnings", BACK),
+    "optimizer_marks": ("thin a reference", FULL),
+    "base_may_be_thinned": ("thin a reference", FULL),
 }
 """For each rule the scenario that shows what happens without it, and the invariant that is violated."""
 
@@ -101,7 +118,7 @@ def test_a_rule_that_others_cover_is_missed_without_them(rule: str) -> None:
 def test_every_rule_is_left_out_once() -> None:
     assert sorted([*FOUND, *BEHIND_OTHERS]) == sorted(field.name for field in fields(Rules))
     assert {invariant for _, invariant in FOUND.values()} == {
-        WHOLE, STAYS, HELD, LISTED, BACK, DEAD, ALONE, LAST, LATEST
+        WHOLE, STAYS, HELD, LISTED, BACK, DEAD, ALONE, LAST, LATEST, FULL, RESUMED
     }  # fmt: skip
 
 

@@ -29,7 +29,10 @@ from tests.protocol.actors import (
     pinner,
     rank,
     reader,
+    resumer,
     sweeper,
+    thinner,
+    thinning_sweeper,
     undeleter,
 )
 from tests.protocol.recording import Event, Names, RecordingStore, accepts
@@ -71,6 +74,17 @@ def first(store: Store) -> Attempt:
     return Attempt.parse(name)
 
 
+def full(store: Store) -> Attempt:
+    """With optimizer state."""
+    return write_checkpoint(store, RUN, 1, STATE | {"optim/a": np.ones(9)}).attempt
+
+
+def thinning(store: Store) -> Attempt:
+    a = full(store)
+    assert hide(Run(store, RUN), [a], "test", thins=True) == {}
+    return a
+
+
 def swept(store: Store) -> None:
     hidden(store)
     sweep(Run(store, RUN, LATER))
@@ -104,6 +118,12 @@ def referencing(store: Store) -> object:
     return commit_attempt(Run(store, RUN), [write_rank(store, RUN, later, STATE | {"model/b": np.ones(9)}, base=base)])
 
 
+def referencing_all(store: Store) -> object:
+    base, later = first(store), Attempt(2, new_ulid(1))
+    state = STATE | {"model/b": np.ones(9), "optim/a": np.ones(9)}
+    return commit_attempt(Run(store, RUN), [write_rank(store, RUN, later, state, base=base)])
+
+
 CASES: dict[str, tuple[Act, Act, list[Program]]] = {
     "one rank commits": (
         lambda s: None,
@@ -133,6 +153,26 @@ CASES: dict[str, tuple[Act, Act, list[Program]]] = {
     "a sweep": (hidden, lambda s: sweep(Run(s, RUN, LATER)), [sweeper("a", "t", RULES, ONE)]),
     "an undelete": (
         hidden, lambda s: undelete_checkpoint(Run(s, RUN), Reference(RUN, 1)), [undeleter("a", ["t"], RULES)]
+    ),
+    "a thinning": (full, lambda s: hide(Run(s, RUN), [first(s)], "test", thins=True), [thinner("a", "t", RULES)]),
+    "a thinning of what is held": (
+        lambda s: pin(Run(s, RUN), full(s), "paper"),
+        lambda s: hide(Run(s, RUN), [first(s)], "test", thins=True),
+        [thinner("a", "t", RULES)],
+    ),
+    "a sweep of a thinning": (thinning, lambda s: sweep(Run(s, RUN, LATER)), [thinning_sweeper("a", "t", RULES)]),
+    "an undelete of a thinning": (
+        thinning, lambda s: undelete_checkpoint(Run(s, RUN), Reference(RUN, 1)),
+        [undeleter("a", ["t"], RULES, "thinnings")],
+    ),
+    "a resume": (
+        full,
+        lambda s: release_lease(Run(s, RUN), take_lease(Run(s, RUN), latest(Run(s, RUN)).attempt, "me", 60)),
+        [resumer("a", "l", RULES)],
+    ),
+    "a save that references optimizer state": (
+        full, referencing_all,
+        [rank("b", "0", optimizer=True), committer("b", RULES, ONE, base="a", ready=True, forgets=True, optimizer=True)]
     ),
     "a reader": (
         checkpoint,

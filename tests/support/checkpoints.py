@@ -22,7 +22,7 @@ from ckptstore.commits.commit import EARLIER, commit_attempt, read_outcome, read
 from ckptstore.errors import NoCheckpoint, StoreUnavailable, SweepBegun
 from ckptstore.format.boxes import Want
 from ckptstore.format.columns import column
-from ckptstore.format.documents import BASES, FORMAT, JSON, Chunks, Content, Receipt, References, Shard
+from ckptstore.format.documents import BASES, FORMAT, JSON, OPTIMIZER, Chunks, Content, Receipt, References, Shard
 from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import seal
 from ckptstore.format.planning import ChunkRead, entry_bytes, plan_all, plan_reads
@@ -30,6 +30,7 @@ from ckptstore.format.records import Policy
 from ckptstore.format.shards import (
     ChunkSpan,
     EncodedChunk,
+    Placed,
     Places,
     Slice,
     StoredChunk,
@@ -108,11 +109,12 @@ def write_rank(
     earlier: Sequence[Attempt] = (),
     deltas: bool = False,
 ) -> StoredReceipt:
-    """What one rank's saver writes: its shard (if it has arrays), then its receipt.
+    """What one rank's saver writes: its shard (if it has arrays; those of `optim/` in a second one), then its receipt.
 
     base: chunks that this attempt has, or references itself, are referenced. statistics: those of no elements; "apart":
     in an object of their own although there is a shard, as they were once. deltas: of chunks of `base` that differ.
     """
+    arrays, optimizer = ({n: a for n, a in arrays.items() if names.of_optimizer(n) == of} for of in (False, True))
     placed = place_slices(Slice.whole(name, str(a.dtype), a.shape) for name, a in arrays.items())
     raw = bytearray(raw_bytes(placed))
     for place in placed:
@@ -139,7 +141,10 @@ def write_rank(
         if tail and offset is None:
             store.put(RunKeys(run).statistics(attempt, rank), tail)
         shards = [Shard(names.shard_name(rank), rank, _table(chunks, bases), references, base_table(bases))]
-    entries, slices = slice_tables(placed)
+    if second := place_slices(Slice.whole(name, str(a.dtype), a.shape) for name, a in optimizer.items()):
+        shards.append(_optimizer_shard(store, run, attempt, rank, second, optimizer, base))
+        extensions = {**extensions, OPTIMIZER: True}
+    entries, slices = slice_tables(placed, (), second)
     receipt = Receipt(
         format=FORMAT, kind="receipt", run=run, step=attempt.step, attempt=str(attempt), rank=rank,
         world_size=world_size, created_at=clock(), local={"epoch": rank}, metrics=dict(metrics or {}),
@@ -149,6 +154,21 @@ def write_rank(
     data = seal(receipt)
     store.put(RunKeys(run).receipt(attempt, rank), data)
     return StoredReceipt.of(receipt, data)
+
+
+def _optimizer_shard(
+    store: Store, run: str, attempt: Attempt, rank: int, placed: Sequence[Placed], arrays: Arrays, base: Attempt | None
+) -> Shard:
+    raw = b"".join(np.ascontiguousarray(arrays[place.slice.entry]).tobytes() for place in placed)
+    name = names.shard_name(rank, optimizer=True)
+    chunks = [encode_chunk(span.of(memoryview(raw)), fast(span.dtype)) for span in plan_chunks(placed)]
+    references = _referenced(store, run, base, rank, chunks, 1) if base is not None else None
+    there = set(references.chunk.tolist()) if references is not None else set()
+    with store.open_writer(RunKeys(run).shard(attempt, name), len(raw)) as writer:
+        for number, chunk in enumerate(chunks):
+            if number not in there:
+                writer.write(chunk.data)
+    return Shard(name, rank, chunk_table(chunks), references)
 
 
 def _trees(arrays: Arrays) -> dict[str, JSON]:
@@ -205,8 +225,10 @@ def _stored(store: Store, run: str, attempt: Attempt, rank: int) -> list[list[St
     return [[*map(part, read.parts)] for read in reads]
 
 
-def _referenced(store: Store, run: str, base: Attempt, rank: int, chunks: Sequence[EncodedChunk]) -> References | None:
-    (shard,) = read_receipt(Run(store, run), base, rank).content.shards
+def _referenced(
+    store: Store, run: str, base: Attempt, rank: int, chunks: Sequence[EncodedChunk], number: int = 0
+) -> References | None:
+    shard = read_receipt(Run(store, run), base, rank).content.shards[number]
     places = Places.of(shard)
     holders = [str(base), *(shard.references.attempts if shard.references is not None else ())]
     lies = {shard.chunks.digest_of(number): places.order(number) for number in range(len(shard.chunks.raw))}

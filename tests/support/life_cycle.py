@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from ckptstore.commits.commit import commit_attempt
 from ckptstore.commits.generations import Session, begin_generation
 from ckptstore.commits.hidden import listed_attempts
 from ckptstore.commits.leases import release_lease, take_lease
-from ckptstore.commits.references import Mark, marks
+from ckptstore.commits.references import Mark, marks, referenced_attempts
 from ckptstore.errors import (
     CheckpointHeld,
     CkptError,
@@ -31,6 +31,7 @@ from ckptstore.errors import (
     Superseded,
     SweepBegun,
 )
+from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.records import Policy
 from ckptstore.names import Attempt, RunKeys, new_ulid
 from ckptstore.reading.source import StoreSource
@@ -61,6 +62,8 @@ policies = st.builds(
     keep_last=st.integers(1, 3),
     keep_every=st.sampled_from([0, 3]),
     keep_best=st.sampled_from([(), ("loss:min:1",)]),
+    keep_full=st.sampled_from([0, 1, 2]),
+    keep_weights=st.sampled_from([0, 2, "all"]),
     max_bytes=st.sampled_from([0, 1000]),
 )
 pick = st.integers(0, 1000)
@@ -73,17 +76,24 @@ class Life:
     step: int
     frozen: Attempt
     """Who holds the chunk that is the same in all of them: itself, or an earlier one that it references."""
+    moments: Attempt
+    """The same of optimizer state."""
     state: Literal["visible", "hidden", "gone"] = "visible"
     flipped: set[int] = field(default_factory=set)
     """Bytes of its shard that are not as they were written: 0 is of its own chunk, -1 the last one of all."""
     quarantined: bool = False
     pins: set[str] = field(default_factory=set)
+    thin: str = "full"
+    """full, thinning or thinned."""
 
 
 def states() -> Iterator[dict[str, npt.NDArray[Any]]]:
-    """What is saved in turn: one chunk that never changes, after one that always does."""
+    """What is saved in turn: one chunk that never changes, after one that always does; both of optimizer state, too."""
     for number in count(1):
-        yield {"model/a": np.arange(40, dtype=np.float32), "model/step": np.array([number, 1], np.int64)}
+        yield {
+            "model/a": np.arange(40, dtype=np.float32), "model/step": np.array([number, 1], np.int64),
+            "optim/a": np.arange(60, dtype=np.float32), "optim/step": np.array([number, 2], np.int64),
+        }  # fmt: skip
 
 
 def lineage(visible: Collection[Attempt], parents: Mapping[int, Attempt | None]) -> set[Attempt]:
@@ -103,6 +113,11 @@ def lives(few: int) -> settings:
     return settings(max_examples=number, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
 
 
+def receipt_holders(stored: StoredReceipt) -> list[Attempt]:
+    """Whose optimizer state a receipt references."""
+    return referenced_attempts(stored.receipt.content, optimizer=True)
+
+
 RUN = "gpt"
 
 
@@ -116,8 +131,8 @@ class LifeCycle(RuleBasedStateMachine):
         self.lives: dict[Attempt, Life] = {}
         self.orphans: dict[Attempt, bool] = {}
         """Undecided attempts, and whether all of their receipts are there."""
-        self.frozen: dict[Attempt, Attempt] = {}
-        """Of attempts that reference: who holds the chunk that is the same in all of them."""
+        self.frozen: dict[Attempt, tuple[Attempt, Attempt]] = {}
+        """Of attempts that reference: who holds the chunks that are the same in all of them."""
         self.state = states()
         self.parents: dict[int, Attempt | None] = {}
         self.leases: dict[str, tuple[Attempt, float]] = {}
@@ -133,7 +148,7 @@ class LifeCycle(RuleBasedStateMachine):
             return error
         return None
 
-    def settle(self, may_change: dict[Attempt, set[str]]) -> None:
+    def settle(self, may_change: dict[Attempt, set[str]], may_thin: dict[Attempt, set[str]] | None = None) -> None:
         """Learn from the store how far it got; only what may have changed may have."""
         listed = {c.attempt for c in list_checkpoints(Run(self.store, RUN))}
         for attempt, life in self.lives.items():
@@ -141,18 +156,36 @@ class LifeCycle(RuleBasedStateMachine):
             if found != life.state:
                 assert found in may_change.get(attempt, ()), f"{attempt} went from {life.state} to {found}"
                 life.state = found  # type: ignore[assignment]
+            thin = self.thin(attempt) if found != "gone" else life.thin
+            if thin != life.thin:
+                assert thin in (may_thin or {}).get(attempt, ()), f"{attempt} went from {life.thin} to {thin}"
+                life.thin = thin
+
+    def thin(self, attempt: Attempt) -> str:
+        run = Run(self.store, RUN)
+        ids = [id for other, id, _ in run.listed(run.keys.tombstones) if other == attempt and names.is_thinning(id)]
+        keys = [run.keys.sweep_decision(attempt, id) for id in ids]
+        swept = names.THINNED in ids or any(b'"swept":true' in (self.store.find(key) or b"") for key in keys)
+        return "thinned" if swept else "thinning" if ids else "full"
+
+    def holds_moments(self, attempt: Attempt, by: str = "visible hidden") -> bool:
+        leased = any(a == attempt and until > self.clock() for a, until in self.leases.values())
+        others = (life for other, life in self.lives.items() if other != attempt and life.state in by)
+        needed = any(life.moments == attempt and life.thin != "thinned" for life in others)
+        return leased or bool(self.lives[attempt].pins) or needed
 
     def recoverable(self, attempt: Attempt) -> bool:
         run = Run(self.store, RUN)
         decisions = {names.attempt_and_name(i.key): i.key for i in self.store.list(run.keys.sweep_decisions)}
-        ids = [h.id for h in list_hidden(run) if h.attempt == attempt]
+        ids = [h.id for h in list_hidden(run) if h.attempt == attempt and not h.thins]
         swept = [b'"swept":true' in self.store.get(decisions[attempt, id]) for id in ids if (attempt, id) in decisions]
         return bool(ids) and not any(swept)
 
     def held(self, attempt: Attempt, by: str = "visible hidden") -> bool:
         """by: the states of the checkpoints whose references count. A hidden one keeps data, but hides nothing less."""
         leased = any(a == attempt and until > self.clock() for a, until in self.leases.values())
-        referenced = any(life.frozen == attempt != other for other, life in self.lives.items() if life.state in by)
+        others = [life for other, life in self.lives.items() if other != attempt and life.state in by]
+        referenced = any(attempt in (life.frozen, life.moments) for life in others)
         return leased or bool(self.lives[attempt].pins) or referenced
 
     def damaged(self, attempt: Attempt) -> bool:
@@ -161,6 +194,9 @@ class LifeCycle(RuleBasedStateMachine):
         if life.frozen == attempt:
             return bool(life.flipped)
         return bool(life.flipped) or -1 in self.lives[life.frozen].flipped
+
+    def data_bytes(self) -> int:
+        return sum(info.bytes for info in self.store.list(RunKeys(RUN).attempts) if info.key.endswith(".ckpt"))
 
     def some(self, number: int, *states: str) -> Attempt | None:
         found = sorted(a for a, life in self.lives.items() if life.state in states)
@@ -201,24 +237,28 @@ class LifeCycle(RuleBasedStateMachine):
     def save(self, step: int, loss: float) -> None:
         state, number = next(self.state), self.generation
         found = write_checkpoint(self.store, RUN, step, state, {"loss": loss}, self.clock, generation=number)
-        self.lives[found.attempt] = Life(step, found.attempt)
+        self.lives[found.attempt] = Life(step, found.attempt, found.attempt)
         self.clock.now += 1
 
-    @rule(number=pick, step=st.integers(0, 12), loss=st.floats(0, 1), fault=faults)
-    def reference(self, number: int, step: int, loss: float, fault: Faults | None) -> None:
+    @rule(number=pick, step=st.integers(0, 12), loss=st.floats(0, 1), moments=st.booleans(), fault=faults)
+    def reference(self, number: int, step: int, loss: float, moments: bool, fault: Faults | None) -> None:
         """A save that stores what is new, and references the rest, in a checkpoint that may be on its way out."""
         base = self.some(number, "visible", "hidden")
         if base is None:
             return
         attempt = Attempt(step, new_ulid(self.clock()), generation=self.generation)
-        frozen = self.lives[base].frozen
-        receipt = write_rank(self.store, RUN, attempt, next(self.state), 0, 1, {"loss": loss}, self.clock, base=base)
-        self.frozen[attempt] = frozen
+        frozen, of_moments, state = self.lives[base].frozen, self.lives[base].moments, next(self.state)
+        if not moments:
+            state["optim/a"] = np.full(60, state["optim/step"][0], np.float32)
+        receipt = write_rank(self.store, RUN, attempt, state, 0, 1, {"loss": loss}, self.clock, base=base)
+        moments = of_moments in receipt_holders(receipt)
+        self.frozen[attempt] = frozen, of_moments if moments else attempt
         self.orphans[attempt] = True
         error = self.attempt_to(lambda s: commit_attempt(Run(s, RUN, self.clock), [receipt]), fault)
         self.clock.now += 1
         if fault is None:
-            assert (error is None) == (self.lives[frozen].state == "visible")
+            whole = not moments or (self.lives[of_moments].state, self.lives[of_moments].thin) == ("visible", "full")
+            assert (error is None) == (self.lives[frozen].state == "visible" and whole)
             assert error is None or isinstance(error, ReferenceLost)
         self.settle_orphans()
         assert error is not None or attempt in self.lives
@@ -239,11 +279,22 @@ class LifeCycle(RuleBasedStateMachine):
         for checkpoint in plan.remove:
             assert not self.held(checkpoint.attempt)
         newest = next(newest_first(run), None)
-        assert newest not in plan.remove
+        assert newest not in (*plan.remove, *plan.thin)
+        for checkpoint in plan.thin:
+            assert not self.holds_moments(checkpoint.attempt, by="visible")
+        before = self.data_bytes()
         error = self.attempt_to(lambda s: apply_prune(Run(s, RUN, self.clock, "me"), plan, grace_s=grace_s), fault)
         assert error is None or isinstance(error, StoreUnavailable)
         going = {"hidden", "gone"} if not grace_s else {"hidden"}
-        self.settle({checkpoint.attempt: going for checkpoint in plan.remove})
+        thinner = {"thinning", "thinned"} if not grace_s else {"thinning"}
+        self.settle(
+            {checkpoint.attempt: going for checkpoint in plan.remove},
+            {c.attempt: {*thinner, "thinned"} if c in plan.remove else thinner for c in (*plan.thin, *plan.remove)},
+        )
+        done = all(self.lives[c.attempt].state == "gone" for c in plan.remove)
+        if error is None and done and all(self.lives[c.attempt].thin == "thinned" for c in plan.thin):
+            pending = sum(c.thinned for c in plan.remove)  # their optimizer state was not counted any more
+            assert pending or before - self.data_bytes() == plan.freed_bytes
         if error is None:
             assert not {c.attempt for c in plan.remove} & {a for a, v in self.lives.items() if v.state == "visible"}
 
@@ -272,15 +323,21 @@ class LifeCycle(RuleBasedStateMachine):
         attempt = self.some(number, "visible", "hidden", "gone")
         if attempt is None:
             return
-        before = self.lives[attempt].state
+        before, thin = self.lives[attempt].state, self.lives[attempt].thin
         error = self.attempt_to(lambda s: undelete(Run(s, RUN, self.clock, "me"), attempt), fault)
-        self.settle({attempt: {"visible"}} if before == "hidden" else {})
+        thinning = before == "visible" and thin == "thinning"
+        self.settle({attempt: {"visible"}} if before == "hidden" else {}, {attempt: {"full"}} if thinning else {})
         if fault is None:
-            if before == "hidden":
+            if thinning:
+                assert error is None
+                assert self.lives[attempt].thin == "full"
+            elif before == "hidden":
                 assert error is None
                 assert self.lives[attempt].state == "visible"
             else:
-                assert isinstance(error, NoCheckpoint if before == "visible" else NoCheckpoint | SweepBegun)
+                assert isinstance(
+                    error, NoCheckpoint if (before, thin) == ("visible", "full") else NoCheckpoint | SweepBegun
+                )
 
     @rule(fault=faults)
     def collect(self, fault: Faults | None) -> None:
@@ -292,7 +349,8 @@ class LifeCycle(RuleBasedStateMachine):
             for attempt, life in self.lives.items()
             if life.state == "hidden" and not self.held(attempt)
         }
-        self.settle(may)
+        thinning = {a: "full" for a, life in self.lives.items() if life.thin == "thinning" and life.state != "gone"}
+        self.settle(may, {a: {"full"} if self.holds_moments(a) else {"full", "thinned"} for a in thinning})
         self.settle_orphans()
 
     def settle_orphans(self) -> None:
@@ -302,7 +360,7 @@ class LifeCycle(RuleBasedStateMachine):
             left = list(self.store.list(run.keys.attempt(attempt)))
             if attempt in listed:
                 assert complete, "an attempt without all receipts was committed"
-                self.lives[attempt] = Life(attempt.step, self.frozen.get(attempt, attempt))
+                self.lives[attempt] = Life(attempt.step, *self.frozen.get(attempt, (attempt, attempt)))
                 del self.orphans[attempt]
             elif not left:
                 age = self.clock() - names.ulid_time(attempt.ulid)
@@ -312,17 +370,19 @@ class LifeCycle(RuleBasedStateMachine):
 
     # Holds.
 
-    @rule(number=pick, hours=st.integers(1, 60), fault=faults)
-    def lease(self, number: int, hours: int, fault: Faults | None) -> None:
+    @rule(number=pick, hours=st.integers(1, 60), weights=st.booleans(), fault=faults)
+    def lease(self, number: int, hours: int, weights: bool, fault: Faults | None) -> None:
         attempt = self.some(number, "visible", "hidden")
         if attempt is None:
             return
         granted: list[str] = []
         error = self.attempt_to(
-            lambda s: granted.append(take_lease(Run(s, RUN, self.clock), attempt, "reader", hours * HOUR_S)), fault
+            lambda s: granted.append(take_lease(Run(s, RUN, self.clock), attempt, "reader", hours * HOUR_S, weights)),
+            fault,
         )
         if granted:
             assert self.lives[attempt].state == "visible"
+            assert weights or self.lives[attempt].thin == "full"
             self.leases[granted[0]] = (attempt, self.clock() + hours * HOUR_S + MAX_SKEW_S)
         elif isinstance(error, StoreUnavailable):
             # A lease whose holder is gone holds all the same, until it expires.
@@ -337,14 +397,15 @@ class LifeCycle(RuleBasedStateMachine):
             release_lease(Run(self.store, RUN), id)
             del self.leases[id]
 
-    @rule(number=pick, name=st.sampled_from(["paper", "demo"]), fault=faults)
-    def pin(self, number: int, name: str, fault: Faults | None) -> None:
+    @rule(number=pick, name=st.sampled_from(["paper", "demo"]), weights=st.booleans(), fault=faults)
+    def pin(self, number: int, name: str, weights: bool, fault: Faults | None) -> None:
         attempt = self.some(number, "visible", "hidden")
         if attempt is None:
             return
-        error = self.attempt_to(lambda s: pin(Run(s, RUN, self.clock, "me"), attempt, name), fault)
+        error = self.attempt_to(lambda s: pin(Run(s, RUN, self.clock, "me"), attempt, name, "", weights), fault)
         if fault is None:
-            assert (error is None) == (self.lives[attempt].state == "visible")
+            life = self.lives[attempt]
+            assert (error is None) == (life.state == "visible" and (weights or life.thin == "full"))
         self.lives[attempt].pins = set(pinned(Run(self.store, RUN)).get(attempt, ()))
 
     @rule(number=pick, name=st.sampled_from(["paper", "demo"]))
@@ -405,11 +466,15 @@ class LifeCycle(RuleBasedStateMachine):
             assert (checkpoint.state is State.CORRUPT) == life.quarantined
             if not self.damaged(checkpoint.attempt) and not life.quarantined:
                 assert verify(source, checkpoint, threads=1).ok, f"{checkpoint.id} is listed and broken"
+                if life.thin == "thinning":
+                    assert verify(source, replace(checkpoint, thinned=False), threads=1).ok, "it cannot be taken back"
+            assert checkpoint.thinned == (life.thin != "full")
 
     @invariant()
     def the_latest_is_the_newest_of_the_lineage(self) -> None:
         live = lineage([a for a, life in self.lives.items() if life.state == "visible"], self.parents)
-        usable = [(a.generation, a.step) for a in live if not self.lives[a].quarantined]
+        lesser = {c.attempt for c in list_checkpoints(Run(self.store, RUN)) if c.state is State.SUPERSEDED or c.thinned}
+        usable = [(a.generation, a.step) for a in live if not self.lives[a].quarantined and a not in lesser]
         found = next(newest_first(Run(self.store, RUN)), None)
         assert ((found.attempt.generation, found.step) if found else None) == max(usable, default=None)
         for checkpoint in list_checkpoints(Run(self.store, RUN)):
@@ -426,8 +491,10 @@ class LifeCycle(RuleBasedStateMachine):
     def what_is_referenced_is_there(self) -> None:
         for attempt, life in self.lives.items():
             if life.state != "gone":
-                holder = self.lives[life.frozen].state
-                assert holder != "gone", f"{attempt} needs what is gone"
+                assert self.lives[life.frozen].state != "gone", f"{attempt} needs what is gone"
+                if life.thin != "thinned":
+                    holder = self.lives[life.moments]
+                    assert (holder.state != "gone", holder.thin != "thinned") == (True, True), f"{attempt} lost moments"
 
     @precondition(lambda self: self.lives)
     @invariant()
@@ -450,9 +517,13 @@ class LifeCycle(RuleBasedStateMachine):
             self.settle_orphans()
         left = {a.attempt for a in list_checkpoints(run)}
         assert {Attempt.parse(n) for n in self.store.list_folders(run.keys.attempts)} == left
-        for prefix in (run.keys.tombstones, run.keys.sweep_decisions, run.keys.leases):
+        for prefix in (run.keys.sweep_decisions, run.keys.leases):
             assert list(self.store.list(prefix)) == []
+        thinnings = {(a, names.is_thinning(id)) for a, id, _ in run.listed(run.keys.tombstones)}
+        assert thinnings == {(a, True) for a in left if self.thin(a) != "full"}
         for prefix in (run.keys.commits, run.keys.verified, run.keys.quarantine):
             assert left.issuperset(listed_attempts(run, prefix))
         needed = {Mark(life.frozen, a) for a, life in self.lives.items() if a in left and life.frozen != a}
-        assert set(marks(run)) == needed
+        both = [(a, life.moments) for a, life in self.lives.items() if a in left and life.moments != a]
+        needed |= {Mark(moments, a) for a, moments in both}
+        assert set(marks(run)) == needed | {Mark(m, a, True) for a, m in both if self.thin(a) != "thinned"}

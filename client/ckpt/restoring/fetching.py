@@ -213,7 +213,8 @@ class SaverMemory:
         """The chunk as it is in memory; None if it is not the same one."""
         if chunk.shard not in self._shards:
             return None
-        held, index = self._shards[chunk.shard][0], chunk.index
+        held = self._shards[chunk.shard][0]
+        index = held.shards[chunk.shard] + chunk.index
         part = slice(DIGEST_BYTES * index, DIGEST_BYTES * (index + 1))
         if index >= len(held.at) or held.raw[index] != chunk.raw or held.digests[part].hex() != chunk.digest:
             return None
@@ -252,7 +253,7 @@ def attach(store: str, checkpoint: Checkpoint) -> SaverMemory | None:
             logger.debug("no memory: %s", answer)
             continue
         try:
-            shards[answer.shard] = answer, _mapped(answer, channel)
+            shards |= dict.fromkeys(answer.shards, (answer, _mapped(answer, channel)))
         except OSError as error:
             logger.warning("the memory of a saver cannot be used, its part is read from elsewhere: %s", error)
     return SaverMemory(checkpoint, shards) if shards else None

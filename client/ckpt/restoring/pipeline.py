@@ -26,6 +26,7 @@ from ckpt.restoring.preparing import PreparedRestore, make_destinations, restore
 from ckpt.restoring.resolve import (
     candidates,
     leased,
+    nearest_full,
     newest_remote_generation,
     note_damage,
     note_restored,
@@ -48,6 +49,7 @@ from ckptstore.errors import (
     RankLost,
     RestoreFailed,
     StateMismatch,
+    Thinned,
     error_from_code,
 )
 from ckptstore.format.decoding import convert
@@ -175,6 +177,11 @@ class Restorer:
         candidate = self._begin(state, found)
         while candidate is not None:
             checkpoint = candidate.checkpoint()
+            if checkpoint.thinned and self.trains:
+                raise Thinned(
+                    f"{checkpoint.id} was thinned: it has weights and no optimizer state. {checkpoint.problem}",
+                    "Restore the full checkpoint, or the model without an optimizer",
+                )
             try:
                 plan, fetcher = self._try(state, checkpoint, strict)
             except TRY_NEXT as error:
@@ -246,6 +253,8 @@ class Restorer:
         def choose() -> Any:
             """The candidate, the newest generation that rank 0 has seen, and a name for a session at the daemon."""
             checkpoint = next(found, None)
+            if checkpoint is not None and checkpoint.thinned:
+                checkpoint = replace(checkpoint, problem=nearest_full(self._source, checkpoint))
             body = None if checkpoint is None else msgspec.to_builtins(CheckpointBody.of(checkpoint))
             return body, newest_remote_generation(self._source, self._config, checkpoint), new_ulid(system_clock())
 

@@ -22,6 +22,7 @@ from ckptstore.errors import (
     ObjectMissing,
     RunVanished,
     StoreReadOnly,
+    Thinned,
     Unavailable,
 )
 from ckptstore.names import Attempt, Reference, RunKeys
@@ -93,10 +94,22 @@ def candidates(source: Source, config: Config, reference: Reference) -> Iterator
     newest = next(found, None)
     if newest is None:
         check_present(source, config)
+        if thinned := [c.id for c in source.checkpoints(reference.run) if c.thinned]:
+            raise Thinned(
+                f"all checkpoints of run {reference.run!r} in {source.url} are thinned, {thinned[0]} is the newest",
+                "Name it to restore its weights, without an optimizer, or use another run",
+            )
         _warn_of_similar(source, config)
         return
     yield newest
     yield from found
+
+
+def nearest_full(source: Source, thinned: Checkpoint) -> str:
+    """Which checkpoint of its run can be resumed in place of a thinned one, in words. Reads all outcomes."""
+    full = [c for c in source.checkpoints(thinned.run) if c.state is State.COMMITTED]
+    nearest = min(full, key=lambda c: abs(c.step - thinned.step), default=None)
+    return f"{nearest.id} is the nearest full one" if nearest is not None else "No full one is left"
 
 
 def check_present(source: Source, config: Config, noted: bool = False) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from ckptstore.codecs.dtypes import CAST_TYPES, SOURCE, cast, is_cast
 from ckptstore.format.boxes import Box
 from ckptstore.format.shards import Placed
+from ckptstore.names import of_optimizer
 
 LEAST_BYTES = 64 << 10
 """Smaller slices are always stored: they share chunks, and their total size is small."""
@@ -60,6 +61,21 @@ def _follows(raw: memoryview, place: Placed, source: Placed) -> bool:
     step, dtype = max(1, len(words) // _SAMPLES), place.slice.dtype
     sampled = np.array_equal(cast(bits[::step], dtype), words[::step])
     return sampled and is_cast(bits, dtype, words)
+
+
+LEAST_OPTIMIZER_BYTES = 1 << 20
+"""A rank's optimizer state of fewer bytes is stored with the rest: thinning would free little."""
+
+
+def divide_by_use(placed: Sequence[Placed], derived: Sequence[Derived]) -> tuple[list[Placed], list[Placed]]:
+    """The stored slices of a rank's first shard, and those of the second, which a thinned checkpoint lacks: optimizer
+    state from which no weights are derived. Pure."""
+    sources = {one.source.at for one in derived}
+    optimizer = [one for one in placed if of_optimizer(one.slice.entry) and one.at not in sources]
+    if sum(one.slice.bytes for one in optimizer) < LEAST_OPTIMIZER_BYTES:
+        return [*placed], []
+    apart = set(map(id, optimizer))
+    return [one for one in placed if id(one) not in apart], optimizer
 
 
 def in_stream(stored: Sequence[Placed], derived: Sequence[Derived]) -> tuple[list[Placed], list[Placed]]:

@@ -158,11 +158,13 @@ def keys(slices: Sequence[tuple[str, Box, int]], chunks: Iterable[tuple[int, int
         yield entry, box, begin - at, size
 
 
-def base_of(attempt: Attempt, content: Content, holders: Mapping[Attempt, Holder], most: int) -> BaseCheckpoint:
-    """The base from the receipt of a rank. holders: the shard files that store its chunks. Pure."""
-    shard, entries, slices = content.shards[0], content.entries, content.slices
+def base_of(
+    attempt: Attempt, content: Content, shard: Shard, holders: Mapping[Attempt, Holder], most: int
+) -> BaseCheckpoint:
+    """The base from a shard in the receipt of a rank. holders: the shard files that store its chunks. Pure."""
+    entries, slices = content.entries, content.slices
     found: list[tuple[str, Box, int]] = []
-    stored = np.setdiff1d(np.arange(len(slices.entry)), slices.derived_rows)
+    stored = np.setdiff1d(np.flatnonzero(slices.shard == content.shards.index(shard)), slices.derived_rows)
     for group in same_dimensions(content, stored):
         for row, box, size in zip(group.rows.tolist(), group.boxes.tolist(), group.bytes.tolist(), strict=True):
             if size:
@@ -238,9 +240,11 @@ class ChunkIndex:
     One thread begins saves, in order, and compares their chunks; one ends saves that are committed, in any order.
     """
 
-    def __init__(self, run: Run, setup: Setup) -> None:
+    def __init__(self, run: Run, setup: Setup, optimizer: bool = False) -> None:
+        """optimizer: of the shard with optimizer state."""
         self.run = run
         self._setup = setup
+        self.optimizer, self.shard_name = optimizer, names.shard_name(setup.rank, optimizer)
         self.enabled, self.rank, self.most = setup.max_references > 0, setup.rank, setup.max_references
         self._base: BaseCheckpoint | None = None
         self._base_number = 0
@@ -310,7 +314,7 @@ class ChunkIndex:
         """
         run = self.run
         ttl_s = self._setup.peer_timeout_s + _LEASE_S
-        lease = take_lease(run, base.attempt, f"{holder} by rank {self._setup.rank}", ttl_s)
+        lease = take_lease(run, base.attempt, f"{holder} by rank {self._setup.rank}", ttl_s, thinned=not self.optimizer)
         unfit = set(quarantined_attempts(run))
         if self._setup.remote is not None:
             unfit |= unreplicable(run)
@@ -329,8 +333,8 @@ class ChunkIndex:
         try:
             attempt = parent or latest(run).attempt
             content = read_receipt(run, attempt, rank).content
-            counts = Counter(mark.attempt for mark in marks(run))
-            for shard in content.shards:
+            counts = Counter(mark.attempt for mark in marks(run) if not mark.optimizer)
+            for shard in (shard for shard in content.shards if shard.name == self.shard_name):
                 sizes = {other: run.store.size(run.keys.shard(other, shard.name)) for other in referenced_by(shard)}
                 holders = {
                     other: Holder(
@@ -338,7 +342,7 @@ class ChunkIndex:
                     )
                     for other, size in {attempt: shard.stored_bytes, **sizes}.items()
                 }
-                self._base = base_of(attempt, content, holders, self.most)
+                self._base = base_of(attempt, content, shard, holders, self.most)
         except NoCheckpoint:
             pass
         except CkptError as error:
@@ -412,15 +416,15 @@ class IncrementalSave:
             table = with_fields(table, raw_digest=b"".join(digest or UNKNOWN for digest in digests))
         known = ((number, match.known) for number, match in enumerate(matches))
         references = reference_table((number, str(one.attempt), one.offset) for number, one in known if one is not None)
-        rank = self.index.rank
-        name = names.shard_name(rank)
+        name, rank = self.index.shard_name, self.index.rank
         return Shard(name=name, rank=rank, chunks=table, references=references, bases=base_table(bases))
 
     def end(self, receipt: Receipt | None) -> None:
         """End the save. receipt: committed, as base for the next save; None: not committed."""
         base = None
-        if receipt is not None and receipt.content.shards and self.index.enabled:
-            attempt, shard = Attempt.parse(receipt.attempt), receipt.content.shards[0]
+        shards = receipt.content.shards if receipt is not None and self.index.enabled else ()
+        if receipt is not None and (own := [one for one in shards if one.name == self.index.shard_name]):
+            attempt, shard = Attempt.parse(receipt.attempt), own[0]
             others = {other: self._holders[other] for other in referenced_by(shard)}
             counted = {other: replace(holder, references=holder.references + 1) for other, holder in others.items()}
             holders, most = {attempt: Holder(shard.stored_bytes), **counted}, self.index.most

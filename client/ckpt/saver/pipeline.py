@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from typing import Any
 from ckpt.host.lock import note_checkpoint
 from ckpt.host.segment import Segment
 from ckpt.saver.commit import Committer, Notifier, Numbering, abort_attempts, describe
-from ckpt.saver.deriving import Derived, divide, in_stream
+from ckpt.saver.deriving import Derived, divide, divide_by_use, in_stream
 from ckpt.saver.encode import CpuThrottle, encode_by, encode_stream
 from ckpt.saver.heartbeat_writer import HeartbeatWriter, SharedStep
 from ckpt.saver.incremental import ChunkIndex, IncrementalSave, ignore
@@ -53,10 +53,19 @@ from ckptstore.commits.commit import EARLIER, write_receipt
 from ckptstore.commits.generations import NewAttempt
 from ckptstore.commits.leases import end_lease
 from ckptstore.errors import CkptError, CorruptObject, ReferenceLost, SaveSkipped, UnsupportedObject
-from ckptstore.format.documents import BASES, JSON, Content, Outcome
+from ckptstore.format.documents import BASES, JSON, OPTIMIZER, Content, Outcome, Receipt
 from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import seal
-from ckptstore.format.shards import CHUNK_BYTES, EncodedChunk, Placed, RawStream, Slice, plan_chunks, slice_tables
+from ckptstore.format.shards import (
+    CHUNK_BYTES,
+    ChunkSpan,
+    EncodedChunk,
+    Placed,
+    RawStream,
+    Slice,
+    plan_chunks,
+    slice_tables,
+)
 from ckptstore.format.statistics import warning_of
 from ckptstore.names import Attempt
 from ckptstore.run import Run
@@ -128,21 +137,33 @@ def coding_policy(compress: str, url: str) -> CodingPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class _Part:
+    """The slices of a job that one shard stores."""
+
+    placed: list[Placed]
+    incremental: IncrementalSave
+
+
+@dataclass(frozen=True, slots=True)
 class _RunningJob:
     """A job in the pipeline, and its chunks."""
 
     job: SaveJob
-    placed: list[Placed]
-    """The slices that are stored."""
+    parts: list[_Part]
+    """The part that a thinned checkpoint keeps, then, if it is large, the other one."""
     derived: list[Derived]
     """The slices that are not stored, since they are casts of stored ones."""
-    incremental: IncrementalSave
     statistics: ShardStatistics | None
     """None: none are taken."""
     received_at: float
     begun_at: float
     begun_cpu_s: float
     """CPU time of the process by then."""
+
+    def end(self, receipt: Receipt | None) -> None:
+        """End its comparisons. receipt: committed; None: it is not."""
+        for part in self.parts:
+            part.incremental.end(receipt)
 
 
 class SavePipeline:
@@ -204,7 +225,7 @@ class SavePipeline:
         self._uploads = ThreadPoolExecutor(1, thread_name_prefix="ckpt-upload")
         self._committer = Committer(self._run, setup, lambda message: report(Warned(message)))
         self._background = ThreadPoolExecutor(1, thread_name_prefix="ckpt-background")
-        self._chunk_index = ChunkIndex(self._run, setup)
+        self._chunk_indexes = [ChunkIndex(self._run, setup, optimizer) for optimizer in (False, True)]
         self._known_statistics: ChunkTables = {}
         """Statistics of the chunks of the last save."""
 
@@ -245,31 +266,36 @@ class SavePipeline:
             self._waiting[job.number] = job
         self._uploads.submit(self._upload, job, raw, time.perf_counter())
 
-    def _begin(self, job: SaveJob, raw: RawStream, received_at: float) -> tuple[_RunningJob, _Encoded]:
+    def _begin(self, job: SaveJob, raw: RawStream, received_at: float) -> tuple[_RunningJob, list[_Encoded]]:
         # The memory of the slot must not outlive its use: the job does not hold it.
         began = time.perf_counter(), time.process_time()
         placed = [Placed(Slice(row.entry, row.dtype, row.shape, row.box), row.at) for row in job.slices]
         derived: list[Derived] = []
         if self._setup.dedup_casts and isinstance(raw, memoryview):
             placed, derived = divide(placed, raw)
-        spans = plan_chunks(placed)
-        plain = encode_by(self._policy, self.contents.enabled or self._chunk_index.deltas, self._throttle)
+        divided = divide_by_use(placed, derived)
+        spans = [*map(plan_chunks, divided)]
+        plain = encode_by(self._policy, self.contents.enabled or self._chunk_indexes[0].deltas, self._throttle)
         statistics, encode, unchanged = None, plain, ignore
         if self._setup.statistics:
-            statistics = ShardStatistics(self._known_statistics, raw, placed, spans, derived)
+            statistics = ShardStatistics(self._known_statistics, raw, [*chain(*divided)], [*chain(*spans)], derived)
             self._known_statistics = statistics.chunks
             encode, unchanged = statistics.observing(plain), statistics.unchanged
-        incremental = self._chunk_index.begin(job.attempt, raw, placed, spans, plain)
-        if self._chunk_index.deltas:
-            encode = incremental.deltas(encode)
-
         check: Callable[[], object] = getattr(raw, "check", list)
 
-        def encoded(again: bool) -> Generator[EncodedChunk, None, None]:
-            yield from encode_stream(incremental.changed(raw, ignore if again else unchanged), encode)
-            check()  # before the receipt, which others may commit
+        def begin(index: ChunkIndex, placed: list[Placed], spans: Sequence[ChunkSpan]) -> tuple[_Part, _Encoded]:
+            incremental = index.begin(job.attempt, raw, placed, spans, plain)
+            coded = incremental.deltas(encode) if index.deltas else encode
 
-        return _RunningJob(job, placed, derived, incremental, statistics, received_at, *began), encoded
+            def encoded(again: bool) -> Generator[EncodedChunk, None, None]:
+                yield from encode_stream(incremental.changed(raw, ignore if again else unchanged), coded)
+                check()  # before the receipt, which others may commit
+
+            return _Part(placed, incremental), encoded
+
+        begun = [begin(*one) for one in zip(self._chunk_indexes, divided, spans, strict=True) if one[1] or not placed]
+        parts, encoded = [part for part, _ in begun], [chunks for _, chunks in begun]
+        return _RunningJob(job, parts, derived, statistics, received_at, *began), encoded
 
     def _drop_queued(self, reason: str) -> None:
         """Skip the oldest job with a slot whose upload has not begun, if there is one."""
@@ -334,56 +360,69 @@ class SavePipeline:
             self._report(released)
         except BaseException as error:
             if running is not None:
-                running.incremental.end(None)
+                running.end(None)
             self._abort_job(job, error)
             return
         ended = partial(self._end, running, receipt, time.perf_counter())
         self._committer.add(attempt, receipt, ended)
 
     def _make_durable(
-        self, running: _RunningJob, attempt: Attempt, encoded: _Encoded
+        self, running: _RunningJob, attempt: Attempt, encoded: Sequence[_Encoded]
     ) -> tuple[StoredReceipt, Released]:
-        job, placed = running.job, running.placed
-        uploaded = self._upload_shard(running, attempt, encoded)
-        stored = uploaded.chunks if uploaded else []
-        shard = running.incremental.shard(stored) if placed else None
+        job, parts = running.job, running.parts
+        uploads: list[Uploaded] = []
+        for part, chunks in reversed([*zip(parts, encoded, strict=True)]):  # the first ends with the statistics of all
+            uploads.insert(0, self._upload_shard(running, part, attempt, chunks, uploads))
+        shards = [one.incremental.shard(up.chunks) for one, up in zip(parts, uploads, strict=True) if one.placed]
         extensions: dict[str, JSON] = {}
-        if running.statistics is not None and placed:
-            offset = uploaded.stored_bytes if uploaded else None
+        if running.statistics is not None and shards:
+            apart = not uploads[0].chunks or names.is_optimizer_shard(shards[0].name)
+            offset = None if apart else uploads[0].stored_bytes
             extensions = running.statistics.extensions(self._run, attempt, self._setup.rank, offset)
         if self._setup.rank == 0 and (earlier := job.attempt.earlier(attempt.generation)):
             extensions = {**extensions, EARLIER: list(map(str, earlier))}
-        if shard is not None and shard.bases is not None:
+        if any(shard.bases for shard in shards):
             extensions = {**extensions, BASES: True}
-        entries, slices = slice_tables(*in_stream(placed, running.derived))
-        shards = [shard] if shard is not None else []
+        if shards and names.is_optimizer_shard(shards[-1].name):
+            extensions = {**extensions, OPTIMIZER: True}
+        stored, derived = in_stream(parts[0].placed, running.derived)
+        second = [in_stream(part.placed, ())[0] for part in parts[1:]]
+        entries, slices = slice_tables(stored, derived, *second)
         content = Content(shards=shards, entries=entries, slices=slices, aliases=job.aliases, trees=job.trees)
         receipt = write_receipt(
             self._run, attempt, content, job.created_at, self._setup.rank, self._setup.world_size,
             local=job.local, metrics=job.metrics, extensions=job.extensions | extensions,
         )  # fmt: skip
-        self.contents.uploaded(job, attempt, shard, running.incremental.raw_digests(stored))
-        total, upload_s = time.perf_counter() - running.begun_at, uploaded.upload_s if uploaded else 0.0
+        digests = [one.incremental.raw_digests(up.chunks) for one, up in zip(parts, uploads, strict=True)]
+        self.contents.uploaded(job, attempt, shards, [*chain(*digests)])
+        total, upload_s = time.perf_counter() - running.begun_at, sum(one.upload_s for one in uploads)
         timings = {
             "queue_s": running.begun_at - running.received_at,
             "encode_s": max(0.0, total - upload_s),
             "upload_s": upload_s,
             "cpu_s": time.process_time() - running.begun_cpu_s if self._own_process else 0.0,
-            "stored_bytes": uploaded.stored_bytes if uploaded else 0,
-            "referenced_bytes": shard.referenced_bytes if shard is not None else 0,
+            "stored_bytes": sum(one.stored_bytes for one in uploads),
+            "referenced_bytes": sum(shard.referenced_bytes for shard in shards),
         }
         return receipt, Released(job.number, job.slot, timings, self._store.take_retries())
 
-    def _upload_shard(self, running: _RunningJob, attempt: Attempt, encoded: _Encoded) -> Uploaded | None:
-        """Upload the shard; None if no chunk has to be stored."""
+    def _upload_shard(
+        self, running: _RunningJob, part: _Part, attempt: Attempt, encoded: _Encoded, before: Sequence[Uploaded]
+    ) -> Uploaded:
+        """Upload a shard, unless no chunk has to be stored. before: the job's others that were."""
         with closing(encoded(False)) as ahead:
             if (first := next(ahead, None)) is None:
-                return None
-            key, tries = self._run.keys.shard(attempt, names.shard_name(self._setup.rank)), count()
-            statistics, number, changed = running.statistics, running.job.number, running.incremental.changed_bytes
-            slices = chain(running.placed, (one.place for one in running.derived))
-            rest = sum(place.slice.bytes for place in slices) - changed  # referenced or derived
-            tail = partial(statistics.document, attempt, self._setup.rank) if statistics is not None else bytes
+                return Uploaded([], 0.0)
+            optimizer = part.incremental.index.optimizer
+            key, tries = self._run.keys.shard(attempt, names.shard_name(self._setup.rank, optimizer)), count()
+            statistics, number, changed = running.statistics, running.job.number, part.incremental.changed_bytes
+            slices = chain(*(one.placed for one in running.parts), (one.place for one in running.derived))
+            left = sum(one.incremental.changed_bytes for one in running.parts)
+            rest = sum(place.slice.bytes for place in slices) - left  # referenced or derived
+            rest += sum(chunk.raw for one in before for chunk in one.chunks)
+            tail: Callable[[], bytes] = bytes
+            if statistics is not None and not optimizer:
+                tail = partial(statistics.document, attempt, self._setup.rank)
 
             def progress(done: int) -> None:
                 self._report(SaveProgress(number, rest + done))
@@ -410,14 +449,15 @@ class SavePipeline:
         """End a job whose receipt is durable. started: of the commit; result: the outcome, or why there is none."""
         job = running.job
         if isinstance(result, BaseException):
-            running.incremental.end(None)
+            running.end(None)
             if isinstance(result, ReferenceLost):
-                self._chunk_index.forget()
+                for index in self._chunk_indexes:
+                    index.forget()
             self._fail(job, None, result)
             if self._setup.rank == 0 and isinstance(result, ReferenceLost | CorruptObject | UnsupportedObject):
                 self._abort(job.attempt, describe(result))  # no other rank could commit it either
             return
-        running.incremental.end(receipt.receipt)
+        running.end(receipt.receipt)
         self.contents.ended(job.number, committed=True)
         # Rank 0 warns for all ranks of the first NaN or Inf in a checkpoint of this process.
         if not self._setup.rank and not self._warned and (warning := warning_of(result)):

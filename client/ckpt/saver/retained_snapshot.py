@@ -22,6 +22,7 @@ import time
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import msgspec
@@ -70,7 +71,8 @@ class HeldSnapshot(Message, frozen=True):
     """A snapshot in shared memory; its descriptor comes with the message. Its receipt is durable. Columns by chunk."""
 
     attempt: str
-    shard: str
+    shards: dict[str, int]
+    """The number of the first chunk of each shard."""
     num_bytes: int
     """Size of the segment."""
     at: list[int]
@@ -114,18 +116,19 @@ class SlotContents:
                 self._held.pop(job.slot, None)
 
     def uploaded(
-        self, job: SaveJob, attempt: Attempt, shard: Shard | None, chunks: Sequence[tuple[ChunkSpan, bytes]]
+        self, job: SaveJob, attempt: Attempt, shards: Sequence[Shard], chunks: Sequence[tuple[ChunkSpan, bytes]]
     ) -> None:
-        """The shard and the receipt of a job are durable. chunks: with the digests of their bytes before encoding."""
-        if not self.enabled or shard is None or job.slot is None:
+        """The shards and the receipt of a job are durable. chunks: with the digests of their bytes before encoding."""
+        if not self.enabled or not shards or job.slot is None:
             return
+        first = accumulate((len(shard.chunks.raw) for shard in shards), initial=0)
         snapshot = HeldSnapshot(
             attempt=str(attempt),
-            shard=shard.name,
+            shards={shard.name: number for shard, number in zip(shards, first, strict=False)},
             num_bytes=max((span.at + span.bytes for span, _ in chunks), default=0),
             at=[span.at for span, _ in chunks],
             raw=[span.bytes for span, _ in chunks],
-            digests=shard.chunks.digest,
+            digests=b"".join(shard.chunks.digest for shard in shards),
             raw_digests=b"".join(digest for _, digest in chunks),
         )
         with self._lock:

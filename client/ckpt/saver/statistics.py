@@ -61,6 +61,7 @@ class ShardStatistics:
         self._raw: RawStream = raw if derived else memoryview(b"")
         self._placed = placed
         self._derived = [one.place for one in derived]
+        spans = sorted(spans, key=lambda span: span.at)
         self._parts = dict(zip((span.at for span in spans), _parts(placed, spans), strict=True))
         self._tables: dict[int, Table] = {}
         self._failed = False
@@ -171,7 +172,8 @@ def chunk_table(dtype: str, raw: memoryview, sizes: Sequence[int], extremes: Ext
 def _parts(placed: Sequence[Placed], spans: Sequence[ChunkSpan]) -> list[_Parts]:
     """The slices in each chunk. Pure."""
     found: list[_Parts] = []
-    slices = ((number, place.at + place.slice.bytes) for number, place in enumerate(placed) if place.slice.bytes)
+    ends = sorted((place.at + place.slice.bytes, number) for number, place in enumerate(placed) if place.slice.bytes)
+    slices = ((number, end) for end, number in ends)
     number, end = -1, 0
     for span in spans:
         numbers, sizes, at = list[int](), list[int](), span.at

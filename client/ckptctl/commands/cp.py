@@ -16,7 +16,7 @@ from ckptctl.commands.fleet import in_units
 from ckptctl.commands.listing import show_meant
 from ckptctl.session import Session, leased
 from ckptstore import human
-from ckptstore.commits.catalog import Checkpoint, State
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CkptError, Damaged, InvalidRequest, NotFound, PartlyDone, StoreFull
 from ckptstore.names import check_run
 from ckptstore.reading.fetch import Progress
@@ -80,7 +80,7 @@ def copy_checkpoints(
 
 def _usable(session: Session, which: Sequence[str]) -> list[Checkpoint]:
     chosen = ((text, c) for text in which for c in reversed(session.chosen(text)))
-    return list({c.id: c for text, c in chosen if "@" in text or c.state is State.COMMITTED}.values())
+    return list({c.id: c for text, c in chosen if "@" in text or c.live}.values())
 
 
 def _copy_each(

@@ -36,7 +36,7 @@ TagOption = Annotated[list[str] | None, typer.Option(metavar="NAME[=VALUE]", hel
 StepOption = Annotated[int | None, typer.Option(min=0, metavar="STEP", help="Limit the steps.")]
 MomentOption = Annotated[str | None, typer.Option(metavar="TIME", help=_TIME)]
 SortOption = Annotated[str, typer.Option(metavar="ORDER", help="run, step, time, size, metric:NAME; - descends.")]
-STATE_STYLES = {State.COMMITTED: "", State.SUPERSEDED: "dim", State.ABANDONED: "dim", State.CORRUPT: "red"}
+STATE_STYLES = dict.fromkeys(State, "dim") | {State.COMMITTED: "", State.CORRUPT: "red"}
 
 
 def list_checkpoints(
@@ -205,7 +205,7 @@ def show_meant(session: Session, verb: str, found: Sequence[Checkpoint]) -> None
 
 def short_id(checkpoint: Checkpoint) -> str:
     """The shortest unambiguous id of a checkpoint."""
-    if checkpoint.state is State.COMMITTED:
+    if checkpoint.live:
         return f"{checkpoint.run}@{checkpoint.step}"
     return checkpoint.id
 

@@ -33,6 +33,7 @@ default:                     # for runs that no override matches; leave it out: 
   keep_daily: 7
   keep_best: [val_loss:min:3]
   keep_healthy: 1            # the newest without NaN and Inf
+  keep_full: 5               # older ones that stay lose their optimizer state; keep_weights: all keeps every one
   keep_abandoned: 7d         # what training left behind when it went on from an earlier checkpoint; 0s: nothing
 overrides:                   # the first that matches a run counts
   - runs: exp-*
@@ -242,8 +243,9 @@ def _explain_effect(session: Session, run: str | None = None) -> None:
     for name, of_run in plan.by_run():
         if of_run.blocked:
             blocked.append(f"blocked: {of_run.blocked}. ckptctl prune {name} shows and confirms the plan")
-        elif of_run.remove:
-            pruned.append(f"run {name}: {human.count(len(of_run.remove), 'checkpoint')} will be deleted")
+        elif of_run.remove or of_run.thin:
+            thinned = f", {len(of_run.thin)} thinned" if of_run.thin else ""
+            pruned.append(f"run {name}: {human.count(len(of_run.remove), 'checkpoint')} will be deleted{thinned}")
     for lines in (blocked, pruned):
         for line in lines[:_NAMED]:
             session.screen.note(line)

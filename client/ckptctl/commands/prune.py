@@ -16,7 +16,7 @@ from ckptctl.commands.struct_options import with_options
 from ckptctl.render import Block, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
-from ckptstore.commits.catalog import Checkpoint
+from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import CheckpointHeld, PartlyDone
 from ckptstore.format.records import Policy
 from ckptstore.retention.policy import KeepDecision
@@ -51,14 +51,14 @@ def prune(
 
 def _prune(session: Session, wanted: Prune, dry_run: bool, yes: bool, force: bool) -> None:
     plan = session.operator.plan_prune(wanted)
-    if dry_run or not plan.remove:
+    if dry_run or not (plan.remove or plan.thin):
         body = PruneBody.of(plan, dry_run)
         session.screen.emit(body, [c.id for c in plan.remove], _plan_blocks(plan, session.clock()))
         return
     if not yes:
         session.screen.preview([*_plan_blocks(plan, session.clock()), ""])
         freed = f"after {human.duration(plan.grace_s)}" if plan.grace_s else "at once"
-        session.screen.confirm(f"Delete {_amount(plan.remove)}, freed {freed}?")
+        session.screen.confirm(f"Delete {_amount(plan.remove)}{_and_thin(plan)}, freed {freed}?")
     # A person who answers yes has seen the plan on the screen.
     wanted = replace(wanted, force=force or not yes)
     with session.screen.progress("deleting", plan.freed_bytes) as progress:
@@ -72,7 +72,7 @@ def _prune(session: Session, wanted: Prune, dry_run: bool, yes: bool, force: boo
 
 def _plan_blocks(plan: PrunePlan, now: float) -> Iterator[Block]:
     if plan.keep:
-        yield f"Keep {_amount([decision.checkpoint for decision in plan.keep])}"
+        yield f"Keep {_amount([decision.checkpoint for decision in plan.keep])}{_and_thin(plan)}"
         yield _table(plan.keep, now)
         yield ""
     if plan.remove:
@@ -86,7 +86,7 @@ def _done_blocks(done: PrunePlan, shown: bool) -> Iterator[Block]:
     if not shown:
         for checkpoint in done.remove:
             yield f"removed {checkpoint.id}"
-    count, size = human.count(len(done.remove), "checkpoint"), human.size(done.freed_bytes)
+    count, size = human.count(len(done.remove), "checkpoint") + _and_thin(done), human.size(done.freed_bytes)
     if done.grace_s:
         until = human.duration(done.grace_s)
         yield f"Hid {count}; {size} are freed in {until}; ckptctl undelete restores them until then"
@@ -99,9 +99,15 @@ def _table(decisions: Sequence[KeepDecision], now: float) -> Table:
     rows = []
     for decision in decisions:
         c = decision.checkpoint
-        cells = (f"  {short_id(c)}", c.state, human.age(now - c.committed_at), human.size(c.stored_bytes))
+        state = State.THINNED if decision.thins else c.state
+        cells = (f"  {short_id(c)}", state, human.age(now - c.committed_at), human.size(c.stored_bytes))
         rows.append(Row((*cells, ", ".join(decision.reasons) or decision.why_removed), STATE_STYLES[c.state]))
     return Table(columns, rows)
+
+
+def _and_thin(plan: PrunePlan) -> str:
+    size = human.size(sum(checkpoint.optimizer_bytes for checkpoint in plan.thin))
+    return f" and the optimizer state of {len(plan.thin)}, {size}" if plan.thin else ""
 
 
 def _amount(checkpoints: Sequence[Checkpoint]) -> str:

@@ -15,7 +15,7 @@ import msgspec
 
 from ckptstore.analysis.statistics import CheckpointStatistics, TensorStatistics, read_statistics
 from ckptstore.codecs.dtypes import is_float
-from ckptstore.commits.catalog import Checkpoint, State
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import Damaged, InvalidRequest, NoCheckpoint, ObjectMissing
 from ckptstore.format.statistics import is_counter
 from ckptstore.reading.source import Source
@@ -68,7 +68,7 @@ def series(source: Source, run: str, checkpoints: Iterable[Checkpoint]) -> tuple
 
     Raises NoCheckpoint if none is given, or Unavailable.
     """
-    live = sorted((c for c in checkpoints if c.state is State.COMMITTED), key=lambda c: c.attempt)
+    live = sorted((c for c in checkpoints if c.live), key=lambda c: c.attempt)
     if not live:
         raise NoCheckpoint(f"run {run!r} has no checkpoint in {source.url}", "ckptctl runs lists the runs")
     found: list[CheckpointStatistics] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import isfinite
 from typing import NamedTuple
 
@@ -11,9 +12,10 @@ import numpy as np
 
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CorruptObject, Damaged, InvalidRequest, ObjectMissing
+from ckptstore.format.columns import column
 from ckptstore.format.documents import Content, Manifest
 from ckptstore.format.parsing import parse_sealed
-from ckptstore.format.statistics import Statistics, Table, is_counter, merge, side_documents
+from ckptstore.format.statistics import Statistics, Table, is_counter, merge, side_document
 from ckptstore.reading.source import Source, checked_statistics, read_manifest, statistics_name
 from ckptstore.threads import in_parallel
 
@@ -58,23 +60,26 @@ class CheckpointStatistics(NamedTuple):
 def read_statistics(source: Source, checkpoint: Checkpoint) -> CheckpointStatistics:
     """Read and merge the statistics of all ranks. Raises InvalidRequest if the checkpoint was saved without them, and
     Damaged, ObjectMissing or Unavailable if its manifest cannot be read."""
-    manifest = read_manifest(source, checkpoint)
+    manifest = read_manifest(source, replace(checkpoint, thinned=False))  # they outlive optimizer state
     content = manifest.content
     missing: list[str] = []
 
-    def read(number: int) -> Table | None:
+    owner = column(shard.rank for shard in content.shards)[content.slices.shard]  # of each slice
+    ranks = sorted({shard.rank for shard in content.shards})
+
+    def read(rank: int) -> Table | None:
         try:
-            return _read_rank(source, checkpoint, manifest, number)
+            return _read_rank(source, checkpoint, manifest, rank, int(np.count_nonzero(owner == rank)))
         except (Damaged, ObjectMissing) as error:
             missing.append(error.message)
             return None
 
-    tables = in_parallel(read, range(len(content.shards)))
-    if not any(table is not None for table in tables) and content.shards:
+    tables = in_parallel(read, ranks)
+    if not any(table is not None for table in tables) and ranks:
         if missing:
             raise CorruptObject(f"no statistics of {checkpoint.id} can be read: {missing[0]}", "Use another checkpoint")
         raise InvalidRequest(f"{checkpoint.id} was saved without statistics", "Save with statistics=True")
-    rows = [np.flatnonzero(content.slices.shard == number) for number in range(len(content.shards))]
+    rows = [np.flatnonzero(owner == rank) for rank in ranks]
     known = [(table, of) for table, of in zip(tables, rows, strict=True) if table is not None]
     entry = np.concatenate([np.zeros(0, np.int64), *(content.slices.entry[of] for _, of in known)])
     merged = merge([table for table, _ in known], entry, len(content.entries.name))
@@ -82,19 +87,17 @@ def read_statistics(source: Source, checkpoint: Checkpoint) -> CheckpointStatist
     return CheckpointStatistics(checkpoint, _tensors(content, merged, left_out), sorted(missing))
 
 
-def _read_rank(source: Source, checkpoint: Checkpoint, manifest: Manifest, number: int) -> Table | None:
-    """The statistics of the slices of a shard, in the order of the manifest; None if there are none."""
-    shard = manifest.content.shards[number]
-    expected = side_documents(manifest)[number]
+def _read_rank(source: Source, checkpoint: Checkpoint, manifest: Manifest, rank: int, slices: int) -> Table | None:
+    """The statistics of a rank's slices, in the order of the manifest; None if there are none."""
+    expected = side_document(manifest, rank)
     if expected is None:
         return None
-    key = statistics_name(checkpoint, shard.rank)
-    data = checked_statistics(source, checkpoint, shard.rank, expected)
-    document = parse_sealed(data, Statistics, key)
-    if (document.attempt, document.rank) != (str(checkpoint.attempt), shard.rank):
+    key = statistics_name(checkpoint, rank)
+    document = parse_sealed(checked_statistics(source, checkpoint, rank, expected), Statistics, key)
+    if (document.attempt, document.rank) != (str(checkpoint.attempt), rank):
         raise CorruptObject(f"{key} are those of another rank or attempt")
     table = document.table(key)
-    if len(table.elements) != np.count_nonzero(manifest.content.slices.shard == number):
+    if len(table.elements) != slices:
         raise CorruptObject(f"{key} have {len(table.elements)} rows, which does not fit the manifest")
     return table
 

@@ -18,7 +18,7 @@ from math import isfinite, nan
 from msgspec.structs import asdict
 
 from ckptstore import names
-from ckptstore.commits.commit import read_outcome
+from ckptstore.commits.commit import OPTIMIZER_BYTES, read_outcome
 from ckptstore.commits.generations import (
     Continuations,
     Lineage,
@@ -47,6 +47,8 @@ class State(StrEnum):
     """A later commit of the same step and generation exists."""
     ABANDONED = "abandoned"
     """Outside of the live lineage: training went on from an earlier checkpoint. Never latest."""
+    THINNED = "thinned"
+    """Live, with weights and without optimizer state; never latest."""
     CORRUPT = "corrupt"
     """Its outcome cannot be read, or its bytes were found damaged; never latest."""
 
@@ -75,6 +77,10 @@ class Checkpoint:
     tags: dict[str, str] = field(default_factory=dict, hash=False)
     problem: str = ""
     """Why it is corrupt."""
+    optimizer_bytes: int = 0
+    """The part of `stored_bytes` that thinning frees."""
+    thinned: bool = False
+    """Its optimizer state is deleted, or will be after a grace; not counted in `stored_bytes` any more."""
     not_finite: int | None = None
     """Number of elements that are NaN or Inf; None: it is not known. Masks do not count."""
     written_at: float = field(default=0.0, compare=False)
@@ -109,8 +115,13 @@ class Checkpoint:
     @property
     def branch_state(self) -> str:
         """Its generation, and whether a restore would use it, in words: 3, from step 300; live."""
-        state = {State.COMMITTED: "live", State.ABANDONED: "abandoned"}.get(self.state)
+        state = "live" if self.live else {State.ABANDONED: "abandoned"}.get(self.state)
         return f"{self.branch}; {state}" if state else self.branch
+
+    @property
+    def live(self) -> bool:
+        """Whether it is in the live lineage and not superseded: committed or thinned."""
+        return self.state in (State.COMMITTED, State.THINNED)
 
     @property
     def needed_bytes(self) -> int:
@@ -135,9 +146,9 @@ def list_runs(store: Store) -> list[str]:
 def list_checkpoints(run: Run) -> list[Checkpoint]:
     """All checkpoints of a run that are not being deleted, newest generation and step first; reads every outcome."""
     written = _outcome_times(run)  # first, as in visible_attempts
-    attempts = without_hidden(written, hidden_attempts(run))
-    damaged = set(quarantined_attempts(run))
-    found = in_parallel(lambda attempt: read_checkpoint(run, attempt, damaged), attempts)
+    hidden = hidden_attempts(run)
+    attempts, damaged = without_hidden(written, hidden), set(quarantined_attempts(run))
+    found = in_parallel(lambda attempt: read_checkpoint(run, attempt, damaged, hidden.thinned), attempts)
     listed = (replace(c, written_at=written[c.attempt]) for c in found if c is not None)
     begun = list_generations(run)
     begun_at = {number: info.modified_at for number, info in begun.items()}
@@ -194,9 +205,10 @@ def candidates(run: Run, decided: Sequence[Attempt] | None = None) -> Iterator[C
     visible = (attempt for attempt in decided if attempt not in hidden.result())  # reads only the lists it needs
 
     def read(attempt: Attempt) -> Checkpoint | None:
-        if attempt == decided[0] and attempt not in quarantine:
+        thinned = hidden.result().thinned
+        if attempt == decided[0] and attempt not in quarantine and attempt not in thinned:
             return newest.result()
-        return read_checkpoint(run, attempt, quarantine)
+        return read_checkpoint(run, attempt, quarantine, thinned)
 
     return walk(visible, read, lambda number: read_generation(run, number))
 
@@ -204,7 +216,7 @@ def candidates(run: Run, decided: Sequence[Attempt] | None = None) -> Iterator[C
 def walk(
     visible: Iterable[Attempt], read: Callable[[Attempt], Checkpoint | None], parent_of: ParentOf
 ) -> Iterator[Checkpoint]:
-    """The checkpoints of the live lineage, newest first, and corrupt ones. Outcomes are read lazily.
+    """The checkpoints of the live lineage, newest first, and corrupt ones; no thinned ones. Outcomes are read lazily.
 
     visible: newest generation and step first. read: the checkpoint of an attempt; None if it was aborted.
     """
@@ -215,7 +227,7 @@ def walk(
             wanted = (attempt for attempt in of_step if not lineage.complete or lineage.includes(attempt))
             for c in supersede(c for c in map(read, wanted) if c is not None):
                 readable.append(is_readable(c))
-                if c.state is not State.SUPERSEDED:
+                if c.state is not State.SUPERSEDED and not c.thinned:
                     yield c
         if readable:
             lineage.add(generation, any(readable))
@@ -226,10 +238,12 @@ def find(store: Store, reference: Reference) -> Checkpoint:
     run = Run(store, reference.run)
     if reference.newest:
         return latest(run)
-    visible = visible_attempts(run)
+    decided = decided_attempts(run)
+    hidden = hidden_attempts(run)
+    visible = without_hidden(decided, hidden)
     if meant := list(filter(reference.means, visible)):
         damaged = quarantined_attempts(run)
-        found = (read_checkpoint(run, attempt, damaged) for attempt in meant)
+        found = (read_checkpoint(run, attempt, damaged, hidden.thinned) for attempt in meant)
         if listed := with_states((c for c in found if c is not None), _lineage(run, visible)):
             return min(listed, key=lambda c: c.state is State.ABANDONED)
     raise NoCheckpoint(
@@ -244,9 +258,9 @@ def named(checkpoints: Iterable[Checkpoint], reference: Reference, url: str) -> 
     A tag names the newest that has it, first of the live lineage. Raises NoCheckpoint.
     """
     name = reference.name or ""
-    usable = sorted(checkpoints, key=lambda c: (c.state is State.COMMITTED, c.attempt), reverse=True)
+    usable = sorted(checkpoints, key=lambda c: (c.live, c.attempt), reverse=True)
     if name.startswith("best:"):
-        live = [c for c in usable if c.state is State.COMMITTED]
+        live = [c for c in usable if c.live]
         found = ranked(Best.parse(f"{name.removeprefix('best:')}:1"), live)
     else:
         found = [c for c in usable if name in c.tags]
@@ -320,6 +334,7 @@ def from_outcome(outcome: Outcome) -> Checkpoint | None:
         manifest_digest=outcome.committed.digest,
         manifest_bytes=outcome.committed.bytes,
         not_finite=health.nan + health.inf if health is not None else None,
+        optimizer_bytes=outcome.extension(OPTIMIZER_BYTES, int) or 0,
     )
 
 
@@ -359,9 +374,10 @@ def with_parents(checkpoints: Iterable[Checkpoint], parent_of: ParentOf) -> list
 def _mark_abandoned(
     checkpoint: Checkpoint, lineage: Lineage, continuations: Continuations, begun_at: Mapping[int, float]
 ) -> Checkpoint:
-    """The checkpoint, marked abandoned if it is usable otherwise and outside of the live lineage."""
+    """The checkpoint, marked abandoned if it is usable otherwise and outside of the live lineage, or thinned."""
     if checkpoint.state is not State.COMMITTED or lineage.includes(checkpoint.attempt):
-        return checkpoint
+        thins = checkpoint.thinned and checkpoint.state is State.COMMITTED
+        return replace(checkpoint, state=State.THINNED) if thins else checkpoint
     begun = begun_at.get(lineage.left_by(checkpoint.attempt, continuations) or 0)
     # An old job may commit long after its successor began.
     at = None if begun is None else max(begun, checkpoint.written_at)
@@ -379,13 +395,18 @@ def is_readable(checkpoint: Checkpoint) -> bool:
     return checkpoint.state is not State.CORRUPT or bool(checkpoint.manifest_digest)
 
 
-def read_checkpoint(run: Run, attempt: Attempt, damaged: Collection[Attempt] = ()) -> Checkpoint | None:
-    """The checkpoint of an attempt; None if it was aborted or is undecided. damaged: the attempts in quarantine."""
-    found = read_decided(run, attempt, damaged)
+def read_checkpoint(
+    run: Run, attempt: Attempt, damaged: Collection[Attempt] = (), thinned: Collection[Attempt] = ()
+) -> Checkpoint | None:
+    """The checkpoint of an attempt; None if it was aborted or is undecided. damaged: the attempts in quarantine.
+    thinned: those without optimizer state."""
+    found = read_decided(run, attempt, damaged, thinned)
     return found if isinstance(found, Checkpoint) else None
 
 
-def read_decided(run: Run, attempt: Attempt, damaged: Collection[Attempt]) -> Checkpoint | Attempt | None:
+def read_decided(
+    run: Run, attempt: Attempt, damaged: Collection[Attempt], thinned: Collection[Attempt] = ()
+) -> Checkpoint | Attempt | None:
     """The checkpoint of an attempt; the attempt itself if it was aborted; None if it is undecided."""
     # A newer format is not damage and raises: skipping it would resume from the wrong step.
     try:
@@ -395,6 +416,9 @@ def read_decided(run: Run, attempt: Attempt, damaged: Collection[Attempt]) -> Ch
     if outcome is None:
         return None
     found = from_outcome(outcome)
+    if found is not None and attempt in thinned:
+        left = found.stored_bytes - found.optimizer_bytes
+        found = replace(found, thinned=True, stored_bytes=left, optimizer_bytes=0)
     if found is not None and attempt in damaged:
         return replace(found, state=State.CORRUPT, problem=f"{found.id} was found damaged")
     return found or attempt

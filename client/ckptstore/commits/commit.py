@@ -44,12 +44,14 @@ from ckptstore.format.documents import (
 from ckptstore.format.merging import StoredReceipt, checked, merge
 from ckptstore.format.parsing import manifest_bytes, pack_manifest, parse_manifest, parse_part, seal
 from ckptstore.format.statistics import health_extension
-from ckptstore.names import Attempt, new_ulid
+from ckptstore.names import Attempt, is_optimizer_shard, new_ulid
 from ckptstore.retry import pauses, retry
 from ckptstore.run import Run
 from ckptstore.stores.retrying import pauses_without
 from ckptstore.threads import in_parallel
 
+OPTIMIZER_BYTES = "optimizer_bytes"
+"""Extension of an outcome: the stored bytes that thinning frees."""
 EARLIER = "earlier"
 """Extension of rank 0's receipt: the attempts of earlier saves of this step by its trainer, first call first."""
 _CLOCK_S = 0.001
@@ -174,11 +176,11 @@ def commit_attempt(run: Run, receipts: Sequence[StoredReceipt], newest: int | No
     if (after := _end_earlier(run, earlier_saves(receipts[0].receipt))) is not None:
         clock = run.clock
         run = replace(run, clock=lambda: max(clock(), after + _CLOCK_S))
-    data, newer, summary, health = _prepare(run, manifest, attempt, receipts, max(attempt.generation, newest or 0))
+    data, newer, summary, extensions = _prepare(run, manifest, attempt, receipts, max(attempt.generation, newest or 0))
     if newer is not None:
         outcome = decide(replace(run, by=_SUPERSEDED.format(newer)), attempt, None)
     else:
-        outcome = decide(run, attempt, Committed(digest=digest(data), bytes=len(data), summary=summary), health)
+        outcome = decide(run, attempt, Committed(digest=digest(data), bytes=len(data), summary=summary), extensions)
     _require_committed(run, attempt, outcome)
     check_alive(run, attempt)
     return outcome
@@ -231,9 +233,11 @@ def _prepare(
         # Late. If the next generation begins after this look, the checkpoint is committed, and abandoned.
         newer = pool.submit(superseded_by, run, newest)
         summary, health = pool.submit(_summarize, manifest), pool.submit(health_extension, manifest)
+        optimizer = sum(shard.stored_bytes for shard in manifest.content.shards if is_optimizer_shard(shard.name))
         data = _create_manifest(run, manifest, [shard for stored in receipts for shard in stored.shards])
         _mark_referenced(run, manifest, attempt)
-    return data, newer.result(), summary.result(), health.result()
+    extensions = health.result() | ({OPTIMIZER_BYTES: optimizer} if optimizer else {})
+    return data, newer.result(), summary.result(), extensions
 
 
 def check_alive(run: Run, attempt: Attempt) -> None:
@@ -251,15 +255,15 @@ def check_alive(run: Run, attempt: Attempt) -> None:
 
 def _mark_referenced(run: Run, manifest: Manifest, attempt: Attempt) -> None:
     """Keep the referenced attempts from being deleted until this attempt itself is deleted."""
-    needed = referenced_attempts(manifest.content)
+    needed, optimizer = (referenced_attempts(manifest.content, of_optimizer) for of_optimizer in (False, True))
     if not needed:
         return
-    mark(run, attempt, needed)
+    mark(run, attempt, needed, optimizer)
     # In the order of a reader: the outcomes, then what is hidden.
     outcomes = {other: read_outcome(run, other) for other in needed}
     hidden = hidden_attempts(run)
     for other, outcome in outcomes.items():
-        if outcome is None or outcome.committed is None or other in hidden:
+        if outcome is None or outcome.committed is None or hidden.lost(other, other not in optimizer):
             raise reference_lost(run, attempt, other)
 
 

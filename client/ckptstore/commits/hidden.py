@@ -68,12 +68,19 @@ class HiddenAttempts:
         """
         with ThreadPoolExecutor(1) as background:
             deleted = background.submit(DeletedAttempts, run) if at_once else None
-            self.tombstoned = frozenset(listed_attempts(run, run.keys.tombstones))
+            listed = [(attempt, names.is_thinning(id)) for attempt, id, _ in run.listed(run.keys.tombstones)]
+            self.tombstoned = frozenset(attempt for attempt, thins in listed if not thins)
+            self.thinned = frozenset(attempt for attempt, thins in listed if thins)
+            """Those whose optimizer state is being deleted, or is deleted. They are not hidden by that."""
         # The lists second: an attempt is on the list before its tombstone is removed.
         self.deleted = deleted.result() if deleted is not None else DeletedAttempts(run)
 
     def __contains__(self, attempt: Attempt) -> bool:
         return attempt in self.tombstoned or attempt in self.deleted
+
+    def lost(self, attempt: Attempt, thinned: bool) -> str:
+        """`deleted` or `thinned` if it is of no use any more, else empty. thinned: optimizer state is not needed."""
+        return "deleted" if attempt in self else "thinned" if attempt in self.thinned and not thinned else ""
 
 
 def hidden_attempts(run: Run) -> HiddenAttempts:

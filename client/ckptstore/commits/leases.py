@@ -22,16 +22,17 @@ from ckptstore.stores.checks import MAX_SKEW_S
 logger = logging.getLogger(__name__)
 
 
-def take_lease(run: Run, attempt: Attempt, holder: str, ttl_s: float) -> str:
+def take_lease(run: Run, attempt: Attempt, holder: str, ttl_s: float, thinned: bool = False) -> str:
     """Protect a checkpoint for `ttl_s` seconds; the lease is durable on return. Returns its id.
 
-    Raises NoCheckpoint if the checkpoint is being deleted, or was deleted meanwhile.
+    thinned: its optimizer state is not needed. Raises NoCheckpoint if the checkpoint, or optimizer state that is
+    needed, is being deleted, or was deleted meanwhile.
     """
     lease = new_ulid(run.clock())
     renew_lease(run, lease, attempt, holder, ttl_s)
-    if attempt in hidden_attempts(run):
+    if lost := hidden_attempts(run).lost(attempt, thinned):
         release_lease(run, lease)
-        raise NoCheckpoint(f"{run.id_of(attempt)} is being deleted", "Use another checkpoint")
+        raise NoCheckpoint(f"{run.id_of(attempt)} is being {lost}", "Use another checkpoint")
     return lease
 
 

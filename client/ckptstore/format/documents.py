@@ -180,7 +180,7 @@ class Slices(Document, frozen=True, eq=False, omit_defaults=True):
     entry: Column
     """Index into Entries."""
     shard: Column
-    """Index into the manifest's shards; always 0 in a receipt."""
+    """Index into the shards of the manifest, or of the receipt."""
     at: Column
     box: Column
     """All boxes in order, each as its offsets, then its sizes: two numbers per dimension of its entry."""
@@ -278,6 +278,8 @@ class Committed(Document, frozen=True):
 
 BASES = "critical.bases"
 """Name of the extension of receipts and manifests in which a shard has bases."""
+OPTIMIZER = "critical.optimizer"
+"""Name of the extension of receipts and manifests in which a rank has a shard of its own for optimizer state."""
 REPLICAS = "replicas"
 """Name of the extension of a receipt about what several ranks hold."""
 

@@ -7,8 +7,10 @@ it has been read: while receipts are still missing, the merging process has time
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
 from typing import NamedTuple
 
+import numpy as np
 from msgspec import Raw
 
 from ckptstore.errors import CorruptObject, UnsupportedObject
@@ -30,6 +32,7 @@ from ckptstore.format.documents import (
 )
 from ckptstore.format.parsing import check_content, check_receipt, check_together, encode_shard
 from ckptstore.format.trees import leaves, merge_trees
+from ckptstore.names import is_optimizer_shard, of_optimizer
 
 
 class StoredReceipt(NamedTuple):
@@ -94,6 +97,30 @@ def merge(receipts: Sequence[StoredReceipt]) -> Manifest:
     _check_alike(receipts)
     _check_trees(manifest.content)
     return manifest
+
+
+def without_optimizer(content: Content) -> Content:
+    """The content of a thinned checkpoint: no entry with a part in an optimizer shard, no optimizer's tree. Pure."""
+    entries, slices = content.entries, content.slices
+    kept = np.array([not is_optimizer_shard(shard.name) for shard in content.shards], np.bool_)
+    left = np.ones(len(entries.name), np.bool_)
+    left[slices.entry[~kept[slices.shard]]] = False
+    rows, derived = left[slices.entry], slices.derived_rows
+    derived = (np.cumsum(rows) - 1)[derived[rows[derived]]]
+    names, dtypes, shapes = ([], [], []) if not left.any() else zip(*compress(entries.rows(), left), strict=True)
+    return Content(
+        shards=[*compress(content.shards, kept)],
+        entries=Entries([*names], [*dtypes], [*shapes]),
+        slices=Slices(
+            entry=(np.cumsum(left) - 1)[slices.entry[rows]],
+            shard=(np.cumsum(kept) - 1)[slices.shard[rows]],
+            at=slices.at[rows],
+            box=slices.box[np.repeat(rows, 2 * column(map(len, entries.shape))[slices.entry])],
+            derived=derived if len(derived) else None,
+        ),
+        aliases={alias: name for alias, name in content.aliases.items() if name in names},
+        trees={item: tree for item, tree in content.trees.items() if not of_optimizer(item)},
+    )
 
 
 def _check_alike(receipts: Sequence[StoredReceipt]) -> None:

@@ -31,6 +31,7 @@ from ckptstore.format.documents import (
     FORMAT,
     JSON,
     MAX_BYTES,
+    OPTIMIZER,
     Chunks,
     Content,
     Document,
@@ -65,7 +66,7 @@ class _Head(msgspec.Struct):
 
 _CRITICAL = "critical."
 """Begins the names of extensions that a reader must know."""
-_KNOWN = frozenset({BASES})
+_KNOWN = frozenset({BASES, OPTIMIZER})
 
 
 def seal(document: Document) -> bytes:
@@ -291,9 +292,11 @@ def _check_rank(receipt: Receipt) -> None:
 
 
 def _check_announced(document: Receipt | Manifest) -> None:
-    """Readers that do not know bases refuse the document as newer, not as damaged."""
-    announced = BASES in document.extensions or not any(shard.bases for shard in document.content.shards)
-    _require(announced, f"it has bases, and not the extension {BASES}")
+    """Readers that do not know what it has refuse the document as newer, not as damaged."""
+    shards = document.content.shards
+    divided = any(names.is_optimizer_shard(shard.name) for shard in shards)
+    for name, present in ((BASES, any(shard.bases for shard in shards)), (OPTIMIZER, divided)):
+        _require(name in document.extensions or not present, f"it lacks the extension {name}")
 
 
 def _check_generation(generation: Generation) -> None:

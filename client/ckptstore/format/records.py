@@ -175,6 +175,7 @@ class Action(StrEnum):
     """The actions in the audit log."""
 
     DELETE = "delete"
+    THIN = "thin"
     UNDELETE = "undelete"
     SWEEP = "sweep"
     ABORT = "abort"
@@ -228,6 +229,9 @@ def about(text: str, unit: str = "", **extra: str) -> msgspec.Meta:
     return msgspec.Meta(description=text, extra={"unit": unit, **extra})
 
 
+ALL = "all"
+
+
 class Policy(Document, frozen=True):
     """The retention rules of a run, as they are stored, sent and evaluated. A rule that is 0 or empty keeps nothing.
 
@@ -244,6 +248,11 @@ class Policy(Document, frozen=True):
     ] = ()
     keep_healthy: Annotated[int, about("Keep the newest N checkpoints without NaN and Inf.")] = 0
     """Those without statistics count only if there are too few others."""
+    keep_full: Annotated[int, about("Keep the newest N whole; what other rules keep loses its optimizer state.")] = 0
+    keep_weights: Annotated[
+        int | str, about("Keep the newest N, or all, without optimizer state.", metavar="N|all")
+    ] = 0
+    """A number, or `all`. With it, and without keep_full, other rules keep checkpoints whole."""
     keep_within_s: Annotated[float, about("Keep checkpoints younger than this: 90s, 30m, 24h, 7d.", "s")] = 0.0
     max_bytes: Annotated[int, about("Maximum total size to keep: 500GB, 4GiB.", "bytes")] = 0
     """A limit, not a reason: of the checkpoints that other rules keep, or of all if there is no other rule, the newest
@@ -256,6 +265,7 @@ class Policy(Document, frozen=True):
 
     def __post_init__(self) -> None:
         numbers = {name: getattr(self, name) for name in self.__struct_fields__ if name != "keep_best"}
+        numbers["keep_weights"] = self.most_weights
         for name, value in numbers.items():
             allowed = (int, float) if name.endswith("_s") else int
             if isinstance(value, bool) or not isinstance(value, allowed) or not 0 <= value < 1 << 62:
@@ -267,6 +277,16 @@ class Policy(Document, frozen=True):
             raise InvalidRequest(
                 "the policy keeps nothing", "Keep at least something: the last 1, every 1000, within a day ..."
             )
+
+    @property
+    def most_weights(self) -> int:
+        """`keep_weights` as a number. Raises InvalidRequest."""
+        given = self.keep_weights
+        if not isinstance(given, str):
+            return given
+        if given != ALL and not given.isdecimal():
+            raise InvalidRequest(f"keep_weights cannot be {given!r}", f"Use a number, or {ALL}")
+        return (1 << 62) - 1 if given == ALL else int(given)
 
 
 class Override(Document, frozen=True, omit_defaults=True):

@@ -246,9 +246,13 @@ def rows_of(chunks: Chunks) -> Iterator[EncodedChunk]:
         yield EncodedChunk(b"", raw, stored, chunks.codec_of(number), chunks.digest_of(number))
 
 
-def slice_tables(stored: Sequence[Placed], derived: Sequence[Placed] = ()) -> tuple[Entries, Slices]:
-    """The columns that describe the slices of one shard in its receipt. derived: slices placed at their sources."""
-    placed = [*stored, *derived]
+def slice_tables(
+    stored: Sequence[Placed], derived: Sequence[Placed] = (), second: Sequence[Placed] = ()
+) -> tuple[Entries, Slices]:
+    """The columns that describe the slices of a rank in its receipt: those of its first shard, of the second, if there
+    are two, and those derived from the first's, placed at their sources."""
+    placed = [*stored, *second, *derived]
+    first_derived = len(stored) + len(second)
     index: dict[str, int] = {}
     entries = Entries(name=[], dtype=[], shape=[])
     for place in placed:
@@ -260,10 +264,10 @@ def slice_tables(stored: Sequence[Placed], derived: Sequence[Placed] = ()) -> tu
             entries.shape.append(list(piece.shape))
     slices = Slices(
         entry=column(index[place.slice.entry] for place in placed),
-        shard=np.zeros(len(placed), np.int64),
+        shard=column(int(len(stored) <= row < first_derived) for row in range(len(placed))),
         at=column(place.at for place in placed),
         box=column(number for place in placed for number in place.slice.box),
-        derived=column(range(len(stored), len(placed))) if derived else None,
+        derived=column(range(first_derived, len(placed))) if derived else None,
     )
     return entries, slices
 

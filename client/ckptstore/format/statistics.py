@@ -150,8 +150,10 @@ def side_document(document: Manifest | Receipt, rank: int) -> SideDocument | Non
 
 
 def side_documents(manifest: Manifest) -> list[SideDocument | None]:
-    """The record of the statistics of each shard in a manifest."""
-    return [side_document(manifest, shard.rank) for shard in manifest.content.shards]
+    """The record of the statistics of each shard in a manifest; None for the second one of a rank, which has none."""
+    first: dict[int, str] = {}
+    shards = [(shard.rank, first.setdefault(shard.rank, shard.name) == shard.name) for shard in manifest.content.shards]
+    return [side_document(manifest, rank) if is_first else None for rank, is_first in shards]
 
 
 def health_extension(manifest: Manifest) -> dict[str, JSON]:
@@ -160,7 +162,7 @@ def health_extension(manifest: Manifest) -> dict[str, JSON]:
     known = [side for side in sides if side is not None]
     names = dict.fromkeys(name for side in known for name in side.entries)
     health = Health(sum(side.nan for side in known), sum(side.inf for side in known), list(names)[:MOST_NAMED])
-    if health.is_healthy and (len(known) < len(sides) or not sides):
+    if health.is_healthy and (len(known) < len({shard.rank for shard in manifest.content.shards}) or not sides):
         return {}
     return {HEALTH: msgspec.to_builtins(health)}
 

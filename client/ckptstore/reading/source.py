@@ -10,6 +10,8 @@ from functools import partial
 from itertools import chain, islice
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from ckptstore.clock import Clock, system_clock
 from ckptstore.commits import catalog, labels, leases
 from ckptstore.commits.catalog import Checkpoint
@@ -17,6 +19,7 @@ from ckptstore.commits.generations import read_generation
 from ckptstore.commits.labels import with_labels
 from ckptstore.errors import CkptError, CorruptObject, InvalidRequest, NoCheckpoint, ObjectMissing
 from ckptstore.format.documents import JSON, Manifest, Receipt, digest
+from ckptstore.format.merging import without_optimizer
 from ckptstore.format.parsing import parse_local, parse_manifest, parse_sealed
 from ckptstore.format.statistics import SideDocument
 from ckptstore.names import STORE_ID, Reference, RunKeys, new_ulid, shard_name
@@ -144,7 +147,7 @@ class StoreSource:
 
     def take_lease(self, checkpoint: Checkpoint, holder: str, ttl_s: float) -> str:
         """Writes a lease object, then lists tombstones."""
-        return leases.take_lease(self.run(checkpoint.run), checkpoint.attempt, holder, ttl_s)
+        return leases.take_lease(self.run(checkpoint.run), checkpoint.attempt, holder, ttl_s, checkpoint.thinned)
 
     def release_lease(self, run: str, lease: str) -> None:
         """Deletes the lease object."""
@@ -193,12 +196,15 @@ def read_manifest(source: Source, checkpoint: Checkpoint) -> Manifest:
 
 
 def check_manifest_data(checkpoint: Checkpoint, data: bytes) -> Manifest:
-    """The manifest in `data`, checked to be that of the checkpoint. Raises Damaged."""
+    """The manifest in `data`, checked to be that of the checkpoint; without optimizer state if that is thinned.
+
+    Raises Damaged.
+    """
     key = f"{checkpoint.id}/manifest.json.zst"
     manifest = parse_manifest(data, key, expected=checkpoint.manifest_digest)
     if (manifest.run, manifest.attempt) != (checkpoint.run, str(checkpoint.attempt)):
         raise CorruptObject(f"{key} is the manifest of another attempt")
-    return manifest
+    return replace(manifest, content=without_optimizer(manifest.content)) if checkpoint.thinned else manifest
 
 
 def read_receipt(source: Source, checkpoint: Checkpoint, manifest: Manifest, rank: int) -> Receipt:

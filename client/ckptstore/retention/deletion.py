@@ -6,6 +6,9 @@ sweep never both win. A checkpoint is hidden while it has any tombstone. A tombs
 decision is "undeleted", or a week after the data is deleted, when the attempt is on the list of deleted attempts
 (commits/hidden.py). docs/decisions/0012 has the sequences.
 
+Thinning deletes the optimizer state alone, in the same two phases, with a tombstone that does not hide the checkpoint.
+After the sweep an object named THINNED is left in its place (docs/decisions/0044).
+
 A collection sweeps what is due. An orphan (an attempt without an outcome) is first aborted, then deleted. A crash at
 any point leaves a valid state: deletions are idempotent, and any process may finish a partial one.
 """
@@ -45,8 +48,16 @@ from ckptstore.errors import (
 from ckptstore.format.documents import Outcome, Tombstone, oldest_format
 from ckptstore.format.parsing import seal
 from ckptstore.format.records import Action, SweepDecision
-from ckptstore.names import Attempt, Reference, is_ulid, new_ulid
-from ckptstore.retention.pins import Holds, active_holds, write_pin
+from ckptstore.names import (
+    THINNED,
+    Attempt,
+    Reference,
+    is_optimizer_shard,
+    is_thinning,
+    is_ulid,
+    new_ulid,
+)
+from ckptstore.retention.pins import Holds, active_holds, holds_optimizer, write_pin
 from ckptstore.retry import retry
 from ckptstore.run import Run
 from ckptstore.threads import in_parallel
@@ -69,6 +80,11 @@ class Hidden:
     written_at: float = field(default=0.0, compare=False)
     """By the store's clock."""
 
+    @property
+    def thins(self) -> bool:
+        """Whether it is about the optimizer state alone, and hides nothing."""
+        return is_thinning(self.id)
+
     def key(self, run: Run) -> str:
         """The key of the tombstone."""
         return run.keys.tombstone(self.attempt, self.id)
@@ -88,8 +104,9 @@ def hide(
     reason: str,
     grace_s: float = SWEEP_GRACE_S,
     progress: Callable[[Attempt], None] = lambda _: None,
+    thins: bool = False,
 ) -> Holds:
-    """Phase 1: remove these checkpoints from listings; durable on return.
+    """Phase 1: remove these checkpoints from listings; durable on return. thins: list them as thinned instead.
 
     Returns the held ones, and why: they were not hidden, or were listed again because a hold was taken concurrently.
     A call that fails may have hidden some of them, and may be repeated. The grace is at least the store's
@@ -97,15 +114,16 @@ def hide(
     """
     grace_s = max(grace_s, run.store.listing_lag_s)
     # The sweep asks again, and counts all references: the data stays while a hidden checkpoint that needs it is left.
-    held = dict(active_holds(run, hidden_attempts(run).__contains__))
+    held = dict(_holds(run, thins, hidden_attempts(run).__contains__))
     if free := [attempt for attempt in attempts if attempt not in held]:
-        audit.record(run, Action.DELETE, free, reason)
+        audit.record(run, Action.THIN if thins else Action.DELETE, free, reason)
     hidden: dict[Attempt, Hidden] = {}
     for attempt in attempts:
         if attempt not in held:
-            hidden[attempt] = _write_tombstone(run, attempt, reason, grace_s)
+            id = "thin-" * thins + new_ulid(run.clock())
+            hidden[attempt] = write_tombstone(run, attempt, id, reason, grace_s)
         progress(attempt)
-    late = active_holds(run, hidden_attempts(run).__contains__) if hidden else {}
+    late = _holds(run, thins, hidden_attempts(run).__contains__) if hidden else {}
     for attempt in hidden.keys() & late.keys():
         if _cancel_deletion(run, attempt, [hidden[attempt]]):
             held[attempt] = late[attempt]
@@ -113,12 +131,12 @@ def hide(
 
 
 def undelete(run: Run, attempt: Attempt, reason: str = "") -> None:
-    """Undo a deletion: the checkpoint is listed again on return, unchanged.
+    """Undo a deletion, or else a thinning: the checkpoint is listed again on return, unchanged.
 
     Raises NoCheckpoint if it is not being deleted, or SweepBegun if its data is deleted or being deleted. A call that
     fails with another error may be repeated.
     """
-    found = [hidden for hidden in list_hidden(run) if hidden.attempt == attempt]
+    found = _first(hidden for hidden in list_hidden(run) if hidden.attempt == attempt)
     if not found:
         raise NoCheckpoint(f"{run.id_of(attempt)} is not being deleted", "ckptctl undelete lists what is")
     audit.record(run, Action.UNDELETE, [attempt], reason)
@@ -148,18 +166,19 @@ def sweep(run: Run, only: Collection[Attempt] | None = None) -> Swept:
         if not decision.swept:  # the undelete died before it removed the tombstone
             run.store.delete_many([one.key(run)])
     due = [h for h in hidden if h not in listed and (only is not None or _is_due(run, h))]
-    held = active_holds(run) if due else {}
-    due = [h for h in due if h.attempt not in held]
+    held = {thins: _holds(run, thins) for thins in {h.thins for h in due}}
+    due = [h for h in due if h.attempt not in held[h.thins]]
     if due:
         audit.record(run, Action.SWEEP, dict.fromkeys(h.attempt for h in due), "")
     decided_now = {h: _decide(run, h, swept=True) for h in due}
     both = (decided | decided_now).items()
     swept = [h for h, decision in both if decision.swept and _is_left(run, h)]
-    to_delete = {h.attempt for h in swept}
+    to_delete = {h.attempt for h in swept if not h.thins}
     freed = _delete(run, _present(run, to_delete), to_delete)
+    freed += _thin(run, [h for h in swept if h.thins and h.attempt not in to_delete])
     for error in damage:
         raise error
-    return Swept(tuple(dict.fromkeys(h.attempt for h in swept if h in decided_now)), freed)
+    return Swept(tuple(dict.fromkeys(h.attempt for h in swept if h in decided_now and not h.thins)), freed)
 
 
 def list_hidden(run: Run) -> list[Hidden]:
@@ -172,7 +191,7 @@ def find_hidden(run: Run, reference: Reference) -> Attempt:
 
     Raises NoCheckpoint.
     """
-    found = [h.attempt for h in list_hidden(run) if reference.means(h.attempt)]
+    found = [h.attempt for h in _first(h for h in list_hidden(run) if reference.means(h.attempt))]
     if not found:
         raise NoCheckpoint(f"{reference.missing} that is being deleted", "ckptctl undelete lists them")
     decided = decided_attempts(run) if len(set(found)) > 1 else []
@@ -208,11 +227,41 @@ def delete_data(run: Run, attempt: Attempt) -> int:
     return sum(info.bytes for info in objects)
 
 
-def _write_tombstone(run: Run, attempt: Attempt, reason: str, grace_s: float) -> Hidden:
-    now = run.clock()
-    hidden = Hidden(attempt, new_ulid(now))
+def _holds(run: Run, thins: bool, hidden: Callable[[Attempt], bool] | None = None) -> Holds:
+    """Holds of checkpoints or, if it `thins`, of their optimizer state."""
+    found = active_holds(run, hidden)
+    return {attempt: why for attempt, why in found.items() if not thins or holds_optimizer(why)}
+
+
+def _first(hidden: Iterable[Hidden]) -> list[Hidden]:
+    """The tombstones that hide something or, if there are none, those that thin."""
+    found = list(hidden)
+    return [h for h in found if not h.thins] or found
+
+
+def _thin(run: Run, swept: Sequence[Hidden]) -> int:
+    """Delete the optimizer state of attempts whose tombstone, which thins, is swept. Returns the number of bytes freed.
+
+    A tombstone is removed last, so that another sweep finishes what a crash leaves.
+    """
+    freed = 0
+    for hidden in swept:
+        objects = [info for info in run.objects(hidden.attempt) if is_optimizer_shard(info.key)]
+        run.store.delete_many(info.key for info in objects)
+        freed += sum(info.bytes for info in objects)
+        write_tombstone(run, hidden.attempt, THINNED)
+    attempts = {hidden.attempt for hidden in swept}
+    if attempts:
+        unmark(run, [found for found in marks(run) if found.by in attempts and found.optimizer])
+    run.store.delete_many([hidden.key(run) for hidden in swept])
+    return freed
+
+
+def write_tombstone(run: Run, attempt: Attempt, id: str, reason: str = "", grace_s: float = 0.0) -> Hidden:
+    """Durable on return. id: THINNED states that its optimizer state is deleted, or was never there."""
+    hidden = Hidden(attempt, id)
     tombstone = Tombstone(
-        format=oldest_format(attempt), kind="tombstone", attempt=str(attempt), by=run.by, at=now, reason=reason,
+        format=oldest_format(attempt), kind="tombstone", attempt=str(attempt), by=run.by, at=run.clock(), reason=reason,
         grace_s=grace_s,
     )  # fmt: skip
     run.write(hidden.key(run), tombstone)
@@ -225,6 +274,8 @@ def _cancel_deletion(run: Run, attempt: Attempt, tombstones: Sequence[Hidden]) -
         return False
     if not all(_is_left(run, one) for one in tombstones) and not _has_outcome(run, attempt):
         return False  # swept and forgotten
+    if tombstones[0].thins and run.store.find(run.keys.tombstone(attempt, THINNED)) is not None:
+        return False  # likewise
     run.store.delete_many(one.key(run) for one in tombstones)
     return True
 
@@ -314,9 +365,11 @@ def _delete(run: Run, attempts: Collection[Attempt], unmarked: Collection[Attemp
     Returns the number of bytes freed.
     """
     freed = 0
+    listed = list(run.listed(run.keys.tombstones)) if attempts else ()
     for attempt in attempts:
         run.store.delete_many(
             [
+                *(info.key for other, id, info in listed if other == attempt and is_thinning(id)),
                 *(run.keys.labels_version(attempt, version) for version in label_versions(run).get(attempt, ())),
                 run.keys.verified_record(attempt),
                 run.keys.quarantine_record(attempt),
@@ -331,7 +384,9 @@ def _delete(run: Run, attempts: Collection[Attempt], unmarked: Collection[Attemp
 
 
 def _listed(run: Run, prefix: str) -> list[Hidden]:
-    return [Hidden(attempt, id, info.modified_at) for attempt, id, info in run.listed(prefix) if is_ulid(id)]
+    """Those that are decided, or will be."""
+    found = ((attempt, id, info) for attempt, id, info in run.listed(prefix) if is_ulid(id) or is_thinning(id))
+    return [Hidden(attempt, id, info.modified_at) for attempt, id, info in found if id != THINNED]
 
 
 ORPHAN_GRACE_S = 24 * 3600.0
@@ -516,11 +571,11 @@ class Waste(NamedTuple):
     orphans: int
     """Bytes of undecided attempts that were not written to for an hour."""
     tombstoned: int
-    """Bytes of checkpoints that are hidden and not swept yet."""
+    """Bytes of checkpoints that are hidden and not swept yet, and of optimizer state likewise."""
 
 
 class Deleted(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint that is hidden and can be undeleted until `until`."""
+    """A checkpoint that is hidden, or thinned, and can be undeleted until `until`."""
 
     id: str
     by: str
@@ -533,10 +588,13 @@ def measure_waste(run: Run) -> Waste:
     """The bytes that a collection could free. Lists every such attempt; changes nothing."""
     undecided = (_extent(run, attempt) for attempt in undecided_attempts(run))
     # Most hidden attempts have no data any more: their tombstones stay for a week.
-    hidden = {found.attempt for found in list_hidden(run)}.intersection(_attempts_with_data(run))
+    found = list_hidden(run)
+    whole = {one.attempt for one in found if not one.thins}
+    going = {one.attempt for one in found}.intersection(_attempts_with_data(run))
+    objects = ((attempt in whole, info) for attempt in going for info in run.objects(attempt))
     return Waste(
         orphans=sum(num_bytes for num_bytes, newest in undecided if run.age_s(newest) > _IDLE_S),
-        tombstoned=sum(_extent(run, attempt)[0] for attempt in hidden),
+        tombstoned=sum(info.bytes for all_goes, info in objects if all_goes or is_optimizer_shard(info.key)),
     )
 
 
@@ -575,6 +633,6 @@ def list_deleted(run: Run) -> list[Deleted]:
             continue
         known = run.read_intact(hidden.key(run), Tombstone)
         by, reason, grace_s = (known.by, known.reason, known.grace_s) if known else ("", "", SWEEP_GRACE_S)
-        at = hidden.written_at
+        at, reason = hidden.written_at, f"thinned: {reason}" if hidden.thins else reason
         found.append(Deleted(id=run.id_of(hidden.attempt), by=by, at=at, reason=reason, until=at + grace_s))
     return found

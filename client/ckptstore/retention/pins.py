@@ -6,7 +6,7 @@ The key of a pin contains the attempt and the name, so that a listing is enough 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
@@ -32,15 +32,16 @@ def list_pins(run: Run) -> list[NamedPin]:
     return [NamedPin(id=run.id_of(attempt), name=name) for attempt, pin_names in found for name in pin_names]
 
 
-def pin(run: Run, attempt: Attempt, name: str, reason: str = "") -> None:
+def pin(run: Run, attempt: Attempt, name: str, reason: str = "", thinned: bool = False) -> None:
     """Keep a checkpoint until the pin is removed; durable on return. Idempotent.
 
-    Raises InvalidName, or NoCheckpoint if the checkpoint is being deleted: it is not pinned in that case.
+    thinned: without its optimizer state. Raises InvalidName, or NoCheckpoint if what is to be kept is being deleted: it
+    is not pinned in that case.
     """
     write_pin(run, attempt, name, reason)
-    if attempt in hidden_attempts(run):
+    if lost := hidden_attempts(run).lost(attempt, thinned):
         run.store.delete_many([run.keys.pin(attempt, name)])
-        raise NoCheckpoint(f"{run.id_of(attempt)} is being deleted", "ckptctl undelete restores it")
+        raise NoCheckpoint(f"{run.id_of(attempt)} is being {lost}", "ckptctl undelete restores it")
 
 
 def write_pin(run: Run, attempt: Attempt, name: str, reason: str = "") -> None:
@@ -72,7 +73,12 @@ def pinned(run: Run) -> dict[Attempt, list[str]]:
 
 
 Holds = Mapping[Attempt, list[str]]
-"""Why attempts must stay: `lease:HOLDER`, `pin:NAME`, `referenced:ID`."""
+"""Why attempts must stay: `lease:HOLDER`, `pin:NAME`, `referenced:ID`, `optimizer:ID`."""
+
+
+def holds_optimizer(reasons: Iterable[str]) -> bool:
+    """Whether one of these reasons also holds the optimizer state of a checkpoint. Pure."""
+    return not all(reason.startswith(references.REFERENCED) for reason in reasons)
 
 
 def active_holds(run: Run, hidden: Callable[[Attempt], bool] | None = None) -> Holds:

@@ -1,14 +1,14 @@
 """Retention policies: why each checkpoint of a run stays, and the versions of the policies in the store.
 
-A checkpoint stays if any rule gives a reason or if something holds it. The newest one and the one that was last
-verified as intact always stay. `evaluate` is pure: no I/O, no clock.
+A checkpoint stays if any rule gives a reason or if something holds it. The newest one with optimizer state and the one
+that was last verified as intact always stay. `evaluate` is pure: no I/O, no clock.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from ckptstore.format.documents import FORMAT
 from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.format.records import Best, Override, PoliciesVersion, Policy, PolicySet
 from ckptstore.names import Attempt
+from ckptstore.retention.pins import holds_optimizer
 from ckptstore.stores import Store
 
 _HOUR_S = 3600
@@ -39,6 +40,8 @@ class KeepDecision(NamedTuple):
 
     checkpoint: Checkpoint
     reasons: tuple[str, ...]
+    thins: bool = False
+    """It stays, and its optimizer state is deleted."""
 
     @property
     def why_removed(self) -> str:
@@ -61,10 +64,21 @@ def evaluate(
     metrics may be unknown, and a repair may be possible. The rules count the live lineage. An abandoned checkpoint
     stays for `keep_abandoned_s`, and for as long as it is not known when it was left behind.
     """
-    usable = sorted((c for c in checkpoints if c.state is State.COMMITTED), key=lambda c: c.attempt, reverse=True)
-    reasons = _limited(policy, usable, _by_rules(policy, usable, now))
-    if usable and not reasons.get(usable[0].attempt):
-        reasons[usable[0].attempt] = ["newest"]
+    usable = sorted((c for c in checkpoints if c.live), key=lambda c: c.attempt, reverse=True)
+    whole = [c for c in usable if not c.thinned]
+    reasons = _by_rules(policy, usable, now)
+    full = {verified, *(c.attempt for c in whole[: max(1, policy.keep_full)])}
+    full.update(a for a, why in holds.items() if holds_optimizer(why))
+
+    def thins(c: Checkpoint) -> bool:
+        """It would free nothing where the optimizer state has no shard of its own."""
+        why = reasons.get(c.attempt, ()) if c.optimizer_bytes and c.attempt not in full else ()
+        return bool(why) and (policy.keep_full > 0 or all(reason.startswith("weights-") for reason in why))
+
+    thinned = {c.attempt for c in usable if thins(c)}
+    reasons = _limited(policy, usable, reasons, thinned)
+    if whole and not reasons.get(whole[0].attempt):
+        reasons[whole[0].attempt] = ["newest"]
 
     def of(checkpoint: Checkpoint) -> Iterable[str]:
         if checkpoint.state is State.CORRUPT:
@@ -76,7 +90,8 @@ def evaluate(
             yield "last-verified"
         yield from holds.get(checkpoint.attempt, ())
 
-    return [KeepDecision(checkpoint, tuple(of(checkpoint))) for checkpoint in checkpoints]
+    decided = ((checkpoint, tuple(of(checkpoint))) for checkpoint in checkpoints)
+    return [KeepDecision(c, why, bool(why) and c.attempt in thinned) for c, why in decided]
 
 
 def _by_rules(policy: Policy, usable: Sequence[Checkpoint], now: float) -> dict[Attempt, list[str]]:
@@ -88,6 +103,8 @@ def _by_rules(policy: Policy, usable: Sequence[Checkpoint], now: float) -> dict[
             reasons[checkpoint.attempt].append(f"{rule}-{i}")
 
     keep("last", usable[: policy.keep_last])
+    keep("full", [c for c in usable if not c.thinned][: policy.keep_full])
+    keep("weights", usable[: policy.most_weights])
     for checkpoint in _first_of_each(policy.keep_every, usable):
         reasons[checkpoint.attempt].append(f"every-{policy.keep_every}")
     # By the store's clock: the committers' clocks may differ. Without a listing, a checkpoint counts as just written.
@@ -126,9 +143,12 @@ def healthiest(usable: Sequence[Checkpoint]) -> list[Checkpoint]:
 
 
 def _limited(
-    policy: Policy, usable: Sequence[Checkpoint], reasons: dict[Attempt, list[str]]
+    policy: Policy, usable: Sequence[Checkpoint], reasons: dict[Attempt, list[str]], thinned: Collection[Attempt]
 ) -> dict[Attempt, list[str]]:
-    """The reasons, without those of checkpoints that exceed `max_bytes`, counted from the newest."""
+    """The reasons, without those of checkpoints that exceed `max_bytes`, counted from the newest.
+
+    thinned: those that lose their optimizer state now.
+    """
     if not policy.max_bytes:
         return reasons
     if policy == Policy(max_bytes=policy.max_bytes, keep_abandoned_s=policy.keep_abandoned_s):
@@ -136,7 +156,7 @@ def _limited(
     total = 0
     for checkpoint in usable:
         if reasons.get(checkpoint.attempt):
-            total += checkpoint.stored_bytes
+            total += checkpoint.stored_bytes - (checkpoint.optimizer_bytes if checkpoint.attempt in thinned else 0)
             if total > policy.max_bytes:
                 reasons[checkpoint.attempt] = []
     return reasons
@@ -172,7 +192,7 @@ def within_total(max_bytes: int, decisions: Sequence[KeepDecision]) -> list[Keep
 
     kept, beyond = [decision for decision in decisions if decision.reasons], set()
     for decision in sorted(kept, key=lambda d: (is_firm(d), d.checkpoint.written_at), reverse=True):
-        max_bytes -= decision.checkpoint.stored_bytes
+        max_bytes -= decision.checkpoint.stored_bytes - decision.checkpoint.optimizer_bytes * decision.thins
         if max_bytes < 0 and not is_firm(decision):
             beyond.add(decision.checkpoint.id)
     return [KeepDecision(d.checkpoint, ()) if d.checkpoint.id in beyond else d for d in decisions]

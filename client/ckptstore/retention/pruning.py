@@ -84,9 +84,14 @@ class PrunePlan:
         return [d.checkpoint for d in self.decisions if not d.reasons and d.checkpoint not in self.held]
 
     @property
+    def thin(self) -> list[Checkpoint]:
+        """The checkpoints that stay without their optimizer state."""
+        return [d.checkpoint for d in self.decisions if d.thins and d.checkpoint not in self.held]
+
+    @property
     def freed_bytes(self) -> int:
-        """Stored bytes of the checkpoints that are deleted."""
-        return sum(checkpoint.stored_bytes for checkpoint in self.remove)
+        """Stored bytes of the checkpoints that are deleted, and of optimizer state that is."""
+        return sum(c.stored_bytes for c in self.remove) + sum(c.optimizer_bytes for c in self.thin)
 
     def by_run(self) -> list[tuple[str, PrunePlan]]:
         """The plan of each run."""
@@ -181,13 +186,15 @@ def apply_prune(
     progress: Progress = lambda _: None,
     grace_s: float = 0.0,
 ) -> list[Checkpoint]:
-    """Hide the checkpoints that the plan of one run removes; durable on return. A sweep deletes them after the grace.
+    """Hide what the plan of one run removes, optimizer state included; durable on return. A sweep deletes it after the
+    grace.
 
-    With a grace of 0 they are deleted on return. Returns those that were not deleted because something holds them now.
+    With a grace of 0 it is deleted on return. Returns those that were not deleted because something holds them now.
     Raises Unavailable: a part may be done, and a new plan continues.
     """
     remove = {checkpoint.attempt: checkpoint for checkpoint in plan.remove}
-    if not remove:
+    thin = {checkpoint.attempt: checkpoint for checkpoint in plan.thin}
+    if not remove and not thin:
         return []
     abandoned = [checkpoint.attempt for checkpoint in plan.remove if checkpoint.state is State.ABANDONED]
     older = [attempt for attempt in remove if attempt not in abandoned]
@@ -195,9 +202,13 @@ def apply_prune(
     for attempts, why in ((older, plan.reason), (abandoned, f"{plan.reason}: abandoned")):
         if attempts:
             held = {**held, **hide(run, attempts, why, grace_s, lambda attempt: progress(remove[attempt].stored_bytes))}
+    if thin:
+        counted: Callable[[Attempt], None] = lambda attempt: progress(thin[attempt].optimizer_bytes)  # noqa: E731
+        held = {**held, **hide(run, [*thin], plan.reason, grace_s, counted, thins=True)}
+    both = remove | thin
     if not grace_s:
-        sweep(run, only=remove.keys() - held.keys())
-    return [remove[attempt] for attempt in held]
+        sweep(run, only=both.keys() - held.keys())
+    return [both[attempt] for attempt in held]
 
 
 def apply_prunes(
@@ -228,7 +239,7 @@ def apply_prunes(
             held += apply_prune(run, part, progress, plan.grace_s)
             sweep(run)
         finally:
-            if part.remove:
+            if part.remove or part.thin:
                 on_change(name)
     if blocked:
         others = f"; and {len(blocked) - 1} more likewise" if blocked[1:] else ""

@@ -162,12 +162,13 @@ class HeldCheckpoint:
 
     _run: Run
     _attempt: Attempt
+    _thinned: bool = False
 
     def __post_init__(self) -> None:
         self._holder = f"scrub by {self._run.by}"
         self._lock = threading.Lock()
         self._taken_at = self._run.clock()
-        self.lease = take_lease(self._run, self._attempt, self._holder, _LEASE_S)
+        self.lease = take_lease(self._run, self._attempt, self._holder, _LEASE_S, self._thinned)
 
     def renewed_by(self, progress: Progress) -> Progress:
         """The same callback, which also renews the lease. Any thread may call it."""
@@ -184,15 +185,16 @@ class HeldCheckpoint:
         return renew
 
     def was_deleted(self) -> bool:
-        """Whether it is being deleted, after the lease expired because the process slept: missing data is no damage."""
-        return self._attempt in hidden_attempts(self._run)
+        """Whether it is being deleted or thinned, after the lease expired because the process slept: missing data is no
+        damage."""
+        return bool(hidden_attempts(self._run).lost(self._attempt, self._thinned))
 
 
 @contextmanager
 def leased(run: Run, checkpoint: Checkpoint) -> Iterator[HeldCheckpoint | None]:
     """Protect a checkpoint while it is read; None if it is being deleted."""
     try:
-        held = HeldCheckpoint(run, checkpoint.attempt)
+        held = HeldCheckpoint(run, checkpoint.attempt, checkpoint.thinned)
     except NoCheckpoint:
         yield None
         return

@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from ckptstore import names
 from ckptstore.codecs.chunk_codecs import RAW
-from ckptstore.commits.catalog import Checkpoint, State, find, from_outcome, joined_generation
+from ckptstore.commits.catalog import Checkpoint, State, find, joined_generation, read_checkpoint
 from ckptstore.commits.commit import EARLIER, commit_attempt, read_outcome
 from ckptstore.commits.hidden import hidden_attempts
 from ckptstore.commits.labels import LabelChange, change_labels, label_versions, labelled, with_labels
@@ -26,9 +27,10 @@ from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.format.planning import ChunkRead, ShardRead, join, plan_all
 from ckptstore.format.shards import EncodedChunk, chunk_table
 from ckptstore.format.statistics import SideDocument, Statistics, extension_name, side_documents, side_extension
-from ckptstore.names import Attempt, Reference, derive_ulid
+from ckptstore.names import THINNED, Attempt, Reference, derive_ulid
 from ckptstore.reading.fetch import Progress, check_chunk, decoded, fetch_stored
 from ckptstore.reading.source import Source, read_manifest, read_receipt, statistics_name, stored_statistics
+from ckptstore.retention.deletion import write_tombstone
 from ckptstore.run import Run
 
 _THREADS = 8
@@ -61,13 +63,17 @@ def copy_checkpoint(source: Source, original: Checkpoint, target: Run, progress:
     reads = chunks_by_shard(manifest)
     sides = dict[int, dict[str, JSON]]()
     for shard, side in zip(manifest.content.shards, side_documents(manifest), strict=True):
-        sides[shard.rank] = _copy_data(source, original, shard, reads[shard.name], side, target, attempt, progress)
+        found = _copy_data(source, original, shard, reads[shard.name], side, target, attempt, progress)
+        sides[shard.rank] = sides.get(shard.rank, {}) | found
+    if original.thinned:
+        write_tombstone(target, attempt, THINNED)
     receipts = [
         _copy_receipt(source, original, manifest, rank, target, attempt, sides.get(rank, {}))
         for rank in range(manifest.world_size)
     ]
-    made = from_outcome(commit_attempt(target, receipts))
-    assert made is not None  # an aborted attempt is an error of commit_attempt
+    commit_attempt(target, receipts)
+    made = read_checkpoint(target, attempt, thinned=[attempt] if original.thinned else ())
+    assert made is not None
     return Copied(copy_labels(source, original, target, made), existed=False)
 
 
@@ -129,13 +135,15 @@ def _copy_data(
         document = parse_sealed(data, Statistics, statistics_name(original, shard.rank))
         data = seal(msgspec.structs.replace(document, attempt=str(attempt)))
     reads = _whole(shard, reads)
+    apart = not reads or names.is_optimizer_shard(shard.name)
     if reads:
-        copy_shard(source, original, reads, target, target.keys.shard(attempt, shard.name), progress, data)
-    elif data:
+        key, tail = target.keys.shard(attempt, shard.name), b"" if apart else data
+        copy_shard(source, original, reads, target, key, progress, tail)
+    if apart and data:
         target.store.put(target.keys.statistics(attempt, shard.rank), data)
     if side is None or not data:
         return {}
-    offset = sum(read.stored for read in reads) if reads else None
+    offset = None if apart else sum(read.stored for read in reads)
     named = msgspec.structs.replace(side, digest=digest(data), bytes=len(data), offset=offset)
     return side_extension(shard.rank, named)
 

@@ -23,6 +23,7 @@ from typing_extensions import override
 from ckptstore.commits.catalog import (
     Checkpoint,
     State,
+    decided_attempts,
     list_checkpoints,
     named,
     quarantined_attempts,
@@ -33,6 +34,7 @@ from ckptstore.commits.catalog import (
     with_states,
 )
 from ckptstore.commits.generations import Lineage, list_generations, read_generations
+from ckptstore.commits.hidden import hidden_attempts, without_hidden
 from ckptstore.commits.labels import with_labels
 from ckptstore.errors import CkptError, Damaged, NoCheckpoint, ObjectMissing, Unavailable
 from ckptstore.format.documents import Generation, digest
@@ -48,8 +50,8 @@ logger = logging.getLogger(__name__)
 
 LOCAL, REMOTE = "local", "remote"
 _T = TypeVar("_T")
-_Seen = dict[Attempt, Collection[Attempt]]
-"""The visible attempts of a store, each with all that are in quarantine there."""
+_Seen = dict[Attempt, tuple[Collection[Attempt], Collection[Attempt]]]
+"""The visible attempts of a store, each with all that are in quarantine, and all that are thinned, there."""
 _Generations = dict[int, Generation | None]
 _AWAY_S = 10.0
 _BOTH = "+"
@@ -206,7 +208,7 @@ class TieredSource(StoreSource):
         best: Checkpoint | None = None
         for tier in tiers:
             try:
-                found = read_checkpoint(self._tiers[tier].run(run), attempt, seen[tier][attempt])
+                found = read_checkpoint(self._tiers[tier].run(run), attempt, *seen[tier][attempt])
             except Unavailable as error:
                 if tier == tiers[-1]:
                     raise
@@ -260,8 +262,9 @@ class TieredSource(StoreSource):
 
 
 def _visible(run: Run) -> _Seen:
-    visible = visible_attempts(run)
-    return dict.fromkeys(visible, quarantined_attempts(run) if visible else ())
+    decided, hidden = decided_attempts(run), hidden_attempts(run)
+    visible = without_hidden(decided, hidden)
+    return dict.fromkeys(visible, (quarantined_attempts(run) if visible else (), hidden.thinned))
 
 
 def part_of_lease(lease: str, tier: str) -> str:

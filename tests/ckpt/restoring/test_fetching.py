@@ -50,7 +50,7 @@ def peer(store: str, answer: Callable[[Channel], None]) -> Iterator[None]:
 
 
 def held(num_bytes: int) -> HeldSnapshot:
-    return HeldSnapshot(str(CHECKPOINT.attempt), "s0", num_bytes, [], [], b"", b"")
+    return HeldSnapshot(str(CHECKPOINT.attempt), {"s0": 0}, num_bytes, [], [], b"", b"")
 
 
 def test_an_answer_that_cannot_be_used_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -270,11 +270,11 @@ def hold(contents: SlotContents, number: int, slot: int, attempt: Attempt) -> No
     span = ChunkSpan(0, SIZE, "uint8")
     contents.submitted(job)
     shard = Shard(name=shard_name(0), rank=0, chunks=chunk_table([chunk]))
-    contents.uploaded(job, attempt, shard, [(span, b"\2" * 16)])
+    contents.uploaded(job, attempt, [shard], [(span, b"\2" * 16)])
 
 
 def held(attempt: Attempt) -> HeldSnapshot:
-    return HeldSnapshot(str(attempt), shard_name(0), SIZE, [0], [SIZE], b"\1" * 16, b"\2" * 16)
+    return HeldSnapshot(str(attempt), {shard_name(0): 0}, SIZE, [0], [SIZE], b"\1" * 16, b"\2" * 16)
 
 
 def test_what_the_slots_hold_follows_commits_failures_and_reuse() -> None:

@@ -219,7 +219,9 @@ class IndexLifeCycle(LifeCycle):
             found = _or_none(partial(daemon.catalog.find, reference))
             assert (found is not None) == (life.state == "visible"), f"{attempt} is {life.state}"
         for step in {attempt.step for attempt in self.lives}:
-            usable = [c for c in stored if c.step == step and c.state in (State.COMMITTED, State.ABANDONED)]
+            usable = [
+                c for c in stored if c.step == step and c.state in (State.COMMITTED, State.THINNED, State.ABANDONED)
+            ]
             best = min(usable, key=lambda c: c.state is State.ABANDONED, default=None)
             assert _or_none(partial(daemon.catalog.find, Reference(RUN, step))) == best
         for summary in daemon.catalog.runs():

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import pytest
 
 from ckptapi.listing import Filter, Sort
@@ -22,13 +23,14 @@ from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints
 from ckptstore.commits.hidden import record_deleted
 from ckptstore.errors import CkptError, NoCheckpoint, StoreUnavailable
-from ckptstore.names import RunKeys
-from ckptstore.retention.deletion import delete_checkpoint
+from ckptstore.names import Reference, RunKeys
+from ckptstore.retention.deletion import delete_checkpoint, hide, undelete
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.conftest import on_both
 from tests.support.checkpoints import write_checkpoint
 from tests.support.stores import Faults, FaultyStore, Interleaving, MovableClock
+from tests.support.waiting import present
 
 
 def _store_sync(store: Store, database: Database, freshness: Freshness | None = None) -> StoreSync:
@@ -66,6 +68,24 @@ def test_a_deleted_checkpoint_is_not_indexed_and_its_list_is_read_once(store: St
     assert counting.calls.count(f"get {RunKeys('a').deleted_list(0, 1)}") == 2, "once to remove it, once to compare"
     with pytest.raises(NoCheckpoint):
         store_sync.notify("a", old.attempt)
+
+
+def test_thinning_and_its_undelete_change_the_index(store: Store, database: Database) -> None:
+    arrays = {"model/a": np.ones(9), "optim/a": np.ones(99)}
+    old, new = (write_checkpoint(store, "a", step, arrays) for step in (1, 2))
+    store_sync, run = _store_sync(store, database), Run(store, "a")
+    store_sync.run_once()
+    assert hide(run, [old.attempt], "test", thins=True) == {}
+    store_sync.run_once()
+    found = {c.step: c for c in _all(database)}
+    assert (found[2], found[1].state, found[1].thinned) == (new, State.THINNED, True)
+    assert found[1].stored_bytes == old.stored_bytes - old.optimizer_bytes
+    assert store_sync.notify("a", old.attempt).thinned
+    assert Index(database).find(Reference("a", 1)) == found[1]
+    assert present(Index(database).find(Reference("a"))).step == 2
+    undelete(run, old.attempt)
+    store_sync.run_once()
+    assert _all(database) == [new, old]
 
 
 def test_runs_in_which_nothing_happens_are_looked_at_less_often() -> None:

@@ -16,6 +16,8 @@ Entries = dict[str, tuple[str, tuple[int, ...], bytes]]
 ITEM = {"complex128": 16, "complex64": 8, "float64": 8, "int64": 8, "uint64": 8, "float16": 2, "bfloat16": 2}
 ITEM |= {"int16": 2, "uint16": 2, "complex32": 4, "float32": 4, "int32": 4, "uint32": 4}  # everything else: 1
 
+KNOWN = {"critical.bases", "critical.optimizer"}
+
 
 def column(text: str) -> list[int]:
     width, data = text.split(":")
@@ -33,7 +35,7 @@ def unseal(path: pathlib.Path) -> dict:  # type: ignore[type-arg]
 
 def understood(document: dict) -> dict:  # type: ignore[type-arg]
     assert document["format"] <= 2, "a newer format"
-    unknown = {name for name in document.get("extensions", {}) if name.startswith("critical.")} - {"critical.bases"}
+    unknown = {name for name in document.get("extensions", {}) if name.startswith("critical.")} - KNOWN
     assert not unknown, "an unknown extension"
     return document
 

@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 
 from ckptstore.clock import system_clock
 from ckptstore.errors import CorruptObject
+from ckptstore.format.boxes import check_cover
 from ckptstore.format.documents import Receipt, ReceiptRef, digest
-from ckptstore.format.merging import StoredReceipt, checked, merge
-from ckptstore.format.parsing import manifest_bytes, parse_part, parse_sealed, seal
+from ckptstore.format.merging import StoredReceipt, checked, merge, without_optimizer
+from ckptstore.format.parsing import check_manifest, manifest_bytes, parse_part, parse_sealed, seal
+from ckptstore.format.planning import entry_bytes
+from ckptstore.format.shards import EncodedChunk, Placed, Slice, chunk_table, slice_tables
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.stores import open_store
 from tests.support.checkpoints import sample_arrays, write_rank
@@ -104,3 +107,41 @@ def test_shards_that_were_encoded_before_give_the_same_manifest() -> None:
     manifest = merge(receipts)
     encoded = [shard for receipt in receipts for shard in receipt.shards]
     assert manifest_bytes(manifest, encoded) == manifest_bytes(manifest)
+
+
+def test_the_content_of_a_thinned_checkpoint_has_no_entry_with_a_part_in_an_optimizer_shard() -> None:
+    """A rank with little optimizer state has it in its first shard: the same entries go there."""
+    store, half = open_store("memory://merging"), np.ones((4, 8), np.float32)
+    state: dict[str, Any] = {
+        "model/a": half,
+        "optim/m": half,
+        "extra/b": np.ones(3, np.int64),
+        "extra/none": np.zeros(0, np.int64),
+    }
+    first = write_rank(store, "gpt", ATTEMPT, state, 0, 2).receipt
+    little = write_rank(store, "gpt", ATTEMPT, {"model/c": half}, 1, 2).receipt
+    entries, slices = slice_tables(
+        [
+            Placed(Slice("optim/m", "float32", (8, 8), (4, 0, 4, 8)), 0),
+            Placed(Slice.whole("model/c", "float32", (4, 8)), 128),
+        ],
+        [Placed(Slice.whole("model/d", "bfloat16", (4, 8)), 128)],
+    )
+    content = msgspec.structs.replace(little.content, entries=entries, slices=slices)
+    [shard] = content.shards
+    chunks = chunk_table([EncodedChunk(b"", 256, 256, "raw", "0" * 32)])
+    content = msgspec.structs.replace(content, shards=[msgspec.structs.replace(shard, chunks=chunks)])
+    little = msgspec.structs.replace(little, content=content)
+    tall = msgspec.structs.replace(
+        first.content.entries, shape=[[8, 8] if n == "optim/m" else s for n, _, s in first.content.entries.rows()]
+    )
+    first = msgspec.structs.replace(first, content=msgspec.structs.replace(first.content, entries=tall))
+    whole = merge([stored(first), stored(little)])
+    left = without_optimizer(whole.content)
+    assert set(whole.content.entries.name) - set(left.entries.name) == {"optim/m"}
+    assert [shard.name for shard in left.shards] == ["shard-00000.ckpt", "shard-00001.ckpt"]
+    check_manifest(msgspec.structs.replace(whole, content=left, extensions={}), "it is valid")
+    check_cover(left)
+    assert [left.entries.name[int(left.slices.entry[row])] for row in left.slices.derived_rows] == ["model/d"]
+    sizes = {name: size for name, size in entry_bytes(whole.content).items() if name != "optim/m"}
+    assert entry_bytes(left) == sizes

@@ -33,7 +33,10 @@ NOW = MONDAY + 10 * DAY_S
 def checkpoint(
     step: int, at: float = MONDAY, state: State = State.COMMITTED, stored: int = 100, **metrics: float
 ) -> Checkpoint:
-    return Checkpoint("gpt", Attempt(step, new_ulid(at)), state, written_at=at, stored_bytes=stored, metrics=metrics)
+    return Checkpoint(
+        "gpt", Attempt(step, new_ulid(at)), state, written_at=at, stored_bytes=stored, metrics=metrics,
+        thinned=state is State.THINNED,
+    )  # fmt: skip
 
 
 def reasons(policy: Policy, *checkpoints: Checkpoint, **more: Any) -> dict[int, tuple[str, ...]]:
@@ -110,6 +113,55 @@ def test_all_rules_together_give_all_reasons_and_the_last_verified_stays() -> No
     }
     listed = [checkpoint(step) for step in range(5)]
     assert reasons(Policy(1), *listed, verified=listed[1].attempt) == {4: ("last-1",), 1: ("last-verified",)}
+
+
+def thinned_steps(policy: Policy, *checkpoints: Checkpoint, **more: Any) -> dict[int, bool]:
+    """Of the checkpoints that stay: whether their optimizer state is deleted."""
+    decided = evaluate(policy, checkpoints, more.pop("holds", {}), NOW, **more)
+    return {one.checkpoint.step: one.thins for one in decided if one.reasons}
+
+
+def test_full_ones_are_few_and_weights_stay() -> None:
+    listed = [replace(checkpoint(step), optimizer_bytes=60) for step in range(9, -1, -1)]
+    policy = Policy(keep_full=2, keep_weights="all")
+    assert thinned_steps(policy, *listed) == {step: step < 8 for step in range(10)}
+    assert reasons(policy, *listed)[9] == ("full-1", "weights-1")
+    assert thinned_steps(Policy(keep_full=2), *listed) == {9: False, 8: False}
+    assert thinned_steps(Policy(keep_full=2, keep_weights=3), *listed) == {9: False, 8: False, 7: True}
+    assert thinned_steps(Policy(keep_full=1, keep_every=4), *listed) == {9: False, 8: True, 4: True, 0: True}
+    assert thinned_steps(Policy(keep_every=4, keep_weights="4"), *listed) == {
+        9: False, 8: False, 7: True, 6: True, 4: False, 0: False
+    }  # fmt: skip
+    held = {listed[3].attempt: ["pin:paper"], listed[4].attempt: ["referenced:x"], listed[5].attempt: ["optimizer:x"]}
+    found = thinned_steps(policy, *listed, holds=held, verified=listed[9].attempt)
+    assert [step for step, thins in found.items() if not thins] == [9, 8, 6, 4, 0]
+
+
+def test_the_newest_full_one_is_never_thinned() -> None:
+    thinned = [checkpoint(step, state=State.THINNED) for step in (9, 8)]
+    full = [replace(checkpoint(step), optimizer_bytes=60) for step in (7, 6)]
+    assert thinned_steps(Policy(keep_weights=2), *thinned, *full) == {9: False, 8: False, 7: False}
+    assert reasons(Policy(keep_weights=2), *thinned, *full)[7] == ("newest",)
+    undivided = [checkpoint(step) for step in (5, 4)]
+    assert thinned_steps(Policy(keep_full=1, keep_weights="all"), *undivided) == {5: False, 4: False}, (
+        "it frees nothing"
+    )
+
+
+def test_bytes_are_limited_as_they_will_be() -> None:
+    listed = [replace(checkpoint(step), optimizer_bytes=80) for step in (3, 2, 1)]
+    assert thinned_steps(Policy(keep_full=1, keep_weights="all", max_bytes=140), *listed) == {
+        3: False,
+        2: True,
+        1: True,
+    }
+    assert thinned_steps(Policy(keep_full=1, keep_weights="all", max_bytes=120), *listed) == {3: False, 2: True}
+
+
+@pytest.mark.parametrize("wrong", ["some", "-1", True, 1.5])
+def test_a_number_of_weights_is_a_number_or_all(wrong: Any) -> None:
+    with pytest.raises(InvalidRequest, match="keep_weights"):
+        Policy(keep_weights=wrong)
 
 
 def test_abandoned_checkpoints_stay_for_a_time_and_count_for_no_other_rule() -> None:
