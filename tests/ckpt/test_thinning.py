@@ -11,7 +11,7 @@ from torch import nn
 from ckpt import Checkpointer
 from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints
 from ckptstore.errors import NoCheckpoint, SweepBegun, Thinned
-from ckptstore.format.records import Policy
+from ckptstore.format.records import Policy, PolicySet
 from ckptstore.names import Reference, is_optimizer_shard
 from ckptstore.operator import StoreOperator
 from ckptstore.reading.source import StoreSource
@@ -20,18 +20,25 @@ from ckptstore.retention.deletion import list_deleted, sweep
 from ckptstore.retention.pruning import Prune
 from ckptstore.retention.scrubbing import scrub
 from ckptstore.run import Run
-from ckptstore.stores import open_store
+from ckptstore.stores import Store, open_store
 from ckptstore.tiers.copying import copy_checkpoint
 
 KEEP = Policy(keep_full=2, keep_weights="all")
 
 
+def ruled(url: str) -> Store:
+    """A store with a policy that thins: saves of its runs are divided."""
+    store = open_store(url)
+    StoreOperator(store).change_policies(PolicySet(default=KEEP), 0)
+    return store
+
+
 class Trained:
     """A model of 1.2 MB and its optimizer, saved after each step into a folder of its own."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, policy: bool = True) -> None:
         self.url = f"file://{path}"
-        self.store = open_store(self.url)
+        self.store = ruled(self.url) if policy else open_store(self.url)
         self.operator = StoreOperator(self.store)
         self.weights: dict[int, dict[str, torch.Tensor]] = {}
         self.model, self.optim = build()
@@ -78,6 +85,14 @@ def test_predicted_bytes_are_freed_and_weights_stay(trained: Trained) -> None:
             checkpointer.restore(model, checkpoint=step)
         assert all(torch.equal(value, trained.weights[step][name]) for name, value in model.state_dict().items())
     assert trained.operator.plan_prune(wanted).thin == [], "once"
+
+
+def test_without_a_policy_that_thins_a_rank_writes_one_file(tmp_path: Path) -> None:
+    plain = Trained(tmp_path / "store", policy=False)
+    data = [info.key for info in plain.store.list("gpt/attempts/") if info.key.endswith(".ckpt")]
+    assert [key.rpartition("/")[2] for key in data] == ["shard-00000.ckpt"] * 5
+    plan = plain.operator.plan_prune(Prune(KEEP, "gpt", 0.0))
+    assert (plan.thin, plan.remove, plan.freed_bytes) == ([], [], 0)
 
 
 def thin(trained: Trained, grace_s: float = 0.0) -> None:
@@ -180,6 +195,7 @@ def test_a_copy_of_a_thinned_one_is_thinned(trained: Trained, tmp_path: Path) ->
 def test_references_to_weights_do_not_hold_optimizer_state(tmp_path: Path) -> None:
     """A frozen tower is stored once, by a checkpoint that is thinned all the same."""
     url = f"file://{tmp_path}"
+    store = ruled(url)
     tower, head = nn.Linear(600, 600), nn.Linear(600, 600)
     tower.requires_grad_(False)
     model, optim = nn.Sequential(tower, head), torch.optim.AdamW(head.parameters())
@@ -188,7 +204,6 @@ def test_references_to_weights_do_not_hold_optimizer_state(tmp_path: Path) -> No
             model(torch.ones(1, 600)).sum().backward()
             optim.step()
             checkpointer.save(model, optim, step)
-    store = open_store(url)
     assert [c.referenced_bytes > 0 for c in list_checkpoints(Run(store, "gpt"))] == [True, True, True, False]
     StoreOperator(store).prune(Prune(Policy(keep_full=1, keep_weights="all"), "gpt", 0.0))
     listed = list_checkpoints(Run(store, "gpt"))
@@ -200,13 +215,13 @@ def test_references_to_weights_do_not_hold_optimizer_state(tmp_path: Path) -> No
 def test_references_to_optimizer_state_hold_it(tmp_path: Path) -> None:
     """What is saved again unchanged is referenced, moments included."""
     url = f"file://{tmp_path}"
+    store = ruled(url)
     model, optim = build()
     model(torch.ones(1, 560)).sum().backward()
     optim.step()
     with Checkpointer(url, run="gpt", writer="thread") as checkpointer:
         for step in range(3):
             checkpointer.save(model, optim, step)
-    store = open_store(url)
     run = Run(store, "gpt")
     wanted = Prune(Policy(keep_full=1, keep_weights="all"), "gpt", 0.0)
     StoreOperator(store).prune(wanted)

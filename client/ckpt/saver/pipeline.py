@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, count
 from typing import Any
 
@@ -68,6 +68,7 @@ from ckptstore.format.shards import (
 )
 from ckptstore.format.statistics import warning_of
 from ckptstore.names import Attempt
+from ckptstore.retention.policy import policy_for, read_policies
 from ckptstore.run import Run
 from ckptstore.stores import Store, is_local, open_store
 from ckptstore.stores.retrying import RetryingStore
@@ -200,6 +201,7 @@ class SavePipeline:
         self.heartbeats = HeartbeatWriter(
             remote or self._run, setup.heartbeat_s if setup.rank == 0 else 0.0, replicated=remote is not None
         )
+        self._policies = (remote or self._run).store
         self._numbering = Numbering(self._run, warn)
         self._setup = setup
         self._report = report
@@ -274,6 +276,8 @@ class SavePipeline:
         if self._setup.dedup_casts and isinstance(raw, memoryview):
             placed, derived = divide(placed, raw)
         divided = divide_by_use(placed, derived)
+        if divided[1] and not self._may_be_thinned:
+            divided = placed, []
         spans = [*map(plan_chunks, divided)]
         plain = encode_by(self._policy, self.contents.enabled or self._chunk_indexes[0].deltas, self._throttle)
         statistics, encode, unchanged = None, plain, ignore
@@ -296,6 +300,17 @@ class SavePipeline:
         begun = [begin(*one) for one in zip(self._chunk_indexes, divided, spans, strict=True) if one[1] or not placed]
         parts, encoded = [part for part, _ in begun], [chunks for _, chunks in begun]
         return _RunningJob(job, parts, derived, statistics, received_at, *began), encoded
+
+    @cached_property
+    def _may_be_thinned(self) -> bool:
+        """Whether a policy in force at the first save of this saver thins the run; if not, a rank writes one file."""
+        try:
+            found = read_policies(self._policies)
+        except CkptError as error:
+            logger.warning("this run cannot be thinned, because its policy is not known: %s", error)
+            return False
+        policy = policy_for(found.policies, self._run.name) if found is not None else None
+        return policy is not None and bool(policy.keep_full or policy.keep_weights)
 
     def _drop_queued(self, reason: str) -> None:
         """Skip the oldest job with a slot whose upload has not begun, if there is one."""
