@@ -130,10 +130,15 @@ class UnitResults:
         self.store.put(f"{self.folder}{digest(repr(result.targets).encode())}.json", seal(result))
 
     def read(self, now: float) -> list[UnitResult]:
-        """In the order of their targets. Raises Damaged."""
+        """In the order of their targets; each target once, as a worker may outlive a killed call. Raises Damaged."""
         keys = [info.key for info in self.store.list(self.folder) if now - info.modified_at < _COUNTS_S]
         found = in_parallel(lambda key: parse_sealed(self.store.get(key), UnitResult, key), keys)
-        return sorted(found, key=lambda result: result.targets)
+        results, seen = list[UnitResult](), set[str]()
+        for result in sorted(found, key=lambda result: result.targets):
+            if not seen.issuperset(result.targets):
+                results.append(result)
+                seen.update(result.targets)
+        return results
 
     def forget(self) -> None:
         """Remove all: the next call of the command is another job."""
