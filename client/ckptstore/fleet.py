@@ -5,13 +5,14 @@ Every engine is a `concurrent.futures.Executor`. Repeating a unit does no harm, 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from typing import Any, Literal
 
 from ckptstore.errors import InvalidRequest
@@ -70,13 +71,26 @@ _own = threading.local()
 def _in_own_process(call: Any, *args: Any) -> Any:
     for _ in range(2):
         if not hasattr(_own, "pool"):
-            _own.pool = ProcessPoolExecutor(1, get_context("spawn"))  # a fork could copy a lock that a thread holds
+            # A fork could copy a lock that a thread holds.
+            _own.pool = ProcessPoolExecutor(1, get_context("spawn"), _end_with_caller)
         try:
             return _own.pool.submit(call, *args).result()
         except BrokenProcessPool as error:
             del _own.pool
             killed = error
     raise killed
+
+
+def _end_with_caller() -> None:
+    """The pipe of a pool's worker does not end when the caller is killed: the worker has both ends of it."""
+    caller = parent_process()
+
+    def wait() -> None:
+        if caller is not None:
+            caller.join()
+            os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 class _RayTasks(Executor):

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from kubernetes_validate import validate  # type: ignore[attr-defined]
 
+from ckpt.saver.presence import parent_of
 from ckptctl.commands.fleet import _call
 from ckptctl.commands.verify import scrub_checkpoints
 from ckptstore.clock import system_clock
@@ -25,6 +26,7 @@ from ckptstore.stores import open_store
 from ckptstore.units import Unit
 from tests.support.checkpoints import flip, write_checkpoint
 from tests.support.command_line import PROGRAM, invoke, succeed
+from tests.support.trainers import is_alive
 from tests.support.waiting import wait_until
 
 RUNS = ("team-a/one", "team-a/two", "team-b/one")
@@ -169,7 +171,10 @@ def test_a_killed_call_continues(team: Path) -> None:
     slow = ("scrub", "team-*", "--rate", "8kB", "--on", "local:1", "--store", str(team))
     with subprocess.Popen([*PROGRAM, *slow]) as call:
         wait_until(lambda: len(units_left(team)) == 1)
+        workers = [int(path.name) for path in Path("/proc").glob("[0-9]*") if parent_of(int(path.name)) == call.pid]
         call.kill()
+    assert workers
+    wait_until(lambda: not any(map(is_alive, workers)), "the workers end with the call")
     first = verified_at(Run(open_store(str(team)), RUNS[0]))
     done = succeed("scrub", "team-*", "--on", "local:1", "--store", team, "-o", "json")
     assert len(done.json) == 9
