@@ -187,14 +187,17 @@ class DaemonNotice:
         try:
             with closing(DaemonClient(self._url, self._token, timeout=timeout, retries=0)) as client:
                 # All pages: the events of a long run fill many, and the notice is on the last one.
-                while (page := client.events(self._after, self._run)).items:
-                    self._after = page.last_id
-                    now = self._clock()
+                while True:
+                    asked = self._clock()
+                    page = client.events(self._after, self._run)
+                    now, self._after = self._clock(), page.last_id
+                    at = page.at if page.at is not None else now
+                    ahead_s = 0.0 if asked <= at <= now else at - now  # the daemon's clock may be another one
                     for event in page.items:
-                        age_s = (page.at or now) - event.at  # the daemon's clock may be another one
-                        if event.kind == "preempted" and age_s <= now - self._since:
-                            return float(event.detail["grace_s"]) - age_s
-                self._after = page.last_id
+                        if event.kind == "preempted" and event.at - ahead_s >= self._since:
+                            return float(event.detail["grace_s"]) - (now - event.at + ahead_s)
+                    if not page.items:
+                        return None
         except CkptError as error:
             logger.debug("no answer from %s: %s", self._url, error)
         return None

@@ -27,7 +27,7 @@ PAGES = {
     "preview": ("/runs/gpt?keep=5&metric=val_loss&page=2", "would remove 54 checkpoints"),
     "goodput": ("/goodput/sim", "lost"),
     "long": (f"/runs/{LONG}?min_step=999999", "No checkpoint of this run matches the filter"),
-    "checkpoint": ("/checkpoints/fsdp@9000", "48 ranks of 48 wrote 48 shards"),
+    "checkpoint": ("/checkpoints/fsdp@9000", "48 ranks of 48 wrote 49 shards"),
     "not-finite": ("/runs/unstable", "ckptctl why unstable"),
     "attempts": ("/attempts", "ranks 1, 3"),
     "restores": ("/restores", "node-07"),

@@ -68,11 +68,11 @@ def test_a_rewind_in_place_is_another_attempt(tmp_path: Path, monkeypatch: pytes
     assert [one.resumed_from for one in found.attempts] == [None, 10]
     assert [one.lost_steps for one in found.attempts] == [10, 0]
     assert found.seconds["stall"] > 0, "saves that are waited for"
-    assert (found.step, {one.origin for one in found.attempts}) == (13, {origin()})
+    assert (found.step, [one.origin for one in found.attempts]) == (13, [origin()] * 2)
     assert str(origin()) == f"{operator()} · slurm 4711"
     store = run.store
     store.delete_many([info.key for info in store.list(run.keys.heartbeats)])
-    assert {one.origin for one in read_account(run).attempts} == {origin()}, "known by the generations"
+    assert all(one.origin == origin() for one in read_account(run).attempts), "known by the generations"
 
 
 def test_a_cell_that_is_run_again_loses_nothing(tmp_path: Path) -> None:

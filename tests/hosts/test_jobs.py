@@ -80,4 +80,4 @@ def test_a_folder_that_hosts_do_not_share_is_refused_and_the_host_named(tier: st
     with job(site, "a b", 2, "apart", every=1, **where) as running:
         assert ["saved", "0", "1"] not in running.lines()
         errors = running.errors()
-    assert "file:///mnt/ckpts of rank 1 on b is another folder than that of rank 0 on a" in errors
+    assert "rank 1 on b saves to another folder than rank 0 on a, here to file:///mnt/ckpts" in errors

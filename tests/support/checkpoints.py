@@ -115,6 +115,8 @@ def write_rank(
     in an object of their own although there is a shard, as they were once. deltas: of chunks of `base` that differ.
     """
     arrays, optimizer = ({n: a for n, a in arrays.items() if names.of_optimizer(n) == of} for of in (False, True))
+    if not arrays:  # the first shard has what there is
+        arrays, optimizer = optimizer, {}
     placed = place_slices(Slice.whole(name, str(a.dtype), a.shape) for name, a in arrays.items())
     raw = bytearray(raw_bytes(placed))
     for place in placed:

@@ -177,7 +177,7 @@ def _check_shared(world: World, folder: StoreSource, is_tier: bool) -> None:
     for rank, found in enumerate(answers):
         if found != answers[0]:
             raise InvalidRequest(
-                f"{folder.url} of rank {rank} on {hosts[rank]} is another folder than that of rank 0 on {hosts[0]}",
+                f"rank {rank} on {hosts[rank]} saves to another folder than rank 0 on {hosts[0]}, here to {folder.url}",
                 "A checkpoint is committed where all of its shards are: use a folder that all hosts share, or a store "
                 "such as s3://, and leave out local=",
             )

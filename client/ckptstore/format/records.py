@@ -289,7 +289,7 @@ class Policy(Document, frozen=True):
         return (1 << 62) - 1 if given == ALL else int(given)
 
 
-class Override(Document, frozen=True, omit_defaults=True):
+class Override(Document, frozen=True):
     """Other rules for the runs that a glob matches."""
 
     runs: str
