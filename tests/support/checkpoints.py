@@ -114,9 +114,7 @@ def write_rank(
     base: chunks that this attempt has, or references itself, are referenced. statistics: those of no elements; "apart":
     in an object of their own although there is a shard, as they were once. deltas: of chunks of `base` that differ.
     """
-    arrays, optimizer = ({n: a for n, a in arrays.items() if names.of_optimizer(n) == of} for of in (False, True))
-    if not arrays:  # the first shard has what there is
-        arrays, optimizer = optimizer, {}
+    arrays, optimizer = _by_shard(arrays)
     placed = place_slices(Slice.whole(name, str(a.dtype), a.shape) for name, a in arrays.items())
     raw = bytearray(raw_bytes(placed))
     for place in placed:
@@ -156,6 +154,12 @@ def write_rank(
     data = seal(receipt)
     store.put(RunKeys(run).receipt(attempt, rank), data)
     return StoredReceipt.of(receipt, data)
+
+
+def _by_shard(arrays: Arrays) -> tuple[Arrays, Arrays]:
+    """The arrays of the first shard, and of the second: of a rank with optimizer state alone, the first has it."""
+    first = {name: array for name, array in arrays.items() if not names.of_optimizer(name)} or arrays
+    return first, {name: array for name, array in arrays.items() if name not in first}
 
 
 def _optimizer_shard(
