@@ -92,7 +92,7 @@ class CheckpointBody(Struct, frozen=True, kw_only=True):
     optimizer_bytes: int = 0
     """The part of `stored_bytes` that thinning frees."""
     thinned: bool = False
-    """Its optimizer state is deleted, or will be; the state `thinned` is that of the live lineage."""
+    """Its optimizer state is deleted, or will be; the state `thinned` means: in the live lineage."""
     not_finite: int | None = None
     """Number of elements that are NaN or Inf; null: it was saved without statistics."""
     tiers: list[str] = []

@@ -94,7 +94,7 @@ def _end_with_caller() -> None:
 
 
 class _RayTasks(Executor):
-    """Tasks of Ray, which repeats those of a killed worker."""
+    """Tasks of Ray, which repeats the tasks of a killed worker."""
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
         """As an executor's."""

@@ -234,7 +234,7 @@ def shard_name(rank: int, optimizer: bool = False) -> str:
 
 
 def is_optimizer_shard(key: str) -> bool:
-    """Whether the name or key of an object is that of a shard that a thinned checkpoint lacks."""
+    """Whether an object with this name or key is a shard that a thinned checkpoint lacks."""
     return key.endswith(_OPTIMIZER)
 
 

@@ -1,4 +1,4 @@
-"""The hosts themselves: what they share, how they end, and what is left of them."""
+"""The hosts themselves: what they share, how they end, and what stays behind."""
 
 from __future__ import annotations
 

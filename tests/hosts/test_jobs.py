@@ -54,7 +54,7 @@ def test_a_job_that_lost_a_host_and_its_disk_goes_on_with_another_one(layout: st
     with job(site, "a spare", ranks, layout, layout=layout, steps=8) as running:
         second = running.finish()
     check_continued(first, second, 4)
-    assert (drained["durable"], drained["savers"]) == (True, ranks // 2), "those of its host"
+    assert (drained["durable"], drained["savers"]) == (True, ranks // 2), "the savers of its host"
 
 
 @pytest.mark.parametrize("by", ["host", "daemon"])

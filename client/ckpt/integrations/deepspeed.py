@@ -66,7 +66,7 @@ def restore(
     before the first iteration, with the extras that are saved.
 
     The checkpoint may be of another stage or number of ranks, of FSDP2 or a plain model; one that has no counters and
-    scheduler leaves those of the engine. Buffers and frozen parameters get the engine's type. Raises
+    scheduler leaves the engine's. Buffers and frozen parameters get the engine's type. Raises
     UnsupportedObject, and what `ckpt.restore` raises.
     """
     stages = default.restore_in_stages(checkpoint=checkpoint, strict=strict, cast=True)

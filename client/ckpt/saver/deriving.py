@@ -68,7 +68,7 @@ LEAST_OPTIMIZER_BYTES = 1 << 20
 
 
 def divide_by_use(placed: Sequence[Placed], derived: Sequence[Derived]) -> tuple[list[Placed], list[Placed]]:
-    """The stored slices of a rank's first shard, and those of the second, which a thinned checkpoint lacks: optimizer
+    """The stored slices of a rank's first shard and of the second, which a thinned checkpoint lacks: optimizer
     state from which no weights are derived. Pure."""
     sources = {one.source.at for one in derived}
     optimizer = [one for one in placed if of_optimizer(one.slice.entry) and one.at not in sources]

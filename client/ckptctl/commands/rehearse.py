@@ -323,7 +323,7 @@ def _report(session: Session, compared: int, kills: Sequence[Kill], finding: Fin
     rows = [Row((one.moment, str(one.resumed_from), f"{one.resume_s:.1f} s", f"{one.cost_s:.1f} s")) for one in kills]
     blocks: list[Block] = [Table(("KILLED AT", ">RESUMED FROM", ">TO FIRST BATCH", ">COST"), rows)]
     if finding is None:
-        blocks.append(f"exact: {compared} checkpoints of killed runs are those of the uninterrupted one, bit for bit")
+        blocks.append(f"exact: {compared} checkpoints of killed runs equal the uninterrupted run's, bit for bit")
     else:
         differs = ", ".join(finding.differs[:_NAMED])
         blocks.append(

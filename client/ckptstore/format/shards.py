@@ -249,7 +249,7 @@ def rows_of(chunks: Chunks) -> Iterator[EncodedChunk]:
 def slice_tables(
     stored: Sequence[Placed], derived: Sequence[Placed] = (), second: Sequence[Placed] = ()
 ) -> tuple[Entries, Slices]:
-    """The columns that describe the slices of a rank in its receipt: those of its first shard, of the second, if there
+    """The columns that describe the slices of a rank in its receipt: of its first shard, of the second, if there
     are two, and those derived from the first's, placed at their sources."""
     placed = [*stored, *second, *derived]
     first_derived = len(stored) + len(second)

@@ -196,7 +196,7 @@ def read_manifest(source: Source, checkpoint: Checkpoint) -> Manifest:
 
 
 def check_manifest_data(checkpoint: Checkpoint, data: bytes) -> Manifest:
-    """The manifest in `data`, checked to be that of the checkpoint; without optimizer state if that is thinned.
+    """The manifest in `data`, checked to belong to the checkpoint; without optimizer state if it is thinned.
 
     Raises Damaged.
     """

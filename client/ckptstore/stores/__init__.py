@@ -41,7 +41,7 @@ _S3_CONFIG = {"max_pool_connections": 64, "signature_version": "s3v4"}
 def resolve_url(url: str) -> str:
     """The URL of the same store for any working directory: paths and file:// become absolute, others stay as given.
 
-    In a rehearsal it is that of a folder in its own. Raises InvalidRequest.
+    In a rehearsal it is a folder below the rehearsal's. Raises InvalidRequest.
     """
     folder = os.environ.get(REHEARSAL)
     if folder and folder not in url:

@@ -73,9 +73,9 @@ class MultipartWriter(ObjectWriter):
         self._sent: list[dict[str, Any]] = []
         self._committing = False
         self._stop = threading.Event()
-        threads = max(1, self._buffered_bytes // self._part.room - 1)
+        threads = max(1, self._buffered_bytes // self._part.unused - 1)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="ckpt-upload-part")
-        if self._size_hint > self._part.room:
+        if self._size_hint > self._part.unused:
             self._begin()
 
     @override
@@ -86,7 +86,7 @@ class MultipartWriter(ObjectWriter):
         self._bytes += len(rest)
         with self._errors():
             while len(rest):
-                if not self._part.room:
+                if not self._part.unused:
                     self._send()
                 rest = self._part.take(rest)
 
@@ -126,7 +126,7 @@ class MultipartWriter(ObjectWriter):
         self._part = UploadPart(number, part_bytes(number, self._size_hint))
         put = self._transfers.put_part
         self._in_flight[self._threads.submit(put, self._path, upload, part, self._stop, self._retry_s)] = part
-        while self._in_flight and sum(map(len, self._in_flight.values())) + self._part.room > self._buffered_bytes:
+        while self._in_flight and sum(map(len, self._in_flight.values())) + self._part.unused > self._buffered_bytes:
             self._reap()
 
     def _begin(self) -> Future[str]:

@@ -62,7 +62,7 @@ class UploadPart:
     """A part of an upload. It holds references to its bytes, not copies."""
 
     number: int
-    room: int
+    unused: int
     """Bytes that still fit."""
     pieces: list[memoryview] = field(default_factory=list)
 
@@ -71,9 +71,9 @@ class UploadPart:
 
     def take(self, data: memoryview) -> memoryview:
         """Add the bytes that fit; returns the rest."""
-        piece = data[: self.room]
+        piece = data[: self.unused]
         self.pieces.append(piece)
-        self.room -= len(piece)
+        self.unused -= len(piece)
         return data[len(piece) :]
 
 
