@@ -93,7 +93,7 @@ def add_assets(checkpointer: Checkpointer, model: Any, *others: Any) -> None:
             from ckpt.integrations.peft import adapter_files
 
             files = adapter_files(modules[adapted], module_name(f"{adapted}.".lstrip(".")))
-        except Exception:
+        except (AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError):
             logger.exception("checkpoints are saved without the files of the adapters")
     elif name is not None:
         own = modules[name]
