@@ -15,6 +15,8 @@ from tests.hosts.services import STORE, TOKEN
 from tests.support.jobs import Job
 from tests.support.waiting import DEADLINE_S
 
+pytestmark = pytest.mark.slow
+
 TRAIN = "tests.hosts.train"
 LARGE = os.environ.get("CKPTD_HOSTS") == "large"
 Lines = list[list[str]]

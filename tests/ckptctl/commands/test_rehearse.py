@@ -15,6 +15,8 @@ from tests.support.forking import TRAINER, fork
 from tests.support.ports import free_port
 from tests.support.waiting import DEADLINE_S
 
+pytestmark = pytest.mark.slow
+
 FAULTY = "tests.support.faulty_train"
 
 
