@@ -26,7 +26,7 @@ from ckptstore.format.documents import FORMAT, Chunks, Content, Entries, Manifes
 from ckptstore.format.parsing import pack_manifest, parse_manifest
 from ckptstore.format.planning import plan_reads
 from ckptstore.names import Attempt, new_ulid
-from ckptstore.reading.rehearsal import rows_of
+from ckptstore.reading.restore_check import rows_of
 
 GOAL_S = 1.0
 MEMORY_BYTES = 1 << 30

@@ -43,7 +43,7 @@ from ckptstore.format.shards import EncodedChunk, Placed, Slice, chunk_table, pl
 from ckptstore.format.statistics import Statistics, Table, named_document, side_extension
 from ckptstore.format.trees import encode_tree, unsupported
 from ckptstore.names import derive_ulid, new_ulid, shard_name
-from ckptstore.reading.rehearsal import rows_of
+from ckptstore.reading.restore_check import rows_of
 from ckptstore.run import Run
 from ckptstore.stores.multipart import part_bytes
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ckptd.redaction import MASK, mask_passwords
 from ckptstore.errors import InvalidRequest
 from ckptstore.format.documents import digest
-from ckptstore.reading.rehearsal import MAX_RANKS
+from ckptstore.reading.restore_check import MAX_RANKS
 
 DEFAULT_PORT = 8470
 AUTH_OFF = "off"

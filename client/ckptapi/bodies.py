@@ -12,7 +12,7 @@ from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.format.records import PolicySet
 from ckptstore.names import Attempt
-from ckptstore.reading.rehearsal import MAX_RANKS
+from ckptstore.reading.restore_check import MAX_RANKS
 from ckptstore.retention.policy import KeepDecision
 from ckptstore.retention.pruning import MAX_DELETE_FRACTION, PrunePlan
 

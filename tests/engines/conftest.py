@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Iterator
 from importlib.util import find_spec
 
-import pytest
+from tests.support.temporary import temporary_folder as temporary_folder
 
 collect_ignore_glob = ["test_*.py"]
 if find_spec("vllm"):  # before it is imported; other tests must not see this
@@ -20,12 +18,3 @@ if find_spec("vllm"):  # before it is imported; other tests must not see this
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
     }
-
-
-@pytest.fixture(scope="session", autouse=True)
-def temporary_folder() -> Iterator[None]:
-    """Notes of this host about runs (ckpt.host.lock) go there: another session may use the same folders again."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TMPDIR", name)
-        patch.setattr(tempfile, "tempdir", None)
-        yield

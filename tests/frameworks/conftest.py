@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
+from tests.support.temporary import temporary_folder as temporary_folder
 
 NEEDS = {"test_deepspeed.py": "deepspeed", "test_trackers.py": "mlflow", "test_tuning.py": "trl"}
 """The package that the tests of each file need."""
@@ -20,12 +18,3 @@ if len(collect_ignore) < len(NEEDS):  # before they are imported; other tests mu
         "CKPT_RETAIN_SNAPSHOT_S": "0", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "passive",
     }  # fmt: skip
-
-
-@pytest.fixture(scope="session", autouse=True)
-def temporary_folder() -> Iterator[None]:
-    """Notes of this host about runs (ckpt.host.lock) go there: another session may use the same folders again."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TMPDIR", name)
-        patch.setattr(tempfile, "tempdir", None)
-        yield

@@ -117,7 +117,7 @@ def _unit(leaf: Leaf, trusted: bool, buffer: bool) -> Unit | None:
 
 
 _NOT_HERE = {"capturable": False, "fused": None, "foreign": False, "differentiable": False}
-"""Options that a rehearsal on the CPU does without."""
+"""Options that a step on the CPU does without."""
 
 
 def bytes_to_come(state: TrainState, ownership: Ownership) -> int:
@@ -125,7 +125,7 @@ def bytes_to_come(state: TrainState, ownership: Ownership) -> int:
 
     State that optimizers of other kinds are still to make is not in it.
     """
-    rehearsed: dict[tuple[int, torch.dtype, int], tuple[int, int]] = {}
+    measured: dict[tuple[int, torch.dtype, int], tuple[int, int]] = {}
     total = 0
     for optimizer in (one for named in state.named_optimizers.values() for one in named):
         pairs = zip(optimizer.optimizer.param_groups, optimizer.groups, strict=True)
@@ -134,16 +134,16 @@ def bytes_to_come(state: TrainState, ownership: Ownership) -> int:
             if not parameter.requires_grad or not optimizer.keeps_state_here(leaf) or optimizer.live_state(leaf):
                 continue
             key = (id(group), parameter.dtype, min(parameter.dim(), 2))
-            if key not in rehearsed:
-                rehearsed[key] = rehearse(optimizer.holder, group, parameter.dtype, key[2])
-            (per_element, extra), part = rehearsed[key], leaf.part
+            if key not in measured:
+                measured[key] = measure_state(optimizer.holder, group, parameter.dtype, key[2])
+            (per_element, extra), part = measured[key], leaf.part
             total += extra
             if ownership.writes(ownership.state_unit(leaf.unit, optimizer.item), part.ranks, part.holders):
                 total += per_element * sum(prod(boxes.sizes(box)) for box in part.boxes)
     return total
 
 
-def rehearse(
+def measure_state(
     optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype = torch.float32, dimensions: int = 2
 ) -> tuple[int, int]:
     """The bytes that such an optimizer keeps for each element of such a parameter and a constant: measured by a step of

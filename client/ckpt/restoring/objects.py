@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt.capture.describe import rehearse
+from ckpt.capture.describe import measure_state
 from ckpt.capture.modules import EXTRA_STATE, canonical, is_own, own_loading, unwrap
 from ckpt.capture.optimizers import NamedOptimizer
 from ckpt.capture.parameters import Leaf
@@ -207,7 +207,7 @@ def _without_state(optimizer: NamedOptimizer, saved: Collection[str]) -> list[st
     lost: list[str] = []
     for group, held in zip(optimizer.optimizer.param_groups, optimizer.groups, strict=True):
         leaves = [leaf for one in held for leaf in one if leaf.value.requires_grad]
-        if {leaf.name for leaf in leaves}.isdisjoint(saved) and (saved or any(rehearse(optimizer.holder, group))):
+        if {leaf.name for leaf in leaves}.isdisjoint(saved) and (saved or any(measure_state(optimizer.holder, group))):
             lost += [f"{leaf.item}/state/{leaf.name}" for leaf in leaves]
     return lost
 

@@ -21,7 +21,7 @@ from ckptstore import human
 from ckptstore.commits.audit import operator
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint
-from ckptstore.reading.rehearsal import MAX_RANKS, RestoreEstimate
+from ckptstore.reading.restore_check import MAX_RANKS, RestoreEstimate
 from ckptstore.reading.verify import Verification
 from ckptstore.reading.verify import verify as verify_checkpoint
 from ckptstore.retention.scrubbing import RateLimiter, due_for_scrub, scrub

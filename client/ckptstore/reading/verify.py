@@ -14,7 +14,7 @@ from ckptstore.format.documents import Manifest
 from ckptstore.format.planning import ChunkRead, ShardRead, plan_all
 from ckptstore.names import Attempt
 from ckptstore.reading.fetch import DEFAULT_THREADS, Progress, check_chunk, decoded, fetch_stored
-from ckptstore.reading.rehearsal import Rehearsal, RestoreEstimate, rehearse
+from ckptstore.reading.restore_check import RestoreCheck, RestoreEstimate, check_restore
 from ckptstore.reading.source import Source, read_manifest, read_receipt
 from ckptstore.threads import in_parallel
 
@@ -88,10 +88,10 @@ def verify(
     if checkpoint.state is State.CORRUPT:
         return Verification(checkpoint, 0, 0, (checkpoint.problem,))
     known = checked or VerifiedChunks()
-    rehearsed = Rehearsal() if ranks is None else rehearse(source, checkpoint, ranks)
-    if rehearsed.reads:
-        known.add_all(checkpoint, (part for read in rehearsed.reads for chunk in read.chunks for part in chunk.parts))
-        throttle(sum(read.bytes for read in rehearsed.reads))
+    check = RestoreCheck() if ranks is None else check_restore(source, checkpoint, ranks)
+    if check.reads:
+        known.add_all(checkpoint, (part for read in check.reads for chunk in read.chunks for part in chunk.parts))
+        throttle(sum(read.bytes for read in check.reads))
     problems, manifest = _check_documents(source, checkpoint)
     damaged: list[ChunkRead] = []
 
@@ -113,9 +113,9 @@ def verify(
     reads = [part for read in planned if only is None or (read.shard, read.index) in only for part in read.parts]
     in_parallel(examine, reads, threads)
     stored_bytes = sum(read.stored for read in reads)
-    if not problems and rehearsed.problem:
-        problems.append(rehearsed.problem)
-    estimates = () if problems else rehearsed.estimates
+    if not problems and check.problem:
+        problems.append(check.problem)
+    estimates = () if problems else check.estimates
     return Verification(
         checkpoint, len(reads), stored_bytes, tuple(sorted(problems)), tuple(damaged), estimates=estimates
     )

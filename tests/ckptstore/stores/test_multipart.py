@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 import urllib.request
@@ -17,9 +16,9 @@ import pytest
 from ckptstore.clock import system_clock
 from ckptstore.errors import CorruptObject, NoSuchBucket, StoreReadOnly, StoreUnavailable
 from ckptstore.names import Attempt, RunKeys, new_ulid
-from ckptstore.stores import Store, multipart, open_store
+from ckptstore.stores import Store, open_store
 from ckptstore.stores.base import is_lasting
-from ckptstore.stores.multipart import MultipartStore, part_bytes
+from ckptstore.stores.multipart import part_bytes
 from ckptstore.stores.transfers import Transfers, UploadPart
 from tests.ckptstore.proxies import Fault, LossyProxy, lossy_proxy
 from tests.ckptstore.stores.test_base import abandon
@@ -67,18 +66,6 @@ class Place:
 @pytest.fixture
 def place(request: pytest.FixtureRequest, kind: str) -> Place:
     return Place(kind, request.getfixturevalue(f"{kind}_service"), uuid.uuid4().hex)
-
-
-@pytest.fixture(scope="module")
-def noise() -> bytes:
-    return os.urandom(12 * MIB)
-
-
-@pytest.fixture
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts as small as S3 allows, and memory for three of them."""
-    monkeypatch.setattr(multipart, "PART_BYTES", 5 * MIB)
-    monkeypatch.setattr(MultipartStore, "upload_bytes", 15 * MIB)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
 import uuid
@@ -14,9 +13,8 @@ import pytest
 
 from ckptstore.clock import system_clock
 from ckptstore.errors import CkptError, StoreReadOnly, StoreUnavailable
-from ckptstore.stores import Store, multipart, open_store
+from ckptstore.stores import Store, open_store
 from ckptstore.stores.base import is_lasting
-from ckptstore.stores.multipart import MultipartStore
 from tests.ckptstore.proxies import LossyProxy, lossy_proxy
 from tests.conftest import S3Location
 from tests.support import seaweed
@@ -25,18 +23,6 @@ from tests.support.seaweed import BUCKET, SECRET_KEY, S3Service
 MIB = 1 << 20
 GIB = 1 << 30
 SIGNED = "X-Amz-Signature"
-
-
-@pytest.fixture(scope="module")
-def noise() -> bytes:
-    return os.urandom(12 * MIB)
-
-
-@pytest.fixture
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts as small as S3 allows, and memory for three of them."""
-    monkeypatch.setattr(multipart, "PART_BYTES", 5 * MIB)
-    monkeypatch.setattr(MultipartStore, "upload_bytes", 15 * MIB)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Rehearsal of a restore: proof that a checkpoint restores on N ranks, and an estimate of how long that takes.
+"""Check of a restore: proof that a checkpoint restores on N ranks, and an estimate of how long that takes.
 
 It plans the restore of every rank, without torch, and restores a part at full speed into memory as a trainer would.
 Every entry is cut along its first dimension as `torch.chunk` and FSDP2 do, so the last ranks may have fewer rows or
@@ -49,7 +49,7 @@ class RestoreEstimate:
     """If all ranks together read as fast as the sample was read: on one host, or at the limit of the store."""
 
 
-class Rehearsal(NamedTuple):
+class RestoreCheck(NamedTuple):
     """The restore of the part of one rank, and an estimate for each number of ranks; none if it does not restore."""
 
     reads: Sequence[ShardRead] = ()
@@ -57,7 +57,7 @@ class Rehearsal(NamedTuple):
     problem: str = ""
 
 
-def rehearse(source: Source, checkpoint: Checkpoint, ranks: Iterable[int]) -> Rehearsal:
+def check_restore(source: Source, checkpoint: Checkpoint, ranks: Iterable[int]) -> RestoreCheck:
     """Restore the sample and plan for these numbers of ranks and the one that saved. Raises Unavailable.
 
     A failed restore is repeated once: a read may fail.
@@ -65,13 +65,13 @@ def rehearse(source: Source, checkpoint: Checkpoint, ranks: Iterable[int]) -> Re
     problem = ""
     for _ in range(2):
         try:
-            return _rehearse(source, checkpoint, sorted({*ranks, max(1, checkpoint.world_size)}))
+            return _check_restore(source, checkpoint, sorted({*ranks, max(1, checkpoint.world_size)}))
         except (Damaged, ObjectMissing) as error:
             problem = str(error)
-    return Rehearsal(problem=problem)
+    return RestoreCheck(problem=problem)
 
 
-def _rehearse(source: Source, checkpoint: Checkpoint, ranks: Sequence[int]) -> Rehearsal:
+def _check_restore(source: Source, checkpoint: Checkpoint, ranks: Sequence[int]) -> RestoreCheck:
     """Restore the middle one of so many ranks that its part has SAMPLE_BYTES at most, apart from shared entries.
 
     That rank may need a few rows of every large chunk. So it reads only the first chunks, again SAMPLE_BYTES at most.
@@ -91,7 +91,7 @@ def _rehearse(source: Source, checkpoint: Checkpoint, ranks: Sequence[int]) -> R
     read_s, read_bytes = time.perf_counter() - began, _read_bytes(reads)
     enough = read_bytes >= _LEAST_SHARE * min(SAMPLE_BYTES, checkpoint.needed_bytes)
     byte_s = read_s / read_bytes if read_bytes and enough else None
-    return Rehearsal(reads, tuple(_estimate(content, number, open_s, byte_s) for number in ranks))
+    return RestoreCheck(reads, tuple(_estimate(content, number, open_s, byte_s) for number in ranks))
 
 
 def _estimate(content: Content, ranks: int, open_s: float, byte_s: float | None) -> RestoreEstimate:

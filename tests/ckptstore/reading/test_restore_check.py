@@ -12,9 +12,9 @@ from ckptstore.codecs.chunk_codecs import encode, fast
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.format import shards
 from ckptstore.format.documents import Content
-from ckptstore.reading import rehearsal
+from ckptstore.reading import restore_check
 from ckptstore.reading.fetch import fetch
-from ckptstore.reading.rehearsal import plan_rank, rank_bytes, rows_of, wants_of
+from ckptstore.reading.restore_check import plan_rank, rank_bytes, rows_of, wants_of
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.reading.verify import Verification, verify
 from ckptstore.run import Run
@@ -64,7 +64,7 @@ def test_a_sample_without_rows_gives_no_estimate(store: Store, monkeypatch: pyte
     """The middle one of six parts has no row of an entry with two rows, but needs the entries without dimensions."""
     arrays = {"w": np.random.default_rng(0).random((2, 1 << 16), np.float32), "step": np.array(3.0, np.float32)}
     checkpoint = write_checkpoint(store, arrays=arrays)
-    monkeypatch.setattr(rehearsal, "SAMPLE_BYTES", checkpoint.raw_bytes // 5)
+    monkeypatch.setattr(restore_check, "SAMPLE_BYTES", checkpoint.raw_bytes // 5)
     found = _verified(store, checkpoint, 2)
     assert found.ok
     assert [(one.restore_s, one.shared_s) for one in found.estimates] == [(None, None)] * 2
@@ -74,7 +74,7 @@ def test_a_sample_without_rows_gives_no_estimate(store: Store, monkeypatch: pyte
 def test_the_small_sample_has_every_chunk_and_reads_bytes_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = {f"w{number}": np.random.default_rng(number).random((64, 1024), np.float32) for number in range(20)}
     checkpoint = write_checkpoint(store, arrays=arrays)
-    monkeypatch.setattr(rehearsal, "SAMPLE_BYTES", checkpoint.raw_bytes // 10)
+    monkeypatch.setattr(restore_check, "SAMPLE_BYTES", checkpoint.raw_bytes // 10)
     throttled: list[int] = []
     assert _verified(store, checkpoint, throttle=throttled.append).ok
     assert 0 < throttled[0] <= checkpoint.raw_bytes // 10, "the sample"
