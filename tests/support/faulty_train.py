@@ -1,6 +1,7 @@
 """A small training program that resumes exactly, or with one fault: `faulty_train FAULT STORE`.
 
-An epoch has six batches. It saves after every third step, and validates after every fourth batch.
+An epoch has six batches. It validates after every third batch, and saves after every fourth step: a kill within a save
+may leave it or the one before it, and each fault shows after both.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def main(fault: str, store: str) -> None:
     torch.manual_seed(rank)
     adapter = nn.Linear(4, 4)
     optim = torch.optim.AdamW([*model.parameters(), *adapter.parameters()], lr=0.01)
-    sched = torch.optim.lr_scheduler.StepLR(optim, 2, 0.9)
+    sched = torch.optim.lr_scheduler.StepLR(optim, 3, 0.9)
     average = AveragedModel(layers, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]
     noise = torch.Generator().manual_seed(1)
     curriculum = {"level": 1.0}
@@ -114,11 +115,11 @@ def main(fault: str, store: str) -> None:
             average.update_parameters(layers)
             optim.zero_grad()
             curriculum["level"] *= 0.95
-        if step % (4 if fault == "window" else 3) == 0:
+        if step % 4 == (3 if fault == "gradients" else 0):
             if "noise" in extras:
                 extras["noise"] = noise.get_state()
             checkpointer.save(model, optim, step, metrics={"loss": loss.item()}, **extras)
-        if step % 4 == 0:
+        if step % 3 == 0:
             model.eval()
             with torch.no_grad():
                 model(samples.inputs)

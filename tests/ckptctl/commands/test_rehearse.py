@@ -102,7 +102,7 @@ def test_adapters_of_one_rank_are_named(tmp_path: Path) -> None:
 def test_a_program_without_a_fault_is_exact(tmp_path: Path, fault: str, ranks: int) -> None:
     done = rehearsed(tmp_path, FAULTY, fault, "STORE", kills=5, ranks=ranks, seed=3)
     assert done.code == 0, done.stdout + done.stderr
-    assert all(kill["cost_s"] > kill["resume_s"] > 0 for kill in done.json["kills"])
+    assert all(kill["cost_s"] >= kill["resume_s"] > 0 for kill in done.json["kills"])
 
 
 def test_a_folder_of_another_rehearsal_is_refused(tmp_path: Path) -> None:
