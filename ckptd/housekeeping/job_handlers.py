@@ -16,7 +16,7 @@ from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints
 from ckptstore.commits.labels import find
 from ckptstore.errors import InvalidRequest
-from ckptstore.fleet import open_engine, run_units
+from ckptstore.fleet import Unit, open_engine, run_units, units_of
 from ckptstore.names import Reference
 from ckptstore.operator import StoreOperator
 from ckptstore.reading.verify import Verification
@@ -24,7 +24,6 @@ from ckptstore.retention.deletion import CollectReport
 from ckptstore.retention.scrubbing import confirm_damage, scrub, scrub_unit
 from ckptstore.run import Run
 from ckptstore.stores import Store
-from ckptstore.units import Unit, units_of
 
 _MOST_LISTED = 100
 """Items of a list in a result."""

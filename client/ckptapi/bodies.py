@@ -6,7 +6,7 @@ from dataclasses import fields
 from enum import StrEnum
 from typing import Annotated, Any, Generic, TypeVar
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, State
@@ -15,6 +15,7 @@ from ckptstore.names import Attempt
 from ckptstore.reading.restore_check import MAX_RANKS
 from ckptstore.retention.policy import KeepDecision
 from ckptstore.retention.pruning import MAX_DELETE_FRACTION, PrunePlan
+from ckptstore.values import Record, Value
 
 CHECKPOINTS = "/v1/checkpoints"
 LATEST = "/v1/checkpoints/latest"
@@ -39,7 +40,7 @@ TOKENS = "/v1/tokens"
 PROBLEM = "application/problem+json"
 
 
-class Problem(Struct, frozen=True, kw_only=True):
+class Problem(Record):
     """An error as application/problem+json (RFC 9457). `code` is stable."""
 
     type: str
@@ -56,13 +57,13 @@ MAX_PAGE = 500
 _T = TypeVar("_T")
 
 
-class Items(Struct, Generic[_T], frozen=True):
+class Items(Value, Generic[_T]):
     """A list, not in pages. Sessions, jobs, audit records and policies are newest first, attempts oldest first."""
 
     items: list[_T]
 
 
-class CheckpointBody(Struct, frozen=True, kw_only=True):
+class CheckpointBody(Record):
     """One checkpoint as JSON."""
 
     id: str
@@ -136,14 +137,14 @@ _SAME = {field.name for field in fields(Checkpoint)} & set(CheckpointBody.__stru
 """The fields that a checkpoint and its body share."""
 
 
-class Page(Struct, frozen=True):
+class Page(Value):
     """One page of a listing, with an opaque cursor for the next one."""
 
     items: list[CheckpointBody]
     next_cursor: str | None = None
 
 
-class RunBody(Struct, frozen=True, kw_only=True):
+class RunBody(Record):
     """One run as JSON."""
 
     run: str
@@ -192,7 +193,7 @@ Rank = Annotated[int, Meta(ge=0, lt=MAX_WORLD_SIZE)]
 Bytes = Annotated[int, Meta(ge=0, lt=1 << 60)]
 
 
-class RestoreRequest(Struct, frozen=True, kw_only=True):
+class RestoreRequest(Record):
     """One rank joins the restore of its job. The first request of a run and key resolves the checkpoint for all."""
 
     run: str
@@ -207,7 +208,7 @@ class RestoreRequest(Struct, frozen=True, kw_only=True):
     """The host of the rank, for display."""
 
 
-class RankReport(Struct, frozen=True, kw_only=True):
+class RankReport(Record):
     """The progress report of a rank."""
 
     phase: Phase
@@ -217,7 +218,7 @@ class RankReport(Struct, frozen=True, kw_only=True):
     problem: str = ""
 
 
-class RestoreStatus(Struct, frozen=True, kw_only=True):
+class RestoreStatus(Record):
     """The response to a report: the status of the whole session."""
 
     id: str
@@ -228,7 +229,7 @@ class RestoreStatus(Struct, frozen=True, kw_only=True):
     problem: str = ""
 
 
-class RankBody(Struct, frozen=True):
+class RankBody(Value):
     """The last report of one rank."""
 
     rank: int
@@ -246,7 +247,7 @@ class RankBody(Struct, frozen=True):
         return min(1.0, self.done_bytes / self.total_bytes) if self.total_bytes else 0.0
 
 
-class RestoreBody(Struct, frozen=True, kw_only=True):
+class RestoreBody(Record):
     """One restore session as JSON."""
 
     id: str
@@ -306,7 +307,7 @@ class EventKind(StrEnum):
     JOB_ENDED = "job_ended"
 
 
-class EventBody(Struct, frozen=True, kw_only=True):
+class EventBody(Record):
     """One event as JSON."""
 
     id: int = 0
@@ -321,7 +322,7 @@ class EventBody(Struct, frozen=True, kw_only=True):
     """By kind: docs/how-to/http-api.md."""
 
 
-class EventsBody(Struct, frozen=True, kw_only=True):
+class EventsBody(Record):
     """Events after an id, oldest first."""
 
     items: list[EventBody]
@@ -353,14 +354,14 @@ class JobState(StrEnum):
         return self in (JobState.QUEUED, JobState.RUNNING)
 
 
-class ChunkBody(Struct, frozen=True, kw_only=True):
+class ChunkBody(Record):
     """One chunk of a checkpoint: the name of its shard, and its number in it."""
 
     shard: Annotated[str, Meta(max_length=32)]
     index: Annotated[int, Meta(ge=0)]
 
 
-class VerifyJob(Struct, frozen=True, kw_only=True, tag="verify", tag_field="kind"):
+class VerifyJob(Record, tag="verify", tag_field="kind"):
     """Verify every byte of one checkpoint, of a run, or of all runs; bypasses the cache."""
 
     run: Name | None = None
@@ -371,14 +372,14 @@ class VerifyJob(Struct, frozen=True, kw_only=True, tag="verify", tag_field="kind
     """Prove that they restore on so many ranks and on the number that saved. The result has estimates."""
 
 
-class HealJob(Struct, frozen=True, kw_only=True, tag="heal", tag_field="kind"):
+class HealJob(Record, tag="heal", tag_field="kind"):
     """Like VerifyJob, and write damaged objects again from other checkpoints of the run; includes corrupt ones."""
 
     run: Name | None = None
     checkpoint: Name | None = None
 
 
-class CollectJob(Struct, frozen=True, kw_only=True, tag="gc", tag_field="kind"):
+class CollectJob(Record, tag="gc", tag_field="kind"):
     """Collect orphans, half deletions and expired leases now."""
 
     run: Name | None = None
@@ -387,7 +388,7 @@ class CollectJob(Struct, frozen=True, kw_only=True, tag="gc", tag_field="kind"):
 JobRequest = VerifyJob | HealJob | CollectJob
 
 
-class JobBody(Struct, frozen=True, kw_only=True):
+class JobBody(Record):
     """One job as JSON."""
 
     id: str
@@ -416,7 +417,7 @@ class JobBody(Struct, frozen=True, kw_only=True):
 Reason = Annotated[str, Meta(max_length=1000)]
 
 
-class PruneItem(Struct, frozen=True, kw_only=True):
+class PruneItem(Record):
     """One checkpoint in a prune plan. It is removed if there are no reasons to keep it."""
 
     checkpoint: CheckpointBody
@@ -425,7 +426,7 @@ class PruneItem(Struct, frozen=True, kw_only=True):
     """It stays, and its optimizer state is removed."""
 
 
-class PruneBody(Struct, frozen=True, kw_only=True):
+class PruneBody(Record):
     """The effect of a prune."""
 
     dry_run: bool
@@ -462,7 +463,7 @@ class PruneBody(Struct, frozen=True, kw_only=True):
         return PrunePlan(decisions, tuple(runs), self.grace_s, self.max_delete_fraction, held=held)
 
 
-class PoliciesRequest(Struct, frozen=True, kw_only=True):
+class PoliciesRequest(Record):
     """Replace the policies."""
 
     expected: int
@@ -471,7 +472,7 @@ class PoliciesRequest(Struct, frozen=True, kw_only=True):
     reason: Reason = ""
 
 
-class LabelsRequest(Struct, frozen=True, kw_only=True):
+class LabelsRequest(Record):
     """Values to set; null removes one. Removing a metric restores its value from the save."""
 
     tags: dict[str, str | None] = {}
@@ -479,20 +480,20 @@ class LabelsRequest(Struct, frozen=True, kw_only=True):
     reason: Reason = ""
 
 
-class UndeleteRequest(Struct, frozen=True):
+class UndeleteRequest(Value):
     """Undo a deletion."""
 
     reason: Reason = ""
 
 
-class NotifyRequest(Struct, frozen=True):
+class NotifyRequest(Value):
     """A saver reports a committed attempt."""
 
     run: str
     attempt: str
 
 
-class PreemptRequest(Struct, frozen=True, kw_only=True):
+class PreemptRequest(Record):
     """The job of a run will be killed; its trainers, which ask for events of the run, save and end."""
 
     grace_s: float
@@ -500,7 +501,7 @@ class PreemptRequest(Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
-class LeaseRequest(Struct, frozen=True, kw_only=True):
+class LeaseRequest(Record):
     """Protect a checkpoint from deletion."""
 
     id: str
@@ -510,21 +511,21 @@ class LeaseRequest(Struct, frozen=True, kw_only=True):
     """Its optimizer state is not needed."""
 
 
-class LeaseBody(Struct, frozen=True, kw_only=True):
+class LeaseBody(Record):
     """A lease that was granted."""
 
     run: str
     lease: str
 
 
-class ReindexBody(Struct, frozen=True, kw_only=True):
+class ReindexBody(Record):
     """The result of a reindex."""
 
     runs: int
     checkpoints: int
 
 
-class DecisionRequest(Struct, frozen=True, kw_only=True):
+class DecisionRequest(Record):
     """A proposal: an outcome of an attempt, the sweep decision of one of its tombstones, or a generation."""
 
     run: str
@@ -537,7 +538,7 @@ class DecisionRequest(Struct, frozen=True, kw_only=True):
     """The document as it would be stored: sealed, two lines of text."""
 
 
-class DecisionBody(Struct, frozen=True):
+class DecisionBody(Value):
     """The decision, which is the first proposal; it is in the store."""
 
     document: str
@@ -546,7 +547,7 @@ class DecisionBody(Struct, frozen=True):
 MAX_ENTRIES = 10_000
 
 
-class AttemptBody(Struct, frozen=True, kw_only=True):
+class AttemptBody(Record):
     """An attempt that is neither committed nor aborted yet."""
 
     run: str
@@ -566,7 +567,7 @@ class AttemptBody(Struct, frozen=True, kw_only=True):
     """Bytes of visible objects: object stores list a shard only after its upload is complete."""
 
 
-class ShardBody(Struct, frozen=True, kw_only=True):
+class ShardBody(Record):
     """One shard of a checkpoint."""
 
     name: str
@@ -577,7 +578,7 @@ class ShardBody(Struct, frozen=True, kw_only=True):
     stored_bytes: int
 
 
-class EntryBody(Struct, frozen=True, kw_only=True):
+class EntryBody(Record):
     """One entry of a checkpoint."""
 
     name: str
@@ -587,7 +588,7 @@ class EntryBody(Struct, frozen=True, kw_only=True):
     raw_bytes: int
 
 
-class EntriesBody(Struct, frozen=True):
+class EntriesBody(Value):
     """A page of entries, by position in the manifest."""
 
     items: list[EntryBody]
@@ -595,7 +596,7 @@ class EntriesBody(Struct, frozen=True):
     next_offset: int | None = None
 
 
-class ReadinessBody(Struct, frozen=True, kw_only=True):
+class ReadinessBody(Record):
     """The dependencies of the daemon, each "ok" or its problem."""
 
     ready: bool
@@ -604,7 +605,7 @@ class ReadinessBody(Struct, frozen=True, kw_only=True):
     leaving: bool
 
 
-class AboutBody(Struct, frozen=True, kw_only=True):
+class AboutBody(Record):
     """The version and the clock of a daemon."""
 
     version: str
@@ -625,7 +626,7 @@ class Scope(StrEnum):
     """Everything, including tokens."""
 
 
-class TokenRequest(Struct, frozen=True, kw_only=True):
+class TokenRequest(Record):
     """The request for a token. runs: globs (* and ?); empty for all runs."""
 
     name: str
@@ -634,13 +635,13 @@ class TokenRequest(Struct, frozen=True, kw_only=True):
     expires_in_s: float | None = None
 
 
-class RotateRequest(Struct, frozen=True, kw_only=True):
+class RotateRequest(Record):
     """The request for a new secret; the old one stays valid for `keep_old_s` seconds."""
 
     keep_old_s: float = 0.0
 
 
-class TokenBody(Struct, frozen=True, kw_only=True):
+class TokenBody(Record):
     """A token without its secret, which is not stored. Times are in seconds since the epoch."""
 
     name: str
@@ -652,7 +653,7 @@ class TokenBody(Struct, frozen=True, kw_only=True):
     used_at: float | None
 
 
-class NewTokenBody(Struct, frozen=True, kw_only=True):
+class NewTokenBody(Record):
     """A token and its secret, which is returned this once."""
 
     token: TokenBody

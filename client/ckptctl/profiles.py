@@ -24,6 +24,7 @@ import msgspec
 
 from ckptstore.errors import InvalidRequest
 from ckptstore.format.decoding import convert
+from ckptstore.values import Value
 
 _OTHERS = 0o077
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -59,7 +60,7 @@ class Profiles(NamedTuple):
         raise InvalidRequest(f"there is no profile {name!r} in {self.path}", f"Profiles: {known}")
 
 
-class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Entry(Value, forbid_unknown_fields=True):
     url: str | None = None
     store: str | None = None
     token: str | None = None
@@ -67,7 +68,7 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cacert: str | None = None
 
 
-class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _File(Value, forbid_unknown_fields=True):
     profile: str | None = None
     profiles: dict[str, _Entry] = {}
 

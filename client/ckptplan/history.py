@@ -7,14 +7,13 @@ from itertools import pairwise
 from math import prod
 from statistics import median
 
-import msgspec
-
 from ckptplan.model import Model, Term, measured_terms
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import NoCheckpoint
 from ckptstore.format.documents import Content
 from ckptstore.format.planning import derived_bytes, entry_bytes
 from ckptstore.format.records import SaveCost
+from ckptstore.values import Record
 
 _NEWEST = 5
 _SAME_SIZE = 0.01
@@ -34,7 +33,7 @@ _TERMS = {
 """The names that optimizers give their state."""
 
 
-class History(msgspec.Struct, frozen=True, kw_only=True):
+class History(Record):
     """Medians over the newest checkpoints of a run. None: not known."""
 
     num_checkpoints: int

@@ -6,19 +6,18 @@ from enum import StrEnum
 from math import isfinite
 from typing import Annotated, TypeVar
 
-import msgspec
-
 from ckptplan import training
 from ckptplan.layout import Layout, Sharding
 from ckptplan.model import Architecture, Model, Optimizer, Term, named_model, state_terms
 from ckptplan.training import PRESETS
 from ckptstore.errors import InvalidRequest
 from ckptstore.format.records import Policy, about
+from ckptstore.values import Record
 
 _E = TypeVar("_E", bound=StrEnum)
 
 
-class PlanInputs(msgspec.Struct, frozen=True, kw_only=True):
+class PlanInputs(Record):
     """The inputs of `make_plan`. Seconds, bytes and bytes per second, unless the name of a field has another unit."""
 
     model: Annotated[Model | str | None, about("A model: mlperf-8b, mlperf-70b, mlperf-405b or mlperf-1t.")] = None

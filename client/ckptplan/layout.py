@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 
-import msgspec
-
 from ckptplan.model import Model, Term
 from ckptstore.errors import InvalidRequest
+from ckptstore.values import Record
 
 
 class Sharding(StrEnum):
@@ -31,7 +30,7 @@ class Sharding(StrEnum):
     """Everything."""
 
 
-class Layout(msgspec.Struct, frozen=True, kw_only=True):
+class Layout(Record):
     """The degrees of parallelism. World size: dp · tp · pp; experts are distributed within dp."""
 
     dp: int = 1
@@ -78,7 +77,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         return self.sharding is not Sharding.DDP and term.of_optimizer
 
 
-class Writers(msgspec.Struct, frozen=True, kw_only=True):
+class Writers(Record):
     """Ranks that write the same share of something."""
 
     what: str

@@ -11,12 +11,13 @@ import msgspec
 from ckptstore.codecs.dtypes import ITEM_BYTES
 from ckptstore.errors import InvalidRequest
 from ckptstore.format.decoding import convert, decode_json
+from ckptstore.values import Record, Value
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 _Some = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 
 
-class Model(msgspec.Struct, frozen=True, kw_only=True):
+class Model(Record):
     """The number of parameters, and where it comes from."""
 
     parameters: int
@@ -25,7 +26,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     source: str = "given"
 
 
-class Architecture(msgspec.Struct, frozen=True, kw_only=True):
+class Architecture(Record):
     """A decoder-only transformer. Norms, biases and rotary tables are not counted: they are below 0.1 %."""
 
     layers: _Count
@@ -88,7 +89,7 @@ def named_model(name: str) -> Model:
     return MODELS[name].model(name)
 
 
-class _Config(msgspec.Struct, frozen=True):
+class _Config(Value):
     """The fields of a config.json that matter, by all names that model families use for them."""
 
     model_type: str = ""
@@ -199,7 +200,7 @@ _KEEPS: Mapping[Optimizer, tuple[str, ...]] = {
 }
 
 
-class Term(msgspec.Struct, frozen=True, kw_only=True):
+class Term(Record):
     """One kind of state, and its bytes per parameter in a checkpoint."""
 
     name: str

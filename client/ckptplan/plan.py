@@ -7,8 +7,6 @@ from functools import wraps
 from math import ceil, floor, inf, isfinite
 from typing import ParamSpec
 
-import msgspec
-
 from ckptplan.inputs import PlanInputs
 from ckptplan.layout import Layout, Writers, bytes_read, num_files, rank_bytes, writers
 from ckptplan.model import Model, Term, derivable, per_parameter
@@ -18,12 +16,13 @@ from ckptstore.errors import InvalidRequest
 from ckptstore.format.records import Best, Policy
 from ckptstore.names import Attempt
 from ckptstore.retention.policy import evaluate
+from ckptstore.values import Record
 
 _MOST_SAVES = 200_000
 _ULID = "0" * 26
 
 
-class Retained(msgspec.Struct, frozen=True, kw_only=True):
+class Retained(Record):
     """The storage use at the end of a run."""
 
     num_saves: int
@@ -90,7 +89,7 @@ _SPARE_S = 5
 _P = ParamSpec("_P")
 
 
-class Size(msgspec.Struct, frozen=True, kw_only=True):
+class Size(Record):
     """Bytes of one checkpoint."""
 
     raw_bytes: int
@@ -102,7 +101,7 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
     """With the inputs compress and dedup_casts."""
 
 
-class Ranks(msgspec.Struct, frozen=True, kw_only=True):
+class Ranks(Record):
     """Who writes what."""
 
     layout: Layout
@@ -119,7 +118,7 @@ class Ranks(msgspec.Struct, frozen=True, kw_only=True):
     host_bytes_per_node: int
 
 
-class Bandwidth(msgspec.Struct, frozen=True, kw_only=True):
+class Bandwidth(Record):
     """Bandwidth that saves need, in bytes per second."""
 
     seconds: float
@@ -128,7 +127,7 @@ class Bandwidth(msgspec.Struct, frozen=True, kw_only=True):
     """The share of the rank that writes the most."""
 
 
-class Restore(msgspec.Struct, frozen=True, kw_only=True):
+class Restore(Record):
     """Reading a checkpoint into all ranks."""
 
     readers: int
@@ -139,7 +138,7 @@ class Restore(msgspec.Struct, frozen=True, kw_only=True):
     seconds_shared: float | None
 
 
-class Interval(msgspec.Struct, frozen=True, kw_only=True):
+class Interval(Record):
     """How often to save, in seconds. None: no failure rate, or no interval gives progress."""
 
     stall_s: float
@@ -167,7 +166,7 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the interval in which a save is being written. Above 1 saves pile up."""
 
 
-class Requests(msgspec.Struct, frozen=True, kw_only=True):
+class Requests(Record):
     """Requests at an object store. All objects of a checkpoint have one prefix."""
 
     puts_per_save: int
@@ -178,7 +177,7 @@ class Requests(msgspec.Struct, frozen=True, kw_only=True):
     gets_limit_per_s: int
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class Plan(Record):
     """Everything that was planned; parts without their inputs are None."""
 
     model: Model

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from math import ceil, floor, inf, sqrt
 
-import msgspec
-
 from ckptstore.errors import InvalidRequest
+from ckptstore.values import Record
 
 DAY_S = 86_400.0
 _HOUR_S = 3600.0
 
 
-class FailureRate(msgspec.Struct, frozen=True, kw_only=True):
+class FailureRate(Record):
     """Failures that end a job, per 1000 node-days, as published. A projection: measured jobs fail more often."""
 
     per_1000_node_days: float
@@ -96,7 +95,7 @@ def num_steps(samples: int, batch: int, epochs: float = 1.0) -> int:
     return whole * ceil(samples / batch) + ceil(rest * samples / batch)
 
 
-class TrainingTime(msgspec.Struct, frozen=True, kw_only=True):
+class TrainingTime(Record):
     """The expected duration of a run, in seconds, and where it goes."""
 
     steps: int

@@ -25,12 +25,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ckptstore.errors import LayoutChanged, UnsupportedObject
+from ckptstore.values import Value
 
 DIFFERS = "differs"
 """The sample of a buffer that is of the batches of one rank."""
 
 
-class Unit(msgspec.Struct, frozen=True, array_like=True):
+class Unit(Value, array_like=True):
     """One rank's description of a parameter or buffer that it holds, in whole or in part."""
 
     dtype: str

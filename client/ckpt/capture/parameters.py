@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from msgspec import Struct, field
+from msgspec import field
 from msgspec.structs import replace
 from torch import nn
 
 from ckpt.capture.leaves import Change
 from ckpt.capture.parts import FlatRange, TensorPart, inner_tensors, part_of
+from ckptstore.values import Value
 
 OptimizerState = dict[str, Any]
 """The state that an optimizer keeps for one parameter."""
@@ -53,7 +54,7 @@ class Pack(NamedTuple):
         return whole[at : at + view.numel()]
 
 
-class Leaf(Struct, frozen=True, eq=False, gc=False):
+class Leaf(Value, eq=False, gc=False):
     """A value of a module under its canonical name, or a parameter under the name that its optimizer state has."""
 
     item: str
@@ -93,7 +94,7 @@ class Leaf(Struct, frozen=True, eq=False, gc=False):
         return [replace(self, name=f"{self.name}/{raw}", value=one, layout=None, raw=raw) for raw, one in inner.items()]
 
 
-class Parameters(Struct, frozen=True):
+class Parameters(Value):
     """The parameters of all modules. Valid as long as the modules stay as they are."""
 
     by_name: dict[str, dict[str, Leaf]] = {}

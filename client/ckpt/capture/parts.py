@@ -21,7 +21,6 @@ from math import prod
 from typing import NamedTuple
 
 import torch
-from msgspec import Struct
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -31,6 +30,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ckptstore.errors import UnsupportedObject
 from ckptstore.format import boxes
 from ckptstore.format.boxes import Box
+from ckptstore.values import Value
 
 Ranks = tuple[int, ...]
 """Global ranks."""
@@ -38,7 +38,7 @@ IndexRange = tuple[int, int]
 """First index in a dimension, and the number of indices."""
 
 
-class TensorPiece(Struct, frozen=True, gc=False):
+class TensorPiece(Value, gc=False):
     """One box of a global tensor, and the local memory it lies in."""
 
     box: Box
@@ -46,7 +46,7 @@ class TensorPiece(Struct, frozen=True, gc=False):
     """A view in the box's shape; writing to it changes the live tensor."""
 
 
-class TensorPart(Struct, frozen=True, gc=False):
+class TensorPart(Value, gc=False):
     """The part of a global tensor that one rank holds."""
 
     shape: tuple[int, ...]

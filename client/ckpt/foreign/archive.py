@@ -35,9 +35,10 @@ from ckpt.foreign.inert import (
 from ckpt.foreign.parts import Read
 from ckptstore.errors import CkptError, CorruptObject, UnsupportedObject
 from ckptstore.format import boxes
+from ckptstore.values import Value
 
 
-class Storage(Struct, frozen=True, eq=False):
+class Storage(Value, eq=False):
     """The memory of one or several tensors in a file."""
 
     memory: memoryview
@@ -46,7 +47,7 @@ class Storage(Struct, frozen=True, eq=False):
     """Its numbers are big-endian."""
 
 
-class StridedTensor(Struct, frozen=True, eq=False):
+class StridedTensor(Value, eq=False):
     """A tensor in a file. Strides and offset are in elements, and are not checked before `reader` is called."""
 
     storage: Storage
@@ -166,7 +167,7 @@ _NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
 PATHS = [(m, n) for m in ("pathlib", "pathlib._local") for n in ("Path", "PosixPath", "PurePosixPath", "WindowsPath")]
 
 
-class _StorageType(Struct, frozen=True):
+class _StorageType(Value):
     dtype: torch.dtype
 
 

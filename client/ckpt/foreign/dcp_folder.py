@@ -29,6 +29,7 @@ from ckpt.foreign.parts import ForeignState, Read
 from ckpt.foreign.state import Scattered, map_file, to_foreign
 from ckptstore.errors import CorruptObject, UnsupportedObject
 from ckptstore.format.decoding import convert
+from ckptstore.values import Value
 
 METADATA = ".metadata"
 
@@ -63,30 +64,30 @@ _MOST = 1 << 31
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 
-class _ChunkMetadata(msgspec.Struct, frozen=True):
+class _ChunkMetadata(Value):
     offsets: tuple[_Count, ...]
     sizes: tuple[_Count, ...]
 
 
-class _StoragePlace(msgspec.Struct, frozen=True):
+class _StoragePlace(Value):
     relative_path: str
     offset: _Count
     length: _Count
     transform_descriptors: list[str] | None = None
 
 
-class _MetadataIndex(msgspec.Struct, frozen=True):
+class _MetadataIndex(Value):
     fqn: str
     offset: tuple[_Count, ...] | None = None
 
 
-class _TensorMetadata(msgspec.Struct, frozen=True):
+class _TensorMetadata(Value):
     properties: Any
     size: tuple[_Count, ...]
     chunks: list[_ChunkMetadata]
 
 
-class _Metadata(msgspec.Struct, frozen=True):
+class _Metadata(Value):
     state_dict_metadata: dict[str, Any]
     storage_data: dict[Any, Any]
     planner_data: dict[str, tuple[str | int, ...]] | None = None

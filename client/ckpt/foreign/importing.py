@@ -45,6 +45,7 @@ from ckptstore.reading.safetensors import StoredTensor, read_header
 from ckptstore.reading.weights import INDEX, ONLY
 from ckptstore.run import Run
 from ckptstore.stores import Store
+from ckptstore.values import Value
 
 
 def new_attempt(store: Store, reference: str, clock: Clock) -> tuple[str, Attempt]:
@@ -126,7 +127,7 @@ _SUFFIXES = {
 }
 
 
-class _Index(msgspec.Struct, frozen=True):
+class _Index(Value):
     weight_map: dict[str, str]
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from msgspec import Struct
 
 from ckptstore.errors import CkptError, UnsupportedObject
+from ckptstore.values import Value
 
 MAX_DEPTH = 100
 _FREE = 1 << 20
@@ -141,7 +142,7 @@ class Record:
             raise Malformed("a field without a name")
 
 
-class Maker(Struct, frozen=True):
+class Maker(Value):
     """A function that a pickle may call. It must check its arguments, and spend a Budget if it copies them."""
 
     make: Callable[..., Any]

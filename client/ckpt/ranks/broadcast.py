@@ -16,6 +16,7 @@ from ckpt.ranks import world
 from ckptstore.clock import Clock, system_clock
 from ckptstore.errors import RankLost
 from ckptstore.format.decoding import decode_msgpack
+from ckptstore.values import Value
 
 _DECISION = "decision"
 _REQUESTS = "requests"
@@ -25,7 +26,7 @@ _EXPEDITED_S = 0.02
 _PATIENCE_S = 2.0
 
 
-class SaveDecision(msgspec.Struct, frozen=True, array_like=True):
+class SaveDecision(Value, array_like=True):
     """The steps at which to save, among all steps up to the horizon."""
 
     horizon: int

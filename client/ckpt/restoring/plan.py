@@ -17,6 +17,7 @@ from ckpt.restoring.surgery import NO_SURGERY, Difference, Differences, Matching
 from ckptstore.errors import StateMismatch
 from ckptstore.format.documents import JSON
 from ckptstore.format.trees import TAG
+from ckptstore.values import Value
 
 _SHOWN = 8
 _CHANGED = "the objects were changed, and must be built again before that or any training"
@@ -159,7 +160,7 @@ def _names(found: Sequence[str]) -> str:
 Items = Mapping[str, JSON]
 
 
-class RankState(msgspec.Struct, frozen=True):
+class RankState(Value):
     """The saved state that one rank restores."""
 
     items: dict[str, JSON] = {}

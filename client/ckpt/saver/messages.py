@@ -20,6 +20,7 @@ import msgspec
 from ckptstore.commits.generations import NewAttempt
 from ckptstore.format.decoding import decode_json
 from ckptstore.format.documents import JSON
+from ckptstore.values import Value
 
 _LENGTH = struct.Struct("<Q")
 _LONGEST = 1 << 32
@@ -27,11 +28,11 @@ _MAX_FDS = 4
 SHARED_STEP_BYTES = 4096
 
 
-class Message(msgspec.Struct, frozen=True, tag=True):
+class Message(Value, tag=True):
     """A message over a socket: JSON with the name of its class."""
 
 
-class Setup(Message, frozen=True, kw_only=True):
+class Setup(Message, kw_only=True):
     """The configuration of a saver; the first message."""
 
     store: str
@@ -70,7 +71,7 @@ class Setup(Message, frozen=True, kw_only=True):
         return self.remote or self.store
 
 
-class TrainerStarted(Message, frozen=True, kw_only=True):
+class TrainerStarted(Message, kw_only=True):
     """Rank 0 begins to train; the memory of its SharedStep (heartbeat_writer.py) comes with the message."""
 
     id: str
@@ -82,20 +83,20 @@ class TrainerStarted(Message, frozen=True, kw_only=True):
     num_bytes: int = SHARED_STEP_BYTES
 
 
-class Slot(Message, frozen=True):
+class Slot(Message):
     """A new slot of the arena; its memory comes with the message."""
 
     number: int
     num_bytes: int
 
 
-class Forget(Message, frozen=True):
+class Forget(Message):
     """No further job uses this slot."""
 
     slot: int
 
 
-class SliceRow(msgspec.Struct, frozen=True, array_like=True):
+class SliceRow(Value, array_like=True):
     """One staged slice and its offset in the slot."""
 
     entry: str
@@ -105,7 +106,7 @@ class SliceRow(msgspec.Struct, frozen=True, array_like=True):
     at: int
 
 
-class SaveJob(Message, frozen=True, kw_only=True):
+class SaveJob(Message, kw_only=True):
     """One snapshot to make durable."""
 
     number: int
@@ -124,18 +125,18 @@ class SaveJob(Message, frozen=True, kw_only=True):
     """Extensions of the receipt."""
 
 
-class DropQueued(Message, frozen=True):
+class DropQueued(Message):
     """Skip the oldest job with a slot whose upload has not begun, if there is one."""
 
     step: int
     """The step of the save that needs the slot."""
 
 
-class Expedite(Message, frozen=True):
+class Expedite(Message):
     """The trainer will be preempted: the next save is to be durable as soon as possible."""
 
 
-class Abort(Message, frozen=True):
+class Abort(Message):
     """Abort an attempt: this rank takes no part in it."""
 
     attempt: NewAttempt
@@ -143,7 +144,7 @@ class Abort(Message, frozen=True):
     """The error; None if this rank skips the attempt."""
 
 
-class Stop(Message, frozen=True):
+class Stop(Message):
     """Finish all jobs, then exit."""
 
     retain_snapshot: bool = False
@@ -151,14 +152,14 @@ class Stop(Message, frozen=True):
     `retain_snapshot_s`."""
 
 
-class SaveProgress(Message, frozen=True):
+class SaveProgress(Message):
     """The number of raw bytes of a job that are uploaded."""
 
     number: int
     done_bytes: int
 
 
-class Released(Message, frozen=True):
+class Released(Message):
     """The shard and its receipt are durable: the slot may be reused."""
 
     number: int
@@ -169,7 +170,7 @@ class Released(Message, frozen=True):
     """Requests to the store that were repeated since the last report."""
 
 
-class Done(Message, frozen=True, kw_only=True):
+class Done(Message, kw_only=True):
     """The checkpoint exists."""
 
     number: int
@@ -178,7 +179,7 @@ class Done(Message, frozen=True, kw_only=True):
     commit_s: float
 
 
-class Failed(Message, frozen=True, kw_only=True):
+class Failed(Message, kw_only=True):
     """The job failed or was skipped; its slot may be reused."""
 
     number: int
@@ -188,13 +189,13 @@ class Failed(Message, frozen=True, kw_only=True):
     hint: str
 
 
-class Warned(Message, frozen=True):
+class Warned(Message):
     """Something that the user should know; the trainer logs it."""
 
     message: str
 
 
-class LocalOnly(Message, frozen=True):
+class LocalOnly(Message):
     """The checkpoints that are to be replicated to the remote store, and are not there yet."""
 
     checkpoints: int
@@ -203,7 +204,7 @@ class LocalOnly(Message, frozen=True):
     """When the oldest of them was committed locally, by the clock of its committer; None: there is none."""
 
 
-class Unreplicable(Message, frozen=True):
+class Unreplicable(Message):
     """The local saves of this session are not committed remotely: another trainer has continued the run."""
 
     session: str
@@ -211,7 +212,7 @@ class Unreplicable(Message, frozen=True):
     hint: str
 
 
-class Idle(Message, frozen=True):
+class Idle(Message):
     """All jobs have ended. The saver reports nothing more, and lives on to keep memory."""
 
 

@@ -26,6 +26,7 @@ from ckptstore.codecs.dtypes import ITEM_BYTES
 from ckptstore.errors import CkptError
 from ckptstore.format.decoding import decode_json
 from ckptstore.names import new_ulid
+from ckptstore.values import Record
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ _OTHERS_S = 10.0
 """How long to wait for receipts of other ranks: any process that sees all of them can commit."""
 
 
-class SaverState(msgspec.Struct, frozen=True, kw_only=True):
+class SaverState(Record):
     """One saver."""
 
     pid: int

@@ -51,7 +51,7 @@ _RESERVE = 8
 _CREDENTIALS = struct.Struct("3i")
 
 
-class Attach(Message, frozen=True):
+class Attach(Message):
     """A trainer restores this attempt."""
 
     store: str
@@ -59,7 +59,7 @@ class Attach(Message, frozen=True):
     attempt: str
 
 
-class Release(Message, frozen=True):
+class Release(Message):
     """The trainer of this rank is about to allocate its own slots: free the memory."""
 
     store: str
@@ -67,7 +67,7 @@ class Release(Message, frozen=True):
     rank: int
 
 
-class HeldSnapshot(Message, frozen=True):
+class HeldSnapshot(Message):
     """A snapshot in shared memory; its descriptor comes with the message. Its receipt is durable. Columns by chunk."""
 
     attempt: str
@@ -85,13 +85,13 @@ class HeldSnapshot(Message, frozen=True):
     """Digests of the bytes before encoding."""
 
 
-class Refused(Message, frozen=True):
+class Refused(Message):
     """There is nothing for this peer."""
 
     reason: str
 
 
-class Freed(Message, frozen=True):
+class Freed(Message):
     """The memory is freed, as far as this saver holds it."""
 
 

@@ -13,9 +13,10 @@ import msgspec
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CkptError, SaveSkipped
 from ckptstore.threads import Latch
+from ckptstore.values import Value
 
 
-class Timings(msgspec.Struct, frozen=True):
+class Timings(Value):
     """Where the time of a save went, in seconds, and its size. Fields are zero until they are known."""
 
     blocked_s: float = 0.0

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Annotated
 
-import msgspec
 import typer
 
 from ckptapi.bodies import CheckpointBody
@@ -24,9 +23,10 @@ from ckptstore.retention.pruning import check_limit
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store, resolve_url
 from ckptstore.tiers.copying import Copied, copy_checkpoint
+from ckptstore.values import Record
 
 
-class CopyBody(msgspec.Struct, frozen=True, kw_only=True):
+class CopyBody(Record):
     """One copy as JSON."""
 
     original: str

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Annotated
 
-import msgspec
 import typer
 
 from ckptctl.output import Unhealthy
@@ -16,6 +15,7 @@ from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.errors import CkptError, DaemonUnavailable, Forbidden, Unavailable
 from ckptstore.stores.checks import StoreReport
+from ckptstore.values import Record, Value
 
 _Check = Callable[[Session], Iterator["HealthFinding"]]
 _SKEW_S = 10.0
@@ -23,7 +23,7 @@ _AGAIN_S = 0.5
 _STYLES = {"ok": "green", "warning": "yellow", "wrong": "red", "skipped": "dim"}
 
 
-class HealthFinding(msgspec.Struct, frozen=True, kw_only=True):
+class HealthFinding(Record):
     """The result of one check."""
 
     check: str
@@ -38,7 +38,7 @@ class HealthFinding(msgspec.Struct, frozen=True, kw_only=True):
         return cls(check=check, verdict="ok" if good else bad, found=found, advice="" if good else advice)
 
 
-class HealthBody(msgspec.Struct, frozen=True):
+class HealthBody(Value):
     """A target that responds, as JSON."""
 
     target: str

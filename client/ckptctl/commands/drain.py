@@ -6,7 +6,6 @@ import time
 from collections.abc import Collection
 from typing import Annotated
 
-import msgspec
 import typer
 
 from ckpt.saver.presence import SaverState, describe, savers
@@ -15,11 +14,12 @@ from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.errors import InvalidRequest, PartlyDone
 from ckptstore.names import check_run
+from ckptstore.values import Record
 
 _NOTE_EVERY_S = 2.0
 
 
-class Drained(msgspec.Struct, frozen=True, kw_only=True):
+class Drained(Record):
     """The result."""
 
     durable: bool

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated
 
-import msgspec
 import typer
 
 from ckptapi.listing import is_glob
@@ -21,11 +20,12 @@ from ckptstore.format.planning import entry_bytes
 from ckptstore.reading.source import read_manifest
 from ckptstore.retention.deletion import measure_waste
 from ckptstore.run import Run
+from ckptstore.values import Record
 
 DELETED, UNFINISHED = "deleted", "unfinished"
 
 
-class UsageBody(msgspec.Struct, frozen=True, kw_only=True):
+class UsageBody(Record):
     """The storage use of the checkpoints of a run in one state, as JSON; or deletions, or saves that did not finish."""
 
     run: str
@@ -37,7 +37,7 @@ class UsageBody(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes in their own files."""
 
 
-class PartBody(msgspec.Struct, frozen=True, kw_only=True):
+class PartBody(Record):
     """One part of a checkpoint's state, as JSON."""
 
     part: str

@@ -25,11 +25,10 @@ from ckptctl.targets import Target
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint, PartlyDone
-from ckptstore.fleet import UnitResult, UnitResults, open_engine, run_units
+from ckptstore.fleet import Part, Unit, UnitResult, UnitResults, open_engine, run_units, units_of
 from ckptstore.format.documents import FORMAT, digest
 from ckptstore.names import UNITS_PREFIX
 from ckptstore.stores.checks import measure_store
-from ckptstore.units import Part, Unit, units_of
 
 _SAMPLE_BYTES = 64 << 20
 _CLUSTERS = {"slurm": ["sbatch"], "k8s": ["kubectl", "create", "-f", "-"]}

@@ -13,7 +13,6 @@ from math import fsum, inf
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import numpy as np
 import typer
 
@@ -49,6 +48,7 @@ from ckptstore.reading.weights import ONLY, VirtualFile, Weights
 from ckptstore.retention.pruning import check_limit
 from ckptstore.run import Run
 from ckptstore.stores import Store
+from ckptstore.values import Record
 
 _MODEL = "model/*"
 _ROUND: dict[str, Callable[[Any], Any]] = {
@@ -58,7 +58,7 @@ _ROUND: dict[str, Callable[[Any], Any]] = {
 """Functions that round float64 to elements of a type."""
 
 
-class ExportBody(msgspec.Struct, frozen=True, kw_only=True):
+class ExportBody(Record):
     """The result of an export, as JSON."""
 
     id: str
@@ -185,7 +185,7 @@ def _report_left_out(session: Session, body: ExportBody) -> None:
         )
 
 
-class ImportBody(msgspec.Struct, frozen=True, kw_only=True):
+class ImportBody(Record):
     """The result of an import, as JSON. `notes`: parts that cannot be restored completely."""
 
     id: str

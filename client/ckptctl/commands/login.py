@@ -8,7 +8,6 @@ import webbrowser
 from typing import Annotated
 from urllib.parse import quote
 
-import msgspec
 import typer
 
 from ckptapi.opening import open_source
@@ -18,9 +17,10 @@ from ckptctl.session import Session, parse_reference
 from ckptctl.targets import choose_target
 from ckptstore.errors import InvalidRequest
 from ckptstore.names import check_run
+from ckptstore.values import Value
 
 
-class LoginBody(msgspec.Struct, frozen=True):
+class LoginBody(Value):
     """A stored profile as JSON, without its token."""
 
     profile: str

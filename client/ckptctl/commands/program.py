@@ -6,7 +6,6 @@ from enum import StrEnum
 from importlib.metadata import version as installed_version
 from typing import Annotated
 
-import msgspec
 import typer
 from typer.completion import get_completion_script  # type: ignore[attr-defined]
 
@@ -14,6 +13,7 @@ from ckptctl.profiles import load_profiles
 from ckptctl.render import Facts, Row, Table
 from ckptctl.session import Session
 from ckptstore.errors import CkptError, InvalidRequest
+from ckptstore.values import Value
 
 PROGRAM = "ckptctl"
 
@@ -26,7 +26,7 @@ class Shell(StrEnum):
     FISH = "fish"
 
 
-class VersionBody(msgspec.Struct, frozen=True):
+class VersionBody(Value):
     """The versions of this program and of the daemon; None without a daemon, or if it does not respond."""
 
     ckptctl: str
@@ -55,7 +55,7 @@ def _daemon_version(session: Session) -> str | None:
         return None
 
 
-class ProfileBody(msgspec.Struct, frozen=True):
+class ProfileBody(Value):
     """One profile as JSON, without its token."""
 
     name: str
@@ -63,7 +63,7 @@ class ProfileBody(msgspec.Struct, frozen=True):
     has_token: bool
 
 
-class ConfigBody(msgspec.Struct, frozen=True):
+class ConfigBody(Value):
     """The configuration as JSON."""
 
     file: str

@@ -31,6 +31,7 @@ from ckptstore.format.decoding import decode_json
 from ckptstore.format.trees import decode_tree, value_leaves
 from ckptstore.reading.source import StoreSource, read_all_local, read_manifest
 from ckptstore.stores import REHEARSAL, open_store
+from ckptstore.values import Value
 
 _POLL_S = 0.02
 _NAMED = 5
@@ -99,7 +100,7 @@ _CAUSES = {
 """By code: the cause, and the remedy."""
 
 
-class Kill(msgspec.Struct, frozen=True):
+class Kill(Value):
     """A kill, and what came of it. Times in seconds."""
 
     moment: str
@@ -111,7 +112,7 @@ class Kill(msgspec.Struct, frozen=True):
     """The same, with the training that was lost."""
 
 
-class Finding(msgspec.Struct, frozen=True):
+class Finding(Value):
     """The first moment at which a resumed run is another one, and why."""
 
     cause: str

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Annotated
 
-import msgspec
 import typer
 
 from ckptapi.bodies import CheckpointBody
@@ -23,9 +22,10 @@ from ckptstore.format.planning import derived_bytes, entry_bytes
 from ckptstore.names import checkpoint_id
 from ckptstore.reading.assets import asset_files
 from ckptstore.reading.source import Source, read_manifest
+from ckptstore.values import Record
 
 
-class ShownEntry(msgspec.Struct, frozen=True, kw_only=True):
+class ShownEntry(Record):
     """One entry as JSON. `aliases`: further names of the same bytes (tied weights)."""
 
     name: str
@@ -37,7 +37,7 @@ class ShownEntry(msgspec.Struct, frozen=True, kw_only=True):
     aliases: list[str]
 
 
-class ShownShard(msgspec.Struct, frozen=True, kw_only=True):
+class ShownShard(Record):
     """One shard as JSON."""
 
     name: str
@@ -53,7 +53,7 @@ class ShownShard(msgspec.Struct, frozen=True, kw_only=True):
     """Its stored bytes over the mean of all shards."""
 
 
-class ContentBody(msgspec.Struct, frozen=True, kw_only=True):
+class ContentBody(Record):
     """One checkpoint and its contents, as JSON. `assets`: files that belong to the model. `references`: earlier
     checkpoints that hold some of its chunks."""
 

@@ -7,7 +7,6 @@ from fnmatch import fnmatchcase
 from itertools import chain, groupby
 from typing import Annotated
 
-import msgspec
 import typer
 
 from ckptctl.commands.arguments import a_checkpoint
@@ -19,11 +18,12 @@ from ckptstore.analysis.history import series
 from ckptstore.analysis.statistics import CheckpointStatistics, TensorStatistics, read_statistics
 from ckptstore.codecs.dtypes import is_float
 from ckptstore.errors import InvalidRequest
+from ckptstore.values import Record
 
 _TABLES = 12
 
 
-class StatisticsBody(msgspec.Struct, frozen=True, kw_only=True):
+class StatisticsBody(Record):
     """The statistics of the chosen tensors of one checkpoint, as JSON."""
 
     checkpoint: str

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Annotated, Any
 
-import msgspec
 import typer
 
 from ckptapi.bodies import HealJob, VerifyJob
@@ -27,9 +26,10 @@ from ckptstore.reading.verify import verify as verify_checkpoint
 from ckptstore.retention.scrubbing import RateLimiter, due_for_scrub, scrub
 from ckptstore.run import Run
 from ckptstore.stores import open_store
+from ckptstore.values import Record
 
 
-class VerificationBody(msgspec.Struct, frozen=True, kw_only=True):
+class VerificationBody(Record):
     """The result of verifying one checkpoint, as JSON."""
 
     id: str

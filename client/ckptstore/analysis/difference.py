@@ -24,6 +24,7 @@ from ckptstore.format.shards import ChunkTable
 from ckptstore.format.trees import children, decode_tree
 from ckptstore.reading.fetch import Progress, fetch
 from ckptstore.reading.source import Source, read_local, read_manifest
+from ckptstore.values import Record
 
 _BATCH_BYTES = 64 << 20
 _BUFFER = "compared"
@@ -32,7 +33,7 @@ _Identity = tuple[str, str, int, int, int, str]
 """Digest, codec and raw size of a chunk; begin and end of the part in it, in bytes; the type of casts, else empty."""
 
 
-class TensorChange(msgspec.Struct, frozen=True, kw_only=True):
+class TensorChange(Record):
     """A tensor that both checkpoints have, with the same type and shape, and different bytes."""
 
     name: str
@@ -51,7 +52,7 @@ class TensorChange(msgspec.Struct, frozen=True, kw_only=True):
     """Largest magnitude of a difference."""
 
 
-class Reshaped(msgspec.Struct, frozen=True, kw_only=True):
+class Reshaped(Record):
     """A tensor whose type or shape differs."""
 
     name: str
@@ -61,7 +62,7 @@ class Reshaped(msgspec.Struct, frozen=True, kw_only=True):
     after: list[int]
 
 
-class Difference(msgspec.Struct, frozen=True, kw_only=True):
+class Difference(Record):
     """Everything that differs between two checkpoints, but for random number generators and the state of ranks other
     than 0."""
 

@@ -25,6 +25,7 @@ from ckptstore.format.documents import Generation
 from ckptstore.format.records import LOCAL_ONLY, ORIGIN, REVISION, Heartbeat, LocalOnly, Origin, TrainerEnd
 from ckptstore.names import Attempt
 from ckptstore.run import Run
+from ckptstore.values import Record
 
 SILENT_S = 300.0
 """A trainer without a heartbeat for this time counts as gone."""
@@ -128,7 +129,7 @@ class TrainerRun:
         return replace(self, began_at=began_at, trains_at=trains_at, ended_at=ended_at, beats=beats)
 
 
-class AttemptAccount(msgspec.Struct, frozen=True, kw_only=True):
+class AttemptAccount(Record):
     """The account of one attempt of the job: of one life."""
 
     id: str
@@ -153,7 +154,7 @@ class AttemptAccount(msgspec.Struct, frozen=True, kw_only=True):
     """The git commit of its code; None if it is not known."""
 
 
-class Account(msgspec.Struct, frozen=True, kw_only=True):
+class Account(Record):
     """The wall-clock time of a run by category."""
 
     run: str

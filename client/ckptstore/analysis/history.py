@@ -19,6 +19,7 @@ from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import Damaged, InvalidRequest, NoCheckpoint, ObjectMissing
 from ckptstore.format.statistics import is_counter
 from ckptstore.reading.source import Source
+from ckptstore.values import Record
 
 _MARGIN = 4.0  # powers of two
 _LEAST_HISTORY = 2  # earlier checkpoints, of which at least this many have numbers other than zero
@@ -33,7 +34,7 @@ class Cause(StrEnum):
     ALL_ZEROS = "all_zeros"
 
 
-class TensorFinding(msgspec.Struct, frozen=True, kw_only=True):
+class TensorFinding(Record):
     """A tensor that went wrong, and its statistics in the checkpoint before, in this one, and in the next one."""
 
     tensor: str
@@ -45,7 +46,7 @@ class TensorFinding(msgspec.Struct, frozen=True, kw_only=True):
     after: TensorStatistics | None
 
 
-class RunFinding(msgspec.Struct, frozen=True, kw_only=True):
+class RunFinding(Record):
     """The first checkpoint of a run that went wrong, with its neighbours. checkpoint: null if none did."""
 
     run: str

@@ -7,7 +7,6 @@ from dataclasses import replace
 from math import isfinite
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from ckptstore.commits.catalog import Checkpoint
@@ -18,9 +17,10 @@ from ckptstore.format.parsing import parse_sealed
 from ckptstore.format.statistics import Statistics, Table, is_counter, merge, side_document
 from ckptstore.reading.source import Source, checked_statistics, read_manifest, statistics_name
 from ckptstore.threads import in_parallel
+from ckptstore.values import Record
 
 
-class TensorStatistics(msgspec.Struct, frozen=True, kw_only=True):
+class TensorStatistics(Record):
     """The statistics of one tensor. Both parts of a complex element count as elements."""
 
     name: str

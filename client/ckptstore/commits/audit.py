@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import msgspec
-
 from ckptstore.format.documents import FORMAT
 from ckptstore.format.records import Action, AuditRecord
 from ckptstore.names import Attempt, checkpoint_id, new_ulid, ulid_time
 from ckptstore.run import Run, origin
+from ckptstore.values import Record
 
 KEPT_S = 365 * 24 * 3600.0
 
 
-class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
+class AuditEntry(Record):
     """One action: who started it, on which checkpoints, when and why."""
 
     run: str

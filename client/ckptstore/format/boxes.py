@@ -13,13 +13,13 @@ from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
-from msgspec import Struct
 from numpy.lib.stride_tricks import sliding_window_view
 
 from ckptstore.codecs.dtypes import ITEM_BYTES
 from ckptstore.errors import CorruptObject
 from ckptstore.format.columns import Column, column
 from ckptstore.format.documents import Content
+from ckptstore.values import Value
 
 Box = tuple[int, ...]
 Matrix = np.ndarray[Any, np.dtype[np.int64]]
@@ -184,7 +184,7 @@ def _point(index: Column, key: np.uint64) -> Column:
     return ((mixed ^ (mixed >> np.uint64(31))) % np.uint64(_PRIME)).astype(np.int64)
 
 
-class Want(Struct, frozen=True, gc=False):
+class Want(Value, gc=False):
     """A requested box of an entry, and the buffer for its row-major bytes."""
 
     entry: str

@@ -16,6 +16,7 @@ from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.format.columns import Column
 from ckptstore.format.decoding import convert
 from ckptstore.names import MAX_RANKS, Attempt
+from ckptstore.values import Value
 
 _T = TypeVar("_T")
 
@@ -50,11 +51,11 @@ def oldest_format(attempt: Attempt) -> int:
     return FORMAT if attempt.generation else 1
 
 
-class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Document(Value, forbid_unknown_fields=True):
     """Base of all documents that are stored as JSON, and of their parts."""
 
 
-class StoredDocument(Document, frozen=True, kw_only=True, omit_defaults=True):
+class StoredDocument(Document, kw_only=True, omit_defaults=True):
     """Base of documents that are objects of their own."""
 
     extensions: dict[str, JSON] = {}
@@ -69,7 +70,7 @@ class StoredDocument(Document, frozen=True, kw_only=True, omit_defaults=True):
             return None
 
 
-class Chunks(Document, frozen=True, eq=False, omit_defaults=True):
+class Chunks(Document, eq=False, omit_defaults=True):
     """The chunks of one shard, as columns. Chunks without a reference fill the shard's file, back to back and in this
     order."""
 
@@ -99,7 +100,7 @@ class Chunks(Document, frozen=True, eq=False, omit_defaults=True):
         return bytes(DIGEST_BYTES) if self.raw_digest is None else self.raw_digest[at : at + DIGEST_BYTES]
 
 
-class References(Document, frozen=True, eq=False):
+class References(Document, eq=False):
     """Chunks of a shard that are stored in the shard of the same name of earlier checkpoints, as columns."""
 
     attempts: list[str]
@@ -112,7 +113,7 @@ class References(Document, frozen=True, eq=False):
     """Offset of the stored bytes in the shard of that attempt."""
 
 
-class Bases(Document, frozen=True, eq=False):
+class Bases(Document, eq=False):
     """The chunks that deltas need: for each delta a whole one, then the deltas between the two, in order of decoding.
 
     All are stored in the shards of the same name of earlier checkpoints.
@@ -125,7 +126,7 @@ class Bases(Document, frozen=True, eq=False):
     """To all of `chunks`."""
 
 
-class Shard(Document, frozen=True, omit_defaults=True):
+class Shard(Document, omit_defaults=True):
     """The data of one rank: a file of chunks, and references to chunks of earlier checkpoints."""
 
     name: str
@@ -159,7 +160,7 @@ class Shard(Document, frozen=True, omit_defaults=True):
         return needed - self.referenced_bytes
 
 
-class Entries(Document, frozen=True):
+class Entries(Document):
     """Tensors and arrays, as columns. Names are unique."""
 
     name: list[str]
@@ -171,7 +172,7 @@ class Entries(Document, frozen=True):
         return zip(self.name, self.dtype, self.shape, strict=True)
 
 
-class Slices(Document, frozen=True, eq=False, omit_defaults=True):
+class Slices(Document, eq=False, omit_defaults=True):
     """The locations of the elements of entries, as columns.
 
     A slice is a row-major box of an entry, at byte `at` of the raw (decoded) stream of a shard.
@@ -193,7 +194,7 @@ class Slices(Document, frozen=True, eq=False, omit_defaults=True):
         return self.derived if self.derived is not None else np.zeros(0, np.int64)
 
 
-class Content(Document, frozen=True, eq=False):
+class Content(Document, eq=False):
     """The stored data of one rank, or of all ranks."""
 
     shards: list[Shard]
@@ -205,7 +206,7 @@ class Content(Document, frozen=True, eq=False):
     """State that does not belong to a single rank, by item (model, optim, ...), as tagged JSON (trees.py)."""
 
 
-class Receipt(StoredDocument, frozen=True):
+class Receipt(StoredDocument):
     """A rank's statement that all its data is durable."""
 
     format: int
@@ -222,7 +223,7 @@ class Receipt(StoredDocument, frozen=True):
     metrics: dict[str, float]
 
 
-class LocalState(msgspec.Struct, frozen=True):
+class LocalState(Value):
     """The fields of a receipt that the manifest does not repeat."""
 
     format: int
@@ -231,7 +232,7 @@ class LocalState(msgspec.Struct, frozen=True):
     extensions: dict[str, JSON] = {}
 
 
-class ReceiptRef(Document, frozen=True):
+class ReceiptRef(Document):
     """The manifest's reference to a receipt."""
 
     rank: Rank
@@ -239,7 +240,7 @@ class ReceiptRef(Document, frozen=True):
     bytes: Count
 
 
-class Manifest(StoredDocument, frozen=True):
+class Manifest(StoredDocument):
     """All entries, slices and chunks of one checkpoint. A pure function of its receipts."""
 
     format: int
@@ -254,7 +255,7 @@ class Manifest(StoredDocument, frozen=True):
     metrics: dict[str, float]
 
 
-class Summary(Document, frozen=True, omit_defaults=True):
+class Summary(Document, omit_defaults=True):
     """The facts that listings show without reading a manifest."""
 
     world_size: WorldSize
@@ -268,7 +269,7 @@ class Summary(Document, frozen=True, omit_defaults=True):
     """Stored bytes in earlier checkpoints, in addition to stored_bytes."""
 
 
-class Committed(Document, frozen=True):
+class Committed(Document):
     """The manifest of a committed attempt."""
 
     digest: Digest
@@ -293,7 +294,7 @@ class Replicas(msgspec.Struct, omit_defaults=True):
     """The same; the checkpoint has the state of the lowest of these ranks."""
 
 
-class Outcome(StoredDocument, frozen=True):
+class Outcome(StoredDocument):
     """The create-only decision about one attempt: committed, or aborted (committed is None)."""
 
     format: int
@@ -307,7 +308,7 @@ class Outcome(StoredDocument, frozen=True):
     at: float
 
 
-class Generation(StoredDocument, frozen=True):
+class Generation(StoredDocument):
     """The create-only beginning of a generation: the series of saves of one trainer between two restores."""
 
     format: int
@@ -323,7 +324,7 @@ class Generation(StoredDocument, frozen=True):
     at: float
 
 
-class Lease(StoredDocument, frozen=True):
+class Lease(StoredDocument):
     """A reader's expiring claim on a checkpoint."""
 
     format: int
@@ -333,7 +334,7 @@ class Lease(StoredDocument, frozen=True):
     expires_at: float
 
 
-class Tombstone(StoredDocument, frozen=True):
+class Tombstone(StoredDocument):
     """The statement that a checkpoint is being deleted."""
 
     format: int

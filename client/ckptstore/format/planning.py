@@ -14,7 +14,6 @@ from math import prod
 from operator import add, mul, sub
 
 import numpy as np
-from msgspec import Struct
 
 from ckptstore.codecs.dtypes import ITEM_BYTES, SOURCE
 from ckptstore.errors import CorruptObject
@@ -23,6 +22,7 @@ from ckptstore.format.boxes import Box, Overlaps, Want, overlaps
 from ckptstore.format.columns import Column, column, concatenate, distinct
 from ckptstore.format.documents import Content
 from ckptstore.format.shards import ChunkTable, bases_of
+from ckptstore.values import Value
 
 _Strided = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Shape, and strides in bytes on both sides."""
@@ -33,7 +33,7 @@ _GAP_SHARE = 32
 """At most 1/N of the bytes of a read are gaps: bytes that are not needed."""
 
 
-class Piece(Struct, frozen=True, gc=False):
+class Piece(Value, gc=False):
     """A copy of elements of a decoded chunk into one buffer, between two strided arrays."""
 
     buffer: str
@@ -61,7 +61,7 @@ class Piece(Struct, frozen=True, gc=False):
         return len(self.shape) == 1 and self.from_strides == self.to_strides == (self.item,)
 
 
-class ChunkRead(Struct, frozen=True, gc=False):
+class ChunkRead(Value, gc=False):
     """One chunk to read, and the copies of its decoded bytes."""
 
     shard: str

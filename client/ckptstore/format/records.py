@@ -14,9 +14,10 @@ import msgspec
 
 from ckptstore.errors import InvalidRequest
 from ckptstore.format.documents import Document, StoredDocument
+from ckptstore.values import Record
 
 
-class Pin(StoredDocument, frozen=True):
+class Pin(StoredDocument):
     """A named hold on a checkpoint. The object's key is the hold, so a damaged pin still protects."""
 
     format: int
@@ -28,7 +29,7 @@ class Pin(StoredDocument, frozen=True):
     reason: str
 
 
-class SweepDecision(StoredDocument, frozen=True):
+class SweepDecision(StoredDocument):
     """The create-only decision about one tombstone: its checkpoint is deleted, or the deletion is undone."""
 
     format: int
@@ -40,7 +41,7 @@ class SweepDecision(StoredDocument, frozen=True):
     at: float
 
 
-class DeletedList(StoredDocument, frozen=True):
+class DeletedList(StoredDocument):
     """One version of the list of the attempts of a generation whose tombstone or aborted outcome is forgotten."""
 
     format: int
@@ -53,7 +54,7 @@ class DeletedList(StoredDocument, frozen=True):
     at: float
 
 
-class Labels(StoredDocument, frozen=True):
+class Labels(StoredDocument):
     """One version of a checkpoint's tags, and of metrics that were added or corrected after its commit."""
 
     format: int
@@ -66,7 +67,7 @@ class Labels(StoredDocument, frozen=True):
     at: float
 
 
-class ReferenceMark(StoredDocument, frozen=True):
+class ReferenceMark(StoredDocument):
     """States that attempt `by` references chunks of `attempt`. The object's key is the hold."""
 
     format: int
@@ -76,7 +77,7 @@ class ReferenceMark(StoredDocument, frozen=True):
     at: float
 
 
-class Finding(StoredDocument, frozen=True):
+class Finding(StoredDocument):
     """The result of a scrub, which reads a whole checkpoint, or of a restore that found damage."""
 
     format: int
@@ -112,7 +113,7 @@ REVISION = "revision"
 """The extension of heartbeats with the git commit of the code, and `-dirty` if files differ from it."""
 
 
-class Origin(Document, frozen=True, omit_defaults=True):
+class Origin(Document, omit_defaults=True):
     """Who runs a trainer, and where. Empty: not known."""
 
     user: str = ""
@@ -130,7 +131,7 @@ LOCAL_ONLY = "local_only"
 """The extension of heartbeats with a LocalOnly."""
 
 
-class LocalOnly(Document, frozen=True):
+class LocalOnly(Document):
     """The checkpoints of a run that its saver has still to replicate to the remote store."""
 
     checkpoints: int
@@ -141,7 +142,7 @@ class LocalOnly(Document, frozen=True):
     """When the saver wrote this."""
 
 
-class Heartbeat(StoredDocument, frozen=True):
+class Heartbeat(StoredDocument):
     """The activity of rank 0 in one life, as of its last beat; written with each one. Columns have equal lengths."""
 
     format: int
@@ -185,7 +186,7 @@ class Action(StrEnum):
     HEAL = "heal"
 
 
-class AuditRecord(StoredDocument, frozen=True):
+class AuditRecord(StoredDocument):
     """An action on attempts: who, when and why. Written before the action is carried out."""
 
     format: int
@@ -232,7 +233,7 @@ def about(text: str, unit: str = "", **extra: str) -> msgspec.Meta:
 ALL = "all"
 
 
-class Policy(Document, frozen=True):
+class Policy(Document):
     """The retention rules of a run, as they are stored, sent and evaluated. A rule that is 0 or empty keeps nothing.
 
     Raises InvalidRequest, also when decoded, if no rule is used or a value makes no sense.
@@ -289,7 +290,7 @@ class Policy(Document, frozen=True):
         return (1 << 62) - 1 if given == ALL else int(given)
 
 
-class Override(Document, frozen=True):
+class Override(Document):
     """Other rules for the runs that a glob matches."""
 
     runs: str
@@ -300,7 +301,7 @@ class Override(Document, frozen=True):
     without rules, copies and imports beyond it are refused."""
 
 
-class PolicySet(Document, frozen=True):
+class PolicySet(Document):
     """The retention rules of all runs. The first override that matches a run counts."""
 
     default: Policy | None = None
@@ -312,7 +313,7 @@ class PolicySet(Document, frozen=True):
     """Largest fraction of a run's checkpoints that may be deleted at once without confirmation."""
 
 
-class PoliciesVersion(StoredDocument, frozen=True):
+class PoliciesVersion(StoredDocument):
     """One version of the policies of a store, create-only; the highest counts."""
 
     format: int
@@ -328,7 +329,7 @@ SAVE_COST = "save_cost"
 """Name of the extension of a receipt that has the cost of the save before it."""
 
 
-class SaveCost(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SaveCost(Record, omit_defaults=True):
     """The cost of one save for the training thread of one rank, in seconds. Kept in the receipt of the next save."""
 
     step: int

@@ -13,6 +13,7 @@ from ckptstore.errors import CorruptObject
 from ckptstore.format.columns import Column
 from ckptstore.format.documents import FORMAT, JSON, Count, Manifest, Outcome, Receipt, StoredDocument, digest
 from ckptstore.names import Attempt
+from ckptstore.values import Value
 
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
@@ -71,7 +72,7 @@ def merge(tables: Sequence[Table], group: Column, groups: int) -> Table:
     return Table(**columns)
 
 
-class Statistics(StoredDocument, frozen=True, eq=False, forbid_unknown_fields=False):
+class Statistics(StoredDocument, eq=False, forbid_unknown_fields=False):
     """The statistics of the slices in one receipt, as columns: row i is of slice i. Earlier writers added more."""
 
     format: int
@@ -104,7 +105,7 @@ class Statistics(StoredDocument, frozen=True, eq=False, forbid_unknown_fields=Fa
         return Table(*counts, *(np.frombuffer(one, "<f8").astype(np.float64) for one in (self.minimum, self.maximum)))
 
 
-class Health(msgspec.Struct, frozen=True):
+class Health(Value):
     """How many elements of a checkpoint are NaN and Inf. Masks do not count."""
 
     nan: Count
@@ -118,7 +119,7 @@ class Health(msgspec.Struct, frozen=True):
         return not (self.nan or self.inf)
 
 
-class SideDocument(msgspec.Struct, frozen=True, omit_defaults=True):
+class SideDocument(Value, omit_defaults=True):
     """The extension of a receipt that names the document with the statistics of its slices."""
 
     digest: str

@@ -14,6 +14,7 @@ import msgspec
 from ckptstore.codecs.dtypes import ITEM_BYTES
 from ckptstore.errors import CorruptObject, UnsupportedObject
 from ckptstore.format.decoding import decode_json
+from ckptstore.values import Value
 
 TYPES: dict[str, str] = {
     "float64": "F64",
@@ -63,7 +64,7 @@ class StoredTensor:
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-class _Place(msgspec.Struct, frozen=True):
+class _Place(Value):
     dtype: str
     shape: list[_Size]
     data_offsets: tuple[_Size, _Size]

@@ -20,8 +20,6 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import NamedTuple
 
-import msgspec
-
 from ckptstore import names
 from ckptstore.commits import audit
 from ckptstore.commits.catalog import decided_attempts, newest_first, visible_attempts
@@ -61,6 +59,7 @@ from ckptstore.retention.pins import Holds, active_holds, holds_optimizer, write
 from ckptstore.retry import retry
 from ckptstore.run import Run
 from ckptstore.threads import in_parallel
+from ckptstore.values import Record
 
 SWEEP_GRACE_S = 24 * 3600.0
 """Default time for which a deletion can be undone."""
@@ -393,7 +392,7 @@ ORPHAN_GRACE_S = 24 * 3600.0
 """An attempt without an outcome and without a lease is aborted when its newest object is this old."""
 
 
-class CollectReport(msgspec.Struct, frozen=True, kw_only=True):
+class CollectReport(Record):
     """The result of a collection for one run, by checkpoint id."""
 
     run: str
@@ -574,7 +573,7 @@ class Waste(NamedTuple):
     """Bytes of checkpoints that are hidden and not swept yet, and of optimizer state likewise."""
 
 
-class Deleted(msgspec.Struct, frozen=True, kw_only=True):
+class Deleted(Record):
     """A checkpoint that is hidden, or thinned, and can be undeleted until `until`."""
 
     id: str

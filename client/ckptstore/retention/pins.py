@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 
-import msgspec
-
 from ckptstore.commits import audit, leases, references
 from ckptstore.commits.hidden import hidden_attempts
 from ckptstore.errors import NoCheckpoint
@@ -17,9 +15,10 @@ from ckptstore.format.documents import FORMAT
 from ckptstore.format.records import Action, Pin
 from ckptstore.names import Attempt, check_pin
 from ckptstore.run import Run
+from ckptstore.values import Record
 
 
-class NamedPin(msgspec.Struct, frozen=True, kw_only=True):
+class NamedPin(Record):
     """One named hold of a checkpoint."""
 
     id: str

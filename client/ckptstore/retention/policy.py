@@ -12,8 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-import msgspec
-
 from ckptstore import names
 from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint, State, ranked
@@ -25,6 +23,7 @@ from ckptstore.format.records import Best, Override, PoliciesVersion, Policy, Po
 from ckptstore.names import Attempt
 from ckptstore.retention.pins import holds_optimizer
 from ckptstore.stores import Store
+from ckptstore.values import Record
 
 _HOUR_S = 3600
 _DAY_S = 24 * _HOUR_S
@@ -211,7 +210,7 @@ def check_policies(policies: PolicySet) -> None:
         raise InvalidRequest(f"max_delete_fraction cannot be {policies.max_delete_fraction}", "Use a number in (0, 1]")
 
 
-class PoliciesInForce(msgspec.Struct, frozen=True, kw_only=True):
+class PoliciesInForce(Record):
     """One version of the policies; version 0: policies were never set."""
 
     version: int

@@ -26,6 +26,7 @@ from ckptstore.retention.scrubbing import last_verified
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from ckptstore.stores.checks import check_store
+from ckptstore.values import Value
 
 MAX_DELETE_FRACTION = 0.9
 """The largest fraction of a run that a prune removes unless a person confirmed the plan."""
@@ -33,7 +34,7 @@ SMALL_RUN = 10
 """The fraction limits only runs with more checkpoints than this."""
 
 
-class Prune(msgspec.Struct, frozen=True):
+class Prune(Value):
     """A request to prune one run, some or all; as JSON, the body of `POST /v1/prune`."""
 
     rules: Policy | None = None

@@ -18,6 +18,7 @@ from ckptstore.commits.labels import find
 from ckptstore.commits.leases import release_lease, renew_lease, take_lease
 from ckptstore.commits.references import marks
 from ckptstore.errors import Damaged, NoCheckpoint
+from ckptstore.fleet import Unit
 from ckptstore.format.documents import FORMAT
 from ckptstore.format.records import Finding
 from ckptstore.names import Attempt, Reference
@@ -27,7 +28,6 @@ from ckptstore.reading.verify import Verification, VerifiedChunks, verify
 from ckptstore.retention.healing import heal
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
-from ckptstore.units import Unit
 
 _LEASE_S = 3600.0
 

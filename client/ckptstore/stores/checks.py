@@ -14,8 +14,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import NamedTuple
 
-import msgspec
-
 from ckptstore import names
 from ckptstore.clock import Clock
 from ckptstore.errors import (
@@ -32,6 +30,7 @@ from ckptstore.format.shards import CHUNK_BYTES
 from ckptstore.names import new_ulid
 from ckptstore.stores.base import Store
 from ckptstore.threads import in_parallel
+from ckptstore.values import Record
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ _SKEW_ALLOWED_S = 60.0
 _DATA = bytes(range(256)) * 256
 
 
-class StoreCheck(msgspec.Struct, frozen=True, kw_only=True):
+class StoreCheck(Record):
     """One thing that a store must do."""
 
     name: str
@@ -48,7 +47,7 @@ class StoreCheck(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
 
 
-class StoreReport(msgspec.Struct, frozen=True, kw_only=True):
+class StoreReport(Record):
     """The results of all checks of a store."""
 
     store: str
@@ -275,7 +274,7 @@ NUM_OBJECTS = 4
 _LEAST_BYTES = NUM_OBJECTS * CHUNK_BYTES
 
 
-class StoreSpeed(msgspec.Struct, frozen=True, kw_only=True):
+class StoreSpeed(Record):
     """The bytes that one rank writes and reads in one second."""
 
     store: str

@@ -18,12 +18,11 @@ from ckpt.saver.presence import parent_of
 from ckptctl.commands.fleet import _call
 from ckptctl.commands.verify import scrub_checkpoints
 from ckptstore.clock import system_clock
-from ckptstore.fleet import UnitResults
+from ckptstore.fleet import Unit, UnitResults
 from ckptstore.names import UNITS_PREFIX, RunKeys
 from ckptstore.retention.scrubbing import verified_at
 from ckptstore.run import Run
 from ckptstore.stores import open_store
-from ckptstore.units import Unit
 from tests.support.checkpoints import flip, write_checkpoint
 from tests.support.command_line import PROGRAM, invoke, succeed
 from tests.support.trainers import is_alive
