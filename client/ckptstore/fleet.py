@@ -7,6 +7,7 @@ Every engine is a `concurrent.futures.Executor`. Repeating a unit does no harm, 
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,12 +19,13 @@ from multiprocessing import get_context, parent_process
 from typing import Any, Literal, NamedTuple
 from zlib import crc32
 
-from ckptstore.errors import InvalidRequest
+from ckptstore.errors import CorruptObject, InvalidRequest, ObjectMissing
 from ckptstore.format.documents import JSON, StoredDocument, digest
 from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.stores import Store
 from ckptstore.threads import in_parallel
 
+_LOG = logging.getLogger(__name__)
 _COUNTS_S = 24 * 3600.0
 MOST_TARGETS = 16
 MOST_BYTES = 16 << 30
@@ -208,15 +210,24 @@ class UnitResults:
         self.store.put(f"{self.folder}{digest(repr(result.targets).encode())}.json", seal(result))
 
     def read(self, now: float) -> list[UnitResult]:
-        """In the order of their targets; each target once, as a worker may outlive a killed call. Raises Damaged."""
+        """In the order of their targets; each target once, as a worker may outlive a killed call.
+
+        Units whose result is damaged count as not done, with a warning. Raises UnsupportedFormat.
+        """
         keys = [info.key for info in self.store.list(self.folder) if now - info.modified_at < _COUNTS_S]
-        found = in_parallel(lambda key: parse_sealed(self.store.get(key), UnitResult, key), keys)
         results, seen = list[UnitResult](), set[str]()
-        for result in sorted(found, key=lambda result: result.targets):
+        for result in sorted(filter(None, in_parallel(self._read, keys)), key=lambda result: result.targets):
             if not seen.issuperset(result.targets):
                 results.append(result)
                 seen.update(result.targets)
         return results
+
+    def _read(self, key: str) -> UnitResult | None:
+        try:
+            return parse_sealed(self.store.get(key), UnitResult, self.store.object_url(key))
+        except (CorruptObject, ObjectMissing) as error:  # missing: another part ended, and removed all results
+            _LOG.warning("a work unit counts as not done: %s", error)
+            return None
 
     def forget(self) -> None:
         """Remove all: the next call of the command is another job."""

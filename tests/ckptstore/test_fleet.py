@@ -175,3 +175,17 @@ def test_auto_is_the_task_of_an_array_or_of_an_indexed_job(environment: dict[str
 def test_what_is_no_part_is_refused(text: str, environment: dict[str, str]) -> None:
     with pytest.raises(InvalidRequest):
         Part.parse(text, environment)
+
+
+def test_a_damaged_result_is_no_result_and_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    results = UnitResults(open_store(str(tmp_path)), "_units/abc/")
+    made = [UnitResult(format=FORMAT, kind="unit", targets=(f"b@{n}",), body=[{"n": n}]) for n in (1, 2)]
+    for result in made:
+        results.write(result)
+    now = max(info.modified_at for info in results.store.list("_units/"))
+    (broken,) = (path for path in tmp_path.glob("_units/abc/*") if b'"b@1"' in path.read_bytes())
+    broken.write_bytes(broken.read_bytes()[:-9])
+    assert results.read(now) == made[1:]
+    assert [str(broken) in record.message for record in caplog.records] == [True]
+    results.write(made[0])
+    assert results.read(now) == made

@@ -114,6 +114,18 @@ def test_a_retry_leaves_out_what_is_done_and_a_failed_unit_is_done_partly(team: 
     assert units_left(team) == []
 
 
+def test_a_damaged_result_costs_its_unit(team: Path, caplog: pytest.LogCaptureFixture) -> None:
+    call = ("scrub", "team-*", "--store", team, "-o", "json", "--part")
+    first = {body["id"] for body in succeed(*call, "1/2").json}
+    broken = units_left(team)[0]
+    flip(team / broken, 20)
+    done = succeed(*call, "2/2")  # has nothing to do with that unit, and leaves it to a repetition
+    assert broken in caplog.text
+    assert "left, to other parts or to a repetition" in done.stderr
+    assert first < {body["id"] for body in succeed(*call, "1/2").json}
+    assert units_left(team) == []
+
+
 def test_exports_are_told_apart_by_their_path(team: Path, tmp_path: Path) -> None:
     to = f"{tmp_path}/out/{{run}}/{{step}}.safetensors"
     done = succeed("export", "team-*@[12]0", "--to", to, "--on", "local:2", "--store", team, "-o", "json").json
