@@ -9,7 +9,6 @@ import os
 import re
 from dataclasses import dataclass, field
 from operator import index
-from typing import SupportsIndex
 
 import xxhash
 from ulid import ULID
@@ -112,7 +111,8 @@ def _check(allowed: re.Pattern[str], text: str, what: str, hint: str) -> str:
 
 
 def _check_number(number: int, most: int, what: str) -> int:
-    if isinstance(number, bool) or not isinstance(number, SupportsIndex) or not 0 <= index(number) <= most:
+    # Not SupportsIndex: a check against a protocol takes longer than all others of an attempt together.
+    if isinstance(number, bool) or not hasattr(number, "__index__") or not 0 <= index(number) <= most:
         raise InvalidName(f"{what} {number!r} is not allowed", f"Use an integer from 0 to {most}")
     return index(number)
 

@@ -368,7 +368,7 @@ def with_parents(checkpoints: Iterable[Checkpoint], parent_of: ParentOf) -> list
     listed = list(checkpoints)
     found = {number: parent_of(number) for number in {c.attempt.generation for c in listed} if number}
     parents = {number: Attempt.parse(one.parent) for number, one in found.items() if one is not None and one.parent}
-    return [replace(c, parent=parents.get(c.attempt.generation)) for c in listed]
+    return [replace(c, parent=parents[n]) if (n := c.attempt.generation) in parents else c for c in listed]
 
 
 def _mark_abandoned(

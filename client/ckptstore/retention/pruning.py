@@ -26,12 +26,15 @@ from ckptstore.retention.scrubbing import last_verified
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from ckptstore.stores.checks import check_store
+from ckptstore.threads import in_parallel
 from ckptstore.values import Value
 
 MAX_DELETE_FRACTION = 0.9
 """The largest fraction of a run that a prune removes unless a person confirmed the plan."""
 SMALL_RUN = 10
 """The fraction limits only runs with more checkpoints than this."""
+_PLANNERS = 8
+"""Runs that are planned at a time, each with the reads of `in_parallel`."""
 
 
 class Prune(Value):
@@ -144,23 +147,20 @@ def plan_prunes(store: Store, prune: Prune, clock: Clock) -> PrunePlan:
     if own is None and in_force is None:
         raise InvalidRequest("no policies are in force", "Pass a policy (--keep 5), or set policies (ckptctl policy)")
     policies = in_force.policies if in_force is not None else PolicySet(grace_s=SWEEP_GRACE_S)
-    decisions: list[KeepDecision] = []
-    runs: list[str] = []
-    for name in list_runs(store):
-        policy = own or policy_for(policies, name)
-        if policy is not None and (prune.run is None or fnmatchcase(name, prune.run)):
-            decisions += plan_prune(Run(store, name, clock), policy).decisions
-            runs.append(name)
+    chosen = (name for name in list_runs(store) if prune.run is None or fnmatchcase(name, prune.run))
+    rules = {name: policy for name in chosen if (policy := own or policy_for(policies, name)) is not None}
+    plans = in_parallel(lambda name: plan_prune(Run(store, name, clock), rules[name]), rules, _PLANNERS)
+    decisions = [decision for plan in plans for decision in plan.decisions]
     for override in policies.overrides if own is None else ():
         if override.max_bytes and prune.run in (None, override.runs):
-            team = {name for name in runs if override_for(policies, name) is override}
+            team = {name for name in rules if override_for(policies, name) is override}
             within = within_total(override.max_bytes, [d for d in decisions if d.checkpoint.run in team])
             decisions = [*(d for d in decisions if d.checkpoint.run not in team), *within]
     if prune.run is not None and not decisions:
         raise NoCheckpoint(f"no run matching {prune.run!r} has a checkpoint in {store.url}", "ckptctl runs lists them")
     return PrunePlan(
         tuple(decisions),
-        tuple(runs),
+        tuple(rules),
         max(store.listing_lag_s, policies.grace_s if prune.grace_s is None else prune.grace_s),
         MAX_DELETE_FRACTION if own is not None else policies.max_delete_fraction,
         "prune" if own is not None or in_force is None else f"policies, version {in_force.version}",
