@@ -70,11 +70,14 @@ def evaluate(
     full.update(a for a, why in holds.items() if holds_optimizer(why))
 
     def thins(c: Checkpoint) -> bool:
-        """It would free nothing where the optimizer state has no shard of its own."""
-        why = reasons.get(c.attempt, ()) if c.optimizer_bytes and c.attempt not in full else ()
+        why = reasons.get(c.attempt, ()) if c.attempt not in full else ()
         return bool(why) and (policy.keep_full > 0 or all(reason.startswith("weights-") for reason in why))
 
-    thinned = {c.attempt for c in usable if thins(c)}
+    losing = [c for c in whole if thins(c)]
+    thinned = {c.attempt for c in losing if c.optimizer_bytes}
+    for c in losing:
+        if c.attempt not in thinned:  # it would free nothing: the optimizer state has no shard of its own
+            reasons[c.attempt].append("undivided")
     reasons = _limited(policy, usable, reasons, thinned)
     if whole and not reasons.get(whole[0].attempt):
         reasons[whole[0].attempt] = ["newest"]
@@ -176,7 +179,7 @@ def override_for(policies: PolicySet, run: str) -> Override:
     return next(matching, Override(runs="*", rules=policies.default))
 
 
-_BY_RULE = re.compile(r"(last|every|hourly|daily|weekly|best-.+|healthy|full|weights)-[0-9]+|within|fits")
+_BY_RULE = re.compile(r"(last|every|hourly|daily|weekly|best-.+|healthy|full|weights)-[0-9]+|within|fits|undivided")
 
 
 def within_total(max_bytes: int, decisions: Sequence[KeepDecision]) -> list[KeepDecision]:

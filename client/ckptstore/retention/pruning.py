@@ -93,6 +93,11 @@ class PrunePlan:
         return [d.checkpoint for d in self.decisions if d.thins and d.checkpoint not in self.held]
 
     @property
+    def lessened(self) -> list[Checkpoint]:
+        """The checkpoints that are deleted, then those that are thinned."""
+        return [*self.remove, *self.thin]
+
+    @property
     def freed_bytes(self) -> int:
         """Stored bytes of the checkpoints that are deleted, and of optimizer state that is."""
         return sum(c.stored_bytes for c in self.remove) + sum(c.optimizer_bytes for c in self.thin)
@@ -106,26 +111,29 @@ class PrunePlan:
 
     @property
     def num_allowed(self) -> int:
-        """How many checkpoints of its one run may be removed at once without a confirmation."""
+        """How many checkpoints of its one run may be deleted or thinned at once without a confirmation."""
         count = len(self.decisions)
         return count if count <= SMALL_RUN else int(self.max_delete_fraction * count)
 
     def within_fractions(self) -> PrunePlan:
-        """The same, but of each run at most `num_allowed` are removed: the newest of the others stay for now."""
+        """The same, but of each run at most `num_allowed` are lessened: the newest of the others stay for now."""
         spared: set[Attempt] = set()
         for _, plan in self.by_run():
-            spared.update(sorted(checkpoint.attempt for checkpoint in plan.remove)[plan.num_allowed :])
-        decisions = (d._replace(reasons=("for-now",)) if d.checkpoint.attempt in spared else d for d in self.decisions)
+            spared.update(sorted(checkpoint.attempt for checkpoint in plan.lessened)[plan.num_allowed :])
+        decisions = (
+            KeepDecision(d.checkpoint, d.reasons or ("for-now",)) if d.checkpoint.attempt in spared else d
+            for d in self.decisions
+        )
         return replace(self, decisions=tuple(decisions))
 
     @property
     def blocked(self) -> str:
         """Why its one run is not pruned without a confirmation: it would lose too much. Empty if it is pruned."""
-        removed, count = len(self.remove), len(self.decisions)
-        if removed <= self.num_allowed:
+        lessened, count = len(self.lessened), len(self.decisions)
+        if lessened <= self.num_allowed:
             return ""
-        share = f"{removed / count:.0%}, and the limit is {self.max_delete_fraction:.0%}"
-        return f"the prune would delete {removed} of {count} checkpoints of run {self.runs[0]!r}: {share}"
+        share = f"{lessened / count:.0%}, and the limit is {self.max_delete_fraction:.0%}"
+        return f"the prune would delete or thin {lessened} of {count} checkpoints of run {self.runs[0]!r}: {share}"
 
 
 def plan_prune(run: Run, policy: Policy) -> PrunePlan:
@@ -193,23 +201,17 @@ def apply_prune(
     With a grace of 0 it is deleted on return. Returns those that were not deleted because something holds them now.
     Raises Unavailable: a part may be done, and a new plan continues.
     """
-    remove = {checkpoint.attempt: checkpoint for checkpoint in plan.remove}
-    thin = {checkpoint.attempt: checkpoint for checkpoint in plan.thin}
-    if not remove and not thin:
-        return []
-    abandoned = [checkpoint.attempt for checkpoint in plan.remove if checkpoint.state is State.ABANDONED]
-    older = [attempt for attempt in remove if attempt not in abandoned]
+    thin = plan.thin
+    freed = {c.attempt: c.stored_bytes for c in plan.remove} | {c.attempt: c.optimizer_bytes for c in thin}
+    abandoned = [c for c in plan.remove if c.state is State.ABANDONED]
+    older = [c for c in plan.remove if c.state is not State.ABANDONED]
     held: Holds = {}
-    for attempts, why in ((older, plan.reason), (abandoned, f"{plan.reason}: abandoned")):
-        if attempts:
-            held = {**held, **hide(run, attempts, why, grace_s, lambda attempt: progress(remove[attempt].stored_bytes))}
-    if thin:
-        counted: Callable[[Attempt], None] = lambda attempt: progress(thin[attempt].optimizer_bytes)  # noqa: E731
-        held = {**held, **hide(run, [*thin], plan.reason, grace_s, counted, thins=True)}
-    both = remove | thin
-    if not grace_s:
-        sweep(run, only=both.keys() - held.keys())
-    return [both[attempt] for attempt in held]
+    for chosen, why in ((older, plan.reason), (abandoned, f"{plan.reason}: abandoned"), (thin, plan.reason)):
+        if attempts := [c.attempt for c in chosen]:
+            held = {**held, **hide(run, attempts, why, grace_s, lambda a: progress(freed[a]), thins=chosen is thin)}
+    if freed and not grace_s:
+        sweep(run, only=freed.keys() - held.keys())
+    return [c for c in plan.lessened if c.attempt in held]
 
 
 def apply_prunes(
@@ -240,7 +242,7 @@ def apply_prunes(
             held += apply_prune(run, part, progress, plan.grace_s)
             sweep(run)
         finally:
-            if part.remove or part.thin:
+            if part.lessened:
                 on_change(name)
     if blocked:
         others = f"; and {len(blocked) - 1} more likewise" if blocked[1:] else ""

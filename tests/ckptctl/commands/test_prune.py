@@ -57,6 +57,14 @@ def test_rules_add_up_and_give_reasons(folder: Path, filled: Store) -> None:
     assert sum(bool(item["reasons"]) for item in small["items"]) == 1
 
 
+def test_what_is_saved_in_one_file_stays_full_and_says_so(filled: Store, target: tuple[str, str]) -> None:
+    rules = ("gpt", "--keep-full", 1, "--keep-weights", "all", "--dry-run")
+    plan = invoke("prune", *rules, *target, "-o", "json").json
+    found = {item["checkpoint"]["step"]: item["reasons"] for item in plan["items"] if item["reasons"]}
+    assert (found[40], found[20]) == (["full-1", "weights-1"], ["weights-3", "undivided"])
+    assert "weights-3, undivided" in invoke("prune", *rules, *target).stdout
+
+
 def test_most_checkpoints_go_only_after_confirmation_or_force(folder: Path, filled: Store) -> None:
     for step in range(100, 110):
         write_checkpoint(filled, "gpt", step)

@@ -19,7 +19,14 @@ from ckptstore.format.documents import FORMAT, Document
 from ckptstore.format.parsing import seal
 from ckptstore.format.records import Best, Override, PoliciesVersion, Policy, PolicySet
 from ckptstore.names import Attempt, new_ulid
-from ckptstore.retention.policy import change_policies, evaluate, policies_history, policy_for, read_policies
+from ckptstore.retention.policy import (
+    change_policies,
+    evaluate,
+    policies_history,
+    policy_for,
+    read_policies,
+    within_total,
+)
 from ckptstore.stores import Store
 from tests.support.stores import Faults, FaultyStore, race
 from tests.support.waiting import present
@@ -142,10 +149,24 @@ def test_the_newest_full_one_is_never_thinned() -> None:
     full = [replace(checkpoint(step), optimizer_bytes=60) for step in (7, 6)]
     assert thinned_steps(Policy(keep_weights=2), *thinned, *full) == {9: False, 8: False, 7: False}
     assert reasons(Policy(keep_weights=2), *thinned, *full)[7] == ("newest",)
-    undivided = [checkpoint(step) for step in (5, 4)]
-    assert thinned_steps(Policy(keep_full=1, keep_weights="all"), *undivided) == {5: False, 4: False}, (
-        "it frees nothing"
-    )
+
+
+def test_a_checkpoint_without_a_file_of_optimizer_state_stays_full_and_says_so() -> None:
+    rules = Policy(keep_full=1, keep_weights="all")
+    undivided, divided = [checkpoint(step) for step in (5, 4)], replace(checkpoint(3), optimizer_bytes=60)
+    assert thinned_steps(rules, *undivided, divided) == {5: False, 4: False, 3: True}
+    assert reasons(rules, *undivided, divided) == {
+        5: ("full-1", "weights-1"), 4: ("weights-2", "undivided"), 3: ("weights-3",),
+    }  # fmt: skip
+    assert reasons(Policy(keep_full=1), *undivided) == {5: ("full-1",)}, "it is no reason to stay"
+    assert reasons(Policy(keep_full=1, keep_weights=1, keep_last=2), *undivided)[4] == ("last-2", "undivided")
+    assert reasons(Policy(keep_last=2, keep_weights=2), *undivided)[4] == ("last-2", "weights-2"), "a rule keeps it full"
+    held = {undivided[1].attempt: ["pin:paper"]}
+    assert reasons(rules, *undivided, holds=held)[4] == ("weights-2", "pin:paper")
+    limited = Policy(keep_full=1, keep_weights="all", max_bytes=150)
+    assert reasons(limited, *undivided) == {5: ("full-1", "weights-1")}
+    kept = [*evaluate(rules, undivided, {}, NOW)]
+    assert [d.reasons for d in within_total(100, kept)] == [("full-1", "weights-1"), ()]
 
 
 def test_bytes_are_limited_as_they_will_be() -> None:

@@ -1,18 +1,20 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from ckptstore.commits.audit import AuditEntry, read_log
-from ckptstore.commits.catalog import State, latest, list_checkpoints
+from ckptstore.commits.catalog import Checkpoint, State, latest, list_checkpoints
 from ckptstore.commits.commit import commit_attempt
 from ckptstore.commits.generations import Session, begin_generation
 from ckptstore.format.records import Policy
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.retention.deletion import collect
 from ckptstore.retention.pins import pin
-from ckptstore.retention.pruning import apply_prune, plan_prune
+from ckptstore.retention.policy import evaluate
+from ckptstore.retention.pruning import PrunePlan, apply_prune, plan_prune
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from tests.support.checkpoints import RUN, SMALL, intact, keys, prune, steps, write, write_checkpoint, write_rank
@@ -109,6 +111,25 @@ def test_a_damaged_generation_costs_no_abandoned_checkpoint() -> None:
 def test_prune_of_a_run_that_does_not_exist(store: Store) -> None:
     run = Run(store, RUN)
     assert (plan_prune(run, Policy(1)).decisions, collect(run).freed_bytes, keys(store)) == ((), 0, [])
+
+
+def test_what_is_thinned_counts_towards_the_largest_fraction() -> None:
+    """Of 20 checkpoints: the two oldest are deleted, and all but the newest lose optimizer state."""
+    listed = [
+        Checkpoint(RUN, Attempt(step, new_ulid(0.0)), State.COMMITTED, stored_bytes=100, optimizer_bytes=60)
+        for step in range(19, -1, -1)
+    ]
+    plan = PrunePlan(tuple(evaluate(Policy(keep_full=1, keep_weights=18), listed, {}, 0.0)), (RUN,))
+    assert ([c.step for c in plan.remove], len(plan.thin)) == ([1, 0], 17)
+    assert replace(plan, max_delete_fraction=0.95).blocked == ""
+    assert "would delete or thin 19 of 20 checkpoints of run" in plan.blocked
+    within = replace(plan, max_delete_fraction=0.25).within_fractions()
+    assert ([c.step for c in within.remove], [c.step for c in within.thin]) == ([1, 0], [4, 3, 2])
+    assert within.blocked == ""
+    assert [d.reasons for d in within.decisions[1:18]] == [d.reasons for d in plan.decisions[1:18]]
+    fewer = replace(plan, max_delete_fraction=0.05).within_fractions()
+    assert ([c.step for c in fewer.remove], fewer.thin) == ([0], [])
+    assert fewer.decisions[-2].reasons == ("for-now",)
 
 
 def test_an_old_plan_may_be_applied_twice_and_late(store: Store) -> None:
