@@ -44,7 +44,7 @@ overrides:                   # the first that matches a run counts
   - runs: paper-*
     rules: null              # never pruned; with max_bytes, copies and imports beyond it are refused
 grace: 24h                   # between hiding and deleting
-max_delete_fraction: 0.5     # the daemon removes no larger part of a run at once
+max_delete_fraction: 0.5     # the daemon deletes or thins no larger part of a run at once
 """
 
 _PARSERS: dict[str, Callable[[str], float]] = {"s": human.parse_duration, "bytes": human.parse_size}
@@ -176,7 +176,7 @@ def change_rules(
     The options replace all earlier rules of this RUN; all others stay. The rules that were set last come first: they
     apply to runs that several patterns match. With a pattern, --max-bytes limits all these runs together; without other
     rules nothing is deleted, and copies and imports beyond it are refused. Prints what the policies will delete, and
-    where they are blocked, because they would delete more than max_delete_fraction of a run at once. Fails if the
+    where they are blocked, because they would delete or thin more than max_delete_fraction of a run. Fails if the
     policies are changed concurrently.
     """
     if not rules:

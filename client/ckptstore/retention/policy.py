@@ -187,10 +187,11 @@ def within_total(max_bytes: int, decisions: Sequence[KeepDecision]) -> list[Keep
 
     The newest checkpoint of a run, and what stays for another reason than a rule, counts first and stays.
     """
-    newest = {d.checkpoint.run: d.checkpoint.id for d in reversed(decisions) if d.checkpoint.state is State.COMMITTED}
+    newest = {d.checkpoint.run: d.checkpoint for d in reversed(decisions) if d.checkpoint.state is State.COMMITTED}
 
     def is_firm(decision: KeepDecision) -> bool:
-        return decision.checkpoint.id in newest.values() or not all(map(_BY_RULE.fullmatch, decision.reasons))
+        c = decision.checkpoint
+        return newest.get(c.run) is c or not all(map(_BY_RULE.fullmatch, decision.reasons))
 
     kept, beyond = [decision for decision in decisions if decision.reasons], set()
     for decision in sorted(kept, key=lambda d: (is_firm(d), d.checkpoint.written_at), reverse=True):

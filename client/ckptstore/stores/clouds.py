@@ -11,7 +11,7 @@ import hashlib
 import threading
 import uuid
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
@@ -23,7 +23,6 @@ from urllib3 import BaseHTTPResponse
 
 from ckptstore.clock import system_clock
 from ckptstore.errors import ObjectMissing
-from ckptstore.stores.base import NOT_FOUND, ObjectInfo, http_status, no_such_bucket
 from ckptstore.stores.multipart import MultipartStore
 from ckptstore.stores.remote import modified_at
 from ckptstore.stores.transfers import SIGNED_FOR_S, TransferFailed, Transfers, UploadPart, element, proxy_of, refusal
@@ -64,37 +63,6 @@ class CloudStore(MultipartStore):
     """A bucket, or a folder in a bucket, of a service that has no store of its own here."""
 
     _transfers: CloudTransfers
-    _bucket_seen = False
-
-    @abstractmethod
-    def _found(self, bucket: str, prefix: str, delimiter: str | None) -> Iterator[tuple[str, Any]]:
-        """Names below a prefix, and what is there: None for a folder, which a delimiter ends. In any order.
-
-        Raises an error with status 404 without the bucket.
-        """
-
-    @override
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        for name, (size, written_at) in self._listed(prefix, None):
-            yield ObjectInfo(self._key(name), size, written_at)
-
-    @override
-    def list_folders(self, prefix: str) -> Iterator[str]:
-        for name, found in self._listed(prefix, "/"):
-            if found is None:
-                yield name.rstrip("/").rpartition("/")[2]
-
-    def _listed(self, prefix: str, delimiter: str | None) -> Sequence[tuple[str, Any]]:
-        bucket, _, folder = self._path(prefix).partition("/")
-        with super()._errors("list", prefix):
-            try:
-                found = [(f"{bucket}/{name}", each) for name, each in self._found(bucket, folder, delimiter)]
-            except Exception as error:
-                if isinstance(error, FileNotFoundError) or http_status(error) == NOT_FOUND:
-                    raise no_such_bucket(self.object_url(prefix)) from error
-                raise
-        self._bucket_seen = True
-        return sorted(found, key=lambda each: each[0].rstrip("/"))
 
     @contextmanager
     @override

@@ -6,7 +6,8 @@ The service's fsspec library does the rest.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,7 +19,16 @@ from typing_extensions import override
 from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.errors import StoreUnavailable
 from ckptstore.retry import outage_pauses, retry
-from ckptstore.stores.base import ObjectReader, ObjectWriter, check_length, is_lasting
+from ckptstore.stores.base import (
+    NOT_FOUND,
+    ObjectInfo,
+    ObjectReader,
+    ObjectWriter,
+    check_length,
+    http_status,
+    is_lasting,
+    no_such_bucket,
+)
 from ckptstore.stores.remote import FsspecStore, is_there
 from ckptstore.stores.transfers import ByteSpan, Transfers, UploadPart
 
@@ -180,6 +190,7 @@ class MultipartStore(FsspecStore):
     parallel_reads = 8
     upload_bytes = BUFFERED_BYTES
     resumes_uploads = True
+    _bucket_seen = False
 
     def __init__(self, fs: Any, root: str, url: str, retried: bool = False) -> None:
         """fs: a file system of the service's library. retried: see open_store."""
@@ -187,6 +198,37 @@ class MultipartStore(FsspecStore):
         self._transfers = self.transfers(fs, retried)
         # A library holds a whole range in memory.
         self.longest_read = _LONGEST_READ if self._transfers.suitable else 0
+
+    @abstractmethod
+    def _found(self, bucket: str, prefix: str, delimiter: str | None) -> Iterator[tuple[str, Any]]:
+        """Names below a prefix, and size and time of what is there: None for a folder, which a delimiter ends. In any
+        order.
+
+        Raises FileNotFoundError, or an error with status 404, without the bucket.
+        """
+
+    @override
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        for name, (size, written_at) in self._listed(prefix, None):
+            yield ObjectInfo(self._key(name), size, written_at)
+
+    @override
+    def list_folders(self, prefix: str) -> Iterator[str]:
+        for name, found in self._listed(prefix, "/"):
+            if found is None:
+                yield name.rstrip("/").rpartition("/")[2]
+
+    def _listed(self, prefix: str, delimiter: str | None) -> Sequence[tuple[str, Any]]:
+        bucket, _, folder = self._path(prefix).partition("/")
+        with super()._errors("list", prefix):
+            try:
+                found = [(f"{bucket}/{name}", each) for name, each in self._found(bucket, folder, delimiter)]
+            except Exception as error:
+                if isinstance(error, FileNotFoundError) or http_status(error) == NOT_FOUND:
+                    raise no_such_bucket(self.object_url(prefix)) from error
+                raise
+        self._bucket_seen = True
+        return sorted(found, key=lambda each: each[0].rstrip("/"))
 
     @override
     def open_writer(self, key: str, size_hint: int = 0, replaces: bool = False) -> ObjectWriter:

@@ -6,12 +6,12 @@ import base64
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from typing_extensions import override
 
-from ckptstore.stores.base import ObjectInfo, no_such_bucket, store_errors
+from ckptstore.stores.base import store_errors
 from ckptstore.stores.multipart import MultipartStore
 from ckptstore.stores.transfers import READ_TIMEOUT_S, SIGNED_FOR_S, Transfers, UploadPart, proxy_of, refusal
 
@@ -128,43 +128,34 @@ class S3Store(MultipartStore):
         with self._errors("look at", key):
             return int(self._fs.call_s3("head_object", self._fs.kwargs, Bucket=bucket, Key=name)["ContentLength"])
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """One request per thousand objects; s3fs makes three for an empty folder."""
-        bucket = self._root.partition("/")[0]
-        found = (each for page in self._listed(prefix, "") for each in page.get("Contents", []))
-        for each in sorted(found, key=lambda each: str(each["Key"])):
-            # SeaweedFS briefly lists a folder after its last object is deleted.
-            if not each["Key"].endswith("/"):
-                yield ObjectInfo(self._key(f"{bucket}/{each['Key']}"), each["Size"], each["LastModified"].timestamp())
-
-    @override
-    def list_folders(self, prefix: str) -> Iterator[str]:
-        found = (each["Prefix"] for page in self._listed(prefix, "/") for each in page.get("CommonPrefixes", []))
-        yield from sorted(folder.rstrip("/").rpartition("/")[2] for folder in found)
-
     def abort_uploads(self, prefix: str, begun_before: float) -> int:
         """Parts of unfinished uploads do not appear in object listings."""
-        bucket, aborted = self._path(prefix).partition("/")[0], 0
+        bucket, _, folder = self._path(prefix).partition("/")
+        aborted = 0
         with self._errors("abort uploads in", prefix):
-            for page in self._pages("list_multipart_uploads", prefix, "KeyMarker", "UploadIdMarker"):
+            for page in self._pages("list_multipart_uploads", bucket, folder, "KeyMarker", "UploadIdMarker"):
                 for upload in page.get("Uploads", []):
                     if upload["Initiated"].timestamp() < begun_before:
                         self._transfers.abort(f"{bucket}/{upload['Key']}", upload["UploadId"])
                         aborted += 1
         return aborted
 
-    def _listed(self, prefix: str, delimiter: str) -> Sequence[dict[str, Any]]:
-        with self._errors("list", prefix):
-            try:
-                return [*self._pages("list_objects_v2", prefix, "ContinuationToken", Delimiter=delimiter)]
-            except FileNotFoundError as error:
-                raise no_such_bucket(self.object_url(prefix)) from error  # an empty folder is an empty list
+    @override
+    def _found(self, bucket: str, prefix: str, delimiter: str | None) -> Iterator[tuple[str, Any]]:
+        # One request per thousand objects; s3fs makes three for an empty folder.
+        for page in self._pages("list_objects_v2", bucket, prefix, "ContinuationToken", Delimiter=delimiter or ""):
+            yield from ((each["Prefix"], None) for each in page.get("CommonPrefixes", []))
+            for each in page.get("Contents", []):
+                # SeaweedFS briefly lists a folder after its last object is deleted.
+                if not each["Key"].endswith("/"):
+                    yield each["Key"], (each["Size"], each["LastModified"].timestamp())
 
-    def _pages(self, method: str, prefix: str, *markers: str, **parameters: str) -> Iterator[dict[str, Any]]:
+    def _pages(
+        self, method: str, bucket: str, prefix: str, *markers: str, **parameters: str
+    ) -> Iterator[dict[str, Any]]:
         """The replies to a request for all objects below a prefix. markers: where the next page begins."""
-        bucket, _, folder = self._path(prefix).partition("/")
         while True:
-            page = self._fs.call_s3(method, Bucket=bucket, Prefix=folder, **parameters)
+            page = self._fs.call_s3(method, Bucket=bucket, Prefix=prefix, **parameters)
             yield page
             if not page.get("IsTruncated"):
                 return

@@ -160,7 +160,9 @@ def test_a_checkpoint_without_a_file_of_optimizer_state_stays_full_and_says_so()
     }  # fmt: skip
     assert reasons(Policy(keep_full=1), *undivided) == {5: ("full-1",)}, "it is no reason to stay"
     assert reasons(Policy(keep_full=1, keep_weights=1, keep_last=2), *undivided)[4] == ("last-2", "undivided")
-    assert reasons(Policy(keep_last=2, keep_weights=2), *undivided)[4] == ("last-2", "weights-2"), "a rule keeps it full"
+    assert reasons(Policy(keep_last=2, keep_weights=2), *undivided)[4] == ("last-2", "weights-2"), (
+        "a rule keeps it full"
+    )
     held = {undivided[1].attempt: ["pin:paper"]}
     assert reasons(rules, *undivided, holds=held)[4] == ("weights-2", "pin:paper")
     limited = Policy(keep_full=1, keep_weights="all", max_bytes=150)
