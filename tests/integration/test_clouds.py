@@ -31,7 +31,7 @@ from ckptstore.reading.verify import verify
 from ckptstore.retention.deletion import collect
 from ckptstore.retention.pruning import apply_prune, plan_prune
 from ckptstore.run import Run
-from ckptstore.stores import Store, open_store
+from ckptstore.stores import Store, multipart, open_store
 from ckptstore.stores.base import is_lasting
 from ckptstore.stores.checks import check_store, run_store_checks
 from ckptstore.stores.retrying import RetryingStore
@@ -179,18 +179,22 @@ def test_a_whole_life(kind: str, service: str, tmp_path: Path, monkeypatch: pyte
 
 @every_cloud
 @pytest.mark.slow
-def test_replies_that_get_lost(kind: str, proxied: tuple[Store, LossyProxy, Store]) -> None:
-    """What a save believes is true, and what is listed is whole."""
+def test_replies_that_get_lost(
+    kind: str, proxied: tuple[Store, LossyProxy, Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a save believes is true, and what is listed is whole. Every fourth save has three parts side by side."""
+    monkeypatch.setattr(multipart, "PART_BYTES", 5 * MIB)
     away, proxy, truth = proxied
     store, run = RetryingStore(away, 20.0, lambda _: None), Run(truth, RUN)
     dice, kinds = random.Random(46), ["reset", "twice", "cut"]
-    data = np.random.default_rng(1).integers(0, 256, MIB // 4, dtype=np.uint8)
+    data = np.random.default_rng(1).integers(0, 256, 11 * MIB, dtype=np.uint8)
     believed: dict[Attempt, bool] = {}
 
     def save(step: int) -> None:
         attempt = Attempt(step, new_ulid(system_clock()))
         believed[attempt] = False
-        receipt = store.repeat(partial(write_rank, store, RUN, attempt, {"model/a": data}))
+        arrays = {"model/a": data if step % 4 == 0 else data[: MIB // 4]}
+        receipt = store.repeat(partial(write_rank, store, RUN, attempt, arrays))
         outcome = commit_attempt(Run(store, RUN), [receipt])
         believed[attempt] = outcome.committed is not None
 

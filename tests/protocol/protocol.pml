@@ -1,6 +1,6 @@
 /* Commit and delete, written apart from the tables in Python: a second opinion, for Spin.
  *
- * One attempt with two ranks. Each step on the store is atomic; a process may stop for ever at any step, because no
+ * One attempt with two ranks, without thinning. Each step on the store is atomic; a process may stop for ever at any step, because no
  * process is obliged to go on. A lost reply is a choice after each create. -DMUTANT=n leaves out one rule.
  *
  *   1: the outcome is overwritten    2: no look after the lease      3: no look for holds before the sweep
