@@ -225,7 +225,7 @@ class Thinned(Conflict):
 
 
 class TooMuchToDelete(Conflict):
-    """An unconfirmed plan would delete a larger part of a run than is allowed. Nothing was deleted."""
+    """An unconfirmed plan would delete or thin a larger part of a run than is allowed. Nothing was deleted."""
 
     code = "too_much_to_delete"
     remedy = "Check the plan with `--dry-run`; if it is intended, `--force`."

@@ -102,7 +102,7 @@ def test_what_policies_delete_and_where_they_are_blocked_is_noted(folder: Path, 
     with running_daemon(folder.as_uri()) as daemon:
         for target in (("--store", folder), ("--url", daemon.url)):
             blocked = succeed("policy", "set", "--keep", 1, *target)
-            assert "blocked: the prune would delete 10 of 11 checkpoints of run 'gpt': 91%" in blocked.stderr
+            assert "blocked: the prune would delete or thin 10 of 11 checkpoints of run 'gpt': 91%" in blocked.stderr
             assert "ckptctl prune gpt" in blocked.stderr
             assert invoke("policy", "clear", *target).stderr == ""
     for number in range(5):
