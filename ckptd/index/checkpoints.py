@@ -23,6 +23,7 @@ from sqlalchemy import (
     insert,
     or_,
     select,
+    tuple_,
     update,
 )
 
@@ -177,7 +178,7 @@ class Index:
         usable = select(runs).where(runs.c.latest_committed_at.is_not(None)).order_by(runs.c.name)
         # Limit the rows before the join; otherwise the database joins all rows first.
         some = usable.limit(limit).subquery()
-        return self._select(_newest(some).order_by(some.c.name))
+        return self._select(_newest(some).order_by(checkpoints.c.run))
 
     @retried
     def summaries(self) -> list[RunSummary]:
@@ -277,9 +278,9 @@ class Index:
 def _newest(some_runs: FromClause) -> Select[Any]:
     """The newest checkpoint of each run."""
     c, of = checkpoints.c, some_runs.c
-    return select(checkpoints).join(
-        some_runs, and_(c.run == of.name, c.step == of.latest_step, c.ulid == of.latest_ulid)
-    )
+    # Not a join: SQLite would scan all checkpoints, and look for the run of each.
+    named = select(of.name, of.latest_step, of.latest_ulid)
+    return select(checkpoints).where(tuple_(c.run, c.step, c.ulid).in_(named))
 
 
 def _next_revision(connection: Connection) -> int:
@@ -465,6 +466,7 @@ def attempt_of(row: Row[Any]) -> Attempt:
 
 def read_checkpoint(row: Row[Any]) -> Checkpoint:
     """The checkpoint in a row of the table."""
-    values = {name: row._mapping[name] for name in _SAME}
+    by_name = row._mapping
+    values = {name: by_name[name] for name in _SAME}
     parent = Attempt.parse(row.parent) if row.parent is not None else None
     return Checkpoint(attempt=attempt_of(row), parent=parent, written_at=row.object_modified_at or 0.0, **values)

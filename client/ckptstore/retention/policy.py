@@ -70,13 +70,14 @@ def evaluate(
     full.update(a for a, why in holds.items() if holds_optimizer(why))
 
     def thins(c: Checkpoint) -> bool:
-        why = reasons.get(c.attempt, ()) if c.attempt not in full else ()
-        return bool(why) and (policy.keep_full > 0 or all(reason.startswith("weights-") for reason in why))
+        why = reasons.get(c.attempt, ())
+        return bool(why and c.attempt not in full and (policy.keep_full or all(r.startswith("weights-") for r in why)))
 
-    losing = [c for c in whole if thins(c)]
-    thinned = {c.attempt for c in losing if c.optimizer_bytes}
-    for c in losing:
-        if c.attempt not in thinned:  # it would free nothing: the optimizer state has no shard of its own
+    thinned = set[Attempt]()
+    for c in filter(thins, whole):
+        if c.optimizer_bytes:
+            thinned.add(c.attempt)
+        else:  # it would free nothing: the optimizer state has no shard of its own
             reasons[c.attempt].append("undivided")
     reasons = _limited(policy, usable, reasons, thinned)
     if whole and not reasons.get(whole[0].attempt):

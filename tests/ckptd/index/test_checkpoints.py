@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sqlalchemy import event
 
 from ckptapi.listing import Filter, Sort
 from ckptd.index import Database, Index, Listing, Reading, Stamp
@@ -105,3 +108,25 @@ def test_many_writers_wait_for_each_other(database: Database) -> None:
         (20, 10.0),
         (20, 11.0),
     ]
+
+
+def test_a_list_of_runs_does_not_read_all_checkpoints(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/index.db", 1)
+    index = Index(database)
+    for run in "ab":
+        index.apply(run, Reading([_checkpoint(step, 5.0, run) for step in (1, 2)]))
+    sent: list[tuple[str, Any]] = []
+
+    @event.listens_for(database._engine, "before_cursor_execute")
+    def note(_: object, __: object, statement: str, parameters: Any, *___: object) -> None:
+        sent.append((statement, parameters))
+
+    assert [s.latest and s.latest.step for s in index.summaries()] == [2, 2]
+    assert [c.run for c in index.latest_of_runs(9)] == ["a", "b"]
+    reads = [each for each in sent if "FROM checkpoints" in each[0]]
+    assert len(reads) == 2
+    with database.read() as connection:
+        for statement, parameters in reads:
+            plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters)
+            assert not [row.detail for row in plan if row.detail.startswith("SCAN checkpoints")]
+    database.close()
