@@ -12,7 +12,6 @@ from sqlalchemy import (
     BigInteger,
     Connection,
     Double,
-    FromClause,
     Row,
     Select,
     Table,
@@ -175,16 +174,13 @@ class Index:
 
     def latest_of_runs(self, limit: int) -> list[Checkpoint]:
         """The newest checkpoint of each run that has one, by name; of the first `limit` runs."""
-        usable = select(runs).where(runs.c.latest_committed_at.is_not(None)).order_by(runs.c.name)
-        # Limit the rows before the join; otherwise the database joins all rows first.
-        some = usable.limit(limit).subquery()
-        return self._select(_newest(some).order_by(checkpoints.c.run))
+        return self._select(_newest(limit))
 
     @retried
     def summaries(self) -> list[RunSummary]:
         """All runs, in order."""
         with self._database.read() as connection:
-            newest = {row.run: read_checkpoint(row) for row in connection.execute(_newest(runs))}
+            newest = {row.run: read_checkpoint(row) for row in connection.execute(_newest())}
             rows = connection.execute(select(runs).order_by(runs.c.name)).all()
         return [RunSummary(row.name, row.num_checkpoints, int(row.stored_bytes), newest.get(row.name)) for row in rows]
 
@@ -275,12 +271,13 @@ class Index:
         return [read_checkpoint(row) for row in self._database.rows(query)]
 
 
-def _newest(some_runs: FromClause) -> Select[Any]:
-    """The newest checkpoint of each run."""
-    c, of = checkpoints.c, some_runs.c
+def _newest(limit: int | None = None) -> Select[Any]:
+    """The newest checkpoint of each run that has one, by name; of the first `limit` runs."""
+    c, of = checkpoints.c, runs.c
     # Not a join: SQLite would scan all checkpoints, and look for the run of each.
-    named = select(of.name, of.latest_step, of.latest_ulid)
-    return select(checkpoints).where(tuple_(c.run, c.step, c.ulid).in_(named))
+    some = select(of.name, of.latest_step, of.latest_ulid).where(of.latest_committed_at.is_not(None))
+    first = some.order_by(of.name).limit(limit)
+    return select(checkpoints).where(tuple_(c.run, c.step, c.ulid).in_(first)).order_by(c.run)
 
 
 def _next_revision(connection: Connection) -> int:

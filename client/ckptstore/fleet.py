@@ -110,7 +110,9 @@ def open_engine(where: str) -> Iterator[tuple[Executor, int]]:
                 import ray
 
                 stack.enter_context(ray.init(where))
-                executor, slots = _RayTasks(), int(ray.cluster_resources()["CPU"])
+                # Ray takes functions alone, and no partial ones; this one is sent once.
+                task = ray.remote(lambda call, *args: call(*args))
+                executor, slots = _RayTasks(task), int(ray.cluster_resources()["CPU"])
             else:
                 slots = int(rest) if kind == "local" else 0
                 executor = _Processes(slots)
@@ -159,14 +161,16 @@ def _end_with_caller() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
+@dataclass
 class _RayTasks(Executor):
     """Tasks of Ray, which repeats the tasks of a killed worker."""
 
+    task: Any
+    """Calls its first argument with all others."""
+
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
         """As an executor's."""
-        import ray
-
-        return ray.remote(fn).remote(*args, **kwargs).future()
+        return self.task.remote(fn, *args, **kwargs).future()
 
 
 def run_units(executor: Executor, work: Callable[[Unit], Any], units: Iterable[Unit]) -> Iterator[tuple[Unit, Any]]:
@@ -178,7 +182,9 @@ def run_units(executor: Executor, work: Callable[[Unit], Any], units: Iterable[U
     try:
         for future in as_completed(futures):
             # Dask computes a result again if its worker dies before the future is released.
-            yield futures.pop(future), future.exception() or future.result()
+            error = future.exception()
+            # Ray's errors have the task's as their cause.
+            yield futures.pop(future), getattr(error, "cause", error) or future.result()
     finally:
         for future in futures:
             future.cancel()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -26,16 +27,21 @@ from ckptstore.fleet import (
 from ckptstore.format.documents import FORMAT
 from ckptstore.stores import open_store
 from tests.support.dask_cluster import running_dask
+from tests.support.ray_cluster import running_ray
 from tests.support.waiting import wait_until
 
 UNITS = [Unit((f"run@{number}",), number) for number in range(12)]
 
 
-@pytest.fixture(params=["local", "dask"])
+@pytest.fixture(params=["local", "dask", "ray"])
 def engine(request: pytest.FixtureRequest) -> Iterator[str]:
     """Two workers."""
     if request.param == "local":
         yield "local:2"
+        return
+    if request.param == "ray":
+        with tempfile.TemporaryDirectory(prefix="ray-") as folder, running_ray(2, Path(folder)) as address:
+            yield address
         return
     with running_dask(2) as (_, address):
         yield address

@@ -366,8 +366,8 @@ def with_states(
 def with_parents(checkpoints: Iterable[Checkpoint], parent_of: ParentOf) -> list[Checkpoint]:
     """The checkpoints with the attempts from which their generations continue."""
     listed = list(checkpoints)
-    found = {number: parent_of(number) for number in {c.attempt.generation for c in listed} if number}
-    parents = {number: Attempt.parse(one.parent) for number, one in found.items() if one is not None and one.parent}
+    begun = {c.attempt.generation for c in listed} - {0}
+    parents = {n: Attempt.parse(one.parent) for n in begun if (one := parent_of(n)) and one.parent}
     return [replace(c, parent=parents[n]) if (n := c.attempt.generation) in parents else c for c in listed]
 
 

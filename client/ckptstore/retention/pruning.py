@@ -180,8 +180,8 @@ def check_limit(run: Run, adds: int) -> None:
     in_force = read_policies(run.store)
     limit = override_for(in_force.policies, run.name) if in_force is not None else Override(runs="*")
     if limit.max_bytes and limit.rules is None:
-        team = [name for name in list_runs(run.store) if fnmatchcase(name, limit.runs)]
-        used = sum(c.stored_bytes for name in team for c in list_checkpoints(Run(run.store, name, run.clock)))
+        team = (name for name in list_runs(run.store) if fnmatchcase(name, limit.runs))
+        used = sum(c.stored_bytes for name in team for c in list_checkpoints(replace(run, name=name)))
         if used + adds > limit.max_bytes:
             raise StoreFull(
                 f"{limit.runs} may have {limit.max_bytes} bytes: {used} are used, {adds} more do not fit",
