@@ -1,8 +1,8 @@
 """Presence: what the savers of this host still have to make durable, for `ckpt-run` and `ckptctl drain`.
 
-Each saver keeps a note about itself in the folder of the locks (ckpt.host.lock). It holds a lock on the note while it
-lives, so that a note whose saver was killed is recognized, and removed. A note is one line of JSON, written at one
-place by one call. Without notes nothing is lost but the wait.
+Each saver has a note in the folder of the locks (ckpt.host.lock). Its trainer makes the note, and counts in it the
+saves that it sends, so that one which the saver has not read is not missed. The saver holds a lock on the note while it
+lives, so that a note whose saver was killed is recognized, and removed. Without notes nothing is lost but the wait.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from math import prod
 from pathlib import Path
 
 import msgspec
+import xxhash
 
-from ckpt.host.lock import hold_folder, host_folder, locked, sweep_folder, temporary_folder, touch_locks
+from ckpt.host.lock import hold_folder, host_folder, locked, sweep_folder, touch_locks
 from ckpt.saver.messages import Done, Failed, LocalOnly, Released, Report, SaveJob, SaveProgress, Setup
 from ckptstore.clock import system_clock
 from ckptstore.codecs.dtypes import ITEM_BYTES
@@ -32,11 +34,12 @@ logger = logging.getLogger(__name__)
 
 _SUFFIX = ".note"
 _NUM_BYTES = 4096
+_DIGEST = struct.Struct("<Q")
+"""The digest of the state that follows: a read and a write of a file may overlap."""
+_SENT = struct.Struct("<QQ")
+"""After these bytes, by the trainer: the process id of the saver, and the number of saves that it was sent."""
 _EVERY_S = 0.2
-_PROGRAM = b"from ckpt.saver.process import run"
 _POLL_S = 0.1
-_LOADING_S = 1.0
-"""How long the kernel may take to load a saver. It takes microseconds, unless other work has the cores."""
 _OTHERS_S = 10.0
 """How long to wait for receipts of other ranks: any process that sees all of them can commit."""
 
@@ -44,14 +47,16 @@ _OTHERS_S = 10.0
 class SaverState(Record):
     """One saver."""
 
-    pid: int
+    pid: int = 0
     trainer: int = 0
     """Process id of its trainer, in the namespace of both."""
     store: str = ""
     run: str = ""
     rank: int = 0
-    uploading: int = 1
-    """Accepted saves whose shard and receipt are not durable. A saver that has no note yet counts as one."""
+    uploading: int = 0
+    """Accepted saves whose shard and receipt are not durable, or which it has not read yet."""
+    read: int = 0
+    """All saves that it has read."""
     waiting: int = 0
     """Saves that wait for other ranks, or for the commit."""
     failed: int = 0
@@ -69,17 +74,52 @@ class SaverState(Record):
     """All its work is done: it only keeps memory for the next trainer (retained_snapshot.py)."""
 
 
+class NewNote:
+    """A note whose saver is about to start, in its trainer. Errors of the folder are logged, and change nothing."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.path, self.fd, self._counts = Path(), -1, [0, 0]
+        try:
+            sweep_folder()
+            path = host_folder() / f"{new_ulid(system_clock())}{_SUFFIX}"
+            temporary = path.with_name(f"{path.name}.new")  # it gets its name when it is locked
+            self.fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            fcntl.flock(self.fd, fcntl.LOCK_EX)
+            _write(self.fd, SaverState(trainer=os.getpid(), store=setup.home, run=setup.run, rank=setup.rank))
+            os.pwrite(self.fd, _SENT.pack(*self._counts), _NUM_BYTES)
+            self.path = temporary.rename(path)
+        except (CkptError, OSError) as error:
+            logger.warning("other programs cannot see the saver of this process: %s", error)
+            self.close()
+
+    def inherited(self, pid: int) -> None:
+        """A saver has started, and holds the lock from now on."""
+        self.close()
+        self._count(0, pid)
+
+    def sending(self) -> None:
+        """A save will be sent next."""
+        self._count(1, self._counts[1] + 1)
+
+    def close(self) -> None:
+        """Close this process's copy of the descriptor."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _count(self, which: int, number: int) -> None:
+        self._counts[which] = number
+        with suppress(OSError), self.path.open("r+b", buffering=0) as file:  # the saver may be gone
+            os.pwrite(file.fileno(), _SENT.pack(*self._counts), _NUM_BYTES)
+
+
 class SaverNote:
     """The note of this saver process. For any thread. Errors of the folder are logged once, and change nothing."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, fd: int, path: Path) -> None:
+        """fd: the inherited descriptor of the note, with its lock; -1: there is none."""
         self._state = SaverState(
-            pid=os.getpid(),
-            trainer=setup.trainer,
-            store=setup.home,
-            run=setup.run,
-            rank=setup.rank,
-            uploading=0,
+            pid=os.getpid(), trainer=setup.trainer, store=setup.home, run=setup.run, rank=setup.rank
         )
         self._lock = threading.Lock()
         """Guards the fields below."""
@@ -89,11 +129,10 @@ class SaverNote:
         self._failed = 0
         self._local = LocalOnly(0, 0, None)
         self._written_at = 0.0
-        self._path, self._fd, self._folder = Path(), -1, -1
-        try:
-            self._create()
-        except (CkptError, OSError) as error:
-            logger.warning("other programs cannot see this saver: %s", error)
+        self._num_read = 0
+        self._path, self._fd, self._folder = path, fd, -1
+        with suppress(CkptError):
+            self._folder = hold_folder()  # the locks must stay there although the trainer has gone
 
     def accepted(self, job: SaveJob) -> None:
         """A save is accepted."""
@@ -101,6 +140,7 @@ class SaverNote:
         touch_locks(self._state.store, self._state.run)
         with self._lock:
             self._jobs[job.number] = [num_bytes, 0]
+            self._num_read += 1
             self._write()
 
     def reported(self, report: Report) -> None:
@@ -137,17 +177,6 @@ class SaverNote:
         if folder >= 0:
             os.close(folder)
 
-    def _create(self) -> None:
-        sweep_folder()
-        self._folder = hold_folder()  # the locks must stay there although the trainer has gone
-        name = f"{new_ulid(system_clock())}{_SUFFIX}"
-        temporary = host_folder() / f"{name}.new"  # it gets its name when it is locked
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        self._path, self._fd = temporary.with_name(name), fd
-        self._write()
-        temporary.rename(self._path)
-
     def _write(self) -> None:
         if self._fd < 0:
             return
@@ -155,6 +184,7 @@ class SaverNote:
         state = msgspec.structs.replace(
             self._state,
             uploading=len(self._jobs),
+            read=self._num_read,
             waiting=len(self._waiting),
             failed=self._failed,
             done_bytes=sum(done for _, done in self._jobs.values()),
@@ -164,22 +194,16 @@ class SaverNote:
             local_only_since=self._local.since,
         )
         try:
-            os.pwrite(self._fd, msgspec.json.encode(state).ljust(_NUM_BYTES), 0)
+            _write(self._fd, state)
         except OSError as error:
             logger.warning("other programs cannot see the progress of this saver: %s", error)
             self._fd = -1
 
 
 def savers() -> list[SaverState]:
-    """The savers of this user on this host that may have work, also those without a note yet.
-
-    Raises InvalidRequest as SaverLock does.
-    """
-    noted = [state for path in sorted(host_folder().glob(f"*{_SUFFIX}")) if (state := _read(path)) is not None]
-    known = {state.pid for state in noted}
-    return [state for state in noted if not state.idle] + [
-        SaverState(pid=pid, trainer=parent_of(pid)) for pid in _processes() if pid not in known
-    ]
+    """The savers of this user on this host that may have work. Raises InvalidRequest as SaverLock does."""
+    states = [_read(path) for path in sorted(host_folder().glob(f"*{_SUFFIX}"))]
+    return [state for state in states if state is not None and state.pid and not state.idle]
 
 
 def unfinished(states: Collection[SaverState], waited_s: float, trainers_too: bool = False) -> list[SaverState]:
@@ -228,8 +252,6 @@ def describe(states: Collection[SaverState]) -> str:
     return "; ".join(
         f"run {state.run} rank {state.rank}: "
         + (f"{state.done_bytes:,} of {state.all_bytes:,} bytes" if state.uploading else _idle(state))
-        if state.run
-        else f"process {state.pid} begins"
         for state in states
     )
 
@@ -253,42 +275,26 @@ def is_descendant(pid: int, ancestor: int) -> bool:
     return pid == ancestor
 
 
+def _write(fd: int, state: SaverState) -> None:
+    encoded = msgspec.json.encode(state).ljust(_NUM_BYTES - _DIGEST.size)
+    os.pwrite(fd, _DIGEST.pack(xxhash.xxh3_64_intdigest(encoded)) + encoded, 0)
+
+
 def _read(path: Path) -> SaverState | None:
     """The state in a note; None if its saver is gone."""
-    with suppress(CkptError, OSError, msgspec.DecodeError), locked(path, os.O_RDWR) as is_left:
-        if not is_left:
-            return decode_json(path.read_bytes(), SaverState)
-        path.unlink(missing_ok=True)
+    with suppress(CkptError, OSError):
+        while True:
+            with locked(path, os.O_RDWR) as is_left:
+                if is_left:
+                    path.unlink(missing_ok=True)
+                    return None
+            content = path.read_bytes()
+            encoded = content[_DIGEST.size : _NUM_BYTES]
+            if content[: _DIGEST.size] == _DIGEST.pack(xxhash.xxh3_64_intdigest(encoded)):
+                state, (pid, num_sent) = decode_json(encoded, SaverState), _SENT.unpack_from(content, _NUM_BYTES)
+                unread = 0 if state.orphaned else num_sent - state.read
+                return msgspec.structs.replace(state, pid=state.pid or pid, uploading=state.uploading + unread)
     return None
-
-
-def _processes() -> Iterator[int]:
-    """Savers by their command line, where the system shows it. Those with another temporary folder are left out: their
-    notes are there, and they would look as if they never began."""
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if (
-                entry.stat().st_uid == os.getuid()
-                and _PROGRAM in read_loaded(entry / "cmdline")
-                and _has_temporary_folder(read_loaded(entry / "environ"))
-            ):
-                yield int(entry.name)
-
-
-def read_loaded(path: Path) -> bytes:
-    """Bytes of /proc/PID/cmdline or environ. Waits while they are empty because the kernel loads the program: a trainer
-    may have handed a save to it by then. Raises OSError for kernel threads and processes that have ended."""
-    end = time.monotonic() + _LOADING_S
-    while not (content := path.read_bytes()) and time.monotonic() < end:
-        os.readlink(path.with_name("exe"))
-        time.sleep(0.001)
-    return content
-
-
-def _has_temporary_folder(environment: bytes) -> bool:
-    """Whether a process with this environment writes its note to the folder that is read here."""
-    variables = dict(os.fsdecode(one).partition("=")[::2] for one in environment.split(b"\0"))
-    return temporary_folder(variables).resolve() == temporary_folder(os.environ).resolve()
 
 
 def _runs(pid: int) -> bool:

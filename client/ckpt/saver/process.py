@@ -43,10 +43,10 @@ IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.
 """Some schedulers send them to all processes of a job. A saver ends with its work, or by SIGKILL."""
 
 
-def main(sock: int, lock: int) -> int:
+def main(sock: int, lock: int, note_fd: int, note_path: str) -> int:
     """Serve the trainer at the other end of a socket until it stops or dies. Returns the exit status.
 
-    lock: the inherited descriptor of the saver's lock (ckpt.host.lock).
+    lock: the inherited descriptor of the saver's lock (ckpt.host.lock). note_fd, note_path: its note (presence.py).
     """
     logging.basicConfig(format="%(asctime)s ckpt saver %(process)d: %(message)s", stream=sys.stderr)
     lower_priority()
@@ -54,7 +54,7 @@ def main(sock: int, lock: int) -> int:
     setup = channel.receive(Command)
     if not isinstance(setup, Setup):
         return 1
-    note = SaverNote(setup)
+    note = SaverNote(setup, note_fd, Path(note_path))
     sending = threading.Lock()
 
     def report(report: Report | Idle) -> None:
@@ -115,13 +115,13 @@ def _serve(channel: Channel, pipeline: SavePipeline, note: SaverNote) -> Stop | 
     return None
 
 
-def run(sock: int, lock: int) -> None:
+def run(sock: int, lock: int, note_fd: int, note_path: str) -> None:
     """Entry point of the process."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)  # blocked since it was started, so that none ended its imports
     try:
-        status = main(sock, lock)
+        status = main(sock, lock, note_fd, note_path)
     except CkptError as error:
         print(error, file=sys.stderr)
         status = 1

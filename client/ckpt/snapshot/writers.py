@@ -20,8 +20,9 @@ from contextlib import ExitStack
 from ckpt.host.lock import SaverLock
 from ckpt.host.segment import Segment, close_after_fork, no_fork
 from ckpt.saver.launcher import warn_without_launcher
-from ckpt.saver.messages import Channel, Command, Idle, Report, Setup, Stop
+from ckpt.saver.messages import Channel, Command, Idle, Report, SaveJob, Setup, Stop
 from ckpt.saver.pipeline import SavePipeline
+from ckpt.saver.presence import NewNote
 from ckpt.saver.process import IGNORED
 from ckpt.saver.retained_snapshot import release
 from ckptstore.errors import SaverDied
@@ -84,9 +85,12 @@ class ProcessWriter:
             self._channel = Channel(ours)
             started.callback(self._channel.close)
             close_after_fork(self._channel, Channel.close_in_child)
+            self._note = NewNote(setup)
+            started.callback(self._note.close)
             with theirs:
-                self._process = _start(theirs.fileno(), self._saver_lock.saver, self._stderr.fileno())
+                self._process = _start(theirs.fileno(), self._saver_lock.saver, self._note, self._stderr.fileno())
             self._saver_lock.inherited()
+            self._note.inherited(self._process.pid)
             started.pop_all()  # the listener closes them
         self._listener = threading.Thread(target=self._listen, name="ckpt-reports", daemon=True)
         self._listener.start()
@@ -105,6 +109,8 @@ class ProcessWriter:
         """
         try:
             with self._sending:
+                if isinstance(command, SaveJob):
+                    self._note.sending()
                 self._channel.send(command, [memory.fd] if memory is not None else ())
         except OSError:
             # A saver that has not read for a minute counts as dead. The listener sees it end and reports its death.
@@ -152,16 +158,20 @@ class ProcessWriter:
 SaveWriter = ThreadWriter | ProcessWriter
 
 
-def _start(sock: int, lock: int, stderr: int) -> subprocess.Popen[bytes]:
+def _start(sock: int, lock: int, note: NewNote, stderr: int) -> subprocess.Popen[bytes]:
     # The saver imports from the same paths as the trainer, never from its working directory.
-    code = f"import sys; sys.path[:] = {json.dumps(sys.path)}; from ckpt.saver.process import run; run({sock}, {lock})"
+    code = (
+        f"import sys; sys.path[:] = {json.dumps(sys.path)}; from ckpt.saver.process import run; "
+        f"run({sock}, {lock}, {note.fd}, {str(note.path)!r})"
+    )
     # Threads of numerical libraries would compete with the training step.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    inherited = [fd for fd in (sock, lock, note.fd) if fd >= 0]
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
     try:
         return subprocess.Popen(
             [sys.executable, "-P", "-c", code],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, pass_fds=(sock, lock),
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, pass_fds=inherited,
             start_new_session=True, env=environment,
         )  # fmt: skip
     finally:

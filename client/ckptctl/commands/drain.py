@@ -46,7 +46,7 @@ def drain(
         check_run(run)
 
     def find() -> list[SaverState]:
-        return [state for state in savers() if run is None or state.run in (run, "")]
+        return [state for state in savers() if run is None or state.run == run]
 
     began, noted_at = time.monotonic(), -_NOTE_EVERY_S
     first = find()
@@ -55,7 +55,7 @@ def drain(
 
     def progress(states: Collection[SaverState]) -> None:
         nonlocal noted_at
-        newer.update({state.pid: state.failed - failed.get(state.pid, 0) for state in states if state.run})
+        newer.update({state.pid: state.failed - failed.get(state.pid, 0) for state in states})
         busy = [state for state in states if state.uploading or state.waiting]
         if busy and time.monotonic() >= noted_at + _NOTE_EVERY_S:
             noted_at = time.monotonic()

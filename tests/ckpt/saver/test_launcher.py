@@ -171,7 +171,9 @@ def test_ranks_that_outlive_the_command_may_go_on_saving(tmp_path: Path) -> None
         wait_until(lambda: "the trainer has ended" in said.read_text(), "the launcher waits")
         wait_until(lambda: bool(StoreSource(open_store(str(tmp_path / "store"))).checkpoints("r")), "the commit")
         (note,) = (tmp_path / "tmp").glob("*/*.note")
-        wait_until(lambda: '"uploading":0,"waiting":0' in note.read_text(), "the saver is idle")
+        wait_until(
+            lambda: '"uploading":0,"read":1,"waiting":0' in note.read_text(errors="replace"), "the saver is idle"
+        )
         time.sleep(0.5)  # it looks ten times a second
         assert process.poll() is None
         os.kill(trainer_in(process, launched=True), signal.SIGKILL)

@@ -1,33 +1,56 @@
-"""Savers that other programs find by their processes, before they have a note."""
+"""What other programs see of savers."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
+import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from ckpt.saver.presence import read_loaded, savers
-from tests.support.waiting import wait_until
+from ckpt import Checkpointer
+from ckpt.saver.presence import NewNote, savers
+from tests.ckpt.saver.attempts import new_setup
+from tests.support.waiting import present, wait_until
 
 
-@pytest.mark.parametrize("name", ["cmdline", "environ"])
-def test_a_saver_that_is_being_loaded_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its command line and environment are empty for a moment, and a launcher that saw no saver would leave."""
-    command = [sys.executable, "-S", "-c", "input()  # from ckpt.saver.process import run"]
-    read, empty = Path.read_bytes, [b"", b""]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as saver:
-        path = Path(f"/proc/{saver.pid}/{name}")
-        wait_until(lambda: read(path))
-        monkeypatch.setattr(Path, "read_bytes", lambda one: empty.pop() if one == path and empty else read(one))
-        assert saver.pid in [state.pid for state in savers()]
-        saver.kill()
-    assert not empty
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
 
 
-def test_processes_without_a_program_are_not_waited_for() -> None:
-    with subprocess.Popen(["true"]) as ended:
-        wait_until(lambda: Path(f"/proc/{ended.pid}/stat").read_text().split()[2] == "Z")
-        with pytest.raises(OSError, match="exe"):
-            read_loaded(Path(f"/proc/{ended.pid}/cmdline"))
+def test_a_save_that_the_saver_has_not_read_is_not_missed(tmp_path: Path) -> None:
+    with Checkpointer(str(tmp_path / "store"), run="r", writer="process") as checkpointer:
+        checkpointer.save_async(None, None, 1, shared={"w": np.zeros(8)}).result(60)
+        pid = present(checkpointer.saver_pid)
+        wait_until(lambda: [(state.pid, state.uploading) for state in savers()] == [(pid, 0)])
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            handle = checkpointer.save_async(None, None, 2, shared={"w": np.ones(8)})
+            assert handle.wait_staged(60)
+            assert [(state.pid, state.uploading) for state in savers()] == [(pid, 1)]
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        handle.result(60)
+        wait_until(lambda: [state.uploading for state in savers()] == [0])
+    assert not savers()
+
+
+def test_a_note_that_is_being_written_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    note = NewNote(new_setup(str(tmp_path)))
+    note._count(0, 7)
+    (whole,) = savers()
+    read, halves = Path.read_bytes, [b"", b"{}", read_half(note.path)]
+    monkeypatch.setattr(Path, "read_bytes", lambda path: halves.pop() if halves else read(path))
+    assert savers() == [whole]
+    assert not halves
+    note.close()
+    assert not savers()
+    assert not note.path.exists(), "its saver is gone"
+
+
+def read_half(path: Path) -> bytes:
+    content = path.read_bytes()
+    return content.replace(b'"rank":0', b'"rank":1', 1)

@@ -17,6 +17,7 @@ from ckpt import Checkpointer
 from ckpt.host.lock import SaverLock, wait_for_orphans
 from ckpt.host.segment import Segment
 from ckpt.saver.messages import Channel, Slot, Stop
+from ckpt.saver.presence import NewNote
 from ckpt.saver.process import IGNORED
 from ckpt.snapshot.writers import _start
 from ckptstore.commits.commit import receipt_ranks, roll_forward
@@ -41,7 +42,7 @@ def test_a_saver_without_trainer_finishes_and_holds_no_memory_nor_next_trainer(l
     ours, theirs = socket.socketpair()
     presence = SaverLock(setup.store, setup.run)
     with tempfile.TemporaryFile() as stderr:
-        saver = _start(theirs.fileno(), presence.saver, stderr.fileno())
+        saver = _start(theirs.fileno(), presence.saver, NewNote(setup), stderr.fileno())
         try:
             theirs.close()
             presence.inherited()
@@ -75,7 +76,7 @@ def test_signals_to_the_whole_job_do_not_end_a_saver_that_begins(tmp_path: Path)
     ours, theirs = socket.socketpair()
     presence = SaverLock(setup.store, setup.run)
     with closing(Channel(ours)) as channel, theirs, tempfile.TemporaryFile() as stderr:
-        saver = _start(theirs.fileno(), presence.saver, stderr.fileno())
+        saver = _start(theirs.fileno(), presence.saver, NewNote(setup), stderr.fileno())
         for number in IGNORED:
             saver.send_signal(number)  # it has not loaded itself yet
         presence.inherited()

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +20,7 @@ from ckpt import Checkpointer
 from ckpt.host.lock import host_folder
 from ckpt.host.segment import Segment
 from ckpt.saver import retained_snapshot
-from ckpt.saver.presence import savers
+from ckpt.saver.presence import SaverState, _read, savers
 from ckpt.saver.retained_snapshot import Attach, HeldSnapshot, Refused, RetainedSnapshot, SlotContents, ask, socket_path
 from ckptstore.format.documents import Shard
 from ckptstore.format.shards import ChunkSpan, EncodedChunk, chunk_table
@@ -69,7 +68,7 @@ def killed_trainer(
 
 def wait_for_memory(store: Path) -> None:
     wait_until(lambda: sockets(store), "a saver that keeps memory")
-    wait_until(lambda: any(note["idle"] for note in notes(store)), "a note of it")
+    wait_until(lambda: any(note.idle for note in notes(store)), "a note of it")
 
 
 def sockets(store: Path) -> list[Path]:
@@ -77,12 +76,9 @@ def sockets(store: Path) -> list[Path]:
     return list(of_run.parent.glob(of_run.name))
 
 
-def notes(store: Path) -> list[dict[str, Any]]:
-    found = []
-    for path in host_folder().glob("*.note"):
-        with suppress(FileNotFoundError):
-            found.append(json.loads(path.read_text()))
-    return [note for note in found if note["store"] == open_store(str(store)).url]
+def notes(store: Path) -> list[SaverState]:
+    found = [state for path in host_folder().glob("*.note") if (state := _read(path)) is not None]
+    return [note for note in found if note.store == open_store(str(store)).url]
 
 
 class SlowStore(CountingStore):
