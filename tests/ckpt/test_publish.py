@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,22 +26,25 @@ from ckpt import Checkpointer
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, list_checkpoints
 from ckptstore.commits.references import marks, referenced_attempts, unmark
-from ckptstore.errors import CkptError, CorruptObject, ObjectMissing, ReferenceLost, SaverDied
+from ckptstore.errors import CkptError, CorruptObject, ObjectMissing, ReferenceLost, SaverDied, SweepBegun
 from ckptstore.format.records import Policy
 from ckptstore.names import RunKeys
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.reading.verify import verify
-from ckptstore.retention.deletion import collect, hide
+from ckptstore.retention.deletion import SWEEP_GRACE_S, collect, hide, list_hidden, undelete
 from ckptstore.retention.pruning import apply_prune, plan_prune
-from ckptstore.retention.scrubbing import scrub
+from ckptstore.retention.scrubbing import due_for_scrub, scrub
 from ckptstore.run import Run
 from ckptstore.stores import open_store
 from tests.support.checkpoints import flip
 from tests.support.command_line import run as ckptctl
+from tests.support.command_line import succeed
 from tests.support.parallel.runner import Scenario, run_scenario
 from tests.support.stores import MovableClock
 from tests.support.waiting import present
 
+UPDATES = int(os.environ.get("CKPTD_UPDATES", "36"))
+"""Of a life of published weights."""
 WEIGHTS = "gpt/weights"
 Tensors = dict[str, torch.Tensor]
 
@@ -290,6 +295,145 @@ def test_a_follower_gets_what_was_published(tmp_path: Path, monkeypatch: pytest.
             state = reader.state_dict().items()
             assert all(torch.equal(tensor, expected[f"model/{name}"].to(tensor.dtype)) for name, tensor in state)
             updates.next(checkpointer).result()
+
+
+class Mixed(nn.Module):
+    """Weights of every type that is trained, and a part that stays as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, dtype in (("first", torch.float32), ("second", torch.float16), ("third", torch.bfloat16)):
+            self.register_parameter(name, nn.Parameter((torch.randn(90, 400) * 0.02).to(dtype), requires_grad=False))
+        self.frozen = nn.Parameter(torch.randn(300, 90), requires_grad=False)
+
+    def update(self, rng: random.Random) -> Tensors:
+        """Change some elements of some tensors. Returns the tensors as they are published."""
+        torch.manual_seed(rng.randrange(1 << 30))
+        for name, tensor in self.named_parameters():
+            share = rng.choice([0.0, 0.001, 0.01, 0.1, 1.0]) if name != "frozen" else 0.0
+            changed = torch.rand(tensor.shape) < share
+            tensor.mul_(torch.where(changed, 1 + torch.randn(tensor.shape) * 0.01, 1.0))
+            if rng.random() < 0.2:
+                tensor.view(-1)[rng.randrange(tensor.numel())] = rng.choice([torch.nan, torch.inf, -0.0])
+        return {f"model/{name}": rounded(tensor) for name, tensor in self.named_parameters()}
+
+
+@dataclass
+class Life:
+    """Published weights, a copy of the store's objects as they were written, and what was damaged or deleted since."""
+
+    folder: Path
+    backup: Path
+    rng: random.Random
+    run: Run
+    damaged: set[int] = field(default_factory=set)
+    """Steps whose shard has other bytes, until it is healed."""
+    done: dict[str, int] = field(default_factory=dict)
+    """How often each thing happened."""
+
+    def count(self, what: str, number: int = 1) -> None:
+        self.done[what] = self.done.get(what, 0) + number
+
+    def back_up(self, checkpoint: Checkpoint) -> None:
+        keys = self.run.keys
+        shutil.copytree(self.folder / keys.attempt(checkpoint.attempt), self.backup / keys.attempt(checkpoint.attempt))
+        (self.backup / keys.outcome(checkpoint.attempt)).parent.mkdir(exist_ok=True)
+        shutil.copy(self.folder / keys.outcome(checkpoint.attempt), self.backup / keys.outcome(checkpoint.attempt))
+
+    def flip(self) -> None:
+        """In the newest checkpoint, or in one that it needs."""
+        listed = published(self.folder)
+        steps = {listed[-1].step, *needed(self.folder, listed[-1])}
+        victim = self.rng.choice([one for one in listed if one.step in steps])
+        path = self.folder / self.run.keys.shard(victim.attempt, "shard-00000.ckpt")
+        if path.exists():
+            flip(path, self.rng.randrange(path.stat().st_size))
+            self.damaged ^= {victim.step}
+
+    def scrub(self) -> None:
+        """Find the damage."""
+        found = list(scrub(self.run.store, published(self.folder), "me", system_clock))
+        self.count("found", sum(not one.ok for one in found))
+
+    def heal(self) -> None:
+        due = due_for_scrub([self.run], damaged=True)
+        found = list(scrub(self.run.store, due, "me", system_clock, heal_from=[open_store(str(self.backup))]))
+        assert all(one.ok for one in found), [one.problems for one in found]
+        self.count("healed", sum(len(one.healed) for one in found))
+        self.damaged.clear()
+
+    def prune(self) -> None:
+        plan = plan_prune(self.run, Policy(keep_last=self.rng.randint(1, 3)))
+        held = apply_prune(self.run, plan, grace_s=self.rng.choice([0.0, 3600.0, 3600.0]))
+        self.count("pruned", len(plan.remove) - len(held))
+
+    def undelete(self) -> None:
+        for hidden in list_hidden(self.run):
+            with suppress(SweepBegun):  # its data is gone
+                undelete(self.run, hidden.attempt)
+                self.count("undeleted")
+
+    def sweep(self) -> None:
+        before = list(self.run.store.list_folders(self.run.keys.attempts))
+        collect(Run(self.run.store, WEIGHTS, MovableClock(SWEEP_GRACE_S + 60), by="me"))
+        self.count("swept", len(before) - len(list(self.run.store.list_folders(self.run.keys.attempts))))
+
+    def copy(self) -> None:
+        """Of the newest, if it can be read."""
+        to = self.folder.with_name(f"copy-{self.done.get('copied', 0)}")
+        newest = published(self.folder)[-1]
+        if not self.damaged & {newest.step, *needed(self.folder, newest)}:
+            succeed("cp", newest.id, "--store", self.folder, "--to", to)
+            assert equal(read(to, published(to)[0]), read(self.folder, newest))
+            shutil.rmtree(to)
+            self.count("copied")
+
+    def check(self, expected: dict[int, Tensors]) -> None:
+        """Each one that is listed reads bit-equal, or is refused for damage in what it needs."""
+        for checkpoint in published(self.folder):
+            hurt = self.damaged & {checkpoint.step, *needed(self.folder, checkpoint)}
+            try:
+                assert equal(read(self.folder, checkpoint), expected[checkpoint.step]), checkpoint.id
+            except CorruptObject:
+                assert hurt, f"{checkpoint.id} is refused without damage"
+                self.count("refused")
+
+
+@torch.no_grad()
+def test_a_life_of_published_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit-equal at the follower, whatever happens to what came before; CKPTD_UPDATES: how many updates."""
+    folder, rng = tmp_path / "store", random.Random(0)
+    monkeypatch.setenv("CKPT_STORE", str(folder))
+    life = Life(folder, tmp_path / "backup", rng, Run(open_store(str(folder)), WEIGHTS, by="me"))
+    events = [life.flip, life.prune, life.undelete, life.scrub, life.flip, life.heal, life.copy, life.prune, life.sweep]
+    expected, model, reader, follower = dict[int, Tensors](), Mixed(), Mixed().bfloat16(), ckpt.follow(WEIGHTS)
+    with publishing(folder, max_references=6) as checkpointer:
+        for step in range(UPDATES):
+            expected[step] = model.update(rng)
+            handle = checkpointer.publish(model, step)
+            if step % 7 == 6:
+                continue
+            checkpointer.wait()
+            handle.result()
+            new = [c for c in published(folder) if not (life.backup / life.run.keys.attempt(c.attempt)).exists()]
+            for checkpoint in new:
+                life.back_up(checkpoint)
+            hurt = life.damaged & {step, *needed(folder, new[-1])}
+            try:
+                next(follower).load_into(reader)
+                state = {f"model/{name}": tensor for name, tensor in reader.state_dict().items()}
+                assert equal(state, {name: tensor.bfloat16() for name, tensor in expected[step].items()})
+                life.count("followed")
+            except CorruptObject:
+                assert hurt
+                life.count("refused at the follower")
+            life.check(expected)  # which puts what is damaged into quarantine
+            events[step % len(events)]()
+    life.heal()
+    life.check(expected)
+    happened = {"found", "healed", "pruned", "undeleted", "swept", "copied", "refused", "followed"}
+    assert life.done.keys() >= {*happened, "refused at the follower"}
+    assert life.done["followed"] > UPDATES / 2
 
 
 def publish_under_fsdp2(store: str) -> list[bool]:
