@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from bisect import bisect_right, insort
 from collections import OrderedDict
-from dataclasses import dataclass
 
 from ckptstore.errors import InvalidName
 from ckptstore.names import Attempt, RunKeys, run_of
+from ckptstore.values import Value
 
 BLOCK_BYTES = 4 << 20
 """Extents do not cross multiples of it, so that one read needs bounded memory."""
@@ -18,8 +18,7 @@ _MIN_MEAN_BYTES = 64 << 10
 _FILE_NAME = re.compile(r"([^@/]+)@([^@/]+)@([a-z0-9.-]+)@([0-9]{1,15})-([0-9]{1,8})")
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Extent:
+class Extent(Value, order=True):
     """A range of an object, within one block."""
 
     key: str

@@ -9,7 +9,6 @@ A caller that is bound to some runs must name one of them, except in listings, w
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
@@ -22,6 +21,7 @@ from ckptd.services.tokens import Caller
 from ckptstore.commits.leases import lease_holder
 from ckptstore.errors import InvalidName, NotFound
 from ckptstore.names import Reference
+from ckptstore.values import Value
 
 CALLER = "ckptd_caller"
 """The key of the caller in the ASGI scope."""
@@ -140,8 +140,7 @@ async def in_body(_: Request) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class AccessRule:
+class AccessRule(Value):
     """The permissions that an endpoint requires."""
 
     scope: Scope | None

@@ -14,6 +14,7 @@ from ckptd.http.context import Context
 from ckptd.http.problems import problem_response
 from ckptd.services.contents import StoredObject
 from ckptstore.reading.weights import VirtualFile
+from ckptstore.values import Value
 
 _SENT_BYTES = 512 << 10
 """Per write, so that data copied on its way to the socket stays in the CPU cache."""
@@ -23,8 +24,7 @@ ReadPiece = Callable[[int, int], memoryview]
 """Blocks and returns bytes, given an offset and a count: one at least, and at most the count."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reader:
+class Reader(Value):
     """Reads for one request: shares the read slots fairly."""
 
     context: Context

@@ -11,7 +11,7 @@ import re
 import secrets
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from hashlib import sha256
 from hmac import compare_digest
@@ -22,6 +22,7 @@ from ckptd.index import Token, TokenIndex
 from ckptstore.clock import Clock
 from ckptstore.errors import Forbidden, IndexUnavailable, InvalidName, InvalidRequest
 from ckptstore.format.decoding import convert
+from ckptstore.values import Value
 
 BOOTSTRAP = "bootstrap"
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")
@@ -159,8 +160,7 @@ def _body(token: Token) -> TokenBody:
 _WILD = frozenset("*?")
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(Value):
     """A token, without its secret."""
 
     name: str

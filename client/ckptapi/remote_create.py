@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from contextlib import closing
-from dataclasses import dataclass
 
 from ckptapi.bodies import DecisionRequest
 from ckptstore import names
@@ -12,14 +11,14 @@ from ckptstore.errors import InvalidName, StoreUnsafe, Unavailable
 from ckptstore.retry import outage_pauses, retry
 from ckptstore.stores import Store
 from ckptstore.stores.remote_create import RemoteCreateStore
+from ckptstore.values import Value
 
 PATIENCE_S = 60.0
 """How long requests are retried if the daemon does not respond: longer than its restart takes."""
 ANSWER_S = 20.0
 
 
-@dataclass(frozen=True, slots=True)
-class DaemonRemoteCreate:
+class DaemonRemoteCreate(Value):
     """The database of the daemon at `url`, which must serve the same store.
 
     Requests are retried for `patience_s` if the daemon does not respond; proposals are idempotent.

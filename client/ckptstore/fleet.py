@@ -24,6 +24,7 @@ from ckptstore.format.documents import JSON, StoredDocument, digest
 from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.stores import Store
 from ckptstore.threads import in_parallel
+from ckptstore.values import Value
 
 _LOG = logging.getLogger(__name__)
 _COUNTS_S = 24 * 3600.0
@@ -203,8 +204,7 @@ class UnitResult(StoredDocument):
     """Why checkpoints are damaged."""
 
 
-@dataclass(frozen=True, slots=True)
-class UnitResults:
+class UnitResults(Value):
     """The results of one job in the store, by which a retry skips what is done. They count for a day."""
 
     store: Store

@@ -14,6 +14,7 @@ import xxhash
 from ulid import ULID
 
 from ckptstore.errors import InvalidName
+from ckptstore.values import Value
 
 MAX_STEP = 10**12 - 1
 MAX_GENERATION = 10**6 - 1
@@ -170,8 +171,7 @@ def derive_ulid(session: str, *parts: object) -> str:
     return str(ULID(ULID.from_str(session).bytes[:6] + digest[:10]))
 
 
-@dataclass(frozen=True, slots=True)
-class Reference:
+class Reference(Value):
     """A checkpoint in user input: run@step, run@step.ulid, run@latest, run@TAG or run@best:METRIC:min|max."""
 
     run: str
@@ -253,8 +253,7 @@ class _Folder:
         return f"{keys.folder}/{self._name}/"
 
 
-@dataclass(frozen=True, slots=True)
-class RunKeys:
+class RunKeys(Value):
     """Keys and prefixes of the objects of one run, relative to the store's root. Raises InvalidName."""
 
     run: str

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from msgspec.structs import replace as with_fields
@@ -41,6 +41,7 @@ from ckptstore.names import Attempt, RunKeys, check_run, check_step, new_ulid
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
 from ckptstore.stores.retrying import RetryingStore
+from ckptstore.values import Value
 
 _sessions: dict[tuple[str, str], Session] = {}
 """By URL of the store and run: begun by the last load of this process."""
@@ -57,8 +58,7 @@ def _generation(run: Run) -> int:
     return begin_generation(run, session).number if session is not None else newest_generation(run)
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
+class Assignment(Value):
     """One save as the coordinator assigns it to a rank."""
 
     run: str

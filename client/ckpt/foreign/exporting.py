@@ -32,6 +32,7 @@ from ckptstore.reading.source import Source
 from ckptstore.reading.weights import VirtualFile, Weights, cast_content
 from ckptstore.stores.direct import sync
 from ckptstore.stores.local import sync_folder
+from ckptstore.values import Value
 
 _ALIGNMENT = 64
 _RNG = "rng"
@@ -78,8 +79,7 @@ class Selection:
     """The same of positions in data loaders, whose tensors are states of generators."""
 
 
-@dataclass(frozen=True, slots=True)
-class Export:
+class Export(Value):
     """A part of a checkpoint, and the source of its bytes."""
 
     source: Source

@@ -28,6 +28,7 @@ from ckptstore.format.boxes import Box
 from ckptstore.format.documents import JSON
 from ckptstore.format.shards import Slice
 from ckptstore.format.trees import TAG, children, encode_tree, with_records
+from ckptstore.values import Value
 
 _RENAMED = {
     "state_dict": MODEL,
@@ -41,8 +42,7 @@ _NUMBERED = "_by_number"
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-@dataclass(frozen=True, slots=True)
-class Scattered:
+class Scattered(Value):
     """A tensor stored in several pieces."""
 
     dtype: torch.dtype

@@ -51,6 +51,7 @@ from ckptstore.format.shards import (
 from ckptstore.names import Attempt, ulid_time
 from ckptstore.run import Run
 from ckptstore.tiers.replication import unreplicable
+from ckptstore.values import Value
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +69,7 @@ Key = tuple[str, Box, int, int]
 """Identifies a chunk across saves: the slice it begins in (entry and box), the byte within it, the raw size."""
 
 
-@dataclass(frozen=True, slots=True)
-class KnownChunk:
+class KnownChunk(Value):
     """A chunk of the last committed checkpoint: where it is stored, and how to detect a change."""
 
     attempt: Attempt
@@ -101,8 +101,7 @@ class Holder:
     """The number of checkpoints that reference it."""
 
 
-@dataclass(frozen=True, slots=True)
-class BaseCheckpoint:
+class BaseCheckpoint(Value):
     """This rank's shard of the last committed checkpoint."""
 
     attempt: Attempt

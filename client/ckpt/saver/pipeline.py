@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain, count
 from typing import Any
@@ -73,12 +73,12 @@ from ckptstore.run import Run
 from ckptstore.stores import Store, is_local, open_store
 from ckptstore.stores.retrying import RetryingStore
 from ckptstore.tiers.source import LOCAL, REMOTE, part_of_lease
+from ckptstore.values import Value
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Uploaded:
+class Uploaded(Value):
     """A durable shard."""
 
     chunks: list[EncodedChunk]
@@ -137,16 +137,14 @@ def coding_policy(compress: str, url: str) -> CodingPolicy:
     return POLICIES[compress]
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(Value):
     """The slices of a job that one shard stores."""
 
     placed: list[Placed]
     incremental: IncrementalSave
 
 
-@dataclass(frozen=True, slots=True)
-class _RunningJob:
+class _RunningJob(Value):
     """A job in the pipeline, and its chunks."""
 
     job: SaveJob

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import repeat
 from math import prod
 from operator import add, mul, sub
@@ -90,8 +89,7 @@ class ChunkRead(Value, gc=False):
         return (*self.bases, self)
 
 
-@dataclass(frozen=True, slots=True)
-class ShardRead:
+class ShardRead(Value):
     """A range of a shard that is read at once: chunks in order, and small gaps between them."""
 
     chunks: tuple[ChunkRead, ...]

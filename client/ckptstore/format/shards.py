@@ -23,6 +23,7 @@ from ckptstore.format import boxes
 from ckptstore.format.boxes import Box
 from ckptstore.format.columns import Column, column, concatenate
 from ckptstore.format.documents import Bases, Chunks, Content, Entries, References, Shard, Slices, digest
+from ckptstore.values import Value
 
 CHUNK_BYTES = 8 << 20
 """Largest raw size of a chunk."""
@@ -37,8 +38,7 @@ _BLOCK_BYTES = 256 << 10
 """The size of a chunk that ends only because of CHUNK_BYTES is a multiple of this."""
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(Value):
     """A box of an entry, to be stored by one writer."""
 
     entry: str
@@ -73,8 +73,7 @@ class RawStream(Protocol):
         """The bytes of a range, whose start and stop are given."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkSpan:
+class ChunkSpan(Value):
     """A range of the raw stream that becomes one chunk."""
 
     at: int
@@ -306,8 +305,7 @@ class Places(NamedTuple):
         return self.order(chunk) == (holder, offset + self.stored[chunk - 1])
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkTable:
+class ChunkTable(Value):
     """The locations of all chunks of several shards, as columns; rows are grouped by shard."""
 
     shard: Column

@@ -11,7 +11,6 @@ import mmap
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -24,6 +23,7 @@ from ckptstore.format.documents import Content
 from ckptstore.format.planning import ShardRead, coalesce, entry_bytes, plan_reads
 from ckptstore.reading.fetch import fetch
 from ckptstore.reading.source import Source, read_local, read_manifest
+from ckptstore.values import Value
 
 SAMPLE_BYTES = 256 << 20
 """Bytes that are read, and decoded bytes that are restored into memory, at full speed, at most."""
@@ -34,8 +34,7 @@ _LEAST_SHARE = 0.01
 """A sample with less than this share of the bytes that it could have shows no speed."""
 
 
-@dataclass(frozen=True, slots=True)
-class RestoreEstimate:
+class RestoreEstimate(Value):
     """How long a restore takes on a number of ranks. Bytes are stored bytes."""
 
     ranks: int

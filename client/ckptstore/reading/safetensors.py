@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Annotated
@@ -48,8 +47,7 @@ _ALIGNMENT = 8
 _Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(Value):
     """A tensor in a file, with its offset."""
 
     name: str
@@ -70,8 +68,7 @@ class _Place(Value):
     data_offsets: tuple[_Size, _Size]
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(Value):
     """The layout of a file to write: header, tensors, length."""
 
     header: bytes
