@@ -45,6 +45,8 @@ SIZES = {True: (1000, 10_000, 100_000), False: (1000, 10_000, 100_000, 1_000_000
 ONE_RUN = {True: (1000, 10_000), False: (1000, 10_000, 100_000)}
 PER_RUN = 1000
 ASKED = 100
+PLANNED = 1_000_000
+"""Checkpoints that are in all retention plans of single runs together: of large runs there are fewer."""
 PAGE = 100
 ANSWER_S, POWER = 0.01, 1.1
 ANSWERS = ("latest", "page of the listing", "policy evaluation")
@@ -109,7 +111,8 @@ def simulate(folder: Path, size: int, per_run: int) -> dict[str, float]:
     sync = StoreSync(store, index, freshness, Metrics(), clock)
     answers = Catalog(index, Listing(database), freshness, store.url)
     run = Run(store, run_name(0), clock)
-    references = [Reference(run_name(number * (size // per_run) // ASKED), None) for number in range(ASKED)]
+    asked = min(ASKED, PLANNED // per_run)
+    references = [Reference(run_name(number * (size // per_run) // asked), None) for number in range(asked)]
     found: dict[str, float] = {}
 
     def timed(name: str, *work: Callable[[], object]) -> None:
