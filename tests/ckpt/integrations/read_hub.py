@@ -40,6 +40,7 @@ from transformers import (
 
 import ckpt
 from ckpt import Checkpointer
+from ckpt.config import Compress
 from ckptctl.cli import app
 from tests.ckpt.ddp import join
 from tests.support.waiting import wait_until
@@ -50,7 +51,7 @@ LLAMA = {
     "num_key_value_heads": 2,
 }  # fmt: skip
 WORDS = {"[UNK]": 0, "a": 1, "checkpoint": 2, "is": 3, "served": 4}
-STEPS = {1000: "off", 2000: "fast"}
+STEPS: dict[int, Compress] = {1000: "off", 2000: "fast"}
 """How each is compressed."""
 RANGES = 25
 """Of each file."""
@@ -65,7 +66,8 @@ class LowRank(nn.Linear):
         self.lora_A, self.lora_B = nn.Linear(width, 4, bias=False), nn.Linear(4, out, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + self.lora_B(self.lora_A(x))
+        adapted: torch.Tensor = super().forward(x) + self.lora_B(self.lora_A(x))
+        return adapted
 
 
 class Tuned(LlamaForCausalLM):
@@ -157,7 +159,8 @@ def check(store: str, run: str, step: int, model: Any, folder: Path) -> None:
     files = {path.name: path.read_bytes() for path in (folder / "export").iterdir()}
     assert {path.name: path.read_bytes() for path in (folder / "hf").iterdir() if path.is_file()} == files
     data = files["model.safetensors"]
-    virtual, path = HfFileSystem(skip_instance_cache=True), f"{repository}@{revision}/model.safetensors"
+    virtual: Any = HfFileSystem(skip_instance_cache=True)
+    path = f"{repository}@{revision}/model.safetensors"
     for start in random.sample(range(len(data)), RANGES):
         stop = start + random.randrange(9000)
         assert virtual.cat_file(path, start, stop) == data[start:stop]
