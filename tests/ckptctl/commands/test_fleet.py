@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from ckpt.saver.presence import parent_of
 from ckptctl.commands.fleet import _call
 from ckptctl.commands.verify import scrub_checkpoints
 from ckptstore.clock import system_clock
-from ckptstore.fleet import Unit, UnitResults
+from ckptstore.fleet import Part, Unit, UnitResults
 from ckptstore.names import UNITS_PREFIX, RunKeys
 from ckptstore.retention.scrubbing import verified_at
 from ckptstore.run import Run
@@ -34,14 +35,19 @@ STEPS = (10, 20, 30)
 
 @pytest.fixture
 def team(tmp_path: Path) -> Path:
-    """Three runs of three checkpoints."""
-    store = open_store(str(tmp_path / "team"))
-    for number, run in enumerate(RUNS):
-        for step in STEPS:
+    """Three runs of three checkpoints. Their ids are random; each of two or of three parts has some of them."""
+    for attempt in count():
+        store = open_store(str(folder := tmp_path / f"team-{attempt}"))
+        ids = [
             write_checkpoint(
                 store, run, step, arrays={"model/w": np.full(5000 + step, number, np.float32)}, statistics=True
-            )
-    return tmp_path / "team"
+            ).id
+            for number, run in enumerate(RUNS)
+            for step in STEPS
+        ]
+        if all(any(map(Part(number, of).has, ids)) for of in (2, 3) for number in range(1, of + 1)):
+            break
+    return folder
 
 
 def sorted_json(found: Any) -> list[str]:
