@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import shutil
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.checkpoint.ds_to_universal import main as convert
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
+from ckpt import Checkpointer
 from tests.ckpt.integrations.proof import Integration, operators_can_use
-from tests.support.command_line import succeed
+from tests.frameworks.zero import Plain, differences, whole
+from tests.support.command_line import invoke, succeed
 from tests.support.forking import fork
 
-IMPORTS = ("ckpt.integrations.deepspeed", "tests.ckpt.integrations.proof", "tests.frameworks.zero", "torch._dynamo")
+IMPORTS = ("tests.frameworks.zero", "ckpt.integrations.deepspeed", "tests.ckpt.integrations.proof", "torch._dynamo")
 DEEPSPEED = Integration("tests.frameworks.train_deepspeed", IMPORTS)
 STAGES = ("zero1", "zero2", "zero3")
 END_S = 900.0
@@ -66,13 +71,47 @@ def test_each_layout_restores_into_each_also_through_one_rank(saved: Path) -> No
 
 
 def test_exports_are_what_deepspeed_consolidates(saved: Path) -> None:
+    (saved / "exports").mkdir()
     for stage in STAGES:
-        file = saved / f"{stage}-export.pth"
+        file = saved / "exports" / f"{stage}.pt"
         succeed("export", stage, "--to", file, "--names", "model/*", "--store", saved / "store")
         exported = torch.load(file)["model"]
         own = get_fp32_state_dict_from_zero_checkpoint(str(saved / "own" / stage))
-        assert exported.keys() == own.keys()
+        assert exported.keys() >= own.keys()  # of ZeRO 1 it leaves out what is not trained
         assert all(torch.equal(exported[name].float(), one) for name, one in own.items())  # it widens what is bfloat16
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_its_own_checkpoints_are_imported(saved: Path, tmp_path: Path, stage: str) -> None:
+    """Parameters, moments and steps, bit for bit; also of a universal checkpoint. A model and an optimizer restore."""
+    expected = torch.load(saved / f"{stage}.pt")
+    universal = tmp_path / "universal"
+    convert(Namespace(
+        input_folder=str(saved / "own" / stage / "three"), output_folder=str(universal), num_extract_workers=1,
+        num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=True,
+    ))  # fmt: skip
+    for run, folder in (("own", saved / "own" / stage), ("universal", universal)):
+        succeed("import", folder, f"{run}@3", "--store", tmp_path / "store")
+        plain = Plain(sharded=False)
+        with Checkpointer(str(tmp_path / "store"), run=run) as checkpointer:
+            restored = checkpointer.restore(plain.module, plain.optim, trainer=None, cast=True)
+            assert restored is not None
+            assert restored.values["trainer"]["global_steps"] == 3
+        assert differences(whole(plain), expected) == []
+
+
+def test_damaged_and_parallel_folders_are_refused(saved: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(saved / "own/zero2/three", folder)
+    model = next(folder.glob("*model_states.pt"))
+    model.rename(model.with_name("mp_rank_01_model_states.pt"))
+    refused = invoke("import", folder, "gpt@3", "--store", tmp_path / "store")
+    assert "of tensor or pipeline parallelism" in refused.stderr
+    (folder / "mp_rank_01_model_states.pt").rename(model)
+    next(folder.glob("*rank_1_*optim_states.pt")).unlink()
+    refused = invoke("import", folder, "gpt@3", "--store", tmp_path / "store")
+    assert "has not the files of all" in refused.stderr
+    assert refused.code
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,21 @@ means."""
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
-import deepspeed
-import torch
-import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.partition_parameters import GatheredParameters
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from torch import nn
-from torch._C._distributed_c10d import FileStore, HashStore
-from torch.distributed.fsdp import fully_shard
+without: dict[str, Any] = {"pyarrow": None}  # it starts a thread, and a process with threads must not be forked
+sys.modules.update(without)
+
+import deepspeed  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from deepspeed.accelerator import get_accelerator  # noqa: E402
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters  # noqa: E402
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state  # noqa: E402
+from torch import nn  # noqa: E402
+from torch._C._distributed_c10d import FileStore, HashStore  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 LAYOUTS = ("zero1", "zero2", "zero3", "fsdp2", "plain")
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -119,6 +119,8 @@ class ForeignFormat(StrEnum):
     SAFETENSORS = "safetensors"
     TORCH = "torch"
     DCP = "dcp"
+    DEEPSPEED = "deepspeed"
+    ACCELERATE = "accelerate"
 
 
 _SUFFIXES = {
@@ -131,7 +133,12 @@ class _Index(Value):
     weight_map: dict[str, str]
 
 
-_DCP_METADATA = ".metadata"
+_FOLDERS = {
+    ForeignFormat.DCP: (".metadata",),
+    ForeignFormat.DEEPSPEED: ("latest", "*_model_states.pt"),
+    ForeignFormat.ACCELERATE: ("optimizer.bin", "optimizer.pt"),
+}
+"""Files by which each folder is recognized."""
 _OWN = "checkpoint"
 """The metadata key with which ckptctl exports name their checkpoint."""
 
@@ -142,8 +149,9 @@ def choose_format(path: Path, given: ForeignFormat | None) -> ForeignFormat:
         raise InvalidRequest(f"{path} does not exist", "Pass a file or folder on this machine")
     if given is not None:
         return given
-    if (path / _DCP_METADATA).is_file():
-        return ForeignFormat.DCP
+    for kind, patterns in _FOLDERS.items():
+        if any(next(path.glob(pattern), None) for pattern in patterns):
+            return kind
     found = _SUFFIXES.get(_file(path).suffix) if _file(path).is_file() else None
     if found is None:
         raise InvalidRequest(f"the format of {path} is unknown", "Pass --format")
@@ -161,9 +169,19 @@ def read_foreign(path: Path, kind: ForeignFormat, item: str) -> ForeignState:
         try:
             from ckpt.foreign.dcp_folder import read_dcp
             from ckpt.foreign.state import read_torch
+            from ckpt.foreign.trainer_folder import read_accelerate, read_deepspeed
         except ModuleNotFoundError as error:
             raise missing_torch(error) from error
-        return read_dcp(path, item) if kind is ForeignFormat.DCP else read_torch(path, item)
+        if kind is ForeignFormat.ACCELERATE:
+            foreign = read_accelerate(path, item)
+            if _file(path).is_file():
+                weights = read_safetensors(_file(path), item)
+                foreign.parts += weights.parts
+                foreign.trees |= weights.trees
+                foreign.aliases |= weights.aliases
+            return foreign
+        readers = {ForeignFormat.DCP: read_dcp, ForeignFormat.DEEPSPEED: read_deepspeed}
+        return readers.get(kind, read_torch)(path, item)
     except OSError as error:
         raise InvalidRequest(f"{path} cannot be read: {error}", "Check its permissions") from error
 

@@ -85,7 +85,7 @@ def restore(
         if engine.lr_scheduler and saved["lr_scheduler"]:
             engine.lr_scheduler.load_state_dict(saved["lr_scheduler"])
         if getattr(engine.optimizer, "dynamic_loss_scale", False):
-            vars(engine.optimizer.loss_scaler).update(saved["loss_scaler"])
+            vars(engine.optimizer.loss_scaler).update(saved.get("loss_scaler") or {})
     stages.rng()
     return restored
 

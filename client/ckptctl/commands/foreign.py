@@ -207,7 +207,8 @@ def import_checkpoint(
         str, typer.Option(metavar="NAME", help="The name of the item if the state is not a dict of items.")
     ] = "model",
 ) -> None:
-    """Import a torch.save file, a DCP folder or safetensors (a file, an index, or their folder) as a checkpoint.
+    """Import a torch.save file, safetensors (a file, an index, or their folder), or a folder of DCP, DeepSpeed,
+    Accelerate or transformers' Trainer, as a checkpoint.
 
     Nothing in the file is executed. A dict without tensors at its top level is split into items: "model" (also
     state_dict), "optim" (also optimizer), and others; any other state becomes the item NAME. The checkpoint is
