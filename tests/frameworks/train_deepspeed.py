@@ -38,7 +38,7 @@ def main() -> None:
     loader: Any = DataLoader(SAMPLES, 4, sampler=sampler)
     if not plain:
         loader = ckpt.data.resumable(loader)
-        ckpt.init(FOLDER, run=RUN)
+        ckpt.init(FOLDER, run=RUN, max_references=0)  # skipped steps change nothing, and an old save would be kept
         restore(built, loader=loader)
     step = built.micro_steps
     for epoch in range(0 if plain else loader.epoch, 2):
@@ -57,7 +57,10 @@ def main() -> None:
     own = Path(FOLDER, f"own-{RUN}")
     built.save_checkpoint(str(own), tag="end")
     torch.distributed.barrier()
-    report_weights(get_fp32_state_dict_from_zero_checkpoint(str(own)), FOLDER, RUN)
+    whole = get_fp32_state_dict_from_zero_checkpoint(str(own))
+    # Of ZeRO 1 it leaves out what is not trained; with ZeRO 3 the module has no elements.
+    module = {name: one for name, one in built.module.state_dict().items() if one.numel()}
+    report_weights(module | whole, FOLDER, RUN)
 
 
 if __name__ == "__main__":
