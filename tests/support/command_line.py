@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from ckptctl.cli import app
 from ckptd.commands import cli
 from tests.support import forking
 from tests.support.forking import COMMAND_LINE, DAEMON, Fork, fork
-from tests.support.waiting import Lines
+from tests.support.waiting import Lines, wait_until
 
 PROGRAM = (sys.executable, "-m", "ckptctl")
 _OWN = ("CKPTD_URL", "CKPT_STORE", "CKPT_TOKEN", "CKPTCTL_PROFILE", "COLUMNS", "NO_COLOR", "FORCE_COLOR")
@@ -140,6 +141,9 @@ class Terminal:
         os.write(self._master, text.encode())
 
     def interrupt(self) -> None:
+        """Ctrl-C, once it waits for input. Python only learns of one that comes just before when it has read."""
+        stat = Path(f"/proc/{self._process.pid}/stat")
+        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "S", "a wait for input")
         os.kill(self._process.pid, signal.SIGINT)
 
     def finish(self) -> int:
