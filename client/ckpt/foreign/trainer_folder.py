@@ -179,7 +179,7 @@ def _cut(tensors: _Flat, at: int, count: int = 1 << 62) -> Iterator[StridedTenso
 
 
 def _joined(path: Path, shape: tuple[int, ...], parts: _Flat) -> Scattered:
-    """A tensor whose elements are those of the parts, one after the other. Raises CorruptObject."""
+    """A tensor of the elements of all parts, one after the other. Raises CorruptObject."""
     if sum(prod(part.shape) for part in parts) != prod(shape):
         raise CorruptObject(f"{path} has not all elements of a parameter", "Copy the folder again, with all files")
     pieces = [(part.reader(), end - part.nbytes, end) for part, end in zip(

@@ -38,6 +38,7 @@ _DIGEST = struct.Struct("<Q")
 """The digest of the state that follows: a read and a write of a file may overlap."""
 _SENT = struct.Struct("<QQ")
 """After these bytes, by the trainer: the process id of the saver, and the number of saves that it was sent."""
+_READS, _READ_AGAIN_S = 200, 0.001
 _EVERY_S = 0.2
 _POLL_S = 0.1
 _OTHERS_S = 10.0
@@ -281,9 +282,9 @@ def _write(fd: int, state: SaverState) -> None:
 
 
 def _read(path: Path) -> SaverState | None:
-    """The state in a note; None if its saver is gone."""
+    """The state in a note; None if its saver is gone. One that cannot be read, of another version, counts as busy."""
     with suppress(CkptError, OSError):
-        while True:
+        for _ in range(_READS):
             with locked(path, os.O_RDWR) as is_left:
                 if is_left:
                     path.unlink(missing_ok=True)
@@ -294,6 +295,8 @@ def _read(path: Path) -> SaverState | None:
                 state, (pid, num_sent) = decode_json(encoded, SaverState), _SENT.unpack_from(content, _NUM_BYTES)
                 unread = 0 if state.orphaned else num_sent - state.read
                 return msgspec.structs.replace(state, pid=state.pid or pid, uploading=state.uploading + unread)
+            time.sleep(_READ_AGAIN_S)
+        return SaverState(pid=-1, store=str(path), uploading=1)
     return None
 
 

@@ -51,6 +51,14 @@ def test_a_note_that_is_being_written_is_read_again(tmp_path: Path, monkeypatch:
     assert not note.path.exists(), "its saver is gone"
 
 
+def test_a_saver_whose_note_cannot_be_read_counts_as_busy(tmp_path: Path) -> None:
+    note = NewNote(new_setup(str(tmp_path)))
+    note.path.write_bytes(b'{"uploading":0}')  # of another version, or damaged
+    assert [(state.store, state.uploading) for state in savers()] == [(str(note.path), 1)]
+    note.close()
+    assert not savers()
+
+
 def read_half(path: Path) -> bytes:
     content = path.read_bytes()
     return content.replace(b'"rank":0', b'"rank":1', 1)
