@@ -243,7 +243,7 @@ def _explain_effect(session: Session, run: str | None = None) -> None:
     for name, of_run in plan.by_run():
         if of_run.blocked:
             blocked.append(f"blocked: {of_run.blocked}. ckptctl prune {name} shows and confirms the plan")
-        elif of_run.lessened:
+        elif of_run.affected:
             thinned = f", {len(of_run.thin)} thinned" if of_run.thin else ""
             pruned.append(f"run {name}: {human.count(len(of_run.remove), 'checkpoint')} will be deleted{thinned}")
     for lines in (blocked, pruned):

@@ -51,7 +51,7 @@ def prune(
 
 def _prune(session: Session, wanted: Prune, dry_run: bool, yes: bool, force: bool) -> None:
     plan = session.operator.plan_prune(wanted)
-    if dry_run or not plan.lessened:
+    if dry_run or not plan.affected:
         body = PruneBody.of(plan, dry_run)
         session.screen.emit(body, [c.id for c in plan.remove], _plan_blocks(plan, session.clock()))
         return

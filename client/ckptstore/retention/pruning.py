@@ -93,7 +93,7 @@ class PrunePlan:
         return [d.checkpoint for d in self.decisions if d.thins and d.checkpoint not in self.held]
 
     @property
-    def lessened(self) -> list[Checkpoint]:
+    def affected(self) -> list[Checkpoint]:
         """The checkpoints that are deleted, then those that are thinned."""
         return [*self.remove, *self.thin]
 
@@ -116,10 +116,10 @@ class PrunePlan:
         return count if count <= SMALL_RUN else int(self.max_delete_fraction * count)
 
     def within_fractions(self) -> PrunePlan:
-        """The same, but of each run at most `num_allowed` are lessened: the newest of the others stay for now."""
+        """The same, but of each run at most `num_allowed` are affected: the newest of the others stay for now."""
         spared: set[Attempt] = set()
         for _, plan in self.by_run():
-            spared.update(sorted(checkpoint.attempt for checkpoint in plan.lessened)[plan.num_allowed :])
+            spared.update(sorted(checkpoint.attempt for checkpoint in plan.affected)[plan.num_allowed :])
         decisions = (
             KeepDecision(d.checkpoint, d.reasons or ("for-now",)) if d.checkpoint.attempt in spared else d
             for d in self.decisions
@@ -129,11 +129,11 @@ class PrunePlan:
     @property
     def blocked(self) -> str:
         """Why its one run is not pruned without a confirmation: it would lose too much. Empty if it is pruned."""
-        lessened, count = len(self.lessened), len(self.decisions)
-        if lessened <= self.num_allowed:
+        affected, count = len(self.affected), len(self.decisions)
+        if affected <= self.num_allowed:
             return ""
-        share = f"{lessened / count:.0%}, and the limit is {self.max_delete_fraction:.0%}"
-        return f"the prune would delete or thin {lessened} of {count} checkpoints of run {self.runs[0]!r}: {share}"
+        share = f"{affected / count:.0%}, and the limit is {self.max_delete_fraction:.0%}"
+        return f"the prune would delete or thin {affected} of {count} checkpoints of run {self.runs[0]!r}: {share}"
 
 
 def plan_prune(run: Run, policy: Policy) -> PrunePlan:
@@ -211,7 +211,7 @@ def apply_prune(
             held = {**held, **hide(run, attempts, why, grace_s, lambda a: progress(freed[a]), thins=chosen is thin)}
     if freed and not grace_s:
         sweep(run, only=freed.keys() - held.keys())
-    return [c for c in plan.lessened if c.attempt in held]
+    return [c for c in plan.affected if c.attempt in held]
 
 
 def apply_prunes(
@@ -242,7 +242,7 @@ def apply_prunes(
             held += apply_prune(run, part, progress, plan.grace_s)
             sweep(run)
         finally:
-            if part.lessened:
+            if part.affected:
                 on_change(name)
     if blocked:
         others = f"; and {len(blocked) - 1} more likewise" if blocked[1:] else ""
