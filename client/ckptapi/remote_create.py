@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 from contextlib import closing
+from typing import TYPE_CHECKING
 
-from ckptapi.bodies import DecisionRequest
 from ckptstore import names
 from ckptstore.errors import InvalidName, StoreUnsafe, Unavailable
 from ckptstore.retry import outage_pauses, retry
 from ckptstore.stores import Store
 from ckptstore.stores.remote_create import RemoteCreateStore
 from ckptstore.values import Value
+
+if TYPE_CHECKING:
+    from ckptapi.bodies import DecisionRequest
 
 PATIENCE_S = 60.0
 """How long requests are retried if the daemon does not respond: longer than its restart takes."""
@@ -63,6 +66,8 @@ class DaemonRemoteCreate(Value):
 
 
 def _request(key: str, proposal: bytes) -> DecisionRequest:
+    from ckptapi.bodies import DecisionRequest
+
     run, number = names.run_of(key), names.generation_number(key)
     if number is not None:
         return DecisionRequest(run=run, generation=number, proposal=proposal.decode())

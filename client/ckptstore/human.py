@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from html import escape
 from math import inf, isfinite
 
 from ckptstore.errors import InvalidRequest
@@ -125,5 +124,7 @@ def parse_size(text: str) -> int:
 
 def html_table(rows: Iterable[Iterable[str]]) -> str:
     """A table for notebooks."""
+    from html import escape  # late: it loads all entities
+
     cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
     return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"

@@ -6,6 +6,7 @@ import json
 import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import ckptd
@@ -54,3 +55,9 @@ def test_the_training_library_loads_what_is_used() -> None:
     assert functions & {"torch", "jax", "httpx"} == set()
     assert "torch" in trainer
     assert trainer & {"ckptd", *WEB_AND_SQL} == set()
+
+
+def test_the_start_of_a_trainer_loads_neither_remote_file_systems_nor_what_the_saver_runs(tmp_path: Path) -> None:
+    (started,) = loaded_by(f"import ckpt; ckpt.init({str(tmp_path)!r}, run='gpt')")
+    assert "ckpt.snapshot.writers" in started
+    assert started & {"fsspec", "ckpt.saver.pipeline", "html"} == set()

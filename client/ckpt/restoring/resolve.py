@@ -29,7 +29,6 @@ from ckptstore.names import Attempt, Reference, RunKeys
 from ckptstore.reading.fetch import Progress
 from ckptstore.reading.source import Source, StoreSource
 from ckptstore.retention.deletion import advance, undecided_and_decided
-from ckptstore.retention.scrubbing import confirm_damage
 from ckptstore.run import Run, identity
 from ckptstore.tiers.source import REMOTE, TieredSource
 
@@ -222,6 +221,8 @@ def note_damage(source: Source, checkpoint: Checkpoint, error: CkptError, progre
         return
     try:
         if isinstance(source, StoreSource):
+            from ckptstore.retention.scrubbing import confirm_damage  # only with damage
+
             store = source.remote_or_local(checkpoint).store if isinstance(source, TieredSource) else source.store
             found = confirm_damage(Run(store, checkpoint.run), checkpoint, error.chunks, progress)
             if found is not None and found.ok:

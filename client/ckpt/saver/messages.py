@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import errno
 import os
+import signal
 import socket
 import struct
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ _LENGTH = struct.Struct("<Q")
 _LONGEST = 1 << 32
 _MAX_FDS = 4
 SHARED_STEP_BYTES = 4096
+IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals: some schedulers send them to all processes of a job. A saver ends with its work, or by SIGKILL."""
 
 
 class Message(Value, tag=True):

@@ -19,6 +19,7 @@ from pathlib import Path
 from ckpt.host.segment import Segment
 from ckpt.saver.encode import lower_priority
 from ckpt.saver.messages import (
+    IGNORED,
     Channel,
     Command,
     Idle,
@@ -38,9 +39,6 @@ from ckptstore.errors import CkptError
 from ckptstore.stores import open_store
 
 logger = logging.getLogger(__name__)
-
-IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Some schedulers send them to all processes of a job. A saver ends with its work, or by SIGKILL."""
 
 
 def main(sock: int, lock: int, note_fd: int, note_path: str) -> int:

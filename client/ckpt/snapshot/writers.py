@@ -20,10 +20,8 @@ from contextlib import ExitStack
 from ckpt.host.lock import SaverLock
 from ckpt.host.segment import Segment, close_after_fork, no_fork
 from ckpt.saver.launcher import warn_without_launcher
-from ckpt.saver.messages import Channel, Command, Idle, Report, SaveJob, Setup, Stop
-from ckpt.saver.pipeline import SavePipeline
+from ckpt.saver.messages import IGNORED, Channel, Command, Idle, Report, SaveJob, Setup, Stop
 from ckpt.saver.presence import NewNote
-from ckpt.saver.process import IGNORED
 from ckpt.saver.retained_snapshot import release
 from ckptstore.errors import SaverDied
 from ckptstore.format.shards import RawStream
@@ -41,6 +39,8 @@ class ThreadWriter:
     """The pipeline in threads of this process: for in-process stores, and where no process can be started."""
 
     def __init__(self, setup: Setup, on_report: OnReport) -> None:
+        from ckpt.saver.pipeline import SavePipeline  # what only this writer runs here
+
         self._pipeline = SavePipeline(
             open_store(setup.store, setup.options, retried=setup.retry_s > 0), setup, on_report
         )

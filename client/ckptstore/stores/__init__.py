@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import fsspec
 import xxhash
 
 from ckptstore.errors import InvalidRequest
@@ -75,6 +74,8 @@ def open_store(url: str, options: Mapping[str, Any] | None = None, retried: bool
         if not scheme or not path:
             raise InvalidRequest(f"store URL {url!r} names no folder", "Write file:///folder or a path")
         return LocalStore(path)
+    import fsspec  # late: it looks through all installed packages
+
     try:
         implementation: Any = fsspec.get_filesystem_class(scheme)  # type: ignore[no-untyped-call]
     except (ImportError, ValueError) as error:

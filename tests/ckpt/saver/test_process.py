@@ -16,9 +16,8 @@ from torch import nn
 from ckpt import Checkpointer
 from ckpt.host.lock import SaverLock, wait_for_orphans
 from ckpt.host.segment import Segment
-from ckpt.saver.messages import Channel, Slot, Stop
+from ckpt.saver.messages import IGNORED, Channel, Slot, Stop
 from ckpt.saver.presence import NewNote
-from ckpt.saver.process import IGNORED
 from ckpt.snapshot.writers import _start
 from ckptstore.commits.commit import receipt_ranks, roll_forward
 from ckptstore.reading.source import StoreSource
