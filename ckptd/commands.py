@@ -1,4 +1,4 @@
-"""The command line of the daemon: `ckptd serve`, `ckptd config`, `ckptd token`."""
+"""The command line of the daemon: `ckptd serve`, `ckptd agent`, `ckptd config`, `ckptd token`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import typer
 
 from ckptapi.bodies import Scope, TokenRequest
 from ckptd import logs
+from ckptd.agent import serve_agent
 from ckptd.app import create_app
 from ckptd.index import Database, TokenIndex
 from ckptd.redaction import Redactor, secrets_of
@@ -113,6 +114,20 @@ def _serve(configuration: Configuration) -> None:
             "there is no token, so every request will be refused: create the first one with ckptd token create"
         )
     serve_app(app, settings)
+
+
+@_command(cli, "agent")
+def _agent(
+    configuration: Configuration,
+    idle: Annotated[
+        float, typer.Option("--idle-seconds", help="End when nobody has needed it for so long; 0: never.")
+    ] = 0.0,
+) -> None:
+    """Serve the local tier of this host to the other hosts of its jobs.
+
+    --store is its folder, --host an address that they reach. They prove that they know the token of a run.
+    """
+    serve_agent(configuration.settings, idle)
 
 
 @_command(cli, "config")

@@ -10,15 +10,18 @@ import socket
 import ssl
 import sys
 import threading
+from collections.abc import Callable
 from functools import partial
 from types import FrameType
+from typing import Protocol
 
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.config import STARTUP_FAILURE
 
+from ckptd.http.concurrency import Waiting
 from ckptd.http.connections import ConnectionLimits, LimitedListener, TimedProtocol
-from ckptd.http.context import Context
+from ckptd.metrics import Metrics
 from ckptd.settings import Settings
 from ckptstore.errors import InvalidRequest
 
@@ -31,11 +34,24 @@ _M_MMAP_THRESHOLD = -3
 _REUSED_BYTES = 32 << 20
 
 
+class Served(Protocol):
+    """The context of an app that is served, in its state."""
+
+    metrics: Metrics
+    waiting: Waiting
+    leaving: bool
+    """SIGTERM was received."""
+
+
 class _Server(uvicorn.Server):
     """Unlike uvicorn, waits before it closes the port, and exits normally instead of by the signal."""
 
-    def __init__(self, config: uvicorn.Config, context: Context, limits: ConnectionLimits, notice_s: float) -> None:
+    def __init__(
+        self, config: uvicorn.Config, context: Served, limits: ConnectionLimits, notice_s: float,
+        on_listening: Callable[[str], None],
+    ) -> None:  # fmt: skip
         super().__init__(config)
+        self._on_listening = on_listening
         self._context = context
         self._limits = limits
         self._notice_s = notice_s
@@ -46,7 +62,9 @@ class _Server(uvicorn.Server):
             for listening in server.sockets:
                 host, port = listening.getsockname()[:2]
                 scheme = "https" if self.config.is_ssl else "http"
-                _LOG.info("listening on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, port)
+                url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+                _LOG.info("listening on %s", url)
+                self._on_listening(url)
 
     async def _bind(self) -> list[socket.socket]:
         loop, config = asyncio.get_running_loop(), self.config
@@ -73,10 +91,10 @@ class _Server(uvicorn.Server):
         self._context.waiting.close()
 
 
-def serve(app: FastAPI, settings: Settings) -> None:
+def serve(app: FastAPI, settings: Settings, on_listening: Callable[[str], None] = lambda _: None) -> None:
     """Answer requests until a signal arrives, then drain. Returns when the last response was sent or timed out.
 
-    Raises InvalidRequest if the certificate or its key cannot be used.
+    on_listening: called with each URL that is open. Raises InvalidRequest if the certificate or its key cannot be used.
     """
     # A response takes under a millisecond; with Python's default of 5 ms it would wait for threads that parse listings.
     sys.setswitchinterval(_SWITCH_S)
@@ -96,10 +114,10 @@ def serve(app: FastAPI, settings: Settings) -> None:
         ssl_keyfile=settings.tls_key or None,
     )
     _load(config)
-    context: Context = app.state.context
+    context: Served = app.state.context
     limits = ConnectionLimits(settings.connections_per_client, settings.header_timeout_seconds, context.metrics)
     config.http_protocol_class = partial(TimedProtocol, limits)  # type: ignore[assignment]
-    _Server(config, context, limits, settings.notice_seconds).run()
+    _Server(config, context, limits, settings.notice_seconds, on_listening).run()
     _LOG.info("stopped")
     if _is_stuck():
         # A read from a store that does not respond must not keep the process from exiting. Nothing is lost:

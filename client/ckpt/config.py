@@ -74,7 +74,10 @@ class Config:
     _: KW_ONLY
     run: str | None = None
     local: str | None = None
-    """A store that all ranks share, where saves are committed; they are replicated to `store` in the background."""
+    """Where saves are committed; they are replicated to `store` in the background. All ranks share it, or each host has
+    its own, with `replicas`."""
+    replicas: int | None = None
+    """How many other hosts get each shard of a local tier that hosts do not share. None: all ranks share it."""
     replicate_every: int = 1
     """Every how many saves one is replicated; the first after a start or restore, and the last, always."""
     local_keep: int = 2
@@ -166,6 +169,8 @@ class Config:
 
     def _check_local(self) -> None:
         if self.local is None:
+            if self.replicas is not None and REHEARSAL not in os.environ:
+                raise InvalidRequest("replicas= without a local tier", "Pass local=, a folder of each host's disk")
             return
         object.__setattr__(self, "local", resolve_url(self.local))
         if self.read_only or self.local.startswith(("http://", "https://")):
@@ -173,6 +178,10 @@ class Config:
         if self.local == self.store:
             raise InvalidRequest(
                 f"local and store are the same: {self.local}", "Leave out local, or use another folder"
+            )
+        if self.replicas is not None and (self.replicas < 0 or not self.local.startswith("file://")):
+            raise InvalidRequest(
+                f"replicas={self.replicas} with local={self.local!r}", "Use 0 or more, and a folder of each host's disk"
             )
         if self.replicate_every < 1 or self.local_keep < 1:
             raise InvalidRequest(

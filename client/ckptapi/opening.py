@@ -33,5 +33,7 @@ def open_source(
     # Beside a local tier, a restore does not wait for minutes: it uses what is local.
     store = open_store(url, options, retried=patience_s > 0 or local is not None)
     if local is not None:
-        return TieredSource(open_store(local), store, RetryingStore(store, patience_s))
+        from ckptapi.hosts import open_local  # loads an HTTP client
+
+        return TieredSource(open_local(local), store, RetryingStore(store, patience_s))
     return StoreSource(RetryingStore(store, patience_s) if patience_s else store)

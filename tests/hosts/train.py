@@ -1,7 +1,7 @@
 """A training job on several hosts: `train OPTIONS`, a JSON object with the fields of Options.
 
-Ranks print "read RANK MEMORY STORE" (bytes of the restore), "step RANK STEP LOSS" and "saved RANK STEP"; rank 0 prints
-"resumed STEP" first.
+Ranks print "read RANK MEMORY STORE LOCAL PEER" (bytes of the restore), "step RANK STEP LOSS" and "saved RANK STEP";
+rank 0 prints "resumed STEP" first.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main(options: Options) -> int:
         if rank == 0:
             say("resumed", step)
         if restored is not None:
-            say("read", rank, restored.read.get("memory", 0), restored.read["store"])
+            say("read", rank, *(restored.read.get(name, 0) for name in ("memory", "store", "local", "peer")))
         schedule = checkpointer.every(seconds=1.0, overhead=None) if options.grace_s is not None else None
         saving: SaveHandle | None = None
         while step < options.steps:

@@ -24,7 +24,7 @@ from xxhash import xxh3_64_hexdigest, xxh3_128_digest
 from ckpt.config import Group
 from ckpt.lazily import torch, torch_loaded
 from ckpt.ranks.job_store import JaxStore, RendezvousHost, jax_job, join, prefixed
-from ckptstore.errors import InvalidRequest, RankLost
+from ckptstore.errors import CkptError, InvalidRequest, RankLost, error_from_code
 from ckptstore.retry import pauses
 
 logger = logging.getLogger(__name__)
@@ -317,6 +317,21 @@ class World:
                 f"{self.names(self.rank)} lost the store of its process group: {str(error) or 'no answer'}",
                 "The process that hosts it (rank 0 of the job, or torchrun's agent) is gone or hangs; restart the job",
             ) from error
+
+
+def together(world: World, step: Callable[[], Any]) -> list[Any]:
+    """What a step returns on each rank (JSON types and bytes). A collective.
+
+    Raises the first rank's CkptError, on every rank.
+    """
+    try:
+        answer = [step()]
+    except CkptError as error:
+        answer = [error.code, error.message, error.hint]
+    answers = world.gather(answer)
+    for failed in (found for found in answers if len(found) > 1):
+        raise error_from_code(*failed)
+    return [found for [found] in answers]
 
 
 def is_grouped() -> bool:

@@ -26,6 +26,7 @@ from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import CorruptObject, DaemonUnavailable
 from ckptstore.format.documents import DIGEST_BYTES, Content, Manifest
 from ckptstore.format.planning import ChunkRead, ShardRead, coalesce
+from ckptstore.names import RunKeys
 from ckptstore.reading.fetch import (
     Buffers,
     ChunkSource,
@@ -67,9 +68,11 @@ class Fetcher:
         """Has all chunks."""
         if isinstance(source, TieredSource):
             self._last = source.remote_or_local(self.checkpoint)
-            if self._last is not source.local:
+            if self._config.replicas is not None:
+                self._nearer += host_chunks(source, self.checkpoint)
+            elif self._last is not source.local:
                 self._nearer.append(StoredChunks(LOCAL, source.local, self.checkpoint))
-            elif self._share == "daemon":
+            if self._last is source.local and self._share == "daemon":
                 self._share = "none"  # the daemon serves the remote store
         self.read: Counter[str] = Counter()
         """Raw bytes that this rank placed, by the name of the source; `store` is the last one."""
@@ -154,6 +157,18 @@ class Fetcher:
                     raise
                 logger.warning("reading straight from the store: %s", error)
         fetch(self._last, self.checkpoint, reads, buffers, progress)
+
+
+def host_chunks(source: TieredSource, checkpoint: Checkpoint) -> list[ChunkSource]:
+    """The chunks of a local tier that each host has for itself: on this host, then each copy on others."""
+    from ckptapi.hosts import PEER, HostsStore, PeerShards  # loads an HTTP client
+
+    store = source.local.store
+    assert isinstance(store, HostsStore)
+    group = store.group(RunKeys(checkpoint.run).folder)
+    copies = 0 if group is None else group.members.replicas + 1
+    peers = [StoredChunks(PEER, PeerShards(store, number), checkpoint, False) for number in range(copies)]
+    return [StoredChunks(LOCAL, StoreSource(store.own), checkpoint, False), *peers]
 
 
 def is_local(source: Source) -> bool:

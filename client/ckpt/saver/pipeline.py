@@ -165,6 +165,15 @@ class _RunningJob(Value):
             part.incremental.end(receipt)
 
 
+def open_saved(setup: Setup) -> Store:
+    """The store that a saver writes to: `setup.store`. Raises InvalidRequest or StoreUnavailable."""
+    if setup.remote is None:
+        return open_store(setup.store, setup.options, retried=setup.retry_s > 0)
+    from ckptapi.hosts import open_local  # loads an HTTP client
+
+    return open_local(setup.store, setup.options, retried=setup.retry_s > 0)
+
+
 class SavePipeline:
     """Makes snapshots durable, in the saver process or in threads of the trainer.
 

@@ -32,11 +32,10 @@ from ckpt.saver.messages import (
     Unreplicable,
     Warned,
 )
-from ckpt.saver.pipeline import SavePipeline
+from ckpt.saver.pipeline import SavePipeline, open_saved
 from ckpt.saver.presence import SaverNote
 from ckpt.saver.retained_snapshot import retain_snapshot
 from ckptstore.errors import CkptError
-from ckptstore.stores import open_store
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +61,7 @@ def main(sock: int, lock: int, note_fd: int, note_path: str) -> int:
         with suppress(OSError), sending:  # the trainer may be gone; the result is in the store
             channel.send(report)
 
-    store = open_store(setup.store, setup.options, retried=setup.retry_s > 0)
-    pipeline = SavePipeline(store, setup, report, own_process=True)
+    pipeline = SavePipeline(open_saved(setup), setup, report, own_process=True)
     stop, failed = None, False
     try:
         stop = _serve(channel, pipeline, note)

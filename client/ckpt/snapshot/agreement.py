@@ -18,7 +18,7 @@ from ckpt.capture.ownership import agree as assign
 from ckpt.capture.train_state import TrainState
 from ckpt.capture.values import capture_values, check_others
 from ckpt.lazily import torch_loaded
-from ckpt.ranks.world import World
+from ckpt.ranks.world import World, together
 from ckpt.snapshot.stage import SnapshotLayout
 from ckptstore.clock import system_clock
 from ckptstore.errors import CkptError, InvalidRequest, LayoutChanged, RankLost, SaveFailed, error_from_code
@@ -167,19 +167,13 @@ def _check_shared(world: World, folder: StoreSource, is_tier: bool) -> None:
     hosts = world.gather(socket.gethostname())
     if len(set(hosts)) == 1 and not is_tier:
         return
-    try:
-        answer = [folder.id()]
-    except CkptError as error:
-        answer = [error.code, error.message, error.hint]
-    answers = world.gather(answer)
-    for failed in (found for found in answers if len(found) > 1):
-        raise error_from_code(*failed)
-    for rank, found in enumerate(answers):
-        if found != answers[0]:
+    ids = together(world, folder.id)
+    for rank, id in enumerate(ids):
+        if id != ids[0]:
             raise InvalidRequest(
                 f"rank {rank} on {hosts[rank]} saves to another folder than rank 0 on {hosts[0]}, here to {folder.url}",
-                "A checkpoint is committed where all of its shards are: use a folder that all hosts share, or a store "
-                "such as s3://, and leave out local=",
+                "A checkpoint is committed where all of its shards are: for local=, set replicas=, the number of other "
+                "hosts that get each shard; else use a folder that all hosts share, or a store such as s3://",
             )
 
 

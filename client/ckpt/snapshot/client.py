@@ -38,6 +38,7 @@ from ckpt.saver.messages import (
     Unreplicable,
     Warned,
 )
+from ckpt.saver.pipeline import open_saved
 from ckpt.snapshot.arena import Arena, ArenaSlot
 from ckpt.snapshot.costs import StepClock
 from ckpt.snapshot.handle import LiveCounters, LiveHandle, SaveHandle
@@ -54,7 +55,6 @@ from ckptstore.format.documents import REPLICAS, Outcome
 from ckptstore.format.parsing import parse_sealed
 from ckptstore.format.records import SAVE_COST, SaveCost
 from ckptstore.run import Run
-from ckptstore.stores import open_store
 from ckptstore.stores.retrying import RetryingStore
 from ckptstore.threads import CallThread
 from ckptstore.tiers.source import LOCAL
@@ -362,7 +362,7 @@ class SaveClient:
 
     def _abort_attempts(self, attempts: Sequence[NewAttempt], failure: str) -> None:
         setup = self._setup
-        opened = RetryingStore(open_store(setup.store, setup.options, retried=setup.retry_s > 0), setup.retry_s)
+        opened = RetryingStore(open_saved(setup), setup.retry_s)
         store = with_remote_create(opened, setup.daemon, setup.token)
         abort_attempts(Numbering(Run(store, setup.run), logger.warning), setup.rank, attempts, failure)
 

@@ -256,8 +256,11 @@ class RunSaves:
         is_tier = isinstance(source, TieredSource)
         saves_to = source.local if isinstance(source, TieredSource) else source
         folder = saves_to if isinstance(saves_to, StoreSource) and (is_tier or is_local(saves_to.url)) else None
+        if config.replicas is not None:
+            folder = None  # each host has its own
         self.agreement = LayoutAgreement(world, config.split_replicas, folder, is_tier)
         self.session = TrainerSession(config.run_name, config.source, config.local)
+        self._met = config.replicas is None or not is_tier
         self.overlap: Overlap | None = None
         self.steps = StepClock()
         self.newest: SaveHandle | None = None
@@ -282,6 +285,7 @@ class RunSaves:
 
         A rank where the run may not begin fails the call on every rank.
         """
+        self.meet()
         client = self._saving_client()
         self._join()
         client.calls.run(client.start)
@@ -304,6 +308,7 @@ class RunSaves:
     ) -> SaveHandle:
         """The handle of a save that has begun, or was skipped. cost_before: what the save before this one cost."""
         started = time.perf_counter()
+        self.meet()
         client = self._saving_client()
         self._join()
         step = check_step(step)
@@ -477,6 +482,15 @@ class RunSaves:
             self.overlap.expect(chain(*state.optimizers.values()))
             self.steps.count(chain(*state.optimizers.values()))
         return self.overlap if state.optimizers else None
+
+    def meet(self) -> None:
+        """The hosts of the job meet, once, where each has a local tier of its own. A collective of all ranks."""
+        if not self._met:
+            from ckpt.ranks.hosts import join_hosts  # loads an HTTP client
+
+            assert isinstance(self._source, TieredSource)
+            join_hosts(self._world(), self._source, self._config.run_name, self._config.replicas or 0)
+            self._met = True
 
     def _join(self, timeout: float | None = None) -> None:
         """Wait until a pending copy is submitted to the saver, or has failed."""

@@ -25,7 +25,6 @@ from ckpt.saver.presence import NewNote
 from ckpt.saver.retained_snapshot import release
 from ckptstore.errors import SaverDied
 from ckptstore.format.shards import RawStream
-from ckptstore.stores import open_store
 from ckptstore.threads import Latch
 
 OnReport = Callable[[Report], None]
@@ -39,11 +38,9 @@ class ThreadWriter:
     """The pipeline in threads of this process: for in-process stores, and where no process can be started."""
 
     def __init__(self, setup: Setup, on_report: OnReport) -> None:
-        from ckpt.saver.pipeline import SavePipeline  # what only this writer runs here
+        from ckpt.saver.pipeline import SavePipeline, open_saved  # what only this writer runs here
 
-        self._pipeline = SavePipeline(
-            open_store(setup.store, setup.options, retried=setup.retry_s > 0), setup, on_report
-        )
+        self._pipeline = SavePipeline(open_saved(setup), setup, on_report)
         self.ended = Latch()
         """All jobs are finished, after `stop`."""
 

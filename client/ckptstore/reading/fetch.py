@@ -430,12 +430,16 @@ class StoredChunks:
     name: str
     source: ShardSource
     checkpoint: Checkpoint
+    whole: bool = True
+    """Whether it should have all shards."""
 
     def fetch(self, reads: Sequence[ShardRead], buffers: Buffers, progress: Progress) -> list[ShardRead]:
         """Fetch what can be read. One warning if anything cannot."""
         left, error = fetch_readable(self.source, self.checkpoint, reads, buffers, progress)
         if error is not None:
-            logger.warning(
+            usual = isinstance(error, ObjectMissing) and not self.whole
+            logger.log(
+                logging.DEBUG if usual else logging.WARNING,
                 "%s of %s are read from elsewhere, since the %s source does not have them: %s",
                 human.size(raw_bytes(left)), self.checkpoint.id, self.name, error,
             )  # fmt: skip

@@ -1,0 +1,242 @@
+"""The agent: serves the local tier of this host to the other hosts of its jobs (ckptapi.hosts)."""
+
+from __future__ import annotations
+
+import fcntl
+import hmac
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+from fastapi import APIRouter, FastAPI, Request
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+
+from ckptapi.hosts import FOLDER, PROOF, proof, read_members
+from ckptd.http.concurrency import Waiting
+from ckptd.http.problems import error_response
+from ckptd.http.streaming import MEDIA_TYPE, Unsatisfiable, parse_range
+from ckptd.metrics import Metrics
+from ckptd.server import serve
+from ckptd.settings import Settings
+from ckptstore.errors import CkptError, InvalidRequest, Unauthorized
+from ckptstore.names import RunKeys, name_of, run_of
+from ckptstore.reading.source import StoreSource
+from ckptstore.stores import ObjectWriter, open_store
+from ckptstore.stores.local import LocalStore
+
+_LOG = logging.getLogger(__name__)
+_BLOCK_BYTES = 4 << 20
+_SENT_BYTES = 1 << 20
+_LOOK_S = 2.0
+NOTE = "agent.json"
+TRAINER = "trainer-"
+"""Begins the names of files, each with the id of a process of this host that needs the agent."""
+router = APIRouter()
+
+
+@dataclass
+class AgentContext:
+    """One agent."""
+
+    store: LocalStore
+    id: str
+    metrics: Metrics = field(default_factory=Metrics)
+    waiting: Waiting = field(default_factory=Waiting)
+    leaving: bool = False
+    asked_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def folder(self) -> Path:
+        """Where the hosts of runs are noted."""
+        return self.store.root / FOLDER
+
+
+def serve_agent(settings: Settings, idle_s: float) -> None:
+    """Serve the folder of the settings' store until a signal comes; one agent serves a folder, and others end at once.
+
+    idle_s: end when no process of this host needs the agent, and nobody has asked it for so long; 0: never. Raises
+    InvalidRequest if the store is no folder.
+    """
+    store = open_store(settings.store)
+    if not isinstance(store, LocalStore):
+        raise InvalidRequest(f"{settings.store} is no folder", "Give the local tier of this host: --store file:///...")
+    context = AgentContext(store, StoreSource(store).id())
+    context.folder.mkdir(mode=0o700, exist_ok=True)
+    lock = os.open(context.folder / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        _LOG.info("%s has an agent", store.url)
+        return
+    if idle_s:
+        threading.Thread(target=_end_when_idle, args=(context, idle_s), daemon=True).start()
+    serve(create_agent(context), settings, lambda url: _note(context, url))
+    (context.folder / NOTE).unlink(missing_ok=True)
+
+
+def create_agent(context: AgentContext) -> FastAPI:
+    """The agent as an ASGI app."""
+    app = FastAPI(title="ckptd agent", docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.context = context
+    app.include_router(router)
+
+    @app.exception_handler(CkptError)
+    async def failed(_: Request, error: CkptError) -> Response:
+        return error_response(error)
+
+    return app
+
+
+@router.get("/healthz")
+async def live(request: Request) -> Response:
+    """Which folder is served."""
+    return JSONResponse({"id": _context(request).id})
+
+
+@router.get("/objects/{key:path}")
+@router.head("/objects/{key:path}")
+def read(request: Request, key: str, prefix: str | None = None, folders: str | None = None) -> Response:
+    """An object or a range of it; a listing; without all of them, the proof that this agent knows the token."""
+    nonce, token = _authorize(request, key, prefix or folders or "")
+    store = _context(request).store
+    if folders is not None:
+        return JSONResponse(list(store.list_folders(folders)))
+    if prefix is not None:
+        return JSONResponse([list(info) for info in store.list(prefix)])
+    if not key:
+        return PlainTextResponse("", headers={PROOF: proof(token, nonce, _context(request).id)})
+    size = store.size(key)
+    if request.method == "HEAD":
+        return Response(headers={"Content-Length": str(size)}, media_type=MEDIA_TYPE)
+    try:
+        wanted = parse_range(request.headers.get("range"), size)
+    except Unsatisfiable:
+        return Response(status_code=416)
+    offset, count = (0, size) if wanted is None else (wanted.offset, wanted.count)
+    length = {"Content-Length": str(count)}
+    pieces = _pieces(store, key, offset, count)
+    return StreamingResponse(pieces, 200 if wanted is None else 206, length, MEDIA_TYPE)
+
+
+def _pieces(store: LocalStore, key: str, offset: int, count: int) -> Iterator[memoryview]:
+    with store.open_reader(key) as reader:
+        for at in range(offset, offset + count, _SENT_BYTES):
+            piece = memoryview(bytearray(min(_SENT_BYTES, offset + count - at)))
+            reader.read(at, piece)
+            yield piece
+
+
+@router.put("/objects/{key:path}")
+async def write(request: Request, key: str, create: str = "") -> Response:
+    """Write an object, durable in the reply, which has its digest. create: unless it exists."""
+    _authorize(request, key)
+    store = _context(request).store
+    if create:
+        data = await request.body()
+        created = await run_in_threadpool(store.put_if_absent, key, data)
+        return PlainTextResponse("", headers={"Ckptd-Created": str(int(created))})
+    digest, block = xxhash.xxh3_128(), bytearray()
+    writer: ObjectWriter | None = None
+
+    def write_block(data: bytes) -> ObjectWriter:
+        opened = writer or store.open_replacement(key)
+        opened.write(data)
+        digest.update(data)
+        return opened
+
+    try:
+        async for part in request.stream():
+            block += part
+            if len(block) >= _BLOCK_BYTES:
+                writer, block = await run_in_threadpool(write_block, bytes(block)), bytearray()
+        writer = await run_in_threadpool(write_block, bytes(block))
+        await run_in_threadpool(writer.commit)
+    except BaseException:
+        if writer is not None:
+            writer.abort()
+        raise
+    return PlainTextResponse(digest.hexdigest())
+
+
+@router.post("/objects/")
+async def delete(request: Request) -> Response:
+    """Delete the objects of a run that the body lists."""
+    keys = json.loads(await request.body())
+    _authorize(request, "")
+    run = _signed(request)[0]
+    if any(key.partition("/")[0] != run for key in map(_checked, keys)):
+        raise Unauthorized("the token is of another run")
+    await run_in_threadpool(_context(request).store.delete_many, keys)
+    return PlainTextResponse("")
+
+
+def _context(request: Request) -> AgentContext:
+    context = request.app.state.context
+    assert isinstance(context, AgentContext)
+    context.asked_at = time.monotonic()
+    return context
+
+
+def _signed(request: Request) -> tuple[str, str, str]:
+    """The folder of the run, the nonce and the proof of a request."""
+    match request.headers.get("authorization", "").split():
+        case ["Ckptd", run, nonce, proved]:
+            return run, nonce, proved
+    raise Unauthorized("the request has no proof of a run's token")
+
+
+def _authorize(request: Request, key: str, prefix: str = "") -> tuple[str, str]:
+    """The nonce, and the token of the run whose objects are asked for. Raises Unauthorized."""
+    run, nonce, proved = _signed(request)
+    members = read_members(_context(request).store.root, name_of(run))
+    words = request.url.query
+    mine = "" if members is None else proof(members.token, nonce, request.method, key, words)
+    if members is None or not hmac.compare_digest(mine.encode(), proved.encode()):
+        raise Unauthorized(f"this agent has no run {run!r} with this token")
+    for name in filter(None, (key, prefix)):
+        if RunKeys(run_of(_checked(name))).folder != run:
+            raise Unauthorized("the token is of another run")
+    return nonce, members.token
+
+
+def _checked(key: str) -> str:
+    """A key, which names nothing outside of the folder. Raises Unauthorized."""
+    if not isinstance(key, str) or key.startswith(("_", "/")) or ".." in key.split("/"):
+        raise Unauthorized(f"{key!r} is no object of a run")
+    return key
+
+
+def _note(context: AgentContext, url: str) -> None:
+    """Tell the trainers of this host where the agent is."""
+    new = context.folder / f"{NOTE}.{os.getpid()}"
+    new.write_text(json.dumps({"id": context.id, "url": url}))
+    new.replace(context.folder / NOTE)
+
+
+def _end_when_idle(context: AgentContext, idle_s: float) -> None:
+    while True:
+        time.sleep(_LOOK_S)
+        needed = False
+        for note in context.folder.glob(f"{TRAINER}*"):
+            try:
+                os.kill(int(note.name.removeprefix(TRAINER)), 0)
+                needed = True
+            except (ValueError, ProcessLookupError):
+                note.unlink(missing_ok=True)
+            except PermissionError:
+                needed = True
+        if needed:
+            context.asked_at = time.monotonic()
+        if time.monotonic() > context.asked_at + idle_s:
+            with suppress(ProcessLookupError):
+                os.kill(os.getpid(), signal.SIGTERM)
+            return

@@ -1,0 +1,196 @@
+"""The hosts of a job that share no folder: they meet, and each learns who has what (ckptapi.hosts)."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ckpt.ranks.world import World, together
+from ckptapi.hosts import FOLDER, Agent, AgentStore, HostsStore, Members, is_shard, members_file, read_members
+from ckptstore.errors import InvalidRequest, StoreUnavailable, StoreUnsafe, Unavailable
+from ckptstore.names import RunKeys, generation_number
+from ckptstore.reading.source import StoreSource
+from ckptstore.retry import pauses
+from ckptstore.stores import Store
+from ckptstore.tiers.source import TieredSource
+
+logger = logging.getLogger(__name__)
+
+_START_S = 60.0
+_ANSWER_S = 3.0
+_ANY_PORT = 9
+_IDLE_S = 120
+"""For how long an agent that a trainer started serves after the last trainer of its host."""
+_started: list[subprocess.Popen[bytes]] = []
+"""Agents, which are not waited for."""
+_FORMER = 16
+"""Most hosts of earlier jobs that are still asked."""
+
+
+def join_hosts(world: World, source: TieredSource, run: str, replicas: int) -> None:
+    """Make the local tiers of all hosts one store, in which the first host decides. A collective of all ranks.
+
+    Starts the agent of this host if it has none. On return the first host, and the `replicas` ones after it, have all
+    documents of the run that any host has that answers. Raises, on every rank, the first error of any: InvalidRequest,
+    StoreUnsafe if hosts hold different generations of one number, Unavailable if hosts may have what nobody else has,
+    and the remote store does not answer; RankLost.
+    """
+    store = source.local.store
+    assert isinstance(store, HostsStore)
+    own = store.own
+
+    def introduce() -> Any:
+        before = read_members(own.root, run) or Members()
+        me = Agent(StoreSource(own).id(), agent_url(own.root, own.url), socket.gethostname())
+        return msgspec.to_builtins((me, before, secrets.token_hex(32)))
+
+    said = [msgspec.convert(one, tuple[Agent, Members, str]) for one in together(world, introduce)]
+    members, before = agreed(said, replicas)
+    ids = [agent.id for agent, *_ in said]
+    first_here = ids.index(ids[world.rank]) == world.rank
+
+    def note() -> None:
+        if first_here:
+            path = members_file(own.root, run)
+            new = path.with_name(f"{path.name}.{os.getpid()}")
+            new.touch(mode=0o600)
+            new.write_bytes(msgspec.json.encode(members))
+            new.replace(path)
+
+    def gather() -> None:
+        store.reload()
+        group = store.group(RunKeys(run).folder + "/")
+        assert group is not None
+        if first_here and own in group.holders:
+            for other in group.everywhere[1:]:
+                copy_documents(other, own, run)
+        if world.rank == 0:
+            check_lost(source, run, members, before)
+
+    together(world, note)
+    together(world, gather)
+    if world.rank == 0 and not replicas:
+        logger.warning("replicas=0: what is saved to %s survives restarts, not the loss of a host or its disk", own.url)
+
+
+def agreed(said: Sequence[tuple[Agent, Members, str]], replicas: int) -> tuple[Members, Members]:
+    """The hosts of the run now, and as the newest job before this one had them, by what each rank says. Pure."""
+    hosts = tuple({agent.id: agent for agent, *_ in said}.values())
+    before = max((known for _, known, _ in said), key=lambda known: known.version)
+    urls, ids = {one.url for one in hosts}, {one.id for one in hosts}
+    known = {one.id: one for _, members, _ in said for one in (*members.former, *members.hosts)}
+    former = [one for one in known.values() if one.id not in ids and one.url not in urls]
+    token = before.token or said[0][2]
+    return Members(before.version + 1, token, replicas, hosts, tuple(former[-_FORMER:])), before
+
+
+def check_lost(source: TieredSource, run: str, members: Members, before: Members) -> None:
+    """Warn of hosts of the job before that do not answer, if they may have what nobody else has; raises Unavailable if
+    the remote store does not answer either, so that nobody knows what is newest."""
+    here = {one.id for one in members.hosts}
+    folder = RunKeys(run).folder
+    gone = [one for one in before.hosts if one.id not in here and not AgentStore(one, folder, members.token).answers()]
+    if not gone or len(gone) <= before.replicas:
+        return
+    lost = (
+        f"{len(gone)} of the {len(before.hosts)} hosts that had run {run!r} do not answer ({names_of(gone)}), with "
+        f"{before.replicas} replicas: what was saved last may be lost with them"
+    )
+    try:
+        source.store.list_folders(f"{folder}/")
+    except Unavailable as error:
+        raise StoreUnavailable(
+            f"{lost}; and {error.message}", "Wait for one of them, or for the remote store"
+        ) from error
+    logger.warning("%s. The newest checkpoint that is whole, here or in %s, is restored", lost, source.url)
+
+
+def names_of(agents: Sequence[Agent]) -> str:
+    """Hosts in messages."""
+    return ", ".join(one.host for one in agents)
+
+
+def copy_documents(other: Store, own: Store, run: str) -> None:
+    """Copy the documents of a run that this host lacks; nothing if the other one does not answer.
+
+    Raises StoreUnsafe if the two have different generations of the same number: trainers that could not reach each
+    other began them.
+    """
+    folder = RunKeys(run).folder + "/"
+    there = {info.key for info in own.list(folder)}
+    with suppress(StoreUnavailable):
+        for key in (info.key for info in other.list(folder) if not is_shard(info.key)):
+            if key not in there:
+                own.put(key, other.get(key))
+            elif generation_number(key) is not None and other.get(key) != own.get(key):
+                raise StoreUnsafe(
+                    f"{other.url} has another {key} than this host: two jobs of run {run!r} saved without each other",
+                    f"Decide which host goes on. Copy what the others have (ckptctl cp), and remove {folder} there",
+                )
+
+
+def agent_url(folder: Path, url: str) -> str:
+    """The URL of the agent of a folder of this host, which is started if there is none.
+
+    Raises InvalidRequest if it ends at once, and StoreUnavailable if it does not answer.
+    """
+    notes = folder / FOLDER
+    notes.mkdir(mode=0o700, exist_ok=True)
+    (notes / f"trainer-{os.getpid()}").touch()
+    with open(notes / "start.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (found := _answering(notes)) is not None:
+            return found
+        command = [sys.executable, "-m", "ckptd", "agent", "--store", url, "--host", own_address(), "--port", "0"]
+        options = ["--idle-seconds", str(_IDLE_S), "--log-level", "warning"]
+        with open(notes / "agent.log", "wb") as log:  # it outlives whoever reads the output of the job
+            none = subprocess.DEVNULL
+            started = subprocess.Popen([*command, *options], stdin=none, stdout=log, stderr=log, start_new_session=True)
+        _started.append(started)
+        for pause in pauses(0.05, 0.5, timeout_s=_START_S):
+            if (found := _answering(notes)) is not None:
+                return found
+            if started.poll():
+                raise InvalidRequest(
+                    f"the agent of {url} ended with exit status {started.returncode}",
+                    f"Look at {log.name}. replicas= needs the daemon on each host: pip install 'ckptd[server]'",
+                )
+            time.sleep(pause)
+    raise StoreUnavailable(f"the agent of {url} does not answer after {_START_S:.0f} s", f"Look at {log.name}")
+
+
+def _answering(notes: Path) -> str | None:
+    """The URL of the agent that has noted itself, if it answers."""
+    with suppress(OSError, ValueError, KeyError):
+        noted = json.loads((notes / "agent.json").read_bytes())
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with direct.open(f"{noted['url']}/healthz", timeout=_ANSWER_S) as answer:
+            if json.load(answer)["id"] == noted["id"]:
+                return str(noted["url"])
+    return None
+
+
+def own_address() -> str:
+    """The address of this host from which it reaches the first one of the job."""
+    master = os.environ.get("MASTER_ADDR") or socket.gethostname()
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(master, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as reaching:
+            reaching.connect(place)  # sends nothing
+            return str(reaching.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"

@@ -1,0 +1,646 @@
+"""The local tier of hosts that share nothing, as one store (docs/decisions/0045).
+
+Each host has a folder, and an agent (`ckptd agent`) that serves it to the other hosts of its jobs. A shard lies on the
+host that wrote it and on `replicas` others. All other objects, the documents, lie on the first host of the job, whose
+folder decides create-only writes, and on the `replicas` hosts after it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from pathlib import Path
+from queue import Queue
+from typing import Any, TypeVar
+from urllib.parse import quote, urlencode, urlsplit
+
+import msgspec
+import xxhash
+from typing_extensions import override
+
+from ckptstore import names
+from ckptstore.codecs.chunk_codecs import Buffer
+from ckptstore.commits.catalog import Checkpoint
+from ckptstore.errors import CkptError, InvalidRequest, ObjectMissing, StoreFull, StoreUnavailable
+from ckptstore.names import RunKeys
+from ckptstore.stores import ObjectInfo, ObjectReader, ObjectWriter, RangeReader, Store, WrappedStore, open_store
+from ckptstore.stores.local import LocalStore
+from ckptstore.threads import in_parallel
+from ckptstore.values import Value
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "_hosts"
+"""In the folder of a local tier: which hosts a run has, and the note of the agent."""
+PROOF = "Ckptd-Proof"
+PEER = "peer"
+"""The name of other hosts among the sources of a restore."""
+_CONNECT_S, _ANSWER_S = 3.0, 10.0
+_PARTIAL = 206
+_AWAY_S = 10.0
+"""For how long an agent that does not answer is not asked again."""
+_SLOW_S, _LEAST_BYTES_PER_S = 5.0, 8e6
+"""A copy ends if it takes this long, and a second more for each of so many bytes."""
+_BLOCK_BYTES = 4 << 20
+_BLOCKS = 4
+"""Most blocks of a copy that wait to be sent."""
+_T = TypeVar("_T")
+
+
+class Agent(Value):
+    """What serves the folder of a host."""
+
+    id: str
+    """Of the folder (StoreSource.id)."""
+    url: str
+    host: str
+    """The name of the host, for messages."""
+
+
+class Members(Value):
+    """The hosts of a run, as each of them has it in a file of its folder."""
+
+    version: int = 0
+    """Rises with each job."""
+    token: str = msgspec.field(default="", name="token")
+    """Known to the hosts of the run alone; each proves to the other that it has it."""
+    replicas: int = 0
+    hosts: tuple[Agent, ...] = ()
+    """Of the newest job, in the order of their lowest ranks."""
+    former: tuple[Agent, ...] = ()
+    """Of earlier jobs; they are only read."""
+
+
+def members_file(folder: Path, run: str) -> Path:
+    """The file with the Members of a run, or of its folder."""
+    return folder / FOLDER / f"{run.replace('/', '~')}.json"
+
+
+def read_members(folder: Path, run: str) -> Members | None:
+    """The hosts of a run; None if it has a folder alone."""
+    with suppress(OSError, msgspec.DecodeError):
+        return msgspec.json.decode(members_file(folder, run).read_bytes(), type=Members)
+    return None
+
+
+def proof(token: str, *parts: str) -> str:
+    """That its maker knows the token: an HMAC (RFC 2104) of these parts."""
+    return hmac.new(token.encode(), "\n".join(parts).encode(), "sha256").hexdigest()
+
+
+def open_local(url: str, options: Mapping[str, Any] | None = None, retried: bool = False) -> Store:
+    """The store of a local tier: a folder whose runs may have several hosts, or any other store."""
+    store = open_store(url, options, retried)
+    return HostsStore(store) if isinstance(store, LocalStore) else store
+
+
+class AgentStore(Store):
+    """The objects of one run in the folder of another host, by its agent. For any thread.
+
+    A request that gets no answer within seconds is StoreUnavailable, and so are the next ones for a while.
+    """
+
+    def __init__(self, agent: Agent, run: str, token: str) -> None:
+        """run: the name of its folder."""
+        self.agent, self.url, self.identity = agent, agent.url, f"{agent.url} {agent.id}"
+        self.one_winner = True
+        self._run, self._token = run, token
+        self._idle: list[HTTPConnection] = []
+        """Open connections, each used by one thread at a time."""
+        self.away_until = 0.0
+        """By time.monotonic()."""
+
+    @override
+    def put(self, key: str, data: Buffer) -> None:
+        self._ask("PUT", key, bytes(data))
+
+    @override
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        return bool(self._ask("PUT", key, bytes(data), create="1").headers["Ckptd-Created"] == "1")
+
+    def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
+        """Replaces what an interrupted writer left."""
+        return _AgentWriter(self, key)
+
+    open_replacement = open_writer
+
+    @override
+    def get(self, key: str) -> bytes:
+        return self._ask("GET", key).data
+
+    @override
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
+        if not len(buffer):
+            return 0
+        last = offset + len(buffer) - 1
+        return self._ask("GET", key, headers={"Range": f"bytes={offset}-{last}"}, into=buffer).length
+
+    @override
+    def open_reader(self, key: str) -> ObjectReader:
+        self.size(key)
+        return RangeReader(partial(self.get_range, key))
+
+    @override
+    def size(self, key: str) -> int:
+        return int(self._ask("HEAD", key).headers["Content-Length"])
+
+    @override
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        found = json.loads(self._ask("GET", "", prefix=prefix).data)
+        return (ObjectInfo(*info) for info in found)
+
+    @override
+    def list_folders(self, prefix: str) -> Iterator[str]:
+        return iter(json.loads(self._ask("GET", "", folders=prefix).data))
+
+    @override
+    def delete_many(self, keys: Iterable[str]) -> None:
+        self._ask("POST", "", json.dumps(list(keys)).encode())
+
+    def answers(self) -> bool:
+        """Whether the host is there, and knows the run's token."""
+        with suppress(CkptError):
+            return bool(self._ask("GET", ""))
+        return False
+
+    def close(self) -> None:
+        """Close the connections that are idle."""
+        while self._idle:
+            self._idle.pop().close()
+
+    __del__ = close
+
+    def _ask(
+        self, method: str, key: str, body: bytes = b"", headers: Mapping[str, str] = {}, into: memoryview | None = None,
+        **query: str,
+    ) -> _Answer:  # fmt: skip
+        connection, idle = self.take()
+        try:
+            connection.request(method, *self.signed(method, key, query, headers, body))
+            return self.answer(connection, into)
+        except (HTTPException, OSError) as error:
+            connection.close()
+            if not idle or isinstance(error, TimeoutError):
+                raise self.failure(f"{method} {key or query}", error) from error
+        self.close()  # the agent has closed it meanwhile
+        return self._ask(method, key, body, headers, into, **query)
+
+    def signed(
+        self, method: str, key: str, query: Mapping[str, str], headers: Mapping[str, str], body: bytes | None
+    ) -> tuple[str, bytes | None, dict[str, str]]:
+        """The target, body and headers of a request that proves that this host has the token."""
+        nonce, words = os.urandom(16).hex(), urlencode(query)
+        proved = f"Ckptd {self._run} {nonce} {proof(self._token, nonce, method, key, words)}"
+        target = f"/objects/{quote(key)}{f'?{words}' if words else ''}"
+        return target, body, {**headers, "Authorization": proved}
+
+    def take(self) -> tuple[HTTPConnection, bool]:
+        """A connection for one request and its answer, and whether it was idle before. Raises StoreUnavailable."""
+        with suppress(IndexError):  # another thread was faster
+            return self._idle.pop(), True
+        if time.monotonic() < self.away_until:
+            raise StoreUnavailable(f"the agent of {self.agent.host} at {self.url} did not answer before")
+        try:
+            return self._connect(), False
+        except (HTTPException, OSError, ValueError) as error:
+            raise self.failure("connect", error) from error
+
+    def failure(self, what: str, error: Exception) -> StoreUnavailable:
+        """The error of a request without an answer, after which the agent is not asked for a while."""
+        self.away_until = time.monotonic() + _AWAY_S
+        return StoreUnavailable(
+            f"the agent of {self.agent.host} at {self.url} failed to {what}: {type(error).__name__}: {error}",
+            "Look at that host: it serves its local tier by `ckptd agent`",
+        )
+
+    def answer(self, connection: HTTPConnection, into: memoryview | None = None) -> _Answer:
+        """The answer to a request; the connection is idle on return. Raises HTTPException, OSError or CkptError."""
+        reply = connection.getresponse()
+        data, length = b"", 0
+        if into is not None and reply.status == _PARTIAL:
+            while length < len(into) and (count := reply.readinto(into[length:])):
+                length += count
+        data += reply.read()
+        self._idle.append(connection)
+        match reply.status:
+            case 200 | 206:
+                return _Answer(reply.headers, data, length)
+            case 404:
+                raise ObjectMissing(f"{self.agent.host} at {self.url}: {data.decode(errors='replace')[:200]}")
+            case 416:
+                return _Answer(reply.headers, b"", 0)
+            case 507:
+                raise StoreFull(f"the disk of {self.agent.host} is full", "Free space there")
+        raise StoreUnavailable(f"the agent of {self.agent.host} at {self.url} answers {reply.status}: {data[:200]!r}")
+
+    def _connect(self) -> HTTPConnection:
+        """A connection to the agent, which has proved that it serves this folder, and knows the token."""
+        parts = urlsplit(self.url)
+        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        made = kind(parts.hostname or "", parts.port, timeout=_CONNECT_S, blocksize=1 << 20)
+        try:
+            target, _, headers = self.signed("GET", "", {}, {}, None)
+            made.request("GET", target, headers=headers)
+            answer, nonce = made.getresponse(), headers["Authorization"].split()[2]
+            answer.read()
+            if answer.headers.get(PROOF) != proof(self._token, nonce, self.agent.id):
+                raise ValueError("it serves another folder, or does not know the token of the run")
+            assert made.sock is not None
+            made.sock.settimeout(_ANSWER_S)
+            return made
+        except BaseException:
+            made.close()
+            raise
+
+
+@dataclass
+class _Answer:
+    headers: Any
+    data: bytes
+    length: int
+
+
+class _AgentWriter(ObjectWriter):
+    """One request in chunks, whose answer has the digest of what the agent wrote."""
+
+    def __init__(self, store: AgentStore, key: str) -> None:
+        self._store, self._key, self._digest = store, key, xxhash.xxh3_128()
+        self._connection, _ = store.take()
+        target, _, headers = store.signed("PUT", key, {}, {"Transfer-Encoding": "chunked"}, None)
+        with self._failing():
+            self._connection.putrequest("PUT", target)
+            for name, value in headers.items():
+                self._connection.putheader(name, value)
+            self._connection.endheaders()
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except (HTTPException, OSError) as error:
+            self.abort()
+            raise self._store.failure(f"take {self._key}", error) from error
+
+    def write(self, data: Buffer) -> None:
+        if view := memoryview(data).cast("B"):
+            self._digest.update(view)
+            with self._failing():
+                for part in (b"%x\r\n" % len(view), view, b"\r\n"):
+                    self._connection.send(part)
+
+    def commit(self) -> None:
+        with self._failing():
+            self._connection.send(b"0\r\n\r\n")
+            answer = self._store.answer(self._connection)
+        if answer.data.decode() != self._digest.hexdigest():
+            raise StoreUnavailable(f"{self._store.agent.host} wrote other bytes of {self._key}")
+
+    def abort(self) -> None:
+        self._connection.close()
+
+
+@dataclass
+class _Group:
+    """The hosts of one run, seen from one of them."""
+
+    own: LocalStore
+    members: Members
+    hosts: list[Store]
+    """Of the job, in order; `own` if this host is one of them."""
+    former: list[Store]
+    warned: bool = False
+
+    @property
+    def holders(self) -> list[Store]:
+        """The stores with the documents; the first one decides."""
+        return self.hosts[: self.members.replicas + 1]
+
+    @property
+    def ring(self) -> list[Store]:
+        """The other hosts of the job, the next one first."""
+        at = self.hosts.index(self.own) if self.own in self.hosts else 0
+        return [store for store in self.hosts[at:] + self.hosts[:at] if store is not self.own]
+
+    @property
+    def everywhere(self) -> list[Store]:
+        """All stores, nearest first."""
+        return [self.own, *self.ring, *self.former]
+
+    def lacks_copies(self, key: str, copies: int, error: object) -> None:
+        """Say once that an object lies on fewer hosts than it should; the next copy that is whole ends that."""
+        whole, before = copies >= self.members.replicas, self.warned
+        self.warned = not whole
+        if not whole and not before:
+            logger.warning(
+                "%s lies on %d other hosts and not on %d, so that the loss of a host may lose it: %s",
+                key, copies, self.members.replicas, error,
+            )  # fmt: skip
+
+
+class HostsStore(WrappedStore):
+    """The local tier of a host. A run without Members is in the folder of this host alone. For any thread.
+
+    A read takes the nearest copy. A shard that no host of the job takes within the bound of its rate is on this host
+    only, with a warning: no save fails, or waits, for a peer. A document raises StoreUnavailable if the first host of
+    the job does not answer.
+    """
+
+    def __init__(self, own: LocalStore) -> None:
+        super().__init__(own)
+        self.own = own
+        self._groups: dict[str, _Group] = {}
+
+    @property
+    @override
+    def on_this_host(self) -> bool:
+        return self.own.on_this_host and not (self.own.root / FOLDER).is_dir()
+
+    def reload(self) -> None:
+        """Read again which hosts each run has."""
+        self._groups = {}
+
+    def group(self, key: str) -> _Group | None:
+        """The hosts of the run of a key; None if it is on this host alone."""
+        run = key.partition("/")[0]
+        if run.startswith("_"):
+            return None
+        if run not in self._groups:
+            if (members := read_members(self.own.root, run)) is None:
+                return None
+            id = _folder_id(self.own)
+            hosts, former = (
+                list[Store](self.own if one.id == id else AgentStore(one, run, members.token) for one in agents)
+                for agents in (members.hosts, members.former)
+            )
+            self._groups[run] = _Group(self.own, members, hosts, [one for one in former if one is not self.own])
+        return self._groups[run]
+
+    def copies(self, key: str) -> list[Store]:
+        """The other hosts that have a shard, nearest first."""
+        group = self.group(key)
+        others = [] if group is None else group.everywhere[1:]
+        return [store for store, there in zip(others, in_parallel(partial(_has, key), others), strict=True) if there]
+
+    @override
+    def put(self, key: str, data: Buffer) -> None:
+        group = self.group(key)
+        if group is not None and is_shard(key):
+            with self.open_replacement(key) as writer:
+                writer.write(data)
+        elif group is None:
+            self.own.put(key, data)
+        else:
+            group.holders[0].put(key, data)
+            self._spread(group, key, data)
+
+    @override
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        if (group := self.group(key)) is None:
+            return self.own.put_if_absent(key, data)
+        first, *_ = group.holders
+        created = first.put_if_absent(key, data)
+        # Whoever created it may have ended before the other hosts had it.
+        self._spread(group, key, data if created else first.get(key))
+        return created
+
+    def _spread(self, group: _Group, key: str, data: Buffer) -> None:
+        def put(store: Store) -> CkptError | None:
+            try:
+                store.put(key, data)
+            except CkptError as error:
+                return error
+            return None
+
+        others = group.holders[1:]
+        failed = [error for error in in_parallel(put, others) if error is not None] if others else []
+        group.lacks_copies(key, group.members.replicas - len(failed) if failed else group.members.replicas, failed)
+
+    @override
+    def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
+        return self._tee(key, size_hint, self.own.open_writer)
+
+    @override
+    def open_replacement(self, key: str, size_hint: int = 0) -> ObjectWriter:
+        return self._tee(key, size_hint, self.own.open_replacement)
+
+    def _tee(self, key: str, size_hint: int, open_own: Callable[[str, int], ObjectWriter]) -> ObjectWriter:
+        group = self.group(key)
+        return open_own(key, size_hint) if group is None else _Tee(group, key, open_own(key, size_hint))
+
+    @override
+    def _request(self, call: Callable[..., _T], *args: Any) -> _T:
+        """A read, by the nearest store that has the object."""
+        key, error = args[0], ObjectMissing(f"{self.object_url(args[0])} does not exist")
+        for store in self._places(key):
+            try:
+                result: _T = getattr(store, call.__name__)(*args)
+                return result
+            except ObjectMissing:
+                continue
+            except StoreUnavailable as failure:
+                if store is self.own:
+                    raise
+                logger.debug("without another host: %s", failure)
+        raise error
+
+    def _places(self, key: str) -> Sequence[Store]:
+        if (group := self.group(key)) is None:
+            return [self.own]
+        return group.everywhere if is_shard(key) else sorted(group.holders, key=lambda store: store is not self.own)
+
+    @override
+    def open_reader(self, key: str) -> ObjectReader:
+        return self._request(self.own.open_reader, key)
+
+    @override
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        found = self._listed(prefix, lambda store: [*store.list(prefix)])
+        return iter(sorted({info.key: info for listed in reversed(found) for info in listed}.values()))
+
+    @override
+    def list_folders(self, prefix: str) -> Iterator[str]:
+        found = self._listed(prefix, lambda store: [*store.list_folders(prefix)])
+        return iter(sorted({folder for listed in found for folder in listed}))
+
+    def _listed(self, prefix: str, listing: Callable[[Store], Sequence[_T]]) -> Sequence[Sequence[_T]]:
+        """The listings of all hosts if there may be shards; else of the first one that answers."""
+        if (group := self.group(prefix)) is None:
+            return [listing(self.own)]
+        folder = prefix.partition("/")[2]
+        # Receipts are listed by the beginning of their names, often.
+        if not folder or (folder.startswith("attempts/") and not folder.rpartition("/")[2]):
+            return [found for found in in_parallel(partial(_try, listing), group.everywhere) if found is not None]
+        for store in group.holders:
+            if (found := _try(listing, store)) is not None:
+                return [found]
+        raise StoreUnavailable(f"none of the {len(group.holders)} hosts with the documents of {prefix} answers")
+
+    @override
+    def delete_many(self, keys: Iterable[str]) -> None:
+        found = list(keys)
+        for run in {key.partition("/")[0] for key in found}:
+            own = [key for key in found if key.partition("/")[0] == run]
+            group = self.group(run + "/")
+            for store in [self.own] if group is None else group.everywhere:
+                if group is None or store in (self.own, group.holders[0]):
+                    store.delete_many(own)
+                else:
+                    _try(lambda store, own=own: store.delete_many(own), store)  # type: ignore[misc]
+
+
+@dataclass
+class PeerShards:
+    """Shards on other hosts, as a source of chunks: copy `number` of each, the nearest first."""
+
+    store: HostsStore
+    number: int
+    parallel_reads = 4
+    longest_read = 0
+
+    def open_shard(self, checkpoint: Checkpoint, shard: str) -> ObjectReader:
+        """Raises ObjectMissing if fewer hosts have it."""
+        key = RunKeys(checkpoint.run).shard(checkpoint.attempt, shard)
+        found = self.store.copies(key)[self.number :]
+        if not found:
+            raise ObjectMissing(f"no other host that answers has copy {self.number + 1} of {key}")
+        return found[0].open_reader(key)
+
+
+@dataclass
+class _Tee(ObjectWriter):
+    """Writes on this host, and sends the same blocks to others."""
+
+    group: _Group
+    key: str
+    own: ObjectWriter
+    left: list[Store] = field(default_factory=list)
+    """Hosts that may take a copy if another one does not."""
+    block: bytearray = field(default_factory=bytearray)
+
+    def __post_init__(self) -> None:
+        now = time.monotonic()
+        peers = [store for store in self.group.ring if isinstance(store, AgentStore) and store.away_until < now]
+        count = self.group.members.replicas
+        self.copies = [_Copy(store, self.key) for store in peers[:count]]
+        self.left = [*peers[count:]]
+
+    def write(self, data: Buffer) -> None:
+        self.own.write(data)
+        if self.copies:
+            self.block += data
+            if len(self.block) >= _BLOCK_BYTES:
+                self._send()
+
+    def _send(self) -> None:
+        block, self.block = bytes(self.block), bytearray()
+        for copy in self.copies:
+            copy.blocks.put(block)
+
+    def commit(self) -> None:
+        if self.block:
+            self._send()
+        for copy in self.copies:
+            copy.blocks.put(b"")
+        self.own.commit()
+        failed = [error for copy in self.copies if (error := copy.end()) is not None]
+        done, wanted = len(self.copies) - len(failed), self.group.members.replicas
+        while done < wanted and self.left:
+            error = self._copy_again(self.left.pop(0))
+            done += error is None
+            failed += [error] if error is not None else []
+        self.group.lacks_copies(self.key, done, failed[0] if failed else "no other host answers")
+
+    def _copy_again(self, store: Store) -> CkptError | None:
+        """Copy what is on this disk to another host."""
+        copy, at, size = _Copy(store, self.key), 0, self.group.own.size(self.key)
+        with self.group.own.open_reader(self.key) as reader:
+            while at < size and copy.error is None:
+                block = memoryview(bytearray(min(_BLOCK_BYTES, size - at)))
+                reader.read(at, block)
+                copy.blocks.put(bytes(block))
+                at += len(block)
+        copy.blocks.put(b"")
+        return copy.end()
+
+    def abort(self) -> None:
+        for copy in self.copies:
+            copy.blocks.put(None)
+        self.own.abort()
+        for copy in self.copies:
+            copy.end()
+
+
+class _Copy(threading.Thread):
+    """A copy of an object on another host, as its blocks come."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        super().__init__(name="ckpt-copy-to-host", daemon=True)
+        self.store, self.key = store, key
+        self.blocks: Queue[bytes | None] = Queue(_BLOCKS)
+        """b"" ends the object, None drops it."""
+        self.error: CkptError | None = None
+        self._sent, self._busy_s = 0, 0.0
+        self.start()
+
+    def end(self) -> CkptError | None:
+        """The error of the copy, which has ended on return."""
+        self.join()
+        return self.error
+
+    def run(self) -> None:
+        block: bytes | None = b"."
+        try:
+            with self.store.open_replacement(self.key) as writer:
+                while block := self.blocks.get():
+                    self._timed(writer.write, block)
+                if block is None:
+                    raise InvalidRequest("the object was dropped")
+        except CkptError as error:
+            self.error = error
+            while block:
+                block = self.blocks.get()
+
+    def _timed(self, write: Callable[[bytes], None], block: bytes) -> None:
+        began = time.monotonic()
+        write(block)
+        self._busy_s += time.monotonic() - began
+        self._sent += len(block)
+        if self._busy_s > _SLOW_S + self._sent / _LEAST_BYTES_PER_S:
+            raise StoreUnavailable(
+                f"{self.store.url} takes {self._sent / self._busy_s / 1e6:.1f} MB/s, which is too slow"
+            )
+
+
+def is_shard(key: str) -> bool:
+    """Whether a key is that of a shard; others are documents."""
+    return "/attempts/" in key and not key.endswith((".json", ".zst"))
+
+
+def _folder_id(store: LocalStore) -> str:
+    return store.get(names.STORE_ID).decode()
+
+
+def _has(key: str, store: Store) -> bool:
+    try:
+        store.size(key)
+    except (ObjectMissing, StoreUnavailable):
+        return False
+    return True
+
+
+def _try(call: Callable[[Store], _T], store: Store) -> _T | None:
+    """The result of a call to a store; None if it does not answer."""
+    try:
+        return call(store)
+    except StoreUnavailable as error:
+        logger.debug("without another host: %s", error)
+        return None
