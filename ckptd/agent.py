@@ -63,12 +63,14 @@ class AgentContext:
 def serve_agent(settings: Settings, idle_s: float) -> None:
     """Serve the folder of the settings' store until a signal comes; one agent serves a folder, and others end at once.
 
-    idle_s: end when no process of this host needs the agent, and nobody has asked it for so long; 0: never. Raises
+    idle_s: end when no process of this host needs the agent, and no request came for this time; 0: never. Raises
     InvalidRequest if the store is no folder.
     """
     store = open_store(settings.store)
     if not isinstance(store, LocalStore):
-        raise InvalidRequest(f"{settings.store} is no folder", "Give the local tier of this host: --store file:///...")
+        raise InvalidRequest(
+            f"{settings.store} is not a folder", "Give the local tier of this host: --store file:///..."
+        )
     context = AgentContext(store, StoreSource(store).id())
     context.folder.mkdir(mode=0o700, exist_ok=True)
     lock = os.open(context.folder / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -211,12 +213,12 @@ def _authorize(request: Request, key: str, prefix: str = "") -> tuple[str, str]:
 def _checked(key: str) -> str:
     """A key, which names nothing outside of the folder. Raises Unauthorized."""
     if not isinstance(key, str) or key.startswith(("_", "/")) or ".." in key.split("/"):
-        raise Unauthorized(f"{key!r} is no object of a run")
+        raise Unauthorized(f"{key!r} names an object outside of the runs")
     return key
 
 
 def _note(context: AgentContext, url: str) -> None:
-    """Tell the trainers of this host where the agent is."""
+    """Note the address of the agent for the trainers of this host."""
     new = context.folder / f"{NOTE}.{os.getpid()}"
     new.write_text(json.dumps({"id": context.id, "url": url}))
     new.replace(context.folder / NOTE)

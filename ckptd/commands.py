@@ -120,7 +120,7 @@ def _serve(configuration: Configuration) -> None:
 def _agent(
     configuration: Configuration,
     idle: Annotated[
-        float, typer.Option("--idle-seconds", help="End when nobody has needed it for so long; 0: never.")
+        float, typer.Option("--idle-seconds", help="End when no process has needed it for this time; 0: never.")
     ] = 0.0,
 ) -> None:
     """Serve the local tier of this host to the other hosts of its jobs.

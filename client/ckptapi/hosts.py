@@ -31,6 +31,7 @@ from ckptstore import names
 from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CkptError, InvalidRequest, ObjectMissing, StoreFull, StoreUnavailable
+from ckptstore.format.decoding import decode_json
 from ckptstore.names import RunKeys
 from ckptstore.stores import ObjectInfo, ObjectReader, ObjectWriter, RangeReader, Store, WrappedStore, open_store
 from ckptstore.stores.local import LocalStore
@@ -49,7 +50,7 @@ _PARTIAL = 206
 _AWAY_S = 10.0
 """For how long an agent that does not answer is not asked again."""
 _SLOW_S, _LEAST_BYTES_PER_S = 5.0, 8e6
-"""A copy ends if it takes this long, and a second more for each of so many bytes."""
+"""A copy ends if it takes this long, and one second more for this number of bytes."""
 _BLOCK_BYTES = 4 << 20
 _BLOCKS = 4
 """Most blocks of a copy that wait to be sent."""
@@ -57,10 +58,10 @@ _T = TypeVar("_T")
 
 
 class Agent(Value):
-    """What serves the folder of a host."""
+    """The agent of a host, and the folder that it serves."""
 
     id: str
-    """Of the folder (StoreSource.id)."""
+    """The id of the folder (StoreSource.id)."""
     url: str
     host: str
     """The name of the host, for messages."""
@@ -71,13 +72,13 @@ class Members(Value):
 
     version: int = 0
     """Rises with each job."""
-    token: str = msgspec.field(default="", name="token")
+    token: str = ""
     """Known to the hosts of the run alone; each proves to the other that it has it."""
     replicas: int = 0
     hosts: tuple[Agent, ...] = ()
-    """Of the newest job, in the order of their lowest ranks."""
+    """Those of the newest job, in the order of their lowest ranks."""
     former: tuple[Agent, ...] = ()
-    """Of earlier jobs; they are only read."""
+    """Those of earlier jobs, which are only read."""
 
 
 def members_file(folder: Path, run: str) -> Path:
@@ -88,7 +89,7 @@ def members_file(folder: Path, run: str) -> Path:
 def read_members(folder: Path, run: str) -> Members | None:
     """The hosts of a run; None if it has a folder alone."""
     with suppress(OSError, msgspec.DecodeError):
-        return msgspec.json.decode(members_file(folder, run).read_bytes(), type=Members)
+        return decode_json(members_file(folder, run).read_bytes(), Members)
     return None
 
 
@@ -302,6 +303,7 @@ class _AgentWriter(ObjectWriter):
             self._connection.send(b"0\r\n\r\n")
             answer = self._store.answer(self._connection)
         if answer.data.decode() != self._digest.hexdigest():
+            self._store.delete_many([self._key])
             raise StoreUnavailable(f"{self._store.agent.host} wrote other bytes of {self._key}")
 
     def abort(self) -> None:
@@ -315,7 +317,7 @@ class _Group:
     own: LocalStore
     members: Members
     hosts: list[Store]
-    """Of the job, in order; `own` if this host is one of them."""
+    """Those of the job, in order; `own` if this host is one of them."""
     former: list[Store]
     warned: bool = False
 
@@ -408,7 +410,7 @@ class HostsStore(WrappedStore):
             return self.own.put_if_absent(key, data)
         first, *_ = group.holders
         created = first.put_if_absent(key, data)
-        # Whoever created it may have ended before the other hosts had it.
+        # Its creator may have ended before the other hosts had it.
         self._spread(group, key, data if created else first.get(key))
         return created
 

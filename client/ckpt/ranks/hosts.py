@@ -22,6 +22,7 @@ import msgspec
 from ckpt.ranks.world import World, together
 from ckptapi.hosts import FOLDER, Agent, AgentStore, HostsStore, Members, is_shard, members_file, read_members
 from ckptstore.errors import InvalidRequest, StoreUnavailable, StoreUnsafe, Unavailable
+from ckptstore.format.decoding import convert
 from ckptstore.names import RunKeys, generation_number
 from ckptstore.reading.source import StoreSource
 from ckptstore.retry import pauses
@@ -46,8 +47,8 @@ def join_hosts(world: World, source: TieredSource, run: str, replicas: int) -> N
 
     Starts the agent of this host if it has none. On return the first host, and the `replicas` ones after it, have all
     documents of the run that any host has that answers. Raises, on every rank, the first error of any: InvalidRequest,
-    StoreUnsafe if hosts hold different generations of one number, Unavailable if hosts may have what nobody else has,
-    and the remote store does not answer; RankLost.
+    StoreUnsafe if hosts hold different generations of one number, Unavailable if only lost hosts may have the
+    newest checkpoint, and the remote store does not answer; RankLost.
     """
     store = source.local.store
     assert isinstance(store, HostsStore)
@@ -58,7 +59,7 @@ def join_hosts(world: World, source: TieredSource, run: str, replicas: int) -> N
         me = Agent(StoreSource(own).id(), agent_url(own.root, own.url), socket.gethostname())
         return msgspec.to_builtins((me, before, secrets.token_hex(32)))
 
-    said = [msgspec.convert(one, tuple[Agent, Members, str]) for one in together(world, introduce)]
+    said = [convert(one, tuple[Agent, Members, str]) for one in together(world, introduce)]
     members, before = agreed(said, replicas)
     ids = [agent.id for agent, *_ in said]
     first_here = ids.index(ids[world.rank]) == world.rank
@@ -99,8 +100,8 @@ def agreed(said: Sequence[tuple[Agent, Members, str]], replicas: int) -> tuple[M
 
 
 def check_lost(source: TieredSource, run: str, members: Members, before: Members) -> None:
-    """Warn of hosts of the job before that do not answer, if they may have what nobody else has; raises Unavailable if
-    the remote store does not answer either, so that nobody knows what is newest."""
+    """Warn of hosts of the job before that do not answer, if only they may have the newest checkpoint. Raises
+    Unavailable if the remote store does not answer either."""
     here = {one.id for one in members.hosts}
     folder = RunKeys(run).folder
     gone = [one for one in before.hosts if one.id not in here and not AgentStore(one, folder, members.token).answers()]
@@ -111,7 +112,7 @@ def check_lost(source: TieredSource, run: str, members: Members, before: Members
         f"{before.replicas} replicas: what was saved last may be lost with them"
     )
     try:
-        source.store.list_folders(f"{folder}/")
+        next(source.store.list_folders(f"{folder}/"), None)
     except Unavailable as error:
         raise StoreUnavailable(
             f"{lost}; and {error.message}", "Wait for one of them, or for the remote store"
@@ -157,7 +158,7 @@ def agent_url(folder: Path, url: str) -> str:
             return found
         command = [sys.executable, "-m", "ckptd", "agent", "--store", url, "--host", own_address(), "--port", "0"]
         options = ["--idle-seconds", str(_IDLE_S), "--log-level", "warning"]
-        with open(notes / "agent.log", "wb") as log:  # it outlives whoever reads the output of the job
+        with open(notes / "agent.log", "wb") as log:  # it outlives the programs that read the output of the job
             none = subprocess.DEVNULL
             started = subprocess.Popen([*command, *options], stdin=none, stdout=log, stderr=log, start_new_session=True)
         _started.append(started)

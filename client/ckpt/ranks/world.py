@@ -320,7 +320,7 @@ class World:
 
 
 def together(world: World, step: Callable[[], Any]) -> list[Any]:
-    """What a step returns on each rank (JSON types and bytes). A collective.
+    """The results of a step on all ranks (JSON types and bytes), by rank. A collective.
 
     Raises the first rank's CkptError, on every rank.
     """

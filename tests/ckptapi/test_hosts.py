@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import http.client
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptapi.hosts import AgentStore, HostsStore, PeerShards, open_local
+from ckptstore.commits.catalog import Checkpoint, State
+from ckptstore.errors import CorruptObject, ObjectMissing, StoreUnavailable
+from ckptstore.names import Attempt, RunKeys
+from ckptstore.stores.local import LocalStore
+from tests.support.agents import TOKEN, meet, running_agent, running_hosts
+
+KEYS = RunKeys("run")
+ATTEMPT = Attempt(5, "01HZY3K0000000000000000000", generation=1)
+SHARD = KEYS.shard(ATTEMPT, "shard-00000.ckpt")
+OUTCOME = KEYS.outcome(ATTEMPT)
+DATA = bytes(range(256)) * 20_000  # more than a block of a copy
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[list[HostsStore]]:
+    with running_hosts(tmp_path) as stores:
+        yield stores
+
+
+def holders(hosts: list[HostsStore], key: str) -> list[int]:
+    return [number for number, store in enumerate(hosts) if (store.own.root / key).exists()]
+
+
+def write(store: HostsStore, key: str, data: bytes = DATA) -> None:
+    with store.open_writer(key, len(data)) as writer:
+        writer.write(data[:1000])
+        writer.write(data[1000:])
+
+
+def test_a_shard_lies_on_its_host_and_the_next_one_and_is_read_on_all(hosts: list[HostsStore]) -> None:
+    write(hosts[2], SHARD)
+    assert holders(hosts, SHARD) == [0, 2]
+    for store in hosts:
+        assert store.get(SHARD) == DATA
+        assert store.size(SHARD) == len(DATA)
+        assert [info.key for info in store.list(KEYS.attempts)] == [SHARD]
+        assert list(store.list_folders(KEYS.attempts)) == [str(ATTEMPT)]
+        with store.open_reader(SHARD) as reader:
+            part = memoryview(bytearray(700))
+            reader.read(300, part)
+        assert part == DATA[300:1000]
+    hosts[1].delete_many([SHARD])
+    assert holders(hosts, SHARD) == []
+    with pytest.raises(ObjectMissing):
+        hosts[0].get(SHARD)
+
+
+def test_documents_lie_on_the_first_host_and_the_next_one(hosts: list[HostsStore]) -> None:
+    hosts[2].put(KEYS.receipt(ATTEMPT, 2), b"receipt")
+    assert holders(hosts, KEYS.receipt(ATTEMPT, 2)) == [0, 1]
+    assert {store.get(KEYS.receipt(ATTEMPT, 2)) for store in hosts} == {b"receipt"}
+    assert [[info.key for info in store.list(KEYS.thousand(ATTEMPT, 0))] for store in hosts] == [
+        [KEYS.receipt(ATTEMPT, 2)]
+    ] * 3
+
+
+def test_one_of_several_hosts_that_decide_at_once_wins(hosts: list[HostsStore]) -> None:
+    won: list[int] = []
+
+    def decide(number: int) -> None:
+        if hosts[number].put_if_absent(OUTCOME, str(number).encode()):
+            won.append(number)
+
+    threads = [threading.Thread(target=decide, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    [winner] = won
+    assert {store.get(OUTCOME) for store in hosts} == {str(winner).encode()}
+    assert holders(hosts, OUTCOME) == [0, 1]
+
+
+def test_a_creator_that_loses_completes_the_copies_of_the_winner(hosts: list[HostsStore]) -> None:
+    """The winner may have ended between its create and its copies."""
+    hosts[0].own.put_if_absent(OUTCOME, b"first")
+    assert not hosts[2].put_if_absent(OUTCOME, b"second")
+    assert hosts[1].own.get(OUTCOME) == b"first"
+
+
+def test_what_a_killed_host_held_is_on_others(tmp_path: Path) -> None:
+    with running_hosts(tmp_path, 2) as others, running_agent(tmp_path / "2") as agent:
+        known = others[0].group("run/")
+        assert known is not None
+        folders = [tmp_path / str(number) for number in range(3)]
+        hosts = meet(folders, [*known.members.hosts, agent])
+        write(hosts[2], SHARD)
+        hosts[2].put(OUTCOME, b"decided")
+    with running_agent(tmp_path / "1") as agent:  # where neither of the two others answers
+        [store] = meet([tmp_path / "1"], [agent])
+        assert store.get(OUTCOME) == b"decided"
+        with pytest.raises(ObjectMissing):
+            store.get(SHARD)
+
+
+def test_a_host_that_does_not_answer_is_passed_over_and_nothing_fails(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running_agent(tmp_path / "0") as first, running_agent(tmp_path / "2") as last:
+        with running_agent(tmp_path / "1") as gone:
+            pass
+        hosts = meet([tmp_path / "0", tmp_path / "2"], [first, gone, last])
+        with caplog.at_level(logging.WARNING):
+            write(hosts[0], SHARD)
+        assert holders(hosts, SHARD) == [0, 1], "on the host after the one that is gone"
+        assert not caplog.messages
+        hosts[0].put(OUTCOME, b"decided")
+        hosts[0].put(KEYS.manifest(ATTEMPT), b"manifest")
+        assert hosts[1].get(OUTCOME) == b"decided"
+    [warning] = caplog.messages
+    assert "lies on 0 other hosts and not on 1" in warning, "once, for both documents"
+
+
+def test_documents_need_the_host_that_decides(tmp_path: Path) -> None:
+    with running_agent(tmp_path / "0") as gone:
+        pass
+    with running_agent(tmp_path / "1") as other:
+        [store] = meet([tmp_path / "1"], [gone, other])
+        with pytest.raises(StoreUnavailable, match="agent of 0"):
+            store.put_if_absent(OUTCOME, b"decided")
+        write(store, SHARD)
+        assert store.get(SHARD) == DATA
+
+
+@pytest.mark.parametrize("wrong", ["token", "folder", "run"])
+def test_only_hosts_of_the_run_are_answered_and_believed(wrong: str, tmp_path: Path) -> None:
+    with running_hosts(tmp_path, 1) as [store]:
+        group = store.group("run/")
+        assert group is not None
+        agent = group.members.hosts[0]
+        store.put(OUTCOME, b"decided")
+        if wrong == "folder":
+            agent = type(agent)("another", agent.url, agent.host)
+        other = AgentStore(agent, "other" if wrong == "run" else "run", "wrong" if wrong == "token" else TOKEN)
+        with pytest.raises(StoreUnavailable, match="does not know the token"):
+            other.get(OUTCOME)
+        assert not other.answers()
+
+
+@pytest.mark.parametrize("key", ["other/commits/x.json", "_hosts/run.json", "run/../_hosts/run.json", "/etc/passwd"])
+def test_a_token_opens_the_objects_of_its_run_only(key: str, hosts: list[HostsStore]) -> None:
+    group = hosts[0].group("run/")
+    assert group is not None
+    agent = AgentStore(group.members.hosts[1], "run", TOKEN)
+    for call in (agent.get, lambda key: agent.put(key, b""), lambda key: agent.delete_many([key])):
+        with pytest.raises(StoreUnavailable, match="answers 401"):
+            call(key)
+
+
+def test_a_copy_that_is_damaged_is_passed_over_for_the_next_one(hosts: list[HostsStore], tmp_path: Path) -> None:
+    for number in range(3):
+        hosts[number].own.put(SHARD, str(number).encode())
+    checkpoint = Checkpoint("run", ATTEMPT, State.COMMITTED)
+    read = [PeerShards(hosts[0], number).open_shard(checkpoint, "shard-00000.ckpt") for number in range(2)]
+    assert [bytes(reader.read_once(0, 1)) for reader in read] == [b"1", b"2"]
+    with pytest.raises(CorruptObject):
+        read[0].read_once(0, 2)
+    with pytest.raises(ObjectMissing):
+        PeerShards(hosts[0], 2).open_shard(checkpoint, "shard-00000.ckpt")
+
+
+def test_a_copy_whose_bytes_changed_on_the_way_is_made_on_another_host(
+    hosts: list[HostsStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that answers with another digest wrote other bytes."""
+    group = hosts[0].group("run/")
+    assert group is not None
+    send = http.client.HTTPConnection.send
+    port = int(group.members.hosts[1].url.rpartition(":")[2])
+
+    def flipped(connection: http.client.HTTPConnection, data: Any) -> None:
+        send(connection, b"\0" * len(data) if connection.port == port and len(data) > 1000 else data)
+
+    monkeypatch.setattr(http.client.HTTPConnection, "send", flipped)
+    write(hosts[0], SHARD)
+    assert hosts[2].own.get(SHARD) == DATA
+
+
+def test_a_writer_that_is_left_by_an_error_leaves_nothing(hosts: list[HostsStore]) -> None:
+    def fail() -> None:
+        with hosts[0].open_writer(SHARD) as writer:
+            writer.write(DATA)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert holders(hosts, SHARD) == []
+
+
+def test_a_run_without_other_hosts_is_in_its_folder(tmp_path: Path) -> None:
+    store = open_local(f"file://{tmp_path}")
+    assert isinstance(store, HostsStore)
+    write(store, SHARD)
+    store.put(OUTCOME, b"decided")
+    assert not store.put_if_absent(OUTCOME, b"again")
+    plain = LocalStore(str(tmp_path))
+    assert [*store.list("run/")] == [*plain.list("run/")]
+    assert [*store.list_folders("")] == ["run"]
+    assert store.on_this_host == plain.on_this_host
+    store.delete_many([SHARD, OUTCOME])
+    assert [*plain.list("run/")] == []
