@@ -104,7 +104,7 @@ def test_more_lost_hosts_than_replicas_are_named(
 @pytest.mark.parametrize("settings", [{}, {"local": "memory://near"}, {"local": "near", "replicas": -1}])
 def test_replicas_need_a_folder(settings: dict[str, object], tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="replicas="):
-        Checkpointer(tmp_path / "far", run="run", **{"replicas": 1, **settings})  # type: ignore[arg-type]
+        Checkpointer(str(tmp_path / "far"), run="run", **{"replicas": 1, **settings})  # type: ignore[arg-type]
 
 
 def test_a_job_of_one_host_saves_and_restores(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
