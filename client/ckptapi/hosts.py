@@ -76,9 +76,9 @@ class Members(Value):
     """Known to the hosts of the run alone; each proves to the other that it has it."""
     replicas: int = 0
     hosts: tuple[Agent, ...] = ()
-    """Those of the newest job, in the order of their lowest ranks."""
+    """The hosts of the newest job, in the order of their lowest ranks."""
     former: tuple[Agent, ...] = ()
-    """Those of earlier jobs, which are only read."""
+    """Hosts of earlier jobs, which are only read."""
 
 
 def members_file(folder: Path, run: str) -> Path:
@@ -317,7 +317,7 @@ class _Group:
     own: LocalStore
     members: Members
     hosts: list[Store]
-    """Those of the job, in order; `own` if this host is one of them."""
+    """The stores of the job, in order; `own` if this host is one of them."""
     former: list[Store]
     warned: bool = False
 

@@ -172,9 +172,10 @@ def test_prometheus_accepts_config_and_rules_and_the_rules_pass_their_tests(tmp_
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze: apt-get install systemd")
-def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
-    unit = (DEPLOY / "systemd" / "ckptd.service").read_text()
-    assert "CKPTD_VERIFY_HOURS=24" in unit
+@pytest.mark.parametrize("name", ["ckptd.service", "ckptd-agent.service"])
+def test_systemd_accepts_the_unit(name: str, tmp_path: Path) -> None:
+    unit = (DEPLOY / "systemd" / name).read_text()
+    assert "agent" in name or "CKPTD_VERIFY_HOURS=24" in unit
     assert set(re.findall(r"CKPTD_\w+", unit)) <= ENVIRONMENT.keys()
     file = tmp_path / "ckptd.service"
     file.write_text(unit.replace("/opt/ckptd/bin/ckptd", "/bin/true"))

@@ -38,7 +38,6 @@ from ckpt.saver.messages import (
     Unreplicable,
     Warned,
 )
-from ckpt.saver.pipeline import open_saved
 from ckpt.snapshot.arena import Arena, ArenaSlot
 from ckpt.snapshot.costs import StepClock
 from ckpt.snapshot.handle import LiveCounters, LiveHandle, SaveHandle
@@ -361,6 +360,8 @@ class SaveClient:
             threading.Thread(target=self._abort_attempts, args=(attempts, describe(error)), name="ckpt-abort").start()
 
     def _abort_attempts(self, attempts: Sequence[NewAttempt], failure: str) -> None:
+        from ckpt.saver.pipeline import open_saved  # the trainer needs the pipeline for this only
+
         setup = self._setup
         opened = RetryingStore(open_saved(setup), setup.retry_s)
         store = with_remote_create(opened, setup.daemon, setup.token)
