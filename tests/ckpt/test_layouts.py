@@ -1,7 +1,7 @@
 """A layout's checkpoint restores in other layouts: all bits of the whole state, and the losses go on.
 
-Of the core layouts, CKPTD_LAYOUTS=all restores each in each. By default each is restored in itself, in one process, and
-in the next one, and what one process has saved is restored in each.
+By default each of the core layouts is restored in itself and in the next one, and each of the further ones in another
+one and from another one. CKPTD_LAYOUTS=all restores each core layout in each, and each further one also in itself.
 """
 
 from __future__ import annotations
@@ -30,20 +30,19 @@ FURTHER = {
     "ddp_tp": "hsdp", "pp_interleaved": "tp_fsdp2", "model_parallel": "pp", "fsdp2_checkpointed": "ddp",
 }  # fmt: skip
 
+ALL = os.environ.get("CKPTD_LAYOUTS") == "all"
 Pairs = list[tuple[str, str]]
 
 
 def _with_each(name: str, *others: str) -> Pairs:
-    """To itself, to the others, and from the first of them."""
-    return [(name, name), *((name, other) for other in others), (others[0], name)]
+    """To the last of the others and from the first of them; with ALL to each of them and to itself."""
+    every = [(name, name), *((name, other) for other in others), (others[0], name)]
+    return every if ALL else every[-2:]
 
 
 def _core() -> Pairs:
-    every = list(product(CORE, CORE))
-    if os.environ.get("CKPTD_LAYOUTS") == "all":
-        return every
     near = {(one, (*CORE, *CORE)[at + ahead]) for at, one in enumerate(CORE) for ahead in (0, 1)}
-    return [pair for pair in every if "single" in pair or pair in near]
+    return [pair for pair in product(CORE, CORE) if ALL or pair in near]
 
 
 GRIDS = {

@@ -53,7 +53,7 @@ LLAMA = {
 WORDS = {"[UNK]": 0, "a": 1, "checkpoint": 2, "is": 3, "served": 4}
 STEPS: dict[int, Compress] = {1000: "off", 2000: "fast"}
 """How each is compressed."""
-RANGES = 25
+RANGES = 8
 """Of each file."""
 
 

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,7 @@ import pytest
 from ckptstore.stores import Store
 from tests.conftest import S3Location
 from tests.support.daemons import running_daemon
+from tests.support.forking import TRAINER, run
 
 
 @pytest.mark.parametrize("store", ["local", "s3"], indirect=True)
@@ -20,8 +19,8 @@ def test_every_reader_has_the_models_that_were_saved(
     remote: S3Location | None = request.getfixturevalue("s3_store") if store.url.startswith("s3") else None
     environment = remote.environment if remote else dict(os.environ)
     with running_daemon(store.url, environment=environment) as daemon:
-        program = [sys.executable, "-m", "tests.ckpt.integrations.read_hub", store.url, str(tmp_path)]
         client = {"HF_ENDPOINT": f"{daemon.url}/hf", "HF_TOKEN": "any", "HF_HOME": str(tmp_path / "cache")}
         environment |= {**client, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines()[-1:] == ["as saved 5"], done.stdout + done.stderr
+        program = "tests.ckpt.integrations.read_hub"
+        _, printed, errors = run(TRAINER, program, [store.url, str(tmp_path)], end_s=500.0, environment=environment)
+    assert printed.splitlines()[-1:] == ["as saved 5"], printed + errors

@@ -211,11 +211,16 @@ def test_a_mismatch_shows_the_first_rows(
         checkpointer.restore(build(here, 2), **options)
 
 
-@pytest.mark.parametrize("kind", ["whole", "staged", "not strict"])
-@pytest.mark.parametrize("side", ["there", "here", "both"])
+PREFIXES = (
+    "module.", "base_model.model.", "net._orig_mod.", "net._fsdp_wrapped_module.", "net._checkpoint_wrapped_module."
+)  # fmt: skip
+SIDES, KINDS = ("there", "here", "both"), ("whole", "staged", "not strict")
+
+
 @pytest.mark.parametrize(
-    "prefix",
-    ["module.", "base_model.model.", "net._orig_mod.", "net._fsdp_wrapped_module.", "net._checkpoint_wrapped_module."],
+    ("prefix", "side", "kind"),
+    # Each pair of two of them occurs.
+    [(PREFIXES[p], SIDES[s], KINDS[(p + s) % 3]) for p in range(len(PREFIXES)) for s in range(len(SIDES))],
 )
 def test_prefixes_of_wrappers_are_no_reason_to_fail(
     prefix: str, side: str, kind: str, checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch

@@ -100,7 +100,7 @@ def test_adapters_of_one_rank_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("fault", "ranks"), [("none", 1), ("window", 1), ("none", 2)])
 def test_a_program_without_a_fault_is_exact(tmp_path: Path, fault: str, ranks: int) -> None:
-    done = rehearsed(tmp_path, FAULTY, fault, "STORE", kills=5, ranks=ranks, seed=3)
+    done = rehearsed(tmp_path, FAULTY, fault, "STORE", kills=3, ranks=ranks, seed=3)
     assert done.code == 0, done.stdout + done.stderr
     assert all(kill["cost_s"] >= kill["resume_s"] > 0 for kill in done.json["kills"])
 
@@ -119,10 +119,10 @@ def test_a_program_that_fails_by_itself_is_refused_with_its_output(tmp_path: Pat
 
 
 EXAMPLES = [
-    ("ring_allreduce", ["--store", "STORE", "--save-every", "3"], 2),
-    ("parameter_server", ["--store", "STORE", "--save-every", "3"], 2),
     ("elastic", ["--store", "STORE"], 1),
     ("cifar_ddp", ["--store", "STORE"], 2),
+    ("ring_allreduce", ["--store", "STORE", "--save-every", "3"], 2),
+    ("parameter_server", ["--store", "STORE", "--save-every", "3"], 2),
     ("elastic", ["--store", "STORE"], 2),
     ("ring_allreduce", ["--store", "STORE", "--save-every", "3"], 1),
     ("cifar_ddp", ["--store", "STORE"], 1),
@@ -137,11 +137,11 @@ EXAMPLES = [
     ("train_torchtitan", ["STORE"], 1),
     ("train_keras", ["STORE"], 1),
 ]
-"""Module, arguments and ranks; those that need less come first."""
+"""Module, arguments and ranks. tests/integration/test_loops.py kills and resumes the third and the fourth."""
 _MANY = os.environ.get("CKPTD_REHEARSALS") == "all"
 
 
-@pytest.mark.parametrize(("example", "arguments", "ranks"), EXAMPLES if _MANY else EXAMPLES[:4])
+@pytest.mark.parametrize(("example", "arguments", "ranks"), EXAMPLES if _MANY else EXAMPLES[:2])
 def test_no_example_has_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: str, arguments: list[str], ranks: int
 ) -> None:
