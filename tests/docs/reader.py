@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+from tests.ckpt.integrations.test_lightning import LIGHTNING
+from tests.ckpt.integrations.test_transformers import TRANSFORMERS
 from tests.docs.blocks import ROOT, Block
 from tests.support.forking import COMMAND_LINE, DAEMON, TRAINER, Fork, fork
 from tests.support.ports import free_port
@@ -33,6 +35,7 @@ for i in $(seq 600); do
     curl -fsk "https://127.0.0.1:$CKPTD_PORT/readyz" >.ready && break
     sleep 0.1
 done"""
+_FRAMEWORKS = {"lightning": LIGHTNING.imports, "transformers": TRANSFORMERS.imports}
 _TRAINING = re.compile(
     r"^(?:python|torchrun(?: --standalone)? --nproc-per-node[= ](?P<ranks>\d+)) (?P<rest>\S+\.py.*)$"
 )
@@ -90,7 +93,8 @@ class Reader:
             return ""
         plain = command.split(" #")[0].strip()
         if match := _TRAINING.match(plain):
-            return self._run(TRAINER, *shlex.split(match["rest"]), ranks=int(match["ranks"] or 0))
+            file, *arguments = shlex.split(match["rest"])
+            return self._run(self._imports(file), file, *arguments, ranks=int(match["ranks"] or 0))
         if plain.startswith("ckptctl ") and not re.search(r"[|>;&$`]", re.sub("'.*?'", "", plain)):
             return self._run(COMMAND_LINE, str(_PROGRAMS / "ckptctl"), *shlex.split(plain)[1:])
         if plain.startswith("ckptd serve ") and plain.endswith("&"):
@@ -126,6 +130,12 @@ class Reader:
             imports, "tests.docs.program", [str(self.folder), file, *arguments], stdout=stdout,
             stderr=self._errors.fileno(), environment={**self.environment(), **environment},
         )  # fmt: skip
+
+    def _imports(self, file: str) -> Sequence[str]:
+        """Of the host of a training program: those of its framework take 4 s of a core."""
+        text = (ROOT / file if "/" in file else self.folder / file).read_text()
+        found = (host for name, host in _FRAMEWORKS.items() if re.search(rf"^(?:import|from) {name}\b", text, re.M))
+        return next(found, TRAINER)
 
     def _run(self, imports: Sequence[str], file: str, *arguments: str, ranks: int = 0) -> str:
         """Run a file; ranks: of torchrun, 0 without it."""

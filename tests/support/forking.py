@@ -175,12 +175,12 @@ def host(imports: tuple[str, ...]) -> Host:
     with theirs:
         descriptor = theirs.fileno()
         process: subprocess.Popen[bytes] | Fork | None = None
-        if "torch._dynamo" in imports and imports != TRAINER:
-            process = fork(TRAINER, __name__, imports, stdout=1, stderr=2, environment=environment, passed=[descriptor])
-        elif controllers:
+        if controllers:
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as controller:
                 controller.connect(controllers[0])
                 socket.send_fds(controller, [json.dumps(imports).encode()], [descriptor])
+        elif "torch._dynamo" in imports and imports != TRAINER:
+            process = fork(TRAINER, __name__, imports, stdout=1, stderr=2, environment=environment, passed=[descriptor])
         else:
             command = [sys.executable, "-m", __name__, str(descriptor), *imports]
             process = subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=[descriptor])
