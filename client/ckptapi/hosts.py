@@ -499,6 +499,32 @@ class HostsStore(WrappedStore):
                     _try(lambda store, own=own: store.delete_many(own), store)  # type: ignore[misc]
 
 
+def mend(url: str, keys: Iterable[str]) -> None:
+    """Copy to this host the shards that lie on too few hosts, if it is the next one after a host that has them.
+
+    Shards that no host has are left. Raises StoreUnavailable or StoreFull.
+    """
+    store = open_local(url)
+    assert isinstance(store, HostsStore)
+    for key in filter(is_shard, keys):
+        if (group := store.group(key)) is None:
+            continue
+        there = in_parallel(partial(_has, key), group.hosts)
+        first = there.index(True) if any(there) else 0
+        after = [*zip(group.hosts, there, strict=True)] * 2
+        lacking = [one for one, has in after[first : first + len(there)] if not has]
+        if store.own in lacking[: max(0, group.members.replicas + 1 - sum(there))]:
+            for other in store.copies(key)[:1]:
+                _copy_whole(other, store.own, key)
+
+
+def _copy_whole(source: Store, target: Store, key: str) -> None:
+    size = source.size(key)
+    with source.open_reader(key) as reader, target.open_replacement(key, size) as writer:
+        for at in range(0, size, _BLOCK_BYTES):
+            writer.write(reader.read_once(at, min(_BLOCK_BYTES, size - at)))
+
+
 @dataclass
 class PeerShards:
     """Shards on other hosts, as a source of chunks: copy `number` of each, the nearest first."""

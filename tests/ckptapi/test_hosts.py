@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import http.client
 import logging
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ckptapi.hosts import AgentStore, HostsStore, PeerShards, open_local
+from ckptapi.hosts import AgentStore, HostsStore, PeerShards, mend, open_local
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import CorruptObject, ObjectMissing, StoreUnavailable
 from ckptstore.names import Attempt, RunKeys
@@ -211,3 +212,21 @@ def test_a_run_without_other_hosts_is_in_its_folder(tmp_path: Path) -> None:
     assert store.on_this_host == plain.on_this_host
     store.delete_many([SHARD, OUTCOME])
     assert [*plain.list("run/")] == []
+
+
+def test_a_host_in_the_place_of_a_lost_one_gets_the_shards_that_it_must_hold(tmp_path: Path) -> None:
+    other = KEYS.shard(ATTEMPT, "shard-00001.ckpt")
+    with running_hosts(tmp_path, 4) as hosts:
+        write(hosts[0], SHARD)
+        write(hosts[1], other)
+        shutil.rmtree(hosts[1].own.root / "run")
+        assert (holders(hosts, SHARD), holders(hosts, other)) == ([0], [2])
+        for store in hosts:
+            mend(store.url, [SHARD, other, OUTCOME])
+        assert (holders(hosts, SHARD), holders(hosts, other)) == ([0, 1], [2, 3])
+        assert hosts[3].own.get(other) == DATA
+        for number in (0, 1):
+            (hosts[number].own.root / SHARD).unlink()
+        for store in hosts:
+            mend(store.url, [SHARD])
+        assert holders(hosts, SHARD) == [], "no host has it"

@@ -63,6 +63,8 @@ class Setup(Message, kw_only=True):
     remote: str | None = None
     """The remote store, if `store` is a local one."""
     remote_options: dict[str, Any] = {}
+    replicas: int | None = None
+    """How many other hosts get each shard; None: all ranks share the local tier."""
     replicate_every: int = 1
     local_keep: int = 2
     local_bytes: int | None = None

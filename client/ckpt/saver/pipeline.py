@@ -42,7 +42,7 @@ from ckpt.saver.messages import (
     TrainerStarted,
     Warned,
 )
-from ckpt.saver.replicator import REQUEST_RETRY_S, LocalQuota, Replicator
+from ckpt.saver.replicator import REQUEST_RETRY_S, LocalQuota, Replicator, ShardReplicator
 from ckpt.saver.retained_snapshot import SlotContents
 from ckpt.saver.statistics import ChunkTables, ShardStatistics
 from ckptapi.remote_create import with_remote_create
@@ -217,10 +217,9 @@ class SavePipeline:
         self._notifier = Notifier(notified, setup.token, setup.run) if notified is not None else None
         self._quota = LocalQuota(self._run, setup) if remote is not None else None
         self._replicator: Replicator | None = None
-        if remote is not None and setup.rank == 0:
-            self._replicator = Replicator(
-                self._run, remote, setup, self._numbering, self._replicator_reports, self._notify
-            )
+        if remote is not None and (setup.rank == 0 or setup.replicas is not None):
+            kind = ShardReplicator if setup.rank else Replicator
+            self._replicator = kind(self._run, remote, setup, self._numbering, self._replicator_reports, self._notify)
         self._own_process = own_process
         self._throttle = CpuThrottle(setup.cpu_budget if own_process else None)
         self.contents = SlotContents(enabled=own_process and setup.retain_snapshot_s > 0)

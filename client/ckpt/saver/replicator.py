@@ -23,7 +23,7 @@ from ckpt.host.lock import note_checkpoint, noted_checkpoint, try_lock
 from ckpt.saver.commit import Numbering
 from ckpt.saver.messages import LocalOnly, Report, Setup, Unreplicable, Warned
 from ckptstore import human
-from ckptstore.commits.catalog import decided_attempts, newest_first
+from ckptstore.commits.catalog import decided_attempts, newest_first, visible_attempts
 from ckptstore.commits.generations import list_generations
 from ckptstore.commits.leases import end_lease
 from ckptstore.errors import (
@@ -46,6 +46,7 @@ from ckptstore.run import Run
 from ckptstore.tiers.replication import (
     UNREPLICABLE,
     Known,
+    copy_rank,
     enqueue,
     mark_unreplicable,
     queued,
@@ -271,10 +272,21 @@ class Replicator:
             ):
                 enqueue(self._local, last.attempt)
             collect(self._local)
+            self._mend()
         except Unavailable:
             raise
         except CkptError as error:
             logger.warning("cannot look for what earlier savers have left locally: %s", error)
+
+    def _mend(self) -> None:
+        """Copy to this host the shards of the newest checkpoints that lie on too few hosts, if it is to have them."""
+        if self._setup.replicas is not None:
+            from ckptapi.hosts import mend  # loads an HTTP client
+
+            with try_lock(self._setup.home, self._setup.run, "mend") as locked:
+                if locked:
+                    for attempt in visible_attempts(self._local)[: self._setup.local_keep]:
+                        mend(self._setup.store, [info.key for info in self._local.objects(attempt)])
 
     def _replicate_all(self) -> bool:
         """Replicate what is queued. False if another replicator of this host does. Raises Unavailable."""
@@ -300,7 +312,8 @@ class Replicator:
 
     def _replicate(self, attempt: Attempt) -> None:
         try:
-            done = replicate(self._local, self._remote, attempt, self._copied)
+            own = None if self._setup.replicas is None else self._setup.rank
+            done = replicate(self._local, self._remote, attempt, self._copied, own)
         except UnsupportedFormat:
             raise  # a newer program can replicate it
         except (Conflict, Damaged, NotFound) as error:  # for good; all others may pass
@@ -348,3 +361,31 @@ class Replicator:
             if now != self._reported:
                 self._reported = now
                 self._report(now)
+
+
+class ShardReplicator(Replicator):
+    """Copies the shards of one rank to the remote store, where each host has a local tier of its own. The replicator of
+    rank 0 commits them."""
+
+    def __post_init__(self) -> None:
+        self._due: list[Attempt] = []
+        super().__post_init__()
+
+    def _enqueue(self, attempt: Attempt) -> bool:
+        self._due.append(attempt)
+        return True
+
+    def _report_queue(self) -> None:
+        """Rank 0 reports it."""
+
+    def _begin(self) -> None:
+        self._mend()
+
+    def _replicate_all(self) -> bool:
+        while self._due:
+            try:
+                copy_rank(self._local, self._remote, self._due[0], self._setup.rank, self._copied)
+            except (Conflict, Damaged, NotFound) as error:
+                logger.info("%s is left to rank 0: %s", self._due[0], error)
+            del self._due[0]
+        return True

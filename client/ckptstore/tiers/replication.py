@@ -12,13 +12,14 @@ then nothing of the local tier may be committed there any more. docs/decisions/0
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
 
 import msgspec
 
 from ckptstore.commits.catalog import Checkpoint, from_outcome, visible_attempts
-from ckptstore.commits.commit import commit_attempt, read_outcome
+from ckptstore.commits.commit import commit_attempt, read_outcome, receipt_ranks
 from ckptstore.commits.generations import (
     SEEN,
     create_generation,
@@ -37,9 +38,16 @@ from ckptstore.format.parsing import parse_sealed
 from ckptstore.format.statistics import side_documents
 from ckptstore.names import Attempt, derive_ulid
 from ckptstore.reading.fetch import Progress
-from ckptstore.reading.source import StoreSource, check_manifest_data, receipt_data, stored_statistics
+from ckptstore.reading.source import (
+    StoreSource,
+    check_manifest_data,
+    read_manifest,
+    receipt_data,
+    stored_statistics,
+)
 from ckptstore.retention.deletion import hide, sweep
 from ckptstore.retention.pins import active_holds, hold, pinned
+from ckptstore.retry import pauses
 from ckptstore.run import Run
 from ckptstore.tiers.copying import chunks_by_shard, copy_labels, copy_shard
 
@@ -48,6 +56,9 @@ QUEUED = "far"
 UNREPLICABLE = "stranded"
 """The pin of checkpoints that cannot be replicated any more: another trainer has continued the run in the remote
 store."""
+_PATIENCE_S, _PATIENCE = 30.0, 3.0
+"""How long a replicator waits for other ranks to copy their shards: this, or this many times what its own took."""
+_LOOK_S, _LONGEST_LOOK_S = 0.1, 2.0
 KEPT_S = 30 * 24 * 3600.0
 """How long an incomplete copy waits for its replicator: longer than outages, and the absence of an operator."""
 
@@ -92,22 +103,25 @@ def replication_queue(local: Run, known: Known | None = None) -> ReplicationQueu
     )
 
 
-def replicate(local: Run, remote: Run, attempt: Attempt, progress: Progress = lambda _: None) -> Checkpoint | None:
+def replicate(
+    local: Run, remote: Run, attempt: Attempt, progress: Progress = lambda _: None, own: int | None = None
+) -> Checkpoint | None:
     """Commit a checkpoint of the local tier in the remote one, and remove it from the replication queue; durable on
     return.
 
     Returns its remote checkpoint; None if the local tier has no such checkpoint. Safe from several processes: all write
     the same bytes. progress: called with the stored bytes that were copied, or found in the remote store and verified.
-    Raises Superseded if another trainer has continued the run; AttemptAborted if its remote attempt, or one that it
-    references, was aborted; ReferenceLost if the remote store has deleted a checkpoint whose chunks
-    it needs; CorruptObject or ObjectMissing if it is damaged; Unavailable if either store is away.
+    own: the rank of the caller, where the other ranks copy their shards (`copy_rank`): they are waited for, as long as
+    they may take. Raises Superseded if another trainer has continued the run; AttemptAborted if its remote attempt, or
+    one that it references, was aborted; ReferenceLost if the remote store has deleted a checkpoint whose chunks it
+    needs; CorruptObject or ObjectMissing if it is damaged; Unavailable if either store is away.
     """
     original = _committed(local, attempt)
     if original is None:
         _release(local, attempt)
         return None
     try:
-        replicated = _replicate(local, remote, original, progress)
+        replicated = _replicate(local, remote, original, progress, own)
     except (Conflict, Damaged, NotFound):  # no later try helps
         release_lease(remote, _lease(attempt))
         raise
@@ -116,14 +130,26 @@ def replicate(local: Run, remote: Run, attempt: Attempt, progress: Progress = la
     return replicated
 
 
-def _replicate(local: Run, remote: Run, original: Checkpoint, progress: Progress) -> Checkpoint:
+def copy_rank(local: Run, remote: Run, attempt: Attempt, rank: int, progress: Progress) -> None:
+    """Copy the shards and the receipt of a rank, for a replicator that commits the checkpoint; durable on return.
+
+    Raises as `replicate`.
+    """
+    original = _committed(local, attempt)
+    if original is not None:
+        establish(local, remote, attempt.generation)
+        if read_outcome(remote, attempt) is None:
+            _copy_ranks(local, remote, original, {rank}, progress)
+
+
+def _replicate(local: Run, remote: Run, original: Checkpoint, progress: Progress, own: int | None) -> Checkpoint:
     attempt = original.attempt
     newest = establish(local, remote, attempt.generation)
     outcome = read_outcome(remote, attempt)
     if outcome is None:
         # Otherwise a collection would abort an incomplete copy as an orphan after a day.
         renew_lease(remote, _lease(attempt), attempt, f"{remote.by}, which replicates it", KEPT_S)
-        outcome = _commit_copy(local, remote, original, newest, progress)
+        outcome = _commit_copy(local, remote, original, newest, progress, own)
     elif outcome.committed is None:
         # By a generation of this local tier, if that is why: others roll a complete copy forward, and know no better.
         raise AttemptAborted(
@@ -219,9 +245,11 @@ def _seen(document: Generation) -> int:
     return seen if isinstance(seen, int) else 0
 
 
-def _commit_copy(local: Run, remote: Run, original: Checkpoint, newest: int, progress: Progress) -> Outcome:
+def _commit_copy(
+    local: Run, remote: Run, original: Checkpoint, newest: int, progress: Progress, own: int | None
+) -> Outcome:
     try:
-        return commit_attempt(remote, _copy(local, remote, original, progress), newest)
+        return commit_attempt(remote, _copy(local, remote, original, progress, own), newest)
     except Superseded as error:
         establish(local, remote, original.attempt.generation)  # raises it if another trainer has continued the run
         raise AttemptAborted(f"{original.id} is not committed in {remote.store.url}: {error.message}") from error
@@ -232,16 +260,37 @@ def _lease(attempt: Attempt) -> str:
     return derive_ulid(attempt.ulid, "carrying")
 
 
-def _copy(local: Run, remote: Run, original: Checkpoint, progress: Progress) -> list[StoredReceipt]:
+def _copy(local: Run, remote: Run, original: Checkpoint, progress: Progress, own: int | None) -> list[StoredReceipt]:
     """Copy all objects of an attempt; returns its receipts."""
+    manifest = read_manifest(StoreSource(local.store), original)
+    for needed in referenced_attempts(manifest.content):
+        if _committed(remote, needed) is None and replicate(local, remote, needed, progress, own) is None:
+            raise reference_lost(remote, original.attempt, needed)
+    left = set(range(manifest.world_size))
+    if own is not None:
+        began = time.monotonic()
+        _copy_ranks(local, remote, original, {own}, progress)
+        patience_s = max(_PATIENCE_S, _PATIENCE * (time.monotonic() - began))
+        for pause_s in pauses(_LOOK_S, _LONGEST_LOOK_S, timeout_s=patience_s):
+            if not (left := left - receipt_ranks(remote, original.attempt)):
+                break
+            time.sleep(pause_s)
+    _copy_ranks(local, remote, original, left, progress)
+    found = (receipt_data(StoreSource(local.store), original, manifest, rank) for rank in range(manifest.world_size))
+    return [StoredReceipt.of(parse_sealed(data, Receipt, name), data) for data, name in found]
+
+
+def _copy_ranks(local: Run, remote: Run, original: Checkpoint, ranks: Set[int], progress: Progress) -> None:
+    """Copy the shards of ranks, and then their receipts."""
     source, keys, attempt = StoreSource(local.store), local.keys, original.attempt
     data = source.manifest_data(original)
     manifest = check_manifest_data(original, data)
-    for needed in referenced_attempts(manifest.content):
-        if _committed(remote, needed) is None and replicate(local, remote, needed, progress) is None:
-            raise reference_lost(remote, attempt, needed)
+    # Before the receipts, by which others could commit it: another version of zstd would pack it differently.
+    remote.store.put_if_absent(keys.manifest(attempt), data)
     chunks = chunks_by_shard(manifest)
     for shard, side in zip(manifest.content.shards, side_documents(manifest), strict=True):
+        if shard.rank not in ranks:
+            continue
         statistics = stored_statistics(source, original, shard.rank, side)
         apart = side is None or side.offset is None
         if reads := [msgspec.structs.replace(read, bases=()) for read in chunks[shard.name] if read.attempt is None]:
@@ -249,14 +298,9 @@ def _copy(local: Run, remote: Run, original: Checkpoint, progress: Progress) -> 
             copy_shard(source, original, reads, remote, keys.shard(attempt, shard.name), progress, tail)
         if apart and statistics:
             remote.store.put(keys.statistics(attempt, shard.rank), statistics)
-    # Before the receipts, by which others could commit it: another version of zstd would pack it differently.
-    remote.store.put_if_absent(keys.manifest(attempt), data)
-    receipts = []
-    for rank in range(manifest.world_size):
-        data, name = receipt_data(source, original, manifest, rank)
+    for rank in sorted(ranks):
+        data, _ = receipt_data(source, original, manifest, rank)
         remote.store.put(keys.receipt(attempt, rank), data)
-        receipts.append(StoredReceipt.of(parse_sealed(data, Receipt, name), data))
-    return receipts
 
 
 def _decided(run: Run, attempt: Attempt, known: Known) -> Checkpoint | None:

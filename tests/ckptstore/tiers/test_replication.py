@@ -32,6 +32,7 @@ from ckptstore.tiers.replication import (
     QUEUED,
     UNREPLICABLE,
     Known,
+    copy_rank,
     enqueue,
     mark_unreplicable,
     queued,
@@ -389,3 +390,41 @@ def test_what_cannot_be_replicated_any_more_is_no_longer_kept(tiers: Tiers) -> N
     assert not active_leases(tiers.remote)
     later = replace(tiers.remote, clock=MovableClock(2 * 24 * 3600.0))
     assert collect(later).aborted == [tiers.remote.id_of(one.attempt)]
+
+
+def test_ranks_that_copy_their_own_shards_leave_rank_0_the_commit(tiers: Tiers) -> None:
+    """Each host has the shards of its ranks on its own disk; rank 0 would read those of all."""
+    number = tiers.begin()
+    attempt = Attempt(5, new_ulid(system_clock()), generation=number)
+    arrays = [{f"model/{rank}": np.full(5000, rank, np.float32)} for rank in range(3)]
+    receipts = [
+        write_rank(tiers.local.store, "gpt", attempt, own, rank=rank, world_size=3) for rank, own in enumerate(arrays)
+    ]
+    commit_attempt(tiers.local, receipts)
+    enqueue(tiers.local, attempt)
+    copied: list[int] = []
+    for rank in (1, 2):
+        copy_rank(tiers.local, tiers.remote, attempt, rank, copied.append)
+    assert not list_checkpoints(tiers.remote)
+    others = sum(copied)
+    assert replicate(tiers.local, tiers.remote, attempt, copied.append, own=0) is not None
+    [copy] = list_checkpoints(tiers.remote)
+    assert verify(StoreSource(tiers.remote.store), copy).ok
+    assert 0 < sum(copied) - others == sum(copied) // 3
+    copy_rank(tiers.local, tiers.remote, attempt, 1, copied.append)
+    assert sum(copied) == 3 * (sum(copied) - others), "it is decided"
+
+
+def test_a_rank_that_does_not_copy_its_shards_is_waited_for_and_replaced(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptstore.tiers.replication._PATIENCE_S", 0.3)
+    attempt = Attempt(5, new_ulid(system_clock()), generation=tiers.begin())
+    receipts = [
+        write_rank(tiers.local.store, "gpt", attempt, {f"model/{rank}": np.ones(9)}, rank=rank, world_size=2)
+        for rank in range(2)
+    ]
+    commit_attempt(tiers.local, receipts)
+    assert replicate(tiers.local, tiers.remote, attempt, own=0) is not None
+    [copy] = list_checkpoints(tiers.remote)
+    assert verify(StoreSource(tiers.remote.store), copy).ok
