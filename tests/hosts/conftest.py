@@ -33,8 +33,9 @@ def namespaces() -> None:
         pytest.skip(reason)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def site(namespaces: None) -> Iterator[Site]:
+    """Not for the session: its daemon asks the object store each second, and would to the end of all tests."""
     with Bed(["a", "b", "spare", "s3", "desk"], mbit=1000, clocks=CLOCKS) as bed:
         environment = start_s3(bed["s3"])
         yield Site(bed, environment, start_daemon(bed["desk"], environment))
