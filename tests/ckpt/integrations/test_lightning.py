@@ -25,7 +25,8 @@ def test_a_run_killed_in_mid_epoch_resumes_exactly(tmp_path: Path) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "fully_shard"])
 def test_two_ranks(tmp_path: Path, strategy: str) -> None:
     LIGHTNING.resumes_exactly(tmp_path, "gpt", 8, "every=3", strategy, resumed_at=6, ranks=2)
-    operators_can_use(tmp_path, "gpt", tmp_path / "gpt-0.pt")
+    if strategy != "ddp":  # whose checkpoint is that of one process
+        operators_can_use(tmp_path, "gpt", tmp_path / "gpt-0.pt")
 
 
 def test_several_loaders_one_of_which_has_a_state_of_its_own(tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ def test_a_run_killed_in_mid_epoch_resumes_exactly(tmp_path: Path) -> None:
 
 def test_two_ranks(tmp_path: Path) -> None:
     TRANSFORMERS.resumes_exactly(tmp_path, "gpt", 10, resumed_at=8, ranks=2)
-    operators_can_use(tmp_path, "gpt", tmp_path / "gpt-0.pt")
 
 
 @pytest.mark.slow
