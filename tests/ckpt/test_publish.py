@@ -9,6 +9,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,10 @@ from ckptstore.commits.catalog import Checkpoint, list_checkpoints
 from ckptstore.commits.references import marks, referenced_attempts, unmark
 from ckptstore.errors import CkptError, CorruptObject, ObjectMissing, ReferenceLost, SaverDied, SweepBegun
 from ckptstore.format.records import Policy
-from ckptstore.names import RunKeys
+from ckptstore.names import Attempt, RunKeys
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.reading.verify import verify
-from ckptstore.retention.deletion import SWEEP_GRACE_S, collect, hide, list_hidden, undelete
+from ckptstore.retention.deletion import SWEEP_GRACE_S, TOMBSTONE_KEPT_S, collect, hide, list_hidden, undelete
 from ckptstore.retention.pruning import apply_prune, plan_prune
 from ckptstore.retention.scrubbing import due_for_scrub, scrub
 from ckptstore.run import Run
@@ -113,8 +114,9 @@ def read(folder: Path, checkpoint: Checkpoint) -> Tensors:
     return ckpt.load(f"{folder}/gpt~weights@{checkpoint.step}")
 
 
+@cache
 def needed(folder: Path, checkpoint: Checkpoint) -> list[int]:
-    """The steps of the checkpoints that it needs."""
+    """The steps of the checkpoints that it needs, which do not change."""
     content = read_manifest(StoreSource(open_store(str(folder))), checkpoint).content
     return [attempt.step for attempt in referenced_attempts(content)]
 
@@ -330,6 +332,8 @@ class Life:
     """Steps whose shard has other bytes, until it is healed."""
     done: dict[str, int] = field(default_factory=dict)
     """How often each thing happened."""
+    seen: dict[Attempt, object] = field(default_factory=dict)
+    """What each checkpoint and the files that it needs looked like when it was read last."""
 
     def count(self, what: str, number: int = 1) -> None:
         self.done[what] = self.done.get(what, 0) + number
@@ -374,9 +378,14 @@ class Life:
                 self.count("undeleted")
 
     def sweep(self) -> None:
-        before = list(self.run.store.list_folders(self.run.keys.attempts))
-        collect(Run(self.run.store, WEIGHTS, MovableClock(SWEEP_GRACE_S + 60), by="me"))
-        self.count("swept", len(before) - len(list(self.run.store.list_folders(self.run.keys.attempts))))
+        attempts = self.folder / self.run.keys.attempts
+        before = {path.name for path in attempts.iterdir()}
+        later = self.rng.choice([SWEEP_GRACE_S, TOMBSTONE_KEPT_S]) + 60  # after which even tombstones go
+        collect(Run(self.run.store, WEIGHTS, MovableClock(later), by="me"))
+        gone = before - {path.name for path in attempts.iterdir()}
+        self.count("swept", len(gone))
+        for name in gone:  # healing looks for a shard in each copy
+            shutil.rmtree(self.backup / self.run.keys.attempts / name)
 
     def copy(self) -> None:
         """Of the newest, if it can be read."""
@@ -388,10 +397,19 @@ class Life:
             shutil.rmtree(to)
             self.count("copied")
 
+    def files(self, step: int) -> list[tuple[str, int, int, int]]:
+        """Name, inode, size and time of each file of the attempts at a step."""
+        found = (self.folder / self.run.keys.attempts).glob(f"*{step:012d}-*/*")
+        return [(path.name, (info := path.stat()).st_ino, info.st_size, info.st_mtime_ns) for path in sorted(found)]
+
     def check(self, expected: dict[int, Tensors]) -> None:
         """Each one that is listed reads bit-equal, or is refused for damage in what it needs."""
         for checkpoint in published(self.folder):
-            hurt = self.damaged & {checkpoint.step, *needed(self.folder, checkpoint)}
+            steps = {checkpoint.step, *needed(self.folder, checkpoint)}
+            hurt, files = self.damaged & steps, [file for step in sorted(steps) for file in self.files(step)]
+            if self.seen.get(checkpoint.attempt) == (checkpoint, files):
+                continue  # it reads as it did then
+            self.seen[checkpoint.attempt] = checkpoint, files
             try:
                 assert equal(read(self.folder, checkpoint), expected[checkpoint.step]), checkpoint.id
             except CorruptObject:
