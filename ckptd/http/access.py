@@ -173,14 +173,19 @@ RULES: dict[tuple[str, str], AccessRule] = {
     ("GET", bodies.RUNS): _LIST,
     ("GET", bodies.RUNS + "/{run}"): AccessRule(READ, in_path),
     ("POST", bodies.RUNS + "/{run}/preempt"): AccessRule(WRITE, in_path),
-    ("GET", _ONE): _READ_CHECKPOINT,
-    ("GET", _ONE + "/shards"): _READ_CHECKPOINT,
-    ("GET", _ONE + "/entries"): _READ_CHECKPOINT,
-    ("GET", _ONE + "/events"): _READ_CHECKPOINT,
-    ("GET", _ONE + "/manifest"): _READ_CHECKPOINT,
-    ("GET", _ONE + "/receipts/{rank}"): _READ_CHECKPOINT,
-    ("GET", _ONE + "/statistics/{rank}"): _READ_CHECKPOINT,
-    ("GET", _ONE + "/shards/{name}"): _READ_CHECKPOINT,
+    **{
+        ("GET", _ONE + part): _READ_CHECKPOINT
+        for part in (
+            "",
+            "/shards",
+            "/entries",
+            "/events",
+            "/manifest",
+            "/receipts/{rank}",
+            "/statistics/{rank}",
+            "/shards/{name}",
+        )
+    },
     ("PATCH", _ONE): AccessRule(WRITE, of_checkpoint),
     ("DELETE", _ONE): _PRUNE_CHECKPOINT,
     ("POST", _ONE + "/undelete"): _PRUNE_CHECKPOINT,

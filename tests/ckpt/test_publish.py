@@ -349,10 +349,13 @@ class Life:
         listed = published(self.folder)
         steps = {listed[-1].step, *needed(self.folder, listed[-1])}
         victim = self.rng.choice([one for one in listed if one.step in steps])
-        path = self.folder / self.run.keys.shard(victim.attempt, "shard-00000.ckpt")
+        key = self.run.keys.shard(victim.attempt, "shard-00000.ckpt")
+        path = self.folder / key
         if path.exists():
             flip(path, self.rng.randrange(path.stat().st_size))
-            self.damaged ^= {victim.step}
+            self.damaged.add(victim.step)
+            if path.read_bytes() == (self.backup / key).read_bytes():
+                self.damaged.remove(victim.step)
 
     def scrub(self) -> None:
         """Find the damage."""

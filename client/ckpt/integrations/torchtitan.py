@@ -11,12 +11,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 from torchtitan.components.checkpointer import DATALOADER, LR_SCHEDULER, OPTIMIZER, BaseCheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
@@ -30,6 +32,7 @@ from ckptstore.errors import InvalidRequest
 from ckptstore.format.records import Policy
 from ckptstore.names import Reference
 from ckptstore.reading.assets import NAMES
+from ckptstore.reading.weights import Part
 
 logger = logging.getLogger(__name__)
 
@@ -170,19 +173,48 @@ class CkptdManager(BaseCheckpointManager):
         self._checkpointer.close()
 
 
+class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes of what tensors on meta are copies, to find out which elements of which tensor they have."""
+
+    def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._state, self._names = state, {_storage(tensor): name for name, tensor in state.items()}
+        self._copies = dict[int, tuple[torch.Tensor, torch.Tensor]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.clone.default:
+            self._copies[_storage(made)] = made, args[0]
+        return made
+
+    def part(self, tensor: torch.Tensor) -> Part | None:
+        """The tensor as a part of one of the state; None unless it is a view of one, or a copy of all of a view."""
+        shape, home, flat = tuple(tensor.shape), _storage(tensor), tensor.is_contiguous()
+        if (name := self._names.get(home)) is None:
+            made, source = self._copies.get(home, (tensor, None))
+            same = flat and made.is_contiguous() and made.numel() == tensor.numel()
+            found = self.part(source) if same and source is not None else None
+            return found and found._replace(shape=shape)
+        axes = () if flat else tuple(axis for axis in zip(shape, tensor.stride(), strict=True) if axis[0] != 1)
+        part = Part(name, int(tensor.storage_offset()), shape, axes)
+        return part if part.fits(tuple(self._state[name].shape)) else None
+
+
 def _readers_files(adapter: Any, model_parts: list[nn.Module]) -> dict[str, Path | bytes]:
     """The files of a Hugging Face model without its weights, and the names by which readers know this model's weights.
 
-    A name may denote a part of a tensor, such as an expert. A model whose values `to_hf` changes gets no names.
+    A name may denote a part of a tensor, such as an expert, or have its elements in another order, such as the rows of
+    q and k. A model whose values `to_hf` computes gets no names.
     """
     state = {
         canonical(name): torch.empty(value.shape, dtype=value.dtype, device="meta")
         for part in model_parts
         for name, value in part.state_dict().items()
     }
-    home = {value.untyped_storage()._cdata: name for name, value in state.items()}
-    named = adapter.to_hf(state)
-    changed = [n for n, one in named.items() if one.untyped_storage()._cdata not in home or not one.is_contiguous()]
+    with _Copies(state) as copies:
+        named = adapter.to_hf(dict(state))
+    parts = {name: copies.part(tensor) for name, tensor in named.items()}
+    changed = [name for name, part in parts.items() if part is None]
     files: dict[str, Path | bytes] = {
         path.name: path
         for path in (Path(adapter.hf_assets_path).glob("*") if adapter.hf_assets_path else ())
@@ -191,5 +223,8 @@ def _readers_files(adapter: Any, model_parts: list[nn.Module]) -> dict[str, Path
     if changed:
         logger.info("readers get the module's names: to_hf changes %s", ", ".join(changed[:3]))
         return files
-    places = {n: (home[one.untyped_storage()._cdata], one.storage_offset(), [*one.shape]) for n, one in named.items()}
-    return {**files, NAMES: json.dumps(places).encode()}
+    return {**files, NAMES: json.dumps(parts).encode()}
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -22,12 +22,12 @@ from ckptstore.format.documents import Content
 from ckptstore.format.trees import decode_bytes, leaves
 from ckptstore.reading.safetensors import StoredTensor
 from ckptstore.reading.source import Source, read_manifest
-from ckptstore.reading.weights import MAX_FILE_BYTES, VirtualFile, Weights, plain_file
+from ckptstore.reading.weights import MAX_FILE_BYTES, Part, VirtualFile, Weights, plain_file
 
 ASSETS = "assets"
 NAMES = "ckptd-names.json"
-"""The asset with the names by which readers know the model's tensors: name, then its name in the module, its first
-element in it, and its shape. It is in no folder. Names of tensors of adapters follow the folder of their file."""
+"""The asset with the names by which readers know the model's tensors: for each the fields of a Part of a tensor of the
+module. It is in no folder. Names of tensors of adapters follow the folder of their file."""
 ADAPTER = "adapter_model.safetensors"
 """The file of an adapter's tensors, as PEFT has it: beside an asset with its configuration."""
 
@@ -74,7 +74,7 @@ def open_weights(source: Source, checkpoint: Checkpoint, item: str = "model", dt
     data = bytearray(file.bytes)
     file.read(source, checkpoint, 0, memoryview(data))
     try:
-        return weights.named(decode_json(bytes(data), dict[str, tuple[str, int, tuple[int, ...]]]))
+        return weights.named(decode_json(bytes(data), dict[str, Part]))
     except msgspec.DecodeError as error:
         raise CorruptObject(f"{NAMES} of {checkpoint.id} is malformed: {error}") from error
 

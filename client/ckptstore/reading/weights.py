@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import NamedTuple
+from operator import add, gt
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,7 +22,7 @@ from msgspec.structs import replace as with_fields
 from ckptstore.codecs.dtypes import CAST_TYPES, ITEM_BYTES, SOURCE
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CorruptObject, InvalidRequest
-from ckptstore.format.boxes import Want, flat_boxes, sizes
+from ckptstore.format.boxes import Box, Want, flat_boxes, offsets, sizes, strides, whole
 from ckptstore.format.columns import column
 from ckptstore.format.documents import Content, Entries, Slices, digest
 from ckptstore.format.planning import ChunkRead, plan_reads
@@ -50,11 +51,43 @@ def module_name(name: str) -> str:
 
 
 class Part(NamedTuple):
-    """A tensor that is not all of its entry, or has another shape."""
+    """A tensor that is not all of another one, or has another shape, or its elements in another order."""
 
+    of: str
+    """The name of the other one."""
     first: int
-    """Its first element in the entry's row-major order; the others follow."""
+    """Its first element in the other one's row-major order."""
     shape: tuple[int, ...]
+    axes: tuple[tuple[int, int], ...] = ()
+    """Where the others are: length and stride of each axis, slowest first. None: they follow."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The shape of the axes."""
+        return tuple(length for length, _ in self.axes)
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of this shape has such a part, none of whose axes goes through several dimensions."""
+        if not self.axes:
+            return 0 <= self.first <= self.first + prod(self.shape) <= prod(shape)
+        try:
+            box, _ = self.around(shape, whole(self.lengths))
+        except ValueError:  # an element is not there
+            return False
+        ends = map(add, offsets(box), sizes(box))
+        return prod(self.lengths) == prod(self.shape) and min(sizes(box)) > 0 and not any(map(gt, ends, shape))
+
+    def around(self, shape: tuple[int, ...], box: Box) -> tuple[Box, list[int]]:
+        """The smallest box of the other tensor, of this shape, with all elements of a box of the axes, whose first is
+        its first; and the strides of the axes in it.
+        """
+        steps = np.array([np.unravel_index(stride, shape) for _, stride in self.axes])
+        low = np.array(np.unravel_index(self.first, shape)) + offsets(box) @ steps
+        lengths = (1 + (np.array(sizes(box)) - 1) @ steps).tolist()
+        return (*low.tolist(), *lengths), (steps @ strides(lengths)).tolist()
+
+
+_WHOLE = Part("", 0, ())
 
 
 @dataclass(frozen=True)
@@ -77,24 +110,35 @@ class VirtualFile:
         stop = start + len(into)
         head = self.header[start:stop]
         into[: len(head)] = head
-        wants, buffers, copies = list[Want](), {"": into}, list[tuple[memoryview, int]]()
+        wants, buffers, gathered = list[Want](), {"": into}, list[tuple[int, slice, list[np.ndarray[Any, Any]]]]()
         for number in range(self._after(start), len(self.tensors)):
             tensor = self.tensors[number]
-            if tensor.at >= stop:
+            if tensor.at >= stop or not into:
                 break
             item = ITEM_BYTES[tensor.dtype]
             low, high = max(start, tensor.at) - tensor.at, min(stop, tensor.at + tensor.bytes) - tensor.at
             first, last = low // item, -(-high // item)
-            name, at = "", tensor.at + low - start
-            if (first * item, last * item) != (low, high):  # the range cuts elements
-                name, at = str(number), 0
-                buffers[name] = memoryview(bytearray((last - first) * item))
-                copies.append((buffers[name][low - first * item :][: high - low], tensor.at + low - start))
-            wants += self._wants(tensor, first, last, name, at)
+            at, name, entry = tensor.at + low - start, f"{number}", self.entries[tensor.name]
+            part, found = self.parts.get(tensor.name, _WHOLE), list[np.ndarray[Any, Any]]()
+            for box in flat_boxes(part.lengths, first, last) if part.axes else ():
+                around, steps = part.around(self._shapes[entry], box)
+                read = np.empty(prod(sizes(around)) * item, np.uint8)
+                found.append(np.ndarray(sizes(box), f"V{item}", read, 0, [step * item for step in steps]))
+                buffers[f"{name} {box}"] = read.data
+                wants.append(Want(entry, around, f"{name} {box}"))
+            if not found and (first * item, last * item) == (low, high):
+                wants += self._wants(tensor, first, last, "", at)
+                continue
+            if not found:  # the range cuts elements
+                found = [np.empty((last - first) * item, np.uint8)]
+                buffers[name] = found[0].data
+                wants += self._wants(tensor, first, last, name, 0)
+            gathered.append((at, slice(low - first * item, high - first * item), found))
         if wants:
             fetch(source, checkpoint, plan_reads(self.content, wants), buffers)
-        for part, at in copies:
-            into[at : at + len(part)] = part
+        for at, cut, found in gathered:
+            data = b"".join(map(np.ndarray.tobytes, found))[cut]
+            into[at : at + len(data)] = data
 
     def pieces(self, source: ShardSource, checkpoint: Checkpoint, start: int, stop: int) -> Iterator[memoryview]:
         """The bytes of a range in pieces of at most 16 MiB, which end where chunks end if they can."""
@@ -110,10 +154,11 @@ class VirtualFile:
     @cached_property
     def version(self) -> str:
         """A digest that is equal for equal files, in this checkpoint and in others, if they are stored alike."""
-        return digest(self.header + repr(_seen(self.content, self.wants(""))[""]).encode())
+        parts = [self.parts.get(tensor.name) for tensor in self.tensors]
+        return digest(self.header + repr((parts, _seen(self.content, self.wants(""))[""])).encode())
 
     def wants(self, buffer: str) -> list[Want]:
-        """All tensors, at their places in a buffer for the whole file."""
+        """All tensors, at their places in a buffer for the whole file; of one with axes, all of its entry."""
         return [
             want for tensor in self.tensors for want in self._wants(tensor, 0, prod(tensor.shape), buffer, tensor.at)
         ]
@@ -124,6 +169,9 @@ class VirtualFile:
         shape, begin = tensor.shape, 0
         if part := self.parts.get(tensor.name):
             shape, begin = self._shapes[entry], part.first
+            if part.axes:
+                yield Want(entry, None, buffer, at)
+                return
         for box in flat_boxes(shape, begin + first, begin + last):
             yield Want(entry, box, buffer, at)
             at += prod(sizes(box)) * ITEM_BYTES[tensor.dtype]
@@ -183,19 +231,20 @@ class Weights:
             dtype, shape = known[entry]
             yield name, dtype, self.parts[name].shape if name in self.parts else shape
 
-    def named(self, names: Mapping[str, tuple[str, int, tuple[int, ...]]]) -> Weights:
-        """Only these tensors. names: for each its name here, its first element in it, and its shape. Pure.
+    def named(self, names: Mapping[str, Part]) -> Weights:
+        """Only these tensors, which are parts of the tensors here. Pure.
 
         Raises InvalidRequest for a name that is not here, and CorruptObject for elements that are not.
         """
-        known = {name: prod(shape) for name, _, shape in self.rows()}
-        for name, (here, first, shape) in names.items():
-            if here not in known:
-                raise InvalidRequest(f"{name!r} is to be {here!r}, which the checkpoint does not have", "Name others")
-            if not 0 <= first <= first + prod(shape) <= known[here]:
-                raise CorruptObject(f"{name!r} is to be elements that {here!r} does not have")
-        parts = {name: Part(first, tuple(shape)) for name, (_, first, shape) in names.items()}
-        return Weights(self.content, {name: self.entries[here] for name, (here, *_) in names.items()}, {}, parts)
+        known = {name: shape for name, _, shape in self.rows()}
+        for name, part in names.items():
+            if (shape := known.get(part.of)) is None:
+                raise InvalidRequest(
+                    f"{name!r} is to be {part.of!r}, which the checkpoint does not have", "Name others"
+                )
+            if not part.fits(shape):
+                raise CorruptObject(f"{name!r} is to be elements that {part.of!r} does not have")
+        return Weights(self.content, {name: self.entries[part.of] for name, part in names.items()}, {}, names)
 
     def files(self, max_bytes: int = MAX_FILE_BYTES) -> dict[str, VirtualFile]:
         """The files of a Hugging Face folder: one, or several with an index; tied weights once. Pure.
@@ -229,7 +278,8 @@ class Weights:
         Tensors that share a chunk change together.
         """
         seen = _seen(self.content, [Want(entry, None, name) for name, entry in self.entries.items()])
-        return {name: digest(repr((dtype, shape, seen[name])).encode()) for name, dtype, shape in self.rows()}
+        rows, parts = self.rows(), self.parts
+        return {name: digest(repr((dtype, shape, parts.get(name), seen[name])).encode()) for name, dtype, shape in rows}
 
 
 _NOTHING = Content(

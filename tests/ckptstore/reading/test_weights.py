@@ -19,7 +19,7 @@ from ckptstore.errors import CorruptObject, InvalidRequest
 from ckptstore.names import RunKeys, shard_name
 from ckptstore.reading import weights
 from ckptstore.reading.source import StoreSource, read_manifest
-from ckptstore.reading.weights import INDEX, ONLY, VirtualFile, Weights
+from ckptstore.reading.weights import INDEX, ONLY, Part, VirtualFile, Weights
 from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import SMALL, Arrays, flip, write_checkpoint
 from tests.support.layouts import Layout, layouts
@@ -62,11 +62,18 @@ def test_every_range_of_every_layout_has_the_bytes_of_the_file(
         store.put(RunKeys("gpt").shard(checkpoint.attempt, shard.name), stream)
     content = with_fields(layout.content, shards=shards)
     held = {name: array.reshape(-1) for name, array in layout.arrays.items() if array.itemsize < 16}
-    names = {f"t.{name}": (name, 0, layout.arrays[name].shape) for name in held}
-    names |= {f"u.{name}": (name, len(flat) // 3, (len(flat) // 2,)) for name, flat in held.items()}
+    names = {f"t.{name}": Part(name, 0, layout.arrays[name].shape) for name in held}
+    names |= {f"u.{name}": Part(name, len(flat) // 3, (len(flat) // 2,)) for name, flat in held.items()}
+    turned = {name: layout.arrays[name].T for name, flat in held.items() if flat.size}
+    for name, array in turned.items():
+        axes = zip(array.shape, (step // array.itemsize for step in array.strides), strict=True)
+        names[f"v.{name}"] = Part(name, 0, array.shape, tuple(axis for axis in axes if axis[0] > 1))
     file = Weights(content, {name: name for name in held}).named(names).file(names, {})
-    parts = [(tensor, *names[tensor.name][:2]) for tensor in file.tensors]
-    arrays = b"".join(held[name][first:][: prod(tensor.shape)].tobytes() for tensor, name, first in parts)
+    parts = [(tensor, names[tensor.name].of, names[tensor.name].first) for tensor in file.tensors]
+    arrays = b"".join(
+        turned[name].tobytes() if tensor.name[0] == "v" else held[name][first:][: prod(tensor.shape)].tobytes()
+        for tensor, name, first in parts
+    )
     expected, source = file.header + arrays, StoreSource(store)
     assert len(expected) == file.bytes
     with pytest.MonkeyPatch.context() as patch:
@@ -77,6 +84,7 @@ def test_every_range_of_every_layout_has_the_bytes_of_the_file(
         into = bytearray(stop - start)
         file.read(source, checkpoint, start, memoryview(into))
         assert into == expected[start:stop]
+        file.read(source, checkpoint, start, memoryview(bytearray()))
 
 
 @pytest.mark.parametrize("dtype", [None, "bf16", "float16"])
@@ -112,7 +120,13 @@ def test_a_view_that_cannot_be_is_refused(held: tuple[Store, Checkpoint]) -> Non
     with pytest.raises(InvalidRequest, match="cast to 'int8'"):
         opened(*held, dtype="int8")
     source = StoreSource(held[0])
-    for wrong, error in ((("x", 0, (1,)), InvalidRequest), (("emb", 699_999, (2,)), CorruptObject)):
+    turned = [((700, 701), (1000, 1)), ((700_000, 1),), ((700, 1), (1000, -700)), ((700, 1),), ((0, 1), (0, 700))]
+    for wrong, error in (
+        (Part("x", 0, (1,)), InvalidRequest),
+        (Part("emb", 699_999, (2,)), CorruptObject),
+        (Part("emb", -1, (700,), ((700, 1),)), CorruptObject),
+        *((Part("emb", 0, (1000, 700), axes), CorruptObject) for axes in turned),
+    ):
         with pytest.raises(error):
             opened(*held)[1].named({"new": wrong})
     with pytest.raises(InvalidRequest, match="one name"):
