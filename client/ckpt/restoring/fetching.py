@@ -61,6 +61,7 @@ class Fetcher:
         self.lease: str | None = None
         """The lease that this rank holds; the caller releases it."""
         self._past_caches = False
+        self._together = _several(self._world.size)
         self._manifest = b""
         self._nearer: list[ChunkSource] = []
         """Asked first, in this order, by each rank for itself."""
@@ -71,7 +72,7 @@ class Fetcher:
             if self._config.replicas is not None:
                 self._nearer += host_chunks(source, self.checkpoint)
             elif self._last is not source.local:
-                self._nearer.append(StoredChunks(LOCAL, source.local, self.checkpoint))
+                self._nearer.append(StoredChunks(LOCAL, source.local, self.checkpoint, again=self._together))
             if self._last is source.local and self._share == "daemon":
                 self._share = "none"  # the daemon serves the remote store
         self.read: Counter[str] = Counter()
@@ -156,7 +157,7 @@ class Fetcher:
                 if self._config.read_only:
                     raise
                 logger.warning("reading straight from the store: %s", error)
-        fetch(self._last, self.checkpoint, reads, buffers, progress)
+        fetch(self._last, self.checkpoint, reads, buffers, progress, again=self._together)
 
 
 def host_chunks(source: TieredSource, checkpoint: Checkpoint) -> list[ChunkSource]:
@@ -185,10 +186,13 @@ def how_to_share(
         return "none"
     if grouped and world_size > 1 and config.replica_reads in ("auto", "broadcast"):
         return "broadcast"
-    several = world_size > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if config.daemon is not None and (config.replica_reads == "daemon" or (config.replica_reads == "auto" and several)):
-        return "daemon"
-    return "none"
+    wanted = config.replica_reads == "daemon" or (config.replica_reads == "auto" and _several(world_size))
+    return "daemon" if config.daemon is not None and wanted else "none"
+
+
+def _several(world_size: int) -> bool:
+    """Whether other processes of the job may want the same bytes."""
+    return world_size > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 @dataclass

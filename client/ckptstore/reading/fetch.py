@@ -80,24 +80,27 @@ def fetch(
     buffers: Buffers,
     progress: Progress = lambda _: None,
     threads: int | None = None,
+    again: bool = True,
 ) -> None:
-    """Fetch, verify and decode the chunks, and place their pieces. threads: None for what suits the source.
+    """Fetch, verify and decode the chunks, and place their pieces. threads: None for what suits the source. again: see
+    `ObjectReader.expect`.
 
     Returns when all bytes are checked and placed. The first error stops the fetch; the contents of the buffers are then
     undefined and may be damaged.
     """
-    _Fetching(source, checkpoint, buffers, progress).run(reads, threads)
+    _Fetching(source, checkpoint, buffers, progress, again).run(reads, threads)
 
 
 def fetch_readable(
-    source: ShardSource, checkpoint: Checkpoint, reads: Sequence[ShardRead], buffers: Buffers, progress: Progress
-) -> tuple[list[ShardRead], CkptError | None]:
+    source: ShardSource, checkpoint: Checkpoint, reads: Sequence[ShardRead], buffers: Buffers, progress: Progress,
+    again: bool = True,
+) -> tuple[list[ShardRead], CkptError | None]:  # fmt: skip
     """Like `fetch`, but returns the reads of chunks that cannot be read there, and the first error, if there is one.
 
     These are damaged or missing, chunk by chunk; once the source is unavailable, all that are left. Their buffers may
     hold anything. Other errors are raised.
     """
-    fetching = _FetchingReadable(source, checkpoint, buffers, progress)
+    fetching = _FetchingReadable(source, checkpoint, buffers, progress, again)
     fetching.run(reads, None)
     chunks = sorted(fetching.left, key=lambda chunk: (chunk.shard, chunk.attempt or "", chunk.offset))
     return coalesce(chunks), fetching.error
@@ -111,6 +114,7 @@ class _Fetching:
     _checkpoint: Checkpoint
     _buffers: Buffers
     _progress: Progress
+    _again: bool
 
     def __post_init__(self) -> None:
         self._stop = threading.Event()
@@ -133,7 +137,7 @@ class _Fetching:
 
     def _work(self, stretches: Stretches[ShardRead], thread: int) -> None:
         try:
-            with closing(_Fetch(self._source, self._checkpoint, self._progress)) as one:
+            with closing(_Fetch(self._source, self._checkpoint, self._progress, self._again)) as one:
                 while not self._stop.is_set() and (read := stretches.take(thread)) is not None:
                     self._fetch(one, read)
         except BaseException:  # also KeyboardInterrupt: the pool waits for running work
@@ -148,8 +152,10 @@ class _Fetching:
 class _FetchingReadable(_Fetching):
     """A fetch that leaves out what cannot be read."""
 
-    def __init__(self, source: ShardSource, checkpoint: Checkpoint, buffers: Buffers, progress: Progress) -> None:
-        super().__init__(source, checkpoint, buffers, lambda _: None)
+    def __init__(
+        self, source: ShardSource, checkpoint: Checkpoint, buffers: Buffers, progress: Progress, again: bool
+    ) -> None:
+        super().__init__(source, checkpoint, buffers, lambda _: None, again)
         self._read = progress
         self._away = False
         self.left: list[ChunkRead] = []
@@ -186,6 +192,7 @@ class _Fetch:
     _source: ShardSource
     _checkpoint: Checkpoint
     _progress: Progress
+    _again: bool
     _shard: ObjectReader | None = None
     _opened: tuple[str, str | None] | None = None
 
@@ -196,7 +203,7 @@ class _Fetch:
     def fetch(self, read: ShardRead) -> None:
         """Fetch all chunks of a read and place them."""
         shard = self._open(read)
-        shard.expect(read.offset, read.bytes)
+        shard.expect(read.offset, read.bytes, self._again)
         if not shard.small_reads:
             stored = self._stored.take(read.bytes)
             shard.read(read.offset, stored)
@@ -432,10 +439,12 @@ class StoredChunks:
     checkpoint: Checkpoint
     whole: bool = True
     """Whether it should have all shards."""
+    again: bool = True
+    """See `ObjectReader.expect`."""
 
     def fetch(self, reads: Sequence[ShardRead], buffers: Buffers, progress: Progress) -> list[ShardRead]:
         """Fetch what can be read. One warning if anything cannot."""
-        left, error = fetch_readable(self.source, self.checkpoint, reads, buffers, progress)
+        left, error = fetch_readable(self.source, self.checkpoint, reads, buffers, progress, self.again)
         if error is not None:
             usual = isinstance(error, ObjectMissing) and not self.whole
             logger.log(

@@ -112,8 +112,11 @@ class ObjectReader(ABC):
     small_reads = False
     """Whether reads of a few hundred KiB cost no more per byte than large reads."""
 
-    def expect(self, offset: int, num_bytes: int) -> None:  # noqa: B027 - most have nothing to prepare
-        """Announce that the next reads are in order within these bytes. Other reads stay allowed."""
+    def expect(self, offset: int, num_bytes: int, again: bool = True) -> None:  # noqa: B027 - most prepare nothing
+        """Announce that the next reads are in order within these bytes. Other reads stay allowed.
+
+        again: whether another read of them on this host is likely, so that a cache is worth its cost.
+        """
 
     @abstractmethod
     def read(self, offset: int, buffer: memoryview) -> None:

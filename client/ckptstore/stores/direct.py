@@ -14,6 +14,7 @@ import errno
 import fcntl
 import mmap
 import os
+import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -36,6 +37,12 @@ _HUGE = 2 << 20
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 """Errors of file systems that reject direct I/O."""
+
+WINDOW_BYTES = 8 << 20
+"""Bytes that are read past the page cache at once: four threads with one read each keep a disk busy."""
+_LEAST_DIRECT = 256 << 10
+_LEAST_RATE, _LATENCY_S = 64e6, 0.02
+"""Bytes per second and thread of a device that may be read again; what slower ones have sent belongs into the cache."""
 
 _FULL_SYNC = getattr(fcntl, "F_FULLFSYNC", None)
 """macOS: fsync reaches the drive, but not through its cache."""
@@ -187,20 +194,20 @@ class DirectFile:
                 count -= min(count, len(part))
 
 
-def read_direct(fd: int, offset: int, num_bytes: int) -> memoryview:
+def read_direct(fd: int, offset: int, num_bytes: int, memory: _Bytes | None = None) -> memoryview:
     """The bytes of an open file from `offset`, read-only; fewer at its end. Raises OSError.
 
-    They are aligned in memory as in the file, so that a DirectFile can write them from there. Not for use by several
-    threads at once.
+    They are aligned in memory as in the file, so that a DirectFile can write them from there. memory: to read to, from
+    `_aligned_memory`, two blocks larger; None for new memory. Not for use by several threads at once.
     """
     begin = offset // _BLOCK * _BLOCK
     end = -(-(offset + num_bytes) // _BLOCK) * _BLOCK
-    memory = _aligned_memory(end - begin).data
+    into = (_aligned_memory(end - begin) if memory is None else memory[: end - begin]).data
     direct, done = _set_direct(fd, True), 0
     try:
-        while done < len(memory):
+        while done < len(into):
             try:
-                count = os.preadv(fd, [memory[done:]], begin + done)
+                count = os.preadv(fd, [into[done:]], begin + done)
             except OSError as error:
                 # As for writes; a read that ends with the file may have ended unaligned.
                 if error.errno not in _NOT_DIRECT or not direct:
@@ -213,7 +220,64 @@ def read_direct(fd: int, offset: int, num_bytes: int) -> memoryview:
     finally:
         if direct:
             _set_direct(fd, False)
-    return memory[offset - begin : max(offset - begin, min(done, offset - begin + num_bytes))].toreadonly()
+    return into[offset - begin : max(offset - begin, min(done, offset - begin + num_bytes))].toreadonly()
+
+
+class DirectReads:
+    """Reads of an open file in order, past the page cache where that pays: a window at a time. For one thread.
+
+    It does not pay where the cache has the bytes, and on slow devices, where the next restore finds them in it.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._memory: _Bytes | None = None
+        self._window = memoryview(b"")
+        self._at = self._end = 0
+        """Where the window begins, and up to where windows are read."""
+        self._slow = False
+
+    def expect(self, offset: int, num_bytes: int) -> bool:
+        """The next reads are within these bytes. Whether it pays to read them here."""
+        pays = not self._slow and num_bytes >= _LEAST_DIRECT and not _is_cached(self._fd, offset, num_bytes)
+        self._end = offset + num_bytes if pays else 0
+        return pays
+
+    def read(self, offset: int, buffer: memoryview) -> int:
+        """Fill the buffer as far as that pays; returns the number of bytes. Raises OSError."""
+        done, into = 0, np.frombuffer(buffer, np.uint8)
+        while done < len(into) and len(part := self._next(offset + done)[: len(into) - done]):
+            into[done : done + len(part)] = np.frombuffer(part, np.uint8)  # numpy copies without the GIL
+            done += len(part)
+        return done
+
+    def _next(self, offset: int) -> memoryview:
+        """The bytes from `offset` on that are in memory, or those of the next window; empty if it is to be read through
+        the page cache."""
+        if not self._at <= offset < self._at + len(self._window):
+            size = min(WINDOW_BYTES, self._end - offset)
+            if size <= 0:
+                return memoryview(b"")
+            if self._memory is None:
+                self._memory = _aligned_memory(WINDOW_BYTES + 2 * _BLOCK)
+            self._window, began = memoryview(b""), time.monotonic()  # its memory is about to change
+            self._window, self._at = read_direct(self._fd, offset, size, self._memory), offset
+            self._slow = time.monotonic() - began > _LATENCY_S + size / _LEAST_RATE
+        return self._window[offset - self._at :]
+
+
+def _is_cached(fd: int, offset: int, num_bytes: int) -> bool:
+    """Whether the page cache has most of a range. True where that cannot be known."""
+    begin = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    pages = np.ones(-(-(offset + num_bytes - begin) // mmap.PAGESIZE), np.uint8)
+    try:
+        with mmap.mmap(fd, offset + num_bytes - begin, prot=mmap.PROT_READ, offset=begin) as mapped:
+            address = _address(np.frombuffer(mapped, np.uint8))
+            # A mapping reads nothing by itself. Those who may not write the file get ones, whatever is cached.
+            ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(mapped)), pages.ctypes)
+    except (AttributeError, OSError, ValueError):  # another system, or the file ends before
+        return True
+    return bool(np.count_nonzero(pages & 1) * 2 > len(pages))
 
 
 class _Borrowed:

@@ -20,8 +20,16 @@ from ckptstore.clock import system_clock
 from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.errors import StoreUnavailable, StoreUnsafe
 from ckptstore.names import new_ulid
-from ckptstore.stores.base import ObjectInfo, ObjectReader, ObjectWriter, Store, check_length, store_errors
-from ckptstore.stores.direct import DirectFile, read_direct, sync
+from ckptstore.stores.base import (
+    PARALLEL_READS,
+    ObjectInfo,
+    ObjectReader,
+    ObjectWriter,
+    Store,
+    check_length,
+    store_errors,
+)
+from ckptstore.stores.direct import DirectFile, DirectReads, read_direct, sync
 
 _TEMPORARY = ".tmp-"
 _FSTAB = Path("/etc/fstab")
@@ -59,10 +67,12 @@ class LocalStore(Store):
     """
 
     create_only = "a hard link"
+    parallel_reads = max(4, PARALLEL_READS)  # past the page cache, each has one read under way
 
     def __init__(self, root: str) -> None:
         self.root = Path(os.path.abspath(os.path.expanduser(root)))
         kind = _file_system(self.root)
+        self._one_host = kind in _ONE_HOST
         self.one_winner = kind in _LINKED_ONCE or (False if kind in _EMULATED else None)
         self.listing_lag_s = _LISTING_LAG_S if kind.startswith(_CACHED) and kind not in _ONE_HOST else 0.0
         # Not Path.as_uri, which quotes: open_store(store.url) must open the same folder.
@@ -137,9 +147,11 @@ class LocalStore(Store):
                 os.close(fd)
 
     def open_reader(self, key: str) -> ObjectReader:
-        """Read through the page cache. The kernel reads ahead of each sequential reader."""
+        """Read through the page cache, where the kernel reads ahead of each sequential reader; or past it what is read
+        once, if no other host mounts the file system."""
         with self._errors("read", key):
-            return _LocalReader(os.open(self.root / key, os.O_RDONLY), self.object_url(key))
+            fd = os.open(self.root / key, os.O_RDONLY)
+            return _LocalReader(fd, self.object_url(key), DirectReads(fd) if self._one_host else None)
 
     @override
     def size(self, key: str) -> int:
@@ -278,13 +290,20 @@ class LocalStore(Store):
 @dataclass
 class _LocalReader(ObjectReader):
     small_reads = True
+    _past = False
 
     fd: int
     url: str
+    direct: DirectReads | None
+
+    def expect(self, offset: int, num_bytes: int, again: bool = True) -> None:
+        """Bytes that are not read again go past the page cache where that pays."""
+        self._past = not again and self.direct is not None and self.direct.expect(offset, num_bytes)
 
     def read(self, offset: int, buffer: memoryview) -> None:
         try:
-            count = _read_at(self.fd, offset, buffer)
+            count = self.direct.read(offset, buffer) if self._past and self.direct is not None else 0
+            count += _read_at(self.fd, offset + count, buffer[count:])
         except OSError:
             with store_errors("read", self.url):
                 raise
@@ -294,7 +313,8 @@ class _LocalReader(ObjectReader):
         """One system call for all buffers, unless it returns less."""
         wanted = sum(map(len, buffers))
         try:
-            whole = len(buffers) <= _MAX_PARTS and os.preadv(self.fd, buffers, offset) == wanted
+            at_once = not self._past and len(buffers) <= _MAX_PARTS
+            whole = at_once and os.preadv(self.fd, buffers, offset) == wanted
         except OSError:
             whole = False
         if not whole:

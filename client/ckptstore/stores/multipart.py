@@ -274,7 +274,7 @@ class _SpanReader(ObjectReader):
         self.small_reads = self._transfers.suitable
         self._span = ByteSpan(self._transfers, self._path, 0, 0)
 
-    def expect(self, offset: int, num_bytes: int) -> None:
+    def expect(self, offset: int, num_bytes: int, again: bool = True) -> None:
         """Sends no request before the first read."""
         self._span.close()
         self._span = ByteSpan(self._transfers, self._path, offset, offset + num_bytes)

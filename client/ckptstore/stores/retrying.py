@@ -137,9 +137,9 @@ class _RetryingReader(ObjectReader):
         self._reader: ObjectReader | None = self._store.repeat(self._open)
         self.small_reads = self._reader.small_reads
 
-    def expect(self, offset: int, num_bytes: int) -> None:
+    def expect(self, offset: int, num_bytes: int, again: bool = True) -> None:
         if self._reader is not None:
-            self._reader.expect(offset, num_bytes)
+            self._reader.expect(offset, num_bytes, again)
 
     def read(self, offset: int, buffer: memoryview) -> None:
         self._repeat(lambda reader: reader.read(offset, buffer))

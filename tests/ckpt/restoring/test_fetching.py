@@ -11,14 +11,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
+from ckpt import Checkpointer
 from ckpt.restoring.fetching import attach
 from ckpt.saver import retained_snapshot
 from ckpt.saver.messages import Channel
 from ckpt.saver.retained_snapshot import HeldSnapshot
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.names import Attempt, new_ulid
-from ckptstore.stores import open_store
+from ckptstore.stores import direct, open_store
 from tests.ckpt.saver.retained_train import RUN
 
 CHECKPOINT = Checkpoint(RUN, Attempt(1, new_ulid(1.0)), State.COMMITTED)
@@ -83,3 +85,24 @@ def test_an_answer_of_another_version_stops_neither_a_restore_nor_a_save(tmp_pat
         assert attach(url, CHECKPOINT) is None
     with peer(url, lambda channel: channel.send(NextHeldSnapshot(1))):
         retained_snapshot.release(url, RUN, 0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_process_reads_past_the_page_cache_and_several_share_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    model = torch.nn.Linear(512, 512)
+    want = model.weight.detach().clone()
+    with Checkpointer(str(tmp_path), run=RUN, group="solo", compress="off") as checkpointer:
+        checkpointer.save(model, None, 1)
+    (shard,) = tmp_path.rglob("*.ckpt")
+    with torch.no_grad():
+        model.weight.zero_()
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    with shard.open("rb") as file, Checkpointer(str(tmp_path), run=RUN, group="solo") as checkpointer:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if direct._is_cached(file.fileno(), 0, want.nbytes) or not direct._set_direct(file.fileno(), True):
+            pytest.skip("this file system takes no direct I/O, or is in memory")
+        checkpointer.restore(model)
+        assert direct._is_cached(file.fileno(), 0, want.nbytes) == (ranks > 1)
+    assert torch.equal(model.weight, want)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from ckptstore.errors import CkptError, CorruptObject, StoreFull, StoreUnavailable
-from ckptstore.stores import Store, direct, open_store
+from ckptstore.stores import ObjectReader, Store, direct, open_store
 from tests.support.disks import small_file_system
 from tests.support.stores import race
 
@@ -359,3 +359,125 @@ def test_what_is_read_once_is_written_from_where_it_lies(store: Store, copied: l
             writer.write(reader.read_once(at, min(PACK + 1001, len(data) - at)))
     assert store.get("run/copy") == data
     assert sum(copied) <= 10 * 4096, "the blocks that two parts share"
+
+
+@pytest.fixture
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "WINDOW_BYTES", PACK + 1000)
+    monkeypatch.setattr(direct, "_LEAST_DIRECT", 1)
+
+
+def forgotten(store: Store, data: bytes) -> int:
+    """The descriptor of a shard of this data that the page cache has dropped."""
+    with store.open_writer("run/shard", len(data)) as writer:
+        writer.write(data)
+    fd = os.open(Path(store.url.removeprefix("file://")) / "run/shard", os.O_RDONLY)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    return fd
+
+
+def read_in_order(reader: ObjectReader, data: bytes, again: bool) -> None:
+    """Each range from front to back, in reads of several sizes, one of them longer than a window."""
+    for offset, size in RANGES:
+        reader.expect(offset, size, again)
+        at = offset
+        for part in (1, 4096, 2 * PACK, 5 * PACK):
+            found = [memoryview(bytearray(count)) for count in (min(part, offset + size - at) // 2, 0, 1)]
+            if at + sum(map(len, found)) > offset + size:
+                break
+            reader.read_parts(at, found)
+            assert b"".join(found) == data[at : at + sum(map(len, found))]
+            at += sum(map(len, found))
+        whole = memoryview(bytearray(size))
+        reader.read(offset, whole)
+        assert whole == data[offset : offset + size]
+
+
+@pytest.mark.usefixtures("small_windows")
+def test_what_nobody_reads_again_stays_out_of_the_page_cache(store: Store) -> None:
+    data = random.Random(5).randbytes(5 * PACK + 1)
+    fd = forgotten(store, data)
+    try:
+        with store.open_reader("run/shard") as reader:
+            read_in_order(reader, data, again=False)
+            if not is_direct_here(fd):
+                pytest.skip("this file system takes no direct I/O")
+            assert not direct._is_cached(fd, 0, len(data))
+            read_in_order(reader, data, again=True)
+            assert direct._is_cached(fd, 0, len(data))
+            reads = direct.DirectReads(fd)
+            assert not reads.expect(0, len(data)), "the page cache has them"
+    finally:
+        os.close(fd)
+
+
+def is_direct_here(fd: int) -> bool:
+    """Whether a file can be read past the page cache."""
+    found = direct._set_direct(fd, True)
+    direct._set_direct(fd, False)
+    return found
+
+
+@pytest.mark.usefixtures("small_windows")
+@pytest.mark.parametrize("refuse", [*_REFUSED, "short reads", "slow"])
+def test_reads_past_the_page_cache_need_no_file_system_that_takes_them(
+    store: Store, monkeypatch: pytest.MonkeyPatch, refuse: str
+) -> None:
+    data, read = random.Random(6).randbytes(5 * PACK + 1), os.preadv
+    fd = forgotten(store, data)
+
+    def read_at(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if refuse == "short reads":
+            return read(fd, [buffers[0][:4096]], offset)
+        if refuse in _REFUSED and is_direct(fd):
+            raise OSError(_REFUSED[refuse], "injected")
+        return read(fd, buffers, offset)
+
+    if refuse == "when asked":
+        refuse_direct(monkeypatch)
+    if refuse == "slow":
+        monkeypatch.setattr(direct, "_LEAST_RATE", 1e30)
+        monkeypatch.setattr(direct, "_LATENCY_S", 0.0)
+    monkeypatch.setattr(os, "preadv", read_at)
+    try:
+        with store.open_reader("run/shard") as reader:
+            read_in_order(reader, data, again=False)
+        reads = direct.DirectReads(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        reads.expect(0, PACK)
+        reads.read(0, memoryview(bytearray(PACK)))
+        assert refuse != "slow" or not reads.expect(PACK, PACK), "the page cache gets what a slow device sends"
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.usefixtures("small_windows")
+def test_a_file_that_ends_early_or_fails_is_an_error_past_the_page_cache(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, read = random.Random(7).randbytes(3 * PACK + 5), os.preadv
+    fd, failing = forgotten(store, data), False
+
+    def read_at(fd: int, buffers: list[memoryview], offset: int) -> int:
+        count = read(fd, buffers, offset)
+        if failing:
+            raise OSError(errno.EIO, "injected")
+        return count
+
+    monkeypatch.setattr(os, "preadv", read_at)
+    with store.open_reader("run/shard") as reader:
+        for offset, size in ((0, 3 * PACK + 6), (3 * PACK + 4, 2)):
+            reader.expect(offset, size, again=False)
+            with pytest.raises(CorruptObject, match="ends after"):
+                reader.read(offset, memoryview(bytearray(size)))
+        into = memoryview(bytearray(PACK))
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+        reader.expect(0, 3 * PACK, again=False)
+        reader.read(0, into)
+        failing = True
+        with pytest.raises(StoreUnavailable, match="injected"):
+            reader.read(2 * PACK, into)
+        failing = False
+        reader.read(0, into)
+        assert into == data[:PACK], "a read that failed leaves nothing behind that a later one takes for the file"
