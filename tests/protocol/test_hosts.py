@@ -24,6 +24,8 @@ WHOLE = "a checkpoint that a job resumes from has all of its shards"
 LATEST = "a job resumes from the newest generation"
 SAID = "a job that cannot see what was reported as committed fails, or says that hosts are lost"
 
+LARGE = os.environ.get("CKPTD_PROTOCOL") == "large"
+MOST_LOST = 2 if LARGE else 1
 REPLICAS = 1
 HOSTS = (0, 1, 2, 3)
 """The last one is new."""
@@ -176,7 +178,7 @@ def begin(state: State, actor: int, name: str, hosts: tuple[int, ...], rules: Ru
 
 
 def lose(state: State) -> Iterator[State]:
-    if len(state.gone) < 2:
+    if len(state.gone) < MOST_LOST:
         for host in HOSTS:
             if host not in state.gone:
                 left = frozenset(one for one in state.objects if one[0] != host)
@@ -244,7 +246,6 @@ def explored(*without: str) -> tuple[int, str | None]:
     return len(seen), None
 
 
-LARGE = os.environ.get("CKPTD_PROTOCOL") == "large"
 FOUND = {
     "shards_are_copied": KEPT,
     "outcome_is_copied": KEPT,
