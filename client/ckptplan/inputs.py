@@ -74,6 +74,12 @@ class PlanInputs(Record):
         float, about("Copy to host memory per rank, for the stall if it is not given.", "bytes", default="10GB")
     ] = 10e9
 
+    local_replicas: Annotated[
+        int | None, about("Other nodes that get each shard of a local tier; default: there is no local tier.")
+    ] = None
+    disk_bandwidth: Annotated[float, about("The local tier of one node, per second.", "bytes", default="2GB")] = 2e9
+    network_bandwidth: Annotated[float, about("From node to node, per second.", "bytes", default="10GB")] = 10e9
+
     mtbf_s: Annotated[float | None, about("Mean time between failures of the whole job.", "s")] = None
     failure_rate: Annotated[float | None, about("Failures per 1000 node-days, instead of --mtbf.")] = None
     failures: Annotated[str | None, about("A published failure rate: rsc-1, rsc-2, llama3 or mlcommons.")] = None

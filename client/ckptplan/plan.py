@@ -138,6 +138,21 @@ class Restore(Record):
     seconds_shared: float | None
 
 
+class LocalTier(Record):
+    """A local tier on the disk of each node, with copies on other nodes."""
+
+    stored_bytes_per_node: int
+    """One checkpoint, with the copies of other nodes."""
+    wire_bytes_per_node: int
+    """Sent in one save, and received."""
+    durable_s: float
+    restore_own_s: float
+    restore_peer_s: float
+    """The time of a node that has none of its shards."""
+    absorbed: float | None
+    """The share of node failures after which no shard is lost; None without a failure rate."""
+
+
 class Interval(Record):
     """How often to save, in seconds. None: no failure rate, or no interval gives progress."""
 
@@ -190,6 +205,7 @@ class Plan(Record):
     background: Bandwidth | None
     """Bandwidth for the interval."""
     restore: Restore
+    local: LocalTier | None
     interval: Interval
     global_batch: int | None
     steps: int | None
@@ -229,6 +245,7 @@ def make_plan(inputs: PlanInputs) -> Plan:
         sync=_bandwidth(size, ranks, inputs.window_s),
         background=_bandwidth(size, ranks, interval.chosen_s),
         restore=restore,
+        local=_local(size, ranks, interval, inputs),
         interval=interval,
         global_batch=batch,
         steps=steps,
@@ -374,6 +391,23 @@ def _restore(model: Model, terms: tuple[Term, ...], layout: Layout, size: Size, 
         seconds_each_for_itself=seconds(alone, alone / readers),
         seconds_shared=seconds(size.stored_bytes, size.stored_bytes / readers),
     )
+
+
+def _local(size: Size, ranks: Ranks, interval: Interval, inputs: PlanInputs) -> LocalTier | None:
+    """A shard is lost with its node and the next `local_replicas` ones, all before the first is in its place again:
+    (r + 1) such rows of nodes have the one that failed."""
+    if (copies := inputs.local_replicas) is None:
+        return None
+    each, disk, wire = size.stored_bytes / ranks.nodes, inputs.disk_bandwidth, inputs.network_bandwidth
+    peer, absorbed = max(each / wire, each / disk), None
+    if interval.mtbf_s is not None:
+        others = (inputs.restart_s + peer) / (interval.mtbf_s * ranks.nodes)
+        absorbed = 1 - min(1.0, (copies + 1) * others**copies)
+    return LocalTier(
+        stored_bytes_per_node=ceil(each * (copies + 1)), wire_bytes_per_node=ceil(each * copies),
+        durable_s=max(each * (copies + 1) / disk, each * copies / wire), restore_own_s=each / disk,
+        restore_peer_s=peer, absorbed=absorbed,
+    )  # fmt: skip
 
 
 def _retained(

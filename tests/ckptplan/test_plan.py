@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import msgspec
 import pytest
@@ -126,3 +127,29 @@ def test_the_price_is_per_gigabyte_and_month() -> None:
     assert retained(Policy(keep_last=5), 0, 60, 6, 7, 1.0).stored_bytes == 0, "no saves cost nothing"
     with pytest.raises(InvalidRequest, match="--interval"):
         retained(Policy(keep_last=5), 1_000_000, 0.1, 6, 7, None)
+
+
+def test_a_local_tier_of_each_node_is_as_fast_as_its_disk_and_network() -> None:
+    asked: dict[str, Any] = {
+        "parameters": 1024e9,
+        "dp": 8192,
+        "sharding": "fsdp",
+        "compress": False,
+    }
+    made = {
+        copies: plan(**asked, failure_rate=1.0, local_replicas=copies, disk_bandwidth=2e9, network_bandwidth=12.5e9,
+                     restart_s=300)
+        for copies in (0, 1, 2)
+    }  # fmt: skip
+    each = 14e9  # 14 bytes for each parameter, on 1,024 nodes
+    for copies, found in made.items():
+        local = found.local
+        assert local is not None
+        assert (local.stored_bytes_per_node, local.wire_bytes_per_node) == ((copies + 1) * each, copies * each)
+        assert local.durable_s == pytest.approx((copies + 1) * 7)
+        assert (local.restore_own_s, local.restore_peer_s) == pytest.approx((7, 7))
+    gone = 307 / (1000 * 86_400)  # that another node is gone while one is replaced
+    assert [found.local and found.local.absorbed for found in made.values()] == pytest.approx(
+        [0, 1 - 2 * gone, 1 - 3 * gone**2]
+    )
+    assert plan(parameters=1e9, dp=8, local_replicas=1).local.absorbed is None  # type: ignore[union-attr]

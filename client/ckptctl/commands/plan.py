@@ -20,7 +20,7 @@ from ckptplan.history import contents, history
 from ckptplan.inputs import PlanInputs
 from ckptplan.layout import Sharding
 from ckptplan.model import Model, from_config
-from ckptplan.plan import Bandwidth, Interval, Plan, Ranks, Restore, Retained, make_plan
+from ckptplan.plan import Bandwidth, Interval, LocalTier, Plan, Ranks, Restore, Retained, make_plan
 from ckptplan.training import TrainingTime, ettr
 from ckptstore import human
 from ckptstore.analysis.charts import Point, Tick, plot, svg
@@ -221,6 +221,7 @@ def plan_blocks(plan: Plan) -> Iterator[Block]:
     for title, pairs in (
         ("BANDWIDTH", [*_bandwidth(plan.sync, "to be durable"), *_bandwidth(plan.background, "in the background")]),
         ("RESTORE", [*_restore(plan.restore)]),
+        ("LOCAL TIER", [*_local(plan.local)]),
         ("INTERVAL", [*_interval(plan.interval)]),
         ("TRAINING", [*_training(plan), *_retained(plan.retained)]),
         ("STORE", [*_requests(plan)]),
@@ -292,6 +293,19 @@ def _restore(found: Restore) -> Pairs:
     alone = _size(found.bytes_each_for_itself) + _within(found.seconds_each_for_itself)
     yield "each reads for itself", alone
     yield "replicas share reads", _size(found.bytes_shared) + _within(found.seconds_shared)
+
+
+def _local(found: LocalTier | None) -> Pairs:
+    if found is not None:
+        yield "on each node", f"{human.size(found.stored_bytes_per_node)} per checkpoint, with copies of others"
+        yield "sent by each node", f"{human.size(found.wire_bytes_per_node)} per save"
+        yield "time until durable there", _seconds(found.durable_s)
+        yield (
+            "restore",
+            f"{_seconds(found.restore_own_s)} from the own disk, {_seconds(found.restore_peer_s)} from others",
+        )
+        if found.absorbed is not None:
+            yield "node failures without loss", f"{found.absorbed:.4%}"
 
 
 def _interval(found: Interval) -> Pairs:
