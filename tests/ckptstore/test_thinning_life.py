@@ -28,7 +28,8 @@ def act(life: LifeCycle, rng: Random, number: int) -> None:
     if kind < 0.15:
         life.save(step=number, loss=rng.random())
     elif kind < 0.4:
-        life.reference(number=pick, step=number, loss=rng.random(), moments=rng.random() < 0.7, fault=fault(rng))
+        moments, deltas = rng.random() < 0.7, rng.random() < 0.5
+        life.reference(number=pick, step=number, loss=rng.random(), moments=moments, deltas=deltas, fault=fault(rng))
     elif kind < 0.65:
         last, every = rng.choice([0, 0, 4]), rng.choice([0, 5])
         policy = Policy(

@@ -222,7 +222,8 @@ def _entries(store: Store, run: str, attempt: Attempt) -> dict[str, bytes]:
 
 def _stored(store: Store, run: str, attempt: Attempt, rank: int) -> list[list[StoredChunk]]:
     """For each chunk of a rank, what is decoded to read it, in order."""
-    reads = sorted(plan_all(read_receipt(Run(store, run), attempt, rank).content), key=lambda read: read.index)
+    planned = plan_all(read_receipt(Run(store, run), attempt, rank).content)
+    reads = sorted((r for r in planned if r.shard == names.shard_name(rank)), key=lambda read: read.index)
 
     def part(read: ChunkRead) -> StoredChunk:
         chunk = EncodedChunk(b"", read.raw, read.stored, read.codec, read.digest)

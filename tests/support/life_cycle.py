@@ -78,6 +78,8 @@ class Life:
     """Who holds the chunk that is the same in all of them: itself, or an earlier one that it references."""
     moments: Attempt
     """The same of optimizer state."""
+    bases: tuple[Attempt, ...] = ()
+    """Those whose changing chunk is decoded before its own, which is a delta."""
     state: Literal["visible", "hidden", "gone"] = "visible"
     flipped: set[int] = field(default_factory=set)
     """Bytes of its shard that are not as they were written: 0 is of its own chunk, -1 the last one of all."""
@@ -89,9 +91,10 @@ class Life:
 
 def states() -> Iterator[dict[str, npt.NDArray[Any]]]:
     """What is saved in turn: one chunk that never changes, after one that always does; both of optimizer state, too."""
+    noise = np.random.default_rng(0).integers(1 << 62, size=50)
     for number in count(1):
         yield {
-            "model/a": np.arange(40, dtype=np.float32), "model/step": np.array([number, 1], np.int64),
+            "model/a": np.arange(40, dtype=np.float32), "model/step": np.array([number, *noise], np.int64),
             "optim/a": np.arange(60, dtype=np.float32), "optim/step": np.array([number, 2], np.int64),
         }  # fmt: skip
 
@@ -131,8 +134,8 @@ class LifeCycle(RuleBasedStateMachine):
         self.lives: dict[Attempt, Life] = {}
         self.orphans: dict[Attempt, bool] = {}
         """Undecided attempts, and whether all of their receipts are there."""
-        self.frozen: dict[Attempt, tuple[Attempt, Attempt]] = {}
-        """Of attempts that reference: who holds the chunks that are the same in all of them."""
+        self.frozen: dict[Attempt, tuple[Attempt, Attempt, tuple[Attempt, ...]]] = {}
+        """Of attempts that reference: who holds the chunks that are the same in all of them, and the bases."""
         self.state = states()
         self.parents: dict[int, Attempt | None] = {}
         self.leases: dict[str, tuple[Attempt, float]] = {}
@@ -185,15 +188,26 @@ class LifeCycle(RuleBasedStateMachine):
         """by: the states of the checkpoints whose references count. A hidden one keeps data, but hides nothing less."""
         leased = any(a == attempt and until > self.clock() for a, until in self.leases.values())
         others = [life for other, life in self.lives.items() if other != attempt and life.state in by]
-        referenced = any(attempt in (life.frozen, life.moments) for life in others)
+        referenced = any(attempt in (life.frozen, life.moments, *life.bases) for life in others)
         return leased or bool(self.lives[attempt].pins) or referenced
+
+    def holds_all_moments(self, attempt: Attempt) -> bool:
+        """Whether all of its optimizer state can be read."""
+        life = self.lives[attempt]
+        holder = self.lives[life.moments]
+        return "thinned" not in (life.thin, holder.thin) and holder.state != "gone"
 
     def damaged(self, attempt: Attempt) -> bool:
         """Whether it cannot be read whole, through its own fault or through that of what it references."""
         life = self.lives[attempt]
-        if life.frozen == attempt:
-            return bool(life.flipped)
-        return bool(life.flipped) or -1 in self.lives[life.frozen].flipped
+        return (
+            bool(life.flipped) or -1 in self.lives[life.frozen].flipped or any(map(self.changing_damaged, life.bases))
+        )
+
+    def changing_damaged(self, attempt: Attempt) -> bool:
+        """Whether the chunk that always changes is damaged."""
+        life = self.lives[attempt]
+        return 0 in life.flipped or (life.frozen != attempt and bool(life.flipped))
 
     def data_bytes(self) -> int:
         return sum(info.bytes for info in self.store.list(RunKeys(RUN).attempts) if info.key.endswith(".ckpt"))
@@ -240,25 +254,39 @@ class LifeCycle(RuleBasedStateMachine):
         self.lives[found.attempt] = Life(step, found.attempt, found.attempt)
         self.clock.now += 1
 
-    @rule(number=pick, step=st.integers(0, 12), loss=st.floats(0, 1), moments=st.booleans(), fault=faults)
-    def reference(self, number: int, step: int, loss: float, moments: bool, fault: Faults | None) -> None:
-        """A save that stores what is new, and references the rest, in a checkpoint that may be on its way out."""
+    @rule(
+        number=pick, step=st.integers(0, 12), loss=st.floats(0, 1), moments=st.booleans(), deltas=st.booleans(),
+        fault=faults,
+    )  # fmt: skip
+    def reference(
+        self, number: int, step: int, loss: float, fault: Faults | None, moments: bool = True, deltas: bool = False
+    ) -> None:
+        """A save that stores what is new, and references the rest, in a checkpoint that may be on its way out.
+
+        deltas: what is new is stored as a delta, if it can be made.
+        """
         base = self.some(number, "visible", "hidden")
         if base is None:
             return
+        deltas = deltas and not self.damaged(base) and self.holds_all_moments(base)
+        bases = (*self.lives[base].bases, base) if deltas else ()
         attempt = Attempt(step, new_ulid(self.clock()), generation=self.generation)
         frozen, of_moments, state = self.lives[base].frozen, self.lives[base].moments, next(self.state)
         if not moments:
             state["optim/a"] = np.full(60, state["optim/step"][0], np.float32)
-        receipt = write_rank(self.store, RUN, attempt, state, 0, 1, {"loss": loss}, self.clock, base=base)
+        receipt = write_rank(
+            self.store, RUN, attempt, state, 0, 1, {"loss": loss}, self.clock, base=base, deltas=deltas
+        )
+        assert set(bases) <= set(referenced_attempts(receipt.receipt.content))
         moments = of_moments in receipt_holders(receipt)
-        self.frozen[attempt] = frozen, of_moments if moments else attempt
+        self.frozen[attempt] = frozen, of_moments if moments else attempt, bases
         self.orphans[attempt] = True
         error = self.attempt_to(lambda s: commit_attempt(Run(s, RUN, self.clock), [receipt]), fault)
         self.clock.now += 1
         if fault is None:
             whole = not moments or (self.lives[of_moments].state, self.lives[of_moments].thin) == ("visible", "full")
-            assert (error is None) == (self.lives[frozen].state == "visible" and whole)
+            there = all(self.lives[one].state == "visible" for one in (frozen, *bases))
+            assert (error is None) == (there and whole)
             assert error is None or isinstance(error, ReferenceLost)
         self.settle_orphans()
         assert error is not None or attempt in self.lives
@@ -360,7 +388,7 @@ class LifeCycle(RuleBasedStateMachine):
             left = list(self.store.list(run.keys.attempt(attempt)))
             if attempt in listed:
                 assert complete, "an attempt without all receipts was committed"
-                self.lives[attempt] = Life(attempt.step, *self.frozen.get(attempt, (attempt, attempt)))
+                self.lives[attempt] = Life(attempt.step, *self.frozen.get(attempt, (attempt, attempt, ())))
                 del self.orphans[attempt]
             elif not left:
                 age = self.clock() - names.ulid_time(attempt.ulid)
@@ -491,7 +519,8 @@ class LifeCycle(RuleBasedStateMachine):
     def what_is_referenced_is_there(self) -> None:
         for attempt, life in self.lives.items():
             if life.state != "gone":
-                assert self.lives[life.frozen].state != "gone", f"{attempt} needs what is gone"
+                for one in (life.frozen, *life.bases):
+                    assert self.lives[one].state != "gone", f"{attempt} needs what is gone"
                 if life.thin != "thinned":
                     holder = self.lives[life.moments]
                     assert (holder.state != "gone", holder.thin != "thinned") == (True, True), f"{attempt} lost moments"
@@ -523,7 +552,8 @@ class LifeCycle(RuleBasedStateMachine):
         assert thinnings == {(a, True) for a in left if self.thin(a) != "full"}
         for prefix in (run.keys.commits, run.keys.verified, run.keys.quarantine):
             assert left.issuperset(listed_attempts(run, prefix))
-        needed = {Mark(life.frozen, a) for a, life in self.lives.items() if a in left and life.frozen != a}
+        holders = [(a, one) for a, life in self.lives.items() if a in left for one in (life.frozen, *life.bases)]
+        needed = {Mark(one, a) for a, one in holders if one != a}
         both = [(a, life.moments) for a, life in self.lives.items() if a in left and life.moments != a]
         needed |= {Mark(moments, a) for a, moments in both}
         assert set(marks(run)) == needed | {Mark(m, a, True) for a, m in both if self.thin(a) != "thinned"}
