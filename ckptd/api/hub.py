@@ -36,6 +36,8 @@ router = APIRouter(prefix="/hf", include_in_schema=False)
 
 _MODEL = "/api/models/{namespace}/{name}"
 _CODE = re.compile("_x([0-9A-F]{2})_")
+_CODED = re.compile(r"[^\w.-]|[.-](?=[.-]|$)|_(?=x[0-9A-F]{2}_)", re.ASCII)
+"""Characters that the clients refuse in a name, and those that would be read as a code."""
 _REVISION = re.compile(r"(?:step-(?=\d+(?:\+|$)))?([^+]+)((?:\+(?!(?:bf|fp)16$)([^+]+))?(?:\+(bf16|fp16))?)", re.ASCII)
 """The checkpoint, and the view: an item and a type."""
 
@@ -55,6 +57,16 @@ async def _snapshot(request: Request, ctx: Ctx, caller: CallerDep, namespace: st
 
 
 Snapshot = Annotated[_Snapshot, Depends(_snapshot)]
+
+
+@router.get("/api/models")
+async def models(ctx: Ctx, caller: CallerDep, author: str = "runs", search: str = "") -> Response:
+    """The runs as models, all of them at once."""
+    found = await ctx.threads.index(ctx.catalog.runs)
+    names = [
+        "runs/" + _CODED.sub(lambda one: f"_x{ord(one[0]):02X}_", run.run) for run in found if caller.sees(run.run)
+    ]
+    return JSONResponse([{"id": name} for name in names if search in name and author == "runs"])
 
 
 @router.get(_MODEL)

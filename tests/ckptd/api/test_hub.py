@@ -159,6 +159,22 @@ def test_revisions_are_steps_tags_and_commits_with_views(named: Named) -> None:
     assert len(etags) == 4
 
 
+def test_a_scan_finds_every_run(tmp_path: Path) -> None:
+    runs, store = ["a--b", "gpt", LONG, "odd_x2F_", "team/gpt", "v1.-2-"], open_store(str(tmp_path / "store"))
+    for run in runs:
+        write_checkpoint(store, run, 1, ARRAYS)
+    with running_daemon(store.url) as daemon:
+        api = hub(daemon)
+        found = [model.id for model in api.list_models(author="runs")]
+        assert found == [model.id for model in api.list_models()]
+        assert {"runs/gpt", "runs/team_x2F_gpt", LONG_NAME} < set(found)
+        for name in found:
+            assert api.model_info(name).sha
+        assert len(found) == len(runs)
+        assert [model.id for model in api.list_models(search="team", limit=1)] == ["runs/team_x2F_gpt"]
+        assert list(api.list_models(author="google")) == []
+
+
 def test_repositories_of_runs_with_slashes_and_folders_of_assets(named: Named) -> None:
     files = file_system(named.daemon)
     for repository in ("team/gpt", "runs/team_x2F_gpt", LONG_NAME):
@@ -210,6 +226,7 @@ def test_a_token_sees_its_runs_and_a_wrong_one_nothing(tmp_path: Path) -> None:
             bound = hub(daemon, client.create_token(request).secret)
             writer = client.create_token(TokenRequest(name="writer", scopes=[Scope.WRITE])).secret
         assert bound.model_info("runs/gpt-a").sha
+        assert [model.id for model in bound.list_models()] == ["runs/gpt-a"]
         for hidden in ("runs/bert", "runs/none"):  # one is there, and the answers are alike
             with pytest.raises(RepositoryNotFoundError, match=f"run '{hidden[5:]}' has no checkpoint$"):
                 bound.model_info(hidden)
