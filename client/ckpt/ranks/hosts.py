@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -27,6 +28,7 @@ from ckptstore.names import RunKeys, generation_number
 from ckptstore.reading.source import StoreSource
 from ckptstore.retry import pauses
 from ckptstore.stores import Store
+from ckptstore.stores.local import LocalStore
 from ckptstore.tiers.source import TieredSource
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,8 @@ logger = logging.getLogger(__name__)
 _START_S = 60.0
 _ANSWER_S = 3.0
 _ANY_PORT = 9
+_LOOPBACK = ("127.0.0.1", "127.0.1.1", "::1")
+_MEMORY = ("ramfs", "tmpfs")
 _IDLE_S = 120
 """For how long an agent that a trainer started serves after the last trainer of its host."""
 _started: list[subprocess.Popen[bytes]] = []
@@ -84,13 +88,30 @@ def join_hosts(world: World, source: TieredSource, run: str, replicas: int) -> N
 
     together(world, note)
     together(world, gather)
-    if world.rank == 0 and not replicas:
+    if world.rank == 0:
+        warn_of_limits(own, replicas)
+
+
+def warn_of_limits(own: LocalStore, replicas: int) -> None:
+    """Log how long this local tier lasts, if that is less than the loss of a host."""
+    if own.kind in _MEMORY:
+        logger.warning("%s is in memory: what is saved there lasts as long as its host runs", own.url)
+    if not replicas:
         logger.warning("replicas=0: what is saved to %s survives restarts, not the loss of a host or its disk", own.url)
 
 
 def agreed(said: Sequence[tuple[Agent, Members, str]], replicas: int) -> tuple[Members, Members]:
-    """The hosts of the run now, and as the newest job before this one had them, by what each rank says. Pure."""
+    """The hosts of the run now, and as the newest job before this one had them, by what each rank says. Pure.
+
+    Raises InvalidRequest if an agent is out of the reach of others.
+    """
     hosts = tuple({agent.id: agent for agent, *_ in said}.values())
+    alone = [one.host for one in hosts if urlsplit(one.url).hostname in _LOOPBACK]
+    if alone and len(hosts) > 1:
+        raise InvalidRequest(
+            f"the agents of {', '.join(alone)} listen on a loopback address, which other hosts do not reach",
+            "Start `ckptd agent --host ADDRESS` there before the job, or give hosts names of other addresses",
+        )
     before = max((known for _, known, _ in said), key=lambda known: known.version)
     urls, ids = {one.url for one in hosts}, {one.id for one in hosts}
     known = {one.id: one for _, members, _ in said for one in (*members.former, *members.hosts)}

@@ -71,7 +71,8 @@ class LocalStore(Store):
 
     def __init__(self, root: str) -> None:
         self.root = Path(os.path.abspath(os.path.expanduser(root)))
-        kind = _file_system(self.root)
+        self.kind = kind = _file_system(self.root)
+        """The type of the file system; empty if it is unknown."""
         self._one_host = kind in _ONE_HOST
         self.one_winner = kind in _LINKED_ONCE or (False if kind in _EMULATED else None)
         self.listing_lag_s = _LISTING_LAG_S if kind.startswith(_CACHED) and kind not in _ONE_HOST else 0.0

@@ -4,12 +4,13 @@ import json
 import logging
 import os
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from ckpt import Checkpointer
-from ckpt.ranks.hosts import agent_url, agreed, check_lost, copy_documents, own_address
+from ckpt.ranks.hosts import agent_url, agreed, check_lost, copy_documents, own_address, warn_of_limits
 from ckptapi.hosts import FOLDER, Agent, HostsStore, Members
 from ckptstore.errors import InvalidRequest, StoreUnavailable, StoreUnsafe
 from ckptstore.names import Attempt, RunKeys
@@ -125,3 +126,17 @@ def test_a_job_of_one_host_saves_and_restores(tmp_path: Path, caplog: pytest.Log
     for agent in _started:
         agent.terminate()
         agent.wait()
+
+
+def test_an_agent_that_other_hosts_cannot_reach_is_refused() -> None:
+    """A host whose name is that of a loopback address, as Debian makes it."""
+    alone = Agent("x", "http://127.0.1.1:5", "x")
+    assert agreed([(alone, Members(), "r")] * 2, 1)[0].hosts == (alone,)
+    with pytest.raises(InvalidRequest, match="agents of x listen on a loopback address"):
+        agreed([(A, Members(), "r"), (alone, Members(), "s")], 1)
+
+
+def test_memory_is_called_so(caplog: pytest.LogCaptureFixture) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, caplog.at_level(logging.WARNING):
+        warn_of_limits(LocalStore(folder), 1)
+    assert "is in memory: what is saved there lasts as long as its host runs" in caplog.text
