@@ -210,9 +210,7 @@ class Checkpointer:
     ) -> Restored | None:
         with suppress(Superseded):  # a restore is the remedy
             self.wait()
-        if self.config.replicas is not None:
-            wait_for_orphan_saver(self.config)
-            self._saves.meet()
+        self._saves.meet()
         restorer = Restorer(self._source, self.config, self._world(), surgery)
         try:
             restored = restorer.restore(

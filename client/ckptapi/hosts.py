@@ -18,8 +18,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from itertools import islice
 from pathlib import Path
 from queue import Queue
+from select import select
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -51,7 +53,11 @@ _AWAY_S = 10.0
 """For how long an agent that does not answer is not asked again."""
 _SLOW_S, _LEAST_BYTES_PER_S = 5.0, 8e6
 """A copy ends if it takes this long, and one second more for this number of bytes."""
+_NEAREST = 4
+"""How many hosts are asked at once for a shard."""
 _BLOCK_BYTES = 4 << 20
+_MORE = 2
+"""Most hosts that are asked after those next to this one: a save waits for them."""
 _BLOCKS = 4
 """Most blocks of a copy that wait to be sent."""
 _T = TypeVar("_T")
@@ -79,6 +85,8 @@ class Members(Value):
     """The hosts of the newest job, in the order of their lowest ranks."""
     former: tuple[Agent, ...] = ()
     """Hosts of earlier jobs, which are only read."""
+    meeting: bool = False
+    """The first hosts do not have all documents yet, so that none may be read or written."""
 
 
 def members_file(folder: Path, run: str) -> Path:
@@ -207,7 +215,9 @@ class AgentStore(Store):
     def take(self) -> tuple[HTTPConnection, bool]:
         """A connection for one request and its answer, and whether it was idle before. Raises StoreUnavailable."""
         with suppress(IndexError):  # another thread was faster
-            return self._idle.pop(), True
+            while select([(idle := self._idle.pop()).sock], (), (), 0)[0]:
+                idle.close()  # the agent has closed it
+            return idle, True
         if time.monotonic() < self.away_until:
             raise StoreUnavailable(f"the agent of {self.agent.host} at {self.url} did not answer before")
         try:
@@ -231,7 +241,8 @@ class AgentStore(Store):
             while length < len(into) and (count := reply.readinto(into[length:])):
                 length += count
         data += reply.read()
-        self._idle.append(connection)
+        if connection.sock is not None:  # http.client opens a closed one again, without proof
+            self._idle.append(connection)
         match reply.status:
             case 200 | 206:
                 return _Answer(reply.headers, data, length)
@@ -288,6 +299,9 @@ class _AgentWriter(ObjectWriter):
         try:
             yield
         except (HTTPException, OSError) as error:
+            with suppress(HTTPException, OSError):
+                if not isinstance(error, TimeoutError):  # it may have said why it takes no more
+                    self._store.answer(self._connection)
             self.abort()
             raise self._store.failure(f"take {self._key}", error) from error
 
@@ -302,7 +316,7 @@ class _AgentWriter(ObjectWriter):
         with self._failing():
             self._connection.send(b"0\r\n\r\n")
             answer = self._store.answer(self._connection)
-        if answer.data.decode() != self._digest.hexdigest():
+        if answer.data != self._digest.hexdigest().encode():
             self._store.delete_many([self._key])
             raise StoreUnavailable(f"{self._store.agent.host} wrote other bytes of {self._key}")
 
@@ -319,11 +333,14 @@ class _Group:
     hosts: list[Store]
     """The stores of the job, in order; `own` if this host is one of them."""
     former: list[Store]
-    warned: bool = False
+    warned: int = 0
+    """1: that copies are on other hosts than the next ones; 2: that there are too few."""
 
     @property
     def holders(self) -> list[Store]:
         """The stores with the documents; the first one decides."""
+        if self.members.meeting:
+            raise StoreUnavailable(f"the hosts of a run in {self.own.url} meet")
         return self.hosts[: self.members.replicas + 1]
 
     @property
@@ -337,14 +354,16 @@ class _Group:
         """All stores, nearest first."""
         return [self.own, *self.ring, *self.former]
 
-    def lacks_copies(self, key: str, copies: int, error: object) -> None:
-        """Say once that an object lies on fewer hosts than it should; the next copy that is whole ends that."""
-        whole, before = copies >= self.members.replicas, self.warned
-        self.warned = not whole
-        if not whole and not before:
+    def lacks_copies(self, key: str, copies: int, errors: Sequence[object]) -> None:
+        """Say once that an object lies on others than the next hosts, and once that it lies on too few; an object
+        without errors ends that."""
+        short, before = copies < self.members.replicas, self.warned
+        self.warned = short + bool(errors or short)
+        if self.warned > before:
             logger.warning(
-                "%s lies on %d other hosts and not on %d, so that the loss of a host may lose it: %s",
-                key, copies, self.members.replicas, error,
+                "%s lies on %d other hosts and not on %s: %s", key, copies,
+                f"{self.members.replicas}, so that the loss of a host may lose it" if short else "the next ones",
+                *errors[:1] or ["the job has no more"],
             )  # fmt: skip
 
 
@@ -359,23 +378,23 @@ class HostsStore(WrappedStore):
     def __init__(self, own: LocalStore) -> None:
         super().__init__(own)
         self.own = own
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str, tuple[tuple[int, int], _Group]] = {}
+        """By run, each as a version of its file says."""
 
     @property
     @override
     def on_this_host(self) -> bool:
         return self.own.on_this_host and not (self.own.root / FOLDER).is_dir()
 
-    def reload(self) -> None:
-        """Read again which hosts each run has."""
-        self._groups = {}
-
     def group(self, key: str) -> _Group | None:
-        """The hosts of the run of a key; None if it is on this host alone."""
+        """The hosts of the run of a key, as the newest job that met here has them; None if it is on this host alone."""
         run = key.partition("/")[0]
-        if run.startswith("_"):
+        try:
+            found = os.stat(members_file(self.own.root, run))
+        except FileNotFoundError:
             return None
-        if run not in self._groups:
+        version, known = (found.st_ino, found.st_mtime_ns), self._groups.get(run)
+        if known is None or known[0] != version:
             if (members := read_members(self.own.root, run)) is None:
                 return None
             id = _folder_id(self.own)
@@ -383,14 +402,17 @@ class HostsStore(WrappedStore):
                 list[Store](self.own if one.id == id else AgentStore(one, run, members.token) for one in agents)
                 for agents in (members.hosts, members.former)
             )
-            self._groups[run] = _Group(self.own, members, hosts, [one for one in former if one is not self.own])
-        return self._groups[run]
+            group = _Group(self.own, members, hosts, [one for one in former if one is not self.own])
+            self._groups[run] = known = version, group
+        return known[1]
 
-    def copies(self, key: str) -> list[Store]:
-        """The other hosts that have a shard, nearest first."""
+    def copies(self, key: str) -> Iterator[Store]:
+        """The other hosts that have a shard, nearest first. Asks most of them only if the nearest do not have it."""
         group = self.group(key)
         others = [] if group is None else group.everywhere[1:]
-        return [store for store, there in zip(others, in_parallel(partial(_has, key), others), strict=True) if there]
+        for some in (others[:_NEAREST], others[_NEAREST:]):
+            there = in_parallel(partial(_has, key), some)
+            yield from (store for store, has_it in zip(some, there, strict=True) if has_it)
 
     @override
     def put(self, key: str, data: Buffer) -> None:
@@ -424,7 +446,7 @@ class HostsStore(WrappedStore):
 
         others = group.holders[1:]
         failed = [error for error in in_parallel(put, others) if error is not None] if others else []
-        group.lacks_copies(key, group.members.replicas - len(failed) if failed else group.members.replicas, failed)
+        group.lacks_copies(key, len(others) - len(failed), failed)
 
     @override
     def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
@@ -514,7 +536,7 @@ def mend(url: str, keys: Iterable[str]) -> None:
         after = [*zip(group.hosts, there, strict=True)] * 2
         lacking = [one for one, has in after[first : first + len(there)] if not has]
         if store.own in lacking[: max(0, group.members.replicas + 1 - sum(there))]:
-            for other in store.copies(key)[:1]:
+            for other in islice(store.copies(key), 1):
                 _copy_whole(other, store.own, key)
 
 
@@ -537,10 +559,10 @@ class PeerShards:
     def open_shard(self, checkpoint: Checkpoint, shard: str) -> ObjectReader:
         """Raises ObjectMissing if fewer hosts have it."""
         key = RunKeys(checkpoint.run).shard(checkpoint.attempt, shard)
-        found = self.store.copies(key)[self.number :]
-        if not found:
+        found = next(islice(self.store.copies(key), self.number, None), None)
+        if found is None:
             raise ObjectMissing(f"no other host that answers has copy {self.number + 1} of {key}")
-        return found[0].open_reader(key)
+        return found.open_reader(key)
 
 
 @dataclass
@@ -555,11 +577,11 @@ class _Tee(ObjectWriter):
     block: bytearray = field(default_factory=bytearray)
 
     def __post_init__(self) -> None:
-        now = time.monotonic()
-        peers = [store for store in self.group.ring if isinstance(store, AgentStore) and store.away_until < now]
-        count = self.group.members.replicas
+        now, ring, count = time.monotonic(), self.group.ring, self.group.members.replicas
+        peers = [store for store in ring if isinstance(store, AgentStore) and store.away_until < now]
+        self.failed: list[object] = [f"{one.url} did not answer" for one in ring[:count] if one not in peers]
         self.copies = [_Copy(store, self.key) for store in peers[:count]]
-        self.left = [*peers[count:]]
+        self.left = [*peers[count : count + _MORE]]
 
     def write(self, data: Buffer) -> None:
         self.own.write(data)
@@ -579,13 +601,12 @@ class _Tee(ObjectWriter):
         for copy in self.copies:
             copy.blocks.put(b"")
         self.own.commit()
-        failed = [error for copy in self.copies if (error := copy.end()) is not None]
-        done, wanted = len(self.copies) - len(failed), self.group.members.replicas
-        while done < wanted and self.left:
-            error = self._copy_again(self.left.pop(0))
+        ended, done, wanted = [copy.end() for copy in self.copies], 0, self.group.members.replicas
+        while ended or (done < wanted and self.left):
+            error = ended.pop() if ended else self._copy_again(self.left.pop(0))
             done += error is None
-            failed += [error] if error is not None else []
-        self.group.lacks_copies(self.key, done, failed[0] if failed else "no other host answers")
+            self.failed += [error] if error is not None else []
+        self.group.lacks_copies(self.key, done, self.failed)
 
     def _copy_again(self, store: Store) -> CkptError | None:
         """Copy what is on this disk to another host."""

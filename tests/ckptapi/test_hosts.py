@@ -3,16 +3,19 @@ from __future__ import annotations
 import http.client
 import logging
 import shutil
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
-from ckptapi.hosts import AgentStore, HostsStore, PeerShards, mend, open_local
+from ckptapi.hosts import AgentStore, HostsStore, PeerShards, members_file, mend, open_local
 from ckptstore.commits.catalog import Checkpoint, State
-from ckptstore.errors import CorruptObject, ObjectMissing, StoreUnavailable
+from ckptstore.errors import CorruptObject, ObjectMissing, StoreFull, StoreUnavailable
 from ckptstore.names import Attempt, RunKeys
 from ckptstore.stores.local import LocalStore
 from tests.support.agents import TOKEN, meet, running_agent, running_hosts
@@ -116,11 +119,12 @@ def test_a_host_that_does_not_answer_is_passed_over_and_nothing_fails(
         with caplog.at_level(logging.WARNING):
             write(hosts[0], SHARD)
         assert holders(hosts, SHARD) == [0, 1], "on the host after the one that is gone"
-        assert not caplog.messages
+        [elsewhere] = caplog.messages
+        assert "lies on 1 other hosts and not on the next ones" in elsewhere
         hosts[0].put(OUTCOME, b"decided")
         hosts[0].put(KEYS.manifest(ATTEMPT), b"manifest")
         assert hosts[1].get(OUTCOME) == b"decided"
-    [warning] = caplog.messages
+    [_, warning] = caplog.messages
     assert "lies on 0 other hosts and not on 1" in warning, "once, for both documents"
 
 
@@ -198,6 +202,61 @@ def test_a_writer_that_is_left_by_an_error_leaves_nothing(hosts: list[HostsStore
     with pytest.raises(KeyError):
         fail()
     assert holders(hosts, SHARD) == []
+
+
+def test_an_idle_connection_that_the_agent_has_closed_costs_no_copy(
+    hosts: list[HostsStore], caplog: pytest.LogCaptureFixture
+) -> None:
+    group = hosts[0].group("run/")
+    assert group is not None
+    agent = group.ring[0]
+    assert isinstance(agent, AgentStore)
+    assert agent.answers()
+    [idle] = agent._idle
+    assert idle.sock is not None
+    idle.sock.shutdown(socket.SHUT_RDWR)
+    with caplog.at_level(logging.WARNING):
+        write(hosts[0], SHARD)
+    assert holders(hosts, SHARD) == [0, 1]
+    assert not caplog.messages
+
+
+def test_a_peer_whose_disk_is_full_says_so(
+    hosts: list[HostsStore], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    opened = LocalStore.open_replacement
+
+    def full(store: LocalStore, key: str, size_hint: int = 0) -> Any:
+        if store.root == hosts[1].own.root:
+            raise StoreFull("no space is left")
+        return opened(store, key, size_hint)
+
+    monkeypatch.setattr(LocalStore, "open_replacement", full)
+    with caplog.at_level(logging.WARNING), hosts[0].open_writer(SHARD) as writer:
+        for _ in range(20):
+            writer.write(DATA)
+    assert holders(hosts, SHARD) == [0, 2]
+    assert ["the disk of 1 is full" in message for message in caplog.messages] == [True]
+
+
+def test_a_store_follows_a_job_that_begins_and_waits_while_its_hosts_meet(
+    hosts: list[HostsStore], tmp_path: Path
+) -> None:
+    """As the saver of a killed job does: the first host may be another one now."""
+    hosts[2].put(OUTCOME, b"decided")
+    group = hosts[2].group("run/")
+    assert group is not None
+    file = members_file(tmp_path / "2", "run")
+    for meeting in (True, False):
+        new = file.with_name("new")
+        new.write_bytes(msgspec.json.encode(replace(group.members, hosts=group.members.hosts[::-1], meeting=meeting)))
+        new.replace(file)
+        if meeting:
+            for call in (hosts[2].get, lambda key: hosts[2].put_if_absent(key, b"again"), hosts[2].list):
+                with pytest.raises(StoreUnavailable, match="meet"):
+                    call(OUTCOME)
+    assert hosts[2].put_if_absent(KEYS.manifest(ATTEMPT), b"manifest")
+    assert holders(hosts, KEYS.manifest(ATTEMPT)) == [1, 2]
 
 
 def test_a_run_without_other_hosts_is_in_its_folder(tmp_path: Path) -> None:

@@ -103,6 +103,11 @@ class Bed:
     def __getitem__(self, name: str) -> Machine:
         return self._running[name]
 
+    @property
+    def names(self) -> set[str]:
+        """The hosts that run."""
+        return {*self._running}
+
     def __enter__(self) -> Bed:
         return self
 
@@ -135,7 +140,8 @@ class Bed:
             *_shell(
                 "ip link set dev lo up",
                 f"ip address add {machine.address}/24 dev eth0",
-                "ip link set dev eth0 up",
+                # The same in all lives: the others' tables of addresses would be wrong for a minute.
+                f"ip link set dev eth0 address 02:00:00:00:00:{int(machine.address.rpartition('.')[2]):02x} up",
                 *self._limit("eth0"),
             )
         )

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import time
+from pathlib import Path
 
 
 def reaches(address: str, within_s: float = 60.0) -> bool:
@@ -38,6 +39,32 @@ def receive(address: str) -> None:
             while connection.recv(1 << 20):
                 pass
             connection.sendall(b".")
+
+
+def signal_agents(number: int) -> int:
+    """Send a signal to the agents of this host; their number."""
+    found = [path.parent.name for path in Path("/proc").glob("[0-9]*/cmdline") if b"ckptd\0agent" in path.read_bytes()]
+    for pid in found:
+        os.kill(int(pid), number)
+    return len(found)
+
+
+def sent() -> int:
+    """Bytes that this host has sent to others; /sys shows those of the machine."""
+    [line] = [line for line in Path("/proc/self/net/dev").read_text().splitlines() if "eth0:" in line]
+    return int(line.partition(":")[2].split()[8])
+
+
+def flip(folder: str) -> int:
+    """Change a byte in the middle of each shard below a folder; their number."""
+    found = [path for path in Path(folder).rglob("*.ckpt") if path.stat().st_size]
+    for path in found:
+        with open(path, "r+b") as file:
+            file.seek(path.stat().st_size // 2)
+            byte = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte[0] ^ 0xFF]))
+    return len(found)
 
 
 if __name__ == "__main__":

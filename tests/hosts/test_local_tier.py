@@ -1,31 +1,63 @@
-"""A local tier on hosts that share nothing: each shard on its own host and on others."""
+"""A local tier on hosts that share nothing: each shard on its own host and on others.
+
+CKPTD_HOSTS=large repeats everything at more moments; CKPTD_MOMENTS is how many hosts are lost.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from threading import Timer
 from typing import Any
 
 import pytest
 
 from tests.hosts.bed import Bed
 from tests.hosts.conftest import Site
-from tests.hosts.services import start_s3
-from tests.hosts.test_jobs import Lines, check_continued, job
+from tests.hosts.services import STORE, start_s3
+from tests.hosts.test_jobs import LARGE, Lines, ask, job, losses
 from tests.support.jobs import Job
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
 TIER = "file:///mnt/ckpts"
+HOSTS = "a b c d"
+EVERY = 3
+MOMENTS = int(os.environ.get("CKPTD_MOMENTS", "50" if LARGE else "1"))
+"""For each layout."""
+DISTURBED = int(os.environ.get("CKPTD_MOMENTS", "20"))
+"""Moments of each disturbance."""
+RANKS = 8 if LARGE else 4
+RARELY: dict[str, Any] = {"replicate_every": 1000}
+"""The first checkpoint of each job is replicated."""
+large = pytest.mark.skipif(not LARGE, reason="CKPTD_HOSTS=large runs it")
+Disturb = Callable[[], object]
 
 
 @pytest.fixture(scope="module")
 def four(namespaces: None) -> Iterator[Site]:
-    with Bed(["a", "b", "c", "d", "s3"], mbit=1000, clocks={"b": 600.0}) as bed:
+    with Bed([*"abcde", "s3"], mbit=1000, clocks={"b": 600.0}) as bed:
         yield Site(bed, start_s3(bed["s3"]), "")
 
 
+@pytest.fixture(autouse=True)
+def whole(four: Site) -> Iterator[None]:
+    """What one test breaks does not break the next one."""
+    yield
+    for name in set("abcde") - four.bed.names:
+        four.bed.start(name, empty=True)
+    four.bed.join()
+
+
 def tiered(site: Site, hosts: str, run: str, replicas: int = 1, ranks: int = 0, **options: Any) -> Job:
-    settings = {"local": TIER, "replicas": replicas, **options.pop("settings", {})}
+    settings = {"local": TIER, "replicas": replicas, **RARELY, **options.pop("settings", {})}
     return job(site, hosts, ranks or len(hosts.split()), run, settings=settings, **options)
 
 
@@ -36,17 +68,232 @@ def read(lines: Lines) -> dict[str, int]:
     return dict(zip(("memory", "store", "local", "peer"), map(sum, zip(*found, strict=True)), strict=True))
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
-def test_a_host_that_is_lost_with_its_disk_is_restored_from_its_neighbours(layout: str, four: Site) -> None:
-    run = f"lost-{layout}"
-    with tiered(four, "a b c d", run, layout=layout, settings={"replicate_every": 1000}) as running:
-        first = running.until(10, 4)
-        print(running.errors())
-        four.bed.kill("b")
+@dataclass
+class History:
+    """A run through several jobs, each of which is killed; what it trained, and what it said it had saved."""
+
+    site: Site
+    run: str
+    layout: str = "fsdp2"
+    same: bool = True
+    """Whether the number of ranks stays, and with it the losses."""
+    newest: int = 0
+    begun: int = 0
+    """The newest save that may have begun."""
+    losses: dict[str, str] = field(default_factory=dict)
+    errors: str = ""
+
+    def train(
+        self, hosts: str = HOSTS, steps: int = 2 * EVERY, then: Sequence[tuple[float, Disturb]] = (), **options: Any
+    ) -> Lines:
+        """Train so many steps more, and until all is done that comes then, each so many seconds later. Kill the job.
+
+        It went on from the newest checkpoint, with the losses that it had before.
+        """
+        with tiered(self.site, hosts, self.run, layout=self.layout, every=EVERY, **options) as running:
+            lines = running.until(self.newest + steps, len(running.ranks))
+            left = [*then, (0.0, running.kill)]
+
+            def go_on() -> None:
+                left.pop(0)[1]()
+                if left:
+                    Timer(left[0][0], go_on).start()
+
+            Timer(left[0][0], go_on).start()
+            lines += running.lines()
+            self.errors = running.errors()
+        assert not left, self.errors
+        known, [resumed] = self.losses, [int(words[1]) for words in lines if words[0] == "resumed"]
+        assert self.newest <= resumed <= self.begun, (resumed, self.newest, self.begun, self.errors)
+        found = losses(lines)
+        both = found.keys() & known.keys()
+        assert not self.same or {step: known[step] for step in both} == {step: found[step] for step in both}
+        self.losses = {step: loss for step, loss in known.items() if int(step) <= resumed} | found
+        self.newest = max([resumed, *(int(words[2]) for words in lines if words[0] == "saved")])
+        self.begun = max(map(int, found)) // EVERY * EVERY
+        return lines
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"] if LARGE else ["fsdp2"])
+@pytest.mark.parametrize("remote", ["slow", "away"] if LARGE else ["away"])
+def test_a_host_that_is_lost_with_its_disk_is_restored_from_its_neighbours(
+    layout: str, remote: str, four: Site
+) -> None:
+    chance, bed, history = random.Random(layout + remote), four.bed, History(four, f"lost-{layout}-{remote}", layout)
+    if remote == "slow":
+        limit(four, "s3", mbit=160)
+    for moment in range(MOMENTS):
+        lost = chance.choice(HOSTS.split())
+        lines = history.train(ranks=RANKS, then=[(chance.random(), partial(bed.kill, lost))])
+        assert not moment or read(lines)["store"] == 0, history.errors
+        bed.start(lost, empty=True)
+        if remote == "away":
+            bed.part(HOSTS.split())
+    assert read(history.train(ranks=RANKS))["store"] == 0, history.errors
+    bed.join()
+    limit(four, "s3", mbit=1000)
+
+
+def test_bytes_on_the_wire_are_those_of_the_copies(four: Site) -> None:
+    settings = json.dumps({"local": TIER, "replicas": 1, **RARELY})
+    machines = [four.bed[name] for name in "cd"]
+    with Job("tests.hosts.wire", [STORE, "wire", settings, str(16 << 20)], 2, four.environment, machines) as running:
+        sent: dict[str, list[tuple[int, int]]] = {}
+        for kind, _, save, num_bytes, stored in running.lines():
+            assert kind == "sent"
+            sent.setdefault(save, []).append((int(num_bytes), int(stored)))
+            if save == "0":
+                four.bed.part("cd")  # what is sent to the remote store does not count
+            if len(sent) == 7:
+                break
+    four.bed.join()
+    shares = [sum(num_bytes for num_bytes, _ in both) / both[0][1] for both in sent.values() if len(both) == 2]
+    assert 0.98 < median(shares[2:]) < 1.02, shares
+
+
+def limit(site: Site, host: str, mbit: int) -> None:
+    """From now on a host sends no more than this."""
+    site.bed[host].run(*f"tc qdisc replace dev eth0 root tbf rate {mbit}mbit burst 256kb latency 50ms".split())
+
+
+def lose_two(history: History, **options: Any) -> None:
+    """Lose two neighbours with their disks, when a checkpoint is remote."""
+    bed = history.site.bed
+
+    def lose() -> None:
+        bed.kill("c")
+        bed.kill("d")
+
+    history.train(then=[(0.0, partial(until_remote, history)), (0.5, lose)], **options)
+    history.newest = history.begun = remote_step(history)
+    for name in "cd":
+        bed.start(name, empty=True)
+
+
+def until_remote(history: History) -> None:
+    wait_until(lambda: remote_step(history), "the replica")
+
+
+def remote_step(history: History) -> int:
+    """The newest step in the remote store; 0 if there is none."""
+    try:
+        return int(ask(history.site, "e", "--store", STORE, "latest", history.run)["step"])
+    except AssertionError:
+        return 0
+
+
+@large
+def test_two_neighbours_that_are_lost_cost_what_is_not_replicated(four: Site) -> None:
+    history = History(four, "two")
+    lose_two(history)
+    lines = history.train()
+    assert read(lines)["store"]
+    assert "2 of the 4 hosts that had run 'two' do not answer (c, d), with 1 replicas" in history.errors
+
+
+@large
+def test_without_replicas_a_job_survives_a_restart_and_not_the_loss_of_a_host(four: Site) -> None:
+    history = History(four, "none")
+    history.train(replicas=0, then=[(0.0, partial(until_remote, history))])
+    assert "survives restarts, not the loss of a host" in history.errors
+    assert read(history.train(replicas=0, then=[(0.0, partial(four.bed.kill, "b"))]))["store"] == 0
     four.bed.start("b", empty=True)
-    with tiered(four, "a b c d", run, layout=layout, steps=12) as running:
-        second = running.finish()
-        print(running.errors())
-    check_continued(first, second, 8)
-    print(read(second))
-    assert read(second)["store"] == 0
+    history.newest, history.begun = 0, remote_step(history)
+    assert read(history.train(replicas=0))["store"]
+    assert "1 of the 4 hosts that had run 'none' do not answer (b), with 0 replicas" in history.errors
+
+
+@large
+def test_other_hosts_in_another_order_continue_the_newest_state(four: Site) -> None:
+    """A host that was away for a job comes back with an old folder, and decides from then on."""
+    history, bed = History(four, "moved", same=False), four.bed
+    history.train("a b c d")
+    bed.kill("a")
+    history.train("d c b")
+    bed.start("a")
+    history.train("a e c b d")
+    history.train("e b")
+    history.train("b e c d")
+
+
+@large
+def test_two_runs_on_the_same_hosts(four: Site) -> None:
+    one, other = History(four, "one"), History(four, "other")
+    for _ in range(2):
+        one.train(then=[(0.0, partial(other.train, "d a b c"))])
+
+
+@large
+def test_the_job_of_a_host_that_was_cut_off_changes_nothing(four: Site) -> None:
+    """Its processes live, and begin to save, while the job goes on elsewhere."""
+    history, bed, zombie = History(four, "zombie"), four.bed, "a"
+
+    with tiered(four, HOSTS, "zombie", layout="fsdp2", every=EVERY) as running:
+        lines = running.until(2 * EVERY, 4)
+        bed.part(["b", "c", "d", "e", "s3"], [zombie])
+        running.kill(1, 2, 3)
+        history.newest = max(int(words[2]) for words in lines if words[0] == "saved")
+        history.begun = history.newest + EVERY
+        history.losses = losses(lines)
+        history.train("e b c d")
+        bed.join()
+        history.train("e b c d")
+    history.train(HOSTS)
+
+
+def partition(site: Site, *groups: Sequence[str]) -> tuple[Disturb, Disturb]:
+    return partial(site.bed.part, *groups), site.bed.join
+
+
+def stopped(site: Site) -> tuple[Disturb, Disturb]:
+    begin, end = (
+        partial(site.bed["c"].call, "tests.hosts.probes:signal_agents", number)
+        for number in (signal.SIGSTOP, signal.SIGCONT)
+    )
+    return begin, end
+
+
+def slow(site: Site) -> tuple[Disturb, Disturb]:
+    """1 MB/s: what it receives is limited where the switch sends it."""
+    begin, end = (
+        partial(
+            site.bed._shell,
+            f"tc qdisc replace dev c root tbf rate {mbit}mbit burst 256kb latency 50ms",
+        )
+        for mbit in (8, 1000)
+    )
+    return begin, end
+
+
+def full(site: Site) -> tuple[Disturb, Disturb]:
+    shell = partial(site.bed["c"].run, "sh", "-c")
+    return partial(shell, "cat /dev/zero > /mnt/ballast || true"), partial(shell, "rm /mnt/ballast")
+
+
+def lies(site: Site) -> tuple[Disturb, Disturb]:
+    return partial(site.bed["c"].call, "tests.hosts.probes:flip", "/mnt"), lambda: None
+
+
+DISTURBANCES: dict[str, Callable[[Site], tuple[Disturb, Disturb]]] = {
+    "one host": lambda site: partition(site, ["a", "b", "d", "s3"], ["c"]),
+    "halves": lambda site: partition(site, ["a", "b", "s3"], ["c", "d"]),
+    "slow": slow, "stopped": stopped, "full": full, "lies": lies,
+}  # fmt: skip
+
+
+@large
+@pytest.mark.parametrize("what", DISTURBANCES)
+def test_what_disturbs_hosts_holds_up_no_training_and_restores_no_other_state(what: str, four: Site) -> None:
+    chance, history = random.Random(what), History(four, what.replace(" ", "-"))
+    begin, end = DISTURBANCES[what](four)
+    options: Any = {"background": True, "pace_s": 0.1, "vocabulary": 100_000}
+    history.train(**options)
+    begin, end = DISTURBANCES[what](four)
+    moments = [moment for _ in range(DISTURBED) for moment in ((chance.random(), begin), (4 * chance.random(), end))]
+    lines = history.train(then=[*moments, (5.0, lambda: None)], **options)
+    saves = [float(words[3]) for words in lines if words[0] == "saved"]
+    waited = [float(words[3]) for words in lines if words[0] == "waited"]
+    failed = [words for words in lines if words[0] == "failed"]
+    print(what, len(saves), "saved", len(failed), "failed", f"longest {max(saves):.1f} s, waited {max(waited):.2f} s")
+    print("\n".join(line for line in history.errors.splitlines() if "rank" not in line and "c10d" not in line))
+    history.train(**options)

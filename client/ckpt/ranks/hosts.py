@@ -14,21 +14,27 @@ import time
 import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
+from msgspec.structs import replace
+from xxhash import xxh3_64_hexdigest
 
 from ckpt.ranks.world import World, together
 from ckptapi.hosts import FOLDER, Agent, AgentStore, HostsStore, Members, is_shard, members_file, read_members
+from ckptstore import names
 from ckptstore.errors import InvalidRequest, StoreUnavailable, StoreUnsafe, Unavailable
-from ckptstore.format.decoding import convert
+from ckptstore.format.decoding import convert, decode_json
 from ckptstore.names import RunKeys, generation_number
 from ckptstore.reading.source import StoreSource
 from ckptstore.retry import pauses
 from ckptstore.stores import Store
 from ckptstore.stores.local import LocalStore
+from ckptstore.threads import in_parallel
 from ckptstore.tiers.source import TieredSource
 
 logger = logging.getLogger(__name__)
@@ -37,6 +43,8 @@ _START_S = 60.0
 _ANSWER_S = 3.0
 _ANY_PORT = 9
 _LOOPBACK = ("127.0.0.1", "127.0.1.1", "::1")
+_ELSEWHERE = "192.0.2.1"
+"""An address of no host (RFC 5737)."""
 _MEMORY = ("ramfs", "tmpfs")
 _IDLE_S = 120
 """For how long an agent that a trainer started serves after the last trainer of its host."""
@@ -58,36 +66,41 @@ def join_hosts(world: World, source: TieredSource, run: str, replicas: int) -> N
     assert isinstance(store, HostsStore)
     own = store.own
 
-    def introduce() -> Any:
-        before = read_members(own.root, run) or Members()
-        me = Agent(StoreSource(own).id(), agent_url(own.root, own.url), socket.gethostname())
-        return msgspec.to_builtins((me, before, secrets.token_hex(32)))
+    known = msgspec.json.encode(read_members(own.root, run) or Members())
 
-    said = [convert(one, tuple[Agent, Members, str]) for one in together(world, introduce)]
-    members, before = agreed(said, replicas)
+    def introduce() -> Any:
+        me = Agent(StoreSource(own).id(), agent_url(own.root, own.url), socket.gethostname())
+        return msgspec.to_builtins((me, xxh3_64_hexdigest(known), secrets.token_hex(32)))
+
+    said = [convert(one, tuple[Agent, str, str]) for one in together(world, introduce)]
+    digests = [digest for _, digest, _ in said]
+    # One rank sends what several know: a list of all hosts from each rank would be too much.
+    lists = together(world, lambda: known if digests.index(digests[world.rank]) == world.rank else b"")
+    told = [decode_json(lists[digests.index(digest)], Members) for digest in digests]
+    members, before = agreed([(agent, told[rank], new) for rank, (agent, _, new) in enumerate(said)], replicas)
     ids = [agent.id for agent, *_ in said]
     first_here = ids.index(ids[world.rank]) == world.rank
 
-    def note() -> None:
+    def note(meeting: bool) -> None:
         if first_here:
             path = members_file(own.root, run)
             new = path.with_name(f"{path.name}.{os.getpid()}")
             new.touch(mode=0o600)
-            new.write_bytes(msgspec.json.encode(members))
+            new.write_bytes(msgspec.json.encode(replace(members, meeting=meeting)))
             new.replace(path)
 
     def gather() -> None:
-        store.reload()
-        group = store.group(RunKeys(run).folder + "/")
+        group = store.group(RunKeys(run).folder)
         assert group is not None
-        if first_here and own in group.holders:
-            for other in group.everywhere[1:]:
-                copy_documents(other, own, run)
+        if first_here and own in group.hosts[: replicas + 1]:
+            in_parallel(lambda other: copy_documents(other, own, run), group.everywhere[1:])
         if world.rank == 0:
             check_lost(source, run, members, before)
 
-    together(world, note)
+    # Savers of a killed job go on in the new one, but must decide nothing that a lost host had decided.
+    together(world, partial(note, True))
     together(world, gather)
+    together(world, partial(note, False))
     if world.rank == 0:
         warn_of_limits(own, replicas)
 
@@ -103,9 +116,14 @@ def warn_of_limits(own: LocalStore, replicas: int) -> None:
 def agreed(said: Sequence[tuple[Agent, Members, str]], replicas: int) -> tuple[Members, Members]:
     """The hosts of the run now, and as the newest job before this one had them, by what each rank says. Pure.
 
-    Raises InvalidRequest if an agent is out of the reach of others.
+    Raises InvalidRequest if an agent is out of the reach of others, or two hosts have folders with one id.
     """
     hosts = tuple({agent.id: agent for agent, *_ in said}.values())
+    if twin := next((one for one, *_ in said if one not in hosts), None):
+        raise InvalidRequest(
+            f"the local tier of {twin.host} has the id of another host's: both are one folder, or one is a copy",
+            f"Leave out replicas= for a folder that hosts share; else remove {names.STORE_ID} from one of the two",
+        )
     alone = [one.host for one in hosts if urlsplit(one.url).hostname in _LOOPBACK]
     if alone and len(hosts) > 1:
         raise InvalidRequest(
@@ -207,12 +225,15 @@ def _answering(notes: Path) -> str | None:
 
 
 def own_address() -> str:
-    """The address of this host from which it reaches the first one of the job."""
-    master = os.environ.get("MASTER_ADDR") or socket.gethostname()
-    try:
-        family, kind, _, _, place = socket.getaddrinfo(master, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as reaching:
-            reaching.connect(place)  # sends nothing
-            return str(reaching.getsockname()[0])
-    except OSError:
-        return "127.0.0.1"
+    """The address of this host from which it reaches the first one of the job, or if it is that one, any other."""
+    alone = os.environ.get("WORLD_SIZE", "1") == os.environ.get("LOCAL_WORLD_SIZE", "1")
+    first = os.environ.get("MASTER_ADDR") or socket.gethostname()
+    for name in (first, _ELSEWHERE)[: 2 - alone]:
+        with suppress(OSError):
+            family, kind, _, _, place = socket.getaddrinfo(name, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as reaching:
+                reaching.connect(place)  # sends nothing
+                found = str(reaching.getsockname()[0])
+            if alone or not ip_address(found).is_loopback:  # as many hosts have their own names
+                return found
+    return "127.0.0.1"

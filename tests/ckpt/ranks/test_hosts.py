@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import tempfile
 from pathlib import Path
 
@@ -36,6 +37,12 @@ def test_hosts_are_numbered_by_their_lowest_ranks_and_those_of_before_are_rememb
     assert agreed([(A, Members(), "r0"), (B, Members(), "r1")], 0)[0] == Members(1, "r0", 0, (A, B), ())
 
 
+@pytest.mark.parametrize("url", [A.url, B.url])
+def test_a_folder_that_is_a_copy_of_another_hosts_is_refused(url: str) -> None:
+    with pytest.raises(InvalidRequest, match="of a has the id of another host's"):
+        agreed([(A, Members(), ""), (Agent(A.id, url, "b"), Members(), "")], 1)
+
+
 def test_the_agent_is_started_once_and_ends_after_the_last_trainer(tmp_path: Path) -> None:
     store = LocalStore(str(tmp_path / "tier"))
     store.put("_probes/x", b"")
@@ -63,6 +70,19 @@ def test_the_address_is_that_by_which_the_first_host_is_reached(monkeypatch: pyt
     assert own_address() == "127.0.0.1"
     monkeypatch.setenv("MASTER_ADDR", "no such name")
     assert own_address() == "127.0.0.1"
+
+
+def test_the_first_host_of_several_has_an_address_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own name often means a loopback address there, where each other host has its own agent."""
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as reaching:
+        try:
+            reaching.connect(("192.0.2.1", 9))
+        except OSError:
+            assert own_address() == "127.0.0.1", "this machine has no network"
+            return
+        assert own_address() == reaching.getsockname()[0]
 
 
 def test_a_host_gets_the_documents_that_it_lacks(tmp_path: Path) -> None:
