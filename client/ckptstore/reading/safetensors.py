@@ -68,16 +68,13 @@ class _Place(Value):
     data_offsets: tuple[_Size, _Size]
 
 
-class Layout(Value):
-    """The layout of a file to write: header, tensors, length."""
+def plan_file(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, tuple[StoredTensor, ...], int]:
+    """The header, the tensors with their places, and the length of a file of tensors (name, type, shape). Pure.
 
-    header: bytes
-    tensors: tuple[StoredTensor, ...]
-    bytes: int
-
-
-def plan_file(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> Layout:
-    """The layout for tensors (name, type, shape). Pure. Raises UnsupportedObject for a type the format lacks."""
+    Raises UnsupportedObject for a type the format lacks.
+    """
     # Wide elements first, so that all are aligned without padding, which the format forbids.
     ordered = sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor[1]])
     header: dict[str, object] = {METADATA: dict(metadata)}
@@ -96,7 +93,7 @@ def plan_file(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Map
     text += b" " * (-len(text) % _ALIGNMENT)
     begin = _LENGTH_BYTES + len(text)
     moved = tuple(StoredTensor(t.name, t.dtype, t.shape, begin + t.at) for t in places)
-    return Layout(len(text).to_bytes(_LENGTH_BYTES, "little") + text, moved, begin + at)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text, moved, begin + at
 
 
 def read_header(path: Path) -> tuple[list[StoredTensor], dict[str, str]]:

@@ -269,8 +269,8 @@ class Weights:
         """One file with these tensors."""
         chosen = set(names)
         aliases = {alias: name for alias, name in self.aliases.items() if name in chosen}
-        layout = plan_file([row for row in self.rows() if row[0] in chosen], {**metadata, **aliases})
-        return VirtualFile(layout.header, layout.tensors, layout.bytes, self.content, self.entries, self.parts)
+        layout = plan_file((row for row in self.rows() if row[0] in chosen), {**metadata, **aliases})
+        return VirtualFile(*layout, self.content, self.entries, self.parts)
 
     def signatures(self) -> dict[str, str]:
         """A digest of each tensor, from its chunks' digests: equal for equal stored bytes in equal places. Pure.
