@@ -28,7 +28,7 @@ from ckptd.metrics import Metrics
 from ckptd.server import serve
 from ckptd.settings import Settings
 from ckptstore.errors import CkptError, InvalidRequest, Unauthorized
-from ckptstore.names import RunKeys, name_of, run_of
+from ckptstore.names import name_of
 from ckptstore.reading.source import StoreSource
 from ckptstore.stores import ObjectWriter, open_store
 from ckptstore.stores.local import LocalStore
@@ -108,7 +108,7 @@ async def live(request: Request) -> Response:
 @router.head("/objects/{key:path}")
 def read(request: Request, key: str, prefix: str | None = None, folders: str | None = None) -> Response:
     """An object or a range of it; a listing; without all of them, the proof that this agent knows the token."""
-    nonce, token = _authorize(request, key, prefix or folders or "")
+    nonce, token = _authorize(request, key, *(one for one in (key or None, prefix, folders) if one is not None))
     store = _context(request).store
     if folders is not None:
         return JSONResponse(list(store.list_folders(folders)))
@@ -140,7 +140,7 @@ def _pieces(store: LocalStore, key: str, offset: int, count: int) -> Iterator[me
 @router.put("/objects/{key:path}")
 async def write(request: Request, key: str, create: str = "") -> Response:
     """Write an object, durable in the reply, which has its digest. create: unless it exists."""
-    _authorize(request, key)
+    _authorize(request, key, key)
     store = _context(request).store
     if create:
         data = await request.body()
@@ -173,10 +173,7 @@ async def write(request: Request, key: str, create: str = "") -> Response:
 async def delete(request: Request) -> Response:
     """Delete the objects of a run that the body lists."""
     keys = json.loads(await request.body())
-    _authorize(request, "")
-    run = _signed(request)[0]
-    if any(key.partition("/")[0] != run for key in map(_checked, keys)):
-        raise Unauthorized("the token is of another run")
+    _authorize(request, "", *keys)
     await run_in_threadpool(_context(request).store.delete_many, keys)
     return PlainTextResponse("")
 
@@ -188,33 +185,20 @@ def _context(request: Request) -> AgentContext:
     return context
 
 
-def _signed(request: Request) -> tuple[str, str, str]:
-    """The folder of the run, the nonce and the proof of a request."""
+def _authorize(request: Request, key: str, *names: str) -> tuple[str, str]:
+    """The nonce, and the token of the run, to which all these keys or prefixes belong. Raises Unauthorized."""
     match request.headers.get("authorization", "").split():
         case ["Ckptd", run, nonce, proved]:
-            return run, nonce, proved
-    raise Unauthorized("the request has no proof of a run's token")
-
-
-def _authorize(request: Request, key: str, prefix: str = "") -> tuple[str, str]:
-    """The nonce, and the token of the run whose objects are asked for. Raises Unauthorized."""
-    run, nonce, proved = _signed(request)
-    members = read_members(_context(request).store.root, name_of(run))
-    words = request.url.query
-    mine = "" if members is None else proof(members.token, nonce, request.method, key, words)
+            members = read_members(_context(request).store.root, name_of(run))
+        case _:
+            raise Unauthorized("the request has no proof of a run's token")
+    mine = "" if members is None else proof(members.token, nonce, request.method, key, request.url.query)
     if members is None or not hmac.compare_digest(mine.encode(), proved.encode()):
         raise Unauthorized(f"this agent has no run {run!r} with this token")
-    for name in filter(None, (key, prefix)):
-        if RunKeys(run_of(_checked(name))).folder != run:
-            raise Unauthorized("the token is of another run")
+    for name in names:
+        if name.partition("/")[0] != run or ".." in name.split("/"):
+            raise Unauthorized(f"{name!r} is not of run {run!r}")
     return nonce, members.token
-
-
-def _checked(key: str) -> str:
-    """A key, which names nothing outside of the folder. Raises Unauthorized."""
-    if not isinstance(key, str) or key.startswith(("_", "/")) or ".." in key.split("/"):
-        raise Unauthorized(f"{key!r} names an object outside of the runs")
-    return key
 
 
 def _note(context: AgentContext, url: str) -> None:

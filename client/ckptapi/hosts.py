@@ -416,11 +416,8 @@ class HostsStore(WrappedStore):
 
     @override
     def put(self, key: str, data: Buffer) -> None:
-        group = self.group(key)
-        if group is not None and is_shard(key):
-            with self.open_replacement(key) as writer:
-                writer.write(data)
-        elif group is None:
+        """A document; shards are written by `open_writer`."""
+        if (group := self.group(key)) is None:
             self.own.put(key, data)
         else:
             group.holders[0].put(key, data)

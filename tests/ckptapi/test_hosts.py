@@ -154,12 +154,15 @@ def test_only_hosts_of_the_run_are_answered_and_believed(wrong: str, tmp_path: P
         assert not other.answers()
 
 
-@pytest.mark.parametrize("key", ["other/commits/x.json", "_hosts/run.json", "run/../_hosts/run.json", "/etc/passwd"])
+@pytest.mark.parametrize(
+    "key", ["other/commits/x.json", "_hosts/run.json", "run/../_hosts/run.json", "/etc/passwd", ""]
+)
 def test_a_token_opens_the_objects_of_its_run_only(key: str, hosts: list[HostsStore]) -> None:
     group = hosts[0].group("run/")
     assert group is not None
     agent = AgentStore(group.members.hosts[1], "run", TOKEN)
-    for call in (agent.get, lambda key: agent.put(key, b""), lambda key: agent.delete_many([key])):
+    calls = (agent.get, lambda key: agent.put(key, b""), lambda key: agent.delete_many([key]), agent.list)
+    for call in (*calls[0 if key else 1 :], agent.list_folders):
         with pytest.raises(StoreUnavailable, match="answers 401"):
             call(key)
 
