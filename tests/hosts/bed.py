@@ -154,6 +154,12 @@ class Bed:
         machine.process.wait(DEADLINE_S)
         self._shell(f"ip link delete dev {name} 2>/dev/null || true")  # the kernel does it some time later
 
+    def limit(self, name: str, mbit: int) -> None:
+        """From now on a host sends, and receives, no more than this."""
+        rate = f"root tbf rate {mbit}mbit burst {_BURST_BYTES} latency 50ms"
+        self._shell(f"tc qdisc replace dev {name} {rate}")
+        self._running[name].run(*_shell(f"tc qdisc replace dev eth0 {rate}"))
+
     def part(self, *groups: Sequence[str]) -> None:
         """From now on hosts reach each other within a group only; those in no group reach nobody."""
         lost = [f"ip link set dev {name} nomaster" for name in self._running]

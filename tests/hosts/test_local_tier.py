@@ -34,6 +34,9 @@ MOMENTS = int(os.environ.get("CKPTD_MOMENTS", "50" if LARGE else "1"))
 """For each layout."""
 DISTURBED = int(os.environ.get("CKPTD_MOMENTS", "20"))
 """Moments of each disturbance."""
+MBIT = 1000
+BOUND_S, WAIT_S = 60.0, 10.0
+"""Of a save, and of training for it, also on a busy machine; a silent peer costs a save 10 s, and two of them 20."""
 RANKS = 8 if LARGE else 4
 RARELY: dict[str, Any] = {"replicate_every": 1000}
 """The first checkpoint of each job is replicated."""
@@ -43,7 +46,7 @@ Disturb = Callable[[], object]
 
 @pytest.fixture(scope="module")
 def four(namespaces: None) -> Iterator[Site]:
-    with Bed([*"abcde", "s3"], mbit=1000, clocks={"b": 600.0}) as bed:
+    with Bed([*"abcde", "s3"], mbit=MBIT, clocks={"b": 600.0}) as bed:
         yield Site(bed, start_s3(bed["s3"]), "")
 
 
@@ -121,7 +124,7 @@ def test_a_host_that_is_lost_with_its_disk_is_restored_from_its_neighbours(
 ) -> None:
     chance, bed, history = random.Random(layout + remote), four.bed, History(four, f"lost-{layout}-{remote}", layout)
     if remote == "slow":
-        limit(four, "s3", mbit=160)
+        bed.limit("s3", 160)
     for moment in range(MOMENTS):
         lost = chance.choice(HOSTS.split())
         lines = history.train(ranks=RANKS, then=[(chance.random(), partial(bed.kill, lost))])
@@ -131,7 +134,7 @@ def test_a_host_that_is_lost_with_its_disk_is_restored_from_its_neighbours(
             bed.part(HOSTS.split())
     assert read(history.train(ranks=RANKS))["store"] == 0, history.errors
     bed.join()
-    limit(four, "s3", mbit=1000)
+    bed.limit("s3", MBIT)
 
 
 def test_bytes_on_the_wire_are_those_of_the_copies(four: Site) -> None:
@@ -149,11 +152,6 @@ def test_bytes_on_the_wire_are_those_of_the_copies(four: Site) -> None:
     four.bed.join()
     shares = [sum(num_bytes for num_bytes, _ in both) / both[0][1] for both in sent.values() if len(both) == 2]
     assert 0.98 < median(shares[2:]) < 1.02, shares
-
-
-def limit(site: Site, host: str, mbit: int) -> None:
-    """From now on a host sends no more than this."""
-    site.bed[host].run(*f"tc qdisc replace dev eth0 root tbf rate {mbit}mbit burst 256kb latency 50ms".split())
 
 
 def lose_two(history: History, **options: Any) -> None:
@@ -254,20 +252,12 @@ def stopped(site: Site) -> tuple[Disturb, Disturb]:
 
 
 def slow(site: Site) -> tuple[Disturb, Disturb]:
-    """1 MB/s: what it receives is limited where the switch sends it."""
-    begin, end = (
-        partial(
-            site.bed._shell,
-            f"tc qdisc replace dev c root tbf rate {mbit}mbit burst 256kb latency 50ms",
-        )
-        for mbit in (8, 1000)
-    )
-    return begin, end
+    return partial(site.bed.limit, "c", 8), partial(site.bed.limit, "c", MBIT)
 
 
 def full(site: Site) -> tuple[Disturb, Disturb]:
     shell = partial(site.bed["c"].run, "sh", "-c")
-    return partial(shell, "cat /dev/zero > /mnt/ballast || true"), partial(shell, "rm /mnt/ballast")
+    return partial(shell, "cat /dev/zero > /mnt/ballast || true"), partial(shell, "rm -f /mnt/ballast")
 
 
 def lies(site: Site) -> tuple[Disturb, Disturb]:
@@ -285,15 +275,14 @@ DISTURBANCES: dict[str, Callable[[Site], tuple[Disturb, Disturb]]] = {
 @pytest.mark.parametrize("what", DISTURBANCES)
 def test_what_disturbs_hosts_holds_up_no_training_and_restores_no_other_state(what: str, four: Site) -> None:
     chance, history = random.Random(what), History(four, what.replace(" ", "-"))
-    begin, end = DISTURBANCES[what](four)
     options: Any = {"background": True, "pace_s": 0.1, "vocabulary": 100_000}
     history.train(**options)
     begin, end = DISTURBANCES[what](four)
     moments = [moment for _ in range(DISTURBED) for moment in ((chance.random(), begin), (4 * chance.random(), end))]
-    lines = history.train(then=[*moments, (5.0, lambda: None)], **options)
+    lines = history.train(then=[*moments, (5.0, begin if what == "lies" else end)], **options)
     saves = [float(words[3]) for words in lines if words[0] == "saved"]
     waited = [float(words[3]) for words in lines if words[0] == "waited"]
-    failed = [words for words in lines if words[0] == "failed"]
-    print(what, len(saves), "saved", len(failed), "failed", f"longest {max(saves):.1f} s, waited {max(waited):.2f} s")
-    print("\n".join(line for line in history.errors.splitlines() if "rank" not in line and "c10d" not in line))
+    assert saves
+    assert max(saves) < BOUND_S, history.errors
+    assert max(waited) < WAIT_S, history.errors
     history.train(**options)

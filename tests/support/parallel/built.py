@@ -135,7 +135,7 @@ SEQUENCES = 8
 def batch(shape: Shape, step: int, part: int = 0, parts: int = 1) -> tuple[Tensor, Tensor]:
     """Tokens and targets of one of `parts` equal parts of the batch of a step."""
     generator = torch.Generator().manual_seed(7919 * step + 1)
-    own = torch.randint(shape.vocabulary, (SEQUENCES, TOKENS + 1), generator=generator).chunk(parts)[part]
+    own = torch.randint(shape.vocabulary, (SEQUENCES, TOKENS + 1), generator=generator).tensor_split(parts)[part]
     return own[:, :-1], own[:, 1:]
 
 
