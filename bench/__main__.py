@@ -32,6 +32,7 @@ BENCHES = (
     "remote-s3",
     "remote-clouds",
     "restart",
+    "hosts",
     "replicas",
     "size",
     "codec",
