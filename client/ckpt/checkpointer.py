@@ -292,10 +292,12 @@ class Checkpointer:
         """The newest checkpoint of the run, or None.
 
         Before the first save it waits for the saver of a killed trainer, as `restore` does: a job may choose by it
-        where to resume.
+        where to resume. With `replicas`, InvalidRequest on several ranks before the hosts have met: what this one knows
+        may be old.
         """
         if self._saves.client is None:
             wait_for_orphan_saver(self.config)
+        self._saves.meet(together=False)
         try:
             return self._source.latest(self.config.run_name)
         except NoCheckpoint:

@@ -483,9 +483,17 @@ class RunSaves:
             self.steps.count(chain(*state.optimizers.values()))
         return self.overlap if state.optimizers else None
 
-    def meet(self) -> None:
-        """The hosts of the job meet, once, where each has a local tier of its own. A collective of all ranks."""
+    def meet(self, together: bool = True) -> None:
+        """The hosts of the job meet, once, where each has a local tier of its own. A collective of all ranks.
+
+        together: whether all ranks call it; otherwise it raises InvalidRequest where others have to.
+        """
         if not self._met:
+            if not together and self._world().size > 1:
+                raise InvalidRequest(
+                    "the hosts of this job have not met, so the newest checkpoint is not known",
+                    "Call restore() or prepare() before, on all ranks",
+                )
             from ckpt.ranks.hosts import join_hosts  # loads an HTTP client
 
             assert isinstance(self._source, TieredSource)

@@ -160,3 +160,15 @@ def test_memory_is_called_so(caplog: pytest.LogCaptureFixture) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, caplog.at_level(logging.WARNING):
         warn_of_limits(LocalStore(folder), 1)
     assert "is in memory: what is saved there lasts as long as its host runs" in caplog.text
+
+
+def test_the_newest_checkpoint_is_not_known_before_the_hosts_have_met(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = f"file://{tmp_path / 'tier'}"
+    with Checkpointer(str(tmp_path / "far"), run="run", local=tier, replicas=1) as checkpointer:
+        world = checkpointer._world()
+        world.size = 2
+        monkeypatch.setattr(checkpointer._saves, "_world", lambda: world)
+        with pytest.raises(InvalidRequest, match="have not met"):
+            checkpointer.latest()
