@@ -151,7 +151,8 @@ def measure(quick: bool) -> Report:
         sync_tree(shared)
         seconds, problems = in_turns(ways, repetitions)
         site.replace(*JOB)
-        paired = site.run(JOB, "pairs", site.task(repetitions=repetitions, steps=_STEPS))
+        with site.ranks(JOB, "pairs", site.task(repetitions=repetitions, steps=_STEPS)) as (_, output):
+            paired = _result(output)
         again = restarts(site, restart_repetitions)
     return _report(site, seconds, problems, paired, again)
 

@@ -1,7 +1,7 @@
 """A rank of bench.hosts: `hosts_rank WHAT TASK`, where TASK is JSON; rank 0 prints a line of JSON with its result.
 
-WHAT: save (and wait to be killed), restore, dcp-save, dcp-restore, pairs or train. All use the same model, sharded by
-FSDP2 over all ranks, with AdamW.
+WHAT: save or pairs (which wait to be killed), restore, dcp-save, dcp-restore or train. All use the same model, sharded
+by FSDP2 over all ranks, with AdamW.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -79,7 +78,7 @@ def main(what: str, task: Mapping[str, Any]) -> None:
     found: dict[str, Any] = _WHAT[what](Rank(task["layers"], seed=task.get("seed", 1)), task)
     if dist.get_rank() == 0:
         print(json.dumps(found), flush=True)
-    if what == "save":
+    if what in ("save", "pairs"):  # an end would copy the newest checkpoints to the object store, which lacks space
         time.sleep(_TIMEOUT_S * 10)
     dist.barrier()
     dist.destroy_process_group()
@@ -133,19 +132,15 @@ def dcp_restore(rank: Rank, task: Mapping[str, Any]) -> dict[str, Any]:
 def pairs(rank: Rank, task: Mapping[str, Any]) -> dict[str, Any]:
     """Saves without and with replicas in turns: steps beside a save, time until durable, bytes on the wire."""
     found: dict[str, Any] = {f"{name}-{replicas}": [] for name in _COLUMNS for replicas in (0, 1)}
-    with ExitStack() as stack:
-        savers = [
-            stack.enter_context(_checkpointer({**task, "run": f"pairs-{replicas}", "replicas": replicas}))
-            for replicas in (0, 1)
-        ]
-        for saver in savers:
-            saver.save(rank.model, rank.optim, 1)
-            _wait_for_remote(saver)
-        for turn in range(task["repetitions"]):
-            for replicas in ((0, 1), (1, 0))[turn % 2]:
-                one = _pair(rank, savers[replicas], 2 * turn + 2, task["steps"])
-                for name, value in zip(_COLUMNS, one, strict=True):
-                    found[f"{name}-{replicas}"].append(value)
+    savers = [_checkpointer({**task, "run": f"pairs-{replicas}", "replicas": replicas}) for replicas in (0, 1)]
+    for saver in savers:
+        saver.save(rank.model, rank.optim, 1)
+        _wait_for_remote(saver)
+    for turn in range(task["repetitions"]):
+        for replicas in ((0, 1), (1, 0))[turn % 2]:
+            one = _pair(rank, savers[replicas], 2 * turn + 2, task["steps"])
+            for name, value in zip(_COLUMNS, one, strict=True):
+                found[f"{name}-{replicas}"].append(value)
     return found
 
 
