@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ckpt import Checkpointer
-from ckpt.snapshot import writers
+from ckpt.saver import pipeline
 from tests.ckpt.loops import open_run
 from tests.ckpt.snapshot.gates import Gate, gated
 
@@ -15,7 +15,7 @@ from tests.ckpt.snapshot.gates import Gate, gated
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """No upload of writer="thread" begins while it is closed."""
     gate = Gate()
-    monkeypatch.setattr(writers, "open_store", gated(gate))
+    monkeypatch.setattr(pipeline, "open_store", gated(gate))
     yield gate
     gate.open()
 

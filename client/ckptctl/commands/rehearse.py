@@ -213,7 +213,8 @@ def _play(command: Sequence[str], ranks: int, home: Path, plan: Plan) -> _Life:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             process.wait()
-    lines = [line for path in traces for line in path.read_bytes().splitlines()]
+    # A process that was killed may have written a part of its last line.
+    lines = [line for path in traces for line in path.read_bytes().splitlines(True) if line.endswith(b"\n")]
     events = sorted((decode_json(line, Event) for line in lines), key=lambda one: one.at)
     failure = output.read_text(errors="replace")[-_LOG_BYTES:] if code and not killed.exists() else ""
     if not plan.last and (failure or not events):

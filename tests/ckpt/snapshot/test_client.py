@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ckpt import Checkpointer
-from ckpt.snapshot import writers
+from ckpt.saver import pipeline
 from ckpt.snapshot.handle import SaveHandle
 from ckptstore import names
 from ckptstore.errors import CkptError, SaveSkipped
@@ -160,7 +160,7 @@ def rank_one_is_busy(store: str, on_busy: Literal["skip", "supersede"]) -> dict[
     rank, gate = dist.get_rank(), Gate()
     model = nn.ModuleDict({f"stage{rank}": nn.Linear(4, 4)})
     with (
-        patch.object(writers, "open_store", gated(gate)),
+        patch.object(pipeline, "open_store", gated(gate)),
         Checkpointer(
             store, run=RUN, writer="thread", slots=2 if rank else 8, on_busy=on_busy, peer_timeout_s=_COMMIT_TIMEOUT_S
         ) as checkpointer,

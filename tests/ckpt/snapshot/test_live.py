@@ -17,7 +17,7 @@ from torch import nn
 
 from ckpt import Checkpointer
 from ckpt.capture.leaves import Change, Leaves
-from ckpt.snapshot import writers
+from ckpt.saver import pipeline
 from ckpt.snapshot.live import LiveState
 from ckpt.snapshot.stage import SnapshotLayout
 from ckptstore.errors import SaveFailed, SnapshotTorn, StoreUnavailable
@@ -95,7 +95,9 @@ def test_the_state_is_that_of_the_call_and_unchanged_chunks_are_referenced(tmp_p
 @pytest.mark.parametrize("retry_s", [0.0, 60.0])
 def test_a_failed_upload_is_repeated_or_raised(retry_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     faults, model = Faults(), Mixed()
-    monkeypatch.setattr(writers, "open_store", lambda *args, **kwargs: FaultyStore(open_store(*args, **kwargs), faults))
+    monkeypatch.setattr(
+        pipeline, "open_store", lambda *args, **kwargs: FaultyStore(open_store(*args, **kwargs), faults)
+    )
     with Checkpointer(str(tmp_path), run="r", writer="thread", max_references=0, retry_s=retry_s) as run:
         run.save(model, None, 1)
         faults.fail_at = len(faults.calls) + 2
