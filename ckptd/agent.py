@@ -20,7 +20,7 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
-from ckptapi.hosts import FOLDER, PROOF, proof, read_members
+from ckptapi.hosts import FOLDER, PROOF, boot_id, proof, read_members
 from ckptd.http.concurrency import Waiting
 from ckptd.http.problems import error_response
 from ckptd.http.streaming import MEDIA_TYPE, Unsatisfiable, parse_range
@@ -204,7 +204,7 @@ def _authorize(request: Request, key: str, *names: str) -> tuple[str, str]:
 def _note(context: AgentContext, url: str) -> None:
     """Note the address of the agent for the trainers of this host."""
     new = context.folder / f"{NOTE}.{os.getpid()}"
-    new.write_text(json.dumps({"id": context.id, "url": url}))
+    new.write_text(json.dumps({"id": context.id, "url": url, "boot": boot_id()}))
     new.replace(context.folder / NOTE)
 
 

@@ -89,6 +89,13 @@ class Members(Value):
     """The first hosts do not have all documents yet, so that none may be read or written."""
 
 
+def boot_id() -> str:
+    """The id of this boot of the host, equal in all its containers; empty where the system has none."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
 def members_file(folder: Path, run: str) -> Path:
     """The file with the Members of a run, or of its folder."""
     return folder / FOLDER / f"{run.replace('/', '~')}.json"

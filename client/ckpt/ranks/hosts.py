@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from xxhash import xxh3_64_hexdigest
 
 from ckpt.ranks.world import World, together
-from ckptapi.hosts import FOLDER, Agent, AgentStore, HostsStore, Members, is_shard, members_file, read_members
+from ckptapi.hosts import FOLDER, Agent, AgentStore, HostsStore, Members, boot_id, is_shard, members_file, read_members
 from ckptstore import names
 from ckptstore.errors import InvalidRequest, StoreUnavailable, StoreUnsafe, Unavailable
 from ckptstore.format.decoding import convert, decode_json
@@ -119,7 +119,8 @@ def agreed(said: Sequence[tuple[Agent, Members, str]], replicas: int) -> tuple[M
     Raises InvalidRequest if an agent is out of the reach of others, or two hosts have folders with one id.
     """
     hosts = tuple({agent.id: agent for agent, *_ in said}.values())
-    if twin := next((one for one, *_ in said if one not in hosts), None):
+    places = {(one.id, one.url) for one in hosts}  # pods of one host have names of their own
+    if twin := next((one for one, *_ in said if (one.id, one.url) not in places), None):
         raise InvalidRequest(
             f"the local tier of {twin.host} has the id of another host's: both are one folder, or one is a copy",
             f"Leave out replicas= for a folder that hosts share; else remove {names.STORE_ID} from one of the two",
@@ -219,7 +220,8 @@ def _answering(notes: Path) -> str | None:
         noted = json.loads((notes / "agent.json").read_bytes())
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with direct.open(f"{noted['url']}/healthz", timeout=_ANSWER_S) as answer:
-            if json.load(answer)["id"] == noted["id"]:
+            # Another host's note is in a folder that was copied from there, or that hosts share.
+            if json.load(answer)["id"] == noted["id"] and noted["boot"] == boot_id():
                 return str(noted["url"])
     return None
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckpt import Checkpointer
-from ckpt.ranks.hosts import agent_url, agreed, check_lost, copy_documents, own_address, warn_of_limits
+from ckpt.ranks.hosts import _answering, agent_url, agreed, check_lost, copy_documents, own_address, warn_of_limits
 from ckptapi.hosts import FOLDER, Agent, HostsStore, Members
 from ckptstore.errors import InvalidRequest, StoreUnavailable, StoreUnsafe
 from ckptstore.names import Attempt, RunKeys
@@ -37,10 +37,14 @@ def test_hosts_are_numbered_by_their_lowest_ranks_and_those_of_before_are_rememb
     assert agreed([(A, Members(), "r0"), (B, Members(), "r1")], 0)[0] == Members(1, "r0", 0, (A, B), ())
 
 
-@pytest.mark.parametrize("url", [A.url, B.url])
-def test_a_folder_that_is_a_copy_of_another_hosts_is_refused(url: str) -> None:
+def test_a_folder_that_is_a_copy_of_another_hosts_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="of a has the id of another host's"):
-        agreed([(A, Members(), ""), (Agent(A.id, url, "b"), Members(), "")], 1)
+        agreed([(A, Members(), ""), (Agent(A.id, B.url, "b"), Members(), "")], 1)
+
+
+def test_pods_of_one_host_share_its_folder_and_agent() -> None:
+    pod = Agent(A.id, A.url, "another pod")
+    assert agreed([(A, Members(), ""), (pod, Members(), ""), (B, Members(), "")], 1)[0].hosts == (pod, B)
 
 
 def test_the_agent_is_started_once_and_ends_after_the_last_trainer(tmp_path: Path) -> None:
@@ -49,7 +53,12 @@ def test_the_agent_is_started_once_and_ends_after_the_last_trainer(tmp_path: Pat
     url = agent_url(store.root, store.url)
     assert agent_url(store.root, store.url) == url
     assert (store.root / FOLDER / f"trainer-{os.getpid()}").exists()
-    assert json.loads((store.root / FOLDER / "agent.json").read_bytes())["url"] == url
+    note = store.root / FOLDER / "agent.json"
+    noted = json.loads(note.read_bytes())
+    assert noted["url"] == url
+    note.write_text(json.dumps({**noted, "boot": "of another host"}))
+    assert _answering(note.parent) is None, "the folder is a copy, or hosts share it"
+    note.write_text(json.dumps(noted))
     from ckpt.ranks.hosts import _started
 
     [agent] = [one for one in _started if one.poll() is None]

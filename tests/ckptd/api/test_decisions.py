@@ -226,6 +226,7 @@ def test_trainers_at_once_get_a_generation_each(overwriting: Store, gateway: S3S
         sessions = [Session(new_ulid(system_clock()), None) for _ in range(3)]
         raced = race(*(partial(begin_generation, run, sessions[i % 3]) for i, run in enumerate(runs)))
         numbers = [begun.number for begun in raced if isinstance(begun, Begun)]
+        assert len(numbers) == len(raced), raced
         assert (numbers[:3], sorted(numbers[:3])) == (numbers[3:], [1, 2, 3])
         documents = read_generations(Run(overwriting, RUN))
         of_sessions = [sessions[numbers.index(number)].id for number in (1, 2, 3)]
