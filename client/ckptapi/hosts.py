@@ -347,7 +347,10 @@ class _Group:
     def holders(self) -> list[Store]:
         """The stores with the documents; the first one decides."""
         if self.members.meeting:
-            raise StoreUnavailable(f"the hosts of a run in {self.own.url} meet")
+            raise StoreUnavailable(
+                f"a job of a run in {self.own.url} has begun, and its hosts have not met yet",
+                "Try again; if that job has ended, start it again",
+            )
         return self.hosts[: self.members.replicas + 1]
 
     @property
@@ -467,18 +470,17 @@ class HostsStore(WrappedStore):
     @override
     def _request(self, call: Callable[..., _T], *args: Any) -> _T:
         """A read, by the nearest store that has the object."""
-        key, error = args[0], ObjectMissing(f"{self.object_url(args[0])} does not exist")
-        for store in self._places(key):
+        errors: list[CkptError] = []
+        for store in self._places(args[0]):
             try:
                 result: _T = getattr(store, call.__name__)(*args)
                 return result
-            except ObjectMissing:
-                continue
-            except StoreUnavailable as failure:
-                if store is self.own:
+            except (ObjectMissing, StoreUnavailable) as error:
+                if store is self.own and not isinstance(error, ObjectMissing):
                     raise
-                logger.debug("without another host: %s", failure)
-        raise error
+                errors.append(error)
+        # It is missing if any of them answers that; the others did not answer.
+        raise next((error for error in errors if isinstance(error, ObjectMissing)), errors[0])
 
     def _places(self, key: str) -> Sequence[Store]:
         if (group := self.group(key)) is None:
@@ -674,7 +676,7 @@ class _Copy(threading.Thread):
 
 
 def is_shard(key: str) -> bool:
-    """Whether a key is that of a shard; others are documents."""
+    """Whether a key names a shard; all other objects are documents."""
     return "/attempts/" in key and not key.endswith((".json", ".zst"))
 
 

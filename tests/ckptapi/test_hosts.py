@@ -256,7 +256,7 @@ def test_a_store_follows_a_job_that_begins_and_waits_while_its_hosts_meet(
         new.replace(file)
         if meeting:
             for call in (hosts[2].get, lambda key: hosts[2].put_if_absent(key, b"again"), hosts[2].list):
-                with pytest.raises(StoreUnavailable, match="meet"):
+                with pytest.raises(StoreUnavailable, match="have not met yet"):
                     call(OUTCOME)
     assert hosts[2].put_if_absent(KEYS.manifest(ATTEMPT), b"manifest")
     assert holders(hosts, KEYS.manifest(ATTEMPT)) == [1, 2]
@@ -292,3 +292,13 @@ def test_a_host_in_the_place_of_a_lost_one_gets_the_shards_that_it_must_hold(tmp
         for store in hosts:
             mend(store.url, [SHARD])
         assert holders(hosts, SHARD) == [], "no host has it"
+
+
+def test_a_document_that_no_host_can_be_asked_about_is_not_missing(tmp_path: Path) -> None:
+    with running_agent(tmp_path / "0") as first, running_agent(tmp_path / "1") as second:
+        pass
+    with running_agent(tmp_path / "2") as last:
+        [store] = meet([tmp_path / "2"], [first, second, last])
+        with pytest.raises(StoreUnavailable):
+            store.find(OUTCOME)
+        assert store.find(SHARD) is None, "it would be on this host or on one that is gone"

@@ -132,7 +132,7 @@ class Reader:
         )  # fmt: skip
 
     def _imports(self, file: str) -> Sequence[str]:
-        """Of the host of a training program: those of its framework take 4 s of a core."""
+        """Modules that the host of a training program imports: a framework takes 4 s of a core."""
         text = (ROOT / file if "/" in file else self.folder / file).read_text()
         found = (host for name, host in _FRAMEWORKS.items() if re.search(rf"^(?:import|from) {name}\b", text, re.M))
         return next(found, TRAINER)

@@ -50,7 +50,7 @@ def signal_agents(number: int) -> int:
 
 
 def sent() -> int:
-    """Bytes that this host has sent to others; /sys shows those of the machine."""
+    """Bytes that this host has sent to others; /sys has the counters of the machine."""
     [line] = [line for line in Path("/proc/self/net/dev").read_text().splitlines() if "eth0:" in line]
     return int(line.partition(":")[2].split()[8])
 

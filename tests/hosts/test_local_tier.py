@@ -89,7 +89,7 @@ class History:
     def train(
         self, hosts: str = HOSTS, steps: int = 2 * EVERY, then: Sequence[tuple[float, Disturb]] = (), **options: Any
     ) -> Lines:
-        """Train so many steps more, and until all is done that comes then, each so many seconds later. Kill the job.
+        """Train this number of steps more, then do all that follows, each the given seconds later. Kill the job.
 
         It went on from the newest checkpoint, with the losses that it had before.
         """

@@ -93,7 +93,10 @@ def join_hosts(world: World, source: TieredSource, run: str, replicas: int) -> N
         group = store.group(RunKeys(run).folder)
         assert group is not None
         if first_here and own in group.hosts[: replicas + 1]:
-            in_parallel(lambda other: copy_documents(other, own, run), group.everywhere[1:])
+            in_parallel(lambda other: copy_documents(other, own, run), group.ring)
+            for other in group.former:
+                with suppress(StoreUnavailable):  # check_lost counts those of the last job
+                    copy_documents(other, own, run)
         if world.rank == 0:
             check_lost(source, run, members, before)
 
@@ -166,22 +169,21 @@ def names_of(agents: Sequence[Agent]) -> str:
 
 
 def copy_documents(other: Store, own: Store, run: str) -> None:
-    """Copy the documents of a run that this host lacks; nothing if the other one does not answer.
+    """Copy the documents of a run that this host lacks.
 
-    Raises StoreUnsafe if the two have different generations of the same number: trainers that could not reach each
-    other began them.
+    Raises StoreUnavailable if the other one does not answer, and StoreUnsafe if the two have different generations of
+    the same number: trainers that could not reach each other began them.
     """
     folder = RunKeys(run).folder + "/"
     there = {info.key for info in own.list(folder)}
-    with suppress(StoreUnavailable):
-        for key in (info.key for info in other.list(folder) if not is_shard(info.key)):
-            if key not in there:
-                own.put(key, other.get(key))
-            elif generation_number(key) is not None and other.get(key) != own.get(key):
-                raise StoreUnsafe(
-                    f"{other.url} has another {key} than this host: two jobs of run {run!r} saved without each other",
-                    f"Decide which host goes on. Copy what the others have (ckptctl cp), and remove {folder} there",
-                )
+    for key in (info.key for info in other.list(folder) if not is_shard(info.key)):
+        if key not in there:
+            own.put(key, other.get(key))
+        elif generation_number(key) is not None and other.get(key) != own.get(key):
+            raise StoreUnsafe(
+                f"{other.url} has another {key} than this host: two jobs of run {run!r} saved without each other",
+                f"Decide which host goes on. Copy what the others have (ckptctl cp), and remove {folder} there",
+            )
 
 
 def agent_url(folder: Path, url: str) -> str:

@@ -252,8 +252,7 @@ class DirectReads:
         return done
 
     def _next(self, offset: int) -> memoryview:
-        """The bytes from `offset` on that are in memory, or those of the next window; empty if it is to be read through
-        the page cache."""
+        """The bytes from `offset` on that are in memory, else the next window; empty: read through the page cache."""
         if not self._at <= offset < self._at + len(self._window):
             size = min(WINDOW_BYTES, self._end - offset)
             if size <= 0:

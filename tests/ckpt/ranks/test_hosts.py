@@ -32,7 +32,7 @@ def test_hosts_are_numbered_by_their_lowest_ranks_and_those_of_before_are_rememb
     fresh = Agent("new", B.url, "b")
     said = [(C, before, "r0"), (C, before, "r1"), (fresh, Members(), "r2"), (D, stale, "r3")]
     members, newest = agreed(said, 2)
-    assert members == Members(7, "old", 2, (C, fresh, D), (A,)), "B's address is that of the host in its place"
+    assert members == Members(7, "old", 2, (C, fresh, D), (A,)), "the host in B's place has its address"
     assert newest == before
     assert agreed([(A, Members(), "r0"), (B, Members(), "r1")], 0)[0] == Members(1, "r0", 0, (A, B), ())
 
@@ -158,7 +158,7 @@ def test_a_job_of_one_host_saves_and_restores(tmp_path: Path, caplog: pytest.Log
 
 
 def test_an_agent_that_other_hosts_cannot_reach_is_refused() -> None:
-    """A host whose name is that of a loopback address, as Debian makes it."""
+    """Debian gives the name of a host a loopback address."""
     alone = Agent("x", "http://127.0.1.1:5", "x")
     assert agreed([(alone, Members(), "r")] * 2, 1)[0].hosts == (alone,)
     with pytest.raises(InvalidRequest, match="agents of x listen on a loopback address"):
