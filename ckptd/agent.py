@@ -20,7 +20,7 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
-from ckptapi.hosts import FOLDER, PROOF, boot_id, proof, read_members
+from ckptapi.hosts import FOLDER, NOTE, PROOF, TRAINER, boot_id, proof, read_members
 from ckptd.http.concurrency import Waiting
 from ckptd.http.problems import error_response
 from ckptd.http.streaming import MEDIA_TYPE, Unsatisfiable, parse_range
@@ -37,9 +37,6 @@ _LOG = logging.getLogger(__name__)
 _BLOCK_BYTES = 4 << 20
 _SENT_BYTES = 1 << 20
 _LOOK_S = 2.0
-NOTE = "agent.json"
-TRAINER = "trainer-"
-"""Begins the names of files, each with the id of a process of this host that needs the agent."""
 router = APIRouter()
 
 

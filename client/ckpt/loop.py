@@ -37,10 +37,8 @@ class Loop(ABC, Iterator[int]):
         step: int,
         restored: Restored | None,
         end: int,
-        loader: Any = None,
     ) -> None:
-        """save: begins a save of this step. step: the last one that was trained. end: the number to stop before.
-        loader: of epochs."""
+        """save: begins a save of this step. step: the last one that was trained. end: the number to stop before."""
         if isinstance(schedule, int) and schedule < 1:
             raise InvalidRequest(f"a save after every {schedule} steps", "Give a positive number, or a Schedule")
         self.step = step
@@ -49,7 +47,6 @@ class Loop(ABC, Iterator[int]):
         """The checkpoint that the loop goes on from; None: it begins, or its caller has restored."""
         self.schedule = checkpointer.every() if schedule is None else schedule
         self._checkpointer, self._save, self._saved, self._end = checkpointer, save, step, end
-        self._loader = loader
         self._numbers = self._run()
 
     def __next__(self) -> int:
@@ -94,6 +91,18 @@ class Steps(Loop):
 
 class Epochs(Loop):
     """The epochs that a resumable loader has left; its batches are the steps."""
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        save: Callable[[int], object],
+        schedule: Schedule | int | None,
+        restored: Restored | None,
+        loader: ResumableLoader[Any],
+        num_epochs: int,
+    ) -> None:
+        self._loader = loader
+        super().__init__(checkpointer, save, schedule, restored.step if restored else 0, restored, num_epochs)
 
     def _run(self) -> Iterator[int]:
         with self._loader.observed(self._begins, self._goes_on):
@@ -160,7 +169,7 @@ def epochs(
     for `steps`; at a preemption the batches end, and then the epochs.
     """
     target, save, restored = _resumed(checkpointer, model, optim, {"shared": shared, "loader": loader, **extras})
-    return Epochs(target, save, schedule, restored.step if restored else 0, restored, num_epochs, loader)
+    return Epochs(target, save, schedule, restored, loader, num_epochs)
 
 
 def _resumed(

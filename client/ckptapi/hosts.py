@@ -42,8 +42,9 @@ from ckptstore.values import Value
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "_hosts"
-"""In the folder of a local tier: which hosts a run has, and the note of the agent."""
+FOLDER, NOTE, TRAINER = "_hosts", "agent.json", "trainer-"
+"""In the folder of a local tier: a folder with the hosts of each run, where the agent is, and the processes with these
+ids, which need it."""
 PROOF = "Ckptd-Proof"
 PEER = "peer"
 """The name of other hosts among the sources of a restore."""
@@ -347,10 +348,8 @@ class _Group:
     def holders(self) -> list[Store]:
         """The stores with the documents; the first one decides."""
         if self.members.meeting:
-            raise StoreUnavailable(
-                f"a job of a run in {self.own.url} has begun, and its hosts have not met yet",
-                "Try again; if that job has ended, start it again",
-            )
+            hint = "Try again; if the job has ended, start it again"
+            raise StoreUnavailable(f"the hosts of a job in {self.own.url} have not met yet", hint)
         return self.hosts[: self.members.replicas + 1]
 
     @property
@@ -527,7 +526,7 @@ class HostsStore(WrappedStore):
                     _try(lambda store, own=own: store.delete_many(own), store)  # type: ignore[misc]
 
 
-def mend(url: str, keys: Iterable[str]) -> None:
+def copy_missing_shards(url: str, keys: Iterable[str]) -> None:
     """Copy to this host the shards that lie on too few hosts, if it is the next one after a host that has them.
 
     Shards that no host has are left. Raises StoreUnavailable or StoreFull.

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from ckptapi.hosts import AgentStore, HostsStore, PeerShards, members_file, mend, open_local
+from ckptapi.hosts import AgentStore, HostsStore, PeerShards, copy_missing_shards, members_file, open_local
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import CorruptObject, ObjectMissing, StoreFull, StoreUnavailable
 from ckptstore.names import Attempt, RunKeys
@@ -284,13 +284,13 @@ def test_a_host_in_the_place_of_a_lost_one_gets_the_shards_that_it_must_hold(tmp
         shutil.rmtree(hosts[1].own.root / "run")
         assert (holders(hosts, SHARD), holders(hosts, other)) == ([0], [2])
         for store in hosts:
-            mend(store.url, [SHARD, other, OUTCOME])
+            copy_missing_shards(store.url, [SHARD, other, OUTCOME])
         assert (holders(hosts, SHARD), holders(hosts, other)) == ([0, 1], [2, 3])
         assert hosts[3].own.get(other) == DATA
         for number in (0, 1):
             (hosts[number].own.root / SHARD).unlink()
         for store in hosts:
-            mend(store.url, [SHARD])
+            copy_missing_shards(store.url, [SHARD])
         assert holders(hosts, SHARD) == [], "no host has it"
 
 

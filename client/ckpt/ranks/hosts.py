@@ -25,7 +25,19 @@ from msgspec.structs import replace
 from xxhash import xxh3_64_hexdigest
 
 from ckpt.ranks.world import World, together
-from ckptapi.hosts import FOLDER, Agent, AgentStore, HostsStore, Members, boot_id, is_shard, members_file, read_members
+from ckptapi.hosts import (
+    FOLDER,
+    NOTE,
+    TRAINER,
+    Agent,
+    AgentStore,
+    HostsStore,
+    Members,
+    boot_id,
+    is_shard,
+    members_file,
+    read_members,
+)
 from ckptstore import names
 from ckptstore.errors import InvalidRequest, StoreUnavailable, StoreUnsafe, Unavailable
 from ckptstore.format.decoding import convert, decode_json
@@ -193,7 +205,7 @@ def agent_url(folder: Path, url: str) -> str:
     """
     notes = folder / FOLDER
     notes.mkdir(mode=0o700, exist_ok=True)
-    (notes / f"trainer-{os.getpid()}").touch()
+    (notes / f"{TRAINER}{os.getpid()}").touch()
     with open(notes / "start.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (found := _answering(notes)) is not None:
@@ -219,7 +231,7 @@ def agent_url(folder: Path, url: str) -> str:
 def _answering(notes: Path) -> str | None:
     """The URL of the agent that has noted itself, if it answers."""
     with suppress(OSError, ValueError, KeyError):
-        noted = json.loads((notes / "agent.json").read_bytes())
+        noted = json.loads((notes / NOTE).read_bytes())
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with direct.open(f"{noted['url']}/healthz", timeout=_ANSWER_S) as answer:
             # Another host's note is in a folder that was copied from there, or that hosts share.

@@ -272,21 +272,21 @@ class Replicator:
             ):
                 enqueue(self._local, last.attempt)
             collect(self._local)
-            self._mend()
+            self._copy_missing()
         except Unavailable:
             raise
         except CkptError as error:
             logger.warning("cannot look for what earlier savers have left locally: %s", error)
 
-    def _mend(self) -> None:
+    def _copy_missing(self) -> None:
         """Copy to this host the shards of the newest checkpoints that lie on too few hosts, if it is to have them."""
         if self._setup.replicas is not None:
-            from ckptapi.hosts import mend  # loads an HTTP client
+            from ckptapi.hosts import copy_missing_shards  # loads an HTTP client
 
-            with try_lock(self._setup.home, self._setup.run, "mend") as locked:
+            with try_lock(self._setup.home, self._setup.run, "copies") as locked:
                 if locked:
                     for attempt in visible_attempts(self._local)[: self._setup.local_keep]:
-                        mend(self._setup.store, [info.key for info in self._local.objects(attempt)])
+                        copy_missing_shards(self._setup.store, [info.key for info in self._local.objects(attempt)])
 
     def _replicate_all(self) -> bool:
         """Replicate what is queued. False if another replicator of this host does. Raises Unavailable."""
@@ -379,7 +379,7 @@ class ShardReplicator(Replicator):
         """Rank 0 reports it."""
 
     def _begin(self) -> None:
-        self._mend()
+        self._copy_missing()
 
     def _replicate_all(self) -> bool:
         while self._due:
