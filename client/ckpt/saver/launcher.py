@@ -18,9 +18,10 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ckpt.saver.presence import SaverState, describe, drain, is_descendant, parent_of, savers
-from ckptstore.errors import CkptError
+if TYPE_CHECKING:
+    from ckpt.saver.presence import SaverState
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _become_reaper()
     watched = {*_FORWARDED, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+    # Only now: numpy starts threads. They inherit the mask; without it they would take signals, and end this process.
+    import ckpt.saver.presence  # noqa: F401
+
     trainer = _start(options.command, before)
     if trainer < 0:
         return -trainer
@@ -85,6 +89,8 @@ def warn_without_launcher() -> None:
 
 
 def _ends_with_trainer() -> bool:
+    from ckpt.saver.presence import is_descendant
+
     if os.getpid() == 1:
         return True
     try:
@@ -139,6 +145,9 @@ def _reap(trainer: int) -> int | None:
 
 def _wait_for_savers(grace_s: float) -> None:
     """Return when the savers are done, `grace_s` are over, or SIGINT arrives."""
+    from ckpt.saver.presence import describe, drain
+    from ckptstore.errors import CkptError
+
     started = time.monotonic()
     seen: Collection[SaverState] = ()
 
@@ -163,6 +172,8 @@ def _wait_for_savers(grace_s: float) -> None:
 
 def _own_savers() -> list[SaverState]:
     """The savers that the trainer has left to this process, or to a descendant that still runs."""
+    from ckpt.saver.presence import is_descendant, parent_of, savers
+
     _reap(0)
     return [state for state in savers() if is_descendant(state.pid, os.getpid()) and parent_of(state.pid)]
 

@@ -211,20 +211,37 @@ def test_a_trainer_that_cannot_be_started(tmp_path: Path) -> None:
     assert subprocess.run(LAUNCHER, cwd=ROOT, capture_output=True, check=False).returncode == 2
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_signals_reach_the_trainer_and_orphans_are_reaped(sent: signal.Signals) -> None:
-    name = sent.name.removeprefix("SIG")
-    script = f"trap 'echo got; exit 7' {name}; (sleep 0 & ); echo ready; while :; do sleep 0.05; done"
-    process = Printing([*LAUNCHER, "--", "sh", "-c", script], cwd=ROOT)
+@contextmanager
+def shell(script: str) -> Iterator[tuple[Printing, Path]]:
+    """A shell as the trainer, which has said "ready": ckpt-run, and the file that lists its children."""
+    process = Printing([*LAUNCHER, "--", "sh", "-c", script], cwd=ROOT, env={**os.environ, "OPENBLAS_NUM_THREADS": "2"})
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     try:
         assert process.lines.next() == "ready\n"
-        wait_until(lambda: len(children.read_text().split()) == 1, "the orphan is reaped")
-        process.send_signal(sent)
-        assert (process.lines.next(), process.wait(60)) == ("got\n", 7)
+        yield process, children
     finally:
         for pid in [*map(int, children.read_text().split() if process.poll() is None else []), process.pid]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
         process.close()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_signals_reach_the_trainer_and_orphans_are_reaped(sent: signal.Signals) -> None:
+    name = sent.name.removeprefix("SIG")
+    script = f"trap 'echo got; exit 7' {name}; (sleep 0 & ); echo ready; while :; do sleep 0.05; done"
+    with shell(script) as (process, children):
+        wait_until(lambda: len(children.read_text().split()) == 1, "the orphan is reaped")
+        process.send_signal(sent)
+        assert (process.lines.next(), process.wait(60)) == ("got\n", 7)
+
+
+def test_signals_reach_the_trainer_while_orphans_are_reaped() -> None:
+    """No other thread of ckpt-run takes a signal for which its first one does not wait just now."""
+    with shell("trap 'echo got' USR1; trap 'exit 7' TERM; echo ready; while :; do (true & ); done") as (process, _):
+        for _ in range(100):
+            process.send_signal(signal.SIGUSR1)
+            assert process.lines.next() == "got\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 7
