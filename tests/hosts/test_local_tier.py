@@ -9,6 +9,7 @@ import json
 import os
 import random
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,11 +31,15 @@ pytestmark = pytest.mark.slow
 TIER = "file:///mnt/ckpts"
 HOSTS = "a b c d"
 EVERY = 3
-MOMENTS = int(os.environ.get("CKPTD_MOMENTS", "50" if LARGE else "1"))
-"""For each layout."""
+MOMENTS = int(os.environ.get("CKPTD_MOMENTS", "17" if LARGE else "1"))
+"""For each layout and state of the remote store."""
+PAIRS = int(os.environ.get("CKPTD_MOMENTS", "3"))
+"""Moments at which two hosts are lost, of each kind."""
 DISTURBED = int(os.environ.get("CKPTD_MOMENTS", "20"))
 """Moments of each disturbance."""
-MBIT = 1000
+SEED = os.environ.get("CKPTD_SEED", "")
+"""Another one gives other moments."""
+MBIT, MBIT_OF_A_SLOW_STORE = 1000, 160
 BOUND_S, WAIT_S = 60.0, 10.0
 """Of a save, and of training for it, also on a busy machine; a silent peer costs a save 10 s, and two of them 20."""
 RANKS = 8 if LARGE else 4
@@ -85,6 +90,8 @@ class History:
     """The newest save that may have begun."""
     losses: dict[str, str] = field(default_factory=dict)
     errors: str = ""
+    resumed: int = 0
+    """Where the newest job went on."""
 
     def train(
         self, hosts: str = HOSTS, steps: int = 2 * EVERY, then: Sequence[tuple[float, Disturb]] = (), **options: Any
@@ -107,6 +114,7 @@ class History:
             self.errors = running.errors()
         assert not left, self.errors
         known, [resumed] = self.losses, [int(words[1]) for words in lines if words[0] == "resumed"]
+        self.resumed = resumed
         assert self.newest <= resumed <= self.begun, (resumed, self.newest, self.begun, self.errors)
         found = losses(lines)
         both = found.keys() & known.keys()
@@ -118,21 +126,45 @@ class History:
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"] if LARGE else ["fsdp2"])
-@pytest.mark.parametrize("remote", ["slow", "away"] if LARGE else ["away"])
+@pytest.mark.parametrize("remote", ["plain", "slow", "away"] if LARGE else ["away"])
 def test_a_host_that_is_lost_with_its_disk_is_restored_from_its_neighbours(
     layout: str, remote: str, four: Site
 ) -> None:
-    chance, bed, history = random.Random(layout + remote), four.bed, History(four, f"lost-{layout}-{remote}", layout)
+    """In its place comes an empty host, with its name or with another one."""
+    chance, bed, history = (
+        random.Random(layout + remote + SEED),
+        four.bed,
+        History(four, f"lost-{layout}-{remote}", layout),
+    )
+    hosts, spare = HOSTS.split(), "e"
+    options: dict[str, Any] = {"ranks": RANKS, "vocabulary": 20_000 if remote == "slow" else 33}
+    if remote != "away":
+        options["settings"] = {"replicate_every": 1}
     if remote == "slow":
-        bed.limit("s3", 160)
-    for moment in range(MOMENTS):
-        lost = chance.choice(HOSTS.split())
-        lines = history.train(ranks=RANKS, then=[(chance.random(), partial(bed.kill, lost))])
+        bed.limit("s3", MBIT_OF_A_SLOW_STORE)
+    for moment in range(MOMENTS + 1):
+        lost = chance.randrange(len(hosts))
+        began, resumes = time.monotonic(), history.newest
+        then = [(chance.random(), partial(bed.kill, hosts[lost]))] if moment < MOMENTS else []
+        lines = history.train(" ".join(hosts), then=then, **options)
         assert not moment or read(lines)["store"] == 0, history.errors
-        bed.start(lost, empty=True)
-        if remote == "away":
-            bed.part(HOSTS.split())
-    assert read(history.train(ranks=RANKS))["store"] == 0, history.errors
+        print(
+            "moment",
+            layout,
+            remote,
+            moment,
+            hosts,
+            hosts[lost],
+            resumes,
+            history.resumed,
+            round(time.monotonic() - began, 1),
+        )
+        if then:
+            bed.start(hosts[lost], empty=True)
+            if chance.random() < 0.5:
+                hosts[lost], spare = spare, hosts[lost]
+        if remote == "away" and not moment:
+            bed.part([*hosts, spare])
     bed.join()
     bed.limit("s3", MBIT)
 
@@ -154,17 +186,17 @@ def test_bytes_on_the_wire_are_those_of_the_copies(four: Site) -> None:
     assert 0.98 < median(shares[2:]) < 1.02, shares
 
 
-def lose_two(history: History, **options: Any) -> None:
+def lose_two(history: History, two: Sequence[str], after_s: float, **options: Any) -> None:
     """Lose two neighbours with their disks, when a checkpoint is remote."""
     bed = history.site.bed
 
     def lose() -> None:
-        bed.kill("c")
-        bed.kill("d")
+        for name in two:
+            bed.kill(name)
 
-    history.train(then=[(0.0, partial(until_remote, history)), (0.5, lose)], **options)
-    history.newest = history.begun = remote_step(history)
-    for name in "cd":
+    history.train(then=[(0.0, partial(until_remote, history)), (after_s, lose)], **options)
+    history.newest = remote_step(history)
+    for name in two:
         bed.start(name, empty=True)
 
 
@@ -181,12 +213,36 @@ def remote_step(history: History) -> int:
 
 
 @large
-def test_two_neighbours_that_are_lost_cost_what_is_not_replicated(four: Site) -> None:
-    history = History(four, "two")
-    lose_two(history)
-    lines = history.train()
-    assert read(lines)["store"]
-    assert "2 of the 4 hosts that had run 'two' do not answer (c, d), with 1 replicas" in history.errors
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("remote", ["plain", "slow", "away"])
+def test_two_neighbours_that_are_lost_cost_what_is_not_replicated(layout: str, remote: str, four: Site) -> None:
+    """While the remote store is away the job does not start."""
+    chance, bed, history = (
+        random.Random("two" + layout + remote + SEED),
+        four.bed,
+        History(four, f"two-{layout}-{remote}", layout),
+    )
+    options: dict[str, Any] = {"ranks": RANKS, "vocabulary": 20_000 if remote == "slow" else 33}
+    if remote == "slow":
+        bed.limit("s3", MBIT_OF_A_SLOW_STORE)
+    for moment in range(PAIRS):
+        first = chance.randrange(4)
+        two, began = sorted((HOSTS + " " + HOSTS).split()[first : first + 2]), time.monotonic()
+        lose_two(history, two, chance.random(), **options)
+        lost = f"2 of the 4 hosts that had run {history.run!r} do not answer ({', '.join(two)}), with 1 replicas"
+        if remote == "away":
+            bed.part([*"abcde"])
+            with tiered(four, HOSTS, history.run, layout=layout, ranks=RANKS) as running:
+                lines, errors = [*running.lines()], running.errors()
+            assert not lines
+            assert lost in errors
+            assert "Wait for one of them, or for the remote store" in errors
+            bed.join()
+        lines = history.train(**options)
+        assert read(lines)["store"]
+        assert lost in history.errors
+        print("two", layout, remote, moment, two, history.resumed, round(time.monotonic() - began, 1))
+    bed.limit("s3", MBIT)
 
 
 @large
