@@ -10,7 +10,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
-from ckptapi.hosts import FOLDER, NOTE, PROOF, TRAINER, boot_id, proof, read_members
+from ckptapi.hosts import BLOCK_BYTES, FOLDER, NOTE, PROOF, TRAINER, boot_id, proof, read_blocks, read_members
 from ckptd.http.concurrency import Waiting
 from ckptd.http.problems import error_response
 from ckptd.http.streaming import MEDIA_TYPE, Unsatisfiable, parse_range
@@ -34,8 +33,6 @@ from ckptstore.stores import ObjectWriter, open_store
 from ckptstore.stores.local import LocalStore
 
 _LOG = logging.getLogger(__name__)
-_BLOCK_BYTES = 4 << 20
-_SENT_BYTES = 1 << 20
 _LOOK_S = 2.0
 router = APIRouter()
 
@@ -122,16 +119,8 @@ def read(request: Request, key: str, prefix: str | None = None, folders: str | N
         return Response(status_code=416)
     offset, count = (0, size) if wanted is None else (wanted.offset, wanted.count)
     length = {"Content-Length": str(count)}
-    pieces = _pieces(store, key, offset, count)
+    pieces = read_blocks(store, key, offset, offset + count)
     return StreamingResponse(pieces, 200 if wanted is None else 206, length, MEDIA_TYPE)
-
-
-def _pieces(store: LocalStore, key: str, offset: int, count: int) -> Iterator[memoryview]:
-    with store.open_reader(key) as reader:
-        for at in range(offset, offset + count, _SENT_BYTES):
-            piece = memoryview(bytearray(min(_SENT_BYTES, offset + count - at)))
-            reader.read(at, piece)
-            yield piece
 
 
 @router.put("/objects/{key:path}")
@@ -155,7 +144,7 @@ async def write(request: Request, key: str, create: str = "") -> Response:
     try:
         async for part in request.stream():
             block += part
-            if len(block) >= _BLOCK_BYTES:
+            if len(block) >= BLOCK_BYTES:
                 writer, block = await run_in_threadpool(write_block, bytes(block)), bytearray()
         writer = await run_in_threadpool(write_block, bytes(block))
         await run_in_threadpool(writer.commit)

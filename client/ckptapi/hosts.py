@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
@@ -56,7 +56,7 @@ _SLOW_S, _LEAST_BYTES_PER_S = 5.0, 8e6
 """A copy ends if it takes this long, and one second more for this number of bytes."""
 _NEAREST = 4
 """How many hosts are asked at once for a shard."""
-_BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 4 << 20
 _MORE = 2
 """Most hosts that are asked after those next to this one: a save waits for them."""
 _BLOCKS = 4
@@ -144,11 +144,20 @@ class AgentStore(Store):
     def put_if_absent(self, key: str, data: Buffer) -> bool:
         return bool(self._ask("PUT", key, bytes(data), create="1").headers["Ckptd-Created"] == "1")
 
-    def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
-        """Replaces what an interrupted writer left."""
-        return _AgentWriter(self, key)
+    open_writer = Store.open_replacement
 
-    open_replacement = open_writer
+    def send(self, key: str, blocks: Iterable[Buffer]) -> None:
+        """Write an object, as its blocks come."""
+        digest = xxhash.xxh3_128()
+
+        def digested() -> Iterator[Buffer]:
+            for block in blocks:
+                digest.update(block)
+                yield block
+
+        if self._ask("PUT", key, digested()).data != digest.hexdigest().encode():
+            self.delete_many([key])
+            raise StoreUnavailable(f"{self.agent.host} wrote other bytes of {key}")
 
     @override
     def get(self, key: str) -> bytes:
@@ -185,9 +194,7 @@ class AgentStore(Store):
 
     def answers(self) -> bool:
         """Whether the host is there, and knows the run's token."""
-        with suppress(CkptError):
-            return bool(self._ask("GET", ""))
-        return False
+        return _error_of(partial(self._ask, "GET", "")) is None
 
     def close(self) -> None:
         """Close the connections that are idle."""
@@ -197,31 +204,37 @@ class AgentStore(Store):
     __del__ = close
 
     def _ask(
-        self, method: str, key: str, body: bytes = b"", headers: Mapping[str, str] = {}, into: memoryview | None = None,
-        **query: str,
+        self, method: str, key: str, body: bytes | Iterator[Buffer] = b"", headers: Mapping[str, str] = {},
+        into: memoryview | None = None, **query: str,
     ) -> _Answer:  # fmt: skip
-        connection, idle = self.take()
+        connection, idle = self._take()
         try:
-            connection.request(method, *self.signed(method, key, query, headers, body))
-            return self.answer(connection, into)
+            target, signed = self.signed(method, key, query)
+            try:
+                connection.request(method, target, body, {**headers, **signed})
+            except CkptError:  # of the body
+                connection.close()
+                raise
+            return self._answer(connection, into)
         except (HTTPException, OSError) as error:
+            late = isinstance(error, TimeoutError)
+            with suppress(HTTPException, OSError):
+                if not late:  # it may have said why it takes no more
+                    self._answer(connection)
             connection.close()
-            if not idle or isinstance(error, TimeoutError):
-                raise self.failure(f"{method} {key or query}", error) from error
+            if late or not idle or not isinstance(body, bytes):
+                raise self._failure(f"{method} {key or query}", error) from error
         self.close()  # the agent has closed it meanwhile
         return self._ask(method, key, body, headers, into, **query)
 
-    def signed(
-        self, method: str, key: str, query: Mapping[str, str], headers: Mapping[str, str], body: bytes | None
-    ) -> tuple[str, bytes | None, dict[str, str]]:
-        """The target, body and headers of a request that proves that this host has the token."""
+    def signed(self, method: str, key: str, query: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+        """The target of a request, and a header that proves that this host has the token."""
         nonce, words = os.urandom(16).hex(), urlencode(query)
         proved = f"Ckptd {self._run} {nonce} {proof(self._token, nonce, method, key, words)}"
-        target = f"/objects/{quote(key)}{f'?{words}' if words else ''}"
-        return target, body, {**headers, "Authorization": proved}
+        return f"/objects/{quote(key)}{f'?{words}' if words else ''}", {"Authorization": proved}
 
-    def take(self) -> tuple[HTTPConnection, bool]:
-        """A connection for one request and its answer, and whether it was idle before. Raises StoreUnavailable."""
+    def _take(self) -> tuple[HTTPConnection, bool]:
+        """A connection, and whether it was idle before."""
         with suppress(IndexError):  # another thread was faster
             while select([(idle := self._idle.pop()).sock], (), (), 0)[0]:
                 idle.close()  # the agent has closed it
@@ -231,9 +244,9 @@ class AgentStore(Store):
         try:
             return self._connect(), False
         except (HTTPException, OSError, ValueError) as error:
-            raise self.failure("connect", error) from error
+            raise self._failure("connect", error) from error
 
-    def failure(self, what: str, error: Exception) -> StoreUnavailable:
+    def _failure(self, what: str, error: Exception) -> StoreUnavailable:
         """The error of a request without an answer, after which the agent is not asked for a while."""
         self.away_until = time.monotonic() + _AWAY_S
         return StoreUnavailable(
@@ -241,7 +254,7 @@ class AgentStore(Store):
             "Look at that host: it serves its local tier by `ckptd agent`",
         )
 
-    def answer(self, connection: HTTPConnection, into: memoryview | None = None) -> _Answer:
+    def _answer(self, connection: HTTPConnection, into: memoryview | None = None) -> _Answer:
         """The answer to a request; the connection is idle on return. Raises HTTPException, OSError or CkptError."""
         reply = connection.getresponse()
         data, length = b"", 0
@@ -268,7 +281,7 @@ class AgentStore(Store):
         kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         made = kind(parts.hostname or "", parts.port, timeout=_CONNECT_S, blocksize=1 << 20)
         try:
-            target, _, headers = self.signed("GET", "", {}, {}, None)
+            target, headers = self.signed("GET", "", {})
             made.request("GET", target, headers=headers)
             answer, nonce = made.getresponse(), headers["Authorization"].split()[2]
             answer.read()
@@ -287,49 +300,6 @@ class _Answer:
     headers: Any
     data: bytes
     length: int
-
-
-class _AgentWriter(ObjectWriter):
-    """One request in chunks, whose answer has the digest of what the agent wrote."""
-
-    def __init__(self, store: AgentStore, key: str) -> None:
-        self._store, self._key, self._digest = store, key, xxhash.xxh3_128()
-        self._connection, _ = store.take()
-        target, _, headers = store.signed("PUT", key, {}, {"Transfer-Encoding": "chunked"}, None)
-        with self._failing():
-            self._connection.putrequest("PUT", target)
-            for name, value in headers.items():
-                self._connection.putheader(name, value)
-            self._connection.endheaders()
-
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        try:
-            yield
-        except (HTTPException, OSError) as error:
-            with suppress(HTTPException, OSError):
-                if not isinstance(error, TimeoutError):  # it may have said why it takes no more
-                    self._store.answer(self._connection)
-            self.abort()
-            raise self._store.failure(f"take {self._key}", error) from error
-
-    def write(self, data: Buffer) -> None:
-        if view := memoryview(data).cast("B"):
-            self._digest.update(view)
-            with self._failing():
-                for part in (b"%x\r\n" % len(view), view, b"\r\n"):
-                    self._connection.send(part)
-
-    def commit(self) -> None:
-        with self._failing():
-            self._connection.send(b"0\r\n\r\n")
-            answer = self._store.answer(self._connection)
-        if answer.data != self._digest.hexdigest().encode():
-            self._store.delete_many([self._key])
-            raise StoreUnavailable(f"{self._store.agent.host} wrote other bytes of {self._key}")
-
-    def abort(self) -> None:
-        self._connection.close()
 
 
 @dataclass
@@ -443,28 +413,15 @@ class HostsStore(WrappedStore):
         return created
 
     def _spread(self, group: _Group, key: str, data: Buffer) -> None:
-        def put(store: Store) -> CkptError | None:
-            try:
-                store.put(key, data)
-            except CkptError as error:
-                return error
-            return None
-
         others = group.holders[1:]
-        failed = [error for error in in_parallel(put, others) if error is not None] if others else []
+        found = in_parallel(lambda store: _error_of(partial(store.put, key, data)), others) if others else []
+        failed = [*filter(None, found)]
         group.lacks_copies(key, len(others) - len(failed), failed)
 
     @override
-    def open_writer(self, key: str, size_hint: int = 0) -> ObjectWriter:
-        return self._tee(key, size_hint, self.own.open_writer)
-
-    @override
-    def open_replacement(self, key: str, size_hint: int = 0) -> ObjectWriter:
-        return self._tee(key, size_hint, self.own.open_replacement)
-
-    def _tee(self, key: str, size_hint: int, open_own: Callable[[str, int], ObjectWriter]) -> ObjectWriter:
-        group = self.group(key)
-        return open_own(key, size_hint) if group is None else _Tee(group, key, open_own(key, size_hint))
+    def _open(self, call: Callable[..., ObjectWriter], *args: Any) -> ObjectWriter:
+        group, own = self.group(args[0]), call(*args)
+        return own if group is None else _Tee(group, args[0], own)
 
     @override
     def _request(self, call: Callable[..., _T], *args: Any) -> _T:
@@ -519,11 +476,12 @@ class HostsStore(WrappedStore):
         for run in {key.partition("/")[0] for key in found}:
             own = [key for key in found if key.partition("/")[0] == run]
             group = self.group(run + "/")
-            for store in [self.own] if group is None else group.everywhere:
-                if group is None or store in (self.own, group.holders[0]):
-                    store.delete_many(own)
-                else:
-                    _try(lambda store, own=own: store.delete_many(own), store)  # type: ignore[misc]
+            stores = needed = list[Store]([self.own])
+            if group is not None:
+                stores, needed = group.everywhere, [self.own, group.holders[0]]
+            for store in stores:
+                if (error := _error_of(partial(store.delete_many, own))) is not None and store in needed:
+                    raise error
 
 
 def copy_missing_shards(url: str, keys: Iterable[str]) -> None:
@@ -542,14 +500,18 @@ def copy_missing_shards(url: str, keys: Iterable[str]) -> None:
         lacking = [one for one, has in after[first : first + len(there)] if not has]
         if store.own in lacking[: max(0, group.members.replicas + 1 - sum(there))]:
             for other in islice(store.copies(key), 1):
-                _copy_whole(other, store.own, key)
+                with store.own.open_replacement(key, size := other.size(key)) as writer:
+                    for block in read_blocks(other, key, 0, size):
+                        writer.write(block)
 
 
-def _copy_whole(source: Store, target: Store, key: str) -> None:
-    size = source.size(key)
-    with source.open_reader(key) as reader, target.open_replacement(key, size) as writer:
-        for at in range(0, size, _BLOCK_BYTES):
-            writer.write(reader.read_once(at, min(_BLOCK_BYTES, size - at)))
+def read_blocks(store: Store, key: str, offset: int, end: int) -> Iterator[memoryview]:
+    """The bytes of an object from `offset` to `end`, in blocks."""
+    with store.open_reader(key) as reader:
+        for at in range(offset, end, BLOCK_BYTES):
+            block = memoryview(bytearray(min(BLOCK_BYTES, end - at)))
+            reader.read(at, block)
+            yield block
 
 
 @dataclass
@@ -577,22 +539,21 @@ class _Tee(ObjectWriter):
     group: _Group
     key: str
     own: ObjectWriter
-    left: list[Store] = field(default_factory=list)
-    """Hosts that may take a copy if another one does not."""
     block: bytearray = field(default_factory=bytearray)
 
     def __post_init__(self) -> None:
         now, ring, count = time.monotonic(), self.group.ring, self.group.members.replicas
         peers = [store for store in ring if isinstance(store, AgentStore) and store.away_until < now]
-        self.failed: list[object] = [f"{one.url} did not answer" for one in ring[:count] if one not in peers]
+        self.failed = [f"{one.url} did not answer" for one in ring[:count] if one not in peers]
         self.copies = [_Copy(store, self.key) for store in peers[:count]]
-        self.left = [*peers[count : count + _MORE]]
+        self.left = peers[count : count + _MORE]
+        """Hosts that may take a copy if another one does not."""
 
     def write(self, data: Buffer) -> None:
         self.own.write(data)
         if self.copies:
             self.block += data
-            if len(self.block) >= _BLOCK_BYTES:
+            if len(self.block) >= BLOCK_BYTES:
                 self._send()
 
     def _send(self) -> None:
@@ -606,72 +567,58 @@ class _Tee(ObjectWriter):
         for copy in self.copies:
             copy.blocks.put(b"")
         self.own.commit()
-        ended, done, wanted = [copy.end() for copy in self.copies], 0, self.group.members.replicas
-        while ended or (done < wanted and self.left):
-            error = ended.pop() if ended else self._copy_again(self.left.pop(0))
-            done += error is None
-            self.failed += [error] if error is not None else []
-        self.group.lacks_copies(self.key, done, self.failed)
-
-    def _copy_again(self, store: Store) -> CkptError | None:
-        """Copy what is on this disk to another host."""
-        copy, at, size = _Copy(store, self.key), 0, self.group.own.size(self.key)
-        with self.group.own.open_reader(self.key) as reader:
-            while at < size and copy.error is None:
-                block = memoryview(bytearray(min(_BLOCK_BYTES, size - at)))
-                reader.read(at, block)
-                copy.blocks.put(bytes(block))
-                at += len(block)
-        copy.blocks.put(b"")
-        return copy.end()
+        for copy in self.copies:
+            copy.join()
+        errors, wanted = [copy.error for copy in self.copies], self.group.members.replicas
+        while errors.count(None) < wanted and self.left:
+            store, own = self.left.pop(0), self.group.own  # from this disk
+            blocks = read_blocks(own, self.key, 0, own.size(self.key))
+            errors.append(_error_of(partial(store.send, self.key, _timed(store, blocks))))
+        self.group.lacks_copies(self.key, errors.count(None), [*self.failed, *filter(None, errors)])
 
     def abort(self) -> None:
         for copy in self.copies:
             copy.blocks.put(None)
         self.own.abort()
         for copy in self.copies:
-            copy.end()
+            copy.join()
 
 
 class _Copy(threading.Thread):
     """A copy of an object on another host, as its blocks come."""
 
-    def __init__(self, store: Store, key: str) -> None:
+    def __init__(self, store: AgentStore, key: str) -> None:
         super().__init__(name="ckpt-copy-to-host", daemon=True)
-        self.store, self.key = store, key
         self.blocks: Queue[bytes | None] = Queue(_BLOCKS)
         """b"" ends the object, None drops it."""
         self.error: CkptError | None = None
-        self._sent, self._busy_s = 0, 0.0
+        self._send = partial(store.send, key, _timed(store, self._queued()))
+        self._block: bytes | None = b"."
         self.start()
 
-    def end(self) -> CkptError | None:
-        """The error of the copy, which has ended on return."""
-        self.join()
-        return self.error
-
     def run(self) -> None:
-        block: bytes | None = b"."
-        try:
-            with self.store.open_replacement(self.key) as writer:
-                while block := self.blocks.get():
-                    self._timed(writer.write, block)
-                if block is None:
-                    raise InvalidRequest("the object was dropped")
-        except CkptError as error:
-            self.error = error
-            while block:
-                block = self.blocks.get()
+        self.error = _error_of(self._send)
+        while self._block:
+            self._block = self.blocks.get()
 
-    def _timed(self, write: Callable[[bytes], None], block: bytes) -> None:
+    def _queued(self) -> Iterator[bytes]:
+        while block := self.blocks.get():
+            yield block
+        self._block = block
+        if block is None:
+            raise InvalidRequest("the object was dropped")
+
+
+def _timed(store: Store, blocks: Iterable[Buffer]) -> Iterator[Buffer]:
+    """The same blocks. Raises StoreUnavailable if what takes them is too slow."""
+    busy_s, num_bytes = 0.0, 0
+    for block in blocks:
         began = time.monotonic()
-        write(block)
-        self._busy_s += time.monotonic() - began
-        self._sent += len(block)
-        if self._busy_s > _SLOW_S + self._sent / _LEAST_BYTES_PER_S:
-            raise StoreUnavailable(
-                f"{self.store.url} takes {self._sent / self._busy_s / 1e6:.1f} MB/s, which is too slow"
-            )
+        yield block
+        busy_s += time.monotonic() - began
+        num_bytes += len(block)
+        if busy_s > _SLOW_S + num_bytes / _LEAST_BYTES_PER_S:
+            raise StoreUnavailable(f"{store.url} takes {num_bytes / busy_s / 1e6:.1f} MB/s, which is too slow")
 
 
 def is_shard(key: str) -> bool:
@@ -684,11 +631,15 @@ def _folder_id(store: LocalStore) -> str:
 
 
 def _has(key: str, store: Store) -> bool:
+    return _error_of(partial(store.size, key)) is None
+
+
+def _error_of(call: Callable[[], object]) -> CkptError | None:
     try:
-        store.size(key)
-    except (ObjectMissing, StoreUnavailable):
-        return False
-    return True
+        call()
+    except CkptError as error:
+        return error
+    return None
 
 
 def _try(call: Callable[[Store], _T], store: Store) -> _T | None:

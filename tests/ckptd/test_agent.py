@@ -71,7 +71,7 @@ def test_one_of_two_creates_wins(served: AgentStore) -> None:
 @pytest.mark.parametrize("wrong", ["none", "another word", "another proof", "another key", "another query"])
 def test_a_request_without_the_right_proof_is_refused(wrong: str, served: AgentStore) -> None:
     served.put(KEY, b"data")
-    target, _, headers = served.signed("GET", KEY, {}, {}, None)
+    target, headers = served.signed("GET", KEY, {})
     if wrong == "none":
         headers = {}
     elif wrong == "another word":
@@ -91,7 +91,8 @@ def test_a_request_without_the_right_proof_is_refused(wrong: str, served: AgentS
 def test_a_body_that_ends_early_leaves_nothing(served: AgentStore, tmp_path: Path) -> None:
     """Its writer was killed, or cut off."""
     url, before = urlsplit(served.url), {*tmp_path.rglob("*")}
-    target, _, headers = served.signed("PUT", KEY, {}, {"Transfer-Encoding": "chunked", "Host": "x"}, None)
+    target, headers = served.signed("PUT", KEY, {})
+    headers |= {"Transfer-Encoding": "chunked", "Host": "x"}
     head = f"PUT {target} HTTP/1.1\r\n" + "".join(f"{key}: {value}\r\n" for key, value in headers.items()) + "\r\n"
     with socket.create_connection((url.hostname, url.port)) as connection:
         connection.sendall(head.encode() + b"%x\r\n" % (9 << 20) + bytes(9 << 20))

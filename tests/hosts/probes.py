@@ -43,10 +43,15 @@ def receive(address: str) -> None:
 
 def signal_agents(number: int) -> int:
     """Send a signal to the agents of this host; their number."""
-    found = [path.parent.name for path in Path("/proc").glob("[0-9]*/cmdline") if b"ckptd\0agent" in path.read_bytes()]
+    found = [path.parent.name for path in Path("/proc").glob("[0-9]*/cmdline") if _is_agent(path.read_bytes())]
     for pid in found:
         os.kill(int(pid), number)
     return len(found)
+
+
+def _is_agent(command: bytes) -> bool:
+    """And not the shell that starts it again."""
+    return b"ckptd\0agent" in command and not command.startswith(b"sh\0")
 
 
 def sent() -> int:

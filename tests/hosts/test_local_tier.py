@@ -307,6 +307,16 @@ def stopped(site: Site) -> tuple[Disturb, Disturb]:
     return begin, end
 
 
+def killed(site: Site) -> tuple[Disturb, Disturb]:
+    """That of the first host, too: saves fail until it is there again."""
+
+    def kill() -> None:
+        for name in "ac":
+            site.bed[name].call("tests.hosts.probes:signal_agents", signal.SIGKILL)
+
+    return kill, lambda: None
+
+
 def slow(site: Site) -> tuple[Disturb, Disturb]:
     return partial(site.bed.limit, "c", 8), partial(site.bed.limit, "c", MBIT)
 
@@ -323,7 +333,7 @@ def lies(site: Site) -> tuple[Disturb, Disturb]:
 DISTURBANCES: dict[str, Callable[[Site], tuple[Disturb, Disturb]]] = {
     "one host": lambda site: partition(site, ["a", "b", "d", "s3"], ["c"]),
     "halves": lambda site: partition(site, ["a", "b", "s3"], ["c", "d"]),
-    "slow": slow, "stopped": stopped, "full": full, "lies": lies,
+    "slow": slow, "stopped": stopped, "full": full, "lies": lies, "killed": killed,
 }  # fmt: skip
 
 
@@ -335,7 +345,7 @@ def test_what_disturbs_hosts_holds_up_no_training_and_restores_no_other_state(wh
     history.train(**options)
     begin, end = DISTURBANCES[what](four)
     moments = [moment for _ in range(DISTURBED) for moment in ((chance.random(), begin), (4 * chance.random(), end))]
-    lines = history.train(then=[*moments, (5.0, begin if what == "lies" else end)], **options)
+    lines = history.train(then=[*moments, (5.0, begin if what in ("lies", "killed") else end)], **options)
     saves = [float(words[3]) for words in lines if words[0] == "saved"]
     waited = [float(words[3]) for words in lines if words[0] == "waited"]
     assert saves

@@ -60,6 +60,8 @@ _ELSEWHERE = "192.0.2.1"
 _MEMORY = ("ramfs", "tmpfs")
 _IDLE_S = 120
 """For how long an agent that a trainer started serves after the last trainer of its host."""
+_AGAIN = 'until "$@"; code=$?; [ $code -lt 128 ]; do sleep 1; done; exit $code'
+"""Runs an agent again if a signal ended it, with the address that other hosts know."""
 _started: list[subprocess.Popen[bytes]] = []
 """Agents, which are not waited for."""
 _FORMER = 16
@@ -210,11 +212,16 @@ def agent_url(folder: Path, url: str) -> str:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (found := _answering(notes)) is not None:
             return found
-        command = [sys.executable, "-m", "ckptd", "agent", "--store", url, "--host", own_address(), "--port", "0"]
+        with socket.create_server(("", 0)) as free:
+            port = str(free.getsockname()[1])
+        command = [sys.executable, "-m", "ckptd", "agent", "--store", url, "--host", own_address(), "--port", port]
         options = ["--idle-seconds", str(_IDLE_S), "--log-level", "warning"]
         with open(notes / "agent.log", "wb") as log:  # it outlives the programs that read the output of the job
             none = subprocess.DEVNULL
-            started = subprocess.Popen([*command, *options], stdin=none, stdout=log, stderr=log, start_new_session=True)
+            started = subprocess.Popen(
+                ["sh", "-c", _AGAIN, "sh", *command, *options],
+                stdin=none, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
         _started.append(started)
         for pause in pauses(0.05, 0.5, timeout_s=_START_S):
             if (found := _answering(notes)) is not None:

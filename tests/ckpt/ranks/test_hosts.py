@@ -47,7 +47,7 @@ def test_pods_of_one_host_share_its_folder_and_agent() -> None:
     assert agreed([(A, Members(), ""), (pod, Members(), ""), (B, Members(), "")], 1)[0].hosts == (pod, B)
 
 
-def test_the_agent_is_started_once_and_ends_after_the_last_trainer(tmp_path: Path) -> None:
+def test_the_agent_is_started_once_and_again_if_it_is_killed(tmp_path: Path) -> None:
     store = LocalStore(str(tmp_path / "tier"))
     store.put("_probes/x", b"")
     url = agent_url(store.root, store.url)
@@ -62,9 +62,14 @@ def test_the_agent_is_started_once_and_ends_after_the_last_trainer(tmp_path: Pat
     from ckpt.ranks.hosts import _started
 
     [agent] = [one for one in _started if one.poll() is None]
-    agent.send_signal(signal.SIGTERM)
+    process = Path(f"/proc/{agent.pid}/task/{agent.pid}/children")
+    killed = int(process.read_text())
+    os.kill(killed, signal.SIGKILL)
+    wait_until(lambda: int(process.read_text() or killed) != killed, "another agent")
+    wait_until(lambda: _answering(note.parent) == url, "another agent with the address of the first")
+    os.killpg(agent.pid, signal.SIGTERM)
     wait_until(lambda: agent.poll() is not None, "the agent's end")
-    assert not (store.root / FOLDER / "agent.json").exists()
+    wait_until(lambda: not note.exists(), "the agent's end")
 
 
 def test_an_agent_that_cannot_serve_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +158,8 @@ def test_a_job_of_one_host_saves_and_restores(tmp_path: Path, caplog: pytest.Log
     from ckpt.ranks.hosts import _started
 
     for agent in _started:
-        agent.terminate()
+        if agent.poll() is None:
+            os.killpg(agent.pid, signal.SIGTERM)
         agent.wait()
 
 
