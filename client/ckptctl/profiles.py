@@ -127,9 +127,8 @@ def _check_private(path: Path) -> None:
 def save_profile(name: str, url: str, token: str, cacert: str | None = None) -> Path:
     """Store the daemon at `url` as a profile, and its token in a file that only the user can read. Returns the path.
 
-    The first profile becomes the default. An existing profile keeps its token_file, which gets the token, and its
-    cacert unless one is given. Raises InvalidRequest if the profile has another target or no token_file, or if a file
-    cannot be written.
+    The first profile becomes the default. Of an existing profile only the token changes, in its token_file. Raises
+    InvalidRequest if it has another target, another cacert or no token_file, or if a file cannot be written.
     """
     if not _NAME.fullmatch(name):
         raise InvalidRequest(f"{name!r} is not the name of a profile", "Use letters, digits, '_' and '-'")
@@ -138,20 +137,18 @@ def save_profile(name: str, url: str, token: str, cacert: str | None = None) -> 
     existing = known.profiles.get(name)
     secret = _token_path(path, name, url, existing)
     authority = str(Path(cacert).expanduser().absolute()) if cacert else None
+    line = f"cacert = {_quoted(authority)}\n" if authority else ""
+    if existing is not None and authority not in (None, existing.cacert):
+        raise InvalidRequest(f"profile {name!r} in {path} has another cacert", f"Set {line.strip()} there")
     try:
-        before = path.read_text() if path.exists() else ""
-        if existing is None:
-            default = "" if known.profiles or known.profile else f"profile = {_quoted(name)}\n"
-            line = f"cacert = {_quoted(authority)}\n" if authority else ""
-            section = f"\n[profiles.{name}]\nurl = {_quoted(url)}\ntoken_file = {_quoted(str(secret))}\n{line}"
-            text = default + before + section
-        else:
-            text = _with_cacert(path, before, name, authority) if authority else before
         for folder in (path.parent, secret.parent):
             folder.mkdir(parents=True, exist_ok=True)
         _write_private(secret, token + "\n")
-        if text != before:
-            _write_private(path, text)
+        if existing is None:
+            before = path.read_text() if path.exists() else ""
+            default = "" if known.profiles or known.profile else f"profile = {_quoted(name)}\n"
+            section = f"\n[profiles.{name}]\nurl = {_quoted(url)}\ntoken_file = {_quoted(str(secret))}\n{line}"
+            _write_private(path, default + before + section)
     except OSError as error:
         raise InvalidRequest(f"cannot write {path}: {error}", "Check the folder's permissions") from error
     return path
@@ -169,29 +166,6 @@ def _token_path(path: Path, name: str, url: str, existing: _Entry | None) -> Pat
         hint = f"Give it token_file = {_quoted(str(secret))} instead of a token, or choose another --name"
         raise InvalidRequest(f"profile {name!r} in {path} has no token_file", hint)
     return Path(existing.token_file).expanduser()
-
-
-def _with_cacert(path: Path, before: str, name: str, cacert: str) -> str:
-    """The text of the file with this cacert in the profile. Raises InvalidRequest if its section is not found."""
-    line = f"cacert = {_quoted(cacert)}"
-    profiles = tomllib.loads(before)["profiles"]
-    if profiles[name].get("cacert") == cacert:
-        return before
-    section = re.compile(rf"^\[profiles\.{name}\][^\n]*\n(?:(?!\[)[^\n]*(?:\n|\Z))*?(?=\[|\Z)", re.MULTILINE)
-
-    def changed(found: re.Match[str]) -> str:
-        header, _, lines = found[0].partition("\n")
-        return f"{header}\n{line}\n" + re.sub(r"^cacert\s*=.*\n?", "", lines, flags=re.MULTILINE)
-
-    after = section.sub(changed, before)
-    profiles[name]["cacert"] = cacert
-    try:
-        right = tomllib.loads(after)["profiles"] == profiles
-    except tomllib.TOMLDecodeError:
-        right = False
-    if not right:
-        raise InvalidRequest(f"profile {name!r} in {path} has another cacert", f"Set {line} there")
-    return after
 
 
 def _write_private(path: Path, text: str) -> None:
