@@ -62,8 +62,6 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "This program": {
         "config": ("program.show_config", "Show profiles, and the target in force."),
-        "version": ("program.version", "Show the versions of program and daemon."),
-        "completion": ("program.completion", "Print the completion script of a shell."),
     },
 }
 """Commands by section: module in ckptctl.commands and function, and a summary for the list of commands."""
@@ -88,7 +86,7 @@ SYNONYMS: dict[str, str] = {
     "tag": "label annotate metrics",
     "policy": "policies retention rules",
     "audit": "history log",
-    "doctor": "status health healthcheck ping diagnose test",
+    "doctor": "status health healthcheck ping diagnose test version about",
     "stats": "statistics norms",
     "diff": "compare",
     "plan": "estimate cost",
@@ -98,7 +96,6 @@ SYNONYMS: dict[str, str] = {
     "open": "dashboard ui browse web",
     "token": "tokens auth",
     "config": "profile profiles settings context",
-    "version": "about",
 }
 """Commands, and words that people type for them."""
 
@@ -239,8 +236,6 @@ EXAMPLES: dict[str, str] = {
         ckptctl config
         ckptctl config --profile prod
     """,
-    "version": "ckptctl version -o json",
-    "completion": "ckptctl completion bash > /etc/bash_completion.d/ckptctl",
 }
 """Examples at the end of the help of every command."""
 

@@ -29,7 +29,7 @@ SMALL = 60
 """A file with fewer lines and a single importer belongs into that importer."""
 MAY_BE_SMALL = ("ckptd.api.", "ckptctl.commands.", "ckptapi.bodies.", "ckptapi.mlflow", "ckptd.index.migrations.")
 
-CEILINGS = {"tokens": 403_959, "files": 323, "knobs": 26, "verbs": 38, "threads": 43}
+CEILINGS = {"tokens": 403_732, "files": 323, "knobs": 26, "verbs": 36, "threads": 43}
 """Sizes of the product, which only fall. A feature that needs more takes away as much elsewhere."""
 
 FOLDER_SHAPES = {
@@ -189,7 +189,7 @@ def test_the_product_does_not_grow() -> None:
         "tokens": _tokens(),
         "files": len(_trees()),
         "knobs": len(fields(Config)),
-        "verbs": 38sum(len(verbs) for verbs in SECTIONS.values()),
+        "verbs": sum(len(verbs) for verbs in SECTIONS.values()),
         "threads": _threads(),
     }
     assert {name: size for name, size in sizes.items() if size > CEILINGS[name]} == {}

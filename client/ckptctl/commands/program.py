@@ -1,58 +1,12 @@
-"""version, completion, config: this program, and the target in force."""
+"""config: the profiles, and the target in force."""
 
 from __future__ import annotations
-
-from enum import StrEnum
-from importlib.metadata import version as installed_version
-from typing import Annotated
-
-import typer
-from typer.completion import get_completion_script  # type: ignore[attr-defined]
 
 from ckptctl.profiles import load_profiles
 from ckptctl.render import Facts, Row, Table
 from ckptctl.session import Session
-from ckptstore.errors import CkptError, InvalidRequest
+from ckptstore.errors import InvalidRequest
 from ckptstore.values import Value
-
-PROGRAM = "ckptctl"
-
-
-class Shell(StrEnum):
-    """Shells with completion."""
-
-    BASH = "bash"
-    ZSH = "zsh"
-    FISH = "fish"
-
-
-class VersionBody(Value):
-    """The versions of this program and of the daemon; None without a daemon, or if it does not respond."""
-
-    ckptctl: str
-    daemon: str | None
-
-
-def version(session: Session) -> None:
-    """Show the version of this program, and of the daemon if --url is set."""
-    body = VersionBody(installed_version("ckptd"), _daemon_version(session))
-    facts = [("ckptctl", body.ckptctl), *([("ckptd", body.daemon)] if body.daemon else [])]
-    session.screen.emit(body, [body.ckptctl], [Facts(facts)])
-
-
-def completion(shell: Annotated[Shell, typer.Argument(help="bash, zsh or fish.")]) -> None:
-    """Print the completion script of a shell, for commands, runs and checkpoints."""
-    print(get_completion_script(prog_name=PROGRAM, complete_var="_CKPTCTL_COMPLETE", shell=shell.value))
-
-
-def _daemon_version(session: Session) -> str | None:
-    try:
-        return session.daemon("version").about().version
-    except InvalidRequest:
-        return None  # there is no target
-    except CkptError as error:
-        session.screen.note(f"the daemon does not respond: {error}")
-        return None
 
 
 class ProfileBody(Value):
