@@ -25,6 +25,8 @@ END = "<!-- end of verdicts -->"
 TIMEOUT_S = {"full": 1200, "again": 1200, "busy": 2400, "quick": 300}
 """Seconds after which a benchmark counts as hung, by run. Each run has a folder in bench/results: at full size, the
 same once more, with a spinning process per core, and with less data."""
+MOST_SHOWN = 4
+"""Ratios with the same reference and limit, of which each is in the table; of more, the least and the largest."""
 COLUMNS = ("full", "again", "busy")
 """Runs that are in the table, if they have verdicts."""
 
@@ -59,7 +61,7 @@ def _busy_cores() -> Iterator[None]:
 
 def draw_plots(run: str) -> bool:
     """Measure what is only drawn, and draw all plots. True if that failed."""
-    error = _run(["bench.plots"], run) or _run(["bench.plots", "growth"], run)
+    error = _run(["bench.plots"], run) or _run(["bench.plots", "growth"], run) or _run(["bench.plots", "families"], run)
     print(f"--- plots: {error or 'drawn'}", flush=True)
     return bool(error)
 
@@ -81,7 +83,7 @@ def write_table(benches: Iterable[str], results: Path = RESULTS, readme: Path = 
     """Write the stored verdicts into the README, between its markers."""
     kept = {run: found for run in COLUMNS if (found := _kept(benches, results / run))}
     lines = [f"| bench | ratio | goal | {' | '.join(kept)} |", "|---|---|---|" + "---|" * len(kept)]
-    for bench in benches:
+    for bench in (bench for bench in benches if any(bench in verdicts for verdicts in kept.values())):
         lines += _lines(bench, [verdicts.get(bench) for verdicts in kept.values()])
     head, rest = readme.read_text().split(BEGIN, 1)
     tail = rest.split(END, 1)[1]
@@ -94,7 +96,7 @@ def _kept(benches: Iterable[str], folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _lines(bench: str, runs: Sequence[Mapping[str, Any] | None]) -> list[str]:
-    """One table row for all goals with the same reference and limit."""
+    """A table row for all goals with the same reference and limit; one for all that are reached, if there are many."""
     goals = {_ratio(goal): goal for verdict in runs[::-1] if verdict for goal in verdict.get("goals", [])}
     if not goals:
         return [f"| {bench} | | | {' | '.join(_cell(verdict, []) for verdict in runs)} |"]
@@ -104,9 +106,14 @@ def _lines(bench: str, runs: Sequence[Mapping[str, Any] | None]) -> list[str]:
     lines = []
     for (vs, direction, limit), group in alike.items():
         names, ratios = "; ".join(goal["name"] for goal in group), [_ratio(goal) for goal in group]
-        cells = " | ".join(_cell(verdict, ratios) for verdict in runs)
-        lines.append(f"| {bench} | {names} / {vs} | {direction} {limit:.3g} | {cells} |")
-    return lines
+        if len(group) > MOST_SHOWN:
+            names = f"{len(group)} cases"
+        cells = [_cell(verdict, ratios) for verdict in runs]
+        lines.append([f"{names} / {vs}", f"{direction} {limit:.3g}", *cells])
+    reached = all(goal["ok"] for verdict in runs if verdict for goal in verdict.get("goals", []))
+    if reached and len(lines) > 2:  # a row shows that as well
+        lines = [["; ".join(column) for column in zip(*lines, strict=True)]]
+    return [f"| {' | '.join([bench, *line])} |" for line in lines]
 
 
 def _ratio(goal: Mapping[str, Any]) -> str:
@@ -121,6 +128,9 @@ def _cell(verdict: Mapping[str, Any] | None, wanted: Sequence[str]) -> str:
         problem: str = verdict["error"]
         return "did not run: " + problem.replace("|", "\\|")
     found = {_ratio(goal): goal for goal in verdict["goals"]}
+    if len(wanted) > MOST_SHOWN:
+        measured = sorted((goal for goal in map(found.get, wanted) if goal and goal["ratio"]), key=lambda g: g["ratio"])
+        return f"{_shown(measured[0])} to {_shown(measured[-1])}" if measured else "-"
     return "; ".join(_shown(found[ratio]) if ratio in found else "-" for ratio in wanted)
 
 

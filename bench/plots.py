@@ -1,6 +1,7 @@
 """Stored size against time, for all libraries that save whole states: python -m bench.plots [--quick].
 
-`python -m bench.plots growth` draws how costs grow, from the verdicts of the simulations in bench/results.
+`python -m bench.plots growth` draws how costs grow, from the verdicts of the simulations in bench/results, and
+`python -m bench.plots families` the seconds of the limit, the peers and ours, from those of the other benchmarks.
 
 Each saves and restores the same state in turns: the time until a save is durable, and until everything is back in the
 live tensors, read from the page cache. Draws sizes-and-times.svg under bench/results, and writes the numbers next to
@@ -39,6 +40,17 @@ GROWTH: dict[str, tuple[str, dict[str, float | None]]] = {
     ),
 }
 """By simulation: what its costs grow with, and the costs that are drawn, with their goals."""
+FAMILIES = {
+    "stall": "save: seconds until training goes on",
+    "slowdown": "save: seconds that training loses per GB",
+    "durable-disk": "save: seconds until durable on a disk",
+    "durable-s3": "save: seconds until durable on S3",
+    "restore-warm": "restore: seconds, from the page cache",
+    "restore-cold": "restore: seconds, from a disk",
+    "restore-s3": "restore: seconds, from S3",
+    "restart": "restart: seconds until the first step",
+}
+"""The benchmarks whose seconds are drawn, with their titles."""
 OUR_COLOR, PEER_COLOR, LIMIT_COLOR, INK = "#1f6feb", "#8a8f98", "#c2410c", "#24292f"
 
 
@@ -173,8 +185,59 @@ def draw_growth(verdict: Path) -> None:
     pyplot.close(figure)
 
 
+def draw_families(folder: Path) -> None:
+    """A panel per benchmark: seconds of the peers and ours, and the limit. From the verdicts in a folder, next to them.
+
+    Raises ImportError without matplotlib.
+    """
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "ckptd"  # the same numbers give the same file
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 4, figsize=(17, 6.5), layout="constrained")
+    for axis, (bench, title) in zip(axes.flat, FAMILIES.items(), strict=True):
+        verdict = json.loads((folder / f"{bench}.json").read_text())
+        took = sorted(seconds_of(verdict).items(), key=lambda item: -item[1])
+        for row, (name, value) in enumerate(took):
+            color = OUR_COLOR if name.startswith("ckptd") else PEER_COLOR
+            axis.plot([axis_begin(verdict), value], [row, row], color=color, linewidth=1)
+            axis.scatter(value, row, color=color, s=30, zorder=3)
+            axis.annotate(f"{value:.3g}", (value, row), (6, 0), textcoords="offset points", fontsize=8, va="center")
+        if verdict["limit"]:
+            axis.axvline(verdict["limit"], color=LIMIT_COLOR, linestyle="--", linewidth=1)
+        axis.set_xscale("log")
+        axis.margins(x=0.2)
+        axis.xaxis.set_visible(False)  # the values are beside their dots
+        axis.set_yticks(range(len(took)), [name for name, _ in took], fontsize=8)
+        axis.set_title(title, color=INK, fontsize=10)
+        axis.spines[["top", "right", "bottom"]].set_visible(False)
+    figure.suptitle("ckptd (blue), peers (grey) and the limit (dashed), logarithmic; left is better", color=INK)
+    figure.savefig(folder / "families.svg", metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def axis_begin(verdict: Mapping[str, Any]) -> float:
+    """Where the lines of a panel begin: a little before the least of its numbers."""
+    return 0.8 * float(min(filter(None, (verdict["limit"], *seconds_of(verdict).values()))))
+
+
+def seconds_of(verdict: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds that contestants took for the same work, by name, in a verdict."""
+    names = {name: name.removesuffix(", seconds") for name in verdict["facts"]}
+    ours = {short: verdict["facts"][name] for name, short in names.items() if short.startswith("ckptd")}
+    ours |= {"ckptd": verdict["facts"]["seconds"]} if "seconds" in verdict["facts"] else {}
+    left_out = ("core-s", "step ratio", "first", "prefetch")
+    found = {name: value for name, value in (verdict["peers"] | ours).items() if value is not None}
+    return {name: value for name, value in found.items() if not name.endswith(left_out)}
+
+
 def main() -> None:
     """Measure, keep the numbers, draw; or draw what has been measured."""
+    if "families" in sys.argv[1:]:
+        draw_families(RESULTS / "full")
+        return
     if "growth" in sys.argv[1:]:
         for verdict in (RESULTS / run / f"{name}.json" for run in ("full", "quick") for name in GROWTH):
             draw_growth(verdict)

@@ -46,6 +46,17 @@ def test_the_table_shows_what_was_missed_what_failed_and_who_did_not_run(tmp_pat
         {"name": "overlap", "vs": "best peer", "ratio": 2.0, "goal": 1, "direction": "at most", "ok": False},
         {"name": "first save", "vs": "memcpy", "ratio": 1.0, "goal": 1.1, "direction": "at most", "ok": True},
     ]
+    goals += [
+        {
+            "name": f"{ranks} ranks",
+            "vs": "torch.load",
+            "ratio": ranks / 4,
+            "goal": 1,
+            "direction": "at most",
+            "ok": ranks < 5,
+        }
+        for ranks in (3, 1, 5, 2, 4)
+    ]
     stall = {"bench": "stall", "goals": goals, "problems": {"dcp": "broken"}, "machine": "M", "state_bytes": 1 << 20}
     stall["load"] = {"load_before": 0.51, "free_cores": 1.9}
     (tmp_path / "again" / "stall.json").write_text(json.dumps(stall | {"versions": {"torch": "2"}}))
@@ -59,6 +70,7 @@ def test_the_table_shows_what_was_missed_what_failed_and_who_did_not_run(tmp_pat
         "| stall | eager; first save / memcpy | at most 1.1 | not run | **1.23**; 1 |",
         "| stall | overlap / memcpy | at most 0.05 | not run | 0.01 |",
         "| stall | overlap / best peer | at most 1 | not run | **2** |",
+        "| stall | 5 cases / torch.load | at most 1 | not run | 0.25 to **1.25** |",
         "| codec | | | not run | did not run: a\\|b |",
         "| plan | | | did not run: killed | not run |",
         "- Again: M; states of 1.0 MiB to 1.0 MiB; 1.9 to 1.9 cores free, load before 0.5 to 0.5.",
@@ -71,4 +83,4 @@ def test_the_table_shows_what_was_missed_what_failed_and_who_did_not_run(tmp_pat
 def test_each_benchmark_is_a_module_and_the_readme_has_a_place_for_their_verdicts() -> None:
     assert [name for name in BENCHES if not (README.parent / f"{name.replace('-', '_')}.py").is_file()] == []
     assert README.read_text().index(BEGIN) < README.read_text().index(END)
-    assert len(README.read_text().splitlines()) <= 150
+    assert len(README.read_text().splitlines()) <= 120
