@@ -59,7 +59,7 @@ engines: .venv-engines/.ready
 	$(PYTHON) -m venv .venv-frameworks
 	.venv-frameworks/bin/pip install --quiet --retries 10 --timeout 60 torch==2.13.0
 	.venv-frameworks/bin/pip install --quiet --retries 10 --timeout 60 -c constraints.txt -e '.[server,s3,postgresql,frameworks]' \
-	peft==0.21.2 safetensors trl==1.16.0 pytest pytest-timeout setuptools wheel
+	megatron-core==0.16.1 peft==0.21.2 safetensors trl==1.16.0 pytest pytest-timeout setuptools wheel
 	# MLflow needs older versions of two packages than constraints.txt has.
 	.venv-frameworks/bin/pip install --quiet --retries 10 --timeout 60 mlflow-skinny==3.17.2 tensorboard wandb
 	.venv-frameworks/bin/pip install --quiet --retries 10 --timeout 60 --no-build-isolation deepspeed==0.19.8

@@ -8,7 +8,10 @@ from pathlib import Path
 
 from tests.support.temporary import temporary_folder as temporary_folder
 
-NEEDS = {"test_deepspeed.py": "deepspeed", "test_trackers.py": "mlflow", "test_tuning.py": "trl"}
+NEEDS = {
+    "test_deepspeed.py": "deepspeed", "test_megatron.py": "megatron", "test_trackers.py": "mlflow",
+    "test_tuning.py": "trl",
+}  # fmt: skip
 """The package that the tests of each file need."""
 
 files = [path.name for path in Path(__file__).parent.glob("test_*.py")]

@@ -32,9 +32,8 @@ from ckpt.foreign.inert import (
     ordered_dict,
     read_pickle,
 )
-from ckpt.foreign.parts import Read
+from ckpt.foreign.parts import Read, box_read
 from ckptstore.errors import CkptError, CorruptObject, UnsupportedObject
-from ckptstore.format import boxes
 from ckptstore.values import Value
 
 
@@ -136,17 +135,11 @@ def strided_read(memory: memoryview, item: int, shape: Sequence[int], strides: S
     if 0 not in shape and (min(offset, *strides, 0) < 0 or (last + 1) * item > len(memory)):
         raise ValueError("elements lie outside the storage")  # numpy does not check an empty storage
     array = np.ndarray(tuple(shape), np.dtype(f"V{item}"), memory, offset * item, [step * item for step in strides])
+    if not array.flags.c_contiguous:
+        return box_read(array, shape, item)
 
     def read(start: int, buffer: memoryview) -> None:
-        if array.flags.c_contiguous:
-            buffer[:] = memory[offset * item + start :][: len(buffer)]
-            return
-        done = 0
-        for box in boxes.flat_boxes(array.shape, start // item, (start + len(buffer)) // item):
-            ends = zip(boxes.offsets(box), boxes.sizes(box), strict=True)
-            data = array[tuple(slice(first, first + size) for first, size in ends)].tobytes()
-            buffer[done : done + len(data)] = data
-            done += len(data)
+        buffer[:] = memory[offset * item + start :][: len(buffer)]
 
     return read
 

@@ -36,6 +36,7 @@ METADATA = ".metadata"
 _MODULES = (
     "torch.distributed.checkpoint.metadata",
     "torch.distributed.checkpoint.filesystem",
+    "torch.distributed.checkpoint.planner",  # Megatron keeps the plans of all ranks
     "torch.distributed._shard.sharded_tensor.metadata",
 )
 _CLASSES = (
@@ -47,7 +48,15 @@ _CLASSES = (
     "TensorProperties",
     "StorageMeta",
     "_StorageInfo",
+    "SavePlan",
+    "WriteItem",
+    "WriteItemType",
+    "TensorWriteData",
+    "BytesIOWriteData",
 )
+_BESIDE = ("common.pt", "meta.pt")
+"""What Megatron and Lightning save with torch.save beside the tensors."""
+
 _NAMES: dict[GlobalName, Any] = {
     **{(module, name): record_maker(name) for module in _MODULES for name in _CLASSES},
     **{path: record_maker(path[1]) for path in PATHS},
@@ -122,7 +131,12 @@ def read_dcp(path: Path, item: str) -> ForeignState:
         raise CorruptObject(f"{path} has no {METADATA}", "Only a finished checkpoint has one") from error
     except (msgspec.ValidationError, Malformed) as error:
         raise CorruptObject(f"{path / METADATA} is malformed: {error}", "Copy it again") from error
-    return to_foreign(nested, item, str(path), budget)
+    foreign = to_foreign(nested, item, str(path), budget)
+    for file in map(path.joinpath, _BESIDE):
+        if file.is_file():
+            beside = {file.stem: read_archive(map_file(file), str(file), budget)}
+            foreign.add(to_foreign(beside, item, str(file), budget))
+    return foreign
 
 
 def _convert(record: Any, kind: Any) -> Any:

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from ckpt.foreign.exporting import missing_torch
+from ckpt.foreign.orbax_folder import METADATA, read_orbax
 from ckpt.foreign.parts import ForeignSlice, ForeignState, file_read
 from ckpt.saver.encode import encode_stream
 from ckpt.saver.pipeline import upload_shard
@@ -25,7 +26,7 @@ from ckptstore.commits.commit import commit_attempt, write_receipt
 from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint
 from ckptstore.format.boxes import check_cover
 from ckptstore.format.decoding import decode_json
-from ckptstore.format.documents import JSON, Content, Shard
+from ckptstore.format.documents import Content, Shard
 from ckptstore.format.shards import (
     ChunkSpan,
     EncodedChunk,
@@ -121,6 +122,7 @@ class ForeignFormat(StrEnum):
     DCP = "dcp"
     DEEPSPEED = "deepspeed"
     ACCELERATE = "accelerate"
+    ORBAX = "orbax"
 
 
 _SUFFIXES = {
@@ -135,6 +137,7 @@ class _Index(Value):
 
 _FOLDERS = {
     ForeignFormat.DCP: (".metadata",),
+    ForeignFormat.ORBAX: (METADATA, f"*/{METADATA}"),
     ForeignFormat.DEEPSPEED: ("latest", "*_model_states.pt"),
     ForeignFormat.ACCELERATE: ("optimizer.bin", "optimizer.pt"),
 }
@@ -166,6 +169,8 @@ def read_foreign(path: Path, kind: ForeignFormat, item: str) -> ForeignState:
     try:
         if kind is ForeignFormat.SAFETENSORS:
             return read_safetensors(_file(path), item)
+        if kind is ForeignFormat.ORBAX:
+            return read_orbax(path, item)
         try:
             from ckpt.foreign.dcp_folder import read_dcp
             from ckpt.foreign.state import read_torch
@@ -175,10 +180,7 @@ def read_foreign(path: Path, kind: ForeignFormat, item: str) -> ForeignState:
         if kind is ForeignFormat.ACCELERATE:
             foreign = read_accelerate(path, item)
             if _file(path).is_file():
-                weights = read_safetensors(_file(path), item)
-                foreign.parts += weights.parts
-                foreign.trees |= weights.trees
-                foreign.aliases |= weights.aliases
+                foreign.add(read_safetensors(_file(path), item))
             return foreign
         readers = {ForeignFormat.DCP: read_dcp, ForeignFormat.DEEPSPEED: read_deepspeed}
         return readers.get(kind, read_torch)(path, item)
@@ -212,7 +214,7 @@ def read_safetensors(path: Path, item: str) -> ForeignState:
     if not found:
         raise InvalidRequest(f"{path} holds no tensors", "Check that it is the right file")
     for keys, name in paths.items():
-        _set(foreign.trees, keys, {TAG: "tensor", "name": name}, path)
+        foreign.place(keys, {TAG: "tensor", "name": name}, path)
     return foreign
 
 
@@ -251,12 +253,3 @@ def _index(path: Path) -> dict[str, str]:
         if not (path.parent / name).is_file():
             raise CorruptObject(f"{path.parent / name} is missing", "Copy all files of the index")
     return files
-
-
-def _set(trees: dict[str, JSON], keys: tuple[str, ...], leaf: JSON, path: Path) -> None:
-    *above, last = keys
-    for key in above:
-        trees = trees.setdefault(key, {})
-    if TAG in trees or last in trees or last.startswith(TAG) or any(key.startswith(TAG) for key in above):
-        raise CorruptObject(f"the name of tensor {'/'.join(keys)!r} of {path} conflicts with another one")
-    trees[last] = leaf

@@ -36,6 +36,7 @@ _RENAMED = {
     "optimizer": OPTIMIZER,
     "optimizer_state_dict": OPTIMIZER,
     "optim_state_dict": OPTIMIZER,
+    "optimizer_0": OPTIMIZER,
 }
 _WRAPPER = "module."
 _NUMBERED = "_by_number"

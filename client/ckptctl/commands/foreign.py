@@ -204,11 +204,12 @@ def import_checkpoint(
     to: Annotated[str, typer.Argument(metavar="RUN@STEP", help="The new checkpoint: RUN@STEP.")],
     format: Annotated[ForeignFormat | None, typer.Option("--format", help="Required if it cannot be detected.")] = None,
     item: Annotated[
-        str, typer.Option(metavar="NAME", help="The name of the item if the state is not a dict of items.")
+        str,
+        typer.Option(metavar="NAME", help="The name of the item if the state is not a dict of items."),
     ] = "model",
 ) -> None:
     """Import a torch.save file, safetensors (a file, an index, or their folder), or a folder of DCP, DeepSpeed,
-    Accelerate or transformers' Trainer, as a checkpoint.
+    Accelerate, transformers' Trainer or Orbax, as a checkpoint.
 
     Nothing in the file is executed. A dict without tensors at its top level is split into items: "model" (also
     state_dict), "optim" (also optimizer), and others; any other state becomes the item NAME. The checkpoint is

@@ -1,3 +1,5 @@
+import argparse
+import os
 import pickle
 import shutil
 import warnings
@@ -69,6 +71,52 @@ def save_in_pieces(folder: str) -> None:
     tree = {"model": weights, "optimizer": get_optimizer_state_dict(model, optim), **more}
     dcp.save(tree, checkpoint_id=f"{folder}/tree")
     dcp.save({"model": weights, "optim": flat_optimizer_state(model, optim), **more}, checkpoint_id=f"{folder}/flat")
+
+
+def test_a_folder_of_lightning_is_complete(store: Path, tmp_path: Path) -> None:
+    """Fabric writes what is neither a model nor an optimizer to meta.pt."""
+    folder = tmp_path / "lightning"
+    run_scenario(Scenario(f"{__name__}:save_with_lightning", 2, {"folder": str(folder)}), tmp_path / "ranks")
+    assert sorted(path.name for path in folder.iterdir()) == [
+        ".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt",
+    ]  # fmt: skip
+    done = take(store, folder)
+    assert (done.code, done.json["items"]) == (0, ["meta", "model", "optim"])
+    model = make_model(1)
+    assert_restores(store, model, make_optimizer(model), "r")
+    assert given_back(store)["meta"] == {"global_step": 5, "loops": {"epoch": 2}}
+
+
+def save_with_lightning(folder: str) -> None:
+    import torch.distributed as dist
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import ModelParallelStrategy
+
+    warnings.simplefilter("ignore")
+    os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "NODE_RANK": "0"}  # Fabric starts no processes then
+
+    def shard(model: Any, mesh: Any) -> Any:
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mesh=mesh["data_parallel"])
+        return model
+
+    strategy = ModelParallelStrategy(shard, 2, 1, process_group_backend="gloo")
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    model = fabric.setup_module(make_model(1))
+    optim = fabric.setup_optimizers(make_optimizer(model))
+    state = {"state_dict": model, "optimizer_0": optim, "global_step": 5, "loops": {"epoch": 2}}
+    fabric.save(folder, state)  # by the names that its Trainer uses
+
+
+def test_the_plans_that_megatron_keeps_are_passed_over(store: Path, saved: Path) -> None:
+    writer, planner = dcp.FileSystemWriter(saved / "plan"), dcp.DefaultSavePlanner()
+    planner.set_up_planner({"model": {"w": torch.arange(60.0).reshape(20, 3)}, "step": 5}, is_coordinator=True)
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    change(saved, lambda metadata: setattr(metadata, "all_local_plans", [plan]))
+    torch.save({"args": argparse.Namespace(lr=0.1), "iteration": 7}, saved / "common.pt")
+    assert take(store, saved).json["items"] == ["common", "model", "step"]
+    assert given_back(store)["common"] == {"args": {"lr": 0.1}, "iteration": 7}
 
 
 def test_shapes_of_all_kinds_keep_their_bits(store: Path, tmp_path: Path) -> None:
