@@ -55,7 +55,7 @@ _CLASSES = (
     "BytesIOWriteData",
 )
 _BESIDE = ("common.pt", "meta.pt")
-"""What Megatron and Lightning save with torch.save beside the tensors."""
+"""Files of torch.save that Megatron and Lightning write beside the tensors."""
 
 _NAMES: dict[GlobalName, Any] = {
     **{(module, name): record_maker(name) for module in _MODULES for name in _CLASSES},

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 
 from ckpt.host.segment import Segment
 from ckpt.saver.messages import SHARED_STEP_BYTES, LocalOnly, TrainerStarted
+from ckpt.saver.scheduler import report_to_scheduler
 from ckptstore.errors import CkptError
 from ckptstore.format.documents import FORMAT
 from ckptstore.format.parsing import seal
@@ -149,19 +150,21 @@ def _revision() -> str:
 class HeartbeatWriter:
     """Beats every `every_s` seconds while a life goes on. Any thread may call it."""
 
-    def __init__(self, run: Run, every_s: float, replicated: bool = False) -> None:
-        """every_s: 0 for no heartbeats.
+    def __init__(self, run: Run, every_s: float, replicated: bool = False, ranks: int = 1) -> None:
+        """every_s: 0 for no heartbeats. ranks: of the job, for its scheduler.
 
         replicated: others write the checkpoints to this store. Where it has nothing of the run, its volume may not be
         mounted, so nothing is written.
         """
-        self._run, self._replicated = run, replicated
+        self._run, self._replicated, self._ranks = run, replicated, ranks
         self._every_s = every_s
         self._changed = threading.Condition()
         """Guards the fields below."""
         self._lives: list[TrainerRun] = []
         """One that goes on, after those that have ended and whose generation may begin later."""
         self._local_only: LocalOnly | None = None
+        self._committed: tuple[float, int] | None = None
+        """When the newest committed checkpoint of this process was captured, and its step."""
         self._newest: Heartbeat | None = None
         """The document that was made last."""
         self._due = self._final = self._closing = False
@@ -187,6 +190,11 @@ class HeartbeatWriter:
         with self._changed:
             if (life := self._life) is not None:
                 life.add(life.shared_step.read()._replace(at=at, step=step))
+
+    def committed(self, step: int, at: float) -> None:
+        """The checkpoint that was captured at this moment is committed."""
+        with self._changed:
+            self._committed = max(self._committed or (at, step), (at, step))
 
     def numbered(self, generation: int, captured_at: float) -> None:
         """The generation of a save that was captured at this moment. The life that saved may have ended by now."""
@@ -232,8 +240,14 @@ class HeartbeatWriter:
                 self._changed.wait_for(lambda: self._closing or self._due, self._every_s)
                 self._due, closing = False, self._closing
                 documents, local_only = self._documents(), self._local_only
+                committed, life = self._committed, self._lives[-1] if self._lives else None
             for document in documents:
                 self._write(replace(document, extensions=document.extensions | extensions), local_only)
+            if life is not None:
+                try:
+                    report_to_scheduler(self._run.clock(), committed, life.began.trains_at, self._ranks)
+                except (OSError, KeyError, subprocess.SubprocessError, CkptError) as error:
+                    logger.warning("the scheduler did not take the last checkpoint: %r", error)
             if closing:
                 return
 

@@ -206,7 +206,7 @@ class SavePipeline:
             patient = RetryingStore(opened, min(setup.retry_s, REQUEST_RETRY_S))
             remote = Run(with_remote_create(patient, setup.daemon, setup.token), setup.run, clock)
         self.heartbeats = HeartbeatWriter(
-            remote or self._run, setup.heartbeat_s if setup.rank == 0 else 0.0, replicated=remote is not None
+            remote or self._run, 0.0 if setup.rank else setup.heartbeat_s, remote is not None, setup.world_size
         )
         self._policies = (remote or self._run).store
         self._numbering = Numbering(self._run, warn)
@@ -484,6 +484,7 @@ class SavePipeline:
         if not self._setup.rank and not self._warned and (warning := warning_of(result)):
             self._warned = True
             self._report(Warned(warning))
+        self.heartbeats.committed(job.attempt.step, job.created_at)
         attempt = Attempt.parse(result.attempt)
         setup, local = self._setup, self._setup.remote is not None
         if self._run.store.shared_between_processes and (local or not self._noted):
