@@ -19,13 +19,14 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
-from ckptapi.hosts import BLOCK_BYTES, FOLDER, NOTE, PROOF, TRAINER, boot_id, proof, read_blocks, read_members
+from ckptapi.hosts import BLOCK_BYTES, NOTE, PROOF, TRAINER, boot_id, proof, read_blocks, read_members
 from ckptd.http.concurrency import Waiting
 from ckptd.http.problems import error_response
 from ckptd.http.streaming import MEDIA_TYPE, Unsatisfiable, parse_range
 from ckptd.metrics import Metrics
 from ckptd.server import serve
 from ckptd.settings import Settings
+from ckptstore import names
 from ckptstore.errors import CkptError, InvalidRequest, Unauthorized
 from ckptstore.names import name_of
 from ckptstore.reading.source import StoreSource
@@ -51,7 +52,7 @@ class AgentContext:
     @property
     def folder(self) -> Path:
         """Where the hosts of runs are noted."""
-        return self.store.root / FOLDER
+        return self.store.root / names.HOSTS
 
 
 def serve_agent(settings: Settings, idle_s: float) -> None:

@@ -197,9 +197,10 @@ class GoodputGauges(Collector):
 
     def _local_only(self) -> tuple[Metric, ...]:
         """The two ages have series only while there is a replication queue."""
-        count, stored, age, report_age = (
+        newest, count, stored, age, report_age = (
             GaugeMetricFamily(name, text, labels=["run"])
             for name, text in (
+                ("ckptd_local_newest_step", "Step of the newest checkpoint in the local tier."),
                 (
                     "ckptd_replication_queue_checkpoints",
                     "Checkpoints that are in a local tier only, and to be replicated.",
@@ -214,7 +215,9 @@ class GoodputGauges(Collector):
             if (local := account.local_only) is not None:
                 count.add_metric([run], local.checkpoints)
                 stored.add_metric([run], local.bytes)
+                if local.newest is not None:
+                    newest.add_metric([run], local.newest)
                 if local.since is not None:
                     age.add_metric([run], max(0.0, now - local.since))
                     report_age.add_metric([run], max(0.0, now - local.at))
-        return count, stored, age, report_age
+        return newest, count, stored, age, report_age

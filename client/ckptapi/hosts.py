@@ -42,9 +42,8 @@ from ckptstore.values import Value
 
 logger = logging.getLogger(__name__)
 
-FOLDER, NOTE, TRAINER = "_hosts", "agent.json", "trainer-"
-"""In the folder of a local tier: a folder with the hosts of each run, where the agent is, and the processes with these
-ids, which need it."""
+NOTE, TRAINER = "agent.json", "trainer-"
+"""In the folder names.HOSTS of a local tier: where the agent is, and the processes with these ids, which need it."""
 PROOF = "Ckptd-Proof"
 PEER = "peer"
 """The name of other hosts among the sources of a restore."""
@@ -99,7 +98,7 @@ def boot_id() -> str:
 
 def members_file(folder: Path, run: str) -> Path:
     """The file with the Members of a run, or of its folder."""
-    return folder / FOLDER / f"{run.replace('/', '~')}.json"
+    return folder / names.HOSTS / f"{run.replace('/', '~')}.json"
 
 
 def read_members(folder: Path, run: str) -> Members | None:
@@ -359,11 +358,21 @@ class HostsStore(WrappedStore):
         self.own = own
         self._groups: dict[str, tuple[tuple[int, int], _Group]] = {}
         """By run, each as a version of its file says."""
+        self._first = 0
+        """1: a shard on this host is not read."""
 
     @property
     @override
     def on_this_host(self) -> bool:
-        return self.own.on_this_host and not (self.own.root / FOLDER).is_dir()
+        return self.own.on_this_host and not (self.own.root / names.HOSTS).is_dir()
+
+    @property
+    @override
+    def elsewhere(self) -> Sequence[Store]:
+        """The same store without the shards of this host."""
+        others = HostsStore(self.own)
+        others._first = 1
+        return [others]
 
     def group(self, key: str) -> _Group | None:
         """The hosts of the run of a key, as the newest job that met here has them; None if it is on this host alone."""
@@ -441,7 +450,9 @@ class HostsStore(WrappedStore):
     def _places(self, key: str) -> Sequence[Store]:
         if (group := self.group(key)) is None:
             return [self.own]
-        return group.everywhere if is_shard(key) else sorted(group.holders, key=lambda store: store is not self.own)
+        if is_shard(key):
+            return group.everywhere[self._first :]
+        return sorted(group.holders, key=lambda store: store is not self.own)
 
     @override
     def open_reader(self, key: str) -> ObjectReader:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ckptstore import names
 from ckptstore.reading.source import Source, StoreSource
 from ckptstore.stores import open_store
+from ckptstore.stores.local import LocalStore
 from ckptstore.stores.retrying import RetryingStore
 from ckptstore.tiers.source import TieredSource
 
@@ -36,4 +38,8 @@ def open_source(
         from ckptapi.hosts import open_local  # loads an HTTP client
 
         return TieredSource(open_local(local), store, RetryingStore(store, patience_s))
+    if isinstance(store, LocalStore) and (store.root / names.HOSTS).is_dir():  # a local tier that hosts do not share
+        from ckptapi.hosts import HostsStore  # loads an HTTP client
+
+        return StoreSource(HostsStore(store))
     return StoreSource(RetryingStore(store, patience_s) if patience_s else store)

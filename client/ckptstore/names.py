@@ -419,6 +419,8 @@ def is_decision(key: str) -> bool:
 
 STORE_ID = "_near/id"
 """The create-only object by which ranks recognize that they save to the same folder."""
+HOSTS = "_hosts"
+"""The folder of a local tier with the hosts of each run, where each host has a local tier of its own."""
 POLICIES_PREFIX = "_policies/"
 PROBES_PREFIX = "_probes/"
 UNITS_PREFIX = "_units/"

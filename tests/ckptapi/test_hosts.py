@@ -13,12 +13,25 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from ckptapi.hosts import AgentStore, HostsStore, PeerShards, copy_missing_shards, members_file, open_local
+from ckptapi.hosts import (
+    AgentStore,
+    HostsStore,
+    PeerShards,
+    copy_missing_shards,
+    is_shard,
+    members_file,
+    open_local,
+)
+from ckptapi.opening import open_source
+from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import CorruptObject, ObjectMissing, StoreFull, StoreUnavailable
 from ckptstore.names import Attempt, RunKeys
+from ckptstore.reading.source import StoreSource
+from ckptstore.retention.scrubbing import scrub
 from ckptstore.stores.local import LocalStore
 from tests.support.agents import TOKEN, meet, running_agent, running_hosts
+from tests.support.checkpoints import write_checkpoint
 
 KEYS = RunKeys("run")
 ATTEMPT = Attempt(5, "01HZY3K0000000000000000000", generation=1)
@@ -274,6 +287,30 @@ def test_a_run_without_other_hosts_is_in_its_folder(tmp_path: Path) -> None:
     assert store.on_this_host == plain.on_this_host
     store.delete_many([SHARD, OUTCOME])
     assert [*plain.list("run/")] == []
+
+
+def test_a_shard_that_is_damaged_on_this_host_is_healed_by_others(hosts: list[HostsStore]) -> None:
+    """The host that scrubs has no documents."""
+    written = write_checkpoint(hosts[2], "run", 5)
+    key = next(info.key for info in hosts[2].list(KEYS.attempts) if is_shard(info.key))
+    path = hosts[2].own.root / key
+    intact = path.read_bytes()
+    path.write_bytes(bytes(byte ^ 0xFF for byte in intact))
+    store = HostsStore(hosts[2].own)
+    [found] = scrub(store, [written], "me", system_clock, heal_from=())
+    assert (found.ok, found.healed) == (True, (key,))
+    assert path.read_bytes() == intact
+
+
+def test_the_folder_of_one_host_opens_as_the_store_of_all(hosts: list[HostsStore]) -> None:
+    """ckptctl ls, verify, pin and cp --store FOLDER."""
+    write(hosts[0], SHARD)
+    hosts[0].put(OUTCOME, b"decided")
+    source = open_source(hosts[2].own.url)
+    assert isinstance(source, StoreSource)
+    assert source.store.get(OUTCOME) == b"decided"
+    assert source.store.get(SHARD) == DATA
+    assert not source.store.on_this_host
 
 
 def test_a_host_in_the_place_of_a_lost_one_gets_the_shards_that_it_must_hold(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from ckptapi.hosts import FOLDER, AgentStore
+from ckptapi.hosts import AgentStore
+from ckptstore import names
 from ckptstore.errors import ObjectMissing
 from tests.support.agents import TOKEN, meet, running_agent
 from tests.support.waiting import DEADLINE_S, wait_until
@@ -34,16 +35,16 @@ def agent(folder: Path, *options: str) -> subprocess.Popen[bytes]:
 
 
 def test_one_agent_serves_a_folder_until_no_process_needs_it(tmp_path: Path) -> None:
-    (tmp_path / FOLDER).mkdir()
+    (tmp_path / names.HOSTS).mkdir()
     trainer = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    (tmp_path / FOLDER / f"trainer-{trainer.pid}").touch()
+    (tmp_path / names.HOSTS / f"trainer-{trainer.pid}").touch()
     first = agent(tmp_path, "--idle-seconds", "0.1")
-    wait_until(lambda: (tmp_path / FOLDER / "agent.json").exists(), "the agent's note")
+    wait_until(lambda: (tmp_path / names.HOSTS / "agent.json").exists(), "the agent's note")
     assert agent(tmp_path).wait(DEADLINE_S) == 0, "the folder has one"
     assert first.poll() is None
     trainer.communicate(b"\n")
     assert first.wait(DEADLINE_S) == 0
-    assert not (tmp_path / FOLDER / "agent.json").exists()
+    assert not (tmp_path / names.HOSTS / "agent.json").exists()
 
 
 def test_ranges_sizes_and_listings(served: AgentStore) -> None:

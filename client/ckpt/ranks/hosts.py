@@ -26,7 +26,6 @@ from xxhash import xxh3_64_hexdigest
 
 from ckpt.ranks.world import World, together
 from ckptapi.hosts import (
-    FOLDER,
     NOTE,
     TRAINER,
     Agent,
@@ -205,7 +204,7 @@ def agent_url(folder: Path, url: str) -> str:
 
     Raises InvalidRequest if it ends at once, and StoreUnavailable if it does not answer.
     """
-    notes = folder / FOLDER
+    notes = folder / names.HOSTS
     notes.mkdir(mode=0o700, exist_ok=True)
     (notes / f"{TRAINER}{os.getpid()}").touch()
     with open(notes / "start.lock", "w") as lock:

@@ -207,6 +207,8 @@ class LocalOnly(Message):
     bytes: int
     since: float | None
     """When the oldest of them was committed locally, by the clock of its committer; None: there is none."""
+    newest: int | None = None
+    """The step of the newest checkpoint in the local tier, whether it is to be replicated or not."""
 
 
 class Unreplicable(Message):

@@ -169,8 +169,7 @@ class Replicator:
         newest = (attempt, due and self._enqueue(attempt))
         self._newest = max(self._newest or newest, newest)
         self._unpaused.set()
-        if due:
-            self._report_queue()
+        self._report_queue()
         self._wake()
 
     def pause(self) -> None:
@@ -357,7 +356,8 @@ class Replicator:
             except CkptError as error:
                 logger.warning("the replication queue of run %s is not known: %s", self._local.name, error)
                 return
-            now = LocalOnly(len(found.attempts), found.bytes, found.since)
+            newest = None if self._newest is None else self._newest[0].step
+            now = LocalOnly(len(found.attempts), found.bytes, found.since, newest)
             if now != self._reported:
                 self._reported = now
                 self._report(now)

@@ -58,6 +58,7 @@ def _blocks(found: Account) -> Iterator[Block]:
             ("goodput", _share(found.goodput)),
             ("time", f"{human.duration(total)}, since {human.moment(found.began_at)}"),
             ("steps", f"{found.step:,} reached, {found.lost_steps:,} done twice"),
+            *([("newest local", f"step {local.newest:,}")] if local and local.newest is not None else []),
             *(
                 [("local only", f"{local.checkpoints:,}, {human.size(local.bytes)}")]
                 if local and local.checkpoints

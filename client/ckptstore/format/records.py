@@ -140,6 +140,8 @@ class LocalOnly(Document):
     """When the oldest of them was committed locally, by the clock of its committer; None: there is none."""
     at: float
     """When the saver wrote this."""
+    newest: int | None = None
+    """The step of the newest checkpoint in the local tier, whether it is to be replicated or not."""
 
 
 class Heartbeat(StoredDocument):

@@ -74,7 +74,7 @@ class _Healer:
         self.problems: list[str] = []
         self._run = run
         self._own = StoreSource(run.store, run.clock)
-        self._copies = [StoreSource(copy, run.clock) for copy in copies]
+        self._copies = [StoreSource(copy, run.clock) for copy in (*copies, *run.store.elsewhere)]
         self._throttle = throttle
 
     def heal_documents(self, checkpoint: Checkpoint) -> None:

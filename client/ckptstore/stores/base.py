@@ -205,6 +205,11 @@ class Store(ABC):
         """Whether the objects are known to be on this host alone, so that all its processes share one cache of them."""
         return False
 
+    @property
+    def elsewhere(self) -> Sequence[Store]:
+        """Stores with other copies of the same objects, which heal those that are damaged."""
+        return ()
+
     @abstractmethod
     def put(self, key: str, data: Buffer) -> None:
         """Write a whole object, replacing any existing one; durable on return."""

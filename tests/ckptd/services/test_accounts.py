@@ -47,7 +47,7 @@ def test_a_run_without_a_usable_checkpoint_does_not_stop_other_accounts(store: S
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     """Of a run that has ended with checkpoints in a local tier, and one that replicated all."""
     store, now = open_store(str(tmp_path_factory.mktemp("local") / "store")), system_clock()
-    for name, local in (("gpt", LocalOnly(3, 3000, now - 7300, now - 7200)), ("bert", LocalOnly(0, 0, None, now))):
+    for name, local in (("gpt", LocalOnly(3, 3000, now - 7300, now - 7200, 9)), ("bert", LocalOnly(0, 0, None, now))):
         write_checkpoint(store, name, 5)
         run = Run(store, name)
         heartbeat = Heartbeat(
@@ -65,11 +65,14 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 def test_metrics_have_what_is_local_only_and_the_age_of_the_report(daemon: Daemon) -> None:
     lines = [
-        line.rpartition(" ") for line in daemon.get("/metrics").text.splitlines() if "ckptd_replication_queue" in line
+        line.rpartition(" ")
+        for line in daemon.get("/metrics").text.splitlines()
+        if "ckptd_replication_queue" in line or "ckptd_local" in line
     ]
     found = {name: float(value) for name, _, value in lines if not name.startswith("#")}
     assert found['ckptd_replication_queue_checkpoints{run="gpt"}'] == 3
     assert found['ckptd_replication_queue_bytes{run="gpt"}'] == 3000
+    assert found['ckptd_local_newest_step{run="gpt"}'] == 9
     assert found['ckptd_replication_queue_age_seconds{run="gpt"}'] >= 7300
     assert (
         7200
@@ -88,5 +91,8 @@ def test_pages_and_the_command_line_show_what_is_local_only(daemon: Daemon) -> N
     rows = daemon.get("/").text.split("<tr>")
     assert shown in next(row for row in rows if "/runs/gpt" in row)
     assert "local only" not in next(row for row in rows if "/runs/bert" in row)
+    figure = daemon.get("/runs/gpt").text.partition("newest local")[2]
+    assert figure.index("step 9") < figure.index("local only")
+    assert "newest local  step 9" in invoke("goodput", "gpt", "--url", daemon.url).stdout
     assert "local only" in invoke("goodput", "gpt", "--url", daemon.url).stdout
     assert "local only" not in invoke("goodput", "bert", "--url", daemon.url).stdout
