@@ -233,7 +233,8 @@ def test_two_neighbours_that_are_lost_cost_what_is_not_replicated(layout: str, r
         lost = f"2 of the 4 hosts that had run {history.run!r} do not answer ({', '.join(two)}), with 1 replicas"
         if remote == "away":
             bed.part([*"abcde"])
-            with tiered(four, HOSTS, history.run, layout=layout, ranks=RANKS) as running:
+            brief = {"retry_s": 5.0}
+            with tiered(four, HOSTS, history.run, layout=layout, ranks=RANKS, settings=brief) as running:
                 lines, errors = [*running.lines()], running.errors()
             assert not lines
             assert lost in errors
