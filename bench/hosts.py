@@ -59,6 +59,8 @@ class Site:
     layers: int
     digests: list[str] = field(default_factory=list)
     stored_bytes: int = 0
+    held: list[str] = field(default_factory=list)
+    """Runs of which savers held the newest checkpoint in memory."""
 
     def task(self, **more: Any) -> str:
         """For bench.hosts_rank."""
@@ -106,9 +108,13 @@ class Site:
         if way in ("peer", "remote"):
             self.replace(*({"d"} if way == "peer" else NEW))
         hosts = {"peer": REPLACED, "remote": NEW}.get(way, JOB)
-        # The savers' memory is found by a note in the temporary folder.
-        elsewhere = {} if way == "memory" else {"TMPDIR": "/run"}
-        found = self.run(hosts, "restore", self.task(seed=2), **elsewhere)
+        # The savers' memory is found by a note in the temporary folder. A job that restores for training frees it.
+        elsewhere, run = ({}, f"memory-{len(self.held)}") if way == "memory" else ({"TMPDIR": "/run"}, RUN)
+        if way == "memory":
+            self.held.append(run)
+            with self.ranks(JOB, "save", self.task(run=run)) as (_, output):
+                _result(output)
+        found = self.run(hosts, "restore", self.task(seed=2, run=run), **elsewhere)
         self._check(found["digests"])
         wanted, reader = _SOURCES[way], 1 if way == "peer" else 0
         read = found["read"][reader]
@@ -139,7 +145,7 @@ def measure(quick: bool) -> Report:
         # The usual temporary folder is a different one on each host.
         shared = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".ckptd-bench-", dir=ROOT)))
         names = [*JOB, "d", *NEW, "s3"]
-        bed = stack.enter_context(Bed(names, mbit=MBIT, imports=(*TRAINER, *IMPORTS)))
+        bed = stack.enter_context(Bed(names, mbit=MBIT, imports=(*TRAINER, *IMPORTS), disk_bytes=4 << 30))
         site = Site(bed, start_s3(bed["s3"]), shared, layers)
         with site.ranks(JOB, "save", site.task()) as (_, output):
             saved = _result(output)

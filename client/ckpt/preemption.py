@@ -32,11 +32,6 @@ logger = logging.getLogger(__name__)
 Choice = Literal["save", "finish"]
 """save: save all state now, as fast as possible. finish: there is no time for it; finish the saves under way."""
 
-EXIT_SAVED = 75
-"""Preempted, and the last step is saved: start the job again. EX_TEMPFAIL of sysexits.h."""
-EXIT_BEHIND = 76
-"""Preempted, and the newest checkpoint is older than the last step: start the job again."""
-
 _EVERY_S = 1.0
 _ANSWER_S = 2.0
 _MAX_REPLY_BYTES = 1 << 16

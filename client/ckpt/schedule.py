@@ -16,9 +16,10 @@ from typing import Literal, NamedTuple
 from msgspec.structs import replace
 
 from ckpt.config import Group
-from ckpt.preemption import EXIT_BEHIND, EXIT_SAVED, Preemption, SaveEstimate
+from ckpt.preemption import Preemption, SaveEstimate
 from ckpt.ranks.broadcast import Cost, SaveBroadcast, SaveDecision
 from ckpt.ranks.world import World
+from ckpt.saver.launcher import EXIT_BEHIND, EXIT_SAVED
 from ckpt.snapshot.costs import FIRST_AFTER_TICKS, Costs, StepClock
 from ckpt.snapshot.handle import SaveHandle
 from ckptplan.training import best_interval

@@ -20,8 +20,6 @@ from torch import nn
 
 from ckpt import Checkpointer
 from ckpt.preemption import (
-    EXIT_BEHIND,
-    EXIT_SAVED,
     DaemonNotice,
     Notice,
     Preemption,
@@ -29,6 +27,7 @@ from ckpt.preemption import (
     Sources,
     estimate_save,
 )
+from ckpt.saver.launcher import EXIT_BEHIND, EXIT_SAVED
 from ckpt.schedule import Limits, Schedule
 from ckpt.snapshot import handle
 from ckpt.snapshot.handle import LiveHandle, SaveHandle

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.preemption import EXIT_BEHIND, EXIT_SAVED
+from ckpt.saver.launcher import EXIT_BEHIND, EXIT_SAVED
 from tests.support.command_line import check_command
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "slurm" / "train.sbatch"

@@ -25,7 +25,6 @@ from tests.support import forking
 from tests.support.forking import TRAINER, Fork
 from tests.support.waiting import DEADLINE_S
 
-_DISK_BYTES = 1 << 30
 _BURST_BYTES = 256 << 10
 
 
@@ -82,11 +81,13 @@ class Bed:
         latency_s: float = 0.0,
         clocks: Mapping[str, float] | None = None,
         imports: Sequence[str] = TRAINER,
+        disk_bytes: int = 1 << 30,
     ) -> None:
         """mbit: the bandwidth of each host, in either direction. latency_s: of each frame to or from a host. clocks:
         seconds that the wall clock of a host is ahead. imports: the modules that forks on the hosts have from the
         start."""
         self._addresses = {name: f"10.0.0.{number}" for number, name in enumerate(names, 1)}
+        self._disk_bytes = disk_bytes
         self._mbit, self._latency_s, self._clocks = mbit, latency_s, dict(clocks or {})
         self._running: dict[str, Machine] = {}
         self._begun: list[Machine] = []
@@ -127,7 +128,7 @@ class Bed:
             disk = f"{DISKS}/{name}"
             self._shell(
                 f"mkdir -p {disk}; ! mountpoint -q {disk} || umount {disk}",
-                f"mount -t tmpfs -o size={_DISK_BYTES} none {disk}",
+                f"mount -t tmpfs -o size={self._disk_bytes} none {disk}",
             )
         machine = self._running[name] = self._begin(name, self._rack.forks)
         self._begun.append(machine)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ckpt.preemption import EXIT_SAVED
+from ckpt.saver.launcher import EXIT_SAVED
 from tests.hosts.conftest import Site
 from tests.hosts.services import STORE, TOKEN
 from tests.support.jobs import Job

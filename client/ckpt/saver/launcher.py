@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GRACE_S = 120.0
+EXIT_SAVED = 75
+"""Preempted, and the last step is saved: start the job again. EX_TEMPFAIL of sysexits.h."""
+EXIT_BEHIND = 76
+"""Preempted, and the newest checkpoint is older than the last step: start the job again."""
 VARIABLE = "CKPT_LAUNCHER"
 """Set for the trainer: the process id of the launcher."""
 _PR_SET_CHILD_SUBREAPER = 36
@@ -35,6 +39,7 @@ _FORWARDED = frozenset((
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 _SI_KERNEL = 0x80
 """The terminal has sent the signal, to the trainer as well."""
+_ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 _FIRST_NAMESPACE = "pid:[4026531836]"
 _END_WITH_THEIR_CHILD = ("tini", "docker-init", "dumb-init", "catatonit", "torchrun", "torch.distributed", "accelerate")
@@ -51,6 +56,10 @@ def parser() -> argparse.ArgumentParser:
         "--grace", type=float, default=GRACE_S, metavar="SECONDS",
         help="how long to wait for savers after the trainer has ended (default: %(default).0f)",
     )  # fmt: skip
+    found.add_argument(
+        "--restarts", type=int, default=0, metavar="N",
+        help="start a trainer that failed again, N times at most; not after a signal that ends it",
+    )  # fmt: skip
     found.add_argument("command", nargs="+", help="the trainer, after --: ckpt-run -- torchrun train.py")
     return found
 
@@ -65,10 +74,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Only now: numpy starts threads. They inherit the mask; without it they would take signals, and end this process.
     import ckpt.saver.presence  # noqa: F401
 
-    trainer = _start(options.command, before)
-    if trainer < 0:
-        return -trainer
-    status = _forward_until_it_ends(trainer, watched)
+    status, forwarded = 0, set[int]()
+    for left in range(options.restarts, -1, -1):
+        trainer = _start(options.command, before)
+        if trainer < 0:
+            return -trainer
+        status = _forward_until_it_ends(trainer, watched, forwarded)
+        if not left or status in (0, EXIT_SAVED, EXIT_BEHIND) or forwarded & _ENDING:
+            break
+        logger.warning("the trainer has failed, exit code %d: it starts again, %d more times at most", status, left - 1)
     _wait_for_savers(options.grace)
     return status
 
@@ -123,10 +137,11 @@ def _start(command: Sequence[str], mask: Collection[int]) -> int:
         return -_NOT_EXECUTABLE
 
 
-def _forward_until_it_ends(trainer: int, watched: Collection[int]) -> int:
+def _forward_until_it_ends(trainer: int, watched: Collection[int], forwarded: set[int]) -> int:
     """Forward signals to the trainer and reap orphans until it ends; returns its exit code."""
     while (status := _reap(trainer)) is None:
         arrived = signal.sigwaitinfo(watched)
+        forwarded.add(arrived.si_signo)
         if arrived.si_signo in _FORWARDED and arrived.si_code != _SI_KERNEL:
             with suppress(ProcessLookupError):
                 os.kill(trainer, arrived.si_signo)

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from ckpt.saver.launcher import EXIT_SAVED
 from ckptstore.reading.source import StoreSource
 from ckptstore.reading.verify import verify
 from ckptstore.stores import open_store
@@ -181,9 +182,9 @@ def test_ranks_that_outlive_the_command_may_go_on_saving(tmp_path: Path) -> None
     assert "all saves are durable" in said.read_text()
 
 
-def launch(*command: str, grace: str = "30") -> subprocess.CompletedProcess[str]:
+def launch(*command: str, grace: str = "30", options: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*LAUNCHER, "--grace", grace, "--", *command],
+        [*LAUNCHER, "--grace", grace, *options, "--", *command],
         cwd=ROOT, text=True, capture_output=True, timeout=100, check=False,
     )  # fmt: skip
 
@@ -195,6 +196,21 @@ def launch(*command: str, grace: str = "30") -> subprocess.CompletedProcess[str]
 def test_the_exit_code_is_that_of_the_trainer(script: str, code: int) -> None:
     """SIGPIPE too, which Python ignores: the trainer's shell scripts and tools do not expect that."""
     assert launch("sh", "-c", script).returncode == code
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "starts"), [(7, 2, 3), (7, 0, 1), (0, 2, 1), (EXIT_SAVED, 2, 1), (137, 1, 2)]
+)
+def test_a_trainer_that_fails_starts_again(code: int, restarts: int, starts: int, tmp_path: Path) -> None:
+    script = f"echo >> {tmp_path}/starts; " + ("kill -KILL $$" if code == 137 else f"exit {code}")
+    ended = launch("sh", "-c", script, options=["--restarts", str(restarts)])
+    assert (ended.returncode, len((tmp_path / "starts").read_text())) == (code, starts)
+
+
+def test_a_trainer_that_got_a_signal_does_not_start_again() -> None:
+    with shell("trap 'exit 7' TERM; echo ready; while :; do sleep 0.05; done", "--restarts", "5") as (process, _):
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 7
 
 
 def test_a_parent_that_ignores_the_end_of_children_does_not_hang_it() -> None:
@@ -212,9 +228,11 @@ def test_a_trainer_that_cannot_be_started(tmp_path: Path) -> None:
 
 
 @contextmanager
-def shell(script: str) -> Iterator[tuple[Printing, Path]]:
+def shell(script: str, *options: str) -> Iterator[tuple[Printing, Path]]:
     """A shell as the trainer, which has said "ready": ckpt-run, and the file that lists its children."""
-    process = Printing([*LAUNCHER, "--", "sh", "-c", script], cwd=ROOT, env={**os.environ, "OPENBLAS_NUM_THREADS": "2"})
+    process = Printing(
+        [*LAUNCHER, *options, "--", "sh", "-c", script], cwd=ROOT, env={**os.environ, "OPENBLAS_NUM_THREADS": "2"}
+    )
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     try:
         assert process.lines.next() == "ready\n"
