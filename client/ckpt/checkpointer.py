@@ -7,7 +7,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -30,6 +29,7 @@ from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import InvalidRequest, NoCheckpoint, Superseded
 from ckptstore.names import Reference
 from ckptstore.reading.source import Source
+from ckptstore.threads import start_daemon
 
 if TYPE_CHECKING:
     from ckpt.capture.train_state import Model, Optimizers
@@ -57,7 +57,7 @@ class Checkpointer:
         if self._assets is not None and self._is_first():
             self._assets = read_files(self._assets)
         self._saves = RunSaves(config, self._source, self._world, partial(check_present, self._source, config))
-        self._releases = _one_thread()
+        self._releasing: list[threading.Thread] = []
         self._publisher: Checkpointer | None = None
         self._schedules: list[Schedule] = []
         self._preemption = Preemption(self.fits, self._saves.expedite)
@@ -145,8 +145,7 @@ class Checkpointer:
         keeps in memory. A restore of this run never takes them. All else is as for `save_async`.
         """
         if self._publisher is None:
-            settings = {name: getattr(self.config, name) for name in Config.__dataclass_fields__}
-            self._publisher = Checkpointer(**settings | {"run": f"{self.config.run_name}/weights"})
+            self._publisher = Checkpointer(**vars(self.config) | {"run": f"{self.config.run_name}/weights"})
             saves = self._publisher._saves
             saves.agreement.publishes, saves.looks = True, False
         return self._publisher.save_async(model, None, step, metrics=metrics)
@@ -267,7 +266,7 @@ class Checkpointer:
             self._saves.steps,
             self._preemption,
             self.config.group,
-            optimizer_steps=_optimizer_steps(),
+            _optimizer_steps(),
         )
         self._schedules.append(schedule)
         return schedule
@@ -327,8 +326,8 @@ class Checkpointer:
             for schedule in schedules:
                 schedule.close()
             self._release_lease()
-            releases, self._releases = self._releases, _one_thread()  # a closed one may restore
-            releases.shutdown()
+            while self._releasing:
+                self._releasing.pop().join()
             self._source.close()
 
     def __enter__(self) -> Checkpointer:
@@ -360,7 +359,8 @@ class Checkpointer:
         """In a thread, which `close` waits for: a restore does not."""
         lease, self._saves.lease = self._saves.lease, None
         if lease is not None:
-            self._releases.submit(release_lease, self._source, self.config.run_name, lease)
+            release = start_daemon("ckpt-lease", release_lease, self._source, self.config.run_name, lease)
+            self._releasing.append(release)
 
 
 def _load_modules_of_torch() -> None:
@@ -370,10 +370,6 @@ def _load_modules_of_torch() -> None:
     import ckpt.restoring.objects
     import ckpt.restoring.sharing
     import ckpt.snapshot.overlap  # noqa: F401
-
-
-def _one_thread() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, thread_name_prefix="ckpt-lease")
 
 
 def _close_at_exit(checkpointer: Checkpointer) -> None:

@@ -28,6 +28,13 @@ def in_parallel(call: Callable[[_T], _R], items: Iterable[_T], threads: int = _R
         return list(pool.map(call, items))
 
 
+def start_daemon(name: str, work: Callable[..., object], *args: Any) -> Thread:
+    """A thread that does this work. The interpreter ends without it."""
+    thread = Thread(target=work, args=args, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
 class Latch:
     """An event that is set once. An interrupted wait holds up no other thread. For any thread."""
 
@@ -128,7 +135,7 @@ class CallThread:
 
     def _serve_in_thread(self) -> None:
         if not self._serving.locked():
-            Thread(target=_serve, args=(self._calls, self._serving), name=self._name, daemon=True).start()
+            start_daemon(self._name, _serve, self._calls, self._serving)
 
 
 def _serve(calls: SimpleQueue[_Call | None], serving: Lock) -> None:

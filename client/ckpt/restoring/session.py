@@ -16,6 +16,7 @@ from ckpt.config import Config
 from ckptapi.bodies import Phase, RestoreRequest
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CkptError
+from ckptstore.threads import start_daemon
 
 if TYPE_CHECKING:
     from ckptapi.client import DaemonClient
@@ -67,9 +68,7 @@ class RestoreSession:
             client.close()
             return
         self._client, self._id = client, body.id
-        name = "ckpt-restore-session"
-        self._reporter = threading.Thread(target=self._report_often, args=(client,), name=name, daemon=True)
-        self._reporter.start()
+        self._reporter = start_daemon("ckpt-restore-session", self._report_often, client)
 
     def enter(self, phase: Phase, total_bytes: int | None = None) -> None:
         """Set this rank's phase. total_bytes: the bytes it will fetch; resets the count of fetched bytes."""

@@ -43,6 +43,7 @@ from ckptstore.names import Attempt
 from ckptstore.retention.deletion import collect
 from ckptstore.retention.pins import pinned
 from ckptstore.run import Run
+from ckptstore.threads import start_daemon
 from ckptstore.tiers.replication import (
     UNREPLICABLE,
     Known,
@@ -155,8 +156,7 @@ class Replicator:
         """Guards what follows."""
         self._work = True
         self._ending = False
-        self._thread = threading.Thread(target=self._serve, name="ckpt-replicate", daemon=True)
-        self._thread.start()
+        self._thread = start_daemon("ckpt-replicate", self._serve)
 
     def committed(self, attempt: Attempt) -> None:
         """A checkpoint is committed locally. The first of a generation and each `replicate_every`-th after it join the

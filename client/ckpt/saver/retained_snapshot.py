@@ -36,6 +36,7 @@ from ckptstore.errors import CkptError
 from ckptstore.format.documents import Shard
 from ckptstore.format.shards import ChunkSpan
 from ckptstore.names import Attempt, new_ulid
+from ckptstore.threads import start_daemon
 
 logger = logging.getLogger(__name__)
 
@@ -166,14 +167,13 @@ class RetainedSnapshot:
         """Guards the descriptors of the segments."""
         self._free(self._contents.slots())
         self._socket, self._path = _listen(self._setup.home, self._setup.run)
-        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._accept, self._watch)]
-        for thread in self._threads:
-            thread.start()
+        self._watching = start_daemon("ckpt-retained", self._watch)
+        self._accepting = start_daemon("ckpt-accept", self._accept)
 
     def wait(self) -> None:
         """Return when the memory is freed."""
-        for thread in self._threads:
-            thread.join()
+        self._watching.join()
+        self._accepting.join()
 
     def _watch(self) -> None:
         deadline = time.monotonic() + self._setup.retain_snapshot_s
@@ -198,7 +198,7 @@ class RetainedSnapshot:
                 peer, _ = self._socket.accept()
             except OSError:
                 break
-            threading.Thread(target=self._answer, args=(peer,), daemon=True).start()
+            start_daemon("ckpt-answer", self._answer, peer)
         self._socket.close()
 
     def _answer(self, peer: socket.socket) -> None:
@@ -223,7 +223,7 @@ class RetainedSnapshot:
             channel.send(Refused(f"this is the memory of rank {setup.rank}"))
         else:
             self._ended.set()
-            self._threads[1].join()
+            self._watching.join()
             channel.send(Freed())
 
     def _send_held(self, attempt: str, channel: Channel) -> None:

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,7 @@ from ckptstore.names import Attempt, check_step, derive_ulid
 from ckptstore.reading.source import Source, StoreSource
 from ckptstore.run import trackers
 from ckptstore.stores import is_local
+from ckptstore.threads import start_daemon
 from ckptstore.tiers.source import TieredSource
 
 if TYPE_CHECKING:
@@ -240,15 +242,19 @@ def _save_live(client: SaveClient, snapshot: Snapshot, cause: OSError) -> None:
         end()  # an exception may have interrupted the first one
 
 
+@dataclass
 class RunSaves:
     """The saving half of a Checkpointer, whose methods explain the errors. For the training thread."""
 
-    def __init__(self, config: Config, source: Source, world: Callable[[], World], check: Callable[..., None]) -> None:
-        """Performs no I/O. check: raises where the run may not begin; see `check_present`."""
-        self._config = config
-        self._source = source
-        self._world = world
-        self._check = check
+    _config: Config
+    _source: Source
+    _world: Callable[[], World]
+    _check: Callable[..., None]
+    """Raises where the run may not begin; see `check_present`."""
+
+    def __post_init__(self) -> None:
+        """Performs no I/O."""
+        config, source = self._config, self._source
         self._pid = os.getpid()
         self.tally = LiveCounters()
         self.client: SaveClient | None = None
@@ -258,7 +264,7 @@ class RunSaves:
         folder = saves_to if isinstance(saves_to, StoreSource) and (is_tier or is_local(saves_to.url)) else None
         if config.replicas is not None:
             folder = None  # each host has its own
-        self.agreement = LayoutAgreement(world, config.split_replicas, folder, is_tier)
+        self.agreement = LayoutAgreement(self._world, config.split_replicas, folder, is_tier)
         self.session = TrainerSession(config.run_name, config.source, config.local)
         self._met = config.replicas is None or not is_tier
         self.overlap: Overlap | None = None
@@ -378,8 +384,7 @@ class RunSaves:
             handle.wait_ended()
             look()
 
-        self._looking = threading.Thread(target=look_later, name="ckpt-unsaved", daemon=True)
-        self._looking.start()
+        self._looking = start_daemon("ckpt-unsaved", look_later)
 
     def make_ready(self, state: TrainState) -> None:
         """A training run will save: its first save need wait neither for the saver nor for memory. A collective.

@@ -25,7 +25,7 @@ from ckpt.saver.presence import NewNote
 from ckpt.saver.retained_snapshot import release
 from ckptstore.errors import SaverDied
 from ckptstore.format.shards import RawStream
-from ckptstore.threads import Latch
+from ckptstore.threads import Latch, start_daemon
 
 OnReport = Callable[[Report], None]
 OnDeath = Callable[[SaverDied], None]
@@ -52,7 +52,7 @@ class ThreadWriter:
     def stop(self, retain_snapshot: bool = False) -> None:
         """Finish all jobs in the background, then set `ended`."""
         self._pipeline.heartbeats.stop(closed=True)
-        threading.Thread(target=self._end, daemon=True).start()
+        start_daemon("ckpt-stop", self._end)
 
     def _end(self) -> None:
         try:
@@ -89,8 +89,7 @@ class ProcessWriter:
             self._saver_lock.inherited()
             self._note.inherited(self._process.pid)
             started.pop_all()  # the listener closes them
-        self._listener = threading.Thread(target=self._listen, name="ckpt-reports", daemon=True)
-        self._listener.start()
+        start_daemon("ckpt-reports", self._listen)
         self.send(setup)
 
     @property
