@@ -23,7 +23,7 @@ from ckpt.capture.arrays import (
     loaded_jax,
     numpy_type,
 )
-from ckpt.capture.leaves import Captured, Change, StateLeaf
+from ckpt.capture.leaves import Captured, Change
 from ckpt.capture.ownership import Ownership
 from ckpt.lazily import is_tensor
 from ckptstore.codecs.dtypes import NUMPY
@@ -184,8 +184,7 @@ class Collector:
         elif unit is None or ownership.writes(unit, part.ranks, part.holders):
             for piece in part.pieces:
                 of_entry = Slice(name, part.dtype, part.shape, piece.box)
-                live = piece.tensor if origin is None else origin
-                self.captured.leaves.append(StateLeaf(of_entry, piece.tensor, live, change))
+                self.captured.leaves.append(of_entry, piece.tensor, piece.tensor if origin is None else origin, change)
         return first
 
     def _unique(self, path: str) -> str:

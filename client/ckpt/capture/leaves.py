@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from typing import NamedTuple
 
 from msgspec import Struct, field
 
@@ -67,56 +66,32 @@ class Change(Enum):
     """Frozen parameters, unless the caller changes them by other means."""
 
 
-class StateLeaf(NamedTuple):
-    """A tensor to be staged, and what of which entry it is."""
-
-    slice: Slice
-    tensor: torch.Tensor
-    origin: torch.Tensor
-    """The live tensor of the training loop, of which `tensor` is all or a part."""
-    change: Change = Change.ANY_TIME
-
-
-class Leaves:
+class Leaves(Struct):
     """Leaves, column by column: every save looks at all of them, and should neither make nor touch an object for each
     that it can do without."""
 
-    def __init__(
-        self,
-        slices: list[Slice] | None = None,
-        tensors: list[torch.Tensor] | None = None,
-        origins: list[torch.Tensor] | None = None,
-        changes: list[Change] | None = None,
-    ) -> None:
-        """The lists are used without a copy, and never changed. origins: None if each tensor is its own."""
-        self.slices = slices or []
-        self.tensors = tensors or []
-        self.origins = self.tensors if origins is None else origins
-        self.changes = changes or []
-        self._own = False
-        """Whether this object alone holds the lists."""
+    slices: list[Slice] = []
+    """What of which entry each one is."""
+    tensors: list[torch.Tensor] = []
+    """To be staged."""
+    origins: list[torch.Tensor] = []
+    """The live tensors of the training loop, of which these are all or a part."""
+    changes: list[Change] = []
 
     def __len__(self) -> int:
         return len(self.slices)
-
-    def __getitem__(self, index: int) -> StateLeaf:
-        return StateLeaf(self.slices[index], self.tensors[index], self.origins[index], self.changes[index])
 
     @property
     def gpu(self) -> torch.device | None:
         """One that some of them live on; None if there is none."""
         return next((tensor.device for tensor in self.tensors if tensor.is_cuda), None)
 
-    def append(self, leaf: StateLeaf) -> None:
+    def append(self, piece: Slice, tensor: torch.Tensor, origin: torch.Tensor, change: Change) -> None:
         """One more."""
-        if not self._own:
-            self._own = True
-            self.slices, self.tensors = list(self.slices), list(self.tensors)
-            self.origins, self.changes = list(self.origins), list(self.changes)
-        self.slices.append(leaf.slice)
-        self.tensors.append(leaf.tensor)
-        self.origins.append(leaf.origin)
-        self.changes.append(leaf.change)
+        self.slices.append(piece)
+        self.tensors.append(tensor)
+        self.origins.append(origin)
+        self.changes.append(change)
 
 
 class Captured(Struct):

@@ -268,7 +268,7 @@ def weights_alone(captured: Captured, state: TrainState) -> Captured:
         if piece.dtype == "float32" and piece.entry in named:
             slices[number] = Slice(piece.entry, "bfloat16", piece.shape, piece.box)
             tensors[number] = tensors[number].to(torch.bfloat16)
-    captured.leaves = Leaves(slices, tensors, changes=leaves.changes)
+    captured.leaves = Leaves(slices, tensors, tensors, leaves.changes)
     captured.sameness = None  # they are in other memory each time
     captured.late.append(captured.local.clear)
     return captured
@@ -297,7 +297,8 @@ def _describe(state: TrainState, made: StateFingerprint, collector: TensorCollec
 def _again(last: _Description, state: TrainState, made: StateFingerprint) -> Captured:
     leaves = last.captured.leaves
     tensors = [made.locals[n].as_strided(*view) if view else made.locals[n] for n, view in last.places]
-    leaves = Leaves(leaves.slices, tensors, [made.tensors[n] for n, _ in last.places], leaves.changes)
+    origins = [made.tensors[n] for n, _ in last.places]
+    leaves = Leaves(list(leaves.slices), tensors, origins, list(leaves.changes))  # values are added
     captured = last.captured.copy(leaves)
     trees = captured.trees
     collector = last.collector.fork(captured)

@@ -144,8 +144,7 @@ class ChangeGuard(Guard):
         # The counter of a DTensor and that of its local tensor are incremented by different changes.
         self._version: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]
         self._counters = list(map(self._version, leaves.tensors))
-        same = leaves.origins is leaves.tensors
-        self._origin_counters = self._counters if same else list(map(self._version, leaves.origins))
+        self._origin_counters = list(map(self._version, leaves.origins))
         self._bytes = [sample.read() for sample in self._samples]
 
     def copied(self, index: int, address: int, num_bytes: int) -> bool:

@@ -290,8 +290,7 @@ class _DeferredLeaves(Struct):
 
     def among(self, leaves: Leaves) -> Leaves:
         """These leaves with their current tensors."""
-        tensors = [leaves.tensors[i] for i in self.indexes]
-        origins = None if leaves.origins is leaves.tensors else [leaves.origins[i] for i in self.indexes]
+        tensors, origins = ([column[i] for i in self.indexes] for column in (leaves.tensors, leaves.origins))
         return Leaves(self.slices, tensors, origins, self.changes)
 
 

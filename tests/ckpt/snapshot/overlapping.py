@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ckpt import Checkpointer
-from ckpt.capture.leaves import Change, Leaves, StateLeaf
+from ckpt.capture.leaves import Change, Leaves
 from ckpt.device import Patience
 from ckpt.snapshot import overlap
 from ckpt.snapshot.guard import ChangeGuard, sample
@@ -82,7 +82,7 @@ def guarded(kind: Any, *tensors: torch.Tensor) -> Any:
     leaves = Leaves()
     for number, tensor in enumerate(tensors):
         piece = Slice.whole(f"t{number}", str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        leaves.append(StateLeaf(piece, tensor, tensor, Change.STEP))
+        leaves.append(piece, tensor, tensor, Change.STEP)
     return kind(leaves, list(map(sample, tensors)), [tensor.untyped_storage() for tensor in tensors])
 
 

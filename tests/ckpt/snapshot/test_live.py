@@ -172,7 +172,7 @@ def test_any_range_of_any_tensor_is_read(data: st.DataObject) -> None:
         tensors.append(whole[tuple(slice(None, None, data.draw(st.integers(1, 2))) for _ in shape)])
         slices.append(Slice.whole(f"t{number}", "float32", tuple(tensors[-1].shape)))
     layout = SnapshotLayout.of(slices)
-    state = LiveState(Leaves(slices, tensors, None, [Change.ANY_TIME] * len(tensors)), layout)
+    state = LiveState(Leaves(slices, tensors, tensors, [Change.ANY_TIME] * len(tensors)), layout)
     expected = b"".join(tensors[i].contiguous().numpy().tobytes() for i in layout.order)
     begin = 4 * data.draw(st.integers(0, len(expected) // 4))
     end = 4 * data.draw(st.integers(begin // 4, len(expected) // 4))
