@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, cast
@@ -26,28 +26,26 @@ if TYPE_CHECKING:
     from ckpt.data import ResumableLoader
 
 
+@dataclass(eq=False, repr=False)
 class Loop(ABC, Iterator[int]):
     """Iterate over it once, on the training thread. Nothing is saved for a loop that is left by `break` or an error."""
 
-    def __init__(
-        self,
-        checkpointer: Checkpointer,
-        save: Callable[[int], object],
-        schedule: Schedule | int | None,
-        step: int,
-        restored: Restored | None,
-        end: int,
-    ) -> None:
-        """save: begins a save of this step. step: the last one that was trained. end: the number to stop before."""
-        if isinstance(schedule, int) and schedule < 1:
-            raise InvalidRequest(f"a save after every {schedule} steps", "Give a positive number, or a Schedule")
-        self.step = step
-        """The number of the step that is being trained, or was last."""
-        self.restored = restored
-        """The checkpoint that the loop goes on from; None: it begins, or its caller has restored."""
-        self.schedule = checkpointer.every() if schedule is None else schedule
-        self._checkpointer, self._save, self._saved, self._end = checkpointer, save, step, end
-        self._numbers = self._run()
+    _checkpointer: Checkpointer
+    _save: Callable[[int], object]
+    """Begins a save of this step."""
+    _given: Schedule | int | None
+    step: int
+    """The number of the step that is being trained, or was last."""
+    restored: Restored | None
+    """The checkpoint that the loop goes on from; None: it begins, or its caller has restored."""
+    _end: int
+    """The number to stop before."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self._given, int) and self._given < 1:
+            raise InvalidRequest(f"a save after every {self._given} steps", "Give a positive number, or a Schedule")
+        self.schedule = self._checkpointer.every() if self._given is None else self._given
+        self._saved, self._numbers = self.step, self._run()
 
     def __next__(self) -> int:
         return next(self._numbers)
@@ -89,20 +87,11 @@ class Steps(Loop):
         self._finish()
 
 
+@dataclass(eq=False, repr=False)
 class Epochs(Loop):
     """The epochs that a resumable loader has left; its batches are the steps."""
 
-    def __init__(
-        self,
-        checkpointer: Checkpointer,
-        save: Callable[[int], object],
-        schedule: Schedule | int | None,
-        restored: Restored | None,
-        loader: ResumableLoader[Any],
-        num_epochs: int,
-    ) -> None:
-        self._loader = loader
-        super().__init__(checkpointer, save, schedule, restored.step if restored else 0, restored, num_epochs)
+    _loader: ResumableLoader[Any]
 
     def _run(self) -> Iterator[int]:
         with self._loader.observed(self._begins, self._goes_on):
@@ -169,7 +158,7 @@ def epochs(
     for `steps`; at a preemption the batches end, and then the epochs.
     """
     target, save, restored = _resumed(checkpointer, model, optim, {"shared": shared, "loader": loader, **extras})
-    return Epochs(target, save, schedule, restored, loader, num_epochs)
+    return Epochs(target, save, schedule, restored.step if restored else 0, restored, num_epochs, loader)
 
 
 def _resumed(

@@ -26,6 +26,7 @@ from ckpt.snapshot.handle import SaveHandle
 from ckptstore.clock import Clock, system_clock
 from ckptstore.errors import CkptError, InvalidRequest
 from ckptstore.format.shards import CHUNK_BYTES
+from ckptstore.threads import start_daemon
 
 logger = logging.getLogger(__name__)
 
@@ -164,13 +165,20 @@ class Sources:
             raise InvalidRequest(message, "Correct the pattern") from None
 
 
+@dataclass
 class DaemonNotice:
-    """Looks at the daemon's events for the notice of a run (POST /v1/runs/{run}/preempt). For one thread."""
+    """Looks at the daemon's events for the notice of a run (POST /v1/runs/{run}/preempt). For one thread.
 
-    def __init__(self, url: str, token: str | None, run: str, clock: Clock = system_clock) -> None:
-        """Notices from before this call are ignored: they were for the job before."""
-        self._url, self._token, self._run, self._clock = url, token, run, clock
-        self._since, self._after = clock(), 0
+    Notices from before it was made are ignored: they were for the job before.
+    """
+
+    _url: str
+    _token: str | None
+    _run: str
+    _clock: Clock = system_clock
+
+    def __post_init__(self) -> None:
+        self._since, self._after = self._clock(), 0
 
     def __call__(self) -> float | None:
         """The seconds that are left; None without a notice, or without an answer."""
@@ -198,19 +206,18 @@ class DaemonNotice:
         return None
 
 
+@dataclass(eq=False)
 class Notice:
     """The notice of this process, once it has come."""
 
-    def __init__(
-        self,
-        sources: Sources,
-        clock: Clock = system_clock,
-        every_s: float = _EVERY_S,
-        daemon: DaemonNotice | None = None,
-    ) -> None:
+    _sources: Sources
+    _clock: Clock = system_clock
+    _daemon: DaemonNotice | None = None
+    _every_s: float = _EVERY_S
+
+    def __post_init__(self) -> None:
         """Watches at once. Raises InvalidRequest outside of the main thread, if there are signals to handle."""
-        self._sources, self._clock, self._every_s = sources, clock, every_s
-        self._daemon = daemon
+        sources = self._sources
         self.deadline: float | None = None
         """When this process must be done, in seconds since the epoch; None: no notice has come."""
         self.source = ""
@@ -224,8 +231,8 @@ class Notice:
         except (ValueError, OSError) as error:
             self.close()
             raise InvalidRequest(f"cannot handle signals: {error}", "Call on_preemption in the main thread") from error
-        if sources.file is not None or sources.url is not None or daemon is not None:
-            threading.Thread(target=self._watch, name="ckpt-preemption", daemon=True).start()
+        if sources.file is not None or sources.url is not None or self._daemon is not None:
+            start_daemon("ckpt-preemption", self._watch)
         # A forked child, such as a worker of a data loader, ends by signals as if there were no notice. It has no
         # watching thread, but a lock that this thread may have held.
         close_after_fork(self, Notice._restore_handlers)
@@ -311,4 +318,4 @@ class Preemption:
     def watch(self, sources: Sources, daemon: DaemonNotice | None = None) -> None:
         """Watch these sources, instead of those before."""
         self.notice.close()
-        self.notice = Notice(sources, self.clock, daemon=daemon)
+        self.notice = Notice(sources, self.clock, daemon)

@@ -11,6 +11,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import astuple, dataclass
 from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
@@ -73,40 +74,33 @@ class Limits(NamedTuple):
         return shortest
 
 
+@dataclass(eq=False)
 class Schedule:
     """Decides when the training loop saves; see `Checkpointer.every`. All but `request` is for the training thread."""
 
-    def __init__(
-        self,
-        newest: Callable[[], SaveHandle | None],
-        limits: Limits,
-        peer_timeout_s: float,
-        steps: StepClock,
-        preemption: Preemption,
-        group: Group = "all",
-        clock: Callable[[], float] = time.monotonic,
-        lead_s: float = LEAD_S,
-        optimizer_steps: Callable[[], int] | None = None,
-    ) -> None:
-        """newest: the save that began last. steps: gets the steps of `due`, for heartbeats. group: see Config.
+    _newest: Callable[[], SaveHandle | None]
+    """The save that began last."""
+    _limits: Limits
+    _peer_timeout_s: float
+    _steps: StepClock
+    """Gets the steps of `due`, for heartbeats."""
+    _preemption: Preemption
+    """Gives notice, and says what to do about it."""
+    _group: Group = "all"
+    _optimizer_steps: Callable[[], int] | None = None
+    """Their number so far: no step of `due` is chosen within an accumulation window."""
+    _clock: Callable[[], float] = time.monotonic
+    _lead_s: float = LEAD_S
 
-        preemption: gives notice, and says what to do about it. optimizer_steps: their number so far: no step of `due`
-        is chosen within an accumulation window.
-        """
-        self._preemption = preemption
+    def __post_init__(self) -> None:
         self._stopping: SaveEstimate | None = None
-        self._newest = newest
-        self._limits = limits
-        self._peer_timeout_s, self._group = peer_timeout_s, group
-        self._clock = clock
-        self._lead_s, self._poll_s = lead_s, lead_s / _POLLS_PER_LEAD
-        self._steps = steps
+        self._poll_s = self._lead_s / _POLLS_PER_LEAD
         self._costs = Costs()
-        self._optimizer_steps = optimizer_steps or (lambda: 0)
-        self._num_optimizer_steps = self._optimizer_steps()
+        self._count_steps = self._optimizer_steps or (lambda: 0)
+        self._num_optimizer_steps = self._count_steps()
         self._whole = self._window = 0
         """The last step after which no accumulation window was open, and the longest one so far, in steps."""
-        self._looks = _FIRST_WINDOW if optimizer_steps is None else 0
+        self._looks = _FIRST_WINDOW if self._optimizer_steps is None else 0
         self._rank = self._global_rank = 0
         self._broadcast: SaveBroadcast | None = None
         self._step: int | None = None
@@ -228,7 +222,7 @@ class Schedule:
 
     def _look_at_optimizers(self, step: int) -> None:
         self._looks += 1
-        if (made := self._optimizer_steps()) != self._num_optimizer_steps:
+        if (made := self._count_steps()) != self._num_optimizer_steps:
             window = step - self._whole if self._window else self._looks * self._stride
             self._window = max(self._window, window)
             self._whole, self._num_optimizer_steps = step, made
@@ -255,9 +249,7 @@ class Schedule:
         fit = self._preemption.fits(deadline - self._preemption.clock() - steps_s - unaware_s, steps_s)
         before = self._decision
         saves = (*before.saves, stop_at)[-_REMEMBERED:] if fit else before.saves
-        return SaveDecision(
-            stop_at, before.num_saves + bool(fit), saves, stop_at, fit.choice, fit.seconds, fit.estimate_s
-        )
+        return SaveDecision(stop_at, before.num_saves + bool(fit), saves, stop_at, astuple(fit))
 
     def _lead(self) -> int:
         """The number of steps from here to the horizon."""
@@ -292,9 +284,7 @@ class Schedule:
 
     def _end(self, decision: SaveDecision) -> None:
         """All ranks have come to the step after which the loop ends."""
-        self._stopping = SaveEstimate(
-            "save" if decision.choice == "save" else "finish", decision.left_s, decision.estimate_s
-        )
+        self._stopping = SaveEstimate(*decision.estimate)
         self._steps.requested()
         if self._stopping:
             self._preemption.expedite()

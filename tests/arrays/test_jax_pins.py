@@ -10,7 +10,7 @@ from tests.support.ports import free_port
 SCRIPT = """
 import sys
 import jax
-from ckpt.ranks.job_store import JaxStore, jax_job
+from ckpt.ranks.world import JaxStore, jax_job
 
 assert jax_job() is None
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 1, 0)

@@ -47,7 +47,7 @@ from tests.support.waiting import DEADLINE_S, present, wait_until
 
 @contextmanager
 def watching(sources: Sources, daemon: DaemonNotice | None = None) -> Iterator[Notice]:
-    notice = Notice(sources, lambda: 1000.0, every_s=0.02, daemon=daemon)
+    notice = Notice(sources, lambda: 1000.0, daemon, 0.02)
     try:
         yield notice
     finally:

@@ -23,7 +23,8 @@ def schedule_of(
 ) -> Schedule:
     """A Schedule of no Checkpointer; without notice of a preemption, unless that is given."""
     unwarned = Preemption(lambda seconds, _: SaveEstimate("save", seconds, None), lambda: None)
-    return Schedule(newest, limits, peer_timeout_s, **{"steps": StepClock(), "preemption": unwarned, **options})
+    fields = {"steps": StepClock(), "preemption": unwarned, **options}
+    return Schedule(newest, limits, peer_timeout_s, **{f"_{name}": one for name, one in fields.items()})
 
 
 @dataclass

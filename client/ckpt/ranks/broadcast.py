@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -16,6 +16,7 @@ from ckpt.ranks import world
 from ckptstore.clock import Clock, system_clock
 from ckptstore.errors import RankLost
 from ckptstore.format.decoding import decode_msgpack
+from ckptstore.threads import start_daemon
 from ckptstore.values import Value
 
 _DECISION = "decision"
@@ -35,11 +36,8 @@ class SaveDecision(Value, array_like=True):
     """The newest ones; the steps of all earlier saves are past."""
     stop_at: int = -1
     """The step after which the loop ends, because of a preemption; -1: there is none."""
-    choice: str = "save"
-    """The action at `stop_at` (ckpt.preemption.Choice)."""
-    left_s: float = 0.0
-    estimate_s: float | None = None
-    """The time that is left at `stop_at`, and the time that a save takes."""
+    estimate: tuple[Literal["save", "finish"], float, float | None] = ("save", 0.0, None)
+    """The action at `stop_at`, and why: the fields of ckpt.preemption.SaveEstimate."""
 
 
 class Cost(NamedTuple):
@@ -84,8 +82,7 @@ class SaveBroadcast:
         """Highest cost of the last save among the other ranks (rank 0 only)."""
         self.requests = 0
         """The number of saves that other ranks have requested (rank 0 only)."""
-        self._thread = threading.Thread(target=self._run, name="ckpt-broadcast", daemon=True)
-        self._thread.start()
+        self._thread = start_daemon("ckpt-broadcast", self._run)
 
     def publish(self, decision: SaveDecision) -> None:
         """Publish a decision within the poll interval; rank 0. Raises RankLost if the store is gone."""

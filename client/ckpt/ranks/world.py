@@ -2,11 +2,19 @@
 
 Ranks exchange values through the key-value store of the job, not through collectives: it works with any backend, does
 not use a GPU, and lost ranks can be named. The training thread calls nothing here after the first save.
+
+The store may be older than the job's processes: torchrun starts killed workers again on the store of its agent, where
+the values of the killed ones still are. So rank 0 chooses a prefix that no life before had. Another rank sets a number
+of its own and waits until rank 0 has answered just this number with the prefix: each number has its own answer.
+
+A job without torch uses the store of `jax.distributed`. JAX has no public interface to it; what is used of its private
+one is pinned by tests/arrays/test_jax_pins.py.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,15 +31,141 @@ from xxhash import xxh3_64_hexdigest, xxh3_128_digest
 
 from ckpt.config import Group
 from ckpt.lazily import torch, torch_loaded
-from ckpt.ranks.job_store import JaxStore, RendezvousHost, jax_job, join, prefixed
-from ckptstore.errors import CkptError, InvalidRequest, RankLost, error_from_code
+from ckptstore.clock import system_clock
+from ckptstore.errors import CkptError, InvalidRequest, RankLost, SaveFailed, error_from_code
+from ckptstore.names import new_ulid
 from ckptstore.retry import pauses
+from ckptstore.threads import start_daemon
 
 logger = logging.getLogger(__name__)
 
-_FIRST_POLL_S = 0.001
 _LONGEST_POLL_S = 0.25
-_GROWTH = 1.2  # a meeting is noticed late by a fifth of the wait at most
+_NOT_FOUND = "NOT_FOUND"
+_PATIENCE_MS = 60_000
+
+
+@dataclass(frozen=True)
+class JaxStore:
+    """Keys below a prefix. For any thread. Raises ConnectionError if the coordinator does not answer."""
+
+    client: Any
+    _prefix: str = ""
+
+    def below(self, prefix: str) -> JaxStore:
+        """The same store with a longer prefix."""
+        return JaxStore(self.client, f"{self._prefix}{prefix}/")
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set a value, or replace it."""
+        data = value.encode() if isinstance(value, str) else value
+        self._ask(self.client.key_value_set_bytes, self._prefix + key, data, allow_overwrite=True)
+
+    def get(self, key: str) -> bytes:
+        """Wait for a value."""
+        return bytes(self._ask(self.client.blocking_key_value_get_bytes, self._prefix + key, _PATIENCE_MS))
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of these keys have values."""
+        return all(self._find(key) is not None for key in keys)
+
+    def delete_key(self, key: str) -> None:
+        """Delete a value, if there is one."""
+        self._ask(self.client.key_value_delete, self._prefix + key)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, which is 0 at first; returns the sum."""
+        return int(self._ask(self.client.key_value_increment, self._prefix + key, amount))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Replace a value if it is as expected; returns the value there is then.
+
+        Not atomic: of two processes that do so at the same time, either may win.
+        """
+        if (found := self._find(key)) is not None and found != expected.encode():
+            return found
+        self.set(key, desired)
+        return desired.encode()
+
+    def _find(self, key: str) -> bytes | None:
+        try:
+            return bytes(self.client.key_value_try_get_bytes(self._prefix + key))
+        except RuntimeError as error:  # JaxRuntimeError is one, and has no code
+            if str(error).startswith(_NOT_FOUND):
+                return None
+            raise ConnectionError(str(error)) from error
+
+    def _ask(self, call: Any, *arguments: Any, **options: Any) -> Any:
+        try:
+            return call(*arguments, **options)
+        except RuntimeError as error:
+            raise ConnectionError(str(error)) from error
+
+
+def jax_job() -> tuple[int, int, Any] | None:
+    """This process's number, the number of processes, and the client of the coordinator; None outside of a job."""
+    distributed = sys.modules.get("jax._src.distributed")
+    state = getattr(distributed, "global_state", None)
+    if state is None or state.client is None:
+        return None
+    return state.process_id, state.num_processes, state.client
+
+
+def _polls() -> Iterator[float]:
+    """Pauses between looks: what one waits for is noticed late by a fifth of the wait at most."""
+    return pauses(0.001, _LONGEST_POLL_S, factor=1.2, jitter=False)
+
+
+Ask = Callable[..., Any]
+"""Calls a method of a store. Raises RankLost if the store is gone."""
+
+
+def prefixed(prefix: str, store: Any) -> Any:
+    """A store whose keys are those of another one with this prefix."""
+    if isinstance(store, JaxStore):
+        return store.below(prefix)
+    return torch.distributed.distributed_c10d.PrefixStore(prefix, store)
+
+
+class RendezvousHost:
+    """Rank 0: answers the other ranks from a thread of its own, until all have joined."""
+
+    def __init__(self, store: Any, size: int, ask: Ask) -> None:
+        self._store = store
+        self._ask = ask
+        self._prefix = new_ulid(system_clock())
+        self._answered = dict.fromkeys(range(1, size), "")
+        """The number that was answered last, by rank that has not joined yet."""
+        self._stop = threading.Event()
+        self._thread = start_daemon("ckpt-join", self._run)
+
+    @property
+    def joined(self) -> Any:
+        """The store for this life."""
+        return prefixed(self._prefix, self._store)
+
+    def close(self) -> None:
+        """Answer no more."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        waits = _polls()
+        try:
+            while self._answered and not self._stop.wait(next(waits)):
+                self._ask(self._answer_all)
+        except RankLost:
+            logger.debug("the store of the process group is gone", exc_info=True)
+
+    def _answer_all(self) -> None:
+        store = self._store
+        for rank, answered in list(self._answered.items()):
+            if store.check([f"{self._prefix}/joined/{rank}"]):
+                del self._answered[rank]
+            elif store.check([f"join/{rank}"]) and (number := bytes(store.get(f"join/{rank}")).decode()) != answered:
+                self._answered[rank] = number
+                store.set(f"reply/{number}", self._prefix)
+
+
 _BEAT_S = 1.0
 
 _T = TypeVar("_T")
@@ -200,7 +334,7 @@ class World:
         @contextmanager
         def under_way() -> Iterator[None]:
             ended = threading.Event()
-            threading.Thread(target=watch, args=(next(numbers), ended), name="ckpt-notice", daemon=True).start()
+            start_daemon("ckpt-notice", watch, next(numbers), ended)
             try:
                 yield
             finally:
@@ -237,9 +371,10 @@ class World:
         if self.rank == 0:
             meetings.host = RendezvousHost(meetings.store, self.size, self._ask)
             return meetings.host.joined
-        looks, wait = join(meetings.store, self.rank, self._ask), _Wait(["0"])
-        waits = pauses(_FIRST_POLL_S, _LONGEST_POLL_S, factor=_GROWTH, jitter=False)
-        while (joined := next(looks)) is None:
+        store, number, wait = meetings.store, new_ulid(system_clock()), _Wait(())
+        self._ask(store.set, f"join/{self.rank}", number)
+        waits = _polls()
+        while not self._ask(store.check, [f"reply/{number}"]):
             waited = time.monotonic() - wait.since
             if waited > self._silence_s:
                 raise self._silent(0)
@@ -247,7 +382,9 @@ class World:
                 wait.logged = True
                 log_wait(self.global_rank, self.names(0))
             time.sleep(next(waits))
-        return joined
+        prefix = bytes(self._ask(store.get, f"reply/{number}")).decode()
+        self._ask(store.set, f"{prefix}/joined/{self.rank}", "")
+        return prefixed(prefix, store)
 
     def _silent(self, rank: int) -> RankLost:
         return RankLost(
@@ -276,7 +413,7 @@ class World:
         """Wait for the keys that ranks set. Raises RankLost if one that has not sends no heartbeat meanwhile."""
         beats: dict[int, tuple[bytes, float]] = {}
         look = time.monotonic() + self._beat_s / 2
-        waits = pauses(_FIRST_POLL_S, _LONGEST_POLL_S, factor=_GROWTH, jitter=False)
+        waits = _polls()
         # Store.wait would print a warning at each timeout.
         while not self._exist(*keys.values()):
             self.beat()
@@ -322,15 +459,20 @@ class World:
 def together(world: World, step: Callable[[], Any]) -> list[Any]:
     """The results of a step on all ranks (JSON types and bytes), by rank. A collective.
 
-    Raises the first rank's CkptError, on every rank.
+    Where the step fails on some ranks, each of them raises its own error, and all others that of the first one as a
+    CkptError that names the rank.
     """
     try:
         answer = [step()]
-    except CkptError as error:
-        answer = [error.code, error.message, error.hint]
+    except Exception as error:  # of any type: the other ranks wait for an answer
+        failure = error if isinstance(error, CkptError) else SaveFailed(f"it failed with {error!r}")
+        world.gather([failure.code, failure.message, failure.hint])
+        raise
     answers = world.gather(answer)
-    for failed in (found for found in answers if len(found) > 1):
-        raise error_from_code(*failed)
+    for rank, (first, *failure) in zip(world.members, answers, strict=True):
+        if failure:
+            message, hint = failure
+            raise error_from_code(first, f"rank {rank}: {message}", hint)
     return [found for [found] in answers]
 
 
@@ -421,5 +563,5 @@ def call_with_timeout(seconds: float, call: Callable[..., _T], *arguments: Any) 
         except Exception as error:
             answer.set_exception(error)
 
-    threading.Thread(target=make, name="ckpt-meeting", daemon=True).start()
+    start_daemon("ckpt-meeting", make)
     return answer.result(seconds)

@@ -21,7 +21,7 @@ from ckpt.lazily import torch_loaded
 from ckpt.ranks.world import World, together
 from ckpt.snapshot.stage import SnapshotLayout
 from ckptstore.clock import system_clock
-from ckptstore.errors import CkptError, InvalidRequest, LayoutChanged, RankLost, SaveFailed, error_from_code
+from ckptstore.errors import InvalidRequest, LayoutChanged, RankLost
 from ckptstore.format.decoding import decode_msgpack
 from ckptstore.names import new_ulid
 from ckptstore.reading.source import StoreSource
@@ -151,12 +151,29 @@ class LayoutAgreement:
         return captured
 
     def _meet(self, state: TrainState, check: Callable[[], None], world: World) -> Agreement:
-        def described() -> dict[str, Unit]:
+        """Exchange the units that every rank holds, and agree on their owners. A collective of all ranks.
+
+        Each distinct list of units is sent once, even if several ranks hold it. Raises the error of `check` or of a
+        description, on every rank; UnsupportedObject; RankLost.
+        """
+        units: dict[str, Unit] = {}
+
+        def describe_own() -> str:
             check()
             check_others(state)
-            return _describe(state, world.size > 1, None if world.whole else frozenset(world.members))
+            units.update(_describe(state, world.size > 1, None if world.whole else frozenset(world.members)))
+            return new_ulid(system_clock())
 
-        return _agree(world, described, self._split_replicas)
+        session, *_ = together(world, describe_own)
+        packed = msgspec.msgpack.encode({name: msgspec.structs.replace(u, boxes=()) for name, u in units.items()})
+        held: list[Units] = [units] * world.size
+        for data, ranks in world.gather_alike(packed).items():
+            theirs = decode_msgpack(data, dict[str, Unit])
+            for rank in ranks:
+                if rank != world.rank:
+                    held[rank] = theirs
+        members = None if world.whole else world.members
+        return Agreement(session, assign(world.rank, held, self._split_replicas, members))
 
 
 def _check_shared(world: World, folder: StoreSource, is_tier: bool) -> None:
@@ -184,31 +201,3 @@ def _describe(state: TrainState, sampled: bool, members: frozenset[int] | None =
     from ckpt.capture.describe import describe
 
     return describe(state, sampled, members)
-
-
-def _agree(world: World, describe: Callable[[], dict[str, Unit]], split_replicas: bool) -> Agreement:
-    """Exchange the units that every rank holds, and agree on their owners. A collective of all ranks.
-
-    Each distinct list of units is sent once, even if several ranks hold it. Raises the first rank's error from
-    `describe`, on every rank; UnsupportedObject; RankLost.
-    """
-    try:
-        units = describe()
-    except Exception as error:  # of any type: the other ranks wait for an answer
-        failure = error if isinstance(error, CkptError) else SaveFailed(f"cannot describe its state: {error!r}")
-        world.gather([failure.code, failure.message, failure.hint])
-        raise
-    packed = msgspec.msgpack.encode({name: msgspec.structs.replace(u, boxes=()) for name, u in units.items()})
-    said = world.gather([new_ulid(system_clock())])
-    for rank, answer in enumerate(said):
-        if len(answer) == 3:
-            code, message, hint = answer
-            raise error_from_code(code, f"rank {world.members[rank]}: {message}", hint)
-    held: list[Units] = [units] * world.size
-    for data, ranks in world.gather_alike(packed).items():
-        theirs = decode_msgpack(data, dict[str, Unit])
-        for rank in ranks:
-            if rank != world.rank:
-                held[rank] = theirs
-    ownership = assign(world.rank, held, split_replicas, None if world.whole else world.members)
-    return Agreement(said[0][0], ownership)

@@ -205,7 +205,7 @@ def test_one_process_agrees_with_itself(name: str, tmp_path: Path) -> None:
 
 def test_a_rank_that_cannot_describe_its_state_tells_the_others_at_once(outcomes: dict[str, Outcome]) -> None:
     first, second = outcomes["fail_to_describe"].result()
-    assert "rank 1: cannot describe its state: RuntimeError('a hook of rank 1 fails')" in first["said"]
+    assert "rank 1: it failed with RuntimeError('a hook of rank 1 fails')" in first["said"]
     assert second["said"] == "a hook of rank 1 fails"
 
 
