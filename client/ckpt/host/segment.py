@@ -101,9 +101,9 @@ class Segment:
 
 
 def _unmap(address: int, num_bytes: int, pid: int, before: Sequence[Callable[[], object]]) -> None:
-    for call in before:
-        call()
-    if os.getpid() == pid:  # in a child the address may belong to another mapping
+    if os.getpid() == pid:  # a forked child has neither the mapping, whose address may belong to another one, nor CUDA
+        for call in before:
+            call()
         _libc.munmap(address, num_bytes)
 
 

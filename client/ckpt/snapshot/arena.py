@@ -8,14 +8,13 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ckpt.device import DEVICES
-from ckpt.host.memory import available_bytes, local_ranks, on_node
+from ckpt.host.memory import available_bytes, local_ranks
 from ckpt.host.segment import Segment, populate
 from ckpt.lazily import torch
 from ckpt.saver.messages import Forget, Slot
 from ckpt.snapshot.stage import Stager
 from ckptstore import human
-from ckptstore.threads import Latch
+from ckptstore.threads import Latch, start_daemon
 
 logger = logging.getLogger(__name__)
 
@@ -115,8 +114,7 @@ class Arena:
             missing = len(self._slots) + self._making < self._num_slots
             making = self._background is not None and self._background.is_alive()
             if missing and not making:
-                self._background = threading.Thread(target=self._make_rest, name="ckpt-arena", daemon=True)
-                self._background.start()
+                self._background = start_daemon("ckpt-arena", self._make_rest)
 
     def release(self, number: int) -> None:
         """Make a slot idle again."""
@@ -167,8 +165,7 @@ class Arena:
             segment = Segment(num_bytes)
             with self._changed:  # a GPU that snapshots are copied from, if one is known
                 gpu = self._gpu or next((gpu for slot in self._slots.values() if (gpu := slot.stager.gpu)), None)
-            with on_node(None if gpu is None else DEVICES[gpu.type](gpu).numa_node()):
-                populate(segment)
+            populate(segment)
             stager = Stager(segment)
             if gpu is not None:
                 if idle and not self._prepared:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import threading
 import time
 from collections import defaultdict, deque
@@ -338,7 +337,7 @@ def pin_segment(segment: Segment, device: Device, ranks: int = 0) -> bool:
     if code:
         logger.warning("%d bytes cannot be pinned (CUDA error %d): copies take longer", segment.num_bytes, code)
         return False
-    segment.before_unmap(partial(_unpin_chunks, addresses, device, os.getpid()))
+    segment.before_unmap(partial(_unpin_chunks, addresses, device))
     return True
 
 
@@ -348,7 +347,7 @@ def _pin(address: int, num_bytes: int, device: Device, ranks: int) -> tuple[list
         addresses, code = _pin_chunks(address, num_bytes, device, ranks, size)
         if len(addresses) < 2 or device.crosses(addresses[1]):
             return addresses, code
-        _unpin_chunks(addresses, device, os.getpid())
+        _unpin_chunks(addresses, device)
     return [], 1
 
 
@@ -365,13 +364,11 @@ def _pin_chunks(address: int, num_bytes: int, device: Device, ranks: int, size: 
         elif size > _PIN_LEAST_BYTES:
             size //= 2  # some kernels limit the size of one call
         else:
-            _unpin_chunks(addresses, device, os.getpid())
+            _unpin_chunks(addresses, device)
             return [], code
     return addresses, 0
 
 
-def _unpin_chunks(addresses: Sequence[int], device: Device, pid: int) -> None:
-    if os.getpid() != pid:  # a forked child has neither the memory nor CUDA
-        return
+def _unpin_chunks(addresses: Sequence[int], device: Device) -> None:
     if codes := {code for address in addresses if (code := device.unpin(address))}:
         logger.warning("memory of a snapshot could not be unpinned (CUDA errors %s)", sorted(codes))

@@ -82,7 +82,6 @@ class SimulatedDevice(device.Device):
         """Copies may cross from one piece of memory that was pinned to the next."""
         self.queue_size = 1 << 40
         """With as many operations pending on a stream, launches block."""
-        self.node: int | None = None
         self.fails_after: int | None = None
         """Fail the copy into a slot after this many."""
 
@@ -165,9 +164,6 @@ class SimulatedDevice(device.Device):
 
     def crosses(self, address: int) -> bool:
         return self.crosses_borders
-
-    def numa_node(self) -> int | None:
-        return self.node
 
     # What a training program uses.
 
