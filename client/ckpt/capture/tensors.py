@@ -217,7 +217,7 @@ def first_elements(tensor: torch.Tensor) -> torch.Tensor:
 def digest(tensor: torch.Tensor) -> str:
     """The hash of the bytes of a tensor."""
     # A copy: torch refuses to resize a storage once numpy has seen its memory.
-    return xxhash.xxh3_64_hexdigest(tensor_bytes(tensor.resolve_conj().resolve_neg().cpu().contiguous().clone()))
+    return xxhash.xxh3_64_hexdigest(tensor_bytes(on_host(tensor).clone()))
 
 
 def inline_tensor(path: str, leaf: dict[str, Any]) -> torch.Tensor:
@@ -246,10 +246,14 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return plain.reshape(-1).view(torch.uint8).numpy().data
 
 
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor in order, in host memory."""
+    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+
+
 def _inline(path: str, tensor: torch.Tensor) -> dict[str, Any]:
     dtype = dtype_name(path, tensor)
-    host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return {"dtype": dtype, "shape": list(tensor.shape), "data": encode_bytes(tensor_bytes(host))}
+    return {"dtype": dtype, "shape": list(tensor.shape), "data": encode_bytes(tensor_bytes(on_host(tensor)))}
 
 
 def _device(tensor: torch.Tensor) -> dict[str, str]:
@@ -266,6 +270,11 @@ def dtype_name(path: str, tensor: torch.Tensor) -> str:
             "Initialize lazy tensors by a first forward. Keep the dense tensors that others are made of (indices and "
             "values), and make these again after a restore: register_buffer(..., persistent=False) leaves one out",
         )
-    if tensor.dtype not in NAMES:
-        raise UnsupportedObject(f"tensor at {path!r} has type {tensor.dtype}", "Convert it to another type")
-    return NAMES[tensor.dtype]
+    return name_of(path, tensor.dtype)
+
+
+def name_of(path: str, dtype: torch.dtype) -> str:
+    """The format's name of a type. Raises UnsupportedObject for one that it does not have."""
+    if dtype not in NAMES:
+        raise UnsupportedObject(f"tensor at {path!r} has type {dtype}", "Convert it to another type")
+    return NAMES[dtype]

@@ -13,7 +13,6 @@ get_optimizer_state_dict(..., flatten_optimizer_state_dict=True). `Checkpointer`
 DCP's names, and DCP cannot load the state that `Checkpointer` saves per rank.
 """
 
-from ckpt.dcp.reader import StorageReader
-from ckpt.dcp.writer import StorageWriter
+from ckpt.dcp.storage import StorageReader, StorageWriter
 
 __all__ = ["StorageReader", "StorageWriter"]

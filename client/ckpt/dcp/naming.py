@@ -14,14 +14,13 @@ from ckpt.capture.optimizers import CLASS
 from ckpt.capture.tensors import small_value
 from ckptstore.errors import CorruptObject, InvalidName, UnsupportedObject
 from ckptstore.format.documents import JSON
-from ckptstore.format.trees import TAG, decode_tree, encode_tree
+from ckptstore.format.trees import TAG, decode_tree, encode_tree, entry_of, items_of
 from ckptstore.names import Reference
 
 Path = tuple[str | int, ...]
 """Keys of dicts and indices of lists, outermost first; the first is the item."""
 
 _STEP = re.compile(r"(?:.*/)?(?:step[-_=]?)?([0-9]{1,12})/?")
-_MAPPINGS = ("dict", "odict", "counter")
 
 
 class Value(NamedTuple):
@@ -44,7 +43,7 @@ class Value(NamedTuple):
     @property
     def entry(self) -> str | None:
         """The entry of a tensor; None for an object."""
-        return _entry(self.tree)
+        return entry_of(self.tree)
 
 
 def entry_name(path: Path) -> str:
@@ -110,10 +109,10 @@ def nest(values: Iterable[Value]) -> dict[str, JSON]:
 
 
 def _flatten(path: Path, tree: JSON) -> Iterator[Value]:
-    pairs = _pairs(path, tree)
-    if pairs is not None:
+    name = entry_name(path)
+    if (pairs := items_of(tree, name)) is not None:
         for key, item in pairs:
-            yield from _flatten((*path, key), item)
+            yield from _flatten((*path, str(decode_tree(key, name, small_value))), item)
     elif isinstance(tree, list) and not _stays_whole(tree):
         for index, item in enumerate(tree):
             yield from _flatten((*path, index), item)
@@ -151,30 +150,9 @@ def _is_optimizer(tree: JSON) -> bool:
 def _stays_whole(items: list[JSON]) -> bool:
     """Whether DCP stores a list as a whole: it flattens only lists that contain tensors or dicts."""
     return all(
-        _stays_whole(item) if isinstance(item, list) else _entry(item) is None and not _is_mapping(item)
+        _stays_whole(item) if isinstance(item, list) else entry_of(item) is None and items_of(item, "") is None
         for item in items
     )
-
-
-def _is_mapping(tree: JSON) -> bool:
-    return isinstance(tree, dict) and (TAG not in tree or tree[TAG] in _MAPPINGS)
-
-
-def _pairs(path: Path, tree: JSON) -> list[tuple[str, JSON]] | None:
-    """Keys and values of a dict in any of its encodings; None for other trees."""
-    if not _is_mapping(tree):
-        return None
-    if TAG not in tree:
-        return list(tree.items())
-    try:
-        return [(str(decode_tree(key, entry_name(path), small_value)), value) for key, value in tree["v"]]
-    except (KeyError, TypeError, ValueError) as error:
-        raise CorruptObject(f"tree at {entry_name(path)!r} holds a malformed dict") from error
-
-
-def _entry(tree: JSON) -> str | None:
-    found = isinstance(tree, dict) and tree.get(TAG) == "tensor" and tree.get("name")
-    return found if isinstance(found, str) else None
 
 
 def _with_lists(path: Path, node: Any) -> Any:

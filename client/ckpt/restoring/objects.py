@@ -22,7 +22,7 @@ from ckpt.restoring.destinations import Destinations
 from ckpt.restoring.plan import RestorePlan
 from ckptstore.errors import CorruptObject, StateMismatch
 from ckptstore.format.documents import JSON
-from ckptstore.format.trees import TAG, leaves
+from ckptstore.format.trees import TAG, entry_of, items_of, leaves
 
 
 def plan_objects(plan: RestorePlan, trees: Mapping[str, JSON], state: TrainState) -> None:
@@ -83,7 +83,7 @@ def _plan_leaf(plan: RestorePlan, leaf: Leaf, saved: Mapping[str, JSON], own: bo
         plan.here[leaf.path] = _described(leaf)
         return
     tree = saved[leaf.name]
-    if own and _is_entry(tree) and isinstance(leaf.value, torch.Tensor):
+    if own and entry_of(tree) and isinstance(leaf.value, torch.Tensor):
         plan.overwritten.add(leaf.path)
         values[leaf.raw] = _tensors(plan).new_beside(_entry_here(plan, tree), leaf, leaf.value.device)
     elif own:
@@ -229,12 +229,11 @@ def _decode_state(plan: RestorePlan, optimizer: NamedOptimizer, leaf: Leaf, tree
             _fill(plan, saved, Leaf(leaf.item, f"state/{leaf.name}/{key}", wrapper, leaf.unit))
             state[key] = wrapper
             continue
-        if not _is_entry(saved):
+        if (entry := entry_of(saved)) is None:
             if isinstance(target, torch.Tensor) and "class" not in (saved or {}):
                 plan.mismatched.append(f"{path}/{key}: {_kind(saved)} in the checkpoint, {kind_of(target)} here")
             state[key] = destinations.decode(saved, f"{path}/{key}", parameter.device)
             continue
-        entry = saved["name"]
         _check_growth(plan, leaf, f"{path}/{key}", entry)
         moves = "device" in saved or (key == "step" and step_on_device)
         device = parameter.device if moves else torch.device("cpu")
@@ -294,8 +293,8 @@ def _plan_gradients(plan: RestorePlan, state: TrainState, tree: JSON) -> None:
         if leaf is None or id(leaf.value) in plan.resized:
             plan.unexpected.append(f"{GRADIENTS}/{name}")
             continue
-        if _is_entry(saved):
-            gradient: Any = _new_beside(plan, saved["name"], leaf, leaf.value.device, "grad")
+        if (entry := entry_of(saved)) is not None:
+            gradient: Any = _new_beside(plan, entry, leaf, leaf.value.device, "grad")
         else:
             gradient = plan.destinations.decode(saved, f"{GRADIENTS}/{name}", leaf.value.device)
         changes = plan.surgery.cast or leaf.name in plan.matching.grown
@@ -321,13 +320,10 @@ def _tensors(plan: RestorePlan) -> Destinations:
 
 
 def _mapping(tree: JSON, path: str) -> list[tuple[str, JSON]]:
-    """The items of a tree that is a dict, in either encoding (the type of the keys decides)."""
-    if isinstance(tree, dict):
-        if TAG not in tree:
-            return list(tree.items())
-        if tree[TAG] in ("dict", "odict"):
-            return [(key, value) for key, value in tree["v"]]
-    raise CorruptObject(f"the tree of {path!r} is not a dict")
+    """The items of a tree that is a dict."""
+    if (found := items_of(tree, path)) is None:
+        raise CorruptObject(f"the tree of {path!r} is not a dict")
+    return found
 
 
 def _fill(plan: RestorePlan, saved: JSON, leaf: Leaf) -> bool:
@@ -350,10 +346,6 @@ def _inner(saved: JSON) -> dict[str, JSON]:
     return dict(_mapping(saved, "")) if isinstance(saved, dict) and saved.get(TAG, "dict") == "dict" else {}
 
 
-def _is_entry(saved: JSON) -> bool:
-    return isinstance(saved, dict) and saved.get(TAG) == "tensor" and "name" in saved
-
-
 def _kind(saved: JSON) -> str:
     """The type of a saved value, for messages."""
     return str(saved.get(TAG, "dict")) if isinstance(saved, dict) else type(saved).__name__
@@ -371,7 +363,7 @@ def _wrapper_for(saved: JSON, live: Any, parameter: torch.Tensor) -> torch.Tenso
 def _fill_tensor(plan: RestorePlan, saved: JSON, leaf: Leaf) -> bool:
     """Fill a live tensor. Records a mismatch; False if nothing can be placed."""
     name, target = leaf.path, leaf.value
-    if not (_is_entry(saved) and isinstance(target, torch.Tensor)):
+    if not (entry_of(saved) and isinstance(target, torch.Tensor)):
         same = not isinstance(target, torch.Tensor) and not [*leaves(saved, name)]
         if not same or plan.destinations.decode(saved, name) != target:
             here = kind_of(target) if isinstance(target, torch.Tensor) else type(target).__name__

@@ -69,6 +69,10 @@ _MIXTURE = (
 )
 
 
+Steps = tuple[Callable[[], object], ...]
+"""Parts of the work between two meetings of the ranks."""
+
+
 @dataclass(frozen=True, slots=True)
 class Restored:
     """The result of a restore."""
@@ -246,7 +250,7 @@ class Restorer:
         return candidate
 
     def _choose(
-        self, steps: tuple[Callable[[], object], ...], report: Callable[[], Any], found: Iterator[Checkpoint]
+        self, steps: Steps, report: Callable[[], Any], found: Iterator[Checkpoint]
     ) -> tuple[list[Any], CheckpointBody | None]:
         """Do the steps, and agree on the next candidate of rank 0. Returns every rank's report, and the candidate."""
 
@@ -393,7 +397,7 @@ class Together:
         return self.do_and_choose(steps, report, lambda: None)[0]
 
     def do_and_choose(
-        self, steps: tuple[Callable[[], object], ...], report: Callable[[], Any], choose: Callable[[], Any]
+        self, steps: Steps, report: Callable[[], Any], choose: Callable[[], Any]
     ) -> tuple[list[Any], Any]:
         """The same. In that meeting rank 0 calls `choose` if no rank has failed, and all ranks get what it returns."""
 
@@ -405,7 +409,7 @@ class Together:
         *answers, chosen = self._checked(self._world.decide(self._answer(steps, report), decide))
         return [answer.report for answer in answers], chosen.report
 
-    def _answer(self, steps: tuple[Callable[[], object], ...], report: Callable[[], Any]) -> _Answer:
+    def _answer(self, steps: Steps, report: Callable[[], Any]) -> _Answer:
         done = 0
         self._error = None
         try:

@@ -16,7 +16,7 @@ from ckpt.restoring.host_destinations import HostDestinations
 from ckpt.restoring.surgery import NO_SURGERY, Difference, Differences, Matching, Shape, Surgery, suggested
 from ckptstore.errors import StateMismatch
 from ckptstore.format.documents import JSON
-from ckptstore.format.trees import TAG
+from ckptstore.format.trees import entry_of
 from ckptstore.values import Value
 
 _SHOWN = 8
@@ -80,8 +80,8 @@ class RestorePlan(msgspec.Struct):
 
     def saved_as(self, tree: JSON) -> tuple[str, Shape]:
         """Type and shape of a saved tensor; nothing for other values."""
-        is_entry = isinstance(tree, dict) and tree.get(TAG) == "tensor" and "name" in tree
-        return self.destinations.entry(tree["name"]) if is_entry else ("", ())
+        entry = entry_of(tree)
+        return ("", ()) if entry is None else self.destinations.entry(entry)
 
     def _there(self, name: str) -> str:
         dtype, shape = self.saved_as(self.there.get(name))

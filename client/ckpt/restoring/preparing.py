@@ -80,15 +80,8 @@ class PreparedRestore:
 
     def plan_reads(self) -> None:
         """Match, plan and allocate; does nothing before the items of this rank are known."""
-        if self.rank_state is None:
+        if (rank_state := self.rank_state) is None:
             return
-        self.plan = plan = self._planned(self.rank_state)
-        plan.mismatched += plan.destinations.clashes(self._source, self._fetcher.checkpoint)
-        content = plan.destinations.cast_content()
-        plan.destinations.allocate()
-        self.reads = plan_reads(content, plan.destinations.wants())
-
-    def _planned(self, rank_state: RankState) -> RestorePlan:
         others = self._state.others
         plan = plan_restore(self.manifest, rank_state.items, self._state, self._own, self._surgery)
         plan.notes = rank_state.notes
@@ -102,7 +95,10 @@ class PreparedRestore:
             plan.restore_rng = partial(derive_rng_state, rank_state.seed)
         if self._rng:
             plan.finish.append(lambda: restore_rng(plan.restore_rng, others.values()))
-        return plan
+        plan.mismatched += plan.destinations.clashes(self._source, self._fetcher.checkpoint)
+        content = plan.destinations.cast_content()
+        plan.destinations.allocate()
+        self.plan, self.reads = plan, plan_reads(content, plan.destinations.wants())
 
 
 def restore_rng(restore: Callable[[], None] | None, loaders: Iterable[object]) -> None:

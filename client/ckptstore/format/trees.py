@@ -178,18 +178,30 @@ def _fields(tree: dict[str, JSON]) -> JSON:
     return {key: field for key, field in tree.items() if key not in (TAG, "v")} if TAG in tree else {}
 
 
-def _pairs(tree: JSON, path: str) -> dict[bytes, tuple[JSON, JSON]] | None:
-    """Keys and values of a dict by the JSON text of the key, for both encodings of dicts; None for other values."""
+def items_of(tree: JSON, path: str) -> list[tuple[JSON, JSON]] | None:
+    """Trees of the keys and values of a dict, in both of its encodings; None for other values. Raises CorruptObject."""
     if not isinstance(tree, dict):
         return None
     if TAG not in tree:
-        return {msgspec.json.encode(key): (key, value) for key, value in tree.items()}
+        return list(tree.items())
     if tree[TAG] not in _MAPPINGS.values():
         return None
     try:
-        return {msgspec.json.encode(key): (key, value) for key, value in tree["v"]}
+        return [(key, value) for key, value in tree["v"]]
     except (LookupError, TypeError, ValueError) as error:
         raise CorruptObject(f"tree at {path!r} holds a malformed {tree[TAG]!r}: {error}") from error
+
+
+def entry_of(tree: JSON) -> str | None:
+    """The entry of a tensor that is stored in a shard; None for other values."""
+    name = tree.get("name") if isinstance(tree, dict) and tree.get(TAG) == "tensor" else None
+    return name if isinstance(name, str) else None
+
+
+def _pairs(tree: JSON, path: str) -> dict[bytes, tuple[JSON, JSON]] | None:
+    """Keys and values of a dict by the JSON text of the key; None for other values."""
+    found = items_of(tree, path)
+    return None if found is None else {msgspec.json.encode(pair[0]): pair for pair in found}
 
 
 def _without_device(leaf: JSON) -> bytes:
