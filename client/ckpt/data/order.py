@@ -10,7 +10,7 @@ import copy
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -89,19 +89,21 @@ class SeededDataset:
         return len(self._dataset)
 
     def __getitem__(self, index: Any) -> Any:
-        if not isinstance(index, Numbered):
-            return self._dataset[index]
-        derive_rng_state(index.seed)
-        return self._dataset[index.indices]
+        return self._dataset[_seeded(index)]
 
     def __getitems__(self, index: Any) -> Any:
-        indices = index
-        if isinstance(index, Numbered):
-            derive_rng_state(index.seed)
-            indices = index.indices
+        indices = _seeded(index)
         if getattr(self._dataset, "__getitems__", None):
             return self._dataset.__getitems__(indices)
         return [self._dataset[i] for i in indices]
+
+
+def _seeded(index: Any) -> Any:
+    """The indices of an item, after the seed was set that comes with it."""
+    if not isinstance(index, Numbered):
+        return index
+    derive_rng_state(index.seed)
+    return index.indices
 
 
 class EpochOrder:
@@ -142,7 +144,7 @@ class EpochOrder:
         self._later: Mapping[str, Any] = {}
         self.begun: Mapping[str, str] = {}
         """Digests of what the samplers held when the epoch had begun."""
-        self._walk: _Walk | None = None
+        self._reach: Callable[[], tuple[Start, Iterator[Any]]] | None = None
 
     @property
     def distributed(self) -> DistributedSampler[Any] | None:
@@ -154,21 +156,28 @@ class EpochOrder:
 
         later: what samplers hold at the position, unless going there changes it: training has set it meanwhile.
         """
-        self._epoch, self._start, self._skipped, self._walk, self._later = epoch, start, num_batches, None, later
+        self._epoch, self._start, self._skipped, self._reach, self._later = epoch, start, num_batches, None, later
 
     def reach(self) -> Start:
         """Bring the walk to its position: from then on it draws from no global generator. Returns how it began."""
-        assert self._walk is not None
-        return self._walk.begin()
+        assert self._reach is not None
+        return self._reach()[0]
 
     def __iter__(self) -> Iterator[Any]:
-        self._walk = _Walk(self)
-        return self._walk
+        """Draws nothing before the first index is asked for, as torch's samplers do."""
+        reach = self._reach = cache(self._begin)
+
+        def walk() -> Iterator[Any]:
+            start, indices = reach()
+            for number, index in enumerate(indices, 1):
+                yield self._numbered_item(start, number, index)
+
+        return walk()
 
     def __len__(self) -> int:
         return len(self._indices)  # type: ignore[arg-type]
 
-    def begin(self) -> tuple[Start, Iterator[Any]]:
+    def _begin(self) -> tuple[Start, Iterator[Any]]:
         """How the epoch begins, and what the walk goes through."""
         start = self._start
         if start is None:
@@ -211,7 +220,7 @@ class EpochOrder:
             self.samplers.put_back(later)
         return chain(ahead, indices)
 
-    def numbered(self, start: Start, number: int, indices: Any) -> Any:
+    def _numbered_item(self, start: Start, number: int, indices: Any) -> Any:
         """The loader's item for the batch of this number, counted from the position."""
         if not self._numbered:
             return indices
@@ -225,28 +234,6 @@ class EpochOrder:
 
     def _batched(self, sampler: Iterable[int]) -> Iterable[Any]:
         return sampler if self.batch_size is None else BatchSampler(sampler, self.batch_size, self._drop_last)
-
-
-@dataclass
-class _Walk(Iterator[Any]):
-    """One iteration. Draws nothing before the first index is asked for, as torch's samplers do."""
-
-    _order: EpochOrder
-    _start: Start | None = None
-    _indices: Iterator[Any] = field(init=False)
-    _number: int = 0
-
-    def begin(self) -> Start:
-        """Go to the position, and draw what the sampler draws at its start. Again: no effect."""
-        if self._start is None:
-            self._start, self._indices = self._order.begin()
-        return self._start
-
-    def __next__(self) -> Any:
-        start = self.begin()
-        index = next(self._indices)
-        self._number += 1
-        return self._order.numbered(start, self._number, index)
 
 
 class _Held(NamedTuple):
