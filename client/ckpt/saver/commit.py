@@ -5,7 +5,7 @@ polled by one thread, so that one which lacks a rank does not delay later ones t
 as they appear: when the last one is there, only that one is left to read. Pauses grow with the number of ranks, because
 all of them send requests to the same prefix of the store (docs/decisions/0041).
 
-Numbering finds the generation of the attempts. Notifier sends commits to the daemon: the daemon finds them later by
+Numbering finds the generation of the attempts. `notify` sends a commit to the daemon: the daemon finds it later by
 listing, so nothing waits for a notification.
 """
 
@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 
 from ckpt.saver.messages import Setup
 from ckptstore.commits.catalog import newest_first
@@ -45,13 +44,15 @@ from ckptstore.run import Run
 logger = logging.getLogger(__name__)
 
 
+@dataclass
 class Numbering:
     """The generations of the sessions of one saver. For any thread."""
 
-    def __init__(self, run: Run, warn: Callable[[str], object]) -> None:
-        """warn: called with a message for the user, if a session leaves all checkpoints of the run behind."""
-        self.run = run
-        self._warn = warn
+    run: Run
+    _warn: Callable[[str], object]
+    """Called with a message for the user, if a session leaves all checkpoints of the run behind."""
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._numbers: dict[str, int] = {}
 
@@ -85,38 +86,21 @@ class Numbering:
 
 
 _TIMEOUT_S = 5.0
-_CLOSE_TIMEOUT_S = 1.0
 
 
-class Notifier:
-    """Sends commits to the daemon on its own thread. commit and close may be called from any thread."""
+def notify(setup: Setup, attempt: Attempt) -> None:
+    """Tell the daemon of a commit. Never raises CkptError."""
+    # Imported here, so that savers without a daemon do not load the HTTP client.
+    import httpx
 
-    def __init__(self, daemon: str, token: str | None, run: str) -> None:
-        self._commits: SimpleQueue[Attempt | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, args=(daemon, token, run), name="ckpt-notify", daemon=True)
-        self._thread.start()
+    from ckptapi.client import DaemonClient
 
-    def commit(self, attempt: Attempt) -> None:
-        """Enqueue a notification of this commit."""
-        self._commits.put(attempt)
-
-    def close(self) -> None:
-        """Stop; waits at most _CLOSE_TIMEOUT_S for the last notification."""
-        self._commits.put(None)
-        self._thread.join(_CLOSE_TIMEOUT_S)
-
-    def _serve(self, daemon: str, token: str | None, run: str) -> None:
-        # Imported here, so that savers without a daemon do not load the HTTP client.
-        import httpx
-
-        from ckptapi.client import DaemonClient
-
-        with closing(DaemonClient(daemon, token, timeout=httpx.Timeout(_TIMEOUT_S), retries=0)) as client:
-            for attempt in iter(self._commits.get, None):
-                try:
-                    client.notify(run, attempt)
-                except CkptError as error:
-                    logger.warning("could not notify the daemon of %s: %s", attempt, error)
+    assert setup.daemon is not None
+    with closing(DaemonClient(setup.daemon, setup.token, timeout=httpx.Timeout(_TIMEOUT_S), retries=0)) as client:
+        try:
+            client.notify(setup.run, attempt)
+        except CkptError as error:
+            logger.warning("could not notify the daemon of %s: %s", attempt, error)
 
 
 _SHORTEST_PAUSE_S = 0.02
@@ -165,14 +149,16 @@ class _Waiting:
     """Attempts of earlier saves of this step in the session."""
 
 
+@dataclass
 class Committer:
     """Commits attempts as soon as all of their receipts exist, in any order. Each has a time-out of its own."""
 
-    def __init__(self, run: Run, setup: Setup, warn: Callable[[str], object] = logger.warning) -> None:
-        """warn: called with a message for the user, once replicas of different ranks have drifted apart."""
-        self._run = run
-        self._setup = setup
-        self._warn: Callable[[str], object] | None = warn
+    _run: Run
+    _setup: Setup
+    _warn: Callable[[str], object] | None = logger.warning
+    """Called with a message for the user, once replicas of different ranks have drifted apart."""
+
+    def __post_init__(self) -> None:
         self._changed = threading.Condition()
         """Guards the fields below."""
         self._waiting: list[_Waiting] = []

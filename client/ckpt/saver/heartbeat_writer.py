@@ -15,6 +15,7 @@ import subprocess
 import threading
 from bisect import bisect_left
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
@@ -147,17 +148,20 @@ def _revision() -> str:
     return ""
 
 
+@dataclass
 class HeartbeatWriter:
-    """Beats every `every_s` seconds while a life goes on. Any thread may call it."""
+    """Beats regularly while a life goes on. Any thread may call it."""
 
-    def __init__(self, run: Run, every_s: float, replicated: bool = False, ranks: int = 1) -> None:
-        """every_s: 0 for no heartbeats. ranks: of the job, for its scheduler.
+    _run: Run
+    _every_s: float
+    """0 for no heartbeats."""
+    _replicated: bool = False
+    """Others write the checkpoints to this store. Where it has nothing of the run, its volume may not be mounted, so
+    nothing is written."""
+    _ranks: int = 1
+    """Of the job, for its scheduler."""
 
-        replicated: others write the checkpoints to this store. Where it has nothing of the run, its volume may not be
-        mounted, so nothing is written.
-        """
-        self._run, self._replicated, self._ranks = run, replicated, ranks
-        self._every_s = every_s
+    def __post_init__(self) -> None:
         self._changed = threading.Condition()
         """Guards the fields below."""
         self._lives: list[TrainerRun] = []

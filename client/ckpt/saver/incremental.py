@@ -230,6 +230,7 @@ _MOST_AGE_S = 7 * 24 * 3600.0
 them, so their number alone would not grow."""
 
 
+@dataclass(eq=False)
 class ChunkIndex:
     """The chunks of the checkpoint that the next save is compared with.
 
@@ -239,11 +240,14 @@ class ChunkIndex:
     One thread begins saves, in order, and compares their chunks; one ends saves that are committed, in any order.
     """
 
-    def __init__(self, run: Run, setup: Setup, optimizer: bool = False) -> None:
-        """optimizer: of the shard with optimizer state."""
-        self.run = run
-        self._setup = setup
-        self.optimizer, self.shard_name = optimizer, names.shard_name(setup.rank, optimizer)
+    run: Run
+    _setup: Setup
+    optimizer: bool = False
+    """Of the shard with optimizer state."""
+
+    def __post_init__(self) -> None:
+        setup = self._setup
+        self.shard_name = names.shard_name(setup.rank, self.optimizer)
         self.enabled, self.rank, self.most = setup.max_references > 0, setup.rank, setup.max_references
         self._base: BaseCheckpoint | None = None
         self._base_number = 0

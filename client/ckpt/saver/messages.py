@@ -168,7 +168,6 @@ class Released(Message):
     """The shard and its receipt are durable: the slot may be reused."""
 
     number: int
-    slot: int | None
     timings: dict[str, int | float]
     """Fields of the handle's Timings."""
     retries: int
@@ -188,7 +187,6 @@ class Failed(Message, kw_only=True):
     """The job failed or was skipped; its slot may be reused."""
 
     number: int
-    slot: int | None
     code: str
     message: str
     hint: str

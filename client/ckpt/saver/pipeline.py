@@ -19,7 +19,7 @@ from typing import Any
 
 from ckpt.host.lock import note_checkpoint
 from ckpt.host.segment import Segment
-from ckpt.saver.commit import Committer, Notifier, Numbering, abort_attempts, describe
+from ckpt.saver.commit import Committer, Numbering, abort_attempts, describe, notify
 from ckpt.saver.deriving import Derived, divide, divide_by_use, in_stream
 from ckpt.saver.encode import CpuThrottle, encode_by, encode_stream
 from ckpt.saver.heartbeat_writer import HeartbeatWriter, SharedStep
@@ -53,7 +53,7 @@ from ckptstore.commits.commit import EARLIER, write_receipt
 from ckptstore.commits.generations import NewAttempt
 from ckptstore.commits.leases import end_lease
 from ckptstore.errors import CkptError, CorruptObject, ReferenceLost, SaveSkipped, UnsupportedObject
-from ckptstore.format.documents import BASES, JSON, OPTIMIZER, Content, Outcome, Receipt
+from ckptstore.format.documents import BASES, OPTIMIZER, Content, Outcome, Receipt
 from ckptstore.format.merging import StoredReceipt
 from ckptstore.format.parsing import seal
 from ckptstore.format.shards import (
@@ -72,6 +72,7 @@ from ckptstore.retention.policy import policy_for, read_policies
 from ckptstore.run import Run
 from ckptstore.stores import Store, is_local, open_store
 from ckptstore.stores.retrying import RetryingStore
+from ckptstore.threads import start_daemon
 from ckptstore.tiers.source import LOCAL, REMOTE, part_of_lease
 from ckptstore.values import Value
 
@@ -126,6 +127,8 @@ def upload_shard(
     return Uploaded(written, spent)
 
 
+_NOTIFY_S = 1.0
+"""How long `close` waits for the last notification of the daemon."""
 _Encoded = Callable[[bool], Generator[EncodedChunk, None, None]]
 """The chunks of a job, encoded as they are consumed; True: once more, for a retry."""
 
@@ -212,9 +215,7 @@ class SavePipeline:
         self._numbering = Numbering(self._run, warn)
         self._setup = setup
         self._report = report
-        # Rank 0 commits for all ranks, so only its saver notifies the daemon.
-        notified = setup.daemon if setup.rank == 0 else None
-        self._notifier = Notifier(notified, setup.token, setup.run) if notified is not None else None
+        self._notifying: threading.Thread | None = None
         self._quota = LocalQuota(self._run, setup) if remote is not None else None
         self._replicator: Replicator | None = None
         if remote is not None and (setup.rank == 0 or setup.replicas is not None):
@@ -231,7 +232,7 @@ class SavePipeline:
         self._waiting: dict[int, SaveJob] = {}
         """Jobs whose upload has not begun."""
         self._uploads = ThreadPoolExecutor(1, thread_name_prefix="ckpt-upload")
-        self._committer = Committer(self._run, setup, lambda message: report(Warned(message)))
+        self._committer = Committer(self._run, setup, warn)
         self._background = ThreadPoolExecutor(1, thread_name_prefix="ckpt-background")
         self._chunk_indexes = [ChunkIndex(self._run, setup, optimizer) for optimizer in (False, True)]
         self._known_statistics: ChunkTables = {}
@@ -365,8 +366,8 @@ class SavePipeline:
         if self._replicator is not None:
             self._replicator.finish()
         self.heartbeats.close()
-        if self._notifier is not None:
-            self._notifier.close()
+        if self._notifying is not None:
+            self._notifying.join(_NOTIFY_S)
 
     def _upload(self, job: SaveJob, raw: RawStream, received_at: float) -> None:
         running = None
@@ -395,24 +396,24 @@ class SavePipeline:
         for part, chunks in reversed([*zip(parts, encoded, strict=True)]):  # the first ends with the statistics of all
             uploads.insert(0, self._upload_shard(running, part, attempt, chunks, uploads))
         shards = [one.incremental.shard(up.chunks) for one, up in zip(parts, uploads, strict=True) if one.placed]
-        extensions: dict[str, JSON] = {}
+        extensions = dict(job.extensions)
         if running.statistics is not None and shards:
             apart = not uploads[0].chunks or names.is_optimizer_shard(shards[0].name)
             offset = None if apart else uploads[0].stored_bytes
-            extensions = running.statistics.extensions(self._run, attempt, self._setup.rank, offset)
+            extensions |= running.statistics.extensions(self._run, attempt, self._setup.rank, offset)
         if self._setup.rank == 0 and (earlier := job.attempt.earlier(attempt.generation)):
-            extensions = {**extensions, EARLIER: list(map(str, earlier))}
+            extensions[EARLIER] = list(map(str, earlier))
         if any(shard.bases for shard in shards):
-            extensions = {**extensions, BASES: True}
+            extensions[BASES] = True
         if shards and names.is_optimizer_shard(shards[-1].name):
-            extensions = {**extensions, OPTIMIZER: True}
+            extensions[OPTIMIZER] = True
         stored, derived = in_stream(parts[0].placed, running.derived)
         second = [in_stream(part.placed, ())[0] for part in parts[1:]]
         entries, slices = slice_tables(stored, derived, *second)
         content = Content(shards=shards, entries=entries, slices=slices, aliases=job.aliases, trees=job.trees)
         receipt = write_receipt(
             self._run, attempt, content, job.created_at, self._setup.rank, self._setup.world_size,
-            local=job.local, metrics=job.metrics, extensions=job.extensions | extensions,
+            local=job.local, metrics=job.metrics, extensions=extensions,
         )  # fmt: skip
         digests = [one.incremental.raw_digests(up.chunks) for one, up in zip(parts, uploads, strict=True)]
         self.contents.uploaded(job, attempt, shards, [*chain(*digests)])
@@ -425,7 +426,7 @@ class SavePipeline:
             "stored_bytes": sum(one.stored_bytes for one in uploads),
             "referenced_bytes": sum(shard.referenced_bytes for shard in shards),
         }
-        return receipt, Released(job.number, job.slot, timings, self._store.take_retries())
+        return receipt, Released(job.number, timings, self._store.take_retries())
 
     def _upload_shard(
         self, running: _RunningJob, part: _Part, attempt: Attempt, encoded: _Encoded, before: Sequence[Uploaded]
@@ -474,7 +475,7 @@ class SavePipeline:
             if isinstance(result, ReferenceLost):
                 for index in self._chunk_indexes:
                     index.forget()
-            self._fail(job, None, result)
+            self._fail(job, result)
             if self._setup.rank == 0 and isinstance(result, ReferenceLost | CorruptObject | UnsupportedObject):
                 self._abort(job.attempt, describe(result))  # no other rank could commit it either
             return
@@ -498,8 +499,8 @@ class SavePipeline:
             self._notify(attempt)
 
     def _notify(self, attempt: Attempt) -> None:
-        if self._notifier is not None:
-            self._notifier.commit(attempt)
+        if self._setup.daemon is not None and self._setup.rank == 0:  # which commits for all ranks
+            self._notifying = start_daemon("ckpt-notify", notify, self._setup, attempt)
 
     def _replicator_reports(self, report: Report) -> None:
         if isinstance(report, LocalOnly):
@@ -518,13 +519,13 @@ class SavePipeline:
 
     def _abort_job(self, job: SaveJob, error: BaseException) -> None:
         """Fail a job that will never have a receipt, and abort its attempt."""
-        self._fail(job, job.slot, error)
+        self._fail(job, error)
         self._abort(job.attempt, None if isinstance(error, SaveSkipped) else describe(error))
 
-    def _fail(self, job: SaveJob, slot: int | None, error: BaseException) -> None:
+    def _fail(self, job: SaveJob, error: BaseException) -> None:
         if not isinstance(error, SaveSkipped):
             logger.error("save of step %d failed", job.attempt.step, exc_info=error)
         self.contents.ended(job.number, committed=False)
         code, hint = (error.code, error.hint) if isinstance(error, CkptError) else ("save_failed", "")
         message = error.message if isinstance(error, CkptError) else describe(error)
-        self._report(Failed(number=job.number, slot=slot, code=code, message=message, hint=hint))
+        self._report(Failed(number=job.number, code=code, message=message, hint=hint))

@@ -194,7 +194,7 @@ def test_a_generation_belongs_to_the_life_that_captured_its_save(store: Store, n
 
 def test_a_life_that_ends_before_its_checkpoint_is_replicated_is_written_then(store: Store, now: list[float]) -> None:
     run = _run(store, now)
-    writer, shared_step = HeartbeatWriter(run, 3600.0, replicated=True), SharedStep()
+    writer, shared_step = HeartbeatWriter(run, 3600.0, True), SharedStep()
     writer.begin(_began(_T), shared_step)
     writer.captured(1, _T + 1)
     writer.numbered(1, _T + 1)
