@@ -124,14 +124,14 @@ class Config:
 
     def __post_init__(self) -> None:
         """Raises InvalidName or InvalidRequest."""
-        for name, variable in _VARIABLES.items():
-            object.__setattr__(self, name, getattr(self, name) or os.environ.get(variable))
-        for name, value in self._rehearsed().items():
-            object.__setattr__(self, name, value)
+        given = vars(self)
+        given.update({name: given[name] or os.environ.get(variable) for name, variable in _VARIABLES.items()})
+        if REHEARSAL in os.environ:  # `ckptctl rehearse` replaces the store itself
+            given.update(store=self.store or self.daemon, daemon=None, local=None)
         if self.store is not None:
             # The saver starts later, perhaps in another working directory; locks are named by the URL.
-            object.__setattr__(self, "store", resolve_url(self.store))
-        object.__setattr__(self, "options", dict(self.options or {}))
+            given["store"] = resolve_url(self.store)
+        given["options"] = dict(self.options or {})
         if self.run is None:
             raise InvalidRequest("no run is given", "Pass run= or set CKPT_RUN; an id such as gpt@latest names it, too")
         check_run(self.run)
@@ -149,12 +149,8 @@ class Config:
         if self.replica_reads == "daemon" and self.daemon is None:
             raise InvalidRequest("replica_reads='daemon' without a daemon", "Pass daemon= or set CKPTD_URL")
         self._check_local()
-        object.__setattr__(self, "retain_snapshot_s", _retain_snapshot_s(self.retain_snapshot_s))
+        given["retain_snapshot_s"] = _retain_snapshot_s(self.retain_snapshot_s)
         self._check_amounts()
-
-    def _rehearsed(self) -> dict[str, str | None]:
-        """Settings without which `ckptctl rehearse` would touch what is real; it replaces the store itself."""
-        return {"store": self.store or self.daemon, "daemon": None, "local": None} if REHEARSAL in os.environ else {}
 
     def _check_amounts(self) -> None:
         for name, is_allowed, hint in (
@@ -172,7 +168,7 @@ class Config:
             if self.replicas is not None and REHEARSAL not in os.environ:
                 raise InvalidRequest("replicas= without a local tier", "Pass local=, a folder of each host's disk")
             return
-        object.__setattr__(self, "local", resolve_url(self.local))
+        self.__dict__["local"] = resolve_url(self.local)
         if self.read_only or self.local.startswith(("http://", "https://")):
             raise InvalidRequest("local= needs two stores, and a daemon serves reads only", "Pass the URL of a store")
         if self.local == self.store:

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -29,12 +30,14 @@ _Held = weakref.WeakKeyDictionary[nn.Module, dict[str, str]]
 """The signatures of the tensors that each model holds."""
 
 
+@dataclass
 class NewWeights:
     """The weights of one checkpoint of a run that is followed. For the thread that follows."""
 
-    def __init__(self, source: Source, checkpoint: Checkpoint, view: Weights, held: _Held) -> None:
-        self._source, self._view, self._held = source, view, held
-        self.checkpoint = checkpoint
+    _source: Source
+    checkpoint: Checkpoint
+    _view: Weights
+    _held: _Held
 
     def __repr__(self) -> str:
         return f"<weights of {self.checkpoint.id}>"

@@ -71,7 +71,7 @@ class Leaves(Struct):
     that it can do without."""
 
     slices: list[Slice] = []
-    """What of which entry each one is."""
+    """The part of an entry that each one is."""
     tensors: list[torch.Tensor] = []
     """To be staged."""
     origins: list[torch.Tensor] = []

@@ -89,7 +89,7 @@ _TIMEOUT_S = 5.0
 
 
 def notify(setup: Setup, attempt: Attempt) -> None:
-    """Tell the daemon of a commit. Never raises CkptError."""
+    """Report a commit to the daemon. Never raises CkptError."""
     # Imported here, so that savers without a daemon do not load the HTTP client.
     import httpx
 

@@ -159,7 +159,7 @@ class HeartbeatWriter:
     """Others write the checkpoints to this store. Where it has nothing of the run, its volume may not be mounted, so
     nothing is written."""
     _ranks: int = 1
-    """Of the job, for its scheduler."""
+    """The number of ranks of the job, for its scheduler."""
 
     def __post_init__(self) -> None:
         self._changed = threading.Condition()

@@ -243,7 +243,7 @@ class ChunkIndex:
     run: Run
     _setup: Setup
     optimizer: bool = False
-    """Of the shard with optimizer state."""
+    """Whether these are the chunks of the shard with optimizer state."""
 
     def __post_init__(self) -> None:
         setup = self._setup

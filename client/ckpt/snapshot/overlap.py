@@ -74,50 +74,47 @@ class _StorageHolds:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._holds: tuple[PendingCopy, ...] = ()
-        self._originals: dict[str, Any] = {}
-        self._wrappers: dict[str, Any] = {}
+        self._wrapped: dict[str, tuple[Any, Any]] = {}
+        """By name: the attribute of the class itself (None: it inherits one), and the wrapper."""
         self._pid = os.getpid()
 
     def add(self, hold: PendingCopy) -> None:
         with self._lock:
             if not self._holds:
-                self._wrap()
+                self._pid = os.getpid()
+                for name in _REPLACING:
+                    wrapper = _waiting(getattr(torch.UntypedStorage, name), self.wait_for)
+                    self._wrapped[name] = vars(torch.UntypedStorage).get(name), wrapper
+                    setattr(torch.UntypedStorage, name, wrapper)
             self._holds = (*self._holds, hold)
 
     def remove(self, hold: PendingCopy) -> None:
         with self._lock:
             self._holds = tuple(held for held in self._holds if held is not hold)
-            if not self._holds:
-                self._unwrap()
+            for name, (original, wrapper) in () if self._holds else self._wrapped.items():
+                if vars(torch.UntypedStorage).get(name) is not wrapper:
+                    continue  # other code has wrapped it meanwhile
+                if original is None:
+                    delattr(torch.UntypedStorage, name)
+                else:
+                    setattr(torch.UntypedStorage, name, original)
 
     def wait_for(self, storage: torch.UntypedStorage) -> None:
         if os.getpid() == self._pid:  # the copies of a forked child's parent do not read the child's memory
             for hold in self._holds:
                 hold.wait_for(storage)
 
-    def _wrap(self) -> None:
-        self._pid = os.getpid()
-        for name in _REPLACING:
-            self._originals[name] = vars(torch.UntypedStorage).get(name)  # None: inherited
-            self._wrappers[name] = self._waiting(getattr(torch.UntypedStorage, name))
-            setattr(torch.UntypedStorage, name, self._wrappers[name])
 
-    def _unwrap(self) -> None:
-        for name in _REPLACING:
-            if vars(torch.UntypedStorage).get(name) is not self._wrappers[name]:
-                continue  # other code has wrapped it meanwhile
-            if self._originals[name] is None:
-                delattr(torch.UntypedStorage, name)
-            else:
-                setattr(torch.UntypedStorage, name, self._originals[name])
+def _waiting(method: Callable[..., Any], wait_for: Callable[[Any], object]) -> Callable[..., Any]:
+    """A method of a class of torch that first waits for copies which concern the object."""
 
-    def _waiting(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def wait_first(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
-            self.wait_for(storage)
-            return method(storage, *args, **kwargs)
+    @functools.wraps(method)
+    def wait_first(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        wait_for(owner)
+        return method(owner, *args, **kwargs)
 
-        return wait_first
+    vars(wait_first)["waits_for_copies"] = True
+    return wait_first
 
 
 _storage_holds = _StorageHolds()
@@ -169,7 +166,9 @@ class Gate:
 
     def part(self, tensor: torch.Tensor) -> Part:
         """The part that a leaf belongs to."""
-        owners = self._owners_of(tensor)
+        if self._owners is None:
+            self._owners = _owners(self._numbers)
+        owners = self._owners.get(tensor.untyped_storage().data_ptr(), EVERYONE)
         return owners if owners <= self.hooked else EVERYONE
 
     def waits(self, optimizer: Optimizer, progress: CopyProgress) -> list[Part]:
@@ -180,11 +179,6 @@ class Gate:
         if optimizer in _captured or optimizer not in self._known:
             return False
         return optimizer in self._came or not any(group.get("capturable") for group in optimizer.param_groups)
-
-    def _owners_of(self, tensor: torch.Tensor) -> Part:
-        if self._owners is None:
-            self._owners = _owners(self._numbers)
-        return self._owners.get(tensor.untyped_storage().data_ptr(), EVERYONE)
 
 
 def _owners(numbers: Mapping[Optimizer, int]) -> dict[int, Part]:
@@ -517,18 +511,12 @@ def _make_methods_wait(kind: type[Optimizer]) -> None:
     for name in set(dir(kind)) - set(dir(Optimizer)):
         method = inspect.getattr_static(kind, name)
         if name[0] != "_" and inspect.isfunction(method) and not hasattr(method, "waits_for_copies"):
-            setattr(kind, name, _waiting(method))
+            setattr(kind, name, _waiting(method, _wait_for_copies))
 
 
-def _waiting(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def wait_first(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        for overlap in list(_overlaps):
-            overlap.before_change(optimizer)
-        return method(optimizer, *args, **kwargs)
-
-    vars(wait_first)["waits_for_copies"] = True
-    return wait_first
+def _wait_for_copies(optimizer: Optimizer) -> None:
+    for overlap in list(_overlaps):
+        overlap.before_change(optimizer)
 
 
 def _hook(reference: weakref.ref[Overlap]) -> Callable[..., None]:

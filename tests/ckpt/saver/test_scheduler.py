@@ -103,7 +103,7 @@ def test_the_heartbeat_annotates_the_pod(
         assert not method or (method, where, kind) == ("PATCH", path, "application/merge-patch+json")
         return body["metadata"]["annotations"] if body else {}
 
-    writer = HeartbeatWriter(Run(store, "gpt", clock=lambda: now[0]), 0.05, ranks=4)
+    writer = HeartbeatWriter(Run(store, "gpt", clock=lambda: now[0]), 0.05, _ranks=4)
     writer.begin(
         TrainerStarted(id=new_ulid(_T), parent=None, began_at=_T - 9, trains_at=_T - 5, restored_s=0.0), SharedStep()
     )
