@@ -160,7 +160,9 @@ def page_of(answers: Catalog, run: Run) -> None:
     """The content of the page of a run, without its template."""
     found = answers.page(Filter(run=run.name), Sort.RUN, None, MOST_CHECKPOINTS).checkpoints
     view = retention_view(run)
-    run_view(run.name, found, view.reasons(found), view.evaluate(found, POLICY), RunPageQuery(), run.clock(), {})
+    run_view(found, RunPageQuery(), run.clock())
+    view.reasons(found)
+    view.evaluate(found, POLICY)
 
 
 def filled_store(clock: Clock, size: int, per_run: int) -> VirtualStore:

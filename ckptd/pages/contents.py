@@ -12,8 +12,6 @@ from ckptstore.analysis.charts import Tick
 from ckptstore.names import MAX_RANKS
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP = 1088, 200, 74, 1068, 10
-_SHARDS_SHOWN = 32
-_ENTRIES_SHOWN = 50
 
 
 class Bar(NamedTuple):
@@ -40,30 +38,17 @@ class Bars(NamedTuple):
     y_ticks: tuple[Tick, ...]
 
 
-class ItemRow(NamedTuple):
-    """One item of the state: model, optim, ..."""
-
-    name: str
-    num_entries: int
-    raw_bytes: int
-
-
 class ContentsView(NamedTuple):
     """The contents of a checkpoint, from its manifest."""
 
     map: Bars
     """Stored bytes by rank."""
     num_writers: int
-    most: ShardBody | None
-    """The largest shard."""
-    shards: tuple[ShardBody, ...]
-    num_shards: int
-    items: tuple[ItemRow, ...]
-    """Largest first."""
-
-    entries: tuple[EntryBody, ...]
-    """The largest entries."""
-    num_entries: int
+    shards: Sequence[ShardBody]
+    items: Sequence[tuple[str, int, int]]
+    """Name, number of entries and raw bytes of each item of the state: model, optim, ..."""
+    entries: Sequence[EntryBody]
+    """The largest first, as of shards and items."""
     values: Mapping[str, str]
     """Numbers and strings beside tensors, by path."""
 
@@ -76,27 +61,22 @@ def contents_view(
     for shard in shards:
         if shard.rank < len(written):
             written[shard.rank] += shard.stored_bytes
-    by_size = sorted(entries, key=lambda entry: (-entry.raw_bytes, entry.name))
-    largest = sorted(shards, key=lambda shard: (-shard.stored_bytes, shard.rank))
     return ContentsView(
         map=bars(written, "rank", human.size),
         num_writers=sum(1 for count in written if count),
-        most=largest[0] if largest else None,
-        shards=tuple(largest[:_SHARDS_SHOWN]),
-        num_shards=len(shards),
+        shards=sorted(shards, key=lambda shard: (-shard.stored_bytes, shard.rank)),
         items=_items(entries),
-        entries=tuple(by_size[:_ENTRIES_SHOWN]),
-        num_entries=len(entries),
+        entries=sorted(entries, key=lambda entry: (-entry.raw_bytes, entry.name)),
         values=values,
     )
 
 
-def _items(entries: Sequence[EntryBody]) -> tuple[ItemRow, ...]:
+def _items(entries: Sequence[EntryBody]) -> list[tuple[str, int, int]]:
     sizes: dict[str, list[int]] = defaultdict(list)
     for entry in entries:
         sizes[entry.name.partition("/")[0]].append(entry.raw_bytes)
-    rows = [ItemRow(name, len(own), sum(own)) for name, own in sizes.items()]
-    return tuple(sorted(rows, key=lambda row: (-row.raw_bytes, row.name))[:_SHARDS_SHOWN])
+    rows = [(name, len(own), sum(own)) for name, own in sizes.items()]
+    return sorted(rows, key=lambda row: (-row[2], row[0]))
 
 
 def bars(values: Sequence[int], name: str, write: Callable[[int], str]) -> Bars:

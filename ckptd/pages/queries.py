@@ -100,6 +100,14 @@ class RunPageQuery:
         return msgspec.structs.replace(policy, keep_abandoned_s=self.abandoned * 24 * 3600.0)
 
     @property
+    def rules(self) -> str:
+        """The policy to preview, as options of ckptctl prune."""
+        given = (("--keep", self.keep), ("--keep-every", self.every), ("--keep-best", self.best))
+        options = [f"{option} {value}" for option, value in given if value]
+        options += ["--keep-healthy 1"] * self.healthy
+        return " ".join([*options, *([] if self.abandoned is None else [f"--keep-abandoned {self.abandoned}d"])])
+
+    @property
     def plotted(self) -> tuple[str, ...]:
         """The metrics in the plot."""
         return (self.metric, *self.also)

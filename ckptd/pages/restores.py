@@ -29,37 +29,21 @@ class Cell(NamedTuple):
     """From 0 to the size of the square."""
 
 
-class RankRow(NamedTuple):
-    """A rank in the table."""
-
-    progress: RankBody
-    done: float
-    """From 0 to 1."""
-    silent_s: float
-    behind: bool
-
-
 class SessionView(NamedTuple):
-    """One session."""
+    """The ranks of one session."""
 
-    view: RestoreBody
-    done: float
-    """From 0 to 1."""
-    took_s: float
-    """Until now, or until it ended."""
     width: float
     height: float
     cells: tuple[Cell, ...]
     joined_cells: int
     """Number of ranks per cell."""
     phases: tuple[tuple[str, int], ...]
-    rows: tuple[RankRow, ...]
+    rows: tuple[RankBody, ...]
     """Stragglers and the least advanced ranks first."""
-    num_hidden: int
 
 
-def session_view(view: RestoreBody, now: float) -> SessionView:
-    """One session with its ranks."""
+def session_view(view: RestoreBody) -> SessionView:
+    """The ranks of one session."""
     ranks = view.ranks or ()
     known = {progress.rank: progress for progress in ranks}
     group = -(-view.world_size // _MAX_CELLS) or 1
@@ -67,22 +51,14 @@ def session_view(view: RestoreBody, now: float) -> SessionView:
     cells = [_cell(i, span, known) for i, span in enumerate(spans)]
     columns = min(_COLUMNS, len(cells))
     behind = set(view.stragglers)
-    rows = [
-        RankRow(progress, progress.fraction, max(0.0, now - progress.updated_at), progress.rank in behind)
-        for progress in ranks
-    ]
-    rows.sort(key=lambda row: (row.progress.phase is not Phase.FAILED, not row.behind, row.done, row.progress.rank))
+    rows = sorted(ranks, key=lambda p: (p.phase is not Phase.FAILED, p.rank not in behind, p.fraction, p.rank))
     return SessionView(
-        view=view,
-        done=1.0 if view.num_restored == view.world_size else view.progress or 0.0,
-        took_s=max(0.0, (view.ended_at or now) - view.created_at),
         width=columns * _STEP,
         height=-(-len(cells) // _COLUMNS) * _STEP,
         cells=tuple(cells),
         joined_cells=group,
         phases=_phases(view.world_size, ranks),
         rows=tuple(rows[:_ROWS_SHOWN]),
-        num_hidden=max(0, len(rows) - _ROWS_SHOWN),
     )
 
 

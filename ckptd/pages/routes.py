@@ -33,7 +33,7 @@ from ckptd.pages.runs import (
     run_view,
 )
 from ckptd.pages.sessions import VISIT, Visit, read_form
-from ckptd.pages.timeline import goodput_view
+from ckptd.pages.timeline import timeline
 from ckptd.services.tokens import Caller
 from ckptd.services.uploads import live_uploads
 from ckptstore import human
@@ -45,7 +45,7 @@ from ckptstore.format.records import Best
 from ckptstore.names import Reference, check_run, is_run
 from ckptstore.reading.source import StoreSource
 from ckptstore.retention.deletion import SWEEP_GRACE_S
-from ckptstore.retention.pruning import Prune
+from ckptstore.retention.pruning import Prune, PrunePlan
 from ckptstore.run import Run
 from ckptstore.stores.checks import StoreReport
 
@@ -172,8 +172,8 @@ async def restores(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
 @router.get("/restores/{id}")
 async def restore(ctx: Ctx, visitor: Visiting, id: str) -> Response:
     """One restore session and its ranks."""
-    view = await ctx.threads.index(ctx.restores.view, id, True)
-    return visitor.page("restore.html", live_s=int(view.state.live), view=session_view(view, visitor.now))
+    found = await ctx.threads.index(ctx.restores.view, id, True)
+    return visitor.page("restore.html", live_s=int(found.state.live), restore=found, view=session_view(found))
 
 
 @router.get("/jobs")
@@ -257,21 +257,19 @@ async def run(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Respon
     policy = kept.policy if kept else None
     previewed = policy if query.plan else query.policy
     others, not_drawn = await _overlaid(ctx, visitor, run, query.other)
-    view = run_view(
-        run,
-        checkpoints,
-        kept.reasons(checkpoints) if kept else None,
-        kept.evaluate(checkpoints, previewed) if kept and previewed else None,
-        query,
-        visitor.now,
-        others,
-    )
+    pruned = kept.evaluate(checkpoints, previewed) if kept and previewed else None
+    preview = PrunePlan(tuple(pruned)) if pruned is not None else None
     deleted = await soon(ctx, ctx.operator("").deleted, run)
     live = [c for c in checkpoints if c.live]
     bests = map(Best.parse, policy.keep_best if policy else ())
     return visitor.page(
         "run.html",
-        view=view,
+        run=run,
+        view=run_view(checkpoints, query, visitor.now, others),
+        reasons=kept.reasons(checkpoints) if kept else None,
+        preview=preview,
+        expected=fingerprint(preview) if preview is not None else "",
+        decided={d.checkpoint.attempt: "thin" if d.thins else "keep" if d.reasons else "remove" for d in pruned or ()},
         values_of=values_of,
         beside={run: checkpoints, **others},
         all_states=tuple(State),
@@ -306,7 +304,7 @@ async def goodput(ctx: Ctx, visitor: Visiting, run: str) -> Response:
     """A breakdown of one run's wall-clock time."""
     account = await ctx.threads.store(ctx.accounts.of_run, run)
     checkpoints = await ctx.threads.index(newest, ctx, run, MOST_CHECKPOINTS)
-    return visitor.page("goodput.html", view=goodput_view(account, checkpoints))
+    return visitor.page("goodput.html", account=account, timeline=timeline(account, checkpoints))
 
 
 async def _overlaid(ctx: Context, visitor: Visitor, run: str, other: str) -> tuple[dict[str, list[Checkpoint]], int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -28,135 +28,48 @@ from ckptstore.retention.pruning import PrunePlan
 from ckptstore.retention.scrubbing import verified_at
 from ckptstore.run import Run
 
-_METRICS_IN_A_ROW = 2
-_CHIPS = 12
-
-
-class CheckpointRow(NamedTuple):
-    """A checkpoint in the list of its run."""
-
-    checkpoint: Checkpoint
-    age_s: float
-    reasons: tuple[str, ...] | None
-    """The reasons to keep it; empty if the policy does not keep it; None if unknown."""
-    decided: str
-    """The decision of the preview: keep, thin or remove; empty without a preview."""
-    metrics: tuple[tuple[str, float], ...]
-    """Some of its metrics, without the plotted one."""
-    num_more: int
-
-
-class Preview(NamedTuple):
-    """The effect of a prune."""
-
-    rules: str
-    """As options of ckptctl prune."""
-    num_kept: int
-    num_removed: int
-    num_thinned: int
-    removed_bytes: int
-    fingerprint: str
-    """A digest of its deletions."""
-
 
 class RunView(NamedTuple):
     """One run."""
 
-    run: str
     query: RunPageQuery
-    total: int
-    """Number of checkpoints read."""
-    stored_bytes: int
     num_matching: int
     num_pages: int
-    newest: Checkpoint | None
-    age_s: float | None
-    states: tuple[tuple[State, int], ...]
     chips: tuple[str, ...]
     """The choices of the plot: the chosen ones, then others."""
-    more_chips: tuple[str, ...]
-    """The choices after these."""
     plots_metric: bool
     """Whether the plot shows a metric, not a size or duration."""
-    branched: bool
-    """Whether it has more than one generation."""
     curves: Curves
     over_time: tuple[Curves, ...]
     branches: Branches | None
-    """None unless it has branches."""
-    rows: tuple[CheckpointRow, ...]
-    preview: Preview | None
+    """None unless it has more than one generation."""
+    rows: Sequence[Checkpoint]
+    """Of the page that is shown."""
 
 
 def run_view(
-    run: str,
     checkpoints: Sequence[Checkpoint],
-    reasons: Mapping[Attempt, tuple[str, ...]] | None,
-    pruned: Sequence[KeepDecision] | None,
     query: RunPageQuery,
     now: float,
     others: Mapping[str, Sequence[Checkpoint]] | None = None,
 ) -> RunView:
-    """One run. checkpoints: newest step first. pruned: the decisions of the previewed prune. others: of the runs
-    in query.other.
-    """
+    """One run. checkpoints: newest step first. others: of the runs in query.other."""
     metrics = metric_names(checkpoints)
     metric = query.metric if query.metric in metrics else main_metric(checkpoints)
     query = replace(query, metric=metric, also=tuple(name for name in query.also if name in metrics and name != metric))
-    chips = (*query.plotted, *(name for name in metrics if name not in query.plotted))
     matching = [c for c in checkpoints if _matches(c, query)]
     shown, page, num_pages = paged(matching, query.page)
-    query = replace(query, page=page)
-    decided = {v.checkpoint.attempt: "thin" if v.thins else "keep" if v.reasons else "remove" for v in pruned or ()}
-    newest = next((c for c in checkpoints if c.state is State.COMMITTED), None)
-    states = Counter(c.state for c in checkpoints)
     return RunView(
-        run=run,
-        query=query,
-        total=len(checkpoints),
-        stored_bytes=sum(c.stored_bytes for c in checkpoints),
+        query=replace(query, page=page),
         num_matching=len(matching),
         num_pages=num_pages,
-        newest=newest,
-        age_s=max(0.0, now - newest.committed_at) if newest else None,
-        states=tuple((state, states[state]) for state in State if states[state]),
-        chips=chips[:_CHIPS],
-        more_chips=chips[_CHIPS:],
+        chips=(*query.plotted, *(name for name in metrics if name not in query.plotted)),
         plots_metric=query.metric not in WRITERS,
-        branched=has_branches(checkpoints),
         curves=metric_curves(matching, query.plotted, others or {}, query.log, query.smooth),
         over_time=time_curves(checkpoints, now),
         branches=branches(checkpoints) if has_branches(checkpoints) else None,
-        rows=tuple(_row(c, reasons, decided.get(c.attempt, ""), query.metric, now) for c in shown),
-        preview=_preview(pruned, query),
+        rows=shown,
     )
-
-
-def _row(
-    checkpoint: Checkpoint, reasons: Mapping[Attempt, tuple[str, ...]] | None, decided: str, plotted: str, now: float
-) -> CheckpointRow:
-    others = sorted(item for item in checkpoint.metrics.items() if item[0] != plotted)
-    return CheckpointRow(
-        checkpoint=checkpoint,
-        age_s=max(0.0, now - checkpoint.committed_at),
-        reasons=reasons.get(checkpoint.attempt, ()) if reasons is not None else None,
-        decided=decided,
-        metrics=tuple(others[:_METRICS_IN_A_ROW]),
-        num_more=max(0, len(others) - _METRICS_IN_A_ROW),
-    )
-
-
-def _preview(pruned: Sequence[KeepDecision] | None, query: RunPageQuery) -> Preview | None:
-    if pruned is None:
-        return None
-    given = (("--keep", query.keep), ("--keep-every", query.every), ("--keep-best", query.best))
-    rules = " ".join(f"{option} {value}" for option, value in given if value)
-    if query.healthy:
-        rules = f"{rules} --keep-healthy 1".lstrip()
-    if query.abandoned is not None:
-        rules += f" --keep-abandoned {query.abandoned}d"
-    plan = PrunePlan(tuple(pruned))
-    return Preview(rules, len(plan.keep), len(plan.remove), len(plan.thin), plan.freed_bytes, fingerprint(plan))
 
 
 def fingerprint(plan: PrunePlan) -> str:
@@ -191,8 +104,6 @@ class RunRow(NamedTuple):
     """A run in the list."""
 
     summary: RunSummary
-    age_s: float | None
-    """Age of its newest checkpoint; None if it has none."""
     trend: Line | None
     trend_of: str
     num_uploads: int | None
@@ -201,11 +112,6 @@ class RunRow(NamedTuple):
     progress: Progress
     local_only: LocalOnly | None
     """None if it has no local tier."""
-
-    @property
-    def tags(self) -> list[tuple[str, str]]:
-        """The tags of its newest checkpoint."""
-        return sorted(self.summary.latest.tags.items()) if self.summary.latest else []
 
 
 def chosen_runs(
@@ -251,11 +157,10 @@ def run_row(
     """A run with data of its newest checkpoints. recent: newest step first. account: None if it is not known."""
     known = [c for c in reversed(recent) if c.state is State.COMMITTED]
     metric = main_metric(known)
-    age_s = max(0.0, now - summary.latest.committed_at) if summary.latest else None
     trend = sparkline(value_of(c, metric) for c in known)
     going = progress(recent, num_uploads, account, now)
     local_only = account.local_only if account is not None else None
-    return RunRow(summary, age_s, trend, metric, num_uploads, num_restores, going, local_only)
+    return RunRow(summary, trend, metric, num_uploads, num_restores, going, local_only)
 
 
 def progress(recent: Sequence[Checkpoint], num_uploads: int | None, account: Account | None, now: float) -> Progress:

@@ -55,41 +55,9 @@ class Timeline(NamedTuple):
     ticks: tuple[Tick, ...]
 
 
-class Part(NamedTuple):
-    """A category and its share of all time."""
-
-    kind: str
-    seconds: float
-    share: float
-    x: float
-    """In per cent of the width."""
-
-
-class GoodputView(NamedTuple):
-    """The page of one run."""
-
-    account: Account
-    parts: tuple[Part, ...]
-    timeline: Timeline
-    attempts: tuple[tuple[int, AttemptAccount], ...]
-    """Newest first, with their numbers."""
-
-
-def goodput_view(account: Account, checkpoints: Sequence[Checkpoint]) -> GoodputView:
-    """The view of an account and of the checkpoints that are still there."""
-    total = sum(account.seconds.values()) or 1.0
-    parts, x = [], 0.0
-    for kind, seconds in account.seconds.items():
-        parts.append(Part(kind, seconds, seconds / total, 100 * x))
-        x += seconds / total
-    numbered = tuple(enumerate(account.attempts, start=1))
-    return GoodputView(account, tuple(parts), _timeline(account, checkpoints, numbered), numbered[::-1])
-
-
-def _timeline(
-    account: Account, checkpoints: Sequence[Checkpoint], numbered: Sequence[tuple[int, AttemptAccount]]
-) -> Timeline:
-    shown = numbered[-MOST_ROWS:]
+def timeline(account: Account, checkpoints: Sequence[Checkpoint]) -> Timeline:
+    """The timeline of an account, with the checkpoints that are still there."""
+    shown = list(enumerate(account.attempts, start=1))[-MOST_ROWS:]
     begin = shown[0][1].began_at
     span = max(1e-3, account.until - begin)
 

@@ -18,7 +18,7 @@ def test_a_plot_has_other_metrics_and_another_run() -> None:
     own = [_checkpoint(step, loss=1.0 / step, val=2.0 / step) for step in (3, 2, 1)]
     other = [_checkpoint(step, loss=3.0 / step) for step in (2, 1)]
     query = RunPageQuery(metric="loss", also=("val", "none", "loss"), other="gpt-b", log=True)
-    view = run_view("gpt", own, None, None, query, 10.0, {"gpt-b": other})
+    view = run_view(own, query, 10.0, {"gpt-b": other})
     assert view.curves.chart is not None
     assert [len(line.marks) for line in view.curves.chart.lines] == [3, 3, 2]
     assert view.curves.names == ("loss", "val", "loss of gpt-b")
@@ -27,12 +27,12 @@ def test_a_plot_has_other_metrics_and_another_run() -> None:
 
 
 def test_stored_bytes_add_up_over_time() -> None:
-    view = run_view("gpt", [_checkpoint(step) for step in (30, 20, 10)], None, None, RunPageQuery(), 40.0)
+    view = run_view([_checkpoint(step) for step in (30, 20, 10)], RunPageQuery(), 40.0)
     stored, saves = (curves.chart.lines[0].marks for curves in view.over_time if curves.chart is not None)
     assert [mark.title.partition(": ")[2] for mark in stored] == [f"{total} B (committed)" for total in (10, 20, 30)]
     assert [WRITERS[SAVE_SECONDS](seconds) for seconds in (0, 0.05, 0.1, 75)] == ["0s", "0.05s", "0.1s", "1m 15s"]
     assert [mark.link for mark in saves] == [mark.link for mark in stored]
-    assert run_view("gpt", [_checkpoint(1)], None, None, RunPageQuery(), 40.0).over_time == ()
+    assert run_view([_checkpoint(1)], RunPageQuery(), 40.0).over_time == ()
 
 
 def test_bytes_of_a_store_rise_in_steps_also_by_group() -> None:
