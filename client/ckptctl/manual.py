@@ -23,7 +23,6 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "why": ("why.why", "Find the first checkpoint that went wrong."),
         "diff": ("diff.diff", "Compare the tensors of two checkpoints."),
         "goodput": ("goodput.goodput", "Show what became of the time of a run."),
-        "watch": ("watch.watch", "Follow commits, deletions and damage."),
         "open": ("login.open_page", "Open the dashboard in a browser."),
     },
     "Check": {
@@ -70,7 +69,7 @@ ALIASES = {"list": "ls", "get": "ls", "describe": "show", "delete": "rm"}
 """Names that users of kubectl type. They work, but are not listed."""
 
 SYNONYMS: dict[str, str] = {
-    "ls": "dir checkpoints snapshots find search all",
+    "ls": "dir checkpoints snapshots find search all watch follow tail events",
     "runs": "run projects experiments",
     "show": "info inspect cat stat view shards",
     "latest": "newest last head",
@@ -81,7 +80,6 @@ SYNONYMS: dict[str, str] = {
     "undelete": "recover undo unrm deleted",
     "verify": "check fsck validate checksum drill",
     "scrub": "repair heal fix",
-    "watch": "follow tail events logs wait",
     "pin": "pins unpin keep hold protect lock release unlock",
     "tag": "label annotate metrics",
     "policy": "policies retention rules",
@@ -211,7 +209,6 @@ EXAMPLES: dict[str, str] = {
     """,
     "import": "ckptctl import last.pt gpt-small@0 --store s3://bucket/ckpts",
     "restores": "ckptctl restores --watch",
-    "watch": "ckptctl watch gpt-small -o jsonl | while read -r event; do ...; done",
     "jobs": """
         ckptctl jobs
         ckptctl jobs 01KAJ2Y0Q8V6T0E9Q5M1Z3X7WN --cancel

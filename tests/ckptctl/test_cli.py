@@ -380,7 +380,6 @@ MISTAKES = [
     ),
     Mistake("rm gpt@10 gpt@11 --yes", 4, "no checkpoint at step 11", "ckptctl ls"),
     *(Mistake(f"{verb} ../x", 2, "run name '../x' is not allowed", "letters") for verb in ("ls", "latest", "goodput")),
-    Mistake("watch ../x", 2, "run name '../x' is not allowed", "letters"),
     Mistake("ls a~*", 2, "'a~*' is not a run", "wildcards"),
     Mistake("show ../x@1", 2, "'../x' is not allowed", "letters"),
     *(Mistake(f"pin gpt@10 {name}", 2, "pin name", "1 to 64 letters") for name in ("a/b", "../x", "x" * 65)),
