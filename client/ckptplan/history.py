@@ -8,8 +8,7 @@ from math import prod
 from statistics import median
 
 from ckptplan.model import Model, Term, measured_terms
-from ckptstore.commits.catalog import Checkpoint, State
-from ckptstore.errors import NoCheckpoint
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.format.documents import Content
 from ckptstore.format.planning import derived_bytes, entry_bytes
 from ckptstore.format.records import SaveCost
@@ -42,22 +41,14 @@ class History(Record):
     """From the capture to the commit."""
     slowest_durable_s: float
     """The same of the slowest of them, not a median."""
-    interval_s: float | None
-    """From save to save."""
     step_s: float | None
     """From step to step, saves included."""
     stall_s: float | None
     slowdown_s: float | None
 
 
-def history(checkpoints: Sequence[Checkpoint], costs: Iterable[SaveCost] = ()) -> History:
-    """The history of one run. checkpoints: newest first. costs: as the newest of them hold.
-
-    Raises NoCheckpoint if none is usable.
-    """
-    usable = [c for c in checkpoints if c.state is State.COMMITTED]
-    if not usable:
-        raise NoCheckpoint("the run has no usable checkpoint to measure", "Let it save once")
+def history(usable: Sequence[Checkpoint], costs: Iterable[SaveCost] = ()) -> History:
+    """The history of one run. usable: its committed checkpoints, newest first. costs: as the newest of them hold."""
     newest = usable[0]
     alike = [c for c in usable if abs(c.needed_bytes - newest.needed_bytes) <= _SAME_SIZE * newest.needed_bytes]
     alike = alike[:_NEWEST]
@@ -72,7 +63,6 @@ def history(checkpoints: Sequence[Checkpoint], costs: Iterable[SaveCost] = ()) -
         num_checkpoints=len(alike),
         durable_s=median(c.save_seconds for c in alike),
         slowest_durable_s=max(c.save_seconds for c in alike),
-        interval_s=median(seconds for seconds, _ in apart) if apart else None,
         step_s=median(seconds / steps for seconds, steps in apart) if apart else None,
         stall_s=median(cost.stall_s for cost in known) if known else None,
         slowdown_s=median(slowdowns) if slowdowns else None,

@@ -14,7 +14,7 @@ from ckptctl.commands.arguments import a_checkpoint
 from ckptctl.commands.struct_options import with_options
 from ckptctl.completion import run_names
 from ckptctl.render import Block, Facts, Row, Table, write_file
-from ckptctl.session import Session, open_target
+from ckptctl.session import Session, no_checkpoints, open_target
 from ckptctl.targets import Target
 from ckptplan.history import contents, history
 from ckptplan.inputs import PlanInputs
@@ -25,11 +25,11 @@ from ckptplan.training import TrainingTime, ettr
 from ckptstore import human
 from ckptstore.analysis.charts import Point, Tick, plot, svg
 from ckptstore.commits.catalog import Checkpoint, State
-from ckptstore.errors import InvalidRequest, NoCheckpoint
+from ckptstore.errors import InvalidRequest
 from ckptstore.format.decoding import convert
 from ckptstore.format.documents import Manifest
 from ckptstore.format.records import SAVE_COST, Policy, SaveCost
-from ckptstore.names import Reference, check_run
+from ckptstore.names import check_run
 from ckptstore.reading.safetensors import StoredTensor, read_header
 from ckptstore.reading.source import StoreSource, read_manifest
 from ckptstore.stores.checks import StoreSpeed, measure_store
@@ -118,19 +118,17 @@ def _model(
     if safetensors is not None:
         return _from_safetensors(safetensors)
     if checkpoint is not None:
-        text = checkpoint if "@" in checkpoint else f"{checkpoint}@latest"
-        found = session.source.find(Reference.parse(text))
+        found = session.find(checkpoint)
         return _contents(found, read_manifest(session.source, found))
     return _from_run(session, run) if run is not None else {}
 
 
 def _from_run(session: Session, run: str) -> dict[str, Any]:
-    listed = session.source.checkpoints(check_run(run))
-    usable = [one for one in listed if one.state is State.COMMITTED]
+    usable = [one for one in session.source.checkpoints(check_run(run)) if one.state is State.COMMITTED]
     if not usable:
-        raise NoCheckpoint(f"run {run!r} has no checkpoint in {session.source.url}", "ckptctl runs lists the runs")
+        raise no_checkpoints(run, session.source.url)
     manifests = [read_manifest(session.source, one) for one in usable[:_MEASURED]]
-    found = history(listed, _costs(manifests))
+    found = history(usable, _costs(manifests))
     measured = {name: getattr(found, name) for name in ("durable_s", "step_s", "stall_s", "slowdown_s")}
     known = {name: value for name, value in measured.items() if value is not None}
     missing = [name.removesuffix("_s") for name in measured if name not in known]
