@@ -15,7 +15,7 @@ from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.errors import CkptError, DaemonUnavailable, Forbidden, Unavailable
 from ckptstore.stores.checks import StoreReport
-from ckptstore.values import Record, Value
+from ckptstore.values import Record
 
 _Check = Callable[[Session], Iterator["HealthFinding"]]
 _SKEW_S = 10.0
@@ -36,13 +36,6 @@ class HealthFinding(Record):
     def of(cls, check: str, good: bool, found: str, advice: str = "", bad: str = "wrong") -> HealthFinding:
         """ok, or bad with the advice."""
         return cls(check=check, verdict="ok" if good else bad, found=found, advice="" if good else advice)
-
-
-class HealthBody(Value):
-    """A target that responds, as JSON."""
-
-    target: str
-    ready: bool
 
 
 def probe(session: Session) -> None:
@@ -99,7 +92,7 @@ def _wait(session: Session, most_s: float) -> None:
             if session.clock() >= until:
                 raise
             time.sleep(_AGAIN_S)
-    session.screen.emit(HealthBody(target, ready=True), [target], [f"{target} is ready"])
+    session.screen.emit({"target": target, "ready": True}, [target], [f"{target} is ready"])
 
 
 def _ask_daemon(session: Session) -> None:

@@ -20,7 +20,6 @@ from ckpt.foreign import importing
 from ckpt.foreign.exporting import (
     Export,
     FileFormat,
-    Selection,
     choose_format,
     select,
     select_named,
@@ -71,20 +70,6 @@ class ExportBody(Record):
     """Items that each rank keeps for itself, which are in no export. The exit code is 3 if there are any."""
     positions: list[str]
     """Positions in data loaders, which are in no export either."""
-
-    @staticmethod
-    def of(found: Checkpoint, path: Path, kind: FileFormat, selection: Selection) -> ExportBody:
-        """The body for a checkpoint that was written to `path`."""
-        return ExportBody(
-            id=found.id,
-            path=str(path),
-            format=kind,
-            num_entries=len(selection.entries),
-            raw_bytes=selection.raw_bytes,
-            file_bytes=size_on_disk(path),
-            left_out=list(selection.left_out),
-            positions=list(selection.positions),
-        )
 
 
 @in_units("checkpoint", lambda session, checkpoint, to, **_: _destinations(session, checkpoint, to).values())
@@ -146,7 +131,18 @@ def export(
                 with session.screen.progress("reading", selection.raw_bytes) as progress:
                     task = Export(session.source, found, content, selection, progress, dtype)
                     write_whole(path, kind, force, partial(write, task))
-        bodies.append(ExportBody.of(found, path, kind, selection))
+        bodies.append(
+            ExportBody(
+                id=found.id,
+                path=str(path),
+                format=kind,
+                num_entries=len(selection.entries),
+                raw_bytes=selection.raw_bytes,
+                file_bytes=size_on_disk(path),
+                left_out=list(selection.left_out),
+                positions=list(selection.positions),
+            )
+        )
     _report_exports(session, bodies)
 
 
@@ -185,19 +181,6 @@ def _report_left_out(session: Session, body: ExportBody) -> None:
         )
 
 
-class ImportBody(Record):
-    """The result of an import, as JSON. `notes`: parts that cannot be restored completely."""
-
-    id: str
-    path: str
-    format: ForeignFormat
-    items: list[str]
-    num_entries: int
-    raw_bytes: int
-    stored_bytes: int
-    notes: list[str]
-
-
 def import_checkpoint(
     session: Session,
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A file or folder on this machine.")],
@@ -224,18 +207,18 @@ def import_checkpoint(
         made = importing.write_checkpoint(Run(store, run, session.clock), attempt, foreign, progress)
     for note in foreign.notes:
         session.screen.note(note)
-    body = ImportBody(
-        id=made.id,
-        path=str(path),
-        format=kind,
-        items=sorted(foreign.trees),
-        num_entries=made.num_entries,
-        raw_bytes=made.raw_bytes,
-        stored_bytes=made.stored_bytes,
-        notes=foreign.notes,
-    )
-    entries = human.count(body.num_entries, "entry")
-    text = f"Imported {entries} ({human.size(body.raw_bytes)}) from {path} as {made.id}"
+    body = {
+        "id": made.id,
+        "path": str(path),
+        "format": kind,
+        "items": sorted(foreign.trees),
+        "num_entries": made.num_entries,
+        "raw_bytes": made.raw_bytes,
+        "stored_bytes": made.stored_bytes,
+        "notes": foreign.notes,
+    }
+    entries = human.count(made.num_entries, "entry")
+    text = f"Imported {entries} ({human.size(made.raw_bytes)}) from {path} as {made.id}"
     session.screen.emit(body, [made.id], [text])
 
 

@@ -17,15 +17,6 @@ from ckptctl.session import Session, parse_reference
 from ckptctl.targets import choose_target
 from ckptstore.errors import InvalidRequest
 from ckptstore.names import check_run
-from ckptstore.values import Value
-
-
-class LoginBody(Value):
-    """A stored profile as JSON, without its token."""
-
-    profile: str
-    url: str
-    file: str
 
 
 def login(
@@ -50,7 +41,7 @@ def login(
     finally:
         source.close()
     path = save_profile(name, target.url, target.token or "", target.cacert)
-    body = LoginBody(name, target.url, str(path))
+    body = {"profile": name, "url": target.url, "file": str(path)}
     session.screen.emit(body, [name], [f"profile {name}: {target.url}, stored in {path}"])
 
 

@@ -6,26 +6,6 @@ from ckptctl.profiles import load_profiles
 from ckptctl.render import Facts, Row, Table
 from ckptctl.session import Session
 from ckptstore.errors import InvalidRequest
-from ckptstore.values import Value
-
-
-class ProfileBody(Value):
-    """One profile as JSON, without its token."""
-
-    name: str
-    target: str
-    has_token: bool
-
-
-class ConfigBody(Value):
-    """The configuration as JSON."""
-
-    file: str
-    default: str | None
-    profiles: list[ProfileBody]
-    target: str | None
-    origin: str
-    has_token: bool
 
 
 def show_config(session: Session) -> None:
@@ -35,18 +15,27 @@ def show_config(session: Session) -> None:
     CKPTCTL_PROFILE), which overrides the file's own `profile`.
     """
     found = load_profiles()
-    profiles = [ProfileBody(p.name, p.url or p.store or "", p.token is not None) for p in found.profiles]
     try:
-        target = session.target
-        body = ConfigBody(str(found.path), found.default, profiles, target.url, target.origin, target.token is not None)
+        url, origin, token = session.target.url, session.target.origin, session.target.token
     except InvalidRequest as error:
-        body = ConfigBody(str(found.path), found.default, profiles, None, str(error), False)
+        url, origin, token = None, str(error), None
+    profiles = [
+        {"name": p.name, "target": p.url or p.store or "", "has_token": p.token is not None} for p in found.profiles
+    ]
+    body = {
+        "file": str(found.path),
+        "default": found.default,
+        "profiles": profiles,
+        "target": url,
+        "origin": origin,
+        "has_token": token is not None,
+    }
     pairs = [
-        ("file", body.file if found.path.exists() else f"{body.file} (not found)"),
-        ("target", body.target or "none"),
-        ("because of", body.origin),
-        ("token", "yes" if body.has_token else "none"),
+        ("file", str(found.path) if found.path.exists() else f"{found.path} (not found)"),
+        ("target", url or "none"),
+        ("because of", origin),
+        ("token", "yes" if token else "none"),
     ]
     columns = ("PROFILE", "TARGET", "TOKEN")
-    rows = [Row((p.name, p.target, "yes" if p.has_token else "none")) for p in profiles]
-    session.screen.emit(body, [p.name for p in profiles], [Facts(pairs), Table(columns, rows)])
+    rows = [Row((p.name, p.url or p.store or "", "yes" if p.token else "none")) for p in found.profiles]
+    session.screen.emit(body, [p.name for p in found.profiles], [Facts(pairs), Table(columns, rows)])

@@ -26,34 +26,6 @@ from ckptstore.reading.verify import verify as verify_checkpoint
 from ckptstore.retention.scrubbing import RateLimiter, due_for_scrub, scrub
 from ckptstore.run import Run
 from ckptstore.stores import open_store
-from ckptstore.values import Record
-
-
-class VerificationBody(Record):
-    """The result of verifying one checkpoint, as JSON."""
-
-    id: str
-    ok: bool
-    num_chunks: int
-    stored_bytes: int
-    problems: list[str]
-    healed: list[str] = []
-    """Keys of the objects that were written again."""
-    estimates: list[RestoreEstimate] = []
-    """How long a restore takes, by number of ranks."""
-
-    @staticmethod
-    def of(result: Verification) -> VerificationBody:
-        """The body for a result."""
-        return VerificationBody(
-            id=result.checkpoint.id,
-            ok=result.ok,
-            num_chunks=result.num_chunks,
-            stored_bytes=result.stored_bytes,
-            problems=list(result.problems),
-            healed=list(result.healed),
-            estimates=list(result.estimates),
-        )
 
 
 @in_units("which", lambda *given, **named: _choose(*given, **named))
@@ -97,8 +69,14 @@ def verify(
 
 def _report(session: Session, results: Sequence[Verification], hint: str) -> None:
     damaged = [result.checkpoint.id for result in results if not result.ok]
-    session.screen.emit([VerificationBody.of(result) for result in results], damaged, _blocks(results))
+    session.screen.emit(list(map(_body, results)), damaged, _blocks(results))
     _raise_if_damaged(len(damaged), len(results), hint)
+
+
+def _body(result: Verification) -> dict[str, object]:
+    """A result as JSON; `healed`: keys of the objects that were written again."""
+    names = ("ok", "num_chunks", "stored_bytes", "problems", "healed", "estimates")
+    return {"id": result.checkpoint.id, **{name: getattr(result, name) for name in names}}
 
 
 def _raise_if_damaged(num_damaged: int, num_checked: int, hint: str) -> None:
