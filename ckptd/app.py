@@ -20,7 +20,7 @@ from ckptd.cache import BlockCache, open_folder
 from ckptd.housekeeping.job_handlers import JobHandlers
 from ckptd.housekeeping.leadership import Leadership, LeaderStore
 from ckptd.housekeeping.policies import POLICIES, PolicyLoop
-from ckptd.housekeeping.recovery import OrphanCollector, Recovery, RecoveryLoop
+from ckptd.housekeeping.recovery import OrphanCollector, Recovery
 from ckptd.housekeeping.scrubbing import Scrubber
 from ckptd.housekeeping.webhooks import Webhooks
 from ckptd.http import openapi, problems
@@ -198,8 +198,8 @@ def _housekeeping(core: _Core) -> list[_Background]:
     """Background work of the leader."""
     led = core.leadership.leads
     settings, store, metrics, clock = core.settings, core.leader_store, core.metrics, core.clock
-    recovery = Recovery(store, clock, settings.commit_grace_seconds)
-    recovery_loop = RecoveryLoop(store, core.index, recovery, metrics, clock, core.store_sync.notify)
+    grace_s, notify = settings.commit_grace_seconds, core.store_sync.notify
+    recovery = Recovery(store, core.index, metrics, clock, grace_s, notify)
     policies = PolicyLoop(core.index, core.operator(POLICIES, store), core.events, metrics, clock)
     scrub_s = settings.scrub_days * 24 * 3600
     newest_s, ranks = settings.verify_hours * 3600, settings.verify_rank_counts
@@ -220,7 +220,7 @@ def _housekeeping(core: _Core) -> list[_Background]:
         return led() and answered()
 
     return [
-        Periodic("recovering", recovery_loop.run_once, every_s=settings.poll_seconds, when=ready),
+        Periodic("recovering", recovery.run_once, every_s=settings.poll_seconds, when=ready),
         Periodic("applying policies", policies.run_once, every_s=min(5.0, settings.poll_seconds), when=ready),
         Periodic("scrubbing", scrubber.run_once, every_s=1.0, when=ready),
         Periodic("collecting", core.collector.run_once, every_s=settings.collect_seconds, when=ready),

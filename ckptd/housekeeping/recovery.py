@@ -17,7 +17,7 @@ from ckptstore.clock import Clock
 from ckptstore.commits.catalog import list_runs
 from ckptstore.commits.commit import receipt_ranks
 from ckptstore.errors import CkptError
-from ckptstore.names import Attempt, RunKeys, checkpoint_id
+from ckptstore.names import Attempt
 from ckptstore.retention.deletion import Waste, advance, collect, measure_waste, undecided_attempts
 from ckptstore.run import Run
 from ckptstore.stores import Store
@@ -35,47 +35,16 @@ class _Seen:
 
 @dataclass
 class Recovery:
-    """Tracks attempts that have no outcome yet. For one thread."""
-
-    _store: Store
-    _clock: Clock
-    _grace_s: float
-    """The committer counts as dead after this time without a new receipt."""
-    _seen: dict[str, dict[Attempt, _Seen]] = field(default_factory=dict)
-
-    def advance_run(self, run: str) -> list[Attempt]:
-        """Commit finished attempts that were unchanged for the grace period; returns those that are committed now."""
-        undecided = undecided_attempts(self._run(run))
-        before = self._seen.get(run, {})
-        self._seen[run] = {attempt: self._look(run, attempt, before.get(attempt)) for attempt in undecided}
-        return [attempt for attempt, seen in self._seen[run].items() if self._advance(run, attempt, seen)]
-
-    def _look(self, run: str, attempt: Attempt, before: _Seen | None) -> _Seen:
-        count = len(receipt_ranks(self._run(run), attempt))
-        return before if before and before.num_receipts == count else _Seen(count, self._clock())
-
-    def _advance(self, run: str, attempt: Attempt, seen: _Seen) -> bool:
-        if seen.tried or not seen.num_receipts or self._clock() - seen.since < self._grace_s:
-            return False
-        committed = advance(self._run(run), attempt)
-        # Not committed: receipts are missing or damaged. Try again when there are more.
-        seen.tried = True
-        return committed
-
-    def _run(self, name: str) -> Run:
-        return Run(self._store, name, self._clock)
-
-
-@dataclass
-class RecoveryLoop:
-    """Finds unfinished attempts in all runs. For one background thread."""
+    """Finds attempts that have no outcome yet in all runs, and commits those that are complete. For one thread."""
 
     _store: Store
     _index: Index
-    _recovery: Recovery
     _metrics: Metrics
     _clock: Clock
+    _grace_s: float
+    """The committer counts as dead after this time without a new receipt."""
     _on_commit: Callable[[str, Attempt], object]
+    _seen: dict[str, dict[Attempt, _Seen]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._poll_plan = PollPlan(self._clock)
@@ -84,18 +53,36 @@ class RecoveryLoop:
         """List each run once, and again only if an attempt is not in the index. Raises CkptError."""
         for run in self._poll_plan.due(self._index.versions()):
             with reported(self._count, run):
-                self._recover(run)
+                self._recover(Run(self._store, run, self._clock))
 
-    def _recover(self, run: str) -> None:
-        present = set(self._store.list_folders(RunKeys(run).attempts))
-        known = self._index.attempts(run)
+    def _recover(self, run: Run) -> None:
+        present = set(self._store.list_folders(run.keys.attempts))
+        known = self._index.attempts(run.name)
         decided = {str(attempt) for attempt in (*known.checkpoints, *known.aborted)}
         if present <= decided:
             return
-        for attempt in self._recovery.advance_run(run):
-            _LOG.warning("committed %s: its own committer did not", checkpoint_id(run, attempt))
+        for attempt in self.advance_run(run):
+            _LOG.warning("committed %s: its own committer did not", run.id_of(attempt))
             self._metrics.rolled_forward.inc()
-            self._on_commit(run, attempt)
+            self._on_commit(run.name, attempt)
+
+    def advance_run(self, run: Run) -> list[Attempt]:
+        """Commit finished attempts that were unchanged for the grace period; returns those that are committed now."""
+        before, undecided = self._seen.get(run.name, {}), undecided_attempts(run)
+        self._seen[run.name] = {attempt: self._look(run, attempt, before.get(attempt)) for attempt in undecided}
+        return [attempt for attempt, seen in self._seen[run.name].items() if self._advance(run, attempt, seen)]
+
+    def _look(self, run: Run, attempt: Attempt, before: _Seen | None) -> _Seen:
+        count = len(receipt_ranks(run, attempt))
+        return before if before and before.num_receipts == count else _Seen(count, self._clock())
+
+    def _advance(self, run: Run, attempt: Attempt, seen: _Seen) -> bool:
+        if seen.tried or not seen.num_receipts or self._clock() - seen.since < self._grace_s:
+            return False
+        committed = advance(run, attempt)
+        # Not committed: receipts are missing or damaged. Try again when there are more.
+        seen.tried = True
+        return committed
 
     def _count(self, run: str, error: CkptError) -> None:
         _LOG.warning("cannot check for unfinished attempts of run %s: %s", run, error)
