@@ -116,19 +116,18 @@ class _Hook:
         self._host = httpx.URL(self._url).host
         self._is_chat = self._target.startswith(_CHAT)
         self._queue: deque[EventBody] = deque(maxlen=QUEUED)
-        self._lock = threading.Lock()
-        self._filled = threading.Event()
+        self._changed = threading.Condition()
 
     def stop(self) -> None:
-        with self._lock:
+        with self._changed:
             self.stopping.set()
-            self._filled.set()
+            self._changed.notify()
 
     def offer(self, events: Sequence[EventBody]) -> None:
-        with self._lock:
+        with self._changed:
             too_many = max(0, len(self._queue) + len(events) - QUEUED)
             self._queue.extend(events)
-        self._filled.set()
+            self._changed.notify()
         if too_many:
             self._metrics.webhooks.labels("dropped").inc(too_many)
             _LOG.warning("dropped the %d oldest events for webhook %s: it is too slow", too_many, self._host)
@@ -137,13 +136,10 @@ class _Hook:
         # Do not follow redirects: they lead to addresses that are not configured.
         with httpx.Client(timeout=_TIMEOUT_S, follow_redirects=False) as client:
             while not self.stopping.is_set():
-                with self._lock:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._queue or self.stopping.is_set())
                     event = self._queue.popleft() if self._queue else None
-                    if event is None and not self.stopping.is_set():
-                        self._filled.clear()
-                if event is None:
-                    self._filled.wait()
-                else:
+                if event is not None:
                     self._deliver(client, event)
 
     def _deliver(self, client: httpx.Client, event: EventBody) -> None:
