@@ -44,7 +44,7 @@ class RunView(NamedTuple):
     branches: Branches | None
     """None unless it has more than one generation."""
     rows: Sequence[Checkpoint]
-    """Of the page that is shown."""
+    """The page that is shown."""
 
 
 def run_view(

@@ -20,7 +20,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "show": ("show.show", "Show one checkpoint: facts, entries, shards."),
         "du": ("du.show_usage", "Show what the bytes of a run belong to."),
         "stats": ("stats.stats", "Show extremes, NaN and Inf of tensors."),
-        "why": ("why.why", "Find the first checkpoint that went wrong."),
+        "why": ("stats.why", "Find the first checkpoint that went wrong."),
         "diff": ("diff.diff", "Compare the tensors of two checkpoints."),
         "goodput": ("goodput.goodput", "Show what became of the time of a run."),
         "open": ("login.open_page", "Open the dashboard in a browser."),
@@ -41,7 +41,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "pin": ("labels.pin", "Keep a checkpoint; list and remove pins."),
         "tag": ("labels.tag", "Set tags, and metrics computed after the save."),
         "policy": ("policy.group", "Show and change the retention policies."),
-        "audit": ("audit.audit", "Show who deleted or pinned what, and why."),
+        "audit": ("deletion.audit", "Show who deleted or pinned what, and why."),
     },
     "Move": {
         "export": ("foreign.export", "Write files for other programs."),
@@ -60,7 +60,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "token": ("token.group", "Manage access tokens."),
     },
     "This program": {
-        "config": ("program.show_config", "Show profiles, and the target in force."),
+        "config": ("login.show_config", "Show profiles, and the target in force."),
     },
 }
 """Commands by section: module in ckptctl.commands and function, and a summary for the list of commands."""

@@ -23,16 +23,6 @@ from ckptstore.retention.pruning import check_limit
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store, resolve_url
 from ckptstore.tiers.copying import Copied, copy_checkpoint
-from ckptstore.values import Record
-
-
-class CopyBody(Record):
-    """One copy as JSON."""
-
-    original: str
-    copy: CheckpointBody
-    existed: bool
-    """The copy was there before; nothing was written."""
 
 
 @in_units("which", lambda session, which, **_: _usable(session, which or []), dry_run=False)
@@ -68,10 +58,10 @@ def copy_checkpoints(
     with session.screen.progress("copying", sum(c.needed_bytes for c in chosen)) as progress:
         done, failed = _copy_each(session, chosen, target, name, progress)
     bodies = [
-        CopyBody(original=original.id, copy=CheckpointBody.of(copy.checkpoint), existed=copy.existed)
+        {"original": original.id, "copy": CheckpointBody.of(copy.checkpoint), "existed": copy.existed}
         for original, copy in done
     ]
-    session.screen.emit(bodies, [body.copy.id for body in bodies], _lines(done, to))
+    session.screen.emit(bodies, [copy.checkpoint.id for _, copy in done], _lines(done, to))
     if failed and not done:
         raise failed[0]
     if failed:

@@ -1,4 +1,4 @@
-"""rm, undelete, gc: delete and undelete single checkpoints, and collect garbage."""
+"""rm, undelete, gc: delete and undelete single checkpoints, and collect garbage. audit: who did it, when and why."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ckptapi.bodies import CheckpointBody
+from ckptapi.bodies import MAX_PAGE, CheckpointBody
 from ckptctl.commands.arguments import DryRunOption, ReasonOption, RunArgument, YesOption, a_checkpoint
 from ckptctl.commands.listing import short_id, show_meant
 from ckptctl.render import Block, Row, Table
@@ -157,3 +157,24 @@ def _collected_blocks(reports: Sequence[CollectReport]) -> Iterator[Block]:
         yield from (f"deleted {name}" for name in report.swept)
         yield from (f"rolled forward {name}" for name in report.rolled_forward)
         yield from (f"aborted {name}" for name in report.aborted)
+
+
+def audit(
+    session: Session,
+    run: RunArgument = None,
+    limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, metavar="N", help="Show the newest N of each run.")] = 100,
+) -> None:
+    """Show the audit log, newest first: who deleted, undeleted, swept or pinned which checkpoints.
+
+    A record is written before its action. Records are kept for a year.
+    """
+    found = [body for name in session.run_names(run) for body in session.operator.audit(name, limit)]
+    found.sort(key=lambda body: body.at, reverse=True)
+    columns = ("WHEN, UTC", "WHO/2", "DID", "REASON/1", "CHECKPOINTS")
+    rows = [Row((human.moment(b.at).removesuffix(" UTC"), b.by, b.action, b.reason, _ids(b.ids))) for b in found]
+    ids = [id for body in found for id in body.ids]
+    session.screen.emit(found, ids, [Table(columns, rows)], none="the audit log is empty")
+
+
+def _ids(ids: list[str]) -> str:
+    return ids[0] if len(ids) == 1 else f"{human.count(len(ids), 'checkpoint')}: {', '.join(ids)}"

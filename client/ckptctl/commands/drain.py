@@ -14,20 +14,8 @@ from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.errors import InvalidRequest, PartlyDone
 from ckptstore.names import check_run
-from ckptstore.values import Record
 
 _NOTE_EVERY_S = 2.0
-
-
-class Drained(Record):
-    """The result."""
-
-    durable: bool
-    seconds: float
-    savers: int
-    """How many were found at first."""
-    left: list[SaverState]
-    """Those that are not done."""
 
 
 def drain(
@@ -63,13 +51,12 @@ def drain(
 
     left = wait_for_savers(find, timeout, progress)
     lost = sum(newer.values())
-    drained = Drained(
-        durable=not left and not lost, seconds=round(time.monotonic() - began, 3), savers=len(first), left=left
-    )
+    durable = not left and not lost
+    body = {"durable": durable, "seconds": round(time.monotonic() - began, 3), "savers": len(first), "left": left}
     found = human.count(len(first), "saver")
     text = f"{found} found, all saves are durable" if first else "no saver runs on this host"
-    session.screen.emit(drained, [str(state.pid) for state in left], [text] if drained.durable else [])
-    if not drained.durable:
+    session.screen.emit(body, [str(state.pid) for state in left], [text] if durable else [])
+    if not durable:
         raise PartlyDone(
             f"{human.count(len(left), 'saver')} of {len(first)} not done after {timeout:g} s, "
             f"{human.count(lost, 'save')} failed: {describe(left) or 'see the log of the trainer'}",

@@ -20,6 +20,7 @@ from ckpt.foreign import importing
 from ckpt.foreign.exporting import (
     Export,
     FileFormat,
+    Selection,
     choose_format,
     select,
     select_named,
@@ -70,6 +71,20 @@ class ExportBody(Record):
     """Items that each rank keeps for itself, which are in no export. The exit code is 3 if there are any."""
     positions: list[str]
     """Positions in data loaders, which are in no export either."""
+
+    @staticmethod
+    def of(found: Checkpoint, path: Path, kind: FileFormat, selection: Selection) -> ExportBody:
+        """The body for a checkpoint that was written to `path`."""
+        return ExportBody(
+            id=found.id,
+            path=str(path),
+            format=kind,
+            num_entries=len(selection.entries),
+            raw_bytes=selection.raw_bytes,
+            file_bytes=size_on_disk(path),
+            left_out=list(selection.left_out),
+            positions=list(selection.positions),
+        )
 
 
 @in_units("checkpoint", lambda session, checkpoint, to, **_: _destinations(session, checkpoint, to).values())
@@ -131,18 +146,7 @@ def export(
                 with session.screen.progress("reading", selection.raw_bytes) as progress:
                     task = Export(session.source, found, content, selection, progress, dtype)
                     write_whole(path, kind, force, partial(write, task))
-        bodies.append(
-            ExportBody(
-                id=found.id,
-                path=str(path),
-                format=kind,
-                num_entries=len(selection.entries),
-                raw_bytes=selection.raw_bytes,
-                file_bytes=size_on_disk(path),
-                left_out=list(selection.left_out),
-                positions=list(selection.positions),
-            )
-        )
+        bodies.append(ExportBody.of(found, path, kind, selection))
     _report_exports(session, bodies)
 
 

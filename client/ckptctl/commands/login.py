@@ -1,4 +1,4 @@
-"""login: stores a daemon's address and token as a profile. open: its dashboard in a browser."""
+"""login: stores a daemon's address and token as a profile. config: shows profiles. open: a dashboard in a browser."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import typer
 
 from ckptapi.opening import open_source
 from ckptctl.commands.arguments import a_checkpoint
-from ckptctl.profiles import save_profile
-from ckptctl.session import Session, parse_reference
+from ckptctl.profiles import load_profiles, save_profile
+from ckptctl.render import Facts, Row, Table
+from ckptctl.session import Session
 from ckptctl.targets import choose_target
 from ckptstore.errors import InvalidRequest
 from ckptstore.names import check_run
@@ -76,5 +77,38 @@ def _path(session: Session, which: str | None) -> str:
         return "/"
     if "@" not in which:
         return f"/runs/{quote(check_run(which), safe='')}"
-    found = session.source.find(parse_reference(which))
+    found = session.find(which)
     return f"/checkpoints/{quote(found.id, safe='@')}"
+
+
+def show_config(session: Session) -> None:
+    """Show the profiles of the configuration file, and the target in force.
+
+    A target on the command line (--url, --store, --profile) overrides one in the environment (CKPTD_URL, CKPT_STORE,
+    CKPTCTL_PROFILE), which overrides the file's own `profile`.
+    """
+    found = load_profiles()
+    try:
+        url, origin, token = session.target.url, session.target.origin, session.target.token
+    except InvalidRequest as error:
+        url, origin, token = None, str(error), None
+    profiles = [
+        {"name": p.name, "target": p.url or p.store or "", "has_token": p.token is not None} for p in found.profiles
+    ]
+    body = {
+        "file": str(found.path),
+        "default": found.default,
+        "profiles": profiles,
+        "target": url,
+        "origin": origin,
+        "has_token": token is not None,
+    }
+    pairs = [
+        ("file", str(found.path) if found.path.exists() else f"{found.path} (not found)"),
+        ("target", url or "none"),
+        ("because of", origin),
+        ("token", "yes" if token else "none"),
+    ]
+    columns = ("PROFILE", "TARGET", "TOKEN")
+    rows = [Row((p.name, p.url or p.store or "", "yes" if p.token else "none")) for p in found.profiles]
+    session.screen.emit(body, [p.name for p in found.profiles], [Facts(pairs), Table(columns, rows)])

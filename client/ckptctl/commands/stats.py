@@ -1,4 +1,4 @@
-"""stats: statistics of the tensors of one checkpoint, or of a run over its steps."""
+"""stats: statistics of the tensors of one checkpoint, or of a run over its steps. why: where they went wrong."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ import typer
 from ckptctl.commands.arguments import a_checkpoint
 from ckptctl.commands.fleet import in_units
 from ckptctl.commands.show import find_readable
-from ckptctl.render import Block, Row, Table
+from ckptctl.completion import run_names
+from ckptctl.render import Block, Facts, Row, Table
 from ckptctl.session import Session
-from ckptstore.analysis.history import series
+from ckptstore.analysis.history import RunFinding, TensorFinding, first_trouble, series
 from ckptstore.analysis.statistics import CheckpointStatistics, TensorStatistics, read_statistics
 from ckptstore.codecs.dtypes import is_float
 from ckptstore.errors import InvalidRequest
+from ckptstore.names import check_run
 from ckptstore.values import Record
 
 _TABLES = 12
+_SHOWN = 12
 
 
 class StatisticsBody(Record):
@@ -65,11 +68,6 @@ def stats(
     by_run = groupby(bodies, lambda body: body.checkpoint.partition("@")[0])
     blocks = chain.from_iterable(_blocks(list(of_run), one="@" in target) for _, of_run in by_run)
     session.screen.emit(bodies[0] if "@" in target else bodies, ids, blocks)
-
-
-def read_series(session: Session, run: str) -> tuple[list[CheckpointStatistics], list[str]]:
-    """The statistics of all checkpoints in the live lineage of a run, oldest first, and the checkpoints without."""
-    return series(session.source, run, session.source.checkpoints(run))
 
 
 def number(value: float | None) -> str:
@@ -124,3 +122,47 @@ def _summary(bodies: Sequence[StatisticsBody]) -> Table:
         cells = (f"{body.step:,}", f"{len(body.tensors):,}", f"{nan:,}", f"{inf:,}", largest, name)
         rows.append(Row(cells, "" if all(t.is_finite for t in floats) else "red"))
     return Table(columns, rows)
+
+
+def why(
+    session: Session,
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run.", autocompletion=run_names)],
+) -> None:
+    """Find the first checkpoint with NaN or Inf, or with a tensor that left its range.
+
+    Reads the statistics of all checkpoints of the run, not their data. With -o id it prints the checkpoint.
+    """
+    steps, skipped = series(session.source, run, session.source.checkpoints(check_run(run)))
+    found = first_trouble(run, steps, skipped)
+    session.screen.emit(found, [found.checkpoint] if found.checkpoint else [], _trouble_blocks(found))
+
+
+def _trouble_blocks(found: RunFinding) -> Iterator[Block]:
+    if found.checkpoint is None:
+        yield f"Nothing is wrong in the statistics of {found.num_checkpoints:,} checkpoints of run {found.run}"
+        return
+    facts = [
+        ("first wrong", found.checkpoint),
+        ("before", found.before or "none"),
+        ("after", found.after or "none"),
+        ("tensors", f"{found.num_tensors:,} went wrong in this checkpoint"),
+    ]
+    yield Facts(facts)
+    yield ""
+    yield _findings_table(found.tensors[:_SHOWN])
+    if found.num_tensors > _SHOWN:
+        yield f"... and {found.num_tensors - _SHOWN:,} more: -o json"
+
+
+def _findings_table(findings: list[TensorFinding]) -> Table:
+    columns = ("TENSOR", ">LARGEST BEFORE/2", ">HERE/1", ">AFTER/3", "CAUSE")
+    rows = [
+        Row((one.tensor, _largest(one.before), _largest(one.found), _largest(one.after), one.text)) for one in findings
+    ]
+    return Table(columns, rows)
+
+
+def _largest(tensor: TensorStatistics | None) -> str:
+    if tensor is None:
+        return "-"
+    return number(tensor.largest) + ("" if tensor.is_finite else " !")
