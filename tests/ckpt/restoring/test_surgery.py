@@ -332,6 +332,56 @@ def test_types_are_converted_only_if_the_caller_says_so(
     step(optim, 0.5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_float8_parameters_are_filled_by_rounding(dtype: torch.dtype, checkpointer: Checkpointer) -> None:
+    old, new = build("a:64x33", 1), build("a:64x33", 2).to(dtype).requires_grad_(False)
+    checkpointer.save(old, None, 1)
+    memory = new.a.data_ptr()
+    checkpointer.restore(new, cast=True)
+    assert (new.a.data_ptr(), new.a.dtype) == (memory, dtype)
+    assert torch.equal(new.a.view(torch.uint8), old.a.detach().to(dtype).view(torch.uint8))
+    other = build("a:64x33", 3)
+    checkpointer.save(new, None, 2)
+    checkpointer.restore(other, cast=True)
+    assert torch.equal(other.a, new.a.float())
+
+
+@pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+def test_weights_that_torchao_quantized(kind: str, checkpointer: Checkpointer) -> None:
+    """They restore bit for bit into a model quantized alike. Those of a model that is not are refused by name, and
+    quantized after the restore, layer by layer."""
+    quantization = pytest.importorskip("torchao.quantization")
+    config = getattr(quantization, kind)
+
+    def model(seed: int, quantized: bool) -> nn.Sequential:
+        torch.manual_seed(seed)
+        made = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 16))
+        if quantized:
+            quantization.quantize_(made, config())
+        return made
+
+    def inner(module: Any) -> list[torch.Tensor]:
+        weights = [getattr(layer.weight, name) for layer in module for name in ("qdata", "scale")]
+        return [*weights, *(layer.bias for layer in module)]
+
+    plain, alike, other = model(1, False), model(1, True), model(2, True)
+    checkpointer.save(alike, None, 1)
+    checkpointer.restore(other)
+    assert same(inner(other), inner(alike))
+    checkpointer.save(plain, None, 2)
+    with pytest.raises(StateMismatch, match=r"model/0\.weight: not a \w+Tensor of qdata, scale"):
+        checkpointer.restore(other, cast=True)
+    assert same(inner(other), inner(alike)), "nothing was changed"
+    with torch.device("meta"):
+        large = model(3, False)
+    for name, layer in large.named_children():
+        prefix = f"model/{name}."
+        weights = checkpointer.load(2, names=f"{prefix}*")
+        layer.load_state_dict({key.removeprefix(prefix): value for key, value in weights.items()}, assign=True)
+        quantization.quantize_(layer, config())
+    assert same(inner(large), inner(alike))
+
+
 @pytest.mark.parametrize(("first", "second", "fits"), [(0.1, 0.1, True), (0.1, 0.2, False)])
 def test_options_go_with_their_parameters(first: float, second: float, fits: bool, checkpointer: Checkpointer) -> None:
     old = build("enc.a:2 enc.b:2 enc.c:2", 1)
