@@ -42,8 +42,9 @@ from ckptstore.values import Value
 
 logger = logging.getLogger(__name__)
 
-NOTE, TRAINER = "agent.json", "trainer-"
-"""In the folder names.HOSTS of a local tier: where the agent is, and the processes with these ids, which need it."""
+NOTE, TRAINER = "_agent.json", "_trainer-"
+"""In the folder names.HOSTS of a local tier: where the agent is, and the processes with these ids, which need it. A run
+has no such name."""
 PROOF = "Ckptd-Proof"
 PEER = "peer"
 """The name of other hosts among the sources of a restore."""
@@ -465,8 +466,12 @@ class HostsStore(WrappedStore):
 
     @override
     def list_folders(self, prefix: str) -> Iterator[str]:
-        found = self._listed(prefix, lambda store: [*store.list_folders(prefix)])
-        return iter(sorted({folder for listed in found for folder in listed}))
+        found = {
+            folder for listed in self._listed(prefix, lambda store: [*store.list_folders(prefix)]) for folder in listed
+        }
+        if not prefix:  # this host may have nothing else of a run
+            found |= {note.stem for note in (self.own.root / names.HOSTS).glob("[!_]*.json")}
+        return iter(sorted(found))
 
     def _listed(self, prefix: str, listing: Callable[[Store], Sequence[_T]]) -> Sequence[Sequence[_T]]:
         """The listings of all hosts if there may be shards; else of the first one that answers."""

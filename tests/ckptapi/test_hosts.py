@@ -310,6 +310,7 @@ def test_the_folder_of_one_host_opens_as_the_store_of_all(hosts: list[HostsStore
     assert isinstance(source, StoreSource)
     assert source.store.get(OUTCOME) == b"decided"
     assert source.store.get(SHARD) == DATA
+    assert "run" in source.store.list_folders("")
     assert not source.store.on_this_host
 
 

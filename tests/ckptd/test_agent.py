@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from ckptapi.hosts import AgentStore
+from ckptapi.hosts import NOTE, TRAINER, AgentStore, members_file
 from ckptstore import names
 from ckptstore.errors import ObjectMissing
 from tests.support.agents import TOKEN, meet, running_agent
@@ -37,14 +37,18 @@ def agent(folder: Path, *options: str) -> subprocess.Popen[bytes]:
 def test_one_agent_serves_a_folder_until_no_process_needs_it(tmp_path: Path) -> None:
     (tmp_path / names.HOSTS).mkdir()
     trainer = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    (tmp_path / names.HOSTS / f"trainer-{trainer.pid}").touch()
+    (tmp_path / names.HOSTS / f"{TRAINER}{trainer.pid}").touch()
+    runs = [members_file(tmp_path, run) for run in ("agent", "trainer-1")]
+    for path in runs:
+        path.write_bytes(b"{}")
     first = agent(tmp_path, "--idle-seconds", "0.1")
-    wait_until(lambda: (tmp_path / names.HOSTS / "agent.json").exists(), "the agent's note")
+    wait_until(lambda: (tmp_path / names.HOSTS / NOTE).exists(), "the agent's note")
     assert agent(tmp_path).wait(DEADLINE_S) == 0, "the folder has one"
     assert first.poll() is None
     trainer.communicate(b"\n")
     assert first.wait(DEADLINE_S) == 0
-    assert not (tmp_path / names.HOSTS / "agent.json").exists()
+    assert not (tmp_path / names.HOSTS / NOTE).exists()
+    assert [path.read_bytes() for path in runs] == [b"{}"] * 2, "runs with these names are not its notes"
 
 
 def test_ranges_sizes_and_listings(served: AgentStore) -> None:

@@ -131,7 +131,8 @@ def replicate(
 
 
 def copy_rank(local: Run, remote: Run, attempt: Attempt, rank: int, progress: Progress) -> None:
-    """Copy the shards and the receipt of a rank, for a replicator that commits the checkpoint; durable on return.
+    """Copy the shards and the receipt of a rank, for a replicator that commits the checkpoint; durable on return. So
+    also those of checkpoints that it references.
 
     Raises as `replicate`.
     """
@@ -139,6 +140,8 @@ def copy_rank(local: Run, remote: Run, attempt: Attempt, rank: int, progress: Pr
     if original is not None:
         establish(local, remote, attempt.generation)
         if read_outcome(remote, attempt) is None:
+            for needed in referenced_attempts(read_manifest(StoreSource(local.store), original).content):
+                copy_rank(local, remote, needed, rank, progress)
             _copy_ranks(local, remote, original, {rank}, progress)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from ckpt import Checkpointer
 from ckpt.ranks.hosts import _answering, agent_url, agreed, check_lost, copy_documents, own_address, warn_of_limits
-from ckptapi.hosts import Agent, HostsStore, Members
+from ckptapi.hosts import NOTE, TRAINER, Agent, HostsStore, Members
 from ckptstore import names
 from ckptstore.errors import InvalidRequest, StoreUnavailable, StoreUnsafe
 from ckptstore.names import Attempt, RunKeys
@@ -53,8 +53,8 @@ def test_the_agent_is_started_once_and_again_if_it_is_killed(tmp_path: Path) -> 
     store.put("_probes/x", b"")
     url = agent_url(store.root, store.url)
     assert agent_url(store.root, store.url) == url
-    assert (store.root / names.HOSTS / f"trainer-{os.getpid()}").exists()
-    note = store.root / names.HOSTS / "agent.json"
+    assert (store.root / names.HOSTS / f"{TRAINER}{os.getpid()}").exists()
+    note = store.root / names.HOSTS / NOTE
     noted = json.loads(note.read_bytes())
     assert noted["url"] == url
     note.write_text(json.dumps({**noted, "boot": "of another host"}))

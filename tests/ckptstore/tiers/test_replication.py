@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 from ckptstore.analysis.statistics import read_statistics
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, State, latest, list_checkpoints
-from ckptstore.commits.commit import commit_attempt
+from ckptstore.commits.commit import commit_attempt, receipt_ranks
 from ckptstore.commits.generations import Session, begin_generation, list_generations, newest_generation
 from ckptstore.commits.labels import LabelChange, change_labels
 from ckptstore.commits.leases import active_leases
@@ -413,6 +414,17 @@ def test_ranks_that_copy_their_own_shards_leave_rank_0_the_commit(tiers: Tiers) 
     assert 0 < sum(copied) - others == sum(copied) // 3
     copy_rank(tiers.local, tiers.remote, attempt, 1, copied.append)
     assert sum(copied) == 3 * (sum(copied) - others), "it is decided"
+
+
+def test_a_rank_copies_what_its_checkpoint_references(tiers: Tiers) -> None:
+    """Otherwise the replicator of rank 0 waits for these receipts in vain."""
+    generation = tiers.begin()
+    first, second = (Attempt(step, new_ulid(system_clock()), generation=generation) for step in (5, 6))
+    for attempt, base in ((first, None), (second, first)):
+        written = partial(write_rank, tiers.local.store, "gpt", attempt, world_size=2, base=base)
+        commit_attempt(tiers.local, [written({f"model/{rank}": np.ones(9)}, rank=rank) for rank in range(2)])
+    copy_rank(tiers.local, tiers.remote, second, 1, lambda _: None)
+    assert receipt_ranks(tiers.remote, first) == receipt_ranks(tiers.remote, second) == {1}
 
 
 def test_a_rank_that_does_not_copy_its_shards_is_waited_for_and_replaced(
