@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 import typer
 
-from ckptapi.bodies import JobBody, JobRequest, JobState
+from ckptapi.bodies import JobBody, JobState
 from ckptctl.commands.arguments import NewestOption
 from ckptctl.render import Block, Facts, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from ckptapi.client import DaemonClient
 
 _STYLES = {
     JobState.QUEUED: "dim",
@@ -47,19 +44,6 @@ def jobs(
     if wait:
         job = daemon.wait_for_job(job)
     session.screen.emit(job, [job.id], job_blocks(job, session.clock()))
-
-
-def follow(session: Session, daemon: DaemonClient, request: JobRequest) -> JobBody:
-    """Start a job; returns when it has succeeded. Raises the job's error, or PartlyDone if it was cut short.
-
-    Interrupting this function leaves the job running.
-    """
-    return daemon.run_job(
-        request,
-        lambda job: session.screen.note(
-            f"job {job.id} continues if you interrupt this command; cancel it with ckptctl jobs {job.id} --cancel"
-        ),
-    )
 
 
 def _table(found: list[JobBody], now: float) -> Table:

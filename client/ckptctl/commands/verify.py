@@ -12,7 +12,7 @@ import typer
 from ckptapi.bodies import HealJob, VerifyJob
 from ckptctl.commands.arguments import ChosenArgument
 from ckptctl.commands.fleet import in_units
-from ckptctl.commands.jobs import follow, job_blocks
+from ckptctl.commands.jobs import job_blocks
 from ckptctl.commands.listing import short_id
 from ckptctl.render import Block, Row, Table
 from ckptctl.session import Session, leased
@@ -178,7 +178,12 @@ def scrub_checkpoints(
                 "several runs, --older, --limit, --rate and --from work on stores only",
                 "For a daemon, use ckptd --scrub-days",
             )
-        job = follow(session, session.daemon("scrub"), HealJob(**named) if heal else VerifyJob(**named))
+        job = session.daemon("scrub").run_job(
+            HealJob(**named) if heal else VerifyJob(**named),
+            lambda job: session.screen.note(
+                f"job {job.id} continues if you interrupt this command; cancel it with ckptctl jobs {job.id} --cancel"
+            ),
+        )
         result = job.result or {}
         session.screen.emit(job, result.get("corrupt", []), job_blocks(job, session.clock()))
         _raise_if_damaged(result.get("num_corrupt", 0), result.get("checked", 0), _QUARANTINED)
