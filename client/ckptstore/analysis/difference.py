@@ -19,7 +19,7 @@ from ckptstore.commits.catalog import Checkpoint
 from ckptstore.format import boxes
 from ckptstore.format.boxes import Box, Want
 from ckptstore.format.documents import Content
-from ckptstore.format.planning import plan_reads
+from ckptstore.format.planning import batches, plan_reads
 from ckptstore.format.shards import ChunkTable
 from ckptstore.format.trees import children, decode_tree
 from ckptstore.reading.fetch import Progress, fetch
@@ -132,7 +132,7 @@ def compare(before: Side, after: Side, progress: Progress = lambda _: None) -> D
     common = {name: old[name] for name in old if new.get(name) == old[name]}
     regions = list(_regions(before.content, after.content, common))
     found = _Compared()
-    for batch in _batches(regions):
+    for batch in batches(regions, lambda region: region.bytes, _BATCH_BYTES):
         _compare_batch(before, after, batch, found, progress)
     changed = [_change(name, *common[name], sums) for name, sums in found.sums.items() if sums.changed]
     texts = [saved_values(side.source, side.checkpoint) for side in (before, after)]
@@ -256,19 +256,6 @@ def _key(box: Box, shape: Sequence[int], begin: int, end: int) -> _Key:
         return box, begin, end
     first = sum(offset * step for offset, step in zip(offsets, boxes.strides(shape), strict=True))
     return boxes.whole(shape), first + begin, first + end
-
-
-def _batches(regions: Sequence[_Region]) -> Iterator[list[_Region]]:
-    batch: list[_Region] = []
-    size = 0
-    for region in regions:
-        if batch and size + region.bytes > _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(region)
-        size += region.bytes
-    if batch:
-        yield batch
 
 
 def _compare_batch(before: Side, after: Side, batch: Sequence[_Region], found: _Compared, progress: Progress) -> None:

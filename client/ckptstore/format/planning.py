@@ -7,10 +7,11 @@ instances are msgspec structs: faster to create than data classes, and not track
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
 from math import prod
 from operator import add, mul, sub
+from typing import TypeVar
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from ckptstore.format.documents import Content
 from ckptstore.format.shards import ChunkTable, bases_of
 from ckptstore.values import Value
 
+_T = TypeVar("_T")
 _Strided = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Shape, and strides in bytes on both sides."""
 
@@ -321,3 +323,18 @@ def coalesce(chunks: Iterable[ChunkRead]) -> list[ShardRead]:
             reads.append(ShardRead(tuple(current)))
         current, begin, useful = [chunk], chunk.offset, stored
     return [*reads, ShardRead(tuple(current))] if current else reads
+
+
+def batches(items: Iterable[_T], bytes_of: Callable[[_T], int], most_bytes: int) -> Iterator[list[_T]]:
+    """The items in order, in batches of at most `most_bytes`; a larger one has its own batch."""
+    batch: list[_T] = []
+    size = 0
+    for item in items:
+        more = bytes_of(item)
+        if batch and size + more > most_bytes:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += more
+    if batch:
+        yield batch

@@ -25,7 +25,7 @@ from ckptstore.errors import CorruptObject, InvalidRequest
 from ckptstore.format.boxes import Box, Want, flat_boxes, offsets, sizes, strides, whole
 from ckptstore.format.columns import column
 from ckptstore.format.documents import Content, Entries, Slices, digest
-from ckptstore.format.planning import ChunkRead, plan_reads
+from ckptstore.format.planning import ChunkRead, batches, plan_reads
 from ckptstore.reading.fetch import fetch
 from ckptstore.reading.safetensors import StoredTensor, plan_file
 from ckptstore.reading.source import ShardSource
@@ -252,7 +252,7 @@ class Weights:
         The metadata of each file maps further names to the tensors in it. Raises UnsupportedObject for a type that
         safetensors lacks.
         """
-        groups = list(_groups(self.rows(), max_bytes))
+        groups = list(batches(self.rows(), lambda row: prod(row[2]) * ITEM_BYTES[row[1]], max_bytes))
         files = {}
         for number, group in enumerate(groups, 1):
             name = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else ONLY
@@ -343,20 +343,3 @@ def _extent(chunk: ChunkRead) -> tuple[int, int]:
         for piece in chunk.pieces
     )  # fmt: skip
     return begin, end
-
-
-def _groups(
-    rows: Iterable[tuple[str, str, tuple[int, ...]]], max_bytes: int
-) -> Iterator[list[tuple[str, str, tuple[int, ...]]]]:
-    """The tensors in order, in groups of at most `max_bytes`; a larger one has its own group."""
-    group: list[tuple[str, str, tuple[int, ...]]] = []
-    held = 0
-    for row in rows:
-        size = prod(row[2]) * ITEM_BYTES[row[1]]
-        if group and held + size > max_bytes:
-            yield group
-            group, held = [], 0
-        group.append(row)
-        held += size
-    if group:
-        yield group
