@@ -19,8 +19,8 @@ from ckpt.lazily import torch_loaded
 from ckpt.preemption import DaemonNotice, Preemption, SaveEstimate, Sources, estimate_save
 from ckpt.ranks.world import World, is_grouped
 from ckpt.restoring.pipeline import Restored, Restorer, StagedRestore, load_tensors
+from ckpt.restoring.plan import NO_SURGERY, Globs, Surgery
 from ckpt.restoring.resolve import check_present, release_lease, wait_for_orphan_saver
-from ckpt.restoring.surgery import NO_SURGERY, Globs, Surgery
 from ckpt.schedule import Limits, Schedule, cost_of
 from ckpt.snapshot.handle import Counters, SaveHandle
 from ckpt.snapshot.run_saves import RunSaves

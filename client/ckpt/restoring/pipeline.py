@@ -21,7 +21,7 @@ from ckpt.config import Config
 from ckpt.ranks.world import World
 from ckpt.restoring.fetching import Fetcher, is_local
 from ckpt.restoring.jax_arrays import has_templates
-from ckpt.restoring.plan import RestoreFit, RestorePlan, require_fits
+from ckpt.restoring.plan import NO_SURGERY, Differences, RestoreFit, RestorePlan, Surgery, require_fits
 from ckpt.restoring.preparing import PreparedRestore, make_destinations, restore_rng
 from ckpt.restoring.resolve import (
     candidates,
@@ -35,8 +35,7 @@ from ckpt.restoring.resolve import (
     wait_for_orphan_saver,
 )
 from ckpt.restoring.session import RestoreSession
-from ckpt.restoring.surgery import NO_SURGERY, Differences, Surgery
-from ckptapi.bodies import CheckpointBody, Phase
+from ckptapi.bodies import Phase
 from ckptstore import human
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, State
@@ -178,9 +177,8 @@ class Restorer:
         self._rng = rng
         found = candidates(self._source, self._config, reference) if self._world.rank == 0 else iter(())
         skipped: list[tuple[str, str]] = []
-        candidate = self._begin(state, found)
-        while candidate is not None:
-            checkpoint = candidate.checkpoint()
+        checkpoint = self._begin(state, found)
+        while checkpoint is not None:
             if checkpoint.thinned and self.trains:
                 raise Thinned(
                     f"{checkpoint.id} was thinned: it has weights and no optimizer state. {checkpoint.problem}",
@@ -195,7 +193,7 @@ class Restorer:
                     raise
                 logger.error("cannot restore %s: %s; trying the checkpoint before it", checkpoint.id, error)
                 skipped.append((checkpoint.id, str(error)))
-                candidate = self._choose((), lambda: None, found)[1]
+                checkpoint = self._choose((), lambda: None, found)[1]
                 continue
             except StateMismatch as error:
                 if not self._begun or checkpoint.id in self._begun:
@@ -233,7 +231,7 @@ class Restorer:
                 )
         return ""
 
-    def _begin(self, state: TrainState, found: Iterator[Checkpoint]) -> CheckpointBody | None:
+    def _begin(self, state: TrainState, found: Iterator[Checkpoint]) -> Checkpoint | None:
         """Wait for orphaned savers on all hosts. Then rank 0 chooses the first candidate.
 
         Raises UnsupportedObject for an extra that a later save would refuse.
@@ -245,13 +243,13 @@ class Restorer:
 
         checks = () if self._config.read_only else (partial(check_others, state),)
         steps = (*checks, partial(wait_for_orphan_saver, self._config))
-        answers, candidate = self._choose(steps, report, found)
+        answers, checkpoint = self._choose(steps, report, found)
         self.trains, self._local = any(trains for trains, _ in answers), all(local for _, local in answers)
-        return candidate
+        return checkpoint
 
     def _choose(
         self, steps: Steps, report: Callable[[], Any], found: Iterator[Checkpoint]
-    ) -> tuple[list[Any], CheckpointBody | None]:
+    ) -> tuple[list[Any], Checkpoint | None]:
         """Do the steps, and agree on the next candidate of rank 0. Returns every rank's report, and the candidate."""
 
         def choose() -> Any:
@@ -259,11 +257,11 @@ class Restorer:
             checkpoint = next(found, None)
             if checkpoint is not None and checkpoint.thinned:
                 checkpoint = replace(checkpoint, problem=nearest_full(self._source, checkpoint))
-            body = None if checkpoint is None else msgspec.to_builtins(CheckpointBody.of(checkpoint))
-            return body, newest_remote_generation(self._source, self._config, checkpoint), new_ulid(system_clock())
+            newest = newest_remote_generation(self._source, self._config, checkpoint)
+            return msgspec.to_builtins(checkpoint), newest, new_ulid(system_clock())
 
-        answers, (body, self.seen, self._key) = self._together.do_and_choose(steps, report, choose)
-        return answers, None if body is None else convert(body, CheckpointBody)
+        answers, (chosen, self.seen, self._key) = self._together.do_and_choose(steps, report, choose)
+        return answers, None if chosen is None else convert(chosen, Checkpoint)
 
     def _try(self, state: TrainState, checkpoint: Checkpoint, strict: bool) -> tuple[RestorePlan, Fetcher]:
         """Restore one checkpoint on all ranks. The caller must release the lease, if this rank's fetcher has one."""

@@ -21,8 +21,7 @@ from ckpt.ranks.world import World
 from ckpt.restoring.fetching import Fetcher
 from ckpt.restoring.host_destinations import HostDestinations
 from ckpt.restoring.jax_arrays import has_templates, plan_arrays
-from ckpt.restoring.plan import RankState, RestorePlan, share_out
-from ckpt.restoring.surgery import NO_SURGERY, Surgery
+from ckpt.restoring.plan import NO_SURGERY, RankState, RestorePlan, Surgery, share_out
 from ckptstore.format.documents import JSON, REPLICAS, Content, Manifest
 from ckptstore.format.planning import ShardRead, plan_reads
 from ckptstore.format.trees import in_types_of, merge_trees
