@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from msgspec.structs import replace
 
-from ckpt.saver.messages import SaveJob, Setup, SliceRow
+from ckpt.saver.messages import SaveJob, Setup
 from ckpt.saver.pipeline import SavePipeline
 from ckptapi import bodies
 from ckptapi.client import DaemonClient
@@ -19,6 +19,7 @@ from ckptstore.commits.generations import NewAttempt, Session
 from ckptstore.format.documents import FORMAT, Generation
 from ckptstore.format.parsing import seal
 from ckptstore.format.records import ORIGIN, Heartbeat, Policy, PolicySet, TrainerEnd
+from ckptstore.format.shards import Placed, Slice
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.retention.pins import pin
 from ckptstore.retention.policy import change_policies
@@ -99,7 +100,7 @@ def _diverged(store: Store) -> None:
         numbers = (rng.standard_normal((3, 4000)) * 0.02 * step).astype(np.float32)
         if step >= 40:
             numbers[1, 7] = np.nan
-        rows = [SliceRow(name, "float32", (4000,), (0, 4000), 16_000 * at) for at, name in enumerate(names)]
+        rows = [Placed(Slice(name, "float32", (4000,), (0, 4000)), 16_000 * at) for at, name in enumerate(names)]
         job = SaveJob(
             number=step, slot=0, attempt=NewAttempt(session, step, new_ulid(system_clock())), slices=rows,
             created_at=system_clock(), aliases={}, trees={}, local={}, metrics={}, lease=None,

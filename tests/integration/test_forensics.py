@@ -16,11 +16,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from ckpt import Checkpointer
-from ckpt.saver.messages import Report, SaveJob, Setup, SliceRow, Warned
+from ckpt.saver.messages import Report, SaveJob, Setup, Warned
 from ckpt.saver.pipeline import SavePipeline
 from ckptapi.client import DaemonClient
 from ckptstore.analysis.difference import Side, compare
 from ckptstore.clock import system_clock
+from ckptstore.format.shards import Placed, Slice
 from ckptstore.names import Reference
 from ckptstore.reading.source import StoreSource
 from ckptstore.stores import open_store
@@ -181,7 +182,7 @@ def test_the_first_nan_is_logged_and_an_event(tmp_path: Path) -> None:
             numbers[:step] = 1 if step == 1 else np.nan
             job = SaveJob(
                 number=step, slot=0, attempt=new_attempt(step), created_at=system_clock(), aliases={}, trees={},
-                local={}, metrics={}, lease=None, slices=[SliceRow("model/w", "float32", (1000,), (0, 1000), 0)],
+                local={}, metrics={}, lease=None, slices=[Placed(Slice("model/w", "float32", (1000,), (0, 1000)), 0)],
             )  # fmt: skip
             pipeline.submit(job, numbers.copy().data.cast("B"))
         pipeline.close()

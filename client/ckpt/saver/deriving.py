@@ -8,10 +8,10 @@ docs/decisions/0017 has the figures.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from ckptstore.codecs.dtypes import CAST_TYPES, SOURCE, cast, is_cast
 from ckptstore.format.boxes import Box

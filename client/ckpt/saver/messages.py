@@ -20,7 +20,8 @@ import msgspec
 
 from ckptstore.commits.generations import NewAttempt
 from ckptstore.format.decoding import decode_json
-from ckptstore.format.documents import JSON
+from ckptstore.format.documents import JSON, Outcome
+from ckptstore.format.shards import Placed
 from ckptstore.values import Value
 
 _LENGTH = struct.Struct("<Q")
@@ -101,16 +102,6 @@ class Forget(Message):
     slot: int
 
 
-class SliceRow(Value, array_like=True):
-    """One staged slice and its offset in the slot."""
-
-    entry: str
-    dtype: str
-    shape: tuple[int, ...]
-    box: tuple[int, ...]
-    at: int
-
-
 class SaveJob(Message, kw_only=True):
     """One snapshot to make durable."""
 
@@ -119,7 +110,8 @@ class SaveJob(Message, kw_only=True):
     """None: this rank has no shard."""
     attempt: NewAttempt
     created_at: float
-    slices: list[SliceRow]
+    slices: list[Placed]
+    """In the slot."""
     aliases: dict[str, str]
     trees: dict[str, JSON]
     local: dict[str, JSON]
@@ -178,8 +170,7 @@ class Done(Message, kw_only=True):
     """The checkpoint exists."""
 
     number: int
-    outcome: str
-    """The sealed outcome."""
+    outcome: Outcome
     commit_s: float
 
 

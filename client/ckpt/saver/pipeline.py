@@ -52,17 +52,15 @@ from ckptstore.codecs.chunk_codecs import POLICIES, CodingPolicy
 from ckptstore.commits.commit import EARLIER, write_receipt
 from ckptstore.commits.generations import NewAttempt
 from ckptstore.commits.leases import end_lease
-from ckptstore.errors import CkptError, CorruptObject, ReferenceLost, SaveSkipped, UnsupportedObject
+from ckptstore.errors import CkptError, CorruptObject, ReferenceLost, SaveFailed, SaveSkipped, UnsupportedObject
 from ckptstore.format.documents import BASES, OPTIMIZER, Content, Outcome, Receipt
 from ckptstore.format.merging import StoredReceipt
-from ckptstore.format.parsing import seal
 from ckptstore.format.shards import (
     CHUNK_BYTES,
     ChunkSpan,
     EncodedChunk,
     Placed,
     RawStream,
-    Slice,
     plan_chunks,
     slice_tables,
 )
@@ -278,8 +276,7 @@ class SavePipeline:
     def _begin(self, job: SaveJob, raw: RawStream, received_at: float) -> tuple[_RunningJob, list[_Encoded]]:
         # The memory of the slot must not outlive its use: the job does not hold it.
         began = time.perf_counter(), time.process_time()
-        placed = [Placed(Slice(row.entry, row.dtype, row.shape, row.box), row.at) for row in job.slices]
-        derived: list[Derived] = []
+        placed, derived = job.slices, list[Derived]()
         if self._setup.dedup_casts and isinstance(raw, memoryview):
             placed, derived = divide(placed, raw)
         divided = divide_by_use(placed, derived)
@@ -493,7 +490,7 @@ class SavePipeline:
         self._noted = True
         if self._replicator is not None:
             self._replicator.committed(attempt)
-        self._report(Done(number=job.number, outcome=seal(result).decode(), commit_s=time.perf_counter() - started))
+        self._report(Done(number=job.number, outcome=result, commit_s=time.perf_counter() - started))
         self._release_leases()
         if self._replicator is None:
             self._notify(attempt)
@@ -526,6 +523,5 @@ class SavePipeline:
         if not isinstance(error, SaveSkipped):
             logger.error("save of step %d failed", job.attempt.step, exc_info=error)
         self.contents.ended(job.number, committed=False)
-        code, hint = (error.code, error.hint) if isinstance(error, CkptError) else ("save_failed", "")
-        message = error.message if isinstance(error, CkptError) else describe(error)
-        self._report(Failed(number=job.number, code=code, message=message, hint=hint))
+        known = error if isinstance(error, CkptError) else SaveFailed(describe(error))
+        self._report(Failed(number=job.number, code=known.code, message=known.message, hint=known.hint))

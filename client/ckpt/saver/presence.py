@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from math import prod
 from pathlib import Path
 
 import msgspec
@@ -24,7 +23,6 @@ import xxhash
 from ckpt.host.lock import hold_folder, host_folder, locked, sweep_folder, touch_locks
 from ckpt.saver.messages import Done, Failed, LocalOnly, Released, Report, SaveJob, SaveProgress, Setup
 from ckptstore.clock import system_clock
-from ckptstore.codecs.dtypes import ITEM_BYTES
 from ckptstore.errors import CkptError
 from ckptstore.format.decoding import decode_json
 from ckptstore.names import new_ulid
@@ -137,7 +135,7 @@ class SaverNote:
 
     def accepted(self, job: SaveJob) -> None:
         """A save is accepted."""
-        num_bytes = sum(prod(row.box[len(row.box) // 2 :]) * ITEM_BYTES[row.dtype] for row in job.slices)
+        num_bytes = sum(place.slice.bytes for place in job.slices)
         touch_locks(self._state.store, self._state.run)
         with self._lock:
             self._jobs[job.number] = [num_bytes, 0]

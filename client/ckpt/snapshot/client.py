@@ -51,7 +51,6 @@ from ckptstore.commits.catalog import from_outcome
 from ckptstore.commits.generations import NewAttempt
 from ckptstore.errors import CkptError, InvalidRequest, RankFailed, SaverDied, SaveSkipped, Superseded, error_from_code
 from ckptstore.format.documents import REPLICAS, Outcome
-from ckptstore.format.parsing import parse_sealed
 from ckptstore.format.records import SAVE_COST, SaveCost
 from ckptstore.run import Run
 from ckptstore.stores.retrying import RetryingStore
@@ -108,7 +107,7 @@ class Snapshot:
             slot=self.slot.number if self.slot is not None else None,
             attempt=self.attempt,
             created_at=self.created_at,
-            slices=self.layout.rows,
+            slices=self.layout.placed,
             aliases=captured.aliases,
             trees=captured.trees,
             local=local,
@@ -336,7 +335,7 @@ class SaveClient:
                 handle.measure(**report.timings)
             case Done():
                 handle.measure(commit_s=report.commit_s)
-                self._committed(handle, parse_sealed(report.outcome.encode(), Outcome, "the saver's report"))
+                self._committed(handle, report.outcome)
             case Failed():
                 self._fail_handle(handle, error_from_code(report.code, report.message, report.hint))
 

@@ -20,7 +20,6 @@ from ckpt.capture.leaves import Change, Leaves
 from ckpt.device import DEVICES, Patience, has_device, poll
 from ckpt.host.segment import Segment
 from ckpt.lazily import torch
-from ckpt.saver.messages import SliceRow
 from ckpt.snapshot.device_copies import DeviceCopies, pin_segment
 from ckpt.snapshot.guard import (
     FROZEN_BYTES,
@@ -250,7 +249,6 @@ class SnapshotLayout(NamedTuple):
     placed: list[Placed]
     order: list[int]
     """Index of the leaf at each place."""
-    rows: list[SliceRow]
     num_bytes: int
 
     @staticmethod
@@ -259,12 +257,7 @@ class SnapshotLayout(NamedTuple):
         placed = place_slices(slices)
         index = {piece: i for i, piece in enumerate(slices)}
         order = [index[place.slice] for place in placed]
-        rows = [
-            SliceRow(piece.entry, piece.dtype, piece.shape, piece.box, place.at)
-            for place in placed
-            for piece in [place.slice]
-        ]
-        return SnapshotLayout(list(slices), placed, order, rows, raw_bytes(placed))
+        return SnapshotLayout(list(slices), placed, order, raw_bytes(placed))
 
 
 class _DeferredLeaves(Struct):

@@ -38,7 +38,7 @@ _BLOCK_BYTES = 256 << 10
 """The size of a chunk that ends only because of CHUNK_BYTES is a multiple of this."""
 
 
-class Slice(Value):
+class Slice(Value, array_like=True):
     """A box of an entry, to be stored by one writer."""
 
     entry: str
@@ -58,8 +58,7 @@ class Slice(Value):
         return prod(boxes.sizes(self.box)) * ITEM_BYTES[self.dtype]
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(Value, array_like=True):
     """A slice and its offset in the raw stream of its shard."""
 
     slice: Slice

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckpt.saver.messages import SaveJob, Setup, SliceRow
+from ckpt.saver.messages import SaveJob, Setup
 from ckptstore.clock import system_clock
 from ckptstore.commits.generations import NewAttempt, Session
+from ckptstore.format.shards import Placed, Slice
 from ckptstore.names import Attempt, new_ulid
 
 SESSION = Session(new_ulid(system_clock()), None)
@@ -32,6 +33,6 @@ def new_job(attempt: NewAttempt, count: int = 0, **changed: Any) -> SaveJob:
     given: dict[str, Any] = {"number": 1, "slot": 0 if count else None, "created_at": system_clock(), "slices": []}
     given |= {"aliases": {}, "trees": {}, "local": {}, "metrics": {}, "lease": None}
     if count:
-        given["slices"] = [SliceRow("model/w", "float32", (count,), (0, count), 0)]
+        given["slices"] = [Placed(Slice("model/w", "float32", (count,), (0, count)), 0)]
         given["trees"] = {"model": {"w": {"$": "tensor", "name": "model/w"}}}
     return SaveJob(attempt=attempt, **{**given, **changed})

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ckpt import Checkpointer
-from ckpt.saver.messages import Done, Failed, Report, SliceRow
+from ckpt.saver.messages import Done, Failed, Report
 from ckpt.saver.pipeline import SavePipeline
 from ckptstore.clock import system_clock
 from ckptstore.codecs.dtypes import CAST_TYPES, cast, cast_into, is_cast
@@ -24,6 +24,7 @@ from ckptstore.format.columns import column
 from ckptstore.format.documents import Content
 from ckptstore.format.parsing import check_manifest
 from ckptstore.format.planning import derived_bytes, plan_reads
+from ckptstore.format.shards import Placed, Slice
 from ckptstore.names import new_ulid
 from ckptstore.reading.fetch import fetch
 from ckptstore.reading.source import StoreSource, read_manifest
@@ -167,9 +168,9 @@ def save_halves(store: Store, cut: int) -> tuple[Content, Words]:
         raw = np.zeros(bits[region].size, np.float32).tobytes() + bits[region].tobytes() + weights[region].tobytes()
         third = 4 * bits[region].size
         rows = [
-            SliceRow("optim/m", "float32", SHAPE, box, 0),
-            SliceRow("optim/master", "float32", SHAPE, box, third),
-            SliceRow("model/w", "bfloat16", SHAPE, box, 2 * third),
+            Placed(Slice("optim/m", "float32", SHAPE, box), 0),
+            Placed(Slice("optim/master", "float32", SHAPE, box), third),
+            Placed(Slice("model/w", "bfloat16", SHAPE, box), 2 * third),
         ]
         setup = new_setup(store.url, rank=rank, world_size=2, compress="fast", dedup_casts=True)
         job = new_job(attempt, slot=0, slices=rows)

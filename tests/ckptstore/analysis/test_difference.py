@@ -8,12 +8,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ckpt.saver.messages import SaveJob, Setup, SliceRow
+from ckpt.saver.messages import SaveJob, Setup
 from ckpt.saver.pipeline import SavePipeline
 from ckptstore.analysis.difference import Difference, Side, compare
 from ckptstore.clock import system_clock
 from ckptstore.commits.catalog import Checkpoint, latest
 from ckptstore.commits.generations import NewAttempt, Session
+from ckptstore.format.shards import Placed, Slice
 from ckptstore.names import new_ulid
 from ckptstore.reading.source import StoreSource
 from ckptstore.run import Run
@@ -60,7 +61,7 @@ def save(store: Store, run: str, array: Array, ranks: int, axis: int) -> Checkpo
     for rank, cut in enumerate(np.array_split(np.arange(array.shape[axis]), ranks)):
         offsets, sizes = [0, 0], list(array.shape)
         offsets[axis], sizes[axis] = int(cut[0]), len(cut)
-        row = SliceRow("w", str(array.dtype), array.shape, (*offsets, *sizes), 0)
+        row = Placed(Slice("w", str(array.dtype), array.shape, (*offsets, *sizes)), 0)
         setup = Setup(
             store=store.url, options={}, run=run, rank=rank, world_size=ranks, compress="fast", peer_timeout_s=60,
             daemon=None, token=None,
