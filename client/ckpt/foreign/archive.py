@@ -148,14 +148,10 @@ ZIP = b"PK\x03\x04"
 _PICKLE = "/data.pkl"
 _REMEDY = "Copy it again"
 _LARGEST = 1 << 62
-_STORAGES = {
-    "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
-    "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
-    "ComplexDoubleStorage": torch.complex128, "ComplexFloatStorage": torch.complex64, "QInt32Storage": torch.qint32,
-    "QInt8Storage": torch.qint8, "QUInt8Storage": torch.quint8, "QUInt4x2Storage": torch.quint4x2,
-    "QUInt2x4Storage": torch.quint2x4,
-}  # fmt: skip
+_STORAGES: dict[str, torch.dtype] = {
+    name: dtype
+    for dtype, name in torch.storage._dtype_to_storage_type_map().items()  # type: ignore[no-untyped-call]
+}
 _NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
 PATHS = [(m, n) for m in ("pathlib", "pathlib._local") for n in ("Path", "PosixPath", "PurePosixPath", "WindowsPath")]
 
