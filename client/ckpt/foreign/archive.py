@@ -148,10 +148,7 @@ ZIP = b"PK\x03\x04"
 _PICKLE = "/data.pkl"
 _REMEDY = "Copy it again"
 _LARGEST = 1 << 62
-_STORAGES: dict[str, torch.dtype] = {
-    name: dtype
-    for dtype, name in torch.storage._dtype_to_storage_type_map().items()  # type: ignore[no-untyped-call]
-}
+_STORAGES: dict[str, torch.dtype] = {name: dtype for dtype, name in torch.storage._dtype_to_storage_type_map().items()}
 _NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
 PATHS = [(m, n) for m in ("pathlib", "pathlib._local") for n in ("Path", "PosixPath", "PurePosixPath", "WindowsPath")]
 
