@@ -110,9 +110,12 @@ def join_hosts(world: World, source: TieredSource, run: str, replicas: int) -> N
             for other in group.former:
                 with suppress(StoreUnavailable):  # check_lost counts those of the last job
                     copy_documents(other, own, run)
+
+    def check() -> None:
         if world.rank == 0:
             check_lost(source, run, members, before)
 
+    together(world, check)  # if it fails, the next start must find the same hosts lost
     # Savers of a killed job go on in the new one, but must decide nothing that a lost host had decided.
     together(world, partial(note, True))
     together(world, gather)
