@@ -75,6 +75,7 @@ def look_at_machine(gpu: Gpu) -> Iterator[Row]:
 def look_at_driver(gpu: Gpu, num_bytes: int = 1 << 30, busy_s: float = 3.0, leaves: int = 2000) -> Iterator[Row]:
     """Pinning, copies across pieces, the launch queue, memory that is free, a device that is stuck."""
     device = DEVICES[gpu.device.type](gpu.device)
+    yield Row("NUMA node", "0, 1, ... or None", str(device.numa_node()))
     yield from _pinning(gpu, device, num_bytes)
     yield from _launches(gpu, device, busy_s)
     yield from _stuck(gpu, 10 * busy_s, leaves)

@@ -175,6 +175,9 @@ class _ThreadDevice(Device):
     def crosses(self, address: int) -> bool:
         return True
 
+    def numa_node(self) -> int | None:
+        return None
+
     def _queue(self, operation: Callable[[], object]) -> None:
         self._thread.submit(torch.no_grad()(operation))
 

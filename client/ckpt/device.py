@@ -12,6 +12,8 @@ import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -145,6 +147,16 @@ class Device:
         except RuntimeError:
             return False
         return poll(self.mark(side=True).done)
+
+    def numa_node(self) -> int | None:
+        """The NUMA node that the device is connected to, as Linux reports it. None if that is not known."""
+        found: Any = torch.cuda.get_device_properties(self._device)
+        try:  # torch before 2.8 does not say
+            address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+            node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
+        except (AttributeError, OSError, ValueError):
+            return None
+        return node if node >= 0 else None
 
     def _stream(self, side: bool) -> torch.cuda.Stream:
         if not side:

@@ -23,6 +23,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "why": ("stats.why", "Find the first checkpoint that went wrong."),
         "diff": ("diff.diff", "Compare the tensors of two checkpoints."),
         "goodput": ("goodput.goodput", "Show what became of the time of a run."),
+        "watch": ("watch.watch", "Follow commits, deletions and damage."),
         "open": ("login.open_page", "Open the dashboard in a browser."),
     },
     "Check": {
@@ -61,6 +62,8 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "This program": {
         "config": ("login.show_config", "Show profiles, and the target in force."),
+        "version": ("login.version", "Show the versions of program and daemon."),
+        "completion": ("login.completion", "Print the completion script of a shell."),
     },
 }
 """Commands by section: module in ckptctl.commands and function, and a summary for the list of commands."""
@@ -69,7 +72,7 @@ ALIASES = {"list": "ls", "get": "ls", "describe": "show", "delete": "rm"}
 """Names that users of kubectl type. They work, but are not listed."""
 
 SYNONYMS: dict[str, str] = {
-    "ls": "dir checkpoints snapshots find search all watch follow tail events",
+    "ls": "dir checkpoints snapshots find search all",
     "runs": "run projects experiments",
     "show": "info inspect cat stat view shards",
     "latest": "newest last head",
@@ -80,11 +83,12 @@ SYNONYMS: dict[str, str] = {
     "undelete": "recover undo unrm deleted",
     "verify": "check fsck validate checksum drill",
     "scrub": "repair heal fix",
+    "watch": "follow tail events logs wait",
     "pin": "pins unpin keep hold protect lock release unlock",
     "tag": "label annotate metrics",
     "policy": "policies retention rules",
     "audit": "history log",
-    "doctor": "status health healthcheck ping diagnose test version about",
+    "doctor": "status health healthcheck ping diagnose test",
     "stats": "statistics norms",
     "diff": "compare",
     "plan": "estimate cost",
@@ -94,6 +98,7 @@ SYNONYMS: dict[str, str] = {
     "open": "dashboard ui browse web",
     "token": "tokens auth",
     "config": "profile profiles settings context",
+    "version": "about",
 }
 """Commands, and words that people type for them."""
 
@@ -209,6 +214,7 @@ EXAMPLES: dict[str, str] = {
     """,
     "import": "ckptctl import last.pt gpt-small@0 --store s3://bucket/ckpts",
     "restores": "ckptctl restores --watch",
+    "watch": "ckptctl watch gpt-small -o jsonl | while read -r event; do ...; done",
     "jobs": """
         ckptctl jobs
         ckptctl jobs 01KAJ2Y0Q8V6T0E9Q5M1Z3X7WN --cancel
@@ -233,6 +239,8 @@ EXAMPLES: dict[str, str] = {
         ckptctl config
         ckptctl config --profile prod
     """,
+    "version": "ckptctl version -o json",
+    "completion": "ckptctl completion bash > /etc/bash_completion.d/ckptctl",
 }
 """Examples at the end of the help of every command."""
 

@@ -281,6 +281,20 @@ def test_nothing_is_offered_when_the_daemon_does_not_answer(tmp_path: Path) -> N
     assert (offered("--url", "http://127.0.0.1:1", "show", "gpt@"), offered("show", "gpt@")) == ([], [])
 
 
+def test_the_script_of_a_shell_is_printed() -> None:
+    for shell in ("bash", "zsh", "fish"):
+        done = run("completion", shell)
+        assert (done.code, "_CKPTCTL_COMPLETE" in done.stdout, done.stderr) == (0, True, "")
+
+
+def test_versions_of_the_program_and_the_daemon(folder: Path) -> None:
+    alone = run("version", "-o", "json")
+    assert (alone.code, alone.json["daemon"]) == (0, None)
+    with running_daemon(folder.as_uri()) as daemon:
+        both = run("version", "--url", daemon.url, "-o", "json")
+    assert both.json == {"ckptctl": alone.json["ckptctl"], "daemon": alone.json["ckptctl"]}
+
+
 HEAVY = ("torch", "safetensors", "httpx", "fastapi", "starlette", "uvicorn", "sqlalchemy", "alembic", "s3fs")
 
 
@@ -342,6 +356,7 @@ MISTAKES = [
     Mistake("ls --limt 3", 2, "--limt", "--limit"),
     Mistake("ls --limit 0", 2, "'--limit'", "greater than or equal to 1"),
     Mistake("verify gpt --ranks 0", 2, "'--ranks'", "greater than or equal to 1"),
+    Mistake("completion tcsh", 2, "'tcsh'", "'zsh'"),
     Mistake("reindex", 2, "not on a store", "--url"),
     Mistake("restores", 2, "not on a store", "--url"),
     Mistake("jobs", 2, "not on a store", "--url"),
@@ -380,6 +395,7 @@ MISTAKES = [
     ),
     Mistake("rm gpt@10 gpt@11 --yes", 4, "no checkpoint at step 11", "ckptctl ls"),
     *(Mistake(f"{verb} ../x", 2, "run name '../x' is not allowed", "letters") for verb in ("ls", "latest", "goodput")),
+    Mistake("watch ../x", 2, "run name '../x' is not allowed", "letters"),
     Mistake("ls a~*", 2, "'a~*' is not a run", "wildcards"),
     Mistake("show ../x@1", 2, "'../x' is not allowed", "letters"),
     *(Mistake(f"pin gpt@10 {name}", 2, "pin name", "1 to 64 letters") for name in ("a/b", "../x", "x" * 65)),

@@ -1,4 +1,4 @@
-"""The host memory of snapshots: how much this process may still take.
+"""The host memory of snapshots: how much this process may still take, and on which NUMA node it lies.
 
 Snapshots are shared memory, which counts against the cgroup. Beyond its limit the kernel kills the trainer.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 _UNLIMITED = 1 << 60
@@ -36,6 +37,31 @@ def local_ranks(environ: Mapping[str, str] = os.environ) -> int:
     """The ranks of the job on this host, as the launcher says; 1 if it does not."""
     said = next(filter(None, map(environ.get, _LOCAL_RANKS)), "")
     return max(1, 1, *map(int, re.findall(r"(?:^|,)(\d+)", said)))
+
+
+@contextmanager
+def on_node(node: int | None, root: Path = Path("/")) -> Iterator[None]:
+    """Memory that this thread populates meanwhile lies on a NUMA node: the thread runs on the cores of the node.
+
+    Does nothing if the node is None or unknown, or if this process must not use its cores.
+    """
+    cores = _cores(_read(root / f"sys/devices/system/node/node{node}/cpulist"))
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    with suppress(OSError):  # the cpuset of a container
+        os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _cores(listed: str) -> set[int]:
+    """The cores in a list such as 0-3,8."""
+    ranges = [part.split("-") for part in listed.strip().split(",") if part]
+    return {core for first, *last in ranges for core in range(int(first), int((last or [first])[0]) + 1)}
 
 
 def _system_free(root: Path) -> int | None:

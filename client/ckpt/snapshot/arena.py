@@ -8,7 +8,8 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ckpt.host.memory import available_bytes, local_ranks
+from ckpt.device import DEVICES
+from ckpt.host.memory import available_bytes, local_ranks, on_node
 from ckpt.host.segment import Segment, populate
 from ckpt.lazily import torch
 from ckpt.saver.messages import Forget, Slot
@@ -165,7 +166,8 @@ class Arena:
             segment = Segment(num_bytes)
             with self._changed:  # a GPU that snapshots are copied from, if one is known
                 gpu = self._gpu or next((gpu for slot in self._slots.values() if (gpu := slot.stager.gpu)), None)
-            populate(segment)
+            with on_node(None if gpu is None else DEVICES[gpu.type](gpu).numa_node()):
+                populate(segment)
             stager = Stager(segment)
             if gpu is not None:
                 if idle and not self._prepared:

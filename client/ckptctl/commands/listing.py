@@ -99,7 +99,7 @@ def list_checkpoints(
 def _watch(session: Session, look: Callable[[], tuple[list[Checkpoint], list[str]]], none: str) -> NoReturn:
     with session.screen.redrawing() as redraw:
         if redraw is None:
-            raise InvalidRequest("--watch needs a terminal", "GET /v1/events of a daemon is a stream of commits")
+            raise InvalidRequest("--watch needs a terminal", "ckptctl watch prints a line for each commit")
         while True:
             shown, notes = look()
             redraw([checkpoint_table(shown, session.clock()), *notes] if shown else [none])

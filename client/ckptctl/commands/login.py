@@ -1,14 +1,20 @@
-"""login: stores a daemon's address and token as a profile. config: shows profiles. open: a dashboard in a browser."""
+"""login: stores a daemon's address and token as a profile. config: shows profiles. open: a dashboard in a browser.
+
+version, completion: of this program.
+"""
 
 from __future__ import annotations
 
 import getpass
 import sys
 import webbrowser
+from enum import StrEnum
+from importlib.metadata import version as installed_version
 from typing import Annotated
 from urllib.parse import quote
 
 import typer
+from typer.completion import get_completion_script  # type: ignore[attr-defined]
 
 from ckptapi.opening import open_source
 from ckptctl.commands.arguments import a_checkpoint
@@ -16,7 +22,7 @@ from ckptctl.profiles import load_profiles, save_profile
 from ckptctl.render import Facts, Row, Table
 from ckptctl.session import Session
 from ckptctl.targets import choose_target
-from ckptstore.errors import InvalidRequest
+from ckptstore.errors import CkptError, InvalidRequest
 from ckptstore.names import check_run
 
 
@@ -112,3 +118,33 @@ def show_config(session: Session) -> None:
     columns = ("PROFILE", "TARGET", "TOKEN")
     rows = [Row((p.name, p.url or p.store or "", "yes" if p.token else "none")) for p in found.profiles]
     session.screen.emit(body, [p.name for p in found.profiles], [Facts(pairs), Table(columns, rows)])
+
+
+class Shell(StrEnum):
+    """Shells with completion."""
+
+    BASH = "bash"
+    ZSH = "zsh"
+    FISH = "fish"
+
+
+def version(session: Session) -> None:
+    """Show the version of this program, and of the daemon if --url is set."""
+    mine, daemon = installed_version("ckptd"), _daemon_version(session)
+    facts = [("ckptctl", mine), *([("ckptd", daemon)] if daemon else [])]
+    session.screen.emit({"ckptctl": mine, "daemon": daemon}, [mine], [Facts(facts)])
+
+
+def completion(shell: Annotated[Shell, typer.Argument(help="bash, zsh or fish.")]) -> None:
+    """Print the completion script of a shell, for commands, runs and checkpoints."""
+    print(get_completion_script(prog_name="ckptctl", complete_var="_CKPTCTL_COMPLETE", shell=shell.value))
+
+
+def _daemon_version(session: Session) -> str | None:
+    try:
+        return session.daemon("version").about().version
+    except InvalidRequest:
+        return None  # there is no target
+    except CkptError as error:
+        session.screen.note(f"the daemon does not respond: {error}")
+        return None

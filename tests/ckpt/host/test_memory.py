@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
-from ckpt.host.memory import available_bytes
+from ckpt.host.memory import available_bytes, on_node
+from ckpt.snapshot import arena
+from tests.ckpt.snapshot.simulated import plugged_in
 
 GB = 1 << 30
 SYSTEM = {"proc/meminfo": f"MemTotal: {900 << 20} kB\nMemAvailable: {800 << 20} kB\n"}
@@ -73,3 +78,38 @@ def test_available_bytes(
 
 def test_this_machine_reports_something() -> None:
     assert available_bytes() is not None
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system has no affinities")
+def test_memory_is_populated_on_the_cores_of_a_node(tmp_path: Path) -> None:
+    before = os.sched_getaffinity(0)
+    core = min(before)
+    listed = {0: f"{core}\n", 1: f"{core}-{core + 1},4000-4001\n", 2: "\n", 3: "5000-5003\n"}
+    for node, cores in listed.items():
+        path = tmp_path / f"sys/devices/system/node/node{node}/cpulist"
+        path.parent.mkdir(parents=True)
+        path.write_text(cores)
+    expected: dict[int | None, set[int]] = {0: {core}, 1: {core, core + 1}}
+    expected |= dict.fromkeys((2, 3, 7, None), before)
+    for known, allowed in expected.items():
+        with on_node(known, tmp_path):
+            assert os.sched_getaffinity(0) <= allowed
+            assert core in os.sched_getaffinity(0)
+        assert os.sched_getaffinity(0) == before
+
+
+def test_slots_are_populated_on_the_node_of_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes: list[int | None] = []
+
+    @contextmanager
+    def seen(node: int | None) -> Iterator[None]:
+        nodes.append(node)
+        yield
+
+    monkeypatch.setattr(arena, "on_node", seen)
+    with plugged_in(0) as simulated:
+        simulated.node = 3
+        slots = arena.Arena(2, lambda change, segment: None)
+        slots.expect(1 << 20, torch.device("cpu"), wait=True)
+        slots.close()
+    assert set(nodes) == {3}

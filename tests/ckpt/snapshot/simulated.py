@@ -82,6 +82,7 @@ class SimulatedDevice(device.Device):
         """Copies may cross from one piece of memory that was pinned to the next."""
         self.queue_size = 1 << 40
         """With as many operations pending on a stream, launches block."""
+        self.node: int | None = None
         self.fails_after: int | None = None
         """Fail the copy into a slot after this many."""
 
@@ -164,6 +165,9 @@ class SimulatedDevice(device.Device):
 
     def crosses(self, address: int) -> bool:
         return self.crosses_borders
+
+    def numa_node(self) -> int | None:
+        return self.node
 
     # What a training program uses.
 
