@@ -47,6 +47,7 @@ BENCHES = (
     "restore-estimate",
     "goodput",
     "daemon-read",
+    "hub-read",
     "index",
     "integrations",
 )

@@ -56,12 +56,12 @@ def measure(quick: bool) -> Report:
         folder = Path(name)
         path, key = _write_shard(folder / "store", num_bytes)
         size = (folder / "store" / key).stat().st_size
-        url = stack.enter_context(_daemon(folder))
+        url, _ = stack.enter_context(daemon(folder))
         _read(url + path, size)
         store_ratio = _counter(url, "ckptd_cache_store_bytes_total") / size
         peer, problem = None, ""
         try:
-            peer = stack.enter_context(_nginx(folder))
+            peer = stack.enter_context(nginx(folder, folder / "store"))
         except (OSError, RuntimeError) as error:
             problem = str(error)
         ours, theirs = [], []
@@ -107,7 +107,8 @@ def _write_shard(folder: Path, num_bytes: int) -> tuple[str, str]:
 
 
 @contextmanager
-def _daemon(folder: Path) -> Iterator[str]:
+def daemon(folder: Path) -> Iterator[tuple[str, int]]:
+    """The address and the process of a daemon of the store in this folder, where its index and its cache are too."""
     port = _free_port()
     command = [sys.executable, "-m", "ckptd", "serve", "--store", f"file://{folder}/store", "--port", str(port)]
     command += [
@@ -120,31 +121,31 @@ def _daemon(folder: Path) -> Iterator[str]:
         "--auth",
         "off",
     ]
-    with _running(command, f"http://127.0.0.1:{port}/readyz", 200):
-        yield f"http://127.0.0.1:{port}"
+    with _running(command, f"http://127.0.0.1:{port}/readyz", 200) as process:
+        yield f"http://127.0.0.1:{port}", process
 
 
 @contextmanager
-def _nginx(folder: Path) -> Iterator[str]:
-    """Raises FileNotFoundError if it is not installed."""
+def nginx(folder: Path, root: Path) -> Iterator[str]:
+    """The address of nginx, which serves the files in `root`. Raises FileNotFoundError if it is not installed."""
     port = _free_port()
     (folder / "nginx").mkdir()
     user = "user root;" if os.geteuid() == 0 else ""
     configuration = folder / "nginx.conf"
-    configuration.write_text(user + _NGINX.format(folder=folder / "nginx", port=port, root=folder / "store"))
+    configuration.write_text(user + _NGINX.format(folder=folder / "nginx", port=port, root=root))
     command = ["nginx", "-c", str(configuration), "-p", str(folder), "-e", str(folder / "nginx" / "errors")]
     with _running(command, f"http://127.0.0.1:{port}/", 403):
         yield f"http://127.0.0.1:{port}"
 
 
 @contextmanager
-def _running(command: Sequence[str], url: str, status: int) -> Iterator[None]:
-    """A server that answers requests; stopped on exit. Raises OSError or RuntimeError if it does not start."""
+def _running(command: Sequence[str], url: str, status: int) -> Iterator[int]:
+    """The process of a server that answers requests; stopped on exit. Raises OSError or RuntimeError if none starts."""
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(command, stderr=output)
         try:
             _wait_for(process, url, status)
-            yield
+            yield process.pid
         finally:
             process.terminate()
             process.wait(_DEADLINE_S)
