@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -48,7 +47,7 @@ class Contents:
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._held_until: dict[tuple[str, str], float] = {}
-        self._kept: OrderedDict[tuple[str, bool], Content] = OrderedDict()
+        self._kept = lru_cache(_KEPT)(self._parse)
         self._planned = lru_cache(_KEPT)(self._plan)
 
     def shards(self, reference: Reference) -> Items[ShardBody]:
@@ -113,19 +112,15 @@ class Contents:
                 f"the manifest of {checkpoint.id} has {checkpoint.manifest_bytes} bytes",
                 "Download it instead: GET .../manifest",
             )
-        key = checkpoint.manifest_digest, checkpoint.thinned
+        parsed = self._kept if checkpoint.manifest_bytes <= _KEPT_BYTES else self._parse
         with self._lock:
-            content = self._kept.get(key)
-            if content is None:
-                stored = self._objects.find(reference, RunKeys.manifest)
-                if stored.bytes != checkpoint.manifest_bytes:
-                    raise CorruptObject(f"the manifest of {checkpoint.id} has {stored.bytes} bytes")
-                content = check_manifest_data(checkpoint, self._objects.read_all(stored)).content
-                if checkpoint.manifest_bytes <= _KEPT_BYTES:
-                    self._kept[key] = content
-            if len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
-        return content
+            return parsed(checkpoint, reference)
+
+    def _parse(self, checkpoint: Checkpoint, reference: Reference) -> Content:
+        stored = self._objects.find(reference, RunKeys.manifest)
+        if stored.bytes != checkpoint.manifest_bytes:
+            raise CorruptObject(f"the manifest of {checkpoint.id} has {stored.bytes} bytes")
+        return check_manifest_data(checkpoint, self._objects.read_all(stored)).content
 
 
 _SIZES_KEPT = 4096

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from functools import lru_cache
 from typing import Any
 
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
@@ -34,79 +35,69 @@ class CheckpointFiles(AbstractFileSystem):
         url = url or os.environ.get("CKPT_STORE") or os.environ.get("CKPTD_URL")
         if url is None:
             raise InvalidRequest("no store or daemon is named", "Set CKPT_STORE or CKPTD_URL, or pass url=")
-        self.source = open_source(url, token or os.environ.get("CKPT_TOKEN"))
-        weakref.finalize(self, self.source.close)
-        self._view = item, dtype
-        self._last: dict[str, dict[str, VirtualFile]] = {}
+        self.source = source = open_source(url, token or os.environ.get("CKPT_TOKEN"))
+        weakref.finalize(self, source.close)
+        self._folder = lru_cache(1)(lambda found: folder_files(open_weights(source, found, item, dtype)))
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
-        """The files of a checkpoint; of the root, the runs."""
-        path = self._strip_protocol(path).strip("/")
-        if "@" not in path:
-            found = [c.id for c in self.source.checkpoints(path)] if path else self.source.runs()
-            infos = [{"name": name, "size": 0, "type": "directory"} for name in found]
-        else:
+        """The files of a checkpoint, or one of them; of a run, its checkpoints; of the root, the runs."""
+        path = self._strip_protocol(path)
+        if "@" in path:
             reference, inside = _split(path)
             infos = [
                 {"name": f"{reference}/{name}", "size": file.bytes, "type": "file", "version": file.version}
-                for name, file in self._files(path)[1].items()
+                for name, file in self._files(reference)[1].items()
                 if name == inside or not inside or name.startswith(f"{inside}/")
             ]
+            if not infos:
+                raise FileNotFoundError(path)
+        else:
+            found = [c.id for c in self.source.checkpoints(path)] if path else self.source.runs()
+            infos = [{"name": name, "size": 0, "type": "directory"} for name in found]
         return infos if detail else [info["name"] for info in infos]
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
         """Size, type and version of a file. Raises FileNotFoundError."""
-        path = self._strip_protocol(path).strip("/")
-        name = _split(path)[1] if "@" in path else ""
-        if not name:
-            return {"name": path, "size": 0, "type": "directory"}
-        file = self._file(path)[1]
-        return {"name": path, "size": file.bytes, "type": "file", "version": file.version}
+        path = self._strip_protocol(path)
+        files = self.ls(path) if "@" in path else []
+        return next((one for one in files if one["name"] == path), {"name": path, "size": 0, "type": "directory"})
 
-    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
-        """The bytes of a file, or of a range of it."""
-        opened = self._file(self._strip_protocol(path).strip("/"))
-        return self.range(opened, *slice(start, end).indices(opened[1].bytes)[:2])
-
-    def range(self, opened: tuple[Checkpoint, VirtualFile], start: int, stop: int) -> bytes:
-        """The bytes of a range of a file that was found before, whatever its reference names now."""
-        into = bytearray(max(0, stop - start))
-        opened[1].read(self.source, opened[0], start, memoryview(into))
-        return bytes(into)
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
+        """The bytes of a file, or of a range of it, and no others."""
+        return bytes(super().cat_file(path, start, end, **{"cache_type": "none", **kwargs}))
 
     def _open(self, path: Any, mode: Any = "rb", *_: Any, **kwargs: Any) -> Any:
         if mode != "rb":
             raise InvalidRequest(f"{path} is part of a checkpoint, which does not change", "Open it for reading")
-        opened = self._file(self._strip_protocol(path).strip("/"))
-        return _Opened(self, path, opened, size=opened[1].bytes, **kwargs)
-
-    def _file(self, path: str) -> tuple[Checkpoint, VirtualFile]:
-        checkpoint, files = self._files(path)
-        name = _split(path)[1]
+        reference, name = _split(path)
+        checkpoint, files = self._files(reference)
         if name not in files:
             raise FileNotFoundError(f"{path}: {checkpoint.id} has {', '.join(files)}")
-        return checkpoint, files[name]
+        return _Opened(self, path, checkpoint, files[name], **kwargs)
 
-    def _files(self, path: str) -> tuple[Checkpoint, dict[str, VirtualFile]]:
-        """The checkpoint that a path names now, and its files."""
+    def _files(self, reference: str) -> tuple[Checkpoint, dict[str, VirtualFile]]:
+        """The checkpoint that is named now, and its files."""
         try:
-            found = self.source.find(Reference.parse(_split(path)[0]))
+            found = self.source.find(Reference.parse(reference))
         except NoCheckpoint as error:
             raise FileNotFoundError(str(error)) from error
-        files = self._last.get(found.manifest_digest)
-        if files is None:
-            files = folder_files(open_weights(self.source, found, *self._view))
-            self._last = {found.manifest_digest: files}
-        return found, files
+        return found, self._folder(found)
 
 
 class _Opened(AbstractBufferedFile):
-    def __init__(self, fs: CheckpointFiles, path: str, opened: tuple[Checkpoint, VirtualFile], **kwargs: Any) -> None:
-        super().__init__(fs, path, **kwargs)
-        self._held = opened
+    """A file of the checkpoint that its path named when it was opened."""
+
+    def __init__(
+        self, fs: CheckpointFiles, path: str, checkpoint: Checkpoint, file: VirtualFile, **kwargs: Any
+    ) -> None:
+        super().__init__(fs, path, size=file.bytes, **kwargs)
+        self._opened = checkpoint, file
 
     def _fetch_range(self, start: int, end: int) -> bytes:
-        return bytes(self.fs.range(self._held, start, end))
+        checkpoint, file = self._opened
+        into = bytearray(end - start)
+        file.read(self.fs.source, checkpoint, start, memoryview(into))
+        return bytes(into)
 
 
 def _split(path: str) -> tuple[str, str]:

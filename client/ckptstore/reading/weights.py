@@ -7,6 +7,7 @@ verified. Values are cast as derived slices are: exactly rounded from float32.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -111,10 +112,10 @@ class VirtualFile:
         head = self.header[start:stop]
         into[: len(head)] = head
         wants, buffers, gathered = list[Want](), {"": into}, list[tuple[int, slice, list[np.ndarray[Any, Any]]]]()
-        for number in range(self._after(start), len(self.tensors)):
+        begin = bisect_right(self.tensors, start, key=lambda tensor: tensor.at + tensor.bytes)
+        end = bisect_left(self.tensors, stop, begin, key=lambda tensor: tensor.at) if into else begin
+        for number in range(begin, end):
             tensor = self.tensors[number]
-            if tensor.at >= stop or not into:
-                break
             item = ITEM_BYTES[tensor.dtype]
             low, high = max(start, tensor.at) - tensor.at, min(stop, tensor.at + tensor.bytes) - tensor.at
             first, last = low // item, -(-high // item)
@@ -179,14 +180,6 @@ class VirtualFile:
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(shape) for name, _, shape in self.content.entries.rows()}
-
-    def _after(self, start: int) -> int:
-        """The number of the first tensor that does not end before this byte."""
-        return int(np.searchsorted(self._ends, start, "right"))
-
-    @cached_property
-    def _ends(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        return np.array([tensor.at + tensor.bytes for tensor in self.tensors], np.int64)
 
     @cached_property
     def _cuts(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
