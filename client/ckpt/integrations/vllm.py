@@ -10,6 +10,7 @@ or new ones, never a mixture: if the second step fails, the worker ends.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -42,12 +43,15 @@ from ckpt.restoring.resolve import leased, noting_damage
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import InvalidRequest, RestoreFailed
 from ckptstore.reading.assets import open_weights
-from ckptstore.reading.source import Source
-from ckptstore.reading.weights import Weights
+from ckptstore.reading.source import Source, read_manifest
+from ckptstore.reading.weights import Weights, module_name
 
 NAME = "ckptd"
 _BATCH_BYTES = 256 << 20
 """Most bytes that a starting worker holds beside the model, unless one tensor is larger."""
+_ADAPTER = re.compile(r"\.(lora_\w+|modules_to_save)\.")
+_AROUND = re.compile(r"^base_model\.model\.|\.(base_layer|original_module)(?=\.)")
+"""What PEFT adds to the names of a model."""
 
 
 def register() -> None:
@@ -202,7 +206,22 @@ def _all(done: bool) -> bool:
 @contextmanager
 def _reading(name: str) -> Iterator[tuple[Source, Checkpoint, Weights]]:
     with opened(name) as (source, checkpoint), leased(source, checkpoint), noting_damage(source, checkpoint):
-        yield source, checkpoint, open_weights(source, checkpoint)
+        weights = open_weights(source, checkpoint)
+        if any(map(_ADAPTER.search, weights.entries)):
+            weights = _base(Weights.of(read_manifest(source, checkpoint).content, naming=_base_name), checkpoint)
+        yield source, checkpoint, weights
+
+
+def _base_name(name: str) -> str:
+    return _AROUND.sub("", module_name(name))
+
+
+def _base(weights: Weights, checkpoint: Checkpoint) -> Weights:
+    """The model that adapters are on top of: vLLM loads these by itself."""
+    entries = {name: entry for name, entry in weights.entries.items() if not _ADAPTER.search(name)}
+    if not entries:
+        raise InvalidRequest(f"{checkpoint.id} has adapters without their base", "Load the base, and them by LoRA")
+    return replace(weights, entries=entries)
 
 
 def _shapes(weights: Weights) -> dict[str, tuple[int, ...]]:
