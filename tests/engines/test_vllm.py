@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import random
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from importlib import metadata
@@ -43,12 +47,18 @@ from tests.engines.engine import NEW, PROMPT, answers, engine
 from tests.support.checkpoints import flip
 from tests.support.command_line import succeed
 from tests.support.daemons import caching_daemon
+from tests.support.forking import Fork, fork
 from tests.support.ports import free_port
-from tests.support.waiting import wait_until
+from tests.support.waiting import Lines, wait_until
 
 SIZES = {"vocab_size": 256, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 KILLS = 20
 STARTED_S = 600.0
+SIGKILLS = int(os.environ.get("CKPTD_KILLS", "3"))
+SERVER = (
+    "VLLM_ENABLE_V1_MULTIPROCESSING=1", "tests.engines.engine", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker",
+    "transformers.models.llama", "ckpt.integrations.vllm",
+)  # fmt: skip
 LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 128}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 64}
 MODELS: dict[str, Callable[[], Any]] = {
@@ -386,6 +396,100 @@ def test_an_update_killed_at_any_moment_changes_nothing(updates: Updates) -> Non
         assert updates.serves(1), line
     updates.to(2)
     assert updates.serves(2)
+
+
+class Server:
+    """Two workers, the engine and what asks it, each in a process of its own."""
+
+    def __init__(self, folder: Path, checkpoint: str) -> None:
+        self.connection, theirs = socket.socketpair()
+        environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        with theirs:
+            self.process: Fork = fork(
+                SERVER, "tests.engines.serve", [str(folder), checkpoint],
+                stdout=1, stderr=2, environment=environment, passed=[theirs.fileno()],
+            )  # fmt: skip
+        with self.connection.makefile() as file:
+            self.lines = Lines(file)
+        assert json.loads(self.next()) == {"started": checkpoint}
+        self.children = family(self.process.pid)[1:]
+        named = {Path(f"/proc/{one}/cmdline").read_bytes(): one for one in self.children}
+        (self.engine_core,) = (one for name, one in named.items() if b"EngineCore" in name)
+
+    def next(self) -> str:
+        return self.lines.next(STARTED_S)
+
+    def answer(self) -> str:
+        """The next one, or an empty line if nobody is left who could serve: what asks the engine may wait for ever."""
+        needed = self.process.pid, self.engine_core
+        wait_until(lambda: self.lines.come_within(0) or any(map(ended, needed)), "an answer or an end", STARTED_S)
+        return self.next() if self.lines.come_within(0) else ""
+
+    def tell(self, command: str) -> None:
+        self.connection.sendall(f"{command}\n".encode())
+
+    def end(self) -> None:
+        self.connection.close()
+        self.process.kill()
+        self.process.wait()
+        for one in self.children:
+            with suppress(ProcessLookupError):
+                os.kill(one, signal.SIGKILL)
+
+
+def family(pid: int) -> list[int]:
+    """A process and those under it."""
+    found = [pid]
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in task.read_text().split():
+            found += family(int(child))
+    return found
+
+
+def ended(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    return not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def served(line: str, steps: dict[int, tuple[list[int], torch.Tensor]]) -> int | None:
+    """The step whose weights gave an answer; None for an error. What no step gives is a mixture."""
+    found = json.loads(line or '{"error": "it has ended"}')
+    if "error" in found:
+        return None
+    (step,) = (step for step, answer in steps.items() if agree((found["tokens"], torch.tensor(found["rows"])), answer))
+    return step
+
+
+def test_processes_killed_in_an_update_leave_old_weights_new_ones_or_an_error(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any one of them, by SIGKILL: what then still answers, and the server that is started again."""
+    monkeypatch.setenv("CKPT_STORE", str(tmp_path))
+    models = {step: model_of("llama", step) for step in (1, 2)}
+    steps = {step: expected(model) for step, model in models.items()}
+    for step, model in models.items():
+        save(tmp_path, "gpt", model, step)
+    moments, server, seen = random.Random(SIGKILLS), Server(folders["llama"], "gpt@1"), list[int | None]()
+    try:
+        began = time.monotonic()
+        for step in (2, 1):
+            server.tell(f"gpt@{step}")
+            assert served(server.next(), steps) == step
+        update_s = (time.monotonic() - began) / 2
+        for _ in range(SIGKILLS):
+            server.tell("gpt@2")
+            time.sleep(moments.uniform(0, update_s))
+            os.kill(moments.choice([server.process.pid, *server.children]), signal.SIGKILL)
+            with suppress(BrokenPipeError):
+                server.tell("")
+            seen += [served(server.answer(), steps) for _ in range(2)]
+            server.end()
+            server = Server(folders["llama"], "gpt@1")
+            server.tell("")
+            assert served(server.next(), steps) == 1
+    finally:
+        server.end()
+        print(f"answers after kills: {seen}, an update takes {update_s:.2f} s")
 
 
 def test_a_worker_whose_weights_are_a_mixture_ends(updates: Updates, monkeypatch: pytest.MonkeyPatch) -> None:
