@@ -88,30 +88,28 @@ def decode(codec: str, stored: bytes, size: int) -> bytes:
 
 
 def undelta(stored: bytes, base: bytes) -> bytes:
-    digest, width, n = struct.unpack_from("<16sII", stored)
-    at, words = 24, np.frombuffer(base, f"<u{width}").copy()
+    digest, width = struct.unpack_from("<16sB", stored)
+    old = np.frombuffer(base, f"<u{width}")
+    limits, at, words = np.frombuffer(stored, old.dtype, 3, 17), 17 + 3 * width, old.copy()
 
-    def numbers(width: int) -> np.ndarray:
+    def numbers(n: int) -> np.ndarray:
         nonlocal at
-        low, at, found = stored[at], at + 1, []
-        if low < 255:
-            size, end = struct.unpack_from("<I", stored, at)[0], at + 4
-            unary = "".join(f"{byte:08b}" for byte in stored[end : end + size])
-            high = [len(zeros) for zeros in unary.split("1")[:-1]]
-            at = end + size + -(-n * low // 8)
-            bits = "".join(f"{byte:08b}" for byte in stored[end + size : at])
-            rest = [int("0" + bits[number * low : (number + 1) * low][::-1], 2) for number in range(n)]
-            return np.array([a << low | b for a, b in zip(high, rest, strict=True)], f"<u{width}")
-        for _ in range(width):
-            (size,) = struct.unpack_from("<I", stored, at)
-            found.append(np.frombuffer(zstandard.decompress(stored[at + 4 : at + 4 + size]), np.uint8))
-            at += 4 + size
-        return np.stack(found, 1).copy().view(f"<u{width}")[:, 0]
+        k, size = struct.unpack_from("<BI", stored, at)
+        begin, end = at + 5, at + 5 + size
+        unary, k = (zstandard.decompress(stored[begin:end]), k - 128) if k >= 128 else (stored[begin:end], k)
+        high = [len(zeros) for zeros in "".join(f"{byte:08b}" for byte in unary).split("1")[:-1]]
+        at = end + -(-n * k // 8)
+        bits = "".join(f"{byte:08b}" for byte in stored[end:at])
+        low = [int("0" + bits[number * k : (number + 1) * k][::-1], 2) for number in range(n)]
+        return np.array([a << k | b for a, b in zip(high, low, strict=True)], np.uint64)
 
-    listed = n < len(words)
-    where = np.cumsum(numbers(4).astype(np.int64) + 1) - 1 if listed else np.arange(n)
-    z = numbers(width) + np.array(listed, f"<u{width}")
-    words[where] += (z >> 1) ^ (0 - (z & 1)).astype(z.dtype)
+    for limit in (*limits, None):
+        among = np.arange(len(old)) if limit is None else np.flatnonzero(old * old.dtype.type(2) < limit)
+        (n,) = struct.unpack_from("<I", stored, at)
+        at += 4
+        where = among[np.cumsum(numbers(n).astype(np.int64) + 1) - 1]
+        z = (numbers(n) + np.uint64(1)).astype(old.dtype)
+        words[where] += (z >> 1) ^ (0 - (z & 1)).astype(z.dtype)
     assert (at, xxhash.xxh3_128_digest(words.tobytes())) == (len(stored), digest), "a delta is damaged"
     return words.tobytes()
 
