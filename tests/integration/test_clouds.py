@@ -46,7 +46,7 @@ from tests.support.stores import race
 from tests.support.trainers import Trainer, is_alive
 from tests.support.waiting import wait_until
 
-FAULTS = int(os.environ.get("CKPTD_CLOUD_FAULTS", "15"))
+FAULTS = int(os.environ.get("CKPTD_CLOUD_FAULTS", "8"))
 KINDS = ("gcs", "azure", *(("s3", "ceph") if ALL_STORES else ()))
 MIB, DAY_S = 1 << 20, 86_400.0
 
