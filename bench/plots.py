@@ -178,6 +178,7 @@ def draw_growth(verdict: Path) -> None:
         if len(lines[name]) > 1:
             axis.legend(frameon=False)
         axis.set_xscale("log", base=2 if of == "ranks" else 10)
+        axis.set_yscale("log")  # what grows linearly is a straight line
         axis.set_title(name, color=INK, fontsize=11)
         axis.set_xlabel(of, color=INK)
         axis.spines[["top", "right"]].set_visible(False)
