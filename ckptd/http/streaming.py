@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
@@ -37,16 +38,21 @@ class Reader(Value):
             return await self.context.threads.store(self.blocking, wanted.offset, wanted.count)
 
     async def pieces(self, wanted: ByteRange, first: memoryview) -> AsyncIterator[memoryview]:
-        """The pieces of a range; `first` was read already."""
-        piece = first
-        while True:
-            for at in range(0, len(piece), _SENT_BYTES):
-                yield piece[at : at + _SENT_BYTES]
-            self.context.metrics.read_bytes.inc(len(piece))
-            wanted = replace(wanted, offset=wanted.offset + len(piece), count=wanted.count - len(piece))
-            if not wanted.count:
-                return
-            piece = await self.read(wanted)
+        """The pieces of a range; `first` was read already. Each is read while the one before is sent."""
+        piece, following = first, None
+        try:
+            while True:
+                wanted = replace(wanted, offset=wanted.offset + len(piece), count=wanted.count - len(piece))
+                following = asyncio.ensure_future(self.read(wanted)) if wanted.count else None
+                for at in range(0, len(piece), _SENT_BYTES):
+                    yield piece[at : at + _SENT_BYTES]
+                self.context.metrics.read_bytes.inc(len(piece))
+                if following is None:
+                    return
+                piece = await following
+        finally:
+            if following is not None and not following.cancel() and not following.cancelled():
+                following.exception()  # the client is gone: it is not raised
 
 
 def client_of(request: Request) -> str:

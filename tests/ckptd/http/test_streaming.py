@@ -1,11 +1,19 @@
 from __future__ import annotations
 
+import asyncio
+import threading
+from types import SimpleNamespace
+from typing import Any
+
 import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.http.streaming import ByteRange, Unsatisfiable, parse_range
+from ckptd.http.concurrency import FairSemaphore
+from ckptd.http.context import Threads
+from ckptd.http.streaming import ByteRange, Reader, Unsatisfiable, parse_range
+from ckptd.metrics import Metrics
 from ckptstore.names import RunKeys
 from tests.ckptd.conftest import Served
 
@@ -102,3 +110,29 @@ def test_an_empty_object_has_no_range() -> None:
     with pytest.raises(Unsatisfiable):
         parse_range("bytes=0-", 0)
     assert parse_range("bytes=0-", 1) == ByteRange(0, 1)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_piece_is_read_while_the_one_before_is_sent(fails: bool) -> None:
+    """A client that goes away in between hears of no error in it, and leaves no slot taken."""
+    begun = threading.Event()
+
+    def read(offset: int, count: int) -> memoryview:
+        if offset:
+            begun.set()
+        if offset and fails:
+            raise OSError("the store is away")
+        return memoryview(b"0123456789")[offset : offset + 4]
+
+    async def first_piece() -> memoryview:
+        slots = FairSemaphore(1)
+        context: Any = SimpleNamespace(threads=Threads(), metrics=Metrics(), read_slots=slots)
+        reader, whole = Reader(context, "client", read), ByteRange(0, 10)
+        pieces = reader.pieces(whole, await reader.read(whole))
+        sent = await anext(pieces)
+        assert await asyncio.to_thread(begun.wait, 100)
+        await pieces.aclose()  # type: ignore[attr-defined]
+        async with slots.slot("another"):
+            return sent
+
+    assert bytes(asyncio.run(first_piece())) == b"0123"
