@@ -34,7 +34,7 @@ from ckptstore.reading.safetensors import plan_file
 RAW_GOAL = 0.45
 """Throughput over nginx's."""
 DECODER_GOAL = 0.8
-"""Throughput over that of the decoder alone."""
+"""Throughput, divided by the throughput of the decoder alone."""
 MEMORY_GOAL = 256 << 20
 """Bytes by which the daemon may grow, whatever the size of the file."""
 LARGE_BYTES = 8 << 30

@@ -1,7 +1,7 @@
 """Stored size against time, for all libraries that save whole states: python -m bench.plots [--quick].
 
 `python -m bench.plots growth` draws how costs grow, from the verdicts of the simulations in bench/results, and
-`python -m bench.plots families` the seconds of the limit, the peers and ours, from those of the other benchmarks.
+`python -m bench.plots families` the seconds of the limit, the peers and ours, from the other verdicts.
 
 Each saves and restores the same state in turns: the time until a save is durable, and until everything is back in the
 live tensors, read from the page cache. Draws sizes-and-times.svg under bench/results, and writes the numbers next to

@@ -52,7 +52,7 @@ class Reader(Value):
                 piece = await following
         finally:
             if following is not None and not following.cancel() and not following.cancelled():
-                following.exception()  # the client is gone: it is not raised
+                following.exception()  # the client is gone: the error is not raised
 
 
 def client_of(request: Request) -> str:

@@ -153,7 +153,7 @@ def test_what_is_served_is_what_was_trained(
 
 @pytest.fixture
 def adapted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Llama with LoRA, as PEFT trains it; its checkpoints are those of the runs `tuned` and, without base, `alone`."""
+    """Llama with LoRA, as PEFT trains it; saved as the runs `tuned` and, without base, `alone`."""
     torch.manual_seed(3)
     model = get_peft_model(model_of("llama", 1), LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))
     with torch.no_grad():
@@ -235,7 +235,7 @@ def completed(url: str, model: str) -> tuple[list[int], torch.Tensor]:
 def test_the_command_serves_models_and_adapters_of_the_hub(
     adapted: Any, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """With HF_ENDPOINT alone: configuration, tokenizer and weights are those of the checkpoint."""
+    """With HF_ENDPOINT alone: configuration, tokenizer and weights come from the checkpoint."""
     model, files = model_of("llama", 1), tmp_path / "files"
     tokenizer().save_pretrained(files)
     shutil.copy(folders["llama"] / "config.json", files)
@@ -420,7 +420,7 @@ class Server:
         return self.lines.next(STARTED_S)
 
     def answer(self) -> str:
-        """The next one, or an empty line if nobody is left who could serve: what asks the engine may wait for ever."""
+        """The next one, or an empty line if no process is left to serve: a request to the engine may wait forever."""
         needed = self.process.pid, self.engine_core
         wait_until(lambda: self.lines.come_within(0) or any(map(ended, needed)), "an answer or an end", STARTED_S)
         return self.next() if self.lines.come_within(0) else ""

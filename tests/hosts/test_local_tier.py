@@ -310,7 +310,7 @@ def stopped(site: Site) -> tuple[Disturb, Disturb]:
 
 
 def killed(site: Site) -> tuple[Disturb, Disturb]:
-    """That of the first host, too: saves fail until it is there again."""
+    """The agent of the first host, too: saves fail until it is there again."""
 
     def kill() -> None:
         for name in "ac":

@@ -51,7 +51,7 @@ _BATCH_BYTES = 256 << 20
 """Most bytes that a starting worker holds beside the model, unless one tensor is larger."""
 _ADAPTER = re.compile(r"\.(lora_\w+|modules_to_save)\.")
 _AROUND = re.compile(r"^base_model\.model\.|\.(base_layer|original_module)(?=\.)")
-"""Parts of names that PEFT adds to those of a model."""
+"""Parts that PEFT adds to the names of a model."""
 
 
 def register() -> None:

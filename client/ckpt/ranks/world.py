@@ -120,7 +120,7 @@ Ask = Callable[..., Any]
 
 
 def prefixed(prefix: str, store: Any) -> Any:
-    """A store whose keys are those of another one with this prefix."""
+    """Another store, with this prefix before its keys."""
     if isinstance(store, JaxStore):
         return store.below(prefix)
     return torch.distributed.distributed_c10d.PrefixStore(prefix, store)
@@ -459,8 +459,8 @@ class World:
 def together(world: World, step: Callable[[], Any]) -> list[Any]:
     """The results of a step on all ranks (JSON types and bytes), by rank. A collective.
 
-    Where the step fails on some ranks, each of them raises its own error, and all others that of the first one as a
-    CkptError that names the rank.
+    Where the step fails on some ranks, each of them raises its own error. All others raise a CkptError that names the
+    first of these ranks.
     """
     try:
         answer = [step()]

@@ -78,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for left in range(options.restarts, -1, -1):
         trainer = _start(options.command, before)
         if trainer < 0:
-            return -trainer
+            status = -trainer
+            break
         status = _forward_until_it_ends(trainer, watched, forwarded)
         if not left or status in (0, EXIT_SAVED, EXIT_BEHIND) or forwarded & _ENDING:
             break

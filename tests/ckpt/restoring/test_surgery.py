@@ -348,7 +348,7 @@ def test_float8_parameters_are_filled_by_rounding(dtype: torch.dtype, checkpoint
 
 @pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
 def test_weights_that_torchao_quantized(kind: str, checkpointer: Checkpointer) -> None:
-    """They restore bit for bit into a model quantized alike. Those of a model that is not are refused by name, and
+    """They restore bit for bit into a model quantized alike. Other models are refused by name, and
     quantized after the restore, layer by layer."""
     quantization = pytest.importorskip("torchao.quantization")
     config = getattr(quantization, kind)

@@ -182,6 +182,19 @@ def test_ranks_that_outlive_the_command_may_go_on_saving(tmp_path: Path) -> None
     assert "all saves are durable" in said.read_text()
 
 
+def test_a_trainer_that_cannot_be_started_again_leaves_its_savers_their_time(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text('#!/bin/sh\nrm "$0"\nexec "$@"\n')
+    script.chmod(0o755)
+    trainer = [str(script), *TRAINER, str(tmp_path / "store"), "2", "1", "60"]
+    with container([*LAUNCHER, "--restarts", "1", "--grace", "60", "--", *trainer], tmp_path, 2e6) as process:
+        wait_for_line(process, "accepted", "2")
+        os.kill(trainer_in(process, launched=True), signal.SIGKILL)
+        assert process.wait(100) == 127
+    source = StoreSource(open_store(str(tmp_path / "store")))
+    assert [checkpoint.step for checkpoint in source.checkpoints("r")] == [2, 1], (tmp_path / "stderr").read_text()
+
+
 def launch(*command: str, grace: str = "30", options: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*LAUNCHER, "--grace", grace, *options, "--", *command],

@@ -114,7 +114,7 @@ def test_an_empty_object_has_no_range() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_piece_is_read_while_the_one_before_is_sent(fails: bool) -> None:
-    """A client that goes away in between hears of no error in it, and leaves no slot taken."""
+    """After a client that closes in between, the error of a read is not raised, and no slot stays taken."""
     begun = threading.Event()
 
     def read(offset: int, count: int) -> memoryview:

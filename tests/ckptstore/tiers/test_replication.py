@@ -417,7 +417,7 @@ def test_ranks_that_copy_their_own_shards_leave_rank_0_the_commit(tiers: Tiers) 
 
 
 def test_a_rank_copies_what_its_checkpoint_references(tiers: Tiers) -> None:
-    """Otherwise the replicator of rank 0 waits for these receipts in vain."""
+    """Otherwise the replicator of rank 0 waits for receipts that no rank writes."""
     generation = tiers.begin()
     first, second = (Attempt(step, new_ulid(system_clock()), generation=generation) for step in (5, 6))
     for attempt, base in ((first, None), (second, first)):
