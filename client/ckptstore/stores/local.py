@@ -193,7 +193,9 @@ class LocalStore(Store):
                     self._check_root()
             folders.add(path.parent)
         for folder in folders:
-            self._remove_if_empty(folder)
+            with suppress(OSError):  # not empty, or removed already
+                if folder != self.root and next(self._walk(folder), None) is None:
+                    folder.rmdir()
 
     @contextmanager
     def _errors(self, what: str, key: str) -> Iterator[None]:
@@ -254,38 +256,34 @@ class LocalStore(Store):
     def _walk(self, folder: Path, begin: str = "") -> Iterator[ObjectInfo]:
         """The objects below a folder, in files and folders of names that begin so. Removes old temporary files of
         killed processes."""
-        try:
-            entries = list(os.scandir(folder))
-        except FileNotFoundError:
-            self._check_root()
-            return
-        except NotADirectoryError:
-            return
-        for entry in entries:
-            if not entry.name.startswith(begin):
-                continue
+        seen: set[str] = set()
+        replaced = True
+        while replaced:  # what was deleted after the names were read may have a successor, which they lack
+            replaced = False
             try:
-                if entry.is_dir(follow_symlinks=False):
-                    yield from self._walk(Path(entry.path))
-                    continue
-                status = entry.stat()
+                entries = list(os.scandir(folder))
             except FileNotFoundError:
-                continue  # deleted by another process meanwhile
-            if entry.name.startswith(_TEMPORARY):
-                _remove_stale(Path(entry.path), status)
-            elif stat.S_ISREG(status.st_mode):
-                yield ObjectInfo(entry.path[self._skipped :], status.st_size, status.st_mtime)
-
-    def _remove_if_empty(self, folder: Path) -> None:
-        try:
-            with os.scandir(folder) as entries:
-                for entry in entries:
-                    if entry.name.startswith(_TEMPORARY):
-                        _remove_stale(Path(entry.path), entry.stat())
-            if folder != self.root:
-                folder.rmdir()
-        except OSError:
-            pass  # not empty, or removed already
+                self._check_root()
+                return
+            except NotADirectoryError:
+                return
+            for entry in entries:
+                if entry.name in seen or not entry.name.startswith(begin):
+                    continue
+                seen.add(entry.name)
+                temporary = entry.name.startswith(_TEMPORARY)
+                try:
+                    if entry.is_dir(follow_symlinks=False):
+                        yield from self._walk(Path(entry.path))
+                        continue
+                    status = entry.stat()
+                except FileNotFoundError:
+                    replaced |= not temporary
+                    continue
+                if temporary:
+                    _remove_stale(Path(entry.path), status)
+                elif stat.S_ISREG(status.st_mode):
+                    yield ObjectInfo(entry.path[self._skipped :], status.st_size, status.st_mtime)
 
 
 @dataclass
@@ -439,8 +437,6 @@ def _read_at(fd: int, offset: int, buffer: memoryview) -> int:
 def _remove_stale(path: Path, status: os.stat_result) -> None:
     # Left by a killed process: a temporary file in use is seconds old.
     if system_clock() - status.st_mtime > _STALE_TEMPORARY_S:
-        path.unlink(missing_ok=True)
-        try:
+        with suppress(OSError):  # removed meanwhile, or the folder contains objects
+            path.unlink()
             path.parent.rmdir()
-        except OSError:
-            pass  # it contains objects

@@ -124,6 +124,23 @@ def test_a_name_counts_only_when_its_folder_is_durable(tmp_path: Path, monkeypat
     assert synced == [tmp_path / "commits"] * 2
 
 
+def test_a_listing_finds_the_successor_of_what_is_deleted_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, scandir, versions = open_store(str(tmp_path)), os.scandir, iter((2, 3, 4))
+    store.put("run/labels/1", b"old")
+
+    def replaced(folder: Path) -> list[os.DirEntry[str]]:
+        entries = list(scandir(folder))
+        if (version := next(versions, None)) is not None:
+            store.put(f"run/labels/{version}", b"new")
+            (tmp_path / "run/labels" / str(version - 1)).unlink()
+        return entries
+
+    monkeypatch.setattr(os, "scandir", replaced)
+    assert [info.key for info in store.list("run/labels/")] == ["run/labels/4"]
+
+
 def test_folders_of_another_rank_are_made_durable_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another rank has created them, and not synced their names: a receipt in them would not survive a power cut."""
     store, synced, sync = open_store(str(tmp_path / "store")), list[str](), local.sync_folder
