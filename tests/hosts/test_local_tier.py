@@ -23,8 +23,9 @@ from tests.hosts.bed import Bed
 from tests.hosts.conftest import Site
 from tests.hosts.services import STORE, start_s3
 from tests.hosts.test_jobs import LARGE, Lines, ask, job, losses
+from tests.support.forking import Fork
 from tests.support.jobs import Job
-from tests.support.waiting import wait_until
+from tests.support.waiting import DEADLINE_S, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -270,6 +271,72 @@ def test_other_hosts_in_another_order_continue_the_newest_state(four: Site) -> N
     history.train("a e c b d")
     history.train("e b")
     history.train("b e c d")
+
+
+@large
+def test_torchrun_goes_on_with_a_host_in_the_place_of_a_lost_one(four: Site) -> None:
+    """Its processes on the other hosts stay; ranks begin again when the new host has joined."""
+    bed = four.bed
+    settings = {"local": TIER, "replicas": 1, **RARELY}
+    options = {"store": STORE, "run": "elastic", "layout": "fsdp2", "every": EVERY, "settings": settings}
+    # Else ranks of a new round find addresses of the one before in the store that torchrun shares with them.
+    environment = {**four.environment, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    reader, writer = os.pipe()
+
+    def start(name: str) -> Fork:
+        return bed[name].start(
+            "torchrun", "--nnodes=3", "--nproc-per-node=1", "--max-restarts=3", "--monitor-interval=0.1",
+            "--rdzv-backend=c10d", f"--rdzv-endpoint={bed['a'].address}:29400", "--rdzv-id=elastic",
+            f"--local-addr={bed[name].address}", "-m", "tests.hosts.train", json.dumps(options),
+            output=writer, environment=environment,
+        )  # fmt: skip
+
+    with open(reader) as output:
+        words = (line.split() for line in output)
+
+        def until(kind: str, least: int) -> Lines:
+            found: Lines = []
+            for line in words:
+                found.append(line)
+                if line[0] == kind and int(line[-2 if kind == "step" else 1]) >= least:
+                    return found
+            raise AssertionError(found)
+
+        programs = [start(name) for name in "abc"]
+        try:
+            before = until("step", 3 * EVERY)
+            bed.kill("c")
+            programs.append(start("e"))
+            before += until("resumed", 1)
+            resumed, after = int(before.pop()[1]), until("step", 5 * EVERY)
+        finally:
+            for program in programs:
+                program.send_signal(signal.SIGTERM)
+            os.close(writer)
+            for _ in words:  # a rank whose lines nobody reads does not end
+                pass
+            for program in programs:
+                program.wait(DEADLINE_S)
+    assert resumed >= max(int(line[2]) for line in before if line[0] == "saved")
+    assert read(after)["store"] == 0
+    assert read(after)["peer"] > 0
+    known, found = losses(before), losses(after)
+    assert min(map(int, found)) == resumed + 1
+    assert all(found[step] == known[step] for step in found.keys() & known.keys())
+
+
+@large
+def test_ckptctl_sees_what_all_hosts_have(four: Site) -> None:
+    history, bed = History(four, "seen"), four.bed
+    history.train(then=[(0.0, partial(until_remote, history))])
+    bed.kill("c")
+    ids = {found["id"] for found in ask(four, "d", "--store", TIER, "ls", "seen")}
+    listed = ask(four, "d", "--store", STORE, "ls", "seen", "--local", TIER)
+    assert {found["id"] for found in listed if "local" in found["where"]} == ids
+    assert history.newest in {found["step"] for found in listed}
+    assert ask(four, "d", "--store", STORE, "latest", "seen", "--local", TIER)["step"] >= history.newest
+    newest = ask(four, "a", "--store", TIER, "latest", "seen")
+    bed["a"].run("ckptctl", "--store", TIER, "verify", newest["id"], environment=four.environment)
 
 
 @large
