@@ -25,7 +25,6 @@ from typing import Any
 from unittest.mock import patch
 
 import msgspec
-import numpy as np
 
 from bench.report import Goal, Report
 from bench.virtual_store import Clock, Limits, Requests, VirtualStore, lanes_of
@@ -109,7 +108,7 @@ class Save:
         self.attempt = NewAttempt(session, 1000, derive_ulid(session.id, 1000)).of(1)
         self._random = random.Random(0)
         rows = TENSORS * len(KINDS)
-        self._table = Table.finite(np.zeros(rows, np.int64), np.zeros(rows), np.zeros(rows))
+        self._table = Table.of([(0,) * 6] * rows)
         self.at_rank_0, self.elsewhere = Requests(), Requests()
         self.durable_at = 0.0
         """When the last shard was durable."""

@@ -188,7 +188,7 @@ def _trees(arrays: Arrays) -> dict[str, JSON]:
 
 def _statistics(attempt: Attempt, rank: int, rows: int, offset: int | None) -> tuple[bytes, dict[str, JSON]]:
     """The document of so many slices, and what a receipt says about it."""
-    table = Table.finite(np.zeros(rows, np.int64), np.zeros(rows), np.zeros(rows))
+    table = Table.of([(0,) * 6] * rows)
     data = seal(Statistics.of(attempt, rank, table))
     side = named_document(data, table, [""] * rows)
     return data, side_extension(rank, msgspec.structs.replace(side, offset=offset))

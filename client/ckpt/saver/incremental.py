@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import logging
 import threading
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import xxhash
-from msgspec.structs import replace as with_fields
+from msgspec.structs import replace
 
 from ckpt.saver.encode import Encode
 from ckpt.saver.messages import Setup
@@ -32,7 +33,6 @@ from ckptstore.commits.leases import end_lease, take_lease
 from ckptstore.commits.references import marks
 from ckptstore.errors import CkptError, NoCheckpoint
 from ckptstore.format.boxes import Box, same_dimensions
-from ckptstore.format.columns import column
 from ckptstore.format.documents import DIGEST_BYTES, Content, Receipt, Shard
 from ckptstore.format.shards import (
     ChunkSpan,
@@ -92,8 +92,7 @@ class KnownChunk(Value):
         return [*self.bases, StoredChunk(str(self.attempt), self.offset, self.chunk)]
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
+class Holder(Value):
     """A shard file that stores chunks of the base."""
 
     bytes: int
@@ -110,8 +109,7 @@ class BaseCheckpoint(Value):
     """The shard files that store these chunks, by attempt."""
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(Value):
     """The result of comparing one chunk with the base."""
 
     sample: bytes | None
@@ -151,9 +149,9 @@ def worthwhile(used: Mapping[Attempt, int], holders: Mapping[Attempt, Holder], t
 
 def keys(slices: Sequence[tuple[str, Box, int]], chunks: Iterable[tuple[int, int]]) -> Iterator[Key]:
     """The key of each chunk. slices: entry, box, first byte in the raw stream, ascending; chunks: first byte, size."""
-    begins = column(at for _, _, at in slices)
+    begins = [at for _, _, at in slices]
     for begin, size in chunks:
-        entry, box, at = slices[int(np.searchsorted(begins, begin, side="right")) - 1]
+        entry, box, at = slices[bisect_right(begins, begin) - 1]
         yield entry, box, begin - at, size
 
 
@@ -416,7 +414,7 @@ class IncrementalSave:
         if self.index.deltas:
             digests = [digest for _, digest in self.raw_digests(stored)]
         if any(digests):
-            table = with_fields(table, raw_digest=b"".join(digest or UNKNOWN for digest in digests))
+            table = replace(table, raw_digest=b"".join(digest or UNKNOWN for digest in digests))
         known = ((number, match.known) for number, match in enumerate(matches))
         references = reference_table((number, str(one.attempt), one.offset) for number, one in known if one is not None)
         name, rank = self.index.shard_name, self.index.rank
@@ -443,7 +441,8 @@ class IncrementalSave:
         chunks = base.chunks if base is not None else {}
         known = [chunks.get(key) for key in self._keys()]
         pairs = list(zip(self.spans, known, strict=True))
-        matches = [self._match(span, span.of(raw), one) for span, one in pairs]
+        enabled = self.index.enabled
+        matches = [self._match(span, span.of(raw), one) if enabled else NOT_COMPARED for span, one in pairs]
         usable = self._usable(base, (match.known for match in matches if match.known)) if base is not None else ()
         self._matches = [
             match if match.known is None or match.known.attempt in usable else replace(match, known=None)
@@ -456,14 +455,12 @@ class IncrementalSave:
             self._raws = [one or bytes(span.of(raw)) for span, one in zip(self.spans, same, strict=True)]
 
     def _match(self, span: ChunkSpan, raw: memoryview, known: KnownChunk | None) -> Match:
-        if not self.index.enabled:
-            return NOT_COMPARED
         if known is not None and known.bases and not self.index.deltas:
             known = None  # it would need many checkpoints
         sample, whole, same = compare(raw, known)
         if known is not None and known.raw_digest is None and known.sample == sample:
             # The base has no digest of its raw bytes, since it had changed before. Encoding is deterministic.
-            same = replace(self.encode(raw, span), data=b"") == known.chunk
+            same = replace(self.encode(raw, span), data=b"", raw_digest="") == known.chunk
         return Match(sample, whole, known if same and known is not None and not known.used_up else None)
 
     def _usable(self, base: BaseCheckpoint, unchanged: Iterable[KnownChunk]) -> Collection[Attempt]:

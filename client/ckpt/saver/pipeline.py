@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain, count
 from typing import Any
+
+from msgspec.structs import replace
 
 from ckpt.host.lock import note_checkpoint
 from ckpt.host.segment import Segment
@@ -101,7 +102,7 @@ def upload_shard(
 ) -> Uploaded:
     """Write the shard; durable on return, removed on an error.
 
-    progress: called with the raw bytes written so far, about once per CHUNK_BYTES and with the total. tail: called
+    progress: called with the raw bytes written so far, about once per 4 CHUNK_BYTES and with the total. tail: called
     after the last chunk; what it returns is written behind it.
     """
     written: list[EncodedChunk] = []
@@ -116,7 +117,7 @@ def upload_shard(
             done += chunk.raw
             written.append(replace(chunk, data=b""))
             if done >= due or done == raw_bytes:  # a message costs as much as hashing 1 MB
-                due = done + CHUNK_BYTES
+                due = done + 4 * CHUNK_BYTES
                 progress(done)
         last = tail()
         started = time.perf_counter()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from itertools import chain
 from math import isfinite
 from typing import NamedTuple
 
@@ -31,7 +32,9 @@ from ckptstore.run import Run
 
 logger = logging.getLogger(__name__)
 
-ChunkTables = dict[tuple[str, str, Sequence[int]], Table]
+Rows = Sequence[tuple[float, ...]]
+"""The statistics of slices, as rows of a Table."""
+ChunkTables = dict[tuple[str, str, Sequence[int]], Rows]
 """By the digest of a chunk's stored bytes, its element type, and the number of elements of each slice in it."""
 
 
@@ -63,7 +66,7 @@ class ShardStatistics:
         self._derived = [one.place for one in derived]
         spans = sorted(spans, key=lambda span: span.at)
         self._parts = dict(zip((span.at for span in spans), _parts(placed, spans), strict=True))
-        self._tables: dict[int, Table] = {}
+        self._tables: dict[int, Rows] = {}
         self._failed = False
         self._document: bytes | None = None
         self._side: SideDocument | None = None
@@ -134,7 +137,7 @@ class ShardStatistics:
                 tables.append(chunk_table(span.dtype, span.of(raw), (span.bytes // ITEM_BYTES[span.dtype],)))
                 rows.append(number)
         names = [place.slice.entry for place in (*self._placed, *self._derived)]
-        table = merge(tables, np.array(rows, np.int64), len(names))
+        table = merge([Table.of([*chain(*tables)])], np.array(rows, np.int64), len(names))
         self._document = seal(Statistics.of(attempt, rank, table))
         self._side = named_document(self._document, table, names)
 
@@ -144,7 +147,7 @@ def chunk_extremes(dtype: str, sizes: Sequence[int]) -> Extremes | None:
     return Extremes(dtype) if len(sizes) == 1 and dtype in FLOAT_SPLIT else None
 
 
-def chunk_table(dtype: str, raw: memoryview, sizes: Sequence[int], extremes: Extremes | None = None) -> Table:
+def chunk_table(dtype: str, raw: memoryview, sizes: Sequence[int], extremes: Extremes | None = None) -> Rows:
     """The statistics of the slices in a chunk, a row each. Pure.
 
     sizes: their numbers of elements in the chunk, which add up to it. extremes: those of `chunk_extremes`, after the
@@ -155,18 +158,19 @@ def chunk_table(dtype: str, raw: memoryview, sizes: Sequence[int], extremes: Ext
     if extremes is not None:
         bounds = extremes.bounds()
         if all(map(isfinite, bounds)):
-            return Table.finite(np.array(sizes), np.array(bounds[:1]), np.array(bounds[1:]))
+            return [(*sizes, 0, 0, 0, *bounds)]
     numbers = numbers_of(dtype, raw)
     elements = np.array(sizes) * (len(numbers) // sum(sizes))
     starts = np.cumsum(elements) - elements
     with np.errstate(invalid="ignore"):  # a signalling NaN
         low, high = (one.reduceat(numbers, starts).astype(np.float64) for one in (np.minimum, np.maximum))
-    if not is_float(dtype) or np.isfinite([low, high]).all():
-        return Table.finite(elements, low, high)
-    kinds = np.isnan(numbers), numbers == np.inf, numbers == -np.inf
-    counts = (np.add.reduceat(kind, starts, dtype=np.int64) for kind in kinds)
-    finite = np.where(np.isfinite(numbers), numbers, np.nan)
-    return Table(elements, *counts, *(one.reduceat(finite, starts).astype(np.float64) for one in (np.fmin, np.fmax)))
+    counts = [np.zeros_like(elements)] * 3
+    if is_float(dtype) and not np.isfinite([low, high]).all():
+        kinds = np.isnan(numbers), numbers == np.inf, numbers == -np.inf
+        counts = [np.add.reduceat(kind, starts, dtype=np.int64) for kind in kinds]
+        finite = np.where(np.isfinite(numbers), numbers, np.nan)
+        low, high = (one.reduceat(finite, starts).astype(np.float64) for one in (np.fmin, np.fmax))
+    return [*zip(*(one.tolist() for one in (elements, *counts, low, high)), strict=True)]
 
 
 def _parts(placed: Sequence[Placed], spans: Sequence[ChunkSpan]) -> list[_Parts]:

@@ -8,13 +8,13 @@ mixes element types. A chunk lies in the shard's own file, or in those of earlie
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import xxhash
+from msgspec.structs import replace
 
 from ckptstore.codecs import delta
 from ckptstore.codecs.chunk_codecs import RAW, Buffer, Coding, encode
@@ -55,7 +55,7 @@ class Slice(Value, array_like=True):
     @property
     def bytes(self) -> int:
         """Raw bytes of the slice."""
-        return prod(boxes.sizes(self.box)) * ITEM_BYTES[self.dtype]
+        return prod(self.box[len(self.shape) :]) * ITEM_BYTES[self.dtype]
 
 
 class Placed(Value, array_like=True):
@@ -91,8 +91,7 @@ class ChunkSpan(Value):
         return raw[self.at : self.at + self.bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedChunk:
+class EncodedChunk(Value):
     """A chunk ready to be written."""
 
     data: Buffer
@@ -100,7 +99,7 @@ class EncodedChunk:
     stored: int
     codec: str
     digest: str
-    raw_digest: str = field(default="", compare=False)
+    raw_digest: str = ""
     """xxh3-128 of the bytes before encoding, as `digest`; empty if it was not taken."""
 
 

@@ -28,6 +28,7 @@ _MERGED: dict[str, tuple[np.ufunc, float]] = {
     "maximum": (np.fmax, np.nan),
 }
 """How the columns of rows are merged, and what they are without rows."""
+_ROW = np.dtype([(name, type(none)) for name, (_, none) in _MERGED.items()])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,10 +44,10 @@ class Table:
     maximum: Numbers
 
     @staticmethod
-    def finite(elements: Column, minimum: Numbers, maximum: Numbers) -> Table:
-        """Rows without NaN and Inf."""
-        none = np.zeros(len(elements), np.int64)
-        return Table(elements, none, none, none, minimum, maximum)
+    def of(rows: Sequence[Sequence[float]]) -> Table:
+        """The table of some rows."""
+        found = np.array(rows, _ROW)
+        return Table(**{name: found[name] for name in _MERGED})
 
     @property
     def inf(self) -> Column:

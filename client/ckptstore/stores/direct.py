@@ -72,8 +72,8 @@ class DirectFile:
         self._pack = _aligned_memory(PACK_BYTES)
         self._filled = 0
         self._other = _aligned_memory(PACK_BYTES)
-        self._borrowed = _Borrowed()
-        self._writing: deque[tuple[Future[None], _Borrowed]] = deque()
+        self._borrowed = _Borrowed(0, 0, [])
+        self._writing: deque[tuple[Future[None], _Borrowed | None]] = deque()
         """The writes that are under way, oldest first, and the borrowed memory that they need."""
         self._threads: ThreadPoolExecutor | None = None
         self._direct = _set_direct(fd, True)
@@ -91,12 +91,14 @@ class DirectFile:
             self._copy(part)
             return
         address = _address(part)
-        if self._borrowed.size and self._borrowed.end != address:
+        if self._borrowed.begin + self._borrowed.size != address:
             self._return_borrowed()
-        if not self._borrowed.size and (address - self._filled) % _BLOCK:
-            self._copy(part)
-            return
-        self._borrowed.add(part, address)
+            if (address - self._filled) % _BLOCK:
+                self._copy(part)
+                return
+            self._borrowed = _Borrowed(address, 0, [])
+        self._borrowed.size += len(part)
+        self._borrowed.parts.append(part)
         if self._borrowed.size >= PACK_BYTES:
             self._write_borrowed()
 
@@ -121,7 +123,7 @@ class DirectFile:
         if fd >= 0:
             os.close(fd)
 
-    def _copy(self, rest: _Bytes) -> None:
+    def _copy(self, rest: _Bytes | memoryview) -> None:
         """Append to the pack; nothing is borrowed."""
         while len(rest):
             count = min(len(rest), PACK_BYTES - self._filled)
@@ -133,19 +135,15 @@ class DirectFile:
 
     def _return_borrowed(self) -> None:
         """Write what is worth a write, and copy the rest."""
-        if not self._borrowed.size:
-            return
         if self._borrowed.size * _LEAST_BORROWED >= PACK_BYTES:
             self._write_borrowed()
-        rest, self._borrowed = self._borrowed, _Borrowed()
-        for part in rest.parts:
-            self._copy(part)
+        rest, self._borrowed = self._borrowed, _Borrowed(0, 0, [])
+        self._copy(rest.memory)
 
     def _write_borrowed(self) -> None:
         """Write the whole blocks of the borrowed memory. Bytes before the first one complete the pack."""
         head, self._borrowed = self._borrowed.split(-self._filled % _BLOCK)
-        for part in head.parts:
-            self._copy(part)
+        self._copy(head.memory)
         parts = []
         if self._filled == _BLOCK:  # the block in which the borrowed memory begins
             joint = _aligned_memory(_BLOCK)
@@ -161,10 +159,10 @@ class DirectFile:
         """Write the pack, which holds whole blocks."""
         if self._filled:
             self._wait()  # the other pack may be under way
-            self._begin_to_write([self._pack.data[: self._filled]], _Borrowed())
+            self._begin_to_write([self._pack.data[: self._filled]])
             self._pack, self._other, self._filled = self._other, self._pack, 0
 
-    def _begin_to_write(self, parts: list[memoryview], borrowed: _Borrowed) -> None:
+    def _begin_to_write(self, parts: list[memoryview], borrowed: _Borrowed | None = None) -> None:
         """Write these, one behind the other, in the background. borrowed: is kept until then."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="ckpt-disk")
@@ -280,35 +278,20 @@ def _is_cached(fd: int, offset: int, num_bytes: int) -> bool:
 
 
 class _Borrowed:
-    """Adjacent memory of the caller, in parts."""
+    """Adjacent memory of the caller."""
 
-    def __init__(self) -> None:
-        self.parts: list[_Bytes] = []
-        self.size = 0
-        self.end = 0
-        """The address behind the last part."""
-
-    def add(self, part: _Bytes, address: int) -> None:
-        """Add memory that adjoins, and where it begins."""
-        self.parts.append(part)
-        self.size += len(part)
-        self.end = address + len(part)
+    def __init__(self, begin: int, size: int, parts: list[_Bytes]) -> None:
+        """begin: the address. parts: keep the memory, and may keep more."""
+        self.begin, self.size, self.parts = begin, size, parts
 
     def split(self, size: int) -> tuple[_Borrowed, _Borrowed]:
         """The first bytes, and the rest."""
-        first, rest = _Borrowed(), _Borrowed()
-        for part in self.parts:
-            count = min(len(part), size - first.size)
-            if count:
-                first.add(part[:count], _address(part))
-            if count < len(part):
-                rest.add(part[count:], _address(part) + count)
-        return first, rest
+        return _Borrowed(self.begin, size, self.parts), _Borrowed(self.begin + size, self.size - size, self.parts)
 
     @property
     def memory(self) -> memoryview:
         """All of it at once; it does not keep the parts."""
-        return memoryview((ctypes.c_char * self.size).from_address(self.end - self.size)).cast("B")
+        return memoryview((ctypes.c_char * self.size).from_address(self.begin)).cast("B")
 
 
 def _address(data: _Bytes) -> int:

@@ -208,7 +208,7 @@ def test_damaged_and_missing_statistics_are_reported_and_harm_nothing_else() -> 
 def of(dtype: str, raw: bytes | bytearray | memoryview, sizes: Sequence[int], level: int = 1) -> Table:
     extremes = chunk_extremes(dtype, sizes)
     encode(fast(dtype).codec, memoryview(raw), level, extremes)
-    return chunk_table(dtype, memoryview(raw), sizes, extremes)
+    return Table.of(chunk_table(dtype, memoryview(raw), sizes, extremes))
 
 
 def truth(dtype: str, raw: bytes | memoryview) -> Any:
