@@ -318,8 +318,9 @@ def test_torchrun_goes_on_with_a_host_in_the_place_of_a_lost_one(four: Site) -> 
             for program in programs:
                 program.wait(DEADLINE_S)
     assert resumed >= max(int(line[2]) for line in before if line[0] == "saved")
-    assert read(after)["store"] == 0
-    assert read(after)["peer"] > 0
+    sources = read([*before, *after])
+    assert sources["store"] == 0
+    assert sources["peer"] > 0
     known, found = losses(before), losses(after)
     assert min(map(int, found)) == resumed + 1
     assert all(found[step] == known[step] for step in found.keys() & known.keys())
@@ -332,7 +333,7 @@ def test_ckptctl_sees_what_all_hosts_have(four: Site) -> None:
     bed.kill("c")
     ids = {found["id"] for found in ask(four, "d", "--store", TIER, "ls", "seen")}
     listed = ask(four, "d", "--store", STORE, "ls", "seen", "--local", TIER)
-    assert {found["id"] for found in listed if "local" in found["where"]} == ids
+    assert {found["id"] for found in listed if "local" in found["tiers"]} == ids
     assert history.newest in {found["step"] for found in listed}
     assert ask(four, "d", "--store", STORE, "latest", "seen", "--local", TIER)["step"] >= history.newest
     newest = ask(four, "a", "--store", TIER, "latest", "seen")
