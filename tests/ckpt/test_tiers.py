@@ -76,7 +76,7 @@ def test_every_save_is_local_and_each_third_and_the_last_remote(host: Host) -> N
             host.save(checkpointer, step)
     assert (host.steps("remote"), host.steps("local")[:2]) == ([8, 7, 4, 1], [8, 7])
     assert all(verify(StoreSource(host.run("remote").store), c).ok for c in list_checkpoints(host.run("remote")))
-    assert replication_queue(host.run("local")).attempts == ()
+    assert replication_queue(host.run("local"), {}) == []
     with host.start() as checkpointer:
         newest = present(checkpointer.latest())
         assert (newest.step, newest.tiers) == (8, ("local", "remote"))
@@ -181,7 +181,7 @@ def test_nothing_is_written_below_a_remote_mount_point_although_the_host_forgot(
     with host.start() as checkpointer:
         host.resumes(checkpointer, 1)
         host.save(checkpointer, 2)
-    assert ([*host.remote.iterdir()], replication_queue(host.run("local")).attempts[-1].step) == ([], 2)
+    assert ([*host.remote.iterdir()], replication_queue(host.run("local"), {})[-1].step) == ([], 2)
     host.remote.rmdir()
     (tmp_path / "unmounted").rename(host.remote)
     with host.start() as checkpointer:
@@ -285,11 +285,10 @@ def test_a_full_local_tier_skips_saves_if_asked_to(host: Host, away: Callable[[]
         host.save(checkpointer, 2)
         with pytest.raises(SaveSkipped, match="at most"):
             host.save(checkpointer, 3)
-        waiting = replication_queue(host.run("local"))
-        assert len(waiting.attempts) == 2
+        first, second = replication_queue(host.run("local"), {})
         counted = checkpointer.counters
-        assert (counted.local_only, counted.local_only_bytes) == (2, waiting.bytes)
-        assert counted.local_only_since == waiting.since
+        assert (counted.local_only, counted.local_only_bytes) == (2, first.needed_bytes + second.needed_bytes)
+        assert counted.local_only_since == first.committed_at
         away()
         attempts = host.local / "gpt" / "attempts"
         wait_until(lambda: len(list(attempts.glob("*/*.ckpt"))) == 1)  # 1 is remote, and gone here

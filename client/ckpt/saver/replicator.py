@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import TypeVar
 
 from ckpt.host.lock import note_checkpoint, noted_checkpoint, try_lock
@@ -28,9 +29,6 @@ from ckptstore.commits.generations import list_generations
 from ckptstore.commits.leases import end_lease
 from ckptstore.errors import (
     CkptError,
-    Conflict,
-    Damaged,
-    NotFound,
     RunVanished,
     SaveSkipped,
     StoreFull,
@@ -41,11 +39,10 @@ from ckptstore.errors import (
 )
 from ckptstore.names import Attempt
 from ckptstore.retention.deletion import collect
-from ckptstore.retention.pins import pinned
 from ckptstore.run import Run
 from ckptstore.threads import start_daemon
 from ckptstore.tiers.replication import (
-    UNREPLICABLE,
+    FOR_GOOD,
     Known,
     copy_rank,
     enqueue,
@@ -54,6 +51,7 @@ from ckptstore.tiers.replication import (
     replicate,
     replication_queue,
     trim,
+    unreplicable,
 )
 
 logger = logging.getLogger(__name__)
@@ -71,50 +69,46 @@ class LocalQuota:
 
     _local: Run
     _setup: Setup
-    _ending_since: float | None = None
+    _ending_since: float = inf
 
     def end(self) -> None:
         """The trainer has ended: waits last at most `retry_s` from now on."""
-        self._ending_since = self._ending_since or time.monotonic()
+        self._ending_since = min(self._ending_since, time.monotonic())
 
     def write(self, num_bytes: int, persist: Callable[[], _T]) -> _T:
         """The result of writing this many bytes, when there is room. A write that finds none is tried again.
 
         Raises SaveSkipped, or StoreFull if waiting is not asked for, or is hopeless; and the errors of `persist`.
         """
-        idle_since: float | None = None
-        warned = False
+        idle_since, warned = inf, False
         while True:
-            full = self._lacks(num_bytes)
-            if full is None:
-                try:
-                    return persist()
-                except StoreFull as error:
-                    full = error
+            try:
+                self._check_room(num_bytes)
+                return persist()
+            except StoreFull as error:
+                full = error
             if self._setup.on_busy != "wait":
                 raise SaveSkipped(f"the save was skipped: {full.message}") from full
             now = time.monotonic()
-            idle_since = None if queued(self._local) else idle_since or now
-            if idle_since is not None and now - idle_since > _IDLE_S:
-                raise full
-            if self._ending_since is not None and now - self._ending_since > self._setup.retry_s:
+            idle_since = inf if queued(self._local) else min(idle_since, now)
+            if now - idle_since > _IDLE_S or now - self._ending_since > self._setup.retry_s:
                 raise full
             if not warned:
                 logger.warning("a save waits until checkpoints are replicated: %s", full.message)
                 warned = True
             time.sleep(_LOOK_S)
 
-    def _lacks(self, num_bytes: int) -> StoreFull | None:
-        if (limit := self._setup.local_bytes) is None:
-            return None
-        used = sum(info.bytes for info in self._local.store.list(self._local.keys.attempts))
-        if used + num_bytes <= limit:
-            return None
-        return StoreFull(
-            f"run {self._local.name!r} has {human.size(used)} of at most {human.size(limit)} in "
-            f"{self._local.store.url}, and the save needs up to {human.size(num_bytes)}",
-            "Allow more bytes locally, or keep fewer checkpoints there; see why the remote store does not answer",
-        )
+    def _check_room(self, num_bytes: int) -> None:
+        """Raises StoreFull if the run would have too many bytes."""
+        if (limit := self._setup.local_bytes) is not None:
+            used = sum(info.bytes for info in self._local.store.list(self._local.keys.attempts))
+            if used + num_bytes > limit:
+                raise StoreFull(
+                    f"run {self._local.name!r} has {human.size(used)} of at most {human.size(limit)} in "
+                    f"{self._local.store.url}, and the save needs up to {human.size(num_bytes)}",
+                    "Allow more bytes locally, or keep fewer checkpoints there; see why the remote store does not "
+                    "answer",
+                )
 
 
 REQUEST_RETRY_S = 10.0
@@ -264,11 +258,7 @@ class Replicator:
             # It may have been killed between commit and pin, and this saver may have committed since.
             earlier = (c for c in newest_first(self._local) if not self._numbering.session_of(c.attempt.generation))
             last = next(earlier, None)
-            if (
-                last is not None
-                and last.attempt.generation
-                and UNREPLICABLE not in pinned(self._local).get(last.attempt, ())
-            ):
+            if last is not None and last.attempt.generation and last.attempt not in unreplicable(self._local):
                 enqueue(self._local, last.attempt)
             collect(self._local)
             self._copy_missing()
@@ -315,7 +305,7 @@ class Replicator:
             done = replicate(self._local, self._remote, attempt, self._copied, own)
         except UnsupportedFormat:
             raise  # a newer program can replicate it
-        except (Conflict, Damaged, NotFound) as error:  # for good; all others may pass
+        except FOR_GOOD as error:
             mark_unreplicable(self._local, attempt)
             session = self._numbering.session_of(attempt.generation)
             if isinstance(error, Superseded) and session is not None:
@@ -356,8 +346,9 @@ class Replicator:
             except CkptError as error:
                 logger.warning("the replication queue of run %s is not known: %s", self._local.name, error)
                 return
+            num_bytes, since = sum(c.needed_bytes for c in found), min((c.committed_at for c in found), default=None)
             newest = None if self._newest is None else self._newest[0].step
-            now = LocalOnly(len(found.attempts), found.bytes, found.since, newest)
+            now = LocalOnly(len(found), num_bytes, since, newest)
             if now != self._reported:
                 self._reported = now
                 self._report(now)
@@ -385,7 +376,7 @@ class ShardReplicator(Replicator):
         while self._due:
             try:
                 copy_rank(self._local, self._remote, self._due[0], self._setup.rank, self._copied)
-            except (Conflict, Damaged, NotFound) as error:
+            except FOR_GOOD as error:
                 logger.info("%s is left to rank 0: %s", self._due[0], error)
             del self._due[0]
         return True

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence, Set
-from typing import NamedTuple
 
 import msgspec
 
@@ -66,15 +65,8 @@ Known = dict[Attempt, Checkpoint | None]
 """The checkpoints of decided attempts; None: aborted. An outcome never changes, so each is read once."""
 
 
-class ReplicationQueue(NamedTuple):
-    """The checkpoints of a run that are in the local tier only, and are to be replicated."""
-
-    attempts: tuple[Attempt, ...]
-    """Oldest first."""
-    bytes: int
-    """Stored bytes, of references too."""
-    since: float | None
-    """When the oldest one was committed, by the clock of its committer; None if there is none."""
+FOR_GOOD = (Conflict, Damaged, NotFound)
+"""Errors that this program meets again at each later try; all others may pass."""
 
 
 def enqueue(local: Run, attempt: Attempt) -> None:
@@ -87,20 +79,15 @@ def queued(local: Run) -> list[Attempt]:
     return sorted(attempt for attempt, held in pinned(local).items() if QUEUED in held)
 
 
-def replication_queue(local: Run, known: Known | None = None) -> ReplicationQueue:
-    """The replication queue of a run; one that its committer has not committed yet does not count.
+def replication_queue(local: Run, known: Known) -> list[Checkpoint]:
+    """The checkpoints of a run that are in the local tier only, and are to be replicated, oldest first; one that its
+    committer has not committed yet does not count.
 
     known: of earlier calls; this one adds to it.
     """
     # A pinned checkpoint is not hidden: that need not be looked up for each.
-    known = {} if known is None else known
-    found = [(attempt, _decided(local, attempt, known)) for attempt in queued(local)]
-    there = [(attempt, checkpoint) for attempt, checkpoint in found if checkpoint is not None]
-    return ReplicationQueue(
-        tuple(attempt for attempt, _ in there),
-        sum(checkpoint.needed_bytes for _, checkpoint in there),
-        min((checkpoint.committed_at for _, checkpoint in there), default=None),
-    )
+    found = (_decided(local, attempt, known) for attempt in queued(local))
+    return [checkpoint for checkpoint in found if checkpoint is not None]
 
 
 def replicate(
@@ -120,12 +107,28 @@ def replicate(
     if original is None:
         _release(local, attempt)
         return None
+    lease = derive_ulid(attempt.ulid, "carrying")  # on the remote copy: the same at each try, for each replicator
     try:
-        replicated = _replicate(local, remote, original, progress, own)
-    except (Conflict, Damaged, NotFound):  # no later try helps
-        release_lease(remote, _lease(attempt))
+        newest = establish(local, remote, attempt.generation)
+        outcome = read_outcome(remote, attempt)
+        if outcome is None:
+            # Otherwise a collection would abort an incomplete copy as an orphan after a day.
+            renew_lease(remote, lease, attempt, f"{remote.by}, which replicates it", KEPT_S)
+            outcome = _commit_copy(local, remote, original, newest, progress, own)
+        elif outcome.committed is None:
+            # By a generation of this local tier, if that is why: others roll a complete copy forward, and know no
+            # better.
+            raise AttemptAborted(
+                f"{original.id} was aborted in {remote.store.url} by {outcome.by}",
+                "It was not replicated for too long. Copy it by hand: ckptctl cp, with --as if the run has gone on",
+            )
+        replicated = from_outcome(outcome)
+        assert replicated is not None
+        copy_labels(StoreSource(local.store), with_labels(local, [original])[0], remote, replicated)
+    except FOR_GOOD:
+        release_lease(remote, lease)
         raise
-    release_lease(remote, _lease(attempt))
+    release_lease(remote, lease)
     _release(local, attempt)
     return replicated
 
@@ -145,27 +148,7 @@ def copy_rank(local: Run, remote: Run, attempt: Attempt, rank: int, progress: Pr
             _copy_ranks(local, remote, original, {rank}, progress)
 
 
-def _replicate(local: Run, remote: Run, original: Checkpoint, progress: Progress, own: int | None) -> Checkpoint:
-    attempt = original.attempt
-    newest = establish(local, remote, attempt.generation)
-    outcome = read_outcome(remote, attempt)
-    if outcome is None:
-        # Otherwise a collection would abort an incomplete copy as an orphan after a day.
-        renew_lease(remote, _lease(attempt), attempt, f"{remote.by}, which replicates it", KEPT_S)
-        outcome = _commit_copy(local, remote, original, newest, progress, own)
-    elif outcome.committed is None:
-        # By a generation of this local tier, if that is why: others roll a complete copy forward, and know no better.
-        raise AttemptAborted(
-            f"{original.id} was aborted in {remote.store.url} by {outcome.by}",
-            "It was not replicated for too long. Copy it by hand: ckptctl cp, with --as if the run has gone on",
-        )
-    replicated = from_outcome(outcome)
-    assert replicated is not None
-    copy_labels(StoreSource(local.store), with_labels(local, [original])[0], remote, replicated)
-    return replicated
-
-
-def trim(local: Run, keep: int, known: Known | None = None) -> Sequence[Attempt]:
+def trim(local: Run, keep: int, known: Known) -> Sequence[Attempt]:
     """Delete the checkpoints of the local tier, apart from the newest `keep` and those that are held.
 
     The replication queue is held by its pins, what newer checkpoints reference by marks, what is being restored by
@@ -173,12 +156,11 @@ def trim(local: Run, keep: int, known: Known | None = None) -> Sequence[Attempt]
     known: of earlier calls; this one adds to it, and forgets what is gone. Returns the attempts whose data is deleted.
     Raises Unavailable.
     """
-    known, visible = {} if known is None else known, visible_attempts(local)
+    visible = visible_attempts(local)
     before = list(known)  # at once: another thread may add to it
     for attempt in set(before).difference(visible):
         del known[attempt]
-    found = [attempt for attempt in visible if _decided(local, attempt, known) is not None]
-    surplus = found[keep:]
+    surplus = [attempt for attempt in visible if _decided(local, attempt, known) is not None][keep:]
     held = active_holds(local) if surplus else {}
     surplus = [attempt for attempt in surplus if attempt not in held]
     if not surplus and not local.store.listing_lag_s:  # with a lag, those of an earlier call may be due
@@ -234,7 +216,8 @@ def establish(local: Run, remote: Run, number: int) -> int:
 
 def seen_generation(local: Mapping[int, Generation | None], number: int) -> int:
     """The newest generation of the remote store that was known in the local one when `number` was begun. Pure."""
-    return max((_seen(document) for known, document in local.items() if document and known <= number), default=0)
+    begun = (document for known, document in local.items() if document and known <= number)
+    return max((document.extension(SEEN, int) or 0 for document in begun), default=0)
 
 
 def unseen(local: Mapping[int, Generation | None], remote: Mapping[int, Generation | None]) -> list[int]:
@@ -243,44 +226,33 @@ def unseen(local: Mapping[int, Generation | None], remote: Mapping[int, Generati
     return sorted(number for number, document in remote.items() if document is None or document.session not in sessions)
 
 
-def _seen(document: Generation) -> int:
-    seen = document.extensions.get(SEEN, 0)
-    return seen if isinstance(seen, int) else 0
-
-
 def _commit_copy(
     local: Run, remote: Run, original: Checkpoint, newest: int, progress: Progress, own: int | None
 ) -> Outcome:
+    """Copy all objects of an attempt, and commit it."""
+    source = StoreSource(local.store)
+    manifest = read_manifest(source, original)
+    ranks = range(manifest.world_size)
+    left = set(ranks)
     try:
-        return commit_attempt(remote, _copy(local, remote, original, progress, own), newest)
+        for needed in referenced_attempts(manifest.content):
+            if _committed(remote, needed) is None and replicate(local, remote, needed, progress, own) is None:
+                raise reference_lost(remote, original.attempt, needed)
+        if own is not None:
+            began = time.monotonic()
+            _copy_ranks(local, remote, original, {own}, progress)
+            patience_s = max(_PATIENCE_S, _PATIENCE * (time.monotonic() - began))
+            for pause_s in pauses(_LOOK_S, _LONGEST_LOOK_S, timeout_s=patience_s):
+                if not (left := left - receipt_ranks(remote, original.attempt)):
+                    break
+                time.sleep(pause_s)
+        _copy_ranks(local, remote, original, left, progress)
+        found = (receipt_data(source, original, manifest, rank) for rank in ranks)
+        receipts = [StoredReceipt.of(parse_sealed(data, Receipt, name), data) for data, name in found]
+        return commit_attempt(remote, receipts, newest)
     except Superseded as error:
         establish(local, remote, original.attempt.generation)  # raises it if another trainer has continued the run
         raise AttemptAborted(f"{original.id} is not committed in {remote.store.url}: {error.message}") from error
-
-
-def _lease(attempt: Attempt) -> str:
-    """The lease on the remote copy: the same one at each try, and for each replicator."""
-    return derive_ulid(attempt.ulid, "carrying")
-
-
-def _copy(local: Run, remote: Run, original: Checkpoint, progress: Progress, own: int | None) -> list[StoredReceipt]:
-    """Copy all objects of an attempt; returns its receipts."""
-    manifest = read_manifest(StoreSource(local.store), original)
-    for needed in referenced_attempts(manifest.content):
-        if _committed(remote, needed) is None and replicate(local, remote, needed, progress, own) is None:
-            raise reference_lost(remote, original.attempt, needed)
-    left = set(range(manifest.world_size))
-    if own is not None:
-        began = time.monotonic()
-        _copy_ranks(local, remote, original, {own}, progress)
-        patience_s = max(_PATIENCE_S, _PATIENCE * (time.monotonic() - began))
-        for pause_s in pauses(_LOOK_S, _LONGEST_LOOK_S, timeout_s=patience_s):
-            if not (left := left - receipt_ranks(remote, original.attempt)):
-                break
-            time.sleep(pause_s)
-    _copy_ranks(local, remote, original, left, progress)
-    found = (receipt_data(StoreSource(local.store), original, manifest, rank) for rank in range(manifest.world_size))
-    return [StoredReceipt.of(parse_sealed(data, Receipt, name), data) for data, name in found]
 
 
 def _copy_ranks(local: Run, remote: Run, original: Checkpoint, ranks: Set[int], progress: Progress) -> None:

@@ -72,7 +72,7 @@ class TieredSource(StoreSource):
 
     @override
     def runs(self) -> list[str]:
-        return sorted({*self.local.runs(), *self._remote(None, lambda remote: remote.runs(), list[str]())})
+        return sorted({*self.local.runs(), *self._remote(None, StoreSource.runs, list[str]())})
 
     def checkpoints(self, run: str) -> list[Checkpoint]:
         """Reads all outcomes of both stores."""
@@ -142,10 +142,8 @@ class TieredSource(StoreSource):
     def is_local(self, run: str | None) -> bool:
         """Whether the local tier has checkpoints of the run, or of any run for None."""
 
-        def read() -> bool:
-            return bool(self.local.runs() if run is None else visible_attempts(self.local.run(run)))
-
-        return self._local(read, False)
+        local = self.local
+        return self._local(lambda: bool(local.runs() if run is None else visible_attempts(local.run(run))), False)
 
     def remote_or_local(self, checkpoint: Checkpoint) -> StoreSource:
         """The remote store, or `local` if the checkpoint is only there."""
@@ -196,12 +194,8 @@ class TieredSource(StoreSource):
     def _generations(self, run: str) -> tuple[_Generations, set[int]]:
         """The generations of both stores, the remote one's first; and those of which nothing more is replicated."""
         local, remote = self._both(run, read_generations, _Generations())
-        stray = set()
-        for number in local:
-            seen = seen_generation(local, number)
-            if unseen(local, {other: found for other, found in remote.items() if other > seen}):
-                stray.add(number)
-        return {**local, **remote}, stray
+        newest = max(unseen(local, remote), default=0)
+        return {**local, **remote}, {number for number in local if seen_generation(local, number) < newest}
 
     def _load(self, run: str, seen: dict[str, _Seen], attempt: Attempt) -> Checkpoint | None:
         tiers = tuple(tier for tier in self._tiers if attempt in seen[tier])
@@ -214,10 +208,10 @@ class TieredSource(StoreSource):
                     raise
                 logger.warning("reading without the local tier: %s", error)
                 continue
-            if found is not None and (best is None or best.state is State.CORRUPT):
+            if found is not None:
                 best = replace(found, tiers=tiers)
-            if best is not None and best.state is not State.CORRUPT:
-                return best
+                if best.state is not State.CORRUPT:
+                    break
         return best
 
     def _first(self, read: Callable[[StoreSource], bytes], right: Callable[[bytes], bool]) -> bytes:
@@ -227,7 +221,7 @@ class TieredSource(StoreSource):
         return read(self._patient)
 
     def _with_labels(self, run: str, listed: list[Checkpoint]) -> list[Checkpoint]:
-        for tier, source in ((REMOTE, self._quick), (LOCAL, self.local)):
+        for tier, source in reversed(self._tiers.items()):
             there = {c.attempt: c for c in listed if tier in c.tiers and not c.tags}
             with suppress(Unavailable):
                 found = {c.attempt: c for c in with_labels(source.run(run), list(there.values()))}

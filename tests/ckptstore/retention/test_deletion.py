@@ -94,14 +94,14 @@ def test_no_grace_is_shorter_than_what_hosts_may_not_see(store: Store, how: str)
     elif how == "prune":
         apply_prune(run, plan_prune(run, Policy(keep_last=1)), grace_s=0.0)
     else:
-        trim(run, 1)
+        trim(run, 1, {})
     assert steps(store) == [3]
     renew_lease(run, new_ulid(clock()), read.attempt, "another host, which saw no tombstone", HOUR_S)
     for wait_s in (60, 100):
         assert all(intact(store, one) for one in (old, read))
         clock.advance(wait_s)
         if how == "trim":
-            trim(run, 1)
+            trim(run, 1, {})
         else:
             sweep(run, only=[])
     assert not keys(store, run.keys.attempt(old.attempt))

@@ -96,14 +96,13 @@ def test_a_copy_is_the_same_checkpoint(tiers: Tiers, statistics: object) -> None
     one = tiers.save(10, tiers.begin(), statistics=statistics)
     change_labels(tiers.local, one.attempt, LabelChange({"best": ""}, {"val": 1.5}))
     enqueue(tiers.local, one.attempt)
-    assert replication_queue(tiers.local).attempts == (one.attempt,)
-    assert replication_queue(tiers.local).bytes == one.needed_bytes
+    assert replication_queue(tiers.local, {}) == [one]
     replicated = present(replicate(tiers.local, tiers.remote, one.attempt))
     assert (replicated.id, replicated.manifest_digest) == (one.id, one.manifest_digest)
     assert objects(tiers.remote, one.attempt) == objects(tiers.local, one.attempt)
     assert len(objects(tiers.remote, one.attempt)) == 3 + (statistics == "apart")
     assert not read_statistics(StoreSource(tiers.remote.store), replicated).missing
-    assert replication_queue(tiers.local).attempts == ()
+    assert replication_queue(tiers.local, {}) == []
     found = StoreSource(tiers.remote.store).find(Reference("gpt", 10))
     assert (found.tags, found.metrics["val"]) == ({"best": ""}, 1.5)
     assert verify(StoreSource(tiers.remote.store), found).ok
@@ -266,7 +265,7 @@ def test_each_outcome_is_read_once_however_long_the_replication_queue(tiers: Tie
     for step in range(1, 6):
         one = tiers.save(step, generation)
         enqueue(local, one.attempt)
-        assert (len(replication_queue(local, known).attempts), trim(local, 1, known)) == (step, ())
+        assert (len(replication_queue(local, known)), trim(local, 1, known)) == (step, ())
     outcomes = [key for key, _ in counting.documents if key.startswith(local.keys.commits)]
     assert len(outcomes) == len(set(outcomes)) == 5
     tiers.replicate_all()
@@ -291,16 +290,16 @@ def test_the_local_tier_keeps_the_newest_and_the_replication_queue(tiers: Tiers)
     generation = tiers.begin()
     saved = [tiers.save(step, generation) for step in range(1, 6)]
     enqueue(tiers.local, saved[1].attempt)
-    assert set(trim(tiers.local, 2)) == {saved[0].attempt, saved[2].attempt}
+    assert set(trim(tiers.local, 2, {})) == {saved[0].attempt, saved[2].attempt}
     assert [step for _, step, _ in listed(tiers.local)] == [5, 4, 2]
     tiers.replicate_all()
-    assert trim(tiers.local, 2) == (saved[1].attempt,)
+    assert trim(tiers.local, 2, {}) == (saved[1].attempt,)
     assert [step for _, step, _ in listed(tiers.local)] == [5, 4]
     referencing = tiers.save(6, generation, saved[4])
-    assert trim(tiers.local, 1) == (saved[3].attempt,)  # the newest references 5
+    assert trim(tiers.local, 1, {}) == (saved[3].attempt,)  # the newest references 5
     assert [step for _, step, _ in listed(tiers.local)] == [6, 5]
     assert verify(StoreSource(tiers.local.store), referencing).ok
-    assert trim(tiers.local, 1) == ()
+    assert trim(tiers.local, 1, {}) == ()
 
 
 def test_a_restore_takes_what_is_remote_once_another_trainer_has_begun_there(tiers: Tiers) -> None:
