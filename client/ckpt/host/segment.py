@@ -15,12 +15,15 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 
 _POPULATE_STRIDE = 64 << 20
+_MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
+_LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _MFD_NOEXEC_SEAL = 8
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -135,11 +138,18 @@ _ANONYMOUS = memfd if sys.platform == "linux" else posix_shared_memory
 
 
 def populate(segment: Segment) -> None:
-    """Populate all pages now, so that no later copy has page faults. Releases the GIL."""
-    start = ctypes.addressof(segment.map)
+    """Populate all pages now, so that no later copy has page faults. Releases the GIL.
+
+    Where the system gives large pages to those that ask (shmem_enabled), it asks: writing from them costs a third.
+    """
+    start, large = ctypes.addressof(segment.map), False
+    with suppress(OSError):
+        large = "[advise]" in _LARGE_PAGES.read_text()
+    if large:
+        _libc.madvise(start, segment.num_bytes, _MADV_HUGEPAGE)
     for at in range(0, segment.num_bytes, _POPULATE_STRIDE):
         size = min(_POPULATE_STRIDE, segment.num_bytes - at)
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(segment.fd, at, size)  # twice as fast as page faults
+        if hasattr(os, "posix_fallocate") and not large:
+            os.posix_fallocate(segment.fd, at, size)  # small pages, twice as fast as page faults
         if sys.platform != "linux" or _libc.madvise(start + at, size, _MADV_POPULATE_WRITE) != 0:
             _libc.memset(start + at, 0, size)

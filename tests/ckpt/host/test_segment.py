@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +23,22 @@ def test_memory_is_shared_through_the_descriptor_and_has_no_name(make: object) -
     assert two.view[9_999] == 7
     one.close()
     two.close()
+
+
+@pytest.mark.parametrize("setting", ["[advise]", "[never]", None])
+def test_all_pages_are_there_after_populate(
+    setting: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large ones where the system gives them to those that ask: here whatever it is said to do."""
+    monkeypatch.setattr(segments, "_LARGE_PAGES", tmp_path / "shmem_enabled")
+    if setting is not None:
+        (tmp_path / "shmem_enabled").write_text(f"always within_size {setting} deny force")
+    num_bytes = 4 << 20
+    one = Segment(num_bytes)
+    assert os.fstat(one.fd).st_blocks == 0
+    populate(one)
+    assert os.fstat(one.fd).st_blocks * 512 == num_bytes
+    one.close()
 
 
 @pytest.mark.parametrize("system", ["hardened", "before 6.3"])
