@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import NamedTuple
 
 import msgspec
@@ -136,11 +137,7 @@ def _copy_data(
         data = seal(msgspec.structs.replace(document, attempt=str(attempt)))
     reads = _whole(shard, reads)
     apart = not reads or names.is_optimizer_shard(shard.name)
-    if reads:
-        key, tail = target.keys.shard(attempt, shard.name), b"" if apart else data
-        copy_shard(source, original, reads, target, key, progress, tail)
-    if apart and data:
-        target.store.put(target.keys.statistics(attempt, shard.rank), data)
+    copy_shard(source, original, shard, reads, data, apart, target, attempt, progress)
     if side is None or not data:
         return {}
     offset = None if apart else sum(read.stored for read in reads)
@@ -176,13 +173,19 @@ def _whole_shard(shard: Shard, reads: Sequence[ChunkRead]) -> Shard:
 
 
 def copy_shard(
-    source: Source, original: Checkpoint, reads: Sequence[ChunkRead], target: Run, key: str, progress: Progress,
-    tail: bytes,
+    source: Source, original: Checkpoint, shard: Shard, reads: Sequence[ChunkRead], statistics: bytes, apart: bool,
+    target: Run, attempt: Attempt, progress: Progress,
 ) -> None:  # fmt: skip
-    """Copy these chunks, back to back, into one object, and `tail` behind them; durable on return.
+    """Copy these chunks of a shard, back to back, into one object of an attempt, and the statistics of its rank behind
+    them, or into an object of their own; durable on return.
 
-    They are not written again if it has them. Raises Damaged, ObjectMissing or Unavailable.
+    Chunks are not written again if it has them. Raises Damaged, ObjectMissing or Unavailable.
     """
+    if apart and statistics:
+        target.store.put(target.keys.statistics(attempt, shard.rank), statistics)
+    if not reads:
+        return
+    key, tail = target.keys.shard(attempt, shard.name), b"" if apart else statistics
     size = sum(read.stored for read in reads)
     there = _has(target, key, reads, tail)
     if there:
@@ -205,18 +208,14 @@ def _has(target: Run, key: str, reads: Sequence[ChunkRead], tail: bytes) -> bool
         with target.store.open_reader(key) as reader:
             at = 0
             for read in reads:
-                stored = memoryview(bytearray(read.stored))
-                reader.read(at, stored)
-                if digest(stored) != read.digest:
+                if digest(reader.read_once(at, read.stored)) != read.digest:
                     return False
                 at += read.stored
-            last = memoryview(bytearray(len(tail)))
-            reader.read(at, last)
+            return reader.read_once(at, len(tail)) == tail
     except ObjectMissing:
         return None
     except CorruptObject:
         return False
-    return last == tail
 
 
 def _fetch_in_order(source: Source, original: Checkpoint, chunks: Iterable[ChunkRead]) -> Iterator[memoryview]:
@@ -233,14 +232,12 @@ def _fetch_in_order(source: Source, original: Checkpoint, chunks: Iterable[Chunk
 
     threads = min(_THREADS, source.parallel_reads)
     with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-copy") as pool:
-        waiting: deque[Future[memoryview]] = deque()
+        begun = (pool.submit(fetch, read) for read in join((ShardRead((chunk,)) for chunk in chunks), _READ_BYTES))
+        waiting = deque(islice(begun, threads + 1))
         try:
-            for read in join((ShardRead((chunk,)) for chunk in chunks), _READ_BYTES):
-                if len(waiting) > threads:
-                    yield waiting.popleft().result()
-                waiting.append(pool.submit(fetch, read))
             while waiting:
                 yield waiting.popleft().result()
+                waiting += islice(begun, 1)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 

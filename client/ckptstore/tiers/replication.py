@@ -264,15 +264,11 @@ def _copy_ranks(local: Run, remote: Run, original: Checkpoint, ranks: Set[int], 
     remote.store.put_if_absent(keys.manifest(attempt), data)
     chunks = chunks_by_shard(manifest)
     for shard, side in zip(manifest.content.shards, side_documents(manifest), strict=True):
-        if shard.rank not in ranks:
-            continue
-        statistics = stored_statistics(source, original, shard.rank, side)
-        apart = side is None or side.offset is None
-        if reads := [msgspec.structs.replace(read, bases=()) for read in chunks[shard.name] if read.attempt is None]:
-            tail = b"" if apart else statistics
-            copy_shard(source, original, reads, remote, keys.shard(attempt, shard.name), progress, tail)
-        if apart and statistics:
-            remote.store.put(keys.statistics(attempt, shard.rank), statistics)
+        if shard.rank in ranks:
+            reads = [msgspec.structs.replace(read, bases=()) for read in chunks[shard.name] if read.attempt is None]
+            statistics = stored_statistics(source, original, shard.rank, side)
+            apart = side is None or side.offset is None
+            copy_shard(source, original, shard, reads, statistics, apart, remote, attempt, progress)
     for rank in sorted(ranks):
         data, _ = receipt_data(source, original, manifest, rank)
         remote.store.put(keys.receipt(attempt, rank), data)

@@ -76,14 +76,13 @@ class TieredSource(StoreSource):
 
     def checkpoints(self, run: str) -> list[Checkpoint]:
         """Reads all outcomes of both stores."""
-        local, remote = self._both(run, list_checkpoints, list[Checkpoint]())
-        generations, stray = self._generations(run)
         found: dict[Attempt, Checkpoint] = {}
-        for tier, listed in ((LOCAL, local), (REMOTE, remote)):
+        for tier, listed in zip(self._tiers, self._both(run, list_checkpoints, list[Checkpoint]()), strict=True):
             for one in listed:
-                known = found.get(one.attempt)
-                better = known if known is not None and known.state is not State.CORRUPT else one
-                found[one.attempt] = replace(better, tiers=(*(known.tiers if known else ()), tier))
+                known = found.get(one.attempt, one)
+                better = one if known.state is State.CORRUPT else known
+                found[one.attempt] = replace(better, tiers=(*known.tiers, tier))
+        generations, stray = self._generations(run)
         merged = [found[attempt] for attempt in sorted(found, reverse=True)]
         live = [replace(c, state=State.COMMITTED) if c.state is not State.CORRUPT else c for c in merged]
         own = [c for c in live if REMOTE in c.tiers or c.attempt.generation not in stray]
@@ -137,7 +136,7 @@ class TieredSource(StoreSource):
 
     def newest_generation(self, run: str) -> int:
         """The newest generation of the remote store; 0 if it has none, or is away."""
-        return max(self._remote(run, lambda remote: list(list_generations(remote.run(run))), list[int]()), default=0)
+        return self._remote(run, lambda remote: max(list_generations(remote.run(run)), default=0), 0)
 
     def is_local(self, run: str | None) -> bool:
         """Whether the local tier has checkpoints of the run, or of any run for None."""
