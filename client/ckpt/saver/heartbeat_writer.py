@@ -19,14 +19,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from ckpt.host.segment import Segment
 from ckpt.saver.messages import SHARED_STEP_BYTES, LocalOnly, TrainerStarted
 from ckpt.saver.scheduler import report_to_scheduler
 from ckptstore.errors import CkptError
 from ckptstore.format.documents import FORMAT
-from ckptstore.format.parsing import seal
 from ckptstore.format.records import LOCAL_ONLY, ORIGIN, REVISION, Heartbeat, TrainerEnd
 from ckptstore.run import Run, origin
 
@@ -60,12 +59,12 @@ class SharedStep:
     def write(self, at: float, step: int, stalled_s: float, slowed_s: float) -> None:
         """A step is reached."""
         numbers = self._numbers
-        numbers[1], numbers[2], numbers[3] = float(step), stalled_s, slowed_s
+        numbers[1], numbers[2], numbers[3] = step, stalled_s, slowed_s
         numbers[0] = at
 
     def write_expected_end(self, ending: TrainerEnd) -> None:
         """Note how the life will end, if it does: one of _ENDS."""
-        self._numbers[4] = float(_ENDS.index(ending))
+        self._numbers[4] = _ENDS.index(ending)
 
     def read(self) -> Reading:
         """The present numbers."""
@@ -259,11 +258,12 @@ class HeartbeatWriter:
         """The heartbeats to write now."""
         for life in self._lives:
             life.beat()
-        new = [life for life in self._lives if not life.written]
-        if self._final:
-            due = [life for life in new if not life.goes_on]
-        else:  # what ends with the saver has not ended yet
-            due = [life for life in new if life.goes_on or life.ended_at is not None]
+        # While the saver saves, a life that ends with it has not ended yet; at the end, none that goes on is due.
+        due = [
+            life
+            for life in self._lives
+            if not life.written and (life.ended_at is not None or life.goes_on is not self._final)
+        ]
         for life in due:
             life.written = not life.goes_on
         self._lives = [life for life in self._lives if not life.written or life.generation is None]
@@ -279,13 +279,13 @@ class HeartbeatWriter:
         if short and document.ended is TrainerEnd.CLOSED and document.generation is None and not known:
             return  # a script that saved nothing
         if local_only is not None:
-            found = msgspec.structs.asdict(local_only) | {"at": self._run.clock()}
+            found = asdict(local_only) | {"at": self._run.clock()}
             document = replace(document, extensions=document.extensions | {LOCAL_ONLY: found})
         self._newest = document  # written again while checkpoints are replicated, if it cannot be written now
         try:
             if self._replicated and not any(True for _ in self._run.store.list_folders(f"{self._run.keys.folder}/")):
                 return
-            self._run.store.put(self._run.keys.heartbeat(document.id), seal(document))
+            self._run.write(self._run.keys.heartbeat(document.id), document)
         except CkptError as error:
             logger.warning("a heartbeat was not written: %s", error)
         except Exception:

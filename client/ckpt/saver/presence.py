@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import xxhash
@@ -94,11 +95,13 @@ class NewNote:
     def inherited(self, pid: int) -> None:
         """A saver has started, and holds the lock from now on."""
         self.close()
-        self._count(0, pid)
+        self._counts[0] = pid
+        self._write_counts()
 
     def sending(self) -> None:
         """A save will be sent next."""
-        self._count(1, self._counts[1] + 1)
+        self._counts[1] += 1
+        self._write_counts()
 
     def close(self) -> None:
         """Close this process's copy of the descriptor."""
@@ -106,8 +109,7 @@ class NewNote:
         if fd >= 0:
             os.close(fd)
 
-    def _count(self, which: int, number: int) -> None:
-        self._counts[which] = number
+    def _write_counts(self) -> None:
         with suppress(OSError), self.path.open("r+b", buffering=0) as file:  # the saver may be gone
             os.pwrite(file.fileno(), _SENT.pack(*self._counts), _NUM_BYTES)
 
@@ -125,13 +127,10 @@ class SaverNote:
         self._jobs: dict[int, list[int]] = {}
         """Bytes and uploaded bytes of the saves that are being uploaded."""
         self._waiting: set[int] = set()
-        self._failed = 0
-        self._local = LocalOnly(0, 0, None)
         self._written_at = 0.0
-        self._num_read = 0
-        self._path, self._fd, self._folder = path, fd, -1
+        self._path, self._fd = path, fd
         with suppress(CkptError):
-            self._folder = hold_folder()  # the locks must stay there although the trainer has gone
+            hold_folder()  # until this process ends: the locks must stay there although the trainer has gone
 
     def accepted(self, job: SaveJob) -> None:
         """A save is accepted."""
@@ -139,11 +138,11 @@ class SaverNote:
         touch_locks(self._state.store, self._state.run)
         with self._lock:
             self._jobs[job.number] = [num_bytes, 0]
-            self._num_read += 1
-            self._write()
+            self._write(read=self._state.read + 1)
 
     def reported(self, report: Report) -> None:
         """Something became of a save."""
+        changed: dict[str, Any] = {}
         with self._lock:
             if isinstance(report, SaveProgress):
                 if report.number in self._jobs:
@@ -151,49 +150,48 @@ class SaverNote:
                 if time.monotonic() < self._written_at + _EVERY_S:
                     return
             elif isinstance(report, LocalOnly):
-                self._local = report
+                changed = {
+                    "local_only": report.checkpoints,
+                    "local_only_bytes": report.bytes,
+                    "local_only_since": report.since,
+                }
             elif isinstance(report, Released | Done | Failed):
                 self._jobs.pop(report.number, None)
                 self._waiting.discard(report.number)
                 if isinstance(report, Released):
                     self._waiting.add(report.number)
-                self._failed += isinstance(report, Failed) and report.code != "save_skipped"
-            self._write()
+                failed = isinstance(report, Failed) and report.code != "save_skipped"
+                changed = {"failed": self._state.failed + failed}
+            self._write(**changed)
 
     def orphaned(self, idle: bool = False) -> None:
         """The trainer is gone. idle: and all work is done."""
         with self._lock:
-            self._state = msgspec.structs.replace(self._state, orphaned=True, idle=idle)
-            self._write()
+            self._write(orphaned=True, idle=idle)
 
     def close(self) -> None:
         """Remove the note: this saver ends."""
         with self._lock:
-            fd, folder, self._fd, self._folder = self._fd, self._folder, -1, -1
-        if fd >= 0:
-            self._path.unlink(missing_ok=True)
-            os.close(fd)
-        if folder >= 0:
-            os.close(folder)
+            if self._fd >= 0:
+                self._path.unlink(missing_ok=True)
+                os.close(self._fd)
+            self._fd = -1
 
-    def _write(self) -> None:
+    def _write(self, **changed: Any) -> None:
+        """Write the state, with these fields of it changed."""
         if self._fd < 0:
             return
         self._written_at = time.monotonic()
-        state = msgspec.structs.replace(
+        self._state = msgspec.structs.replace(
             self._state,
             uploading=len(self._jobs),
-            read=self._num_read,
             waiting=len(self._waiting),
-            failed=self._failed,
             done_bytes=sum(done for _, done in self._jobs.values()),
             all_bytes=sum(size for size, _ in self._jobs.values()),
-            local_only=self._local.checkpoints,
-            local_only_bytes=self._local.bytes,
-            local_only_since=self._local.since,
+            **changed,
         )
         try:
-            _write(self._fd, state)
+            _write(self._fd, self._state)
         except OSError as error:
             logger.warning("other programs cannot see the progress of this saver: %s", error)
             self._fd = -1
@@ -233,8 +231,8 @@ def drain(
     progress: called with the savers at each look. sleep: returns something true to end the wait. trainers_too: a saver
     is not done while its trainer runs, which may save once more.
     """
-    deadline = time.monotonic() + timeout_s
     idle_since = time.monotonic()
+    deadline = idle_since + timeout_s
     while True:
         states = find()
         now = time.monotonic()
@@ -263,8 +261,7 @@ def _idle(state: SaverState) -> str:
 
 def parent_of(pid: int) -> int:
     """Process id of the parent; 0 if there is none, or it is not known."""
-    fields = _status(pid)
-    return int(fields[1]) if fields else 0
+    return int(_status(pid)[1])
 
 
 def is_descendant(pid: int, ancestor: int) -> bool:
@@ -299,13 +296,12 @@ def _read(path: Path) -> SaverState | None:
 
 
 def _runs(pid: int) -> bool:
-    fields = _status(pid)
-    return bool(fields) and fields[0] not in "ZX"
+    return _status(pid)[0] not in "ZX"
 
 
 def _status(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat after the name: state, parent, ...; empty without such a process."""
+    """The fields of /proc/PID/stat after the name: state, parent, ...; without such a process, of a dead one."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return []
+        return ["X", "0"]

@@ -40,7 +40,8 @@ def test_a_save_that_the_saver_has_not_read_is_not_missed(tmp_path: Path) -> Non
 
 def test_a_note_that_is_being_written_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     note = NewNote(new_setup(str(tmp_path)))
-    note._count(0, 7)
+    note._counts[0] = 7
+    note._write_counts()
     (whole,) = savers()
     read, halves = Path.read_bytes, [b"", b"{}", read_half(note.path)]
     monkeypatch.setattr(Path, "read_bytes", lambda path: halves.pop() if halves else read(path))
