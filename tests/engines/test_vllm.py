@@ -460,6 +460,7 @@ def served(line: str, steps: dict[int, tuple[list[int], torch.Tensor]]) -> int |
     return step
 
 
+@pytest.mark.timeout(STARTED_S + 120 * SIGKILLS)
 def test_processes_killed_in_an_update_leave_old_weights_new_ones_or_an_error(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
