@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import signal
-import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,21 +16,21 @@ from pathlib import Path
 import xxhash
 from fastapi import APIRouter, FastAPI, Request
 from starlette.concurrency import run_in_threadpool
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 
-from ckptapi.hosts import BLOCK_BYTES, NOTE, PROOF, TRAINER, boot_id, proof, read_blocks, read_members
+from ckptapi.hosts import BLOCK_BYTES, NOTE, PROOF, TRAINER, boot_id, proof, read_members
 from ckptd.http.concurrency import Waiting
 from ckptd.http.problems import error_response
-from ckptd.http.streaming import MEDIA_TYPE, Unsatisfiable, parse_range
+from ckptd.http.streaming import MEDIA_TYPE
 from ckptd.metrics import Metrics
 from ckptd.server import serve
 from ckptd.settings import Settings
 from ckptstore import names
 from ckptstore.errors import CkptError, InvalidRequest, Unauthorized
-from ckptstore.names import name_of
 from ckptstore.reading.source import StoreSource
 from ckptstore.stores import ObjectWriter, open_store
 from ckptstore.stores.local import LocalStore
+from ckptstore.threads import start_daemon
 
 _LOG = logging.getLogger(__name__)
 _LOOK_S = 2.0
@@ -55,6 +54,10 @@ class AgentContext:
         return self.store.root / names.HOSTS
 
 
+class _File(FileResponse):
+    chunk_size = BLOCK_BYTES
+
+
 def serve_agent(settings: Settings, idle_s: float) -> None:
     """Serve the folder of the settings' store until a signal comes; one agent serves a folder, and others end at once.
 
@@ -75,7 +78,7 @@ def serve_agent(settings: Settings, idle_s: float) -> None:
         _LOG.info("%s has an agent", store.url)
         return
     if idle_s:
-        threading.Thread(target=_end_when_idle, args=(context, idle_s), daemon=True).start()
+        start_daemon("ckptd-idle", _end_when_idle, context, idle_s)
     serve(create_agent(context), settings, lambda url: _note(context, url))
     (context.folder / NOTE).unlink(missing_ok=True)
 
@@ -103,25 +106,16 @@ async def live(request: Request) -> Response:
 @router.head("/objects/{key:path}")
 def read(request: Request, key: str, prefix: str | None = None, folders: str | None = None) -> Response:
     """An object or a range of it; a listing; without all of them, the proof that this agent knows the token."""
-    nonce, token = _authorize(request, key, *(one for one in (key or None, prefix, folders) if one is not None))
+    own = _authorize(request, key, *(one for one in (key or None, prefix, folders) if one is not None))
     store = _context(request).store
     if folders is not None:
-        return JSONResponse(list(store.list_folders(folders)))
+        return JSONResponse([*store.list_folders(folders)])
     if prefix is not None:
-        return JSONResponse([list(info) for info in store.list(prefix)])
+        return JSONResponse([*store.list(prefix)])
     if not key:
-        return PlainTextResponse("", headers={PROOF: proof(token, nonce, _context(request).id)})
-    size = store.size(key)
-    if request.method == "HEAD":
-        return Response(headers={"Content-Length": str(size)}, media_type=MEDIA_TYPE)
-    try:
-        wanted = parse_range(request.headers.get("range"), size)
-    except Unsatisfiable:
-        return Response(status_code=416)
-    offset, count = (0, size) if wanted is None else (wanted.offset, wanted.count)
-    length = {"Content-Length": str(count)}
-    pieces = read_blocks(store, key, offset, offset + count)
-    return StreamingResponse(pieces, 200 if wanted is None else 206, length, MEDIA_TYPE)
+        return PlainTextResponse("", headers={PROOF: own})
+    store.size(key)  # raises ObjectMissing
+    return _File(store.root / key, media_type=MEDIA_TYPE)
 
 
 @router.put("/objects/{key:path}")
@@ -136,18 +130,19 @@ async def write(request: Request, key: str, create: str = "") -> Response:
     digest, block = xxhash.xxh3_128(), bytearray()
     writer: ObjectWriter | None = None
 
-    def write_block(data: bytes) -> ObjectWriter:
+    def write_block() -> ObjectWriter:
         opened = writer or store.open_replacement(key)
-        opened.write(data)
-        digest.update(data)
+        opened.write(block)
+        digest.update(block)
+        block.clear()
         return opened
 
     try:
         async for part in request.stream():
             block += part
             if len(block) >= BLOCK_BYTES:
-                writer, block = await run_in_threadpool(write_block, bytes(block)), bytearray()
-        writer = await run_in_threadpool(write_block, bytes(block))
+                writer = await run_in_threadpool(write_block)
+        writer = await run_in_threadpool(write_block)
         await run_in_threadpool(writer.commit)
     except BaseException:
         if writer is not None:
@@ -166,26 +161,27 @@ async def delete(request: Request) -> Response:
 
 
 def _context(request: Request) -> AgentContext:
-    context = request.app.state.context
-    assert isinstance(context, AgentContext)
+    context: AgentContext = request.app.state.context
     context.asked_at = time.monotonic()
     return context
 
 
-def _authorize(request: Request, key: str, *names: str) -> tuple[str, str]:
-    """The nonce, and the token of the run, to which all these keys or prefixes belong. Raises Unauthorized."""
+def _authorize(request: Request, key: str, *names: str) -> str:
+    """The proof that this agent knows the token of the run, to which all these keys or prefixes belong. Raises
+    Unauthorized."""
+    context = _context(request)
     match request.headers.get("authorization", "").split():
         case ["Ckptd", run, nonce, proved]:
-            members = read_members(_context(request).store.root, name_of(run))
+            members = read_members(context.store.root, run)
         case _:
             raise Unauthorized("the request has no proof of a run's token")
-    mine = "" if members is None else proof(members.token, nonce, request.method, key, request.url.query)
-    if members is None or not hmac.compare_digest(mine.encode(), proved.encode()):
+    asked = (nonce, request.method, key, request.url.query)
+    if members is None or not hmac.compare_digest(proof(members.token, *asked).encode(), proved.encode()):
         raise Unauthorized(f"this agent has no run {run!r} with this token")
     for name in names:
         if name.partition("/")[0] != run or ".." in name.split("/"):
             raise Unauthorized(f"{name!r} is not of run {run!r}")
-    return nonce, members.token
+    return proof(members.token, nonce, context.id)
 
 
 def _note(context: AgentContext, url: str) -> None:
@@ -198,18 +194,13 @@ def _note(context: AgentContext, url: str) -> None:
 def _end_when_idle(context: AgentContext, idle_s: float) -> None:
     while True:
         time.sleep(_LOOK_S)
-        needed = False
         for note in context.folder.glob(f"{TRAINER}*"):
             try:
-                os.kill(int(note.name.removeprefix(TRAINER)), 0)
-                needed = True
+                with suppress(PermissionError):  # another user's
+                    os.kill(int(note.name.removeprefix(TRAINER)), 0)
+                context.asked_at = time.monotonic()
             except (ValueError, ProcessLookupError):
                 note.unlink(missing_ok=True)
-            except PermissionError:
-                needed = True
-        if needed:
-            context.asked_at = time.monotonic()
         if time.monotonic() > context.asked_at + idle_s:
-            with suppress(ProcessLookupError):
-                os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
             return

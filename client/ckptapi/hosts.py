@@ -18,10 +18,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from itertools import islice
+from itertools import compress, groupby, islice, starmap
 from pathlib import Path
 from queue import Queue
 from select import select
+from ssl import SSLError
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -35,7 +36,7 @@ from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CkptError, InvalidRequest, ObjectMissing, StoreFull, StoreUnavailable
 from ckptstore.format.decoding import decode_json
 from ckptstore.names import RunKeys
-from ckptstore.stores import ObjectInfo, ObjectReader, ObjectWriter, RangeReader, Store, WrappedStore, open_store
+from ckptstore.stores import ObjectInfo, ObjectReader, ObjectWriter, Store, WrappedStore, open_store
 from ckptstore.stores.local import LocalStore
 from ckptstore.threads import in_parallel
 from ckptstore.values import Value
@@ -104,7 +105,7 @@ def members_file(folder: Path, run: str) -> Path:
 
 def read_members(folder: Path, run: str) -> Members | None:
     """The hosts of a run; None if it has a folder alone."""
-    with suppress(OSError, msgspec.DecodeError):
+    with suppress(FileNotFoundError, msgspec.DecodeError):
         return decode_json(members_file(folder, run).read_bytes(), Members)
     return None
 
@@ -146,16 +147,24 @@ class AgentStore(Store):
 
     open_writer = Store.open_replacement
 
-    def send(self, key: str, blocks: Iterable[Buffer]) -> None:
-        """Write an object, as its blocks come."""
+    def send(self, key: str, blocks: Iterable[Buffer | None]) -> None:
+        """Write an object, as its blocks come; None drops it. Raises StoreUnavailable if the agent is too slow."""
         digest = xxhash.xxh3_128()
 
-        def digested() -> Iterator[Buffer]:
+        def watched() -> Iterator[Buffer]:
+            busy_s, num_bytes = 0.0, 0
             for block in blocks:
+                if block is None:
+                    raise InvalidRequest("the object was dropped")
                 digest.update(block)
+                began = time.monotonic()
                 yield block
+                busy_s += time.monotonic() - began
+                num_bytes += len(block)
+                if busy_s > _SLOW_S + num_bytes / _LEAST_BYTES_PER_S:
+                    raise StoreUnavailable(f"{self.url} takes {num_bytes / busy_s / 1e6:.1f} MB/s, which is too slow")
 
-        if self._ask("PUT", key, digested()).data != digest.hexdigest().encode():
+        if self._ask("PUT", key, watched()).data != digest.hexdigest().encode():
             self.delete_many([key])
             raise StoreUnavailable(f"{self.agent.host} wrote other bytes of {key}")
 
@@ -173,7 +182,7 @@ class AgentStore(Store):
     @override
     def open_reader(self, key: str) -> ObjectReader:
         self.size(key)
-        return RangeReader(partial(self.get_range, key))
+        return super().open_reader(key)
 
     @override
     def size(self, key: str) -> int:
@@ -181,8 +190,7 @@ class AgentStore(Store):
 
     @override
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        found = json.loads(self._ask("GET", "", prefix=prefix).data)
-        return (ObjectInfo(*info) for info in found)
+        return starmap(ObjectInfo, json.loads(self._ask("GET", "", prefix=prefix).data))
 
     @override
     def list_folders(self, prefix: str) -> Iterator[str]:
@@ -194,7 +202,7 @@ class AgentStore(Store):
 
     def answers(self) -> bool:
         """Whether the host is there, and knows the run's token."""
-        return _error_of(partial(self._ask, "GET", "")) is None
+        return _error_of(self._ask, "GET", "") is None
 
     def close(self) -> None:
         """Close the connections that are idle."""
@@ -210,22 +218,29 @@ class AgentStore(Store):
         connection, idle = self._take()
         try:
             target, signed = self.signed(method, key, query)
-            try:
+            with suppress(ConnectionError, SSLError):  # it may have said why it takes no more
                 connection.request(method, target, body, {**headers, **signed})
-            except CkptError:  # of the body
-                connection.close()
-                raise
-            return self._answer(connection, into)
-        except (HTTPException, OSError) as error:
-            late = isinstance(error, TimeoutError)
-            with suppress(HTTPException, OSError):
-                if not late:  # it may have said why it takes no more
-                    self._answer(connection)
+            reply = connection.getresponse()
+            length = reply.readinto(into) if into is not None and reply.status == _PARTIAL else 0
+            data = reply.read()
+        except CkptError:  # of the body
             connection.close()
-            if late or not idle or not isinstance(body, bytes):
+            raise
+        except (HTTPException, OSError) as error:
+            connection.close()
+            if not idle or isinstance(error, TimeoutError) or not isinstance(body, bytes):
                 raise self._failure(f"{method} {key or query}", error) from error
-        self.close()  # the agent has closed it meanwhile
-        return self._ask(method, key, body, headers, into, **query)
+            return self._ask(method, key, body, headers, into, **query)  # the agent has closed it meanwhile
+        if connection.sock is not None:  # http.client opens a closed one again, without proof
+            self._idle.append(connection)
+        match reply.status:
+            case 200 | 206 | 416:
+                return _Answer(reply.headers, data, length)
+            case 404:
+                raise ObjectMissing(f"{self.agent.host} at {self.url}: {data.decode(errors='replace')[:200]}")
+            case 507:
+                raise StoreFull(f"the disk of {self.agent.host} is full", "Free space there")
+        raise StoreUnavailable(f"the agent of {self.agent.host} at {self.url} answers {reply.status}: {data[:200]!r}")
 
     def signed(self, method: str, key: str, query: Mapping[str, str]) -> tuple[str, dict[str, str]]:
         """The target of a request, and a header that proves that this host has the token."""
@@ -241,10 +256,7 @@ class AgentStore(Store):
             return idle, True
         if time.monotonic() < self.away_until:
             raise StoreUnavailable(f"the agent of {self.agent.host} at {self.url} did not answer before")
-        try:
-            return self._connect(), False
-        except (HTTPException, OSError, ValueError) as error:
-            raise self._failure("connect", error) from error
+        return self._connect(), False
 
     def _failure(self, what: str, error: Exception) -> StoreUnavailable:
         """The error of a request without an answer, after which the agent is not asked for a while."""
@@ -254,32 +266,11 @@ class AgentStore(Store):
             "Look at that host: it serves its local tier by `ckptd agent`",
         )
 
-    def _answer(self, connection: HTTPConnection, into: memoryview | None = None) -> _Answer:
-        """The answer to a request; the connection is idle on return. Raises HTTPException, OSError or CkptError."""
-        reply = connection.getresponse()
-        data, length = b"", 0
-        if into is not None and reply.status == _PARTIAL:
-            while length < len(into) and (count := reply.readinto(into[length:])):
-                length += count
-        data += reply.read()
-        if connection.sock is not None:  # http.client opens a closed one again, without proof
-            self._idle.append(connection)
-        match reply.status:
-            case 200 | 206:
-                return _Answer(reply.headers, data, length)
-            case 404:
-                raise ObjectMissing(f"{self.agent.host} at {self.url}: {data.decode(errors='replace')[:200]}")
-            case 416:
-                return _Answer(reply.headers, b"", 0)
-            case 507:
-                raise StoreFull(f"the disk of {self.agent.host} is full", "Free space there")
-        raise StoreUnavailable(f"the agent of {self.agent.host} at {self.url} answers {reply.status}: {data[:200]!r}")
-
     def _connect(self) -> HTTPConnection:
         """A connection to the agent, which has proved that it serves this folder, and knows the token."""
         parts = urlsplit(self.url)
         kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-        made = kind(parts.hostname or "", parts.port, timeout=_CONNECT_S, blocksize=1 << 20)
+        made = kind(parts.netloc, timeout=_CONNECT_S, blocksize=1 << 20)
         try:
             target, headers = self.signed("GET", "", {})
             made.request("GET", target, headers=headers)
@@ -287,12 +278,11 @@ class AgentStore(Store):
             answer.read()
             if answer.headers.get(PROOF) != proof(self._token, nonce, self.agent.id):
                 raise ValueError("it serves another folder, or does not know the token of the run")
-            assert made.sock is not None
             made.sock.settimeout(_ANSWER_S)
             return made
-        except BaseException:
+        except (HTTPException, OSError, ValueError) as error:
             made.close()
-            raise
+            raise self._failure("connect", error) from error
 
 
 @dataclass
@@ -323,19 +313,20 @@ class _Group:
         return self.hosts[: self.members.replicas + 1]
 
     @property
-    def ring(self) -> list[Store]:
+    def ring(self) -> list[AgentStore]:
         """The other hosts of the job, the next one first."""
         at = self.hosts.index(self.own) if self.own in self.hosts else 0
-        return [store for store in self.hosts[at:] + self.hosts[:at] if store is not self.own]
+        return [store for store in self.hosts[at:] + self.hosts[:at] if isinstance(store, AgentStore)]
 
     @property
     def everywhere(self) -> list[Store]:
         """All stores, nearest first."""
         return [self.own, *self.ring, *self.former]
 
-    def lacks_copies(self, key: str, copies: int, errors: Sequence[object]) -> None:
+    def note_copies(self, key: str, results: Sequence[object]) -> None:
         """Say once that an object lies on others than the next hosts, and once that it lies on too few; an object
-        without errors ends that."""
+        without errors ends that. results: an error, or None for each copy."""
+        copies, errors = results.count(None), [*filter(None, results)]
         short, before = copies < self.members.replicas, self.warned
         self.warned = short + bool(errors or short)
         if self.warned > before:
@@ -357,8 +348,8 @@ class HostsStore(WrappedStore):
     def __init__(self, own: LocalStore) -> None:
         super().__init__(own)
         self.own = own
-        self._groups: dict[str, tuple[tuple[int, int], _Group]] = {}
-        """By run, each as a version of its file says."""
+        self._groups: dict[str, _Group] = {}
+        """By run, as its file says."""
         self._first = 0
         """1: a shard on this host is not read."""
 
@@ -375,63 +366,48 @@ class HostsStore(WrappedStore):
         others._first = 1
         return [others]
 
-    def group(self, key: str) -> _Group | None:
-        """The hosts of the run of a key, as the newest job that met here has them; None if it is on this host alone."""
+    def group(self, key: str) -> _Group:
+        """The hosts of the run of a key, as the newest job that met here has them; this one if it is here alone."""
         run = key.partition("/")[0]
-        try:
-            found = os.stat(members_file(self.own.root, run))
-        except FileNotFoundError:
-            return None
-        version, known = (found.st_ino, found.st_mtime_ns), self._groups.get(run)
-        if known is None or known[0] != version:
-            if (members := read_members(self.own.root, run)) is None:
-                return None
-            id = _folder_id(self.own)
-            hosts, former = (
-                list[Store](self.own if one.id == id else AgentStore(one, run, members.token) for one in agents)
-                for agents in (members.hosts, members.former)
-            )
-            group = _Group(self.own, members, hosts, [one for one in former if one is not self.own])
-            self._groups[run] = known = version, group
-        return known[1]
+        members = read_members(self.own.root, run) or Members()
+        known = self._groups.get(run)
+        if known is None or known.members != members:
+            id = self.own.get(names.STORE_ID).decode() if members.hosts else ""
+            peer = partial(AgentStore, run=run, token=members.token)
+            hosts = list[Store](self.own if one.id == id else peer(one) for one in members.hosts)
+            former = list[Store](map(peer, members.former))
+            known = self._groups[run] = _Group(self.own, members, hosts or [self.own], former)
+        return known
 
     def copies(self, key: str) -> Iterator[Store]:
         """The other hosts that have a shard, nearest first. Asks most of them only if the nearest do not have it."""
-        group = self.group(key)
-        others = [] if group is None else group.everywhere[1:]
+        others = self.group(key).everywhere[1:]
         for some in (others[:_NEAREST], others[_NEAREST:]):
-            there = in_parallel(partial(_has, key), some)
-            yield from (store for store, has_it in zip(some, there, strict=True) if has_it)
+            yield from compress(some, in_parallel(partial(_has, key), some))
 
     @override
     def put(self, key: str, data: Buffer) -> None:
         """A document; shards are written by `open_writer`."""
-        if (group := self.group(key)) is None:
-            self.own.put(key, data)
-        else:
-            group.holders[0].put(key, data)
-            self._spread(group, key, data)
+        group = self.group(key)
+        group.holders[0].put(key, data)
+        self._spread(group, key, data)
 
     @override
     def put_if_absent(self, key: str, data: Buffer) -> bool:
-        if (group := self.group(key)) is None:
-            return self.own.put_if_absent(key, data)
-        first, *_ = group.holders
+        group = self.group(key)
+        first, *others = group.holders
         created = first.put_if_absent(key, data)
         # Its creator may have ended before the other hosts had it.
-        self._spread(group, key, data if created else first.get(key))
+        self._spread(group, key, data if created or not others else first.get(key))
         return created
 
     def _spread(self, group: _Group, key: str, data: Buffer) -> None:
-        others = group.holders[1:]
-        found = in_parallel(lambda store: _error_of(partial(store.put, key, data)), others) if others else []
-        failed = [*filter(None, found)]
-        group.lacks_copies(key, len(others) - len(failed), failed)
+        results = in_parallel(lambda store: _error_of(store.put, key, data), group.holders[1:])
+        group.note_copies(key, results)
 
     @override
     def _open(self, call: Callable[..., ObjectWriter], *args: Any) -> ObjectWriter:
-        group, own = self.group(args[0]), call(*args)
-        return own if group is None else _Tee(group, args[0], own)
+        return _Tee(self.group(args[0]), args[0], call(*args))
 
     @override
     def _request(self, call: Callable[..., _T], *args: Any) -> _T:
@@ -446,11 +422,11 @@ class HostsStore(WrappedStore):
                     raise
                 errors.append(error)
         # It is missing if any of them answers that; the others did not answer.
-        raise next((error for error in errors if isinstance(error, ObjectMissing)), errors[0])
+        none = ObjectMissing(f"no other host is there to have {args[0]}")
+        raise min(errors, key=lambda error: not isinstance(error, ObjectMissing), default=none)
 
     def _places(self, key: str) -> Sequence[Store]:
-        if (group := self.group(key)) is None:
-            return [self.own]
+        group = self.group(key)
         if is_shard(key):
             return group.everywhere[self._first :]
         return sorted(group.holders, key=lambda store: store is not self.own)
@@ -461,43 +437,48 @@ class HostsStore(WrappedStore):
 
     @override
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        found = self._listed(prefix, lambda store: [*store.list(prefix)])
-        return iter(sorted({info.key: info for listed in reversed(found) for info in listed}.values()))
+        listed = self._listed(self.own.list, prefix)
+        return iter(sorted({info.key: info for info in reversed(listed)}.values()))
 
     @override
     def list_folders(self, prefix: str) -> Iterator[str]:
-        found = {
-            folder for listed in self._listed(prefix, lambda store: [*store.list_folders(prefix)]) for folder in listed
-        }
+        found = {*self._listed(self.own.list_folders, prefix)}
         if not prefix:  # this host may have nothing else of a run
             found |= {note.stem for note in (self.own.root / names.HOSTS).glob("[!_]*.json")}
         return iter(sorted(found))
 
-    def _listed(self, prefix: str, listing: Callable[[Store], Sequence[_T]]) -> Sequence[Sequence[_T]]:
-        """The listings of all hosts if there may be shards; else of the first one that answers."""
-        if (group := self.group(prefix)) is None:
-            return [listing(self.own)]
-        folder = prefix.partition("/")[2]
+    def _listed(self, call: Callable[[str], Iterator[_T]], prefix: str) -> Sequence[_T]:
+        """The listing of all hosts, the nearest first, if there may be shards; else of the first one that answers."""
+
+        def listing(store: Store) -> Sequence[_T] | None:
+            try:
+                return [*getattr(store, call.__name__)(prefix)]
+            except StoreUnavailable as error:
+                logger.debug("without another host: %s", error)
+                return None
+
+        group, folder = self.group(prefix), prefix.partition("/")[2]
+        if group.everywhere == [self.own]:
+            return [*call(prefix)]
         # Receipts are listed by the beginning of their names, often.
-        if not folder or (folder.startswith("attempts/") and not folder.rpartition("/")[2]):
-            return [found for found in in_parallel(partial(_try, listing), group.everywhere) if found is not None]
+        if not folder or (folder.startswith("attempts/") and folder.endswith("/")):
+            return [one for found in in_parallel(listing, group.everywhere) for one in found or ()]
         for store in group.holders:
-            if (found := _try(listing, store)) is not None:
-                return [found]
+            if (found := listing(store)) is not None:
+                return found
         raise StoreUnavailable(f"none of the {len(group.holders)} hosts with the documents of {prefix} answers")
 
     @override
     def delete_many(self, keys: Iterable[str]) -> None:
-        found = list(keys)
-        for run in {key.partition("/")[0] for key in found}:
-            own = [key for key in found if key.partition("/")[0] == run]
-            group = self.group(run + "/")
-            stores = needed = list[Store]([self.own])
-            if group is not None:
-                stores, needed = group.everywhere, [self.own, group.holders[0]]
-            for store in stores:
-                if (error := _error_of(partial(store.delete_many, own))) is not None and store in needed:
-                    raise error
+        for run, some in groupby(keys, lambda key: key.partition("/")[0]):
+            group, own = self.group(run), [*some]
+            needed = (self.own, group.holders[0])
+            for store in group.everywhere:
+                try:
+                    store.delete_many(own)
+                except CkptError:
+                    if store in needed:
+                        raise
 
 
 def copy_missing_shards(url: str, keys: Iterable[str]) -> None:
@@ -508,26 +489,24 @@ def copy_missing_shards(url: str, keys: Iterable[str]) -> None:
     store = open_local(url)
     assert isinstance(store, HostsStore)
     for key in filter(is_shard, keys):
-        if (group := store.group(key)) is None:
-            continue
+        group = store.group(key)
         there = in_parallel(partial(_has, key), group.hosts)
         first = there.index(True) if any(there) else 0
-        after = [*zip(group.hosts, there, strict=True)] * 2
-        lacking = [one for one, has in after[first : first + len(there)] if not has]
-        if store.own in lacking[: max(0, group.members.replicas + 1 - sum(there))]:
+        lacking = [one for one, has in zip(group.hosts, there, strict=True) if not has]
+        after = lacking[first:] + lacking[:first]  # all of those before the first one lack it
+        if store.own in after[: max(0, group.members.replicas + 1 - sum(there))]:
             for other in islice(store.copies(key), 1):
-                with store.own.open_replacement(key, size := other.size(key)) as writer:
-                    for block in read_blocks(other, key, 0, size):
+                with store.own.open_replacement(key, other.size(key)) as writer:
+                    for block in _blocks(other, key):
                         writer.write(block)
 
 
-def read_blocks(store: Store, key: str, offset: int, end: int) -> Iterator[memoryview]:
-    """The bytes of an object from `offset` to `end`, in blocks."""
+def _blocks(store: Store, key: str) -> Iterator[memoryview]:
+    """The bytes of an object."""
+    size = store.size(key)
     with store.open_reader(key) as reader:
-        for at in range(offset, end, BLOCK_BYTES):
-            block = memoryview(bytearray(min(BLOCK_BYTES, end - at)))
-            reader.read(at, block)
-            yield block
+        for at in range(0, size, BLOCK_BYTES):
+            yield reader.read_once(at, min(BLOCK_BYTES, size - at))
 
 
 @dataclass
@@ -542,10 +521,9 @@ class PeerShards:
     def open_shard(self, checkpoint: Checkpoint, shard: str) -> ObjectReader:
         """Raises ObjectMissing if fewer hosts have it."""
         key = RunKeys(checkpoint.run).shard(checkpoint.attempt, shard)
-        found = next(islice(self.store.copies(key), self.number, None), None)
-        if found is None:
-            raise ObjectMissing(f"no other host that answers has copy {self.number + 1} of {key}")
-        return found.open_reader(key)
+        for found in islice(self.store.copies(key), self.number, None):
+            return found.open_reader(key)
+        raise ObjectMissing(f"no other host that answers has copy {self.number + 1} of {key}")
 
 
 @dataclass
@@ -559,7 +537,7 @@ class _Tee(ObjectWriter):
 
     def __post_init__(self) -> None:
         now, ring, count = time.monotonic(), self.group.ring, self.group.members.replicas
-        peers = [store for store in ring if isinstance(store, AgentStore) and store.away_until < now]
+        peers = [store for store in ring if store.away_until < now]
         self.failed = [f"{one.url} did not answer" for one in ring[:count] if one not in peers]
         self.copies = [_Copy(store, self.key) for store in peers[:count]]
         self.left = peers[count : count + _MORE]
@@ -570,31 +548,26 @@ class _Tee(ObjectWriter):
         if self.copies:
             self.block += data
             if len(self.block) >= BLOCK_BYTES:
-                self._send()
+                self._send(bytes(self.block))
+                self.block.clear()
 
-    def _send(self) -> None:
-        block, self.block = bytes(self.block), bytearray()
+    def _send(self, *blocks: bytes | None) -> None:
         for copy in self.copies:
-            copy.blocks.put(block)
+            for block in blocks:
+                copy.blocks.put(block)
 
     def commit(self) -> None:
-        if self.block:
-            self._send()
-        for copy in self.copies:
-            copy.blocks.put(b"")
+        self._send(bytes(self.block), b"")
         self.own.commit()
         for copy in self.copies:
             copy.join()
         errors, wanted = [copy.error for copy in self.copies], self.group.members.replicas
-        while errors.count(None) < wanted and self.left:
-            store, own = self.left.pop(0), self.group.own  # from this disk
-            blocks = read_blocks(own, self.key, 0, own.size(self.key))
-            errors.append(_error_of(partial(store.send, self.key, _timed(store, blocks))))
-        self.group.lacks_copies(self.key, errors.count(None), [*self.failed, *filter(None, errors)])
+        while errors.count(None) < wanted and self.left:  # from this disk
+            errors.append(_error_of(self.left.pop(0).send, self.key, _blocks(self.group.own, self.key)))
+        self.group.note_copies(self.key, [*self.failed, *errors])
 
     def abort(self) -> None:
-        for copy in self.copies:
-            copy.blocks.put(None)
+        self._send(None, b"")
         self.own.abort()
         for copy in self.copies:
             copy.join()
@@ -608,33 +581,14 @@ class _Copy(threading.Thread):
         self.blocks: Queue[bytes | None] = Queue(_BLOCKS)
         """b"" ends the object, None drops it."""
         self.error: CkptError | None = None
-        self._send = partial(store.send, key, _timed(store, self._queued()))
-        self._block: bytes | None = b"."
+        self._store, self._key = store, key
         self.start()
 
     def run(self) -> None:
-        self.error = _error_of(self._send)
-        while self._block:
-            self._block = self.blocks.get()
-
-    def _queued(self) -> Iterator[bytes]:
-        while block := self.blocks.get():
-            yield block
-        self._block = block
-        if block is None:
-            raise InvalidRequest("the object was dropped")
-
-
-def _timed(store: Store, blocks: Iterable[Buffer]) -> Iterator[Buffer]:
-    """The same blocks. Raises StoreUnavailable if what takes them is too slow."""
-    busy_s, num_bytes = 0.0, 0
-    for block in blocks:
-        began = time.monotonic()
-        yield block
-        busy_s += time.monotonic() - began
-        num_bytes += len(block)
-        if busy_s > _SLOW_S + num_bytes / _LEAST_BYTES_PER_S:
-            raise StoreUnavailable(f"{store.url} takes {num_bytes / busy_s / 1e6:.1f} MB/s, which is too slow")
+        blocks = iter(self.blocks.get, b"")
+        self.error = _error_of(self._store.send, self._key, blocks)
+        for _ in blocks:  # its writer goes on without it
+            pass
 
 
 def is_shard(key: str) -> bool:
@@ -642,26 +596,13 @@ def is_shard(key: str) -> bool:
     return "/attempts/" in key and not key.endswith((".json", ".zst"))
 
 
-def _folder_id(store: LocalStore) -> str:
-    return store.get(names.STORE_ID).decode()
-
-
 def _has(key: str, store: Store) -> bool:
-    return _error_of(partial(store.size, key)) is None
+    return _error_of(store.size, key) is None
 
 
-def _error_of(call: Callable[[], object]) -> CkptError | None:
+def _error_of(call: Callable[..., object], *args: object) -> CkptError | None:
     try:
-        call()
+        call(*args)
     except CkptError as error:
         return error
     return None
-
-
-def _try(call: Callable[[Store], _T], store: Store) -> _T | None:
-    """The result of a call to a store; None if it does not answer."""
-    try:
-        return call(store)
-    except StoreUnavailable as error:
-        logger.debug("without another host: %s", error)
-        return None

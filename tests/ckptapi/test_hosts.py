@@ -268,7 +268,12 @@ def test_a_store_follows_a_job_that_begins_and_waits_while_its_hosts_meet(
         new.write_bytes(msgspec.json.encode(replace(group.members, hosts=group.members.hosts[::-1], meeting=meeting)))
         new.replace(file)
         if meeting:
-            for call in (hosts[2].get, lambda key: hosts[2].put_if_absent(key, b"again"), hosts[2].list):
+            for call in (
+                hosts[2].get,
+                lambda key: hosts[2].put_if_absent(key, b"again"),
+                hosts[2].list,
+                lambda key: hosts[2].delete_many([key]),
+            ):
                 with pytest.raises(StoreUnavailable, match="have not met yet"):
                     call(OUTCOME)
     assert hosts[2].put_if_absent(KEYS.manifest(ATTEMPT), b"manifest")
@@ -340,3 +345,22 @@ def test_a_document_that_no_host_can_be_asked_about_is_not_missing(tmp_path: Pat
         with pytest.raises(StoreUnavailable):
             store.find(OUTCOME)
         assert store.find(SHARD) is None, "it would be on this host or on one that is gone"
+
+
+def test_the_only_host_of_a_job_has_no_copies_elsewhere(tmp_path: Path) -> None:
+    with running_hosts(tmp_path, 1) as [store]:
+        write(store, SHARD)
+        [elsewhere] = store.elsewhere
+        assert [*elsewhere.list(KEYS.attempts)] == [*store.list(KEYS.attempts)]
+        with pytest.raises(ObjectMissing):
+            elsewhere.get(SHARD)
+
+
+def test_hosts_that_cannot_be_read_are_not_those_of_a_run_on_this_host_alone(tmp_path: Path) -> None:
+    """It would decide by itself."""
+    with running_hosts(tmp_path, 1) as [store]:
+        file = members_file(tmp_path / "0", "run")
+        file.unlink()
+        file.mkdir()
+        with pytest.raises(IsADirectoryError):
+            store.put_if_absent(OUTCOME, b"decided")

@@ -167,7 +167,7 @@ def host_chunks(source: TieredSource, checkpoint: Checkpoint) -> list[ChunkSourc
     store = source.local.store
     assert isinstance(store, HostsStore)
     group = store.group(RunKeys(checkpoint.run).folder)
-    copies = 0 if group is None else group.members.replicas + 1
+    copies = group.members.replicas + 1 if group.members.hosts else 0
     peers = [StoredChunks(PEER, PeerShards(store, number), checkpoint, False) for number in range(copies)]
     return [StoredChunks(LOCAL, StoreSource(store.own), checkpoint, False), *peers]
 
