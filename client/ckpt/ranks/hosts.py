@@ -22,7 +22,6 @@ from urllib.parse import urlsplit
 
 import msgspec
 from msgspec.structs import replace
-from xxhash import xxh3_64_hexdigest
 
 from ckpt.ranks.world import World, together
 from ckptapi.hosts import (
@@ -83,15 +82,13 @@ def join_hosts(world: World, source: TieredSource, run: str, replicas: int) -> N
 
     def introduce() -> Any:
         me = Agent(StoreSource(own).id(), agent_url(own.root, own.url), socket.gethostname())
-        return msgspec.to_builtins((me, xxh3_64_hexdigest(known), secrets.token_hex(32)))
+        return msgspec.to_builtins((me, secrets.token_hex(32)))
 
-    said = [convert(one, tuple[Agent, str, str]) for one in together(world, introduce)]
-    digests = [digest for _, digest, _ in said]
+    said = [convert(one, tuple[Agent, str]) for one in together(world, introduce)]
     # One rank sends what several know: a list of all hosts from each rank would be too much.
-    lists = together(world, lambda: known if digests.index(digests[world.rank]) == world.rank else b"")
-    told = [decode_json(lists[digests.index(digest)], Members) for digest in digests]
-    members, before = agreed([(agent, told[rank], new) for rank, (agent, _, new) in enumerate(said)], replicas)
-    ids = [agent.id for agent, *_ in said]
+    told = [decode_json(data, Members) for data in world.gather_alike(known)]
+    members, before = agreed([agent for agent, _ in said], told, said[0][1], replicas)
+    ids = [agent.id for agent, _ in said]
     first_here = ids.index(ids[world.rank]) == world.rank
 
     def note(meeting: bool) -> None:
@@ -132,14 +129,16 @@ def warn_of_limits(own: LocalStore, replicas: int) -> None:
         logger.warning("replicas=0: what is saved to %s survives restarts, not the loss of a host or its disk", own.url)
 
 
-def agreed(said: Sequence[tuple[Agent, Members, str]], replicas: int) -> tuple[Members, Members]:
-    """The hosts of the run now, and as the newest job before this one had them, by what each rank says. Pure.
+def agreed(agents: Sequence[Agent], told: Sequence[Members], token: str, replicas: int) -> tuple[Members, Members]:
+    """The hosts of the run now, by the agent of each rank, and as the newest job before this one had them, by what they
+    know. Pure.
 
-    Raises InvalidRequest if an agent is out of the reach of others, or two hosts have folders with one id.
+    token: for a run that has none. Raises InvalidRequest if an agent is out of the reach of others, or two hosts have
+    folders with one id.
     """
-    hosts = tuple({agent.id: agent for agent, *_ in said}.values())
+    hosts = tuple({agent.id: agent for agent in agents}.values())
     places = {(one.id, one.url) for one in hosts}  # pods of one host have names of their own
-    if twin := next((one for one, *_ in said if (one.id, one.url) not in places), None):
+    if twin := next((one for one in agents if (one.id, one.url) not in places), None):
         raise InvalidRequest(
             f"the local tier of {twin.host} has the id of another host's: both are one folder, or one is a copy",
             f"Leave out replicas= for a folder that hosts share; else remove {names.STORE_ID} from one of the two",
@@ -150,12 +149,11 @@ def agreed(said: Sequence[tuple[Agent, Members, str]], replicas: int) -> tuple[M
             f"the agents of {', '.join(alone)} listen on a loopback address, which other hosts do not reach",
             "Start `ckptd agent --host ADDRESS` there before the job, or give hosts names of other addresses",
         )
-    before = max((known for _, known, _ in said), key=lambda known: known.version)
+    before = max(told, key=lambda known: known.version)
     urls, ids = {one.url for one in hosts}, {one.id for one in hosts}
-    known = {one.id: one for _, members, _ in said for one in (*members.former, *members.hosts)}
+    known = {one.id: one for members in told for one in (*members.former, *members.hosts)}
     former = [one for one in known.values() if one.id not in ids and one.url not in urls]
-    token = before.token or said[0][2]
-    return Members(before.version + 1, token, replicas, hosts, tuple(former[-_FORMER:])), before
+    return Members(before.version + 1, before.token or token, replicas, hosts, tuple(former[-_FORMER:])), before
 
 
 def check_lost(source: TieredSource, run: str, members: Members, before: Members) -> None:
@@ -167,8 +165,9 @@ def check_lost(source: TieredSource, run: str, members: Members, before: Members
     if not gone or len(gone) <= before.replicas:
         return
     lost = (
-        f"{len(gone)} of the {len(before.hosts)} hosts that had run {run!r} do not answer ({names_of(gone)}), with "
-        f"{before.replicas} replicas: what was saved last may be lost with them"
+        f"{len(gone)} of the {len(before.hosts)} hosts that had run {run!r} do not answer "
+        f"({', '.join(one.host for one in gone)}), with {before.replicas} replicas: "
+        f"what was saved last may be lost with them"
     )
     try:
         next(source.store.list_folders(f"{folder}/"), None)
@@ -177,11 +176,6 @@ def check_lost(source: TieredSource, run: str, members: Members, before: Members
             f"{lost}; and {error.message}", "Wait for one of them, or for the remote store"
         ) from error
     logger.warning("%s. The newest checkpoint that is whole, here or in %s, is restored", lost, source.url)
-
-
-def names_of(agents: Sequence[Agent]) -> str:
-    """Hosts in messages."""
-    return ", ".join(one.host for one in agents)
 
 
 def copy_documents(other: Store, own: Store, run: str) -> None:
@@ -216,13 +210,14 @@ def agent_url(folder: Path, url: str) -> str:
             return found
         with socket.create_server(("", 0)) as free:
             port = str(free.getsockname()[1])
-        command = [sys.executable, "-m", "ckptd", "agent", "--store", url, "--host", own_address(), "--port", port]
-        options = ["--idle-seconds", str(_IDLE_S), "--log-level", "warning"]
+        command = [
+            sys.executable, "-m", "ckptd", "agent", "--store", url, "--host", own_address(), "--port", port,
+            "--idle-seconds", str(_IDLE_S), "--log-level", "warning",
+        ]  # fmt: skip
         with open(notes / "agent.log", "wb") as log:  # it outlives the programs that read the output of the job
-            none = subprocess.DEVNULL
             started = subprocess.Popen(
-                ["sh", "-c", _AGAIN, "sh", *command, *options],
-                stdin=none, stdout=log, stderr=log, start_new_session=True,
+                ["sh", "-c", _AGAIN, "sh", *command],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
         _started.append(started)
         for pause in pauses(0.05, 0.5, timeout_s=_START_S):

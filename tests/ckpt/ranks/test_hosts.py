@@ -31,21 +31,20 @@ def test_hosts_are_numbered_by_their_lowest_ranks_and_those_of_before_are_rememb
     before = Members(6, "old", 1, (A, B, C), ())
     stale = Members(3, "older", 0, (D, A), ())
     fresh = Agent("new", B.url, "b")
-    said = [(C, before, "r0"), (C, before, "r1"), (fresh, Members(), "r2"), (D, stale, "r3")]
-    members, newest = agreed(said, 2)
+    members, newest = agreed([C, C, fresh, D], [before, Members(), stale], "r0", 2)
     assert members == Members(7, "old", 2, (C, fresh, D), (A,)), "the host in B's place has its address"
     assert newest == before
-    assert agreed([(A, Members(), "r0"), (B, Members(), "r1")], 0)[0] == Members(1, "r0", 0, (A, B), ())
+    assert agreed([A, B], [Members()], "r0", 0)[0] == Members(1, "r0", 0, (A, B), ())
 
 
 def test_a_folder_that_is_a_copy_of_another_hosts_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="of a has the id of another host's"):
-        agreed([(A, Members(), ""), (Agent(A.id, B.url, "b"), Members(), "")], 1)
+        agreed([A, Agent(A.id, B.url, "b")], [Members()], "", 1)
 
 
 def test_pods_of_one_host_share_its_folder_and_agent() -> None:
     pod = Agent(A.id, A.url, "another pod")
-    assert agreed([(A, Members(), ""), (pod, Members(), ""), (B, Members(), "")], 1)[0].hosts == (pod, B)
+    assert agreed([A, pod, B], [Members()], "", 1)[0].hosts == (pod, B)
 
 
 def test_the_agent_is_started_once_and_again_if_it_is_killed(tmp_path: Path) -> None:
@@ -167,9 +166,9 @@ def test_a_job_of_one_host_saves_and_restores(tmp_path: Path, caplog: pytest.Log
 def test_an_agent_that_other_hosts_cannot_reach_is_refused() -> None:
     """Debian gives the name of a host a loopback address."""
     alone = Agent("x", "http://127.0.1.1:5", "x")
-    assert agreed([(alone, Members(), "r")] * 2, 1)[0].hosts == (alone,)
+    assert agreed([alone] * 2, [Members()], "r", 1)[0].hosts == (alone,)
     with pytest.raises(InvalidRequest, match="agents of x listen on a loopback address"):
-        agreed([(A, Members(), "r"), (alone, Members(), "s")], 1)
+        agreed([A, alone], [Members()], "r", 1)
 
 
 def test_memory_is_called_so(caplog: pytest.LogCaptureFixture) -> None:
