@@ -10,8 +10,6 @@ import os
 import signal
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
 
 import xxhash
 from fastapi import APIRouter, FastAPI, Request
@@ -37,21 +35,18 @@ _LOOK_S = 2.0
 router = APIRouter()
 
 
-@dataclass
 class AgentContext:
     """One agent."""
 
-    store: LocalStore
-    id: str
-    metrics: Metrics = field(default_factory=Metrics)
-    waiting: Waiting = field(default_factory=Waiting)
-    leaving: bool = False
-    asked_at: float = field(default_factory=time.monotonic)
+    leaving = False
 
-    @property
-    def folder(self) -> Path:
+    def __init__(self, store: LocalStore) -> None:
+        self.store, self.id = store, StoreSource(store).id()
+        self.metrics, self.waiting = Metrics(), Waiting()
+        self.asked_at = time.monotonic()
+        self.folder = store.root / names.HOSTS
         """Where the hosts of runs are noted."""
-        return self.store.root / names.HOSTS
+        self.folder.mkdir(mode=0o700, exist_ok=True)
 
 
 class _File(FileResponse):
@@ -69,8 +64,7 @@ def serve_agent(settings: Settings, idle_s: float) -> None:
         raise InvalidRequest(
             f"{settings.store} is not a folder", "Give the local tier of this host: --store file:///..."
         )
-    context = AgentContext(store, StoreSource(store).id())
-    context.folder.mkdir(mode=0o700, exist_ok=True)
+    context = AgentContext(store)
     lock = os.open(context.folder / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -127,15 +127,16 @@ class AgentStore(Store):
     A request that gets no answer within seconds is StoreUnavailable, and so are the next ones for a while.
     """
 
+    one_winner = True
+    away_until = 0.0
+    """By time.monotonic()."""
+
     def __init__(self, agent: Agent, run: str, token: str) -> None:
         """run: the name of its folder."""
         self.agent, self.url, self.identity = agent, agent.url, f"{agent.url} {agent.id}"
-        self.one_winner = True
         self._run, self._token = run, token
         self._idle: list[HTTPConnection] = []
         """Open connections, each used by one thread at a time."""
-        self.away_until = 0.0
-        """By time.monotonic()."""
 
     @override
     def put(self, key: str, data: Buffer) -> None:

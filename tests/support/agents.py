@@ -10,7 +10,6 @@ import msgspec
 
 from ckptapi.hosts import Agent, HostsStore, Members, members_file
 from ckptd.agent import AgentContext, create_agent
-from ckptstore.reading.source import StoreSource
 from ckptstore.stores.local import LocalStore
 from tests.support.stores import serving
 
@@ -20,9 +19,7 @@ TOKEN = "known to these hosts"
 @contextmanager
 def running_agent(folder: Path) -> Iterator[Agent]:
     """The agent of a folder, while the block runs."""
-    store = LocalStore(str(folder))
-    context = AgentContext(store, StoreSource(store).id())
-    context.folder.mkdir(exist_ok=True)
+    context = AgentContext(LocalStore(str(folder)))
     with serving(create_agent(context)) as url:
         yield Agent(context.id, url, folder.name)
 
