@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -203,7 +202,7 @@ def _deltas(
     for number, (span, whole, known) in enumerate(zip(spans, chunks, stored, strict=True)):
         same = span.of(earlier) == span.of(raw)
         chunk = delta_of(span.of(raw), span.of(earlier), span, whole)
-        chunk = replace(known[-1].chunk, raw_digest=whole.raw_digest) if same else chunk
+        chunk = msgspec.structs.replace(known[-1].chunk, raw_digest=whole.raw_digest) if same else chunk
         if chunk.codec == DELTA:
             bases[number] = known[:-1] if same else known
         found.append(chunk)
