@@ -67,10 +67,10 @@ class Site:
         return json.dumps({"layers": self.layers, "store": STORE, "run": RUN, "replicas": 1, **more})
 
     @contextmanager
-    def ranks(self, hosts: Sequence[str], what: str, task: str, **environment: str) -> Iterator[tuple[list[Fork], Any]]:
+    def ranks(self, hosts: Sequence[str], what: str, task: str) -> Iterator[tuple[list[Fork], Any]]:
         """A rank on each host, and the file to which the first one writes. They are killed at the end."""
         place = {"MASTER_ADDR": self.bed[hosts[0]].address, "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-        place |= {"WORLD_SIZE": str(len(hosts)), **self.s3, **environment}
+        place |= {"WORLD_SIZE": str(len(hosts)), **self.s3}
         reader, writer = os.pipe()
         ranks = [
             self.bed[host].fork(
@@ -88,9 +88,9 @@ class Site:
                     rank.kill()
                     rank.wait(_END_S)
 
-    def run(self, hosts: Sequence[str], what: str, task: str, **environment: str) -> dict[str, Any]:
+    def run(self, hosts: Sequence[str], what: str, task: str) -> dict[str, Any]:
         """The result of a job that ends."""
-        with self.ranks(hosts, what, task, **environment) as (ranks, output):
+        with self.ranks(hosts, what, task) as (ranks, output):
             found = _result(output)
             if any(rank.wait(_END_S) for rank in ranks):
                 raise RuntimeError(f"a rank of {what} failed; see above")
@@ -108,13 +108,12 @@ class Site:
         if way in ("peer", "remote"):
             self.replace(*({"d"} if way == "peer" else NEW))
         hosts = {"peer": REPLACED, "remote": NEW}.get(way, JOB)
-        # The savers' memory is found by a note in the temporary folder. A job that restores for training frees it.
-        elsewhere, run = ({}, f"memory-{len(self.held)}") if way == "memory" else ({"TMPDIR": "/run"}, RUN)
-        if way == "memory":
+        run = f"memory-{len(self.held)}" if way == "memory" else RUN
+        if way == "memory":  # a job that restores for training frees it
             self.held.append(run)
-            with self.ranks(JOB, "save", self.task(run=run)) as (_, output):
+            with self.ranks(JOB, "save", self.task(run=run, retain_s=3600.0)) as (_, output):
                 _result(output)
-        found = self.run(hosts, "restore", self.task(seed=2, run=run), **elsewhere)
+        found = self.run(hosts, "restore", self.task(seed=2, run=run))
         self._check(found["digests"])
         wanted, reader = _SOURCES[way], 1 if way == "peer" else 0
         read = found["read"][reader]
@@ -159,8 +158,9 @@ def measure(quick: bool) -> Report:
         site.replace(*JOB)
         with site.ranks(JOB, "pairs", site.task(repetitions=repetitions, steps=_STEPS)) as (_, output):
             paired = _result(output)
+            agents = [site.bed[host].call("tests.hosts.probes:agents_memory") for host in JOB]
         again = restarts(site, restart_repetitions)
-    return _report(site, seconds, problems, paired, again)
+    return _report(site, seconds, problems, paired, again, max(agents))
 
 
 def restarts(site: Site, repetitions: int) -> dict[str, list[tuple[float, float]]]:
@@ -259,6 +259,7 @@ def _report(
     problems: Mapping[str, str],
     paired: Mapping[str, list[float]],
     again: Mapping[str, list[tuple[float, float]]],
+    agent_bytes: int,
 ) -> Report:
     middle = {way: median(seconds[way]) if way in seconds else float("nan") for way in WAYS}
     wire_s = site.stored_bytes / len(JOB) / BYTES_PER_S
@@ -272,6 +273,7 @@ def _report(
     shown |= {f"kill to next step, {way}": [step_s for _, step_s in found] for way, found in again.items()}
     facts = {f"{way}, seconds": middle[way] for way in WAYS}
     facts |= {name.replace("-", ", replicas "): value for name, value in of.items()}
+    facts["memory of an agent"] = agent_bytes
     for way, found in again.items():
         facts[f"{way}, kill to restored"] = median(restored_s for restored_s, _ in found)
         facts[f"{way}, kill to next step"] = median(step_s for _, step_s in found)
@@ -288,6 +290,7 @@ def _report(
             Goal("bytes on the wire", "replicas x unique bytes", wire, 1.02, "at most"),
             Goal("durable, 1 replica", "no replica + shard / 0.5 GB/s", durable, 1.1, "at most"),
             Goal("steps beside a save, 1 replica", "no replica", (alone_s + lost_s) / alone_s, 1.1, "at most"),
+            Goal("memory of an agent", "256 MiB", agent_bytes / (256 << 20), 1.0, "at most"),
         ],
         limit=wire_s,
         peers={way: middle[way] for way in WAYS if way.startswith("dcp")},

@@ -43,10 +43,20 @@ def receive(address: str) -> None:
 
 def signal_agents(number: int) -> int:
     """Send a signal to the agents of this host; their number."""
-    found = [path.parent.name for path in Path("/proc").glob("[0-9]*/cmdline") if _is_agent(path.read_bytes())]
-    for pid in found:
-        os.kill(int(pid), number)
+    found = _agents()
+    for process in found:
+        os.kill(int(process.name), number)
     return len(found)
+
+
+def agents_memory() -> int:
+    """The most bytes that the agents of this host had in memory at once."""
+    lines = [line for process in _agents() for line in (process / "status").read_text().splitlines()]
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
+
+
+def _agents() -> list[Path]:
+    return [path.parent for path in Path("/proc").glob("[0-9]*/cmdline") if _is_agent(path.read_bytes())]
 
 
 def _is_agent(command: bytes) -> bool:
