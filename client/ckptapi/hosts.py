@@ -281,7 +281,12 @@ class AgentStore(Store):
                 raise ValueError("it serves another folder, or does not know the token of the run")
             made.sock.settimeout(_ANSWER_S)
             return made
-        except (HTTPException, OSError, ValueError) as error:
+        except (
+            AttributeError,
+            HTTPException,
+            OSError,
+            ValueError,
+        ) as error:  # no socket: it ends
             made.close()
             raise self._failure("connect", error) from error
 

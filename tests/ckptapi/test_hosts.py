@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import http.client
+import http.server
 import logging
 import shutil
 import socket
@@ -14,6 +15,8 @@ import pytest
 from msgspec.structs import replace
 
 from ckptapi.hosts import (
+    PROOF,
+    Agent,
     AgentStore,
     HostsStore,
     PeerShards,
@@ -21,6 +24,7 @@ from ckptapi.hosts import (
     is_shard,
     members_file,
     open_local,
+    proof,
 )
 from ckptapi.opening import open_source
 from ckptstore.clock import system_clock
@@ -165,6 +169,27 @@ def test_only_hosts_of_the_run_are_answered_and_believed(wrong: str, tmp_path: P
         with pytest.raises(StoreUnavailable, match="does not know the token"):
             other.get(OUTCOME)
         assert not other.answers()
+
+
+def test_an_agent_that_ends_after_its_proof_is_unavailable(tmp_path: Path) -> None:
+    class Ending(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header(PROOF, proof(TOKEN, self.headers["Authorization"].split()[2], "id"))
+            self.send_header("Content-Length", "0")
+            self.send_header("Connection", "close")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Ending) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        store = AgentStore(Agent("id", f"http://127.0.0.1:{server.server_port}", "host"), "run", TOKEN)
+        with pytest.raises(StoreUnavailable, match="agent of host"):
+            store.get(OUTCOME)
 
 
 @pytest.mark.parametrize(
