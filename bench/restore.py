@@ -1,8 +1,8 @@
 """Restores into the live tensors of a trained state, from a local disk. Shared by restore-cold and restore-warm.
 
 Each contestant saves once, and loads in turns. Before each load the tensors are overwritten, and after it they are
-compared bit by bit, neither of them timed. Before a cold load the page cache drops the files; before the first warm
-one it has read them, in the same way for all.
+compared bit by bit, neither of them timed. Before a cold load the page cache drops the files; before a warm one it has
+read them, in the same way for all.
 """
 
 from __future__ import annotations
@@ -143,18 +143,19 @@ class _Load:
         if self.cold:
             forget_cached(self.place)
             touch_free_memory(self.state.num_bytes)
+        else:
+            read_files(self.place)
         with usage() as took:
             self.peer.load(self.folder, self.state)
         self._compare()
         return took
 
     def peak(self) -> int:
-        """Extra memory of the first load; after it, the files are cached as for all other contestants."""
+        """Extra memory of the first load."""
         self.state.forget()
         with memory() as took:
             self.peer.load(self.folder, self.state)
         self._compare()
-        read_files(self.place)
         return took.extra_bytes
 
     def _compare(self) -> None:
