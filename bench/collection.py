@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections import defaultdict
@@ -70,7 +71,11 @@ def _run(arguments: Sequence[str], run: str) -> str:
     """Run a module; returns its error, or an empty text."""
     command = [sys.executable, "-m", *arguments, *(["--quick"] if run == "quick" else [])]
     try:
-        done = subprocess.run(command, cwd=HERE.parent, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S[run])
+        with tempfile.TemporaryDirectory(prefix="ckptd-bench-") as own:  # savers note there what this host has saved
+            done = subprocess.run(
+                command, cwd=HERE.parent, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S[run],
+                env={**os.environ, "TMPDIR": own},
+            )  # fmt: skip
     except subprocess.TimeoutExpired:
         return f"still running after {TIMEOUT_S[run]} s"
     if done.returncode == 0:
