@@ -37,7 +37,11 @@ class BlockCache:
         self._complained = False
         self._metrics.cache_bytes.set_function(lambda: self._extents.stored_bytes)
         if self._folder is not None:
-            self._adopt(self._folder)
+            for extent in self._folder.found:
+                if not self._extents.adopt(extent):
+                    self._folder.remove(extent)
+            self._evict(self._folder, self._extents.shrink())
+            _LOG.info("the cache has %d bytes", self._extents.stored_bytes)
 
     def read(self, key: str, size: int, offset: int, count: int) -> memoryview:
         """Bytes from `offset`, as many of `count` as lie in one extent: at least one.
@@ -164,10 +168,3 @@ class BlockCache:
         for extent in extents:
             folder.remove(extent)
         self._metrics.cache_evictions.inc(len(extents))
-
-    def _adopt(self, folder: Folder) -> None:
-        for extent in folder.found:
-            if not self._extents.adopt(extent):
-                folder.remove(extent)
-        self._evict(folder, self._extents.shrink())
-        _LOG.info("the cache has %d bytes", self._extents.stored_bytes)

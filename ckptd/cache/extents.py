@@ -66,7 +66,6 @@ class Extents:
         self._blocks: dict[tuple[str, int], list[Extent]] = {}
         self._stored: OrderedDict[Extent, None] = OrderedDict()  # the least recently used first
         self._arriving: set[Extent] = set()
-        self._arriving_bytes = 0
 
     def at(self, key: str, offset: int) -> Extent | None:
         """The extent that has this byte."""
@@ -97,21 +96,19 @@ class Extents:
         if (before and before.end > extent.offset) or (after and after.offset < extent.end):
             return False
         self._insert(extent)
-        self._stored[extent] = None
-        self.stored_bytes += extent.bytes
+        self.store(extent)
         return True
 
     def make_room(self, extent: Extent) -> list[Extent] | None:
         """Make room for a fetched extent; returns those removed for it, or None if it does not fit."""
-        if self._arriving_bytes + extent.bytes > self._limit_bytes:
+        if self._arriving_bytes() + extent.bytes > self._limit_bytes:
             return None
         self._arriving.add(extent)
-        self._arriving_bytes += extent.bytes
         return self.shrink()
 
     def store(self, extent: Extent) -> None:
-        """Mark an extent as written to disk, after `make_room`."""
-        self._leave(extent)
+        """Mark an extent as being on disk. One that was fetched needs `make_room` before it is written."""
+        self._arriving.discard(extent)
         self._stored[extent] = None
         self.stored_bytes += extent.bytes
 
@@ -128,7 +125,7 @@ class Extents:
         block.remove(extent)
         if not block:
             del self._blocks[_block(extent)]
-        self._leave(extent)
+        self._arriving.discard(extent)
         if extent in self._stored:
             del self._stored[extent]
             self.stored_bytes -= extent.bytes
@@ -136,12 +133,10 @@ class Extents:
     def shrink(self) -> list[Extent]:
         """Remove the least recently used extents until the rest is within the limit; returns them."""
         forgotten = []
+        room = self._limit_bytes - self._arriving_bytes()
         # Small files cost more than their bytes, so their number is limited too.
-        most = self._limit_bytes // _MIN_MEAN_BYTES
-        while self._stored and (
-            self.stored_bytes + self._arriving_bytes > self._limit_bytes
-            or len(self._stored) + len(self._arriving) > most
-        ):
+        most = self._limit_bytes // _MIN_MEAN_BYTES - len(self._arriving)
+        while self._stored and (self.stored_bytes > room or len(self._stored) > most):
             extent = next(iter(self._stored))
             self.forget(extent)
             forgotten.append(extent)
@@ -151,10 +146,8 @@ class Extents:
         """All that are on disk, the least recently used first."""
         return list(self._stored)
 
-    def _leave(self, extent: Extent) -> None:
-        if extent in self._arriving:
-            self._arriving.remove(extent)
-            self._arriving_bytes -= extent.bytes
+    def _arriving_bytes(self) -> int:
+        return sum(extent.bytes for extent in self._arriving)
 
     def _insert(self, extent: Extent) -> None:
         insort(self._blocks.setdefault(_block(extent), []), extent)

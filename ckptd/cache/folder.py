@@ -35,8 +35,14 @@ class Folder:
         self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.found = self._enter(store_url.encode())
+            # The lock file has the store's URL. Files of another store are deleted before it is rewritten.
+            signature = store_url.encode()
+            ours = os.pread(self._lock, len(signature) + 1, 0) == signature
+            self.found = self._scan(ours)
             """The extents found in the folder, oldest first."""
+            if not ours:
+                os.ftruncate(self._lock, 0)
+                os.pwrite(self._lock, signature, 0)
         except BaseException:
             os.close(self._lock)
             raise
@@ -83,15 +89,6 @@ class Folder:
 
     def _path(self, extent: Extent) -> Path:
         return self._files / extent.file_name
-
-    def _enter(self, signature: bytes) -> list[Extent]:
-        """Check the lock file for the store's URL. Files of another store are deleted before it is rewritten."""
-        ours = os.pread(self._lock, len(signature) + 1, 0) == signature
-        found = self._scan(ours)
-        if not ours:
-            os.ftruncate(self._lock, 0)
-            os.pwrite(self._lock, signature, 0)
-        return found
 
     def _scan(self, ours: bool) -> list[Extent]:
         """List the extents, and delete files that a crash left; all files if they belong to another store."""

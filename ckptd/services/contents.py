@@ -48,7 +48,7 @@ class Contents:
         self._lock = threading.Lock()
         self._held_until: dict[tuple[str, str], float] = {}
         self._kept = lru_cache(_KEPT)(self._parse)
-        self._planned = lru_cache(_KEPT)(self._plan)
+        self._planned = lru_cache(_KEPT)(lambda *view: folder_files(open_weights(self._source, *view)))
 
     def shards(self, reference: Reference) -> Items[ShardBody]:
         """The shards of a checkpoint, by rank. Raises NoCheckpoint, InvalidRequest, Damaged or Unavailable."""
@@ -83,7 +83,7 @@ class Contents:
                 num_slices=int(num_slices[at]),
                 raw_bytes=sizes[entries.name[at]],
             )
-            for at in range(min(offset, stop), stop)
+            for at in range(offset, stop)
         ]
         return EntriesBody(items, len(entries.name), stop if stop < len(entries.name) else None)
 
@@ -91,9 +91,6 @@ class Contents:
         """The files of a Hugging Face folder of a checkpoint. Raises as `shards` does."""
         with self._lock:
             return self._planned(checkpoint, item, dtype)
-
-    def _plan(self, checkpoint: Checkpoint, item: str, dtype: str | None) -> dict[str, VirtualFile]:
-        return folder_files(open_weights(self._source, checkpoint, item, dtype))
 
     def hold(self, checkpoint: Checkpoint, holder: str) -> None:
         """Keep a checkpoint from being deleted for at least HOLD_S / 2 from now. Raises NoCheckpoint or Unavailable."""
@@ -208,22 +205,15 @@ class Objects:
             # A reader with a lease may finish although its checkpoint has been hidden since.
             if reference.step is None or reference.ulid is None:
                 raise
-            attempt = self._decided(reference)
-            outcome = read_outcome(Run(self._store, reference.run), attempt) if attempt is not None else None
-            if attempt is None or outcome is None or outcome.committed is None:
+            run = Run(self._store, reference.run)
+            attempt = self._named.get(reference) or find_attempt(run, reference)
+            outcome = read_outcome(run, attempt) if attempt else None
+            if not attempt or not outcome or outcome.committed is None:
                 raise
+            if len(self._named) >= _SIZES_KEPT:
+                self._named.clear()
+            self._named[reference] = attempt  # an exact reference means it once and for all
             return attempt
-
-    def _decided(self, reference: Reference) -> Attempt | None:
-        """The attempt that an exact reference names, from a listing of the store, which names it once and for all."""
-        attempt = self._named.get(reference)
-        if attempt is None:
-            attempt = find_attempt(Run(self._store, reference.run), reference)
-            if attempt is not None:
-                if len(self._named) >= _SIZES_KEPT:
-                    self._named.clear()
-                self._named[reference] = attempt
-        return attempt
 
     def _object(self, key: str) -> StoredObject:
         size = self._size(key)

@@ -90,11 +90,6 @@ class Export(Value):
     dtype: str | None = None
     """The type of what is stored as float32, in formats of safetensors."""
 
-    def aliases(self) -> dict[str, str]:
-        """Further names of the selected entries."""
-        chosen = set(self.selection.entries)
-        return {alias: name for alias, name in self.content.aliases.items() if name in chosen}
-
     def fetch(self, wants: Iterable[Want], buffers: Mapping[str, memoryview]) -> None:
         """Read entries into buffers and verify every chunk. Raises Damaged, ObjectMissing or Unavailable."""
         reads = plan_reads(cast_content(self.content, self.dtype), wants)
@@ -144,9 +139,7 @@ def choose_format(path: Path, given: FileFormat | None, dtype: str | None) -> Fi
     return found
 
 
-def select(
-    checkpoint: Checkpoint, content: Content, pattern: str | None, local: Mapping[str, JSON] | None = None
-) -> Selection:
+def select(checkpoint: Checkpoint, content: Content, pattern: str | None, local: Mapping[str, JSON]) -> Selection:
     """Entries with a matching name or alias, and the trees they belong to. Pure. Raises InvalidRequest if none match.
 
     A tree without tensors (a scheduler's) is matched as "scheduler/". Without a pattern everything is selected except
@@ -170,11 +163,10 @@ def select(
         raise InvalidRequest(f"{checkpoint.id} {problem}", f"ckptctl show {checkpoint.id} lists the names")
     sizes = entry_bytes(content)
     entries = tuple(name for name in content.entries.name if name in chosen)
-    counts = {item: sum(1 for _ in leaves(tree, item)) for item, tree in (local or {}).items() if item != _RNG}
     left_out, positions = list[str](), list[str]()
-    for item, count in sorted(counts.items()):
+    for item, tree in sorted(local.items()):
+        count = sum(1 for _ in leaves(tree, item)) if item != _RNG else 0
         if count and pattern is None:
-            tree = (local or {})[item]
             kind = positions if isinstance(tree, dict) and tree.keys() >= _POSITION else left_out
             kind.append(f"{item} ({human.count(count, 'tensor')})")
     return Selection(entries, items, sum(sizes[name] for name in entries), tuple(left_out), tuple(positions))
@@ -289,8 +281,8 @@ def write_safetensors(export: Export, path: Path) -> None:
     Raises UnsupportedObject for an element type that safetensors does not have, and OSError.
     """
     names = {name: name for name in export.selection.entries}
-    whole = Weights(cast_content(export.content, export.dtype), names, export.aliases())
-    _fill(export, {path: whole.file(names, {"format": "pt", "checkpoint": export.checkpoint.id})})
+    whole = Weights(cast_content(export.content, export.dtype), names, export.content.aliases)
+    _fill(export, {path: whole.file(names, checkpoint=export.checkpoint.id)})
 
 
 def write_huggingface(export: Export, folder: Path, max_shard_bytes: int, adapters: bool) -> None:

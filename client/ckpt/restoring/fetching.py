@@ -25,7 +25,7 @@ from ckptstore.codecs.chunk_codecs import RAW
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import CorruptObject, DaemonUnavailable
 from ckptstore.format.documents import DIGEST_BYTES, Content, Manifest
-from ckptstore.format.planning import ChunkRead, ShardRead, coalesce
+from ckptstore.format.planning import ChunkRead, ShardRead, chunks_of, coalesce
 from ckptstore.names import RunKeys
 from ckptstore.reading.fetch import (
     Buffers,
@@ -213,7 +213,7 @@ class SaverMemory:
 
     def fetch(self, reads: Sequence[ShardRead], buffers: Buffers, progress: Progress) -> list[ShardRead]:
         """Verify and place the chunks that are in memory; returns the reads of the others, and of damaged ones."""
-        chunks = [chunk for read in reads for chunk in read.chunks]
+        chunks = chunks_of(reads)
         found = {(twin.shard, twin.index): twin for chunk in chunks if (twin := self._find(chunk)) is not None}
         ordered = sorted(found.values(), key=lambda twin: (twin.shard, twin.offset))
         left, error = fetch_readable(self, self._checkpoint, coalesce(ordered), buffers, progress)
@@ -221,7 +221,7 @@ class SaverMemory:
             logger.warning(
                 "%s in memory are damaged, and read from elsewhere: %s", human.count(len(left), "part"), error
             )
-        placed = found.keys() - {(chunk.shard, chunk.index) for read in left for chunk in read.chunks}
+        placed = found.keys() - {(chunk.shard, chunk.index) for chunk in chunks_of(left)}
         return coalesce(chunk for chunk in chunks if (chunk.shard, chunk.index) not in placed)
 
     def open_shard(self, checkpoint: Checkpoint, shard: str) -> ObjectReader:

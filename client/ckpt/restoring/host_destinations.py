@@ -31,7 +31,7 @@ class HostDestinations:
 
     def __init__(self, content: Content) -> None:
         self._content = content
-        self._shapes = {name: (dtype, tuple(shape)) for name, dtype, shape in content.entries.rows()}
+        self._shapes = content.entries.types()
         self._arrays: dict[tuple[str, Box], list[Array]] = defaultdict(list)
 
     def entry(self, name: str) -> tuple[str, tuple[int, ...]]:

@@ -403,34 +403,36 @@ class IncrementalSave:
 
     def shard(self, stored: Sequence[EncodedChunk]) -> Shard:
         """The document of the shard. stored: the stored chunks, in order."""
-        matches, rows = self._matches, iter(stored)
-        chunks = [match.known.chunk if match.known is not None else next(rows) for match in matches]
+        known, rows = [match.known for match in self._matches], iter(stored)
+        chunks = [one.chunk if one is not None else next(rows) for one in known]
         bases = dict[int, Sequence[StoredChunk]]()
-        for number, (span, chunk, match) in enumerate(zip(self.spans, chunks, matches, strict=True)):
+        for number, (span, chunk, one) in enumerate(zip(self.spans, chunks, known, strict=True)):
             if chunk.codec == DELTA:
-                bases[number] = self._bases[span.at].parts if match.known is None else match.known.bases
+                bases[number] = self._bases[span.at].parts if one is None else one.bases
         table = chunk_table(chunks)
-        digests = [match.raw_digest for match in matches]
+        digests = [match.raw_digest for match in self._matches]
         if self.index.deltas:
             digests = [digest for _, digest in self.raw_digests(stored)]
         if any(digests):
             table = replace(table, raw_digest=b"".join(digest or UNKNOWN for digest in digests))
-        known = ((number, match.known) for number, match in enumerate(matches))
-        references = reference_table((number, str(one.attempt), one.offset) for number, one in known if one is not None)
+        references = reference_table(
+            (number, str(one.attempt), one.offset) for number, one in enumerate(known) if one is not None
+        )
         name, rank = self.index.shard_name, self.index.rank
         return Shard(name=name, rank=rank, chunks=table, references=references, bases=base_table(bases))
 
     def end(self, receipt: Receipt | None) -> None:
         """End the save. receipt: committed, as base for the next save; None: not committed."""
         base = None
-        shards = receipt.content.shards if receipt is not None and self.index.enabled else ()
-        if receipt is not None and (own := [one for one in shards if one.name == self.index.shard_name]):
-            attempt, shard = Attempt.parse(receipt.attempt), own[0]
-            others = {other: self._holders[other] for other in referenced_by(shard)}
-            counted = {other: replace(holder, references=holder.references + 1) for other, holder in others.items()}
-            holders, most = {attempt: Holder(shard.stored_bytes), **counted}, self.index.most
-            matches = self._matches
-            base = next_base(attempt, shard, self._keys(), matches, holders, self.number, most, self._raws)
+        if receipt is not None and self.index.enabled:
+            attempt = Attempt.parse(receipt.attempt)
+            for shard in (one for one in receipt.content.shards if one.name == self.index.shard_name):
+                counted = {
+                    other: replace(held := self._holders[other], references=held.references + 1)
+                    for other in referenced_by(shard)
+                }
+                holders, most = {attempt: Holder(shard.stored_bytes), **counted}, self.index.most
+                base = next_base(attempt, shard, self._keys(), self._matches, holders, self.number, most, self._raws)
         self.index.end(self, base)
         lease, self._lease = self._lease, None
         if lease is not None:

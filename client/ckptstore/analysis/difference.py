@@ -92,10 +92,6 @@ class Side(NamedTuple):
         """Read the manifest. Raises Damaged, ObjectMissing or Unavailable."""
         return Side(source, checkpoint, read_manifest(source, checkpoint).content)
 
-    def types(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Type and shape of each entry."""
-        return {name: (dtype, tuple(shape)) for name, dtype, shape in self.content.entries.rows()}
-
 
 class _Region(NamedTuple):
     """Elements to compare."""
@@ -128,7 +124,7 @@ def compare(before: Side, after: Side, progress: Progress = lambda _: None) -> D
 
     Raises Damaged, ObjectMissing or Unavailable. Both checkpoints should be leased.
     """
-    old, new = before.types(), after.types()
+    old, new = before.content.entries.types(), after.content.entries.types()
     common = {name: old[name] for name in old if new.get(name) == old[name]}
     regions = list(_regions(before.content, after.content, common))
     found = _Compared()

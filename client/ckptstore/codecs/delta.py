@@ -40,7 +40,7 @@ def encode(raw: Buffer, base: Buffer, item: int) -> bytes:
     width = min(item, _WIDTHS[-1])
     new, old = (np.frombuffer(data, f"<u{width}") for data in (raw, base))
     change = new - old
-    change = (change << 1) ^ (np.zeros(1, change.dtype) - (change >> (8 * width - 1)))  # small numbers of either sign
+    change = (change << 1) ^ -(change >> (8 * width - 1))  # small numbers of either sign
     ranked = np.sort(np.pad(old[change > 0] << 1, (1, 0)))
     limits = ranked[np.arange(1, _LISTS) * len(ranked) // _LISTS]
     data = _HEAD.pack(xxhash.xxh3_128_digest(raw), width) + limits.tobytes()
@@ -68,7 +68,7 @@ def decode(stored: memoryview, into: memoryview) -> None:
             found = np.cumsum(gaps + np.uint64(1)).astype(np.int64) - 1
             change = (change + np.uint64(1)).astype(words.dtype)
             at = found if isinstance(places, slice) else places[found]
-            words[at] += (change >> 1) ^ (np.zeros(1, change.dtype) - (change & 1))
+            words[at] += (change >> 1) ^ -(change & 1)
     except (struct.error, TypeError, ValueError, IndexError, ZstdError) as error:
         raise CorruptObject(f"a delta is not valid: {error}") from error
     if len(rest) or xxhash.xxh3_128_digest(into) != digest:
@@ -93,7 +93,7 @@ def _rice(words: Any) -> bytes:
     frame = pack_huffman(unary)
     apart = np.packbits(words[:, None] >> np.arange(low, dtype=words.dtype) & 1).tobytes()
     if len(frame) < len(unary):
-        return _CODE.pack(low + _FRAME, len(frame)) + frame + apart
+        low, unary = low + _FRAME, frame
     return _CODE.pack(low, len(unary)) + unary + apart
 
 

@@ -171,6 +171,10 @@ class Entries(Document):
         """Name, type and shape of each."""
         return zip(self.name, self.dtype, self.shape, strict=True)
 
+    def types(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Type and shape of each, by its name."""
+        return {name: (dtype, tuple(shape)) for name, dtype, shape in self.rows()}
+
 
 class Slices(Document, eq=False, omit_defaults=True):
     """The locations of the elements of entries, as columns.

@@ -118,6 +118,11 @@ class ShardRead(Value):
         return last.offset + last.stored - self.offset
 
 
+def chunks_of(reads: Iterable[ShardRead]) -> list[ChunkRead]:
+    """The chunks of these reads, in order."""
+    return [chunk for read in reads for chunk in read.chunks]
+
+
 def entry_bytes(content: Content) -> dict[str, int]:
     """Raw bytes of each entry."""
     return {name: prod(shape) * ITEM_BYTES[dtype] for name, dtype, shape in content.entries.rows()}

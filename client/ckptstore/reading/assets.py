@@ -43,7 +43,7 @@ def asset_files(content: Content) -> dict[str, VirtualFile]:
     return {
         name: VirtualFile(b"", (StoredTensor(name, "uint8", (size,), 0),), size, content, {name: leaf["name"]})
         if "name" in leaf
-        else plain_file(decode_bytes(leaf["data"]))
+        else plain_file(decode_bytes(leaf["data"]), content)
         for name, leaf, size in _assets(content)
     }
 
@@ -57,7 +57,7 @@ def folder_files(weights: Weights, max_bytes: int = MAX_FILE_BYTES) -> dict[str,
     places = [dirname(name) for name in files if named and basename(name) == "adapter_config.json"]
     for place in places:
         own = {basename(name): entry for name, entry in weights.entries.items() if dirname(name) == place}
-        tensors = replace(weights, entries=own, parts={}).file(own, {"format": "pt"})
+        tensors = replace(weights, entries=own, parts={}).file(own)
         files[join(place, ADAPTER)] = tensors
     return files if places else {**files, **weights.files(max_bytes)}
 
@@ -71,10 +71,9 @@ def open_weights(source: Source, checkpoint: Checkpoint, item: str = "model", dt
     weights, file = Weights.of(content, item, dtype), asset_files(content).get(NAMES)
     if file is None or item != "model":
         return weights
-    data = bytearray(file.bytes)
-    file.read(source, checkpoint, 0, memoryview(data))
+    data = b"".join(file.pieces(source, checkpoint, 0, file.bytes))
     try:
-        return weights.named(decode_json(bytes(data), dict[str, Part]))
+        return weights.named(decode_json(data, dict[str, Part]))
     except msgspec.DecodeError as error:
         raise CorruptObject(f"{NAMES} of {checkpoint.id} is malformed: {error}") from error
 
@@ -82,9 +81,9 @@ def open_weights(source: Source, checkpoint: Checkpoint, item: str = "model", dt
 def _assets(content: Content) -> Iterator[tuple[str, dict[str, Any], int]]:
     """Name, leaf and size of each file."""
     tree = content.trees.get(ASSETS)
-    shapes = {name: (dtype, shape) for name, dtype, shape in content.entries.rows()} if tree else {}
+    types = content.entries.types() if tree else {}
     for path, leaf in leaves(tree, ASSETS) if isinstance(tree, dict) else ():
-        dtype, shape = shapes.get(leaf.get("name", ""), (leaf.get("dtype"), leaf.get("shape")))
+        dtype, shape = types.get(leaf.get("name", ""), (leaf.get("dtype"), leaf.get("shape")))
         if dtype != "uint8" or shape is None or len(shape) != 1:
             continue
         name = path.removeprefix(f"{ASSETS}/")

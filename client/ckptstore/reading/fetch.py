@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -26,7 +26,7 @@ from ckptstore.codecs.dtypes import cast_into
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CkptError, CorruptObject, Damaged, ObjectMissing, Unavailable
 from ckptstore.format.documents import digest
-from ckptstore.format.planning import READ_BYTES, ChunkRead, Piece, ShardRead, coalesce, join
+from ckptstore.format.planning import READ_BYTES, ChunkRead, Piece, ShardRead, chunks_of, coalesce, join
 from ckptstore.reading.source import ShardSource
 from ckptstore.stores import PARALLEL_READS, ObjectReader
 
@@ -100,7 +100,7 @@ def fetch_readable(
     These are damaged or missing, chunk by chunk; once the source is unavailable, all that are left. Their buffers may
     hold anything. Other errors are raised.
     """
-    fetching = _FetchingReadable(source, checkpoint, buffers, progress, again)
+    fetching = _FetchingReadable(source, checkpoint, buffers, lambda _: None, again, progress)
     fetching.run(reads, None)
     chunks = sorted(fetching.left, key=lambda chunk: (chunk.shard, chunk.attempt or "", chunk.offset))
     return coalesce(chunks), fetching.error
@@ -149,17 +149,15 @@ class _Fetching:
             one.fetch(part)
 
 
+@dataclass
 class _FetchingReadable(_Fetching):
     """A fetch that leaves out what cannot be read."""
 
-    def __init__(
-        self, source: ShardSource, checkpoint: Checkpoint, buffers: Buffers, progress: Progress, again: bool
-    ) -> None:
-        super().__init__(source, checkpoint, buffers, lambda _: None, again)
-        self._read = progress
-        self._away = False
-        self.left: list[ChunkRead] = []
-        self.error: CkptError | None = None
+    _read: Progress
+    """Called for whole reads: the chunks of one that fails are read again, one by one."""
+    _away: bool = False
+    left: list[ChunkRead] = field(default_factory=list)
+    error: CkptError | None = None
 
     def _fetch(self, one: _Fetch, read: ShardRead) -> None:
         if self._away:
@@ -170,14 +168,14 @@ class _FetchingReadable(_Fetching):
         except (Damaged, ObjectMissing, Unavailable) as error:
             one.close()
             self.error = self.error or error
-            self._away = self._away or isinstance(error, Unavailable)
+            self._away |= isinstance(error, Unavailable)
             if len(read.chunks) == 1:
                 self.left += read.chunks
             else:
                 for chunk in read.chunks:
                     self._fetch(one, ShardRead((chunk,)))
         else:
-            self._read(sum(chunk.raw for chunk in read.chunks))
+            self._read(raw_bytes((read,)))
 
 
 def received(read: ShardRead, buffers: Buffers) -> AbstractContextManager[tuple[ShardRead, HostBuffers]]:
@@ -457,4 +455,4 @@ class StoredChunks:
 
 def raw_bytes(reads: Sequence[ShardRead]) -> int:
     """Decoded bytes of all chunks of these reads."""
-    return sum(chunk.raw for read in reads for chunk in read.chunks)
+    return sum(chunk.raw for chunk in chunks_of(reads))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import Damaged, NoCheckpoint, ObjectMissing
 from ckptstore.format.boxes import Want
 from ckptstore.format.documents import Content
-from ckptstore.format.planning import ShardRead, coalesce, entry_bytes, plan_reads
+from ckptstore.format.planning import ShardRead, batches, chunks_of, coalesce, entry_bytes, plan_reads
 from ckptstore.reading.fetch import fetch
 from ckptstore.reading.source import Source, read_local, read_manifest
 from ckptstore.values import Value
@@ -88,8 +88,8 @@ def _check_restore(source: Source, checkpoint: Checkpoint, ranks: Sequence[int])
     began = time.perf_counter()
     fetch(source, checkpoint, reads, buffers)
     read_s, read_bytes = time.perf_counter() - began, _read_bytes(reads)
-    enough = read_bytes >= _LEAST_SHARE * min(SAMPLE_BYTES, checkpoint.needed_bytes)
-    byte_s = read_s / read_bytes if read_bytes and enough else None
+    enough = max(1, _LEAST_SHARE * min(SAMPLE_BYTES, checkpoint.needed_bytes))
+    byte_s = read_s / read_bytes if read_bytes >= enough else None
     return RestoreCheck(reads, tuple(_estimate(content, number, open_s, byte_s) for number in ranks))
 
 
@@ -127,20 +127,18 @@ def rows_of(size: int, rank: int, ranks: int) -> tuple[int, int]:
     return first, min(step, size - first)
 
 
-def wants_of(content: Content, rank: int, ranks: int) -> list[Want]:
+def wants_of(content: Content, rank: int, ranks: int) -> Iterator[Want]:
     """The reads of one rank: its rows of every entry, each into a buffer with the name of the entry.
 
     Entries of which the rank has no row are omitted.
     """
-    wants = []
-    for name, shape in zip(content.entries.name, content.entries.shape, strict=True):
+    for name, _, shape in content.entries.rows():
         if not shape:
-            wants.append(Want(name, None, name))
+            yield Want(name, None, name)
             continue
         first, rows = rows_of(shape[0], rank, ranks)
         if rows:
-            wants.append(Want(name, (first, *(0 for _ in shape[1:]), rows, *shape[1:]), name))
-    return wants
+            yield Want(name, (first, *(0 for _ in shape[1:]), rows, *shape[1:]), name)
 
 
 def plan_rank(content: Content, rank: int, ranks: int) -> list[ShardRead]:
@@ -150,11 +148,7 @@ def plan_rank(content: Content, rank: int, ranks: int) -> list[ShardRead]:
 
 def _first(reads: Sequence[ShardRead]) -> list[ShardRead]:
     """The first chunks of these reads, SAMPLE_BYTES at most and at least one."""
-    chunks = [chunk for read in reads for chunk in read.chunks]
-    ends = accumulate(chunk.stored for chunk in chunks)
-    return coalesce(
-        [chunk for i, (chunk, end) in enumerate(zip(chunks, ends, strict=True)) if not i or end <= SAMPLE_BYTES]
-    )
+    return coalesce(next(batches(chunks_of(reads), lambda chunk: chunk.stored, SAMPLE_BYTES), ()))
 
 
 def _buffers(content: Content, rank: int, ranks: int) -> dict[str, memoryview]:

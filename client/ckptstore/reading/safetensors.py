@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
+from msgspec.structs import replace
 
 from ckptstore.codecs.dtypes import ITEM_BYTES
 from ckptstore.errors import CorruptObject, UnsupportedObject
@@ -92,7 +93,7 @@ def plan_file(
     text = msgspec.json.encode(header)
     text += b" " * (-len(text) % _ALIGNMENT)
     begin = _LENGTH_BYTES + len(text)
-    moved = tuple(StoredTensor(t.name, t.dtype, t.shape, begin + t.at) for t in places)
+    moved = tuple(replace(tensor, at=begin + tensor.at) for tensor in places)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text, moved, begin + at
 
 
@@ -104,7 +105,7 @@ def read_header(path: Path) -> tuple[list[StoredTensor], dict[str, str]]:
     size = os.stat(path).st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        if size < _LENGTH_BYTES or length > min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
+        if length > min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
             raise CorruptObject(f"{path} is not a safetensors file, or is truncated", "Copy it again")
         header = file.read(length)
     try:
@@ -113,11 +114,7 @@ def read_header(path: Path) -> tuple[list[StoredTensor], dict[str, str]]:
         places = {name: decode_json(raw, _Place) for name, raw in fields.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptObject(f"{path} has a malformed header: {error}") from error
-    return _check(path, places, _LENGTH_BYTES + length, size), metadata
-
-
-def _check(path: Path, places: Mapping[str, _Place], begin: int, size: int) -> list[StoredTensor]:
-    found, at = [], 0
+    found, begin, at = [], _LENGTH_BYTES + length, 0
     for name, place in sorted(places.items(), key=lambda item: item[1].data_offsets):
         if place.dtype not in _DTYPES:
             raise UnsupportedObject(f"tensor {name!r} of {path} has type {place.dtype}", "Convert it to another type")
@@ -128,4 +125,4 @@ def _check(path: Path, places: Mapping[str, _Place], begin: int, size: int) -> l
         found.append(tensor)
     if begin + at != size:
         raise CorruptObject(f"{path} holds {size - begin} bytes of tensors, but its header lists {at}", "Copy it again")
-    return found
+    return found, metadata

@@ -166,10 +166,9 @@ class StoreSource:
 
 def suggest_run(error: NoCheckpoint, source: Source) -> None:
     """Name a run of a similar name in the hint, if the run of the error has none. Reads the names of runs."""
-    missing = re.search("run (?:matching )?'(.+?)'", error.message)
-    with suppress(CkptError):
-        for similar in get_close_matches(missing[1], source.runs(), 1) if missing else ():
-            if missing and similar != missing[1]:
+    if missing := re.search("run (?:matching )?'(.+?)'", error.message):
+        with suppress(CkptError):
+            for similar in {*get_close_matches(missing[1], source.runs(), 1)} - {missing[1]}:
                 error.hint = f"Did you mean run {similar!r}? {error.hint}"
 
 

@@ -24,9 +24,8 @@ from ckptstore.codecs.dtypes import CAST_TYPES, ITEM_BYTES, SOURCE
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CorruptObject, InvalidRequest
 from ckptstore.format.boxes import Box, Want, flat_boxes, offsets, sizes, strides, whole
-from ckptstore.format.columns import column
-from ckptstore.format.documents import Content, Entries, Slices, digest
-from ckptstore.format.planning import ChunkRead, batches, plan_reads
+from ckptstore.format.documents import Content, digest
+from ckptstore.format.planning import ChunkRead, batches, chunks_of, plan_reads
 from ckptstore.reading.fetch import fetch
 from ckptstore.reading.safetensors import StoredTensor, plan_file
 from ckptstore.reading.source import ShardSource
@@ -114,12 +113,11 @@ class VirtualFile:
         wants, buffers, gathered = list[Want](), {"": into}, list[tuple[int, slice, list[np.ndarray[Any, Any]]]]()
         begin = bisect_right(self.tensors, start, key=lambda tensor: tensor.at + tensor.bytes)
         end = bisect_left(self.tensors, stop, begin, key=lambda tensor: tensor.at) if into else begin
-        for number in range(begin, end):
-            tensor = self.tensors[number]
+        for tensor in self.tensors[begin:end]:
             item = ITEM_BYTES[tensor.dtype]
             low, high = max(start, tensor.at) - tensor.at, min(stop, tensor.at + tensor.bytes) - tensor.at
             first, last = low // item, -(-high // item)
-            at, name, entry = tensor.at + low - start, f"{number}", self.entries[tensor.name]
+            at, name, entry = tensor.at + low - start, f"{len(buffers)}", self.entries[tensor.name]
             part, found = self.parts.get(tensor.name, _WHOLE), list[np.ndarray[Any, Any]]()
             for box in flat_boxes(part.lengths, first, last) if part.axes else ():
                 around, steps = part.around(self._shapes[entry], box)
@@ -184,7 +182,7 @@ class VirtualFile:
     @cached_property
     def _cuts(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """The bytes of the file at which no chunk lies on both sides, ascending."""
-        extents = sorted(map(_extent, _chunks(self.content, self.wants(""))))
+        extents = sorted(map(_extent, chunks_of(plan_reads(self.content, self.wants("")))))
         begins = np.array([begin for begin, _ in extents], np.int64)
         ends = np.maximum.accumulate(np.array([end for _, end in extents], np.int64))
         return begins[1:][begins[1:] >= ends[:-1]]
@@ -219,7 +217,7 @@ class Weights:
 
     def rows(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         """Name, type and shape of each tensor."""
-        known = {name: (dtype, tuple(shape)) for name, dtype, shape in self.content.entries.rows()}
+        known = self.content.entries.types()
         for name, entry in self.entries.items():
             dtype, shape = known[entry]
             yield name, dtype, self.parts[name].shape if name in self.parts else shape
@@ -249,20 +247,21 @@ class Weights:
         files = {}
         for number, group in enumerate(groups, 1):
             name = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else ONLY
-            files[name] = self.file([row[0] for row in group], {"format": "pt"})
+            files[name] = self.file(row[0] for row in group)
         if len(groups) > 1:
             weight_map = {tensor.name: name for name, file in files.items() for tensor in file.tensors}
             total = sum(tensor.bytes for file in files.values() for tensor in file.tensors)
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
             data = msgspec.json.format(msgspec.json.encode(index), indent=2) + b"\n"
-            files[INDEX] = plain_file(data)
+            files[INDEX] = plain_file(data, self.content)
         return files
 
-    def file(self, names: Iterable[str], metadata: Mapping[str, str]) -> VirtualFile:
+    def file(self, names: Iterable[str], **metadata: str) -> VirtualFile:
         """One file with these tensors."""
         chosen = set(names)
         aliases = {alias: name for alias, name in self.aliases.items() if name in chosen}
-        layout = plan_file((row for row in self.rows() if row[0] in chosen), {**metadata, **aliases})
+        rows = (row for row in self.rows() if row[0] in chosen)
+        layout = plan_file(rows, {"format": "pt", **metadata, **aliases})
         return VirtualFile(*layout, self.content, self.entries, self.parts)
 
     def signatures(self) -> dict[str, str]:
@@ -275,18 +274,9 @@ class Weights:
         return {name: digest(repr((dtype, shape, parts.get(name), seen[name])).encode()) for name, dtype, shape in rows}
 
 
-_NOTHING = Content(
-    shards=[],
-    entries=Entries(name=[], dtype=[], shape=[]),
-    slices=Slices(entry=column(), shard=column(), at=column(), box=column()),
-    aliases={},
-    trees={},
-)
-
-
-def plain_file(data: bytes) -> VirtualFile:
+def plain_file(data: bytes, content: Content) -> VirtualFile:
     """A file without tensors."""
-    return VirtualFile(data, (), len(data), _NOTHING, {})
+    return VirtualFile(data, (), len(data), content, {})
 
 
 def cast_content(content: Content, dtype: str | None) -> Content:
@@ -313,14 +303,10 @@ def cast_entries(content: Content, types: Mapping[str, str]) -> Content:
     )
 
 
-def _chunks(content: Content, wants: Sequence[Want]) -> Iterator[ChunkRead]:
-    return (chunk for read in plan_reads(content, wants) for chunk in read.chunks)
-
-
 def _seen(content: Content, wants: Sequence[Want]) -> Mapping[str, list[str]]:
     """The parts of chunks in each buffer, and their digests, in an order that does not depend on where they lie."""
     found = defaultdict[str, list[str]](list)
-    for chunk in _chunks(content, wants):
+    for chunk in chunks_of(plan_reads(content, wants)):
         for piece in chunk.pieces:
             place = (piece.at, piece.shape, piece.from_strides, piece.to_strides, piece.cast)
             found[piece.buffer].append(f"{piece.to:020} {chunk.codec} {chunk.raw} {chunk.digest} {place}")

@@ -68,7 +68,7 @@ def test_every_range_of_every_layout_has_the_bytes_of_the_file(
     for name, array in turned.items():
         axes = zip(array.shape, (step // array.itemsize for step in array.strides), strict=True)
         names[f"v.{name}"] = Part(name, 0, array.shape, tuple(axis for axis in axes if axis[0] > 1))
-    file = Weights(content, {name: name for name in held}).named(names).file(names, {})
+    file = Weights(content, {name: name for name in held}).named(names).file(names)
     parts = [(tensor, names[tensor.name].of, names[tensor.name].first) for tensor in file.tensors]
     arrays = b"".join(
         turned[name].tobytes() if tensor.name[0] == "v" else held[name][first:][: prod(tensor.shape)].tobytes()
