@@ -14,9 +14,9 @@ from ckptd.metrics import Metrics
 from ckptd.services.events import Events
 from ckptstore.clock import Clock
 from ckptstore.errors import CkptError, TooMuchToDelete
-from ckptstore.format.records import PoliciesVersion, PolicySet
+from ckptstore.format.records import PolicySet
 from ckptstore.operator import StoreOperator
-from ckptstore.retention.policy import policy_for, read_policies
+from ckptstore.retention.policy import PoliciesInForce, policy_for, read_policies
 from ckptstore.retention.pruning import Prune, plan_prune
 
 _LOG = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class PolicyLoop:
         with reported(self._count, "all runs"):
             in_force = read_policies(self._operator.store)
             versions = self._index.versions()
-            if in_force is None:
+            if not in_force.version:
                 return
             self._applied = {run: seen for run, seen in self._applied.items() if run in versions}
             self._apply_limits(in_force.policies)
@@ -72,7 +72,7 @@ class PolicyLoop:
         seen = self._applied.get(run)
         return seen is None or seen[:2] != (version, policies) or self._clock() - seen[2] >= _EVERY_S
 
-    def _apply(self, run: str, in_force: PoliciesVersion) -> None:
+    def _apply(self, run: str, in_force: PoliciesInForce) -> None:
         policy = policy_for(in_force.policies, run)
         if policy is None:
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint, list_runs
 from ckptstore.errors import CkptError, LeadershipLost
 from ckptstore.reading.verify import VerifiedChunks
-from ckptstore.retention.scrubbing import RateLimiter, due_for_scrub, due_newest, scrub
+from ckptstore.retention.scrubbing import due_for_scrub, due_newest, rate_limiter, scrub
 from ckptstore.run import Run, identity
 from ckptstore.stores import Store
 
@@ -42,7 +41,7 @@ class Scrubber:
     """The newest one must restore on so many ranks."""
 
     def __post_init__(self) -> None:
-        self._throttle = RateLimiter(self._bytes_per_s, self._clock, time.sleep)
+        self._throttle = rate_limiter(self._bytes_per_s, self._clock)
         self._newest: deque[Checkpoint] = deque()
         self._queue: deque[Checkpoint] = deque()
         self._checked = VerifiedChunks()

@@ -288,8 +288,7 @@ class RetentionView(NamedTuple):
 
     def evaluate(self, checkpoints: Sequence[Checkpoint], policy: Policy) -> list[KeepDecision]:
         """The decisions that a prune would make about these checkpoints of the run."""
-        newest = max((c.attempt for c in checkpoints if c.attempt in self.verified), default=None)
-        return evaluate(policy, checkpoints, self.holds, self.now, newest)
+        return evaluate(policy, checkpoints, self.holds, self.now, self.verified)
 
     def reasons(self, checkpoints: Sequence[Checkpoint]) -> dict[Attempt, tuple[str, ...]]:
         """The reasons to keep each checkpoint; without a policy, its holds."""
@@ -300,11 +299,11 @@ class RetentionView(NamedTuple):
 
 def retention_view(run: Run) -> RetentionView:
     """The view of one run; takes a few listings. Raises Damaged or Unavailable."""
-    in_force = read_policies(run.store)
+    policies = read_policies(run.store).policies
     return RetentionView(
-        policy=policy_for(in_force.policies, run.name) if in_force is not None else None,
+        policy=policy_for(policies, run.name),
         holds=active_holds(run),
         verified=verified_at(run),
         now=run.clock(),
-        max_delete_fraction=in_force.policies.max_delete_fraction if in_force is not None else 1.0,
+        max_delete_fraction=policies.max_delete_fraction,
     )

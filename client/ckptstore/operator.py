@@ -103,19 +103,18 @@ class StoreOperator:
 
     def policies(self) -> PoliciesInForce:
         """The policies in force; version 0: policies were never set."""
-        return PoliciesInForce.of(policy.read_policies(self.store))
+        return policy.read_policies(self.store)
 
     def policies_history(self, limit: int = 100) -> list[PoliciesInForce]:
         """The newest versions of the policies, newest first."""
-        return [PoliciesInForce.of(version) for version in policy.policies_history(self.store, limit)]
+        return policy.policies_history(self.store, limit)
 
     def change_policies(self, policies: PolicySet, expected: int, reason: str = "") -> PoliciesInForce:
         """Replace version `expected` of the policies (0 for none); durable on return.
 
         Raises InvalidRequest, or Conflict if that is not the newest version.
         """
-        done = policy.change_policies(self.store, policies, expected, self._by, self._clock, reason)
-        return PoliciesInForce.of(done)
+        return policy.change_policies(self.store, policies, expected, self._by, self._clock, reason)
 
     def plan_prune(self, prune: Prune) -> PrunePlan:
         """Which checkpoints a prune would delete and keep, and why. Deletes nothing.
@@ -133,7 +132,7 @@ class StoreOperator:
         StoreUnsafe.
         """
         plan = plan or self.plan_prune(prune)
-        if not plan.remove and not plan.thin:
+        if not plan.affected:
             return plan
         return apply_prunes(self.store, plan, self._clock, self._by, prune.force, progress, self._on_change)
 

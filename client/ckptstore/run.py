@@ -112,9 +112,10 @@ class Run:
                 continue
             yield attempt, name, info
 
-    def objects(self, attempt: Attempt) -> list[ObjectInfo]:
-        """All objects that an attempt wrote before its outcome."""
-        return list(self.store.list(self.keys.attempt(attempt)))
+    def objects(self, attempt: Attempt, optimizer: bool = False) -> list[ObjectInfo]:
+        """All objects that an attempt wrote before its outcome; optimizer: the shards that a thinned one lacks."""
+        found = self.store.list(self.keys.attempt(attempt))
+        return [info for info in found if not optimizer or names.is_optimizer_shard(info.key)]
 
     def listed_by_ulid(self, prefix: str) -> Iterator[tuple[str, ObjectInfo]]:
         """The objects below a prefix that are named ULID.json: the ULID and the object. All others are foreign."""

@@ -314,7 +314,7 @@ class SavePipeline:
         except CkptError as error:
             logger.warning("this run cannot be thinned, because its policy is not known: %s", error)
             return False
-        policy = policy_for(found.policies, self._run.name) if found is not None else None
+        policy = policy_for(found.policies, self._run.name)
         return policy is not None and bool(policy.keep_full or policy.keep_weights)
 
     def _drop_queued(self, reason: str) -> None:

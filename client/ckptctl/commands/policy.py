@@ -49,9 +49,9 @@ max_delete_fraction: 0.5     # the daemon deletes or thins no larger part of a r
 
 _PARSERS: dict[str, Callable[[str], float]] = {"s": human.parse_duration, "bytes": human.parse_size}
 _WORDS = {"grace": ("grace_s", human.parse_duration)} | {
-    field.name.removesuffix("_s"): (field.name, _PARSERS[field.type.__metadata__[0].extra["unit"]])
+    field.name.removesuffix("_s"): (field.name, _PARSERS[_unit])
     for field in msgspec.structs.fields(Policy)
-    if field.type.__metadata__[0].extra["unit"] in _PARSERS
+    if (_unit := field.type.__metadata__[0].extra["unit"]) in _PARSERS
 }
 """Fields that people write with a unit: the field, and the function that reads it."""
 
@@ -87,9 +87,9 @@ def _in_numbers(value: Any) -> Any:
         return value
     converted = {}
     for name, item in value.items():
-        word = _WORDS.get(name)
-        if word is not None and isinstance(item, str):
-            converted[word[0]] = word[1](item)
+        if name in _WORDS and isinstance(item, str):
+            field, parse = _WORDS[name]
+            converted[field] = parse(item)
         else:
             converted[name] = _in_numbers(item)
     return converted
@@ -185,13 +185,12 @@ def change_rules(
         )
     limit = rules.pop("max_bytes", 0) if run is not None and is_glob(run) else 0
     policy, body = Policy(**rules) if rules else None, session.operator.policies()
-    others = body.policies.overrides
     if run is None:
         changed = msgspec.structs.replace(body.policies, default=policy)
     else:
         overrides = (
             Override(runs=run, rules=policy, max_bytes=limit),
-            *(override for override in others if override.runs != run),
+            *(override for override in body.policies.overrides if override.runs != run),
         )
         changed = msgspec.structs.replace(body.policies, overrides=overrides)
     _change(session, changed, body.version, reason)
@@ -256,9 +255,8 @@ def _explain_effect(session: Session, run: str | None = None) -> None:
 def _words(rules: Policy | None) -> str:
     if rules is None:
         return "keep everything"
-    fields = ((field.name, getattr(rules, field.name), field.default) for field in msgspec.structs.fields(rules))
     return " ".join(
-        f"{name}={value if not isinstance(value, tuple) else ','.join(value)}"
-        for name, value, default in fields
-        if value != default
+        f"{field.name}={','.join(value) if isinstance(value, tuple) else value}"
+        for field in msgspec.structs.fields(rules)
+        if (value := getattr(rules, field.name)) != field.default
     )

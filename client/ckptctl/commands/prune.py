@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
-from msgspec.structs import replace
 
 from ckptapi.bodies import PruneBody
 from ckptctl.commands.arguments import RunArgument, YesOption
@@ -45,11 +44,9 @@ def prune(
     then.
     """
     policy = Policy(**rules) if rules else None
-    wanted = Prune(policy, run, human.parse_duration(grace) if grace is not None else None)
-    _prune(session, wanted, dry_run, yes, force)
-
-
-def _prune(session: Session, wanted: Prune, dry_run: bool, yes: bool, force: bool) -> None:
+    grace_s = human.parse_duration(grace) if grace is not None else None
+    # A person who answers yes has seen the plan on the screen.
+    wanted = Prune(policy, run, grace_s, force=force or not yes)
     plan = session.operator.plan_prune(wanted)
     if dry_run or not plan.affected:
         body = PruneBody.of(plan, dry_run)
@@ -59,8 +56,6 @@ def _prune(session: Session, wanted: Prune, dry_run: bool, yes: bool, force: boo
         session.screen.preview([*_plan_blocks(plan, session.clock()), ""])
         freed = f"after {human.duration(plan.grace_s)}" if plan.grace_s else "at once"
         session.screen.confirm(f"Delete {_amount(plan.remove)}{_and_thin(plan)}, freed {freed}?")
-    # A person who answers yes has seen the plan on the screen.
-    wanted = replace(wanted, force=force or not yes)
     with session.screen.progress("deleting", plan.freed_bytes) as progress:
         done = session.operator.prune(wanted, plan, progress)
     body = PruneBody.of(done, dry_run=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Annotated, Any
@@ -23,12 +22,18 @@ from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint
 from ckptstore.reading.restore_check import MAX_RANKS, RestoreEstimate
 from ckptstore.reading.verify import Verification
 from ckptstore.reading.verify import verify as verify_checkpoint
-from ckptstore.retention.scrubbing import RateLimiter, due_for_scrub, scrub
+from ckptstore.retention.scrubbing import due_for_scrub, rate_limiter, scrub
 from ckptstore.run import Run
 from ckptstore.stores import open_store
 
 
-@in_units("which", lambda *given, **named: _choose(*given, **named))
+def _choose(session: Session, which: Sequence[str] | None, **_: Any) -> list[Checkpoint]:
+    if not which:
+        raise InvalidRequest("nothing to verify is given", "Give RUN@STEP, RUN for all of a run, or '*' for all runs")
+    return [c for text in which for c in session.chosen(text)]
+
+
+@in_units("which", _choose)
 def verify(
     session: Session,
     which: ChosenArgument = None,
@@ -84,12 +89,6 @@ def _raise_if_damaged(num_damaged: int, num_checked: int, hint: str) -> None:
         raise CorruptObject(f"{num_damaged} of {human.count(num_checked, 'checkpoint')} damaged", hint)
 
 
-def _choose(session: Session, which: Sequence[str] | None, **_: Any) -> list[Checkpoint]:
-    if not which:
-        raise InvalidRequest("nothing to verify is given", "Give RUN@STEP, RUN for all of a run, or '*' for all runs")
-    return [c for text in which for c in session.chosen(text)]
-
-
 def _blocks(results: Sequence[Verification]) -> Iterator[Block]:
     columns = ("CHECKPOINT", ">CHUNKS", ">STORED", "RESULT")
     rows = [
@@ -141,7 +140,18 @@ def _duration(seconds: float | None) -> str:
     return "-" if seconds is None else human.duration(seconds)
 
 
-@in_units("which", lambda *given, **named: _due(*given, **named), older=None, limit=None)
+def _due(
+    session: Session, which: list[str] | None, older: str | None, limit: int | None, heal: bool, **_: Any
+) -> list[Checkpoint]:
+    named = [checkpoint for text in which or () if "@" in text for checkpoint in session.chosen(text)]
+    before = session.clock() - human.parse_duration(older) if older else float("inf")
+    texts: Sequence[str | None] = which or [None]
+    names = dict.fromkeys(name for text in texts if text is None or "@" not in text for name in session.run_names(text))
+    runs = [Run(session.store("scrub"), name, session.clock) for name in names]
+    return [*named, *due_for_scrub(runs, before, damaged=heal)][:limit]
+
+
+@in_units("which", _due, older=None, limit=None)
 def scrub_checkpoints(
     session: Session,
     which: ChosenArgument = None,
@@ -173,7 +183,7 @@ def scrub_checkpoints(
     if session.target.is_daemon:
         one = which[0] if which else None
         named: dict[str, Any] = {"checkpoint" if one is not None and "@" in one else "run": one}
-        if len(which or ()) > 1 or (older, limit, rate, copy) != (None, None, None, None):
+        if len(which or ()) > 1 or {older, limit, rate, copy} != {None}:
             raise InvalidRequest(
                 "several runs, --older, --limit, --rate and --from work on stores only",
                 "For a daemon, use ckptd --scrub-days",
@@ -189,7 +199,7 @@ def scrub_checkpoints(
         _raise_if_damaged(result.get("num_corrupt", 0), result.get("checked", 0), _QUARANTINED)
         return
     due = _due(session, which, older, limit, heal)
-    throttle = RateLimiter(human.parse_size(rate) if rate else 0, session.clock, time.sleep)
+    throttle = rate_limiter(human.parse_size(rate) if rate else 0, session.clock)
     heal_from = ([] if copy is None else [open_store(copy)]) if heal else None
     with session.screen.progress("scrubbing", sum(checkpoint.needed_bytes for checkpoint in due)) as progress:
         store = session.store("scrub")
@@ -200,14 +210,3 @@ def scrub_checkpoints(
 
 
 _QUARANTINED = "They are now listed as corrupt. Try ckptctl scrub --heal, with --from if there is a copy, or ckptctl rm"
-
-
-def _due(
-    session: Session, which: list[str] | None, older: str | None, limit: int | None, heal: bool, **_: Any
-) -> list[Checkpoint]:
-    named = [checkpoint for text in which or () if "@" in text for checkpoint in session.chosen(text)]
-    before = session.clock() - human.parse_duration(older) if older else float("inf")
-    texts: Sequence[str | None] = which or [None]
-    names = dict.fromkeys(name for text in texts if text is None or "@" not in text for name in session.run_names(text))
-    runs = [Run(session.store("scrub"), name, session.clock) for name in names]
-    return [*named, *due_for_scrub(runs, before, damaged=heal)][:limit]

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
+from math import inf
 from typing import NamedTuple
 
 from ckptstore import names
@@ -50,7 +51,6 @@ from ckptstore.names import (
     THINNED,
     Attempt,
     Reference,
-    is_optimizer_shard,
     is_thinning,
     is_ulid,
     new_ulid,
@@ -58,6 +58,7 @@ from ckptstore.names import (
 from ckptstore.retention.pins import Holds, active_holds, holds_optimizer, write_pin
 from ckptstore.retry import retry
 from ckptstore.run import Run
+from ckptstore.stores import ObjectInfo
 from ckptstore.threads import in_parallel
 from ckptstore.values import Record
 
@@ -161,23 +162,21 @@ def sweep(run: Run, only: Collection[Attempt] | None = None) -> Swept:
     # Most deletions of the last week are complete. Their sweep decisions and tombstones are not read again and again.
     left = set(_present(run, {h.attempt for h in hidden if h in listed}))
     decided, damage = _sweep_decisions(run, [h for h in hidden if h in listed and h.attempt in left])
-    for one, decision in decided.items():
-        if not decision.swept:  # the undelete died before it removed the tombstone
-            run.store.delete_many([one.key(run)])
+    # The undelete of these died before it removed the tombstone.
+    run.store.delete_many([h.key(run) for h, is_swept in decided.items() if not is_swept])
     due = [h for h in hidden if h not in listed and (only is not None or _is_due(run, h))]
     held = {thins: _holds(run, thins) for thins in {h.thins for h in due}}
     due = [h for h in due if h.attempt not in held[h.thins]]
     if due:
         audit.record(run, Action.SWEEP, dict.fromkeys(h.attempt for h in due), "")
-    decided_now = {h: _decide(run, h, swept=True) for h in due}
-    both = (decided | decided_now).items()
-    swept = [h for h, decision in both if decision.swept and _is_left(run, h)]
+    decided |= {h: _decide(run, h, swept=True) for h in due}
+    swept = [h for h, is_swept in decided.items() if is_swept and _is_left(run, h)]
     to_delete = {h.attempt for h in swept if not h.thins}
-    freed = _delete(run, _present(run, to_delete), to_delete)
+    freed = _delete(run, to_delete)
     freed += _thin(run, [h for h in swept if h.thins and h.attempt not in to_delete])
     for error in damage:
         raise error
-    return Swept(tuple(dict.fromkeys(h.attempt for h in swept if h in decided_now and not h.thins)), freed)
+    return Swept(tuple(dict.fromkeys(h.attempt for h in swept if h not in listed and not h.thins)), freed)
 
 
 def list_hidden(run: Run) -> list[Hidden]:
@@ -193,7 +192,7 @@ def find_hidden(run: Run, reference: Reference) -> Attempt:
     found = [h.attempt for h in _first(h for h in list_hidden(run) if reference.means(h.attempt))]
     if not found:
         raise NoCheckpoint(f"{reference.missing} that is being deleted", "ckptctl undelete lists them")
-    decided = decided_attempts(run) if len(set(found)) > 1 else []
+    decided = decided_attempts(run)
     return max(found, key=lambda attempt: (attempt in decided, attempt))
 
 
@@ -205,23 +204,24 @@ def forget_tombstones(run: Run) -> None:
         for decision in _listed(run, run.keys.sweep_decisions)
         if run.age_s(decision.written_at) > TOMBSTONE_KEPT_S
     }
-    hidden = [h for h in list_hidden(run) if h in old]
-    decided, _ = _sweep_decisions(run, hidden)
-    swept = {h.attempt for h, decision in decided.items() if decision.swept}
+    hidden = old.intersection(list_hidden(run))
+    decided, _ = _sweep_decisions(run, sorted(hidden))
+    swept = {h.attempt for h, is_swept in decided.items() if is_swept}
     recorded = record_deleted(run, swept.difference(_present(run, swept)))
-    undeleted = {h for h, decision in decided.items() if not decision.swept}
-    kept = {h for h in hidden if h.attempt not in recorded and h not in undeleted}
-    tombstones = [h.key(run) for h in hidden if h not in kept]
+    # Those that are undeleted go, and those whose sweep decision is damaged stay.
+    kept = {h for h in hidden if h.attempt not in recorded and decided.get(h, True)}
     # Tombstones first: a tombstone without its sweep decision could be decided again.
-    run.store.delete_many(
-        [*tombstones, *(run.keys.sweep_decision(decision.attempt, decision.id) for decision in sorted(old - kept))]
-    )
+    run.store.delete_many([h.key(run) for h in sorted(hidden - kept)])
+    run.store.delete_many([run.keys.sweep_decision(h.attempt, h.id) for h in sorted(old - kept)])
 
 
-def delete_data(run: Run, attempt: Attempt) -> int:
-    """Delete everything that an attempt wrote before its outcome. Returns the number of bytes freed."""
+def delete_data(run: Run, attempt: Attempt, optimizer: bool = False) -> int:
+    """Delete everything that an attempt wrote before its outcome. Returns the number of bytes freed.
+
+    optimizer: its optimizer state alone.
+    """
     # Receipts first: without them the rest is not mistaken for a complete attempt.
-    objects = sorted(run.objects(attempt), key=lambda info: names.receipt_rank(info.key) is None)
+    objects = sorted(run.objects(attempt, optimizer), key=lambda info: names.receipt_rank(info.key) is None)
     run.store.delete_many(info.key for info in objects)
     return sum(info.bytes for info in objects)
 
@@ -245,9 +245,7 @@ def _thin(run: Run, swept: Sequence[Hidden]) -> int:
     """
     freed = 0
     for hidden in swept:
-        objects = [info for info in run.objects(hidden.attempt) if is_optimizer_shard(info.key)]
-        run.store.delete_many(info.key for info in objects)
-        freed += sum(info.bytes for info in objects)
+        freed += delete_data(run, hidden.attempt, optimizer=True)
         write_tombstone(run, hidden.attempt, THINNED)
     attempts = {hidden.attempt for hidden in swept}
     if attempts:
@@ -269,39 +267,40 @@ def write_tombstone(run: Run, attempt: Attempt, id: str, reason: str = "", grace
 
 def _cancel_deletion(run: Run, attempt: Attempt, tombstones: Sequence[Hidden]) -> bool:
     """Undelete these tombstones of an attempt. False if one of them is decided as swept."""
-    if any(_decide(run, one, swept=False).swept for one in tombstones):
+    if any(_decide(run, one, swept=False) for one in tombstones):
         return False
     if not all(_is_left(run, one) for one in tombstones) and not _has_outcome(run, attempt):
         return False  # swept and forgotten
-    if tombstones[0].thins and run.store.find(run.keys.tombstone(attempt, THINNED)) is not None:
+    if tombstones[0].thins and _is_left(run, Hidden(attempt, THINNED)):
         return False  # likewise
     run.store.delete_many(one.key(run) for one in tombstones)
     return True
 
 
-def _decide(run: Run, hidden: Hidden, *, swept: bool) -> SweepDecision:
-    """Create the sweep decision of a tombstone, or return the existing one. Durable on return."""
+def _decide(run: Run, hidden: Hidden, *, swept: bool) -> bool:
+    """Create the sweep decision of a tombstone, unless there is one. Durable on return. Returns whether it is swept."""
     attempt = hidden.attempt
     proposal = SweepDecision(
         format=oldest_format(attempt), kind="fate", attempt=str(attempt), tombstone=hidden.id, swept=swept, by=run.by,
         at=run.clock(),
     )  # fmt: skip
 
-    def once() -> SweepDecision:
+    def once() -> bool:
         if run.store.put_if_absent(run.keys.sweep_decision(attempt, hidden.id), seal(proposal)):
-            return proposal
-        # After a lost reply this may be our own sweep decision, which is then returned like any other.
-        if (decision := _read_sweep_decision(run, hidden)) is None:
+            return swept
+        # After a lost reply this may be our own sweep decision, which then counts like any other.
+        if (is_swept := _is_swept(run, hidden)) is None:
             raise StoreUnavailable(
                 f"cannot read whether {run.id_of(attempt)} in {run.store.url} is swept or undeleted",
                 "Try again: the decision does not change",
             )
-        return decision
+        return is_swept
 
     return retry(once, StoreUnavailable, repeat(0.0, _TRIES - 1))
 
 
-def _read_sweep_decision(run: Run, hidden: Hidden) -> SweepDecision | None:
+def _is_swept(run: Run, hidden: Hidden) -> bool | None:
+    """Whether the sweep decision of a tombstone sweeps it; None if there is no decision. Raises Damaged."""
     key = run.keys.sweep_decision(hidden.attempt, hidden.id)
     try:
         decision = run.read(key, SweepDecision)
@@ -309,7 +308,7 @@ def _read_sweep_decision(run: Run, hidden: Hidden) -> SweepDecision | None:
         return None
     if (decision.attempt, decision.tombstone) != (str(hidden.attempt), hidden.id):
         raise CorruptObject(f"{run.store.object_url(key)} is the sweep decision of another tombstone")
-    return decision
+    return decision.swept
 
 
 def _has_outcome(run: Run, attempt: Attempt) -> bool:
@@ -326,14 +325,14 @@ def _is_left(run: Run, hidden: Hidden) -> bool:
     return run.store.find(hidden.key(run)) is not None
 
 
-def _sweep_decisions(run: Run, hidden: Collection[Hidden]) -> tuple[dict[Hidden, SweepDecision], list[Damaged]]:
-    """The sweep decisions of decided tombstones, and the errors of those whose sweep decision is damaged."""
-    decided: dict[Hidden, SweepDecision] = {}
+def _sweep_decisions(run: Run, hidden: Collection[Hidden]) -> tuple[dict[Hidden, bool], list[Damaged]]:
+    """Whether decided tombstones are swept, and the errors of those whose sweep decision is damaged."""
+    decided: dict[Hidden, bool] = {}
     damage: list[Damaged] = []
     for one in hidden:
         try:
-            if (decision := _read_sweep_decision(run, one)) is not None:
-                decided[one] = decision
+            if (is_swept := _is_swept(run, one)) is not None:
+                decided[one] = is_swept
         except Damaged as error:
             damage.append(error)
     return decided, damage
@@ -349,8 +348,8 @@ def _present(run: Run, attempts: Collection[Attempt]) -> list[Attempt]:
     """The attempts that still have an outcome or data."""
     if not attempts:
         return []
-    decided, folders = set(decided_attempts(run)), set(run.store.list_folders(run.keys.attempts))
-    return sorted(a for a in attempts if a in decided or (str(a) in folders and has_data(run, a)))
+    decided, folders = set(decided_attempts(run)), set(_attempts_with_data(run))
+    return sorted(a for a in attempts if a in decided or (a in folders and has_data(run, a)))
 
 
 def has_data(run: Run, attempt: Attempt) -> bool:
@@ -358,14 +357,16 @@ def has_data(run: Run, attempt: Attempt) -> bool:
     return next(iter(run.store.list(run.keys.attempt(attempt))), None) is not None
 
 
-def _delete(run: Run, attempts: Collection[Attempt], unmarked: Collection[Attempt]) -> int:
-    """Delete labels, findings and outcome, then the data, of swept attempts. Then remove the marks of `unmarked`.
+def _delete(run: Run, attempts: Collection[Attempt]) -> int:
+    """Delete labels, findings and outcome, then the data, of swept attempts that still have any. Then remove the marks
+    of all these attempts.
 
     Returns the number of bytes freed.
     """
     freed = 0
-    listed = list(run.listed(run.keys.tombstones)) if attempts else ()
-    for attempt in attempts:
+    present = _present(run, attempts)
+    listed = list(run.listed(run.keys.tombstones)) if present else ()
+    for attempt in present:
         run.store.delete_many(
             [
                 *(info.key for other, id, info in listed if other == attempt and is_thinning(id)),
@@ -377,8 +378,8 @@ def _delete(run: Run, attempts: Collection[Attempt], unmarked: Collection[Attemp
             ]
         )
         freed += delete_data(run, attempt)
-    if unmarked:
-        unmark(run, [found for found in marks(run) if found.by in unmarked])
+    if attempts:
+        unmark(run, [found for found in marks(run) if found.by in attempts])
     return freed
 
 
@@ -438,9 +439,8 @@ def collect(run: Run, grace_s: float = ORPHAN_GRACE_S) -> CollectReport:
     decided = set(decided_attempts(run))
     outcomes = _outcomes(run, [attempt for attempt in decided if attempt not in hidden])
     present = _attempts_with_data(run)
-    deleted = {attempt for attempt in decided if attempt in hidden.deleted}
-    deleted |= {attempt for attempt in present if attempt in hidden.deleted and has_data(run, attempt)}
-    freed = swept.freed_bytes + _delete(run, deleted, deleted)  # written by processes that slept for weeks
+    # Processes that slept for weeks wrote these.
+    freed = swept.freed_bytes + _delete(run, {a for a in decided.union(present) if a in hidden.deleted})
     for attempt in present:
         if attempt in hidden:
             continue
@@ -453,7 +453,12 @@ def collect(run: Run, grace_s: float = ORPHAN_GRACE_S) -> CollectReport:
             freed += delete_data(run, attempt)
             aborted.append(run.id_of(attempt))
     run.store.abort_uploads(run.keys.attempts, run.clock() - max(grace_s, ORPHAN_GRACE_S))
-    _forget(run, outcomes)
+    run.store.delete_many(expired_leases(run))
+    forget_tombstones(run)
+    audit.forget_old(run)
+    run.store.delete_many(old_heartbeats(run))
+    _forget_marks(run)
+    _forget_aborted(run, outcomes)
     return CollectReport(
         run=run.name,
         swept=list(map(run.id_of, swept.attempts)),
@@ -507,21 +512,10 @@ def _abort_if_old(run: Run, attempt: Attempt, grace_s: float) -> bool:
     except Damaged:
         return False
     if outcome is None:
-        newest = max((info.modified_at for info in run.objects(attempt)), default=None)
-        if newest is None or run.age_s(newest) < grace_s or attempt in active_leases(run):
+        if _idle_s(run, run.objects(attempt)) < grace_s or attempt in active_leases(run):
             return False  # leased: the copy of a replicator, which will continue it
         outcome = decide(run, attempt, None)
     return outcome.committed is None
-
-
-def _forget(run: Run, outcomes: Mapping[Attempt, Outcome]) -> None:
-    """Remove expired leases and old records. Old deletions and aborts are replaced by the list of deleted attempts."""
-    run.store.delete_many(expired_leases(run))
-    forget_tombstones(run)
-    audit.forget_old(run)
-    run.store.delete_many(old_heartbeats(run))
-    _forget_marks(run)
-    _forget_aborted(run, outcomes)
 
 
 def _forget_marks(run: Run) -> None:
@@ -538,10 +532,9 @@ def _forget_aborted(run: Run, outcomes: Mapping[Attempt, Outcome]) -> None:
     """Remove aborted outcomes a week after the data is deleted. The list of deleted attempts names the attempts by
     then."""
     listed = run.listed(run.keys.commits)
-    old = [attempt for attempt, _, info in listed if run.age_s(info.modified_at) > TOMBSTONE_KEPT_S]
-    known = {**outcomes, **_outcomes(run, [attempt for attempt in old if attempt not in outcomes])}
-    aborted = {attempt for attempt in old if attempt in known and known[attempt].committed is None}
-    gone = {attempt for attempt in aborted if not has_data(run, attempt)}
+    old = {attempt for attempt, _, info in listed if run.age_s(info.modified_at) > TOMBSTONE_KEPT_S}
+    aborted = {attempt for attempt, outcome in outcomes.items() if outcome.committed is None}
+    gone = [attempt for attempt in old & aborted if not has_data(run, attempt)]
     run.store.delete_many(run.keys.outcome(attempt) for attempt in sorted(record_deleted(run, gone)))
 
 
@@ -554,9 +547,8 @@ def _outcomes(run: Run, attempts: Iterable[Attempt]) -> dict[Attempt, Outcome]:
         except Damaged:
             return None
 
-    listed = list(attempts)
-    found = zip(listed, in_parallel(read, listed), strict=True)
-    return {attempt: outcome for attempt, outcome in found if outcome is not None}
+    found = (outcome for outcome in in_parallel(read, attempts) if outcome is not None)
+    return {Attempt.parse(outcome.attempt): outcome for outcome in found}
 
 
 UNDELETED = "undeleted"
@@ -585,22 +577,20 @@ class Deleted(Record):
 
 def measure_waste(run: Run) -> Waste:
     """The bytes that a collection could free. Lists every such attempt; changes nothing."""
-    undecided = (_extent(run, attempt) for attempt in undecided_attempts(run))
+    undecided = (run.objects(attempt) for attempt in undecided_attempts(run))
     # Most hidden attempts have no data any more: their tombstones stay for a week.
     found = list_hidden(run)
     whole = {one.attempt for one in found if not one.thins}
     going = {one.attempt for one in found}.intersection(_attempts_with_data(run))
-    objects = ((attempt in whole, info) for attempt in going for info in run.objects(attempt))
     return Waste(
-        orphans=sum(num_bytes for num_bytes, newest in undecided if run.age_s(newest) > _IDLE_S),
-        tombstoned=sum(info.bytes for all_goes, info in objects if all_goes or is_optimizer_shard(info.key)),
+        orphans=sum(info.bytes for objects in undecided if _idle_s(run, objects) > _IDLE_S for info in objects),
+        tombstoned=sum(info.bytes for a in going for info in run.objects(a, optimizer=a not in whole)),
     )
 
 
-def _extent(run: Run, attempt: Attempt) -> tuple[int, float]:
-    """The bytes of an attempt, and the time of its last write."""
-    objects = run.objects(attempt)
-    return sum(info.bytes for info in objects), max((info.modified_at for info in objects), default=0.0)
+def _idle_s(run: Run, objects: Iterable[ObjectInfo]) -> float:
+    """Seconds since the last of these objects was written; less than any grace if there is none."""
+    return run.age_s(max((info.modified_at for info in objects), default=inf))
 
 
 def undelete_checkpoint(run: Run, reference: Reference, reason: str = "") -> Reference:

@@ -7,7 +7,6 @@ object is replaced as a whole after every chunk of it was checked, or is left as
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -84,7 +83,7 @@ class _Healer:
         if data is None:
             return
         for receipt in check_manifest_data(checkpoint, data).receipts:
-            self._heal_document(run.keys.receipt(attempt, receipt.rank), receipt.digest, iter(()))
+            self._heal_document(run.keys.receipt(attempt, receipt.rank), receipt.digest)
 
     def heal_shard(self, attempt: Attempt, shard: str) -> None:
         """Write a shard again, if every damaged chunk of it is found elsewhere; else record the problem."""
@@ -102,15 +101,15 @@ class _Healer:
         manifest = read_manifest(self._own, checkpoint)
         content = manifest.content
         chunks = [chunk for chunk in plan_all(content) if (chunk.shard, chunk.attempt) == (shard, None)]
-        places = self._find(checkpoint, content, [chunk for chunk in chunks if self._read(checkpoint, chunk) is None])
+        own = {chunk.index: _Place(self._own, checkpoint, chunk) for chunk in chunks}
+        places = self._find(checkpoint, content, [place.chunk for place in own.values() if self._read(place) is None])
         if not places:
             return  # another party has healed it
         # After a crash the log may contain a healing that was not carried out.
         audit.record(run, Action.HEAL, [checkpoint.attempt], f"{len(places)} of {len(chunks)} chunks of {shard}")
         with run.store.open_replacement(key, sum(chunk.stored for chunk in chunks)) as writer:
             for chunk in chunks:
-                place = places.get(chunk.index)
-                data = self._read(checkpoint, chunk) if place is None else self._bytes_at(place, chunk)
+                data = self._bytes_at(places.get(chunk.index, own[chunk.index]), chunk)
                 if data is None:  # the block aborts the writer
                     raise CorruptObject(f"{chunk.name} changed while it was read")
                 writer.write(data)
@@ -121,29 +120,27 @@ class _Healer:
         """The statistics behind the chunks of a shard, if they are intact here or in a copy."""
         for of, side in zip(manifest.content.shards, side_documents(manifest), strict=True):
             if of.name == shard and side is not None and side.offset is not None:
-                sources = (self._own, *self._copies)
-                return next(filter(None, (stored_statistics(one, checkpoint, of.rank, side) for one in sources)), b"")
+                found = (stored_statistics(one, checkpoint, of.rank, side) for one in (self._own, *self._copies))
+                return next(filter(None, found), b"")
         return b""
 
     def _find(self, damaged: Checkpoint, content: Content, chunks: Sequence[ChunkRead]) -> dict[int, _Place]:
         """A place with the bytes of each damaged chunk, by its index. Raises CorruptObject if there is none."""
-        candidates = defaultdict(list)
-        wanted = defaultdict(set)
-        for chunk, names in _named(content, chunks):
-            for name in names:
-                wanted[name].add(chunk.index)
+        candidates = {name: list[_Place]() for _, names in _named(content, chunks) for name in names}
         for place, names in self._places(damaged.attempt, chunks) if chunks else ():
-            for index in set[int]().union(*(wanted[name] for name in names if name in wanted)):
-                candidates[index].append(place)
+            for name in candidates.keys() & names:
+                candidates[name].append(place)
         found = {}
-        for chunk in chunks:
-            intact = (place for place in candidates[chunk.index] if self._bytes_at(place, chunk) is not None)
+        for chunk, names in _named(content, chunks):
+            # Those with the same stored bytes first.
+            others = (place for name in names for place in candidates[name])
+            intact = (place for place in others if self._bytes_at(place, chunk) is not None)
             if (first := next(intact, None)) is None:
                 raise CorruptObject(f"nothing else holds the bytes of {chunk.name}")
             found[chunk.index] = first
         return found
 
-    def _places(self, damaged: Attempt, chunks: Sequence[ChunkRead]) -> Iterator[tuple[_Place, set[bytes]]]:
+    def _places(self, damaged: Attempt, chunks: Sequence[ChunkRead]) -> Iterator[tuple[_Place, list[bytes]]]:
         """All other chunks of the run and its copies, each once, and the names of their bytes."""
         seen = {(id(self._own), str(damaged), chunk.shard, chunk.offset) for chunk in chunks}
         for source in (self._own, *self._copies):
@@ -161,7 +158,7 @@ class _Healer:
     def _bytes_at(self, place: _Place, wanted: ChunkRead) -> Buffer | None:
         """The stored bytes of the wanted chunk, if they, or the same bytes under another codec, are at the place."""
         chunk = place.chunk
-        stored = self._read(place.checkpoint, chunk, place.source)
+        stored = self._read(place)
         if stored is None or chunk.digest == wanted.digest:
             return stored
         raw = memoryview(bytearray(chunk.raw))
@@ -172,24 +169,24 @@ class _Healer:
         encoded = (encode(wanted.codec, raw, level)[1] for level in _LEVELS)
         return next((data for data in encoded if digest(data) == wanted.digest), None)
 
-    def _read(self, checkpoint: Checkpoint, chunk: ChunkRead, source: StoreSource | None = None) -> Buffer | None:
+    def _read(self, place: _Place) -> Buffer | None:
         """The stored bytes of a chunk; None if they are damaged."""
+        source, checkpoint, chunk = place
         try:
-            stored = fetch_stored(source or self._own, checkpoint, ShardRead((chunk,)))
+            stored = fetch_stored(source, checkpoint, ShardRead((chunk,)))
             check_chunk(checkpoint, chunk, stored)
         except _UNREADABLE:
             return None
         self._throttle(chunk.stored)
         return stored
 
-    def _heal_document(self, key: str, expected: str, others: Iterator[bytes]) -> bytes | None:
+    def _heal_document(self, key: str, expected: str, others: Iterable[bytes] = ()) -> bytes | None:
         """The document with this digest, written again if need be; None if nothing else holds its bytes."""
         own = self._run.store.find(key)
         if own is not None and digest(own) == expected:
             return own
-        copies = (data for copy in self._copies if (data := copy.store.find(key)) is not None)
-        for data in (*others, *copies):
-            if digest(data) == expected:
+        for data in (*others, *(copy.store.find(key) for copy in self._copies)):
+            if data is not None and digest(data) == expected:
                 audit.record(self._run, Action.HEAL, [Attempt.parse(key.split("/")[-2])], key.rsplit("/", 1)[-1])
                 self._run.store.put(key, data)
                 self.objects.append(key)
@@ -205,12 +202,12 @@ class _Healer:
             return
 
 
-def _named(content: Content, chunks: Iterable[ChunkRead]) -> Iterator[tuple[ChunkRead, set[bytes]]]:
-    """Chunks with the digests of their bytes, stored and raw as far as known. Equal bytes share a digest. Pure."""
+def _named(content: Content, chunks: Iterable[ChunkRead]) -> Iterator[tuple[ChunkRead, list[bytes]]]:
+    """Chunks with the digests of their bytes, stored, then raw, as far as known. Equal bytes share a digest. Pure."""
     tables = {shard.name: shard.chunks for shard in content.shards}
     for chunk in chunks:
-        names = {bytes.fromhex(chunk.digest)}
+        names = [bytes.fromhex(chunk.digest)]
         # The raw codec stores the raw bytes. A delta of other bases would be another one.
         if chunk.codec not in (RAW, DELTA):
-            names.add(tables[chunk.shard].raw_digest_of(chunk.index))
-        yield chunk, names - {bytes(DIGEST_BYTES)}
+            names.append(tables[chunk.shard].raw_digest_of(chunk.index))
+        yield chunk, [name for name in names if name != bytes(DIGEST_BYTES)]

@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from msgspec.structs import asdict
+
 from ckptstore import names
 from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint, State, ranked
@@ -54,31 +56,30 @@ def evaluate(
     checkpoints: Sequence[Checkpoint],
     holds: Mapping[Attempt, Iterable[str]],
     now: float,
-    verified: Attempt | None = None,
+    verified: Collection[Attempt] = (),
 ) -> list[KeepDecision]:
     """The decision about each checkpoint of one run, in the given order.
 
     holds: why attempts must stay regardless of the policy. now: by the store's clock, like `Checkpoint.written_at`.
-    verified: the attempt that was last found intact. Corrupt checkpoints stay until an operator examines them: their
-    metrics may be unknown, and a repair may be possible. The rules count the live lineage. An abandoned checkpoint
-    stays for `keep_abandoned_s`, and for as long as it is not known when it was left behind.
+    verified: attempts that were found intact; the newest of these checkpoints stays. Corrupt ones stay until an
+    operator examines them: their metrics may be unknown, and a repair may be possible. The rules count the live
+    lineage. An abandoned checkpoint stays for `keep_abandoned_s`, and for as long as it is not known when it was left
+    behind.
     """
     usable = sorted((c for c in checkpoints if c.live), key=lambda c: c.attempt, reverse=True)
     whole = [c for c in usable if not c.thinned]
     reasons = _by_rules(policy, usable, now)
-    full = {verified, *(c.attempt for c in whole[: max(1, policy.keep_full)])}
+    last_verified = max((c.attempt for c in checkpoints if c.attempt in verified), default=None)
+    full = {last_verified, *(c.attempt for c in whole[: max(1, policy.keep_full)])}
     full.update(a for a, why in holds.items() if holds_optimizer(why))
-
-    def thins(c: Checkpoint) -> bool:
-        why = reasons.get(c.attempt, ())
-        return bool(why and c.attempt not in full and (policy.keep_full or all(r.startswith("weights-") for r in why)))
-
     thinned = set[Attempt]()
-    for c in filter(thins, whole):
-        if c.optimizer_bytes:
-            thinned.add(c.attempt)
-        else:  # it would free nothing: the optimizer state has no shard of its own
-            reasons[c.attempt].append("undivided")
+    for c in whole:
+        why = reasons.get(c.attempt)
+        if why and c.attempt not in full and (policy.keep_full or all(r.startswith("weights-") for r in why)):
+            if c.optimizer_bytes:
+                thinned.add(c.attempt)
+            else:  # it would free nothing: the optimizer state has no shard of its own
+                why.append("undivided")
     reasons = _limited(policy, usable, reasons, thinned)
     if whole and not reasons.get(whole[0].attempt):
         reasons[whole[0].attempt] = ["newest"]
@@ -86,10 +87,11 @@ def evaluate(
     def of(checkpoint: Checkpoint) -> Iterable[str]:
         if checkpoint.state is State.CORRUPT:
             yield checkpoint.state
-        if checkpoint.state is State.ABANDONED and _left_recently(policy, checkpoint, now):
+        left_at = checkpoint.abandoned_at
+        if checkpoint.state is State.ABANDONED and (left_at is None or 0 < policy.keep_abandoned_s >= now - left_at):
             yield "abandoned-within"
         yield from reasons.get(checkpoint.attempt, ())
-        if checkpoint.attempt == verified:
+        if checkpoint.attempt == last_verified:
             yield "last-verified"
         yield from holds.get(checkpoint.attempt, ())
 
@@ -108,8 +110,11 @@ def _by_rules(policy: Policy, usable: Sequence[Checkpoint], now: float) -> dict[
     keep("last", usable[: policy.keep_last])
     keep("full", [c for c in usable if not c.thinned][: policy.keep_full])
     keep("weights", usable[: policy.most_weights])
-    for checkpoint in _first_of_each(policy.keep_every, usable):
-        reasons[checkpoint.attempt].append(f"every-{policy.keep_every}")
+    if every := policy.keep_every:
+        # The lowest step from each multiple up to the next. Before the first multiple only step 0 qualifies.
+        first = {c.step // every: c for c in usable if c.step >= every or c.step == 0}
+        for checkpoint in first.values():
+            reasons[checkpoint.attempt].append(f"every-{every}")
     # By the store's clock: the committers' clocks may differ. Without a listing, a checkpoint counts as just written.
     written = {checkpoint.attempt: checkpoint.written_at or now for checkpoint in usable}
     by_age = sorted(usable, key=lambda c: (written[c.attempt], c.step), reverse=True)
@@ -125,19 +130,6 @@ def _by_rules(policy: Policy, usable: Sequence[Checkpoint], now: float) -> dict[
         if policy.keep_within_s and now - written[checkpoint.attempt] <= policy.keep_within_s:
             reasons[checkpoint.attempt].append("within")
     return reasons
-
-
-def _left_recently(policy: Policy, checkpoint: Checkpoint, now: float) -> bool:
-    left_at = checkpoint.abandoned_at
-    return left_at is None or (policy.keep_abandoned_s > 0 and now - left_at <= policy.keep_abandoned_s)
-
-
-def _first_of_each(every: int, usable: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """The lowest step from each multiple up to the next. Before the first multiple only step 0 qualifies."""
-    if not every:
-        return []
-    first = {c.step // every: c for c in usable if c.step >= every or c.step == 0}
-    return list(first.values())
 
 
 def healthiest(usable: Sequence[Checkpoint]) -> list[Checkpoint]:
@@ -159,7 +151,7 @@ def _limited(
     total = 0
     for checkpoint in usable:
         if reasons.get(checkpoint.attempt):
-            total += checkpoint.stored_bytes - (checkpoint.optimizer_bytes if checkpoint.attempt in thinned else 0)
+            total += checkpoint.stored_bytes - checkpoint.optimizer_bytes * (checkpoint.attempt in thinned)
             if total > policy.max_bytes:
                 reasons[checkpoint.attempt] = []
     return reasons
@@ -224,24 +216,20 @@ class PoliciesInForce(Record):
     at: float = 0.0
     reason: str = ""
 
-    @staticmethod
-    def of(found: PoliciesVersion | None) -> PoliciesInForce:
-        """From the stored version; None gives version 0."""
-        if found is None:
-            return PoliciesInForce(version=0, policies=PolicySet())
-        return convert(found, PoliciesInForce, from_attributes=True)
+
+NEVER_SET = PoliciesInForce(version=0, policies=PolicySet())
 
 
-def read_policies(store: Store) -> PoliciesVersion | None:
-    """The policies in force; None if policies were never set.
+def read_policies(store: Store) -> PoliciesInForce:
+    """The policies in force; version 0 if policies were never set.
 
     Raises Damaged if the newest version cannot be read: an older version must not replace it, as it may delete more.
     """
     versions = _versions(store)
-    return _read(store, versions[-1]) if versions else None
+    return _read(store, versions[-1]) if versions else NEVER_SET
 
 
-def policies_history(store: Store, limit: int) -> list[PoliciesVersion]:
+def policies_history(store: Store, limit: int) -> list[PoliciesInForce]:
     """The newest versions, newest first. Damaged versions are left out."""
     found = []
     for version in reversed(_versions(store)[-limit:]):
@@ -254,42 +242,33 @@ def policies_history(store: Store, limit: int) -> list[PoliciesVersion]:
 
 def change_policies(
     store: Store, policies: PolicySet, expected: int, by: str, clock: Clock, reason: str = ""
-) -> PoliciesVersion:
+) -> PoliciesInForce:
     """Put new policies in force; durable on return.
 
     expected: the version that they replace, 0 for none. Raises InvalidRequest, or Conflict if that is not the
     newest version.
     """
     check_policies(policies)
-    versions = _versions(store)
-    newest = versions[-1] if versions else 0
-    if newest != expected:
-        raise _changed(expected, newest)
-    document = PoliciesVersion(
-        format=FORMAT, kind="policies", version=expected + 1, policies=policies, by=by, at=clock(), reason=reason
-    )
-    if store.put_if_absent(names.policies_key(document.version), seal(document)):
-        return document
-    # Refused: by another writer, or by our own object after a lost reply.
-    stored = _read(store, document.version)
-    if stored != document:
-        raise _changed(expected, document.version)
-    return stored
-
-
-def _changed(expected: int, newest: int) -> Conflict:
-    return Conflict(
+    newest = max(_versions(store), default=0)
+    if newest == expected:
+        newest += 1
+        wanted = PoliciesInForce(version=newest, policies=policies, by=by, at=clock(), reason=reason)
+        document = PoliciesVersion(format=FORMAT, kind="policies", **asdict(wanted))
+        # Refused: by another writer, or by our own object after a lost reply.
+        if store.put_if_absent(names.policies_key(newest), seal(document)) or _read(store, newest) == wanted:
+            return wanted
+    raise Conflict(
         f"the policies are at version {newest}, not {expected}", "Read the new version and apply the change to it"
     )
 
 
 def _versions(store: Store) -> list[int]:
-    stems = (info.key.removeprefix(names.POLICIES_PREFIX) for info in store.list(names.POLICIES_PREFIX))
-    numbers = (stem.removesuffix(".json") for stem in stems)
+    prefix = names.POLICIES_PREFIX
+    numbers = (info.key.removeprefix(prefix).removesuffix(".json") for info in store.list(prefix))
     return sorted(int(number) for number in numbers if number.isascii() and number.isdigit() and len(number) == 8)
 
 
-def _read(store: Store, version: int) -> PoliciesVersion:
+def _read(store: Store, version: int) -> PoliciesInForce:
     key = names.policies_key(version)
     found = parse_sealed(store.get(key), PoliciesVersion, store.object_url(key))
     try:
@@ -298,4 +277,4 @@ def _read(store: Store, version: int) -> PoliciesVersion:
         raise CorruptObject(f"{store.object_url(key)}: {error.message}") from error
     if found.version != version:
         raise CorruptObject(f"{store.object_url(key)} is another version of the policies")
-    return found
+    return convert(found, PoliciesInForce, from_attributes=True)

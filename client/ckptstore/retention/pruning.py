@@ -16,13 +16,21 @@ from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint, State, list_checkpoints, list_runs
 from ckptstore.commits.labels import with_labels
 from ckptstore.errors import InvalidRequest, NoCheckpoint, StoreFull, TooMuchToDelete
-from ckptstore.format.records import Override, Policy, PolicySet
+from ckptstore.format.records import Policy
 from ckptstore.names import Attempt
 from ckptstore.reading.fetch import Progress
-from ckptstore.retention.deletion import SWEEP_GRACE_S, hide, sweep
-from ckptstore.retention.pins import Holds, active_holds
-from ckptstore.retention.policy import KeepDecision, evaluate, override_for, policy_for, read_policies, within_total
-from ckptstore.retention.scrubbing import last_verified
+from ckptstore.retention.deletion import hide, sweep
+from ckptstore.retention.pins import active_holds
+from ckptstore.retention.policy import (
+    NEVER_SET,
+    KeepDecision,
+    evaluate,
+    override_for,
+    policy_for,
+    read_policies,
+    within_total,
+)
+from ckptstore.retention.scrubbing import verified_at
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from ckptstore.stores.checks import check_store
@@ -139,7 +147,7 @@ class PrunePlan:
 def plan_prune(run: Run, policy: Policy) -> PrunePlan:
     """The decision about each checkpoint of one run. Deletes nothing."""
     checkpoints = with_labels(run, list_checkpoints(run))
-    verified = last_verified(run, checkpoints)
+    verified = verified_at(run)
     # Holds last: a hold that is taken while the rest is read is seen.
     return PrunePlan(tuple(evaluate(policy, checkpoints, active_holds(run), run.clock(), verified)), (run.name,))
 
@@ -151,10 +159,10 @@ def plan_prunes(store: Store, prune: Prune, clock: Clock) -> PrunePlan:
     prune nor the store has a policy, or Unavailable.
     """
     own = prune.policy
-    in_force = read_policies(store) if own is None or prune.grace_s is None else None
-    if own is None and in_force is None:
+    in_force = read_policies(store) if own is None or prune.grace_s is None else NEVER_SET
+    if own is None and in_force is NEVER_SET:
         raise InvalidRequest("no policies are in force", "Pass a policy (--keep 5), or set policies (ckptctl policy)")
-    policies = in_force.policies if in_force is not None else PolicySet(grace_s=SWEEP_GRACE_S)
+    policies = in_force.policies
     chosen = (name for name in list_runs(store) if prune.run is None or fnmatchcase(name, prune.run))
     rules = {name: policy for name in chosen if (policy := own or policy_for(policies, name)) is not None}
     plans = in_parallel(lambda name: plan_prune(Run(store, name, clock), rules[name]), rules, _PLANNERS)
@@ -171,14 +179,13 @@ def plan_prunes(store: Store, prune: Prune, clock: Clock) -> PrunePlan:
         tuple(rules),
         max(store.listing_lag_s, policies.grace_s if prune.grace_s is None else prune.grace_s),
         MAX_DELETE_FRACTION if own is not None else policies.max_delete_fraction,
-        "prune" if own is not None or in_force is None else f"policies, version {in_force.version}",
+        "prune" if own is not None else f"policies, version {in_force.version}",
     )
 
 
 def check_limit(run: Run, adds: int) -> None:
     """Raises StoreFull if a limit of several runs without rules leaves no space for `adds` bytes in this one."""
-    in_force = read_policies(run.store)
-    limit = override_for(in_force.policies, run.name) if in_force is not None else Override(runs="*")
+    limit = override_for(read_policies(run.store).policies, run.name)
     if limit.max_bytes and limit.rules is None:
         team = (name for name in list_runs(run.store) if fnmatchcase(name, limit.runs))
         used = sum(c.stored_bytes for name in team for c in list_checkpoints(replace(run, name=name)))
@@ -205,12 +212,12 @@ def apply_prune(
     freed = {c.attempt: c.stored_bytes for c in plan.remove} | {c.attempt: c.optimizer_bytes for c in thin}
     abandoned = [c for c in plan.remove if c.state is State.ABANDONED]
     older = [c for c in plan.remove if c.state is not State.ABANDONED]
-    held: Holds = {}
+    held = set[Attempt]()
     for chosen, why in ((older, plan.reason), (abandoned, f"{plan.reason}: abandoned"), (thin, plan.reason)):
         if attempts := [c.attempt for c in chosen]:
-            held = {**held, **hide(run, attempts, why, grace_s, lambda a: progress(freed[a]), thins=chosen is thin)}
+            held.update(hide(run, attempts, why, grace_s, lambda a: progress(freed[a]), thins=chosen is thin))
     if freed and not grace_s:
-        sweep(run, only=freed.keys() - held.keys())
+        sweep(run, only=freed.keys() - held)
     return [c for c in plan.affected if c.attempt in held]
 
 

@@ -7,9 +7,10 @@ is read, so that an interrupted scrub resumes where it stopped.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckptstore.clock import Clock, system_clock
 from ckptstore.commits.catalog import Checkpoint, State, latest, list_checkpoints
@@ -32,28 +33,21 @@ from ckptstore.stores import Store, open_store
 _LEASE_S = 3600.0
 
 
-@dataclass
-class RateLimiter:
-    """Limits the bytes per second of all callers together. Any thread may call it."""
+def rate_limiter(bytes_per_s: float, clock: Clock) -> Progress:
+    """A function that records bytes read, and sleeps until all its callers together are within this rate; 0: no limit.
+    Any thread may call it."""
+    lock, free_at = threading.Lock(), clock()
 
-    _bytes_per_s: float
-    """0 for no limit."""
-    _clock: Clock
-    _sleep: Callable[[float], object]
+    def limit(count: int) -> None:
+        nonlocal free_at
+        if bytes_per_s:
+            with lock:
+                now = clock()
+                free_at = max(free_at, now) + count / bytes_per_s
+                ahead_s = free_at - now
+            time.sleep(ahead_s)
 
-    def __post_init__(self) -> None:
-        self._lock = threading.Lock()
-        self._free_at = self._clock()
-
-    def __call__(self, count: int) -> None:
-        """Record `count` bytes read, and sleep until the callers are within the rate."""
-        if not self._bytes_per_s:
-            return
-        with self._lock:
-            now = self._clock()
-            self._free_at = max(self._free_at, now) + count / self._bytes_per_s
-            ahead_s = self._free_at - now
-        self._sleep(ahead_s)
+    return limit
 
 
 def due_for_scrub(runs: Iterable[Run], older_than: float = float("inf"), damaged: bool = False) -> list[Checkpoint]:
@@ -101,7 +95,7 @@ def scrub(
     """Verify checkpoints one by one and record each finding; a finding is durable when it is yielded.
 
     progress is called with the number of stored bytes checked. throttle is called with the number of bytes read and may
-    block (RateLimiter). Several threads call both. checked: share one between scrubs that belong together. An intact
+    block (rate_limiter). Several threads call both. checked: share one between scrubs that belong together. An intact
     chunk that several checkpoints need is read once. heal_from: write damaged objects again from other checkpoints of
     the run and from these copies of the store, and verify once more. ranks: as for verify. Checkpoints that are deleted
     during the scrub are skipped. Raises Unavailable, which is not a finding.
@@ -110,10 +104,9 @@ def scrub(
     checked = checked or VerifiedChunks()
     for checkpoint in checkpoints:
         run = Run(store, checkpoint.run, clock, by)
-        with leased(run, checkpoint) as held:
-            if held is None:
+        with leased(run, checkpoint, throttle) as read:
+            if read is None:
                 continue
-            read = held.renewed_by(throttle)
             # Ignore an earlier finding and verify again. An unreadable outcome is itself a finding.
             known = replace(checkpoint, state=State.COMMITTED) if checkpoint.manifest_digest else checkpoint
             checked.referenced |= {(checkpoint.run, mark.attempt) for mark in marks(run)}
@@ -122,7 +115,7 @@ def scrub(
                 healed = heal(run, result, heal_from, read)
                 result = verify(source, known, checked=checked, throttle=read) if healed.objects else result
                 result = result._replace(healed=healed.objects, problems=(*result.problems, *healed.problems))
-            if held.was_deleted():
+            if _was_deleted(run, checkpoint):
                 continue
             record_finding(run, result)
         yield result
@@ -144,64 +137,50 @@ def confirm_damage(
     the cause. Nothing is recorded if no problem is found, because most chunks were not read. Returns None if the
     checkpoint is being deleted. Raises Unavailable, which is not a finding.
     """
-    with leased(run, checkpoint) as held:
-        if held is None:
+    with leased(run, checkpoint) as read:
+        if read is None:
             return None
         result = verify(StoreSource(run.store, run.clock), checkpoint, progress, only=chunks)
         if not result.ok:
-            if held.was_deleted():
+            if _was_deleted(run, checkpoint):
                 return None
             record_finding(run, result)
         return result
 
 
-@dataclass
-class HeldCheckpoint:
-    """A lease on a checkpoint, which is renewed while the checkpoint is read. Raises NoCheckpoint if the checkpoint is
-    being deleted."""
-
-    _run: Run
-    _attempt: Attempt
-    _thinned: bool = False
-
-    def __post_init__(self) -> None:
-        self._holder = f"scrub by {self._run.by}"
-        self._lock = threading.Lock()
-        self._taken_at = self._run.clock()
-        self.lease = take_lease(self._run, self._attempt, self._holder, _LEASE_S, self._thinned)
-
-    def renewed_by(self, progress: Progress) -> Progress:
-        """The same callback, which also renews the lease. Any thread may call it."""
-
-        def renew(count: int) -> None:
-            with self._lock:
-                age_s = self._run.clock() - self._taken_at
-                # A lease that has expired must not be renewed: the checkpoint may be deleted by now.
-                if _LEASE_S / 4 < age_s < _LEASE_S:
-                    self._taken_at = self._run.clock()
-                    renew_lease(self._run, self.lease, self._attempt, self._holder, _LEASE_S)
-            progress(count)
-
-        return renew
-
-    def was_deleted(self) -> bool:
-        """Whether it is being deleted or thinned, after the lease expired because the process slept: missing data is no
-        damage."""
-        return bool(hidden_attempts(self._run).lost(self._attempt, self._thinned))
+def _was_deleted(run: Run, checkpoint: Checkpoint) -> bool:
+    """Whether it is being deleted or thinned, after the lease expired because the process slept: missing data is no
+    damage."""
+    return bool(hidden_attempts(run).lost(checkpoint.attempt, checkpoint.thinned))
 
 
 @contextmanager
-def leased(run: Run, checkpoint: Checkpoint) -> Iterator[HeldCheckpoint | None]:
-    """Protect a checkpoint while it is read; None if it is being deleted."""
+def leased(run: Run, checkpoint: Checkpoint, progress: Progress = lambda _: None) -> Iterator[Progress | None]:
+    """Protect a checkpoint while it is read; None if it is being deleted.
+
+    Yields the same callback, which also renews the lease. Any thread may call it.
+    """
+    holder, lock, taken_at = f"scrub by {run.by}", threading.Lock(), run.clock()
     try:
-        held = HeldCheckpoint(run, checkpoint.attempt, checkpoint.thinned)
+        lease = take_lease(run, checkpoint.attempt, holder, _LEASE_S, checkpoint.thinned)
     except NoCheckpoint:
         yield None
         return
+
+    def renew(count: int) -> None:
+        nonlocal taken_at
+        with lock:
+            age_s = run.clock() - taken_at
+            # A lease that has expired must not be renewed: the checkpoint may be deleted by now.
+            if _LEASE_S / 4 < age_s < _LEASE_S:
+                taken_at = run.clock()
+                renew_lease(run, lease, checkpoint.attempt, holder, _LEASE_S)
+        progress(count)
+
     try:
-        yield held
+        yield renew
     finally:
-        release_lease(run, held.lease)
+        release_lease(run, lease)
 
 
 def record_finding(run: Run, result: Verification) -> None:
@@ -220,9 +199,3 @@ def record_finding(run: Run, result: Verification) -> None:
 def verified_at(run: Run) -> dict[Attempt, float]:
     """When attempts were last found intact, by the store's clock."""
     return {attempt: info.modified_at for attempt, _, info in run.listed(run.keys.verified)}
-
-
-def last_verified(run: Run, checkpoints: list[Checkpoint]) -> Attempt | None:
-    """The newest of these checkpoints that a scrub ever found intact."""
-    known = verified_at(run)
-    return max((c.attempt for c in checkpoints if c.attempt in known), default=None)

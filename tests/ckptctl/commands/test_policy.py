@@ -17,7 +17,6 @@ from ckptstore.stores import Store, open_store
 from tests.support.checkpoints import steps, write_checkpoint
 from tests.support.command_line import invoke, succeed
 from tests.support.daemons import running_daemon
-from tests.support.waiting import present
 
 
 def test_a_file_comes_back_as_it_was() -> None:
@@ -54,7 +53,7 @@ def test_policies_are_applied_shown_and_kept(filled: Store, target: tuple[str, s
     history = invoke("policy", "history", *target, "-o", "json").json
     assert [(version["version"], version["reason"]) for version in history] == [(2, ""), (1, "space")]
     assert "keep_last=2" in invoke("policy", "history", *target).stdout
-    assert present(read_policies(filled)).policies == PolicySet()
+    assert read_policies(filled).policies == PolicySet()
 
 
 def test_a_prune_without_rules_follows_the_policies(folder: Path, filled: Store, tmp_path: Path) -> None:
@@ -83,7 +82,7 @@ def test_rules_are_set_one_by_one(folder: Path, filled: Store) -> None:
     assert (change("w*", "--keep-within", "12h"), change("wide", "--keep-every", 1000)) == (0, 0)
     assert change("w*", "--max-bytes", "1GB", "--keep", 2, "--keep-abandoned", "0s") == 0
     assert change("--keep-abandoned", "1d") == 2, "nothing of the live lineage would stay"
-    found = present(read_policies(filled))
+    found = read_policies(filled)
     assert found.policies.default == Policy(keep_last=5, keep_best=("loss:min:3",))
     assert found.policies.overrides == (
         Override(runs="w*", rules=Policy(keep_last=2, keep_abandoned_s=0), max_bytes=10**9),

@@ -17,9 +17,10 @@ from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import Conflict, CorruptObject, InvalidRequest, StoreUnavailable
 from ckptstore.format.documents import FORMAT, Document
 from ckptstore.format.parsing import seal
-from ckptstore.format.records import Best, Override, PoliciesVersion, Policy, PolicySet
+from ckptstore.format.records import Best, Override, Policy, PolicySet
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.retention.policy import (
+    PoliciesInForce,
     change_policies,
     evaluate,
     policies_history,
@@ -29,7 +30,6 @@ from ckptstore.retention.policy import (
 )
 from ckptstore.stores import Store
 from tests.support.stores import Faults, FaultyStore, race
-from tests.support.waiting import present
 
 ROOT = Path(__file__).parents[3]
 DAY_S = 86400.0
@@ -115,11 +115,12 @@ def test_bytes_limit_what_rules_keep_and_alone_keep_the_newest_that_fit() -> Non
 def test_all_rules_together_give_all_reasons_and_the_last_verified_stays() -> None:
     policy = Policy(keep_last=1, keep_every=10, keep_best=("loss:min:1",), keep_within_s=5)
     only = checkpoint(10, NOW, loss=1.0)
-    assert reasons(policy, only, verified=only.attempt) == {
+    assert reasons(policy, only, verified={only.attempt}) == {
         10: ("last-1", "every-10", "best-loss-1", "within", "last-verified")
     }
     listed = [checkpoint(step) for step in range(5)]
-    assert reasons(Policy(1), *listed, verified=listed[1].attempt) == {4: ("last-1",), 1: ("last-verified",)}
+    verified = {c.attempt for c in listed[:2]}
+    assert reasons(Policy(1), *listed, verified=verified) == {4: ("last-1",), 1: ("last-verified",)}
 
 
 def thinned_steps(policy: Policy, *checkpoints: Checkpoint, **more: Any) -> dict[int, bool]:
@@ -140,7 +141,7 @@ def test_full_ones_are_few_and_weights_stay() -> None:
         9: False, 8: False, 7: True, 6: True, 4: False, 0: False
     }  # fmt: skip
     held = {listed[3].attempt: ["pin:paper"], listed[4].attempt: ["referenced:x"], listed[5].attempt: ["optimizer:x"]}
-    found = thinned_steps(policy, *listed, holds=held, verified=listed[9].attempt)
+    found = thinned_steps(policy, *listed, holds=held, verified={listed[9].attempt})
     assert [step for step, thins in found.items() if not thins] == [9, 8, 6, 4, 0]
 
 
@@ -279,7 +280,7 @@ def test_the_first_override_that_matches_counts() -> None:
 
 
 def test_versions_follow_one_another(store: Store) -> None:
-    assert read_policies(store) is None
+    assert read_policies(store) == PoliciesInForce(version=0, policies=PolicySet())
     first = change_policies(store, SET, 0, "ann", system_clock, "we run out of space")
     assert read_policies(store) == first
     second = change_policies(store, PolicySet(), 1, "ben", system_clock)
@@ -293,7 +294,7 @@ def test_of_many_who_change_one_version_one_wins(store: Store) -> None:
     for version in range(10):
         change = [partial(change_policies, store, SET, version, f"p{i}", system_clock) for i in range(4)]
         results = race(*change)
-        winners = [result for result in results if isinstance(result, PoliciesVersion)]
+        winners = [result for result in results if isinstance(result, PoliciesInForce)]
         assert len(winners) == 1, results
         assert sum(isinstance(result, Conflict) for result in results) == 3
         assert read_policies(store) == winners[0]
@@ -303,7 +304,7 @@ def test_a_lost_reply_is_settled_by_another_look(store: Store) -> None:
     faulty = FaultyStore(store, Faults(1, "after"))
     with pytest.raises(StoreUnavailable):
         change_policies(faulty, SET, 0, "ann", system_clock)
-    assert present(read_policies(store)).policies == SET
+    assert read_policies(store).policies == SET
 
 
 def test_damaged_policies_are_not_replaced_by_older_ones(store: Store) -> None:
@@ -351,4 +352,4 @@ def test_sealed_nonsense_is_damage(store: Store) -> None:
 def test_policies_that_make_no_sense(store: Store, wrong: Callable[[], PolicySet]) -> None:
     with pytest.raises(InvalidRequest):
         change_policies(store, wrong(), 0, "ann", system_clock)
-    assert read_policies(store) is None
+    assert read_policies(store).version == 0
