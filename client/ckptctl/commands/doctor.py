@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Annotated
 
@@ -17,10 +17,9 @@ from ckptstore.errors import CkptError, DaemonUnavailable, Forbidden, Unavailabl
 from ckptstore.stores.checks import StoreReport
 from ckptstore.values import Record
 
-_Check = Callable[[Session], Iterator["HealthFinding"]]
 _SKEW_S = 10.0
 _AGAIN_S = 0.5
-_STYLES = {"ok": "green", "warning": "yellow", "wrong": "red", "skipped": "dim"}
+_STYLES = {"warning": "yellow", "wrong": "red", "skipped": "dim"}
 
 
 class HealthFinding(Record):
@@ -44,11 +43,11 @@ def probe(session: Session) -> None:
     With --url, the daemon checks its store. The objects are deleted afterwards. Exit code 1 if a check fails.
     """
     found = session.operator.probe()
-    session.screen.emit(found, [check.name for check in found.checks if not check.ok], _probe_blocks(found))
-    if not found.ok:
-        first = next(check for check in found.checks if not check.ok)
+    failed = [check for check in found.checks if not check.ok]
+    session.screen.emit(found, [check.name for check in failed], _probe_blocks(found))
+    if failed:
         raise Unhealthy(
-            f"{found.store} fails {first.name!r}: {first.detail.rstrip('.')}",
+            f"{found.store} fails {failed[0].name!r}: {failed[0].detail.rstrip('.')}",
             "docs/decisions/0002 lists the requirements on stores",
         )
 
@@ -117,7 +116,7 @@ def reindex(session: Session) -> None:
 
 
 def _examine(session: Session) -> Iterator[HealthFinding]:
-    checks: list[tuple[str, _Check]] = [("store", _look_at_store), ("runs", _look_at_runs)]
+    checks = [("store", _look_at_store), ("runs", _look_at_runs)]
     kind = "store"
     if session.target.is_daemon:
         kind, checks = "daemon", [("daemon", _look_at_daemon), ("versions", _compare), *checks]
@@ -186,7 +185,7 @@ def _probe_blocks(found: StoreReport) -> Iterator[Block]:
     yield ""
     result = "passes" if found.ok else "fails"
     evidence = ("STORE", "TRIED WITH", "CREATE-ONLY BY", "ONE WINNER", "PROBE")
-    yield Table(evidence, [Row((found.store, found.client, found.create_only, found.races, result), "")])
+    yield Table(evidence, [Row((found.store, found.client, found.create_only, found.races, result))])
     yield ""
     skew = "unknown" if found.clock_skew_s is None else f"{found.clock_skew_s:+.0f} s from this machine's"
     yield f"{found.store}: clock {skew}"
@@ -194,7 +193,7 @@ def _probe_blocks(found: StoreReport) -> Iterator[Block]:
 
 def _findings_blocks(findings: list[HealthFinding]) -> Iterator[Block]:
     columns = ("CHECK", "RESULT", "FOUND")
-    rows = [Row((f.check, f.verdict, f.found), _STYLES[f.verdict] if f.verdict != "ok" else "") for f in findings]
+    rows = [Row((f.check, f.verdict, f.found), _STYLES.get(f.verdict, "")) for f in findings]
     yield Table(columns, rows)
     for finding in findings:
         if finding.verdict == "warning":

@@ -96,16 +96,15 @@ def open_store(url: str, options: Mapping[str, Any] | None = None, retried: bool
         options["config_kwargs"] = {**_S3_CONFIG, **tries, **(options.get("config_kwargs") or {})}
     with store_errors("open", url):
         fs = implementation(**options)
-        root = fs._strip_protocol(url)
         # These need packages that are installed with the service's library.
         if scheme in (*_GCS, *_AZURE):
             from ckptstore.stores.clouds import AzureStore, GcsStore
 
-            return (GcsStore if scheme in _GCS else AzureStore)(fs, root, url, retried)
+            return (GcsStore if scheme in _GCS else AzureStore)(fs, url, retried)
         if scheme not in _S3:
-            return FsspecStore(fs, root, url)
+            return FsspecStore(fs, url)
         from ckptstore.stores.s3 import S3Store
 
         if retried:
             fs.retries = 1  # fsspec gives the same object to those with the same options
-        return S3Store(fs, root, url, retried)
+        return S3Store(fs, url, retried)

@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 from typing_extensions import override
@@ -75,9 +74,7 @@ class ObjectWriter(ABC):
     def __enter__(self) -> ObjectWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
             self.abort()
             return
@@ -137,8 +134,7 @@ class ObjectReader(ABC):
         self.read(offset, data)
         return data.toreadonly()
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - some hold nothing
         """Release the object."""
 
     def __enter__(self) -> ObjectReader:
@@ -157,10 +153,6 @@ class RangeReader(ObjectReader):
     @override
     def read(self, offset: int, buffer: memoryview) -> None:
         self.get_range(offset, buffer)
-
-    @override
-    def close(self) -> None:
-        pass
 
 
 class Store(ABC):
@@ -286,7 +278,7 @@ class Store(ABC):
 
 class WrappedStore(Store):
     """Forwards every method to another store: by `_request`, which a subclass may repeat; if it changes something, by
-    `_change` or `_open`."""
+    `_change` or `_open`. A listing is one request, whole when it returns."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -339,11 +331,11 @@ class WrappedStore(Store):
 
     @override
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return self._request(self._store.list, prefix)
+        return iter(self._request(lambda: [*self._store.list(prefix)]))
 
     @override
     def list_folders(self, prefix: str) -> Iterator[str]:
-        return self._request(self._store.list_folders, prefix)
+        return iter(self._request(lambda: [*self._store.list_folders(prefix)]))
 
     @override
     def delete_many(self, keys: Iterable[str]) -> None:
@@ -386,7 +378,7 @@ _LASTING = frozenset((
 _NO_CREDENTIALS = ("NoAuthTokenError", "NoCredentialsError", "PartialCredentialsError", "ProfileNotFound")
 """Errors of botocore. Others, such as CredentialRetrievalError, may be an outage of the service that issues them."""
 _REFUSED_CODES = ("ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired")
-_UNAUTHORIZED, _FORBIDDEN, NOT_FOUND, NOT_SATISFIABLE = 401, 403, 404, 416
+_UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND, NOT_SATISFIABLE = 401, 403, 404, 416
 _REFUSED = frozenset((400, 405, 411, 412, 413, 416))
 """Statuses of requests that are refused again."""
 
@@ -408,18 +400,7 @@ def store_errors(what: str, url: str) -> Iterator[None]:
         yield
     except CkptError:
         raise
-    except FileNotFoundError as error:
-        if _has_code(error, _NO_BUCKET):
-            raise no_such_bucket(url) from error
-        if _has_code(error, _NO_UPLOAD):  # no object is missing: another upload can succeed
-            raise StoreUnavailable(
-                f"cannot {what} {url}: the service has aborted its upload",
-                "Try again. A lifecycle rule of the bucket must leave unfinished uploads alone for a day",
-            ) from error
-        raise ObjectMissing(f"cannot {what} {url}: it does not exist") from error
     except Exception as error:
-        if http_status(error) == NOT_FOUND:
-            raise ObjectMissing(f"cannot {what} {url}: it does not exist") from error
         raise _translate(error, what, url) from error
 
 
@@ -453,13 +434,22 @@ def _reply(error: BaseException | None) -> dict[str, Any]:
 
 
 def _translate(error: Exception, what: str, url: str) -> CkptError:
+    if _has_code(error, _NO_BUCKET):
+        return no_such_bucket(url)
+    if _has_code(error, _NO_UPLOAD):  # no object is missing: another upload can succeed
+        return StoreUnavailable(
+            f"cannot {what} {url}: the service has aborted its upload",
+            "Try again. A lifecycle rule of the bucket must leave unfinished uploads alone for a day",
+        )
+    status = http_status(error)
+    if isinstance(error, FileNotFoundError) or status == _NOT_FOUND:
+        return ObjectMissing(f"cannot {what} {url}: it does not exist")
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.ENOSPC, errno.EDQUOT):
         return StoreFull(
             f"cannot {what} {url}: no space left",
             "Free space, or prune old checkpoints now (ckptctl prune --grace 0s); committed checkpoints are untouched",
         )
-    status = http_status(error)
     lacking = type(error).__name__ in _NO_CREDENTIALS or _reply_code(error) in (*_REFUSED_CODES, str(_UNAUTHORIZED))
     if lacking or status == _UNAUTHORIZED:
         return StoreReadOnly(

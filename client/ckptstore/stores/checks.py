@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 from ckptstore import names
@@ -69,22 +70,21 @@ class StoreReport(Record):
 def run_store_checks(store: Store, clock: Clock) -> StoreReport:
     """Write, read, list, create concurrently and delete some small objects. Without the first write, nothing else."""
     running = _StoreChecks(store, clock)
-    checks = list(running.run())
+    checks, probed = list(running.run()), running.probed
     return StoreReport(
         store=store.url,
         ok=all(check.ok for check in checks),
-        conditional_writes={"create once", "one winner"} <= {check.name for check in checks if check.ok},
-        clock_skew_s=running.skew_s,
+        conditional_writes=bool(probed and probed.creates_once),
+        clock_skew_s=probed.skew_s if probed else None,
         checks=checks,
         client=store.client,
         create_only=store.create_only,
-        races=f"{running.probed.races_won} of {_RACES}" if running.probed else "",
+        races=f"{probed.races_won} of {_RACES}" if probed else "",
     )
 
 
 class _StoreChecks:
     def __init__(self, store: Store, clock: Clock) -> None:
-        self.skew_s: float | None = None
         self._store = store
         self._clock = clock
         self.probed: Probe | None = None
@@ -92,7 +92,7 @@ class _StoreChecks:
         self._key = self._folder + "object"
 
     def run(self) -> Iterator[StoreCheck]:
-        steps: dict[str, Callable[[], str]] = {
+        steps = {
             "write": self._write,
             "read": self._read,
             "read a range": self._read_range,
@@ -104,21 +104,17 @@ class _StoreChecks:
         }
         try:
             for name, step in steps.items():
-                check = self._check(name, step)
-                yield check
-                if name == "write" and not check.ok:
+                began = time.perf_counter()
+                try:
+                    problem = step()
+                except CkptError as error:
+                    problem = str(error)
+                yield StoreCheck(name=name, ok=not problem, seconds=time.perf_counter() - began, detail=problem)
+                if name == "write" and problem:
                     break  # whatever else fails then has the same cause
         finally:
             with suppress(CkptError):  # the checks have reported the problem
                 self._store.delete_many([info.key for info in self._store.list(self._folder)])
-
-    def _check(self, name: str, step: Callable[[], str]) -> StoreCheck:
-        began = time.perf_counter()
-        try:
-            problem = step()
-        except CkptError as error:
-            problem = str(error)
-        return StoreCheck(name=name, ok=not problem, seconds=time.perf_counter() - began, detail=problem)
 
     def _write(self) -> str:
         _check_bucket(self._store)
@@ -149,9 +145,9 @@ class _StoreChecks:
         )
 
     def _check_clock(self) -> str:
-        self.skew_s = self._found().skew_s
-        far = abs(self.skew_s) > _SKEW_ALLOWED_S
-        return f"the store's clock is {self.skew_s:+.0f} s from this machine's" if far else ""
+        skew_s = self._found().skew_s
+        far = abs(skew_s) > _SKEW_ALLOWED_S
+        return f"the store's clock is {skew_s:+.0f} s from this machine's" if far else ""
 
     def _found(self) -> Probe:
         if self.probed is None:
@@ -218,7 +214,14 @@ def creates_once(store: Store, clock: Clock) -> bool:
         return store.one_winner
     with _probing:
         if store.identity not in _found:
-            _found[store.identity] = _probe_creates(store, clock)
+            try:
+                _found[store.identity] = probe_store(store, clock).creates_once
+            except StoreReadOnly as error:
+                # The credentials may be limited to one run.
+                logger.warning(
+                    "cannot check whether %s overwrites on create; assuming that it does not: %s", store.url, error
+                )
+                _found[store.identity] = True
         return _found[store.identity]
 
 
@@ -240,15 +243,6 @@ def check_store(store: Store, clock: Clock) -> None:
             f"the clock of {store.url} is {abs(probe.skew_s):.0f} s {ahead} ours, limit: {MAX_SKEW_S:.0f} s",
             "Synchronize the clocks: until then the age of objects is unknown and nothing is deleted",
         )
-
-
-def _probe_creates(store: Store, clock: Clock) -> bool:
-    try:
-        return probe_store(store, clock).creates_once
-    except StoreReadOnly as error:
-        # The credentials may be limited to one run.
-        logger.warning("cannot check whether %s overwrites on create; assuming that it does not: %s", store.url, error)
-        return True
 
 
 def _one_wins(store: Store, clock: Clock) -> bool:
@@ -300,6 +294,16 @@ def measure_store(
     chunk = os.urandom(CHUNK_BYTES)  # a store may compress or find repeated bytes, within this bound
     chunks = -(-num_bytes // _LEAST_BYTES)
     keys = [f"{folder}object-{number}" for number in range(NUM_OBJECTS)]
+
+    def read(place: tuple[str, int]) -> str:
+        """The digest of one chunk."""
+        key, at = place
+        buffer = memoryview(bytearray(CHUNK_BYTES))
+        with store.open_reader(key) as reader:
+            reader.read(at * CHUNK_BYTES, buffer)
+        progress(CHUNK_BYTES)
+        return digest(buffer)
+
     try:
         began = time.perf_counter()
         for key in keys:
@@ -309,8 +313,7 @@ def measure_store(
                     progress(CHUNK_BYTES)
         written_s = time.perf_counter() - began
         began = time.perf_counter()
-        places = [(key, at) for key in keys for at in range(chunks)]
-        found = in_parallel(lambda place: _read(store, *place, progress), places, store.parallel_reads)
+        found = in_parallel(read, product(keys, range(chunks)), store.parallel_reads)
         read_s = time.perf_counter() - began
     finally:
         store.delete_many([info.key for info in store.list(folder)])
@@ -324,12 +327,3 @@ def measure_store(
         num_objects=NUM_OBJECTS,
         num_bytes=total,
     )
-
-
-def _read(store: Store, key: str, chunk: int, progress: Callable[[int], None]) -> str:
-    """The digest of one chunk."""
-    buffer = memoryview(bytearray(CHUNK_BYTES))
-    with store.open_reader(key) as reader:
-        reader.read(chunk * CHUNK_BYTES, buffer)
-    progress(CHUNK_BYTES)
-    return digest(buffer)

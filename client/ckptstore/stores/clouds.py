@@ -11,7 +11,7 @@ import hashlib
 import threading
 import uuid
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
@@ -23,40 +23,33 @@ from urllib3 import BaseHTTPResponse
 
 from ckptstore.clock import system_clock
 from ckptstore.errors import ObjectMissing
-from ckptstore.stores.multipart import MultipartStore
+from ckptstore.stores.multipart import Found, MultipartStore
 from ckptstore.stores.remote import modified_at
-from ckptstore.stores.transfers import SIGNED_FOR_S, TransferFailed, Transfers, UploadPart, element, proxy_of, refusal
+from ckptstore.stores.transfers import SIGNED_FOR_S, TransferFailed, Transfers, UploadPart, element, proxy_of
 
-_MULTIPLE_CHOICES = 300
 _SCOPE = "https://storage.azure.com/.default"
 
 
 class CloudTransfers(Transfers):
     """By requests that the library authorizes."""
 
-    def request(
-        self, method: str, path: str, query: str, body: Any = None, headers: Mapping[str, str] | None = None
-    ) -> BaseHTTPResponse:
+    def request(self, method: str, path: str, query: str, body: Any = None, **headers: str) -> BaseHTTPResponse:
         """The reply to one request. Raises the error of a reply that refuses."""
         url, own = self._readable(path)
-        url += f"{'&' if '?' in url else '?'}{query}"
-        reply = self._connections.request(method, url, body=body, headers={**own, **(headers or {})})
-        if reply.status >= _MULTIPLE_CHOICES:
-            raise refusal(reply.status, reply.data)
-        return reply
+        return self.ask(method, f"{url}{'&' if '?' in url else '?'}{query}", own | headers, body)
 
     @override
     def put_part(
         self, path: str, upload: str, part: UploadPart, stop: threading.Event, retry_s: float
     ) -> dict[str, Any]:
-        query, checksum = self._described(upload, part)
-        headers = {**checksum, "Content-Length": str(len(part))}
-        reply = self.sent(lambda: self.request("PUT", path, query, part.pieces, headers), None, stop, retry_s)
+        query, headers = self._described(upload, part)
+        headers["Content-Length"] = str(len(part))
+        reply = self.sent(lambda: self.request("PUT", path, query, part.pieces, **headers), None, stop, retry_s)
         return {"PartNumber": part.number, "ETag": reply.headers.get("ETag")}
 
     @abstractmethod
     def _described(self, upload: str, part: UploadPart) -> tuple[str, dict[str, str]]:
-        """Query and headers of a part."""
+        """Query and checksum header of a part."""
 
 
 class CloudStore(MultipartStore):
@@ -108,8 +101,9 @@ class GcsTransfers(CloudTransfers):
 
     @override
     def complete(self, path: str, upload: str, parts: list[dict[str, Any]]) -> None:
-        part = "<Part><PartNumber>{PartNumber}</PartNumber><ETag>{ETag}</ETag></Part>"
-        listed = "".join(part.format(**each) for each in parts)
+        listed = "".join(
+            f"<Part><PartNumber>{part['PartNumber']}</PartNumber><ETag>{part['ETag']}</ETag></Part>" for part in parts
+        )
         body = f"<CompleteMultipartUpload>{listed}</CompleteMultipartUpload>"
         reply = self.request("POST", path, f"uploadId={upload}", body.encode())
         if not element("ETag", reply.data):  # an error may follow the status
@@ -145,7 +139,7 @@ class GcsStore(CloudStore):
         return len(old) + (self.abort_uploads(prefix, begun_before) if old else 0)
 
     @override
-    def _found(self, bucket: str, prefix: str, delimiter: str | None) -> Iterator[tuple[str, Any]]:
+    def _found(self, bucket: str, prefix: str, delimiter: str | None) -> Found:
         token = None
         while True:
             page = self._fs.call(
@@ -209,12 +203,14 @@ class AzureStore(CloudStore):
     create_only = "If-None-Match: *"
 
     @override
-    def _found(self, bucket: str, prefix: str, delimiter: str | None) -> Iterator[tuple[str, Any]]:
+    def _found(self, bucket: str, prefix: str, delimiter: str | None) -> Found:
         async def found() -> list[Any]:
             async with self._fs.service_client.get_container_client(bucket) as client:
                 if delimiter:
-                    return [each async for each in client.walk_blobs(prefix, delimiter=delimiter)]
-                return [each async for each in client.list_blobs(prefix, include=["metadata"])]
+                    listed = client.walk_blobs(prefix, delimiter=delimiter)
+                else:
+                    listed = client.list_blobs(prefix, include=["metadata"])
+                return [each async for each in listed]
 
         for each in sync(self._fs.loop, found):  # type: ignore[no-untyped-call]
             if each.name.endswith("/"):

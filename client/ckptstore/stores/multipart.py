@@ -10,25 +10,16 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from typing_extensions import override
 
 from ckptstore.codecs.chunk_codecs import Buffer
-from ckptstore.errors import StoreUnavailable
+from ckptstore.errors import ObjectMissing, StoreUnavailable
 from ckptstore.retry import outage_pauses, retry
-from ckptstore.stores.base import (
-    NOT_FOUND,
-    ObjectInfo,
-    ObjectReader,
-    ObjectWriter,
-    check_length,
-    http_status,
-    is_lasting,
-    no_such_bucket,
-)
+from ckptstore.stores.base import ObjectInfo, ObjectReader, ObjectWriter, check_length, is_lasting, no_such_bucket
 from ckptstore.stores.remote import FsspecStore, is_there
 from ckptstore.stores.transfers import ByteSpan, Transfers, UploadPart
 
@@ -40,6 +31,8 @@ _MAX_PARTS = 9_000  # S3 allows 10,000; encoded bytes may slightly exceed the si
 _PARTS_OF_ONE_SIZE = 1_000
 
 _T = TypeVar("_T")
+Found = Iterator[tuple[str, Any]]
+"""Names in a bucket, and size and time of what is there: None for a folder."""
 
 
 def part_bytes(number: int, size_hint: int) -> int:
@@ -71,7 +64,7 @@ class MultipartWriter(ObjectWriter):
     """Limit for the part being filled and the parts in flight; at least one of each is allowed."""
     _retry_s: float
     """How long each request is repeated at most."""
-    _replaces: bool = False
+    _replaces: bool
     """The object may exist, and stays if this fails."""
 
     def __post_init__(self) -> None:
@@ -103,14 +96,12 @@ class MultipartWriter(ObjectWriter):
     @override
     def commit(self) -> None:
         with self._errors():
-            if self._upload is None:
-                self._committing = True
-                self._repeat(lambda: self._fs.pipe_file(self._path, b"".join(self._part.pieces)))
-            else:
+            if self._upload is not None:
                 self._send()
                 while self._in_flight:
                     self._reap()
-                self._complete(self._upload.result())
+            self._committing = True
+            self._repeat(self._complete)
         self._threads.shutdown()
 
     @override
@@ -150,19 +141,18 @@ class MultipartWriter(ObjectWriter):
             del self._in_flight[arrived]
             self._sent.append(arrived.result())
 
-    def _complete(self, upload: str) -> None:
-        self._committing = True
+    def _complete(self) -> None:
+        """Make the object visible: of one part by a single request."""
+        if self._upload is None:
+            self._fs.pipe_file(self._path, b"".join(self._part.pieces))
+            return
         parts = sorted(self._sent, key=lambda part: int(part["PartNumber"]))
-
-        def complete() -> None:
-            try:
-                self._transfers.complete(self._path, upload, parts)
-            except Exception:
-                # The upload may be complete with its reply lost: completing it again fails on some servers.
-                if self._replaces or not is_there(self._fs, self._path, self._bytes):
-                    raise
-
-        self._repeat(complete)
+        try:
+            self._transfers.complete(self._path, self._upload.result(), parts)
+        except Exception:
+            # The upload may be complete with its reply lost: completing it again fails on some servers.
+            if self._replaces or not is_there(self._fs, self._path, self._bytes):
+                raise
 
     def _repeat(self, request: Callable[[], _T]) -> _T:
         """The result of a request of the library, which may itself retry for a while."""
@@ -192,17 +182,18 @@ class MultipartStore(FsspecStore):
     resumes_uploads = True
     _bucket_seen = False
 
-    def __init__(self, fs: Any, root: str, url: str, retried: bool = False) -> None:
+    def __init__(self, fs: Any, url: str, retried: bool) -> None:
         """fs: a file system of the service's library. retried: see open_store."""
-        super().__init__(fs, root, url)
+        super().__init__(fs, url)
         self._transfers = self.transfers(fs, retried)
+        # For a whole object s3fs would request the size first.
+        self._read, self._read_range = self._transfers.read, self._transfers.read_into
         # A library holds a whole range in memory.
         self.longest_read = _LONGEST_READ if self._transfers.suitable else 0
 
     @abstractmethod
-    def _found(self, bucket: str, prefix: str, delimiter: str | None) -> Iterator[tuple[str, Any]]:
-        """Names below a prefix, and size and time of what is there: None for a folder, which a delimiter ends. In any
-        order.
+    def _found(self, bucket: str, prefix: str, delimiter: str | None) -> Found:
+        """What is below a prefix, in any order; a delimiter ends folders.
 
         Raises FileNotFoundError, or an error with status 404, without the bucket.
         """
@@ -220,13 +211,11 @@ class MultipartStore(FsspecStore):
 
     def _listed(self, prefix: str, delimiter: str | None) -> Sequence[tuple[str, Any]]:
         bucket, _, folder = self._path(prefix).partition("/")
-        with super()._errors("list", prefix):
-            try:
+        try:
+            with super()._errors("list", prefix):
                 found = [(f"{bucket}/{name}", each) for name, each in self._found(bucket, folder, delimiter)]
-            except Exception as error:
-                if isinstance(error, FileNotFoundError) or http_status(error) == NOT_FOUND:
-                    raise no_such_bucket(self.object_url(prefix)) from error
-                raise
+        except ObjectMissing as error:
+            raise no_such_bucket(self.object_url(prefix)) from error
         self._bucket_seen = True
         return sorted(found, key=lambda each: each[0].rstrip("/"))
 
@@ -242,42 +231,26 @@ class MultipartStore(FsspecStore):
         return self.open_writer(key, size_hint, replaces=True)
 
     @override
-    def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
-        """One ranged GET, retried and resumed where it broke off."""
-        if not len(buffer):
-            return 0
-        with self._errors("read", key):
-            return self._transfers.read_into(self._path(key), offset, buffer)
-
-    @override
-    def get(self, key: str) -> bytes:
-        """One GET; s3fs would request the size first."""
-        with self._errors("read", key):
-            return self._transfers.read(self._path(key))
-
-    @override
     def open_reader(self, key: str) -> ObjectReader:
         """Read with one ranged GET per expected range."""
-        return _SpanReader(self._transfers, self._path(key), self.object_url(key), partial(self._errors, "read", key))
+        nothing_yet = ByteSpan(self._transfers, self._path(key), 0, 0)
+        errors = partial(self._errors, "read", key)
+        return _SpanReader(nothing_yet, self.object_url(key), errors, self._transfers.suitable)
 
 
 @dataclass
 class _SpanReader(ObjectReader):
     """Streams each expected range from one reply."""
 
-    _transfers: Transfers
-    _path: str
+    _span: ByteSpan
     _url: str
     _errors: Callable[[], AbstractContextManager[None]]
-
-    def __post_init__(self) -> None:
-        self.small_reads = self._transfers.suitable
-        self._span = ByteSpan(self._transfers, self._path, 0, 0)
+    small_reads: bool
 
     def expect(self, offset: int, num_bytes: int, again: bool = True) -> None:
         """Sends no request before the first read."""
         self._span.close()
-        self._span = ByteSpan(self._transfers, self._path, offset, offset + num_bytes)
+        self._span = replace(self._span, at=offset, end=offset + num_bytes)
 
     def read(self, offset: int, buffer: memoryview) -> None:
         """Read from the open reply if the range is in it."""

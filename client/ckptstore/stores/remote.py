@@ -8,10 +8,11 @@ from __future__ import annotations
 import errno
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from typing_extensions import override
@@ -25,7 +26,6 @@ _MAX_PARTS = 9_000  # S3 allows 10,000
 # fsspec's memory file system checks and then writes, and lists a dictionary while other threads change it. A lock makes
 # each operation atomic. Its objects are visible to this process only.
 _MEMORY_LOCK = threading.RLock()
-_NO_LOCK = nullcontext()
 
 
 class FsspecStore(Store):
@@ -36,16 +36,20 @@ class FsspecStore(Store):
     ckptstore.stores.remote_create detects such services.
     """
 
-    def __init__(self, fs: Any, root: str, url: str) -> None:
+    def __init__(self, fs: Any, url: str) -> None:
         self._fs = fs
-        self._root = root.rstrip("/")
+        self._root = fs._strip_protocol(url).rstrip("/")
+        self._read: Callable[[str], bytes] = fs.cat_file
+        """A whole object, by its path."""
+        self._read_range: Callable[[str, int, memoryview], int] = partial(read_range, fs)
+        """See read_range."""
         self.url = url.rstrip("/")
         # The same URL is another bucket at another endpoint. The token is a hash of all options.
         self.identity = f"{self.url} {fs._fs_token}"
         library = type(fs).__module__.partition(".")[0]
         self.client = f"{library} {getattr(sys.modules[library], '__version__', '')}"
-        in_memory = "memory" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
-        self._lock: AbstractContextManager[Any] = _MEMORY_LOCK if in_memory else _NO_LOCK
+        in_memory = url.startswith("memory:")
+        self._lock: AbstractContextManager[Any] = _MEMORY_LOCK if in_memory else nullcontext()
         self.shared_between_processes = not in_memory
         self.one_winner = in_memory or None
 
@@ -77,14 +81,14 @@ class FsspecStore(Store):
     @override
     def get(self, key: str) -> bytes:
         with self._errors("read", key):
-            return bytes(self._fs.cat_file(self._path(key)))
+            return bytes(self._read(self._path(key)))
 
     @override
     def read_into(self, key: str, offset: int, buffer: memoryview) -> int:
         if not len(buffer):
             return 0
         with self._errors("read", key):
-            return read_range(self._fs, self._path(key), offset, buffer)
+            return self._read_range(self._path(key), offset, buffer)
 
     @override
     def size(self, key: str) -> int:
@@ -198,10 +202,10 @@ def modified_at(info: dict[str, Any]) -> float:
     """When an object was written, by what a file system says of it."""
     for name in ("LastModified", "last_modified", "mtime", "updated", "created"):
         value = info.get(name)
+        if isinstance(value, str):
+            value = datetime.fromisoformat(value)
         if isinstance(value, datetime):
             return value.timestamp()
         if isinstance(value, int | float):
             return float(value)
-        if isinstance(value, str):
-            return datetime.fromisoformat(value).timestamp()
     return 0.0

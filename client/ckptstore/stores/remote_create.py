@@ -47,21 +47,17 @@ class RemoteCreateStore(WrappedStore):
         """
         if key.startswith(names.PROBES_PREFIX) or creates_once(self._store, self._clock):
             return self._store.put_if_absent(key, data)
-        if not names.is_decision(key):
-            return self._read_and_put(key, data)
-        if self._decide is not None:
-            proposal = bytes(data)
-            return self._decide(key, proposal) == proposal
-        if not self._warned:
-            self._warned = True
-            logger.warning(
-                "%s accepts create-only writes and overwrites: if an attempt is aborted while it is being committed, "
-                "both may succeed. Set CKPTD_URL to a daemon, whose database then decides",
-                self.url,
-            )
-        return self._read_and_put(key, data)
-
-    def _read_and_put(self, key: str, data: Buffer) -> bool:
+        if names.is_decision(key):
+            if self._decide is not None:
+                proposal = bytes(data)
+                return self._decide(key, proposal) == proposal
+            if not self._warned:
+                self._warned = True
+                logger.warning(
+                    "%s accepts create-only writes and overwrites: if an attempt is aborted while it is being "
+                    "committed, both may succeed. Set CKPTD_URL to a daemon, whose database then decides",
+                    self.url,
+                )
         try:
             self._store.size(key)
         except ObjectMissing:

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from ckptstore.errors import StoreUnavailable
 from ckptstore.retry import outage_pauses, retry
-from ckptstore.stores.base import ObjectInfo, ObjectReader, Store, WrappedStore, is_lasting
+from ckptstore.stores.base import ObjectReader, Store, WrappedStore, is_lasting
 
 logger = logging.getLogger(__name__)
 
@@ -80,14 +80,6 @@ class RetryingStore(WrappedStore):
         return result
 
     @override
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return iter(self.repeat(lambda: [*self._store.list(prefix)]))
-
-    @override
-    def list_folders(self, prefix: str) -> Iterator[str]:
-        return iter(self.repeat(lambda: [*self._store.list_folders(prefix)]))
-
-    @override
     def delete_many(self, keys: Iterable[str]) -> None:
         super().delete_many([*keys])
 
@@ -111,15 +103,15 @@ class RetryingStore(WrappedStore):
             if self.retry_s and not is_lasting(error):
                 with self._lock:
                     first = self._away_since is None
-                    self._away_since = time.monotonic() if first else self._away_since
+                    if first:
+                        self._away_since = time.monotonic()
                 if first:
-                    left = f"requests are repeated for {self.retry_s:.0f} s more"
-                    self._warn(f"{self.url} does not answer, {left}: {error}")
+                    self._warn(
+                        f"{self.url} does not answer, requests are repeated for {self.retry_s:.0f} s more: {error}"
+                    )
             raise
 
     def _answered(self) -> None:
-        if self._away_since is None:
-            return
         with self._lock:
             since, self._away_since = self._away_since, None
         if since is not None:

@@ -12,8 +12,8 @@ from typing import Any
 from typing_extensions import override
 
 from ckptstore.stores.base import store_errors
-from ckptstore.stores.multipart import MultipartStore
-from ckptstore.stores.transfers import READ_TIMEOUT_S, SIGNED_FOR_S, Transfers, UploadPart, proxy_of, refusal
+from ckptstore.stores.multipart import Found, MultipartStore
+from ckptstore.stores.transfers import READ_TIMEOUT_S, SIGNED_FOR_S, Transfers, UploadPart, proxy_of
 
 try:
     from isal.isal_zlib import crc32
@@ -23,7 +23,6 @@ except ImportError:  # the same result at a quarter of the speed
 logger = logging.getLogger(__name__)
 
 _CHECKSUM = "x-amz-checksum-crc32"
-_OK = 200
 
 
 class S3Transfers(Transfers):
@@ -37,8 +36,8 @@ class S3Transfers(Transfers):
         super().__init__(
             fs,
             retried,
-            connect=config["connect_timeout"],
-            read=config["read_timeout"],
+            connect_s=config["connect_timeout"],
+            read_s=config["read_timeout"],
             ca_certs=verify if isinstance(verify, str) else os.environ.get("AWS_CA_BUNDLE"),
         )
         self.suitable = verify is not False and not config.get("proxies") and not proxy_of(fs.endpoint_url)
@@ -52,53 +51,45 @@ class S3Transfers(Transfers):
     @override
     def begin(self, path: str) -> str:
         checksum = {"ChecksumAlgorithm": "CRC32"} if self._checksums else {}
-        return str(self._call("create_multipart_upload", path, **checksum)["UploadId"])
+        return str(self.call("create_multipart_upload", path, **checksum)["UploadId"])
 
     @override
     def put_part(
         self, path: str, upload: str, part: UploadPart, stop: threading.Event, retry_s: float
     ) -> dict[str, Any]:
         parameters: dict[str, Any] = {"UploadId": upload, "PartNumber": part.number}
-        if self._checksums:
-            parameters["ChecksumCRC32"] = crc32_of(part)
-        return self.sent(
-            lambda: self._put_part(path, parameters, part),
-            lambda: self._put_part_by_s3fs(path, parameters, part),
-            stop,
-            retry_s,
-        )
+        headers = {"Content-Length": str(len(part))}
+        crc = crc32_of(part) if self._checksums else ""
+        if crc:
+            parameters["ChecksumCRC32"] = headers[_CHECKSUM] = crc
+
+        def put() -> dict[str, Any]:
+            url = self.fs.url(path, expires=SIGNED_FOR_S, client_method="upload_part", **parameters)
+            reply = self.ask("PUT", url, headers, part.pieces)
+            done = {"PartNumber": part.number, "ETag": reply.headers["ETag"]}
+            # A service that returns the checksum has verified it, and requires it again at completion.
+            return {**done, "ChecksumCRC32": crc} if crc and reply.headers.get(_CHECKSUM) == crc else done
+
+        def put_by_s3fs() -> dict[str, Any]:
+            reply = self.call("upload_part", path, Body=b"".join(part.pieces), **parameters)
+            fields = {name: reply[name] for name in ("ETag", "ChecksumCRC32") if name in reply}
+            return {"PartNumber": part.number, **fields}
+
+        return self.sent(put, put_by_s3fs, stop, retry_s)
 
     @override
     def complete(self, path: str, upload: str, parts: list[dict[str, Any]]) -> None:
-        self._call("complete_multipart_upload", path, UploadId=upload, MultipartUpload={"Parts": parts})
+        self.call("complete_multipart_upload", path, UploadId=upload, MultipartUpload={"Parts": parts})
 
     @override
     def abort(self, path: str, upload: str) -> None:
         try:
-            self._call("abort_multipart_upload", path, UploadId=upload)
+            self.call("abort_multipart_upload", path, UploadId=upload)
         except FileNotFoundError:
             pass
 
-    def _put_part(self, path: str, parameters: dict[str, Any], part: UploadPart) -> dict[str, Any]:
-        url = self.fs.url(path, expires=SIGNED_FOR_S, client_method="upload_part", **parameters)
-        headers = {"Content-Length": str(len(part))}
-        crc = parameters.get("ChecksumCRC32")
-        if crc is not None:
-            headers[_CHECKSUM] = crc
-        pieces: Any = part.pieces  # sent one by one without a copy; urllib3's annotation allows bytes only
-        reply = self._connections.request("PUT", url, body=pieces, headers=headers)
-        if reply.status != _OK:
-            raise refusal(reply.status, reply.data)
-        done = {"PartNumber": parameters["PartNumber"], "ETag": reply.headers["ETag"]}
-        # A service that returns the checksum has verified it, and requires it again at completion.
-        return {**done, "ChecksumCRC32": crc} if crc and reply.headers.get(_CHECKSUM) == crc else done
-
-    def _put_part_by_s3fs(self, path: str, parameters: dict[str, Any], part: UploadPart) -> dict[str, Any]:
-        reply = self._call("upload_part", path, Body=b"".join(part.pieces), **parameters)
-        fields = {name: reply[name] for name in ("ETag", "ChecksumCRC32") if name in reply}
-        return {"PartNumber": part.number, **fields}
-
-    def _call(self, method: str, path: str, **parameters: Any) -> Any:
+    def call(self, method: str, path: str, **parameters: Any) -> Any:
+        """The reply to a request of s3fs for an object."""
         bucket, key, _ = self.fs.split_path(path)
         return self.fs.call_s3(method, Bucket=bucket, Key=key, **parameters)
 
@@ -115,6 +106,7 @@ class S3Store(MultipartStore):
     """A bucket, or a folder in a bucket."""
 
     transfers = S3Transfers
+    _transfers: S3Transfers
     create_only = "If-None-Match: *"
 
     def reconnect(self) -> None:
@@ -124,9 +116,8 @@ class S3Store(MultipartStore):
 
     def size(self, key: str) -> int:
         """One HEAD; s3fs would look for a folder as well if there is no object."""
-        bucket, _, name = self._path(key).partition("/")
         with self._errors("look at", key):
-            return int(self._fs.call_s3("head_object", self._fs.kwargs, Bucket=bucket, Key=name)["ContentLength"])
+            return int(self._transfers.call("head_object", self._path(key))["ContentLength"])
 
     def abort_uploads(self, prefix: str, begun_before: float) -> int:
         """Parts of unfinished uploads do not appear in object listings."""
@@ -141,7 +132,7 @@ class S3Store(MultipartStore):
         return aborted
 
     @override
-    def _found(self, bucket: str, prefix: str, delimiter: str | None) -> Iterator[tuple[str, Any]]:
+    def _found(self, bucket: str, prefix: str, delimiter: str | None) -> Found:
         # One request per thousand objects; s3fs makes three for an empty folder.
         for page in self._pages("list_objects_v2", bucket, prefix, "ContinuationToken", Delimiter=delimiter or ""):
             yield from ((each["Prefix"], None) for each in page.get("CommonPrefixes", []))

@@ -12,14 +12,14 @@ import logging
 import math
 import re
 import threading
-import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import urllib3
 from urllib3 import BaseHTTPResponse
@@ -38,7 +38,7 @@ SIGNED_FOR_S = 3600
 _CONNECTIONS = 64
 
 _MAX_REPLY_BYTES = 1 << 16
-_OK, _PARTIAL, _MISSING, _NOTHING_THERE, _FULL = 200, 206, 404, 416, 507
+_PARTIAL, _MULTIPLE_CHOICES, _MISSING, _NOTHING_THERE, _FULL = 206, 300, 404, 416, 507
 _TRANSIENT = (408, 429, 500, 502, 503, 504)
 # The service received other bytes than were sent.
 _TRANSIENT_CODES = ("BadDigest", "IncompleteBody", "Md5Mismatch", "RequestTimeout", "XAmzContentChecksumMismatch")
@@ -86,18 +86,24 @@ class Transfers(ABC):
     suitable = True
     """False once requests without the library are known not to work."""
 
-    def __init__(self, fs: Any, retried: bool, proxy: str | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        fs: Any,
+        retried: bool,
+        proxy: str | None = None,
+        connect_s: float = _CONNECT_TIMEOUT_S,
+        read_s: float = READ_TIMEOUT_S,
+        **options: Any,
+    ) -> None:
         """fs: a file system of the library. retried: the caller repeats requests, so one that timed out is not sent
         again here. A range that broke off is resumed in any case: the caller would read it from its beginning.
 
-        options: of the connections, with the timeouts connect and read.
+        connect_s, read_s: timeouts. options: of the connections.
         """
         self.fs = fs
-        self.library = type(fs).__module__.partition(".")[0]
         self._lock = threading.Lock()
-        options = {"connect": _CONNECT_TIMEOUT_S, "read": READ_TIMEOUT_S, **options}
-        self._limit_s = options["read"] if retried else math.inf
-        timeout = urllib3.Timeout(connect=options.pop("connect"), read=options.pop("read"))
+        self._limit_s = read_s if retried else math.inf
+        timeout = urllib3.Timeout(connect=connect_s, read=read_s)
         options |= {"maxsize": _CONNECTIONS, "retries": False, "timeout": timeout}
         self._connections = urllib3.ProxyManager(proxy, **options) if proxy else urllib3.PoolManager(**options)
 
@@ -127,20 +133,22 @@ class Transfers(ABC):
 
     def read(self, path: str) -> bytes:
         """A whole small object."""
-
-        def request() -> bytes:
-            url, headers = self._readable(path)
-            reply = self._connections.request("GET", url, headers=headers, decode_content=False)
-            if reply.status != _OK:
-                raise refusal(reply.status, reply.data)
-            return reply.data
-
-        return self.sent(request, lambda: bytes(self.fs.cat_file(path)))
+        return self.sent(lambda: self.ask("GET", *self._readable(path)).data, lambda: bytes(self.fs.cat_file(path)))
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
         """Fill the buffer from `offset` of an object; returns the number of bytes before its end."""
         with closing(ByteSpan(self, path, offset, offset + len(buffer))) as span:
             return span.read(buffer)
+
+    def ask(self, method: str, url: str, headers: Mapping[str, str], body: Any = None) -> BaseHTTPResponse:
+        """The reply to one request, with its body as it was sent. Raises the error of a reply that refuses.
+
+        body: bytes, or pieces that are sent one by one without a copy.
+        """
+        reply = self._connections.request(method, url, body=body, headers=headers, decode_content=False)
+        if reply.status >= _MULTIPLE_CHOICES:
+            raise refusal(reply.status, reply.data)
+        return reply
 
     def get(self, path: str, offset: int, num_bytes: int) -> BaseHTTPResponse | None:
         """The reply to one ranged request: its length is known, its body is unread. None if the range is empty."""
@@ -184,7 +192,8 @@ class Transfers(ABC):
             result = by_library()
             with self._lock:
                 if self.suitable:
-                    logger.warning("%s makes all transfers, which is slower: %s", self.library, error)
+                    library = type(self.fs).__module__.partition(".")[0]
+                    logger.warning("%s makes all transfers, which is slower: %s", library, error)
                 self.suitable = False
             return result
 
@@ -220,15 +229,13 @@ class ByteSpan:
             reply.release_conn()
 
     def _read_on(self, buffer: memoryview) -> None:
-        done = 0
         try:
             if self._reply is None and self.at < self.end:
                 self._reply = self._transfers.get(self._path, self.at, self.end - self.at)
                 self.end = self.at + (int(self._reply.headers["Content-Length"]) if self._reply is not None else 0)
-            while done < len(buffer) and self.at < self.end:
-                assert self._reply is not None
-                count = _receive(self._reply, buffer[done:])
-                done += count
+            while len(buffer) and self.at < self.end:
+                count = _receive(self._reply, buffer)
+                buffer = buffer[count:]
                 self.at += count
         except BaseException:
             self.close()
@@ -254,8 +261,8 @@ def _receive(reply: Any, buffer: memoryview) -> int:
 def proxy_of(endpoint: str | None) -> str | None:
     """The proxy that the environment sets for this endpoint."""
     where = urlsplit(endpoint or "https://")
-    proxies = urllib.request.getproxies()
-    bypassed = where.netloc and urllib.request.proxy_bypass(where.netloc)
+    proxies = getproxies()
+    bypassed = where.netloc and proxy_bypass(where.netloc)
     return None if bypassed else proxies.get(where.scheme) or proxies.get("all")
 
 
