@@ -193,7 +193,7 @@ class MultipartStore(FsspecStore):
 
     @abstractmethod
     def _found(self, bucket: str, prefix: str, delimiter: str | None) -> Found:
-        """What is below a prefix, in any order; a delimiter ends folders.
+        """Objects and folders below a prefix, in any order; a delimiter ends the folders.
 
         Raises FileNotFoundError, or an error with status 404, without the bucket.
         """
