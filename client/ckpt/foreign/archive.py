@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import date, datetime, timedelta, timezone
 from math import prod
 from pathlib import Path
@@ -23,7 +23,6 @@ from ckpt.capture.arrays import Array
 from ckpt.dtypes import BY_NAME
 from ckpt.foreign.inert import (
     Budget,
-    GlobalName,
     LeftOut,
     Maker,
     Malformed,
@@ -69,15 +68,23 @@ class StridedTensor(Value, eq=False):
 
     def reader(self) -> Read:
         """Reads the elements, row-major and little-endian. ValueError if some are outside the storage."""
-        read = strided_read(self.storage.memory, self.dtype.itemsize, self.shape, self.strides, self.offset)
-        if not (self.storage.swapped or self.conjugated or self.negated):
-            return read
+        memory, item, shape = self.storage.memory, self.dtype.itemsize, self.shape
+        last = self.offset + sum((size - 1) * step for size, step in zip(shape, self.strides, strict=True))
+        if 0 not in shape and (min(self.offset, *self.strides, 0) < 0 or (last + 1) * item > len(memory)):
+            raise ValueError("elements lie outside the storage")  # numpy does not check an empty storage
+        begin = self.offset * item
+        array = np.ndarray(shape, np.dtype(f"V{item}"), memory, begin, [step * item for step in self.strides])
+        read_boxes = None if array.flags.c_contiguous else box_read(array, shape, item)
 
-        def read_resolved(start: int, buffer: memoryview) -> None:
-            read(start, buffer)
-            self._resolve(buffer)
+        def read(start: int, buffer: memoryview) -> None:
+            if read_boxes is None:
+                buffer[:] = memory[begin + start :][: len(buffer)]
+            else:
+                read_boxes(start, buffer)
+            if self.storage.swapped or self.conjugated or self.negated:
+                self._resolve(buffer)
 
-        return read_resolved
+        return read
 
     def _resolve(self, buffer: memoryview) -> None:
         """Apply byte order and signs to whole elements."""
@@ -129,28 +136,13 @@ def _scalar(kind: Any, data: Any) -> Any:
     return LeftOut("numpy.generic", [data])
 
 
-def strided_read(memory: memoryview, item: int, shape: Sequence[int], strides: Sequence[int], offset: int) -> Read:
-    """Reads elements of `item` bytes in memory. Strides and offset are in elements. ValueError if out of bounds."""
-    last = offset + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
-    if 0 not in shape and (min(offset, *strides, 0) < 0 or (last + 1) * item > len(memory)):
-        raise ValueError("elements lie outside the storage")  # numpy does not check an empty storage
-    array = np.ndarray(tuple(shape), np.dtype(f"V{item}"), memory, offset * item, [step * item for step in strides])
-    if not array.flags.c_contiguous:
-        return box_read(array, shape, item)
-
-    def read(start: int, buffer: memoryview) -> None:
-        buffer[:] = memory[offset * item + start :][: len(buffer)]
-
-    return read
-
-
 ZIP = b"PK\x03\x04"
 _PICKLE = "/data.pkl"
-_REMEDY = "Copy it again"
 _LARGEST = 1 << 62
-_STORAGES: dict[str, torch.dtype] = {name: dtype for dtype, name in torch.storage._dtype_to_storage_type_map().items()}
 _NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
-PATHS = [(m, n) for m in ("pathlib", "pathlib._local") for n in ("Path", "PosixPath", "PurePosixPath", "WindowsPath")]
+PATHS = [
+    f"{m}.{n}" for m in ("pathlib", "pathlib._local") for n in ("Path", "PosixPath", "PurePosixPath", "WindowsPath")
+]
 
 
 class _StorageType(Value):
@@ -174,7 +166,7 @@ def read_archive(memory: memoryview, what: str, budget: Budget) -> Any:
     except CkptError:
         raise
     except Exception as error:  # zipfile raises almost anything for a damaged file
-        raise CorruptObject(f"{what} cannot be read: {error or type(error).__name__}", _REMEDY) from error
+        raise CorruptObject(f"{what} cannot be read: {error or type(error).__name__}", "Copy it again") from error
 
 
 class _Archive(Struct):
@@ -193,7 +185,7 @@ class _Archive(Struct):
         self.records = {info.filename: info for info in infos}
         (pickle,) = (info for info in infos if info.filename.endswith(_PICKLE) and info.filename.count("/") == 1)
         self.prefix = pickle.filename.removesuffix(_PICKLE)
-        self.swapped = bytes(self._record("byteorder", optional=True)) == b"big"
+        self.swapped = f"{self.prefix}/byteorder" in self.records and bytes(self._record("byteorder")) == b"big"
         self.budget.grant(pickle.file_size)
         data = self.archive.read(pickle)  # checks its checksum
         return read_pickle(data, self.what, self._names(), self.budget, self._storage)
@@ -210,10 +202,8 @@ class _Archive(Struct):
         if any(count > 1 for count in Counter(info.filename for info in infos).values()):
             raise Malformed("it has two records of one name")
 
-    def _record(self, name: str, optional: bool = False) -> memoryview:
+    def _record(self, name: str) -> memoryview:
         info = self.records.get(f"{self.prefix}/{name}")
-        if info is None and optional:
-            return memoryview(b"")
         if info is None:
             raise Malformed(f"it has no record {name!r}")
         header = self.memory[info.header_offset :][: zipfile.sizeFileHeader]  # type: ignore[attr-defined]
@@ -237,57 +227,39 @@ class _Archive(Struct):
             raise Malformed(f"the storage {key!r} is shorter than its record says")
         return found
 
-    def _names(self) -> dict[GlobalName, Any]:
-        rebuild: dict[str, Callable[..., Any]] = {
-            "_rebuild_tensor": self._tensor,
-            "_rebuild_tensor_v2": self._tensor,
-            "_rebuild_tensor_v3": self._tensor_of_type,
-            "_rebuild_parameter": _parameter,
-            "_rebuild_parameter_with_state": _parameter,
+    def _names(self) -> dict[str, Any]:
+        makers: dict[str, Callable[..., Any]] = {
+            "torch._utils._rebuild_tensor": _tensor,
+            "torch._utils._rebuild_tensor_v2": _tensor,
+            "torch._utils._rebuild_tensor_v3": lambda storage, offset, sizes, strides, _, __, dtype, signs=None: (
+                _tensor(storage, offset, sizes, strides, signs=signs, dtype=dtype)
+            ),
+            "torch._utils._rebuild_parameter": _parameter,
+            "torch._utils._rebuild_parameter_with_state": _parameter,
+            "torch._tensor._rebuild_from_type_v2": _rebuild,
+            "torch.Size": size,
+            "torch.device": _device,
+            "collections.OrderedDict": ordered_dict,
+            "collections.Counter": self._counter,
+            "builtins.set": self._set,
+            "builtins.frozenset": lambda *items: frozenset(self._set(*items)),
+            "numpy.dtype": NumpyType,
+            **{f"{module}.scalar": _scalar for module in _NUMPY},
+            **{f"{module}._reconstruct": lambda *_: NumpyArray() for module in _NUMPY},
+            **dict.fromkeys(("collections.defaultdict", "argparse.Namespace", "types.SimpleNamespace"), lambda *_: {}),
+            **{f"datetime.{kind.__name__}": kind for kind in (date, datetime, timedelta, timezone)},
+            **dict.fromkeys(PATHS, Path),
+            "builtins.complex": _complex,
+            "builtins.bytes": lambda: b"",
+            "_codecs.encode": self._bytes,
         }
+        storages = torch.storage._dtype_to_storage_type_map()
         return {
-            **{("torch._utils", name): Maker(make) for name, make in rebuild.items()},
-            **{("torch", name): dtype for name, dtype in BY_NAME.items()},
-            **{("torch", name): _StorageType(dtype) for name, dtype in _STORAGES.items()},
-            ("torch.storage", "UntypedStorage"): _StorageType(torch.uint8),
-            ("torch._tensor", "_rebuild_from_type_v2"): Maker(_rebuild),
-            ("torch", "Size"): Maker(size),
-            ("torch", "device"): Maker(_device),
-            ("collections", "OrderedDict"): Maker(ordered_dict),
-            ("collections", "Counter"): Maker(self._counter),
-            ("builtins", "set"): Maker(self._set),
-            ("builtins", "frozenset"): Maker(lambda *items: frozenset(self._set(*items))),
-            **{(module, "scalar"): Maker(_scalar) for module in _NUMPY},
-            **{(module, "_reconstruct"): Maker(lambda *_: NumpyArray()) for module in _NUMPY},
-            ("numpy", "dtype"): Maker(NumpyType),
-            ("collections", "defaultdict"): Maker(lambda *_: {}),
-            ("argparse", "Namespace"): Maker(lambda *_: {}),
-            ("types", "SimpleNamespace"): Maker(lambda *_: {}),
-            **{("datetime", kind.__name__): Maker(kind) for kind in (date, datetime, timedelta, timezone)},
-            **{path: Maker(Path) for path in PATHS},
-            ("builtins", "complex"): Maker(_complex),
-            ("builtins", "bytes"): Maker(lambda: b""),
-            ("_codecs", "encode"): Maker(self._bytes),
+            **{name: Maker(make) for name, make in makers.items()},
+            **{f"torch.{name}": dtype for name, dtype in BY_NAME.items()},
+            **{f"torch.{name}": _StorageType(dtype) for dtype, name in storages.items()},
+            "torch.storage.UntypedStorage": _StorageType(torch.uint8),
         }
-
-    def _tensor(
-        self, storage: Any, offset: Any, sizes: Any, strides: Any, _: Any = None, __: Any = None, signs: Any = None
-    ) -> StridedTensor:
-        return self._tensor_of_type(storage, offset, sizes, strides, None, None, getattr(storage, "dtype", None), signs)
-
-    def _tensor_of_type(
-        self, storage: Any, offset: Any, sizes: Any, strides: Any, _: Any, __: Any, dtype: Any, signs: Any = None
-    ) -> StridedTensor:
-        shape, steps = size(sizes), size(strides)
-        signs = signs or {}
-        if type(storage) is not Storage or type(dtype) is not torch.dtype or type(signs) is not dict:
-            raise Malformed("a tensor is malformed")
-        if len(shape) != len(steps) or not size((offset,)):
-            raise Malformed("a tensor is malformed")
-        conjugated, negated = signs.get("conj") is True, signs.get("neg") is True
-        if (conjugated and not dtype.is_complex) or (negated and not (dtype.is_complex or dtype.is_floating_point)):
-            raise Malformed("a tensor of integers has a sign of its own")
-        return StridedTensor(storage, dtype, shape, steps, offset, conjugated, negated)
 
     def _counter(self, items: Any = None) -> Counter[Any]:
         if type(items) not in (dict, type(None)):
@@ -308,6 +280,22 @@ class _Archive(Struct):
             raise Malformed("bytes are malformed")
         self.budget.spend(64 + len(value))
         return value.encode("latin-1")
+
+
+def _tensor(
+    storage: Any, offset: Any, sizes: Any, strides: Any, _: Any = None, __: Any = None, signs: Any = None, **typed: Any
+) -> StridedTensor:
+    """typed: its dtype if that is not the storage's."""
+    shape, steps, dtype = size(sizes), size(strides), typed.get("dtype", getattr(storage, "dtype", None))
+    signs = signs or {}
+    if type(storage) is not Storage or type(dtype) is not torch.dtype or type(signs) is not dict:
+        raise Malformed("a tensor is malformed")
+    if len(shape) != len(steps) or not size((offset,)):
+        raise Malformed("a tensor is malformed")
+    conjugated, negated = signs.get("conj") is True, signs.get("neg") is True
+    if (conjugated and not dtype.is_complex) or (negated and not (dtype.is_complex or dtype.is_floating_point)):
+        raise Malformed("a tensor of integers has a sign of its own")
+    return StridedTensor(storage, dtype, shape, steps, offset, conjugated, negated)
 
 
 def _parameter(tensor: Any, *_: Any) -> Any:
@@ -343,24 +331,15 @@ def _complex(real: Any, imaginary: Any) -> complex:
 
 
 class _Window(io.RawIOBase):
-    """Memory as a file object that can be read, without a copy."""
+    """Memory as a file that zipfile can read, without a copy."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
         self._at = 0
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._memory)}[whence]
         self._at = max(0, base + offset)
-        return self._at
-
-    def tell(self) -> int:
         return self._at
 
     def readinto(self, buffer: Any) -> int:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import torch
+from msgspec import Struct
 
 from ckpt.dtypes import BY_NAME
 from ckpt.foreign.archive import PATHS, Storage, StridedTensor, read_archive, size
 from ckpt.foreign.inert import (
     MAX_DEPTH,
     Budget,
-    GlobalName,
     Maker,
     Malformed,
     Record,
@@ -26,7 +25,7 @@ from ckpt.foreign.inert import (
     record_maker,
 )
 from ckpt.foreign.parts import ForeignState, Read
-from ckpt.foreign.state import Scattered, map_file, to_foreign
+from ckpt.foreign.state import Scattered, map_file, read_file, to_foreign
 from ckptstore.errors import CorruptObject, UnsupportedObject
 from ckptstore.format.decoding import convert
 from ckptstore.values import Value
@@ -57,15 +56,15 @@ _CLASSES = (
 _BESIDE = ("common.pt", "meta.pt")
 """Files of torch.save that Megatron and Lightning write beside the tensors."""
 
-_NAMES: dict[GlobalName, Any] = {
-    **{(module, name): record_maker(name) for module in _MODULES for name in _CLASSES},
-    **{path: record_maker(path[1]) for path in PATHS},
-    ("torch", "Size"): Maker(size),
-    ("torch.serialization", "_get_layout"): only(str, "a text"),
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): only(int, "a number"),
-    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): only(int, "a number"),
-    ("collections", "OrderedDict"): Maker(ordered_dict),
-    **{("torch", name): dtype for name, dtype in BY_NAME.items()},
+_NAMES: dict[str, Any] = {
+    **{f"{module}.{name}": record_maker(name) for module in _MODULES for name in _CLASSES},
+    **{path: record_maker(path) for path in PATHS},
+    "torch.Size": Maker(size),
+    "torch.serialization._get_layout": only(str, "a text"),
+    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": only(int, "a number"),
+    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING": only(int, "a number"),
+    "collections.OrderedDict": Maker(ordered_dict),
+    **{f"torch.{name}": dtype for name, dtype in BY_NAME.items()},
 }
 _MOST = 1 << 31
 """Units of a Budget: a million pieces of tensors."""
@@ -86,6 +85,8 @@ class _StoragePlace(Value):
 
 
 class _MetadataIndex(Value):
+    """Name of a tensor or value, and the offsets of a chunk in the tensor."""
+
     fqn: str
     offset: tuple[_Count, ...] | None = None
 
@@ -98,12 +99,8 @@ class _TensorMetadata(Value):
 
 class _Metadata(Value):
     state_dict_metadata: dict[str, Any]
-    storage_data: dict[Any, Any]
+    storage_data: dict[_MetadataIndex, _StoragePlace]
     planner_data: dict[str, tuple[str | int, ...]] | None = None
-
-
-_Key = tuple[str, tuple[int, ...] | None]
-"""Name of a tensor or value, and the offsets of a chunk in the tensor."""
 
 
 def read_dcp(path: Path, item: str) -> ForeignState:
@@ -117,12 +114,8 @@ def read_dcp(path: Path, item: str) -> ForeignState:
         budget.grant((path / METADATA).stat().st_size)
         read = read_pickle((path / METADATA).read_bytes(), str(path / METADATA), _NAMES, budget)
         budget.spend_on(read)
-        metadata = _convert(read, _Metadata)
-        pairs = [
-            (_convert(index, _MetadataIndex), _convert(info, _StoragePlace))
-            for index, info in metadata.storage_data.items()
-        ]
-        folder = _DcpFolder(path, budget, {(index.fqn, index.offset): place for index, place in pairs})
+        metadata: _Metadata = _convert(read, _Metadata)
+        folder = _DcpFolder(path, budget, metadata.storage_data)
         state = _PathNode()
         for name, described in metadata.state_dict_metadata.items():
             _set(state, (metadata.planner_data or {}).get(name, (name,)), folder.value(name, described))
@@ -134,8 +127,7 @@ def read_dcp(path: Path, item: str) -> ForeignState:
     foreign = to_foreign(nested, item, str(path), budget)
     for file in map(path.joinpath, _BESIDE):
         if file.is_file():
-            beside = {file.stem: read_archive(map_file(file), str(file), budget)}
-            foreign.add(to_foreign(beside, item, str(file), budget))
+            foreign.add(to_foreign({file.stem: read_file(file, budget)}, item, str(file), budget))
     return foreign
 
 
@@ -143,21 +135,24 @@ def _convert(record: Any, kind: Any) -> Any:
     return convert(record, kind, from_attributes=True)
 
 
-@dataclass(frozen=True, slots=True)
-class _DcpFolder:
+class _DcpFolder(Struct):
     """The files of a checkpoint, and the places of chunks in them."""
 
     path: Path
     budget: Budget
-    places: dict[_Key, _StoragePlace]
-    _maps: dict[Path, memoryview] = field(default_factory=dict)
+    places: dict[_MetadataIndex, _StoragePlace]
+    maps: dict[Path, memoryview] = {}
 
     def value(self, name: str, described: Any) -> Any:
         """A tensor to be read later, or a small value."""
         if type(described).__name__ != "TensorStorageMetadata":
-            return self._small_value(name)
+            return read_archive(self._memory(self._place(name, None)), f"{name!r} of {self.path}", self.budget)
         tensor: _TensorMetadata = _convert(described, _TensorMetadata)
-        dtype = _dtype(tensor.properties)
+        match tensor.properties:
+            case Record(state=(torch.dtype() as dtype, *_)):
+                pass
+            case _:
+                raise Malformed("a tensor has no element type")
         if 0 in tensor.size:
             return StridedTensor(Storage(memoryview(b"")), dtype, tensor.size, (1,) * len(tensor.size))
         boxes = {(*chunk.offsets, *chunk.sizes): chunk for chunk in tensor.chunks if 0 not in chunk.sizes}
@@ -173,18 +168,14 @@ class _DcpFolder:
             pieces.append((box, self._read(name, place, dtype, chunk.sizes)))
         return Scattered(dtype, tensor.size, tuple(pieces))
 
-    def _small_value(self, name: str) -> Any:
-        place = self._place(name, None)
-        return read_archive(self._memory(place), f"{name!r} of {self.path}", self.budget)
-
     def _memory(self, place: _StoragePlace) -> memoryview:
         path = self.path / place.relative_path
-        if path not in self._maps:
-            self._maps[path] = map_file(path)
-        return self._maps[path][place.offset : place.offset + place.length]
+        if path not in self.maps:
+            self.maps[path] = map_file(path)
+        return self.maps[path][place.offset : place.offset + place.length]
 
     def _place(self, name: str, offsets: tuple[int, ...] | None) -> _StoragePlace:
-        place = self.places.get((name, offsets))
+        place = self.places.get(_MetadataIndex(name, offsets))
         if place is None:
             raise Malformed(f"it has no place for {name!r}")
         if place.transform_descriptors:
@@ -203,29 +194,22 @@ class _DcpFolder:
         """Reads the elements of one chunk; its tensor is located in the file at the first read."""
         if prod(sizes) * dtype.itemsize > place.length:
             raise Malformed(f"a chunk of {name!r} is larger than its place in the file")
-        find = cache(partial(self._find, name, place, dtype, sizes))
+
+        @cache
+        def find() -> Read:
+            what = f"{name!r} of {self.path}"
+            try:
+                tensor = read_archive(self._memory(place), what, Budget(what, _MOST))
+                if not isinstance(tensor, StridedTensor) or (tensor.dtype, tuple(tensor.shape)) != (dtype, sizes):
+                    raise CorruptObject(f"{what}: the tensor at byte {place.offset} does not match the metadata")
+                return tensor.reader()
+            except (UnsupportedObject, ValueError) as error:
+                raise CorruptObject(f"{what} cannot be read: {error}", "Copy the folder again") from error
 
         def read(start: int, buffer: memoryview) -> None:
             find()(start, buffer)
 
         return read
-
-    def _find(self, name: str, place: _StoragePlace, dtype: torch.dtype, sizes: tuple[int, ...]) -> Read:
-        what = f"{name!r} of {self.path}"
-        try:
-            tensor = read_archive(self._memory(place), what, Budget(what, _MOST))
-            if not isinstance(tensor, StridedTensor) or (tensor.dtype, tuple(tensor.shape)) != (dtype, sizes):
-                raise CorruptObject(f"{what}: the tensor at byte {place.offset} does not match the metadata")
-            return tensor.reader()
-        except (UnsupportedObject, ValueError) as error:
-            raise CorruptObject(f"{what} cannot be read: {error}", "Copy the folder again") from error
-
-
-def _dtype(properties: Any) -> torch.dtype:
-    state = properties.state if isinstance(properties, Record) else None
-    if isinstance(state, tuple) and state and isinstance(state[0], torch.dtype):
-        return state[0]
-    raise Malformed("a tensor has no element type")
 
 
 class _PathNode(dict[str | int, Any]):

@@ -6,7 +6,7 @@ Torch is loaded for its own formats only.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from enum import StrEnum
 from pathlib import Path
@@ -42,7 +42,7 @@ from ckptstore.format.shards import (
 from ckptstore.format.trees import TAG
 from ckptstore.names import Attempt, Reference, new_ulid
 from ckptstore.reading.fetch import Progress
-from ckptstore.reading.safetensors import StoredTensor, read_header
+from ckptstore.reading.safetensors import read_header
 from ckptstore.reading.weights import INDEX, ONLY
 from ckptstore.run import Run
 from ckptstore.stores import Store
@@ -204,11 +204,19 @@ def read_safetensors(path: Path, item: str) -> ForeignState:
     found: set[str] = set()
     for file in files:
         tensors, metadata = read_header(file)
-        twice = found & {tensor.name for tensor in tensors}
-        if twice:
+        is_own = _OWN in metadata
+        prefix = "" if is_own else f"{item}/"
+        entries = {tensor.name: prefix + tensor.name for tensor in tensors}
+        if twice := found & entries.keys():
             raise CorruptObject(f"tensor {min(twice)!r} is in two files of {path}")
-        found |= {tensor.name for tensor in tensors}
-        _add(foreign, paths, file, tensors, metadata, item)
+        found |= entries.keys()
+        for tensor in tensors:
+            piece = Slice.whole(entries[tensor.name], tensor.dtype, tensor.shape)
+            foreign.parts.append(ForeignSlice(piece, file_read(file, tensor.at)))
+        tied = {alias: entries[name] for alias, name in metadata.items() if name in entries and alias not in entries}
+        foreign.aliases.update({prefix + alias: entry for alias, entry in tied.items()})
+        for name, entry in {**entries, **tied}.items():
+            paths[tuple(name.split("/")) if is_own else (item, name)] = entry
     if not index.keys() <= found:
         raise CorruptObject(f"tensor {min(index.keys() - found)!r} is in {path} but not in its files")
     if not found:
@@ -216,27 +224,6 @@ def read_safetensors(path: Path, item: str) -> ForeignState:
     for keys, name in paths.items():
         foreign.place(keys, {TAG: "tensor", "name": name}, path)
     return foreign
-
-
-def _add(
-    foreign: ForeignState,
-    paths: dict[tuple[str, ...], str],
-    file: Path,
-    tensors: Iterable[StoredTensor],
-    metadata: Mapping[str, str],
-    item: str,
-) -> None:
-    """Add the tensors of one file, and the paths that lead to each."""
-    is_own = _OWN in metadata
-    entries = {tensor.name: tensor.name if is_own else f"{item}/{tensor.name}" for tensor in tensors}
-    tied = {alias: name for alias, name in metadata.items() if name in entries and alias not in entries}
-    for tensor in tensors:
-        piece = Slice.whole(entries[tensor.name], tensor.dtype, tensor.shape)
-        foreign.parts.append(ForeignSlice(piece, file_read(file, tensor.at)))
-    for name, entry in [*entries.items(), *((alias, entries[name]) for alias, name in tied.items())]:
-        paths[tuple(name.split("/")) if is_own else (item, name)] = entry
-    prefix = "" if is_own else f"{item}/"
-    foreign.aliases.update({prefix + alias: entries[name] for alias, name in tied.items()})
 
 
 def _index(path: Path) -> dict[str, str]:

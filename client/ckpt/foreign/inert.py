@@ -98,9 +98,6 @@ def _children(item: Any) -> list[tuple[Any, int]]:
     return [(child, 0) for child in getattr(item, "__dict__", {}).values()]
 
 
-GlobalName = tuple[str, str]
-"""Module and name of a global in a pickle."""
-
 _PER_INSTRUCTION = 16
 _LARGEST_KEY = 1 << 63
 
@@ -150,7 +147,7 @@ class Maker(Value):
 
 def record_maker(name: str) -> Maker:
     """Makes Records of a class of this name; their arguments are ignored."""
-    kind = type(name, (Record,), {})
+    kind = type(name.rpartition(".")[2], (Record,), {})
     return Maker(lambda *_: kind())
 
 
@@ -175,12 +172,12 @@ def only(kind: type, what: str) -> Maker:
 def read_pickle(
     data: bytes,
     what: str,
-    names: Mapping[GlobalName, Any],
+    names: Mapping[str, Any],
     budget: Budget,
     persistent: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """The object in a pickle. names: the globals that it may name. persistent: resolves references to other records;
-    other names are then left out.
+    """The object in a pickle. names: the globals that it may name, as module.name. persistent: resolves references to
+    other records; other names are then left out.
 
     The caller has granted the budget the size of the data, before reading it. Raises UnsupportedObject for any other
     name and if the budget is exceeded, Malformed if the pickle is damaged.
@@ -193,7 +190,7 @@ class _Reader(Struct):
 
     _data: bytes
     _what: str
-    _names: Mapping[GlobalName, Any]
+    _names: Mapping[str, Any]
     _budget: Budget
     _persistent: Callable[[Any], Any] | None
     _at: int = 0
@@ -247,26 +244,17 @@ class _Reader(Struct):
     def push(self, value: Any) -> None:
         self._stack.append(value)
 
-    def pop(self) -> None:
-        self._stack.pop()
-
     def put(self, index: int) -> None:
         self._memo[index] = self._stack[-1]
 
-    def memoize(self) -> None:
-        self.put(len(self._memo))
-
     def get(self, index: int) -> None:
-        self._stack.append(self._memo[index])
+        self.push(self._memo[index])
 
     def tuple_of(self, count: int) -> None:
         items = self._stack[-count:]
         if len(items) < count:
             raise Malformed("a tuple lacks items")
         self._stack[-count:] = [tuple(items)]
-
-    def append(self) -> None:
-        self.extend([self._stack.pop()])
 
     def extend(self, items: list[Any]) -> None:
         if self._within(items):
@@ -305,11 +293,11 @@ class _Reader(Struct):
     def _name(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
             raise Malformed("a name is not text")
-        known = (_MODULES.get(module, module), name)
-        unknown = LeftOut(".".join(known))
+        known = f"{_MODULES.get(module, module)}.{name}"
+        unknown = LeftOut(known)
         if known not in self._names and self._persistent is None:
             raise unknown.refusal(self._what)
-        self._stack.append(self._names.get(known, unknown))
+        self.push(self._names.get(known, unknown))
 
     def call(self) -> None:
         args, maker = self._stack.pop(), self._stack.pop()
@@ -317,13 +305,13 @@ class _Reader(Struct):
             raise Malformed("a call of something that cannot be called")
         unknown = next((one for one in (maker, *args) if type(one) is LeftOut), None)
         try:
-            self._stack.append(maker.make(*args) if type(maker) is Maker else maker.called(args))
+            self.push(maker.make(*args) if type(maker) is Maker else maker.called(args))
         except CkptError:
             raise
         except TypeError as error:  # another number of arguments
             if unknown is None:
                 raise Malformed(str(error)) from error
-            self._stack.append(unknown.called(args))
+            self.push(unknown.called(args))
 
     def build(self) -> None:
         state = self._stack.pop()
@@ -340,7 +328,7 @@ class _Reader(Struct):
     def resolve(self) -> None:
         if self._persistent is None:
             raise Malformed("it refers to another file")
-        self._stack.append(self._persistent(self._stack.pop()))
+        self.push(self._persistent(self._stack.pop()))
 
 
 def check_key(key: Any, budget: Budget) -> None:
@@ -388,7 +376,7 @@ _INSTRUCTIONS: dict[int, Callable[[_Reader], object]] = {
     0x80: lambda reader: reader.take(1),  # PROTO
     0x95: lambda reader: reader.take(8),  # FRAME
     ord("("): _Reader.mark,
-    ord("0"): _Reader.pop,
+    ord("0"): lambda reader: reader._stack.pop(),
     ord("N"): lambda reader: reader.push(None),
     0x88: lambda reader: reader.push(True),
     0x89: lambda reader: reader.push(False),
@@ -407,7 +395,7 @@ _INSTRUCTIONS: dict[int, Callable[[_Reader], object]] = {
     ord("B"): _pushes_sized("<I", bytes),
     0x8E: _pushes_sized("<Q", bytes),
     ord("]"): lambda reader: reader.push([]),
-    ord("a"): _Reader.append,
+    ord("a"): lambda reader: reader.extend([reader._stack.pop()]),
     ord("e"): lambda reader: reader.extend(reader.unmark()),
     ord("}"): lambda reader: reader.push({}),
     ord("s"): _Reader.set_item,
@@ -425,7 +413,7 @@ _INSTRUCTIONS: dict[int, Callable[[_Reader], object]] = {
     ord("Q"): _Reader.resolve,
     ord("q"): lambda reader: reader.put(reader.number("<B")),
     ord("r"): lambda reader: reader.put(reader.number("<I")),
-    0x94: _Reader.memoize,
+    0x94: lambda reader: reader.put(len(reader._memo)),
     ord("h"): lambda reader: reader.get(reader.number("<B")),
     ord("j"): lambda reader: reader.get(reader.number("<I")),
 }

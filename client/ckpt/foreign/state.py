@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from datetime import timezone
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec import Struct, field
 
 from ckpt.capture.arrays import byte_view
 from ckpt.capture.modules import canonical
@@ -54,14 +54,13 @@ class Scattered(Value):
 _SMALL = with_records(small_leaf)
 
 
-@dataclass(slots=True)
-class _Builder:
+class _Builder(Struct):
     """Collects the parts and trees of one file."""
 
     path: str
     foreign: ForeignState = field(default_factory=ForeignState)
-    _names: set[str] = field(default_factory=set)
-    _seen: dict[tuple[object, ...], str] = field(default_factory=dict)
+    _names: set[str] = set()
+    _seen: dict[tuple[object, ...], str] = {}
 
     def add(self, item: str, value: Any) -> None:
         self.foreign.trees[item] = encode_tree(value, item, self._leaf)
@@ -305,6 +304,11 @@ _MOST = 1 << 28
 """Units of a Budget: ten million numbers in lists, or a million tensors. Larger states hold them as tensors."""
 
 
+def read_file(path: Path, budget: Budget) -> Any:
+    """What torch.save wrote to a file; raises as read_archive."""
+    return read_archive(map_file(path), str(path), budget)
+
+
 def map_file(path: Path) -> memoryview:
     """The bytes of a file, mapped: they take no memory of this process. Raises OSError."""
     with open(path, "rb") as file:
@@ -320,4 +324,4 @@ def read_torch(path: Path, item: str) -> ForeignState:
     larger than the file; CorruptObject if it is damaged or truncated.
     """
     budget = Budget(str(path), _MOST)
-    return to_foreign(read_archive(map_file(path), str(path), budget), item, str(path), budget)
+    return to_foreign(read_file(path, budget), item, str(path), budget)

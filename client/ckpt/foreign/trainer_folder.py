@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, chain
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from ckpt.capture.train_state import MODEL, OPTIMIZER
-from ckpt.foreign.archive import StridedTensor, read_archive
+from ckpt.foreign.archive import StridedTensor
 from ckpt.foreign.inert import Budget, LeftOut
 from ckpt.foreign.parts import ForeignState
-from ckpt.foreign.state import Scattered, map_file, to_foreign
+from ckpt.foreign.state import Scattered, read_file, to_foreign
 from ckptstore.errors import CorruptObject, UnsupportedObject
+from ckptstore.format.boxes import whole
 
 _MOST = 1 << 30
 _FILE = re.compile(r"(?:(?:bf16_)?zero_pp_rank_(\d+)_)?mp_rank_00_(model|optim)_states\.pt")
@@ -45,10 +47,7 @@ def read_deepspeed(path: Path, item: str) -> ForeignState:
     if (path / "latest").is_file():
         path /= (path / "latest").read_text().strip()
     budget = Budget(str(path), _MOST)
-
-    def read(file: Path) -> Any:
-        return read_archive(map_file(file), str(file), budget)
-
+    read = partial(read_file, budget=budget)
     files: dict[str, dict[int, Path]] = {"model": {}, "optim": {}}
     for file in path.glob("*.pt"):
         if not (match := _FILE.fullmatch(file.name)):
@@ -70,15 +69,12 @@ def read_deepspeed(path: Path, item: str) -> ForeignState:
         model, state, groups = _zero(path, shapes, ranks)
     model = {**_fixed(path, models), **model}
     model |= {name: model[other] for name, other in models[0]["shared_params"].items()}
-    scaler, groups = (
-        zero.get("loss_scaler"),
-        [dict(group, params=list(own)) for group, own in zip(groups, shapes, strict=True)],
-    )
+    groups = [dict(group, params=list(own)) for group, own in zip(groups, shapes, strict=True)]
     trainer = {key: value for key, value in models[0].items() if key not in _PARAMETERS}
-    if isinstance(scaler, LeftOut):  # its attributes are numbers
+    if isinstance(scaler := zero.get("loss_scaler"), LeftOut):  # its attributes are numbers
         trainer["loss_scaler"] = next((dict(part) for part in scaler.parts if isinstance(part, dict)), None)
-    whole = {MODEL: model, OPTIMIZER: {"state": state, "param_groups": groups}, "trainer": trainer}
-    return to_foreign(whole, item, str(path), budget)
+    items = {MODEL: model, OPTIMIZER: {"state": state, "param_groups": groups}, "trainer": trainer}
+    return to_foreign(items, item, str(path), budget)
 
 
 def read_accelerate(path: Path, item: str) -> ForeignState:
@@ -86,7 +82,7 @@ def read_accelerate(path: Path, item: str) -> ForeignState:
     budget, state = Budget(str(path), _MOST), {}
     for name, key in _ACCELERATE.items():
         if (path / name).is_file():
-            state[key] = read_archive(map_file(path / name), str(path / name), budget)
+            state[key] = read_file(path / name, budget)
     return to_foreign(state, item, str(path), budget)
 
 
@@ -192,4 +188,4 @@ def _joined(path: Path, shape: tuple[int, ...], parts: _Flat) -> Scattered:
             if low < high:
                 read_part(low - begin, buffer[low - start : high - start])
 
-    return Scattered(parts[0].dtype, tuple(shape), (((0,) * len(shape) + tuple(shape), read),))
+    return Scattered(parts[0].dtype, tuple(shape), ((whole(shape), read),))

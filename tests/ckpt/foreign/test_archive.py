@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.foreign.archive import Storage, StridedTensor, strided_read
+from ckpt.foreign.archive import Storage, StridedTensor
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from ckpt.foreign.archive import Storage, StridedTensor, strided_read
 )  # fmt: skip
 def test_elements_outside_memory(memory: bytes, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> None:
     with pytest.raises(ValueError, match="outside"):
-        strided_read(memoryview(memory), 4, shape, strides, offset)
+        StridedTensor(Storage(memoryview(memory)), torch.int32, shape, strides, offset).reader()
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
