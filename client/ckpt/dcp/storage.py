@@ -80,7 +80,7 @@ from ckptstore.format.shards import (
     slice_tables,
 )
 from ckptstore.format.trees import TAG, encode_tree, unsupported
-from ckptstore.names import Attempt, Reference, RunKeys, check_run, check_step, new_ulid
+from ckptstore.names import Attempt, Reference, check_run, check_step, new_ulid
 from ckptstore.reading.source import Source, StoreSource, read_manifest
 from ckptstore.run import Run
 from ckptstore.stores import Store, open_store
@@ -313,22 +313,21 @@ class StorageWriter(TorchStorageWriter):
         Raises UnsupportedObject for objects that cannot be stored without pickle, and the store's errors.
         """
         assignment: Assignment = plan.storage_data
-        store = self._open()
+        run = Run(self._open(), assignment.run)
         items = RankItems.of(plan, planner)
         shards = []
         if items.placed:
             name = names.shard_name(assignment.rank)
-            encoded = encode_stream(items.chunks(), encode_by(POLICIES[self._compress]))
-            key = RunKeys(assignment.run).shard(assignment.attempt, name)
-            with closing(encoded):
-                uploaded = upload_shard(store, key, raw_bytes(items.placed), encoded, lambda _: None)
+            key = run.keys.shard(assignment.attempt, name)
+            with closing(encode_stream(items.chunks(), encode_by(POLICIES[self._compress]))) as encoded:
+                uploaded = upload_shard(run.store, key, raw_bytes(items.placed), encoded, lambda _: None)
             shards = [Shard(name=name, rank=assignment.rank, chunks=chunk_table(uploaded.chunks))]
         entries, slices = slice_tables(items.placed)
         content = Content(shards=shards, entries=entries, slices=slices, aliases={}, trees={})
         if self._is_coordinator:
             self._own = (assignment, content)
         else:
-            _write_receipt(Run(store, assignment.run), assignment, content)
+            _write_receipt(run, assignment, content)
         future: Future[list[WriteResult]] = Future()
         future.set_result(items.results)
         return future

@@ -49,7 +49,7 @@ from ckptstore.stores import Store
 from ckptstore.values import Value
 
 
-def new_attempt(store: Store, reference: str, clock: Clock) -> tuple[str, Attempt]:
+def new_attempt(store: Store, reference: str, clock: Clock) -> tuple[Run, Attempt]:
     """The run and a new attempt of the step in RUN@STEP, in the newest generation that has begun.
 
     Raises InvalidRequest if the step has a checkpoint, or if this one would be the newest although a later step exists.
@@ -60,8 +60,9 @@ def new_attempt(store: Store, reference: str, clock: Clock) -> tuple[str, Attemp
     try:
         found = find(store, wanted)
     except NoCheckpoint:
-        generation = joined_generation(Run(store, wanted.run), wanted.step)
-        return wanted.run, Attempt(wanted.step, new_ulid(clock()), generation=generation)
+        run = Run(store, wanted.run, clock)
+        generation = joined_generation(run, wanted.step)
+        return run, Attempt(wanted.step, new_ulid(clock()), generation=generation)
     raise InvalidRequest(
         f"{found.id} exists", "Choose another run or step; committed checkpoints are never overwritten"
     )

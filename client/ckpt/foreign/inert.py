@@ -214,6 +214,8 @@ class _Reader(Struct):
     # Reading arguments.
 
     def take(self, count: int) -> bytes:
+        if count < 0:
+            raise Malformed("a negative size")
         data = self._data[self._at : self._at + count]
         if len(data) < count:
             raise Malformed("it is truncated")
@@ -353,13 +355,7 @@ def _pushes(kind: str) -> Callable[[_Reader], None]:
 
 
 def _pushes_sized(kind: str, convert: Callable[[bytes], Any]) -> Callable[[_Reader], None]:
-    return lambda reader: reader.push(convert(reader.take(_not_negative(reader.number(kind)))))
-
-
-def _not_negative(size: int) -> int:
-    if size < 0:
-        raise Malformed("a negative size")
-    return size
+    return lambda reader: reader.push(convert(reader.take(reader.number(kind))))
 
 
 def _long(data: bytes) -> int:

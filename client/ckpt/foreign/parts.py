@@ -62,14 +62,10 @@ def file_read(path: Path, offset: int) -> Read:
     """Reads uncompressed bytes of a file, starting at `offset`."""
 
     def read(start: int, buffer: memoryview) -> None:
-        with open(path, "rb", buffering=0) as file:
+        with open(path, "rb") as file:
             file.seek(offset + start)
-            done = 0
-            while done < len(buffer):
-                count = file.readinto(buffer[done:])
-                if not count:
-                    raise CorruptObject(f"{path} ends early", "The file is truncated; copy it again")
-                done += count
+            if file.readinto(buffer) < len(buffer):
+                raise CorruptObject(f"{path} ends early", "The file is truncated; copy it again")
 
     return read
 

@@ -62,10 +62,7 @@ class _Builder(Struct):
     _names: set[str] = set()
     _seen: dict[tuple[object, ...], str] = {}
 
-    def add(self, item: str, value: Any) -> None:
-        self.foreign.trees[item] = encode_tree(value, item, self._leaf)
-
-    def _leaf(self, path: str, value: Any) -> JSON:
+    def leaf(self, path: str, value: Any) -> JSON:
         if isinstance(value, Scattered):
             name, dtype = self._fresh(path), self._dtype(path, value.dtype)
             slices = [(Slice(name, dtype, value.shape, box), read) for box, read in value.pieces]
@@ -136,7 +133,8 @@ def to_foreign(state: Any, item: str, path: str, budget: Budget) -> ForeignState
     for name, value in items.items():
         state = value if name == MODEL else _unflattened(value)
         state = _optimizer(name, state, items.get(MODEL), builder.foreign.notes)
-        builder.add(f"{name}{_NUMBERED}" if _is_optimizer(state) else name, state)
+        stored = f"{name}{_NUMBERED}" if _is_optimizer(state) else name
+        builder.foreign.trees[stored] = encode_tree(state, stored, builder.leaf)
     if left_out and not builder.foreign.parts:
         raise next(iter(left_out.values())).refusal(path)
     if not builder.foreign.trees:

@@ -78,8 +78,8 @@ class Backup(keras.callbacks.Callback):
         self._iterator: Any = None
         self._measured = False
         self._restored = restore_from(self.model, self._checkpointer, data=self._place)
-        self._step = self._saved_step = 0 if self._restored is None else self._restored.step
-        self._saved_epoch = self._place.epoch
+        self._step = 0 if self._restored is None else self._restored.step
+        self._saved = self._step, self._place.epoch
         if self._restored is not None:
             self.model._initial_epoch = self._place.epoch
         self._fitted = self.model  # within a step, `self.model` would give JAX's variables their values
@@ -107,7 +107,7 @@ class Backup(keras.callbacks.Callback):
         if self._restored is None:
             self._step += done - place.batch
             place.batch = done
-            if self._step - self._saved_step >= self._interval or (self._schedule and self._schedule.due(self._step)):
+            if self._step - self._saved[0] >= self._interval or (self._schedule and self._schedule.due(self._step)):
                 self._save(logs)
         elif done > place.batch:
             raise self._mismatch("that is within a step here")
@@ -128,7 +128,7 @@ class Backup(keras.callbacks.Callback):
         """Save the end of training, and wait until it is durable."""
         self._step_aside()
         self.model._initial_epoch = None
-        if (self._step, self._place.epoch) != (self._saved_step, self._saved_epoch):
+        if (self._step, self._place.epoch) != self._saved:
             self._save(logs)
         self._checkpointer.wait()
 
@@ -138,7 +138,7 @@ class Backup(keras.callbacks.Callback):
         save_async(
             self.model, self._step, checkpointer=self._checkpointer, metrics=metrics, repeat_step=True, data=self._place
         )
-        self._saved_step, self._saved_epoch = self._step, self._place.epoch
+        self._saved = self._step, self._place.epoch
 
     def _train(self, train: Callable[..., Any], *arguments: Any) -> Any:
         """Stands for the function that trains a step. Its last argument is the iterator, or with torch a batch.
@@ -327,16 +327,16 @@ def restore_from(model: Any, checkpointer: Checkpointer, **options: Any) -> Rest
     """The same; all but the metrics, whose arrays are in `Restored.values`."""
     if not model.built:
         raise InvalidRequest("the model is not built", "Give it an Input, or call it on a batch of data")
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None and not optimizer.built:
+    for attribute, optimizer in _optimizers(model).items():
+        if optimizer.built:
+            continue
+        if attribute:  # which variables it trains is in `train_step`
+            raise InvalidRequest(
+                f"the optimizer {attribute} of the model is not built",
+                f"Call model.{attribute}.build() with the variables that it trains, so that its state has a place",
+            )
         with model.distribute_strategy.scope() if keras.backend.backend() == "tensorflow" else nullcontext():
             optimizer.build(model.trainable_variables)
-    for name, own in _own_optimizers(model).items():
-        if not own.built:  # which variables it trains is in `train_step`
-            raise InvalidRequest(
-                f"the optimizer {name} of the model is not built",
-                f"Call model.{name}.build() with the variables that it trains, so that its state has a place",
-            )
     restored = _agreed(model, checkpointer, options)
     if restored is not None:
         if _GLOBAL_SEED in restored.values[SEEDS]:
@@ -379,23 +379,22 @@ def variables(model: Any) -> dict[str, dict[str, Any]]:
     seeds = _named([one for one in model.variables if id(one) not in known], f"{model.name}/")
     if (generator := get_global_attribute(GLOBAL_SEED_GENERATOR)) is not None:
         seeds[_GLOBAL_SEED] = generator.state
-    optimizer = getattr(model, "optimizer", None)
-    slots = {} if optimizer is None else _slots(model, optimizer)
-    for attribute, own in _own_optimizers(model).items():
-        slots |= {f"{attribute}/{name}": one for name, one in _slots(model, own).items()}
+    slots = {
+        f"{attribute}/{name}" if attribute else name: one
+        for attribute, optimizer in _optimizers(model).items()
+        for name, one in _named(optimizer.variables, f"{optimizer.name}/", f"{model.name}_").items()
+    }
     return {WEIGHTS: _named(weights, f"{model.name}/"), OPTIMIZER: slots, SEEDS: seeds, METRICS: _named(metrics)}
 
 
-def _slots(model: Any, optimizer: Any) -> dict[str, Any]:
-    return _named(optimizer.variables, f"{optimizer.name}/", f"{model.name}_")
-
-
-def _own_optimizers(model: Any) -> dict[str, Any]:
-    """Those that are attributes of a model with a `train_step` of its own, such as the two of a GAN, by attribute."""
+def _optimizers(model: Any) -> dict[str, Any]:
+    """The one that the model was compiled with, as "", then those that are attributes of a model with a `train_step` of
+    its own, such as the two of a GAN, by attribute."""
     compiled = getattr(model, "optimizer", None)
     known = {id(compiled), id(getattr(compiled, "inner_optimizer", None))}
     found = {id(one): (name, one) for name, one in vars(model).items() if isinstance(one, keras.optimizers.Optimizer)}
-    return dict(pair for number, pair in found.items() if number not in known)
+    own = dict(pair for number, pair in found.items() if number not in known)
+    return own if compiled is None else {"": compiled, **own}
 
 
 def _named(found: Iterable[Any], *prefixes: str) -> dict[str, Any]:

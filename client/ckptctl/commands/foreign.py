@@ -46,7 +46,6 @@ from ckptstore.reading.safetensors import StoredTensor
 from ckptstore.reading.source import read_local, read_manifest
 from ckptstore.reading.weights import ONLY, VirtualFile, Weights
 from ckptstore.retention.pruning import check_limit
-from ckptstore.run import Run
 from ckptstore.stores import Store
 from ckptstore.values import Record
 
@@ -151,13 +150,22 @@ def export(
 
 
 def _report_exports(session: Session, bodies: Sequence[ExportBody]) -> None:
+    """Raises PartlyDone unless only positions of data loaders were left out."""
     lines = [
         f"Wrote {human.count(body.num_entries, 'entry')} of {body.id} to {body.path} ({human.size(body.file_bytes)})"
         for body in bodies
     ]
     session.screen.emit(bodies[0] if len(bodies) == 1 else bodies, [body.id for body in bodies], lines)
     for body in bodies:
-        _report_left_out(session, body)
+        if body.positions:
+            session.screen.note(
+                f"without the positions of data loaders, which no other program reads: {', '.join(body.positions)}"
+            )
+        if body.left_out:
+            raise PartlyDone(
+                f"left out, because each rank has its own: {', '.join(body.left_out)}",
+                "Save what all ranks hold alike as shared={...}, or select a part with --names",
+            )
 
 
 def _destinations(session: Session, which: Sequence[str], to: Path) -> dict[Path, Checkpoint]:
@@ -170,19 +178,6 @@ def _destinations(session: Session, which: Sequence[str], to: Path) -> dict[Path
             "Name them by run and step: --to '{run}/{step}.safetensors'",
         )
     return places
-
-
-def _report_left_out(session: Session, body: ExportBody) -> None:
-    """Raises PartlyDone unless only positions of data loaders were left out."""
-    if body.positions:
-        session.screen.note(
-            f"without the positions of data loaders, which no other program reads: {', '.join(body.positions)}"
-        )
-    if body.left_out:
-        raise PartlyDone(
-            f"left out, because each rank has its own: {', '.join(body.left_out)}",
-            "Save what all ranks hold alike as shared={...}, or select a part with --names",
-        )
 
 
 def import_checkpoint(
@@ -203,12 +198,11 @@ def import_checkpoint(
     committed when all data is in the store. Existing checkpoints are never replaced.
     """
     kind, session.creates = importing.choose_format(path, format), True
-    store = _store(session, "import")
-    run, attempt = importing.new_attempt(store, to, session.clock)
+    run, attempt = importing.new_attempt(_store(session, "import"), to, session.clock)
     foreign = importing.read_foreign(path, kind, item)
-    check_limit(Run(store, run, session.clock), foreign.raw_bytes)
+    check_limit(run, foreign.raw_bytes)
     with session.screen.progress("importing", foreign.raw_bytes) as progress:
-        made = importing.write_checkpoint(Run(store, run, session.clock), attempt, foreign, progress)
+        made = importing.write_checkpoint(run, attempt, foreign, progress)
     for note in foreign.notes:
         session.screen.note(note)
     body = {
@@ -275,7 +269,7 @@ def merge(
         to = to if "@" in to else f"{to}@{max(one.step for one in found)}"
         run, attempt = importing.new_attempt(store, to, session.clock)
         with session.screen.progress("merging", foreign.raw_bytes) as progress:
-            made = importing.write_checkpoint(Run(store, run, session.clock), attempt, foreign, progress)
+            made = importing.write_checkpoint(run, attempt, foreign, progress)
     tags = {f"parent-{number}": f"{id} {shares[number]:.6g}" for number, id in enumerate(ids)}
     session.operator.label(made, LabelChange(tags))
     if counters:

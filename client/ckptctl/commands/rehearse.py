@@ -129,10 +129,6 @@ class _Life(NamedTuple):
     events: list[Event]
     failure: str
 
-    def at(self, kind: str, step: int) -> float:
-        """When training first came to an event of this kind after a step; the begin if it did not."""
-        return next((one.at for one in self.events if (one.step, one.kind) == (step, kind)), self.began)
-
     @property
     def resumed_from(self) -> int:
         """The step that was restored; -1: none."""
@@ -238,7 +234,7 @@ def _kill(first: _Life, at: Event, life: _Life) -> Kill:
     step = life.resumed_from
     reached = max((one.at for one in life.events), default=life.began)  # it may be killed before its first batch
     resume_s = next((one.at for one in life.events if (one.step, one.count) == (step, 1)), reached) - life.began
-    lost_s = at.at - first.at("saved", step)
+    lost_s = at.at - next((one.at for one in first.events if (one.step, one.kind) == (step, "saved")), first.began)
     return Kill(f"{_MOMENTS[at.kind]}, after step {at.step}", step, resume_s, resume_s + lost_s)
 
 
@@ -299,8 +295,7 @@ def _differences(folder: Path, name: str) -> Iterator[tuple[str, set[str], bool]
             names = {
                 *result.removed,
                 *result.added,
-                *(each.name for each in result.changed),
-                *(each.name for each in result.reshaped),
+                *(each.name for each in (*result.changed, *result.reshaped)),
             }
             values = dict(set(_values(*before).items()) ^ set(_values(source, one).items()))
             yield f"{one.run}@{one.step}", {*names, *values}, bool(names)
