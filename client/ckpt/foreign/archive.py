@@ -199,7 +199,7 @@ class _Archive(Struct):
             )
         if sum(info.file_size for info in infos) > len(self.memory):
             raise Malformed("its records overlap")
-        if any(count > 1 for count in Counter(info.filename for info in infos).values()):
+        if len({info.filename for info in infos}) < len(infos):
             raise Malformed("it has two records of one name")
 
     def _record(self, name: str) -> memoryview:
@@ -288,9 +288,11 @@ def _tensor(
     """typed: its dtype if that is not the storage's."""
     shape, steps, dtype = size(sizes), size(strides), typed.get("dtype", getattr(storage, "dtype", None))
     signs = signs or {}
-    if type(storage) is not Storage or type(dtype) is not torch.dtype or type(signs) is not dict:
-        raise Malformed("a tensor is malformed")
-    if len(shape) != len(steps) or not size((offset,)):
+    if (
+        (type(storage), type(dtype), type(signs)) != (Storage, torch.dtype, dict)
+        or len(shape) != len(steps)
+        or not size((offset,))
+    ):
         raise Malformed("a tensor is malformed")
     conjugated, negated = signs.get("conj") is True, signs.get("neg") is True
     if (conjugated and not dtype.is_complex) or (negated and not (dtype.is_complex or dtype.is_floating_point)):

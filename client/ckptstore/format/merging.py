@@ -107,10 +107,10 @@ def without_optimizer(content: Content) -> Content:
     left[slices.entry[~kept[slices.shard]]] = False
     rows, derived = left[slices.entry], slices.derived_rows
     derived = (np.cumsum(rows) - 1)[derived[rows[derived]]]
-    names, dtypes, shapes = ([], [], []) if not left.any() else zip(*compress(entries.rows(), left), strict=True)
+    names = [*compress(entries.name, left)]
     return Content(
         shards=[*compress(content.shards, kept)],
-        entries=Entries([*names], [*dtypes], [*shapes]),
+        entries=Entries(names, [*compress(entries.dtype, left)], [*compress(entries.shape, left)]),
         slices=Slices(
             entry=(np.cumsum(left) - 1)[slices.entry[rows]],
             shard=(np.cumsum(kept) - 1)[slices.shard[rows]],
