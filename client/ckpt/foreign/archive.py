@@ -286,8 +286,8 @@ def _tensor(
     storage: Any, offset: Any, sizes: Any, strides: Any, _: Any = None, __: Any = None, signs: Any = None, **typed: Any
 ) -> StridedTensor:
     """typed: its dtype if that is not the storage's."""
-    shape, steps, dtype = size(sizes), size(strides), typed.get("dtype", getattr(storage, "dtype", None))
-    signs = signs or {}
+    dtype: Any = typed.get("dtype", getattr(storage, "dtype", None))
+    shape, steps, signs = size(sizes), size(strides), signs or {}
     if (
         (type(storage), type(dtype), type(signs)) != (Storage, torch.dtype, dict)
         or len(shape) != len(steps)

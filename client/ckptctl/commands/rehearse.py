@@ -295,7 +295,8 @@ def _differences(folder: Path, name: str) -> Iterator[tuple[str, set[str], bool]
             names = {
                 *result.removed,
                 *result.added,
-                *(each.name for each in (*result.changed, *result.reshaped)),
+                *(each.name for each in result.changed),
+                *(each.name for each in result.reshaped),
             }
             values = dict(set(_values(*before).items()) ^ set(_values(source, one).items()))
             yield f"{one.run}@{one.step}", {*names, *values}, bool(names)
