@@ -478,6 +478,7 @@ def _from_chief(strategy: Any, text: str) -> str:
     """The text of the chief, on all workers; those of others are empty."""
     import tensorflow as tf
 
-    codes = np.array([list(text.encode().ljust(_ID_BYTES, b"\0"))], np.int32)
+    codes = np.zeros((1, _ID_BYTES), np.int32)
+    codes[0, : len(text.encode())] = list(text.encode())
     every = tf.function(lambda: strategy.gather(strategy.run(lambda: tf.constant(codes)), axis=0), autograph=False)()
     return bytes(every.numpy().max(0).tolist()).rstrip(b"\0").decode()
