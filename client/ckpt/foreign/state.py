@@ -303,7 +303,7 @@ _MOST = 1 << 28
 
 
 def read_file(path: Path, budget: Budget) -> Any:
-    """What torch.save wrote to a file; raises as read_archive."""
+    """The state in a file of torch.save; raises as read_archive."""
     return read_archive(map_file(path), str(path), budget)
 
 
