@@ -47,6 +47,7 @@ NOTE, TRAINER = "_agent.json", "_trainer-"
 """In the folder names.HOSTS of a local tier: where the agent is, and the processes with these ids, which need it. A run
 has no such name."""
 PROOF = "Ckptd-Proof"
+_MEMORY = ("ramfs", "tmpfs")
 PEER = "peer"
 """The name of other hosts among the sources of a restore."""
 _CONNECT_S, _ANSWER_S = 3.0, 10.0
@@ -108,6 +109,16 @@ def read_members(folder: Path, run: str) -> Members | None:
     with suppress(FileNotFoundError, msgspec.DecodeError):
         return decode_json(members_file(folder, run).read_bytes(), Members)
     return None
+
+
+def limits(own: LocalStore, replicas: int) -> list[str]:
+    """How long a local tier lasts, if that is less than the loss of a host."""
+    found = (
+        [f"{own.url} is in memory: what is saved there lasts as long as its host runs"] if own.kind in _MEMORY else []
+    )
+    if not replicas:
+        found.append(f"replicas=0: what is saved to {own.url} survives restarts, not the loss of a host or its disk")
+    return found
 
 
 def proof(token: str, *parts: str) -> str:

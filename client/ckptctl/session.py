@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -62,6 +62,17 @@ class Session:
                 "--local needs a store: a daemon serves the remote one", "Use --store instead of --url"
             )
         self._local = local
+
+    def local_limits(self, runs: Iterable[str]) -> list[str]:
+        """How long the local tier of these runs lasts, if that is less than the loss of a host."""
+        if self._local is None:
+            return []
+        from ckptapi.hosts import HostsStore, limits, open_local, read_members  # loads an HTTP client
+
+        if not isinstance(store := open_local(self._local), HostsStore):
+            return []
+        known = (members for run in runs if (members := read_members(store.own.root, run)))
+        return list(dict.fromkeys(limit for one in known for limit in limits(store.own, one.replicas)))
 
     @cached_property
     def operator(self) -> StoreOperator | DaemonClient:

@@ -5,6 +5,7 @@ import http.server
 import logging
 import shutil
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from ckptapi.hosts import (
     PeerShards,
     copy_missing_shards,
     is_shard,
+    limits,
     members_file,
     open_local,
     proof,
@@ -35,7 +37,8 @@ from ckptstore.reading.source import StoreSource
 from ckptstore.retention.scrubbing import scrub
 from ckptstore.stores.local import LocalStore
 from tests.support.agents import TOKEN, meet, running_agent, running_hosts
-from tests.support.checkpoints import write_checkpoint
+from tests.support.checkpoints import SMALL, write_checkpoint
+from tests.support.command_line import invoke
 
 KEYS = RunKeys("run")
 ATTEMPT = Attempt(5, "01HZY3K0000000000000000000", generation=1)
@@ -389,3 +392,25 @@ def test_hosts_that_cannot_be_read_are_not_those_of_a_run_on_this_host_alone(tmp
         file.mkdir()
         with pytest.raises(IsADirectoryError):
             store.put_if_absent(OUTCOME, b"decided")
+
+
+def test_what_a_local_tier_does_not_survive_is_said(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        [memory] = limits(LocalStore(folder), 1)
+        assert limits(LocalStore(folder), 0)[0] == memory
+    assert "is in memory: what is saved there lasts as long as its host runs" in memory
+    disk = LocalStore(str(tmp_path))
+    disk.kind = "ext4"  # wherever tests have their folders
+    assert limits(disk, 1) == []
+    [none] = limits(disk, 0)
+    assert "survives restarts, not the loss of a host" in none
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_ls_says_what_a_local_tier_does_not_survive(replicas: int, tmp_path: Path) -> None:
+    with running_hosts(tmp_path / "hosts", 2, replicas) as [one, _]:
+        write_checkpoint(one, "run", 1, SMALL)
+        (tmp_path / "far").mkdir()
+        done = invoke("ls", "run", "--store", str(tmp_path / "far"), "--local", one.own.url)
+    assert done.code == 0, done.stderr
+    assert ("not the loss of a host" in " ".join(done.stderr.split())) == (not replicas)

@@ -33,6 +33,7 @@ from ckptapi.hosts import (
     Members,
     boot_id,
     is_shard,
+    limits,
     members_file,
     read_members,
 )
@@ -55,7 +56,6 @@ _ANY_PORT = 9
 _LOOPBACK = ("127.0.0.1", "127.0.1.1", "::1")
 _ELSEWHERE = "192.0.2.1"
 """An address of no host (RFC 5737)."""
-_MEMORY = ("ramfs", "tmpfs")
 _IDLE_S = 120
 """For how long an agent that a trainer started serves after the last trainer of its host."""
 _AGAIN = 'until "$@"; code=$?; [ $code -lt 128 ]; do sleep 1; done; exit $code'
@@ -122,11 +122,9 @@ def join_hosts(world: World, source: TieredSource, run: str, replicas: int) -> N
 
 
 def warn_of_limits(own: LocalStore, replicas: int) -> None:
-    """Log how long this local tier lasts, if that is less than the loss of a host."""
-    if own.kind in _MEMORY:
-        logger.warning("%s is in memory: what is saved there lasts as long as its host runs", own.url)
-    if not replicas:
-        logger.warning("replicas=0: what is saved to %s survives restarts, not the loss of a host or its disk", own.url)
+    """Log what this local tier does not survive."""
+    for limit in limits(own, replicas):
+        logger.warning("%s", limit)
 
 
 def agreed(agents: Sequence[Agent], told: Sequence[Members], token: str, replicas: int) -> tuple[Members, Members]:

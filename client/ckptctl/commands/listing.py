@@ -90,7 +90,7 @@ def list_checkpoints(
     if watch:
         _watch(session, look, none)
     shown, notes = look()
-    for note in notes:
+    for note in (*notes, *session.local_limits(dict.fromkeys(c.run for c in shown))):
         session.screen.note(note)
     table = checkpoint_table(shown, session.clock())
     session.screen.emit([CheckpointBody.of(c) for c in shown], [c.id for c in shown], [table], none=none)

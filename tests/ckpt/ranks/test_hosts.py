@@ -5,13 +5,12 @@ import logging
 import os
 import signal
 import socket
-import tempfile
 from pathlib import Path
 
 import pytest
 
 from ckpt import Checkpointer
-from ckpt.ranks.hosts import _answering, agent_url, agreed, check_lost, copy_documents, own_address, warn_of_limits
+from ckpt.ranks.hosts import _answering, agent_url, agreed, check_lost, copy_documents, own_address
 from ckptapi.hosts import NOTE, TRAINER, Agent, HostsStore, Members
 from ckptstore import names
 from ckptstore.errors import InvalidRequest, StoreUnavailable, StoreUnsafe
@@ -169,12 +168,6 @@ def test_an_agent_that_other_hosts_cannot_reach_is_refused() -> None:
     assert agreed([alone] * 2, [Members()], "r", 1)[0].hosts == (alone,)
     with pytest.raises(InvalidRequest, match="agents of x listen on a loopback address"):
         agreed([A, alone], [Members()], "r", 1)
-
-
-def test_memory_is_called_so(caplog: pytest.LogCaptureFixture) -> None:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, caplog.at_level(logging.WARNING):
-        warn_of_limits(LocalStore(folder), 1)
-    assert "is in memory: what is saved there lasts as long as its host runs" in caplog.text
 
 
 def test_the_newest_checkpoint_is_not_known_before_the_hosts_have_met(
