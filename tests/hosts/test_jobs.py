@@ -30,7 +30,7 @@ def job(site: Site, hosts: str, ranks: int, run: str, store: str = STORE, **opti
 
 def ask(site: Site, host: str, *command: str) -> Any:
     """What ckptctl says on a host, about the store or this host."""
-    return json.loads(site.bed[host].run("ckptctl", "-o", "json", *command, environment=site.environment))
+    return json.loads(site.bed[host].run("ckptctl", "-o", "json", "--quiet", *command, environment=site.environment))
 
 
 def losses(lines: Lines) -> dict[str, str]:
