@@ -133,10 +133,10 @@ class Extents:
     def shrink(self) -> list[Extent]:
         """Remove the least recently used extents until the rest is within the limit; returns them."""
         forgotten = []
-        room = self._limit_bytes - self._arriving_bytes()
+        limit = self._limit_bytes - self._arriving_bytes()
         # Small files cost more than their bytes, so their number is limited too.
         most = self._limit_bytes // _MIN_MEAN_BYTES - len(self._arriving)
-        while self._stored and (self.stored_bytes > room or len(self._stored) > most):
+        while self._stored and (self.stored_bytes > limit or len(self._stored) > most):
             extent = next(iter(self._stored))
             self.forget(extent)
             forgotten.append(extent)

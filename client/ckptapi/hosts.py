@@ -111,14 +111,12 @@ def read_members(folder: Path, run: str) -> Members | None:
     return None
 
 
-def limits(own: LocalStore, replicas: int) -> list[str]:
+def limits(own: LocalStore, replicas: int) -> Iterator[str]:
     """How long a local tier lasts, if that is less than the loss of a host."""
-    found = (
-        [f"{own.url} is in memory: what is saved there lasts as long as its host runs"] if own.kind in _MEMORY else []
-    )
+    if own.kind in _MEMORY:
+        yield f"{own.url} is in memory: what is saved there lasts as long as its host runs"
     if not replicas:
-        found.append(f"replicas=0: what is saved to {own.url} survives restarts, not the loss of a host or its disk")
-    return found
+        yield f"replicas=0: what is saved to {own.url} survives restarts, not the loss of a host or its disk"
 
 
 def proof(token: str, *parts: str) -> str:
@@ -292,12 +290,7 @@ class AgentStore(Store):
                 raise ValueError("it serves another folder, or does not know the token of the run")
             made.sock.settimeout(_ANSWER_S)
             return made
-        except (
-            AttributeError,
-            HTTPException,
-            OSError,
-            ValueError,
-        ) as error:  # no socket: it ends
+        except (AttributeError, HTTPException, OSError, ValueError) as error:  # no socket: it ends
             made.close()
             raise self._failure("connect", error) from error
 

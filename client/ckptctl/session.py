@@ -71,8 +71,8 @@ class Session:
 
         if not isinstance(store := open_local(self._local), HostsStore):
             return []
-        known = (members for run in runs if (members := read_members(store.own.root, run)))
-        return list(dict.fromkeys(limit for one in known for limit in limits(store.own, one.replicas)))
+        known = (members.replicas for run in runs if (members := read_members(store.own.root, run)))
+        return [limit for replicas in {*known} for limit in limits(store.own, replicas)]
 
     @cached_property
     def operator(self) -> StoreOperator | DaemonClient:

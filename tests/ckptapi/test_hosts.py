@@ -397,11 +397,11 @@ def test_hosts_that_cannot_be_read_are_not_those_of_a_run_on_this_host_alone(tmp
 def test_what_a_local_tier_does_not_survive_is_said(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         [memory] = limits(LocalStore(folder), 1)
-        assert limits(LocalStore(folder), 0)[0] == memory
+        assert next(limits(LocalStore(folder), 0)) == memory
     assert "is in memory: what is saved there lasts as long as its host runs" in memory
     disk = LocalStore(str(tmp_path))
     disk.kind = "ext4"  # wherever tests have their folders
-    assert limits(disk, 1) == []
+    assert [*limits(disk, 1)] == []
     [none] = limits(disk, 0)
     assert "survives restarts, not the loss of a host" in none
 
