@@ -28,7 +28,7 @@ from bench.__main__ import show
 from bench.gpt import GPT
 from bench.gpu_device import Gpu, Stamp, launching
 from bench.report import Goal, Report
-from ckpt import Checkpointer
+from ckpt import Checkpointer, SaveHandle
 from ckpt.device import DEVICES
 from ckpt.host.segment import Segment, populate
 from ckpt.snapshot.device_copies import pin_segment
@@ -224,19 +224,22 @@ def _saves(gpu: Gpu, scale: Scale, training: Training, store: str, overlap: bool
             began = time.perf_counter()
             handle = checkpointer.save_async(training.model, training.optim, round_)
             stall = time.perf_counter() - began
-            first, gate = training.timed_step()
-            later = [training.timed_step()[0]]
-            while not handle.done():
-                later.append(training.timed_step()[0])
+            beside = {"stall": stall} | (_steps_beside(scale, training, handle) if overlap else {})
             delete_checkpoint(Run(open_store(store), handle.result().run), handle.result().attempt, "bench", force=True)
-            without = fmean(training.timed_step()[0] for _ in later[: scale.most_steps])
             if round_ >= 3:  # the first ones fill caches of memory, and are watched more closely
-                for key, value in (
-                    ("stall", stall), ("first step", first), ("gate", gate), ("step", fmean(later)),
-                    ("step without", without),
-                ):  # fmt: skip
+                for key, value in beside.items():
                     found[f"{name}, {key}"].append(value)
     return dict(found)
+
+
+def _steps_beside(scale: Scale, training: Training, handle: SaveHandle) -> dict[str, float]:
+    """Seconds of the GPU until a save has ended, and for as many steps without one."""
+    first, gate = training.timed_step()
+    later = [training.timed_step()[0]]
+    while not handle.done():
+        later.append(training.timed_step()[0])
+    without = fmean(training.timed_step()[0] for _ in later[: scale.most_steps])
+    return {"first step": first, "gate": gate, "step": fmean(later), "step without": without}
 
 
 def _busy_stalls(gpu: Gpu, scale: Scale, num_leaves: int, store: str) -> Seconds:

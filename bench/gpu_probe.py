@@ -35,7 +35,11 @@ from ckpt.snapshot.device_copies import PIN_BYTES, pin_segment
 from ckptstore.errors import SaveFailed
 
 ROOT = Path(__file__).parents[1]
-GPU_TESTS = ("tests/ckpt/snapshot", "tests/ckpt/restoring/test_restore_gpu.py", "tests/ckpt/test_resume.py")
+GPU_TESTS = (
+    "tests/ckpt/snapshot/test_training_gpu.py",
+    "tests/ckpt/restoring/test_restore_gpu.py",
+    "tests/ckpt/test_resume.py",
+)
 ALLOCATORS = ("", "expandable_segments:True", "backend:cudaMallocAsync")
 _LAUNCHES = 4096
 
@@ -53,8 +57,21 @@ class Row:
 
 def pytest_command(*files: str) -> list[str]:
     """Tests that need a GPU, without options of plugins that a machine may not have."""
-    options = ["-o", "addopts=--import-mode=importlib", "--noconftest", "-p", "tests.ckpt.snapshot.conftest"]
-    return [sys.executable, "-m", "pytest", *options, "-W", "default", "-m", "gpu", "-q", *(files or GPU_TESTS)]
+    options = ["-o", "addopts=--import-mode=importlib", "-o", "tmp_path_retention_policy=all", "--noconftest"]
+    plugin = ["-p", "tests.ckpt.snapshot.conftest"]
+    return [
+        sys.executable,
+        "-m",
+        "pytest",
+        *options,
+        *plugin,
+        "-W",
+        "default",
+        "-m",
+        "gpu",
+        "-q",
+        *(files or GPU_TESTS),
+    ]
 
 
 def look_at_machine(gpu: Gpu) -> Iterator[Row]:
@@ -84,6 +101,7 @@ def look_at_driver(gpu: Gpu, num_bytes: int = 1 << 30, busy_s: float = 3.0, leav
 
 
 def _pinning(gpu: Gpu, device: Device, num_bytes: int) -> Iterator[Row]:
+    pin_segment(Segment(PIN_BYTES), device)  # the first call takes longer
     segment = Segment(num_bytes)
     populate(segment)
     began = time.perf_counter()
@@ -158,6 +176,7 @@ def _stuck(gpu: Gpu, busy_s: float, leaves: int) -> Iterator[Row]:
 
 def _graphs(device: Device, num_bytes: int) -> Iterator[Row]:
     """The pool of a graph is not free; a graph can be captured after the first save."""
+    torch.cuda.empty_cache()  # as a capture does
     before, graph = device.free_bytes(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         torch.ones(num_bytes // 4, device="cuda").add_(1)
@@ -165,6 +184,7 @@ def _graphs(device: Device, num_bytes: int) -> Iterator[Row]:
     yield Row("free memory shrinks by the pool of a graph", ">= its size", f"{less / num_bytes:.2f}", less >= num_bytes)
     model = nn.Linear(2048, 2048, device="cuda")
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(8, 2048, device="cuda"))  # cuBLAS cannot begin in a capture
     with tempfile.TemporaryDirectory() as folder, Checkpointer(folder, run="gpu") as checkpointer:
         checkpointer.save_async(model, optim, 1)
         checkpointer.wait()
@@ -185,7 +205,7 @@ def run_tests(gpu: Gpu) -> Iterator[Row]:
         name = f"tests, {allocator or 'default allocator'}"
         yield Row(name, "all pass", last, done.returncode == 0, done.stdout[-500:])
     if (tool := shutil.which("compute-sanitizer")) is not None:
-        done = _run([tool, *pytest_command("tests/ckpt/snapshot"), "-k", "reads_of_the_gpu or many_small"])
+        done = _run([tool, *pytest_command(GPU_TESTS[0]), "-k", "reads_of_the_gpu or many_small"])
         found = re.findall(r"ERROR SUMMARY: (\d+)", done.stdout)
         summary = " ".join(found) or "no report"
         yield Row("errors of compute-sanitizer", "0", summary, set(found) == {"0"}, done.stdout[-500:])

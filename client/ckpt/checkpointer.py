@@ -75,11 +75,11 @@ class Checkpointer:
         """Agree with the other ranks on who writes what, start the saver and preallocate snapshot memory, so that the
         first save is as fast as later ones. A collective of all ranks.
 
-        Takes about half a second per GB; memory for further slots is allocated in the background. Without this call the
-        first save does it, and waits. Call it again when the layout of the state has changed: other parameters, or
-        other parts of them on this rank. The first call waits for the saver of a killed trainer, as `restore` does:
-        after it this process counts as a live trainer. Raises UnsupportedObject, InvalidRequest, RankLost, RunVanished,
-        Unavailable.
+        Takes about half a second per GB, and waits for GPUs; memory for further slots is allocated in the background.
+        Without this call the first save does it, and waits. Call it again when the layout of the state has changed:
+        other parameters, or other parts of them on this rank. The first call waits for the saver of a killed trainer,
+        as `restore` does: after it this process counts as a live trainer. Raises UnsupportedObject, InvalidRequest,
+        RankLost, RunVanished, Unavailable.
         """
         state = TrainState.of(model, optim, extras, shared, self._assets)
         if self._saves.client is None:

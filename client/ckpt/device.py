@@ -33,6 +33,8 @@ _DIGESTED = 64
 DIGEST_LAUNCHES = 4
 """The kernels that this takes for each leaf."""
 _WEIGHT = 0x1E3779B97F4A7C15
+_SPANNED_BYTES, _ROWS = 1 << 32, 32
+"""Torch has other kernels for smaller matrices. One kernel is loaded once: see Stager.rehearse."""
 
 
 Addresses = npt.NDArray[np.int64]
@@ -103,13 +105,14 @@ class Device:
         reads a tensor that spans them all. Raises RuntimeError.
         """
         with torch.cuda.device(self._device):
-            first, end = int(addresses.min()), int(addresses.max()) + size
-            offsets = self.pinned(addresses.nbytes).view(torch.int64)
-            np.subtract(addresses, first, out=offsets.numpy())
-            spanning = torch.as_tensor(_CudaMemory(first, end - first), device=self._device)
+            first, count = int(addresses.min()), len(addresses)
+            num_bytes = max(int(addresses.max()) + size - first, _SPANNED_BYTES)
+            offsets = self.pinned(8 * max(count, _ROWS)).view(torch.int64).zero_()
+            np.subtract(addresses, first, out=offsets.numpy()[:count])
+            spanning = torch.as_tensor(_CudaMemory(first, num_bytes), device=self._device)
             found = rows(spanning, offsets.to(self._device, non_blocking=True), size)
             memory = self.pinned(found.nbytes).view(found.shape)
-            return memory.copy_(found, non_blocking=True)
+            return memory.copy_(found, non_blocking=True)[:count]
 
     def digest(self, into: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         """Queue `digests` of tensors on the side stream, into pinned memory. Raises RuntimeError."""

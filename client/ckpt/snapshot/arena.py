@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ckpt.capture.leaves import Leaves
 from ckpt.device import DEVICES
 from ckpt.host.memory import available_bytes, local_ranks, on_node
 from ckpt.host.segment import Segment, populate
@@ -86,6 +87,13 @@ class Arena:
         self.prepare_rest()
         if wait and gpu is not None:
             self.join()
+
+    def rehearse(self, leaves: Leaves) -> None:
+        """Copy leaves of GPUs into a slot, if one is idle, so that the first save waits for no kernel to be loaded."""
+        with self._changed:
+            slot = next((self._slots[number] for number in self._idle), None)
+        if slot is not None:
+            slot.stager.rehearse(leaves)
 
     def acquire(self, num_bytes: int) -> ArenaSlot | None:
         """An idle slot of at least `num_bytes`, now in use. None if all are in use; then wait for `released`.

@@ -22,6 +22,7 @@ from ckpt.host.segment import Segment
 from ckpt.lazily import torch
 from ckpt.snapshot.device_copies import DeviceCopies, pin_segment
 from ckpt.snapshot.guard import (
+    EVERYONE,
     FROZEN_BYTES,
     LET_NOTHING_WRITE,
     WHOLE_BYTES,
@@ -390,6 +391,20 @@ class Stager:
         """Copy all leaves. On return the slot holds them, including those from a GPU. sameness: see `Captured`. Raises
         SnapshotTorn."""
         self.complete(self.begin(leaves, layout, None, sameness), leaves)
+
+    def rehearse(self, leaves: Leaves) -> None:
+        """Copy the leaves of devices once, as a save beside training does. A driver loads each kernel at its first
+        launch, and waits for the whole device then: training would wait for that in its first save."""
+        if not (there := [i for i, tensor in enumerate(leaves.tensors) if has_device(tensor)]):
+            return
+        some = Leaves()
+        for i in there:
+            some.append(leaves.slices[i], leaves.tensors[i], leaves.origins[i], leaves.changes[i])
+        layout, watch = SnapshotLayout.of(some.slices), Watch(digests=True)
+        transfer = self.begin(some, layout, lambda found: [EVERYONE] * len(found), None, watch)
+        transfer._copy_devices({EVERYONE: None}, Patience())
+        transfer.finish()
+        transfer.release()
 
     def complete(self, transfer: Transfer, leaves: Leaves) -> None:
         """Wait for a copy of which nothing is deferred. Raises SnapshotTorn."""

@@ -54,8 +54,9 @@ class Receiver(ABC):
 Buffers = HostBuffers | Receiver
 
 
-_CACHED_BYTES = 1 << 20
-"""Bytes read at once: they stay in the CPU cache until they are hashed."""
+_CACHED_BYTES = 4 << 20
+"""Bytes read at once: few enough to stay in the CPU cache until they are hashed, and enough that threads seldom wait
+for the interpreter's lock."""
 DEFAULT_THREADS = PARALLEL_READS
 _ELEMENTS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 

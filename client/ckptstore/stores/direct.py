@@ -233,6 +233,7 @@ class DirectReads:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
+        self._cached: CachedPages | None = None
         self._memory: _Bytes | None = None
         self._window = memoryview(b"")
         self._at = self._end = 0
@@ -241,7 +242,10 @@ class DirectReads:
 
     def expect(self, offset: int, num_bytes: int) -> bool:
         """The next reads are within these bytes. Whether it pays to read them here."""
-        pays = not self._slow and num_bytes >= _LEAST_DIRECT and not _is_cached(self._fd, offset, num_bytes)
+        pays = not self._slow and num_bytes >= _LEAST_DIRECT
+        if pays:
+            self._cached = self._cached or CachedPages(self._fd)
+            pays = not self._cached.have(offset, num_bytes)
         self._end = offset + num_bytes if pays else 0
         return pays
 
@@ -267,23 +271,25 @@ class DirectReads:
         return self._window[offset - self._at :]
 
 
-def _is_cached(fd: int, offset: int, num_bytes: int) -> bool:
-    """Whether the page cache has most of a range, by some of its pages. True where that cannot be known."""
-    begin = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-    size = offset + num_bytes - begin
-    pages = np.ones(_SAMPLES, np.uint8)
-    found = _address(pages)
-    try:
-        with mmap.mmap(fd, size, prot=mmap.PROT_READ, offset=begin) as mapped:
-            address = _address(np.frombuffer(mapped, np.uint8))
-            # A mapping reads nothing by itself. Those who may not write the file get ones, whatever is cached. To ask
-            # about all pages takes a seventh of the time in which they are read.
+class CachedPages:
+    """Which parts of an open file the page cache has. The mapping reads nothing, and lives as long as this object."""
+
+    def __init__(self, fd: int) -> None:
+        self._mapped: mmap.mmap | None = None
+        with suppress(OSError, ValueError):  # the file is empty
+            self._mapped = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+
+    def have(self, offset: int, num_bytes: int) -> bool:
+        """Whether the page cache has most of a range, by some of its pages. True where that cannot be known."""
+        pages = np.ones(_SAMPLES, np.uint8)
+        if self._mapped is not None and (ask := getattr(_libc, "mincore", None)) is not None:
+            begin, found = _address(np.frombuffer(self._mapped, np.uint8)) + offset, _address(pages)
+            # Those who may not write the file get ones, whatever is cached. To ask about all pages takes a seventh of
+            # the time in which they are read.
             for number in range(_SAMPLES):
-                page = address + number * size // _SAMPLES // mmap.PAGESIZE * mmap.PAGESIZE
-                _libc.mincore(ctypes.c_void_p(page), ctypes.c_size_t(1), ctypes.c_void_p(found + number))
-    except (AttributeError, OSError, ValueError):  # another system, or the file ends before
-        return True
-    return bool(np.count_nonzero(pages & 1) * 2 > _SAMPLES)
+                page = (begin + number * num_bytes // _SAMPLES) // mmap.PAGESIZE * mmap.PAGESIZE
+                ask(ctypes.c_void_p(page), ctypes.c_size_t(1), ctypes.c_void_p(found + number))
+        return bool(np.count_nonzero(pages & 1) * 2 > _SAMPLES)
 
 
 class _Borrowed:

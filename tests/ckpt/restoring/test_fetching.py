@@ -101,8 +101,8 @@ def test_one_process_reads_past_the_page_cache_and_several_share_it(
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     with shard.open("rb") as file, Checkpointer(str(tmp_path), run=RUN, group="solo") as checkpointer:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        if direct._is_cached(file.fileno(), 0, want.nbytes) or not direct._set_direct(file.fileno(), True):
+        if direct.CachedPages(file.fileno()).have(0, want.nbytes) or not direct._set_direct(file.fileno(), True):
             pytest.skip("this file system takes no direct I/O, or is in memory")
         checkpointer.restore(model)
-        assert direct._is_cached(file.fileno(), 0, want.nbytes) == (ranks > 1)
+        assert direct.CachedPages(file.fileno()).have(0, want.nbytes) == (ranks > 1)
     assert torch.equal(model.weight, want)

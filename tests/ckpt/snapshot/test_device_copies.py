@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from ctypes import addressof
 from pathlib import Path
@@ -25,6 +26,7 @@ from tests.ckpt.snapshot.simulated import (
     DEFAULT,
     LARGE,
     SIDE,
+    SimulatedDevice,
     SimulatedSGD,
     Training,
     add_one,
@@ -62,6 +64,31 @@ def test_a_copy_that_fails_leaves_its_slot_alone_until_the_device_is_done(traini
                 checkpointer.save_async(training.model, training.optim, step).result(PATIENCE_S)
             training.device.fails_after = None
             training.save(checkpointer, step + 1).result(PATIENCE_S)
+
+
+@one_schedule
+def test_the_first_save_launches_nothing_that_prepare_has_not(
+    training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver loads a kernel at its first launch, and waits for the whole device then."""
+    launched = set[str]()
+
+    def noting(name: str) -> Callable[..., Any]:
+        call = getattr(SimulatedDevice, name)
+
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            launched.add(name)
+            return call(*args, **kwargs)
+
+        return launch
+
+    for name in ("copy", "gather", "read", "digest"):
+        monkeypatch.setattr(SimulatedDevice, name, noting(name))
+    with training.run(tmp_path) as checkpointer:
+        prepared = set(launched)
+        launched.clear()
+        training.save(checkpointer, 1).result(PATIENCE_S)
+    assert launched == prepared == {"copy", "gather", "read", "digest"}
 
 
 def test_unpinnable_memory_goes_through_a_ring(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,6 @@ from ckpt import Checkpointer
 from ckpt.device import Device, digests
 from ckpt.snapshot.guard import _warn_once
 from ckptstore.errors import SnapshotTorn
-from tests.support.parallel.runner import Scenario, run_scenario
 from tests.support.training import same_state
 
 pytestmark = [
@@ -311,8 +312,12 @@ def test_float8_parameters_of_torchao(tmp_path: Path) -> None:
 
 
 def test_two_processes_on_one_gpu(tmp_path: Path) -> None:
-    scenario = Scenario(f"{__name__}:replicas_on_one_gpu", 2, {"store": str(tmp_path / "store")}, timeout_s=180)
-    assert run_scenario(scenario, tmp_path / "ranks") == [None, None]
+    """Of interpreters of their own: a process that has loaded CUDA has threads, and must not be forked."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*torchrun, "-m", __name__, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert done.returncode == 0, done.stdout
 
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
@@ -419,9 +424,16 @@ def test_a_conjugated_view_is_saved_as_it_reads(tmp_path: Path) -> None:
 
 
 def replicas_on_one_gpu(store: str) -> None:
+    """One of two processes."""
+    dist.init_process_group("gloo")
     torch.manual_seed(0)
     model: Any = DistributedDataParallel(nn.Linear(512, 512).cuda())
     optim = AdamW(model.parameters(), lr=0.01, fused=True)
     with Checkpointer(store, run="r") as checkpointer:
         checkpointer.prepare(model, optim)
         check_saves(checkpointer, model, optim, lambda _: step(model, optim))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    replicas_on_one_gpu(sys.argv[1])

@@ -402,9 +402,9 @@ def test_what_nobody_reads_again_stays_out_of_the_page_cache(store: Store) -> No
             read_in_order(reader, data, again=False)
             if not is_direct_here(fd):
                 pytest.skip("this file system takes no direct I/O")
-            assert not direct._is_cached(fd, 0, len(data))
+            assert not direct.CachedPages(fd).have(0, len(data))
             read_in_order(reader, data, again=True)
-            assert direct._is_cached(fd, 0, len(data))
+            assert direct.CachedPages(fd).have(0, len(data))
             reads = direct.DirectReads(fd)
             assert not reads.expect(0, len(data)), "the page cache has them"
     finally:
