@@ -21,7 +21,7 @@ from ckpt.saver.deriving import Derived
 from ckpt.saver.encode import Encode
 from ckptstore.codecs.chunk_codecs import FLOAT_SPLIT
 from ckptstore.codecs.dtypes import ITEM_BYTES, Extremes, is_float, numbers_of
-from ckptstore.codecs.float_split import find_extremes
+from ckptstore.codecs.float_split import scan
 from ckptstore.errors import CkptError
 from ckptstore.format.documents import JSON
 from ckptstore.format.parsing import seal
@@ -154,7 +154,7 @@ def chunk_table(dtype: str, raw: memoryview, sizes: Sequence[int], extremes: Ext
     chunk was encoded. Both parts of a complex number count as elements.
     """
     if extremes is None and (extremes := chunk_extremes(dtype, sizes)) is not None:
-        find_extremes(raw, extremes)
+        scan(raw, extremes)
     if extremes is not None:
         bounds = extremes.bounds()
         if all(map(isfinite, bounds)):

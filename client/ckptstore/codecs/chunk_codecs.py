@@ -41,13 +41,10 @@ def encode(
     """Encode one chunk.
 
     raw: contiguous bytes, whole elements. level: higher levels are slower and smaller. extremes: float-split
-    and raw add all words to it; zstd adds none. seen: gets `raw`, each part before it is
-    encoded, unless the codec is "raw" and there are no extremes. Returns the codec that was used and the encoded bytes:
-    codec "raw" and `raw` itself if the requested codec would not save space.
+    adds all words to it. seen: gets `raw`, each part before it is encoded, unless the codec is "raw". Returns the codec
+    that was used and the encoded bytes: codec "raw" and `raw` itself if the requested codec would not save space.
     """
     if codec == RAW or not len(raw):
-        if extremes is not None:
-            float_split.find_extremes(raw, extremes, seen)
         return RAW, raw
     if codec == ZSTD:
         seen(raw)

@@ -1,10 +1,15 @@
 /* The loops of float-split, compiled: each reads and writes every word of a block once. passes.py has the same loops in
- * numpy, and explains what they do; docs/explanation/format.md has the layout. No function allocates memory, calls
- * another library or checks sizes: fused.py does. The compiler vectorizes the loops, for several generations of
- * processors where it can.
+ * numpy, and explains what they do; docs/explanation/format.md has the layout. And what is done with the bytes of a
+ * chunk while they are in the cache: read, hashed, searched for extremes. No function allocates memory or checks sizes:
+ * fused.py does. The compiler vectorizes the loops, for several generations of processors where it can.
  */
+#include <errno.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <unistd.h>
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
 
 typedef uint16_t u16 __attribute__((aligned(1), may_alias)); /* chunks begin anywhere in a shard */
 typedef uint32_t u32 __attribute__((aligned(1), may_alias));
@@ -326,4 +331,148 @@ int ckpt_join(void *words, int wide, size_t count, int top_bytes, unsigned base,
         *word = value << 16 | (*word & 0xFFFF);
     }
     return 0;
+}
+
+/* XXH3 of 128 bits, for more than 240 bytes in one place: doc/xxhash_spec.md of https://github.com/Cyan4973/xxHash. A
+ * block is 16 stripes of 64 bytes, one after each word of the secret. What the words of a stripe add to the neighbours
+ * of their lanes is summed apart, so that no lane needs another one within a block. */
+enum { STRIPE = 64, STRIPES = 16, HASHED = STRIPE * STRIPES, HASHED_LEAST = 241, READ_AT_ONCE = 1 << 18 };
+
+static const uint64_t PRIME32[] = {0, 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D};
+static const uint64_t PRIME64[] = {0, 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63,
+                                   0x27D4EB2F165667C5};
+static const uint8_t SECRET[192] = {
+    0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
+    0xde, 0xd4, 0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f,
+    0xcb, 0x79, 0xe6, 0x4e, 0xcc, 0xc0, 0xe5, 0x78, 0x82, 0x5a, 0xd0, 0x7d, 0xcc, 0xff, 0x72, 0x21,
+    0xb8, 0x08, 0x46, 0x74, 0xf7, 0x43, 0x24, 0x8e, 0xe0, 0x35, 0x90, 0xe6, 0x81, 0x3a, 0x26, 0x4c,
+    0x3c, 0x28, 0x52, 0xbb, 0x91, 0xc3, 0x00, 0xcb, 0x88, 0xd0, 0x65, 0x8b, 0x1b, 0x53, 0x2e, 0xa3,
+    0x71, 0x64, 0x48, 0x97, 0xa2, 0x0d, 0xf9, 0x4e, 0x38, 0x19, 0xef, 0x46, 0xa9, 0xde, 0xac, 0xd8,
+    0xa8, 0xfa, 0x76, 0x3f, 0xe3, 0x9c, 0x34, 0x3f, 0xf9, 0xdc, 0xbb, 0xc7, 0xc7, 0x0b, 0x4f, 0x1d,
+    0x8a, 0x51, 0xe0, 0x4b, 0xcd, 0xb4, 0x59, 0x31, 0xc8, 0x9f, 0x7e, 0xc9, 0xd9, 0x78, 0x73, 0x64,
+    0xea, 0xc5, 0xac, 0x83, 0x34, 0xd3, 0xeb, 0xc3, 0xc5, 0x81, 0xa0, 0xff, 0xfa, 0x13, 0x63, 0xeb,
+    0x17, 0x0d, 0xdd, 0x51, 0xb7, 0xf0, 0xda, 0x49, 0xd3, 0x16, 0x55, 0x26, 0x29, 0xd4, 0x68, 0x9e,
+    0x2b, 0x16, 0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce,
+    0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e};
+
+struct hash {
+    uint64_t lanes[8];
+    size_t blocks; /* that are added */
+};
+
+INLINE uint64_t load(const uint8_t *from) {
+    uint64_t word;
+    __builtin_memcpy(&word, from, sizeof word);
+    return word;
+}
+
+static void add_any(uint64_t *restrict lanes, const uint8_t *restrict data, size_t stripes, const uint8_t *secret) {
+    for (size_t at = 0; at < stripes; at++, data += STRIPE)
+        for (int i = 0; i < 8; i++) {
+            const uint64_t word = load(data + 8 * i), key = word ^ load(secret + 8 * (at + (size_t)i));
+            lanes[i ^ 1] += word;
+            lanes[i] += (key & UINT32_MAX) * (key >> 32);
+        }
+}
+
+#ifdef __x86_64__
+__attribute__((target("avx2"))) static void add_avx2(uint64_t *restrict lanes, const uint8_t *restrict data,
+                                                     size_t stripes, const uint8_t *secret) {
+    for (int half = 0; half < 8; half += 4) {
+        __m256i products = _mm256_loadu_si256((const __m256i *)(lanes + half)), words = _mm256_setzero_si256();
+        for (size_t at = 0; at < stripes; at++) {
+            const __m256i word = _mm256_loadu_si256((const __m256i *)(data + STRIPE * at + 8 * half));
+            const __m256i key = _mm256_xor_si256(word, _mm256_loadu_si256((const __m256i *)(secret + 8 * (at + half))));
+            products = _mm256_add_epi64(products, _mm256_mul_epu32(key, _mm256_srli_epi64(key, 32)));
+            words = _mm256_add_epi64(words, word);
+        }
+        words = _mm256_shuffle_epi32(words, _MM_SHUFFLE(1, 0, 3, 2));
+        _mm256_storeu_si256((__m256i *)(lanes + half), _mm256_add_epi64(products, words));
+    }
+}
+#endif
+
+INLINE void add_stripes(uint64_t *lanes, const uint8_t *data, size_t stripes, const uint8_t *secret) {
+#ifdef __x86_64__
+    if (__builtin_cpu_supports("avx2")) {
+        add_avx2(lanes, data, stripes, secret);
+        return;
+    }
+#endif
+    add_any(lanes, data, stripes, secret);
+}
+
+static struct hash begin_hash(void) {
+    const uint64_t *p = PRIME32, *q = PRIME64;
+    return (struct hash){{p[3], q[1], q[2], q[3], q[4], p[2], q[5], p[1]}, 0};
+}
+
+/* Add the blocks of `size` bytes at `data` that are not added yet; the last one is for end_hash. */
+static void add_blocks(struct hash *hash, const uint8_t *data, size_t size) {
+    for (; (hash->blocks + 1) * HASHED < size; hash->blocks++) {
+        add_stripes(hash->lanes, data + hash->blocks * HASHED, STRIPES, SECRET);
+        for (int i = 0; i < 8; i++) {
+            uint64_t lane = hash->lanes[i];
+            lane ^= lane >> 47;
+            hash->lanes[i] = (lane ^ load(SECRET + sizeof SECRET - STRIPE + 8 * i)) * PRIME32[1];
+        }
+    }
+}
+
+static uint64_t merged(const uint64_t *lanes, const uint8_t *secret, uint64_t all) {
+    for (int i = 0; i < 8; i += 2) {
+        const __uint128_t product =
+            (__uint128_t)(lanes[i] ^ load(secret + 8 * i)) * (lanes[i + 1] ^ load(secret + 8 * i + 8));
+        all += (uint64_t)product ^ (uint64_t)(product >> 64);
+    }
+    all ^= all >> 37;
+    all *= 0x165667919E3779F9;
+    return all ^ all >> 32;
+}
+
+/* After add_blocks of everything. digest: big-endian. */
+static void end_hash(struct hash *hash, const uint8_t *data, size_t size, uint8_t *digest) {
+    const uint8_t *end = SECRET + sizeof SECRET;
+    const size_t at = hash->blocks * HASHED;
+    add_stripes(hash->lanes, data + at, (size - 1 - at) / STRIPE, SECRET);
+    add_stripes(hash->lanes, data + size - STRIPE, 1, end - STRIPE - 7);
+    const uint64_t low = merged(hash->lanes, SECRET + 11, size * PRIME64[1]);
+    const uint64_t high = merged(hash->lanes, end - STRIPE - 11, ~(size * PRIME64[2]));
+    for (int i = 0; i < 8; i++) {
+        digest[i] = (uint8_t)(high >> (56 - 8 * i));
+        digest[8 + i] = (uint8_t)(low >> (56 - 8 * i));
+    }
+}
+
+/* The extremes of a chunk of at least HASHED_LEAST bytes, and its digest. count: of words; block: of each block. */
+void ckpt_scan(const uint8_t *data, int wide, size_t count, size_t block, struct found *found, uint8_t *digest) {
+    const size_t item = wide ? 4 : 2;
+    struct hash hash = begin_hash();
+    struct found all = {0, INT32_MIN, UINT32_MAX, 0, 0, 0, 0, 0, 0};
+    for (size_t at = 0; at < count; at += block) {
+        const size_t number = MIN(block, count - at);
+        add_blocks(&hash, data, (at + number) * item);
+        ckpt_survey(data + at * item, wide, number, found);
+        all.most = found->most > all.most ? found->most : all.most;
+        all.top = found->top > all.top ? found->top : all.top;
+        all.least = found->least < all.least ? found->least : all.least;
+    }
+    *found = all;
+    end_hash(&hash, data, count * item, digest);
+}
+
+/* Read at least HASHED_LEAST bytes from `offset` of a file; returns their number, less at its end, or an error as a
+ * negative number. digest: of all of them. */
+long ckpt_read(int file, long offset, uint8_t *into, size_t size, uint8_t *digest) {
+    struct hash hash = begin_hash();
+    size_t done = 0;
+    while (done < size) {
+        const ssize_t count = pread(file, into + done, MIN(size - done, READ_AT_ONCE), offset + (off_t)done);
+        if (count == 0 || (count < 0 && errno != EINTR))
+            return count ? -errno : (long)done;
+        done += count > 0 ? (size_t)count : 0;
+        add_blocks(&hash, into, done);
+    }
+    end_hash(&hash, into, size, digest);
+    return (long)size;
 }

@@ -1,4 +1,4 @@
-"""The loops of float-split over one block, compiled: fused.c, called through ctypes, which releases the GIL.
+"""The loops over one block or chunk, compiled: fused.c, called through ctypes, which releases the GIL.
 
 It is built with the distribution where there is a C compiler (hatch_build.py), and needs nothing of Python's or numpy's
 headers. Without it passes.py does the same, with the same results bit by bit. Sizes are checked here and in
@@ -16,12 +16,15 @@ from typing import Any
 
 import numpy as np
 
+from ckptstore.codecs import passes
 from ckptstore.codecs.dtypes import Extremes
 from ckptstore.codecs.passes import BLOCK_BYTES, LIMITS, Codes, Plane
 
 LIBRARY = Path(__file__).with_name("libfused.so.1")  # Python imports no module of this name
 SOURCE = LIBRARY.with_name("fused.c")
 
+_HASHED_LEAST = 241
+"""Fewer bytes are hashed in another way."""
 _GROUP_WORDS, _STRETCH = 8, 128
 """Words that count as one escape, and words that are searched at once: they bound the number of places written."""
 
@@ -50,6 +53,10 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     library.ckpt_split.argtypes = [*block, *[address] * 7]
     library.ckpt_split.restype = ctypes.c_long
     library.ckpt_join.argtypes = [*block, number, address, number, *[address] * 4, size]
+    library.ckpt_scan.argtypes = [address, number, size, size, address, address]
+    library.ckpt_scan.restype = None
+    library.ckpt_read.argtypes = [number, ctypes.c_long, address, size, address]
+    library.ckpt_read.restype = ctypes.c_long
     return library
 
 
@@ -77,6 +84,7 @@ class _Scratch(threading.local):
         self.places = np.empty(_GROUP_WORDS * most // min(LIMITS) + _STRETCH, np.uint32)
         self.values = np.empty(len(self.places), np.uint16)
         self.found = _Found()
+        self.digest = ctypes.create_string_buffer(16)
         planes = (self.codes, self.places, self.values)
         self.addresses = (*(_address(plane) for plane in planes), ctypes.addressof(self.found))
 
@@ -110,6 +118,32 @@ def find_extremes(words: Plane, extremes: Extremes) -> None:
     found = _scratch.found
     _library.ckpt_survey(_address(words), words.itemsize == 4, len(words), ctypes.addressof(found))
     extremes.add(found.unsigned, found.signed, found.smallest)
+
+
+def scan(words: Plane, extremes: Extremes) -> str:
+    """As in passes.py."""
+    if words.nbytes < _HASHED_LEAST:
+        return passes.scan(words, extremes)
+    found, digest, size = _scratch.found, _scratch.digest, words.itemsize
+    _library.ckpt_scan(
+        _address(words), size == 4, len(words), BLOCK_BYTES // size, ctypes.addressof(found), digest
+    )  # fmt: skip
+    extremes.add(found.unsigned, found.signed, found.smallest)
+    return digest.raw.hex()
+
+
+def read(fd: int, offset: int, into: memoryview) -> tuple[int, str] | None:
+    """Read from a file: the number of bytes, which is smaller at its end, and their xxh3-128 if it is not.
+
+    None: it cannot be done here. Raises OSError.
+    """
+    if not IS_BUILT or len(into) < _HASHED_LEAST:
+        return None
+    digest = _scratch.digest
+    count = _library.ckpt_read(fd, offset, _address(np.frombuffer(into, np.uint8)), len(into), digest)
+    if count < 0:
+        raise OSError(-count, os.strerror(-count))
+    return count, digest.raw.hex()
 
 
 class Planes:

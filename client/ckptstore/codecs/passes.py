@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from ckptstore.codecs.dtypes import Extremes
 
@@ -106,6 +107,16 @@ def find_extremes(words: Plane, extremes: Extremes) -> None:
     """Add the extremes of a block that is not split."""
     signed = words.view(f"i{words.itemsize}")
     extremes.add(int(words.max()), int(signed.max()), int(words.min()))
+
+
+def scan(words: Plane, extremes: Extremes) -> str:
+    """Add the extremes of a chunk that is not split. Returns its xxh3-128."""
+    seen, size = xxhash.xxh3_128(), BLOCK_BYTES // words.itemsize
+    for start in range(0, len(words), size):
+        block = words[start : start + size]
+        seen.update(block.data)
+        find_extremes(block, extremes)
+    return seen.hexdigest()
 
 
 class Planes(NamedTuple):

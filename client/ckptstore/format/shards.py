@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from ckptstore.codecs import delta
 from ckptstore.codecs.chunk_codecs import RAW, Buffer, Coding, encode
 from ckptstore.codecs.dtypes import ITEM_BYTES, Extremes, ignore
+from ckptstore.codecs.float_split import scan
 from ckptstore.format import boxes
 from ckptstore.format.boxes import Box
 from ckptstore.format.columns import Column, column, concatenate
@@ -161,11 +162,12 @@ def encode_chunk(
 
     hashes_raw: also take the digest of the bytes before encoding, each part before it is encoded.
     """
+    if coding.codec == RAW and extremes is not None:
+        found = scan(raw, extremes)
+        return EncodedChunk(raw, len(raw), len(raw), RAW, found, found)
     seen = xxhash.xxh3_128()
-    scanned = coding.codec == RAW and extremes is not None  # then it passes through the cache once
-    codec, data = encode(coding.codec, raw, coding.level, extremes, seen.update if hashes_raw or scanned else ignore)
-    stored_digest = seen.hexdigest() if scanned else digest(data)
-    raw_digest = stored_digest
+    codec, data = encode(coding.codec, raw, coding.level, extremes, seen.update if hashes_raw else ignore)
+    stored_digest = raw_digest = digest(data)
     if codec != RAW:
         data = memoryview(data).toreadonly()  # no other references exist
         raw_digest = seen.hexdigest() if hashes_raw else ""

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
-import xxhash
 
 from ckptstore import human
 from ckptstore.codecs.chunk_codecs import RAW, decode
@@ -28,7 +27,7 @@ from ckptstore.errors import CkptError, CorruptObject, Damaged, ObjectMissing, U
 from ckptstore.format.documents import digest
 from ckptstore.format.planning import READ_BYTES, ChunkRead, Piece, ShardRead, chunks_of, coalesce, join
 from ckptstore.reading.source import ShardSource
-from ckptstore.stores import PARALLEL_READS, ObjectReader
+from ckptstore.stores import CACHED_BYTES, PARALLEL_READS, ObjectReader
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +53,6 @@ class Receiver(ABC):
 Buffers = HostBuffers | Receiver
 
 
-_CACHED_BYTES = 4 << 20
-"""Bytes read at once: few enough to stay in the CPU cache until they are hashed, and enough that threads seldom wait
-for the interpreter's lock."""
 DEFAULT_THREADS = PARALLEL_READS
 _ELEMENTS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
@@ -214,8 +210,9 @@ class _Fetch:
         for chunks in _adjacent(read.chunks):
             first = chunks[0]
             target = _contiguous_target(first, self.buffers) if first.codec == RAW else None
-            if target is not None and first.stored > _CACHED_BYTES:
-                self._read_into(shard, first, target)
+            if target is not None and first.stored > CACHED_BYTES:
+                if shard.read_hashed(first.offset, target) != first.digest:
+                    raise _checksum_error(self._checkpoint, first)
             else:
                 self._read_adjacent(shard, chunks)
             self._progress(sum(chunk.raw for chunk in chunks))
@@ -250,23 +247,13 @@ class _Fetch:
             else:
                 place_chunk(self._checkpoint, chunk, part, self.buffers, self._raw, self._source)
 
-    def _read_into(self, shard: ObjectReader, chunk: ChunkRead, target: memoryview) -> None:
-        """Read one raw chunk that is too large for the CPU cache into its destination, part by part."""
-        seen = xxhash.xxh3_128()
-        for at in range(0, chunk.stored, _CACHED_BYTES):
-            part = target[at : at + _CACHED_BYTES]
-            shard.read(chunk.offset + at, part)
-            seen.update(part)
-        if seen.hexdigest() != chunk.digest:
-            raise _checksum_error(self._checkpoint, chunk)
-
 
 def _adjacent(chunks: Iterable[ChunkRead]) -> Iterator[list[ChunkRead]]:
     """Groups of chunks without gaps between them, each read at once."""
     run: list[ChunkRead] = []
     end = size = 0
     for chunk in chunks:
-        if run and (chunk.offset != end or size + chunk.stored > _CACHED_BYTES):
+        if run and (chunk.offset != end or size + chunk.stored > CACHED_BYTES):
             yield run
             run, size = [], 0
         run.append(chunk)

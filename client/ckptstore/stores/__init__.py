@@ -10,6 +10,7 @@ import xxhash
 
 from ckptstore.errors import InvalidRequest
 from ckptstore.stores.base import (
+    CACHED_BYTES,
     PARALLEL_READS,
     ObjectInfo,
     ObjectReader,
@@ -23,8 +24,8 @@ from ckptstore.stores.local import LocalStore
 from ckptstore.stores.remote import FsspecStore
 
 __all__ = [
-    "PARALLEL_READS", "ObjectInfo", "ObjectReader", "ObjectWriter", "RangeReader", "Store", "WrappedStore",
-    "open_store", "resolve_url",
+    "CACHED_BYTES", "PARALLEL_READS", "ObjectInfo", "ObjectReader", "ObjectWriter", "RangeReader", "Store",
+    "WrappedStore", "open_store", "resolve_url",
 ]  # fmt: skip
 
 REHEARSAL = "CKPT_REHEARSAL"

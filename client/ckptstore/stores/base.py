@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+import xxhash
 from typing_extensions import override
 
 from ckptstore.codecs.chunk_codecs import Buffer
@@ -38,6 +39,9 @@ from ckptstore.errors import (
 _T = TypeVar("_T")
 
 PARALLEL_READS = min(8, max(2, os.cpu_count() or 2))
+CACHED_BYTES = 4 << 20
+"""Bytes read at once: few enough to stay in the CPU cache until they are hashed, and enough that threads seldom wait
+for the interpreter's lock."""
 """Concurrent reads of a store whose reads keep a core busy."""
 
 
@@ -118,6 +122,15 @@ class ObjectReader(ABC):
     @abstractmethod
     def read(self, offset: int, buffer: memoryview) -> None:
         """Fill the whole buffer from `offset`. Raises CorruptObject if the object ends early."""
+
+    def read_hashed(self, offset: int, buffer: memoryview) -> str:
+        """`read`, and the xxh3-128 of what was read: each part while it is in the CPU cache."""
+        seen = xxhash.xxh3_128()
+        for at in range(0, len(buffer), CACHED_BYTES):
+            part = buffer[at : at + CACHED_BYTES]
+            self.read(offset + at, part)
+            seen.update(part)
+        return seen.hexdigest()
 
     def read_parts(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill the buffers in order with the bytes from `offset` on."""

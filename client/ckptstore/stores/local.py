@@ -17,6 +17,7 @@ from pathlib import Path
 from typing_extensions import override
 
 from ckptstore.clock import system_clock
+from ckptstore.codecs import fused
 from ckptstore.codecs.chunk_codecs import Buffer
 from ckptstore.errors import StoreUnavailable, StoreUnsafe
 from ckptstore.names import new_ulid
@@ -307,6 +308,16 @@ class _LocalReader(ObjectReader):
             with store_errors("read", self.url):
                 raise
         check_length(self.url, offset, count, len(buffer))
+
+    def read_hashed(self, offset: int, buffer: memoryview) -> str:
+        found = None
+        if not self._past:
+            with store_errors("read", self.url):
+                found = fused.read(self.fd, offset, buffer)
+        if found is None:
+            return super().read_hashed(offset, buffer)
+        check_length(self.url, offset, found[0], len(buffer))
+        return found[1]
 
     def read_parts(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """One system call for all buffers, unless it returns less."""

@@ -136,6 +136,9 @@ class _RetryingReader(ObjectReader):
     def read(self, offset: int, buffer: memoryview) -> None:
         self._repeat(lambda reader: reader.read(offset, buffer))
 
+    def read_hashed(self, offset: int, buffer: memoryview) -> str:
+        return self._repeat(lambda reader: reader.read_hashed(offset, buffer))
+
     def read_parts(self, offset: int, buffers: Sequence[memoryview]) -> None:
         self._repeat(lambda reader: reader.read_parts(offset, buffers))
 

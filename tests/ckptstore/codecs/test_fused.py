@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             library = tmp_path_factory.mktemp("built") / "libfused.so.1"
             subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, fused.SOURCE], check=True)
             patch.setattr(fused, "_library", fused.load(library))
+            patch.setattr(fused, "IS_BUILT", True)
         yield
 
 
@@ -139,6 +141,53 @@ def test_damaged_blocks_write_nothing_outside(loops: str, data: st.DataObject) -
         with contextlib.suppress(CorruptObject):
             float_split.decode("float32", memoryview(stored), memoryview(guarded)[64:-64])
         assert guarded[:64] == guarded[-64:] == b"\xa5" * 64
+
+
+_DATA = np.random.default_rng(1).bytes(600_000)
+_sizes = st.integers(0, 5_000) | st.integers(1, 500).map(lambda blocks: 1024 * blocks) | st.integers(0, len(_DATA))
+
+
+@given(size=_sizes, near=st.integers(-2, 2), offset=st.integers(0, 70), shift=st.integers(0, 9))
+def test_what_is_read_is_hashed_and_ends_with_the_file(size: int, near: int, offset: int, shift: int) -> None:
+    into = memoryview(bytearray(b"\xa5" * (max(0, size + near) + shift + 8)))
+    part, want = into[shift : len(into) - 8], _DATA[offset:][: max(0, size + near)]
+    with tempfile.TemporaryFile() as file:
+        file.write(_DATA)
+        file.flush()
+        found = fused.read(file.fileno(), offset, part)
+        whole = fused.read(file.fileno(), len(_DATA) - 300, memoryview(bytearray(500)))
+    assert whole is not None
+    assert whole[0] == 300
+    if found is None:
+        assert len(part) <= 240
+    else:
+        assert found[0] == len(want)
+        assert part[: len(want)] == want
+        assert len(want) < len(part) or found[1] == digest(part)
+    assert into[:shift] == b"\xa5" * shift
+    assert into[len(into) - 8 :] == b"\xa5" * 8
+
+
+def test_a_read_that_fails_raises() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        fd = os.open(folder, os.O_RDONLY)
+        try:
+            with pytest.raises(IsADirectoryError):
+                fused.read(fd, 0, memoryview(bytearray(1000)))
+        finally:
+            os.close(fd)
+
+
+@every_type
+@pytest.mark.parametrize("size", [1, 120, 121, 128, 511, 512, 513, 131_072, 131_073])
+def test_chunks_of_any_size_are_scanned_alike(dtype: str, size: int) -> None:
+    words = np.frombuffer(as_bytes(dtype, numbers("outliers")[:size]), f"u{ITEM_BYTES[dtype]}")
+    found = []
+    for loops in LOOPS.values():
+        extremes = Extremes(dtype)
+        assert loops.scan(words, extremes) == digest(words.data)
+        found.append((extremes.unsigned, extremes.signed, extremes.smallest))
+    assert found[0] == found[1]
 
 
 def test_a_library_that_is_absent_broken_or_without_one_of_the_functions_is_not_used(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from ckptstore.clock import system_clock
 from ckptstore.errors import CorruptObject, ObjectMissing
+from ckptstore.format.documents import digest
 from ckptstore.stores import ObjectWriter, Store, open_store
 from tests.conftest import every_store
 from tests.support.checkpoints import keys
@@ -106,6 +107,18 @@ def test_ranged_reads(store: Store) -> None:
     assert bytes(buffer) == b"6789"
     with pytest.raises(CorruptObject, match="ends after 10 bytes, 11 were expected"):
         store.get_range("run/a", 7, buffer)
+
+
+@every_store
+def test_reads_are_hashed(store: Store) -> None:
+    data = bytes(range(256)) * 40
+    store.put("run/a", data)
+    buffer = memoryview(bytearray(9_000))
+    with store.open_reader("run/a") as reader:
+        assert reader.read_hashed(1_000, buffer) == digest(data[1_000:10_000])
+        assert buffer == data[1_000:10_000]
+        with pytest.raises(CorruptObject, match="ends after 10240 bytes"):
+            reader.read_hashed(1_241, buffer)
 
 
 @every_store

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from ckptstore.errors import CkptError, CorruptObject, StoreFull, StoreUnavailable
+from ckptstore.format.documents import digest
 from ckptstore.stores import ObjectReader, Store, direct, open_store
 from tests.support.disks import small_file_system
 from tests.support.stores import race
@@ -389,7 +390,7 @@ def read_in_order(reader: ObjectReader, data: bytes, again: bool) -> None:
             assert b"".join(found) == data[at : at + sum(map(len, found))]
             at += sum(map(len, found))
         whole = memoryview(bytearray(size))
-        reader.read(offset, whole)
+        assert reader.read_hashed(offset, whole) == digest(data[offset : offset + size])
         assert whole == data[offset : offset + size]
 
 

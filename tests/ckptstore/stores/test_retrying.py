@@ -13,6 +13,7 @@ from botocore.exceptions import ClientError, NoCredentialsError  # type: ignore[
 from s3fs.errors import translate_boto_error
 
 from ckptstore.errors import CkptError, NoSuchBucket, ObjectMissing, StoreFull, StoreReadOnly, StoreUnavailable
+from ckptstore.format.documents import digest
 from ckptstore.stores import Store, open_store
 from ckptstore.stores.base import store_errors
 from ckptstore.stores.retrying import RetryingStore
@@ -121,13 +122,14 @@ def test_a_create_with_a_lost_reply_is_refused_and_is_there(mode: Mode, tmp_path
 def test_a_reader_opens_its_object_again(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     store.put("r/a", b"0123456789")
-    for fail_at in range(3):
+    for fail_at in range(4):
         away, pauses = retrying(store, Faults(fail_at=fail_at))
         first, second, third = bytearray(3), bytearray(3), bytearray(2)
         with away.open_reader("r/a") as reader:
             reader.expect(0, 10)
             reader.read(0, memoryview(first))
             reader.read_parts(3, [memoryview(second), memoryview(third)])
+            assert reader.read_hashed(0, memoryview(bytearray(10))) == digest(b"0123456789")
         assert (bytes(first), bytes(second), bytes(third), len(pauses)) == (b"012", b"345", b"67", 1)
 
 
