@@ -195,7 +195,7 @@ class Checkpointer:
         self, *, checkpoint: str | int | None = None, strict: bool | Literal["report"] = True, cast: bool = False
     ) -> StagedRestore:
         """Restore in stages, all from one checkpoint: see StagedRestore. checkpoint, strict, cast: see `restore`."""
-        surgery = Surgery.of(None, (), (), (), cast)
+        surgery = Surgery(cast=cast)
         return StagedRestore(partial(self._restore, strict=strict, rng=False, surgery=surgery), checkpoint)
 
     def _restore(
@@ -205,34 +205,34 @@ class Checkpointer:
         *,
         strict: bool | Literal["report"],
         rng: bool,
-        surgery: Surgery = NO_SURGERY,
+        surgery: Surgery,
     ) -> Restored | None:
         with suppress(Superseded):  # a restore is the remedy
             self.wait()
-        self._saves.meet()
-        restorer = Restorer(self._source, self.config, self._world(), surgery)
+        saves = self._saves
+        saves.meet()
+        must_fit = bool(strict) and strict != "report"
+        restorer = Restorer(self._source, self.config, self._world(), state, must_fit, rng, surgery)
         try:
-            restored = restorer.restore(
-                state, Reference.of(self.config.run_name, checkpoint), bool(strict) and strict != "report", rng
-            )
+            restored = restorer.restore(Reference.of(self.config.run_name, checkpoint))
         finally:
             # A restore that fails, or finds the remote store away, takes nothing back of what an earlier one saw.
-            self._saves.session.seen = max(self._saves.session.seen, restorer.seen)
+            saves.session.seen = max(saves.session.seen, restorer.seen)
             self._release_lease()  # of what was restored before, which may be the same checkpoint
         if restored is not None:
             if strict == "report" and restored.differences and self._world().rank == 0:
                 logger.warning("%s was restored as far as it fits:\n%s", restored.id, restored.differences)
-            self._saves.lease, session = restored.lease, self._saves.session
+            saves.lease, session = restored.lease, saves.session
             # Arrays of JAX from another run may be a teacher: training does not continue from them.
             own = bool(state.modules or state.optimizers) or restored.checkpoint.run == self.config.run_name
             if session.restored(restored.checkpoint, restorer.trains and own):
-                self._saves.steps.restored(session.parent, restored.step, restored.seconds)
-                if self._saves.trace is not None:
-                    self._saves.trace.reached("restored", restored.step, state, self.wait)
+                saves.steps.restored(session.parent, restored.step, restored.seconds)
+                if saves.trace is not None:
+                    saves.trace.reached("restored", restored.step, state, self.wait)
                 if self._publisher is not None:
                     self._publisher._saves.session.restored(restored.checkpoint, True)
         if restorer.trains and not self.config.read_only:
-            self._saves.make_ready(replace(state.without_others(), assets=self._assets))
+            saves.make_ready(replace(state.without_others(), assets=self._assets))
         return restored
 
     def load(self, checkpoint: str | int | None = None, names: str = "*") -> dict[str, Any]:
@@ -258,10 +258,9 @@ class Checkpointer:
         counts, and never less than twice the time until a save is durable. Without seconds the first save comes soon,
         to see what it costs. The slowest rank's cost is used. Raises InvalidRequest.
         """
-        limits = Limits.of(seconds, overhead, mtbf_s)
         schedule = Schedule(
             lambda: self._saves.newest,
-            limits,
+            Limits.of(seconds, overhead, mtbf_s),
             self.config.peer_timeout_s,
             self._saves.steps,
             self._preemption,
@@ -316,15 +315,14 @@ class Checkpointer:
         """
         if self._saves.elsewhere:
             return
-        schedules, self._schedules = self._schedules, []
         try:
             self._saves.close(timeout)
         finally:
             if self._publisher is not None:
                 self._publisher.close(timeout)
             self._preemption.notice.close()  # not before: a second signal must not kill this process while it saves
-            for schedule in schedules:
-                schedule.close()
+            while self._schedules:
+                self._schedules.pop().close()
             self._release_lease()
             while self._releasing:
                 self._releasing.pop().join()

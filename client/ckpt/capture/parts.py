@@ -291,10 +291,10 @@ def drop_cached(tensor: torch.Tensor) -> None:
         setattr(wrapper, name, None)
 
 
-def kind_of(tensor: torch.Tensor) -> str:
-    """The type of a tensor for messages: that of a DTensor includes that of its local tensor."""
-    local = type(tensor._local_tensor).__name__ if isinstance(tensor, DTensor) else ""
-    return type(tensor).__name__ + (f" over {local}" if local not in ("", "Tensor") else "")
+def kind_of(value: object) -> str:
+    """The type of a value for messages: that of a DTensor includes that of its local tensor."""
+    local = type(value._local_tensor).__name__ if isinstance(value, DTensor) else ""
+    return type(value).__name__ + (f" over {local}" if local not in ("", "Tensor") else "")
 
 
 def memory_address(tensor: torch.Tensor) -> int:

@@ -41,10 +41,10 @@ class Destinations(HostDestinations):
 
     def __init__(self, content: Content) -> None:
         super().__init__(content)
-        self._targets: dict[_Key, list[torch.Tensor]] = defaultdict(list)
+        self._targets = defaultdict[_Key, list[torch.Tensor]](list)
         self._given: list[tuple[str, Box, torch.Tensor]] = []
         self._hosts: dict[str, torch.Tensor] = {}  # by buffer
-        self._types: dict[str, set[torch.dtype]] = defaultdict(set)  # of the targets, by entry
+        self._types = defaultdict[str, set[torch.dtype]](set)  # of the targets, by entry
         self._cast: dict[str, str] = {}
         self._copies: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
 
@@ -80,7 +80,7 @@ class Destinations(HostDestinations):
 
     def clashes(self, source: Source, checkpoint: Checkpoint) -> list[str]:
         """Reads what shares memory into a copy of it."""
-        shared: dict[int, dict[tuple[str, Box, int], torch.Tensor]] = defaultdict(dict)
+        shared = defaultdict[int, dict[tuple[str, Box, int], torch.Tensor]](dict)
         for name, box, target in self._given:
             if target.numel():
                 shared[_memory(target)][name, box, target.data_ptr()] = target
@@ -192,7 +192,7 @@ class Destinations(HostDestinations):
             return self.small(at, leaf)
         if leaf[TAG] == "array":
             with suppress(UnsupportedFormat):
-                return super()._unleaf(at, leaf, device)
+                return self.array_of(at, leaf)
         where = device or _current(leaf["device"]) if "device" in leaf else "cpu"
         return self.new(leaf["name"], where) if "name" in leaf else inline_tensor(at, leaf).to(where)
 

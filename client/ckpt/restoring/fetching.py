@@ -54,15 +54,15 @@ class Fetcher:
     checkpoint: Checkpoint
     _local: bool
     """All ranks are on the host of the store."""
+    lease: str | None = None
+    """The lease that this rank holds; the caller releases it."""
+    _past_caches = False
+    _manifest = b""
 
     def __post_init__(self) -> None:
         source = self._source
         self._share = how_to_share(self._config, self._world.size, is_grouped(), self._local)
-        self.lease: str | None = None
-        """The lease that this rank holds; the caller releases it."""
-        self._past_caches = False
         self._together = _several(self._world.size)
-        self._manifest = b""
         self._nearer: list[ChunkSource] = []
         """Asked first, in this order, by each rank for itself."""
         self._last = source
@@ -120,12 +120,11 @@ class Fetcher:
         """From now on read from the store itself; False if that is what was done already. The same on all ranks."""
         if self._past_caches or not (self._share == "daemon" or self._config.read_only):
             return False
-        self._past_caches = True
-        if not isinstance(self._source, StoreSource):
-            from ckptapi.client import DaemonClient
+        from ckptapi.client import DaemonClient
 
-            if isinstance(self._source, DaemonClient):
-                self._source.read_past_caches()
+        self._past_caches = True
+        if isinstance(self._source, DaemonClient):
+            self._source.read_past_caches()
         return True
 
     def fetch(
@@ -177,16 +176,15 @@ def is_local(source: Source) -> bool:
     return isinstance(source, StoreSource) and not isinstance(source, TieredSource) and source.store.on_this_host
 
 
-def how_to_share(
-    config: Config, world_size: int, grouped: bool = True, local: bool = False
-) -> Literal["broadcast", "daemon", "none"]:
+def how_to_share(config: Config, world_size: int, grouped: bool, local: bool) -> Literal["broadcast", "daemon", "none"]:
     """The meaning of replica_reads="auto" here; a single rank shares with no other. grouped: in a group of torch, which
     can broadcast. local: all ranks are on the host of the store."""
-    if local and config.replica_reads == "auto":
+    reads = config.replica_reads
+    if local and reads == "auto":
         return "none"
-    if grouped and world_size > 1 and config.replica_reads in ("auto", "broadcast"):
+    if grouped and world_size > 1 and reads in ("auto", "broadcast"):
         return "broadcast"
-    wanted = config.replica_reads == "daemon" or (config.replica_reads == "auto" and _several(world_size))
+    wanted = reads == "daemon" or (reads == "auto" and _several(world_size))
     return "daemon" if config.daemon is not None and wanted else "none"
 
 

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from ckpt.device import Device, Mark, poll
 from ckptstore.format import boxes
-from ckptstore.format.planning import ChunkRead, Piece, ShardRead
+from ckptstore.format.planning import ChunkRead, Piece, ShardRead, batches
 from ckptstore.format.shards import CHUNK_BYTES
 from ckptstore.reading.fetch import HostBuffers, Receiver
 
@@ -70,12 +70,10 @@ class BufferPool:
         self._given.put((buffer, marks))
 
     def drain(self) -> None:
-        """Return when all buffers are empty; all were given back. Raises the error of emptying one."""
-        for _ in range(self._given.qsize()):
-            buffer, marks = self._given.get()
-            for mark in marks:
+        """Drop all buffers, each when it is empty; all were given back. Raises the error of emptying one."""
+        while not self._given.empty():
+            for mark in self._given.get()[1]:
                 poll(mark.done)
-            self.give(buffer, ())
 
 
 @dataclass
@@ -155,16 +153,8 @@ class GpuReceiver(Receiver):
 
     def divide(self, read: ShardRead) -> Iterator[ShardRead]:
         """Split a read into reads that fit into a staging buffer."""
-        part: list[ChunkRead] = []
-        filled = 0
-        for chunk in read.chunks:
-            size = self._staged_bytes(chunk)
-            if part and filled + size > self._size:
-                yield ShardRead(tuple(part))
-                part, filled = [], 0
-            part.append(chunk)
-            filled += size
-        yield ShardRead(tuple(part))
+        for chunks in batches(read.chunks, self._staged_bytes, self._size):
+            yield ShardRead(tuple(chunks))
 
     @contextmanager
     def receive(self, read: ShardRead) -> Iterator[tuple[ShardRead, HostBuffers]]:

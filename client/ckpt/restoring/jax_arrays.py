@@ -14,7 +14,7 @@ import numpy as np
 from ckpt.capture.arrays import Array, box_of, is_array, is_key, is_template, loaded_jax, numpy_type, slices_of
 from ckpt.restoring.host_destinations import inline_array
 from ckpt.restoring.plan import RestorePlan
-from ckptstore.format.boxes import Box
+from ckptstore.format.boxes import Box, whole
 from ckptstore.format.documents import JSON
 from ckptstore.format.trees import TAG, decode_tree, in_types_of, value_leaves
 
@@ -73,11 +73,10 @@ def _plan_array(plan: RestorePlan, path: str, leaf: dict[str, Any], template: An
     if not keys and template.dtype.name != dtype:
         plan.mismatched.append(f"{path}: {dtype} in the checkpoint, {template.dtype.name} here")
     placed = _index_map(template, shape)
-    parts: dict[Box, Array] = {}
-    for _, box in placed:
-        if box not in parts:
-            cut = None if small is None else np.array(small[slices_of(box)], order="C")
-            parts[box] = destinations.new_array(leaf["name"], box) if cut is None else cut
+    parts = {
+        box: destinations.new_array(leaf["name"], box) if small is None else np.array(small[slices_of(box)], order="C")
+        for box in dict.fromkeys(box for _, box in placed)
+    }
     return partial(_assemble, template, shape, placed, parts, leaf.get("key"))
 
 
@@ -85,7 +84,7 @@ def _index_map(template: Any, shape: tuple[int, ...]) -> list[tuple[Any, Box]]:
     """The devices of this process that hold parts of an array, each with its box; None: where JAX puts new arrays."""
     sharding = getattr(template, "sharding", None)
     if sharding is None or not getattr(template, "committed", True):
-        return [(None, box_of([slice(None)] * len(shape), shape))]
+        return [(None, whole(shape))]
     indices = sharding.addressable_devices_indices_map(shape)
     return [(device, box_of(index, shape)) for device, index in indices.items()]
 
@@ -100,8 +99,8 @@ def _assemble(
     if placed[0][0] is None:
         array = jax.device_put(parts[placed[0][1]], may_alias=False)
     else:
-        kind, sharding = template.sharding.memory_kind, template.sharding
-        places = [(jax.sharding.SingleDeviceSharding(device, memory_kind=kind), box) for device, box in placed]
-        here = [jax.device_put(parts[box], place, may_alias=False) for place, box in places]
+        sharding = template.sharding
+        place = partial(jax.sharding.SingleDeviceSharding, memory_kind=sharding.memory_kind)
+        here = [jax.device_put(parts[box], place(device), may_alias=False) for device, box in placed]
         array = jax.make_array_from_single_device_arrays(shape, sharding, here)
     return array if key is None else jax.random.wrap_key_data(array, impl=key)

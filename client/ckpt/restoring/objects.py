@@ -152,8 +152,9 @@ def _plan_optimizers(plan: RestorePlan, item: str, state: TrainState, tree: JSON
     if left_over := held - everything.keys():
         same = {**ties(state.all_names()), **renamed}
         plan.unexpected += [f"{item}/{n}" for n in sorted(left_over) if everything.keys().isdisjoint(same.get(n, ()))]
-    on_device = [group for group in frame["groups"] if group.get("fused") or group.get("capturable")]
-    steps_on_device = {name for group in on_device for name in group["params"]}
+    steps_on_device = {
+        name for group in frame["groups"] if group.get("fused") or group.get("capturable") for name in group["params"]
+    }
     for optimizer in optimizers:
         _compare_groups(plan, optimizer, frame["groups"])
         if plan.unchecked:
@@ -161,9 +162,12 @@ def _plan_optimizers(plan: RestorePlan, item: str, state: TrainState, tree: JSON
         here = {name for name, leaf in optimizer.leaves.items() if optimizer.keeps_state_here(leaf)}
         # State without a parameter belongs to the whole optimizer.
         here |= states.keys() - held if alone else set()
-        kept = {name: optimizer.live_state(optimizer.leaves[name]) for name in left & optimizer.leaves.keys()}
-        named = {name: live for name, live in kept.items() if live}
-        for name in (name for name in states if name in here):
+        named = {
+            name: live
+            for name in left & optimizer.leaves.keys()
+            if (live := optimizer.live_state(optimizer.leaves[name]))
+        }
+        for name in filter(here.__contains__, states):
             leaf = optimizer.leaves.get(name)
             if leaf is None:
                 named[name] = plan.destinations.decode(states[name], f"{item}/state/{name}")
@@ -187,7 +191,7 @@ def _renamed(
         return {}
     shapes = [plan.destinations.entry(entries[name])[1] if name in entries else None for name in old]
     same = shapes == [tuple(live[name].value.shape) for name in new]
-    return {name: frozenset((other,)) for name, other in zip(old, new, strict=True)} if same else {}
+    return {name: {other} for name, other in zip(old, new, strict=True)} if same else {}
 
 
 def _compare_groups(plan: RestorePlan, optimizer: NamedOptimizer, saved: list[dict[str, Any]]) -> None:
@@ -366,8 +370,9 @@ def _fill_tensor(plan: RestorePlan, saved: JSON, leaf: Leaf) -> bool:
     if not (entry_of(saved) and isinstance(target, torch.Tensor)):
         same = not isinstance(target, torch.Tensor) and not [*leaves(saved, name)]
         if not same or plan.destinations.decode(saved, name) != target:
-            here = kind_of(target) if isinstance(target, torch.Tensor) else type(target).__name__
-            plan.mismatched.append(f"{name}: {_kind(saved)} in the checkpoint, {here} here, which nothing loads")
+            plan.mismatched.append(
+                f"{name}: {_kind(saved)} in the checkpoint, {kind_of(target)} here, which nothing loads"
+            )
         return False
     dtype, shape = _tensors(plan).describe(saved["name"])
     part = leaf.part
@@ -383,16 +388,16 @@ def _fill_tensor(plan: RestorePlan, saved: JSON, leaf: Leaf) -> bool:
     return True
 
 
-Ties = Mapping[str, frozenset[str]]
+Ties = Mapping[str, set[str]]
 """All names of the same tensor, by each of them."""
 
 
 def ties(named: Iterable[tuple[str, Hashable]]) -> Ties:
     """Names of the same object are tied."""
-    names: dict[Hashable, set[str]] = defaultdict(set)
+    names = defaultdict[Hashable, set[str]](set)
     for name, thing in named:
         names[thing].add(name)
-    return {name: frozenset(tied) for tied in names.values() if len(tied) > 1 for name in tied}
+    return {name: tied for tied in names.values() if len(tied) > 1 for name in tied}
 
 
 def give_to_all(saved: Ties, states: dict[str, Any], groups: Iterable[dict[str, Any]]) -> set[str]:
@@ -400,7 +405,7 @@ def give_to_all(saved: Ties, states: dict[str, Any], groups: Iterable[dict[str, 
     held = {name for group in groups for name in group["params"]}
     for group in groups:
         for name in list(group["params"]):
-            for other in sorted(saved.get(name, frozenset()) - held):
+            for other in sorted(saved.get(name, set()) - held):
                 held.add(other)
                 group["params"].append(other)
                 if name in states:

@@ -21,7 +21,7 @@ from ckpt.config import Config
 from ckpt.ranks.world import World
 from ckpt.restoring.fetching import Fetcher, is_local
 from ckpt.restoring.jax_arrays import has_templates
-from ckpt.restoring.plan import NO_SURGERY, Differences, RestoreFit, RestorePlan, Surgery, require_fits
+from ckpt.restoring.plan import Differences, RestoreFit, RestorePlan, Surgery, require_fits
 from ckpt.restoring.preparing import PreparedRestore, make_destinations, restore_rng
 from ckpt.restoring.resolve import (
     candidates,
@@ -89,12 +89,12 @@ class Restored:
     notes: list[str]
     """How per-rank state was redistributed, if the number of ranks has changed."""
     seconds: float
-    lease: str | None = field(repr=False)
-    read: dict[str, int] = field(default_factory=dict)
+    lease: str | None
+    read: dict[str, int]
     """Raw bytes that this rank placed, by where they were read: `store`, and what is nearer. Replicas that another rank
     read count as read from the store."""
-    rng: Callable[[], None] | None = field(default=None, repr=False)
-    differences: Differences = field(default_factory=Differences)
+    rng: Callable[[], None] | None
+    differences: Differences
     """The table of what did not match on this rank."""
 
     def __str__(self) -> str:
@@ -152,12 +152,15 @@ class Restorer:
     _source: Source
     _config: Config
     _world: World
-    _surgery: Surgery = NO_SURGERY
+    _state: TrainState
+    _strict: bool
+    _rng: bool
+    """Whether random state is put back, too."""
+    _surgery: Surgery
     trains = False
     """Whether any rank restores an optimizer or arrays of JAX, and so will save. Equal on all; set by `restore`."""
     seen = 0
     """The newest generation of the remote store, if there is a local one. Equal on all ranks; set by `restore`."""
-    _rng = True
     _local = False  # the store is on this host, for all ranks
     _key = ""  # of the session at the daemon
 
@@ -168,16 +171,16 @@ class Restorer:
         self._overwritten: set[str] = set()
 
     @gc_paused()
-    def restore(self, state: TrainState, reference: Reference, strict: bool, rng: bool = True) -> Restored | None:
-        """Restore the newest usable checkpoint, or the named one; None if the run has none. rng: also random state.
+    def restore(self, reference: Reference) -> Restored | None:
+        """Restore the newest usable checkpoint, or the named one; None if the run has none.
 
         Raises the errors of `Checkpointer.restore`, on every rank.
         """
         started = time.perf_counter()
-        self._rng = rng
         found = candidates(self._source, self._config, reference) if self._world.rank == 0 else iter(())
         skipped: list[tuple[str, str]] = []
-        checkpoint = self._begin(state, found)
+        checks = () if self._config.read_only else (partial(check_others, self._state),)  # what a save would refuse
+        checkpoint = self._choose(found, *checks, partial(wait_for_orphan_saver, self._config))
         while checkpoint is not None:
             if checkpoint.thinned and self.trains:
                 raise Thinned(
@@ -185,7 +188,7 @@ class Restorer:
                     "Restore the full checkpoint, or the model without an optimizer",
                 )
             try:
-                plan, fetcher = self._try(state, checkpoint, strict)
+                plan, fetcher = self._try(checkpoint)
             except TRY_NEXT as error:
                 if self._world.rank == 0:
                     note_damage(self._source, checkpoint, error, lambda _: self._world.beat())
@@ -193,7 +196,7 @@ class Restorer:
                     raise
                 logger.error("cannot restore %s: %s; trying the checkpoint before it", checkpoint.id, error)
                 skipped.append((checkpoint.id, str(error)))
-                checkpoint = self._choose((), lambda: None, found)[1]
+                checkpoint = self._choose(found)
                 continue
             except StateMismatch as error:
                 if not self._begun or checkpoint.id in self._begun:
@@ -231,26 +234,13 @@ class Restorer:
                 )
         return ""
 
-    def _begin(self, state: TrainState, found: Iterator[Checkpoint]) -> Checkpoint | None:
-        """Wait for orphaned savers on all hosts. Then rank 0 chooses the first candidate.
-
-        Raises UnsupportedObject for an extra that a later save would refuse.
-        """
+    def _choose(self, found: Iterator[Checkpoint], *steps: Callable[[], object]) -> Checkpoint | None:
+        """Do the steps, and agree on the next candidate of rank 0."""
+        state = self._state
 
         def report() -> tuple[bool, bool]:
             arrays = not state.modules and any(map(has_templates, state.others.values()))
             return bool(state.optimizers) or arrays, is_local(self._source)
-
-        checks = () if self._config.read_only else (partial(check_others, state),)
-        steps = (*checks, partial(wait_for_orphan_saver, self._config))
-        answers, checkpoint = self._choose(steps, report, found)
-        self.trains, self._local = any(trains for trains, _ in answers), all(local for _, local in answers)
-        return checkpoint
-
-    def _choose(
-        self, steps: Steps, report: Callable[[], Any], found: Iterator[Checkpoint]
-    ) -> tuple[list[Any], Checkpoint | None]:
-        """Do the steps, and agree on the next candidate of rank 0. Returns every rank's report, and the candidate."""
 
         def choose() -> Any:
             """The candidate, the newest generation that rank 0 has seen, and a name for a session at the daemon."""
@@ -261,21 +251,22 @@ class Restorer:
             return msgspec.to_builtins(checkpoint), newest, new_ulid(system_clock())
 
         answers, (chosen, self.seen, self._key) = self._together.do_and_choose(steps, report, choose)
-        return answers, None if chosen is None else convert(chosen, Checkpoint)
+        self.trains, self._local = any(trains for trains, _ in answers), all(local for _, local in answers)
+        return None if chosen is None else convert(chosen, Checkpoint)
 
-    def _try(self, state: TrainState, checkpoint: Checkpoint, strict: bool) -> tuple[RestorePlan, Fetcher]:
+    def _try(self, checkpoint: Checkpoint) -> tuple[RestorePlan, Fetcher]:
         """Restore one checkpoint on all ranks. The caller must release the lease, if this rank's fetcher has one."""
         session = RestoreSession(self._config, self._world.rank, self._world.size)
         fetcher = Fetcher(self._source, self._config, self._world, checkpoint, self._local)
         try:
             with fetcher.protecting() as await_lease:
-                prepared = self._prepare(state, fetcher, session, await_lease, strict)
+                prepared = self._prepare(fetcher, session, await_lease)
             plan = prepared.plan
             self._begun.append(checkpoint.id)
             self._overwritten |= plan.overwritten
             self._fetch(fetcher, prepared, session)
             fits = self._together.do(partial(self._place, plan, session), report=partial(self._fit, prepared))
-            require_fits(plan, fits, strict, after=True)
+            require_fits(plan, fits, self._strict, after=True)
             session.end(Phase.RESTORED)
         except BaseException as error:
             session.end(Phase.FAILED, str(error))
@@ -284,21 +275,14 @@ class Restorer:
             raise
         return plan, fetcher
 
-    def _prepare(
-        self,
-        state: TrainState,
-        fetcher: Fetcher,
-        session: RestoreSession,
-        await_lease: Callable[[], None],
-        strict: bool,
-    ) -> PreparedRestore:
+    def _prepare(self, fetcher: Fetcher, session: RestoreSession, await_lease: Callable[[], None]) -> PreparedRestore:
         """Read the documents and plan; changes nothing live. One meeting; one more if ranks exchange what they read,
         and one more under another world size, where rank 0 reads the items of all ranks and shares them out.
 
         await_lease: see Fetcher.protecting. Raises StateMismatch if the checkpoint does not fit
         the objects of every rank.
         """
-        world, prepared = self._world, PreparedRestore(self._source, fetcher, state, self._rng, self._surgery)
+        world, prepared = self._world, PreparedRestore(self._source, fetcher, self._state, self._rng, self._surgery)
         steps: list[Callable[[], object]] = [partial(session.join, fetcher.checkpoint, self._key)]
         if fetcher.exchanges:
             # The manifest is read in a collective.
@@ -314,10 +298,10 @@ class Restorer:
         if prepared.manifest.world_size == world.size:
             fits = [fit for *_, fit in reports]
         else:
-            share = partial(prepared.share_out, reports[0][1], world, strict)
+            share = partial(prepared.share_out, reports[0][1], world, self._strict)
             fits = self._together.do(share, prepared.plan_reads, report=partial(self._fit, prepared))
-        require_fits(prepared.plan, fits, strict)
-        prepared.plan.strict = strict
+        require_fits(prepared.plan, fits, self._strict)
+        prepared.plan.strict = self._strict
         return prepared
 
     def _fit(self, prepared: PreparedRestore) -> RestoreFit | None:
@@ -441,8 +425,9 @@ class Together:
         error = error_from_code(code, message, hint)
         error.chunks = tuple((shard, index) for shard, index in chunks)
         own = self._error
-        same = own is not None and (own.code, own.message, own.chunks) == (code, message, error.chunks)
-        return own if own is not None and same else error
+        if own is not None and (own.code, own.message, own.chunks) == (code, message, error.chunks):
+            return own
+        return error
 
 
 def _precedence(error: CkptError) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -67,10 +67,12 @@ class Surgery:
     @staticmethod
     def of(rename: Mapping[str, str] | None, only: Globs, skip: Globs, grow: Globs, cast: bool) -> Surgery:
         """Patterns without an item are of every module. Raises InvalidRequest."""
-        rules = {_of_item(old): _of_item(new) for old, new in (rename or {}).items()}
+        rules = dict[str, str]()
         for old, new in (rename or {}).items():
-            if _of_item(old).count("*") != rules[_of_item(old)].count("*"):
+            before, after = _of_item(old), _of_item(new)
+            if before.count("*") != after.count("*"):
                 raise InvalidRequest(f"{old!r} and {new!r} differ in the number of * or in the item", "Use as many")
+            rules[before] = after
         return Surgery(rules, _globs(only), _globs(skip), _globs(grow), cast)
 
     def match(
@@ -202,7 +204,7 @@ def _is_smaller(small: Shape, large: Shape) -> bool:
 def _check(patterns: Iterable[str], paths: Sequence[str]) -> None:
     """Raise InvalidRequest for a pattern that matches nothing."""
     for pattern in patterns:
-        if not any(fnmatchcase(path, pattern) for path in paths):
+        if not _any((pattern,), paths):
             parts = {part for path in paths for part in path.partition("/")[2].split(".")}
             near = get_close_matches(pattern.rpartition("/")[2].strip("*."), sorted(parts), 3)
             raise InvalidRequest(
@@ -322,12 +324,15 @@ class RestorePlan(msgspec.Struct):
             self.missing.append(item)
         return item in trees
 
-    def fit(self, overwritten: Collection[str]) -> RestoreFit:
+    def fit(self, overwritten: set[str]) -> RestoreFit:
         """overwritten: what earlier plans that failed have overwritten on this rank."""
-        left = sorted(set(overwritten) - self.overwritten - set(self.items))
-        refused = None if self.refused is None else (self.refused.message, self.refused.hint)
         return RestoreFit(
-            self.unexpected, _names(self.missing), _names(self.mismatched), ", ".join(self.items), refused, _names(left)
+            self.unexpected,
+            _names(self.missing),
+            _names(self.mismatched),
+            ", ".join(self.items),
+            None if self.refused is None else self.refused.args,
+            _names(sorted(overwritten.difference(self.overwritten, self.items))),
         )
 
 
@@ -353,33 +358,25 @@ def require_fits(plan: RestorePlan, fits: Iterable[Sequence[Any]], strict: bool,
     fits: of all ranks. after: modules with own code for that have loaded their values: only then is known what does
     not fit.
     """
-    found = [RestoreFit(*each) for each in fits]
+    found = list(starmap(RestoreFit, fits))
     plan.unexpected = sorted(set[str].intersection(*(set(each.unexpected) for each in found)))
     for each in found:
-        if strict:
-            _require_all(each, plan, _CHANGED if after else "nothing was changed")
+        names_of = {
+            "not in the checkpoint": each.missing,
+            "only in the checkpoint": _names(plan.unexpected),
+            "different": each.mismatched,
+        }
+        problems = "; ".join(f"{what}: {names}" for what, names in names_of.items() if names)
+        if strict and problems:
+            raise StateMismatch(
+                f"the checkpoint does not fit: {problems}",
+                f"It holds {each.items}. Build the objects as they were saved, or pass strict=False to restore what "
+                f"fits; {_CHANGED if after else 'nothing was changed'}\n{plan.differences.text(_SHOWN)}",
+            )
         if each.refused is not None:
             raise StateMismatch(*each.refused)
         if each.left:
             raise StateMismatch(f"the checkpoint does not have {each.left}")
-
-
-def _require_all(found: RestoreFit, plan: RestorePlan, outcome: str) -> None:
-    problems = [
-        f"{what} {names}"
-        for what, names in (
-            ("not in the checkpoint:", found.missing),
-            ("only in the checkpoint:", _names(plan.unexpected)),
-            ("different:", found.mismatched),
-        )
-        if names
-    ]
-    if problems:
-        raise StateMismatch(
-            f"the checkpoint does not fit: {'; '.join(problems)}",
-            f"It holds {found.items}. Build the objects as they were saved, or pass strict=False to restore what fits; "
-            f"{outcome}\n{plan.differences.text(_SHOWN)}",
-        )
 
 
 def _names(found: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,9 +22,9 @@ from ckpt.ranks.world import World
 from ckpt.restoring.fetching import Fetcher
 from ckpt.restoring.host_destinations import HostDestinations
 from ckpt.restoring.jax_arrays import has_templates, plan_arrays
-from ckpt.restoring.plan import NO_SURGERY, RankState, RestorePlan, Surgery, share_out
+from ckpt.restoring.plan import RankState, RestorePlan, Surgery, share_out
 from ckptstore.format.documents import JSON, REPLICAS, Content, Manifest
-from ckptstore.format.planning import ShardRead, plan_reads
+from ckptstore.format.planning import plan_reads
 from ckptstore.format.trees import in_types_of, merge_trees
 from ckptstore.reading.assets import ASSETS
 from ckptstore.reading.source import Source, read_all_local, read_local
@@ -31,26 +32,25 @@ from ckptstore.reading.source import Source, read_all_local, read_local
 logger = logging.getLogger(__name__)
 
 
+@dataclass
 class PreparedRestore:
-    """One checkpoint for the objects of this rank."""
+    """One checkpoint for the objects of this rank.
 
-    manifest: Manifest
+    `manifest`, `plan` and `reads` are there after the steps that make them.
+    """
+
+    _source: Source
+    _fetcher: Fetcher
+    _state: TrainState
+    _rng: bool
+    """Whether random state is put back, too."""
+    _surgery: Surgery
     rank_state: RankState | None = None
     """None until the items of this rank are known."""
-    plan: RestorePlan
-    reads: list[ShardRead]
     states: Sequence[dict[str, JSON]] = ()
     """The items of all saved ranks, on rank 0 and under another world size."""
-
-    def __init__(self, source: Source, fetcher: Fetcher, state: TrainState, rng: bool, surgery: Surgery) -> None:
-        """rng: also put random state back."""
-        self._source = source
-        self._fetcher = fetcher
-        self._state = state
-        self._rng = rng
-        self._surgery = surgery
-        self._own = RANK_PREFIX
-        """Begins the entries that this rank had for itself, if it is the same rank."""
+    _own = RANK_PREFIX
+    """Begins the entries that this rank had for itself, if it is the same rank."""
 
     def read_manifest(self) -> None:
         """Raises Damaged, ObjectMissing, Unavailable or RankLost."""
@@ -85,10 +85,10 @@ class PreparedRestore:
         plan = plan_restore(self.manifest, rank_state.items, self._state, self._own, self._surgery)
         plan.notes = rank_state.notes
         for item, trees in rank_state.redistributed.items():
-            states = [plan.destinations.decode(tree, item) for tree in trees]
-            if isinstance(others[item], Resumable):
-                others[item].check_state_dicts(states)
-            plan.finish.append(partial(others[item].load_state_dicts, states))
+            value, states = others[item], [plan.destinations.decode(tree, item) for tree in trees]
+            if isinstance(value, Resumable):
+                value.check_state_dicts(states)
+            plan.finish.append(partial(value.load_state_dicts, states))
             plan.missing.remove(item)
         if rank_state.seed is not None:
             plan.restore_rng = partial(derive_rng_state, rank_state.seed)
@@ -113,7 +113,7 @@ def restore_rng(restore: Callable[[], None] | None, loaders: Iterable[object]) -
 
 
 def plan_restore(
-    manifest: Manifest, local: Mapping[str, JSON], state: TrainState, prefix: str, surgery: Surgery = NO_SURGERY
+    manifest: Manifest, local: Mapping[str, JSON], state: TrainState, prefix: str, surgery: Surgery
 ) -> RestorePlan:
     """The plan for one rank. local: the rank's own items, without items that must not be used. prefix: begins its own
     entries."""
@@ -149,15 +149,14 @@ def make_destinations(content: Content) -> HostDestinations:
 
 
 def _plan_extra(plan: RestorePlan, item: str, value: Any, tree: JSON) -> None:
-    if not isinstance(value, Stateful) and has_templates(value):
+    if isinstance(value, Stateful):
+        decoded = plan.destinations.decode(tree, item)
+        if isinstance(value, Resumable):
+            value.check_state_dicts([decoded])
+        plan.finish.append(partial(value.load_state_dict, decoded))
+    elif has_templates(value):
         plan_arrays(plan, item, value, tree)
-        return
-    if not isinstance(value, Stateful):
+    else:
         decoded, filled = plan.destinations.refill(tree, item, value)
         plan.overwritten.update(filled)
         plan.values[item] = in_types_of(value, decoded)
-        return
-    decoded = plan.destinations.decode(tree, item)
-    if isinstance(value, Resumable):
-        value.check_state_dicts([decoded])
-    plan.finish.append(partial(value.load_state_dict, decoded))

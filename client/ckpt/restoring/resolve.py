@@ -84,10 +84,11 @@ def candidates(source: Source, config: Config, reference: Reference) -> Iterator
     if not reference.newest:
         yield source.find(reference)
         return
-    if reference.run == config.run_name:
+    own = reference.run == config.run_name
+    if own:
         _check_local(source, config)
-    if decided is not None and isinstance(source, StoreSource) and reference.run == config.run_name:
-        found = catalog.candidates(Run(source.store, reference.run), decided)
+    if own and decided is not None and isinstance(source, StoreSource):
+        found = catalog.candidates(source.run(reference.run), decided)
     else:
         found = source.candidates(reference.run)
     newest = next(found, None)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ckpt.ranks.world import World
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.format.documents import Content
-from ckptstore.format.planning import READ_BYTES, ChunkRead, ShardRead, coalesce
+from ckptstore.format.planning import READ_BYTES, ChunkRead, ShardRead, batches, coalesce
 from ckptstore.format.shards import Places
 from ckptstore.reading.fetch import DEFAULT_THREADS, Buffers, Progress, fetch, fetch_stored, place_chunk, received
 from ckptstore.reading.source import ShardSource
@@ -64,29 +64,23 @@ def divide(content: Content, needs: Mapping[Ranks, Sequence[ChunkId]], world_siz
 
     needs: chunks, by the ranks that have the same needs.
     """
-    groups: dict[ChunkId, tuple[Ranks, ...]] = defaultdict(tuple)
+    groups = defaultdict[ChunkId, tuple[Ranks, ...]](tuple)
     for ranks, need in needs.items():
         for chunk in need:
             groups[chunk] += (ranks,)
     merged = {found: tuple(sorted(rank for ranks in found for rank in ranks)) for found in set(groups.values())}
     ranks_of = {chunk: merged[found] for chunk, found in groups.items() if len(merged[found]) > 1}
-    load = [0] * world_size
-    rounds: list[list[ShardStretch]] = []
-    size = ROUND_BYTES
+    load, stretches = [0] * world_size, list[ShardStretch]()
     for shard, chunks, ranks, stored in _neighbours(ranks_of, content):
-        reader = min(ranks, key=lambda rank: load[rank])
+        reader = min(ranks, key=load.__getitem__)
         load[reader] += stored
-        if size + stored > ROUND_BYTES:
-            rounds.append([])
-            size = 0
-        rounds[-1].append(ShardStretch(shard, chunks, stored, ranks, reader))
-        size += stored
-    return rounds
+        stretches.append(ShardStretch(shard, chunks, stored, ranks, reader))
+    return list(batches(stretches, attrgetter("bytes"), ROUND_BYTES))
 
 
 def _neighbours(ranks_of: Mapping[ChunkId, Ranks], content: Content) -> list[tuple[int, tuple[int, ...], Ranks, int]]:
     """Runs of adjacent chunks that the same ranks need, small enough to divide evenly among them, and their bytes."""
-    most = max((len(ranks) for ranks in ranks_of.values()), default=1)
+    most = max(map(len, ranks_of.values()), default=1)
     total = sum(int(content.shards[shard].chunks.stored[chunk]) for shard, chunk in ranks_of)
     limit = min(READ_BYTES, max(_STRETCH_BYTES, min(ROUND_BYTES, total) // most))
     places = {shard: Places.of(content.shards[shard]) for shard in {shard for shard, _ in ranks_of}}
@@ -121,7 +115,10 @@ def fetch_shared(
     number = {shard.name: i for i, shard in enumerate(content.shards)}
     own = {(number[chunk.shard], chunk.index): chunk for read in reads for chunk in read.chunks}
     packed = world.gather_alike(np.array(sorted(key for key in own if not own[key].bases), np.int64).tobytes())
-    needs = {ranks: _chunk_ids(data) for data, ranks in packed.items()}
+    needs = {
+        ranks: [(shard, chunk) for shard, chunk in np.frombuffer(data, np.int64).reshape(-1, 2).tolist()]
+        for data, ranks in packed.items()
+    }
     rounds = divide(content, needs, world.size)
     shared = {(stretch.shard, chunk) for one in rounds for stretch in one for chunk in stretch.chunks}
     alone = coalesce(
@@ -132,10 +129,6 @@ def fetch_shared(
     if rounds:
         _Exchange(world, source, checkpoint, own, buffers, progress).run(rounds)
     fetch(source, checkpoint, alone, buffers, progress)
-
-
-def _chunk_ids(data: bytes) -> list[ChunkId]:
-    return [(shard, chunk) for shard, chunk in np.frombuffer(data, np.int64).reshape(-1, 2).tolist()]
 
 
 def _parts(data: memoryview, sizes: Iterable[int]) -> Iterator[memoryview]:
@@ -162,7 +155,7 @@ class _Exchange:
         """Raises the first error of this rank, after the last round."""
         mine = [[stretch for stretch in one if stretch.reader == self._world.rank] for one in rounds]
         reading: deque[Future[memoryview]] = deque()
-        placing: list[Future[None]] = []
+        placing: Iterable[None] = ()
         self._watch = self._world.watch_collectives()
         with (
             ThreadPoolExecutor(self._source.parallel_reads, thread_name_prefix="ckpt-fetch") as readers,
@@ -173,11 +166,9 @@ class _Exchange:
                 reading += islice(begun, max(0, _AHEAD + len(own) - len(reading)))
                 stored = {stretch: reading.popleft().result() for stretch in own}
                 received = self._pass_on(one, stored)
-                for future in placing:
-                    future.result()
-                placing = [decoders.submit(self._place, stretch, data) for stretch, data in received]
-            for future in placing:
-                future.result()
+                list(placing)  # waits for those of the round before
+                placing = decoders.map(self._place, received)
+            list(placing)
         if self._error is not None:
             raise self._error
 
@@ -190,7 +181,8 @@ class _Exchange:
                 self._error = error
         return memoryview(bytearray(stretch.bytes))
 
-    def _place(self, stretch: ShardStretch, stored: memoryview) -> None:
+    def _place(self, arrived: tuple[ShardStretch, memoryview]) -> None:
+        stretch, stored = arrived
         chunks = self._chunks(stretch)
         for chunk, part in zip(chunks, _parts(stored, [chunk.stored for chunk in chunks]), strict=True):
             if self._error is not None:

@@ -195,6 +195,7 @@ def test_drained_means_all_are_empty() -> None:
         draining.result(_PATIENCE_S)
     failed = Flag(OSError("the device is gone"))
     failed.go()
+    ring = ring_of(1)
     ring.give(ring.take(), [failed])
     with pytest.raises(OSError, match="device is gone"):
         ring.drain()

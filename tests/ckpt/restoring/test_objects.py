@@ -16,6 +16,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from ckpt.capture.train_state import TrainState
 from ckpt.restoring.destinations import Destinations
+from ckpt.restoring.plan import NO_SURGERY
 from ckpt.restoring.preparing import plan_restore
 from ckptstore.errors import StateMismatch
 from ckptstore.format.documents import Content, Entries, Slices
@@ -88,7 +89,7 @@ def test_a_checkpoint_of_an_older_version_that_lost_optimizer_state_names_it(
     source = StoreSource(open_store(str(tmp_path)))
     manifest = replace(read_manifest(source, source.latest("r")), world_size=2)
     manifest = replace(manifest, extensions={}) if old else manifest
-    plan = plan_restore(manifest, {}, TrainState.of(model, optim, {}), "rank-00000/")
+    plan = plan_restore(manifest, {}, TrainState.of(model, optim, {}), "rank-00000/", NO_SURGERY)
     lost = [f"optim/state/{part}.{name}" for part in {0, 1} - stepped for name in ("weight", "bias")]
     assert [name for name in plan.missing if name.startswith("optim")] == (lost if named else [])
 

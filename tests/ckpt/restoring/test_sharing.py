@@ -134,8 +134,9 @@ def test_what_auto_means(
     if ranks_in_environment:
         monkeypatch.setenv("WORLD_SIZE", str(ranks_in_environment))
     config = Config("/somewhere", run="run", daemon=daemon, replica_reads=replica_reads)
-    assert how_to_share(config, world_size) == expected
-    assert how_to_share(config, world_size, local=True) == ("none" if replica_reads == "auto" else expected)
+    assert how_to_share(config, world_size, grouped=True, local=False) == expected
+    found = how_to_share(config, world_size, grouped=True, local=True)
+    assert found == ("none" if replica_reads == "auto" else expected)
 
 
 Needs = list[list[tuple[int, int]]]
