@@ -194,14 +194,8 @@ class _CudaMemory:
         }  # fmt: skip
 
 
-def _cuda_is_capturing() -> bool:
-    # Both calls fail in a torch without CUDA; neither initializes it.
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
-
-
 DEVICES: dict[str, Callable[[torch.device], Device]] = {"cuda": Device}
 """By device type. Tensors of other types, such as XPU and MPS, are copied at the call."""
-CAPTURING: list[Callable[[], bool]] = [_cuda_is_capturing]
 
 
 def has_device(tensor: torch.Tensor) -> bool:
@@ -211,7 +205,8 @@ def has_device(tensor: torch.Tensor) -> bool:
 
 def is_capturing() -> bool:
     """Whether the work of this thread is captured into a graph instead of being executed."""
-    return any(capturing() for capturing in CAPTURING)
+    # Both calls fail in a torch without CUDA; neither initializes it.
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 def rows(memory: torch.Tensor, offsets: torch.Tensor, size: int) -> torch.Tensor:

@@ -151,9 +151,11 @@ def hold_folder() -> int:
 
 def _hold(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
     while True:
-        fd = _open(path, flags)
+        with _explained(path):
+            fd = os.open(path, flags, 0o600)
         try:
-            _flock(fd, fcntl.LOCK_SH, path)
+            with _explained(path):
+                fcntl.flock(fd, fcntl.LOCK_SH)
             os.utime(fd)
             if os.fstat(fd).st_nlink:
                 return fd
@@ -171,10 +173,12 @@ def _is_held(path: Path) -> bool:
 @contextmanager
 def locked(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> Iterator[bool]:
     """Hold the lock of a file in the block; False if another thread or process holds it. Raises Unavailable."""
-    fd = _open(path, flags)
+    with _explained(path):
+        fd = os.open(path, flags, 0o600)
     try:
         try:
-            _flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, path)
+            with _explained(path):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             yield False
         else:
@@ -186,27 +190,18 @@ def locked(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> Iterator[bool]:
         os.close(fd)
 
 
-def _open(path: Path, flags: int) -> int:
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Raises Unavailable for errors of a file other than that it is locked."""
     try:
-        return os.open(path, flags, 0o600)
-    except OSError as error:
-        raise _unavailable(path, error) from error
-
-
-def _flock(fd: int, operation: int, path: Path) -> None:
-    try:
-        fcntl.flock(fd, operation)
+        yield
     except BlockingIOError:
         raise
     except OSError as error:  # some file systems of a network have no locks
-        raise _unavailable(path, error) from error
-
-
-def _unavailable(path: Path, error: OSError) -> Unavailable:
-    return Unavailable(
-        f"cannot open or lock {path}, which shows whether an earlier saver still uploads: {error.strerror}",
-        "Free space in that file system, or set TMPDIR to a folder of a local disk for all processes of the run",
-    )
+        raise Unavailable(
+            f"cannot open or lock {path}, which shows whether an earlier saver still uploads: {error.strerror}",
+            "Free space in that file system, or set TMPDIR to a folder of a local disk for all processes of the run",
+        ) from error
 
 
 def host_path(store: str, run: str, role: str) -> Path:
@@ -235,12 +230,8 @@ def host_folder() -> Path:
     them without end. Raises Unavailable if it cannot be made.
     """
     folder = temporary_folder(os.environ) / f"ckpt-{os.getuid()}"
-    try:
+    with _explained(folder), suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    except FileExistsError:
-        pass
-    except OSError as error:
-        raise _unavailable(folder, error) from error
     found = folder.lstat()
     mode = stat.S_IMODE(found.st_mode)
     for problem, applies in (

@@ -21,16 +21,14 @@ _LOCAL_RANKS = (
 """The variables of torchrun, Open MPI, MPICH, PALS and srun, whose value may be 8(x2),4 for several hosts."""
 
 
-def available_bytes(
-    root: Path = Path("/"), environ: Mapping[str, str] = os.environ, ranks: int | None = None
-) -> int | None:
+def available_bytes(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> int | None:
     """Memory that this rank can use without swapping and below the limits of its cgroups. None if nothing is known.
 
-    The ranks of a host ask at the same time, so each gets an equal part. root: of the file system. ranks: divide among
-    so many.
+    The ranks of a host ask at the same time, so each gets an equal part; one without a launcher's variables, all. root:
+    of the file system.
     """
     found = [free for free in (_system_free(root), *_cgroups_free(root)) if free is not None]
-    return min(found) // (ranks or local_ranks(environ)) if found else None
+    return min(found) // local_ranks(environ) if found else None
 
 
 def local_ranks(environ: Mapping[str, str] = os.environ) -> int:
@@ -61,7 +59,7 @@ def on_node(node: int | None, root: Path = Path("/")) -> Iterator[None]:
 def _cores(listed: str) -> set[int]:
     """The cores in a list such as 0-3,8."""
     ranges = [part.split("-") for part in listed.strip().split(",") if part]
-    return {core for first, *last in ranges for core in range(int(first), int((last or [first])[0]) + 1)}
+    return {core for bounds in ranges for core in range(int(bounds[0]), int(bounds[-1]) + 1)}
 
 
 def _system_free(root: Path) -> int | None:

@@ -68,9 +68,11 @@ class Segment:
         """
         self.num_bytes = num_bytes
         self.fd = -1
-        self.fd = make_shared_memory(num_bytes) if fd is None else fd
+        self.fd = _ANONYMOUS() if fd is None else fd
         self._before_unmap: list[Callable[[], object]] = []
         protection, size = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0), max(1, num_bytes)
+        if fd is None:
+            os.ftruncate(self.fd, size)
         # Python's mmap keeps a copy of the descriptor, which forked children would inherit.
         address = _libc.mmap(None, size, protection, mmap.MAP_SHARED, self.fd, 0)
         if address in (None, _MAP_FAILED):
@@ -110,15 +112,8 @@ def _unmap(address: int, num_bytes: int, pid: int, before: Sequence[Callable[[],
         _libc.munmap(address, num_bytes)
 
 
-def make_shared_memory(num_bytes: int, anonymous: Callable[[], int] | None = None) -> int:
-    """A descriptor of new shared memory, not inherited by exec."""
-    fd = (anonymous or _ANONYMOUS)()
-    os.ftruncate(fd, max(1, num_bytes))
-    return fd
-
-
 def memfd() -> int:
-    """Anonymous shared memory on Linux."""
+    """Anonymous shared memory on Linux. Its descriptor is not inherited by exec."""
     with suppress(OSError):  # hardened hosts require the flag, and Linux before 6.3 does not know it
         return os.memfd_create("ckpt-arena", os.MFD_CLOEXEC | _MFD_NOEXEC_SEAL)
     return os.memfd_create("ckpt-arena", os.MFD_CLOEXEC)

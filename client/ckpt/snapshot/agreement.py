@@ -46,9 +46,9 @@ class LayoutAgreement:
 
     _world: Callable[[], World]
     _split_replicas: bool
-    _folder: StoreSource | None = None
+    _folder: StoreSource | None
     """The store that this rank saves to, if it may be another one on another host."""
-    _is_tier: bool = False
+    _is_tier: bool
 
     def __post_init__(self) -> None:
         self._agreement: Agreement | None = None

@@ -44,7 +44,7 @@ class Arena:
         self._announce = announce
         self._changed = threading.Condition()
         self._slots: dict[int, ArenaSlot] = {}
-        self._idle: dict[int, None] = {}
+        self._idle: dict[int, ArenaSlot] = {}
         """In the order of their release: the newest snapshot is overwritten last, which a restart may still need."""
         self.released = Latch()
         """Set when a slot is released after the last `acquire` found none."""
@@ -82,8 +82,7 @@ class Arena:
             except OSError as error:
                 logger.warning(_NOT_MADE, error)
                 return
-            if slot is not None:
-                self.release(slot.number)
+            self.release(slot)
         self.prepare_rest()
         if wait and gpu is not None:
             self.join()
@@ -91,7 +90,7 @@ class Arena:
     def rehearse(self, leaves: Leaves) -> None:
         """Copy leaves of GPUs into a slot, if one is idle, so that the first save waits for no kernel to be loaded."""
         with self._changed:
-            slot = next((self._slots[number] for number in self._idle), None)
+            slot = next(iter(self._idle.values()), None)
         if slot is not None:
             slot.stager.rehearse(leaves)
 
@@ -105,10 +104,8 @@ class Arena:
             while True:
                 self._drop_small()
                 if self._idle:
-                    number = next(iter(self._idle))
-                    del self._idle[number]
-                    return self._slots[number]
-                if len(self._slots) + self._making < self._num_slots:
+                    return self._idle.pop(next(iter(self._idle)))
+                if self._misses_slots:
                     self._making += 1
                     break
                 if not self._making:
@@ -120,16 +117,17 @@ class Arena:
     def prepare_rest(self) -> None:
         """Allocate the missing slots in the background, if memory allows."""
         with self._changed:
-            missing = len(self._slots) + self._making < self._num_slots
             making = self._background is not None and self._background.is_alive()
-            if missing and not making:
+            if self._misses_slots and not making:
                 self._background = start_daemon("ckpt-arena", self._make_rest)
 
-    def release(self, number: int) -> None:
-        """Make a slot idle again."""
+    def release(self, slot: ArenaSlot | None) -> None:
+        """Make a slot idle again; None: there is none."""
+        if slot is None:
+            return
         with self._changed:
-            if number in self._slots:
-                self._idle[number] = None
+            if slot.number in self._slots:
+                self._idle[slot.number] = slot
                 self._drop_small()
                 self._changed.notify_all()
                 self.released.set()
@@ -148,11 +146,15 @@ class Arena:
             self._slots.clear()
             self._idle.clear()
 
+    @property
+    def _misses_slots(self) -> bool:
+        return len(self._slots) + self._making < self._num_slots
+
     def _make_rest(self) -> None:
         while True:
             with self._changed:
                 num_bytes = self._wanted_bytes
-                if len(self._slots) + self._making >= self._num_slots:
+                if not self._misses_slots:
                     return
                 available = available_bytes()
                 if self._slots and available is not None and available < 2 * num_bytes:
@@ -193,13 +195,13 @@ class Arena:
             self._slots[slot.number] = slot
             self._announce(Slot(slot.number, num_bytes), segment)
             if idle:
-                self._idle[slot.number] = None
+                self._idle[slot.number] = slot
             self._changed.notify_all()
         return slot
 
     def _check_memory(self, num_bytes: int) -> None:
         """Raises OSError where the kernel would kill this process for a slot of this size."""
-        free, share = available_bytes(ranks=1), available_bytes()
+        free, share = available_bytes(environ={}), available_bytes()
         if free is None or share is None or num_bytes <= min(free, max(share, self._share or 0)):
             return
         left = human.size(min(free, share))

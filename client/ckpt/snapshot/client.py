@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -40,7 +39,7 @@ from ckpt.saver.messages import (
 )
 from ckpt.snapshot.arena import Arena, ArenaSlot
 from ckpt.snapshot.costs import StepClock
-from ckpt.snapshot.handle import LiveCounters, LiveHandle, SaveHandle
+from ckpt.snapshot.handle import LiveCounters, LiveHandle, SaveHandle, time_left
 from ckpt.snapshot.live import LiveState
 from ckpt.snapshot.stage import SnapshotLayout
 from ckpt.snapshot.writers import ProcessWriter, SaveWriter, ThreadWriter
@@ -104,7 +103,7 @@ class Snapshot:
         extensions = {REPLICAS: captured.replicas, **({} if cost is None else {SAVE_COST: cost})}
         return SaveJob(
             number=number,
-            slot=self.slot.number if self.slot is not None else None,
+            slot=self.slot and self.slot.number,
             attempt=self.attempt,
             created_at=self.created_at,
             slices=self.layout.placed,
@@ -126,7 +125,7 @@ class SaveClient:
         in_process: bool,
         num_slots: int,
         counters: LiveCounters,
-        steps: StepClock | None = None,
+        steps: StepClock,
     ) -> None:
         """steps: for heartbeats."""
         self._setup = setup
@@ -197,8 +196,8 @@ class SaveClient:
 
     def acquire(self, snapshot: Snapshot) -> bool:
         """Give a snapshot a slot, until it is handed over or another one is given it. False if all are in use."""
-        if (before := self._staging) is not None and before.slot is not None:
-            self.arena.release(before.slot.number)
+        if self._staging is not None:
+            self.arena.release(self._staging.slot)
         self._staging = None
         snapshot.slot = self.arena.acquire(snapshot.layout.num_bytes)
         self._staging = snapshot
@@ -226,15 +225,15 @@ class SaveClient:
             self._decline([attempt], error)
             raise
 
-    def abandon(self, snapshot: Snapshot, error: CkptError, keep_slot: bool = False) -> None:
+    def abandon(self, snapshot: Snapshot, error: CkptError, keep_slot: bool) -> None:
         """Fail a save before its job was submitted, and abort its attempt for the other ranks. The next save raises
         the error. keep_slot: a device may still write to the slot; it is not used again."""
         with self._lock:
             self._finished.append(snapshot.handle)
         self._fail_handle(snapshot.handle, error)
         self.send(Abort(snapshot.attempt, describe(error)))
-        if snapshot.slot is not None and not keep_slot:
-            self.arena.release(snapshot.slot.number)
+        if not keep_slot:
+            self.arena.release(snapshot.slot)
 
     def submit(self, snapshot: Snapshot) -> None:
         """Submit a staged snapshot: from now on its slot belongs to the writer."""
@@ -273,7 +272,7 @@ class SaveClient:
         self.handed_over()
         return job
 
-    def stop(self, retain_snapshot: bool = False) -> None:
+    def stop(self, retain_snapshot: bool) -> None:
         """Let the writer finish all jobs and end. retain_snapshot: see Stop."""
         if self._steps is not None:
             self._steps.close()
@@ -287,9 +286,9 @@ class SaveClient:
 
     def wait_stopped(self, timeout_s: float | None) -> None:
         """Wait for what was stopped. Raises TimeoutError; a saver process then goes on. For the training thread."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        left_s = time_left(timeout_s)
         for writer in self._stopping:
-            if not writer.ended.wait(None if deadline is None else deadline - time.monotonic()):
+            if not writer.ended.wait(left_s()):
                 more = "; the saver goes on" if isinstance(writer, ProcessWriter) else ""
                 raise TimeoutError(f"saves are not durable after {timeout_s} s{more}")
 
@@ -325,8 +324,8 @@ class SaveClient:
             elif isinstance(report, Done | Failed):
                 del self._jobs[report.number]
                 self._finished.append(handle)
-        if slot is not None and isinstance(report, Released | Failed):
-            self.arena.release(slot.number)
+        if isinstance(report, Released | Failed):
+            self.arena.release(slot)
         match report:
             case SaveProgress():
                 handle.uploaded(report.done_bytes)
@@ -348,8 +347,7 @@ class SaveClient:
 
     def _fail_lost(self, lost: Sequence[Snapshot], error: SaverDied) -> None:
         for job in lost:
-            if job.slot is not None:
-                self.arena.release(job.slot.number)
+            self.arena.release(job.slot)
             self._fail_handle(job.handle, error)
         self._decline([job.attempt for job in lost if not job.released], error)
 

@@ -77,15 +77,19 @@ class Costs:
     def tick(self, now: float, newest: SaveHandle | None) -> None:
         """Count one call of the loop. newest: the save that began last."""
         if not self._ticks:
-            self._last_at = self._since = now
-            self._save = newest
-        elif newest is not self._save:
-            self._before_s = self.totals
-            self._save, self._since = newest, self._last_at
-            self._known, self._under_way, self._busy_ticks, self._waited_s = True, True, 0, 0.0
-        spent, self._last_at = now - self._last_at, now
-        if self._ticks:
-            self._learn(spent)
+            self._save, self._since = newest, now
+        else:
+            if newest is not self._save:
+                self._before_s = self.totals
+                self._save, self._since = newest, self._last_at
+                self._known, self._under_way, self._busy_ticks, self._waited_s = True, True, 0, 0.0
+            before_s = self._waited_s
+            if self._save is not None and self._under_way:
+                self._waited_s = self._save.timings.blocked_s + self._save.timings.held_s
+                self._busy_ticks += 1
+            own_s = max(0.0, now - self._last_at - (self._waited_s - before_s))
+            (self._busy if self._under_way else self._idle).append(own_s)
+        self._last_at = now
         self._ticks += 1
         done = self._save is None or self._save.done()
         if self._under_way and done:
@@ -96,14 +100,6 @@ class Costs:
         """Do not count this time: the loop waited for saves, which is measured elsewhere."""
         if self._ticks:
             self._last_at += seconds
-
-    def _learn(self, spent_s: float) -> None:
-        before = self._waited_s
-        if self._save is not None and self._under_way:
-            self._waited_s = self._save.timings.blocked_s + self._save.timings.held_s
-            self._busy_ticks += 1
-        own_s = max(0.0, spent_s - (self._waited_s - before))
-        (self._busy if self._under_way else self._idle).append(own_s)
 
     def asked(self, now: float) -> None:
         """A save is due; the interval to the next one begins."""

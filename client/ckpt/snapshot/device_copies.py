@@ -27,7 +27,7 @@ from typing import TypeAlias
 from ckpt.device import Device, Mark, Patience
 from ckpt.host.segment import Segment
 from ckpt.lazily import torch
-from ckpt.snapshot.guard import DeviceGuard, Part, SamplePlaces, Watch, is_in_order
+from ckpt.snapshot.guard import DeviceGuard, Move, Part, SamplePlaces, Watch, is_in_order, move_all
 
 logger = logging.getLogger(__name__)
 
@@ -41,29 +41,17 @@ Queue: TypeAlias = "Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], N
 """Queues copies: to these tensors, from these."""
 
 
-def by_size(pairs: Pairs) -> tuple[Pairs, Pairs]:
-    """The small ones, if there are several, and the rest."""
-    found: tuple[Pairs, Pairs] = (([], []), ([], []))
-    for view, tensor in zip(*pairs, strict=True):
-        views, tensors = found[view.nbytes > SMALL_BYTES]
-        views.append(view)
-        tensors.append(tensor)
-    return found if len(found[0][0]) > 1 else (([], []), pairs)
-
-
 class GatheredLeaves:
     """Leaves in memory of the device. `copy` once, then `place` when the device has finished."""
 
     def __init__(self, device: Device, pairs: Pairs, side: bool) -> None:
         """Queue the gathering on the side stream or on the current stream. Raises RuntimeError without memory."""
         self._device = device
-        self._groups: list[tuple[list[torch.Tensor], torch.Tensor]] = []
-        """The places of leaves, and their elements one after the other."""
-        self._moves: list[tuple[int, int, int]] = []
+        self._moves: list[Move] = []
         self._kept: list[torch.Tensor] = []
         self._lock = threading.Lock()
-        for views, tensors in _groups(pairs):
-            self._groups.append((views, device.gather(tensors, side)))
+        self._groups = [(views, device.gather(tensors, side)) for views, tensors in _groups(pairs)]
+        """The places of leaves, and their elements one after the other."""
 
     def copy(self, queue: Queue) -> None:
         """Queue the copies to the host."""
@@ -92,10 +80,8 @@ class GatheredLeaves:
     def place(self) -> None:
         """Move what lies together to its places. For any thread."""
         with self._lock:
-            moves, self._moves = self._moves, []
-            for to, source, size in moves:
-                ctypes.memmove(to, source, size)
-            self._kept = []
+            move_all(self._moves)
+            self._moves, self._kept = [], []
 
 
 def _groups(pairs: Pairs) -> list[Pairs]:
@@ -131,7 +117,7 @@ Views: TypeAlias = "Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]"
 class DeviceCopies:
     """The copies of one snapshot from one device. The training thread begins, another one may copy.
 
-    Tensors are kept until `release`: the allocator must not reuse memory that is still to be read.
+    Keep them until the device has finished: the allocator must not reuse memory that is still to be read.
     """
 
     _device: Device
@@ -158,7 +144,7 @@ class DeviceCopies:
         self._done: Mark | None = None
         self._part_done: dict[Part, Mark] = {}
         self._waiting: set[tuple[Hashable, Mark]] = set()
-        self._guard: DeviceGuard | None = None
+        self._guard = DeviceGuard(self._device)
         self._lock = threading.Lock()
         self._patience = Patience()
         self._queued: deque[tuple[Mark, int]] = deque()
@@ -178,18 +164,13 @@ class DeviceCopies:
         """
         try:
             self._begin_now()
-            if self._later:
-                self._guard = DeviceGuard(self._device)
-                self._guard.sample(self._places)
+            self._guard.sample(self._places)
         finally:
             self._ready = self._done = self._device.mark(side=False)
 
     def _begin_now(self) -> None:
-        if not self._pinned:
-            self._queue(*self._now, side=False)
-            return
-        small, large = by_size(self._now)
-        size = sum(view.nbytes for view in large[0])
+        small, large = self._by_size(self._now)
+        size = sum(view.nbytes for view in large[0]) if self._pinned else 0
         with suppress(RuntimeError):  # the device has less memory than it says, or does not say
             if self._watch.ahead and size and self._device.free_bytes() >= size:
                 self._ahead, self.ahead_bytes = GatheredLeaves(self._device, large, side=False), size
@@ -210,25 +191,20 @@ class DeviceCopies:
         assert self._ready is not None
         patience.wait_for(self._ready)
         self._device.wait(self._ready, side=True)
-        if self._guard is None or not self._watch.digests:
-            return
-        try:
-            self._guard.digest([tensor for _, tensors in self._later.values() for tensor in tensors], self._slices)
-        finally:
-            self._done = self._device.mark(side=True)
+        if self._later and self._watch.digests:
+            try:
+                self._guard.digest([tensor for _, tensors in self._later.values() for tensor in tensors], self._slices)
+            finally:
+                self._done = self._device.mark(side=True)
 
     def copy(self, part: Part) -> None:
         """Queue the copies of a part on the side stream, concurrent with later work of other streams."""
         if part not in self._later:
             return
         try:
-            pairs = self._pairs(part)
-            if self._pinned:
-                small, large = by_size(pairs)
-                self._queue(*large, side=True)
-                self._gather(small, side=True)
-            else:
-                self._queue(*pairs, side=True)
+            small, large = self._by_size(self._pairs(part))
+            self._queue(*large, side=True)
+            self._gather(small, side=True)
         finally:
             self._done = self._part_done[part] = self._device.mark(side=True)
 
@@ -266,20 +242,23 @@ class DeviceCopies:
 
     def torn(self) -> list[int]:
         """Numbers of the deferred leaves that had changed when they were copied. Call it after `place`."""
-        if self._guard is None:
-            return []
         return self._guard.torn([view for part in self._later for view in self._pairs(part)[0]])
-
-    def release(self) -> None:
-        """Release tensor references."""
-        self._guard = self._ahead = None
-        self._gathered = []
-        self._now, self._later = ([], []), {}
 
     def _pairs(self, part: Part) -> Pairs:
         """The deferred copies of a part."""
         views, tensors = self._later[part]
         return list(views(tensors)), tensors
+
+    def _by_size(self, pairs: Pairs) -> tuple[Pairs, Pairs]:
+        """The small ones, if there are several to be gathered, and the rest. Only pinned memory gets them so."""
+        found: tuple[Pairs, Pairs] = (([], []), ([], []))
+        if not self._pinned:
+            return found[0], pairs
+        for view, tensor in zip(*pairs, strict=True):
+            views, tensors = found[view.nbytes > SMALL_BYTES]
+            views.append(view)
+            tensors.append(tensor)
+        return found if len(found[0][0]) > 1 else (([], []), pairs)
 
     def _gather(self, pairs: Pairs, side: bool) -> None:
         if pairs[0]:

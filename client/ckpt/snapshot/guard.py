@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -28,7 +26,7 @@ from ckpt.lazily import torch
 from ckptstore.errors import SnapshotTorn
 from ckptstore.format.columns import distinct
 from ckptstore.format.shards import Placed, Slice
-from ckptstore.threads import Latch
+from ckptstore.threads import Latch, in_parallel
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +97,7 @@ class Sample(NamedTuple):
 
 
 @dataclass
-class Guard(ABC):
+class _AnyGuard:
     """Detects leaves that have changed between their capture and their copy. Made at the capture.
 
     The thread that copies calls `moved` before it reads memory of a leaf and `copied` after it; `changed` decides once
@@ -121,16 +119,8 @@ class Guard(ABC):
         self._torn.add(index)
         return True
 
-    @abstractmethod
-    def copied(self, index: int, address: int, num_bytes: int) -> bool:
-        """The next bytes of a leaf have been copied to this address. False if the leaf is known to have changed."""
 
-    @abstractmethod
-    def changed(self, indexes: Iterable[int]) -> list[str]:
-        """After the copy of these leaves: the entries that have changed."""
-
-
-class ChangeGuard(Guard):
+class ChangeGuard(_AnyGuard):
     """Compares leaves with what they were when they were captured: each after its own copy, and all at the end.
 
     It compares version counters, which torch increments with every change in place. Some changes bypass them: through
@@ -148,7 +138,7 @@ class ChangeGuard(Guard):
         self._bytes = [sample.read() for sample in self._samples]
 
     def copied(self, index: int, address: int, num_bytes: int) -> bool:
-        """Check the leaf."""
+        """The next bytes of a leaf have been copied to this address: check it."""
         return self.check(index)
 
     def check(self, index: int) -> bool:
@@ -207,6 +197,18 @@ def memory_at(address: int, num_bytes: int) -> RawMemory:
     return (ctypes.c_char * num_bytes).from_address(address)
 
 
+Move = tuple[int, int, int]
+"""Address to copy to, address to copy from, and number of bytes."""
+
+
+def move_all(moves: Iterable[Move]) -> None:
+    """Copy memory."""
+    # torch copies with all of its threads and waits for the slowest: several times slower than one
+    # thread as soon as a core is busy, for example with the saver. memmove releases the GIL.
+    for to, source, size in moves:
+        ctypes.memmove(to, source, size)
+
+
 WHOLE_BYTES = 32 << 20
 """All bytes of a snapshot up to this size are compared with the state: that takes less than 5 ms."""
 _COMPARED_BYTES = 1 << 10
@@ -262,13 +264,10 @@ class FrozenTracker:
         """Compare copies in a slot with those of the last save. stepped: whether an optimizer has stepped since."""
         for place in placed:
             digest = _digest(segment.view[place.at : place.at + place.slice.bytes])
-            known, frozen = self._digests.get(place.slice), place.slice in self
+            same, frozen = self._digests.get(place.slice) == digest, place.slice in self
             self._digests[place.slice] = digest
-            if frozen and known != digest:
-                self._frozen.remove(place.slice)
-                self.changes += 1
-            elif not frozen and known == digest and stepped:
-                self._frozen.add(place.slice)
+            if frozen != (same and (stepped or frozen)):
+                self._frozen ^= {place.slice}
                 self.changes += 1
 
 
@@ -278,7 +277,7 @@ def _digest(data: memoryview) -> int:
     return xxhash.xxh3_64_intdigest(b"".join(data[at : at + _PAGE_BYTES] for at in range(0, len(data), stride)))
 
 
-class DigestGuard(Guard):
+class DigestGuard(_AnyGuard):
     """Compares the digest of each leaf's memory at the call with that of the bytes that were copied.
 
     Equal digests (xxh3-128) show that the copy is the state of the call, whatever happened to the memory meanwhile. For
@@ -297,7 +296,7 @@ class DigestGuard(Guard):
         self._hash = xxhash.xxh3_128()
 
     def copied(self, index: int, address: int, num_bytes: int) -> bool:
-        """Hash the copied bytes; with the last ones of the leaf, compare digests."""
+        """Hash the copied bytes; with the last ones of the leaf, compare digests. False if they are known to differ."""
         if index != self._copying:
             self._copying, self._copied_bytes, self._hash = index, 0, xxhash.xxh3_128()
         self._hash.update(memory_at(address, num_bytes))
@@ -313,6 +312,9 @@ class DigestGuard(Guard):
         return [self._leaves.slices[index].entry for index in sorted(torn)]
 
 
+Guard = ChangeGuard | DigestGuard
+
+
 def _digests(tensors: Sequence[torch.Tensor]) -> list[bytes]:
     """The digest of each tensor's memory."""
     digests = [b""] * len(tensors)
@@ -326,10 +328,8 @@ def _digests(tensors: Sequence[torch.Tensor]) -> list[bytes]:
     num_threads = min(torch.get_num_threads(), len(tensors), sum(tensor.nbytes for tensor in tensors) // WHOLE_BYTES)
     if num_threads <= 1:
         work()
-        return digests
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="ckpt-digest") as threads:
-        for working in [threads.submit(work) for _ in range(num_threads)]:
-            working.result()
+    else:
+        in_parallel(lambda _: work(), range(num_threads), num_threads)
     return digests
 
 
@@ -446,5 +446,5 @@ def _warn_once(kind: str, _: str) -> None:
 def _rows_at(addresses: Addresses, size: int) -> torch.Tensor:
     """`size` bytes at each of these addresses of host memory."""
     first = int(addresses.min())
-    spanned = (ctypes.c_char * (int(addresses.max()) + size - first)).from_address(first)
+    spanned = memory_at(first, int(addresses.max()) + size - first)
     return rows(torch.frombuffer(spanned, dtype=torch.uint8), torch.from_numpy(addresses - first), size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,14 @@ from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CkptError, SaveSkipped
 from ckptstore.threads import Latch
 from ckptstore.values import Value
+
+
+def time_left(timeout_s: float | None) -> Callable[[], float | None]:
+    """The seconds of a timeout that are left at each call, at least 0; None: without limit."""
+    if timeout_s is None:
+        return lambda: None
+    end = time.monotonic() + timeout_s
+    return lambda: max(0.0, end - time.monotonic())
 
 
 class Timings(Value):
@@ -56,8 +65,7 @@ class SaveHandle:
         self._error: CkptError | None = None
         self._seen = False
         self._done_bytes = 0
-        self._begun_at: float | None = None
-        self._progressed_at: float | None = None
+        self._begun_at = self._progressed_at = math.inf
         self._ended_at = -math.inf
         self._timings = Timings(raw_bytes=raw_bytes)
 
@@ -130,7 +138,7 @@ class SaveHandle:
     @property
     def since_begin_s(self) -> float:
         """Seconds since the saver has the whole snapshot, or has uploaded a part of it; before that 0."""
-        return 0.0 if self._begun_at is None else time.perf_counter() - self._begun_at
+        return max(0.0, time.perf_counter() - self._begun_at)
 
     @property
     def since_end_s(self) -> float:
@@ -140,7 +148,7 @@ class SaveHandle:
     @property
     def since_progress_s(self) -> float:
         """Seconds since `progress` last changed, or since the saver has the whole snapshot; before that 0."""
-        return 0.0 if self._progressed_at is None else time.perf_counter() - self._progressed_at
+        return max(0.0, time.perf_counter() - self._progressed_at)
 
 
 class LiveHandle(SaveHandle):
@@ -189,8 +197,8 @@ class LiveHandle(SaveHandle):
             self._staged.set()
 
     def _note_progress(self) -> None:
-        now = time.perf_counter()
-        self._begun_at, self._progressed_at = now if self._begun_at is None else self._begun_at, now
+        self._progressed_at = time.perf_counter()
+        self._begun_at = min(self._begun_at, self._progressed_at)
 
     def succeed(self, checkpoint: Checkpoint) -> None:
         """The checkpoint is committed."""
@@ -261,5 +269,5 @@ class LiveCounters:
     def durable(self, step: int) -> None:
         """Record that a step is committed."""
         with self._lock:
-            last = self.counters.last_durable_step
-            self.counters = replace(self.counters, last_durable_step=step if last is None else max(last, step))
+            highest = max(self.counters.last_durable_step or 0, step)
+            self.counters = replace(self.counters, last_durable_step=highest)

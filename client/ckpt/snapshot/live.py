@@ -23,11 +23,11 @@ class LiveState:
 
     def __init__(self, leaves: Leaves, layout: SnapshotLayout) -> None:
         """Waits until GPUs have done the work that was queued before."""
-        found = [(place.at, leaves.tensors[i].detach()) for place, i in zip(layout.placed, layout.order, strict=True)]
-        found = [(at, tensor) for at, tensor in found if tensor.nbytes]
-        self._begins = [at for at, _ in found]
+        placed = zip(layout.placed, layout.order, strict=True)
+        found = [(place, tensor) for place, i in placed if (tensor := leaves.tensors[i].detach()).nbytes]
+        self._begins = [place.at for place, _ in found]
         self._tensors = [tensor for _, tensor in found]
-        self._entries = [place.slice.entry for place in layout.placed if place.slice.bytes]
+        self._entries = [place.slice.entry for place, _ in found]
         self._closed = False
         for device in {tensor.device for tensor in self._tensors if has_device(tensor)}:
             poll(DEVICES[device.type](device).mark(side=False).done)

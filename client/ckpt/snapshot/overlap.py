@@ -30,8 +30,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -40,7 +40,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ckpt.capture.leaves import Change, Leaves
+from ckpt.capture.leaves import Change
 from ckpt.capture.optimizers import state_holder
 from ckpt.capture.parts import inner_tensors
 from ckpt.device import Patience, has_device, is_capturing, stuck
@@ -76,7 +76,8 @@ class _StorageHolds:
         self._holds: tuple[PendingCopy, ...] = ()
         self._wrapped: dict[str, tuple[Any, Any]] = {}
         """By name: the attribute of the class itself (None: it inherits one), and the wrapper."""
-        self._pid = os.getpid()
+        self._pid = 0
+        """That of the process that copies."""
 
     def add(self, hold: PendingCopy) -> None:
         with self._lock:
@@ -202,11 +203,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(inner)
         else:
             yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
+    elif isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
             yield from _tensors(each)
 
 
@@ -232,7 +230,7 @@ _STUCK: list[PendingCopy] = []
 """Copies that devices had not finished when their Checkpointer was closed. They may still write to the slots."""
 
 
-@dataclass(slots=True)
+@dataclass
 class PendingCopy:
     """A snapshot that is being copied in the background."""
 
@@ -242,23 +240,25 @@ class PendingCopy:
     guard: Guard | None
     """None once everything has been checked."""
     snapshot: Snapshot
-    begun: Latch = field(default_factory=Latch)
-    """Set once the gate waits for the copy."""
-    copied: Latch = field(default_factory=Latch)
-    """Set once host memory is copied and the GPUs' copies are enqueued, or the copy has failed."""
-    patience: Patience = field(default_factory=Patience)
-    passed: set[Part] = field(default_factory=set)
-    """The parts of optimizers that are about to step, or have stepped, since the save."""
-    held_s: float = 0.0
-    """How long optimizers were held."""
     error: BaseException | None = None
-    ended: Latch = field(default_factory=Latch)
-    """Set once the snapshot is submitted or has failed, and no memory is read any more."""
-    _checked: set[Part] = field(default_factory=set)
-    _changed: list[str] = field(default_factory=list)
-    _checking: threading.Lock = field(default_factory=threading.Lock)
-    _addresses: frozenset[int] | None = None
-    """The addresses of the storages that are read."""
+
+    def __post_init__(self) -> None:
+        self.begun = Latch()
+        """Set once the gate waits for the copy."""
+        self.copied = Latch()
+        """Set once host memory is copied and the GPUs' copies are enqueued, or the copy has failed."""
+        self.patience = Patience()
+        self.passed = set[Part]()
+        """The parts of optimizers that are about to step, or have stepped, since the save."""
+        self.held_s = 0.0
+        """How long optimizers were held."""
+        self.ended = Latch()
+        """Set once the snapshot is submitted or has failed, and no memory is read any more."""
+        self._checked = set[Part]()
+        self._changed = list[str]()
+        self._checking = threading.Lock()
+        self._addresses: frozenset[int] | None = None
+        """The addresses of the storages that are read."""
 
     def changed_entries(self, parts: Iterable[Part] | None = None) -> list[str]:
         """Entries that have changed since they were captured, of these parts and those that were asked for before.
@@ -310,7 +310,8 @@ class Overlap:
         """Whether there was a save: training has needed all of its memory since."""
         self._step_lock = threading.Lock()  # backward passes of several devices step from several threads
         _overlaps.add(self)
-        self._remove_hook = weakref.finalize(self, register_optimizer_step_pre_hook(_hook(weakref.ref(self))).remove)
+        self.close = weakref.finalize(self, register_optimizer_step_pre_hook(_hook(weakref.ref(self))).remove)
+        """Remove the hook from optimizers; nothing is copied."""
 
     def expect(self, optimizers: Iterable[Optimizer]) -> None:
         """These are the optimizers of the next save."""
@@ -319,15 +320,12 @@ class Overlap:
             _make_methods_wait(kind)
         self._gate.expect(found)
 
-    def parts(self, leaves: Leaves) -> list[Part | None]:
-        """Which leaves can be copied while training continues: the parts that they belong to; None if they cannot.
+    def part(self, piece: Slice, tensor: torch.Tensor, change: Change) -> Part | None:
+        """The part that a leaf belongs to if it can be copied while training continues; None if it cannot.
 
         A step that calls no hook, such as one in a CUDA graph, cannot wait. Memory that it changes on a GPU is copied
         in the order of the current stream, before anything that is replayed there.
         """
-        return list(map(self._part, leaves.slices, leaves.tensors, leaves.changes))
-
-    def _part(self, piece: Slice, tensor: torch.Tensor, change: Change) -> Part | None:
         on_device = has_device(tensor)
         if change is Change.ANY_TIME or not (on_device or tensor.is_cpu):
             return None
@@ -347,10 +345,10 @@ class Overlap:
         sameness = captured.sameness and (captured.sameness, self._frozen.changes, self._gate.hooked)
         new = layout is not self._layout or self._watched < _WATCHED_SAVES
         watch = Watch(digests=new, ahead=self._saved)
-        transfer = stager.begin(captured.leaves, layout, self.parts, sameness, watch)
+        transfer = stager.begin(captured.leaves, layout, self.part, sameness, watch)
         self._began(transfer, layout)
         if transfer.under_way:
-            kind = DigestGuard if self._verify or transfer.small else ChangeGuard
+            kind: type[Guard] = DigestGuard if self._verify or transfer.small else ChangeGuard
             guard = kind(transfer.later, transfer.samples, transfer.storages)
             transfer.check(captured.leaves)
             self.begin(PendingCopy(client, transfer, guard, snapshot))
@@ -414,13 +412,10 @@ class Overlap:
             self._wait(optimizer, pending)
 
     def _wait(self, optimizer: Optimizer, pending: PendingCopy) -> None:
-        parts = self._gate.waits(optimizer, pending.transfer.progress)
-        if pending.transfer.on_devices or not pending.passed.issuperset(parts):
-            self._pass(pending, parts)
-
-    def _pass(self, pending: PendingCopy, parts: Sequence[Part]) -> None:
-        """Wait for the copy of these parts, which are about to change."""
-        started = time.perf_counter()
+        """Wait for the copy of what an optimizer is about to change."""
+        parts, started = self._gate.waits(optimizer, pending.transfer.progress), time.perf_counter()
+        if not pending.transfer.on_devices and pending.passed.issuperset(parts):
+            return
         pending.patience.wanted.set()
         pending.transfer.progress.wait_for(parts)
         with self._step_lock:
@@ -447,10 +442,6 @@ class Overlap:
                 with pending.client.declining(pending.snapshot.attempt):
                     raise stuck()
         self.join()
-
-    def close(self) -> None:
-        """Remove the hook from optimizers; nothing is copied."""
-        self._remove_hook()
 
     def _copy(self, pending: PendingCopy, stepped: bool) -> None:
         started, snapshot = time.perf_counter(), pending.snapshot

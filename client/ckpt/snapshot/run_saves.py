@@ -27,7 +27,7 @@ from ckpt.saver.messages import DropQueued, Expedite
 from ckpt.snapshot.agreement import LayoutAgreement
 from ckpt.snapshot.client import SaveClient, Snapshot, finite
 from ckpt.snapshot.costs import StepClock
-from ckpt.snapshot.handle import LiveCounters, LiveHandle, SaveHandle
+from ckpt.snapshot.handle import LiveCounters, LiveHandle, SaveHandle, time_left
 from ckpt.snapshot.live import LiveState
 from ckpt.trace import trace_of_process
 from ckptstore.commits.catalog import Checkpoint
@@ -127,9 +127,9 @@ class TrainerSession:
 
     def newest(self) -> Attempt | None:
         """The attempt from which another session of this process continues. Waits for the saves that are under way."""
-        end = time.monotonic() + _ENDS_S
+        left_s = time_left(_ENDS_S)
         for handle in self._pending:
-            handle.wait_ended(max(0.0, end - time.monotonic()))
+            handle.wait_ended(left_s())
         self._look()
         return self._newest or self._parent
 
@@ -422,15 +422,14 @@ class RunSaves:
         """Return when every save is durable or skipped; raises the first error of one that failed, or TimeoutError."""
         if self.client is None or self.elsewhere:
             return
-        deadline = None if timeout is None else time.monotonic() + timeout
+        left_s = time_left(timeout)
         with self.steps.waiting():
             self._join(timeout)
             for handle in self.client.pending:
-                left = None if deadline is None else max(0.0, deadline - time.monotonic())
                 with suppress(SaveSkipped):
-                    handle.result(left)
+                    handle.result(left_s())
             # Pinning in the background ends the capture of a CUDA graph as well.
-            self.client.arena.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            self.client.arena.join(left_s())
         self.client.calls.run(self.client.raise_failure)
         self.session.end(self.client.unreplicable)
 

@@ -12,7 +12,7 @@ import ctypes
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from msgspec import Struct, field
 
@@ -28,6 +28,7 @@ from ckpt.snapshot.guard import (
     WHOLE_BYTES,
     CopyProgress,
     Guard,
+    Move,
     Part,
     RawMemory,
     Sample,
@@ -37,6 +38,7 @@ from ckpt.snapshot.guard import (
     differ_by_element,
     is_in_order,
     memory_at,
+    move_all,
     sample,
     sample_places,
     torn_error,
@@ -44,14 +46,8 @@ from ckpt.snapshot.guard import (
 )
 from ckptstore.format.shards import Placed, Slice, place_slices, raw_bytes
 
-Move = tuple[int, int, int]
-"""Address to copy to, address to copy from, and number of bytes."""
-
 _MOVED_BYTES = 16 << 20
 """Before each copy of this size the address of the storage is checked."""
-
-GatheredRun = tuple[int, int, int]
-"""Address to copy to, offset in the gathered bytes to copy from, and number of bytes."""
 
 
 class Transfer:
@@ -126,9 +122,8 @@ class Transfer:
     def check(self, leaves: Leaves) -> None:
         """Raise SnapshotTorn if host memory that was copied at the call has changed since. leaves: all."""
         plan, at = self._plan, _address(self._gathered)
-        moves = chain(plan.now, ((at + to, source, size) for to, source, size in plan.gathered_at))
-        if b"".join(plan.gathered) == self._gathered:
-            moves = chain(plan.now)
+        gathered = () if b"".join(plan.gathered) == self._gathered else plan.gathered_at
+        moves = chain(plan.now, ((at + to, source, size) for to, source, size in gathered))
         changed = {source for copy, source, size in moves if differ(copy, source, size, plan.whole)}
         found = [i for view, i in plan.copied if differ_by_element(view, leaves.tensors[i], plan.whole)]
         if changed:
@@ -201,8 +196,11 @@ class Transfer:
 
     def torn(self) -> list[str]:
         """Entries that had changed when devices copied them. Call it after `finish`."""
-        torn = {self._plan.devices[device].first: copies.torn() for device, copies in self._devices.items()}
-        return [self.later.slices[first + number].entry for first, numbers in torn.items() for number in numbers]
+        return [
+            self.later.slices[self._plan.devices[device].first + number].entry
+            for device, copies in self._devices.items()
+            for number in copies.torn()
+        ]
 
     def finish(self, expired: Callable[[], bool] | None = None) -> bool:
         """Wait until the slot holds what devices copy. False if time has expired before. For any thread."""
@@ -219,24 +217,15 @@ class Transfer:
 
     def release(self) -> None:
         """Release the tensors. Call it after `finish`."""
-        for copies in self._devices.values():
-            copies.release()
-        self.later, self.storages, self._spread, self._gathered = Leaves(), [], [], b""
+        self.later, self.storages, self._spread, self._gathered, self._devices = Leaves(), [], [], b"", {}
 
 
 def _address(data: bytes) -> int:
     return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
 
 
-def move_all(moves: Iterable[Move]) -> None:
-    """Copy memory."""
-    # torch copies with all of its threads and waits for the slowest: several times slower than one
-    # thread as soon as a core is busy, for example with the saver. memmove releases the GIL.
-    for to, source, size in moves:
-        ctypes.memmove(to, source, size)
-
-
-Later = Callable[[Leaves], Sequence[Part | None]]
+Later: TypeAlias = "Callable[[Slice, torch.Tensor, Change], Part | None]"
+"""The part of a leaf whose copy is deferred; None: it is not."""
 
 _GATHERED_BYTES = 16 << 10
 _ALL_GATHERED_BYTES = 4 << 20
@@ -330,7 +319,8 @@ class _CopyPlan(Struct):
     now: list[Move] = []
     gathered: list[RawMemory] = []
     """Small memory, which is copied into one buffer now, and from there to its places later."""
-    runs: list[GatheredRun] = []
+    runs: list[Move] = []
+    """From there: the address to copy from is an offset in the buffer."""
     copied: list[tuple[torch.Tensor, int]] = []
     """Places and indexes of leaves in host memory whose bytes are not their elements in order."""
     later: list[Move] = []
@@ -387,10 +377,10 @@ class Stager:
             self.pinned = pin_segment(self._segment, DEVICES[gpu.type](gpu), ranks)
             self.gpu = gpu
 
-    def stage(self, leaves: Leaves, layout: SnapshotLayout, sameness: object | None = None) -> None:
+    def stage(self, leaves: Leaves, layout: SnapshotLayout, sameness: object | None) -> None:
         """Copy all leaves. On return the slot holds them, including those from a GPU. sameness: see `Captured`. Raises
         SnapshotTorn."""
-        self.complete(self.begin(leaves, layout, None, sameness), leaves)
+        self.complete(self.begin(leaves, layout, None, sameness, Watch()), leaves)
 
     def rehearse(self, leaves: Leaves) -> None:
         """Copy the leaves of devices once, as a save beside training does. A driver loads each kernel at its first
@@ -401,7 +391,7 @@ class Stager:
         for i in there:
             some.append(leaves.slices[i], leaves.tensors[i], leaves.origins[i], leaves.changes[i])
         layout, watch = SnapshotLayout.of(some.slices), Watch(digests=True)
-        transfer = self.begin(some, layout, lambda found: [EVERYONE] * len(found), None, watch)
+        transfer = self.begin(some, layout, lambda *_: EVERYONE, None, watch)
         transfer._copy_devices({EVERYONE: None}, Patience())
         transfer.finish()
         transfer.release()
@@ -413,17 +403,12 @@ class Stager:
         transfer.release()
 
     def begin(
-        self,
-        leaves: Leaves,
-        layout: SnapshotLayout,
-        later: Later | None,
-        sameness: object | None = None,
-        watch: Watch | None = None,
+        self, leaves: Leaves, layout: SnapshotLayout, later: Later | None, sameness: object | None, watch: Watch
     ) -> Transfer:
         """Copy the leaves that cannot be deferred; those on a GPU are enqueued on the current stream instead.
 
-        later: the parts of leaves that are deferred to `Transfer.copy`; None: no leaf is. sameness: if it is not None
-        and equals the last one, the slices, the memory and the answers of `later` are the same as then.
+        later: which leaves are deferred to `Transfer.copy`; None: no leaf is. sameness: if it is not None and equals
+        the last one, the slices, the memory and the answers of `later` are the same as then.
         """
         if self._last is not None:
             self._last.finish()
@@ -437,7 +422,7 @@ class Stager:
             with torch.no_grad():
                 for view, i in plan.copied:
                     view.copy_(leaves.tensors[i])
-        transfer = self._last = Transfer(plan, leaves, self.pinned, watch or Watch())
+        transfer = self._last = Transfer(plan, leaves, self.pinned, watch)
         transfer.begun()
         return transfer
 
@@ -445,7 +430,7 @@ class Stager:
         self, leaves: Leaves, layout: SnapshotLayout, later: Later | None, sameness: object | None
     ) -> _CopyPlan:
         plan = _CopyPlan(sameness, whole=layout.num_bytes <= WHOLE_BYTES)
-        parts = [None] * len(leaves) if later is None else later(leaves)
+        parts = list(map(later, leaves.slices, leaves.tensors, leaves.changes)) if later else [None] * len(leaves)
         moved, copied = list[int](), list[int]()
         for place, i in zip(layout.placed, layout.order, strict=True):
             tensor, part = leaves.tensors[i], parts[i]

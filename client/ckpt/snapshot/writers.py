@@ -49,7 +49,7 @@ class ThreadWriter:
         job is released or has failed."""
         self._pipeline.carry_out(command, memory)
 
-    def stop(self, retain_snapshot: bool = False) -> None:
+    def stop(self, retain_snapshot: bool) -> None:
         """Finish all jobs in the background, then set `ended`."""
         self._pipeline.heartbeats.stop(closed=True)
         start_daemon("ckpt-stop", self._end)
@@ -112,7 +112,7 @@ class ProcessWriter:
             # A saver that has not read for a minute counts as dead. The listener sees it end and reports its death.
             self._process.kill()
 
-    def stop(self, retain_snapshot: bool = False) -> None:
+    def stop(self, retain_snapshot: bool) -> None:
         """Let the saver finish all jobs; `ended` is set then.
 
         retain_snapshot: the trainer ends because of an error; the saver keeps memory for the next one

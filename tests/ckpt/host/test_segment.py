@@ -3,21 +3,25 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ckpt.host import segment as segments
-from ckpt.host.segment import Segment, make_shared_memory, memfd, populate, posix_shared_memory
+from ckpt.host.segment import Segment, memfd, populate, posix_shared_memory
 from tests.ckpt.snapshot.test_arena import arena_descriptors
 
 
 @pytest.mark.parametrize("make", [memfd, posix_shared_memory])
-def test_memory_is_shared_through_the_descriptor_and_has_no_name(make: object) -> None:
-    fd = make_shared_memory(10_000, make)  # type: ignore[arg-type]
-    assert os.fstat(fd).st_nlink == 0
-    assert not os.get_inheritable(fd)
-    one, two = Segment(10_000, fd), Segment(10_000, os.dup(fd))
+def test_memory_is_shared_through_the_descriptor_and_has_no_name(
+    make: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "_ANONYMOUS", make)
+    one = Segment(10_000)
+    assert os.fstat(one.fd).st_nlink == 0
+    assert not os.get_inheritable(one.fd)
+    two = Segment(10_000, os.dup(one.fd))
     populate(one)
     one.view[9_999] = 7
     assert two.view[9_999] == 7

@@ -29,7 +29,8 @@ from torch.optim import Optimizer
 
 from ckpt import Checkpointer, device
 from ckpt.host.segment import Segment
-from ckpt.snapshot.arena import Arena
+from ckpt.snapshot import overlap
+from ckpt.snapshot.arena import Arena, ArenaSlot
 from ckpt.snapshot.device_copies import SMALL_BYTES
 from ckpt.snapshot.guard import is_in_order
 
@@ -318,14 +319,14 @@ class PromptDevice(SimulatedDevice):
 def plugged_in(seed: int, kind: type[SimulatedDevice] = SimulatedDevice) -> Iterator[SimulatedDevice]:
     simulated, release = kind(seed), Arena.release
 
-    def checked_release(arena: Arena, number: int) -> None:
-        if (slot := arena._slots.get(number)) is not None:
+    def checked_release(arena: Arena, slot: ArenaSlot | None) -> None:
+        if slot is not None and slot.number in arena._slots:
             simulated.check_unused(slot.segment)
-        release(arena, number)
+        release(arena, slot)
 
     with (
         patch.dict(device.DEVICES, {"cpu": lambda _: simulated}),
-        patch.object(device, "CAPTURING", [simulated.is_capturing]),
+        patch.object(overlap, "is_capturing", simulated.is_capturing),
         patch.object(Arena, "release", checked_release),
     ):
         yield simulated

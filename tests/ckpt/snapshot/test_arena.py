@@ -41,17 +41,17 @@ def test_slots_are_reused_grow_with_the_state_and_wait_when_all_are_in_use() -> 
     arena = Arena(2, announced)
     first, second = present(arena.acquire(1000)), present(arena.acquire(1000))
     assert arena.acquire(1000) is None
-    arena.release(first.number)
+    arena.release(first)
     assert arena.acquire(500) is first
-    arena.release(first.number)
+    arena.release(first)
     larger = present(arena.acquire(5000))
     assert (larger.segment.num_bytes, announced.known) == (5000, [second.number, larger.number])
-    arena.release(second.number)
-    arena.release(larger.number)
+    arena.release(second)
+    arena.release(larger)
     assert arena.acquire(5000) is larger
     assert arena.acquire(5000) is not None
     assert arena.acquire(5000) is None
-    threading.Timer(0.1, arena.release, (larger.number,)).start()
+    threading.Timer(0.1, arena.release, (larger,)).start()
     assert arena.released.wait(10)
     assert arena.acquire(5000) is larger
     arena.close()

@@ -22,9 +22,8 @@ import torch
 import torch.distributed as dist
 
 from ckpt import Checkpointer, SaveHandle
-from ckpt.capture.leaves import Leaves
 from ckpt.snapshot import overlap, stage
-from ckpt.snapshot.guard import Guard, Sample
+from ckpt.snapshot.guard import Guard
 from ckptstore.errors import CkptError
 from ckptstore.reading.source import StoreSource
 from ckptstore.stores import open_store
@@ -129,11 +128,8 @@ class Pauses:
             self._events += 1
 
 
-class PausingGuard(Guard):
-    def __init__(
-        self, guard: Guard, pauses: Pauses, kept: tuple[Leaves, Sequence[Sample], Sequence[torch.UntypedStorage]]
-    ) -> None:
-        super().__init__(*kept)
+class PausingGuard:
+    def __init__(self, guard: Guard, pauses: Pauses) -> None:
         self._guard = guard
         self._pauses = pauses
 
@@ -168,8 +164,8 @@ def _live(life: Life, store: Path) -> str:
     kind = "DigestGuard" if life.overlap == "verify" else "ChangeGuard"
     make = getattr(overlap, kind)
 
-    def guard(*kept: Any) -> Guard:
-        return PausingGuard(make(*kept), pauses, kept)
+    def guard(*kept: Any) -> PausingGuard:
+        return PausingGuard(make(*kept), pauses)
 
     options: dict[str, Any] = {"overlap": life.overlap, "writer": "thread", "compress": "off", "split_replicas": True}
     with (

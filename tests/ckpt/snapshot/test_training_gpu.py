@@ -394,7 +394,7 @@ def test_prepare_pins_the_memory_of_the_first_save(tmp_path: Path) -> None:
         slot = checkpointer._saves.client.arena.acquire(1)
         assert slot is not None
         assert slot.stager.gpu == model[0].weight.device
-        checkpointer._saves.client.arena.release(slot.number)
+        checkpointer._saves.client.arena.release(slot)
 
 
 def test_a_change_before_the_step_fails_the_save(tmp_path: Path) -> None:
