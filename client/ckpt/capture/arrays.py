@@ -81,8 +81,7 @@ class _DeviceArray(HostArray):
             self._array.block_until_ready().unsafe_buffer_pointer()
         )
         memory.owner = self._array
-        raw: Array = np.frombuffer(memory, np.uint8)
-        return raw
+        return np.frombuffer(memory, np.uint8)
 
 
 class ArrayPiece(NamedTuple):
@@ -162,8 +161,14 @@ def array_part(path: str, value: Any) -> ArrayPart:
         return ArrayPart(name, value.shape, (ArrayPiece(boxes.whole(value.shape), memory),), seen)
     # Processes find other parts in their memory, and must agree on names: there, each array has one of its own.
     key = object() if is_distributed(value) or not value.size else ("jax", id(value))
-    value = _checked(path, value)
-    name, shape = value.dtype.name, tuple(value.shape)
+    if value.is_deleted():
+        raise UnsupportedObject(
+            f"array at {path!r} was deleted or donated", "Save the state that the step returned, not the one it took"
+        )
+    if is_key(value):
+        jax: Any = loaded_jax()
+        value = jax.random.key_data(value)
+    name, shape = _jax_name(path, value), tuple(value.shape)
     pieces = [
         ArrayPiece(box_of(shard.index, shape), _DeviceArray(shard.data, shard.data.size * ITEM_BYTES[name]))
         for shard in value.addressable_shards
@@ -203,19 +208,6 @@ def _jax_name(path: str, value: Any) -> str:
     return name
 
 
-def _checked(path: str, value: Any) -> Any:
-    """An array of JAX whose elements can be stored; of keys, their data."""
-    jax: Any = loaded_jax()
-    if value.is_deleted():
-        raise UnsupportedObject(
-            f"array at {path!r} was deleted or donated", "Save the state that the step returned, not the one it took"
-        )
-    if is_key(value):
-        value = jax.random.key_data(value)
-    _jax_name(path, value)
-    return value
-
-
 def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
     """The box that a shard's index selects."""
     ranges = [one.indices(size) for one, size in zip(index, shape, strict=True)]
@@ -246,8 +238,7 @@ def numpy_type(name: str) -> np.dtype[Any]:
     if name in NUMPY:
         return NUMPY[name]
     try:
-        ml_dtypes: Any = import_module("ml_dtypes")
-        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+        found: np.dtype[Any] = np.dtype(getattr(import_module("ml_dtypes"), name))
         return found
     except (ImportError, AttributeError, TypeError):
         raise UnsupportedFormat(

@@ -88,7 +88,7 @@ def _optimizer_units(
             continue
         if optimizer.holder is not optimizer.optimizer:
             if optimizer.keeps_state_here(leaf):
-                units[leaf.unit] = Unit("", (), (), False, leaf.value.nbytes)
+                units[leaf.unit] = replace(_FRAME, bytes=leaf.value.nbytes)
         elif unit := _unit(leaf, not sampled, False):
             units[leaf.unit] = unit
     return units

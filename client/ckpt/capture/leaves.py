@@ -17,19 +17,17 @@ from ckptstore.format.documents import JSON, Replicas
 from ckptstore.format.shards import Slice
 
 
-class Number:
+class Number(Struct):
     """A number that lies on a GPU, as a tensor of one element."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    tensor: torch.Tensor
 
 
-class SmallReads:
+class SmallReads(Struct):
     """The reads of one save. The training thread begins them; any thread finishes them."""
 
-    def __init__(self) -> None:
-        self._marks: list[Mark] = []
-        self._sources: list[torch.Tensor] = []
+    _begun: list[tuple[Mark, torch.Tensor]] = []
+    """With the tensors that they read, which are kept until then."""
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """Host memory that has the elements of a tensor after `finish`. The tensor may change at once."""
@@ -43,15 +41,14 @@ class SmallReads:
             return plain.cpu()
         to = host.view(plain.dtype).view(plain.shape)
         device.copy([to], [plain], side=False)
-        self._marks.append(device.mark(side=False))
-        self._sources.append(plain)
+        self._begun.append((device.mark(side=False), plain))
         return to
 
     def finish(self, expired: Callable[[], bool] | None = None) -> bool:
         """Wait until all reads are complete. False if time has expired before."""
-        if not all(poll(mark.done, expired) for mark in self._marks):
+        if not all(poll(mark.done, expired) for mark, _ in self._begun):
             return False
-        self._marks, self._sources = [], []
+        self._begun = []
         return True
 
 

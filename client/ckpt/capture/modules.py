@@ -37,7 +37,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 def is_replicated(module: nn.Module, raw: str, buffer: bool) -> bool:
     """Whether all ranks are known to hold equal values under a name of the module's `state_dict`."""
-    ddp = module if isinstance(module, DistributedDataParallel) else getattr(module, "_orig_mod", None)
+    ddp = getattr(module, "_orig_mod", module)
     return (
         isinstance(ddp, DistributedDataParallel)
         and raw not in ddp.parameters_to_ignore
@@ -146,11 +146,8 @@ def named_parameters(
 def _unpacked(named: Iterable[tuple[str, nn.Parameter]], known: Parameters) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters, and instead of flat ones what they hold."""
     for name, parameter in named:
-        if (part := known.parts.get(id(parameter))) is not None:
-            yield name, part
-            continue
         pack = known.packs.get(id(parameter))
-        yield from [(name, parameter)] if pack is None else pack.views.items()
+        yield from [(name, known.parts.get(id(parameter), parameter))] if pack is None else pack.views.items()
 
 
 def add_flat_parameters(module: nn.Module, known: Parameters) -> None:

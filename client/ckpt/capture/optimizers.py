@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Sequence
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import Any, cast
 
 import torch
@@ -85,20 +85,20 @@ class NamedOptimizer:
         """The named state; tensors alias the live ones. No collective."""
         if self.holder is not self.optimizer:
             # Its state_dict is gathered from all ranks first.
-            live = {name: self.live_state(leaf) for name, leaf in self.leaves.items()}
-            state_here = {name: state for name, state in live.items() if state}
+            state_here = {name: live for name, leaf in self.leaves.items() if (live := self.live_state(leaf))}
             return {"state": state_here, "groups": describe_groups(self.optimizer, self.names)}
         state = self.optimizer.state_dict()
         named: dict[str, Any] = {}
-        ordered = [held for group in self.groups for held in group]
+        ordered = list(chain(*self.groups))
         for key, value in state["state"].items():
-            stands_for = ordered[key] if isinstance(key, int) else []
-            if not any(id(leaf.value) in self._packs for leaf in stands_for):
-                named[stands_for[0].name if stands_for else key] = value
+            if not isinstance(key, int):
+                named[key] = value
                 continue
-            for leaf in stands_for:
-                if leaf.value.numel():  # others keep the state of what this rank has nothing of
-                    named[leaf.name] = self._packs[id(leaf.value)].take(leaf.value, value)
+            for leaf in ordered[key]:
+                if (pack := self._packs.get(id(leaf.value))) is None:
+                    named[leaf.name] = value
+                elif leaf.value.numel():  # others keep the state of what this rank has nothing of
+                    named[leaf.name] = pack.take(leaf.value, value)
         frame = describe_groups(self.optimizer, self.names, state["param_groups"])
         extra = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
         return {"state": named, "groups": frame, **extra}
@@ -127,16 +127,20 @@ class NamedOptimizer:
         Optimizer.load_state_dict would cast state to its parameter's type, which is not exact.
         An optimizer that overrides it, and hooks, get the indexed state_dict they expect.
         """
-        groups = self._saved_options(named["groups"])
-        inner, order = self.holder, list(self.leaves)
-        given = _indexed(self.optimizer, named, groups, {name: i for i, name in enumerate(order)})
+        inner, order, given = self.holder, list(self.leaves), self._indexed(named)
         if getattr(inner.load_state_dict, "__func__", None) is not Optimizer.load_state_dict:
             inner.load_state_dict(given)
             return
         for before in inner._optimizer_load_state_dict_pre_hooks.values():
             given = before(inner, given) or given
         for group, options in zip(self.optimizer.param_groups, given["param_groups"], strict=True):
-            _update_options(group, _options(options))
+            for option, value in _options(options).items():
+                live = group.get(option)
+                if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor) and live.shape == value.shape:
+                    live.copy_(value)  # a compiled step holds this very tensor
+                else:
+                    # Several groups may take over the options of one.
+                    group[option] = value.clone() if isinstance(value, torch.Tensor) else value
         for key in [key for key in inner.state if alone or isinstance(key, torch.Tensor)]:
             del inner.state[key]
         self._set_state({order[key] if type(key) is int else key: state for key, state in given["state"].items()})
@@ -145,13 +149,29 @@ class NamedOptimizer:
         for after in inner._optimizer_load_state_dict_post_hooks.values():
             after(inner)
 
+    def _indexed(self, named: dict[str, Any]) -> dict[str, Any]:
+        """The named state as a `state_dict` of torch, with the saved options of each live group."""
+        numbers, pairs = count(), zip(self.optimizer.param_groups, self._saved_options(named["groups"]), strict=True)
+        packed = [
+            {
+                **options,
+                **{key: names for key, names in group.items() if key == "param_names"},
+                "params": list(islice(numbers, len(group["params"]))),
+            }
+            for group, options in pairs
+        ]
+        index = {name: i for i, name in enumerate(self.leaves)}
+        state = {index.get(name, name): value for name, value in named["state"].items()}
+        extra = {key: value for key, value in named.items() if key not in ("state", "groups")}
+        return {"state": state, "param_groups": packed, **extra}
+
     def _set_state(self, named: dict[str, OptimizerState]) -> None:
         for name, state in named.items():
             leaf = self.leaves.get(name)
             if leaf is None or id(leaf.value) not in self._packs:
                 kept: dict[Any, OptimizerState] = self.holder.state
                 kept[name if leaf is None else leaf.value] = state
-        for held in (held for group in self.groups for held in group):
+        for held in chain(*self.groups):
             pack = self._packs.get(id(held[0].value))
             if pack is not None and (joined := pack.join([named.get(leaf.name, {}) for leaf in held])):
                 self.holder.state[pack.parameter] = joined
@@ -211,33 +231,6 @@ def _equal(first: Any, second: Any) -> bool:
     if isinstance(first, list | tuple) and isinstance(second, list | tuple):
         return len(first) == len(second) and all(map(_equal, first, second))
     return bool(first == second)
-
-
-def _indexed(
-    optimizer: Optimizer, named: dict[str, Any], groups: list[dict[str, Any]], index: dict[str, int]
-) -> dict[str, Any]:
-    numbers, pairs = count(), zip(optimizer.param_groups, groups, strict=True)
-    packed = [
-        {
-            **options,
-            **{key: names for key, names in group.items() if key == "param_names"},
-            "params": list(islice(numbers, len(group["params"]))),
-        }
-        for group, options in pairs
-    ]
-    extra = {key: value for key, value in named.items() if key not in ("state", "groups")}
-    state = {index.get(name, name): value for name, value in named["state"].items()}
-    return {"state": state, "param_groups": packed, **extra}
-
-
-def _update_options(group: dict[str, Any], options: dict[str, Any]) -> None:
-    for key, value in options.items():
-        live = group.get(key)
-        if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor) and live.shape == value.shape:
-            live.copy_(value)  # a compiled step holds this very tensor
-        else:
-            # Several groups may take over the options of one.
-            group[key] = value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

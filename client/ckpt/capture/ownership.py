@@ -141,8 +141,13 @@ def agree(rank: int, said: Sequence[Units], split_replicas: bool, members: tuple
                 ordered[_state_unit(name, item)] = keepers
     owner = {name: ranks[0] for name, ranks in ordered.items()}
     turn = dict.fromkeys(ordered, 0)
-    if split_replicas:
-        turn |= _turns({name: said[owner[name]][name].bytes for name in holders.keys() - per_rank}, ordered)
+    sizes = {name: said[owner[name]][name].bytes for name in holders.keys() - per_rank} if split_replicas else {}
+    loads: dict[tuple[int, ...], list[int]] = {}
+    # Each unit, largest first, goes to the copy with the fewest bytes so far among units with the same holders.
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        load = loads.setdefault(ordered[name], [0] * len(ordered[name]))
+        turn[name] = load.index(min(load))
+        load[turn[name]] += sizes[name]
     return Ownership(rank, said[rank], owner, turn, ordered, members, per_rank)
 
 
@@ -169,14 +174,3 @@ def _may_differ(name: str, found: Sequence[tuple[int, Unit]]) -> bool:
             "parameters' names in the whole model), shard them as DTensor, or make the copies equal",
         )
     return unequal
-
-
-def _turns(sizes: Mapping[str, int], holders: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Assign each unit, largest first, to the copy with the fewest bytes so far among units with the same holders."""
-    load: dict[tuple[int, ...], list[int]] = {}
-    turn = {}
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        loads = load.setdefault(holders[name], [0] * len(holders[name]))
-        turn[name] = loads.index(min(loads))
-        loads[turn[name]] += sizes[name]
-    return turn

@@ -96,13 +96,9 @@ def part_of(path: str, tensor: torch.Tensor) -> TensorPart:
     if isinstance(tensor, DTensor):
         return _distributed(path, tensor)
     shape = tuple(tensor.shape)
-    return TensorPart(shape, tensor.dtype, (TensorPiece(boxes.whole(shape), _elements(tensor)),))
-
-
-def _elements(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor as a plain one: the operations of a subclass may do anything."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.detach()
+    with torch._C.DisableTorchFunctionSubclass():  # the operations of a subclass may do anything
+        piece = TensorPiece(boxes.whole(shape), tensor.detach())
+    return TensorPart(shape, tensor.dtype, (piece,))
 
 
 @lru_cache
@@ -185,7 +181,10 @@ def _mesh_cut(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[
     corners = list(product(*runs))
     return _MeshCut(
         boxes=tuple((*(start for start, _ in corner), *(length for _, length in corner)) for corner in corners),
-        at=tuple(tuple(_before(runs[i], run) for i, run in enumerate(corner)) for corner in corners),
+        at=tuple(  # the indices that this rank holds before those of each run
+            tuple(sum(length for _, length in held[: held.index(run)]) for held, run in zip(runs, corner, strict=True))
+            for corner in corners
+        ),
         local=tuple(sum(length for _, length in of_dimension) for of_dimension in runs),
         ranks=ranks,
         cells=cells,
@@ -205,11 +204,6 @@ def _mesh_cells(mesh: DeviceMesh, replicated: tuple[bool, ...]) -> tuple[tuple[R
         number = number * mesh.size(i) + coordinate[i]
     count = prod(mesh.size(i) for i in shards)
     return tuple(map(tuple, mesh.mesh.permute(order).reshape(count, -1).tolist())), number
-
-
-def _before(runs: Sequence[IndexRange], run: IndexRange) -> int:
-    """How many indices a rank holds before those of a run."""
-    return sum(length for _, length in runs[: runs.index(run)])
 
 
 def _runs(size: int, shards: Sequence[tuple[Placement, int, int]]) -> list[IndexRange]:

@@ -129,8 +129,8 @@ class StateFingerprint:
     def __init__(self, state: TrainState) -> None:
         self.marks: list[object] = [*state.modules, *state.optimizers]
         self.tensors: list[torch.Tensor] = []
-        self.complete = all(self._add_module(chunk) for chunk in chain(*state.modules.values()))
-        self.complete &= all(self._add_optimizer(optimizer) for optimizer in chain(*state.optimizers.values()))
+        self.complete = all(map(self._add_module, chain(*state.modules.values())))
+        self.complete &= all(map(self._add_optimizer, chain(*state.optimizers.values())))
         """False if an object produces its state by code of its own, which has to run at every save."""
         self.locals = self.tensors
         if not set(map(type, self.tensors)) <= _TENSORS:
@@ -263,12 +263,11 @@ def weights_alone(captured: Captured, state: TrainState) -> Captured:
     """The same with float32 parameters of the model rounded to bfloat16, and nothing of this rank only."""
     named = {leaf.path for leaf in state.parameters.by_name[MODEL].values()}
     leaves = captured.leaves
-    slices, tensors = list(leaves.slices), list(leaves.tensors)
-    for number, piece in enumerate(slices):
+    for number, piece in enumerate(leaves.slices):
         if piece.dtype == "float32" and piece.entry in named:
-            slices[number] = Slice(piece.entry, "bfloat16", piece.shape, piece.box)
-            tensors[number] = tensors[number].to(torch.bfloat16)
-    captured.leaves = Leaves(slices, tensors, tensors, leaves.changes)
+            leaves.slices[number] = Slice(piece.entry, "bfloat16", piece.shape, piece.box)
+            leaves.tensors[number] = leaves.tensors[number].to(torch.bfloat16)
+    leaves.origins = leaves.tensors
     captured.sameness = None  # they are in other memory each time
     captured.late.append(captured.local.clear)
     return captured

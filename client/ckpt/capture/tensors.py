@@ -51,7 +51,7 @@ def small_leaf(path: str, value: Any) -> JSON:
     """The tree of a leaf that lies in the tree itself: tensors and all. Raises UnsupportedObject."""
     kind = type(value)
     if isinstance(value, torch.Tensor):
-        return {TAG: "tensor", **_inline(path, value), **_device(value)}
+        return {**_header(path, value), "data": encode_bytes(tensor_bytes(on_host(value)))}
     if isinstance(value, Number):
         return encode_tree(value.tensor.item(), path, small_leaf)
     if kind is torch.Size:
@@ -118,16 +118,13 @@ class TensorCollector(Collector):
         """Add the digests of all elements of copies, and of some."""
         captured, samples = self.captured, [(path, first_elements(tensor)) for path, tensor in sampled]
         for digests, copies in ((captured.replicas.alike, alike), (captured.replicas.sampled, samples)):
-            for path, tensor in copies:
-                host = captured.reads.read(tensor.clone())
-                captured.late.append(partial(_add_digest, digests, path, host))
+            hosts = [(path, captured.reads.read(tensor.clone())) for path, tensor in copies]
+            captured.late.append(partial(digests.update, ((path, digest(host)) for path, host in hosts)))
 
     def _inline_leaf(self, path: str, value: Any) -> JSON:
         if not isinstance(value, torch.Tensor) or not has_device(value):
             return small_leaf(path, value)
-        leaf: dict[str, JSON] = {TAG: "tensor", "dtype": dtype_name(path, value), "shape": list(value.shape)}
-        leaf |= _device(value)
-        host = self.captured.reads.read(value)
+        leaf, host = _header(path, value), self.captured.reads.read(value)
         self.captured.late.append(lambda: leaf.update(data=encode_bytes(tensor_bytes(host))))
         return leaf
 
@@ -192,10 +189,6 @@ def _memory_key(path: str, part: TensorPart) -> object:
     return address, part.dtype, part.shape, part.boxes, view
 
 
-def _add_digest(digests: dict[str, str], path: str, host: torch.Tensor) -> None:
-    digests[path] = digest(host)
-
-
 def whole(path: str, tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that this rank holds whole. Raises UnsupportedObject for one that is distributed."""
     if isinstance(tensor, DTensor):
@@ -251,9 +244,9 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
-def _inline(path: str, tensor: torch.Tensor) -> dict[str, Any]:
-    dtype = dtype_name(path, tensor)
-    return {"dtype": dtype, "shape": list(tensor.shape), "data": encode_bytes(tensor_bytes(on_host(tensor)))}
+def _header(path: str, tensor: torch.Tensor) -> dict[str, Any]:
+    """The tree of a tensor that lies in the tree itself, without its data."""
+    return {TAG: "tensor", "dtype": dtype_name(path, tensor), "shape": list(tensor.shape), **_device(tensor)}
 
 
 def _device(tensor: torch.Tensor) -> dict[str, str]:

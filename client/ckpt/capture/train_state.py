@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ckpt.lazily import is_tensor, torch, torch_loaded
@@ -115,7 +116,7 @@ class TrainState:
         if self.modules:
             from ckpt.capture import modules
 
-            modules.reshard(chunk for chunks in self.modules.values() for chunk in chunks)
+            modules.reshard(chain(*self.modules.values()))
         for known in ("parameters", "named_optimizers"):
             self.__dict__.pop(known, None)
 
@@ -156,7 +157,7 @@ class TrainState:
         if item not in known.values:
             from ckpt.capture import modules
 
-            named = (one for found in self.named_optimizers.values() for one in found)
+            named = chain(*self.named_optimizers.values())
             stepped = {id(leaf.value) for one in named for leaf in one.leaves.values()}
             every = [leaf for one in self.modules[item] for leaf in modules.module_leaves(item, one, known, stepped)]
             _joined(item, ((leaf.name, leaf.value) for leaf in every))
@@ -240,19 +241,14 @@ def _named_optimizers(optim: Optimizers | None) -> dict[str, tuple[Optimizer, ..
         named = {f"{OPTIMIZER}.{key}": (optimizer,) for key, optimizer in optim.items()}
     else:
         named = {OPTIMIZER: tuple(optim) if isinstance(optim, Iterable) else (optim,)}
-    for item, found in named.items():
-        for optimizer in found:
-            _check_optimizer(item, optimizer)
-    return named
-
-
-def _check_optimizer(item: str, optimizer: Any) -> None:
-    """Raises InvalidRequest for a wrapper (LARC, Lookahead) whose own `state_dict` lacks the optimizer inside it."""
     base: Any = torch.optim.Optimizer if torch_loaded() else ()
-    inside = [name for name, value in getattr(optimizer, "__dict__", {}).items() if isinstance(value, base)]
-    if isinstance(optimizer, base) and not (inside and type(optimizer).state_dict is base.state_dict):
-        return
-    wrapped = f"Pass its .{inside[0]}; state of its own as an extra" if inside else ""
-    raise InvalidRequest(
-        f"{item} is a {type(optimizer).__name__}", wrapped or "Pass torch.optim.Optimizer objects, not their state_dict"
-    )
+    for item, optimizer in ((item, one) for item, found in named.items() for one in found):
+        inside = [name for name, value in getattr(optimizer, "__dict__", {}).items() if isinstance(value, base)]
+        # A wrapper (LARC, Lookahead) has a `state_dict` that lacks the optimizer inside it.
+        if not isinstance(optimizer, base) or (inside and type(optimizer).state_dict is base.state_dict):
+            wrapped = f"Pass its .{inside[0]}; state of its own as an extra" if inside else ""
+            raise InvalidRequest(
+                f"{item} is a {type(optimizer).__name__}",
+                wrapped or "Pass torch.optim.Optimizer objects, not their state_dict",
+            )
+    return named

@@ -22,7 +22,6 @@ from ckptstore.format.trees import value_leaves
 
 logger = logging.getLogger(__name__)
 
-_KINDS = (GradScaler, DataLoader)
 _SAMPLED = 3
 
 _used: weakref.WeakKeyDictionary[Optimizer, set[tuple[int, int]]] = weakref.WeakKeyDictionary()
@@ -124,7 +123,9 @@ def _unsaved_optimizers(state: TrainState) -> list[str]:
 
 
 def _look(saved: Sequence[GradScaler], positioned: bool) -> None:
-    kinds = tuple({kind for base in _KINDS for kind in _with_subclasses(base)})
+    kinds: list[type[Any]] = [GradScaler, DataLoader]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
     # An object refers to its class. To type() every object takes three times as long.
     living = [one for one in gc.get_referrers(*kinds) if type(one) in kinds]
     scalers = [one for one in living if isinstance(one, GradScaler) and one.is_enabled() and one._scale is not None]
@@ -139,12 +140,6 @@ def _look(saved: Sequence[GradScaler], positioned: bool) -> None:
             "a shuffled DataLoader is in use and its position is not saved: a resumed run gets other batches and other "
             "random numbers; iterate over loader = ckpt.data.resumable(loader) and pass loader=loader"
         )
-
-
-def _with_subclasses(kind: type[Any]) -> Iterator[type[Any]]:
-    yield kind
-    for below in kind.__subclasses__():
-        yield from _with_subclasses(below)
 
 
 def _reachable(values: Iterable[Any]) -> Iterator[Any]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from ckpt.capture.rng import RngOnce, host_rng_state, load_rng_state, rng_state
 from ckpt.capture.train_state import Stateful
@@ -64,7 +64,7 @@ class Position:
 
     def state(self) -> dict[str, Any]:
         """It as plain data."""
-        return {**vars(self), "start": None if self.start is None else dict(vars(self.start))}
+        return {**vars(self), "start": self.start and dict(vars(self.start))}
 
     @staticmethod
     def of(state: Any) -> Position:
@@ -399,12 +399,10 @@ class ResumableLoader(Generic[_T]):
                 num_samples,
                 position.num_samples,
             )
-        if (current := self._current()) is not None:
-            current.end()
+        self.end_epoch()
         self._iteration, self._restore_rng = None, None
         self._next = self._source.prepare(position)
-        target = self._epoch_target()
-        if target is not None and position.set_epoch is not None:
+        if (target := self._epoch_target()) is not None and position.set_epoch is not None:
             target.set_epoch(position.set_epoch)
 
     def _num_samples(self) -> int | None:
@@ -433,11 +431,9 @@ class SplitLoader(ResumableLoader[_T]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See ResumableLoader. With another batch size or number of ranks, the rest of the epoch is split again."""
-        position, sampler, order = Position.of(state), self._sampler, self._order
-        if not position.resumes or (position.num_replicas, position.batch_size) == (
-            sampler.num_replicas,
-            order.batch_size,
-        ):
+        position, order = Position.of(state), self._order
+        here = (order.sampler.num_replicas, order.batch_size)
+        if not position.resumes or (position.num_replicas, position.batch_size) == here:
             super().load_state_dict(state)
         else:
             self.load_state_dicts([{**state, "replica": rank} for rank in range(position.num_replicas)])
@@ -454,12 +450,13 @@ class SplitLoader(ResumableLoader[_T]):
         if first.start is None:
             self._take(first)
             return
-        everything = len(self._sampler) * max(1, first.num_replicas)
+        order = self._order
+        everything = len(order.sampler) * max(1, first.num_replicas)
         taken = [0] * first.num_replicas
         for one in positions:
             taken[one.replica] = everything if one.epoch > first.epoch else one.taken
         start = replace(first.start, splits=[*first.start.splits, taken])
-        rank, world, size = self._sampler.rank, self._sampler.num_replicas, self._order.batch_size
+        rank, world, size = order.sampler.rank, order.sampler.num_replicas, order.batch_size
         # Saved again before the first batch, it is a position among the ranks of now.
         self._take(replace(first, start=start, batches=0, taken=0, replica=rank, num_replicas=world, batch_size=size))
 
@@ -467,11 +464,6 @@ class SplitLoader(ResumableLoader[_T]):
     def _order(self) -> EpochOrder:
         assert isinstance(self._source, MapSource)
         return self._source.order
-
-    @property
-    def _sampler(self) -> DistributedSampler[Any]:
-        assert self._order.distributed is not None
-        return self._order.distributed
 
 
 def resumable(loader: DataLoader[_T]) -> ResumableLoader[_T]:

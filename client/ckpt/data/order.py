@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -117,8 +117,14 @@ class EpochOrder:
         self.sampler: Any = loader.sampler if batches is None else getattr(batches, "sampler", None)
         self.batch_size: int | None = getattr(batches, "batch_size", None)
         self._drop_last = bool(getattr(batches, "drop_last", False))
-        self.counts_samples = batches is None or _is_plain(batches)
-        """Whether positions count samples: batches are made of the sampler's indices in order."""
+        kind = type(batches)
+        self.counts_samples = (
+            batches is None
+            or kind is BatchSampler
+            or (kind.__name__ == "BatchSampler" and kind.__module__.startswith("torchdata."))
+        )
+        """Whether positions count samples: batches are made of the sampler's indices in order, by torch's class or
+        torchdata's."""
         self._indices: Iterable[Any] = loader.sampler if batches is None else batches
         self._numbered = loader.num_workers > 0
         wrapped = getattr(batches, "batch_sampler", None)  # that of another batch sampler, as of Accelerate's
@@ -139,12 +145,9 @@ class EpochOrder:
         self._draws = not (self.counts_samples and drawless)
         self.num_shared = 0
         """The number of samples of this rank in the current epoch; with a DistributedSampler."""
-        self._start: Start | None = None
-        self._epoch = self._skipped = 0
-        self._later: Mapping[str, Any] = {}
+        self.enter(0, None, 0, {})
         self.begun: Mapping[str, str] = {}
         """Digests of what the samplers held when the epoch had begun."""
-        self._reach: Callable[[], tuple[Start, Iterator[Any]]] | None = None
 
     @property
     def distributed(self) -> DistributedSampler[Any] | None:
@@ -156,21 +159,23 @@ class EpochOrder:
 
         later: what samplers hold at the position, unless going there changes it: training has set it meanwhile.
         """
-        self._epoch, self._start, self._skipped, self._reach, self._later = epoch, start, num_batches, None, later
+        self._epoch, self._start, self._skipped, self._later = epoch, start, num_batches, later
+        self._reach = cache(self._begin)
 
     def reach(self) -> Start:
         """Bring the walk to its position: from then on it draws from no global generator. Returns how it began."""
-        assert self._reach is not None
         return self._reach()[0]
 
     def __iter__(self) -> Iterator[Any]:
         """Draws nothing before the first index is asked for, as torch's samplers do."""
-        reach = self._reach = cache(self._begin)
+        reach = self._reach
 
         def walk() -> Iterator[Any]:
             start, indices = reach()
-            for number, index in enumerate(indices, 1):
-                yield self._numbered_item(start, number, index)
+            for number, index in enumerate(indices, self._skipped + 1):
+                if self._numbered:
+                    index = Numbered(xxhash.xxh3_64_intdigest(f"{start.key} {number}".encode()), index)
+                yield index
 
         return walk()
 
@@ -182,13 +187,15 @@ class EpochOrder:
         start = self._start
         if start is None:
             states = [generator.get_state() for generator in self.generators]
-            key = _key(self._epoch, torch.get_rng_state(), *states)
-            start = Start(key=key, generators=states, samplers=self.samplers.keep())
-            if self._shuffling is not None:
-                seed = int(torch.empty((), dtype=torch.int64).random_().item())
-                start = replace(start, seed=seed)
-            elif self._draws:
-                start = replace(start, rng=host_rng_state())
+            # Drawn from no generator: with or without this file, training draws the same numbers.
+            known = torch.cat([torch.get_rng_state(), *states]).numpy().tobytes()
+            start = Start(
+                key=xxhash.xxh3_64_intdigest(known, seed=self._epoch),
+                generators=states,
+                samplers=self.samplers.keep(),
+                seed=None if self._shuffling is None else int(torch.empty((), dtype=torch.int64).random_().item()),
+                rng=host_rng_state() if self._draws else None,
+            )
         else:
             for generator, state in zip(self.generators, start.generators, strict=False):
                 generator.set_state(state)
@@ -202,7 +209,8 @@ class EpochOrder:
     def _rest(self, start: Start) -> Iterable[Any]:
         """The epoch, without what was taken in another split or batch size."""
         if start.splits:
-            share = self._share(start.splits)
+            rest = untaken(global_order(self.sampler), start.splits)
+            share = split(rest, self.sampler.rank, self.sampler.num_replicas, self.sampler.drop_last)
             self.num_shared = len(share)
             return self._batched(share)
         if self.distributed is not None:
@@ -219,18 +227,6 @@ class EpochOrder:
             later = {path: state for path, state in self._later.items() if now.get(path) == self.begun.get(path)}
             self.samplers.put_back(later)
         return chain(ahead, indices)
-
-    def _numbered_item(self, start: Start, number: int, indices: Any) -> Any:
-        """The loader's item for the batch of this number, counted from the position."""
-        if not self._numbered:
-            return indices
-        return Numbered(xxhash.xxh3_64_intdigest(f"{start.key} {self._skipped + number}".encode()), indices)
-
-    def _share(self, splits: Sequence[Split]) -> list[int]:
-        sampler = self.distributed
-        assert sampler is not None
-        rest = untaken(global_order(sampler), splits)
-        return split(rest, sampler.rank, sampler.num_replicas, sampler.drop_last)
 
     def _batched(self, sampler: Iterable[int]) -> Iterable[Any]:
         return sampler if self.batch_size is None else BatchSampler(sampler, self.batch_size, self._drop_last)
@@ -360,17 +356,6 @@ def _generators(*owners: Any) -> list[torch.Generator]:
     """The generators that these were given, each once."""
     found = [one if isinstance(one, torch.Generator) else getattr(one, "generator", None) for one in owners]
     return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
-
-
-def _is_plain(batches: object) -> bool:
-    """Whether it makes batches of its sampler's indices in order: torch's class, or torchdata's."""
-    kind = type(batches)
-    return kind is BatchSampler or (kind.__name__ == "BatchSampler" and kind.__module__.startswith("torchdata."))
-
-
-def _key(epoch: int, *states: torch.Tensor) -> int:
-    # Drawn from no generator: with or without this file, training draws the same numbers.
-    return xxhash.xxh3_64_intdigest(torch.cat(states).numpy().tobytes(), seed=epoch)
 
 
 def global_order(sampler: DistributedSampler[Any]) -> Order:
