@@ -27,12 +27,12 @@ class _Program(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """All commands, by section."""
-        return [name for section in manual.SECTIONS.values() for name in section]
+        return list(manual.FUNCTIONS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command of a name or an alias; None for an unknown word."""
         name = manual.ALIASES.get(cmd_name, cmd_name)
-        if name not in self.commands and (function := manual.function_of(name)) is not None:
+        if name not in self.commands and (function := manual.FUNCTIONS.get(name)):
             self.commands[name] = _load(name, function)
         return self.commands.get(name)
 
@@ -158,13 +158,10 @@ def _globals(
 
 
 def _exit_code(program: Callable[[], Any], arguments: Sequence[str]) -> int:
-    output = _output(arguments)
-    color = "--no-color" not in arguments
     try:
         return program() or OK
     except CkptError as error:
-        _report(error, output, color)
-        return error.exit_code
+        return _report(error, arguments)
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except BrokenPipeError:
@@ -178,15 +175,14 @@ def _exit_code(program: Callable[[], Any], arguments: Sequence[str]) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message(), file=sys.stderr)
             return InvalidRequest.exit_code
-        wrong = InvalidRequest(error.format_message().rstrip("."), _usage_hint(error))
-        _report(wrong, output, color)
-        return wrong.exit_code
+        return _report(InvalidRequest(error.format_message().rstrip("."), _usage_hint(error)), arguments)
 
 
-def _report(error: CkptError, output: Output, color: bool) -> None:
+def _report(error: CkptError, arguments: Sequence[str]) -> int:
     from ckptctl.render import report_error
 
-    report_error(error, output, color)
+    report_error(error, _output(arguments), "--no-color" not in arguments)
+    return error.exit_code
 
 
 def _output(arguments: Sequence[str]) -> Output:

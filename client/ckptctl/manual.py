@@ -68,6 +68,9 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
 }
 """Commands by section: module in ckptctl.commands and function, and a summary for the list of commands."""
 
+FUNCTIONS = {name: function for section in SECTIONS.values() for name, (function, _) in section.items()}
+"""The module and the function of each command, by section."""
+
 ALIASES = {"list": "ls", "get": "ls", "describe": "show", "delete": "rm"}
 """Names that users of kubectl type. They work, but are not listed."""
 
@@ -245,16 +248,10 @@ EXAMPLES: dict[str, str] = {
 """Examples at the end of the help of every command."""
 
 
-def function_of(command: str) -> str | None:
-    """The module in ckptctl.commands and the function of a command; None for an unknown command. Pure."""
-    return next((found[command][0] for found in SECTIONS.values() if command in found), None)
-
-
 def suggestions(word: str) -> list[str]:
     """Commands that a user may have meant by an unknown word: synonyms first, then similar names. Pure."""
     meant = [command for command, words in SYNONYMS.items() if word.lower() in words.split()]
-    names = [*ALIASES, *(name for found in SECTIONS.values() for name in found)]
-    similar = get_close_matches(word, names, n=2, cutoff=0.7)
+    similar = get_close_matches(word, [*ALIASES, *FUNCTIONS], n=2, cutoff=0.7)
     return meant or list(dict.fromkeys(ALIASES.get(name, name) for name in similar))
 
 

@@ -18,7 +18,7 @@ import re
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -53,11 +53,11 @@ class Profiles(NamedTuple):
         name = name or self.default
         if name is None:
             return None
-        for profile in self.profiles:
-            if profile.name == name:
-                return profile
-        known = ", ".join(profile.name for profile in self.profiles) or "none"
-        raise InvalidRequest(f"there is no profile {name!r} in {self.path}", f"Profiles: {known}")
+        known = {profile.name: profile for profile in self.profiles}
+        if name not in known:
+            names = ", ".join(known) or "none"
+            raise InvalidRequest(f"there is no profile {name!r} in {self.path}", f"Profiles: {names}")
+        return known[name]
 
 
 class _Entry(Value, forbid_unknown_fields=True):
@@ -88,8 +88,7 @@ def load_profiles() -> Profiles:
 
 def _read(path: Path) -> _File:
     try:
-        found: Any = tomllib.loads(path.read_text())
-        parsed = convert(found, _File)
+        parsed = convert(tomllib.loads(path.read_text()), _File)
     except FileNotFoundError:
         return _File()
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Timer
 from typing import Any, NamedTuple
@@ -25,19 +24,15 @@ _UNLIMITED = 10_000
 _PATIENCE_S = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One row of a table."""
+class Row(NamedTuple):
+    """One row of a table, in a style."""
 
     cells: tuple[str, ...]
     style: str = ""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "cells", tuple(printable(cell) for cell in self.cells))
-
 
 class Table(NamedTuple):
-    """Rows under headers. The last column is truncated first.
+    """Rows under headers; a row without a style may be the tuple of its cells. The last column is truncated first.
 
     A header that begins with > has its column aligned right. If the terminal is too narrow, columns whose header ends
     in a slash and a number are dropped, the highest number first. A header that ends in ? is left out if its column is
@@ -45,17 +40,11 @@ class Table(NamedTuple):
     """
 
     headers: Sequence[str]
-    rows: Sequence[Row]
+    rows: Sequence[Row | tuple[str, ...]]
 
 
-class Facts(NamedTuple):
-    """Names and values, one pair per line."""
-
-    pairs: Sequence[tuple[str, str]]
-
-
-Block = Table | Facts | str
-"""A string is a line of text."""
+Block = Table | dict[str, str] | str
+"""A dict has facts: names and values, one pair per line. A string is a line of text."""
 
 
 def write_file(path: Path, text: str) -> None:
@@ -185,7 +174,7 @@ class Screen:
         for block in blocks:
             if isinstance(block, Table):
                 yield from table_lines(block, self._out.width) if block.rows else ()
-            elif isinstance(block, Facts):
+            elif isinstance(block, dict):
                 yield from facts_lines(block)
             else:
                 yield Text(printable(block))
@@ -196,7 +185,7 @@ class Screen:
         self._out.file.flush()
 
 
-def report_error(error: CkptError, output: Output, color: bool = True) -> None:
+def report_error(error: CkptError, output: Output, color: bool) -> None:
     """Print an error on stderr: as text, or for programs as a JSON object with its code."""
     if output in (Output.JSON, Output.JSONL, Output.YAML):
         body = {"code": error.code, "message": error.message, "hint": error.hint}
@@ -213,15 +202,14 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def fitting(table: Table, width: int) -> list[tuple[int, int]]:
-    """(index, width) of the columns that fit into `width` characters. Pure."""
-    titles = [_title(header) for header in table.headers]
-    natural = [max(map(cell_len, (titles[i], *(row.cells[i] for row in table.rows)))) for i in range(len(titles))]
-    shown = [i for i, header in enumerate(table.headers) if header[-1] != "?" or any(r.cells[i] for r in table.rows)]
+def fitting(headers: Sequence[str], columns: Sequence[Sequence[str]], width: int) -> list[tuple[int, int]]:
+    """(index, width) of the columns that fit into `width` characters. columns: each title and its cells. Pure."""
+    natural = [max(map(cell_len, texts)) for texts in columns]
+    shown = [i for i, header in enumerate(headers) if header[-1] != "?" or any(columns[i][1:])]
     last = shown[-1]
     least = natural.copy()
-    least[last] = min(natural[last], max(len(titles[last]), _SHORTENED))
-    dropped = {i: header.removesuffix("?").partition("/")[2] for i, header in enumerate(table.headers)}
+    least[last] = min(natural[last], max(len(columns[last][0]), _SHORTENED))
+    dropped = {i: header.removesuffix("?").partition("/")[2] for i, header in enumerate(headers)}
     for i in sorted((i for i in shown if dropped[i]), key=lambda i: dropped[i], reverse=True):
         if sum(least[k] + _GAP for k in shown) - _GAP > width:
             shown.remove(i)
@@ -229,36 +217,31 @@ def fitting(table: Table, width: int) -> list[tuple[int, int]]:
     return [(i, least[i] + max(0, min(spare, natural[i] - least[i]))) for i in shown]
 
 
-def _title(header: str) -> str:
-    return header.removeprefix(">").removesuffix("?").partition("/")[0]
-
-
 def table_lines(table: Table, width: int) -> Iterator[Text]:
     """The header and the rows of a table. Pure."""
-    shown = [(i, size, table.headers[i].startswith(">")) for i, size in fitting(table, width)]
-    yield _line([(_title(table.headers[i]), size, right) for i, size, right in shown], "bold")
-    for row in table.rows:
-        yield _line([(row.cells[i], size, right) for i, size, right in shown], row.style)
+    headers = table.headers
+    titles = tuple(header.removeprefix(">").removesuffix("?").partition("/")[0] for header in headers)
+    rows = [Row(titles, "bold"), *(row if isinstance(row, Row) else Row(row) for row in table.rows)]
+    columns = [[*map(printable, texts)] for texts in zip(*(row.cells for row in rows), strict=True)]
+    shown = fitting(headers, columns, width)
+    for number, row in enumerate(rows):
+        parts = []
+        for i, size in shown:
+            cell = Text(columns[i][number])
+            cell.truncate(size, overflow="ellipsis")
+            cell.align("right" if headers[i].startswith(">") else "left", size)
+            parts.append(cell)
+        line = Text(" " * _GAP).join(parts)
+        line.rstrip()
+        line.style = row.style
+        yield line
 
 
-def facts_lines(facts: Facts) -> Iterator[Text]:
-    """The pairs of facts, with aligned values. Pure."""
-    indent = max(len(name) for name, _ in facts.pairs) + _GAP
-    for name, value in facts.pairs:
+def facts_lines(facts: Mapping[str, str]) -> Iterator[Text]:
+    """The names and values of facts, with aligned values. Pure."""
+    indent = max(map(len, facts)) + _GAP
+    for name, value in facts.items():
         yield Text.assemble((name.ljust(indent), "bold"), printable(value))
-
-
-def _line(cells: Sequence[tuple[str, int, bool]], style: str) -> Text:
-    parts = []
-    for text, size, right in cells:
-        cell = Text(text)
-        cell.truncate(size, overflow="ellipsis")
-        cell.align("right" if right else "left", size)
-        parts.append(cell)
-    line = Text(" " * _GAP).join(parts)
-    line.rstrip()
-    line.style = style
-    return line
 
 
 def _console(file: Any, color: bool) -> Console:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -18,8 +18,8 @@ from ckptctl.render import Screen
 from ckptctl.targets import Target
 from ckptstore.clock import Clock, system_clock
 from ckptstore.commits.audit import operator
-from ckptstore.commits.catalog import Checkpoint
-from ckptstore.errors import CkptError, InvalidRequest, NoCheckpoint, StoreReadOnly
+from ckptstore.commits.catalog import Checkpoint, State
+from ckptstore.errors import CkptError, CorruptObject, InvalidRequest, NoCheckpoint, StoreReadOnly
 from ckptstore.names import LATEST, Reference, check_run
 from ckptstore.operator import StoreOperator
 from ckptstore.reading.source import Source, StoreSource
@@ -28,6 +28,10 @@ from ckptstore.tiers.source import TieredSource
 
 if TYPE_CHECKING:
     from ckptapi.client import DaemonClient
+
+
+_LEASE_S = 600.0
+_SLOWEST_BYTES_PER_S = 10 << 20
 
 
 @dataclass
@@ -52,8 +56,12 @@ class Session:
 
     @cached_property
     def source(self) -> Source:
-        """The target, opened."""
-        return open_target(self.target, self._local, self.creates)
+        """The target, opened. The folder of a store must exist, unless this call may make it."""
+        target = self.target
+        source = open_source(target.url, target.token, cacert=target.cacert, local=self._local)
+        if isinstance(source, StoreSource) and not (self.creates or isinstance(source, TieredSource)):
+            source.store.must_exist = True
+        return source
 
     def add_local_tier(self, local: str | None) -> None:
         """Read this local tier too, if there is one. Raises InvalidRequest if the target is a daemon."""
@@ -93,8 +101,37 @@ class Session:
         return cast("DaemonClient", self.source)
 
     def find(self, text: str) -> Checkpoint:
-        """The checkpoint that RUN@STEP, RUN@STEP.ULID or RUN names; RUN is its newest. Raises NoCheckpoint."""
-        return self.source.find(parse_reference(text))
+        """The checkpoint that RUN@STEP, RUN@STEP.ULID, RUN@latest or RUN names; RUN is its newest.
+
+        Raises InvalidName or NoCheckpoint.
+        """
+        return self.source.find(Reference.parse(text if "@" in text else f"{check_run(text)}@{LATEST}"))
+
+    def find_readable(self, text: str) -> Checkpoint:
+        """As `find`. Raises CorruptObject for a damaged outcome, too."""
+        found = self.find(text)
+        if found.state is State.CORRUPT:
+            raise CorruptObject(f"{found.id} cannot be read: {found.problem}", "Use another checkpoint")
+        return found
+
+    @contextmanager
+    def leased(self, *checkpoints: Checkpoint) -> Iterator[None]:
+        """Hold leases on checkpoints while they are read. Raises NoCheckpoint if the deletion of one has begun."""
+        holder = f"ckptctl on {socket.gethostname()} (process {os.getpid()})"
+        with ExitStack() as held:
+            for checkpoint in checkpoints:
+                ttl_s = _LEASE_S + checkpoint.needed_bytes / _SLOWEST_BYTES_PER_S
+                try:
+                    lease = self.source.take_lease(checkpoint, holder, ttl_s)
+                except StoreReadOnly:
+                    # Read-only access is enough to read; a concurrent deletion shows as a missing object.
+                    continue
+                held.callback(self._release, checkpoint.run, lease)
+            yield
+
+    def _release(self, run: str, lease: str) -> None:
+        with suppress(CkptError):  # it expires by itself, and an error of the block must not be replaced
+            self.source.release_lease(run, lease)
 
     def chosen(self, text: str) -> list[Checkpoint]:
         """All checkpoints of RUN, the one of RUN@STEP, or those whose step or tag a pattern names: 'gpt-*@1*'.
@@ -146,43 +183,6 @@ class Session:
             self.source.close()
 
 
-def parse_reference(text: str) -> Reference:
-    """The checkpoint that RUN@STEP, RUN@STEP.ULID, RUN@latest or RUN names; RUN is its newest. Raises InvalidName."""
-    return Reference.parse(text if "@" in text else f"{check_run(text)}@{LATEST}")
-
-
 def no_checkpoints(run: str, url: str) -> NoCheckpoint:
     """The error for a named run, or a pattern of runs, without checkpoints."""
     return NoCheckpoint(f"run {run!r} has no checkpoint in {url}", "ckptctl runs lists the runs")
-
-
-_LEASE_S = 600.0
-_SLOWEST_BYTES_PER_S = 10 << 20
-
-
-def open_target(target: Target, local: str | None = None, creates: bool = False) -> Source:
-    """Open the target. local: a store that is read, too. creates: the first write creates a folder that is missing."""
-    source = open_source(target.url, target.token, cacert=target.cacert, local=local)
-    if isinstance(source, StoreSource) and not (creates or isinstance(source, TieredSource)):
-        source.store.must_exist = True
-    return source
-
-
-@contextmanager
-def leased(source: Source, checkpoint: Checkpoint) -> Iterator[None]:
-    """Hold a lease on a checkpoint while it is read. Raises NoCheckpoint if its deletion has begun."""
-    ttl_s = _LEASE_S + checkpoint.needed_bytes / _SLOWEST_BYTES_PER_S
-    holder = f"ckptctl on {socket.gethostname()} (process {os.getpid()})"
-    try:
-        lease = source.take_lease(checkpoint, holder, ttl_s)
-    except StoreReadOnly:
-        # Read-only access is enough to read; a concurrent deletion shows as a missing object.
-        yield
-        return
-    try:
-        yield
-    finally:
-        try:
-            source.release_lease(checkpoint.run, lease)
-        except CkptError:
-            pass  # it expires by itself, and an error of the block must not be replaced

@@ -49,20 +49,33 @@ def choose_target(
     on_line = {"url", "store"} & set(explicit)
     if on_line and "profile" in explicit:
         raise InvalidRequest("a profile and another target are set", "Choose one with --profile, --url or --store")
-    if "profile" in explicit or not (url or store):
-        profile = find_profile()
-        if profile is not None:
-            # A token from the environment may be for another daemon.
-            token = token if "token" in explicit or profile.token is None else profile.token
-            cacert = cacert or profile.cacert
-            return _target(profile.url, profile.store, token, f"profile {profile.name}", cacert)
-    if url and store and len(on_line) == 1:
-        url, store = (url, None) if "url" in explicit else (None, store)
-    if url:
-        origin = "--url" if "url" in explicit else "CKPTD_URL"
+    if ("profile" in explicit or not (url or store)) and (profile := find_profile()) is not None:
+        # A token from the environment may be for another daemon.
+        token = token if "token" in explicit or profile.token is None else profile.token
+        url, store, cacert = profile.url, profile.store, cacert or profile.cacert
+        origin = f"profile {profile.name}"
     else:
-        origin = "--store" if "store" in explicit else "CKPT_STORE"
-    return _target(url, store, token, origin, cacert)
+        if url and store and len(on_line) == 1:
+            url, store = (url, None) if "url" in explicit else (None, store)
+        name, variable = ("url", "CKPTD_URL") if url else ("store", "CKPT_STORE")
+        origin = f"--{name}" if name in explicit else variable
+    if url and store:
+        raise InvalidRequest(
+            "both a daemon (--url, CKPTD_URL) and a store (--store, CKPT_STORE) are set",
+            "Choose one with --url or --store on the command line",
+        )
+    if url:
+        if not url.startswith(_HTTP):
+            raise InvalidRequest(f"{origin} {url} is not the URL of a daemon", "Use http://..., or --store for a store")
+        return Target(url, is_daemon=True, token=token, origin=origin, cacert=cacert)
+    if store:
+        if store.startswith(_HTTP):
+            raise InvalidRequest(f"{origin} {store} is not the URL of a store", "Use --url for a daemon")
+        return Target(store, is_daemon=False, origin=origin)
+    raise InvalidRequest(
+        "neither a daemon nor a store is set",
+        "Pass --url http://HOST:PORT or --store URL, set CKPTD_URL or CKPT_STORE, or use a profile",
+    )
 
 
 class GlobalOptions(NamedTuple):
@@ -94,23 +107,3 @@ def _find_profile(name: str | None) -> Profile | None:
     from ckptctl.profiles import load_profiles
 
     return load_profiles().find(name)
-
-
-def _target(url: str | None, store: str | None, token: str | None, origin: str, cacert: str | None) -> Target:
-    if url and store:
-        raise InvalidRequest(
-            "both a daemon (--url, CKPTD_URL) and a store (--store, CKPT_STORE) are set",
-            "Choose one with --url or --store on the command line",
-        )
-    if url:
-        if not url.startswith(_HTTP):
-            raise InvalidRequest(f"{origin} {url} is not the URL of a daemon", "Use http://..., or --store for a store")
-        return Target(url, is_daemon=True, token=token, origin=origin, cacert=cacert)
-    if store:
-        if store.startswith(_HTTP):
-            raise InvalidRequest(f"{origin} {store} is not the URL of a store", "Use --url for a daemon")
-        return Target(store, is_daemon=False, origin=origin)
-    raise InvalidRequest(
-        "neither a daemon nor a store is set",
-        "Pass --url http://HOST:PORT or --store URL, set CKPTD_URL or CKPT_STORE, or use a profile",
-    )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from math import prod
 from statistics import median
 
-from ckptplan.model import Model, Term, measured_terms
+from ckptplan.model import Model, Term
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.format.documents import Content
 from ckptstore.format.planning import derived_bytes, entry_bytes
@@ -30,6 +31,7 @@ _TERMS = {
     "fp32_param": "master",
 }
 """The names that optimizers give their state."""
+_ORDER = ("weights", "master", "momentum", "variance", "grads", "other")
 
 
 class History(Record):
@@ -50,20 +52,20 @@ class History(Record):
 def history(usable: Sequence[Checkpoint], costs: Iterable[SaveCost] = ()) -> History:
     """The history of one run. usable: its committed checkpoints, newest first. costs: as the newest of them hold."""
     newest = usable[0]
-    alike = [c for c in usable if abs(c.needed_bytes - newest.needed_bytes) <= _SAME_SIZE * newest.needed_bytes]
-    alike = alike[:_NEWEST]
-    pairs = [
-        (new, old) for new, old in pairwise(usable[: 4 * _NEWEST]) if new.attempt.generation == old.attempt.generation
+    most = _SAME_SIZE * newest.needed_bytes
+    alike = [c for c in usable if abs(c.needed_bytes - newest.needed_bytes) <= most][:_NEWEST]
+    steps = [
+        (new.created_at - old.created_at) / (new.step - old.step)
+        for new, old in pairwise(usable[: 4 * _NEWEST])
+        if new.attempt.generation == old.attempt.generation and new.created_at > old.created_at and new.step > old.step
     ]
-    apart = [(new.created_at - old.created_at, new.step - old.step) for new, old in pairs]
-    apart = [(seconds, steps) for seconds, steps in apart if seconds > 0 and steps > 0]
     known = list(costs)
     slowdowns = [cost.slowdown_s for cost in known if cost.slowdown_s is not None]
     return History(
         num_checkpoints=len(alike),
         durable_s=median(c.save_seconds for c in alike),
         slowest_durable_s=max(c.save_seconds for c in alike),
-        step_s=median(seconds / steps for seconds, steps in apart) if apart else None,
+        step_s=median(steps) if steps else None,
         stall_s=median(cost.stall_s for cost in known) if known else None,
         slowdown_s=median(slowdowns) if slowdowns else None,
     )
@@ -72,24 +74,19 @@ def history(usable: Sequence[Checkpoint], costs: Iterable[SaveCost] = ()) -> His
 def contents(checkpoint: Checkpoint, content: Content) -> tuple[Model, tuple[Term, ...]]:
     """The parameters of a checkpoint and its bytes for each of them, without those that are casts of others."""
     sizes, derived = entry_bytes(content), derived_bytes(content)
-    elements: dict[str, int] = {}
-    num_bytes: dict[tuple[str, str], int] = {}
+    parameters, num_bytes = 0, Counter[tuple[str, str]]()
     for name, dtype, shape in content.entries.rows():
         term = _term_of(name)
         if term == "weights":
-            elements[name] = prod(shape)
-        key = (term, dtype if term != "other" else "")
-        num_bytes[key] = num_bytes.get(key, 0) + sizes[name] - derived.get(name, 0)
-    parameters = max(1, sum(elements.values()))
+            parameters += prod(shape)
+        num_bytes[term, dtype if term != "other" else ""] += sizes[name] - derived.get(name, 0)
+    parameters = max(1, parameters)
     share = checkpoint.needed_bytes / checkpoint.raw_bytes if checkpoint.raw_bytes else 1.0
-    return Model(parameters=parameters, source=checkpoint.id), _ordered(num_bytes, parameters, share)
-
-
-def _ordered(num_bytes: Mapping[tuple[str, str], int], parameters: int, share: float) -> tuple[Term, ...]:
-    order = ["weights", "master", "momentum", "variance", "grads", "other"]
-    return measured_terms(
-        dict(sorted(num_bytes.items(), key=lambda i: (order.index(i[0][0]), i[0]))), parameters, share
+    terms = tuple(
+        Term(name=name, dtype=dtype, bytes_per_parameter=num_bytes[name, dtype] / parameters, compressed=share)
+        for name, dtype in sorted(num_bytes, key=lambda kind: (_ORDER.index(kind[0]), kind))
     )
+    return Model(parameters=parameters, source=checkpoint.id), terms
 
 
 def _term_of(name: str) -> str:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from math import isfinite
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 from ckptplan import training
 from ckptplan.layout import Layout, Sharding
-from ckptplan.model import Architecture, Model, Optimizer, Term, named_model, state_terms
+from ckptplan.model import Architecture, Model, Term, named_model, state_terms
 from ckptplan.training import PRESETS
 from ckptstore.errors import InvalidRequest
 from ckptstore.format.records import Policy, about
 from ckptstore.values import Record
-
-_E = TypeVar("_E", bound=StrEnum)
 
 
 class PlanInputs(Record):
@@ -141,7 +138,7 @@ class PlanInputs(Record):
         """The bytes per parameter. Raises InvalidRequest for an unknown optimizer or element type."""
         if self.terms is not None:
             return self.terms
-        return state_terms(_named(Optimizer, self.optimizer), self.weights, self.master, self.moments, self.grads)
+        return state_terms(self.optimizer, self.weights, self.master, self.moments, self.grads)
 
     def layout(self) -> Layout:
         """The layout. Raises InvalidRequest if the degrees do not match."""
@@ -151,12 +148,14 @@ class PlanInputs(Record):
             if ranks % (self.tp * self.pp) and self.nodes:
                 raise InvalidRequest(f"{ranks} ranks are not a multiple of tp·pp = {self.tp * self.pp}", "Give --dp")
             dp = max(1, ranks // (self.tp * self.pp))
+        if self.sharding not in [*Sharding]:
+            raise InvalidRequest(f"there is no sharding {self.sharding!r}", f"Use {', '.join(Sharding)}")
         return Layout(
             dp=dp,
             tp=self.tp,
             pp=self.pp,
             ep=self.ep,
-            sharding=_named(Sharding, self.sharding),
+            sharding=Sharding(self.sharding),
             replicas=self.replicas,
             split_replicas=self.split_replicas,
             processes=self.processes,
@@ -203,19 +202,8 @@ _POSITIVE = (
 )  # fmt: skip
 
 
-def _named(kind: type[_E], name: str) -> _E:
-    try:
-        return kind(name)
-    except ValueError as error:
-        raise InvalidRequest(f"there is no {kind.__name__.lower()} {name!r}", f"Use {', '.join(kind)}") from error
-
-
 def _given(parameters: float, experts: float) -> Model:
     if experts > parameters:
         raise InvalidRequest("experts have more parameters than the model", "--parameters includes them")
-    return Model(parameters=round(parameters), expert_parameters=round(experts), source=_short(parameters))
-
-
-def _short(parameters: float) -> str:
-    """7B, 1.84M."""
-    return f"{parameters / 1e9:.4g}B" if parameters >= 1e9 else f"{parameters / 1e6:.4g}M"
+    short = f"{parameters / 1e9:.4g}B" if parameters >= 1e9 else f"{parameters / 1e6:.4g}M"
+    return Model(parameters=round(parameters), expert_parameters=round(experts), source=short)

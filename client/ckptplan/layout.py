@@ -74,7 +74,7 @@ class Layout(Record):
             return True
         if term.name == "grads":
             return self.sharding is Sharding.ZERO2
-        return self.sharding is not Sharding.DDP and term.of_optimizer
+        return self.sharding is not Sharding.DDP and term.name != "weights"
 
 
 class Writers(Record):

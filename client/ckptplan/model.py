@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from enum import StrEnum
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import msgspec
@@ -177,27 +176,16 @@ COMPRESSED = {"float32": 0.835, "bfloat16": 0.67, "float16": 0.85}
 """Stored share of trained weights and moments under `compress="fast"` (docs/decisions/0016). Other types: 1."""
 
 
-class Optimizer(StrEnum):
-    """Optimizers, by the state that they keep for each parameter."""
-
-    ADAMW = "adamw"
-    ADAM = "adam"
-    LION = "lion"
-    MUON = "muon"
-    SGD_MOMENTUM = "sgd-momentum"
-    SGD = "sgd"
-    NONE = "none"
-
-
-_KEEPS: Mapping[Optimizer, tuple[str, ...]] = {
-    Optimizer.ADAMW: ("momentum", "variance"),
-    Optimizer.ADAM: ("momentum", "variance"),
-    Optimizer.LION: ("momentum",),
-    Optimizer.MUON: ("momentum",),
-    Optimizer.SGD_MOMENTUM: ("momentum",),
-    Optimizer.SGD: (),
-    Optimizer.NONE: (),
+_OPTIMIZERS: dict[str, tuple[str, ...]] = {
+    "adamw": ("momentum", "variance"),
+    "adam": ("momentum", "variance"),
+    "lion": ("momentum",),
+    "muon": ("momentum",),
+    "sgd-momentum": ("momentum",),
+    "sgd": (),
+    "none": (),
 }
+"""The state that optimizers keep for each parameter."""
 
 
 class Term(Record):
@@ -211,36 +199,22 @@ class Term(Record):
     compressed: float = 1.0
     """Stored share."""
 
-    @property
-    def of_optimizer(self) -> bool:
-        """Whether ZeRO 1 and 2 distribute it over the data-parallel ranks."""
-        return self.name not in ("weights", "grads")
 
+def state_terms(optimizer: str, weights: str, master: str | None, moments: str, grads: str | None) -> tuple[Term, ...]:
+    """All five terms; one that is not stored has 0 bytes. The other names are element types; short ones are allowed.
 
-def state_terms(
-    optimizer: Optimizer, weights: str, master: str | None, moments: str, grads: str | None
-) -> tuple[Term, ...]:
-    """All five terms; one that is not stored has 0 bytes. The names are element types; short ones are allowed.
-
-    master None: float32 beside 16-bit weights, else none. "none": none. grads None: not saved.
+    master None: float32 beside 16-bit weights, else none. "none": none. grads None: not saved. Raises InvalidRequest.
     """
-    of_weights = dtype_named(weights)
+    if optimizer not in _OPTIMIZERS:
+        raise InvalidRequest(f"there is no optimizer {optimizer!r}", f"Use {', '.join(_OPTIMIZERS)}")
+    kept, of_weights = _OPTIMIZERS[optimizer], dtype_named(weights)
     if master is None:
-        master = "float32" if ITEM_BYTES[of_weights] < 4 and optimizer is not Optimizer.NONE else "none"
-    kept = _KEEPS[optimizer]
+        master = "float32" if ITEM_BYTES[of_weights] < 4 and optimizer != "none" else "none"
     return (
         _term("weights", of_weights),
         _term("master", "" if master == "none" else dtype_named(master)),
         *(_term(name, dtype_named(moments) if name in kept else "") for name in ("momentum", "variance")),
         _term("grads", dtype_named(grads) if grads else ""),
-    )
-
-
-def measured_terms(num_bytes: Mapping[tuple[str, str], int], parameters: int, compressed: float) -> tuple[Term, ...]:
-    """The terms of a checkpoint. num_bytes: by name of the term and element type. compressed: its stored share."""
-    return tuple(
-        Term(name=name, dtype=dtype, bytes_per_parameter=count / parameters, compressed=compressed)
-        for (name, dtype), count in num_bytes.items()
     )
 
 

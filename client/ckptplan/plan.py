@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from math import ceil, floor, inf, isfinite
 from typing import ParamSpec
@@ -43,40 +43,34 @@ def retained(
     optimizer_bytes: those of stored_bytes that thinning frees.
     Raises InvalidRequest for more saves than can be evaluated.
     """
-    if num_saves > _MOST_SAVES and policy is not None:
-        raise InvalidRequest(
-            f"{num_saves:,} saves are too many to apply rules to", f"Give --interval for at most {_MOST_SAVES:,}"
-        )
-    kept, total = num_saves, num_saves * stored_bytes
+    kept, thinned = num_saves, 0
     if policy is not None:
-        kept, total = _kept(policy, num_saves, interval_s, step_s, stored_bytes, optimizer_bytes)
+        if num_saves > _MOST_SAVES:
+            raise InvalidRequest(
+                f"{num_saves:,} saves are too many to apply rules to", f"Give --interval for at most {_MOST_SAVES:,}"
+            )
+        metrics = {best.metric: best.highest for best in map(Best.parse, policy.keep_best)}
+        saves = []
+        for number in range(num_saves, 0, -1):
+            at = DAY_S + number * interval_s  # a time of 0 would count as unknown
+            saves.append(
+                Checkpoint(
+                    run="plan",
+                    attempt=Attempt(floor(number * interval_s / step_s), _ULID),
+                    state=State.COMMITTED,
+                    committed_at=at,
+                    written_at=at,
+                    stored_bytes=stored_bytes,
+                    optimizer_bytes=optimizer_bytes,
+                    metrics={name: float(-number if highest else number) for name, highest in metrics.items()},
+                )
+            )
+        decided = evaluate(policy, saves, {}, DAY_S + num_saves * interval_s)
+        stay = [decision for decision in decided if decision.reasons]
+        kept, thinned = len(stay), sum(decision.thins for decision in stay)
+    total = kept * stored_bytes - thinned * optimizer_bytes
     monthly = None if price is None else price * total / 1e9
     return Retained(num_saves=num_saves, num_kept=kept, stored_bytes=total, price_per_month=monthly)
-
-
-def _kept(
-    policy: Policy, num_saves: int, interval_s: float, step_s: float, stored_bytes: int, optimizer_bytes: int
-) -> tuple[int, int]:
-    """How many checkpoints stay, and their bytes."""
-    metrics = {best.metric: best.highest for best in map(Best.parse, policy.keep_best)}
-    saves = []
-    for number in range(num_saves, 0, -1):
-        at = DAY_S + number * interval_s  # a time of 0 would count as unknown
-        saves.append(
-            Checkpoint(
-                run="plan",
-                attempt=Attempt(floor(number * interval_s / step_s), _ULID),
-                state=State.COMMITTED,
-                committed_at=at,
-                written_at=at,
-                stored_bytes=stored_bytes,
-                optimizer_bytes=optimizer_bytes,
-                metrics={name: float(-number if highest else number) for name, highest in metrics.items()},
-            )
-        )
-    now = DAY_S + num_saves * interval_s
-    decided = [decision for decision in evaluate(policy, saves, {}, now) if decision.reasons]
-    return len(decided), len(decided) * stored_bytes - optimizer_bytes * sum(one.thins for one in decided)
 
 
 PUTS_PER_PREFIX = 3_500
@@ -224,7 +218,7 @@ def make_plan(inputs: PlanInputs) -> Plan:
     interval = _interval(size, ranks, inputs)
     batch = inputs.batch(layout.dp)
     steps = inputs.num_steps(batch)
-    training = None
+    training = kept = None
     if steps is not None and inputs.step_s is not None:
         training = training_time(
             steps,
@@ -235,6 +229,17 @@ def make_plan(inputs: PlanInputs) -> Plan:
             inputs.restart_s,
             interval.durable_s or 0.0,
         )
+        if interval.chosen_s is not None:
+            freed = _optimizer_bytes(model, terms, inputs)
+            kept = retained(
+                inputs.keep,
+                training.num_saves,
+                interval.chosen_s,
+                inputs.step_s,
+                size.stored_bytes,
+                inputs.price,
+                freed,
+            )
     restore = _restore(model, terms, layout, size, inputs)
     return Plan(
         model=model,
@@ -250,7 +255,7 @@ def make_plan(inputs: PlanInputs) -> Plan:
         global_batch=batch,
         steps=steps,
         training=training,
-        retained=_retained(size, interval, training, inputs, _optimizer_bytes(model, terms, inputs)),
+        retained=kept,
         requests=_requests(size, ranks, restore, inputs.window_s or interval.durable_s),
         termination_grace_period_s=_grace(interval, inputs.step_s),
     )
@@ -275,27 +280,25 @@ plan = _taking_fields(PlanInputs)
 
 def _size(model: Model, terms: tuple[Term, ...], inputs: PlanInputs) -> Size:
     casts = derivable(terms)
-    parameters = model.parameters
     kept = [term for term in terms if term.name not in casts]
-    raw, derived = parameters * per_parameter(terms), parameters * per_parameter(kept)
-    compressed = parameters * sum(term.bytes_per_parameter * term.compressed for term in terms)
-    both = parameters * sum(term.bytes_per_parameter * term.compressed for term in kept)
-    stored = {(False, False): raw, (True, False): compressed, (False, True): derived, (True, True): both}
     return Size(
-        raw_bytes=round(raw),
-        compressed_bytes=round(compressed),
-        derived_bytes=round(derived),
-        derived_compressed_bytes=round(both),
-        stored_bytes=round(stored[inputs.compress, inputs.dedup_casts]),
+        raw_bytes=_bytes(model, terms, False),
+        compressed_bytes=_bytes(model, terms, True),
+        derived_bytes=_bytes(model, kept, False),
+        derived_compressed_bytes=_bytes(model, kept, True),
+        stored_bytes=_bytes(model, kept if inputs.dedup_casts else terms, inputs.compress),
     )
+
+
+def _bytes(model: Model, terms: Iterable[Term], compress: bool) -> int:
+    return round(model.parameters * sum(one.bytes_per_parameter * one.compressed**compress for one in terms))
 
 
 def _optimizer_bytes(model: Model, terms: tuple[Term, ...], inputs: PlanInputs) -> int:
     """Bytes that thinning frees: masters stay if weights are derived from them."""
     masters = inputs.dedup_casts and derivable(terms)
     gone = ("momentum", "variance", *(() if masters else ("master",)))
-    each = (one.bytes_per_parameter * one.compressed**inputs.compress for one in terms if one.name in gone)
-    return round(model.parameters * sum(each))
+    return _bytes(model, (one for one in terms if one.name in gone), inputs.compress)
 
 
 def _ranks(model: Model, terms: tuple[Term, ...], layout: Layout, size: Size, inputs: PlanInputs) -> Ranks:
@@ -408,15 +411,6 @@ def _local(size: Size, ranks: Ranks, interval: Interval, inputs: PlanInputs) -> 
         durable_s=max(each * (copies + 1) / disk, each * copies / wire), restore_own_s=each / disk,
         restore_peer_s=peer, absorbed=absorbed,
     )  # fmt: skip
-
-
-def _retained(
-    size: Size, interval: Interval, training: TrainingTime | None, inputs: PlanInputs, optimizer_bytes: int
-) -> Retained | None:
-    if training is None or interval.chosen_s is None or inputs.step_s is None:
-        return None
-    saves, stored = training.num_saves, size.stored_bytes
-    return retained(inputs.keep, saves, interval.chosen_s, inputs.step_s, stored, inputs.price, optimizer_bytes)
 
 
 def _requests(size: Size, ranks: Ranks, restore: Restore, seconds: float | None) -> Requests:

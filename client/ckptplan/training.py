@@ -8,7 +8,6 @@ from ckptstore.errors import InvalidRequest
 from ckptstore.values import Record
 
 DAY_S = 86_400.0
-_HOUR_S = 3600.0
 
 
 class FailureRate(Record):
@@ -50,7 +49,7 @@ def daly(cost_s: float, mtbf_s: float) -> float:
     if cost_s >= 2 * mtbf_s:
         return mtbf_s
     root = sqrt(cost_s / (2 * mtbf_s))
-    return sqrt(2 * cost_s * mtbf_s) * (1 + root / 3 + root**2 / 9) - cost_s
+    return young(cost_s, mtbf_s) * (1 + root / 3 + root**2 / 9) - cost_s
 
 
 def nvidia(cost_s: float, mtbf_s: float, restart_s: float) -> float:

@@ -4,11 +4,11 @@ import sys
 import pytest
 
 from ckptctl.output import Output
-from ckptctl.render import Facts, Row, Screen, Table, facts_lines, printable, table_lines
+from ckptctl.render import Row, Screen, Table, facts_lines, printable, table_lines
 
 TABLE = Table(
     ("NAME", ">SIZE", "EXTRA/1", "RARE/2", "METRICS"),
-    [Row(("gpt@1", "2.7 MiB", "extra", "rare", "loss=0.1 accuracy=0.9 lr=0.001")), Row(("b", "1 B", "", "", ""))],
+    [("gpt@1", "2.7 MiB", "extra", "rare", "loss=0.1 accuracy=0.9 lr=0.001"), Row(("b", "1 B", "", "", ""), "red")],
 )
 
 
@@ -33,14 +33,18 @@ def test_the_last_column_is_shortened_first_and_then_columns_go_by_their_rank() 
 
 
 def test_facts_stand_under_one_another() -> None:
-    facts = Facts([("id", "gpt@1"), ("longer", "x")])
+    facts = {"id": "gpt@1", "longer": "x"}
     assert [line.plain for line in facts_lines(facts)] == ["id      gpt@1", "longer  x"]
 
 
 @pytest.mark.parametrize("hostile", ["\x1b[2J", "a\nb", "\x9b31m", "\u202e"])
 def test_names_from_the_store_cannot_steer_the_terminal(hostile: str) -> None:
-    shown = [printable(hostile), Row((hostile,)).cells[0], next(facts_lines(Facts([("name", hostile)]))).plain]
+    table = Table(("NAME",), [(hostile,), Row((hostile,), "red")])
+    lines = [*table_lines(table, 80), *facts_lines({"name": hostile})]
+    assert [line.style for line in lines] == ["bold", "", "red", ""]
+    shown = [printable(hostile), *(line.plain for line in lines)]
     assert all(text.isprintable() for text in shown)
+    assert shown[2] == shown[3] == printable(hostile)
 
 
 def test_jsonl_is_one_object_a_line_and_ids_are_bare(monkeypatch: pytest.MonkeyPatch) -> None:

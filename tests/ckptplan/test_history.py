@@ -60,3 +60,4 @@ def test_the_bytes_of_a_checkpoint_by_kind() -> None:
         ("weights", "float32", 48), ("momentum", "float32", 48), ("variance", "float64", 96), ("other", "", 52),
     ]  # fmt: skip
     assert per_parameter(terms) * 12 == pytest.approx(checkpoint.raw_bytes)
+    assert {term.compressed for term in terms} == {checkpoint.needed_bytes / checkpoint.raw_bytes}

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptplan.layout import Layout, Sharding, bytes_read, num_files, rank_bytes, writers
-from ckptplan.model import Model, Optimizer, per_parameter, state_terms
+from ckptplan.model import Model, per_parameter, state_terms
 from ckptstore.errors import InvalidRequest
 
-TERMS = state_terms(Optimizer.ADAMW, "bf16", None, "fp32", "bf16")
+TERMS = state_terms("adamw", "bf16", None, "fp32", "bf16")
 P = 960_000
 DENSE = Model(parameters=P)
 EXPERTS = Model(parameters=P, expert_parameters=800_000)

@@ -8,10 +8,8 @@ import pytest
 from ckptplan.model import (
     MODELS,
     Architecture,
-    Optimizer,
     derivable,
     from_config,
-    measured_terms,
     named_model,
     per_parameter,
     state_terms,
@@ -31,7 +29,7 @@ GPT2: dict[str, Any] = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_h
 def test_the_models_and_checkpoints_of_mlperf(name: str, parameters: float, gib: float) -> None:
     assert len(MODELS) == 4
     assert named_model(name).parameters == pytest.approx(parameters, rel=1e-5)
-    terms = state_terms(ADAMW, "bf16", None, "fp32", None)
+    terms = state_terms("adamw", "bf16", None, "fp32", None)
     assert round(named_model(name).parameters * per_parameter(terms) / 2**30, 2) == gib
 
 
@@ -39,7 +37,7 @@ def test_unknown_models_and_types_name_the_known_ones() -> None:
     with pytest.raises(InvalidRequest, match="mlperf-8b"):
         named_model("mlperf-9b")
     with pytest.raises(InvalidRequest, match="bf16"):
-        state_terms(ADAMW, "bf17", None, "fp32", None)
+        state_terms("adamw", "bf17", None, "fp32", None)
 
 
 def published(config: dict[str, Any]) -> int:
@@ -106,25 +104,22 @@ def test_other_files_are_refused_with_a_way_out(data: bytes) -> None:
         from_config(data, "config.json")
 
 
-ADAMW = Optimizer.ADAMW
-
-
 @pytest.mark.parametrize(
     ("optimizer", "weights", "master", "moments", "grads", "expected"),
     [
-        (ADAMW, "bf16", None, "fp32", None, [2, 4, 4, 4, 0]),
-        (ADAMW, "fp32", None, "fp32", None, [4, 0, 4, 4, 0]),
-        (ADAMW, "bf16", "none", "fp32", None, [2, 0, 4, 4, 0]),
-        (ADAMW, "bf16", "none", "bf16", None, [2, 0, 2, 2, 0]),
-        (ADAMW, "bf16", None, "fp32", "bf16", [2, 4, 4, 4, 2]),
-        (ADAMW, "fp8", None, "float32", None, [1, 4, 4, 4, 0]),
-        (Optimizer.LION, "fp16", "fp32", "fp32", None, [2, 4, 4, 0, 0]),
-        (Optimizer.SGD, "fp32", None, "fp32", None, [4, 0, 0, 0, 0]),
-        (Optimizer.NONE, "bf16", None, "fp32", None, [2, 0, 0, 0, 0]),
+        ("adamw", "bf16", None, "fp32", None, [2, 4, 4, 4, 0]),
+        ("adamw", "fp32", None, "fp32", None, [4, 0, 4, 4, 0]),
+        ("adamw", "bf16", "none", "fp32", None, [2, 0, 4, 4, 0]),
+        ("adamw", "bf16", "none", "bf16", None, [2, 0, 2, 2, 0]),
+        ("adamw", "bf16", None, "fp32", "bf16", [2, 4, 4, 4, 2]),
+        ("adamw", "fp8", None, "float32", None, [1, 4, 4, 4, 0]),
+        ("lion", "fp16", "fp32", "fp32", None, [2, 4, 4, 0, 0]),
+        ("sgd", "fp32", None, "fp32", None, [4, 0, 0, 0, 0]),
+        ("none", "bf16", None, "fp32", None, [2, 0, 0, 0, 0]),
     ],
 )
 def test_each_term_is_counted(
-    optimizer: Optimizer, weights: str, master: str | None, moments: str, grads: str | None, expected: list[float]
+    optimizer: str, weights: str, master: str | None, moments: str, grads: str | None, expected: list[float]
 ) -> None:
     terms = state_terms(optimizer, weights, master, moments, grads)
     assert [term.name for term in terms] == ["weights", "master", "momentum", "variance", "grads"]
@@ -132,16 +127,8 @@ def test_each_term_is_counted(
 
 
 def test_casts_of_masters_need_not_be_stored_and_compression_is_near_its_entropy() -> None:
-    terms = state_terms(ADAMW, "bf16", None, "fp32", None)
+    terms = state_terms("adamw", "bf16", None, "fp32", None)
     assert derivable(terms) == {"weights"}
-    assert derivable(state_terms(ADAMW, "bf16", "none", "fp32", None)) == set()
-    assert derivable(state_terms(ADAMW, "fp32", None, "fp32", None)) == set()
+    assert derivable(state_terms("adamw", "bf16", "none", "fp32", None)) == set()
+    assert derivable(state_terms("adamw", "fp32", None, "fp32", None)) == set()
     assert sum(term.bytes_per_parameter * term.compressed for term in terms) == pytest.approx(11.30, rel=0.01)
-
-
-def test_measured_bytes_are_divided_by_the_parameters() -> None:
-    terms = measured_terms({("weights", "float32"): 400, ("other", ""): 8}, 100, 0.8)
-    assert [(term.name, term.bytes_per_parameter, term.compressed) for term in terms] == [
-        ("weights", 4.0, 0.8),
-        ("other", 0.08, 0.8),
-    ]

@@ -13,7 +13,7 @@ from ckptapi.remote_create import with_remote_create
 from ckptctl.commands.arguments import ChosenArgument, DryRunOption
 from ckptctl.commands.fleet import in_units
 from ckptctl.commands.listing import show_meant
-from ckptctl.session import Session, leased
+from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CkptError, Damaged, InvalidRequest, NotFound, PartlyDone, StoreFull
@@ -82,7 +82,7 @@ def _copy_each(
         run = Run(target, name or original.run, session.clock)
         try:
             check_limit(run, original.needed_bytes)
-            with leased(session.source, original):
+            with session.leased(original):
                 done.append((original, copy_checkpoint(session.source, original, run, progress)))
         except (InvalidRequest, Damaged, NotFound, StoreFull) as error:
             failed.append(error)

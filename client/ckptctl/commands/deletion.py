@@ -10,7 +10,7 @@ import typer
 from ckptapi.bodies import MAX_PAGE, CheckpointBody
 from ckptctl.commands.arguments import DryRunOption, ReasonOption, RunArgument, YesOption, a_checkpoint
 from ckptctl.commands.listing import short_id, show_meant
-from ckptctl.render import Block, Row, Table
+from ckptctl.render import Block, Table
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint
@@ -47,7 +47,10 @@ def remove(
         show_meant(session, "delete", found)
         return
     if not yes:
-        _confirm(session, found, checkpoints[0] if everything else None)
+        what, typed = ", ".join(c.id for c in found), ""
+        if everything:  # of a run, whose name a person must type
+            what, typed = f"all {human.count(len(found), 'checkpoint')} of {checkpoints[0]}", checkpoints[0]
+        session.screen.confirm(f"Delete {what}, {human.size(sum(c.stored_bytes for c in found))}?", typed)
     done: list[Checkpoint] = []
     refused: list[Conflict] = []
     for checkpoint in found:
@@ -83,15 +86,6 @@ def _meant(session: Session, text: str, everything: bool) -> list[Checkpoint]:
     return session.chosen(text)
 
 
-def _confirm(session: Session, found: Sequence[Checkpoint], run: str | None) -> None:
-    """Ask. run: the name that a person must type."""
-    size = human.size(sum(c.stored_bytes for c in found))
-    if run is not None:
-        session.screen.confirm(f"Delete all {human.count(len(found), 'checkpoint')} of {run}, {size}?", typed=run)
-        return
-    session.screen.confirm(f"Delete {', '.join(c.id for c in found)}, {size}?")
-
-
 def undelete(
     session: Session,
     checkpoint: Annotated[
@@ -118,11 +112,10 @@ def undelete(
 
 def _list_deleted(session: Session, run: str | None) -> None:
     bodies = [body for name in session.run_names(run) for body in session.operator.deleted(name)]
-    columns, now = ("CHECKPOINT", ">DELETED", ">LEFT", "BY/1", "REASON"), session.clock()
-    rows = [Row((b.id, human.age(now - b.at), human.age(b.until - now), b.by, b.reason)) for b in bodies]
-    session.screen.emit(
-        bodies, [body.id for body in bodies], [Table(columns, rows)], none="nothing is waiting to be deleted"
-    )
+    now = session.clock()
+    rows = [(b.id, human.age(now - b.at), human.age(b.until - now), b.by, b.reason) for b in bodies]
+    table = Table(("CHECKPOINT", ">DELETED", ">LEFT", "BY/1", "REASON"), rows)
+    session.screen.emit(bodies, [body.id for body in bodies], [table], none="nothing is waiting to be deleted")
 
 
 def collect_garbage(
@@ -147,12 +140,11 @@ def collect_garbage(
 
 
 def _collected_blocks(reports: Sequence[CollectReport]) -> Iterator[Block]:
-    columns = ("RUN", ">DELETED", ">ROLLED FORWARD", ">ABORTED", ">FREED")
     rows = [
-        Row((r.run, *(str(len(ids)) for ids in (r.swept, r.rolled_forward, r.aborted)), human.size(r.freed_bytes)))
+        (r.run, *(str(len(ids)) for ids in (r.swept, r.rolled_forward, r.aborted)), human.size(r.freed_bytes))
         for r in reports
     ]
-    yield Table(columns, rows)
+    yield Table(("RUN", ">DELETED", ">ROLLED FORWARD", ">ABORTED", ">FREED"), rows)
     for report in reports:
         yield from (f"deleted {name}" for name in report.swept)
         yield from (f"rolled forward {name}" for name in report.rolled_forward)
@@ -170,10 +162,9 @@ def audit(
     """
     found = [body for name in session.run_names(run) for body in session.operator.audit(name, limit)]
     found.sort(key=lambda body: body.at, reverse=True)
-    columns = ("WHEN, UTC", "WHO/2", "DID", "REASON/1", "CHECKPOINTS")
-    rows = [Row((human.moment(b.at).removesuffix(" UTC"), b.by, b.action, b.reason, _ids(b.ids))) for b in found]
-    ids = [id for body in found for id in body.ids]
-    session.screen.emit(found, ids, [Table(columns, rows)], none="the audit log is empty")
+    rows = [(human.moment(b.at).removesuffix(" UTC"), b.by, b.action, b.reason, _ids(b.ids)) for b in found]
+    table = Table(("WHEN, UTC", "WHO/2", "DID", "REASON/1", "CHECKPOINTS"), rows)
+    session.screen.emit(found, [id for body in found for id in body.ids], [table], none="the audit log is empty")
 
 
 def _ids(ids: list[str]) -> str:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Annotated
 
 from ckptctl.commands.arguments import a_checkpoint
-from ckptctl.commands.show import find_readable
 from ckptctl.commands.stats import number
-from ckptctl.render import Block, Facts, Row, Table
-from ckptctl.session import Session, leased
+from ckptctl.render import Block, Row, Table
+from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.analysis.difference import Difference, Side, compare
 
@@ -28,27 +26,23 @@ def diff(
 
     Chunks that are equal in both are not read. With -o id it prints the names of the tensors that differ.
     """
-    source = session.source
-    found = [find_readable(source, text) for text in (before, after)]
-    with ExitStack() as held:
-        for checkpoint in found:
-            held.enter_context(leased(source, checkpoint))
-        progress = held.enter_context(session.screen.progress("comparing", sum(c.raw_bytes for c in found)))
-        result = compare(Side.open(source, found[0]), Side.open(source, found[1]), progress)
+    found = [session.find_readable(text) for text in (before, after)]
+    size = sum(checkpoint.raw_bytes for checkpoint in found)
+    with session.leased(*found), session.screen.progress("comparing", size) as progress:
+        old, new = (Side.open(session.source, checkpoint) for checkpoint in found)
+        result = compare(old, new, progress)
     different = [one.name for one in result.reshaped] + [one.name for one in result.changed]
     names = [*result.removed, *result.added, *different]
     session.screen.emit(result, names, _blocks(result))
 
 
 def _blocks(result: Difference) -> Iterator[Block]:
-    yield Facts(
-        [
-            ("before", result.before),
-            ("after", result.after),
-            ("equal", human.count(result.num_equal, "tensor")),
-            ("read", human.size(result.read_bytes)),
-        ]
-    )
+    yield {
+        "before": result.before,
+        "after": result.after,
+        "equal": human.count(result.num_equal, "tensor"),
+        "read": human.size(result.read_bytes),
+    }
     for word, names in (("removed", result.removed), ("added", result.added)):
         for name in names[:_SHOWN]:
             yield f"{word}  {name}"
@@ -58,24 +52,19 @@ def _blocks(result: Difference) -> Iterator[Block]:
         yield f"reshaped  {one.name}: {one.dtype_before} {one.before} to {one.dtype_after} {one.after}"
     if result.values:
         yield ""
-        rows = [Row((name, old[:_WIDE], new)) for name, (old, new) in list(result.values.items())[:_SHOWN]]
-        yield Table(("VALUE", "BEFORE", "AFTER"), rows)
+        values = [(name, old[:_WIDE], new) for name, (old, new) in list(result.values.items())[:_SHOWN]]
+        yield Table(("VALUE", "BEFORE", "AFTER"), values)
         if len(result.values) > _SHOWN:
             yield f"... and {len(result.values) - _SHOWN:,} more: -o json"
     if result.changed:
         yield ""
-        yield _table(result)
+        rows = [
+            Row(
+                (one.name, number(one.relative_norm), number(one.largest), f"{one.changed:,}", f"{one.not_finite:,}"),
+                "red" if one.not_finite else "",
+            )
+            for one in result.changed[:_SHOWN]
+        ]
+        yield Table(("CHANGED", ">RELATIVE", ">LARGEST", ">ELEMENTS", ">NAN OR INF"), rows)
         if len(result.changed) > _SHOWN:
             yield f"... and {len(result.changed) - _SHOWN:,} more: -o json"
-
-
-def _table(result: Difference) -> Table:
-    columns = ("CHANGED", ">RELATIVE", ">LARGEST", ">ELEMENTS", ">NAN OR INF")
-    rows = [
-        Row(
-            (one.name, number(one.relative_norm), number(one.largest), f"{one.changed:,}", f"{one.not_finite:,}"),
-            "red" if one.not_finite else "",
-        )
-        for one in result.changed[:_SHOWN]
-    ]
-    return Table(columns, rows)

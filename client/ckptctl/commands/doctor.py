@@ -19,6 +19,7 @@ from ckptstore.values import Record
 
 _SKEW_S = 10.0
 _AGAIN_S = 0.5
+_REQUIREMENTS = "docs/decisions/0002 lists the requirements on stores"
 _STYLES = {"warning": "yellow", "wrong": "red", "skipped": "dim"}
 
 
@@ -48,7 +49,7 @@ def probe(session: Session) -> None:
     if failed:
         raise Unhealthy(
             f"{found.store} fails {failed[0].name!r}: {failed[0].detail.rstrip('.')}",
-            "docs/decisions/0002 lists the requirements on stores",
+            _REQUIREMENTS,
         )
 
 
@@ -140,8 +141,8 @@ def _examine(session: Session) -> Iterator[HealthFinding]:
 
 def _look_at_daemon(session: Session) -> Iterator[HealthFinding]:
     ready = session.daemon("doctor").readiness()
+    advice = "The daemon recovers when the cause is fixed; docs/how-to/daemon.md lists causes"
     for part, state in (("daemon's database", ready.database), ("daemon's view of the store", ready.store)):
-        advice = "The daemon recovers when the cause is fixed; docs/how-to/daemon.md lists causes"
         yield HealthFinding.of(part, state == "ok", state, advice)
     if ready.leaving:
         yield HealthFinding.of("daemon", False, "it is shutting down", bad="warning")
@@ -163,8 +164,7 @@ def _compare(session: Session) -> Iterator[HealthFinding]:
 def _look_at_store(session: Session) -> Iterator[HealthFinding]:
     for check in session.operator.probe().checks:
         found = human.duration(check.seconds) if check.ok else check.detail
-        advice = "docs/decisions/0002 lists the requirements on stores"
-        yield HealthFinding.of(f"store: {check.name}", check.ok, found, advice)
+        yield HealthFinding.of(f"store: {check.name}", check.ok, found, _REQUIREMENTS)
 
 
 def _look_at_runs(session: Session) -> Iterator[HealthFinding]:
@@ -173,7 +173,6 @@ def _look_at_runs(session: Session) -> Iterator[HealthFinding]:
 
 
 def _probe_blocks(found: StoreReport) -> Iterator[Block]:
-    columns = ("CHECK", "RESULT", ">TOOK", "DETAIL")
     rows = [
         Row(
             (check.name, "ok" if check.ok else "wrong", f"{check.seconds * 1000:.0f} ms", check.detail),
@@ -181,20 +180,19 @@ def _probe_blocks(found: StoreReport) -> Iterator[Block]:
         )
         for check in found.checks
     ]
-    yield Table(columns, rows)
+    yield Table(("CHECK", "RESULT", ">TOOK", "DETAIL"), rows)
     yield ""
     result = "passes" if found.ok else "fails"
     evidence = ("STORE", "TRIED WITH", "CREATE-ONLY BY", "ONE WINNER", "PROBE")
-    yield Table(evidence, [Row((found.store, found.client, found.create_only, found.races, result))])
+    yield Table(evidence, [(found.store, found.client, found.create_only, found.races, result)])
     yield ""
     skew = "unknown" if found.clock_skew_s is None else f"{found.clock_skew_s:+.0f} s from this machine's"
     yield f"{found.store}: clock {skew}"
 
 
 def _findings_blocks(findings: list[HealthFinding]) -> Iterator[Block]:
-    columns = ("CHECK", "RESULT", "FOUND")
     rows = [Row((f.check, f.verdict, f.found), _STYLES.get(f.verdict, "")) for f in findings]
-    yield Table(columns, rows)
+    yield Table(("CHECK", "RESULT", "FOUND"), rows)
     for finding in findings:
         if finding.verdict == "warning":
             yield f"{finding.check}: {finding.found.rstrip('.')}. {finding.advice}".removesuffix(". ")

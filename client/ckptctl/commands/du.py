@@ -10,7 +10,6 @@ import typer
 
 from ckptapi.listing import is_glob
 from ckptctl.commands.arguments import a_checkpoint
-from ckptctl.commands.show import find_readable
 from ckptctl.render import Block, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
@@ -69,21 +68,20 @@ def show_usage(
 
 
 def _show_parts(session: Session, which: str, depth: int) -> None:
-    checkpoint = find_readable(session.source, which)
+    checkpoint = session.find_readable(which)
     bodies = _parts(entry_bytes(read_manifest(session.source, checkpoint).content), depth)
-    parts = [body.part for body in bodies]
     total = sum(body.raw_bytes for body in bodies)
     rows = [
-        Row((body.part, f"{body.entries:,}", human.size(body.raw_bytes), human.ratio(body.raw_bytes, total)))
+        (body.part, f"{body.entries:,}", human.size(body.raw_bytes), human.ratio(body.raw_bytes, total))
         for body in bodies
     ]
-    table = Table(("PART", ">ENTRIES", ">SIZE", ">SHARE"), rows)
-    session.screen.emit(bodies, parts, [table], none=f"{checkpoint.id} has no tensors")
+    table, none = Table(("PART", ">ENTRIES", ">SIZE", ">SHARE"), rows), f"{checkpoint.id} has no tensors"
+    session.screen.emit(bodies, [body.part for body in bodies], [table], none=none)
 
 
 def _parts(sizes: Mapping[str, int], depth: int) -> list[PartBody]:
     """The parts of a state, the largest first. A part is named by the first segments of its entries: model, optim."""
-    found: dict[str, list[int]] = defaultdict(list)
+    found = defaultdict[str, list[int]](list)
     for name, size in sizes.items():
         found["/".join(name.split("/")[:depth])].append(size)
     bodies = [PartBody(part=part, entries=len(of), raw_bytes=sum(of)) for part, of in found.items()]
@@ -103,9 +101,9 @@ def _usages(session: Session, which: str | None) -> list[UsageBody]:
 
 
 def _usage(session: Session, run: str, listed: Iterable[Checkpoint]) -> Iterator[UsageBody]:
-    by_state: dict[str, list[Checkpoint]] = {}
+    by_state = defaultdict[str, list[Checkpoint]](list)
     for checkpoint in listed:
-        by_state.setdefault(checkpoint.state, []).append(checkpoint)
+        by_state[checkpoint.state].append(checkpoint)
     for state, found in by_state.items():
         yield UsageBody(
             run=run,
@@ -125,15 +123,13 @@ def _usage_blocks(found: Sequence[UsageBody]) -> Iterator[Block]:
     columns = ("RUN", "STATE", ">CHECKPOINTS", ">SIZE/1", ">STORED", ">SHARE")
     total = sum(body.stored_bytes for body in found)
     rows = [
-        Row(
-            (
-                body.run,
-                body.state,
-                "" if body.checkpoints is None else f"{body.checkpoints:,}",
-                "" if body.raw_bytes is None else human.size(body.raw_bytes),
-                human.size(body.stored_bytes),
-                human.ratio(body.stored_bytes, total),
-            )
+        (
+            body.run,
+            body.state,
+            "" if body.checkpoints is None else f"{body.checkpoints:,}",
+            "" if body.raw_bytes is None else human.size(body.raw_bytes),
+            human.size(body.stored_bytes),
+            human.ratio(body.stored_bytes, total),
         )
         for body in found
     ]

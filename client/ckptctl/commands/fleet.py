@@ -19,7 +19,7 @@ import typer
 
 from ckptctl.commands.struct_options import shown_as
 from ckptctl.output import Output
-from ckptctl.render import Block, Facts, Screen
+from ckptctl.render import Block, Screen
 from ckptctl.session import Session
 from ckptctl.targets import Target
 from ckptstore import human
@@ -169,11 +169,9 @@ def _work(
         if shows:
             speed = rate or slots * measure_store(results.store, session.clock, _SAMPLE_BYTES).read_bytes_per_s
             body = {"units": len(left), "targets": sum(len(unit.targets) for unit in left), "bytes": total}
-            facts = [
-                *((name, f"{count:,}") for name, count in body.items()),
-                ("estimate", human.duration(total / speed)),
-            ]
-            session.screen.emit({**body, "seconds": total / speed}, [], [Facts(facts)])
+            facts = {name: f"{count:,}" for name, count in body.items()}
+            facts["estimate"] = human.duration(total / speed)
+            session.screen.emit({**body, "seconds": total / speed}, [], [facts])
             return
         if rate:
             given["rate"] = f"{rate / slots / 1000:.3f}kB"

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from functools import partial
 from math import fsum, inf
@@ -33,9 +32,8 @@ from ckpt.foreign.parts import ForeignSlice, ForeignState
 from ckptapi.remote_create import with_remote_create
 from ckptctl.commands.arguments import a_checkpoint
 from ckptctl.commands.fleet import in_units
-from ckptctl.commands.show import find_readable
-from ckptctl.render import Row, Table
-from ckptctl.session import Session, leased
+from ckptctl.render import Table, printable
+from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.codecs.dtypes import cast, numbers_of
 from ckptstore.commits.catalog import Checkpoint
@@ -132,8 +130,8 @@ def export(
     write = writer_of(kind, human.parse_size(max_shard_size))
     bodies: list[ExportBody] = []
     for path, chosen in _destinations(session, checkpoint, to).items():
-        found = find_readable(session.source, chosen.id)
-        with leased(session.source, found):
+        found = session.find_readable(chosen.id)
+        with session.leased(found):
             manifest = read_manifest(session.source, found)
             content, local = manifest.content, read_local(session.source, found, manifest, 0)
             selection = select(found, content, names or (_MODEL if kind.is_model else None), local)
@@ -236,11 +234,9 @@ def merge(
     Memory does not grow with the checkpoints.
     """
     store, shares = _store(session, "merge"), _shares(len(checkpoints), weights, ema)
-    found = [find_readable(session.source, text) for text in checkpoints]
+    found = [session.find_readable(text) for text in checkpoints]
     ids, counters = [one.id for one in found], set[str]()
-    with ExitStack() as held:
-        for one in found:
-            held.enter_context(leased(session.source, one))
+    with session.leased(*found):
         contents = [read_manifest(session.source, one).content for one in found]
         files = [Weights.of(content, naming=str).files(sys.maxsize)[ONLY] for content in contents]
         _require_alike(session, ids, files)
@@ -299,11 +295,11 @@ def _require_alike(session: Session, ids: Sequence[str], files: Sequence[Virtual
     """Raises InvalidRequest, after a table of the tensors that are not the same in all files."""
     kinds = [{one.name: f"{list(one.shape)} {one.dtype}" for one in file.tensors} for file in files]
     names = {name: [kind.get(name, "-") for kind in kinds] for every in kinds for name in every}
-    rows = [Row((name, *texts)) for name, texts in names.items() if len(set(texts)) > 1]
+    rows = [(name, *texts) for name, texts in names.items() if len(set(texts)) > 1]
     if rows:
         session.screen.preview([Table(("TENSOR", *ids), rows)])
         raise InvalidRequest(
-            f"{human.count(len(rows), 'tensor')} not alike in all checkpoints, first {rows[0].cells[0]}",
+            f"{human.count(len(rows), 'tensor')} not alike in all checkpoints, first {printable(rows[0][0])}",
             "Merge checkpoints of one model",
         )
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ckptctl.render import Block, Facts, Row, Table
+from ckptctl.render import Block, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.analysis.goodput import Account, AttemptAccount, EndOf, Spent, openmetrics, read_account
@@ -52,26 +52,22 @@ def goodput(
 
 def _blocks(found: Account) -> Iterator[Block]:
     total, local = sum(found.seconds.values()), found.local_only
-    yield Facts(
-        [
-            ("run", found.run),
-            ("goodput", _share(found.goodput)),
-            ("time", f"{human.duration(total)}, since {human.moment(found.began_at)}"),
-            ("steps", f"{found.step:,} reached, {found.lost_steps:,} done twice"),
-            *([("newest local", f"step {local.newest:,}")] if local and local.newest is not None else []),
-            *(
-                [("local only", f"{local.checkpoints:,}, {human.size(local.bytes)}")]
-                if local and local.checkpoints
-                else []
-            ),
-        ]
-    )
+    facts = {
+        "run": found.run,
+        "goodput": _share(found.goodput),
+        "time": f"{human.duration(total)}, since {human.moment(found.began_at)}",
+        "steps": f"{found.step:,} reached, {found.lost_steps:,} done twice",
+    }
+    if local and local.newest is not None:
+        facts["newest local"] = f"step {local.newest:,}"
+    if local and local.checkpoints:
+        facts["local only"] = f"{local.checkpoints:,}, {human.size(local.bytes)}"
+    yield facts
     yield ""
-    columns = ("CATEGORY", ">TIME", ">SHARE")
     yield Table(
-        (*columns, "WHAT/1"),
+        ("CATEGORY", ">TIME", ">SHARE", "WHAT/1"),
         [
-            Row((kind, human.duration(seconds), _share(seconds / total if total else 0.0), _WORDS[Spent(kind)]))
+            (kind, human.duration(seconds), _share(seconds / total if total else 0.0), _WORDS[Spent(kind)])
             for kind, seconds in found.seconds.items()
         ],
     )

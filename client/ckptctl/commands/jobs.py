@@ -10,7 +10,7 @@ import typer
 
 from ckptapi.bodies import JobBody, JobState
 from ckptctl.commands.arguments import NewestOption
-from ckptctl.render import Block, Facts, Row, Table
+from ckptctl.render import Block, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.errors import InvalidRequest
@@ -37,8 +37,16 @@ def jobs(
     if id is None:
         if cancel or wait:
             raise InvalidRequest("--cancel and --wait need a job", "ckptctl jobs lists them")
-        found = daemon.jobs(limit)
-        session.screen.emit(found, [job.id for job in found], [_table(found, session.clock())])
+        found, now = daemon.jobs(limit), session.clock()
+        rows = [
+            Row(
+                (j.id, j.kind, _state(j), _done(j), human.age(now - j.created_at), _subject(j), j.problem),
+                _STYLES[j.state],
+            )
+            for j in found
+        ]
+        table = Table(("JOB", "KIND", "STATE", ">DONE/1", ">AGE/2", "OF", "PROBLEM"), rows)
+        session.screen.emit(found, [job.id for job in found], [table])
         return
     job = daemon.cancel_job(id) if cancel else daemon.job(id)
     if wait:
@@ -46,27 +54,21 @@ def jobs(
     session.screen.emit(job, [job.id], job_blocks(job, session.clock()))
 
 
-def _table(found: list[JobBody], now: float) -> Table:
-    columns = ("JOB", "KIND", "STATE", ">DONE/1", ">AGE/2", "OF", "PROBLEM")
-    return Table(columns, [Row(_cells(job, now), _STYLES[job.state]) for job in found])
-
-
-def _cells(job: JobBody, now: float) -> tuple[str, ...]:
-    return (job.id, job.kind, _state(job), _done(job), human.age(now - job.created_at), _subject(job), job.problem)
-
-
 def job_blocks(job: JobBody, now: float) -> Iterator[Block]:
     """One job with its log, for tables."""
-    pairs = [("job", job.id), ("kind", job.kind), ("of", _subject(job)), ("state", _state(job))]
-    pairs.append(("begun", f"{human.moment(job.created_at)}, {human.age(now - job.created_at)} ago"))
-    if job.ended_at is not None:
-        pairs.append(("took", human.duration(job.ended_at - (job.started_at or job.ended_at))))
-    pairs.append(("done", _done(job)))
-    if job.problem:
-        pairs.append(("problem", job.problem))
-    if job.result is not None:
-        pairs.append(("result", msgspec.json.encode(job.result).decode()))
-    yield Facts([(name, value) for name, value in pairs if value])
+    ended_at = job.ended_at
+    facts = {
+        "job": job.id,
+        "kind": job.kind,
+        "of": _subject(job),
+        "state": _state(job),
+        "begun": f"{human.moment(job.created_at)}, {human.age(now - job.created_at)} ago",
+        "took": "" if ended_at is None else human.duration(ended_at - (job.started_at or ended_at)),
+        "done": _done(job),
+        "problem": job.problem,
+        "result": "" if job.result is None else msgspec.json.encode(job.result).decode(),
+    }
+    yield {name: value for name, value in facts.items() if value}
     if job.log:
         yield ""
         yield from job.log.splitlines()

@@ -11,7 +11,7 @@ from ckptapi.bodies import CheckpointBody
 from ckptapi.listing import is_glob
 from ckptctl.commands.arguments import CheckpointArgument, DryRunOption, ReasonOption, a_checkpoint
 from ckptctl.commands.listing import checkpoint_facts, show_meant
-from ckptctl.render import Block, Row, Table
+from ckptctl.render import Block, Table
 from ckptctl.session import Session
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.labels import LabelChange
@@ -64,30 +64,23 @@ def _list(session: Session, run: str | None, remove: bool) -> None:
     if remove or (run is not None and "@" in run):
         raise InvalidRequest("no name of a pin is given", "Use ckptctl pin RUN@STEP NAME")
     found = [body for each in session.run_names(run) for body in session.operator.pins(each)]
-    table = Table(("CHECKPOINT", "PIN"), [Row((body.id, body.name)) for body in found])
+    table = Table(("CHECKPOINT", "PIN"), [(body.id, body.name) for body in found])
     session.screen.emit(found, [body.id for body in found], [table], none="no checkpoint is pinned")
-
-
-LabelsArgument = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="NAME=VALUE|NAME|NAME-", help="Set a tag, or remove it with a trailing '-'."),
-]
-MetricOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--metric",
-        "-m",
-        metavar="NAME=NUMBER|NAME-",
-        help="Set a metric, or remove a value that was set here.",
-    ),
-]
 
 
 def tag(
     session: Session,
     checkpoint: CheckpointArgument,
-    labels: LabelsArgument = None,
-    metric: MetricOption = None,
+    labels: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME=VALUE|NAME|NAME-", help="Set a tag, or remove it with a trailing '-'."),
+    ] = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--metric", "-m", metavar="NAME=NUMBER|NAME-", help="Set a metric, or remove a value that was set here."
+        ),
+    ] = None,
     move: Annotated[
         bool, typer.Option("--move", help="Also remove these tags from all other checkpoints of the run.")
     ] = False,

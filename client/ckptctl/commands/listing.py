@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from math import inf, isfinite
@@ -15,7 +15,7 @@ from ckptapi.bodies import CheckpointBody, RunBody
 from ckptapi.listing import Bound, Filter, Sort, Tagged, in_order, is_glob
 from ckptctl.commands.arguments import LocalOption, RunArgument
 from ckptctl.output import Output
-from ckptctl.render import Facts, Row, Table
+from ckptctl.render import Row, Table
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, State, has_branches
@@ -27,15 +27,12 @@ _MOST_ROWS = 1000
 _LOOK_S = 2.0
 _TIME = "An age (24h, 7d) or a moment (2026-11-22T10:00:00Z)."
 LimitOption = Annotated[int | None, typer.Option(min=1, metavar="N", help="Show the first N.")]
-StateOption = Annotated[list[State] | None, typer.Option("--state", help="Only these states. Repeatable.")]
 MetricOption = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME<=NUMBER", help="Only with this metric; also >=. Repeatable."),
 ]
-TagOption = Annotated[list[str] | None, typer.Option(metavar="NAME[=VALUE]", help="Only with this tag. Repeatable.")]
 StepOption = Annotated[int | None, typer.Option(min=0, metavar="STEP", help="Limit the steps.")]
 MomentOption = Annotated[str | None, typer.Option(metavar="TIME", help=_TIME)]
-SortOption = Annotated[str, typer.Option(metavar="ORDER", help="run, step, time, size, metric:NAME; - descends.")]
 STATE_STYLES = dict.fromkeys(State, "dim") | {State.COMMITTED: "", State.CORRUPT: "red"}
 
 
@@ -43,14 +40,16 @@ def list_checkpoints(
     session: Session,
     run: RunArgument = None,
     limit: LimitOption = None,
-    state: StateOption = None,
+    state: Annotated[list[State] | None, typer.Option("--state", help="Only these states. Repeatable.")] = None,
     metric: MetricOption = None,
-    tag: TagOption = None,
+    tag: Annotated[
+        list[str] | None, typer.Option(metavar="NAME[=VALUE]", help="Only with this tag. Repeatable.")
+    ] = None,
     min_step: StepOption = None,
     max_step: StepOption = None,
     since: MomentOption = None,
     until: MomentOption = None,
-    sort: SortOption = "run",
+    sort: Annotated[str, typer.Option(metavar="ORDER", help="run, step, time, size, metric:NAME; - descends.")] = "run",
     local: LocalOption = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Show the table again every 2 s.")] = False,
 ) -> None:
@@ -112,10 +111,9 @@ def _first(found: dict[str, list[Checkpoint]], limit: int | None, as_table: bool
     notes = []
     for name, checkpoints in found.items():
         shown += checkpoints[:limit]
-        if len(checkpoints) > len(checkpoints[:limit]):
+        if limit and len(checkpoints) > limit:
             of_run = f" of run {name}" if name else ""
-            total = human.count(len(checkpoints), "checkpoint")
-            notes.append(f"{len(checkpoints[:limit])} of {total}{of_run} shown")
+            notes.append(f"{limit} of {human.count(len(checkpoints), 'checkpoint')}{of_run} shown")
     if as_table and limit is None and len(shown) > _MOST_ROWS:
         notes.append(f"{_MOST_ROWS:,} of {len(shown):,} checkpoints shown; --limit or -o json for more")
         shown = shown[:_MOST_ROWS]
@@ -180,7 +178,7 @@ def list_runs(session: Session, run: RunArgument = None, limit: LimitOption = No
         session.screen.note(f"without {human.count(len(old), 'archived run')}; ckptctl runs '*' lists them")
         runs = [one for one in runs if one not in old]
     now = session.clock()
-    table = Table(("RUN", ">CHECKPOINTS", ">STORED", "LATEST", ">AGE"), [Row(_run_cells(run, now)) for run in runs])
+    table = Table(("RUN", ">CHECKPOINTS", ">STORED", "LATEST", ">AGE"), [_run_cells(run, now) for run in runs])
     names = [run.run for run in runs]
     session.screen.emit(runs, names, [table], none=f"no run in {session.source.url}")
 
@@ -210,37 +208,35 @@ def short_id(checkpoint: Checkpoint) -> str:
     return checkpoint.id
 
 
-def checkpoint_table(checkpoints: Iterable[Checkpoint], now: float) -> Table:
+def checkpoint_table(checkpoints: Sequence[Checkpoint], now: float) -> Table:
     """A table of checkpoints."""
     headers = (
         "CHECKPOINT", "STATE", "WHERE?", "GENERATION/2?", ">AGE", ">SIZE", ">STORED/2", ">SAVED IN/3", ">RANKS/4",
         "METRICS/1", "TAGS/1?",
     )  # fmt: skip
-    found = list(checkpoints)
-    branches = has_branches(found)
-    return Table(headers, [Row(_cells(c, c.branch if branches else "", now), STATE_STYLES[c.state]) for c in found])
+    branches = has_branches(checkpoints)
+    rows = [Row(_cells(c, c.branch if branches else "", now), STATE_STYLES[c.state]) for c in checkpoints]
+    return Table(headers, rows)
 
 
-def checkpoint_facts(checkpoint: Checkpoint, now: float) -> Facts:
+def checkpoint_facts(c: Checkpoint, now: float) -> dict[str, str]:
     """All facts about one checkpoint from a listing."""
-    c = checkpoint
     age = human.age(now - c.committed_at)
     stored = f"{human.size(c.stored_bytes)} stored ({human.ratio(c.needed_bytes, c.raw_bytes)})"
     if c.referenced_bytes:
         stored = f"{human.size(c.referenced_bytes)} referenced, {stored}"
     entries, shards = human.count(c.num_entries, "entry"), human.count(c.num_shards, "shard")
-    pairs = [
-        ("checkpoint", c.id),
-        ("state", c.state),
-        *([("where", _where(c))] if c.tiers else []),
-        ("generation", c.branch_state),
-        ("committed", f"{human.moment(c.committed_at)}, {age} ago; {human.duration(c.save_seconds)} after its capture"),
-        ("size", f"{human.size(c.raw_bytes)}, {stored}"),
-        ("holds", f"{entries} in {shards}, written by {human.count(c.world_size, 'rank')}"),
-        ("metrics", human.metrics(c.metrics) or "none"),
-        ("tags", human.tags(c.tags) or "none"),
-    ]
-    return Facts(pairs)
+    return {
+        "checkpoint": c.id,
+        "state": c.state,
+        **({"where": _where(c)} if c.tiers else {}),
+        "generation": c.branch_state,
+        "committed": f"{human.moment(c.committed_at)}, {age} ago; {human.duration(c.save_seconds)} after its capture",
+        "size": f"{human.size(c.raw_bytes)}, {stored}",
+        "holds": f"{entries} in {shards}, written by {human.count(c.world_size, 'rank')}",
+        "metrics": human.metrics(c.metrics) or "none",
+        "tags": human.tags(c.tags) or "none",
+    }
 
 
 def _cells(c: Checkpoint, branch: str, now: float) -> tuple[str, ...]:

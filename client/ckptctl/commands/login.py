@@ -19,7 +19,7 @@ from typer.completion import get_completion_script  # type: ignore[attr-defined]
 from ckptapi.opening import open_source
 from ckptctl.commands.arguments import a_checkpoint
 from ckptctl.profiles import load_profiles, save_profile
-from ckptctl.render import Facts, Row, Table
+from ckptctl.render import Table
 from ckptctl.session import Session
 from ckptctl.targets import choose_target
 from ckptstore.errors import CkptError, InvalidRequest
@@ -71,8 +71,7 @@ def open_page(
 
     The environment variable BROWSER names the program. Without a browser, the address is only printed.
     """
-    daemon = session.daemon("open")
-    page = daemon.url + _path(session, which)
+    page = session.daemon("open").url + _path(session, which)
     if browser and not webbrowser.open(page):
         session.screen.note("no browser was found: open this address yourself")
     session.screen.emit({"url": page}, [page], [page])
@@ -83,8 +82,7 @@ def _path(session: Session, which: str | None) -> str:
         return "/"
     if "@" not in which:
         return f"/runs/{quote(check_run(which), safe='')}"
-    found = session.find(which)
-    return f"/checkpoints/{quote(found.id, safe='@')}"
+    return f"/checkpoints/{quote(session.find(which).id, safe='@')}"
 
 
 def show_config(session: Session) -> None:
@@ -109,15 +107,15 @@ def show_config(session: Session) -> None:
         "origin": origin,
         "has_token": token is not None,
     }
-    pairs = [
-        ("file", str(found.path) if found.path.exists() else f"{found.path} (not found)"),
-        ("target", url or "none"),
-        ("because of", origin),
-        ("token", "yes" if token else "none"),
-    ]
-    columns = ("PROFILE", "TARGET", "TOKEN")
-    rows = [Row((p.name, p.url or p.store or "", "yes" if p.token else "none")) for p in found.profiles]
-    session.screen.emit(body, [p.name for p in found.profiles], [Facts(pairs), Table(columns, rows)])
+    facts = {
+        "file": str(found.path) if found.path.exists() else f"{found.path} (not found)",
+        "target": url or "none",
+        "because of": origin,
+        "token": "yes" if token else "none",
+    }
+    rows = [(p.name, p.url or p.store or "", "yes" if p.token else "none") for p in found.profiles]
+    table = Table(("PROFILE", "TARGET", "TOKEN"), rows)
+    session.screen.emit(body, [p.name for p in found.profiles], [facts, table])
 
 
 class Shell(StrEnum):
@@ -131,8 +129,8 @@ class Shell(StrEnum):
 def version(session: Session) -> None:
     """Show the version of this program, and of the daemon if --url is set."""
     mine, daemon = installed_version("ckptd"), _daemon_version(session)
-    facts = [("ckptctl", mine), *([("ckptd", daemon)] if daemon else [])]
-    session.screen.emit({"ckptctl": mine, "daemon": daemon}, [mine], [Facts(facts)])
+    facts = {"ckptctl": mine} | ({"ckptd": daemon} if daemon else {})
+    session.screen.emit({"ckptctl": mine, "daemon": daemon}, [mine], [facts])
 
 
 def completion(shell: Annotated[Shell, typer.Argument(help="bash, zsh or fish.")]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import isfinite, log10, prod
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -13,14 +13,14 @@ import typer
 from ckptctl.commands.arguments import a_checkpoint
 from ckptctl.commands.struct_options import with_options
 from ckptctl.completion import run_names
-from ckptctl.render import Block, Facts, Row, Table, write_file
-from ckptctl.session import Session, no_checkpoints, open_target
+from ckptctl.render import Block, Table, write_file
+from ckptctl.session import Session, no_checkpoints
 from ckptctl.targets import Target
 from ckptplan.history import contents, history
 from ckptplan.inputs import PlanInputs
 from ckptplan.layout import Sharding
 from ckptplan.model import Model, from_config
-from ckptplan.plan import Bandwidth, Interval, LocalTier, Plan, Ranks, Restore, Retained, make_plan
+from ckptplan.plan import Interval, LocalTier, Plan, Ranks, Restore, make_plan
 from ckptplan.training import TrainingTime, ettr
 from ckptstore import human
 from ckptstore.analysis.charts import Point, Tick, plot, svg
@@ -31,8 +31,8 @@ from ckptstore.format.documents import Manifest
 from ckptstore.format.records import SAVE_COST, Policy, SaveCost
 from ckptstore.names import check_run
 from ckptstore.reading.safetensors import StoredTensor, read_header
-from ckptstore.reading.source import StoreSource, read_manifest
-from ckptstore.stores.checks import StoreSpeed, measure_store
+from ckptstore.reading.source import read_manifest
+from ckptstore.stores.checks import measure_store
 
 _STATE = {"optimizer", "weights", "master", "moments", "grads"}
 """Options that describe a state: a checkpoint has one."""
@@ -40,10 +40,6 @@ _MEASURED = 5
 """The newest saves whose cost is read."""
 
 
-RunOrCheckpoint = Annotated[
-    str | None,
-    a_checkpoint("Plan for the contents of this checkpoint."),
-]
 FromOption = Annotated[
     str | None,
     typer.Option(
@@ -53,7 +49,6 @@ FromOption = Annotated[
         autocompletion=run_names,
     ),
 ]
-ConfigOption = Annotated[Path | None, typer.Option(metavar="FILE", help="A Hugging Face config.json.")]
 SafetensorsOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="A safetensors file, or a folder of them.")
 ]
@@ -64,7 +59,6 @@ MeasureOption = Annotated[
         help="Measure what one rank writes and reads, with real objects that are removed again.",
     ),
 ]
-MeasureSizeOption = Annotated[str, typer.Option(metavar="SIZE", help="Bytes that --measure writes.")]
 PlotOption = Annotated[
     Path | None,
     typer.Option(metavar="FILE.svg", help="Draw the training time ratio over the interval."),
@@ -74,12 +68,12 @@ PlotOption = Annotated[
 @with_options(rules=Policy, options=PlanInputs)
 def plan(
     session: Session,
-    checkpoint: RunOrCheckpoint = None,
+    checkpoint: Annotated[str | None, a_checkpoint("Plan for the contents of this checkpoint.")] = None,
     from_run: FromOption = None,
-    config: ConfigOption = None,
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help="A Hugging Face config.json.")] = None,
     safetensors: SafetensorsOption = None,
     measure: MeasureOption = None,
-    measure_size: MeasureSizeOption = "256MB",
+    measure_size: Annotated[str, typer.Option(metavar="SIZE", help="Bytes that --measure writes.")] = "256MB",
     plot: PlotOption = None,
     rules: Any = None,
     options: Any = None,
@@ -114,7 +108,10 @@ def _model(
     if sum(value is not None for value in (checkpoint, run, config, safetensors)) > 1:
         raise InvalidRequest("several models are given", "Give a checkpoint, --from, --config or --safetensors")
     if config is not None:
-        return {"model": from_config(_read(config), str(config))}
+        try:
+            return {"model": from_config(config.read_bytes(), str(config))}
+        except OSError as error:
+            raise _unreadable(config, error) from error
     if safetensors is not None:
         return _from_safetensors(safetensors)
     if checkpoint is not None:
@@ -179,21 +176,14 @@ def _from_safetensors(path: Path) -> dict[str, Any]:
 
 
 def _measured(session: Session, url: str, num_bytes: float) -> dict[str, Any]:
-    store = cast(StoreSource, open_target(Target(url, is_daemon=False))).store
+    store = Session(lambda: Target(url, is_daemon=False), session.screen).store("--measure")
     with session.screen.progress("measuring", 2 * int(num_bytes)) as progress:
-        speed: StoreSpeed = measure_store(store, session.clock, int(num_bytes), progress)
+        speed = measure_store(store, session.clock, int(num_bytes), progress)
     session.screen.note(
         f"one rank writes {human.size(speed.write_bytes_per_s)}/s to {speed.store} and reads "
         f"{human.size(speed.read_bytes_per_s)}/s, with {human.count(speed.num_objects, 'object')}"
     )
     return {"rank_bandwidth": speed.write_bytes_per_s, "rank_read_bandwidth": speed.read_bytes_per_s}
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise _unreadable(path, error) from error
 
 
 def _unreadable(path: Path, error: OSError) -> InvalidRequest:
@@ -210,42 +200,35 @@ def plan_blocks(plan: Plan) -> Iterator[Block]:
     experts = f", {plan.model.expert_parameters:,} of experts" if plan.model.expert_parameters else ""
     yield f"{plan.model.source}: {plan.model.parameters:,} parameters{experts}"
     yield ""
-    yield _term_table(plan)
-    yield ""
-    yield "SIZE"
-    yield Facts([*_sizes(plan)])
-    yield ""
-    yield from _rank_blocks(plan.ranks)
-    for title, pairs in (
-        ("BANDWIDTH", [*_bandwidth(plan.sync, "to be durable"), *_bandwidth(plan.background, "in the background")]),
-        ("RESTORE", [*_restore(plan.restore)]),
-        ("LOCAL TIER", [*_local(plan.local)]),
-        ("INTERVAL", [*_interval(plan.interval)]),
-        ("TRAINING", [*_training(plan), *_retained(plan.retained)]),
-        ("STORE", [*_requests(plan)]),
-    ):
-        if pairs:
-            yield ""
-            yield title
-            yield Facts(pairs)
-
-
-def _term_table(plan: Plan) -> Table:
-    columns = ("STATE", "TYPE", ">BYTES PER PARAMETER", ">SIZE", ">STORED SHARE")
     rows = [
-        Row(
-            (
-                term.name,
-                term.dtype or ("several" if term.bytes_per_parameter else "not saved"),
-                f"{term.bytes_per_parameter:.4g}",
-                _size(round(term.bytes_per_parameter * plan.model.parameters)),
-                f"{term.compressed:.3g}" if term.bytes_per_parameter else "",
-            )
+        (
+            term.name,
+            term.dtype or ("several" if term.bytes_per_parameter else "not saved"),
+            f"{term.bytes_per_parameter:.4g}",
+            _size(round(term.bytes_per_parameter * plan.model.parameters)),
+            f"{term.compressed:.3g}" if term.bytes_per_parameter else "",
         )
         for term in plan.terms
     ]
-    rows.append(Row(("total", "", f"{plan.bytes_per_parameter:.4g}", _size(plan.size.raw_bytes), "")))
-    return Table(columns, rows)
+    rows.append(("total", "", f"{plan.bytes_per_parameter:.4g}", _size(plan.size.raw_bytes), ""))
+    yield Table(("STATE", "TYPE", ">BYTES PER PARAMETER", ">SIZE", ">STORED SHARE"), rows)
+    yield ""
+    yield "SIZE"
+    yield dict(_sizes(plan))
+    yield ""
+    yield from _rank_blocks(plan.ranks)
+    for title, pairs in (
+        ("BANDWIDTH", _bandwidths(plan)),
+        ("RESTORE", _restore(plan.restore)),
+        ("LOCAL TIER", _local(plan.local)),
+        ("INTERVAL", _interval(plan.interval)),
+        ("TRAINING", _training(plan)),
+        ("STORE", _requests(plan)),
+    ):
+        if facts := dict(pairs):
+            yield ""
+            yield title
+            yield facts
 
 
 def _sizes(plan: Plan) -> Pairs:
@@ -261,35 +244,32 @@ def _sizes(plan: Plan) -> Pairs:
 
 
 def _rank_blocks(ranks: Ranks) -> Iterator[Block]:
-    columns = ("WRITES", ">RANKS", "WHICH", ">EACH, RAW")
-    rows = [Row((w.what, f"{w.ranks:,}", w.which, human.size(round(w.bytes_per_rank)))) for w in ranks.writers]
-    yield Table(columns, rows)
+    rows = [(w.what, f"{w.ranks:,}", w.which, human.size(round(w.bytes_per_rank))) for w in ranks.writers]
+    yield Table(("WRITES", ">RANKS", "WHICH", ">EACH, RAW"), rows)
     yield ""
     layout = ranks.layout
     degrees = " ".join(f"{name}={getattr(layout, name)}" for name in ("dp", "tp", "pp", "ep"))
     yield "RANKS"
-    yield Facts(
-        [
-            ("layout", f"{degrees} {layout.sharding}: {human.count(ranks.world_size, 'rank')}, "
-             f"{human.count(ranks.nodes, 'node')}"),
-            ("files", f"{ranks.files:,}, the largest {human.size(ranks.largest_raw_bytes)} raw, "
-             f"{human.size(ranks.largest_stored_bytes)} stored"),
-            ("host memory for slots", f"{human.size(ranks.host_bytes_per_rank)} per rank at most, "
-             f"{human.size(ranks.host_bytes_per_node)} per node at most"),
-        ]
-    )  # fmt: skip
+    yield {
+        "layout": f"{degrees} {layout.sharding}: {human.count(ranks.world_size, 'rank')}, "
+        f"{human.count(ranks.nodes, 'node')}",
+        "files": f"{ranks.files:,}, the largest {human.size(ranks.largest_raw_bytes)} raw, "
+        f"{human.size(ranks.largest_stored_bytes)} stored",
+        "host memory for slots": f"{human.size(ranks.host_bytes_per_rank)} per rank at most, "
+        f"{human.size(ranks.host_bytes_per_node)} per node at most",
+    }
 
 
-def _bandwidth(found: Bandwidth | None, what: str) -> Pairs:
-    if found is not None:
-        rates = f"{_rate(found.aggregate)} in all, {_rate(found.per_writer)} for the rank that writes the most"
-        yield f"{what} within {human.duration(found.seconds)}", rates
+def _bandwidths(plan: Plan) -> Pairs:
+    for what, found in (("to be durable", plan.sync), ("in the background", plan.background)):
+        if found is not None:
+            rates = f"{_rate(found.aggregate)} in all, {_rate(found.per_writer)} for the rank that writes the most"
+            yield f"{what} within {human.duration(found.seconds)}", rates
 
 
 def _restore(found: Restore) -> Pairs:
     yield "readers", human.count(found.readers, "rank")
-    alone = _size(found.bytes_each_for_itself) + _within(found.seconds_each_for_itself)
-    yield "each reads for itself", alone
+    yield "each reads for itself", _size(found.bytes_each_for_itself) + _within(found.seconds_each_for_itself)
     yield "replicas share reads", _size(found.bytes_shared) + _within(found.seconds_shared)
 
 
@@ -334,7 +314,7 @@ def _training(plan: Plan) -> Pairs:
         yield "global batch", human.count(plan.global_batch, "sample")
     if plan.steps is not None:
         yield "steps", f"{plan.steps:,}"
-    found: TrainingTime | None = plan.training
+    found, kept = plan.training, plan.retained
     if found is None:
         return
     yield "steps alone", human.age(found.productive_s)
@@ -346,19 +326,16 @@ def _training(plan: Plan) -> Pairs:
         yield "with failures", f"{_longer(found.with_failures_s, found)}: {parts}"
     elif plan.interval.mtbf_s is not None:
         yield "with failures", "no progress: more is lost than done between failures"
+    if kept is not None:
+        yield "checkpoints kept", f"{kept.num_kept:,} of {kept.num_saves:,}"
+        price = "" if kept.price_per_month is None else f", {kept.price_per_month:,.2f} per month"
+        yield "stored at the end", f"{_size(kept.stored_bytes)}{price}"
 
 
 def _longer(seconds: float, found: TrainingTime) -> str:
     """A duration, and how much longer it is than the steps alone."""
     more = f" ({seconds / found.productive_s - 1:+.2%})" if found.productive_s else ""
     return f"{human.age(seconds)}{more}"
-
-
-def _retained(found: Retained | None) -> Pairs:
-    if found is not None:
-        yield "checkpoints kept", f"{found.num_kept:,} of {found.num_saves:,}"
-        price = "" if found.price_per_month is None else f", {found.price_per_month:,.2f} per month"
-        yield "stored at the end", f"{_size(found.stored_bytes)}{price}"
 
 
 def _requests(plan: Plan) -> Pairs:

@@ -15,7 +15,7 @@ import yaml
 from ckptapi.listing import is_glob
 from ckptctl.commands.arguments import NewestOption
 from ckptctl.commands.struct_options import with_options
-from ckptctl.render import Row, Table
+from ckptctl.render import Table
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.errors import CkptError, InvalidRequest
@@ -212,9 +212,9 @@ def history(
 ) -> None:
     """List the versions of the policies, newest first."""
     found = session.operator.policies_history(limit)
-    columns = (">VERSION", "WHEN", "WHO", "DEFAULT", "REASON")
-    rows = [Row((str(b.version), human.moment(b.at), b.by, _words(b.policies.default), b.reason)) for b in found]
-    session.screen.emit(found, [str(body.version) for body in found], [Table(columns, rows)])
+    rows = [(str(b.version), human.moment(b.at), b.by, _words(b.policies.default), b.reason) for b in found]
+    table = Table((">VERSION", "WHEN", "WHO", "DEFAULT", "REASON"), rows)
+    session.screen.emit(found, [str(body.version) for body in found], [table])
 
 
 def _change(session: Session, policies: PolicySet, expect: int | None, reason: str) -> None:

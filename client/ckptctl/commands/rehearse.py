@@ -21,7 +21,7 @@ import typer
 from ckpt.host.rehearsal import Event, Plan
 from ckpt.saver.presence import savers
 from ckptctl.output import Unhealthy
-from ckptctl.render import Block, Facts, Row, Table
+from ckptctl.render import Block, Table
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.analysis.difference import Side, compare
@@ -318,23 +318,17 @@ def _values(source: StoreSource, checkpoint: Checkpoint) -> dict[str, str]:
 
 def _report(session: Session, compared: int, kills: Sequence[Kill], finding: Finding | None) -> None:
     text, remedy = _CAUSES[finding.cause] if finding else ("exact", "")
-    rows = [Row((one.moment, str(one.resumed_from), f"{one.resume_s:.1f} s", f"{one.cost_s:.1f} s")) for one in kills]
-    blocks: list[Block] = [Table(("KILLED AT", ">RESUMED FROM", ">TO FIRST BATCH", ">COST"), rows)]
-    if finding is None:
-        blocks.append(f"exact: {compared} checkpoints of killed runs equal the uninterrupted run's, bit for bit")
-    else:
-        differs = ", ".join(finding.differs[:_NAMED])
-        blocks.append(
-            Facts(
-                [
-                    ("cause", text),
-                    ("first", finding.where),
-                    ("differs", differs),
-                    ("remedy", remedy),
-                    ("ruled out", ", ".join(finding.ruled_out)),
-                ]
-            )
-        )
+    rows = [(one.moment, str(one.resumed_from), f"{one.resume_s:.1f} s", f"{one.cost_s:.1f} s") for one in kills]
+    table = Table(("KILLED AT", ">RESUMED FROM", ">TO FIRST BATCH", ">COST"), rows)
+    result: Block = f"exact: {compared} checkpoints of killed runs equal the uninterrupted run's, bit for bit"
+    if finding is not None:
+        result = {
+            "cause": text,
+            "first": finding.where,
+            "differs": ", ".join(finding.differs[:_NAMED]),
+            "remedy": remedy,
+            "ruled out": ", ".join(finding.ruled_out),
+        }
     body = {
         "exact": finding is None,
         "compared": compared,
@@ -343,6 +337,6 @@ def _report(session: Session, compared: int, kills: Sequence[Kill], finding: Fin
         "text": text,
         "remedy": remedy,
     }
-    session.screen.emit(body, [text], blocks)
+    session.screen.emit(body, [text], [table, result])
     if finding is not None:
         raise Unhealthy(f"the program does not resume exactly: {text}", remedy)

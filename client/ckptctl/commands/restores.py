@@ -11,7 +11,7 @@ import typer
 from ckptapi.bodies import Phase, RestoreBody, RestoreState
 from ckptctl.commands.arguments import NewestOption
 from ckptctl.commands.listing import short_id
-from ckptctl.render import Block, Facts, Row, Table
+from ckptctl.render import Block, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.names import is_ulid
@@ -104,26 +104,26 @@ def _line(restore: RestoreBody) -> str:
 
 def _restore_blocks(restore: RestoreBody, now: float) -> Iterator[Block]:
     joined = human.count(restore.world_size, "rank")
-    pairs = [
-        ("restore", restore.id),
-        ("job", restore.key),
-        ("checkpoint", restore.checkpoint.id),
-        ("state", restore.state),
-        ("ranks", f"{restore.num_restored} restored, {restore.num_joined} joined, of {joined}"),
-        ("bytes", f"{human.size(restore.done_bytes)} of {human.size(restore.total_bytes)}"),
-        ("began", f"{human.moment(restore.created_at)}, {human.age(now - restore.created_at)} ago"),
-    ]
+    facts: dict[str, str] = {
+        "restore": restore.id,
+        "job": restore.key,
+        "checkpoint": restore.checkpoint.id,
+        "state": restore.state,
+        "ranks": f"{restore.num_restored} restored, {restore.num_joined} joined, of {joined}",
+        "bytes": f"{human.size(restore.done_bytes)} of {human.size(restore.total_bytes)}",
+        "began": f"{human.moment(restore.created_at)}, {human.age(now - restore.created_at)} ago",
+    }
     if restore.host:
-        pairs.append(("host", restore.host))
+        facts["host"] = restore.host
     if restore.ended_at is not None:
-        pairs.append(("took", human.duration(restore.ended_at - restore.created_at)))
+        facts["took"] = human.duration(restore.ended_at - restore.created_at)
     if restore.expires_at is not None:
-        pairs.append(("expires", f"in {human.age(restore.expires_at - now)} unless the ranks report"))
+        facts["expires"] = f"in {human.age(restore.expires_at - now)} unless the ranks report"
     if restore.problem:
-        pairs.append(("problem", restore.problem))
+        facts["problem"] = restore.problem
     if restore.stragglers:
-        pairs.append(("behind", "rank " + ", ".join(map(str, restore.stragglers))))
-    yield Facts(pairs)
+        facts["behind"] = f"rank {', '.join(map(str, restore.stragglers))}"
+    yield facts
     if restore.ranks:
         yield ""
         columns = (">RANK", "PHASE", ">DONE", ">BYTES/2", ">OF/2", ">REPORTED/1", "PROBLEM")

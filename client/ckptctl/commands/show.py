@@ -11,17 +11,17 @@ import typer
 from ckptapi.bodies import CheckpointBody
 from ckptctl.commands.arguments import CheckpointArgument, LocalOption
 from ckptctl.commands.listing import checkpoint_facts
-from ckptctl.render import Block, Facts, Row, Table
-from ckptctl.session import Session, parse_reference
+from ckptctl.render import Block, Table
+from ckptctl.session import Session
 from ckptstore import human
-from ckptstore.commits.catalog import Checkpoint, State
+from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.references import referenced_attempts
-from ckptstore.errors import CorruptObject, InvalidRequest
+from ckptstore.errors import InvalidRequest
 from ckptstore.format.documents import Content, Shard
 from ckptstore.format.planning import derived_bytes, entry_bytes
 from ckptstore.names import checkpoint_id
 from ckptstore.reading.assets import asset_files
-from ckptstore.reading.source import Source, read_manifest
+from ckptstore.reading.source import read_manifest
 from ckptstore.values import Record
 
 
@@ -79,7 +79,7 @@ def show(
     TO MEAN shows how evenly the ranks share the bytes: a save waits for the rank that writes the most.
     """
     session.add_local_tier(local)
-    found = find_readable(session.source, checkpoint)
+    found = session.find_readable(checkpoint)
     content = read_manifest(session.source, found).content
     chosen = [entry for entry in _entries(content) if entries is None or _matches(entry, entries)]
     if entries is not None and not chosen:
@@ -93,14 +93,6 @@ def show(
         references=[checkpoint_id(found.run, attempt) for attempt in referenced_attempts(content)],
     )
     session.screen.emit(body, [found.id], _blocks(found, body, session.clock()))
-
-
-def find_readable(source: Source, text: str) -> Checkpoint:
-    """The checkpoint that `text` names. Raises InvalidName, NoCheckpoint, or CorruptObject for a damaged outcome."""
-    found = source.find(parse_reference(text))
-    if found.state is State.CORRUPT:
-        raise CorruptObject(f"{found.id} cannot be read: {found.problem}", "Use another checkpoint")
-    return found
 
 
 def _entries(content: Content) -> list[ShownEntry]:
@@ -145,26 +137,21 @@ def _shards(shards: Sequence[Shard]) -> list[ShownShard]:
 def _blocks(found: Checkpoint, body: ContentBody, now: float) -> Iterator[Block]:
     facts = checkpoint_facts(found, now)
     if derived := sum(entry.derived_bytes for entry in body.entries):
-        facts = Facts([*facts.pairs, ("derived", f"{human.size(derived)} are not stored but casts of other entries")])
+        facts["derived"] = f"{human.size(derived)} are not stored but casts of other entries"
     for name, found_names in (("assets", body.assets), ("references", body.references)):
         if found_names:
-            facts = Facts([*facts.pairs, (name, ", ".join(found_names))])
+            facts[name] = ", ".join(found_names)
     yield facts
     if body.entries:
         yield ""
         entries = [
-            Row((e.name, e.dtype, " × ".join(map(str, e.shape)) or "scalar", human.size(e.bytes), ", ".join(e.aliases)))
+            (e.name, e.dtype, " × ".join(map(str, e.shape)) or "scalar", human.size(e.bytes), ", ".join(e.aliases))
             for e in body.entries
         ]
         yield Table(("ENTRY", "DTYPE", "SHAPE", ">SIZE", "ALSO NAMED?"), entries)
     if body.shards:
         yield ""
-        yield _shard_table(body.shards)
-
-
-def _shard_table(shards: Sequence[ShownShard]) -> Table:
-    rows = [
-        Row(
+        shards = [
             (
                 s.name,
                 str(s.rank),
@@ -175,7 +162,7 @@ def _shard_table(shards: Sequence[ShownShard]) -> Table:
                 ", ".join(s.codecs),
                 human.size(s.referenced_bytes) if s.referenced_bytes else "",
             )
-        )
-        for s in shards
-    ]
-    return Table(("SHARD", ">RANK", ">CHUNKS", ">SIZE", ">STORED", ">TO MEAN", "CODECS", ">REFERENCED?"), rows)
+            for s in body.shards
+        ]
+        columns = ("SHARD", ">RANK", ">CHUNKS", ">SIZE", ">STORED", ">TO MEAN", "CODECS", ">REFERENCED?")
+        yield Table(columns, shards)

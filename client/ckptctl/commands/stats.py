@@ -11,11 +11,10 @@ import typer
 
 from ckptctl.commands.arguments import a_checkpoint
 from ckptctl.commands.fleet import in_units
-from ckptctl.commands.show import find_readable
 from ckptctl.completion import run_names
-from ckptctl.render import Block, Facts, Row, Table
+from ckptctl.render import Block, Row, Table
 from ckptctl.session import Session
-from ckptstore.analysis.history import RunFinding, TensorFinding, first_trouble, series
+from ckptstore.analysis.history import RunFinding, first_trouble, series
 from ckptstore.analysis.statistics import CheckpointStatistics, TensorStatistics, read_statistics
 from ckptstore.codecs.dtypes import is_float
 from ckptstore.errors import InvalidRequest
@@ -53,7 +52,7 @@ def stats(
     Statistics are saved with a checkpoint, so its data is not read.
     """
     if "@" in target:
-        found = [read_statistics(session.source, find_readable(session.source, target))]
+        found = [read_statistics(session.source, session.find_readable(target))]
     else:
         found = []
         for run, listed in session.checkpoints(target).items():
@@ -112,7 +111,6 @@ def _table(first: str, tensors: Sequence[tuple[str, TensorStatistics]]) -> Table
 
 def _summary(bodies: Sequence[StatisticsBody]) -> Table:
     """A row per checkpoint, for many tensors."""
-    columns = (">STEP", ">TENSORS", ">NAN", ">INF", ">LARGEST", "IN")
     rows = []
     for body in bodies:
         floats = [tensor for tensor in body.tensors if is_float(tensor.dtype)]
@@ -121,7 +119,7 @@ def _summary(bodies: Sequence[StatisticsBody]) -> Table:
         largest, name = (number(top.largest), top.name) if top is not None else ("-", "")
         cells = (f"{body.step:,}", f"{len(body.tensors):,}", f"{nan:,}", f"{inf:,}", largest, name)
         rows.append(Row(cells, "" if all(t.is_finite for t in floats) else "red"))
-    return Table(columns, rows)
+    return Table((">STEP", ">TENSORS", ">NAN", ">INF", ">LARGEST", "IN"), rows)
 
 
 def why(
@@ -141,25 +139,20 @@ def _trouble_blocks(found: RunFinding) -> Iterator[Block]:
     if found.checkpoint is None:
         yield f"Nothing is wrong in the statistics of {found.num_checkpoints:,} checkpoints of run {found.run}"
         return
-    facts = [
-        ("first wrong", found.checkpoint),
-        ("before", found.before or "none"),
-        ("after", found.after or "none"),
-        ("tensors", f"{found.num_tensors:,} went wrong in this checkpoint"),
-    ]
-    yield Facts(facts)
+    yield {
+        "first wrong": found.checkpoint,
+        "before": found.before or "none",
+        "after": found.after or "none",
+        "tensors": f"{found.num_tensors:,} went wrong in this checkpoint",
+    }
     yield ""
-    yield _findings_table(found.tensors[:_SHOWN])
+    rows = [
+        (one.tensor, _largest(one.before), _largest(one.found), _largest(one.after), one.text)
+        for one in found.tensors[:_SHOWN]
+    ]
+    yield Table(("TENSOR", ">LARGEST BEFORE/2", ">HERE/1", ">AFTER/3", "CAUSE"), rows)
     if found.num_tensors > _SHOWN:
         yield f"... and {found.num_tensors - _SHOWN:,} more: -o json"
-
-
-def _findings_table(findings: list[TensorFinding]) -> Table:
-    columns = ("TENSOR", ">LARGEST BEFORE/2", ">HERE/1", ">AFTER/3", "CAUSE")
-    rows = [
-        Row((one.tensor, _largest(one.before), _largest(one.found), _largest(one.after), one.text)) for one in findings
-    ]
-    return Table(columns, rows)
 
 
 def _largest(tensor: TensorStatistics | None) -> str:

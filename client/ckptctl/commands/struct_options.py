@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from types import UnionType
-from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
 import typer
@@ -23,29 +22,28 @@ class _Input(NamedTuple):
     """The parameter of the command that gets its value."""
     name: str
     kind: Any
-    about: msgspec.Meta
+    help: str
+    extra: dict[str, str]
+    """What `about` adds. unit: of the text that is converted; empty otherwise."""
     default: Any
-
-    @property
-    def unit(self) -> str:
-        """Unit of the text that is converted; empty otherwise."""
-        return str((self.about.extra or {})["unit"])
 
     def convert(self, value: Any) -> Any:
         """The value of the field for a value of the option."""
-        if self.unit in _METAVARS:
-            number = human.quantity(value, self.unit)
+        if unit := self.extra["unit"]:
+            number = human.quantity(value, unit)
             return int(number) if self.kind is int else number
         return tuple(value) if isinstance(value, list) else value
 
     def parameter(self) -> inspect.Parameter:
         """The option as a parameter of the command."""
-        extra = self.about.extra or {}
-        value = self._type()
+        extra, value, text = self.extra, self._type(), self.help
         flag = extra.get("option") or f"--{self.name.removesuffix('_s').replace('_', '-')}"
         declared = f"{flag}/--no-{flag[2:]}" if self.kind is bool and self.default else flag
-        metavar = extra.get("metavar") or _METAVARS.get(self.unit, {int: "N", float: "X", str: "NAME"}.get(value))
-        option = typer.Option(declared, metavar=metavar, help=self._help())
+        metavar = extra.get("metavar") or _METAVARS.get(extra["unit"], {int: "N", float: "X", str: "NAME"}.get(value))
+        shown = extra.get("default", self.default)
+        if shown and not isinstance(shown, bool):
+            text = f"{text}  [default: {shown}]"
+        option = typer.Option(declared, metavar=metavar, help=text)
         return inspect.Parameter(
             self.name,
             inspect.Parameter.POSITIONAL_OR_KEYWORD,
@@ -55,17 +53,12 @@ class _Input(NamedTuple):
 
     def _type(self) -> Any:
         """The type of the option: the first of the field that is not None, or str where a name is allowed."""
-        if self.unit:
+        if self.extra["unit"]:
             return str
         if get_origin(self.kind) is tuple:
             return list[str]
-        kinds = get_args(self.kind) if get_origin(self.kind) in (Union, UnionType) else (self.kind,)
+        kinds = get_args(self.kind) or (self.kind,)
         return str if str in kinds else next(one for one in kinds if one is not type(None))
-
-    def _help(self) -> str:
-        text = self.about.description or ""
-        shown = (self.about.extra or {}).get("default", self.default)
-        return f"{text}  [default: {shown}]" if shown and not isinstance(shown, bool) else text
 
 
 def with_options(**structs: type[msgspec.Struct]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -122,4 +115,4 @@ def _inputs(owner: str, struct: type[msgspec.Struct]) -> Iterator[_Input]:
     for name, hint in get_type_hints(struct, include_extras=True).items():
         if get_origin(hint) is Annotated:
             kind, about = get_args(hint)
-            yield _Input(owner, name, kind, about, defaults[name])
+            yield _Input(owner, name, kind, about.description, about.extra, defaults[name])

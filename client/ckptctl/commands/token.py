@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -38,7 +37,9 @@ def create(
 def list_tokens(session: Session) -> None:
     """List tokens, without their secrets."""
     found = session.daemon("token ls").tokens()
-    table, none = _table(found, session.clock()), f"no tokens at {session.source.url}"
+    now, none = session.clock(), f"no tokens at {session.source.url}"
+    columns = ("TOKEN", "SCOPES", "RUNS", ">USED", ">EXPIRES", ">CREATED/1", "BY/2")
+    table = Table(columns, [_row(token, now) for token in found])
     session.screen.emit(found, [token.name for token in found], [table], none=none)
 
 
@@ -65,11 +66,6 @@ def _show(session: Session, made: NewTokenBody) -> None:
     runs = ", ".join(token.runs) or "all runs"
     session.screen.note(f"Token {token.name}: {', '.join(token.scopes)} for {runs}. It is not shown again.")
     session.screen.emit(made, [made.secret], [made.secret])
-
-
-def _table(found: Sequence[TokenBody], now: float) -> Table:
-    columns = ("TOKEN", "SCOPES", "RUNS", ">USED", ">EXPIRES", ">CREATED/1", "BY/2")
-    return Table(columns, [_row(token, now) for token in found])
 
 
 def _row(token: TokenBody, now: float) -> Row:

@@ -14,12 +14,12 @@ from ckptctl.commands.fleet import in_units
 from ckptctl.commands.jobs import job_blocks
 from ckptctl.commands.listing import short_id
 from ckptctl.render import Block, Row, Table
-from ckptctl.session import Session, leased
+from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.commits.audit import operator
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import CorruptObject, InvalidRequest, NoCheckpoint
-from ckptstore.reading.restore_check import MAX_RANKS, RestoreEstimate
+from ckptstore.reading.restore_check import MAX_RANKS
 from ckptstore.reading.verify import Verification
 from ckptstore.reading.verify import verify as verify_checkpoint
 from ckptstore.retention.scrubbing import due_for_scrub, rate_limiter, scrub
@@ -63,7 +63,7 @@ def verify(
             corrupt = checkpoint.state is State.CORRUPT
             try:
                 # Without a lease, a concurrent prune would look like damage.
-                with nullcontext() if corrupt else leased(session.source, checkpoint):
+                with nullcontext() if corrupt else session.leased(checkpoint):
                     results.append(verify_checkpoint(session.source, checkpoint, progress, ranks=ranks))
             except NoCheckpoint:
                 if len(chosen) == 1:
@@ -90,7 +90,6 @@ def _raise_if_damaged(num_damaged: int, num_checked: int, hint: str) -> None:
 
 
 def _blocks(results: Sequence[Verification]) -> Iterator[Block]:
-    columns = ("CHECKPOINT", ">CHUNKS", ">STORED", "RESULT")
     rows = [
         Row(
             (
@@ -103,7 +102,7 @@ def _blocks(results: Sequence[Verification]) -> Iterator[Block]:
         )
         for r in results
     ]
-    yield Table(columns, rows)
+    yield Table(("CHECKPOINT", ">CHUNKS", ">STORED", "RESULT"), rows)
     for result in results:
         if not result.ok or result.healed:
             yield ""
@@ -114,15 +113,7 @@ def _blocks(results: Sequence[Verification]) -> Iterator[Block]:
         if result.estimates:
             yield ""
             yield f"{result.checkpoint.id} restores:"
-            yield _estimates(result.estimates)
-
-
-def _estimates(estimates: Sequence[RestoreEstimate]) -> Table:
-    columns = (">RANKS", ">BUSIEST READS", ">ALL READ/1", ">ALONE", ">TOGETHER")
-    return Table(
-        columns,
-        [
-            Row(
+            restores = [
                 (
                     f"{one.ranks:,}",
                     human.size(one.busiest_bytes),
@@ -130,10 +121,9 @@ def _estimates(estimates: Sequence[RestoreEstimate]) -> Table:
                     _duration(one.restore_s),
                     _duration(one.shared_s),
                 )
-            )
-            for one in estimates
-        ],
-    )
+                for one in result.estimates
+            ]
+            yield Table((">RANKS", ">BUSIEST READS", ">ALL READ/1", ">ALONE", ">TOGETHER"), restores)
 
 
 def _duration(seconds: float | None) -> str:

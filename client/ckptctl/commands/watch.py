@@ -77,13 +77,13 @@ def _from_store(source: Source, run: str | None, clock: Callable[[], float]) -> 
             before = known.get(id)
             if checkpoint.state is State.CORRUPT:
                 if before is None or before.state is not State.CORRUPT:
-                    yield _event(EventKind.CORRUPT, checkpoint, clock(), {"problem": checkpoint.problem})
+                    yield _event(EventKind.CORRUPT, checkpoint, clock(), problem=checkpoint.problem)
             elif before is None:
                 names = ("committed_at", "save_seconds", "stored_bytes", "metrics")
                 facts = {name: getattr(checkpoint, name) for name in names}
-                yield _event(EventKind.COMMITTED, checkpoint, clock(), facts)
+                yield _event(EventKind.COMMITTED, checkpoint, clock(), **facts)
         for id in known.keys() - found.keys():
-            yield _event(EventKind.DELETED, known[id], clock(), {})
+            yield _event(EventKind.DELETED, known[id], clock())
         known = found
 
 
@@ -93,8 +93,7 @@ def _look(source: Source, run: str | None) -> dict[str, Checkpoint]:
     return {checkpoint.id: checkpoint for checkpoint in sorted(found, key=lambda checkpoint: checkpoint.committed_at)}
 
 
-def _event(kind: EventKind, checkpoint: Checkpoint, at: float, detail: dict[str, object]) -> EventBody:
-    detail = {"step": checkpoint.step, **detail}
+def _event(kind: EventKind, checkpoint: Checkpoint, at: float, **detail: object) -> EventBody:
     return EventBody(
         id=int(at * 1000),
         at=at,
@@ -102,7 +101,7 @@ def _event(kind: EventKind, checkpoint: Checkpoint, at: float, detail: dict[str,
         kind=kind,
         run=checkpoint.run,
         checkpoint=checkpoint.id,
-        detail=detail,
+        detail={"step": checkpoint.step, **detail},
     )
 
 
