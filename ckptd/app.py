@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -26,7 +26,7 @@ from ckptd.housekeeping.webhooks import Webhooks
 from ckptd.http import openapi, problems
 from ckptd.http.access import authorize
 from ckptd.http.concurrency import Waiting
-from ckptd.http.context import INDEX_THREADS, STORE_THREADS, Context, Threads
+from ckptd.http.context import INDEX_THREADS, STORE_THREADS, Context
 from ckptd.http.middleware import Authentication, Bounds, RequestLog
 from ckptd.index import (
     Database,
@@ -56,8 +56,9 @@ from ckptd.services import (
 )
 from ckptd.services.remote_create import RemoteCreateDecider
 from ckptd.services.restores import RestoreLeases
+from ckptd.services.uploads import live_uploads
 from ckptd.settings import AUTH_OFF, Settings
-from ckptd.tracing import Tracer, no_span
+from ckptd.tracing import Span, Tracer
 from ckptstore.clock import Clock, system_clock
 from ckptstore.errors import CkptError, InvalidRequest
 from ckptstore.operator import StoreOperator
@@ -87,8 +88,9 @@ def create_app(settings: Settings, store: Store | None = None, clock: Clock = sy
         raise InvalidRequest(f"{store.url} is visible to one process only", "Use file:// or an object store")
     tracer = Tracer(settings.otlp_endpoint) if settings.otlp_endpoint else None
     core = _Core(settings, store, clock)
-    cache = _open_cache(settings, core.store, core.metrics)
-    context = _context(core, cache, Threads(tracer.span if tracer else no_span))
+    folder = open_folder(Path(settings.cache), store.url) if settings.cache and settings.cache_bytes else None
+    cache = BlockCache(core.store, folder, settings.cache_bytes, settings.store_reads, core.metrics)
+    context = _context(core, cache, tracer.span if tracer else nullcontext)
     context.tokens.refresh()
     core.metrics.registry.register(Gauges(core.index, core.restores, core.freshness.lag_s, clock))
     return _assemble(
@@ -142,7 +144,7 @@ class _Core:
         return StoreOperator(store or self.store, self.clock, by, self.store_sync.sync_run, check_deletes=False)
 
 
-def _context(core: _Core, cache: BlockCache, threads: Threads) -> Context:
+def _context(core: _Core, cache: BlockCache, span: Span) -> Context:
     store, clock = core.store, core.clock
     objects, source = Objects(store, core.catalog, cache), StoreSource(store, clock)
     leases = RestoreLeases(store, core.restores, core.metrics, clock, core.events.restore_ended)
@@ -150,12 +152,11 @@ def _context(core: _Core, cache: BlockCache, threads: Threads) -> Context:
         store, core.store_sync, clock, core.settings.orphan_grace_seconds, objects.forget, core.settings.jobs_on
     )
     return Context(
-        threads=threads,
+        span=span,
         metrics=core.metrics,
         waiting=core.waiting,
         accounts=core.accounts,
         catalog=core.catalog,
-        clock=clock,
         contents=Contents(core.catalog, objects, source, clock),
         events=core.events,
         freshness=core.freshness,
@@ -168,6 +169,7 @@ def _context(core: _Core, cache: BlockCache, threads: Threads) -> Context:
         store=store,
         store_sync=core.store_sync,
         tokens=Tokens(TokenIndex(core.database), core.settings.token, clock),
+        uploads=partial(live_uploads, store, clock),
         waste=core.waste,
     )
 
@@ -198,13 +200,18 @@ def _housekeeping(core: _Core) -> list[_Background]:
     """Background work of the leader."""
     led = core.leadership.leads
     settings, store, metrics, clock = core.settings, core.leader_store, core.metrics, core.clock
-    grace_s, notify = settings.commit_grace_seconds, core.store_sync.notify
-    recovery = Recovery(store, core.index, metrics, clock, grace_s, notify)
+    recovery = Recovery(store, core.index, metrics, clock, settings.commit_grace_seconds, core.store_sync.notify)
     policies = PolicyLoop(core.index, core.operator(POLICIES, store), core.events, metrics, clock)
-    scrub_s = settings.scrub_days * 24 * 3600
-    newest_s, ranks = settings.verify_hours * 3600, settings.verify_rank_counts
-    bytes_per_s = settings.scrub_bytes_per_second
-    scrubber = Scrubber(store, core.store_sync, metrics, clock, scrub_s, bytes_per_s, newest_s, ranks)
+    scrubber = Scrubber(
+        store,
+        core.store_sync,
+        metrics,
+        clock,
+        settings.scrub_days * 24 * 3600,
+        settings.scrub_bytes_per_second,
+        settings.verify_hours * 3600,
+        settings.verify_rank_counts,
+    )
     metrics.registry.register(GoodputGauges(lambda: core.accounts.known() if led() else {}, clock))
     led_restores = RestoreIndex(core.database.fenced(core.leadership.fence))
     restore_leases = RestoreLeases(store, led_restores, metrics, clock, core.events.restore_ended)
@@ -227,12 +234,6 @@ def _housekeeping(core: _Core) -> list[_Background]:
         Periodic("accounting for the time of runs", core.accounts.refresh, every_s=_ACCOUNT_S, when=answered),
         Periodic("renewing leases of restores", restore_leases.run_once, every_s=1.0, when=led),
     ]
-
-
-def _open_cache(settings: Settings, store: Store, metrics: Metrics) -> BlockCache:
-    wanted = settings.cache and settings.cache_bytes
-    folder = open_folder(Path(settings.cache), store.url) if wanted else None
-    return BlockCache(store, folder, settings.cache_bytes, settings.store_reads, metrics)
 
 
 def _assemble(

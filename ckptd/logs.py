@@ -26,14 +26,10 @@ class _TextFormatter(logging.Formatter):
         return self._redact(super().format(record))
 
 
-class _JsonFormatter(logging.Formatter):
+class _JsonFormatter(_TextFormatter):
     default_time_format = "%Y-%m-%dT%H:%M:%S"
     default_msec_format = "%s.%03dZ"
-
-    def __init__(self, redact: Redactor) -> None:
-        super().__init__()
-        self.converter = time.gmtime
-        self._redact = redact
+    converter = time.gmtime
 
     def format(self, record: logging.LogRecord) -> str:
         # Redact before encoding as JSON: an escape sequence would hide a secret from the redactor.
@@ -43,14 +39,14 @@ class _JsonFormatter(logging.Formatter):
             "logger": record.name,
             "request_id": REQUEST_ID.get(),
             "message": self._redact(record.getMessage()),
-            **{name: self._clean(value) for name, value in getattr(record, FIELDS, {}).items()},
+            **{
+                name: self._redact(value) if isinstance(value, str) else value
+                for name, value in getattr(record, FIELDS, {}).items()
+            },
         }
         if record.exc_info:
             line["exception"] = self._redact(self.formatException(record.exc_info))
         return json.dumps(line, ensure_ascii=False)
-
-    def _clean(self, value: object) -> object:
-        return self._redact(value) if isinstance(value, str) else value
 
 
 def configure(level: str, form: str, redact: Redactor) -> None:

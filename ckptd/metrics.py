@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.core import GaugeMetricFamily
@@ -36,10 +37,54 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._create_request_metrics()
-        self._create_cache_metrics()
-        self._create_event_metrics()
-        self._create_housekeeping_metrics()
+        counter = partial(Counter, namespace="ckptd", registry=self.registry)
+        gauge = partial(Gauge, namespace="ckptd", registry=self.registry)
+        histogram = partial(Histogram, namespace="ckptd", registry=self.registry)
+        self.http_requests = counter("http_requests", "Requests answered.", ["method", "route", "status"])
+        self.http_seconds = histogram("http_request_seconds", "Time to the end of the response.", ["route"])
+        self.waiting_requests = gauge("waiting_requests", "Requests that wait for a change: long polls, streams.")
+        self.connections_closed = counter("connections_closed", "Connections closed because of a limit.", ["reason"])
+        self.auth_failures = counter("auth_failures", "Requests whose token was refused.", ["reason"])
+        self.read_bytes = counter("read_bytes", "Bytes of checkpoints sent to readers.")
+        self.store_errors = counter("store_errors", "Requests that failed because the store failed.", ["op", "code"])
+        self.cache_hits = counter("cache_hits", "Pieces served from the cache, or by a read that was in progress.")
+        self.cache_misses = counter("cache_misses", "Pieces read from the store.")
+        self.cache_served_bytes = counter("cache_served_bytes", "Bytes sent to readers through the cache.")
+        self.cache_store_bytes = counter("cache_store_bytes", "Bytes read from the store for readers.")
+        self.cache_evictions = counter("cache_evictions", "Pieces removed from the cache to stay within its limit.")
+        self.cache_failures = counter("cache_failures", "Pieces that could not be written to the cache.")
+        self.cache_bytes = gauge("cache_bytes", "Bytes that the cache holds on disk.")
+        self.commit_seconds = histogram(
+            "commit_seconds", "From the capture of a checkpoint to its commit.", buckets=_SLOW
+        )
+        self.upload_bytes = counter("upload_bytes", "Stored bytes of checkpoints that were committed.")
+        self.verify_failures = counter("verify_failures", "Checkpoints that were found damaged.")
+        self.restore_seconds = histogram(
+            "restore_seconds", "Duration of restore sessions that succeeded.", buckets=_SLOW
+        )
+        self.restore_bytes_per_second = gauge(
+            "restore_bytes_per_second", "Speed of the last restore session that succeeded."
+        )
+        self.webhooks = counter("webhooks", "Events for webhooks.", ["outcome"])
+        self.leader = gauge("leader", "1 if this daemon is the leader and does the housekeeping.")
+        self.rolled_forward = counter(
+            "rolled_forward", "Attempts committed by the daemon because their own committer did not."
+        )
+        self.orphans_aborted = counter("orphans_aborted", "Unfinished attempts that were aborted and deleted.")
+        self.orphan_freed_bytes = counter("orphan_freed_bytes", "Bytes freed by deleting orphans.")
+        self.orphan_bytes = gauge(
+            "orphan_bytes",
+            "Bytes of unfinished attempts idle for an hour, at the last collection; 0 if the daemon is not the leader.",
+        )
+        self.tombstoned_bytes = gauge(
+            "tombstoned_bytes", "Bytes of deleted checkpoints that wait for their sweep, at the last collection."
+        )
+        self.policies_failed = counter("policies_failed", "Runs to which the policies could not be applied.", ["code"])
+        self.scrubbed = counter("scrubbed", "Checkpoints read completely by the scrub.")
+        self.scrubbed_bytes = counter("scrubbed_bytes", "Bytes read by the scrub.")
+        self.scrub_corrupt = counter("scrub_corrupt", "Checkpoints that the scrub found damaged.")
+        self.prune_deleted = counter("prune_deleted", "Checkpoints deleted by prunes.")
+        self.prune_freed_bytes = counter("prune_freed_bytes", "Stored bytes of the checkpoints that prunes deleted.")
 
     def count_store_error(self, op: str, error: CkptError) -> None:
         """Count an error of an operation, if it says that the store failed."""
@@ -62,78 +107,9 @@ class Metrics:
                 self.restore_seconds.observe(detail["seconds"])
                 self.restore_bytes_per_second.set(detail["bytes"] / max(detail["seconds"], 1e-3))
 
-    def _create_request_metrics(self) -> None:
-        self.http_requests = self._counter("http_requests", "Requests answered.", "method", "route", "status")
-        self.http_seconds = Histogram(
-            "ckptd_http_request_seconds", "Time to the end of the response.", ["route"], registry=self.registry
-        )
-        self.waiting_requests = self._gauge("waiting_requests", "Requests that wait for a change: long polls, streams.")
-        self.connections_closed = self._counter(
-            "connections_closed", "Connections closed because of a limit.", "reason"
-        )
-        self.auth_failures = self._counter("auth_failures", "Requests whose token was refused.", "reason")
-        self.read_bytes = self._counter("read_bytes", "Bytes of checkpoints sent to readers.")
-        self.store_errors = self._counter(
-            "store_errors", "Requests that failed because the store failed.", "op", "code"
-        )
 
-    def _create_cache_metrics(self) -> None:
-        self.cache_hits = self._counter(
-            "cache_hits", "Pieces served from the cache, or by a read that was in progress."
-        )
-        self.cache_misses = self._counter("cache_misses", "Pieces read from the store.")
-        self.cache_served_bytes = self._counter("cache_served_bytes", "Bytes sent to readers through the cache.")
-        self.cache_store_bytes = self._counter("cache_store_bytes", "Bytes read from the store for readers.")
-        self.cache_evictions = self._counter(
-            "cache_evictions", "Pieces removed from the cache to stay within its limit."
-        )
-        self.cache_failures = self._counter("cache_failures", "Pieces that could not be written to the cache.")
-        self.cache_bytes = self._gauge("cache_bytes", "Bytes that the cache holds on disk.")
-
-    def _create_event_metrics(self) -> None:
-        self.commit_seconds = self._slow_histogram("commit_seconds", "From the capture of a checkpoint to its commit.")
-        self.upload_bytes = self._counter("upload_bytes", "Stored bytes of checkpoints that were committed.")
-        self.verify_failures = self._counter("verify_failures", "Checkpoints that were found damaged.")
-        self.restore_seconds = self._slow_histogram("restore_seconds", "Duration of restore sessions that succeeded.")
-        self.restore_bytes_per_second = self._gauge(
-            "restore_bytes_per_second", "Speed of the last restore session that succeeded."
-        )
-        self.webhooks = self._counter("webhooks", "Events for webhooks.", "outcome")
-
-    def _create_housekeeping_metrics(self) -> None:
-        self.leader = self._gauge("leader", "1 if this daemon is the leader and does the housekeeping.")
-        self.rolled_forward = self._counter(
-            "rolled_forward", "Attempts committed by the daemon because their own committer did not."
-        )
-        self.orphans_aborted = self._counter("orphans_aborted", "Unfinished attempts that were aborted and deleted.")
-        self.orphan_freed_bytes = self._counter("orphan_freed_bytes", "Bytes freed by deleting orphans.")
-        self.orphan_bytes = self._gauge(
-            "orphan_bytes",
-            "Bytes of unfinished attempts idle for an hour, at the last collection; 0 if the daemon is not the leader.",
-        )
-        self.tombstoned_bytes = self._gauge(
-            "tombstoned_bytes",
-            "Bytes of deleted checkpoints that wait for their sweep, at the last collection.",
-        )
-        self.policies_failed = self._counter(
-            "policies_failed", "Runs to which the policies could not be applied.", "code"
-        )
-        self.scrubbed = self._counter("scrubbed", "Checkpoints read completely by the scrub.")
-        self.scrubbed_bytes = self._counter("scrubbed_bytes", "Bytes read by the scrub.")
-        self.scrub_corrupt = self._counter("scrub_corrupt", "Checkpoints that the scrub found damaged.")
-        self.prune_deleted = self._counter("prune_deleted", "Checkpoints deleted by prunes.")
-        self.prune_freed_bytes = self._counter(
-            "prune_freed_bytes", "Stored bytes of the checkpoints that prunes deleted."
-        )
-
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"ckptd_{name}", text, labels, registry=self.registry)
-
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"ckptd_{name}", text, registry=self.registry)
-
-    def _slow_histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(f"ckptd_{name}", text, buckets=_SLOW, registry=self.registry)
+def _by_run(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"ckptd_{name}", text, labels=["run", *labels])
 
 
 @dataclass(eq=False)
@@ -155,12 +131,10 @@ class Gauges(Collector):
             num_restores = self._restores.count_by_state()
         except IndexUnavailable:
             return
-        age = GaugeMetricFamily(
-            "ckptd_checkpoint_age_seconds", "Time since the newest checkpoint was committed.", labels=["run"]
-        )
-        step = GaugeMetricFamily("ckptd_last_committed_step", "Step of the newest checkpoint.", labels=["run"])
-        count = GaugeMetricFamily("ckptd_checkpoints", "Checkpoints of all states.", labels=["run"])
-        stored = GaugeMetricFamily("ckptd_stored_bytes", "Bytes of the checkpoints in the store.", labels=["run"])
+        age = _by_run("checkpoint_age_seconds", "Time since the newest checkpoint was committed.")
+        step = _by_run("last_committed_step", "Step of the newest checkpoint.")
+        count = _by_run("checkpoints", "Checkpoints of all states.")
+        stored = _by_run("stored_bytes", "Bytes of the checkpoints in the store.")
         now = self._clock()
         for summary in summaries:
             count.add_metric([summary.run], summary.num_checkpoints)
@@ -183,11 +157,9 @@ class GoodputGauges(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """From memory: the store is not read."""
-        spent = GaugeMetricFamily(
-            "ckptd_goodput_seconds", "The wall-clock time of a run by category.", labels=["run", "category"]
-        )
-        ratio = GaugeMetricFamily("ckptd_goodput_ratio", "Productive share of the time of a run.", labels=["run"])
-        lost = GaugeMetricFamily("ckptd_lost_steps", "Steps that a run did twice.", labels=["run"])
+        spent = _by_run("goodput_seconds", "The wall-clock time of a run by category.", "category")
+        ratio = _by_run("goodput_ratio", "Productive share of the time of a run.")
+        lost = _by_run("lost_steps", "Steps that a run did twice.")
         for run, account in self._known().items():
             for category, seconds in account.seconds.items():
                 spent.add_metric([run, category], seconds)
@@ -197,18 +169,14 @@ class GoodputGauges(Collector):
 
     def _local_only(self) -> tuple[Metric, ...]:
         """The two ages have series only while there is a replication queue."""
-        newest, count, stored, age, report_age = (
-            GaugeMetricFamily(name, text, labels=["run"])
-            for name, text in (
-                ("ckptd_local_newest_step", "Step of the newest checkpoint in the local tier."),
-                (
-                    "ckptd_replication_queue_checkpoints",
-                    "Checkpoints that are in a local tier only, and to be replicated.",
-                ),
-                ("ckptd_replication_queue_bytes", "Stored bytes of these checkpoints."),
-                ("ckptd_replication_queue_age_seconds", "Time since the oldest of them was committed locally."),
-                ("ckptd_replication_queue_report_age_seconds", "Time since the saver reported the replication queue."),
-            )
+        newest = _by_run("local_newest_step", "Step of the newest checkpoint in the local tier.")
+        count = _by_run(
+            "replication_queue_checkpoints", "Checkpoints that are in a local tier only, and to be replicated."
+        )
+        stored = _by_run("replication_queue_bytes", "Stored bytes of these checkpoints.")
+        age = _by_run("replication_queue_age_seconds", "Time since the oldest of them was committed locally.")
+        report_age = _by_run(
+            "replication_queue_report_age_seconds", "Time since the saver reported the replication queue."
         )
         now = self._clock()
         for run, account in self._known().items():

@@ -113,7 +113,13 @@ def serve(app: FastAPI, settings: Settings, on_listening: Callable[[str], None] 
         ssl_certfile=settings.tls_cert or None,
         ssl_keyfile=settings.tls_key or None,
     )
-    _load(config)
+    try:
+        config.load()
+    except (OSError, ssl.SSLError) as error:
+        raise InvalidRequest(
+            f"cannot use certificate {config.ssl_certfile} with key {config.ssl_keyfile}: {error}",
+            "Use a certificate and its key, as PEM files that this user can read",
+        ) from error
     context: Served = app.state.context
     limits = ConnectionLimits(settings.connections_per_client, settings.header_timeout_seconds, context.metrics)
     config.http_protocol_class = partial(TimedProtocol, limits)  # type: ignore[assignment]
@@ -137,16 +143,6 @@ def _reuse_memory() -> None:
         if mallopt is not None:
             mallopt(_M_MMAP_THRESHOLD, _REUSED_BYTES)
             mallopt(_M_TRIM_THRESHOLD, _REUSED_BYTES)
-
-
-def _load(config: uvicorn.Config) -> None:
-    try:
-        config.load()
-    except (OSError, ssl.SSLError) as error:
-        raise InvalidRequest(
-            f"cannot use certificate {config.ssl_certfile} with key {config.ssl_keyfile}: {error}",
-            "Use a certificate and its key, as PEM files that this user can read",
-        ) from error
 
 
 def _is_stuck() -> bool:

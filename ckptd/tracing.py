@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from importlib.metadata import version
 from typing import Any
 
@@ -21,11 +21,6 @@ from ckptstore.errors import InvalidRequest
 Span = Callable[[str], AbstractContextManager[Any]]
 """Opens a span; it ends when the context exits."""
 _TIMEOUT_S = 2
-
-
-def no_span(_: str) -> AbstractContextManager[None]:
-    """A span that does nothing, for when tracing is off."""
-    return nullcontext()
 
 
 class Tracer:
@@ -47,12 +42,9 @@ class Tracer:
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces", timeout=_TIMEOUT_S)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
-        self._tracer = self._provider.get_tracer("ckptd")
+        self.span: Span = self._provider.get_tracer("ckptd").start_as_current_span
+        """Opens a span within the current one."""
         self._middleware = OpenTelemetryMiddleware
-
-    def span(self, name: str) -> AbstractContextManager[Any]:
-        """A span within the current one."""
-        return self._tracer.start_as_current_span(name)
 
     def trace_requests(self, app: FastAPI) -> None:
         """Give each request a span, as a child of the caller's. Call it last: the span includes other middleware."""

@@ -71,15 +71,9 @@ async def latest(
 
 
 @router.get(bodies.CHECKPOINTS, **documented(bodies.Page))
-async def page(
-    request: Request,
-    ctx: Ctx,
-    caller: CallerDep,
-    query: ListingQuery,
-    limit: Limit = 100,
-) -> Response:
+async def page(request: Request, ctx: Ctx, caller: CallerDep, query: ListingQuery, limit: Limit = 100) -> Response:
     """Checkpoints that match all filters, in pages. A page may be short or empty and still have a next one."""
-    found = await ctx.threads.index(ctx.catalog.page, query.filter(caller), query.sort, query.place(), limit)
+    found = await ctx.with_index(ctx.catalog.page, query.filter(caller), query.sort, query.place(), limit)
     cursor = write_cursor(query.sort, found.next) if found.next is not None else None
     headers = {}
     if cursor is not None:
@@ -93,14 +87,14 @@ async def page(
 @router.get(bodies.RUNS, **documented(bodies.Items[bodies.RunBody]))
 async def runs(ctx: Ctx, caller: CallerDep) -> Response:
     """All runs, with their sizes and newest checkpoints."""
-    found = await ctx.threads.index(ctx.catalog.runs)
+    found = await ctx.with_index(ctx.catalog.runs)
     return json_response(bodies.Items([_run(one) for one in found if caller.sees(one.run)]))
 
 
 @router.get(bodies.RUNS + "/{run:path}", **documented(bodies.RunBody, 404))
 async def run(ctx: Ctx, run: RunName) -> Response:
     """One run, with its size and newest checkpoint."""
-    for summary in await ctx.threads.index(ctx.catalog.runs):
+    for summary in await ctx.with_index(ctx.catalog.runs):
         if summary.run == run:
             return json_response(_run(summary))
     raise NoCheckpoint(f"run {run!r} has no checkpoint", "GET /v1/runs lists the runs")
@@ -115,7 +109,7 @@ async def checkpoint(found: Found) -> Response:
 @router.get(ONE + "/shards", **documented(bodies.Items[bodies.ShardBody], 404))
 async def shards(ctx: Ctx, reference: Ref) -> Response:
     """The shards of a checkpoint, by rank."""
-    return json_response(await ctx.threads.store(ctx.contents.shards, reference))
+    return json_response(await ctx.with_store(ctx.contents.shards, reference))
 
 
 @router.get(ONE + "/entries", **documented(bodies.EntriesBody, 404))
@@ -126,38 +120,31 @@ async def entries(
     limit: Annotated[int, Query(ge=1, le=bodies.MAX_ENTRIES)] = 1000,
 ) -> Response:
     """A page of the entries of a checkpoint."""
-    return json_response(await ctx.threads.store(ctx.contents.entries, reference, offset, limit))
+    return json_response(await ctx.with_store(ctx.contents.entries, reference, offset, limit))
 
 
 @router.get(ONE + "/manifest", **_OBJECT)
-@router.head(ONE + "/manifest", include_in_schema=False)
 async def manifest(request: Request, ctx: Ctx, reference: Ref) -> Response:
     """The stored manifest: zstd-compressed JSON."""
-    stored = await ctx.threads.store(ctx.objects.find, reference, RunKeys.manifest)
-    return await object_response(request, ctx, stored)
+    return await object_response(request, ctx, ctx.objects.find, reference, RunKeys.manifest)
 
 
 @router.get(ONE + "/receipts/{rank}", **_OBJECT)
-@router.head(ONE + "/receipts/{rank}", include_in_schema=False)
 async def receipt(request: Request, ctx: Ctx, reference: Ref, rank: Rank) -> Response:
     """The stored receipt of a rank."""
-    stored = await ctx.threads.store(ctx.objects.find, reference, RunKeys.receipt, rank)
-    return await object_response(request, ctx, stored)
+    return await object_response(request, ctx, ctx.objects.find, reference, RunKeys.receipt, rank)
 
 
 @router.get(ONE + "/statistics/{rank}", **_OBJECT)
 async def statistics(request: Request, ctx: Ctx, reference: Ref, rank: Rank) -> Response:
     """The stored statistics of the shard of a rank. 404 also if the checkpoint was saved without."""
-    stored = await ctx.threads.store(ctx.objects.statistics, reference, rank)
-    return await object_response(request, ctx, stored)
+    return await object_response(request, ctx, ctx.objects.statistics, reference, rank)
 
 
 @router.get(ONE + "/shards/{name}", **_OBJECT)
-@router.head(ONE + "/shards/{name}", include_in_schema=False)
 async def shard(request: Request, ctx: Ctx, reference: Ref, name: Annotated[str, Path(max_length=32)]) -> Response:
     """A shard, or one range of its bytes."""
-    stored = await ctx.threads.store(ctx.objects.find, reference, RunKeys.shard, name)
-    return await object_response(request, ctx, stored)
+    return await object_response(request, ctx, ctx.objects.find, reference, RunKeys.shard, name)
 
 
 @router.post(bodies.NOTIFY, **documented(bodies.CheckpointBody, 404, 410, body=bodies.NotifyRequest))
@@ -165,21 +152,19 @@ async def notify(request: Request, ctx: Ctx) -> Response:
     """Report a committed attempt: its outcome is read from the store now instead of at the next poll."""
     body = await read_body(request, bodies.NotifyRequest)
     attempt = Attempt.parse(body.attempt)
-    found = await ctx.threads.store(ctx.store_sync.notify, check_run(body.run), attempt)
+    found = await ctx.with_store(ctx.store_sync.notify, check_run(body.run), attempt)
     return json_response(bodies.CheckpointBody.of(found))
 
 
 @router.post(bodies.REINDEX, **documented(bodies.ReindexBody))
 async def reindex(ctx: Ctx) -> Response:
     """Read every outcome in the store again."""
-    num_runs, num_checkpoints = await ctx.threads.store(ctx.store_sync.reindex)
+    num_runs, num_checkpoints = await ctx.with_store(ctx.store_sync.reindex)
     return json_response(bodies.ReindexBody(runs=num_runs, checkpoints=num_checkpoints))
 
 
 async def _latest(ctx: Context, run: str | None) -> Checkpoint:
-    catalog = ctx.catalog
-    found = catalog.cached_latest(run)
-    return found if found is not None else await ctx.threads.index(catalog.latest, run)
+    return ctx.catalog.cached_latest(run) or await ctx.with_index(ctx.catalog.latest, run)
 
 
 async def _awaited(ctx: Context, run: str | None, known: str | None, wait: float) -> Checkpoint:

@@ -22,7 +22,7 @@ async def decide(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
     """Decide an attempt, a tombstone or a generation for good: every request returns the first proposal."""
     body = await read_body(request, bodies.DecisionRequest, _MAX_BODY_BYTES)
     proposal = Proposal.parse(body)
-    if proposal.deletes and not await ctx.threads.store(proposal.is_superseded, ctx.store):
+    if proposal.deletes and not await ctx.with_store(proposal.is_superseded, ctx.store):
         caller.check_scope(Scope.PRUNE)
-    decided = await ctx.threads.store(proposal.decide, ctx.store)
+    decided = await ctx.with_store(proposal.decide, ctx.store)
     return json_response(bodies.DecisionBody(document=decided.decode()))

@@ -53,7 +53,7 @@ async def events(
     run = check_run(run) if run is not None else None
     if bodies.EVENT_STREAM in request.headers.get("accept", ""):
         return await _stream(request, ctx, run, _position(last_event_id, after))
-    return json_response(await ctx.threads.index(ctx.events.page, after or 0, run, limit))
+    return json_response(await ctx.with_index(ctx.events.page, after or 0, run, limit))
 
 
 @router.post(
@@ -62,7 +62,7 @@ async def events(
 async def preempt(request: Request, ctx: Ctx, caller: CallerDep, run: RunName) -> Response:
     """Give notice to the trainers of a run that they will be killed: a node-termination handler does so."""
     body = await read_body(request, bodies.PreemptRequest)
-    event = await ctx.threads.index(ctx.events.preempted, check_run(run), body.grace_s, body.reason, caller.name)
+    event = await ctx.with_index(ctx.events.preempted, check_run(run), body.grace_s, body.reason, caller.name)
     return json_response(event, 201)
 
 
@@ -71,8 +71,8 @@ async def of_checkpoint(ctx: Ctx, reference: Ref) -> Response:
     """Events of one checkpoint. If it was deleted, the id must include the ULID."""
     id = str(reference)
     if reference.ulid is None:
-        id = (await ctx.threads.index(ctx.catalog.find, reference)).id
-    items = await ctx.threads.index(ctx.events.of_checkpoint, id)
+        id = (await ctx.with_index(ctx.catalog.find, reference)).id
+    items = await ctx.with_index(ctx.events.of_checkpoint, id)
     return json_response(bodies.EventsBody(items=items, last_id=items[-1].id if items else 0))
 
 
@@ -85,14 +85,10 @@ def _position(last_event_id: str | None, after: int | None) -> int | None:
 
 
 async def _stream(request: Request, ctx: Context, run: str | None, after: int | None) -> Response:
-    stack = ExitStack()
-    stack.enter_context(ctx.stream_limit.use(client_of(request)))
-    try:
-        position = after if after is not None else await ctx.threads.index(ctx.events.newest_id)
-    except BaseException:
-        stack.close()
-        raise
-    return _EventStream(_messages(ctx, run, position, validity_of(request)), stack)
+    with ExitStack() as stack:
+        stack.enter_context(ctx.stream_limit.use(client_of(request)))
+        position = after if after is not None else await ctx.with_index(ctx.events.newest_id)
+        return _EventStream(_messages(ctx, run, position, validity_of(request)), stack.pop_all())
 
 
 async def _messages(
@@ -102,7 +98,7 @@ async def _messages(
     with ctx.waiting.listen(ANY) as changed:
         while not ctx.waiting.closed:
             changed.clear()
-            page = await ctx.threads.index(ctx.events.page, position, run, _BATCH)
+            page = await ctx.with_index(ctx.events.page, position, run, _BATCH)
             for text in _texts(page):
                 if not still_valid():
                     return

@@ -20,7 +20,6 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from ckptapi import bodies
-from ckptapi.listing import Filter, Sort
 from ckptd.http.access import OF_TOKEN, CallerDep
 from ckptd.http.context import Context, Ctx
 from ckptd.http.streaming import streamed
@@ -53,7 +52,7 @@ class _Snapshot(NamedTuple):
 async def _snapshot(request: Request, ctx: Ctx, caller: CallerDep, namespace: str, name: str) -> _Snapshot:
     """The revision in the path."""
     revision = request.path_params.get("revision", "main")
-    return await ctx.threads.store(_opened, ctx, caller, f"{namespace}/{name}", revision)
+    return await ctx.with_store(_opened, ctx, caller, f"{namespace}/{name}", revision)
 
 
 Snapshot = Annotated[_Snapshot, Depends(_snapshot)]
@@ -62,7 +61,7 @@ Snapshot = Annotated[_Snapshot, Depends(_snapshot)]
 @router.get("/api/models")
 async def models(ctx: Ctx, caller: CallerDep, author: str = "runs", search: str = "") -> Response:
     """The runs as models, all of them at once."""
-    found = await ctx.threads.index(ctx.catalog.runs)
+    found = await ctx.with_index(ctx.catalog.runs)
     names = [
         "runs/" + _CODED.sub(lambda one: f"_x{ord(one[0]):02X}_", run.run) for run in found if caller.sees(run.run)
     ]
@@ -80,7 +79,7 @@ async def model(snapshot: Snapshot, namespace: str, name: str) -> Response:
 @router.get(_MODEL + "/refs")
 async def refs(ctx: Ctx, snapshot: Snapshot) -> Response:
     """The newest steps of the live lineage as branches, and their tags."""
-    newest = await ctx.threads.index(_committed, ctx.catalog, snapshot.checkpoint.run)
+    newest = await ctx.with_index(_committed, ctx.catalog, snapshot.checkpoint.run)
     branches = [_ref(f"step-{one.step}", one) for one in newest]
     tags = [_ref(tag, one) for one in newest for tag in one.tags]
     return JSONResponse({"branches": branches, "tags": tags, "converts": []})
@@ -114,7 +113,7 @@ async def resolve(request: Request, ctx: Ctx, caller: CallerDep, snapshot: Snaps
             ctx.contents.hold(checkpoint, f"{caller.name}{OF_TOKEN}download")
         return next(file.pieces(source, checkpoint, offset, offset + count), memoryview(b""))
 
-    await ctx.threads.store(getattr, file, "version")  # it takes a while, and is kept
+    await ctx.with_store(getattr, file, "version")  # it takes a while, and is kept
     return await streamed(request, ctx, file, read, {"X-Repo-Commit": snapshot.sha})
 
 
@@ -160,8 +159,7 @@ def _named(catalog: Catalog, newest: Checkpoint, which: str) -> Checkpoint:
 
 def _committed(catalog: Catalog, run: str) -> list[Checkpoint]:
     """The newest checkpoints of the live lineage, newest first."""
-    wanted = Filter(run=run, states=frozenset({State.COMMITTED, State.THINNED}))
-    return catalog.page(wanted, Sort.RUN, None, bodies.MAX_PAGE).checkpoints
+    return catalog.newest(run, bodies.MAX_PAGE, State.COMMITTED, State.THINNED)
 
 
 def _sha(checkpoint: Checkpoint) -> str:

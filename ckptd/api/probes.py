@@ -25,7 +25,7 @@ async def live() -> Response:
 @router.get("/readyz", **documented(bodies.ReadinessBody, also={503: "Not ready; the body has the reason"}))
 async def ready(ctx: Ctx) -> Response:
     """200 if the database responds, and the index matched a recent listing of the store; otherwise 503."""
-    database = await ctx.threads.index(_database_problem, ctx)
+    database = await ctx.with_index(_database_problem, ctx)
     store = ctx.freshness.problem()
     ready = not (database or store or ctx.leaving)
     body = bodies.ReadinessBody(ready=ready, database=database or "ok", store=store or "ok", leaving=ctx.leaving)
@@ -35,7 +35,7 @@ async def ready(ctx: Ctx) -> Response:
 @router.get("/metrics", **documented(media="text/plain"))
 async def metrics(ctx: Ctx) -> Response:
     """Metrics in the Prometheus text format."""
-    text = await ctx.threads.index(generate_latest, ctx.metrics.registry)
+    text = await ctx.with_index(generate_latest, ctx.metrics.registry)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 

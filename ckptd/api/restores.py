@@ -34,7 +34,7 @@ async def join(request: Request, ctx: Ctx, caller: CallerDep) -> Response:
     """
     body = await read_body(request, bodies.RestoreRequest)
     restore, created = await _join(ctx, body, caller)
-    view = await ctx.threads.index(ctx.restores.view, restore.id, False)
+    view = await ctx.with_index(ctx.restores.view, restore.id, False)
     return json_response(view, 201 if created else 200)
 
 
@@ -44,7 +44,7 @@ async def report(
 ) -> Response:
     """Report the progress of a rank. Returns the status of the session, also after it has ended."""
     body = await read_body(request, bodies.RankReport)
-    restore = await ctx.threads.index(ctx.restores.report, id, rank, body)
+    restore = await ctx.with_index(ctx.restores.report, id, rank, body)
     return json_response(convert(restore, bodies.RestoreStatus, from_attributes=True))
 
 
@@ -61,31 +61,31 @@ async def restore(
     restores = ctx.restores
     if wait:
         with ctx.waiting.listen(id) as ended:
-            if (await ctx.threads.index(restores.find, id)).live:
+            if (await ctx.with_index(restores.find, id)).live:
                 await happens(ended, wait)
-    return json_response(await ctx.threads.index(restores.view, id, ranks))
+    return json_response(await ctx.with_index(restores.view, id, ranks))
 
 
 @router.get(bodies.RESTORES, **documented(bodies.Items[bodies.RestoreBody]))
 async def newest(ctx: Ctx, run: RunQuery = None, limit: Limit = 100) -> Response:
     """Sessions of one run or all runs, newest first, without their ranks."""
-    found = await ctx.threads.index(ctx.restores.newest, run, limit)
+    found = await ctx.with_index(ctx.restores.newest, run, limit)
     return json_response(bodies.Items(found))
 
 
 @router.delete(bodies.RESTORES + "/{id}", **documented(bodies.RestoreBody, 404))
 async def cancel(ctx: Ctx, id: Ulid) -> Response:
     """End a session and release its lease. A session that has ended is not changed."""
-    restore = await ctx.threads.store(ctx.restores.cancel, id)
-    return json_response(await ctx.threads.index(ctx.restores.view, restore.id, True))
+    restore = await ctx.with_store(ctx.restores.cancel, id)
+    return json_response(await ctx.with_index(ctx.restores.view, restore.id, True))
 
 
 async def _join(ctx: Context, body: bodies.RestoreRequest, caller: Caller) -> tuple[Restore, bool]:
     restores = ctx.restores
-    if joined := await ctx.threads.index(restores.join, body, caller.check_owner):
+    if joined := await ctx.with_index(restores.join, body, caller.check_owner):
         return joined, False
     # A thousand ranks may join at once: one of them reads the store; the others wait here without using a thread.
     async with ctx.locks.of(f"{body.run}/{body.key}"):
-        if joined := await ctx.threads.index(restores.join, body, caller.check_owner):
+        if joined := await ctx.with_index(restores.join, body, caller.check_owner):
             return joined, False
-        return await ctx.threads.store(restores.open, body, caller.name, caller.check_owner)
+        return await ctx.with_store(restores.open, body, caller.name, caller.check_owner)

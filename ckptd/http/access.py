@@ -15,7 +15,7 @@ from fastapi import Depends, Request
 
 from ckptapi import bodies
 from ckptapi.bodies import JobRequest, Scope
-from ckptd.http.context import Context
+from ckptd.http.context import context_of
 from ckptd.index import Restore
 from ckptd.services.tokens import Caller
 from ckptstore.commits.leases import lease_holder
@@ -51,7 +51,7 @@ async def authorize(request: Request) -> None:
         return
     caller = caller_of(request)
     caller.check_scope(rule.scope)
-    if caller.bound and rule.run is not in_body:
+    if caller.runs and rule.run is not in_body:
         run = await rule.run(request) if rule.run is not None else None
         if not (rule.filters and (run is None or _WILD & set(run))):
             caller.check_run(run)
@@ -64,7 +64,7 @@ def check_body(request: Request, body: Any) -> None:
     caller = caller_of(request)
     if isinstance(body, JobRequest):
         caller.check_scope(JOBS.get(type(body), ADMIN))
-    if not caller.bound:
+    if not caller.runs:
         return
     ids = (getattr(body, name, None) for name in ("id", "checkpoint"))
     runs = [getattr(body, "run", None), *(Reference.parse(id).run for id in ids if id is not None)]
@@ -114,22 +114,22 @@ async def opener_of_restore(request: Request) -> str | None:
 
 
 async def _restore(request: Request) -> Restore:
-    context: Context = request.app.state.context
-    return await context.threads.index(context.restores.find, request.path_params["id"])
+    context = await context_of(request)
+    return await context.with_index(context.restores.find, request.path_params["id"])
 
 
 async def taker_of_lease(request: Request) -> str | None:
     """/v1/leases/{run}/{lease}. A lease that was taken without the daemon has no token: the empty name."""
-    context: Context = request.app.state.context
+    context = await context_of(request)
     run = context.source.run(request.path_params["run"])
-    holder = await context.threads.store(lease_holder, run, request.path_params["lease"])
+    holder = await context.with_store(lease_holder, run, request.path_params["lease"])
     return holder and (holder.partition(OF_TOKEN)[0] if OF_TOKEN in holder else "")
 
 
 async def of_job(request: Request) -> str | None:
     """/v1/jobs/{id}"""
-    context: Context = request.app.state.context
-    job = await context.threads.index(context.jobs.find, request.path_params["id"])
+    context = await context_of(request)
+    job = await context.with_index(context.jobs.find, request.path_params["id"])
     checkpoint: Any = job.request.get("checkpoint")
     run: Any = Reference.parse(checkpoint).run if checkpoint else job.request.get("run")
     return str(run) if run else None
@@ -154,87 +154,99 @@ class AccessRule(Value):
 
 
 READ, WRITE, PRUNE, ADMIN = Scope
+_FOR_ALL = AccessRule(None)
 _FOR_ADMINS = AccessRule(ADMIN)
 _READ_ALL = AccessRule(READ)
 _READ_RUN = AccessRule(READ, in_query)
+_READ_RUN_IN_PATH = AccessRule(READ, in_path)
 _LIST = AccessRule(READ, in_query, filters=True)
 _HUB = AccessRule(READ, filters=True)
 """The interface of the Hub answers about a run that the caller may not see as about one that is not there."""
 _READ_CHECKPOINT = AccessRule(READ, of_checkpoint)
 _PRUNE_CHECKPOINT = AccessRule(PRUNE, of_checkpoint)
-RULES: dict[tuple[str, str], AccessRule] = {
-    ("GET", "/healthz"): AccessRule(None),
-    ("GET", "/livez"): AccessRule(None),
-    ("GET", "/readyz"): AccessRule(None),
-    ("GET", "/metrics"): _READ_ALL,
-    ("GET", "/checkpoints/latest"): _READ_RUN,
-    ("GET", bodies.LATEST): _READ_RUN,
-    ("GET", bodies.CHECKPOINTS): _LIST,
-    ("GET", bodies.RUNS): _LIST,
-    ("GET", bodies.RUNS + "/{run}"): AccessRule(READ, in_path),
-    ("POST", bodies.RUNS + "/{run}/preempt"): AccessRule(WRITE, in_path),
-    **{
-        ("GET", _ONE + part): _READ_CHECKPOINT
-        for part in (
-            "",
-            "/shards",
-            "/entries",
-            "/events",
-            "/manifest",
-            "/receipts/{rank}",
-            "/statistics/{rank}",
-            "/shards/{name}",
-        )
+_READ_RESTORE = AccessRule(READ, of_restore)
+_CHANGE_RESTORE = AccessRule(READ, of_restore, owner=opener_of_restore)
+_READ_JOB = AccessRule(READ, of_job)
+_READ_IN_BODY = AccessRule(READ, in_body)
+_WRITE_IN_BODY = AccessRule(WRITE, in_body)
+_BY_METHOD = {
+    "GET": {
+        "/healthz": _FOR_ALL,
+        "/livez": _FOR_ALL,
+        "/readyz": _FOR_ALL,
+        "/metrics": _READ_ALL,
+        "/checkpoints/latest": _READ_RUN,
+        bodies.LATEST: _READ_RUN,
+        bodies.CHECKPOINTS: _LIST,
+        _ONE: _READ_CHECKPOINT,
+        _ONE + "/shards": _READ_CHECKPOINT,
+        _ONE + "/entries": _READ_CHECKPOINT,
+        _ONE + "/events": _READ_CHECKPOINT,
+        _ONE + "/manifest": _READ_CHECKPOINT,
+        _ONE + "/receipts/{rank}": _READ_CHECKPOINT,
+        _ONE + "/statistics/{rank}": _READ_CHECKPOINT,
+        _ONE + "/shards/{name}": _READ_CHECKPOINT,
+        bodies.RUNS: _LIST,
+        bodies.RUNS + "/{run}": _READ_RUN_IN_PATH,
+        bodies.PINS: _READ_RUN,
+        bodies.DELETED: _READ_RUN,
+        bodies.AUDIT: _READ_RUN,
+        bodies.POLICIES: _READ_ALL,
+        bodies.POLICIES + "/history": _READ_ALL,
+        bodies.RESTORES: _READ_RUN,
+        bodies.RESTORES + "/{id}": _READ_RESTORE,
+        bodies.EVENTS: _READ_RUN,
+        bodies.ATTEMPTS: _READ_RUN,
+        bodies.JOBS: _READ_ALL,
+        bodies.JOBS + "/{id}": _READ_JOB,
+        bodies.GOODPUT: _READ_RUN,
+        bodies.TOKENS: _FOR_ADMINS,
+        # Pages
+        "/": _HUB,
+        "/runs/{run}": _READ_RUN_IN_PATH,
+        "/goodput/{run}": _READ_RUN_IN_PATH,
+        "/checkpoints/{id}": _READ_CHECKPOINT,
+        "/attempts": _LIST,
+        "/restores": _LIST,
+        "/restores/{id}": _READ_RESTORE,
+        "/jobs": _READ_ALL,
+        "/jobs/{id}": _READ_JOB,
+        "/store": _READ_ALL,
     },
-    ("PATCH", _ONE): AccessRule(WRITE, of_checkpoint),
-    ("DELETE", _ONE): _PRUNE_CHECKPOINT,
-    ("POST", _ONE + "/undelete"): _PRUNE_CHECKPOINT,
-    ("PUT", _ONE + "/pins/{name}"): _PRUNE_CHECKPOINT,
-    ("DELETE", _ONE + "/pins/{name}"): _PRUNE_CHECKPOINT,
-    ("GET", bodies.PINS): _READ_RUN,
-    ("GET", bodies.DELETED): _READ_RUN,
-    ("GET", bodies.AUDIT): _READ_RUN,
-    ("GET", bodies.POLICIES): _READ_ALL,
-    ("GET", bodies.POLICIES + "/history"): _READ_ALL,
-    ("PUT", bodies.POLICIES): _FOR_ADMINS,
-    ("POST", bodies.NOTIFY): AccessRule(WRITE, in_body),
-    ("POST", bodies.DECISIONS): AccessRule(WRITE, in_body),
-    ("POST", bodies.PRUNE): AccessRule(PRUNE, in_body),
-    ("POST", bodies.REINDEX): _FOR_ADMINS,
-    ("POST", bodies.LEASES): AccessRule(READ, in_body),
-    ("DELETE", bodies.LEASES + "/{run}/{lease}"): AccessRule(READ, in_path, owner=taker_of_lease),
-    ("POST", bodies.RESTORES): AccessRule(READ, in_body),
-    ("GET", bodies.RESTORES): _READ_RUN,
-    ("GET", bodies.RESTORES + "/{id}"): AccessRule(READ, of_restore),
-    ("PUT", bodies.RESTORES + "/{id}/ranks/{rank}"): AccessRule(READ, of_restore, owner=opener_of_restore),
-    ("DELETE", bodies.RESTORES + "/{id}"): AccessRule(READ, of_restore, owner=opener_of_restore),
-    ("GET", bodies.EVENTS): _READ_RUN,
-    ("GET", bodies.ATTEMPTS): _READ_RUN,
-    ("POST", bodies.JOBS): AccessRule(READ, in_body),  # and the scope of its kind, below
-    ("GET", bodies.JOBS): _READ_ALL,
-    ("GET", bodies.JOBS + "/{id}"): AccessRule(READ, of_job),
-    ("DELETE", bodies.JOBS + "/{id}"): AccessRule(PRUNE, of_job),
-    ("GET", bodies.GOODPUT): _READ_RUN,
-    ("POST", bodies.PROBE): _FOR_ADMINS,
-    ("GET", bodies.TOKENS): _FOR_ADMINS,
-    ("POST", bodies.TOKENS): _FOR_ADMINS,
-    ("POST", bodies.TOKENS + "/{name}/rotate"): _FOR_ADMINS,
-    ("DELETE", bodies.TOKENS + "/{name}"): _FOR_ADMINS,
-    # Pages
-    ("GET", "/"): AccessRule(READ, filters=True),
-    ("GET", "/runs/{run}"): AccessRule(READ, in_path),
-    ("POST", "/runs/{run}"): AccessRule(PRUNE, in_path),
-    ("GET", "/goodput/{run}"): AccessRule(READ, in_path),
-    ("GET", "/checkpoints/{id}"): _READ_CHECKPOINT,
-    ("POST", "/checkpoints/{id}"): _READ_CHECKPOINT,  # and the scope of its action
-    ("GET", "/attempts"): _LIST,
-    ("GET", "/restores"): _LIST,
-    ("GET", "/restores/{id}"): AccessRule(READ, of_restore),
-    ("GET", "/jobs"): _READ_ALL,
-    ("GET", "/jobs/{id}"): AccessRule(READ, of_job),
-    ("GET", "/store"): _READ_ALL,
-    ("POST", "/store"): _FOR_ADMINS,
+    "POST": {
+        _ONE + "/undelete": _PRUNE_CHECKPOINT,
+        bodies.RUNS + "/{run}/preempt": AccessRule(WRITE, in_path),
+        bodies.NOTIFY: _WRITE_IN_BODY,
+        bodies.DECISIONS: _WRITE_IN_BODY,
+        bodies.PRUNE: AccessRule(PRUNE, in_body),
+        bodies.REINDEX: _FOR_ADMINS,
+        bodies.LEASES: _READ_IN_BODY,
+        bodies.RESTORES: _READ_IN_BODY,
+        bodies.JOBS: _READ_IN_BODY,  # and the scope of its kind, below
+        bodies.PROBE: _FOR_ADMINS,
+        bodies.TOKENS: _FOR_ADMINS,
+        bodies.TOKENS + "/{name}/rotate": _FOR_ADMINS,
+        # Pages
+        "/runs/{run}": AccessRule(PRUNE, in_path),
+        "/checkpoints/{id}": _READ_CHECKPOINT,  # and the scope of its action
+        "/store": _FOR_ADMINS,
+    },
+    "PUT": {
+        _ONE + "/pins/{name}": _PRUNE_CHECKPOINT,
+        bodies.POLICIES: _FOR_ADMINS,
+        bodies.RESTORES + "/{id}/ranks/{rank}": _CHANGE_RESTORE,
+    },
+    "PATCH": {_ONE: AccessRule(WRITE, of_checkpoint)},
+    "DELETE": {
+        _ONE: _PRUNE_CHECKPOINT,
+        _ONE + "/pins/{name}": _PRUNE_CHECKPOINT,
+        bodies.LEASES + "/{run}/{lease}": AccessRule(READ, in_path, owner=taker_of_lease),
+        bodies.RESTORES + "/{id}": _CHANGE_RESTORE,
+        bodies.JOBS + "/{id}": AccessRule(PRUNE, of_job),
+        bodies.TOKENS + "/{name}": _FOR_ADMINS,
+    },
 }
+RULES = {(method, path): rule for method, rules in _BY_METHOD.items() for path, rule in rules.items()}
 JOBS: dict[type[Any], Scope] = {
     bodies.VerifyJob: READ,
     bodies.HealJob: WRITE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, ParamSpec, TypeVar
@@ -14,7 +15,7 @@ from starlette.convertors import StringConvertor, register_url_convertor
 from ckptd.http.concurrency import ConcurrencyLimit, FairSemaphore, KeyedLocks, Waiting
 from ckptd.metrics import Metrics
 from ckptd.services import Services
-from ckptd.tracing import Span, no_span
+from ckptd.tracing import Span
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.names import Reference
 
@@ -26,32 +27,33 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
+@dataclass(kw_only=True)
 class Threads:
     """Two thread pools, so that a store that hangs cannot block requests that need the index only."""
 
-    def __init__(self, span: Span = no_span) -> None:
-        """span: opens a tracing span around each call."""
-        self._span = span
+    span: Span = nullcontext
+    """Opens a tracing span around each call."""
+
+    def __post_init__(self) -> None:
         self._index = CapacityLimiter(INDEX_THREADS)
         self._store = CapacityLimiter(STORE_THREADS)
 
-    async def index(self, work: Callable[_P, _R], *args: _P.args, **options: _P.kwargs) -> _R:
+    async def with_index(self, work: Callable[_P, _R], *args: _P.args, **options: _P.kwargs) -> _R:
         """Run a function that uses the index only."""
-        with self._span("index"):
+        with self.span("index"):
             return await to_thread.run_sync(partial(work, *args, **options), limiter=self._index)
 
-    async def store(self, work: Callable[_P, _R], *args: _P.args, **options: _P.kwargs) -> _R:
+    async def with_store(self, work: Callable[_P, _R], *args: _P.args, **options: _P.kwargs) -> _R:
         """Run a function that waits for the store. On cancellation the thread finishes in the background."""
-        with self._span("store"):
+        with self.span("store"):
             call = partial(work, *args, **options)
             return await to_thread.run_sync(call, limiter=self._store, abandon_on_cancel=True)
 
 
-@dataclass(slots=True, kw_only=True)
-class Context(Services):
+@dataclass(kw_only=True)
+class Context(Services, Threads):
     """One app's services, threads and counters."""
 
-    threads: Threads
     metrics: Metrics
     waiting: Waiting
     locks: KeyedLocks = field(default_factory=KeyedLocks)
@@ -63,13 +65,13 @@ class Context(Services):
     """SIGTERM was received; /readyz reports it."""
 
 
-async def _context(request: Request) -> Context:
-    context = request.app.state.context
-    assert isinstance(context, Context)
+async def context_of(request: Request) -> Context:
+    """The context of the app that answers a request."""
+    context: Context = request.app.state.context
     return context
 
 
-Ctx = Annotated[Context, Depends(_context)]
+Ctx = Annotated[Context, Depends(context_of)]
 
 
 class _CheckpointId(StringConvertor):
@@ -92,7 +94,7 @@ Ref = Annotated[Reference, Depends(_reference)]
 
 
 async def _found(context: Ctx, reference: Ref) -> Checkpoint:
-    return await context.threads.index(context.catalog.find, reference)
+    return await context.with_index(context.catalog.find, reference)
 
 
 Found = Annotated[Checkpoint, Depends(_found)]

@@ -61,7 +61,8 @@ class RequestLog:
             await self.app(scope, receive, send)
             return
         began = perf_counter()
-        request_id = _request_id(Headers(scope=scope).get("x-request-id", ""))
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid4().hex
         token = REQUEST_ID.set(request_id)
         status = 0
 
@@ -178,10 +179,6 @@ def _is_cross_site(headers: Headers) -> bool:
     return origin is not None and urlsplit(origin).netloc != headers.get("host")
 
 
-def _request_id(given: str) -> str:
-    return given if _REQUEST_ID.fullmatch(given) else uuid4().hex
-
-
 def _response(error: Exception) -> ASGIApp:
     if isinstance(error, Denied):
         headers = _HEADERS.get(type(error))
@@ -272,17 +269,18 @@ class Throttle:
 
     def succeeded(self, address: str, secret: str) -> None:
         """Trust this token from this address from now on."""
-        _remember(self._trusted, (address, hash(secret)), None, _MAX_TRUSTED)
+        remember(self._trusted, (address, hash(secret)), None, _MAX_TRUSTED)
 
     def failed(self, address: str) -> None:
         """Count a failure."""
         now = self._now()
         began, count = self._failures.get(address, (now, 0))
         fresh = now - began >= WINDOW_S
-        _remember(self._failures, address, (now, 1) if fresh else (began, count + 1), _MAX_ADDRESSES)
+        remember(self._failures, address, (now, 1) if fresh else (began, count + 1), _MAX_ADDRESSES)
 
 
-def _remember(table: OrderedDict[_K, _V], key: _K, value: _V, limit: int) -> None:
+def remember(table: OrderedDict[_K, _V], key: _K, value: _V, limit: int) -> None:
+    """Put a value into a table; of more than `limit` entries, the oldest ones are removed."""
     table[key] = value
     table.move_to_end(key)
     while len(table) > limit:

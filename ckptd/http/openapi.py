@@ -42,8 +42,8 @@ def documented(
     descriptions.
     """
     responses: dict[int | str, Any] = {
-        status: {"description": HTTPStatus(status).phrase, **_content(kind, media, status)},
-        **{error: {"description": HTTPStatus(error).phrase, **_problem()} for error in sorted({*_ALWAYS, *errors})},
+        status: _response(kind, media, status),
+        **{error: _response(bodies.Problem, bodies.PROBLEM, error) for error in sorted({*_ALWAYS, *errors})},
         **{other: {"description": text} for other, text in (also or {}).items()},
     }
     if text:
@@ -81,7 +81,10 @@ async def only_known(request: Request) -> None:
     known = sorted(_declared(route.dependant))
     for name in request.query_params:
         if name not in known:
-            raise _unknown(name, known, route.path_format)
+            similar = get_close_matches(name.lower(), known, n=1)
+            takes = f"It takes {', '.join(known)}" if known else "It takes none"
+            hint = f"Did you mean {similar[0]!r}?" if similar else takes
+            raise InvalidRequest(f"{route.path_format} has no query parameter {name[:80]!r}", hint)
 
 
 def _declared(dependant: Dependant) -> set[str]:
@@ -89,21 +92,11 @@ def _declared(dependant: Dependant) -> set[str]:
     return own.union(*(_declared(child) for child in dependant.dependencies))
 
 
-def _unknown(name: str, known: list[str], path: str) -> InvalidRequest:
-    similar = get_close_matches(name.lower(), known, n=1)
-    takes = f"It takes {', '.join(known)}" if known else "It takes none"
-    hint = f"Did you mean {similar[0]!r}?" if similar else takes
-    return InvalidRequest(f"{path} has no query parameter {name[:80]!r}", hint)
-
-
-def _content(kind: Any, media: str, status: int) -> dict[str, Any]:
-    if kind is None and (status == 204 or media == "application/json"):
-        return {}
-    return {"content": {media: {"schema": _schema(kind) if kind is not None else {"type": "string"}}}}
-
-
-def _problem() -> dict[str, Any]:
-    return {"content": {bodies.PROBLEM: {"schema": _schema(bodies.Problem)}}}
+def _response(kind: Any, media: str, status: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"description": HTTPStatus(status).phrase}
+    if kind is not None or (status != 204 and media != "application/json"):
+        found["content"] = {media: {"schema": _schema(kind) if kind is not None else {"type": "string"}}}
+    return found
 
 
 def _schema(kind: Any) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, replace
 from functools import partial
 
 from starlette.requests import Request
@@ -32,18 +31,18 @@ class Reader(Value):
     client: str
     blocking: ReadPiece
 
-    async def read(self, wanted: ByteRange) -> memoryview:
+    async def read(self, wanted: range) -> memoryview:
         """The first bytes of a range: as many as one read returns."""
         async with self.context.read_slots.slot(self.client):
-            return await self.context.threads.store(self.blocking, wanted.offset, wanted.count)
+            return await self.context.with_store(self.blocking, wanted.start, len(wanted))
 
-    async def pieces(self, wanted: ByteRange, first: memoryview) -> AsyncIterator[memoryview]:
+    async def pieces(self, wanted: range, first: memoryview) -> AsyncIterator[memoryview]:
         """The pieces of a range; `first` was read already. Each is read while the one before is sent."""
         piece, following = first, None
         try:
             while True:
-                wanted = replace(wanted, offset=wanted.offset + len(piece), count=wanted.count - len(piece))
-                following = asyncio.ensure_future(self.read(wanted)) if wanted.count else None
+                wanted = wanted[len(piece) :]
+                following = asyncio.ensure_future(self.read(wanted)) if wanted else None
                 for at in range(0, len(piece), _SENT_BYTES):
                     yield piece[at : at + _SENT_BYTES]
                 self.context.metrics.read_bytes.inc(len(piece))
@@ -60,8 +59,14 @@ def client_of(request: Request) -> str:
     return request.client.host if request.client else "-"
 
 
-async def object_response(request: Request, context: Context, stored: StoredObject) -> Response:
-    """The response to GET or HEAD of an object. A request that asks for it bypasses the cache."""
+async def object_response(
+    request: Request, context: Context, find: Callable[..., StoredObject], *of: object
+) -> Response:
+    """The response to GET or HEAD of the object that `find(*of)` returns, which waits for the store.
+
+    A request that asks for it bypasses the cache.
+    """
+    stored = await context.with_store(find, *of)
     fresh = "no-cache" in request.headers.get("cache-control", "").lower()
     read = partial(context.objects.read, stored, fresh=fresh)
     caching = {"Cache-Control": "private, max-age=31536000, immutable"}
@@ -83,10 +88,10 @@ async def streamed(
         requested = parse_range(request.headers.get("range"), file.bytes) if may_be_partial else None
     except Unsatisfiable:
         return unsatisfiable(file.bytes, f"Range was {request.headers['range'][:80]!r}")
-    wanted = requested or ByteRange(0, file.bytes)
-    headers["Content-Length"] = str(wanted.count)
+    wanted = requested or range(file.bytes)
+    headers["Content-Length"] = str(len(wanted))
     if requested:
-        headers["Content-Range"] = f"bytes {requested.offset}-{requested.offset + requested.count - 1}/{file.bytes}"
+        headers["Content-Range"] = f"bytes {requested[0]}-{requested[-1]}/{file.bytes}"
     reader = Reader(context, client_of(request), read)
     # The first piece is read before the status is sent, so that a missing object is still a 404.
     pieces = reader.pieces(wanted, await reader.read(wanted))
@@ -115,20 +120,12 @@ def matches(header: str | None, etag: str) -> bool:
 _RANGE = re.compile(r"\s*bytes\s*=\s*([0-9]{0,19})\s*-\s*([0-9]{0,19})\s*", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
-class ByteRange:
-    """`count` bytes from `offset`; count is at least 1."""
-
-    offset: int
-    count: int
-
-
 class Unsatisfiable(Exception):
     """The range is outside the object, or is not a single byte range."""
 
 
-def parse_range(header: str | None, size: int) -> ByteRange | None:
-    """The range of an object of `size` bytes that a header requests; None for the whole object.
+def parse_range(header: str | None, size: int) -> range | None:
+    """The bytes of an object of `size` bytes that a header requests, one at least; None for the whole object.
 
     Units other than bytes are ignored, per RFC 9110. It permits rejecting malformed headers and multiple ranges;
     answering those with the whole shard could send many gigabytes. Raises Unsatisfiable.
@@ -139,12 +136,9 @@ def parse_range(header: str | None, size: int) -> ByteRange | None:
     if match is None or not (match[1] or match[2]):
         raise Unsatisfiable
     if not match[1]:
-        count = min(int(match[2]), size)
-        offset = size - count
+        found = range(max(0, size - int(match[2])), size)
     else:
-        offset = int(match[1])
-        last = min(int(match[2]), size - 1) if match[2] else size - 1
-        count = last - offset + 1
-    if count <= 0:
+        found = range(int(match[1]), min(int(match[2]) + 1, size) if match[2] else size)
+    if not found:
         raise Unsatisfiable
-    return ByteRange(offset, count)
+    return found

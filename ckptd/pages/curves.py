@@ -119,8 +119,9 @@ def stored_curves(rows: Sequence[tuple[str, float, float]], groups: Sequence[str
 
 
 def _by_step(checkpoints: Sequence[Checkpoint], metric: str, run: str = "") -> list[Point]:
+    write = WRITERS.get(metric, lambda value: f"{metric} {value:.5g}")
     return [
-        _point(c, c.step, value, f"{_written(value, metric)}{f' in {run}' if run else ''}")
+        _point(c, c.step, value, f"{write(value)}{f' in {run}' if run else ''}")
         for c in checkpoints
         if isfinite(value := value_of(c, metric))
     ]
@@ -129,8 +130,3 @@ def _by_step(checkpoints: Sequence[Checkpoint], metric: str, run: str = "") -> l
 def _point(checkpoint: Checkpoint, x: float, y: float, text: str) -> Point:
     title = f"step {checkpoint.step:,}: {text} ({checkpoint.state})"
     return Point(x, y, title, checkpoint.state, f"/checkpoints/{quote(checkpoint.id)}")
-
-
-def _written(value: float, metric: str) -> str:
-    write = WRITERS.get(metric)
-    return write(value) if write else f"{metric} {value:.5g}"

@@ -19,14 +19,9 @@ from ckptstore.names import MAX_STEP
 
 MOST_LINES = 5
 """Maximum number of lines of one run in its plot."""
-
-
+PAGE_ROWS = 50
 Text = Annotated[str, msgspec.Meta(max_length=400)]
 Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)]
-_Q = TypeVar("_Q")
-
-
-PAGE_ROWS = 50
 _T = TypeVar("_T")
 
 
@@ -131,23 +126,18 @@ class RunPageQuery:
 
     def _parameters(self) -> dict[str, object]:
         """The values that are not the default."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        wanted = {field.name: given[field.name] for field in fields(self) if given[field.name] != field.default}
-        return {name: 1 if value is True else value for name, value in wanted.items()}
-
-
-def runs_query(request: Request) -> RunsQuery:
-    """The query of the list of runs. Raises InvalidRequest."""
-    return _converted(request, RunsQuery)
+        given = ((field, getattr(self, field.name)) for field in fields(self))
+        return {field.name: 1 if value is True else value for field, value in given if value != field.default}
 
 
 def page_query(request: Request) -> RunPageQuery:
     """The query of the page of a run. Raises InvalidRequest."""
     also = dict.fromkeys(text for text in request.query_params.getlist("also") if text)
-    return _converted(request, RunPageQuery, also=tuple(also)[: MOST_LINES - 1])
+    return query_of(request, RunPageQuery, also=tuple(also)[: MOST_LINES - 1])
 
 
-def _converted(request: Request, kind: type[_Q], **others: object) -> _Q:
+def query_of(request: Request, kind: type[_T], **others: object) -> _T:
+    """The query of a page, an instance of `kind` with other values. Raises InvalidRequest."""
     # A form sends its empty fields, too.
     given = {name: value for name, value in request.query_params.items() if value}
     try:

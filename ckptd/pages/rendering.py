@@ -23,29 +23,28 @@ def _moment(epoch: float) -> str:
         return "unknown time"
 
 
-def _environment() -> Environment:
-    found = Environment(
-        loader=PackageLoader("ckptd.pages"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        auto_reload=False,
-    )
-    found.filters |= {
-        "age": human.age,
-        "compact": compact,
-        "count": human.count,
-        "duration": human.duration,
-        "moment": _moment,
-        "size": human.size,
-    }
-    found.globals["version"] = version("ckptd")
-    found.globals["mark"] = Markup((files("ckptd.pages") / "static" / "icon.svg").read_text().strip())
-    return found
-
-
-_TEMPLATES = _environment()
+_TEMPLATES = Environment(
+    loader=PackageLoader("ckptd.pages"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    auto_reload=False,
+)
+_TEMPLATES.filters |= {
+    "age": human.age,
+    "compact": compact,
+    "count": human.count,
+    "duration": human.duration,
+    "moment": _moment,
+    "size": human.size,
+}
+_TEMPLATES.globals |= {
+    "version": version("ckptd"),
+    "mark": Markup((files("ckptd.pages") / "static" / "icon.svg").read_text().strip()),
+    "visitor": None,  # of a page outside the frame
+    "live_s": 0,
+}
 
 
 def page(template: str, status: int = 200, /, **values: Any) -> HTMLResponse:

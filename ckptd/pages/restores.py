@@ -13,7 +13,8 @@ _STEP = 21.0
 _COLUMNS = 40
 _MAX_CELLS = 640
 _ROWS_SHOWN = 64
-_ORDER = {Phase.FAILED: 0, Phase.JOINED: 1, Phase.PLANNING: 2, Phase.FETCHING: 3, Phase.PLACING: 4, Phase.RESTORED: 5}
+_ORDER = (Phase.FAILED, *(phase for phase in Phase if phase is not Phase.FAILED))
+"""The least advanced first."""
 ABSENT = "absent"
 """The kind of a rank that has not joined."""
 
@@ -64,14 +65,13 @@ def session_view(view: RestoreBody) -> SessionView:
 
 def _cell(at: int, span: range, known: dict[int, RankBody]) -> Cell:
     """A cell, of the kind of its least advanced rank."""
-    ranks = [known.get(rank) for rank in span]
-    done = sum(progress.fraction for progress in ranks if progress is not None) / len(span)
-    joined = [progress for progress in ranks if progress is not None]
+    joined = [known[rank] for rank in span if rank in known]
+    done = sum(progress.fraction for progress in joined) / len(span)
     failed = any(progress.phase is Phase.FAILED for progress in joined)
     if len(joined) < len(span) and not failed:
         kind = ABSENT
     else:
-        kind = str(min((progress.phase for progress in joined), key=_ORDER.__getitem__))
+        kind = str(min((progress.phase for progress in joined), key=_ORDER.index))
     name = f"rank {span[0]}" if len(span) == 1 else f"ranks {span[0]}–{span[-1]}"
     title = f"{name}: {kind}, {done:.0%}"
     if len(span) == 1 and joined and joined[0].total_bytes:

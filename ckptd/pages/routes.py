@@ -12,13 +12,13 @@ from urllib.parse import quote
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import RedirectResponse, Response
 
-from ckptapi.bodies import AttemptBody, Scope
-from ckptapi.listing import Filter, Sort, check_glob
+from ckptapi.bodies import Scope
+from ckptapi.listing import check_glob
 from ckptd.http.access import caller_of
 from ckptd.http.context import Context, Ctx
 from ckptd.pages.contents import ContentsView, contents_view
 from ckptd.pages.curves import stored_curves, values_of
-from ckptd.pages.queries import MOST_LINES, RunOrder, page_query, paged, runs_query
+from ckptd.pages.queries import MOST_LINES, RunOrder, RunsQuery, page_query, paged, query_of
 from ckptd.pages.rendering import page
 from ckptd.pages.restores import session_view
 from ckptd.pages.runs import (
@@ -32,10 +32,9 @@ from ckptd.pages.runs import (
     run_row,
     run_view,
 )
-from ckptd.pages.sessions import VISIT, Visit, read_form
+from ckptd.pages.sessions import VISIT, read_form
 from ckptd.pages.timeline import timeline
 from ckptd.services.tokens import Caller
-from ckptd.services.uploads import live_uploads
 from ckptstore import human
 from ckptstore.analysis.difference import saved_values
 from ckptstore.commits.catalog import Checkpoint, State, ranked
@@ -43,10 +42,8 @@ from ckptstore.commits.labels import LabelChange
 from ckptstore.errors import CkptError, Conflict, Damaged, InvalidRequest, NoCheckpoint, Unavailable
 from ckptstore.format.records import Best
 from ckptstore.names import Reference, check_run, is_run
-from ckptstore.reading.source import StoreSource
 from ckptstore.retention.deletion import SWEEP_GRACE_S
 from ckptstore.retention.pruning import Prune, PrunePlan
-from ckptstore.run import Run
 from ckptstore.stores.checks import StoreReport
 
 _RECENT = 40
@@ -68,31 +65,21 @@ class Visitor(NamedTuple):
     """The user who views a page."""
 
     caller: Caller
-    now: float
     csrf: str
     """The CSRF token for the forms."""
     logged_in: bool
     """Logged in by the form instead of by a header."""
+    now: float
     here: str
     """The path of the page."""
 
-    @property
-    def name(self) -> str:
-        """The name of the token."""
-        return self.caller.name
-
-    def may(self, scope: str) -> bool:
-        """Whether the visitor's token has a scope."""
-        return bool({scope, Scope.ADMIN} & self.caller.scopes)
-
-    def page(self, template: str, /, live_s: int = 0, **values: Any) -> Response:
-        """A page with its frame. live_s: refresh interval in seconds; 0: no refresh."""
-        return page(template, visitor=self, now=self.now, here=self.here, live_s=live_s, **values)
+    def page(self, template: str, /, **values: Any) -> Response:
+        """A page with its frame. live_s: refresh interval in seconds; without it, the page is not refreshed."""
+        return page(template, visitor=self, now=self.now, here=self.here, **values)
 
 
 async def _visitor(request: Request) -> Visitor:
-    visit: Visit = request.scope[VISIT]
-    return Visitor(caller_of(request), visit.now, visit.secret, visit.logged_in, request.url.path)
+    return Visitor(caller_of(request), *request.scope[VISIT], request.url.path)
 
 
 Visiting = Annotated[Visitor, Depends(_visitor)]
@@ -102,32 +89,29 @@ async def soon(ctx: Context, work: Callable[..., _T], *args: Any) -> _T | None:
     """The result of a call to the store; None if the store is slow, so that the rest of the page is shown."""
     try:
         async with asyncio.timeout(_PATIENCE_S):
-            return await ctx.threads.store(work, *args)
+            return await ctx.with_store(work, *args)
     except (TimeoutError, Unavailable, Damaged):
         return None
-
-
-def newest(ctx: Context, run: str, limit: int) -> list[Checkpoint]:
-    """The checkpoints of a run, newest step first. Raises InvalidName or NoCheckpoint."""
-    return ctx.catalog.page(Filter(run=check_run(run)), Sort.RUN, None, limit).checkpoints
 
 
 @router.get("/")
 async def overview(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
     """All runs that the visitor may see."""
-    seen = [s for s in await ctx.threads.index(ctx.catalog.runs) if visitor.caller.sees(s.run)]
-    query = runs_query(request)
+    seen = [s for s in await ctx.with_index(ctx.catalog.runs) if visitor.caller.sees(s.run)]
+    query = query_of(request, RunsQuery)
     accounts = ctx.accounts.known()
     summaries = chosen_runs(seen, query.q.strip(), query.sort, accounts)
     shown, at, num_pages = paged(summaries, query.page)
-    restoring = await _restoring(ctx, visitor.caller)
-    uploads = await _uploads(ctx) if num_pages == 1 else None
+    sessions = await ctx.with_index(ctx.restores.newest, None, RESTORES)
+    restoring = [view.run for view in sessions if view.state.live and visitor.caller.sees(view.run)]
+    found = await soon(ctx, ctx.uploads, None) if num_pages == 1 else None
+    uploads = [attempt.run for attempt in found] if found is not None else None
 
     def look() -> list[RunRow]:
         return [
             run_row(
                 summary,
-                newest(ctx, summary.run, _RECENT) if is_run(summary.run) else (),
+                ctx.catalog.newest(summary.run, _RECENT) if is_run(summary.run) else (),
                 uploads.count(summary.run) if uploads is not None else None,
                 restoring.count(summary.run),
                 accounts.get(summary.run),
@@ -139,7 +123,7 @@ async def overview(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
     return visitor.page(
         "overview.html",
         live_s=5,
-        rows=await ctx.threads.index(look),
+        rows=await ctx.with_index(look),
         page=at,
         num_pages=num_pages,
         wanted=query.q.strip(),
@@ -155,7 +139,7 @@ async def overview(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
 async def attempts(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
     """Live uploads."""
     name = request.query_params.get("run")
-    found: list[AttemptBody] = await ctx.threads.store(live_uploads, ctx.store, ctx.clock, name)
+    found = await ctx.with_store(ctx.uploads, name)
     seen = [attempt for attempt in found if visitor.caller.sees(attempt.run)]
     return visitor.page("attempts.html", live_s=_LIVE_S, attempts=seen, run=name)
 
@@ -164,7 +148,7 @@ async def attempts(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
 async def restores(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
     """Restore sessions."""
     name = request.query_params.get("run")
-    found = await ctx.threads.index(ctx.restores.newest, name, RESTORES)
+    found = await ctx.with_index(ctx.restores.newest, name, RESTORES)
     views = [view for view in found if visitor.caller.sees(view.run)]
     return visitor.page("restores.html", live_s=_LIVE_S, views=views, run=name)
 
@@ -172,21 +156,21 @@ async def restores(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
 @router.get("/restores/{id}")
 async def restore(ctx: Ctx, visitor: Visiting, id: str) -> Response:
     """One restore session and its ranks."""
-    found = await ctx.threads.index(ctx.restores.view, id, True)
+    found = await ctx.with_index(ctx.restores.view, id, True)
     return visitor.page("restore.html", live_s=int(found.state.live), restore=found, view=session_view(found))
 
 
 @router.get("/jobs")
 async def jobs(ctx: Ctx, visitor: Visiting) -> Response:
     """Jobs."""
-    found = await ctx.threads.index(ctx.jobs.newest, _JOBS)
+    found = await ctx.with_index(ctx.jobs.newest, _JOBS)
     return visitor.page("jobs.html", live_s=_LIVE_S, jobs=found)
 
 
 @router.get("/jobs/{id}")
 async def job(ctx: Ctx, visitor: Visiting, id: str) -> Response:
     """One job and its log."""
-    found = await ctx.threads.index(ctx.jobs.find, id)
+    found = await ctx.with_index(ctx.jobs.find, id)
     return visitor.page("job.html", live_s=int(found.state.live), job=found)
 
 
@@ -201,15 +185,15 @@ async def probe(request: Request, ctx: Ctx, visitor: Visiting) -> Response:
     """Check the store with a few small objects, which are deleted before the page is returned."""
     await read_form(request)
     async with ctx.locks.of("probe"):
-        return await _store_page(ctx, visitor, await ctx.threads.store(ctx.probe))
+        return await _store_page(ctx, visitor, await ctx.with_store(ctx.probe))
 
 
 async def _store_page(ctx: Context, visitor: Visitor, probe: StoreReport | None) -> Response:
     stored = Counter[str]()
-    for summary in await ctx.threads.index(ctx.catalog.runs):
+    for summary in await ctx.with_index(ctx.catalog.runs):
         stored[summary.run.partition("/")[0]] += summary.stored_bytes
     largest = stored.most_common(_LARGEST)
-    rows = await ctx.threads.index(ctx.catalog.stored_over_time, visitor.now)
+    rows = await ctx.with_index(ctx.catalog.stored_over_time, visitor.now)
     groups = [name for name, _ in largest[:MOST_LINES] if largest[1:]]
     return visitor.page(
         "store.html",
@@ -230,28 +214,16 @@ def _health(ctx: Context) -> dict[str, Any]:
     return {"trouble": freshness.problem(), "lag_s": freshness.lag_s()}
 
 
-async def _uploads(ctx: Context) -> list[str] | None:
-    """The run of each live upload."""
-    found: list[AttemptBody] | None = await soon(ctx, live_uploads, ctx.store, ctx.clock, None)
-    return [attempt.run for attempt in found] if found is not None else None
-
-
-async def _restoring(ctx: Context, caller: Caller) -> list[str]:
-    """The run of each restore in progress."""
-    found = await ctx.threads.index(ctx.restores.newest, None, RESTORES)
-    return [view.run for view in found if view.state.live and caller.sees(view.run)]
-
-
 @router.get("/runs/{run:path}")
 async def run(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Response:
     """One run with its checkpoints."""
     query = page_query(request)
-    checkpoints = await ctx.threads.index(newest, ctx, run, MOST_CHECKPOINTS)
+    checkpoints = await ctx.with_index(ctx.catalog.newest, run, MOST_CHECKPOINTS)
     if not checkpoints:
         raise NoCheckpoint(f"run {run[:200]!r} has no checkpoint", "Its first save may be in progress: see the uploads")
     kept: RetentionView | None
     kept, going = await asyncio.gather(
-        soon(ctx, retention_view, Run(ctx.store, run, ctx.clock)),
+        soon(ctx, retention_view, ctx.source.run(run)),
         _progress(ctx, run, checkpoints, visitor),
     )
     policy = kept.policy if kept else None
@@ -290,39 +262,39 @@ async def prune(request: Request, ctx: Ctx, visitor: Visiting, run: str) -> Resp
     """Delete what the preview of the same query showed. Raises Conflict if that has changed."""
     form = await read_form(request)
     wanted = Prune(page_query(request).policy, check_run(run), force=True)
-    operator = ctx.operator(visitor.name)
-    plan = await ctx.threads.store(operator.plan_prune, wanted)
+    operator = ctx.operator(visitor.caller.name)
+    plan = await ctx.with_store(operator.plan_prune, wanted)
     if form.get("expected") != fingerprint(plan):
         raise Conflict("this prune would delete other checkpoints than the page showed", "Look at the preview again")
-    done = await ctx.threads.store(operator.prune, wanted, plan)
-    await ctx.threads.index(ctx.events.pruned, done.remove)
+    done = await ctx.with_store(operator.prune, wanted, plan)
+    await ctx.with_index(ctx.events.pruned, done.remove)
     return RedirectResponse(f"/runs/{quote(run)}", 303)
 
 
 @router.get("/goodput/{run:path}")
 async def goodput(ctx: Ctx, visitor: Visiting, run: str) -> Response:
     """A breakdown of one run's wall-clock time."""
-    account = await ctx.threads.store(ctx.accounts.of_run, run)
-    checkpoints = await ctx.threads.index(newest, ctx, run, MOST_CHECKPOINTS)
+    account = await ctx.with_store(ctx.accounts.of_run, run)
+    checkpoints = await ctx.with_index(ctx.catalog.newest, run, MOST_CHECKPOINTS)
     return visitor.page("goodput.html", account=account, timeline=timeline(account, checkpoints))
 
 
 async def _overlaid(ctx: Context, visitor: Visitor, run: str, other: str) -> tuple[dict[str, list[Checkpoint]], int]:
     """The checkpoints of the first runs that `other` names, to be drawn beside `run`, and how many are left out."""
     patterns = list(map(check_glob, other.split()))
-    runs = [summary.run for summary in await ctx.threads.index(ctx.catalog.runs)] if patterns else []
+    runs = [summary.run for summary in await ctx.with_index(ctx.catalog.runs)] if patterns else []
     meant = [name for name in runs if name != run and any(fnmatchcase(name, pattern) for pattern in patterns)]
     seen = list(filter(visitor.caller.sees, meant))
     if patterns and not seen:
         raise NoCheckpoint(f"no other run matches {other!r}", "Choose runs that the token may see")
-    drawn = {name: await ctx.threads.index(newest, ctx, name, MOST_CHECKPOINTS) for name in seen[:_MOST_OTHERS]}
+    drawn = {name: await ctx.with_index(ctx.catalog.newest, name, MOST_CHECKPOINTS) for name in seen[:_MOST_OTHERS]}
     return drawn, len(seen) - len(drawn)
 
 
 async def _progress(ctx: Context, run: str, checkpoints: list[Checkpoint], visitor: Visitor) -> Progress:
     """How the run goes; without what only the store knows, if it is slow."""
     accounts = ctx.accounts
-    account, uploads = accounts.known().get(run), soon(ctx, live_uploads, ctx.store, ctx.clock, run)
+    account, uploads = accounts.known().get(run), soon(ctx, ctx.uploads, run)
     if account is None:
         account, live = await asyncio.gather(soon(ctx, accounts.of_run, run), uploads)
     else:
@@ -336,12 +308,11 @@ _MAX_ENTRIES = 100_000
 @router.get("/checkpoints/{id:checkpoint}")
 async def checkpoint(request: Request, ctx: Ctx, visitor: Visiting, id: str) -> Response:
     """One checkpoint and its contents."""
-    found = await ctx.threads.index(ctx.catalog.find, Reference.parse(id))
-    kept: RetentionView | None = await soon(ctx, retention_view, Run(ctx.store, found.run, ctx.clock))
+    found = await ctx.with_index(ctx.catalog.find, Reference.parse(id))
+    kept: RetentionView | None = await soon(ctx, retention_view, ctx.source.run(found.run))
     contents, unread = await _contents(ctx, found)
-    restores = await ctx.threads.index(ctx.restores.newest, found.run, RESTORES)
-    older, newer = await ctx.threads.index(_neighbours, ctx, found)
-    held = kept.holds.get(found.attempt, ()) if kept else ()
+    restores = await ctx.with_index(ctx.restores.newest, found.run, RESTORES)
+    older, newer = await ctx.with_index(_neighbours, ctx, found)
     return visitor.page(
         "checkpoint.html",
         checkpoint=found,
@@ -352,11 +323,11 @@ async def checkpoint(request: Request, ctx: Ctx, visitor: Visiting, id: str) -> 
         share=human.ratio(found.stored_bytes, found.raw_bytes),
         known=kept is not None,
         verified_at=kept.verified.get(found.attempt) if kept else None,
-        held=held,
+        held=kept.holds.get(found.attempt, ()) if kept else (),
         contents=contents,
         unread=unread,
         restores=[view for view in restores if view.checkpoint.id == found.id],
-        events=await ctx.threads.index(ctx.events.of_checkpoint, found.id),
+        events=await ctx.with_index(ctx.events.of_checkpoint, found.id),
     )
 
 
@@ -366,11 +337,11 @@ async def change(request: Request, ctx: Ctx, visitor: Visiting, id: str) -> Resp
     form = await read_form(request)
     action, name, reason = form.get("action", ""), form.get("name", "").strip(), form.get("reason", "")
     visitor.caller.check_scope(Scope.WRITE if "tag" in action else Scope.PRUNE)
-    operator, store, reference = ctx.operator(visitor.name), ctx.threads.store, Reference.parse(id)
+    operator, store, reference = ctx.operator(visitor.caller.name), ctx.with_store, Reference.parse(id)
     if action == "undelete":
         found = await store(operator.undelete, reference, reason)
         return RedirectResponse(f"/checkpoints/{quote(found.id)}", 303)
-    found = await ctx.threads.index(ctx.catalog.find, reference)
+    found = await ctx.with_index(ctx.catalog.find, reference)
     label, _, value = name.partition("=")
     match action:
         case "pin":
@@ -398,18 +369,18 @@ async def _contents(ctx: Context, found: Checkpoint) -> tuple[ContentsView | Non
     def look() -> ContentsView:
         contents = ctx.contents
         entries = contents.entries(exact, 0, _MAX_ENTRIES).items
-        values = saved_values(StoreSource(ctx.store), found)
+        values = saved_values(ctx.source, found)
         return contents_view(found.world_size, contents.shards(exact).items, entries, values)
 
     try:
-        return await ctx.threads.store(look), ""
+        return await ctx.with_store(look), ""
     except CkptError as error:
         return None, f"The contents cannot be shown: {error.message}"
 
 
 def _neighbours(ctx: Context, found: Checkpoint) -> tuple[Checkpoint | None, Checkpoint | None]:
     """The checkpoints before and after one in its run."""
-    listed = newest(ctx, found.run, MOST_CHECKPOINTS)
+    listed = ctx.catalog.newest(found.run, MOST_CHECKPOINTS)
     older = max((c for c in listed if c.attempt < found.attempt), key=lambda c: c.attempt, default=None)
     newer = min((c for c in listed if c.attempt > found.attempt), key=lambda c: c.attempt, default=None)
     return older, newer

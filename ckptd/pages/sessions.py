@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ckptd.http.middleware import TokenGate
+from ckptd.http.middleware import TokenGate, remember
 from ckptd.logs import REQUEST_ID
 from ckptd.metrics import Metrics
 from ckptd.pages.rendering import page
@@ -158,8 +158,6 @@ def _login_page(request: Request, following: str, problem: str = "", status: int
         next=following,
         problem=problem,
         strange=strange,
-        visitor=None,
-        live_s=0,
     )
 
 
@@ -175,8 +173,6 @@ def _problem(error: CkptError) -> Response:
         status=error.http_status,
         code=error.code,
         request_id=REQUEST_ID.get(),
-        visitor=None,
-        live_s=0,
     )
 
 
@@ -199,9 +195,7 @@ class Sessions:
     def begin(self, secret: str) -> str:
         """Start a session for a valid token; returns its id."""
         id = secrets.token_urlsafe(32)
-        self._sessions[id] = _Session(secret, self._clock() + LIFETIME_S)
-        while len(self._sessions) > _MAX_SESSIONS:
-            self._sessions.popitem(last=False)
+        remember(self._sessions, id, _Session(secret, self._clock() + LIFETIME_S), _MAX_SESSIONS)
         return id
 
     def secret_of(self, id: str) -> str | None:
@@ -248,7 +242,7 @@ _MAX_FIELDS = 16
 
 
 class Visit(NamedTuple):
-    """One request of a browser."""
+    """One request of a browser: fields of the visitor of a page, in the same order."""
 
     secret: str
     """The CSRF token that forms must contain."""

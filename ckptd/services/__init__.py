@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ckptapi.bodies import AttemptBody
 from ckptd.services.accounts import Accounts
 from ckptd.services.catalog import Catalog, Freshness
 from ckptd.services.contents import Contents, Objects
@@ -11,7 +12,6 @@ from ckptd.services.jobs import Jobs
 from ckptd.services.restores import Restores
 from ckptd.services.store_sync import StoreSync
 from ckptd.services.tokens import Tokens
-from ckptstore.clock import Clock
 from ckptstore.operator import StoreOperator
 from ckptstore.reading.source import StoreSource
 from ckptstore.retention.deletion import Waste
@@ -19,13 +19,12 @@ from ckptstore.stores import Store
 from ckptstore.stores.checks import StoreReport
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class Services:
     """All services, as the API uses them."""
 
     accounts: Accounts
     catalog: Catalog
-    clock: Clock
     contents: Contents
     events: Events
     freshness: Freshness
@@ -40,6 +39,8 @@ class Services:
     store: Store
     store_sync: StoreSync
     tokens: Tokens
+    uploads: Callable[[str | None], list[AttemptBody]]
+    """Live uploads of one run or all, oldest first; lists the store. Raises InvalidName or Unavailable."""
     waste: Callable[[], Waste | None]
     """Bytes that wait to be deleted, in all runs; None if this daemon has not measured them, or is not the leader."""
 

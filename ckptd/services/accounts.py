@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-from ckptapi.listing import Filter, Sort
 from ckptd.services.catalog import Catalog
 from ckptstore.analysis.goodput import Account, EndOf, read_account
 from ckptstore.clock import Clock
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CkptError
-from ckptstore.names import check_run
 from ckptstore.run import Run
 from ckptstore.stores import Store
 
@@ -33,8 +31,8 @@ class Accounts:
 
         If the run has more than 5,000 checkpoints, the newest ones count.
         """
-        found = self._catalog.page(Filter(run=check_run(run)), Sort.RUN, None, _MOST_CHECKPOINTS)
-        account = self._known[run] = read_account(Run(self._store, run, self._clock), found.checkpoints)
+        found = self._catalog.newest(run, _MOST_CHECKPOINTS)
+        account = self._known[run] = read_account(Run(self._store, run, self._clock), found)
         return account
 
     def known(self) -> dict[str, Account]:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from ckptapi.listing import Filter, Sort
 from ckptd.index import Found, Index, Listing, PageKey, RunSummary
 from ckptstore.clock import Clock
-from ckptstore.commits.catalog import Checkpoint
+from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import CkptError, Damaged, IndexUnavailable, NoCheckpoint, StoreUnavailable
-from ckptstore.names import Reference
+from ckptstore.names import Reference, check_run
 from ckptstore.reading.source import MOST_NAMED, only_run
 
 _ANSWERS_KEPT = 10_000
@@ -30,6 +30,8 @@ class Catalog:
 
     def __post_init__(self) -> None:
         self.stored_over_time = self._index.stored_over_time
+        self.follow = self._index.look
+        """Checks for changes by other daemons. Raises IndexUnavailable."""
 
     def latest(self, run: str | None) -> Checkpoint:
         """The newest checkpoint of a run. Raises NoCheckpoint.
@@ -62,10 +64,6 @@ class Catalog:
         self._freshness.check(run, found=True)
         return found
 
-    def follow(self) -> None:
-        """Check for changes by other daemons. Raises IndexUnavailable."""
-        self._index.look()
-
     def find(self, reference: Reference) -> Checkpoint:
         """The checkpoint that a reference names. Raises NoCheckpoint."""
         found = self._index.find(reference)
@@ -79,6 +77,11 @@ class Catalog:
         found = self._listing.page(wanted, sort, after, limit)
         self._freshness.check(wanted.one_run, bool(found.checkpoints or after))
         return found
+
+    def newest(self, run: str, limit: int, *states: State) -> list[Checkpoint]:
+        """The checkpoints of a run, newest step first, of all states or of some. Raises InvalidName."""
+        wanted = Filter(run=check_run(run), states=frozenset(states))
+        return self.page(wanted, Sort.RUN, None, limit).checkpoints
 
     def runs(self) -> list[RunSummary]:
         """All runs, sorted by name."""

@@ -11,7 +11,6 @@ from ckptapi.bodies import MAX_EVENTS, EventBody, EventKind, EventsBody, JobBody
 from ckptd.index import EventLog, RestoreIndex
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CkptError, InvalidRequest
-from ckptstore.names import check_run
 
 _LOG = logging.getLogger(__name__)
 KEPT = 10_000
@@ -39,9 +38,9 @@ class Events:
         self._ended: set[str] = set()
 
     def page(self, after: int, run: str | None = None, limit: int = MAX_EVENTS) -> EventsBody:
-        """Events after an id, of one run or all. Raises InvalidName."""
+        """Events after an id, of one run or all."""
         oldest, newest = self._log.bounds()
-        found = self._log.after(after, limit, check_run(run) if run is not None else None)
+        found = self._log.after(after, limit, run)
         last = max((event.id for event in found), default=after)
         if len(found) < limit:
             last = max(last, newest)  # those of other runs as well; an event since then may be newer
@@ -102,8 +101,7 @@ class Events:
         restore = self._restores.find(id)
         if restore is None or restore.live:
             return
-        known = self._log.after(0, MAX_EVENTS, checkpoint=restore.checkpoint.id)
-        if any(event.detail.get("restore") == id for event in known):
+        if any(event.detail.get("restore") == id for event in self.of_checkpoint(restore.checkpoint.id)):
             return  # recorded by this daemon before a restart, or by another daemon
         detail = {
             "restore": id,

@@ -106,6 +106,7 @@ class Jobs:
     _handlers: Mapping[type, JobHandler]
 
     def __post_init__(self) -> None:
+        self.newest = self._index.newest
         self._queue: queue.SimpleQueue[tuple[str, JobRequest, str] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._running: dict[str, JobProgress] = {}
@@ -153,10 +154,6 @@ class Jobs:
                 "It ended long ago, or the daemon's database was deleted; GET /v1/jobs lists the jobs",
             )
         return found
-
-    def newest(self, limit: int) -> list[JobBody]:
-        """Jobs, newest first."""
-        return self._index.newest(limit)
 
     def cancel(self, id: str) -> JobBody:
         """Cancel a job: it ends at its next report, on any daemon. An ended job is unchanged. Raises NotFound."""

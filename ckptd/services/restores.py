@@ -108,8 +108,7 @@ class Restores:
 
     def cancel(self, id: str) -> Restore:
         """Cancel a session and release its lease; the state of an ended session is unchanged. Raises NotFound."""
-        restore = self._index.end(check_ulid(id), RestoreState.CANCELLED, "", self._clock())
-        restore = self._announce(id, restore)
+        restore = self._announce(id, self._index.end(check_ulid(id), RestoreState.CANCELLED, "", self._clock()))
         self._leases.release(restore)
         return restore
 
@@ -120,9 +119,7 @@ class Restores:
     def view(self, id: str, with_ranks: bool) -> RestoreBody:
         """One session, with its ranks if `with_ranks`. Raises NotFound."""
         restore = self.find(id)
-        if not with_ranks:
-            return self._body(restore)
-        ranks = self._index.ranks(id)
+        ranks = self._index.ranks(id) if with_ranks else None
         return structs.replace(self._body(restore, ranks), ranks=ranks)
 
     def newest(self, run: str | None, limit: int) -> list[RestoreBody]:
@@ -182,11 +179,11 @@ class Restores:
 
     def _candidates(self, request: RestoreRequest) -> Iterable[Checkpoint]:
         """Read from the store, because the index may not contain the newest commit yet."""
-        reference = _reference(request)
+        reference, run = _reference(request), Run(self._store, request.run)
         if reference.newest:
-            return catalog.newest_first(Run(self._store, request.run))
+            return catalog.newest_first(run)
         try:
-            found = find(Run(self._store, reference.run), reference)
+            found = find(run, reference)
         except NoCheckpoint:
             return []
         if found.state is State.CORRUPT:
@@ -203,8 +200,7 @@ class Restores:
             joined, rank = add_rank(restore, before, request.rank, now)
             return (replace(joined, host=host) if host and not request.rank and joined.live else joined), rank
 
-        joined = self._index.change(restore.id, request.rank, rule)
-        joined = self._known(restore.id, joined)
+        joined = self._known(restore.id, self._index.change(restore.id, request.rank, rule))
         if not joined.live:
             problem = f": {joined.problem}" if joined.problem else ""
             raise Conflict(
@@ -217,9 +213,11 @@ class Restores:
         """The body of a session. ranks: for its progress; None: it is left out."""
         values: dict[str, Any] = {name: getattr(restore, name) for name in _SAME}
         if ranks is not None:
-            values["progress"] = mean(restore, ranks)
-            values["stragglers"] = stragglers(restore, ranks, self._clock())
-            values["slowest"] = slowest(ranks) if restore.live else None
+            values |= {
+                "progress": mean(restore, ranks),
+                "stragglers": stragglers(restore, ranks, self._clock()),
+                "slowest": slowest(ranks) if restore.live else None,
+            }
         return RestoreBody(
             **values,
             checkpoint=CheckpointBody.of(restore.checkpoint),

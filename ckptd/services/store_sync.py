@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from typing import NamedTuple
 from zlib import crc32
@@ -38,7 +39,7 @@ from ckptstore.errors import (
     NoCheckpoint,
     StoreUnavailable,
 )
-from ckptstore.names import Attempt, check_run, checkpoint_id
+from ckptstore.names import Attempt, checkpoint_id
 from ckptstore.run import Run
 from ckptstore.stores import Store
 from ckptstore.threads import in_parallel
@@ -154,11 +155,11 @@ class StoreSync:
 
         Raises NoCheckpoint if it is not committed or is being deleted, AttemptAborted, or Unavailable.
         """
-        check_run(run)
+        one = self._run(run)
         for _ in range(_TRIES):
             version = self._index.version(run)
-            hidden = hidden_attempts(self._run(run))
-            found = read_decided(self._run(run), attempt, quarantined_attempts(self._run(run)), hidden.thinned)
+            hidden = hidden_attempts(one)
+            found = read_decided(one, attempt, quarantined_attempts(one), hidden.thinned)
             if isinstance(found, Attempt):
                 raise AttemptAborted(f"attempt {attempt} of run {run!r} was aborted", "Save again")
             if found is None or attempt in hidden:
@@ -166,8 +167,8 @@ class StoreSync:
                     f"{checkpoint_id(run, attempt)} is not committed in {self._store.url}",
                     "Notify after the commit; does the daemon serve the store that the trainer writes to?",
                 )
-            [found] = with_labels(self._run(run), [found])
-            begun = self._read_generations(run, {attempt.generation: None} if attempt.generation else {})
+            [found] = with_labels(one, [found])
+            begun = _read_generations(one, {attempt.generation: None} if attempt.generation else {})
             try:
                 self._index.apply(run, Reading([found], generations=begun), version)
             except RunChanged:
@@ -222,11 +223,12 @@ class StoreSync:
         return None
 
     def _list(self, run: str) -> _Listing:
+        one = self._run(run)
         # List outcomes first: a checkpoint hidden in between already has its tombstone.
-        outcomes = list(self._store.list(self._run(run).keys.commits))
-        hidden = hidden_attempts(self._run(run))
-        damaged = quarantined_attempts(self._run(run))
-        labels = {attempt: versions[-1] for attempt, versions in label_versions(self._run(run)).items()}
+        outcomes = list(self._store.list(one.keys.commits))
+        hidden = hidden_attempts(one)
+        damaged = quarantined_attempts(one)
+        labels = {attempt: versions[-1] for attempt, versions in label_versions(one).items()}
         stamps: dict[Attempt, Stamp] = {}
         for info in reversed(outcomes):
             try:
@@ -234,7 +236,7 @@ class StoreSync:
             except InvalidName:
                 continue  # not written by ckptd
             stamps[attempt] = Stamp(info.bytes, info.modified_at, labels.get(attempt, 0))
-        begun = list_generations(self._run(run))
+        begun = list_generations(one)
         fingerprint = hash(
             (
                 *outcomes,
@@ -273,7 +275,7 @@ class StoreSync:
         }
         lost = [number for number in known.generations if number not in listing.generations]
         if changed_generations or lost:
-            begun = self._read_generations(run, changed_generations)
+            begun = _read_generations(self._run(run), changed_generations)
             version = self._index.apply(run, Reading(generations=begun, lost_generations=lost), version)
         for first in range(0, len(unread), _BATCH):
             reading = self._read_all(run, unread[first : first + _BATCH], gone, listing)
@@ -296,7 +298,7 @@ class StoreSync:
             )
 
     def _read_all(self, run: str, attempts: Collection[Attempt], gone: list[Attempt], listing: _Listing) -> Reading:
-        results = in_parallel(lambda attempt: self._read_labelled(run, attempt, listing), attempts)
+        results = in_parallel(partial(_read_labelled, self._run(run), listing), attempts)
         vanished = [attempt for attempt, result in zip(attempts, results, strict=True) if result is None]
         return Reading(
             found=[result for result in results if isinstance(result, Checkpoint)],
@@ -304,25 +306,6 @@ class StoreSync:
             gone=[*gone, *vanished],
             stamps=listing.outcomes,
         )
-
-    def _read_generations(self, run: str, stamps: Mapping[int, Stamp | None]) -> list[BegunGeneration]:
-        found = read_generations(self._run(run), stamps)
-        return [
-            BegunGeneration(
-                number=number,
-                parent=document.parent if document is not None else None,
-                readable=document is not None,
-                stamp=stamp,
-            )
-            for number, stamp in stamps.items()
-            for document in [found[number]]
-        ]
-
-    def _read_labelled(self, run: str, attempt: Attempt, listing: _Listing) -> Checkpoint | Attempt | None:
-        found = read_decided(self._run(run), attempt, listing.damaged, listing.hidden.thinned)
-        if not isinstance(found, Checkpoint) or attempt not in listing.labels:
-            return found
-        return labelled(found, newest_labels(self._run(run), attempt, listing.labels[attempt]))
 
     def _run(self, name: str) -> Run:
         return Run(self._store, name, self._clock)
@@ -332,13 +315,34 @@ class StoreSync:
         self._metrics.count_store_error("sync", error)
 
 
+def _read_generations(run: Run, stamps: Mapping[int, Stamp | None]) -> list[BegunGeneration]:
+    found = read_generations(run, stamps)
+    return [
+        BegunGeneration(
+            number=number,
+            parent=document.parent if document is not None else None,
+            readable=document is not None,
+            stamp=stamp,
+        )
+        for number, stamp in stamps.items()
+        for document in [found[number]]
+    ]
+
+
+def _read_labelled(run: Run, listing: _Listing, attempt: Attempt) -> Checkpoint | Attempt | None:
+    found = read_decided(run, attempt, listing.damaged, listing.hidden.thinned)
+    if not isinstance(found, Checkpoint) or attempt not in listing.labels:
+        return found
+    return labelled(found, newest_labels(run, attempt, listing.labels[attempt]))
+
+
 def _without(reading: Reading, known: IndexedAttempts) -> Reading:
     """The reading without corrupt checkpoints that are indexed and unchanged."""
-
-    def is_changed(checkpoint: Checkpoint) -> bool:
-        attempt = checkpoint.attempt
-        seen = attempt in known.corrupt and known.checkpoints[attempt] == reading.stamps.get(attempt)
-        return checkpoint.state is not State.CORRUPT or not seen
-
-    found = [checkpoint for checkpoint in reading.found if is_changed(checkpoint)]
+    found = [
+        c
+        for c in reading.found
+        if c.state is not State.CORRUPT
+        or c.attempt not in known.corrupt
+        or known.checkpoints[c.attempt] != reading.stamps.get(c.attempt)
+    ]
     return replace(reading, found=found)

@@ -10,12 +10,10 @@ from __future__ import annotations
 import re
 import secrets
 import threading
-from collections.abc import Mapping
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from hashlib import sha256
 from hmac import compare_digest
-from types import MappingProxyType
 
 from ckptapi.bodies import NewTokenBody, RotateRequest, Scope, TokenBody, TokenRequest
 from ckptd.index import Token, TokenIndex
@@ -41,7 +39,7 @@ class Tokens:
         self._index = index
         self._bootstrap = _digest(bootstrap) if bootstrap else ""
         self._clock = clock
-        self._known: Mapping[str, Token] = MappingProxyType({})
+        self._known: dict[str, Token] = {}
         self._reading = threading.Lock()
         self._lock = threading.Lock()
         self._used: dict[str, float] = {}
@@ -66,7 +64,7 @@ class Tokens:
     def refresh(self) -> None:
         """Reload the tokens. Raises IndexUnavailable; the tokens loaded before stay in force then."""
         with self._reading:  # a slow reader must not restore a token that was revoked meanwhile
-            self._known = MappingProxyType({token.name: token for token in self._index.all()})
+            self._known = {token.name: token for token in self._index.all()}
 
     def note_use(self) -> None:
         """Record when each token was last used. For one background thread. Raises IndexUnavailable."""
@@ -168,10 +166,9 @@ class Caller(Value):
     runs: tuple[str, ...] = ()
     """Globs (* and ?) of the runs that the token is bound to; empty if it is not bound."""
 
-    @property
-    def bound(self) -> bool:
-        """Whether the token is restricted to some runs."""
-        return bool(self.runs)
+    def may(self, scope: str) -> bool:
+        """Whether the token has the scope or is an admin."""
+        return bool({scope, Scope.ADMIN} & self.scopes)
 
     def sees(self, run: str) -> bool:
         """Whether the token may access a run."""
@@ -179,7 +176,7 @@ class Caller(Value):
 
     def check_scope(self, scope: Scope) -> None:
         """Raises Forbidden unless the token has the scope or is an admin."""
-        if not {scope, Scope.ADMIN} & self.scopes:
+        if not self.may(scope):
             raise Forbidden(
                 f"token {self.name!r} has no scope {scope.value!r}",
                 "Use another token, or ask an admin for one with this scope",
@@ -187,7 +184,7 @@ class Caller(Value):
 
     def check_owner(self, owner: str) -> None:
         """Raises Forbidden unless the token of this name is the caller's, or the caller may delete checkpoints."""
-        if owner != self.name and not {Scope.PRUNE, Scope.ADMIN} & self.scopes:
+        if owner != self.name and not self.may(Scope.PRUNE):
             raise Forbidden(
                 f"token {self.name!r} did not begin this lease or restore: {owner or 'no token'} did",
                 "Use the same token, or one with scope 'prune'",
