@@ -61,13 +61,13 @@ class JobHandlers:
 
     def heal(self, request: HealJob, progress: JobProgress) -> dict[str, Any]:
         """As verify, and write damaged objects again from other checkpoints of the run."""
-        return self._scrub(self._chosen(request), progress, heal_from=())
+        return self._scrub(self._chosen(request), progress, heals=True)
 
     def _scrub(
         self,
         chosen: list[Checkpoint],
         progress: JobProgress,
-        heal_from: Sequence[Store] | None = None,
+        heals: bool = False,
         ranks: Sequence[int] | None = None,
     ) -> dict[str, Any]:
         progress.expect(sum(c.needed_bytes for c in chosen), "bytes")
@@ -75,7 +75,7 @@ class JobHandlers:
         healed: list[str] = []
         estimates: dict[str, Any] = {}
         num_checked = 0
-        for found in self._scrub_each(chosen, progress, heal_from, ranks):
+        for found in self._scrub_each(chosen, progress, heals, ranks):
             num_checked += 1
             for key in found.healed:
                 self._forget(key)
@@ -88,7 +88,7 @@ class JobHandlers:
                 estimates[found.checkpoint.id] = msgspec.to_builtins(found.estimates)
             self._store_sync.sync_run(found.checkpoint.run)
         result = {"checked": num_checked, "corrupt": corrupt[:_MOST_LISTED], "num_corrupt": len(corrupt)}
-        if heal_from is not None:
+        if heals:
             result |= {"healed": healed[:_MOST_LISTED], "num_healed": len(healed)}
         return result if ranks is None else {**result, "estimates": estimates}
 
@@ -96,15 +96,16 @@ class JobHandlers:
         self,
         chosen: list[Checkpoint],
         progress: JobProgress,
-        heal_from: Sequence[Store] | None,
+        heals: bool,
         ranks: Sequence[int] | None,
     ) -> Iterator[Verification]:
         if not self._jobs_on:
+            healing = () if heals else None
             yield from scrub(
-                self._store, chosen, progress.by, self._clock, progress.advance, heal_from=heal_from, ranks=ranks
+                self._store, chosen, progress.by, self._clock, progress.advance, heal_from=healing, ranks=ranks
             )
             return
-        work = partial(scrub_unit, self._store.url, progress.by, heal_from is not None, ranks)
+        work = partial(scrub_unit, self._store.url, progress.by, heals, ranks)
         with open_engine(self._jobs_on) as (executor, _):
             units = units_of(Unit((c.id,), c.needed_bytes) for c in chosen)
             for unit, found in run_units(executor, work, units):

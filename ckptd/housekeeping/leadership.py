@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -65,7 +64,6 @@ class Leadership:
 
     def __post_init__(self) -> None:
         self._holder = f"{socket.gethostname()}:{os.getpid()}:{new_ulid(system_clock())}"
-        self._lock = threading.Lock()
         self._epoch = 0
         self._until = -inf
         self._may_hold = False
@@ -79,8 +77,7 @@ class Leadership:
 
     def leads(self) -> bool:
         """True if this daemon is the leader, and no other daemon can be for some time."""
-        with self._lock:
-            return self._clock() < self._until
+        return self._clock() < self._until
 
     def run_once(self) -> None:
         """Renew the lease, check whether another daemon does, or take over. Never raises CkptError."""
@@ -93,8 +90,7 @@ class Leadership:
 
     def close(self) -> None:
         """Resign, so that another daemon can take over at once; running work is stopped by its next check."""
-        with self._lock:
-            self._until = -inf
+        self._until = -inf
         if self._may_hold:
             try:
                 self._index.resign(self._holder)
@@ -116,8 +112,7 @@ class Leadership:
         epoch = self._index.renew(self._holder)
         if epoch is None:
             self._may_hold = False
-            with self._lock:
-                self._until = -inf
+            self._until = -inf
             _LOG.warning("another daemon is now the leader")
             return False
         self._extend(epoch, began)
@@ -140,9 +135,8 @@ class Leadership:
         _LOG.info("this daemon is now the leader, epoch %d", epoch)
 
     def _extend(self, epoch: int, since: float) -> None:
-        with self._lock:
-            self._epoch = epoch
-            self._until = since + self._lease_s * _LEADS_FOR
+        self._epoch = epoch  # first: any thread that sees the new time must see the epoch
+        self._until = since + self._lease_s * _LEADS_FOR
 
 
 class LeaderStore(WrappedStore):

@@ -68,13 +68,12 @@ class Recovery:
 
     def advance_run(self, run: Run) -> list[Attempt]:
         """Commit finished attempts that were unchanged for the grace period; returns those that are committed now."""
-        before, undecided = self._seen.get(run.name, {}), undecided_attempts(run)
-        self._seen[run.name] = {attempt: self._look(run, attempt, before.get(attempt)) for attempt in undecided}
-        return [attempt for attempt, seen in self._seen[run.name].items() if self._advance(run, attempt, seen)]
-
-    def _look(self, run: Run, attempt: Attempt, before: _Seen | None) -> _Seen:
-        count = len(receipt_ranks(run, attempt))
-        return before if before and before.num_receipts == count else _Seen(count, self._clock())
+        before, found = self._seen.get(run.name, {}), dict[Attempt, _Seen]()
+        for attempt in undecided_attempts(run):
+            known, count = before.get(attempt), len(receipt_ranks(run, attempt))
+            found[attempt] = known if known and known.num_receipts == count else _Seen(count, self._clock())
+        self._seen[run.name] = found
+        return [attempt for attempt, seen in found.items() if self._advance(run, attempt, seen)]
 
     def _advance(self, run: Run, attempt: Attempt, seen: _Seen) -> bool:
         if seen.tried or not seen.num_receipts or self._clock() - seen.since < self._grace_s:

@@ -50,24 +50,21 @@ class Scrubber:
     def run_once(self) -> None:
         """Verify the checkpoint that is most overdue. A failure is retried. Raises LeadershipLost."""
         try:
-            self._scrub_next()
+            self._list_newest()
+            if self._newest:
+                self._scrub(self._newest.popleft(), self._ranks)
+                self._queue.clear()  # what was verified is not due any more
+                self._listed_at = float("-inf")
+                return
+            self._list_all()
+            if self._queue:
+                self._scrub(self._queue.popleft(), None)
         except LeadershipLost:
             self._list_again()
             raise
         except CkptError as error:
             _LOG.warning("cannot scrub: %s", error)
             self._metrics.store_errors.labels("scrub", error.code).inc()
-
-    def _scrub_next(self) -> None:
-        self._list_newest()
-        if self._newest:
-            self._scrub(self._newest.popleft(), self._ranks)
-            self._queue.clear()  # what was verified is not due any more
-            self._listed_at = float("-inf")
-            return
-        self._list_all()
-        if self._queue:
-            self._scrub(self._queue.popleft(), None)
 
     def _scrub(self, checkpoint: Checkpoint, ranks: Sequence[int] | None) -> None:
         by = f"ckptd {identity()}"

@@ -114,7 +114,6 @@ class _Hook:
         self.thread = threading.Thread(target=self._loop, name="webhook", daemon=True)
         self._url = self._target.removeprefix(_CHAT)
         self._host = httpx.URL(self._url).host
-        self._is_chat = self._target.startswith(_CHAT)
         self._queue: deque[EventBody] = deque(maxlen=QUEUED)
         self._changed = threading.Condition()
 
@@ -143,18 +142,18 @@ class _Hook:
                     self._deliver(client, event)
 
     def _deliver(self, client: httpx.Client, event: EventBody) -> None:
-        waits = pauses(_FIRST_PAUSE_S, tries=TRIES)
-        problem, again = self._post(client, event)
-        while again and not self.stopping.is_set() and (pause := next(waits, None)) is not None:
-            self._pause(self.stopping, pause)
+        for pause in [*pauses(_FIRST_PAUSE_S, tries=TRIES), None]:
             problem, again = self._post(client, event)
+            if not again or pause is None or self.stopping.is_set():
+                break
+            self._pause(self.stopping, pause)
         self._metrics.webhooks.labels("failed" if problem else "delivered").inc()
         if problem:
             _LOG.warning("webhook %s did not accept event %d: %s", self._host, event.id, problem)
 
     def _post(self, client: httpx.Client, event: EventBody) -> tuple[str, bool]:
         """The problem (empty on success), and whether to try again."""
-        body = msgspec.json.encode({"text": sentence(event)} if self._is_chat else event)
+        body = msgspec.json.encode({"text": sentence(event)} if self._url != self._target else event)
         headers = {
             "Content-Type": "application/json",
             "User-Agent": "ckptd",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from sqlalchemy import (
@@ -47,9 +47,7 @@ from ckptstore.names import Attempt, Reference
 
 _STAMPED = ("generation", "step", "ulid", "object_bytes", "object_modified_at")
 _KNOWN = tuple(checkpoints.c[name] for name in (*_STAMPED, "labels_version", "state", "thinned"))
-_ABORTED = tuple(aborted.c[name] for name in _STAMPED)
-_FIELDS = {field.name for field in fields(Checkpoint)} - {"parent"}
-_SAME = tuple(column.name for column in checkpoints.c if column.name in _FIELDS)
+_SAME = {field.name for field in fields(Checkpoint)}.intersection(checkpoints.c.keys()) - {"parent"}
 """Columns that are fields of a checkpoint."""
 
 
@@ -78,8 +76,7 @@ class IndexedAttempts(NamedTuple):
     generations: Mapping[int, Stamp | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
+class Reading(NamedTuple):
     """The result of reading a run from the store."""
 
     found: Sequence[Checkpoint] = ()
@@ -90,11 +87,13 @@ class Reading:
     generations: Sequence[BegunGeneration] = ()
     lost_generations: Sequence[int] = ()
     """Generations whose document was deleted."""
-    stamps: Mapping[Attempt, Stamp] = field(default_factory=dict)
+    stamps: Mapping[Attempt, Stamp] = {}
     """Stamps of the outcomes that were listed before they were read."""
 
-
-_NOTHING = Reading()
+    @property
+    def touched(self) -> list[Attempt]:
+        """All attempts whose outcome was read or is gone."""
+        return [*self.gone, *self.aborted, *(checkpoint.attempt for checkpoint in self.found)]
 
 
 class RunSummary(NamedTuple):
@@ -141,16 +140,15 @@ class Index:
         with self._database.read() as connection:
             version = connection.scalar(select(runs.c.version).where(runs.c.name == run)) or 0
             known = connection.execute(select(*_KNOWN).where(checkpoints.c.run == run)).all()
-            aborted_rows = connection.execute(select(*_ABORTED).where(aborted.c.run == run)).all()
-            begun = generation_stamps(connection, run)
-        return IndexedAttempts(
-            version=version,
-            checkpoints=_stamps(known),
-            corrupt=frozenset(attempt_of(row) for row in known if row.state == State.CORRUPT),
-            thinned=frozenset(attempt_of(row) for row in known if row.thinned),
-            aborted=_stamps(aborted_rows),
-            generations=begun,
-        )
+            columns = (aborted.c[name] for name in _STAMPED)
+            return IndexedAttempts(
+                version=version,
+                checkpoints=_stamps(known),
+                corrupt=frozenset(attempt_of(row) for row in known if row.state == State.CORRUPT),
+                thinned=frozenset(attempt_of(row) for row in known if row.thinned),
+                aborted=_stamps(connection.execute(select(*columns).where(aborted.c.run == run))),
+                generations=generation_stamps(connection, run),
+            )
 
     def find(self, reference: Reference) -> Checkpoint | None:
         """The checkpoint that a reference names; without a ULID, one that a restore may use.
@@ -217,7 +215,7 @@ class Index:
             connection.execute(insert(origin).values(url=url, adopted_at=now))
 
     @retried
-    def apply(self, run: str, reading: Reading = _NOTHING, expected: int | None = None) -> int:
+    def apply(self, run: str, reading: Reading, expected: int | None = None) -> int:
         """Write the result of reading a run, and recompute the states of its checkpoints. Returns its new version.
 
         expected: its version before the reading began, 0 if it was not indexed. Raises RunChanged if the version
@@ -233,7 +231,7 @@ class Index:
             recorded = self._record(connection, run, reading)
             heads = read_heads(connection, run)
             _write(connection, run, reading)
-            steps = {attempt.step for attempt in _touched(reading)}
+            steps = {attempt.step for attempt in reading.touched}
             # Then the states of checkpoints that are not in the reading may change, too.
             lineage = reading.generations or reading.lost_generations or heads != read_heads(connection, run)
             settle_states(connection, run, None if lineage else steps)
@@ -260,7 +258,7 @@ class Index:
     def _record(self, connection: Connection, run: str, reading: Reading) -> list[EventBody]:
         if self._log is None:
             return []
-        known = _states(connection, run, _touched(reading))
+        known = _states(connection, run, reading.touched)
         since = self._log.since(connection)
         wrong = select(checkpoints.c.step).where(checkpoints.c.run == run, checkpoints.c.not_finite > 0).limit(1)
         was_finite = connection.scalar(wrong) is None
@@ -287,10 +285,6 @@ def _next_revision(connection: Connection) -> int:
     return found
 
 
-def _touched(reading: Reading) -> list[Attempt]:
-    return [*reading.gone, *reading.aborted, *(checkpoint.attempt for checkpoint in reading.found)]
-
-
 def _states(connection: Connection, run: str, attempts: Collection[Attempt]) -> dict[Attempt, State]:
     """States of those attempts that are indexed checkpoints, and of some others."""
     c = checkpoints.c
@@ -303,16 +297,22 @@ def _states(connection: Connection, run: str, attempts: Collection[Attempt]) -> 
 
 
 def _write(connection: Connection, run: str, reading: Reading) -> None:
-    touched = _touched(reading)
     for table in (checkpoints, aborted):
-        _delete(connection, table, run, touched)
+        _delete(connection, table, run, reading.touched)
     if reading.found:
         rows = [_row(checkpoint, reading.stamps.get(checkpoint.attempt)) for checkpoint in reading.found]
         connection.execute(insert(checkpoints), rows)
     if reading.aborted:
-        aborted_rows = [{"run": run, **_names(a), **_stamp_columns(reading.stamps.get(a))} for a in reading.aborted]
-        connection.execute(insert(aborted), aborted_rows)
-    write_generations(connection, run, reading.generations, reading.lost_generations)
+        rows = [{"run": run, **asdict(a), **_stamp_columns(reading.stamps.get(a))} for a in reading.aborted]
+        connection.execute(insert(aborted), rows)
+    for number in (*reading.lost_generations, *(one.number for one in reading.generations)):
+        connection.execute(delete(generations).where(generations.c.run == run, generations.c.number == number))
+    if reading.generations:
+        rows = [
+            {"run": run, "number": number, "parent": parent, "readable": readable, **_stamp_columns(stamp)}
+            for number, parent, readable, stamp in reading.generations
+        ]
+        connection.execute(insert(generations), rows)
 
 
 def _summarize(connection: Connection, run: str, version: int) -> None:
@@ -321,14 +321,14 @@ def _summarize(connection: Connection, run: str, version: int) -> None:
     totals = select(func.count(), func.coalesce(func.sum(c.stored_bytes.cast(Double)), 0.0)).where(c.run == run)
     number, stored = connection.execute(totals).one()
     usable = select(c.step, c.ulid, c.committed_at).where(c.run == run, c.state == State.COMMITTED)
-    top = connection.execute(usable.order_by(*NEWEST_FIRST).limit(1)).one_or_none()
+    step, ulid, at = connection.execute(usable.order_by(*NEWEST_FIRST).limit(1)).one_or_none() or (None, None, None)
     summary = {
         "version": version,
         "num_checkpoints": number,
         "stored_bytes": stored,
-        "latest_step": top.step if top else None,
-        "latest_ulid": top.ulid if top else None,
-        "latest_committed_at": top.committed_at if top else None,
+        "latest_step": step,
+        "latest_ulid": ulid,
+        "latest_committed_at": at,
     }
     connection.execute(update(runs).where(runs.c.name == run).values(summary))
 
@@ -338,10 +338,6 @@ def _delete(connection: Connection, table: Table, run: str, attempts: Iterable[A
     if rows:
         same = (table.c.run == run, table.c.step == bindparam("_step"), table.c.ulid == bindparam("_ulid"))
         connection.execute(delete(table).where(*same), rows)
-
-
-def _names(attempt: Attempt) -> dict[str, Any]:
-    return {"generation": attempt.generation, "step": attempt.step, "ulid": attempt.ulid}
 
 
 def _stamps(rows: Iterable[Any]) -> dict[Attempt, Stamp | None]:
@@ -364,7 +360,7 @@ def _row(checkpoint: Checkpoint, stamp: Stamp | None) -> dict[str, Any]:
     problem = checkpoint.problem.replace("\0", "?").encode(errors="replace").decode()
     own = {"problem": problem, "labels_version": labels_version}
     same = {name: getattr(checkpoint, name) for name in _SAME}
-    return {**same, **_names(checkpoint.attempt), **_stamp_columns(stamp), **own}
+    return {**same, **asdict(checkpoint.attempt), **_stamp_columns(stamp), **own}
 
 
 Heads = list[tuple[int, bool]]
@@ -390,24 +386,6 @@ def generation_stamps(connection: Connection, run: str) -> dict[int, Stamp | Non
     return {number: Stamp(size, modified_at) if size is not None else None for number, size, modified_at in rows}
 
 
-def write_generations(connection: Connection, run: str, begun: Sequence[BegunGeneration], lost: Sequence[int]) -> None:
-    """Write generations to the index, and remove those whose document is lost."""
-    for number in (*lost, *(one.number for one in begun)):
-        connection.execute(delete(generations).where(generations.c.run == run, generations.c.number == number))
-    rows = [
-        {
-            "run": run,
-            "number": one.number,
-            "parent": one.parent,
-            "readable": one.readable,
-            **_stamp_columns(one.stamp),
-        }
-        for one in begun
-    ]
-    if rows:
-        connection.execute(insert(generations), rows)
-
-
 def read_heads(connection: Connection, run: str) -> Heads:
     """The generations that decide what is live."""
     c = checkpoints.c
@@ -427,12 +405,18 @@ def settle_states(connection: Connection, run: str, steps: Collection[int] | Non
     if steps is not None:
         query = query.where(c.step.between(min(steps), max(steps)))
     before = {found.attempt: found for found in map(read_checkpoint, connection.execute(query.order_by(*NEWEST_FIRST)))}
-    parent_of = _readable_generations(connection, run).get
+    g = generations.c
+    rows = connection.execute(select(g.number, g.parent).where(g.run == run, g.readable))
+    parent_of = {row.number: row for row in rows}.get
     lineage = Lineage(parent_of)
     for generation, readable in read_heads(connection, run):
         lineage.add(generation, readable)
     begun_at = {number: stamp.modified_at for number, stamp in generation_stamps(connection, run).items() if stamp}
-    for after in with_parents(with_states(map(_as_read, before.values()), lineage, begun_at), parent_of):
+    as_read = (
+        replace(found, state=State.COMMITTED, abandoned_at=None) if found.state is not State.CORRUPT else found
+        for found in before.values()
+    )
+    for after in with_parents(with_states(as_read, lineage, begun_at), parent_of):
         if (settled := _settled(after)) != _settled(before[after.attempt]):
             same = and_(c.run == run, c.step == after.step, c.ulid == after.attempt.ulid)
             connection.execute(update(checkpoints).where(same).values(settled))
@@ -442,18 +426,6 @@ def _settled(checkpoint: Checkpoint) -> dict[str, Any]:
     """The columns that depend on other rows."""
     parent = str(checkpoint.parent) if checkpoint.parent is not None else None
     return {"state": checkpoint.state, "abandoned_at": checkpoint.abandoned_at, "parent": parent}
-
-
-def _readable_generations(connection: Connection, run: str) -> dict[int, BegunGeneration]:
-    """The generations of a run whose parent is known, by number."""
-    c = generations.c
-    rows = connection.execute(select(c.number, c.parent).where(c.run == run, c.readable))
-    return {number: BegunGeneration(number, parent, True, None) for number, parent in rows}
-
-
-def _as_read(checkpoint: Checkpoint) -> Checkpoint:
-    derived = checkpoint.state is not State.CORRUPT
-    return replace(checkpoint, state=State.COMMITTED, abandoned_at=None) if derived else checkpoint
 
 
 def attempt_of(row: Row[Any]) -> Attempt:

@@ -120,8 +120,11 @@ class Database:
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """A read transaction on a snapshot of the database."""
-        with self._errors(), self._reading.connect() as connection, connection.begin():
-            yield connection
+        try:
+            with self._reading.connect() as connection, connection.begin():
+                yield connection
+        except SQLAlchemyError as error:
+            raise self._unavailable(error, in_doubt=False) from error
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
@@ -185,14 +188,7 @@ class Database:
                     "Upgrade ckptd, or name another database with --db and create the tokens again",
                 ) from error
 
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except SQLAlchemyError as error:
-            raise self._unavailable(error) from error
-
-    def _unavailable(self, error: SQLAlchemyError, in_doubt: bool = False) -> IndexUnavailable:
+    def _unavailable(self, error: SQLAlchemyError, in_doubt: bool) -> IndexUnavailable:
         reason = str(error.__cause__ or error).splitlines()[0]
         kind = _Again if _may_be_repeated(error, in_doubt) else IndexUnavailable
         hint = _LOOK_AT_SERVER if self.shared else _LOOK_AT_FILE

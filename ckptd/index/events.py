@@ -92,7 +92,7 @@ def content_of(
     found: Collection[Checkpoint],
     gone: Collection[Attempt],
     since: float,
-    was_finite: bool = True,
+    was_finite: bool,
 ) -> Iterator[EventBody]:
     """Events for checkpoints that were read or are gone. since: earlier commits give no event.
 
@@ -114,5 +114,6 @@ def content_of(
 
 
 def _content(kind: EventKind, run: str, attempt: Attempt, **detail: object) -> EventBody:
-    detail = {"step": attempt.step, **detail}
-    return EventBody(kind=kind, run=run, checkpoint=checkpoint_id(run, attempt), detail=detail)
+    return EventBody(
+        kind=kind, run=run, checkpoint=checkpoint_id(run, attempt), detail={"step": attempt.step, **detail}
+    )

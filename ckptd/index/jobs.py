@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from msgspec.structs import asdict
-from sqlalchemy import ColumnElement, Row, insert, select, update
+from sqlalchemy import ColumnElement, insert, select, update
 
 from ckptapi.bodies import JobBody, JobState
 from ckptd.index.database import Database, retried
 from ckptd.index.tables import jobs
 
 _LIVE = (JobState.QUEUED, JobState.RUNNING)
+_JOB = [jobs.c[name] for name in JobBody.__struct_fields__]
 
 
 @dataclass
@@ -27,8 +28,8 @@ class JobIndex:
 
     def newest(self, limit: int, *conditions: ColumnElement[bool]) -> list[JobBody]:
         """Jobs, newest first."""
-        query = select(jobs).where(*conditions).order_by(jobs.c.created_at.desc(), jobs.c.id.desc())
-        return [_job(row) for row in self._database.rows(query.limit(limit))]
+        query = select(*_JOB).where(*conditions).order_by(jobs.c.created_at.desc(), jobs.c.id.desc())
+        return [JobBody(**row._mapping) for row in self._database.rows(query.limit(limit))]
 
     def live(self, limit: int) -> list[JobBody]:
         """Jobs that have not ended, newest first."""
@@ -36,8 +37,9 @@ class JobIndex:
 
     def add(self, job: JobBody) -> None:
         """Insert a new job."""
-        row = {**asdict(job), "log": job.log or "", "heartbeat_at": job.created_at}
-        self._database.change(insert(jobs).values(row))
+        self._database.change(
+            insert(jobs).values({**asdict(job), "log": job.log or "", "heartbeat_at": job.created_at})
+        )
 
     @retried
     def change(self, id: str, **values: Any) -> bool:
@@ -58,9 +60,3 @@ class JobIndex:
     def forget(self, before: float, keep: int) -> None:
         """Delete jobs that ended before `before`, and all but the `keep` that ended last."""
         self._database.forget_ended(jobs, before, keep)
-
-
-def _job(row: Row[Any]) -> JobBody:
-    values = dict(row._mapping)
-    del values["heartbeat_at"]
-    return JobBody(**values)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -72,8 +72,7 @@ def _keys(sort: Sort) -> Sequence[tuple[str, bool]]:
 
 def _place(checkpoint: Checkpoint, sort: Sort) -> PageKey:
     attempt = checkpoint.attempt
-    values = {"ulid": attempt.ulid, "step": attempt.step, "generation": attempt.generation}
-    return tuple(values[name] if name in values else getattr(checkpoint, name) for name, _ in _keys(sort))
+    return tuple(getattr(attempt if hasattr(attempt, name) else checkpoint, name) for name, _ in _keys(sort))
 
 
 def _query(wanted: Filter, sort: Sort, after: PageKey | None, limit: int) -> Select[Any]:
@@ -92,17 +91,13 @@ def _query(wanted: Filter, sort: Sort, after: PageKey | None, limit: int) -> Sel
         if most is not None:
             query = query.where(column <= most)
     if after is not None:
-        places = [(*key, value) for key, value in zip(keys, after, strict=True)]
         # A fixed run is left out of the order, so that the index can be searched by the next column.
-        query = query.where(*_after([place for place in places if not (wanted.one_run and place[0] is c.run)]))
+        values = zip(keys, after, strict=True)
+        places = [(*key, value) for key, value in values if not (wanted.one_run and key[0] is c.run)]
+        column, falling, value = places[0]
+        # The range is redundant, but it gives the database its start.
+        query = query.where(column <= value if falling else column >= value, _is_after(places))
     return query.limit(limit)
-
-
-def _after(keys: Sequence[tuple[ColumnElement[Any], bool, Any]]) -> Iterator[ColumnElement[bool]]:
-    column, falling, value = keys[0]
-    # Redundant, but it gives the database the start of the range.
-    yield column <= value if falling else column >= value
-    yield _is_after(keys)
 
 
 def _is_after(keys: Sequence[tuple[ColumnElement[Any], bool, Any]]) -> ColumnElement[bool]:

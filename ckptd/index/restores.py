@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec.structs import asdict
-from sqlalchemy import Connection, Row, func, insert, select, update
+from sqlalchemy import Connection, func, insert, select, update
 
 from ckptapi.bodies import Phase, RankBody, RestoreState
 from ckptd.index.database import Database, retried
 from ckptd.index.tables import restore_ranks, restores
 from ckptstore.commits.catalog import Checkpoint
+from ckptstore.values import Record
 
 _NEWEST_FIRST = (restores.c.created_at.desc(), restores.c.id.desc())
+_RANK = [restore_ranks.c[name] for name in RankBody.__struct_fields__]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restore:
+class Restore(Record):
     """One restore session: all ranks of a job restore one checkpoint."""
 
     id: str
@@ -84,8 +85,8 @@ class RestoreIndex:
 
     def ranks(self, id: str) -> list[RankBody]:
         """The ranks that joined, in order."""
-        query = select(restore_ranks).where(restore_ranks.c.restore_id == id).order_by(restore_ranks.c.rank)
-        return [_rank(row) for row in self._database.rows(query)]
+        query = select(*_RANK).where(restore_ranks.c.restore_id == id).order_by(restore_ranks.c.rank)
+        return [RankBody(*row) for row in self._database.rows(query)]
 
     def oldest_report(self, id: str) -> float | None:
         """Time of the oldest last report among the ranks that joined and are not restored."""
@@ -108,7 +109,7 @@ class RestoreIndex:
         with self._database.write() as connection:
             found = _one(connection, restores.c.run == restore.run, restores.c.key == restore.key, lock=True)
             if found is None:
-                connection.execute(insert(restores).values(_values(restore)))
+                connection.execute(insert(restores).values(asdict(restore)))
             return found or restore
 
     @retried
@@ -119,15 +120,15 @@ class RestoreIndex:
             before = _one(connection, restores.c.id == id, lock=True)
             if before is None:
                 return None
-            row = connection.execute(select(restore_ranks).where(*same_rank)).one_or_none()
-            rank_before = _rank(row) if row is not None else None
+            row = connection.execute(select(*_RANK).where(*same_rank)).one_or_none()
+            rank_before = RankBody(*row) if row is not None else None
             after, rank_after = rule(before, rank_before)
             if rank_after is not None and rank_before is None:
                 connection.execute(insert(restore_ranks).values(restore_id=id, **asdict(rank_after)))
             elif rank_after is not None and rank_after != rank_before:
                 connection.execute(update(restore_ranks).where(*same_rank).values(asdict(rank_after)))
             if after != before:
-                connection.execute(update(restores).where(restores.c.id == id).values(_values(after)))
+                connection.execute(update(restores).where(restores.c.id == id).values(asdict(after)))
             return after
 
     @retried
@@ -162,13 +163,3 @@ def _one(connection: Connection, *conditions: Any, lock: bool = False) -> Restor
     query = select(restores).where(*conditions)
     row = connection.execute(query.with_for_update() if lock else query).one_or_none()
     return Restore(**row._mapping) if row is not None else None
-
-
-def _values(restore: Restore) -> dict[str, Any]:
-    return {field.name: getattr(restore, field.name) for field in fields(restore)}
-
-
-def _rank(row: Row[Any]) -> RankBody:
-    values = dict(row._mapping)
-    del values["restore_id"]
-    return RankBody(**values)

@@ -100,6 +100,15 @@ def _run() -> Column[str]:
     return Column("run", _NAME, ForeignKey("runs.name", ondelete="CASCADE"), primary_key=True)
 
 
+def _attempt() -> list[Column[Any]]:
+    return [
+        _run(),
+        _required("generation", BigInteger),
+        Column("step", BigInteger, primary_key=True),
+        Column("ulid", String(26), primary_key=True),
+    ]
+
+
 def _stamp() -> list[Column[Any]]:
     # Size and time in the listing before the document was read: if they change, it must be read again.
     return [Column("object_bytes", BigInteger), Column("object_modified_at", Double)]
@@ -118,10 +127,7 @@ generations = Table(
 checkpoints = Table(
     "checkpoints",
     METADATA,
-    _run(),
-    _required("generation", BigInteger),
-    Column("step", BigInteger, primary_key=True),
-    Column("ulid", String(26), primary_key=True),
+    *_attempt(),
     _required("state", _words(State)),
     _required("committed_at", Double),
     _required("created_at", Double),
@@ -152,10 +158,7 @@ Index("checkpoints_newest_first", *NEWEST_FIRST)
 aborted = Table(
     "aborted",
     METADATA,
-    _run(),
-    _required("generation", BigInteger),
-    Column("step", BigInteger, primary_key=True),
-    Column("ulid", String(26), primary_key=True),
+    *_attempt(),
     *_stamp(),
     comment="Attempts whose outcome is aborted",
 )

@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from msgspec import structs
+from msgspec.structs import replace
 
 from ckptapi.bodies import CheckpointBody, Phase, RankBody, RankReport, RestoreBody, RestoreRequest, RestoreState
 from ckptd.index import Restore, RestoreIndex
@@ -45,7 +45,7 @@ _KEPT_ENDED = 1000
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 
-_FIELDS = {field.name for field in fields(Restore)} - {"checkpoint", "done_bytes", "total_bytes"}
+_FIELDS = set(Restore.__struct_fields__) - {"checkpoint", "done_bytes", "total_bytes"}
 _SAME = [name for name in RestoreBody.__struct_fields__ if name in _FIELDS]
 """Fields that a session and its body share."""
 
@@ -120,7 +120,7 @@ class Restores:
         """One session, with its ranks if `with_ranks`. Raises NotFound."""
         restore = self.find(id)
         ranks = self._index.ranks(id) if with_ranks else None
-        return structs.replace(self._body(restore, ranks), ranks=ranks)
+        return replace(self._body(restore, ranks), ranks=ranks)
 
     def newest(self, run: str | None, limit: int) -> list[RestoreBody]:
         """Sessions of one run or all, newest first; live ones with their progress."""
@@ -299,7 +299,7 @@ def add_rank(restore: Restore, before: RankBody | None, rank: int, now: float) -
     if not restore.live:
         return restore, before
     if before is not None:
-        return restore, structs.replace(before, updated_at=now)
+        return restore, replace(before, updated_at=now)
     return replace(restore, num_joined=restore.num_joined + 1), RankBody(rank, Phase.JOINED, 0, 0, now)
 
 

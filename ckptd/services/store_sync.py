@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import NamedTuple
@@ -345,4 +345,4 @@ def _without(reading: Reading, known: IndexedAttempts) -> Reading:
         or c.attempt not in known.corrupt
         or known.checkpoints[c.attempt] != reading.stamps.get(c.attempt)
     ]
-    return replace(reading, found=found)
+    return reading._replace(found=found)

@@ -177,15 +177,15 @@ class DaemonClient(Connection):
     ) -> bodies.RestoreStatus:
         """Report the progress of a rank; returns the state of the session, and why it ended. Raises NotFound."""
         report = bodies.RankReport(phase=phase, done_bytes=done_bytes, total_bytes=total_bytes, problem=problem)
-        return self._json("PUT", f"{_restore_path(id)}/ranks/{rank}", bodies.RestoreStatus, body=report)
+        return self._json("PUT", f"{bodies.RESTORES}/{check_ulid(id)}/ranks/{rank}", bodies.RestoreStatus, body=report)
 
     def restore_session(self, id: str, wait_s: float = 0, ranks: bool = True) -> bodies.RestoreBody:
         """One session. Returns when it has ended, or after `wait_s` (bodies.MAX_WAIT_S at most). Raises NotFound.
 
         ranks: list them and detect stragglers; for a few callers, not for each of thousands of ranks.
         """
-        timeout = wait_s + _ANSWER_S
-        return self._json("GET", _restore_path(id), bodies.RestoreBody, timeout=timeout, wait=wait_s, ranks=ranks)
+        path, timeout = f"{bodies.RESTORES}/{check_ulid(id)}", wait_s + _ANSWER_S
+        return self._json("GET", path, bodies.RestoreBody, timeout=timeout, wait=wait_s, ranks=ranks)
 
     def restore_sessions(self, run: str | None = None, limit: int = 100) -> list[bodies.RestoreBody]:
         """Sessions of one run or all runs, newest first, without their ranks."""
@@ -193,7 +193,7 @@ class DaemonClient(Connection):
 
     def cancel_restore(self, id: str) -> bodies.RestoreBody:
         """End a session and release its lease. A session that has ended is not changed. Raises NotFound."""
-        return self._json("DELETE", _restore_path(id), bodies.RestoreBody)
+        return self._json("DELETE", f"{bodies.RESTORES}/{check_ulid(id)}", bodies.RestoreBody)
 
     # Retention. The audit log records the name of the caller's token.
 
@@ -392,10 +392,6 @@ class DaemonClient(Connection):
 
     def _path(self, *parts: str) -> str:
         return "/".join((bodies.CHECKPOINTS, *(quote(part, safe="@") for part in parts)))
-
-
-def _restore_path(id: str) -> str:
-    return f"{bodies.RESTORES}/{check_ulid(id)}"
 
 
 def _parse(lines: Iterator[str]) -> Iterator[bodies.EventBody]:

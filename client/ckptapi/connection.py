@@ -7,7 +7,6 @@ import os
 import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, TypeVar
 
 import httpx
@@ -45,12 +44,10 @@ class Connection:
         it is not.
         """
         self.url = url.rstrip("/")
-        self._timeout = timeout
         self._patience_s = patience_s
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._http = httpx.Client(
             base_url=self.url,
-            headers=headers,
+            headers={"Authorization": f"Bearer {token}"} if token else {},
             timeout=timeout,
             transport=httpx.HTTPTransport(verify=_authorities(self.url, cacert), retries=retries),
         )
@@ -76,27 +73,26 @@ class Connection:
         self, method: str, path: str, body: msgspec.Struct | None = None, timeout: float | None = None, **query: Any
     ) -> httpx.Response:
         """query: parameters; None: not sent."""
-        once = partial(
-            self._request_once,
-            method,
-            path,
-            params={name: value for name, value in query.items() if value is not None},
-            content=msgspec.json.encode(body) if body is not None else None,
-            headers={"Content-Type": "application/json"} if body is not None else {},
-            timeout=httpx.Timeout(timeout, connect=5.0) if timeout else self._timeout,
-        )
+
+        def once() -> httpx.Response:
+            with self._responding():
+                response = self._http.request(
+                    method,
+                    path,
+                    params={name: value for name, value in query.items() if value is not None},
+                    content=msgspec.json.encode(body) if body is not None else None,
+                    headers={"Content-Type": "application/json"} if body is not None else {},
+                    timeout=httpx.Timeout(timeout, connect=5.0) if timeout else httpx.USE_CLIENT_DEFAULT,
+                )
+            self._raise_for(response)
+            return response
+
         return self._patiently(once) if method == "GET" else once()
 
     def _patiently(self, ask: Callable[[], _T]) -> _T:
         """The result of `ask`, retried with growing pauses on Unavailable, for at most `patience_s`."""
         waits = outage_pauses(self._patience_s)
         return retry(ask, Unavailable, waits, unless=is_certificate_error, log_level=logging.WARNING)
-
-    def _request_once(self, method: str, path: str, **options: Any) -> httpx.Response:
-        with self._responding():
-            response = self._http.request(method, path, **options)
-        self._raise_for(response)
-        return response
 
     def _raise_for(self, response: httpx.Response) -> None:
         if response.is_success:

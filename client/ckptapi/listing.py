@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from math import inf, isfinite
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ckptstore.commits.catalog import Checkpoint, State
 from ckptstore.errors import InvalidName, InvalidRequest
+from ckptstore.values import Record
 
 _GLOB = re.compile(r"[A-Za-z0-9*?][A-Za-z0-9._=,/*?-]{0,127}")
 _BOUND = re.compile(r"([^<>=:]{1,128})(<=|>=)(-?[0-9]{1,30}(?:\.[0-9]{0,30})?(?:[eE][+-]?[0-9]{1,3})?)")
@@ -72,8 +73,7 @@ class Tagged(NamedTuple):
         return found is not None and self.value in (None, found)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Filter:
+class Filter(Record):
     """Conditions that must all hold. A condition that is left out always holds."""
 
     run: str | None = None
@@ -119,9 +119,7 @@ def in_order(checkpoints: Iterable[Checkpoint], sort: Sort) -> list[Checkpoint]:
     found = sorted(checkpoints, key=_by_run)
     if sort is Sort.RUN:
         return found
-    name = sort.lstrip("-")
-    falling = sort.startswith("-")
-    return sorted(found, key=lambda checkpoint: (1, -1)[falling] * float(getattr(checkpoint, name)))
+    return sorted(found, key=attrgetter(sort.lstrip("-")), reverse=sort.startswith("-"))
 
 
 def is_glob(text: str) -> bool:

@@ -23,27 +23,27 @@ MAX_RANKS = 100_000
 LATEST = "latest"
 
 _RUN = re.compile(r"(?!.*(?:\.\.|/[^A-Za-z0-9]))[A-Za-z0-9](?:[A-Za-z0-9._=,/-]{0,126}[A-Za-z0-9._=,-])?")
-_ATTEMPT = re.compile(r"(?:(?P<generation>[0-9]{6})-)?(?P<step>[0-9]{12})-(?P<ulid>[0-9A-Z]{26})")
-_GENERATION = re.compile(r".*/generations/([0-9]{6})\.json")
-_DELETED_LIST = re.compile(r".*/dead/([0-9]{6})\.([0-9]{8})\.json")
+_ATTEMPT = re.compile(r"(?:(?!0{6})(?P<generation>[0-9]{6})-)?(?P<step>[0-9]{12})-(?P<ulid>[0-9A-Z]{26})")
+_GENERATION = re.compile(r".*/generations/(?!0{6})([0-9]{6})\.json")
+_DELETED_LIST = re.compile(r".*/dead/([0-9]{6})\.(?!0{8})([0-9]{8})\.json")
 _ULID = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}")
 _OPTIMIZER = ".optimizer.ckpt"
 _SHARD = re.compile(r"shard-[0-9]{5}(?:\.optimizer)?\.ckpt")
 _THINNING = re.compile(r"thinned|thin-[0-7][0-9A-HJKMNP-TV-Z]{25}")
 _RECEIPT = re.compile(r".*/shard-([0-9]{5})\.json")
 _PIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_REFERENCE = re.compile(
-    r"(?P<run>[^@]+)@(?:(?P<step>latest|[0-9]{1,12})(?:\.(?P<ulid>[0-9A-Z]{26}))?"
-    r"|(?P<name>best:.{1,128}:(?:min|max)|[A-Za-z][A-Za-z0-9._-]{0,63}))"
+_REFERENCE = re.compile(  # `latest` has no ULID, and no tag looks as if it had one
+    r"(?P<run>[^@]+)@(?:latest|(?P<step>[0-9]{1,12})(?:\.(?P<ulid>[0-9A-Z]{26}))?"
+    r"|(?!latest\.[0-9A-Z]{26}$)(?P<name>best:.{1,128}:(?:min|max)|[A-Za-z][A-Za-z0-9._-]{0,63}))"
 )
 
 
 def check_run(run: str) -> str:
     """`run` itself, or InvalidName."""
-    allowed = (
-        "Use 1 to 128 letters, digits, or any of . _ - = , / with a letter or digit first and after a '/'; no '..'"
-    )
-    return _check(_RUN, run, "run name", allowed)
+    return _check(
+        _RUN, run, "run name",
+        "Use 1 to 128 letters, digits, or any of . _ - = , / with a letter or digit first and after a '/'; no '..'",
+    )  # fmt: skip
 
 
 def name_of(folder: str) -> str:
@@ -142,7 +142,7 @@ class Attempt:
     def parse(text: str) -> Attempt:
         """The inverse of `str`. Raises InvalidName."""
         match = _ATTEMPT.fullmatch(text)
-        if match is None or match["generation"] == "000000":
+        if match is None:
             raise InvalidName(f"{text!r} is not an attempt", "It is named <6-digit generation>-<12-digit step>-<ULID>")
         return Attempt(int(match["step"]), match["ulid"], generation=int(match["generation"] or 0))
 
@@ -214,11 +214,11 @@ class Reference(Value):
     def parse(text: str) -> Reference:
         """Raises InvalidName if `text` is not a reference."""
         match = _REFERENCE.fullmatch(text)
-        if match is None or (match["step"] == LATEST and match["ulid"]):
+        if match is None:
             raise InvalidName(
                 f"{text!r} is not a checkpoint id", "Use RUN@STEP, RUN@latest, RUN@TAG or RUN@best:METRIC:min"
             )
-        step = None if match["step"] in (None, LATEST) else int(match["step"])
+        step = int(match["step"]) if match["step"] else None
         ulid = check_ulid(match["ulid"]) if match["ulid"] else None
         return Reference(check_run(match["run"]), step, ulid, match["name"])
 
@@ -398,13 +398,13 @@ def receipt_rank(key: str) -> int | None:
 def generation_number(key: str) -> int | None:
     """The number of the generation at `key`; None if `key` is not that of a generation."""
     match = _GENERATION.fullmatch(key)
-    return int(match[1]) if match and int(match[1]) else None
+    return int(match[1]) if match else None
 
 
 def deleted_list_version(key: str) -> tuple[int, int] | None:
     """Generation and version of the list of deleted attempts at `key`; None if `key` is not that of one."""
     match = _DELETED_LIST.fullmatch(key)
-    return (int(match[1]), int(match[2])) if match and int(match[2]) else None
+    return (int(match[1]), int(match[2])) if match else None
 
 
 _DECISIONS = ("commits/", "fates/", "generations/", "dead/")

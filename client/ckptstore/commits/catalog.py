@@ -115,7 +115,7 @@ class Checkpoint:
     @property
     def branch_state(self) -> str:
         """Its generation, and whether a restore would use it, in words: 3, from step 300; live."""
-        state = "live" if self.live else {State.ABANDONED: "abandoned"}.get(self.state)
+        state = "live" if self.live else "abandoned" if self.state is State.ABANDONED else ""
         return f"{self.branch}; {state}" if state else self.branch
 
     @property
@@ -292,8 +292,8 @@ def _lineage(run: Run, visible: Iterable[Attempt]) -> Lineage:
 
 def find_attempt(run: Run, reference: Reference) -> Attempt | None:
     """The decided attempt that a reference names by its ULID, even if it is hidden; None if there is none."""
-    named = (a for a in decided_attempts(run) if (a.step, a.ulid) == (reference.step, reference.ulid))
-    return next(named, None)
+    wanted = reference.step, reference.ulid
+    return next((a for a in decided_attempts(run) if (a.step, a.ulid) == wanted), None)
 
 
 def decided_attempts(run: Run) -> list[Attempt]:
@@ -360,7 +360,18 @@ def with_states(
         lineage.add(generation, any(map(is_readable, group)))
         found += group
     continuations = Continuations(begun_at, lineage.parent_of)
-    return [_mark_abandoned(c, lineage, continuations, begun_at) for c in found]
+
+    def settled(checkpoint: Checkpoint) -> Checkpoint:
+        """Marked abandoned if it is usable otherwise and outside of the live lineage, or thinned."""
+        if checkpoint.state is not State.COMMITTED or lineage.includes(checkpoint.attempt):
+            thins = checkpoint.thinned and checkpoint.state is State.COMMITTED
+            return replace(checkpoint, state=State.THINNED) if thins else checkpoint
+        begun = begun_at.get(lineage.left_by(checkpoint.attempt, continuations) or 0)
+        # An old job may commit long after its successor began.
+        at = None if begun is None else max(begun, checkpoint.written_at)
+        return replace(checkpoint, state=State.ABANDONED, abandoned_at=at)
+
+    return [*map(settled, found)]
 
 
 def with_parents(checkpoints: Iterable[Checkpoint], parent_of: ParentOf) -> list[Checkpoint]:
@@ -369,19 +380,6 @@ def with_parents(checkpoints: Iterable[Checkpoint], parent_of: ParentOf) -> list
     begun = {c.attempt.generation for c in listed} - {0}
     parents = {n: Attempt.parse(one.parent) for n in begun if (one := parent_of(n)) and one.parent}
     return [replace(c, parent=parents[n]) if (n := c.attempt.generation) in parents else c for c in listed]
-
-
-def _mark_abandoned(
-    checkpoint: Checkpoint, lineage: Lineage, continuations: Continuations, begun_at: Mapping[int, float]
-) -> Checkpoint:
-    """The checkpoint, marked abandoned if it is usable otherwise and outside of the live lineage, or thinned."""
-    if checkpoint.state is not State.COMMITTED or lineage.includes(checkpoint.attempt):
-        thins = checkpoint.thinned and checkpoint.state is State.COMMITTED
-        return replace(checkpoint, state=State.THINNED) if thins else checkpoint
-    begun = begun_at.get(lineage.left_by(checkpoint.attempt, continuations) or 0)
-    # An old job may commit long after its successor began.
-    at = None if begun is None else max(begun, checkpoint.written_at)
-    return replace(checkpoint, state=State.ABANDONED, abandoned_at=at)
 
 
 def has_branches(checkpoints: Iterable[Checkpoint]) -> bool:

@@ -176,7 +176,17 @@ def commit_attempt(run: Run, receipts: Sequence[StoredReceipt], newest: int | No
     if (after := _end_earlier(run, earlier_saves(receipts[0].receipt))) is not None:
         clock = run.clock
         run = replace(run, clock=lambda: max(clock(), after + _CLOCK_S))
-    data, newer, summary, extensions = _prepare(run, manifest, attempt, receipts, max(attempt.generation, newest or 0))
+    # The manifest and the marks are created here, while the pool looks for a newer generation and makes the outcome's
+    # parts.
+    with ThreadPoolExecutor(3, thread_name_prefix="ckpt-parallel") as pool:
+        # Late. If the next generation begins after this look, the checkpoint is committed, and abandoned.
+        looked = pool.submit(superseded_by, run, max(attempt.generation, newest or 0))
+        summarized, health = pool.submit(_summarize, manifest), pool.submit(health_extension, manifest)
+        optimizer = sum(shard.stored_bytes for shard in manifest.content.shards if is_optimizer_shard(shard.name))
+        data = _create_manifest(run, manifest, [shard for stored in receipts for shard in stored.shards])
+        _mark_referenced(run, manifest, attempt)
+    extensions = health.result() | ({OPTIMIZER_BYTES: optimizer} if optimizer else {})
+    newer, summary = looked.result(), summarized.result()
     if newer is not None:
         outcome = decide(replace(run, by=_SUPERSEDED.format(newer)), attempt, None)
     else:
@@ -219,25 +229,6 @@ def _require_committed(run: Run, attempt: Attempt, outcome: Outcome) -> None:
             f"attempt {attempt} of run {run.name!r} was aborted by {outcome.by} before it was complete",
             "Save again. If saves take longer than the grace of the collector, increase the grace",
         )
-
-
-def _prepare(
-    run: Run, manifest: Manifest, attempt: Attempt, receipts: Sequence[StoredReceipt], newest: int
-) -> tuple[bytes, int | None, Summary, dict[str, JSON]]:
-    """Create the manifest and the marks, and at the same time look for a newer generation and make the outcome's parts.
-
-    Returns the manifest's bytes, the newer generation, and the summary and the extensions of the outcome.
-    """
-
-    with ThreadPoolExecutor(3, thread_name_prefix="ckpt-parallel") as pool:
-        # Late. If the next generation begins after this look, the checkpoint is committed, and abandoned.
-        newer = pool.submit(superseded_by, run, newest)
-        summary, health = pool.submit(_summarize, manifest), pool.submit(health_extension, manifest)
-        optimizer = sum(shard.stored_bytes for shard in manifest.content.shards if is_optimizer_shard(shard.name))
-        data = _create_manifest(run, manifest, [shard for stored in receipts for shard in stored.shards])
-        _mark_referenced(run, manifest, attempt)
-    extensions = health.result() | ({OPTIMIZER_BYTES: optimizer} if optimizer else {})
-    return data, newer.result(), summary.result(), extensions
 
 
 def check_alive(run: Run, attempt: Attempt) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -27,14 +26,14 @@ from ckptstore.run import Run, origin
 from ckptstore.stores import ObjectInfo
 from ckptstore.stores.retrying import pauses_without
 from ckptstore.threads import in_parallel
+from ckptstore.values import Value
 
 _DAY_S = 24 * 3600.0
 SEEN = "far.seen"
 """The extension of a generation with `Session.seen`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Session:
+class Session(Value):
     """The knowledge of a trainer's ranks about their generation before its number is known."""
 
     id: str
@@ -45,8 +44,7 @@ class Session:
     """The newest generation that the trainer saw in the remote store, if it saves to a local one (ckptstore.tiers)."""
 
 
-@dataclass(frozen=True, slots=True)
-class NewAttempt:
+class NewAttempt(Value):
     """An attempt whose generation the saver will find out."""
 
     session: Session

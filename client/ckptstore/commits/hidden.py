@@ -40,8 +40,6 @@ class DeletedAttempts:
 
     def __contains__(self, attempt: Attempt) -> bool:
         generation = attempt.generation
-        if generation not in self._versions:
-            return False
         if generation not in self._lists:
             self._lists[generation] = _newest(self._run, generation, self._versions) or frozenset()
         return str(attempt) in self._lists[generation]

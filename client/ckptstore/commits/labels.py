@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import isfinite
 
 from ckptstore.commits import audit, catalog
@@ -23,6 +23,7 @@ from ckptstore.format.records import Action, Labels
 from ckptstore.names import Attempt, Reference
 from ckptstore.run import Run
 from ckptstore.threads import in_parallel
+from ckptstore.values import Value
 
 MAX_LABELS = 64
 """Maximum number of tags of a checkpoint, and of metrics."""
@@ -36,12 +37,11 @@ _VALUE = re.compile(r"[^\x00-\x1f\x7f]{0,256}")
 _TRIES = 20
 
 
-@dataclass(frozen=True, slots=True)
-class LabelChange:
+class LabelChange(Value):
     """Tags and metrics to set, or to remove if None. A removed metric gets the value that was saved."""
 
-    tags: Mapping[str, str | None] = field(default_factory=dict)
-    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    tags: Mapping[str, str | None] = {}
+    metrics: Mapping[str, float | None] = {}
 
     def check(self) -> None:
         """Raises InvalidRequest if a name or a value is not allowed."""

@@ -4,9 +4,9 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from ckpt.saver.messages import Abort, Channel, Command, Forget, Report, SaveProgress, Slot, Stop
 from ckptstore.commits.generations import Session

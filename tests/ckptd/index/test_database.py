@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from urllib.parse import quote
@@ -17,6 +17,7 @@ import httpx
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
+from msgspec import structs
 from sqlalchemy import insert, text
 
 from ckptapi.client import DaemonClient
@@ -88,11 +89,11 @@ def test_who_comes_later_is_told_what_was_first(postgresql_database: str, level:
     with ThreadPoolExecutor(4) as pool:
         with first.write() as connection:
             connection.execute(insert(decisions).values(key="k", document=b"aborted", decided_at=1, stored=False))
-            connection.execute(insert(restores).values({f.name: getattr(restore, f.name) for f in fields(restore)}))
+            connection.execute(insert(restores).values(structs.asdict(restore)))
             connection.execute(insert(tokens).values({**asdict(token), "scopes": []}))
             connection.execute(insert(leaders).values(task="t", holder="a", epoch=1, renewals=0))
             decided = pool.submit(DecisionIndex(later).create, Decision("k", b"committed", 2, False))
-            joined = pool.submit(RestoreIndex(later).create, replace(restore, id="2"))
+            joined = pool.submit(RestoreIndex(later).create, structs.replace(restore, id="2"))
             named = pool.submit(TokenIndex(later).create, replace(token, digest="2"))
             led = pool.submit(LeaderIndex(later, "t").look)
             blocked = text("SELECT count(*) FROM pg_locks WHERE NOT granted")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import structs
+from msgspec.structs import replace
 
 from ckptapi.bodies import Phase, RankBody, RankReport, RestoreRequest, RestoreState
 from ckptd.index import Database, Index, Restore, RestoreIndex
@@ -339,7 +338,7 @@ def test_the_last_rank_to_be_restored_ends_the_session_and_a_failed_one_too() ->
     assert (restore.state, restore.num_joined, restore.num_restored) == (RestoreState.RESTORING, 1, 1)
     for report in (restored, RankReport(phase=Phase.FETCHING, done_bytes=5)):
         again, same = module.advance(restore, said, 0, report, 1002)
-        assert (again.num_restored, again.done_bytes, same) == (1, 7, structs.replace(said, updated_at=1002))
+        assert (again.num_restored, again.done_bytes, same) == (1, 7, replace(said, updated_at=1002))
     ended, _ = module.advance(restore, None, 1, restored, 1003)
     assert (ended.state, ended.ended_at, ended.problem) == (RestoreState.RESTORED, 1003, "")
     failed, _ = module.advance(restore, said, 0, RankReport(phase=Phase.FAILED, problem="out of memory"), 1002)

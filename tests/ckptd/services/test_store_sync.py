@@ -138,8 +138,8 @@ def test_an_interrupted_reading_is_continued(store: Store, database: Database, m
 @on_both
 def test_old_news_is_not_written(database: Database) -> None:
     index = Index(database)
-    version = index.apply("gpt", expected=0)
-    assert index.apply("gpt", expected=version) > version
+    version = index.apply("gpt", Reading(), 0)
+    assert index.apply("gpt", Reading(), version) > version
     for expected in (0, version):
         with pytest.raises(RunChanged):
             index.apply("gpt", Reading(), expected)
@@ -148,7 +148,7 @@ def test_old_news_is_not_written(database: Database) -> None:
     index.drop_runs(index.versions())
     assert index.versions() == {}
     # A run that comes back has no version that was used before.
-    assert index.apply("gpt", expected=0) > version + 1
+    assert index.apply("gpt", Reading(), 0) > version + 1
 
 
 @pytest.mark.parametrize("how", ["notify", "sync_run", "reindex"])
