@@ -17,7 +17,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from ckpt.saver.messages import Setup
 from ckptstore.commits.catalog import newest_first
@@ -130,8 +132,7 @@ deletion."""
 OnEnd = Callable[[Outcome | BaseException], None]
 
 
-@dataclass(slots=True, eq=False)
-class _Waiting:
+class _Waiting(msgspec.Struct, eq=False):
     """An attempt that is not decided, with times of time.monotonic()."""
 
     attempt: Attempt
@@ -141,9 +142,9 @@ class _Waiting:
     look_at: float
     changed_at: float
     """When rank 0 last found another receipt."""
-    found: dict[int, StoredReceipt] = field(default_factory=dict)
+    found: dict[int, StoredReceipt] = {}
     """Receipts that rank 0 has read, by rank."""
-    entries: Known = field(default_factory=dict)
+    entries: Known = {}
     """The entries of these receipts."""
     earlier: Sequence[Attempt] = ()
     """Attempts of earlier saves of this step in the session."""

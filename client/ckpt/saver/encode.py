@@ -17,11 +17,12 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from ckptstore.codecs.chunk_codecs import CodingPolicy
 from ckptstore.codecs.dtypes import Extremes
+from ckptstore.format.planning import batches
 from ckptstore.format.shards import ChunkSpan, EncodedChunk, encode_chunk
 
 NICENESS = 5
@@ -91,8 +92,6 @@ called in several threads."""
 ChunkStream = Iterable[tuple[memoryview, ChunkSpan]]
 """The bytes of the chunks to encode, in order, and their spans of the raw stream."""
 
-_Group = list[tuple[memoryview, ChunkSpan]]
-
 
 def encode_by(policy: CodingPolicy, hashes_raw: bool = False, throttle: CpuThrottle | None = None) -> Encode:
     """Encode each chunk with the policy's coding for its element type.
@@ -115,13 +114,14 @@ def encode_stream(chunks: ChunkStream, encode: Encode) -> Generator[EncodedChunk
     would wait for them wherever it runs, such as in a thread that is about to begin.
     """
 
-    def encode_all(group: _Group) -> list[EncodedChunk]:
+    def encode_all(group: ChunkStream) -> list[EncodedChunk]:
         return [encode(raw, span) for raw, span in group]
 
     with ThreadPoolExecutor(THREADS, thread_name_prefix="ckpt-encode") as pool:
         ahead: deque[tuple[Future[list[EncodedChunk]], int]] = deque()
         held = 0
-        for group, size in _groups(chunks):
+        for group in batches(chunks, lambda chunk: chunk[1].bytes, _GROUP_BYTES):
+            size = sum(span.bytes for _, span in group)
             while ahead and held + size > BUDGET_BYTES:
                 future, done = ahead.popleft()
                 yield from future.result()
@@ -130,19 +130,3 @@ def encode_stream(chunks: ChunkStream, encode: Encode) -> Generator[EncodedChunk
             held += size
         while ahead:
             yield from ahead.popleft()[0].result()
-
-
-def _groups(chunks: ChunkStream) -> Iterator[tuple[_Group, int]]:
-    """Groups of chunks, and the size of each: at most _GROUP_BYTES, or one larger chunk."""
-    group, size = _Group(), 0
-    for raw, span in chunks:
-        if group and size + span.bytes > _GROUP_BYTES:
-            yield group, size
-            group, size = [], 0
-        group.append((raw, span))
-        size += span.bytes
-        if size >= _GROUP_BYTES:
-            yield group, size
-            group, size = [], 0
-    if group:
-        yield group, size

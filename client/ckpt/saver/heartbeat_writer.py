@@ -128,13 +128,12 @@ class TrainerRun(msgspec.Struct):
 
     def document(self, run: Run, now: float) -> Heartbeat:
         """The heartbeat at this moment."""
-        began, beats = self.began, self.beats
+        began, names = self.began, ("at", "step", "stalled_s", "slowed_s")
+        columns = {name: [getattr(beat, name) for beat in self.beats] for name in names}
         return Heartbeat(
             format=FORMAT, kind="heartbeat", run=run.name, id=began.id, by=run.by, began_at=began.began_at,
             trains_at=began.trains_at, restored_s=began.restored_s, parent=began.parent, generation=self.generation,
-            at=[beat.at for beat in beats], step=[beat.step for beat in beats],
-            stalled_s=[beat.stalled_s for beat in beats], slowed_s=[beat.slowed_s for beat in beats],
-            ended=self.ended, ended_at=self.ended_at or now,
+            **columns, ended=self.ended, ended_at=self.ended_at or now,
             extensions={ORIGIN: msgspec.to_builtins(replace(origin(), trackers=began.trackers))},
         )  # fmt: skip
 

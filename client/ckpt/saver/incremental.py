@@ -15,8 +15,9 @@ import threading
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import xxhash
 from msgspec.structs import replace
@@ -165,10 +166,9 @@ def base_of(
     for group in same_dimensions(content, stored):
         for row, box, size in zip(group.rows.tolist(), group.boxes.tolist(), group.bytes.tolist(), strict=True):
             if size:
-                found.append((entries.name[int(slices.entry[row])], tuple(box), int(slices.at[row])))
+                found.append((entries.name[slices.entry[row]], tuple(box), int(slices.at[row])))
     found.sort(key=lambda item: item[2])
-    places = Places.of(shard)
-    chunks = zip(places.raw[:-1], shard.chunks.raw.tolist(), strict=True)
+    chunks = zip(Places.of(shard).raw[:-1], shard.chunks.raw.tolist(), strict=True)
     return next_base(attempt, shard, keys(found, chunks), [NOT_COMPARED] * len(shard.chunks.raw), holders, 0, most)
 
 
@@ -319,11 +319,10 @@ class ChunkIndex:
         unfit = set(quarantined_attempts(run))
         if self._setup.remote is not None:
             unfit |= unreplicable(run)
-        suspect = set(unfit)
         if unfit:
             # The damaged chunks, or those that are not remote, may lie in a checkpoint that these reference.
-            suspect |= {mark.attempt for mark in marks(run) if mark.by in unfit}
-        return lease, suspect
+            unfit |= {mark.attempt for mark in marks(run) if mark.by in unfit}
+        return lease, unfit
 
     def _load(self, parent: Attempt | None) -> None:
         """Load this checkpoint, or the latest one, as base. Never raises: without a base all chunks are stored."""
@@ -350,8 +349,7 @@ class ChunkIndex:
             logger.warning("the next save stores all chunks, because the last checkpoint cannot be read: %s", error)
 
 
-@dataclass(slots=True, eq=False)
-class IncrementalSave:
+class IncrementalSave(msgspec.Struct, eq=False):
     """One incremental save. `compare` comes first."""
 
     index: ChunkIndex
@@ -361,10 +359,10 @@ class IncrementalSave:
     encode: Encode
     number: int
     ended: bool = False
-    _matches: list[Match] = field(default_factory=list)
-    _holders: Mapping[Attempt, Holder] = field(default_factory=dict)
+    _matches: list[Match] = []
+    _holders: Mapping[Attempt, Holder] = {}
     _lease: str | None = None
-    _bases: dict[int, KnownChunk] = field(default_factory=dict)
+    _bases: dict[int, KnownChunk] = {}
     """By the first byte of a chunk that may become a delta."""
     _raws: Sequence[bytes] = ()
 
@@ -441,8 +439,7 @@ class IncrementalSave:
     def compare(self, raw: RawStream, base: BaseCheckpoint | None, keeps: bool = False) -> None:
         """Compare the chunks of a raw stream with the base, and lease what is referenced. keeps: the bytes of all."""
         chunks = base.chunks if base is not None else {}
-        known = [chunks.get(key) for key in self._keys()]
-        pairs = list(zip(self.spans, known, strict=True))
+        pairs = list(zip(self.spans, map(chunks.get, self._keys()), strict=True))
         enabled = self.index.enabled
         matches = [self._match(span, span.of(raw), one) if enabled else NOT_COMPARED for span, one in pairs]
         usable = self._usable(base, (match.known for match in matches if match.known)) if base is not None else ()

@@ -317,14 +317,15 @@ class SavePipeline:
         policy = policy_for(found.policies, self._run.name)
         return policy is not None and bool(policy.keep_full or policy.keep_weights)
 
-    def _drop_queued(self, reason: str) -> None:
-        """Skip the oldest job with a slot whose upload has not begun, if there is one."""
+    def _drop_queued(self, reason: str) -> bool:
+        """Skip the oldest job with a slot whose upload has not begun; whether there is one."""
         with self._lock:
             job = next((job for job in self._waiting.values() if job.slot is not None), None)
             if job is None:
-                return
+                return False
             del self._waiting[job.number]
         self._abort_job(job, SaveSkipped(reason))
+        return True
 
     def _expedite(self) -> None:
         """Make the next save durable as soon as possible: with no compression, CPU limit, replication, queued
@@ -334,10 +335,8 @@ class SavePipeline:
         if self._replicator is not None:
             self._replicator.pause()
         self._policy = POLICIES["off"]
-        with self._lock:
-            queued = sum(job.slot is not None for job in self._waiting.values())
-        for _ in range(queued):
-            self._drop_queued("the save was dropped before its upload began: the trainer is being preempted")
+        while self._drop_queued("the save was dropped before its upload began: the trainer is being preempted"):
+            pass
 
     def _abort(self, attempt: NewAttempt, failure: str | None) -> None:
         """Abort an attempt in the background, so that other ranks, if there are any, do not wait for this one."""
@@ -436,9 +435,8 @@ class SavePipeline:
             optimizer = part.incremental.index.optimizer
             key, tries = self._run.keys.shard(attempt, names.shard_name(self._setup.rank, optimizer)), count()
             statistics, number, changed = running.statistics, running.job.number, part.incremental.changed_bytes
-            slices = chain(*(one.placed for one in running.parts), (one.place for one in running.derived))
             left = sum(one.incremental.changed_bytes for one in running.parts)
-            rest = sum(place.slice.bytes for place in slices) - left  # referenced or derived
+            rest = sum(place.slice.bytes for place in running.job.slices) - left  # referenced or derived
             rest += sum(chunk.raw for one in before for chunk in one.chunks)
             tail: Callable[[], bytes] = bytes
             if statistics is not None and not optimizer:

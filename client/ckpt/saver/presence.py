@@ -203,21 +203,6 @@ def savers() -> list[SaverState]:
     return [state for state in states if state is not None and state.pid and not state.idle]
 
 
-def unfinished(states: Collection[SaverState], waited_s: float, trainers_too: bool = False) -> list[SaverState]:
-    """The savers that are not done. Pure but for /proc.
-
-    waited_s: for how long nothing has been uploaded any more. trainers_too: one whose trainer still runs is not done.
-    """
-    return [
-        state
-        for state in states
-        if state.uploading
-        or state.local_only
-        or (state.waiting and state.rank == 0 and waited_s < _OTHERS_S)
-        or not (state.orphaned or (_runs(state.trainer) and not trainers_too))  # it may not have read the last save
-    ]
-
-
 def drain(
     find: Callable[[], Collection[SaverState]],
     timeout_s: float,
@@ -238,7 +223,14 @@ def drain(
         now = time.monotonic()
         if any(state.uploading or state.local_only for state in states):
             idle_since = now
-        left = unfinished(states, now - idle_since, trainers_too)
+        left = [
+            state
+            for state in states
+            if state.uploading
+            or state.local_only
+            or (state.waiting and state.rank == 0 and now - idle_since < _OTHERS_S)
+            or not (state.orphaned or (_runs(state.trainer) and not trainers_too))  # it may not have read the last save
+        ]
         progress(states)
         if not left or now >= deadline or sleep(min(_POLL_S, deadline - now)):
             return left

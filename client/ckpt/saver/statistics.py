@@ -64,8 +64,7 @@ class ShardStatistics:
         self._raw: RawStream = raw if derived else memoryview(b"")
         self._placed = placed
         self._derived = [one.place for one in derived]
-        spans = sorted(spans, key=lambda span: span.at)
-        self._parts = dict(zip((span.at for span in spans), _parts(placed, spans), strict=True))
+        self._parts = _parts(placed, sorted(spans, key=lambda span: span.at))
         self._tables: dict[int, Rows] = {}
         self._failed = False
         self._document: bytes | None = None
@@ -173,20 +172,19 @@ def chunk_table(dtype: str, raw: memoryview, sizes: Sequence[int], extremes: Ext
     return [*zip(*(one.tolist() for one in (elements, *counts, low, high)), strict=True)]
 
 
-def _parts(placed: Sequence[Placed], spans: Sequence[ChunkSpan]) -> list[_Parts]:
-    """The slices in each chunk. Pure."""
-    found: list[_Parts] = []
-    ends = sorted((place.at + place.slice.bytes, number) for number, place in enumerate(placed) if place.slice.bytes)
-    slices = ((number, end) for end, number in ends)
-    number, end = -1, 0
+def _parts(placed: Sequence[Placed], spans: Sequence[ChunkSpan]) -> dict[int, _Parts]:
+    """The slices in each chunk, by its first byte. Pure."""
+    found: dict[int, _Parts] = {}
+    filled = [(place.at + place.slice.bytes, number) for number, place in enumerate(placed) if place.slice.bytes]
+    slices, end, number = iter(sorted(filled)), 0, -1
     for span in spans:
         numbers, sizes, at = list[int](), list[int](), span.at
         while at < span.at + span.bytes:
             if end <= at:
-                number, end = next(slices)
+                end, number = next(slices)
             stop = min(end, span.at + span.bytes)
             numbers.append(number)
             sizes.append((stop - at) // ITEM_BYTES[span.dtype])
             at = stop
-        found.append(_Parts(tuple(numbers), tuple(sizes)))
+        found[span.at] = _Parts(tuple(numbers), tuple(sizes))
     return found

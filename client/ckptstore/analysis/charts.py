@@ -130,27 +130,15 @@ def plot(
         area = _area(places, bottom) if from_zero else ""
         return Line(_polyline(places), area, marks, _polyline(_smoothed(places, smooth)))
 
+    if not x_ticks:
+        values = _ticks(xs, 6, _round_ages if ages else _round_numbers)
+        x_ticks = [Tick(value, _age(value) if ages else compact(value)) for value in values]
+    heights = _ticks([y / unit for y in ys], 4, _round_exponents if log else _round_numbers)
     return Plot(
-        width=width,
-        height=height,
-        left=left,
-        right=right,
-        top=top,
-        bottom=bottom,
-        lines=tuple(line(found) for found in known),
-        x_ticks=tuple(
-            Tick(across(tick.at), tick.label)
-            for tick in x_ticks
-            or [
-                Tick(value, _age(value) if ages else compact(value))
-                for value in (_age_ticks if ages else _ticks)(xs, 6)
-            ]
-        ),
-        y_ticks=tuple(
-            Tick(up(value * unit), written(value * unit))
-            for value in (_log_ticks if log else _ticks)([y / unit for y in ys], 4)
-        ),
-    )
+        width, height, left, right, top, bottom, tuple(map(line, known)),
+        tuple(Tick(across(tick.at), tick.label) for tick in x_ticks),
+        tuple(Tick(up(value * unit), written(value * unit)) for value in heights),
+    )  # fmt: skip
 
 
 def svg(title: str, drawn: Plot, names: Sequence[str], notes: Sequence[str] = ()) -> str:
@@ -189,13 +177,16 @@ def _svg_lines(title: str, drawn: Plot, names: Sequence[str], notes: Sequence[st
 def step_axis(steps: Sequence[int], left: float, right: float) -> tuple[Callable[[float], float], tuple[Tick, ...]]:
     """The place of a step between two edges, and the ticks."""
     across = _scale(steps, left + _EDGE, right - _EDGE)
-    return across, tuple(Tick(across(value), compact(value)) for value in _ticks(steps, 6))
+    return across, tuple(Tick(across(value), compact(value)) for value in _ticks(steps, 6, _round_numbers))
 
 
 def _scale(values: Sequence[float], begin: float, end: float) -> Callable[[float], float]:
     """The place of a value between the edges of the lowest and the highest value."""
-    low, high = _limits(values)
-    return lambda value: round(begin + (end - begin) * _share(value, low, high), 1)
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    margin = 0.0 if low < high else abs(low) / 10 or 1.0
+    low, high = (low - margin) / 2, (high + margin) / 2  # halved, because a difference can overflow
+    span = high - low
+    return lambda value: round(begin + (end - begin) * ((value / 2 - low) / span if span > 0 else 0.5), 1)
 
 
 def _polyline(places: Iterable[tuple[float, float]]) -> str:
@@ -231,34 +222,17 @@ def _drawable(value: float) -> float:
     return max(-_FARTHEST, min(_FARTHEST, value))
 
 
-def _limits(values: Sequence[float]) -> tuple[float, float]:
-    low, high = min(values, default=0.0), max(values, default=1.0)
-    if low < high:
-        return low, high
-    margin = abs(low) / 10 or 1.0
-    return low - margin, high + margin
-
-
-def _share(value: float, low: float, high: float) -> float:
-    """Position of a value between two others, from 0 to 1. Operands are halved, because a difference can overflow."""
-    span = high / 2 - low / 2
-    return (value / 2 - low / 2) / span if span > 0 else 0.5
-
-
-def _ticks(values: Sequence[float], count: int) -> list[float]:
-    """The ticks for an axis of these values."""
+def _ticks(values: Sequence[float], count: int, between: Callable[[float, float, int], list[float]]) -> list[float]:
+    """The ticks for an axis of these values. between: finds those between two values."""
     if not values or min(values) == max(values):
         return list(values[:1])
-    found = _round_numbers(min(values), max(values), count)
-    whole = all(value.is_integer() for value in map(float, values))
+    found = between(min(values), max(values), count)
+    whole = between is _round_numbers and all(value.is_integer() for value in map(float, values))
     return [value for value in found if not whole or value.is_integer()]
 
 
-def _log_ticks(exponents: Sequence[float], count: int) -> list[float]:
+def _round_exponents(low: float, high: float, count: int) -> list[float]:
     """The ticks for a logarithmic axis: 1, 2 and 5 times powers of ten, or the powers alone. All as exponents."""
-    if not exponents or min(exponents) == max(exponents):
-        return list(exponents[:1])
-    low, high = min(exponents), max(exponents)
     powers = range(floor(low), floor(high) + 1)
     for factors in ((1, 2, 5), (1,)):
         found = [at for power in powers for factor in factors if low <= (at := power + log10(factor)) <= high]
@@ -267,11 +241,8 @@ def _log_ticks(exponents: Sequence[float], count: int) -> list[float]:
     return found[:: -(-len(found) // (2 * count))] if len(found) > 1 else [low, high]
 
 
-def _age_ticks(values: Sequence[float], count: int) -> list[float]:
+def _round_ages(low: float, high: float, count: int) -> list[float]:
     """The ticks for an axis of seconds before now: whole minutes, hours or days."""
-    if not values or min(values) == max(values):
-        return list(values[:1])
-    low, high = min(values), max(values)
     step = next((step for step in _AGES if (high - low) / step <= count), (high - low) / count)
     first = -(-low // step)
     return [at * step for at in range(int(first), int(high // step) + 1)] or [low, high]

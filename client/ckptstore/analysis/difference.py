@@ -7,8 +7,10 @@ checkpoints, in batches, and compared.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod, sqrt
+from operator import add, mul
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,6 +20,7 @@ from ckptstore.codecs.dtypes import ITEM_BYTES, SOURCE, numbers_of
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.format import boxes
 from ckptstore.format.boxes import Box, Want
+from ckptstore.format.columns import column
 from ckptstore.format.documents import Content
 from ckptstore.format.planning import batches, plan_reads
 from ckptstore.format.shards import ChunkTable
@@ -114,11 +117,6 @@ class _Sums(msgspec.Struct):
     largest: float = 0.0
 
 
-class _Compared(msgspec.Struct):
-    sums: dict[str, _Sums] = {}
-    read_bytes: int = 0
-
-
 def compare(before: Side, after: Side, progress: Progress = lambda _: None) -> Difference:
     """Compare the tensors of two checkpoints. progress: called with the raw bytes of each chunk that was read.
 
@@ -127,10 +125,18 @@ def compare(before: Side, after: Side, progress: Progress = lambda _: None) -> D
     old, new = before.content.entries.types(), after.content.entries.types()
     common = {name: old[name] for name in old if new.get(name) == old[name]}
     regions = list(_regions(before.content, after.content, common))
-    found = _Compared()
-    for batch in batches(regions, lambda region: region.bytes, _BATCH_BYTES):
-        _compare_batch(before, after, batch, found, progress)
-    changed = [_change(name, *common[name], sums) for name, sums in found.sums.items() if sums.changed]
+    found: dict[str, _Sums] = defaultdict(_Sums)
+    groups = batches(regions, lambda region: region.bytes, _BATCH_BYTES)
+    read_bytes = sum(_compare_batch(before, after, batch, found, progress) for batch in groups)
+    changed = [
+        TensorChange(
+            name=name, dtype=common[name][0], shape=list(common[name][1]), compared=sums.compared, changed=sums.changed,
+            not_finite=sums.not_finite, relative_norm=sqrt(sums.difference / sums.before) if sums.before > 0 else None,
+            largest=sums.largest,
+        )
+        for name, sums in found.items()
+        if sums.changed
+    ]  # fmt: skip
     texts = [saved_values(side.source, side.checkpoint) for side in (before, after)]
     values = {name: (texts[0].get(name, ""), texts[1].get(name, "")) for name in texts[0] | texts[1]}
     return Difference(
@@ -149,7 +155,7 @@ def compare(before: Side, after: Side, progress: Progress = lambda _: None) -> D
         changed=sorted(changed, key=lambda one: -(one.relative_norm if one.relative_norm is not None else np.inf)),
         values={name: pair for name, pair in values.items() if pair[0] != pair[1]},
         num_equal=len(common) - len(changed),
-        read_bytes=found.read_bytes,
+        read_bytes=read_bytes,
     )  # fmt: skip
 
 
@@ -180,19 +186,6 @@ def _text(value: Any) -> str:
         return f"{value:#x}" if isinstance(value, int) else str([_text(one) for one in value])
 
 
-def _change(name: str, dtype: str, shape: tuple[int, ...], sums: _Sums) -> TensorChange:
-    return TensorChange(
-        name=name,
-        dtype=dtype,
-        shape=list(shape),
-        compared=sums.compared,
-        changed=sums.changed,
-        not_finite=sums.not_finite,
-        relative_norm=sqrt(sums.difference / sums.before) if sums.before > 0 else None,
-        largest=sums.largest,
-    )
-
-
 def _regions(before: Content, after: Content, common: Mapping[str, tuple[str, tuple[int, ...]]]) -> Iterator[_Region]:
     """The elements of common entries that are not known to be equal."""
     old, new = _parts(before, common), _parts(after, common)
@@ -202,7 +195,7 @@ def _regions(before: Content, after: Content, common: Mapping[str, tuple[str, tu
             if others.get(key) != identity:
                 box, begin, end = key
                 for part in boxes.flat_boxes(boxes.sizes(box), begin, end):
-                    offsets = (a + b for a, b in zip(boxes.offsets(box), boxes.offsets(part), strict=True))
+                    offsets = map(add, boxes.offsets(box), boxes.offsets(part))
                     yield _Region(name, dtype, (*offsets, *boxes.sizes(part)))
 
 
@@ -220,11 +213,11 @@ def _parts(content: Content, common: Mapping[str, object]) -> dict[str, dict[_Ke
     for group in boxes.same_dimensions(content, np.arange(len(slices.entry))):
         filled = group.bytes > 0
         rows, sizes = group.rows[filled], group.bytes[filled]
-        names = [content.entries.name[entry] for entry in slices.entry[rows].tolist()]
-        dtypes = [content.entries.dtype[entry] for entry in slices.entry[rows].tolist()]
+        entries = slices.entry[rows].tolist()
+        names, dtypes = ([given[entry] for entry in entries] for given in (content.entries.name, content.entries.dtype))
         casts = [dtype if row in derived else "" for row, dtype in zip(rows.tolist(), dtypes, strict=True)]
-        items = np.array([ITEM_BYTES[SOURCE if cast else d] for d, cast in zip(dtypes, casts, strict=True)], np.int64)
-        counts = sizes // np.array([ITEM_BYTES[dtype] for dtype in dtypes], np.int64)
+        items = column(ITEM_BYTES[SOURCE if cast else dtype] for dtype, cast in zip(dtypes, casts, strict=True))
+        counts = sizes // column(ITEM_BYTES[dtype] for dtype in dtypes)
         begin = table.streams[slices.shard[rows]] + slices.at[rows]
         which, chunk, low, high = table.split(begin, begin + counts * items)
         given_boxes, shapes = group.boxes[filled].tolist(), group.shapes[filled].tolist()
@@ -233,7 +226,7 @@ def _parts(content: Content, common: Mapping[str, object]) -> dict[str, dict[_Ke
                 continue
             first, item = int(begin[one]), int(items[one])
             key = _key(tuple(given_boxes[one]), shapes[one], (start - first) // item, (stop - first) // item)
-            chunks, index = content.shards[int(table.shard[row])].chunks, int(table.index[row])
+            chunks, index = content.shards[table.shard[row]].chunks, int(table.index[row])
             at = int(table.begin[row])
             identity = (
                 chunks.digest_of(index), chunks.codec_of(index), int(table.raw[row]), start - at, stop - at, casts[one],
@@ -250,12 +243,15 @@ def _key(box: Box, shape: Sequence[int], begin: int, end: int) -> _Key:
         inner -= 1
     if any(length != 1 for length in lengths[: max(0, inner - 1)]):
         return box, begin, end
-    first = sum(offset * step for offset, step in zip(offsets, boxes.strides(shape), strict=True))
+    first = sum(map(mul, offsets, boxes.strides(shape)))
     return boxes.whole(shape), first + begin, first + end
 
 
-def _compare_batch(before: Side, after: Side, batch: Sequence[_Region], found: _Compared, progress: Progress) -> None:
-    places, at = [], 0
+def _compare_batch(
+    before: Side, after: Side, batch: Sequence[_Region], found: dict[str, _Sums], progress: Progress
+) -> int:
+    """Add what differs to the sums of each entry; returns the stored bytes that were read."""
+    places, at, read_bytes = [], 0, 0
     for region in batch:
         places.append(at)
         at += -(-region.bytes // 16) * 16
@@ -265,11 +261,12 @@ def _compare_batch(before: Side, after: Side, batch: Sequence[_Region], found: _
         memory = memoryview(np.empty(at, np.uint8).data)
         reads = plan_reads(side.content, wants)
         fetch(side.source, side.checkpoint, reads, {_BUFFER: memory}, progress)
-        found.read_bytes += sum(read.bytes for read in reads)
+        read_bytes += sum(read.bytes for read in reads)
         sides.append(memory)
     for region, place in zip(batch, places, strict=True):
         old, new = (memory[place : place + region.bytes] for memory in sides)
-        _add(found.sums.setdefault(region.name, _Sums()), region.dtype, old, new)
+        _add(found[region.name], region.dtype, old, new)
+    return read_bytes
 
 
 def _add(sums: _Sums, dtype: str, old: memoryview, new: memoryview) -> None:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import inf
 from typing import NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 
 from ckptstore import names
 from ckptstore.commits.catalog import Checkpoint, list_checkpoints
@@ -25,7 +24,7 @@ from ckptstore.format.documents import Generation
 from ckptstore.format.records import LOCAL_ONLY, ORIGIN, REVISION, Heartbeat, LocalOnly, Origin, TrainerEnd
 from ckptstore.names import Attempt
 from ckptstore.run import Run
-from ckptstore.values import Record
+from ckptstore.values import Record, Value
 
 SILENT_S = 300.0
 """A trainer without a heartbeat for this time counts as gone."""
@@ -88,8 +87,7 @@ class Beat(NamedTuple):
     slowed_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class TrainerRun:
+class TrainerRun(Value):
     """One life of a trainer."""
 
     id: str
@@ -192,7 +190,7 @@ def read_account(run: Run, checkpoints: Sequence[Checkpoint] | None = None) -> A
         )
     # The replication queue of another host does not count: its generation is superseded.
     local_only = heartbeats[-1].extension(LOCAL_ONLY, LocalOnly) if heartbeats else None
-    return msgspec.structs.replace(account(run.name, lives, run.clock(), SILENT_S), local_only=local_only)
+    return replace(account(run.name, lives, run.clock()), local_only=local_only)
 
 
 def lives_of(
@@ -206,10 +204,8 @@ def lives_of(
     lives = [_of_heartbeat(heartbeat) for heartbeat in heartbeats]
     known = {life.generation for life in lives}
     documents = {one.number: one for one in generations if one is not None}
-    for number in sorted((captures.keys() | documents.keys()) - known):
-        life = _of_generation(number, documents.get(number), sorted(captures.get(number, ())))
-        if life is not None:
-            lives.append(life)
+    unknown = sorted((captures.keys() | documents.keys()) - known)
+    lives += [_of_generation(number, documents.get(number), sorted(captures.get(number, ()))) for number in unknown]
     return _in_one_order(
         [life if life.generation is None else life.with_captures(captures.get(life.generation, ())) for life in lives],
         {checkpoint.attempt: checkpoint.created_at for checkpoint in checkpoints},
@@ -234,28 +230,25 @@ def _in_one_order(lives: Iterable[TrainerRun], created_at: Mapping[Attempt, floa
 
 
 def _of_heartbeat(found: Heartbeat) -> TrainerRun:
-    beats = zip(found.at, found.step, found.stalled_s, found.slowed_s, strict=True)
+    beats = map(Beat, found.at, found.step, found.stalled_s, found.slowed_s)
     return TrainerRun(
         id=found.id, began_at=found.began_at, trains_at=max(found.began_at, found.trains_at),
         restored_s=max(0.0, found.restored_s), generation=found.generation,
         parent=Attempt.parse(found.parent) if found.parent is not None else None,
-        beats=sorted((Beat(*beat) for beat in beats), key=lambda beat: beat.at), ended=found.ended,
+        beats=sorted(beats, key=lambda beat: beat.at), ended=found.ended,
         ended_at=max(found.ended_at, found.began_at), origin=found.extension(ORIGIN, Origin),
         revision=found.extension(REVISION, str),
     )  # fmt: skip
 
 
-def _of_generation(
-    number: int, document: Generation | None, captures: Sequence[tuple[float, int]]
-) -> TrainerRun | None:
-    """A life that is known by its generation. Its saves seem to cost nothing, and its end is its last capture."""
+def _of_generation(number: int, document: Generation | None, captures: Sequence[tuple[float, int]]) -> TrainerRun:
+    """A life that is known by its generation: its document, or captures. Its saves seem to cost nothing, and its end is
+    its last capture."""
     if document is not None:
         began_at = names.ulid_time(document.session)
         captures = [capture for capture in captures if capture[0] >= began_at]
-    elif captures:
-        began_at = captures[0][0]
     else:
-        return None
+        began_at = captures[0][0]
     ended_at = captures[-1][0] if captures else began_at
     return TrainerRun(
         id=document.session if document is not None else f"generation {number}", began_at=began_at, trains_at=began_at,
@@ -265,18 +258,15 @@ def _of_generation(
     )  # fmt: skip
 
 
-def account(run: str, lives: Sequence[TrainerRun], now: float, silent_s: float) -> Account:
-    """The account of a run that has at least one life. silent_s: a life without a beat for this time has vanished."""
+def account(run: str, lives: Sequence[TrainerRun], now: float) -> Account:
+    """The account of a run that has at least one life. One without a beat for SILENT_S has vanished."""
     lives = sorted(lives, key=lambda life: (life.began_at, life.id))
-    kept = _kept_steps(lives)
     attempts: list[AttemptAccount] = []
-    waiting = 0.0
-    for number, life in enumerate(lives):
-        after = lives[number + 1] if number + 1 < len(lives) else None
-        attempt = _attempt(life, kept[number], after, now, silent_s)
-        if attempts:
-            waiting += max(0.0, life.began_at - max(one.ended_at for one in attempts))
-        attempts.append(attempt)
+    waiting, until = 0.0, lives[0].began_at
+    for life, kept_step, after in zip(lives, _kept_steps(lives), [*lives[1:], None], strict=True):
+        waiting += max(0.0, life.began_at - until)
+        attempts.append(_attempt(life, kept_step, after, now))
+        until = max(until, attempts[-1].ended_at)
     seconds = {kind.value: sum(one.seconds[kind] for one in attempts) for kind in Spent}
     seconds[Spent.WAITING] = waiting
     total = sum(seconds.values())
@@ -284,7 +274,7 @@ def account(run: str, lives: Sequence[TrainerRun], now: float, silent_s: float) 
     for kind, name in BADPUT.items():
         badput[name] += seconds[kind]
     return Account(
-        run=run, began_at=lives[0].began_at, until=max(one.ended_at for one in attempts), step=attempts[-1].last_step,
+        run=run, began_at=lives[0].began_at, until=until, step=attempts[-1].last_step,
         lost_steps=sum(one.lost_steps for one in attempts), goodput=seconds[Spent.PRODUCTIVE] / total if total else 0.0,
         seconds=seconds, badput=badput, attempts=attempts,
     )  # fmt: skip
@@ -293,22 +283,19 @@ def account(run: str, lives: Sequence[TrainerRun], now: float, silent_s: float) 
 def _kept_steps(lives: Sequence[TrainerRun]) -> list[float]:
     """The last step of each life that was kept; -inf: none."""
     kept = [-inf] * len(lives)
-    number: int | None = len(lives) - 1
-    limit = inf
-    while number is not None:
+    number, limit = len(lives) - 1, inf
+    while number >= 0:
         kept[number] = limit
         parent = lives[number].parent
         if parent is None:
             break
         limit = parent.step
         savers = (before for before in range(number) if lives[before].generation == parent.generation)
-        number = max(savers, default=None)
+        number = max(savers, default=-1)
     return kept
 
 
-def _attempt(
-    life: TrainerRun, kept_step: float, after: TrainerRun | None, now: float, silent_s: float
-) -> AttemptAccount:
+def _attempt(life: TrainerRun, kept_step: float, after: TrainerRun | None, now: float) -> AttemptAccount:
     ended_at = life.ended_at if life.ended else max(life.ended_at, life.trains_at)
     if after is not None:
         ended_at = min(ended_at, after.began_at)  # an old job may run on: its steps change nothing
@@ -337,7 +324,7 @@ def _attempt(
     }
     return AttemptAccount(
         id=life.id, generation=life.generation, began_at=life.began_at, trains_at=trains_at, kept_until=kept_until,
-        ended_at=ended_at, ended=_end(life, after, now, silent_s),
+        ended_at=ended_at, ended=_end(life, after, now),
         resumed_from=life.parent.step if life.parent is not None else None, first_step=series.beats[0].step,
         last_step=last.step, lost_steps=max(0, last.step - cut.step), seconds={k.value: s for k, s in seconds.items()},
         measured=life.measured, origin=life.origin, revision=life.revision,
@@ -353,22 +340,21 @@ _ENDS: Mapping[TrainerEnd, EndOf] = {
 }
 
 
-def _end(life: TrainerRun, after: TrainerRun | None, now: float, silent_s: float) -> EndOf:
+def _end(life: TrainerRun, after: TrainerRun | None, now: float) -> EndOf:
     if life.ended in _ENDS:
         return _ENDS[life.ended]
     if life.ended is TrainerEnd.CLOSED:
         return EndOf.FINISHED if after is None else EndOf.STOPPED
-    if after is None and now - life.ended_at < silent_s:
+    if after is None and now - life.ended_at < SILENT_S:
         return EndOf.RUNNING
     return EndOf.VANISHED
 
 
-@dataclass(frozen=True, slots=True)
-class _Series:
+class _Series(NamedTuple):
     """The beats of a life as a function of time."""
 
     beats: Sequence[Beat]
-    times: Sequence[float] = field(repr=False)
+    times: Sequence[float]
 
     @classmethod
     def of(cls, life: TrainerRun) -> _Series:
@@ -408,14 +394,17 @@ class _Series:
 def openmetrics(accounts: Iterable[Account]) -> str:
     """The accounts as OpenMetrics text: seconds by category, goodput, and steps that were done twice."""
     listed = list(accounts)
-    lines = ["# TYPE ckptd_goodput_seconds gauge", "# UNIT ckptd_goodput_seconds seconds"]
-    lines += [
-        f'ckptd_goodput_seconds{{run="{one.run}",category="{kind}"}} {seconds:.3f}'
-        for one in listed
-        for kind, seconds in one.seconds.items()
-    ]
-    lines += ["# TYPE ckptd_goodput_ratio gauge", "# UNIT ckptd_goodput_ratio ratio"]
-    lines += [f'ckptd_goodput_ratio{{run="{one.run}"}} {one.goodput:.6f}' for one in listed]
-    lines += ["# TYPE ckptd_lost_steps gauge"]
-    lines += [f'ckptd_lost_steps{{run="{one.run}"}} {one.lost_steps}' for one in listed]
-    return "\n".join([*lines, "# EOF", ""])
+    lines = (
+        "# TYPE ckptd_goodput_seconds gauge\n# UNIT ckptd_goodput_seconds seconds",
+        *(
+            f'ckptd_goodput_seconds{{run="{one.run}",category="{kind}"}} {seconds:.3f}'
+            for one in listed
+            for kind, seconds in one.seconds.items()
+        ),
+        "# TYPE ckptd_goodput_ratio gauge\n# UNIT ckptd_goodput_ratio ratio",
+        *(f'ckptd_goodput_ratio{{run="{one.run}"}} {one.goodput:.6f}' for one in listed),
+        "# TYPE ckptd_lost_steps gauge",
+        *(f'ckptd_lost_steps{{run="{one.run}"}} {one.lost_steps}' for one in listed),
+        "# EOF\n",
+    )
+    return "\n".join(lines)

@@ -86,11 +86,10 @@ def first_trouble(run: str, steps: Sequence[CheckpointStatistics], skipped: Sequ
     """The first of some checkpoints, given oldest first, in which a tensor went wrong. Pure."""
     history: dict[str, list[TensorStatistics]] = defaultdict(list)
     healthy = RunFinding(run=run, num_checkpoints=len(steps), skipped=list(skipped))
-    for number, one in enumerate(steps):
+    for before, one, after in zip([None, *steps], steps, [*steps[1:], None], strict=False):
         wrong = [(tensor, *cause) for tensor in one.tensors.values() if (cause := _cause(tensor, history[tensor.name]))]
         if wrong:
             wrong.sort(key=lambda item: -item[2])
-            before, after = (steps[at] if 0 <= at < len(steps) else None for at in (number - 1, number + 1))
             old, new = ({} if step is None else step.tensors for step in (before, after))
             return msgspec.structs.replace(
                 healthy,

@@ -11,10 +11,10 @@ import numpy as np
 
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.errors import CorruptObject, Damaged, InvalidRequest, ObjectMissing
-from ckptstore.format.columns import column
+from ckptstore.format.columns import column, concatenate
 from ckptstore.format.documents import Content, Manifest
 from ckptstore.format.parsing import parse_sealed
-from ckptstore.format.statistics import Statistics, Table, is_counter, merge, side_document
+from ckptstore.format.statistics import COUNTS, Statistics, Table, is_counter, merge, side_document
 from ckptstore.reading.source import Source, checked_statistics, read_manifest, statistics_name
 from ckptstore.threads import in_parallel
 from ckptstore.values import Record
@@ -75,13 +75,13 @@ def read_statistics(source: Source, checkpoint: Checkpoint) -> CheckpointStatist
             return None
 
     tables = in_parallel(read, ranks)
-    if not any(table is not None for table in tables) and ranks:
+    rows = [np.flatnonzero(owner == rank) for rank in ranks]
+    known = [(table, of) for table, of in zip(tables, rows, strict=True) if table is not None]
+    if ranks and not known:
         if missing:
             raise CorruptObject(f"no statistics of {checkpoint.id} can be read: {missing[0]}", "Use another checkpoint")
         raise InvalidRequest(f"{checkpoint.id} was saved without statistics", "Save with statistics=True")
-    rows = [np.flatnonzero(owner == rank) for rank in ranks]
-    known = [(table, of) for table, of in zip(tables, rows, strict=True) if table is not None]
-    entry = np.concatenate([np.zeros(0, np.int64), *(content.slices.entry[of] for _, of in known)])
+    entry = concatenate(content.slices.entry[of] for _, of in known)
     merged = merge([table for table, _ in known], entry, len(content.entries.name))
     left_out = {int(n) for t, of in zip(tables, rows, strict=True) if t is None for n in content.slices.entry[of]}
     return CheckpointStatistics(checkpoint, _tensors(content, merged, left_out), sorted(missing))
@@ -110,13 +110,10 @@ def _tensors(content: Content, table: Table, left_out: set[int]) -> dict[str, Te
             name=name,
             dtype=entries.dtype[number],
             shape=entries.shape[number],
-            elements=int(table.elements[number]),
-            nan=int(table.nan[number]),
-            positive_inf=int(table.positive_inf[number]),
-            negative_inf=int(table.negative_inf[number]),
+            **{count: int(getattr(table, count)[number]) for count in COUNTS},
             minimum=_number(table.minimum[number]),
             maximum=_number(table.maximum[number]),
-            is_finite=bool(healthy[number] or is_counter(name, int(table.elements[number]))),
+            is_finite=bool(healthy[number] or is_counter(name, table.elements[number])),
         )
         for number, name in enumerate(entries.name)
         if number not in left_out

@@ -19,31 +19,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-
-ITEM_BYTES: dict[str, int] = {
-    "complex128": 16,
-    "complex64": 8,
-    "complex32": 4,
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2": 1,
-    "float8_e5m2fnuz": 1,
-    "float8_e8m0fnu": 1,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint64": 8,
-    "uint32": 4,
-    "uint16": 2,
-    "uint8": 1,
-    "bool": 1,
-}
-"""Bytes of one element."""
+from msgspec import Struct
 
 NUMPY: dict[str, np.dtype[Any]] = {
     name: np.dtype(name)
@@ -53,6 +29,18 @@ NUMPY: dict[str, np.dtype[Any]] = {
     )
 }  # fmt: skip
 """The types that numpy supports too; arrays of other types can be neither captured nor restored."""
+
+ITEM_BYTES: dict[str, int] = {
+    **{name: dtype.itemsize for name, dtype in NUMPY.items()},
+    "complex32": 4,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+}
+"""Bytes of one element."""
 
 Numbers = np.ndarray[Any, np.dtype[Any]]
 
@@ -118,7 +106,16 @@ _MAGNITUDE = np.uint32(0x7FFFFFFF)
 
 def cast(bits: Numbers, dtype: str) -> Numbers:
     """float32 words as words of `dtype`."""
-    rounded = _to_bfloat16(bits) if dtype == "bfloat16" else _to_float16(bits)
+    if dtype == "bfloat16":
+        rounded = bits >> np.uint32(16)
+        rounded &= np.uint32(1)
+        rounded += np.uint32(0x7FFF)
+        rounded += bits
+        rounded >>= np.uint32(16)
+        rounded = rounded.astype(np.uint16)
+    else:
+        with np.errstate(all="ignore"):
+            rounded = bits.view(np.float32).astype(np.float16).view(np.uint16)
     nan = (bits & _MAGNITUDE) > _INFINITY
     if nan.any():
         payload = (bits >> np.uint32(13) & np.uint32(0x3FF) | np.uint32(0x7E00)).astype(np.uint16)
@@ -142,20 +139,6 @@ def is_cast(bits: Numbers, dtype: str, words: Numbers) -> bool:
     return all(np.array_equal(cast(bits[at : at + _BLOCK], dtype), words[at : at + _BLOCK]) for at in blocks)
 
 
-def _to_bfloat16(bits: Numbers) -> Numbers:
-    rounded = bits >> np.uint32(16)
-    rounded &= np.uint32(1)
-    rounded += np.uint32(0x7FFF)
-    rounded += bits
-    rounded >>= np.uint32(16)
-    return rounded.astype(np.uint16)
-
-
-def _to_float16(bits: Numbers) -> Numbers:
-    with np.errstate(all="ignore"):
-        return bits.view(np.float32).astype(np.float16).view(np.uint16)
-
-
 Seen = Callable[[memoryview], object]
 """Called with each part of a chunk before it is encoded, in order."""
 
@@ -164,19 +147,16 @@ def ignore(part: memoryview) -> None:
     """Does nothing with a part of a chunk."""
 
 
-class Extremes:
+class Extremes(Struct):
     """The exact extremes of a chunk of floats of 16 or 32 bits. For one thread."""
 
-    __slots__ = ("dtype", "signed", "smallest", "unsigned")
-
-    def __init__(self, dtype: str) -> None:
-        self.dtype = dtype
-        self.unsigned = -1
-        """The largest word, as unsigned number; -1: no word was added."""
-        self.signed = -(1 << 31)
-        """The largest word, as signed number."""
-        self.smallest = 1 << 32
-        """The smallest word, as unsigned number."""
+    dtype: str
+    unsigned: int = -1
+    """The largest word, as unsigned number; -1: no word was added."""
+    signed: int = -(1 << 31)
+    """The largest word, as signed number."""
+    smallest: int = 1 << 32
+    """The smallest word, as unsigned number."""
 
     def add(self, unsigned: int, signed: int, smallest: int) -> None:
         """Add the extremes of some words."""

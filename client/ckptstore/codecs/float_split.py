@@ -41,7 +41,7 @@ def encode(dtype: str, raw: memoryview, level: int, extremes: Extremes | None = 
     level: 1 compresses exponents, and other planes only if they contain repetitions; above 1 tries everything.
     extremes: gets all words, block by block while they are in the cache. seen: so does it.
     """
-    words: Plane = np.frombuffer(raw, np.uint32 if dtype == "float32" else np.uint16)
+    words: Plane = np.frombuffer(raw, f"u{ITEM_BYTES[dtype]}")
     encoded = _encode(dtype, words, level, BLOCK_BYTES // words.itemsize, extremes, seen)
     return encoded if level == 1 else min(encoded, _encode(dtype, words, level, SMALL_BLOCK), key=len)
 
@@ -153,16 +153,14 @@ def _repeats(equal: int, lanes: int) -> bool:
 
 def decode(dtype: str, stored: memoryview, into: memoryview) -> None:
     """Decode one chunk into `into`. Raises CorruptObject; never writes outside `into`."""
-    item = 4 if dtype == "float32" else 2
+    item = ITEM_BYTES[dtype]
     if len(into) % item:
         raise CorruptObject(f"float-split chunk has a raw size of {len(into)} bytes, which is not whole elements")
     if into.readonly:
         raise ValueError("cannot decode into read-only memory")
     target: Plane = np.frombuffer(into, np.uint8)
     whole = len(target) // (item * GROUP) * item * GROUP
-    reader = _Reader(stored, target[:whole], item)
-    reader.read_blocks()
-    reader.read_tail(target[whole:])
+    _Reader(stored, target[:whole], item).read(target[whole:])
 
 
 class _Reader:
@@ -175,16 +173,13 @@ class _Reader:
         self._planes, self._into = loops.Planes(data), loops.Planes(into)
         self._words, self._item, self._kind = len(into) // item, item, np.dtype(f"u{item}")
 
-    def read_blocks(self) -> None:
-        """Decode all blocks."""
+    def read(self, tail: Plane) -> None:
+        """Decode all blocks, and the words behind them to `tail`. Raises CorruptObject if bytes are left."""
         start, most = 0, BLOCK_BYTES // self._item
         while start < self._words:
             start += self._read_block(start, min(most, self._words - start))
-
-    def read_tail(self, into: Plane) -> None:
-        """The words behind the blocks. Raises CorruptObject if bytes are left."""
-        begin = self._take(len(into))
-        into[:] = np.frombuffer(self._stored[begin : self._at], np.uint8)
+        begin = self._take(len(tail))
+        tail[:] = np.frombuffer(self._stored[begin : self._at], np.uint8)
         if self._at != self._size:
             raise CorruptObject(f"float-split chunk has {self._size - self._at} excess bytes")
 

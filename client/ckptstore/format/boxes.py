@@ -7,6 +7,7 @@ saved slices and requested boxes are computed on whole columns.
 from __future__ import annotations
 
 import os
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, groupby
 from math import prod
@@ -139,8 +140,9 @@ class Tilings:
 
     def __init__(self, number: int) -> None:
         """number: of shapes."""
-        self._keys = np.frombuffer(os.urandom(8 * 2 * MAX_DIMENSIONS), np.uint64).reshape(2, MAX_DIMENSIONS)
-        self._sums = np.zeros((2, number), np.int64)
+        keys = np.frombuffer(os.urandom(8 * 2 * MAX_DIMENSIONS), np.uint64).reshape(2, MAX_DIMENSIONS)
+        self._points = [(key, np.zeros(number, np.int64)) for key in keys]
+        """The key of each dimension, and the sum of each shape."""
         self._boxes = np.zeros(number, np.int64)
 
     def add(self, groups: Column, starts: Matrix, lengths: Matrix) -> None:
@@ -148,24 +150,17 @@ class Tilings:
         self._boxes += np.bincount(groups, minlength=len(self._boxes))
         for first in range(0, len(groups), BLOCK):
             rows = slice(first, first + BLOCK)
-            for sums, keys in zip(self._sums, self._keys, strict=True):
+            for keys, sums in self._points:
                 # With a prime below 2**31 the sum of as many boxes as fit into memory does not overflow.
                 np.add.at(sums, groups[rows], _difference(starts[rows], starts[rows] + lengths[rows], keys))
 
     def untiled(self, groups: Column, shapes: Matrix) -> Column:
         """The given shapes that are not tiled. groups: the number of each."""
         bad = self._boxes[groups] == 0
-        for sums, keys in zip(self._sums, self._keys, strict=True):
+        for keys, sums in self._points:
             bad |= sums[groups] % _PRIME != _difference(np.zeros_like(shapes), shapes, keys)
         left: Column = groups[bad]
         return left
-
-
-def untiled(groups: Column, starts: Matrix, lengths: Matrix, shapes: Matrix) -> Column:
-    """The groups whose boxes do not tile their shape. groups: the row of `shapes` of each box; see Tilings."""
-    tilings = Tilings(len(shapes))
-    tilings.add(groups, starts, lengths)
-    return tilings.untiled(np.arange(len(shapes)), shapes)
 
 
 def _difference(begin: Matrix, end: Matrix, keys: np.ndarray[Any, np.dtype[np.uint64]]) -> Column:
@@ -219,31 +214,28 @@ def overlaps(content: Content, wants: Sequence[Want]) -> Iterator[Overlaps]:
 
 def check_cover(content: Content) -> None:
     """Raises CorruptObject unless the slices of every entry cover it exactly."""
-    shapes, dimensions = content.entries.shape, column(map(len, content.entries.shape))
+    shapes = content.entries.shape
     tilings = Tilings(len(shapes))
     for group in same_dimensions(content, np.arange(len(content.slices.entry)), BLOCK):
         filled = np.flatnonzero(group.bytes)
         tilings.add(content.slices.entry[group.rows[filled]], group.offsets[filled], group.sizes[filled])
-    for count in set(dimensions.tolist()):
-        numbers = column(n for n in np.flatnonzero(dimensions == count).tolist() if 0 not in shapes[n])
-        wanted = np.array([shapes[n] for n in numbers.tolist()], np.int64).reshape(len(numbers), count)
-        if len(bad := tilings.untiled(numbers, wanted)):
-            raise _gap(content.entries.name[int(bad[0])])
+    for count in set(map(len, shapes)):
+        numbers = [n for n, shape in enumerate(shapes) if len(shape) == count and 0 not in shape]
+        wanted = np.array([shapes[n] for n in numbers], np.int64).reshape(len(numbers), count)
+        if len(bad := tilings.untiled(column(numbers), wanted)):
+            raise _gap(content.entries.name[bad[0]])
 
 
 def _layers(wants: Sequence[Want]) -> list[list[int]]:
     """The numbers of the wants in lists, each of which has an entry at most once."""
     if len({want.entry for want in wants}) == len(wants):
         return [list(range(len(wants)))]
-    layers: list[list[int]] = []
-    count: dict[str, int] = {}
+    layers: dict[int, list[int]] = defaultdict(list)
+    count = Counter[str]()
     for number, want in enumerate(wants):
-        depth = count.get(want.entry, 0)
-        count[want.entry] = depth + 1
-        if depth == len(layers):
-            layers.append([])
-        layers[depth].append(number)
-    return layers
+        layers[count[want.entry]].append(number)
+        count[want.entry] += 1
+    return list(layers.values())
 
 
 def _layer(
@@ -295,19 +287,16 @@ def _meet(groups: Iterable[BoxGroup], want_of: Column, goals: Matrix) -> Overlap
 
 def _check_tiling(wants: Sequence[Want], found: Overlaps) -> None:
     """Raises CorruptObject unless the overlaps cover each requested box exactly."""
-    used, place, times = np.unique(found.want, return_inverse=True, return_counts=True)
     # A single slice that covers the whole box is the common case, and needs no further check.
-    parts = np.flatnonzero((times[place] > 1) | (found.box != found.wanted).any(axis=1))
+    parts = np.flatnonzero((np.bincount(found.want)[found.want] > 1) | (found.box != found.wanted).any(axis=1))
     if not len(parts):
         return
-    used, place = np.unique(found.want[parts], return_inverse=True)
-    dimensions = found.box.shape[1] // 2
-    wanted = np.zeros((len(used), 2 * dimensions), np.int64)
-    wanted[place] = found.wanted[parts]
-    box = found.box[parts]
-    begin, lengths = wanted[:, :dimensions], wanted[:, dimensions:]
-    for bad in untiled(place, box[:, :dimensions] - begin[place], box[:, dimensions:], lengths).tolist():
-        raise _gap(wants[int(used[bad])].entry)
+    numbers, box, wanted, half = found.want[parts], found.box[parts], found.wanted[parts], found.box.shape[1] // 2
+    tilings = Tilings(len(wants))
+    tilings.add(numbers, (box - wanted)[:, :half], box[:, half:])
+    first = np.flatnonzero(np.diff(numbers, prepend=-1))  # of each want: overlaps are in the order of the wants
+    for bad in tilings.untiled(numbers[first], wanted[first, half:]).tolist():
+        raise _gap(wants[bad].entry)
 
 
 def _gap(entry: str) -> CorruptObject:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -18,7 +19,6 @@ _T = TypeVar("_T")
 Hook = Callable[[type, Any], Any]
 
 _making = threading.Lock()
-_decoders: dict[tuple[Any, Hook | None], msgspec.json.Decoder[Any]] = {}
 
 
 def decode_json(data: Buffer | str, kind: type[_T], hook: Hook | None = None) -> _T:
@@ -44,7 +44,9 @@ def convert(value: object, kind: type[_T], *, from_attributes: bool = False, str
 def _decoder(kind: Any, hook: Hook | None = None) -> msgspec.json.Decoder[Any]:
     """The decoder of a type, which has been inspected on return."""
     with _making:
-        decoder = _decoders.get((kind, hook))
-        if decoder is None:
-            decoder = _decoders[kind, hook] = msgspec.json.Decoder(kind, dec_hook=hook)
-    return decoder
+        return _made(kind, hook)
+
+
+@cache
+def _made(kind: Any, hook: Hook | None) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind, dec_hook=hook)

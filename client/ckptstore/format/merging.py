@@ -152,7 +152,7 @@ def difference(said: Iterable[Mapping[str, str]]) -> str:
 def _merge_content(contents: Sequence[Content]) -> Content:
     shards: list[Shard] = []
     entries = Entries(name=[], dtype=[], shape=[])
-    columns: dict[str, list[Column]] = {"entry": [], "shard": [], "at": [], "box": []}
+    columns: list[tuple[Column, ...]] = [(column(),) * 4]
     aliases: dict[str, str] = {}
     trees: dict[str, list[JSON]] = {}
     index: dict[str, int] = {}
@@ -164,10 +164,8 @@ def _merge_content(contents: Sequence[Content]) -> Content:
         if id(content.entries) not in places:
             places[id(content.entries)] = _add_entries(entries, index, content.entries)
         slices = content.slices
-        columns["entry"].append(places[id(content.entries)][slices.entry])
-        columns["shard"].append(slices.shard + len(shards))
-        columns["at"].append(slices.at)
-        columns["box"].append(slices.box)
+        entry = places[id(content.entries)][slices.entry]
+        columns.append((entry, slices.shard + len(shards), slices.at, slices.box))
         if slices.derived is not None:
             derived.append(slices.derived + rows)
         rows += len(slices.entry)
@@ -177,11 +175,9 @@ def _merge_content(contents: Sequence[Content]) -> Content:
                 raise CorruptObject(f"two ranks have different targets of alias {alias!r}")
         for item, tree in content.trees.items():
             trees.setdefault(item, []).append(tree)
-    slices = Slices(
-        **{name: concatenate(parts) for name, parts in columns.items()},
-        derived=concatenate(derived) if derived else None,
-    )
-    merged = {item: _merge_in_pairs(found, item) for item, found in trees.items()}
+    entry, shard, at, box = map(np.concatenate, zip(*columns, strict=True))
+    slices = Slices(entry, shard, at, box, concatenate(derived) if derived else None)
+    merged = {item: _merge_all(found, item) for item, found in trees.items()}
     return Content(shards=shards, entries=entries, slices=slices, aliases=aliases, trees=merged)
 
 
@@ -198,13 +194,12 @@ def _add_entries(entries: Entries, index: dict[str, int], added: Entries) -> Col
     return column(index[name] for name in added.name)
 
 
-def _merge_in_pairs(trees: list[JSON], item: str) -> JSON:
+def _merge_all(trees: list[JSON], item: str) -> JSON:
     """The trees of all ranks as one. A merge copies both: one rank after the other would be quadratic in the ranks."""
-    while len(trees) > 1:
-        pairs = zip(trees[::2], trees[1::2], strict=False)
-        odd = trees[-1:] if len(trees) % 2 else []
-        trees = [*(merge_trees(first, second, item) for first, second in pairs), *odd]
-    return trees[0]
+    half = len(trees) // 2
+    if not half:
+        return trees[0]
+    return merge_trees(_merge_all(trees[:half], item), _merge_all(trees[half:], item), item)
 
 
 def _check_trees(content: Content) -> None:

@@ -198,7 +198,7 @@ def check_together(manifest: Manifest, key: str) -> None:
         complete = len(receipts) == size and all(receipt.rank == rank for rank, receipt in enumerate(receipts))
         _require(complete, "it does not name one receipt per rank")
         _require(all(shard.rank < size for shard in content.shards), "a shard's rank is outside the world")
-        _require(len({shard.name for shard in content.shards}) == len(content.shards), "two shards of one name")
+        _require_different([shard.name for shard in content.shards], "two shards of one name")
         known = set(content.entries.name)
         for alias, name in content.aliases.items():
             _require(alias not in known, f"alias {alias[:80]!r} is not allowed")
@@ -209,7 +209,7 @@ def check_content(attempt: str, content: Content, key: str) -> None:
     """Raises CorruptObject unless the content of some ranks of an attempt is valid: columns match in length, and all
     names and indices refer to something."""
     with _checking(key):
-        _require(len({shard.name for shard in content.shards}) == len(content.shards), "two shards of one name")
+        _require_different([shard.name for shard in content.shards], "two shards of one name")
         tables = [table for shard in content.shards for table in (shard, *shard.below)]
         _check_chunks(tables)
         _check_entries(content.entries)
@@ -280,6 +280,10 @@ def _require(condition: Any, message: str) -> None:
         raise _Invalid(message)
 
 
+def _require_different(values: Sequence[object], message: str) -> None:
+    _require(len(set(values)) == len(values), message)
+
+
 def _same_length(what: str, *columns: Sized) -> None:
     _require(len({len(column) for column in columns}) == 1, f"columns of {what} differ in length")
 
@@ -326,7 +330,7 @@ def _check_references(attempt: str, shards: Sequence[Shard]) -> None:
         _same_length("references", found.chunk, found.attempt, found.offset)
         for other in found.attempts:
             names.Attempt.parse(other)
-        _require(len({*found.attempts, attempt}) == len(found.attempts) + 1, "a reference to itself, or twice to one")
+        _require_different([*found.attempts, attempt], "a reference to itself, or twice to one")
         _require((np.diff(found.chunk) > 0).all(), "references are not in order")
         _require(found.chunk.max(initial=-1) < len(shard.chunks.raw), "a reference is to no chunk")
         used = distinct(found.attempt)
@@ -360,17 +364,16 @@ def _check_chunks(shards: Sequence[Shard]) -> None:
         _require(len(chunks.digest) == DIGEST_BYTES * len(chunks.raw), "a chunk has no digest")
         known = chunks.raw_digest
         _require(known is None or len(known) == len(chunks.digest), "raw digests and chunks differ in number")
-        _require(len(set(chunks.codecs)) == len(chunks.codecs), "codecs are named twice")
+        _require_different(chunks.codecs, "codecs are named twice")
         _require({*chunks.codecs} <= {*CODECS, DELTA}, "a chunk's codec is unknown")
         _require(chunks.codec.max(initial=-1) < len(chunks.codecs), "a chunk names no codec")
-    raw = concatenate(shard.chunks.raw for shard in shards)
-    stored = concatenate(shard.chunks.stored for shard in shards)
-    _require(((raw > 0) & (raw <= MAX_CHUNK_BYTES)).all(), "a chunk's raw size is out of bounds")
-    _require(((stored > 0) & (stored <= MAX_CHUNK_BYTES)).all(), "a chunk's size is out of bounds")
+    for name, what in (("raw", "raw size"), ("stored", "size")):
+        sizes = concatenate(getattr(shard.chunks, name) for shard in shards)
+        _require(((sizes > 0) & (sizes <= MAX_CHUNK_BYTES)).all(), f"a chunk's {what} is out of bounds")
 
 
 def _check_entries(entries: Entries) -> None:
-    _require(len(set(entries.name)) == len(entries.name), "two entries of one name")
+    _require_different(entries.name, "two entries of one name")
     lengths = {1, *map(len, entries.name)}
     _require(min(lengths) > 0 and max(lengths) <= _MAX_NAME, "an entry's name is empty or too long")
     _require(set(entries.dtype) <= ITEM_BYTES.keys(), "an entry's dtype is unknown")
@@ -428,19 +431,19 @@ def _check_derived(content: Content, sizes: Column, stored: Column) -> None:
     derived = slices.derived.tolist()
     near = stored[np.isin(slices.at[stored], slices.at[derived]) & (sizes[stored] > 0)].tolist()
     sources = {place(row): row for row in near}
-    _require(len(set(map(place, derived))) == len(derived), "two slices are derived from one")
+    _require_different([*map(place, derived)], "two slices are derived from one")
     for row in derived:
         source = sources.get(place(row))
         if source is None:
             raise _Invalid("a slice is derived from none")
-        types = dtypes[int(slices.entry[source])], dtypes[int(slices.entry[row])]
+        types = dtypes[slices.entry[source]], dtypes[slices.entry[row]]
         _require(types[0] == SOURCE and types[1] in CAST_TYPES, "a slice is derived from one of another type")
         _require(int(sizes[source]) == 2 * int(sizes[row]), "a slice is derived from one of another size")
 
 
 def _apart(shard: Column, at: Column, sizes: Column) -> bool:
     """Whether no two slices share a byte. Otherwise a small manifest could expand into a plan of any size."""
-    if not bool((sizes > 0).all()):
+    if not (sizes > 0).all():
         shard, at, sizes = shard[sizes > 0], at[sizes > 0], sizes[sizes > 0]
     if not bool((shard[1:] >= shard[:-1]).all() and ((at[1:] > at[:-1]) | (shard[1:] > shard[:-1])).all()):
         order = np.lexsort((at, shard))

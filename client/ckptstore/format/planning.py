@@ -133,7 +133,7 @@ def derived_bytes(content: Content) -> dict[str, int]:
     found = Counter[str]()
     for group in boxes.same_dimensions(content, content.slices.derived_rows):
         for row, size in zip(group.rows.tolist(), group.bytes.tolist(), strict=True):
-            found[content.entries.name[int(content.slices.entry[row])]] += size
+            found[content.entries.name[content.slices.entry[row]]] += size
     return found
 
 
@@ -159,8 +159,7 @@ def plan_reads(content: Content, wants: Iterable[Want]) -> list[ShardRead]:
 def plan_all(content: Content) -> list[ChunkRead]:
     """Every chunk of a checkpoint, for verification. Pure."""
     table = ChunkTable.of(content, range(len(content.shards)))
-    rows = np.arange(len(table.raw))
-    return list(_chunk_reads(content, table, rows, repeat((), len(rows))))
+    return list(_chunk_reads(content, table, np.arange(len(table.raw)), repeat(())))
 
 
 def _pieces(content: Content, wants: Sequence[Want], table: ChunkTable, found: Overlaps) -> tuple[Column, list[Piece]]:
@@ -188,7 +187,7 @@ def _pieces(content: Content, wants: Sequence[Want], table: ChunkTable, found: O
     item, to_item = item[which], to_item[which]
     start, stop = low - origin[which], high - origin[which]
     for cut in np.flatnonzero((start % item != 0) | (stop % item != 0))[:1].tolist():
-        entry = content.entries.name[int(slices.entry[found.row[which[cut]]])]
+        entry = content.entries.name[slices.entry[found.row[which[cut]]]]
         raise CorruptObject(f"chunk {table.index[row[cut]]} cuts an element of entry {entry!r}")
     is_flat = ((shape[:, 1:] == length[:, 1:]) & (target[:, 1:] == length[:, 1:])).all(axis=1)[which]
     to = (into[which] - first[which] + start // item) * to_item
@@ -269,8 +268,8 @@ def _chunk_reads(
     """Rows of the table, grouped by shard, as reads."""
     given = iter(pieces)
     for part in np.split(rows, np.flatnonzero(np.diff(table.shard[rows])) + 1) if len(rows) else ():
-        shard = content.shards[int(table.shard[part[0]])]
-        holders = [None, *(shard.references.attempts if shard.references is not None else ())]
+        shard = content.shards[table.shard[part[0]]]
+        holders = [None, *shard.needed]
         index = table.index[part]
         bases = {
             index: [
@@ -331,7 +330,8 @@ def coalesce(chunks: Iterable[ChunkRead]) -> list[ShardRead]:
 
 
 def batches(items: Iterable[_T], bytes_of: Callable[[_T], int], most_bytes: int) -> Iterator[list[_T]]:
-    """The items in order, in batches of at most `most_bytes`; a larger one has its own batch."""
+    """The items in order, in batches of at most `most_bytes`; a larger one has its own batch, before the next is
+    asked for."""
     batch: list[_T] = []
     size = 0
     for item in items:
@@ -341,5 +341,8 @@ def batches(items: Iterable[_T], bytes_of: Callable[[_T], int], most_bytes: int)
             batch, size = [], 0
         batch.append(item)
         size += more
+        if size > most_bytes:
+            yield batch
+            batch, size = [], 0
     if batch:
         yield batch

@@ -6,7 +6,6 @@ They are sealed and checked like all other documents (documents.py); docs/explan
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -14,7 +13,7 @@ import msgspec
 
 from ckptstore.errors import InvalidRequest
 from ckptstore.format.documents import Document, StoredDocument
-from ckptstore.values import Record
+from ckptstore.values import Record, Value
 
 
 class Pin(StoredDocument):
@@ -120,7 +119,7 @@ class Origin(Document, omit_defaults=True):
     host: str = ""
     job: str = ""
     """The scheduler and its name for the job: slurm 4711."""
-    trackers: dict[str, str] = msgspec.field(default_factory=dict)
+    trackers: dict[str, str] = {}
     """The runs of experiment trackers: the name of a tracker, and a URL, or a folder."""
 
     def __str__(self) -> str:
@@ -200,8 +199,7 @@ class AuditRecord(StoredDocument):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Best:
+class Best(Value):
     """The N checkpoints with the best values of a metric."""
 
     metric: str

@@ -82,11 +82,6 @@ class ChunkSpan(Value):
     shared: bool = False
     """The chunk contains small slices, and more may be added."""
 
-    def takes(self, at: int, dtype: str, size: int) -> bool:
-        """Whether a small slice at this offset may share the chunk."""
-        adjoins = self.shared and self.dtype == dtype and self.at + self.bytes == at
-        return adjoins and self.bytes + size <= _SHARED_CHUNK_BYTES
-
     def of(self, raw: RawStream) -> memoryview:
         """The chunk's bytes of the raw stream."""
         return raw[self.at : self.at + self.bytes]
@@ -119,10 +114,11 @@ def plan_chunks(placed: Sequence[Placed]) -> list[ChunkSpan]:
     spans: list[ChunkSpan] = []
     for place in placed:
         size, dtype = place.slice.bytes, place.slice.dtype
-        last = spans[-1] if spans else None
+        last = spans[-1] if spans else ChunkSpan(0, 0, "")
+        may_share = last.shared and last.dtype == dtype and last.at + last.bytes == place.at
         if size >= _OWN_CHUNK_BYTES:
             spans += [ChunkSpan(place.at + start, end - start, dtype) for start, end in pairwise(_cuts(place.slice))]
-        elif last is not None and last.takes(place.at, dtype, size):
+        elif may_share and last.bytes + size <= _SHARED_CHUNK_BYTES:
             spans[-1] = ChunkSpan(last.at, last.bytes + size, dtype, shared=True)
         elif size:
             spans.append(ChunkSpan(place.at, size, dtype, shared=True))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,12 +17,12 @@ from ckptstore.values import Value
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
-_EXTENSION = "statistics/{:05d}"
 MOST_NAMED = 8
 """Entries that an extension names."""
-_COUNTS = ("elements", "nan", "positive_inf", "negative_inf")
+COUNTS = ("elements", "nan", "positive_inf", "negative_inf")
+"""The columns of numbers of elements."""
 _MERGED: dict[str, tuple[np.ufunc, float]] = {
-    **dict.fromkeys(_COUNTS, (np.add, 0)),
+    **dict.fromkeys(COUNTS, (np.add, 0)),
     "minimum": (np.fmin, np.nan),
     "maximum": (np.fmax, np.nan),
 }
@@ -31,8 +30,7 @@ _MERGED: dict[str, tuple[np.ufunc, float]] = {
 _ROW = np.dtype([(name, type(none)) for name, (_, none) in _MERGED.items()])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Table:
+class Table(NamedTuple):
     """Statistics, a row per tensor or part of one."""
 
     elements: Column
@@ -92,16 +90,16 @@ class Statistics(StoredDocument, eq=False, forbid_unknown_fields=False):
     def of(attempt: Attempt, rank: int, table: Table) -> Statistics:
         """The document of a table."""
         minimum, maximum = ((one + 0.0).astype("<f8").tobytes() for one in (table.minimum, table.maximum))  # not -0.0
+        counts = {name: getattr(table, name) for name in COUNTS}
         return Statistics(
-            format=FORMAT, kind="statistics", attempt=str(attempt), rank=rank, elements=table.elements, nan=table.nan,
-            positive_inf=table.positive_inf, negative_inf=table.negative_inf, minimum=minimum, maximum=maximum,
+            format=FORMAT, kind="statistics", attempt=str(attempt), rank=rank, **counts,
+            minimum=minimum, maximum=maximum,
         )  # fmt: skip
 
     def table(self, key: str) -> Table:
         """The table of a document that was read from `key`. Raises CorruptObject unless its columns fit together."""
-        counts = [getattr(self, name) for name in _COUNTS]
-        rows = len(self.elements)
-        if any(len(one) != rows for one in counts) or any(len(one) != 8 * rows for one in (self.minimum, self.maximum)):
+        counts = [getattr(self, name) for name in COUNTS]
+        if len({*(8 * len(one) for one in counts), len(self.minimum), len(self.maximum)}) > 1:
             raise CorruptObject(f"the columns of {key} do not fit together")
         return Table(*counts, *(np.frombuffer(one, "<f8").astype(np.float64) for one in (self.minimum, self.maximum)))
 
@@ -138,7 +136,7 @@ HEALTH = "health"
 
 def extension_name(rank: int) -> str:
     """The name of the extension of a receipt that names its statistics."""
-    return _EXTENSION.format(rank)
+    return f"statistics/{rank:05d}"
 
 
 def side_extension(rank: int, side: SideDocument) -> dict[str, JSON]:
@@ -188,6 +186,6 @@ def is_counter(name: str, elements: int) -> bool:
 def named_document(data: bytes, table: Table, names: list[str]) -> SideDocument:
     """The record of a stored document in a receipt. names: the entry of each row."""
     flagged = np.flatnonzero(table.not_finite).tolist()
-    rows = [row for row in flagged if not is_counter(names[row], int(table.elements[row]))]
+    rows = [row for row in flagged if not is_counter(names[row], table.elements[row])]
     first = list(dict.fromkeys(names[row] for row in rows[: 16 * MOST_NAMED]))[:MOST_NAMED]
     return SideDocument(digest(data), len(data), int(table.nan[rows].sum()), int(table.inf[rows].sum()), first)

@@ -61,7 +61,7 @@ def encode_tree(value: Any, path: str, leaf: EncodeLeaf, depth: int = 0) -> JSON
     """`value` as tagged JSON. `leaf` converts all other types; subclasses are not converted to their base types."""
     _check_nesting(depth, path)
     kind = type(value)
-    if value is None or kind is bool:
+    if value is None:
         return value
     if kind in _TEXTS:
         return _TEXTS[kind](value, path)
@@ -69,8 +69,8 @@ def encode_tree(value: Any, path: str, leaf: EncodeLeaf, depth: int = 0) -> JSON
         return _SCALARS[kind](value)
 
     def child(key: object, item: Any) -> JSON:
-        if type(item) in _NUMBERS and depth < _MAX_DEPTH:  # most leaves: a path need not be made for them
-            return _NUMBERS[type(item)](item)
+        if type(item) in _SCALARS and depth < _MAX_DEPTH:  # most leaves: a path need not be made for them
+            return _SCALARS[type(item)](item)
         return encode_tree(item, f"{path}/{key}", leaf, depth + 1)
 
     if kind is list:
@@ -360,28 +360,20 @@ def _float(value: float) -> JSON:
     return value if math.isfinite(value) else {TAG: "float", "v": str(value)}
 
 
-def _complex(value: complex) -> JSON:
-    return {TAG: "complex", "v": [_float(value.real), _float(value.imag)]}
-
-
-def _bytes(value: bytes) -> JSON:
-    return {TAG: "bytes", "v": encode_bytes(value)}
-
-
 def _real(value: JSON) -> float:
     return float(value["v"]) if isinstance(value, dict) else float(value)
 
 
 _SCALARS: dict[type, Callable[[Any], JSON]] = {
+    bool: bool,
     int: _int,
     float: _float,
-    complex: _complex,
-    bytes: _bytes,
+    complex: lambda value: {TAG: "complex", "v": [_float(value.real), _float(value.imag)]},
+    bytes: lambda value: {TAG: "bytes", "v": encode_bytes(value)},
     date: lambda value: {TAG: "date", "v": value.isoformat()},
     timedelta: lambda value: {TAG: "timedelta", "v": [value.days, value.seconds, value.microseconds]},
 }
 _TEXTS: dict[type, Callable[[Any, str], JSON]] = {str: _text, datetime: _same_zone}
-_NUMBERS: dict[type, Callable[[Any], JSON]] = {bool: bool, int: _int, float: _float}
 _RECORDS = ("namedtuple", "dataclass")
 _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "odict", Counter: "counter"}
 _CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {

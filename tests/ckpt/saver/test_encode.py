@@ -7,7 +7,7 @@ from contextlib import closing
 import pytest
 
 from ckpt.saver import encode
-from ckpt.saver.encode import BUDGET_BYTES, CpuThrottle, _groups, encode_stream
+from ckpt.saver.encode import BUDGET_BYTES, CpuThrottle, encode_stream
 from ckptstore.format.shards import ChunkSpan, EncodedChunk
 
 SIZE = BUDGET_BYTES // 3
@@ -68,12 +68,6 @@ def test_chunks_in_memory_of_their_own_are_asked_for_as_the_budget_allows() -> N
     for number, chunk in enumerate(encode_stream(chunks(), work.encode)):
         assert chunk.data[0] == number
         assert asked <= number + 5
-
-
-def test_chunks_are_handed_over_in_groups() -> None:
-    chunks = [(memoryview(b""), ChunkSpan(0, size << 20, "uint8")) for size in (3, 1, 9, 2, 2)]
-    found = [([span.bytes >> 20 for _, span in group], size >> 20) for group, size in _groups(chunks)]
-    assert found == [([3, 1], 4), ([9], 9), ([2, 2], 4)]
 
 
 class Machine:

@@ -79,7 +79,7 @@ def _commits(*times: float) -> list[Checkpoint]:
 def test_a_run_whose_next_commit_is_overdue_is_stalled(now: float, uploads: int, measured: bool, stalled: bool) -> None:
     recent = _commits(100, 200, 300, 400, 500)
     life = TrainerRun("1", 1.0, 1.0, 0.0, None, 0, [Beat(500.0, 7)], TrainerEnd.NOT, 500.0, measured)
-    going = progress(recent, uploads, account("gpt", [life], now, 300.0), now)
+    going = progress(recent, uploads, account("gpt", [life], now), now)
     assert bool(going.stalled) == stalled
     assert not progress(recent, uploads, None, now).stalled
     if stalled:
@@ -99,7 +99,7 @@ def test_a_run_has_the_end_and_the_origin_of_its_last_attempt() -> None:
         for at, host in ((100.0, "node-1"), (200.0, "node-2"))
     ]  # fmt: skip
     recent = _commits(100, 200, 300, 400, 500)
-    going = progress(recent, 0, account("gpt", lives, 9000.0, 300.0), 9000.0)
+    going = progress(recent, 0, account("gpt", lives, 9000.0), 9000.0)
     assert (going.origin, going.ended, going.stalled) == ("ada@node-2", "died", "")
     row = run_row(RunSummary("gpt", 5, 50, recent[0]), recent, 0, 0, None, 600.0)
     assert (row.progress.origin, row.progress.ended) == ("", "")
@@ -119,7 +119,7 @@ def test_runs_are_found_by_name_and_tag_and_sorted() -> None:
     life = TrainerRun(
         "a", 1.0, 1.0, 0.0, None, 0, [], TrainerEnd.NOT, 1.0, origin=Origin(user="ada", host="node-3", job="slurm 7")
     )
-    bert = account("bert", [life], 2.0, 300.0)
+    bert = account("bert", [life], 2.0)
     assert (names("GPT"), names("owner=ann"), names("paper")) == (["gpt-a", "gpt-b"], ["bert"], ["gpt-a"])
     assert (names("none"), names("old")) == ([], ["old"])
     assert names("ADA@node") == names("slurm 7") == ["bert"]
@@ -130,7 +130,7 @@ def test_runs_are_found_by_name_and_tag_and_sorted() -> None:
 def test_siblings_that_have_ended_are_one_row() -> None:
     runs = [RunSummary(name, 2, 30, _checkpoint(at)) for at, name in enumerate(("a/x", "s/a", "s/b", "s/c", "t"), 1)]
     life = TrainerRun("a", 1.0, 1.0, 0.0, None, 0, [Beat(90.0, 7)], TrainerEnd.NOT, 90.0)
-    alive = {"s/c": account("s/c", [life], 100.0, 300.0)}
+    alive = {"s/c": account("s/c", [life], 100.0)}
     shown = chosen_runs(runs, "", RunOrder.NAME, alive)
     assert [found.run for found in shown] == ["a/x", "s/", "s/c", "t"]
     assert (shown[1].num_checkpoints, shown[1].stored_bytes, shown[1].latest) == (4, 60, runs[2].latest)

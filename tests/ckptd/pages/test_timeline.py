@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from ckptd.pages.timeline import MOST_ROWS, timeline
-from ckptstore.analysis.goodput import SILENT_S, Account, Spent, account, lives_of
+from ckptstore.analysis.goodput import Account, Spent, account, lives_of
 from ckptstore.run import Run
 from ckptstore.stores import open_store
 from tests.support.checkpoints import SMALL, write_checkpoint
@@ -12,7 +12,7 @@ from tests.support.histories import History
 
 def _account(num_lives: int = 6) -> Account:
     history, run = History(3, num_lives), Run(open_store("memory://timeline"), "sim")
-    return account("sim", lives_of(history.heartbeats(run), (), ()), history.now, SILENT_S)
+    return account("sim", lives_of(history.heartbeats(run), (), ()), history.now)
 
 
 def test_bars_follow_time_and_leave_gaps() -> None:

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from ckptstore.analysis.goodput import (
     BADPUT,
@@ -44,7 +43,7 @@ def _life(
 
 
 def _of(*lives: TrainerRun, now: float = 10_000.0) -> Account:
-    return account("gpt", lives, _T + now, SILENT_S)
+    return account("gpt", lives, _T + now)
 
 
 def test_steps_after_the_checkpoint_that_was_resumed_from_are_lost() -> None:
@@ -121,7 +120,7 @@ def test_costs_of_saves_are_not_productive() -> None:
 def test_simulated_histories_within_two_per_cent(seed: int, slow_store: bool) -> None:
     history = History(seed, slow_store=slow_store)
     run = Run(open_store("memory://goodput"), "gpt")
-    found = account("gpt", lives_of(history.heartbeats(run), (), ()), history.now, SILENT_S)
+    found = account("gpt", lives_of(history.heartbeats(run), (), ()), history.now)
     truth = history.truth()
     total = sum(truth.values())
     assert sum(found.seconds.values()) == pytest.approx(total, rel=0.02)

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.format import boxes
-from ckptstore.format.boxes import Box, flat_boxes, untiled
-from ckptstore.format.columns import column
+from ckptstore.format.boxes import Box, Matrix, Tilings, flat_boxes
+from ckptstore.format.columns import Column, column
 from tests.support.layouts import cut, region, tilings
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4)
@@ -42,6 +42,12 @@ def paints(found: list[Box], shape: list[int]) -> bool:
     for box in found:
         painted[region(box)] += 1
     return bool((painted == 1).all())
+
+
+def untiled(groups: Column, starts: Matrix, lengths: Matrix, shapes: Matrix) -> Column:
+    known = Tilings(len(shapes))
+    known.add(groups, starts, lengths)
+    return known.untiled(np.arange(len(shapes)), shapes)
 
 
 def tiles(found: Sequence[Box], shape: Sequence[int]) -> bool:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from math import prod
 from typing import Any
 
@@ -17,7 +18,7 @@ from ckptstore.format.boxes import Box, Want, check_cover
 from ckptstore.format.columns import column, concatenate
 from ckptstore.format.documents import Chunks, Content, Entries, Shard, Slices
 from ckptstore.format.parsing import check_content
-from ckptstore.format.planning import READ_BYTES, ShardRead, entry_bytes, join, plan_all, plan_reads
+from ckptstore.format.planning import READ_BYTES, ShardRead, batches, entry_bytes, join, plan_all, plan_reads
 from ckptstore.format.shards import CHUNK_BYTES, Slice, place_slices, plan_chunks, slice_tables
 from ckptstore.names import Attempt, new_ulid
 from ckptstore.reading.fetch import place_chunk
@@ -224,3 +225,15 @@ def test_stretches_that_adjoin_become_one() -> None:
     ]
     assert [chunk for read in joined for chunk in read.chunks] == [chunk for read in reads for chunk in read.chunks]
     assert join([reads[0], reads[2]], 3 * READ_BYTES) == [reads[0], reads[2]], "there is a gap between them"
+
+
+def test_an_item_larger_than_a_batch_does_not_wait_for_the_next_one() -> None:
+    asked: list[int] = []
+
+    def items() -> Iterator[int]:
+        for size in (3, 1, 9, 2, 2):
+            asked.append(size)
+            yield size
+
+    found = [(batch, len(asked)) for batch in batches(items(), int, 4)]
+    assert found == [([3, 1], 3), ([9], 3), ([2, 2], 5)]
